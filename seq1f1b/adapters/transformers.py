@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from seq1f1b.adapters.balance import balanced, layer_work
 from seq1f1b.adapters.folder import open_folder
@@ -36,6 +37,7 @@ from seq1f1b.adapters.transformers_look import (
     stand_for,
     twin,
 )
+from seq1f1b.adapters.transformers_own import adapt
 from seq1f1b.adapters.transformers_stage import CausalLMStage, Elsewhere, Entry, Exit, Hidden, NoEmbedding, names_of
 from seq1f1b.adapters.transformers_state import carry_states, look_at_states, mixers
 from seq1f1b.ops.attention import layer_handle
@@ -43,7 +45,7 @@ from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyPa
 
 __all__ = ["pipeline_stage"]
 
-_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
 _STATE_TYPES = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp")  # of models that carry states
 _ADAPTERS = ("LORA", "LOHA", "LOKR", "IA3", "OFT", "LN_TUNING")  # of peft, without anything that layers share
 _one_at_a_time = threading.Lock()  # ranks may be threads, and transformers sets torch's default dtype as it builds
@@ -112,12 +114,14 @@ def pipeline_stage(
             "model must be a transformers.PreTrainedModel, a peft.PeftModel or the folder of one, "
             f"got {type(model).__name__}"
         )
-    _check_config(model)
+    _check_config(model, num_ranks)
+    adapt(model)
     path, layers = _find_layers(model)
     _check_balance(balance, seq_len, len(layers), num_ranks)
     attentions = [attention for layer in layers for attention in _attentions(layer)]
     if attentions:
         model.set_attn_implementation(NAME)
+        model.config._attn_implementation = NAME  # the model may have declined
     for attention in attentions:
         config = getattr(attention, "config", None)
         if config is not None:  # it may be a copy of the model's
@@ -125,6 +129,11 @@ def pipeline_stage(
 
     skeleton, owners = _skeleton(model, path)
     before, after, kept, whole = _sides(model, skeleton, path, owners)
+    if num_ranks > 1 and any(call.hidden.dim() != 3 for call in whole.calls.values()):
+        raise ValueError(
+            f"{_cannot(model)}: its layers {path} hand on hidden states of shape {tuple(whole.calls[0].hidden.shape)}, "
+            "and a message holds (batch, tokens, hidden); train it whole"
+        )
     if balance == "time":
         work, of_head = layer_work(model, list(layers), [_limits(call) for call in whole.calls.values()], seq_len)
         balance = balanced(work, of_head if vocabulary == "whole" else 0.0, num_ranks)  # else all ranks share the head
@@ -142,10 +151,10 @@ def pipeline_stage(
     entry = Entry() if rank > 0 else None
     exit = Exit() if rank < num_ranks - 1 else None
     for name, stage in stage_of.items():
+        module = model.get_submodule(name)
         if stage != rank:
             _set(skeleton, name, NoEmbedding(entry) if name in before else Elsewhere())
             continue
-        module = model.get_submodule(name)
         if any(rank != holders[0] for p, holders in tied.values() if any(p is q for q in module.parameters())):
             module = copy.deepcopy(module)  # a parameter of its own, though this process may hold the first one too
         if head is not None and name == head.name:
@@ -169,10 +178,11 @@ def pipeline_stage(
         for name, (p, holders) in tied.items()
         if rank in holders
     }
-    named = signature(model.get_submodule(owners[-1]).forward).parameters
+    decoder = _decoder(model, owners)
+    named = signature(model.get_submodule(decoder).forward).parameters
     takes_positions = bool(attentions) or "position_ids" in named
     options = (embedding, head, whole.options, takes_positions)
-    made = CausalLMStage(skeleton, owners[-1], entry, exit, copies, rank == 0, *options)
+    made = CausalLMStage(skeleton, decoder, entry, exit, copies, rank == 0, *options)
     records = [whole, *_check_stage(model, made, path, range(start, stop), whole)]
     carry_states(skeleton)
     for i in range(start, stop):
@@ -255,8 +265,8 @@ def _adapters_around(model: Any, skeleton: nn.Module) -> Any:
     return new
 
 
-def _check_config(model: transformers.PreTrainedModel) -> None:
-    config = model.config
+def _check_config(model: transformers.PreTrainedModel, num_ranks: int) -> None:
+    config: Any = model.config
     head: Any = model.get_output_embeddings()
 
     def refuse(what: str) -> None:
@@ -266,20 +276,30 @@ def _check_config(model: transformers.PreTrainedModel) -> None:
         refuse("its adapters were added by transformers (add_adapter); give what peft.get_peft_model returns")
     if getattr(config, "is_encoder_decoder", False):
         refuse("it is an encoder-decoder")
+    text = config.get_text_config(decoder=True)
+    language = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None) if text is not config else None
+    if language is not None and not isinstance(model, language):
+        refuse(f"it holds more than a language model; give {language.__name__}, which holds its text_config alone")
     if head is None:
         refuse("it has no language model head; give a ...ForCausalLM")
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         refuse("its attention is not causal")
     carrying = mixers(model)
-    if not (model._supports_attention_backend or carrying):
-        refuse("its attention is its own and not that of transformers' AttentionInterface")
-    if getattr(config, "alibi", False):
-        refuse("its attention has ALiBi biases")
     if getattr(config, "output_router_logits", False):
-        refuse("its router loss needs the logits of all layers in one place; set output_router_logits=False")
+        refuse(
+            "its router loss is a product of means over all layers and tokens, which no stage has; set "
+            "output_router_logits=False and balance each layer by seq1f1b.add_loss (docs/how-to/hugging-face.md)"
+        )
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in _LAYER_TYPES and not (carrying and kind in _STATE_TYPES):
             refuse(f"it has layers of type {kind}, whose state is not carried from segment to segment")
+    if getattr(text, "altup_num_inputs", 1) > 1:
+        refuse("its hidden states are several streams (altup_num_inputs), of which a message holds one; train it whole")
+    if getattr(text, "hidden_size_per_layer_input", 0) and num_ranks > 1:
+        refuse(
+            "its layers take inputs of their own from the embedding (hidden_size_per_layer_input), which no stage "
+            "sends on; train it whole"
+        )
     for rotation in _rotations(getattr(config, "rope_parameters", None)):
         if rotation in _ROTATIONS:
             refuse(f"its rotary embeddings are of type {rotation!r}, which depend on the length of the whole sequence")
@@ -297,21 +317,37 @@ def _rotations(parameters: Any) -> Iterator[str]:
 
 
 def _find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of decoder layers, and its name: each holds an attention or carries state, and says its layer_idx."""
+    """The list of decoder layers, and its name: its modules hold as many attentions each, which say their layer_idx."""
     types = list(getattr(model.config, "layer_types", None) or ())
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and any(_attentions(layer) or mixers(layer) for layer in module)
-        and all(_is_layer(layer, i, types[i : i + 1]) for i, layer in enumerate(module))
-    ]
-    if len(found) != 1:
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and module}
+    found = {name: module for name, module in lists.items() if _is_numbered(module, types)}
+    found = {n: module for n, module in found.items() if not any(n.startswith(f"{other}.") for other in found)}
+    if len(found) == 1:
+        return next(iter(found.items()))
+    if found:
         raise ValueError(
-            f"{type(model).__name__} has {len(found)} lists of decoder layers with an attention each that says its "
-            "layer_idx and is_causal, must be 1: it does not follow the conventions of transformers' decoders"
+            f"{_cannot(model)}: it has {len(found)} stacks of layers, {', '.join(found)}, and a pipeline is of one"
         )
-    return found[0]
+    name, longest = max(lists.items(), key=lambda item: len(item[1]), default=("", None))
+    what = "it has no list of layers"
+    if longest is not None:
+        inner = [(path, m) for path, m in longest[0].named_modules() if "attention" in type(m).__name__.lower()]
+        path, module = inner[0] if inner else ("", longest[0])
+        what = (
+            f"{f'{name}.0.{path}'.rstrip('.')} ({type(module).__name__}) has an attention of its own, or one that is "
+            "not causal: it does not say layer_idx and is_causal, as those do that call what attn_implementation names"
+        )
+    raise ValueError(f"{_cannot(model)}: {what}; train it whole")
+
+
+def _is_numbered(layers: nn.ModuleList, types: list[str]) -> bool:
+    if not any(_attentions(layer) or mixers(layer) for layer in layers):
+        return False
+    if all(_is_layer(layer, i, types[i : i + 1]) for i, layer in enumerate(layers)):
+        return True
+    attentions = [_attentions(layer) for layer in layers]
+    numbers = [attention.layer_idx for each in attentions for attention in each]
+    return len({len(each) for each in attentions}) == 1 and numbers == list(range(len(numbers))) and numbers != []
 
 
 def _is_layer(layer: nn.Module, index: int, kind: list[str]) -> bool:
@@ -322,7 +358,8 @@ def _is_layer(layer: nn.Module, index: int, kind: list[str]) -> bool:
 
 
 def _attentions(layer: nn.Module) -> list[Any]:
-    return [m for m in layer.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
+    """Those that are causal: what is left of an encoder-decoder also has some over its encoder, which do not run."""
+    return [m for m in layer.modules() if hasattr(m, "layer_idx") and getattr(m, "is_causal", False)]
 
 
 def _check_balance(balance: Sequence[int] | str | None, seq_len: int, num_layers: int, num_stages: int) -> None:
@@ -362,6 +399,12 @@ def _skeleton(model: nn.Module, path: str) -> tuple[Any, list[str]]:
     return skeleton, [".".join(names[:i]) for i in range(len(names))]
 
 
+def _decoder(model: Any, owners: list[str]) -> str:
+    """The innermost owner that takes token ids."""
+    embedding = model.get_input_embeddings()
+    return [name for name in owners if any(module is embedding for module in model.get_submodule(name).modules())][-1]
+
+
 def _set(root: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     root.get_submodule(parent)._modules[child] = module
@@ -383,7 +426,7 @@ def _sides(model: Any, skeleton: Any, path: str, owners: list[str]) -> tuple[lis
             if not f"{path}.".startswith(f"{name}."):
                 others[name] = module
 
-    problem: Any = None
+    problems: list[tuple[int, Exception]] = []
     for outputs in range(3):  # the form in which layers return hidden states
         record = Record(outputs=outputs)
         probes: dict[nn.Module, nn.Module] = {layer: Probe(layer, i, record) for i, layer in enumerate(layers)}
@@ -391,7 +434,8 @@ def _sides(model: Any, skeleton: Any, path: str, owners: list[str]) -> tuple[lis
         seen: dict[str, bool] = {}  # whether a module runs after the layers
         for name in others:
             looked_at.get_submodule(name).register_forward_pre_hook(partial(_note, seen, name, record))
-        looked_at.get_submodule(owners[-1]).register_forward_pre_hook(record.note_decoder, with_kwargs=True)
+        decoder = looked_at.get_submodule(_decoder(model, owners))
+        decoder.register_forward_pre_hook(record.note_decoder, with_kwargs=True)
         looked_at.get_input_embeddings().register_forward_hook(record.note_embedding)
         try:
             with recording(record):
@@ -400,15 +444,16 @@ def _sides(model: Any, skeleton: Any, path: str, owners: list[str]) -> tuple[lis
                 raise ValueError("it does not run its layers once each, in their order")
             break
         except (ValueError, *ERRORS) as error:
-            problem = problem or error
+            problems.append((len(record.calls), error))
     else:
-        raise ValueError(f"{type(model).__name__} does not run as transformers' decoders do: {problem}") from problem
+        _, problem = max(problems, key=lambda found: found[0])  # the one that came further
+        raise ValueError(f"{_cannot(model)}: it does not run as transformers' decoders do: {problem}") from problem
     kept = [name for name, module in others.items() if next(module.parameters(), None) is None]
     idle = [name for name in others if name not in kept and name not in seen]
     if idle:
         raise ValueError(
-            f"{type(model).__name__} holds modules that a language model over tokens does not run: {idle}; give its "
-            "language model alone, a ...ForCausalLM of its text_config"
+            f"{_cannot(model)}: a language model over tokens does not run its {', '.join(idle)}; give its language "
+            "model alone, a ...ForCausalLM of its text_config"
         )
     sided = [name for name in others if name not in kept]
     return [n for n in sided if not seen[n]], [n for n in sided if seen[n]], kept, record
@@ -431,15 +476,15 @@ def _note(seen: dict[str, bool], name: str, record: Record, *_: Any) -> None:
 
 
 def _look_at_layer(model: nn.Module, layer: nn.Module, index: int, records: list[Record]) -> float:
-    """Tells the layer's attention what it is, and looks at its state. Returns the dropout of attention in training."""
-    dropout = 0.0
+    """Tells the layer's attentions what they are, and looks at its state. Returns their dropout in training."""
+    dropout, attentions = 0.0, _attentions(layer)
     try:
         with recording(records[0]):
-            for attention in _attentions(layer):
-                look = look_at_attention(layer, attention, index, records)
-                attention.seq1f1b_layer = layer_handle(index)
+            looks = look_at_attention(layer, attentions, index, records) if attentions else []
+            for attention, look in zip(attentions, looks, strict=True):
+                attention.seq1f1b_layer = layer_handle(attention.layer_idx)
                 attention.seq1f1b_window, attention.seq1f1b_chunk = look.asked["window"], look.asked["chunk"]
-                dropout = look.dropout
+                dropout = max(dropout, look.dropout)
             look_at_states(model, layer, index, records[0])
     except ValueError as error:
         raise ValueError(f"{_cannot(model)}: layer {index}: {error}") from error

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, causal_mask_function
 
 from seq1f1b.adapters.transformers_look import AttentionLook, current_record
 from seq1f1b.ops.attention import causal_attention, positions
@@ -34,6 +34,7 @@ def attention(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that ``attn_implementation="seq1f1b"`` selects; it calls :func:`seq1f1b.causal_attention`.
@@ -44,15 +45,20 @@ def attention(
             values may have another size.
         attention_mask: None, or doc_ids of packed documents as (batch, 1, 1, tokens), int32. It has four dimensions
             because models hand on such a mask to every layer unchanged.
-        scaling, sliding_window, softcap, s_aux: the scale, window, softcap and sinks of ``causal_attention``.
+        scaling, sliding_window, softcap, s_aux, alibi_slopes: the scale, window, softcap, sinks and slopes of
+            ``causal_attention``.
     Returns:
         (batch, tokens, heads, head_dim), and None for the attention weights.
     Raises:
         ValueError: the model needs dropout, a mask, a position bias, a cache, or attention that is not causal.
     """
+    if isinstance(attention_mask, NoMask):
+        attention_mask = None
     for name, text in (("position_bias", "a position bias"), ("cache", "a paged cache")):
         if others.get(name) is not None:
             _refuse(f"{text} ({name})", _OTHER)
+    if getattr(module, "all_are_chosen", False):
+        others.pop("indices", None)
     layer: Any = getattr(module, "seq1f1b_layer", None)
     chunk: Any = None
     if isinstance(layer, AttentionLook):
@@ -86,9 +92,16 @@ def attention(
         query, key, value = (F.pad(t, (0, max(head_dim, value_dim) - t.shape[-1])) for t in (query, key, value))
     out = causal_attention(
         query, key, value, layer=layer, scale=scaling, window=sliding_window, softcap=softcap, doc_ids=doc_ids,
-        sinks=s_aux,
+        sinks=s_aux, alibi_slopes=alibi_slopes,
     )  # fmt: skip
     return out[..., :value_dim].transpose(1, 2), None
+
+
+class NoMask:
+    """For an attention that gives a part of its mask to another module, which does not read it."""
+
+    def __getitem__(self, part: Any) -> None:
+        return None
 
 
 def _chunk_ids(query: Tensor, doc_ids: Tensor | None, chunk: int) -> Tensor:
@@ -163,7 +176,9 @@ def _no_mask(
     """What transformers calls for a mask: none is built, and what one would be needed for is refused."""
     if attention_mask is not None and not attention_mask.is_meta and not bool(attention_mask.all()):
         _refuse("an attention_mask with padding", _ABOUT_PADDING)
-    if not allow_is_causal_skip:
+    if mask_function is bidirectional_mask_function:
+        _refuse("a mask that is not causal", _OTHER)
+    if not allow_is_causal_skip and "indexed_attention" not in (getattr(config, "layer_types", None) or ()):
         _refuse(
             "a mask of the model's own over the causal one, or position_ids of packed documents",
             "pass the documents' doc_ids to a stage of pipeline_stage",

@@ -7,11 +7,14 @@ differs is refused. The modules that train are not touched: twins of them run, w
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+import inspect
+from collections import OrderedDict, UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -22,7 +25,6 @@ from torch.utils import _pytree as pytree
 __all__: list[str] = []
 
 TOKENS, BORDER = 7, 4  # the sample; its segments are tokens 0 to 3 and 4 to 6
-_POSITIONAL = ("position_ids", "position_embeddings", "cache_position")
 HIDDEN = "hidden states"
 ERRORS = (TypeError, AttributeError, LookupError, RuntimeError)  # of code that is given something unusual
 _WITHOUT_EFFECT = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
@@ -175,36 +177,46 @@ def current_record() -> Record | None:
 _UNKNOWN = object()  # a layer's other outputs, which no other layer may get
 
 
+def _is_same(tensor: Any, other: Tensor) -> bool:
+    """Whether it is the other, or a view of all of it."""
+    if not isinstance(tensor, Tensor) or tensor.shape != other.shape:
+        return False
+    return tensor.data_ptr() == other.data_ptr() and tensor.stride() == other.stride()
+
+
 class Probe(nn.Module):
     """In the place of a layer: notes what it is given, and returns hidden states of another direction."""
 
     def __init__(self, layer: nn.Module, index: int, record: Record) -> None:
         super().__init__()
         stand_for(layer, self, record.outputs)
-        self.index, self.record = index, record
+        self.__dict__["_looked_at"] = (index, record, list(inspect.signature(type(layer).forward).parameters)[2:])
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        record = self.record
-        if record.last is not None and hidden_states is not record.last:
+        index, record, names = self.__dict__["_looked_at"]
+        if record.last is not None and not _is_same(hidden_states, record.last):
             raise ValueError("its layers do not simply follow one another")
-        if self.index in record.calls:
+        if index in record.calls:
             raise ValueError("it runs a layer more than once")
-        given = {**{f"argument {i + 1}": value for i, value in enumerate(args)}, **kwargs}
+        given = {**dict(zip_longest(names[: len(args)], args)), **kwargs}
         known = {name: pytree.tree_map(lambda leaf, name=name: self._keep(name, leaf), x) for name, x in given.items()}
         hidden = hidden_states.clone()
-        record.calls[self.index] = Call(hidden, args, kwargs, {HIDDEN: hidden, **known})
+        record.calls[index] = Call(hidden, args, kwargs, {HIDDEN: hidden, **known})
         record.last = hidden.roll(1, -1)
         return as_layer(self, record.last, _UNKNOWN)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"it reads {name!r} of a layer, beside calling it")
 
     def _keep(self, name: str, leaf: Any) -> Any:
         if leaf is None or isinstance(leaf, (bool, int, float, str)):
             return leaf
+        if leaf is _UNKNOWN and name == "prev_topk_indices":
+            return None  # which the replaced attention does not read
         if isinstance(leaf, Tensor):
-            mask = self.record.mask_of(leaf)
-            if mask is not None:
-                return mask
-            if name in _POSITIONAL:
-                return leaf.clone()
+            return self.__dict__["_looked_at"][1].mask_of(leaf) or leaf.clone()
+        if isinstance(leaf, (Mapping, UserDict)) and not leaf:
+            return None  # to be filled by layers
         raise ValueError(f"its layers get, beside hidden states and positions, {name!r}, which no stage sends on")
 
 
@@ -217,8 +229,9 @@ def compare(whole: Record, parts: Sequence[Record], layers: range) -> None:
         want, found = whole.calls[i].given, [part.calls[i].given if i in part.calls else {} for part in parts]
         for name in dict.fromkeys(name for given in (want, *found) for name in given):
             problem = difference(want.get(name), [given.get(name) for given in found])
-            if problem:
-                raise ValueError(f"layer {i} gets other {name!r} than in the whole model: {problem}")
+            if problem and not (name in _WITHOUT_EFFECT and want.get(name) is None):
+                hint = "; its embedding numbers tokens itself, or mixes them" if (name, i) == (HIDDEN, 0) else ""
+                raise ValueError(f"layer {i} gets other {name!r} than in the whole model: {problem}{hint}")
 
 
 def difference(whole: Any, parts: Sequence[Any]) -> str:
@@ -305,46 +318,59 @@ class AttentionLook:
         self.asked |= {"window": known.window, "chunk": known.chunk}
 
 
-def look_at_attention(layer: nn.Module, attention: Any, index: int, records: Sequence[Record]) -> AttentionLook:
-    """What the attention of a layer asks for in the whole sample.
+def look_at_attention(
+    layer: nn.Module, attentions: Sequence[Any], index: int, records: Sequence[Record]
+) -> list[AttentionLook]:
+    """What each attention of a layer asks for in the whole sample.
 
     Args:
         records: of the whole model, and of the segments.
     Raises:
-        ValueError: it asks for something else in segments, or for what ``attn_implementation="seq1f1b"`` does not do.
+        ValueError: one asks for something else in segments, or for what ``attn_implementation="seq1f1b"`` does not do.
     """
-    looks = [AttentionLook(index, record) for record in records]
-    for look in looks:
-        _look(layer, attention, look)
-    for name, want in looks[0].asked.items():
-        problem = difference(want, [look.asked[name] for look in looks[1:]])
-        if problem:
-            raise ValueError(f"its attention gets other {name} in segments than in the whole sequence: {problem}")
-    return looks[0]
+    looks = [[AttentionLook(index, record) for record in records] for _ in attentions]
+    for together in zip(*looks, strict=True):
+        _look(layer, attentions, together)
+    for k, of_one in enumerate(looks):
+        for name, want in of_one[0].asked.items():
+            if k > 0 and isinstance(want, Tensor):
+                continue  # what comes after an attention is of other values where that has no cache
+            problem = difference(want, [look.asked[name] for look in of_one[1:]])
+            if problem:
+                raise ValueError(f"its attention gets other {name} in segments than in the whole sequence: {problem}")
+    return [of_one[0] for of_one in looks]
 
 
-def _look(layer: nn.Module, attention: Any, look: AttentionLook) -> None:
-    """Runs a twin of a layer until its attention has returned, as in training."""
-    call = look.record.calls[look.index]
-    before = attention.__dict__.get("seq1f1b_layer")
-    attention.seq1f1b_layer = look  # of the attention itself, to which a replaced forward may be bound
+def _look(layer: nn.Module, attentions: Sequence[Any], looks: Sequence[AttentionLook]) -> None:
+    """Runs a twin of a layer until its attentions have returned, as in training."""
+    call = looks[0].record.calls[looks[0].index]
+    before = [attention.__dict__.get("seq1f1b_layer") for attention in attentions]
+    instead: dict[nn.Module, nn.Module] = {}
     try:
-        inside = twin(attention, {})
-        inside.training = True
-        inside.register_forward_hook(_stop)
+        for attention, look in zip(attentions, looks, strict=True):
+            attention.seq1f1b_layer = look  # of the attention itself, to which a replaced forward may be bound
+            inside = instead[attention] = twin(attention, {})
+            inside.training = True
+            inside.register_forward_hook(partial(_stop, looks))
         with suppress(_Attended):
-            twin(layer, {attention: inside})(call.hidden, *call.args, **call.kwargs)
+            twin(layer, instead)(call.hidden, *call.args, **call.kwargs)
     except ERRORS as error:
-        raise ValueError(f"it does not run alone: {error}") from error
+        raise ValueError(f"it does not run alone: {type(error).__name__}: {error}") from error
     finally:
-        attention.seq1f1b_layer = before
-    if not look.calls:
-        raise ValueError(f"{type(attention).__name__} does not call the function of its config's attn_implementation")
+        for attention, own in zip(attentions, before, strict=True):
+            attention.seq1f1b_layer = own
+    for attention, look in zip(attentions, looks, strict=True):
+        if not look.calls:
+            raise ValueError(
+                f"{type(attention).__name__} does not call the function of its config's attn_implementation, but has "
+                "an attention of its own"
+            )
 
 
 class _Attended(Exception):
     """What was to be seen has been seen."""
 
 
-def _stop(*_: Any) -> None:
-    raise _Attended
+def _stop(looks: Sequence[AttentionLook], *_: Any) -> None:
+    if all(look.calls for look in looks):
+        raise _Attended

@@ -553,7 +553,9 @@ def cut(name: str, **options: Any) -> Callable[[], Any]:
         (cut("opt", layerdrop=0.1), "layerdrop"),
         (cut("deepseek_v3", v_head_dim=260), "layer 0: head_dim is 260, must be at most 256"),
         (lambda: pipeline_stage(other_family("diffllama"), 0, 2), "layer 0: it runs attention more than once"),
-        (lambda: pipeline_stage(other_family("bert", is_decoder=True), 0, 2), "BertLMHeadModel"),
+        (lambda: pipeline_stage(other_family("bert"), 0, 2), r"BertLMHeadModel.* \(BertAttention\) has an"),
+        (lambda: pipeline_stage(other_family("falcon", alibi=True), 0, 2), "transformer rounds its ALiBi biases"),
+        (lambda: pipeline_stage(other_family("xglm"), 0, 2), r"model.layers.0.self_attn \(XGLMAttention\) has an"),
         (lambda: pipeline_stage(given_more(build("llama")), 0, 2), "layer 0: its attention is given 'temperature'"),
         (lambda: pipeline_stage(with_torch_s_own(build("llama")), 0, 2), "layer 1: LlamaAttention does not call"),
         (
@@ -606,6 +608,53 @@ def test_a_cut_leaves_no_trace_in_the_model_and_takes_no_number():
     assert torch.equal(torch.get_rng_state(), before) and not calls
     assert model.config.to_dict() == state and modes == [m.training for m in model.modules()]
     assert all((m._forward_hooks, m._forward_pre_hooks) == (hook, pre) for m, hook, pre in hooks)
+
+
+SHARING: dict[str, Any] = {  # layers 3 and 4 take the keys and values of layers 1 and 2
+    **GROUPED, "num_hidden_layers": 5, "num_kv_shared_layers": 2, "head_dim": 8, "global_head_dim": 16,
+    "hidden_size_per_layer_input": 0, "sliding_window": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_layers_that_take_inputs_of_the_embedding_and_keys_and_values_of_others_are_right_in_one_stage(documents):
+    torch.manual_seed(0)
+    more = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
+    config = transformers.CONFIG_MAPPING["gemma4_text"](**{**COMMON, **SHARING, **more})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().train()
+    with Float64():
+        want_losses, want = (run_documents if documents else run_whole)(copy.deepcopy(model))
+    losses, stages, _ = run_pipeline(model, 1, kwargs={"doc_ids": doc_ids()} if documents else None)
+    torch.testing.assert_close(torch.stack(losses), torch.stack(want_losses), rtol=1e-12, atol=0)
+    check(stages, want)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "text"),
+    [
+        ("gemma3", {}, "give Gemma3ForCausalLM, which holds its text_config alone"),
+        ("fuyu", {}, "give PersimmonForCausalLM"),
+        ("gemma4_text", {}, "hidden_size_per_layer_input"),
+        ("gemma3n_text", {"layer_types": ["full_attention"] * 3, "num_kv_shared_layers": 1}, "altup_num_inputs"),
+        ("hrm_text", {}, "it has 2 stacks of layers, model.L_module.layers, model.H_module.layers"),
+    ],
+)
+def test_what_is_more_than_a_decoder_names_what_to_give(name, options, text):
+    with torch.device("meta"):
+        config = transformers.CONFIG_MAPPING[name](**({**COMMON, **GROUPED, **options} if options else {}))
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=text):
+        pipeline_stage(model, 0, 2)
+
+
+def test_an_indexer_that_would_not_choose_all_keys_is_refused():
+    config = transformers.CONFIG_MAPPING["deepseek_v32"](
+        **{**COMMON, **ARCHITECTURES["deepseek_v3"], "index_topk": TOKENS - 1, "index_n_heads": 2, "index_head_dim": 8}
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager").double().train()
+    with pytest.raises(ValueError, match=r"chooses 23 keys \(index_topk\) of a row of 24 tokens or more"):
+        run_pipeline(model, 1)
 
 
 def test_other_families_are_refused_by_name():

@@ -161,6 +161,15 @@ class TensorOfTheEmbedding(Odd):
         return {"first": x[:, :1]}
 
 
+class Own:
+    """What nothing here looks into."""
+
+
+class ObjectOfItsOwn(Odd):
+    def others(self, i, x):
+        return {"first": Own()}
+
+
 class IndexOfTheTokens(Odd):
     def others(self, i, x):
         return {"index": torch.arange(x.shape[1], device=x.device)}
@@ -265,8 +274,12 @@ REFUSED = [
     (PositionsOfItsOwn, "layer 0 gets other 'position_embeddings' than in the whole model: values differ"),
     (PositionsFromTheEnd, "layer 0 gets other 'position_embeddings' than in the whole model: values differ"),
     (NumberOfTheLength, "layer 0 gets other 'length' than in the whole model: 4, there 7"),
-    (TensorOfTheEmbedding, "'first', which no stage sends on"),
-    (IndexOfTheTokens, "'index', which no stage sends on"),
+    (TensorOfTheEmbedding, "layer 0 gets other 'first' than in the whole model: values differ"),
+    (
+        IndexOfTheTokens,
+        r"layer 0 gets other 'index' than in the whole model: \[0, 1, 2, 3, 0, 1, 2\], there \[0, 1",
+    ),
+    (ObjectOfItsOwn, "'first', which no stage sends on"),
     (
         DtypeOfTheCaller,
         "layer 2 gets other 'position_embeddings' than in .*: of dtype torch.float64, there torch.bfloat16",
@@ -275,8 +288,8 @@ REFUSED = [
     (ScaledInPlace, "layer 2 gets other 'hidden states' than in the whole model: values differ"),
     (EmbeddingAddedToTheEnd, "the logits that it returns are not those of the whole model: values differ"),
     (EmbeddingScalesTheEnd, "the logits that it returns are not those of the whole model: values differ"),
-    (BiasOnTheMask, "'attention_mask', which no stage sends on"),
-    (BiasInTheMask, "'attention_mask', which no stage sends on"),
+    (BiasOnTheMask, "layer 0 gets other 'attention_mask' than in the whole model: of "),
+    (BiasInTheMask, "layer 0 gets other 'attention_mask' than in the whole model: of "),
     (WindowWithoutTheMask, "layer 0: its attention is told a window of 5 tokens, its mask one of None"),
     (WindowUnlikeTheMask, "layer 0: its attention is told a window of 4 tokens, its mask one of 5"),
     (ScaleOfTheLength, "layer 0: its attention gets other scaling in segments than in the whole sequence: 0.3"),

@@ -1,0 +1,207 @@
+"""Decoders of transformers whose attention is their own: subclasses of their modules that call this package's.
+
+A module becomes one of the subclass, which keeps its name, its parameters and all else that it has.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+from seq1f1b.adapters.transformers_attention import NoMask, attention
+from seq1f1b.adapters.transformers_look import AttentionLook
+from seq1f1b.ops.attention import token_offset
+
+__all__ = ["adapt"]
+
+
+def adapt(model: nn.Module) -> None:
+    """Has modules whose attention is their own call this package's. Does nothing to others.
+
+    Raises:
+        ValueError: one has something that this package's attention has not.
+    """
+    for path, module in model.named_modules():
+        own = _OWN.get(type(module).__name__)
+        if own is _Core and not hasattr(module, "_attn"):
+            continue  # in later releases it calls what it is told
+        if own is not None and not isinstance(module, _Own):
+            own.check(module, path)
+            module.__class__ = _subclass(own, type(module))  # type: ignore[arg-type]
+
+
+@cache
+def _subclass(own: Any, kind: Any) -> Any:
+    return type(kind.__name__, (own, kind), {"__module__": kind.__module__})
+
+
+class _Own(nn.Module):
+    """What is put before a class of transformers."""
+
+    is_causal = True
+
+    @staticmethod
+    def check(module: Any, path: str) -> None:
+        """Raises ValueError for what is not known here."""
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+class _Core(_Own):
+    """For a module that leaves scores and their sum to a method ``_attn``."""
+
+    def _attn(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:
+        dropout = self.attn_dropout if hasattr(self, "attn_dropout") else self.attention_dropout
+        divisor = self.scale_attn if hasattr(self, "scale_attn") else getattr(self, "norm_factor", 1.0)
+        window = self.config.window_size if getattr(self, "attention_type", None) == "local" else None
+        if window is not None and isinstance(self.__dict__.get("seq1f1b_layer"), AttentionLook):
+            attention_mask = None  # says nothing of the window
+        out: Any = attention(
+            self, query.to(value.dtype), key.to(value.dtype), value, attention_mask, scaling=1 / divisor,
+            dropout=dropout.p if self.training else 0.0, sliding_window=window,
+        )[0]  # fmt: skip
+        return out.transpose(1, 2), None
+
+
+class _GPTNeo(_Core):
+    @property
+    def layer_idx(self: Any) -> int:
+        return int(self.layer_id)
+
+
+class _Bloom(_Own):
+    def forward(
+        self: Any, hidden_states: Tensor, residual: Tensor, attention_mask: Any = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        query, key, value = self._reshape(self.query_key_value(hidden_states))
+        out: Any = attention(
+            self, query, key, value, attention_mask, scaling=self.inv_norm_factor,
+            dropout=self.attention_dropout.p if self.training else 0.0,
+            alibi_slopes=_bloom_slopes(self.num_heads).to(query.device),
+        )[0]  # fmt: skip
+        out = self.dense(out.flatten(2))
+        return nn.functional.dropout(out, self.hidden_dropout, self.training) + residual, None
+
+
+class _Mpt(_Own):
+    def forward(self: Any, hidden_states: Tensor, attention_mask: Any = None, **_: Any) -> tuple[Tensor, None]:
+        mixed = self.Wqkv(hidden_states)
+        if self.clip_qkv:
+            mixed = mixed.clamp(-self.clip_qkv, self.clip_qkv)
+        query, key, value = (part.unflatten(2, (self.n_heads, -1)).transpose(1, 2) for part in mixed.chunk(3, 2))
+        out: Any = attention(
+            self, query, key, value, attention_mask, scaling=self.softmax_scale,
+            dropout=self.attn_dropout_p if self.training else 0.0,
+            alibi_slopes=_mpt_slopes(self.n_heads).to(query.device),
+        )[0]  # fmt: skip
+        return self.out_proj(out.flatten(2)), None
+
+
+class _Falcon(_Own):
+    def forward(
+        self: Any, hidden_states: Tensor, attention_mask: Any = None, position_embeddings: Any = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        query, key, value = (x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states)))
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        out: Any = attention(self, query, key, value, attention_mask, scaling=self.inv_norm_factor)[0]
+        return self.dense(out.flatten(2)), None
+
+
+class _Indexed(_Own):
+    """Attention of the keys that an indexer chooses. Up to ``index_topk`` tokens it chooses all, and is left out."""
+
+    all_are_chosen = True
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        mask = NoMask() if attention_mask is None else attention_mask
+        if "prev_topk_indices" in kwargs:  # of the layer before, which may be on another stage
+            kwargs["prev_topk_indices"] = hidden_states.new_empty(0)
+        return super().forward(hidden_states, *args, attention_mask=mask, **kwargs)
+
+
+class _Indexer(_Own):
+    is_causal = False  # no attention
+
+    def forward(self: Any, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        tokens = token_offset() + hidden_states.shape[1]
+        if tokens > self.index_topk:
+            raise ValueError(
+                f"{type(self).__name__} chooses {self.index_topk} keys (index_topk) of a row of {tokens} tokens or "
+                "more, and stages attend to all: give shorter rows, or train the model whole"
+            )
+        return hidden_states.new_empty(0)
+
+
+@cache
+def _bloom_slopes(num_heads: int) -> Tensor:
+    slopes: Tensor = build_alibi_tensor(torch.ones(1, 2, device="cpu"), num_heads, torch.float32)[:, 0, 1]
+    return slopes
+
+
+@cache
+def _mpt_slopes(num_heads: int) -> Tensor:
+    slopes: Tensor = -build_mpt_alibi_tensor(num_heads, 2, device="cpu")[:, 0, 0]
+    return slopes
+
+
+# -- decoders, of which masks and biases are part of the attention above -----------------------------------------------
+
+
+class _Decoder(_Own):
+    def forward(
+        self: Any,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        inputs_embeds: Any = None,
+        **_: Any,
+    ) -> Any:
+        hidden = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
+        layers = self._modules["blocks" if "blocks" in self._modules else "h"]
+        more: dict[str, Any] = {}
+        if "word_embeddings_layernorm" in self._modules:
+            hidden = self.word_embeddings_layernorm(hidden)
+        if "rotary_emb" in self._modules:
+            if position_ids is None:
+                position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
+            more["position_embeddings"] = self.rotary_emb(hidden, position_ids=position_ids)
+        more["position_bias" if "blocks" in self._modules else "alibi"] = None
+        for layer in layers:
+            hidden = layer(hidden, attention_mask=attention_mask, **more)[0]
+        norm = self._modules["norm_f" if "norm_f" in self._modules else "ln_f"]
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=norm(hidden))
+
+
+class _FalconDecoder(_Decoder):
+    @staticmethod
+    def check(module: Any, path: str) -> None:
+        if module.use_alibi:
+            raise ValueError(
+                f"{type(module).__name__} cannot be cut into stages that run by segments: {path} rounds its ALiBi "
+                "biases to bfloat16, which no other attention does; train it whole"
+            )
+
+
+_WITH_INDEXERS = ("AXK2", "DeepseekV32", "Dots3NoteText", "GlmMoeDsa", "HYV4")
+_OWN: dict[str, type[_Own]] = {
+    "GPTNeoSelfAttention": _GPTNeo,
+    "GPTNeoXJapaneseAttention": _Core,
+    "GPTJAttention": _Core,
+    "CodeGenAttention": _Core,
+    "BloomAttention": _Bloom,
+    "BloomModel": _Decoder,
+    "MptAttention": _Mpt,
+    "MptModel": _Decoder,
+    "FalconAttention": _Falcon,
+    "FalconModel": _FalconDecoder,
+    **dict.fromkeys([f"{name}Attention" for name in _WITH_INDEXERS], _Indexed),
+    **dict.fromkeys([f"{name}Indexer" for name in _WITH_INDEXERS], _Indexer),
+}

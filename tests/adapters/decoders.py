@@ -1,0 +1,307 @@
+"""Is every causal language model of transformers right in our pipeline, or refused before anything runs?
+
+    python tests/adapters/decoders.py                # examines all and writes this release's column of the page
+    python tests/adapters/decoders.py llama bloom    # examines some and prints what it found
+    python tests/adapters/decoders.py --check        # names each row that is not as found, and writes nothing
+
+``docs/reference/models.md`` is the one list: the script writes it, and ``test_decoders.py`` compares with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))  # as pytest does
+
+from test_transformers import COMMON, Float64, check, loss_fn
+
+import seq1f1b
+from seq1f1b.testing import run_ranks
+from seq1f1b.transformers import pipeline_stage
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
+RELEASE = ".".join(transformers.__version__.split(".")[:2])
+NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+RIGHT, WITHOUT_DOCUMENTS, REFUSED, UNBUILT = "right", "right without packed documents", "refused", "cannot be built"
+KINDS = (RIGHT, WITHOUT_DOCUMENTS, REFUSED, UNBUILT)
+WRONG = "wrong"  # never on the page
+
+SIZES, M = [9, 1, 7], 2  # segments
+DOCUMENTS = [[6, 6, 5], [1, 12, 4]]  # over one border, over two, one token
+LAYERS = 4
+SMALL: dict[str, Any] = {  # what a config knows of it is set
+    **COMMON, "num_hidden_layers": LAYERS, "n_positions": 128, "n_embd": 32, "n_layer": LAYERS, "n_layers": LAYERS,
+    "n_head": 4, "n_heads": 4, "d_model": 32, "num_layers": LAYERS, "num_key_value_heads": 2, "head_dim": 8,
+    "ffn_dim": 48, "ffn_hidden_size": 48, "kv_channels": 8, "word_embed_proj_dim": 32, "cls_token_id": 1,
+    "sep_token_id": 2, "sliding_window": 6, "query_pre_attn_scalar": 8, "num_experts": 4, "n_routed_experts": 4,
+    "num_local_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16, "moe_top_k": 2, "moe_k": 2, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+    "qk_head_dim": 12, "v_head_dim": 8, "decoder_layers": LAYERS, "encoder_layers": 2, "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 48, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8,
+    "swa_v_head_dim": 8, "is_decoder": True, "state_size": 8, "mamba_n_heads": 8, "mamba_d_ssm": 64, "mamba_d_state": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "n_groups": 2, "attention_chunk_size": 6, "rotary_dim": 4, "index_n_heads": 4, "index_head_dim": 8,
+}  # fmt: skip
+FULL, ALTERNATING = ["full_attention"] * LAYERS, ["sliding_attention", "full_attention"] * (LAYERS // 2)
+GEMMA_4 = {"hidden_size_per_layer_input": 0, "layer_types": ALTERNATING, "global_head_dim": 16, "head_dim": 8}
+OPTIONS: dict[str, dict[str, Any]] = {  # what a type needs beside SMALL
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "blt": {"encoder_hash_byte_group_vocab": 64},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    "dots3_note_vision_encoder": {"adapter_in_dim": 32, "adapter_out_dim": 32},
+    "dots3_note_text": {"use_dsa": True, "sliding_window": 6, "num_key_value_heads": 4, **{
+        f"swa_{key}": size for key, size in {
+            "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "head_dim": 12,
+            "qk_nope_head_dim": 8, "v_head_dim": 8}.items()}},
+    "gemma3n_text": {
+        "layer_types": ALTERNATING, "num_kv_shared_layers": 2, "laurel_rank": 8, "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 64,
+    },
+    "gemma4_text": GEMMA_4,
+    "gemma4_unified_text": GEMMA_4,
+    "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]], "window_size": 6},
+    "granitemoehybrid": {
+        "layer_types": ["attention"] * LAYERS, "mamba_n_heads": 4, "position_embedding_type": "rope",
+    },
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8, "moe_topk": [2] * LAYERS, "moe_intermediate_size": [16] * LAYERS},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": FULL},
+    "lfm2_moe": {"layer_types": FULL, "num_dense_layers": 1},
+    "longcat_flash": {"head_dim": 4},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "ministral": {"head_dim": 8},
+    "nemotron": {"num_key_value_heads": 2},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+        "indexer_compress_ratio": 2, "hc_lowrank": 8,
+    },
+    "reformer": {"axial_pos_embds": False},
+    "roc_bert": {"pronunciation_vocab_size": 64, "shape_vocab_size": 64},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * (LAYERS // 2), "num_mem_blocks": 1},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+
+
+# -- small models ------------------------------------------------------------------------------------------------------
+
+
+def build(name: str) -> Any:
+    """A small one without dropout; its first four layers are of as many types as there are."""
+    config = _small(transformers.CONFIG_MAPPING[name])
+    with torch.device("meta"):
+        size = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters())
+    if size > 10**7:
+        raise ValueError(f"{name} has {size} parameters")
+    torch.manual_seed(0)
+    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return transformers.AutoModelForCausalLM.from_config(config, **how).double().train()
+
+
+def _small(kind: Any) -> Any:
+    base = kind()
+    known = vars(base).keys() | getattr(kind, "attribute_map", {}).keys()
+    options = {key: value for key, value in SMALL.items() if key in known and _get(base, key) is not None}
+    options |= {key: COMMON[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    options |= {key: 0.0 for key, value in vars(base).items() if isinstance(value, float) and _is_random(key)}
+    for key in ("layer_types", "mlp_layer_types"):
+        types = list(dict.fromkeys(_get(base, key) or ()))
+        if types and key in vars(base):  # else it follows from other options
+            options[key] = [types[i % len(types)] for i in range(LAYERS)]
+    if "kv_lora_rank" in known:  # every head has keys of its own, of a size of its own
+        options["num_key_value_heads"] = 4
+        options.pop("head_dim", None)
+    for key in getattr(kind, "sub_configs", {}):
+        if _get(base, key) is not None:
+            options[key] = _small(type(_get(base, key)))
+    return kind(**{**options, **OPTIONS.get(kind.model_type, {})})
+
+
+def _get(config: Any, key: str) -> Any:
+    try:
+        return getattr(config, key, None)
+    except Exception:  # differs from layer to layer
+        return vars(config).get(key)
+
+
+def _is_random(key: str) -> bool:
+    return any(word in key for word in ("drop", "jitter", "noise")) and "token" not in key
+
+
+# -- one model ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    what: str
+    why: str = ""
+
+
+def examine(name: str) -> Found:
+    """Compares losses and gradients of two stages and three segments with those of the model run whole."""
+    try:
+        model = build(name)
+    except Exception as error:  # configs have rules of their own
+        return Found(UNBUILT, _text(error))
+    try:
+        for rank in range(2):
+            pipeline_stage(copy.deepcopy(model), rank, 2)
+    except ValueError as error:
+        return Found(REFUSED, _text(error))
+    except Exception as error:
+        return Found(WRONG, f"{type(error).__name__} of the cut: {_text(error)}")
+    problem = _problem(model, None)
+    if problem.what != RIGHT:
+        return problem
+    problem = _problem(model, _doc_ids())
+    if problem.what == WRONG:
+        return Found(WRONG, f"packed documents: {problem.why}")
+    return problem if problem.what == RIGHT else Found(WITHOUT_DOCUMENTS, problem.why)
+
+
+def _problem(model: Any, doc_ids: Any) -> Found:
+    tokens, target = _batch()
+    own = copy.deepcopy(model)
+    with Float64():
+        losses = []
+        for row, its, lengths in zip(tokens, target, [[sum(SIZES)]] * M if doc_ids is None else DOCUMENTS, strict=True):
+            logits = [own(document[None], use_cache=False).logits for document in row.split(lengths)]
+            losses.append(loss_fn(torch.cat(logits, 1), its[None]))
+        torch.stack(losses).mean().backward()
+    want = {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
+    kwargs = None if doc_ids is None else {"doc_ids": doc_ids}
+
+    def run(group: Any) -> tuple[Any, Any]:
+        with Float64():
+            stage = pipeline_stage(copy.deepcopy(model), group.rank, 2)
+            engine = seq1f1b.PipelineEngine(
+                stage, num_microbatches=M, num_segments=len(SIZES), segment_sizes=SIZES, loss_fn=loss_fn, group=group,
+                arg_rules=dict.fromkeys(kwargs or {}, "slice"),
+            )  # fmt: skip
+            return engine.step(tokens, target=target, kwargs=kwargs), stage
+
+    try:
+        results = run_ranks(2, run)
+    except Exception as error:
+        text = _text(error)
+        ours = isinstance(error, ValueError) and "seq1f1b" in text
+        return Found(REFUSED if ours else WRONG, f"{type(error).__name__}: {text}" if not ours else text)
+    try:
+        torch.testing.assert_close(torch.stack(results[-1][0]), torch.stack(losses).detach(), rtol=1e-12, atol=0)
+        check([stage for _, stage in results], want)
+    except AssertionError as error:
+        return Found(WRONG, _text(error))
+    return Found(RIGHT)
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(3, 64, (M, sum(SIZES)), generator=torch.Generator().manual_seed(1))
+    target = seq1f1b.shift_labels(tokens)
+    target[0, : SIZES[0]] = -100  # a whole segment without a target
+    target[1, 3:6] = -100
+    return tokens, target
+
+
+def _doc_ids() -> torch.Tensor:
+    ids = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in DOCUMENTS]
+    return seq1f1b.document_starts(torch.stack(ids))
+
+
+def _text(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+BEGIN, END = "<!-- by tests/adapters/decoders.py -->\n", "<!-- end of the table -->\n"
+
+
+@dataclass
+class Row:
+    what: dict[str, str]  # by release
+    why: str = ""
+
+
+def read_page() -> dict[str, Row]:
+    """The rows of the table by type of model."""
+    table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].partition("| type | ")[2]
+    head, _, *lines = table.splitlines() or ["", ""]
+    releases = head.split(" | ")[:-1]
+    rows = {}
+    for line in lines:
+        name, *cells, why = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        rows[name.strip("`")] = Row({r: cell for r, cell in zip(releases, cells, strict=True) if cell}, why)
+    return rows
+
+
+def write_page(rows: dict[str, Row]) -> None:
+    releases = sorted({release for row in rows.values() for release in row.what}, key=Version)
+    counts = {
+        release: {what: sum(row.what.get(release) == what for row in rows.values()) for what in KINDS}
+        for release in releases
+    }
+    lines = [
+        f"| transformers | {' | '.join(KINDS)} |", "|" + " --- |" * (1 + len(KINDS)),
+        *(f"| {r} | {' | '.join(str(counts[r][what]) for what in KINDS)} |" for r in releases), "",
+        f"| type | {' | '.join(releases)} | why |", "|" + " --- |" * (2 + len(releases)),
+        *(
+            f"| `{name}` | {' | '.join(row.what.get(r, '') for r in releases)} | {row.why} |"
+            for name, row in sorted(rows.items())
+        ),
+    ]  # fmt: skip
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + rest.partition(END)[2], encoding="utf-8")
+
+
+def _cell(why: str) -> str:
+    """The reason, without what a row says already, as a cell of a table."""
+    why = re.sub(r"^\w+ cannot be cut into stages that run by segments: ", "", why)
+    return re.sub(r"([\\`*_<>|\[\]{}$])", r"\\\1", why[:400])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="types of model; default: all, which writes the page")
+    parser.add_argument("--check", action="store_true", help="compare with the page, and leave it as it is")
+    given = parser.parse_args()
+    rows, bad = read_page(), []
+    for name in given.names or NAMES:
+        found = examine(name)
+        print(f"{name}: {found.what} {found.why}".rstrip(), flush=True)
+        row = rows.setdefault(name, Row({}))
+        if found.what == WRONG or (given.check and row.what.get(RELEASE) != found.what):
+            bad.append(f"{name}: {found.what}, on the page {row.what.get(RELEASE, 'nothing')}")
+        if max([RELEASE, *row.what], key=Version) == RELEASE:  # the newest has the word
+            row.why = _cell(found.why)
+        row.what[RELEASE] = found.what
+    print("\n".join(bad), file=sys.stderr)
+    if not given.check and not given.names and not bad:
+        for name in rows.keys() - set(NAMES):
+            rows[name].what.pop(RELEASE, None)
+        write_page({name: row for name, row in rows.items() if row.what})
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""Is every causal language model of transformers what docs/reference/models.md says?"""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
+
+import decoders  # noqa: E402
+
+from seq1f1b.transformers import pipeline_stage  # noqa: E402
+
+PAGE = decoders.read_page()
+ON_PAGE = {name: row.what[decoders.RELEASE] for name, row in PAGE.items() if decoders.RELEASE in row.what}
+
+
+def in_thirds(names):
+    """A third, which stays the same whatever types are added, in the plain run; the others in the full one."""
+    return [pytest.param(n, marks=() if zlib.crc32(n.encode()) % 3 == 0 else pytest.mark.full) for n in names]
+
+
+def test_the_page_has_every_type():
+    assert sorted(ON_PAGE) == decoders.NAMES, f"run tests/adapters/decoders.py with transformers {decoders.RELEASE}"
+    assert all(what in decoders.KINDS for what in ON_PAGE.values())
+    assert all(PAGE[name].why for name, what in ON_PAGE.items() if what != decoders.RIGHT)
+
+
+@pytest.mark.parametrize("name", in_thirds(decoders.NAMES))
+def test_a_type_is_as_the_page_says(name):
+    found = decoders.examine(name)
+    if decoders.UNBUILT in (found.what, ON_PAGE[name]):
+        pytest.skip(f"{name} cannot be built, now or for the page: {found.why}")  # it may need another package
+    assert found.what == ON_PAGE[name], found.why
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name, what in ON_PAGE.items() if what == decoders.RIGHT])
+def test_a_supported_model_without_memory_is_cut(name):
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(decoders.build(name).config)
+    assert all(pipeline_stage(model, rank, 2) is not None for rank in range(2))
