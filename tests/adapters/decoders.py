@@ -52,7 +52,9 @@ SMALL: dict[str, Any] = {  # what a config knows of it is set
     "decoder_ffn_dim": 48, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8,
     "swa_v_head_dim": 8, "is_decoder": True, "state_size": 8, "mamba_n_heads": 8, "mamba_d_ssm": 64, "mamba_d_state": 8,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "n_groups": 2, "attention_chunk_size": 6, "rotary_dim": 4, "index_n_heads": 4, "index_head_dim": 8,
+    "n_groups": 2, "attention_chunk_size": 6, "linear_head_dim": 8, "linear_num_heads": 4, "chunk_size": 4,
+    "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "mamba_chunk_size": 4, "block_size": 4,
+    "rotary_dim": 4, "index_n_heads": 4, "index_head_dim": 8,
 }  # fmt: skip
 FULL, ALTERNATING = ["full_attention"] * LAYERS, ["sliding_attention", "full_attention"] * (LAYERS // 2)
 GEMMA_4 = {"hidden_size_per_layer_input": 0, "layer_types": ALTERNATING, "global_head_dim": 16, "head_dim": 8}
@@ -116,7 +118,12 @@ def build(name: str) -> Any:
         raise ValueError(f"{name} has {size} parameters")
     torch.manual_seed(0)
     how = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    return transformers.AutoModelForCausalLM.from_config(config, **how).double().train()
+    model = transformers.AutoModelForCausalLM.from_config(config, **how).double()
+    for module in model.modules():
+        if hasattr(module, "decay_factors"):  # of MiniMax, whose buffers have been rounded in float32
+            decays = module.decay_factors(module.slope_rate)
+            module.query_decay, module.key_decay, module.diagonal_decay = decays
+    return model.train()
 
 
 def _small(kind: Any) -> Any:
@@ -280,26 +287,33 @@ def _cell(why: str) -> str:
     return re.sub(r"([\\`*_<>|\[\]{}$])", r"\\\1", why[:400])
 
 
+def _with(rows: dict[str, Row], found: dict[str, Found]) -> dict[str, Row]:
+    """The rows with this release's column. The newest release says why."""
+    for row in rows.values():
+        row.what.pop(RELEASE, None)
+    for name, its in found.items():
+        row = rows.setdefault(name, Row({}))
+        if all(Version(RELEASE) > Version(release) for release in row.what):
+            row.why = _cell(its.why)
+        row.what[RELEASE] = its.what
+    return {name: row for name, row in rows.items() if row.what}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="types of model; default: all, which writes the page")
     parser.add_argument("--check", action="store_true", help="compare with the page, and leave it as it is")
     given = parser.parse_args()
-    rows, bad = read_page(), []
+    page, found, bad = read_page(), {}, []
     for name in given.names or NAMES:
-        found = examine(name)
-        print(f"{name}: {found.what} {found.why}".rstrip(), flush=True)
-        row = rows.setdefault(name, Row({}))
-        if found.what == WRONG or (given.check and row.what.get(RELEASE) != found.what):
-            bad.append(f"{name}: {found.what}, on the page {row.what.get(RELEASE, 'nothing')}")
-        if max([RELEASE, *row.what], key=Version) == RELEASE:  # the newest has the word
-            row.why = _cell(found.why)
-        row.what[RELEASE] = found.what
+        found[name] = examine(name)
+        print(f"{name}: {found[name].what} {found[name].why}".rstrip(), flush=True)
+        what = page[name].what.get(RELEASE, "nothing") if name in page else "nothing"
+        if found[name].what == WRONG or (given.check and found[name].what != what):
+            bad.append(f"{name}: {found[name].what}, on the page {what}")
     print("\n".join(bad), file=sys.stderr)
     if not given.check and not given.names and not bad:
-        for name in rows.keys() - set(NAMES):
-            rows[name].what.pop(RELEASE, None)
-        write_page({name: row for name, row in rows.items() if row.what})
+        write_page(_with(read_page(), found))  # another release may have written meanwhile
     return bool(bad)
 
 

@@ -17,7 +17,7 @@ if not hasattr(transformers.Cache, "get_conv_state"):
         allow_module_level=True,
     )
 
-from test_all_causal_lms import SMALL  # noqa: E402
+from decoders import SMALL  # noqa: E402
 from test_transformers import (  # noqa: E402
     COMMON,
     SIZES,
