@@ -48,6 +48,7 @@ nitpick_ignore = [
         "seq1f1b.runtime.report.StepRecord",
         "seq1f1b.partition.PieceCosts",
         "seq1f1b.runtime.rows.PlannedRows",
+        "seq1f1b.adapters.chain.ChainStage",
     )
 ]
 

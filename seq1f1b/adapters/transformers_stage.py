@@ -179,7 +179,7 @@ class Hidden(nn.Module):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.__dict__["weight"] = torch.empty(0, dtype=dtype)  # models ask for its dtype
+        self.__dict__["weight"] = torch.empty(0, dtype=dtype, device="cpu")  # models ask for its dtype
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.hidden = hidden

@@ -30,7 +30,7 @@ __all__ = ["carry_states", "documents", "look_at_states", "mixers"]
 
 _READS = {"get_conv_state", "get_recurrent_state", "get_linear_cache"}
 _CACHES = ("cache", "past_key_values", "cache_params")
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 
 
 def mixers(module: nn.Module) -> dict[str, Any]:

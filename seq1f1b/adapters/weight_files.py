@@ -60,7 +60,7 @@ class WeightFiles:
         return _DTYPES[place.dtype]
 
     def read(self, name: str) -> Tensor:
-        out = torch.empty(self.shape(name), dtype=self.dtype(name))
+        out = torch.empty(self.shape(name), dtype=self.dtype(name), device="cpu")
         self.read_into(name, out)
         return out
 
@@ -73,8 +73,8 @@ class WeightFiles:
             if out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous():
                 _fill(file, out)
                 return
-            flat = out.reshape(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype)
-            piece = torch.empty(max(1, min(_PIECE // dtype.itemsize, out.numel())), dtype=dtype)
+            flat = out.reshape(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype, device="cpu")
+            piece = torch.empty(max(1, min(_PIECE // dtype.itemsize, out.numel())), dtype=dtype, device="cpu")
             for begin in range(0, out.numel(), len(piece)):
                 part = piece[: out.numel() - begin]
                 _fill(file, part)

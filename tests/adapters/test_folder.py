@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from processes import run_processes
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
+
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 import seq1f1b  # noqa: E402
 from seq1f1b.adapters.weight_files import WeightFiles  # noqa: E402
