@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections import OrderedDict, UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -157,6 +158,19 @@ class Record:
 
 
 _recording: ContextVar[Record | None] = ContextVar("_recording", default=None)
+_random_state = threading.Lock()  # ranks that are threads: two that read or set it at once can wait for each other
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Takes no random numbers of the CPU, as ``torch.random.fork_rng``, one thread at a time."""
+    with _random_state:
+        state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        with _random_state:
+            torch.set_rng_state(state)
 
 
 @contextmanager
@@ -164,7 +178,7 @@ def recording(record: Record) -> Iterator[None]:
     """Has the masks made by the record; takes no random numbers and makes no graph."""
     token = _recording.set(record)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), _random_state_kept():
             yield
     finally:
         _recording.reset(token)
