@@ -205,14 +205,19 @@ def check(stages: list[Any], want: dict[str, Tensor], scale: float = 1.0, bound:
     assert seen == set(want)
 
 
+def check_pipeline(model: Any, want_losses: list[Tensor], want: dict[str, Tensor], **options: Any) -> None:
+    """Runs the model in a pipeline of two stages."""
+    losses, stages, _ = run_pipeline(model, **options)
+    torch.testing.assert_close(torch.stack(losses), torch.stack(want_losses), rtol=1e-12, atol=0)
+    check(stages, want)
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_losses_and_gradients_are_those_of_the_whole_model(name):
     model = build(name)
     with Float64():
         want_losses, want = run_whole(copy.deepcopy(model))
-    losses, stages, _ = run_pipeline(model)
-    torch.testing.assert_close(torch.stack(losses), torch.stack(want_losses), rtol=1e-12, atol=0)
-    check(stages, want)
+    check_pipeline(model, want_losses, want)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -220,9 +225,7 @@ def test_packed_documents_are_as_each_alone(name):
     model = build(name)
     with Float64():
         want_losses, want = run_documents(copy.deepcopy(model))
-    losses, stages, _ = run_pipeline(model, kwargs={"doc_ids": doc_ids()})
-    torch.testing.assert_close(torch.stack(losses), torch.stack(want_losses), rtol=1e-12, atol=0)
-    check(stages, want)
+    check_pipeline(model, want_losses, want, kwargs={"doc_ids": doc_ids()})
 
 
 @pytest.mark.parametrize(("nope", "value"), [(8, 8), (8, 12), (4, 12), (1, 16)])
@@ -230,9 +233,7 @@ def test_heads_of_values_may_be_smaller_or_larger_than_those_of_keys(nope, value
     model = build("deepseek_v3", qk_nope_head_dim=nope, v_head_dim=value)
     with Float64():
         want_losses, want = run_whole(copy.deepcopy(model))
-    losses, stages, _ = run_pipeline(model)
-    torch.testing.assert_close(torch.stack(losses), torch.stack(want_losses), rtol=1e-12, atol=0)
-    check(stages, want)
+    check_pipeline(model, want_losses, want)
 
 
 def test_the_options_of_attention_count():
