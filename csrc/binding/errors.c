@@ -21,7 +21,11 @@ PyObject *s1f_raise(s1f_status status)
     case S1F_ERR_STATE:
     case S1F_OK: break;
     }
-    PyErr_SetString(type, s1f_last_error());
+    const char *text = s1f_last_error(); /* what it quotes may be cut within a character */
+    PyObject *decoded = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+    if (decoded != NULL)
+        PyErr_SetObject(type, decoded);
+    Py_XDECREF(decoded);
     return NULL;
 }
 

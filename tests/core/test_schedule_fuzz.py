@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from orders import random_order
@@ -111,3 +112,8 @@ def test_any_csv(text: str, num_segments: int) -> None:
 @given(mistyped(as_csv=True), st.integers(-1, 1))
 def test_mistyped_csv(order: tuple[str, int], off: int) -> None:
     read_csv(order[0], order[1] + off)
+
+
+def test_an_error_may_quote_a_part_that_ends_within_a_character() -> None:
+    with pytest.raises(ValueError, match="line 1, unit 1, '0000"):
+        Schedule.from_text("0" * 10 + "\U00010000" * 8)
