@@ -6,7 +6,7 @@ import copy
 import os
 import sys
 import threading
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -49,6 +49,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "ind
 _STATE_TYPES = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp")  # of models that carry states
 _ADAPTERS = ("LORA", "LOHA", "LOKR", "IA3", "OFT", "LN_TUNING")  # of peft, without anything that layers share
 _one_at_a_time = threading.Lock()  # ranks may be threads, and transformers sets torch's default dtype as it builds
+_Tied = dict[str, tuple[nn.Parameter, list[int]]]  # of a parameter's first name: it, and the stages that hold it
 _ROTATIONS = ("dynamic", "longrope")  # whose angles depend on the length of what the model is given
 
 
@@ -98,34 +99,27 @@ def pipeline_stage(
     if isinstance(model, (str, os.PathLike)):
         with _one_at_a_time:
             folder = open_folder(model, dtype)
-            made = pipeline_stage(
-                folder.model, rank, num_ranks, balance=balance, seq_len=seq_len, vocabulary=vocabulary
-            )
+            made = _cut(folder.model, rank, num_ranks, balance, seq_len, vocabulary)
             folder.load(made, "cpu" if device is None else device)
             return made
     if dtype is not None or device is not None:
         raise ValueError("dtype= and device= are for a folder: a model has both already")
-    adapted: Any = model if _is_peft_model(model) else None
+    base, adapted = _base_of(model, num_ranks)
+    made = _cut(base, rank, num_ranks, balance, seq_len, vocabulary)
     if adapted is not None:
-        _check_adapters(adapted, num_ranks)
-        model = adapted.get_base_model()
-    if not isinstance(model, transformers.PreTrainedModel):
-        raise TypeError(
-            "model must be a transformers.PreTrainedModel, a peft.PeftModel or the folder of one, "
-            f"got {type(model).__name__}"
-        )
+        made.__dict__["peft_model"] = _adapters_around(adapted, made.causal_lm)
+    return made
+
+
+def _cut(
+    model: Any, rank: int, num_ranks: int, balance: Sequence[int] | str, seq_len: int, vocabulary: str
+) -> CausalLMStage:
+    """Cuts a stage out of a model of transformers."""
     _check_config(model, num_ranks)
     adapt(model)
     path, layers = _find_layers(model)
     _check_balance(balance, seq_len, len(layers), num_ranks)
-    attentions = [attention for layer in layers for attention in _attentions(layer)]
-    if attentions:
-        model.set_attn_implementation(NAME)
-        model.config._attn_implementation = NAME  # the model may have declined
-    for attention in attentions:
-        config = getattr(attention, "config", None)
-        if config is not None:  # it may be a copy of the model's
-            config._attn_implementation = NAME
+    has_attention = _switch_attention(model, layers)
 
     skeleton, owners = _skeleton(model, path)
     before, after, kept, whole = _sides(model, skeleton, path, owners)
@@ -144,54 +138,90 @@ def pipeline_stage(
     tied = _tied(model, stage_of)
     embedding, head = _shards(model, rank, num_ranks, stage_of) if vocabulary == "parallel" else (None, None)
     if embedding is not None:
-        first: Any = model.get_input_embeddings()
-        tied = {name: found for name, found in tied.items() if found[0] is not first.weight}
+        first = model.get_input_embeddings().weight
+        tied = {name: found for name, found in tied.items() if found[0] is not first}
 
-    start, stop = cuts[rank], cuts[rank + 1]
-    entry = Entry() if rank > 0 else None
-    exit = Exit() if rank < num_ranks - 1 else None
-    for name, stage in stage_of.items():
-        module = model.get_submodule(name)
-        if stage != rank:
-            _set(skeleton, name, NoEmbedding(entry) if name in before else Elsewhere())
-            continue
-        if any(rank != holders[0] for p, holders in tied.values() if any(p is q for q in module.parameters())):
-            module = copy.deepcopy(module)  # a parameter of its own, though this process may hold the first one too
-        if head is not None and name == head.name:
-            module = Hidden(head.linear.weight.dtype)
-        if embedding is not None and name == embedding.name:
-            module = NoEmbedding(entry)
-        _set(skeleton, name, module)
+    own = range(cuts[rank], cuts[rank + 1])
+    entry, exit = Entry() if rank > 0 else None, Exit() if rank < num_ranks - 1 else None
+    instead: dict[str, nn.Module] = {
+        name: NoEmbedding(entry) if name in before else Elsewhere() for name, stage in stage_of.items() if stage != rank
+    }
+    if embedding is not None and stage_of[embedding.name] == rank:
+        instead[embedding.name] = NoEmbedding(entry)
+    if head is not None and stage_of[head.name] == rank:
+        instead[head.name] = Hidden(head.linear.weight.dtype)
+    _place(model, skeleton, rank, stage_of, tied, instead)
     for name in kept:
         _set(skeleton, name, copy.deepcopy(model.get_submodule(name)))  # small: rotary embeddings
     if exit is not None:
-        _set(skeleton, f"{path}.{stop}", exit)
+        _set(skeleton, f"{path}.{own.stop}", exit)
     if entry is not None:
-        _set(skeleton, f"{path}.{start - 1}", entry)
+        _set(skeleton, f"{path}.{own.start - 1}", entry)
     for layer, stand_in in zip(layers, skeleton.get_submodule(path), strict=True):
         if isinstance(stand_in, (Elsewhere, Entry, Exit, NoEmbedding)):
             stand_for(layer, stand_in, whole.outputs)
 
+    decoder = _decoder(model, owners)
+    takes_positions = has_attention or "position_ids" in signature(model.get_submodule(decoder).forward).parameters
+    options = (_copies(model, skeleton, rank, tied), rank == 0, embedding, head, whole.options, takes_positions)
+    made = CausalLMStage(skeleton, decoder, entry, exit, *options)
+    records = [whole, *_check_stage(model, made, path, own, whole)]
+    carry_states(skeleton)
+    for i in own:
+        layer = skeleton.get_submodule(f"{path}.{i}")
+        made._dropout = max(made._dropout, _look_at_layer(model, layer, i, records))
+    made.train(model.training)
+    return made
+
+
+def _base_of(model: Any, num_ranks: int) -> tuple[transformers.PreTrainedModel, Any]:
+    """The model of transformers, and the peft model around it, if there is one."""
+    adapted = model if _is_peft_model(model) else None
+    if adapted is not None:
+        _check_adapters(adapted, num_ranks)
+        model = adapted.get_base_model()
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise TypeError(
+            "model must be a transformers.PreTrainedModel, a peft.PeftModel or the folder of one, "
+            f"got {type(model).__name__}"
+        )
+    return model, adapted
+
+
+def _switch_attention(model: transformers.PreTrainedModel, layers: nn.ModuleList) -> bool:
+    """Has the layers' attentions run by seq1f1b's. Returns whether there are any."""
+    attentions = [attention for layer in layers for attention in _attentions(layer)]
+    if attentions:
+        model.set_attn_implementation(NAME)
+        model.config._attn_implementation = NAME  # the model may have declined
+    for attention in attentions:
+        config = getattr(attention, "config", None)
+        if config is not None:  # it may be a copy of the model's
+            config._attn_implementation = NAME
+    return bool(attentions)
+
+
+def _place(
+    model: nn.Module, skeleton: nn.Module, rank: int, names: Iterable[str], tied: _Tied, instead: dict[str, nn.Module]
+) -> None:
+    """Puts the model's modules of these names into the skeleton, or what is there instead of them."""
+    for name in names:
+        module = instead.get(name)
+        if module is None:
+            module = model.get_submodule(name)
+            if any(rank != holders[0] for p, holders in tied.values() if any(p is q for q in module.parameters())):
+                module = copy.deepcopy(module)  # a parameter of its own, though this process may hold the first one too
+        _set(skeleton, name, module)
+
+
+def _copies(model: nn.Module, skeleton: nn.Module, rank: int, tied: _Tied) -> dict[str, nn.Parameter]:
+    """Parameters of this rank that other stages hold, too, by the first of their names."""
     parameters = dict(skeleton.named_parameters(remove_duplicate=False))
-    copies = {
+    return {
         name: next(parameters[other] for other in names_of(model, p) if other in parameters)
         for name, (p, holders) in tied.items()
         if rank in holders
     }
-    decoder = _decoder(model, owners)
-    named = signature(model.get_submodule(decoder).forward).parameters
-    takes_positions = bool(attentions) or "position_ids" in named
-    options = (embedding, head, whole.options, takes_positions)
-    made = CausalLMStage(skeleton, decoder, entry, exit, copies, rank == 0, *options)
-    records = [whole, *_check_stage(model, made, path, range(start, stop), whole)]
-    carry_states(skeleton)
-    for i in range(start, stop):
-        layer = skeleton.get_submodule(f"{path}.{i}")
-        made._dropout = max(made._dropout, _look_at_layer(model, layer, i, records))
-    made.train(model.training)
-    if adapted is not None:
-        made.__dict__["peft_model"] = _adapters_around(adapted, skeleton)
-    return made
 
 
 def _shards(
@@ -534,7 +564,7 @@ def _cannot(model: nn.Module) -> str:
     return f"{type(model).__name__} cannot be cut into stages that run by segments"
 
 
-def _tied(model: nn.Module, stage_of: dict[str, int]) -> dict[str, tuple[nn.Parameter, list[int]]]:
+def _tied(model: nn.Module, stage_of: dict[str, int]) -> _Tied:
     """Parameters that several stages hold, by their first name, with these stages."""
     holders: dict[int, set[int]] = {}
     places: dict[Any, tuple[str, int, Tensor]] = {}
