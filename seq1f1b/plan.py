@@ -9,15 +9,19 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from seq1f1b.files import json_fields, load, read, write_whole
 from seq1f1b.partition import ModelShape, check_model, check_segment_sizes
 from seq1f1b.schedule import Schedule, build_schedule
 
-__all__ = ["Layout", "Plan", "StepLength"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Layout", "Plan", "StepLength", "TunedOrder", "load_plan"]
 
 _FORMAT = "seq1f1b plan 1"
+_TUNED_FORMAT = "seq1f1b tuned order 1"
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,110 @@ class StepLength:
     peak: tuple[int, ...]
 
 
+class _File:
+    """What can be written to a file and read back."""
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Reads what :meth:`to_json` writes."""
+        raise NotImplementedError
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the file whole, or not at all."""
+        write_whole(path, (self.to_json() + "\n").encode())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads a file of :meth:`save`. Errors as :meth:`from_json`, with the file's name, and ``OSError``."""
+        return read(path, cls.from_json)
+
+
 @dataclass(frozen=True)
-class Plan:
+class TunedOrder(_File):
+    """The order that a tuned engine found, :meth:`seq1f1b.PipelineEngine.plan`.
+
+    :meth:`save` writes a file; ``PipelineEngine(schedule=file)`` runs it from the first step on, on any machine.
+
+    Attributes:
+        schedule, num_ranks, num_microbatches, num_segments, stages_per_rank, options, weights: of
+            :func:`seq1f1b.build_schedule`.
+        seq_len: tokens of the sequences for which it was found.
+        segment_sizes: tokens of the segments of such a sequence; None: an even split, of sequences of any length.
+    """
+
+    schedule: str
+    num_ranks: int
+    num_microbatches: int
+    num_segments: int
+    stages_per_rank: int
+    seq_len: int
+    segment_sizes: tuple[int, ...] | None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    weights: str = "planned"
+
+    def build(self) -> Schedule:
+        """The order."""
+        return build_schedule(
+            self.schedule,
+            num_ranks=self.num_ranks,
+            num_microbatches=self.num_microbatches,
+            num_segments=self.num_segments,
+            stages_per_rank=self.stages_per_rank,
+            options=self.options,
+            weights=self.weights,
+        )
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        return json.dumps({"format": _TUNED_FORMAT, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> TunedOrder:
+        """Reads what :meth:`to_json` writes.
+
+        Raises:
+            ValueError: not such a text; names the field.
+            ScheduleError: the order cannot be built.
+        """
+        found = load(cls, json_fields(text, "tuned order", _TUNED_FORMAT), "tuned order")
+        if found.segment_sizes is not None:
+            check_segment_sizes(found.segment_sizes, found.seq_len)
+            if len(found.segment_sizes) != found.num_segments:
+                raise ValueError(
+                    f"a tuned order of {found.num_segments} segments has {len(found.segment_sizes)} segment_sizes"
+                )
+        try:
+            found.build()
+        except TypeError as error:
+            raise ValueError(f"a tuned order has wrong options: {error}") from None
+        return found
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of ``PipelineEngine``."""
+        return {
+            "schedule": self.build(),
+            "num_microbatches": self.num_microbatches,
+            "num_segments": self.num_segments,
+            "segment_sizes": None if self.segment_sizes is None else {self.seq_len: list(self.segment_sizes)},
+        }
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan | TunedOrder:
+    """Reads the file of a plan, or of what a tuned engine found. Errors as those of their ``load``."""
+
+    def parse(text: str) -> Plan | TunedOrder:
+        is_tuned = f'"{_TUNED_FORMAT}"' in text[:100]
+        return TunedOrder.from_json(text) if is_tuned else Plan.from_json(text)
+
+    return read(path, parse)
+
+
+@dataclass(frozen=True)
+class Plan(_File):
     """One way to train, and what it should cost. :meth:`save` writes a file; ``PipelineEngine(schedule=file)`` runs it.
 
     Attributes:
@@ -163,15 +269,6 @@ class Plan:
         except TypeError as error:
             raise ValueError(f"a plan has wrong options: {error}") from None
         return plan
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file whole, or not at all."""
-        write_whole(path, (self.to_json() + "\n").encode())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Reads a file of :meth:`save`. Errors as :meth:`from_json`, with the file's name, and ``OSError``."""
-        return read(path, cls.from_json)
 
     def engine_arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``PipelineEngine``.

@@ -16,7 +16,7 @@ from seq1f1b import __version__
 from seq1f1b.files import nearest_name
 from seq1f1b.ops.attention import check_part
 from seq1f1b.partition import ModelShape, partition_sequence
-from seq1f1b.plan import Plan
+from seq1f1b.plan import Plan, TunedOrder, load_plan
 from seq1f1b.runtime.splitting import Rule, TokenPart, check_rules
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead, embedding_of, head_of
 from seq1f1b.schedule import Schedule, Unit, build_schedule, check_units, schedules
@@ -24,7 +24,7 @@ from seq1f1b.transport.table import TRANSPORTS
 
 __all__ = ["Limits", "Loss", "Memory"]
 
-Sizes: TypeAlias = "ModelShape | Sequence[int] | Mapping[int, Sequence[int]] | None"
+Sizes: TypeAlias = "ModelShape | Sequence[int] | Mapping[int, Sequence[int]] | Callable[[int], Sequence[int]] | None"
 Builder: TypeAlias = "Callable[..., Schedule]"
 """Makes an order of the counts, which it is given by name, as :func:`seq1f1b.build_schedule` takes them."""
 
@@ -41,6 +41,8 @@ def _word(value: Any) -> str:
 def _shown_sizes(sizes: Sizes) -> str:
     if sizes is None or isinstance(sizes, ModelShape):
         return repr(sizes)
+    if callable(sizes):
+        return "a callable"
     return repr(dict(sizes) if isinstance(sizes, Mapping) else list(sizes))
 
 
@@ -242,6 +244,8 @@ class Options:
                 known = ", ".join(map(str, sorted(choice)))
                 raise ValueError(f"segment_sizes are for {known} tokens, the sequence has {length}: pad it")
             return list(choice[length])
+        if callable(choice):
+            return list(choice(length))
         if sum(choice) != length:
             raise ValueError(f"segment_sizes sum to {sum(choice)} tokens, the sequence has {length}")
         return list(choice)
@@ -303,7 +307,7 @@ def _check_sizes(sizes: Sizes, num_segments: int) -> None:
             _check_sizes(of_length, num_segments)
             if sum(of_length) != length:
                 raise ValueError(f"segment_sizes[{length}] sum to {sum(of_length)}, must sum to {length}")
-    elif sizes is not None:
+    elif sizes is not None and not callable(sizes):
         if not isinstance(sizes, Sequence):
             raise TypeError(f"segment_sizes must be None, a ModelShape or a list, got {type(sizes).__name__}")
         if len(sizes) != num_segments:
@@ -324,13 +328,28 @@ def modules_of(stage: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return modules
 
 
-def is_plan(schedule: object) -> TypeGuard[Plan | str | os.PathLike[str]]:
+TUNED = "tuned"
+
+
+def first_order(*, stages_per_rank: int, **counts: Any) -> Schedule:
+    """The order with which a tuned engine begins."""
+    return build_schedule(first_family(stages_per_rank), stages_per_rank=stages_per_rank, **counts)
+
+
+def first_family(stages_per_rank: int) -> str:
+    """Its name."""
+    return "seq1f1b" if stages_per_rank == 1 else "seq1f1b-interleaved"
+
+
+def is_plan(schedule: object) -> TypeGuard[Plan | TunedOrder | str | os.PathLike[str]]:
     """Whether this is a plan, or what must be the file of one, since it is no name of a schedule."""
-    return isinstance(schedule, (Plan, os.PathLike)) or (isinstance(schedule, str) and schedule not in schedules())
+    return isinstance(schedule, (Plan, TunedOrder, os.PathLike)) or (
+        isinstance(schedule, str) and schedule not in (TUNED, *schedules())
+    )
 
 
 def order_of(
-    schedule: str | os.PathLike[str] | Schedule | Plan | Builder,
+    schedule: str | os.PathLike[str] | Schedule | Plan | TunedOrder | Builder,
     num_microbatches: int | None,
     num_segments: int,
     segment_sizes: Sizes,
@@ -341,16 +360,22 @@ def order_of(
     """
     if is_plan(schedule):
         if isinstance(schedule, str) and not os.path.isfile(schedule):
-            near = nearest_name(schedule, schedules())
+            near = nearest_name(schedule, (TUNED, *schedules()))
             raise ValueError(f"there is no schedule named {schedule!r}, and no such file of a plan{near}")
         if (num_microbatches, num_segments, segment_sizes) != (None, 1, None):
             raise ValueError("a plan stands for num_microbatches, num_segments and segment_sizes: give none of them")
-        plan = schedule if isinstance(schedule, Plan) else Plan.load(schedule)
+        plan = schedule if isinstance(schedule, (Plan, TunedOrder)) else load_plan(schedule)
         planned = plan.engine_arguments()
         return planned.pop("schedule"), planned
     if num_microbatches is None:
         raise TypeError("PipelineEngine needs num_microbatches=, or a plan as schedule=")
-    if isinstance(schedule, str):
+    if schedule == TUNED:
+        if isinstance(segment_sizes, Sequence) and not isinstance(segment_sizes, ModelShape):
+            raise ValueError(
+                f"schedule={TUNED!r} finds the number of segments: give segment_sizes=None, a ModelShape or a callable"
+            )
+        schedule = first_order
+    elif isinstance(schedule, str):
         schedule = partial(build_schedule, schedule)
     if not isinstance(schedule, Schedule) and not callable(schedule):
         raise TypeError(

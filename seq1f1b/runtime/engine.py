@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from seq1f1b.device.edges import DeviceEdges
 from seq1f1b.device.placement import common_device
 from seq1f1b.partition import ModelShape
-from seq1f1b.plan import Plan
+from seq1f1b.plan import Plan, TunedOrder
 from seq1f1b.runtime.arguments import (
     Agreement,
     Builder,
@@ -23,6 +23,7 @@ from seq1f1b.runtime.arguments import (
     Options,
     agreement_of,
     check_launch,
+    first_order,
     modules_of,
     order_of,
 )
@@ -30,7 +31,7 @@ from seq1f1b.runtime.batch import StepArguments, merge
 from seq1f1b.runtime.gradients import REDUCED
 from seq1f1b.runtime.pipeline import Pipeline
 from seq1f1b.runtime.rank_order import build, with_options
-from seq1f1b.runtime.report import StepRecord, make_report
+from seq1f1b.runtime.report import StepRecord
 from seq1f1b.runtime.rows import PlannedRows
 from seq1f1b.runtime.runner import Runner
 from seq1f1b.runtime.splitting import Rule
@@ -58,13 +59,17 @@ class PipelineEngine:
             ``num_ranks``, ``num_microbatches``, ``num_segments`` and ``stages_per_rank`` by name. A name and a callable
             serve steps of rows, too; ``num_segments`` is a sequence there. Or a :class:`seq1f1b.plan.Plan`, or a file
             that it wrote: it stands for num_microbatches, num_segments and segment_sizes. A plan that needs something
-            which the engine does not do is refused by name.
+            which the engine does not do is refused by name. Or ``"tuned"``: the engine finds the order, num_segments
+            and the split of the sequence for plain steps while it trains, in some 40 steps, and again if lengths change
+            by a quarter. It begins with num_segments, and with ``segment_sizes`` given keeps to them. Gradients of a
+            step are those of its batch under every order; bits are not, so nothing is tuned under
+            ``torch.use_deterministic_algorithms``. Stages under DDP or FSDP2 are refused. See :meth:`plan`.
         num_microbatches, num_segments: M and k. A batch is split into M along dimension 0, each of them into k along
             ``seq_dim``.
         segment_sizes: None for an even split; the :class:`seq1f1b.ModelShape` of the whole model for equal FLOPs; k
-            token counts; or a mapping from the tokens of a sequence to its k token counts, if steps differ in length.
-            FLOPs are those of the packed documents if a step has a sliced keyword argument ``doc_ids``; every rank
-            needs it then.
+            token counts; or a mapping or a callable from the tokens of a sequence to its k token counts, if steps
+            differ in length. FLOPs are those of the packed documents if a step has a sliced keyword argument
+            ``doc_ids``; every rank needs it then.
         seq_dim: the dimension of tokens.
         arg_rules: for each tensor keyword argument: ``"slice"`` (batch and sequence), ``"replicate"`` (given whole),
             or a callable of the unit (``.microbatch .segment .offset .length``).
@@ -104,10 +109,14 @@ class PipelineEngine:
         self,
         stage: nn.Module | Sequence[nn.Module],
         *,
-        schedule: str | os.PathLike[str] | Schedule | Plan | Callable[..., Schedule] = "seq1f1b",
+        schedule: str | os.PathLike[str] | Schedule | Plan | TunedOrder | Callable[..., Schedule] = "seq1f1b",
         num_microbatches: int | None = None,
         num_segments: int = 1,
-        segment_sizes: ModelShape | Sequence[int] | Mapping[int, Sequence[int]] | None = None,
+        segment_sizes: ModelShape
+        | Sequence[int]
+        | Mapping[int, Sequence[int]]
+        | Callable[[int], Sequence[int]]
+        | None = None,
         seq_dim: int = 1,
         arg_rules: Mapping[str, Rule] | None = None,
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
@@ -128,7 +137,7 @@ class PipelineEngine:
             source, counts = order_of(schedule, num_microbatches, num_segments, segment_sizes)
             modules = modules_of(stage)
             self._options = options = Options(**{**given, **counts, "arg_rules": arg_rules or {}})
-            self.num_microbatches, self.num_segments = options.num_microbatches, options.num_segments
+            self.num_microbatches = options.num_microbatches
             self.seq_dim, self.sequence_parallel = seq_dim, sequence_parallel
             self.device = common_device(modules)
             check_launch(group)
@@ -354,14 +363,25 @@ class PipelineEngine:
         Returns:
             :class:`seq1f1b.runtime.report.Report`, or with ``gather`` a :class:`seq1f1b.runtime.report.PipelineReport`.
         """
-        return make_report(
-            self.last_step,
-            rank=self.rank,
-            cache=self._runner.cache,
-            edges=self.edges,
-            trained={index: stage.trained_weights for index, stage in self._runner.stages.items()},
-            gather=self._group.all_gather_object if gather else None,
-        )
+        return self._runner.report(self._group.all_gather_object if gather else None)
+
+    def plan(self) -> TunedOrder:
+        """The order that a tuned engine has found, to be written to a file and given as ``schedule``.
+
+        Raises:
+            RuntimeError: the engine is not tuned, or not yet.
+        """
+        return self._runner.found_order()
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order of plain steps: what the engine was given, or, if it is tuned, what it runs now."""
+        return self._runner.schedule
+
+    @property
+    def num_segments(self) -> int:
+        """Segments of a micro-batch in plain steps."""
+        return self._runner.options.num_segments
 
     @property
     def last_step(self) -> StepRecord | None:
@@ -379,26 +399,27 @@ class PipelineEngine:
         """Takes this rank's place in the pipeline: its stages, the memory they share, and its edges."""
         group, options = self._group, self._options
         self.rank, self.num_ranks = group.rank, group.size
-        self.schedule = self._make_schedule(source, len(modules))
-        agreement = Agreement(group, agreement_of(options, self.schedule, source))
+        schedule = self._make_schedule(source, len(modules))
+        agreement = Agreement(group, agreement_of(options, schedule, source))
         if not group.is_thread:  # engines of threads may be made one after the other: they meet in a step
             agreement.check()
-        pipeline = self._pipeline = Pipeline(modules, self.device, options, group, self.schedule, agreement)
+        pipeline = self._pipeline = Pipeline(modules, self.device, options, group, schedule, agreement)
         self.num_stages, self.stages = pipeline.num_stages, list(pipeline.modules)
         self.has_first, self.has_last = pipeline.has_first, pipeline.has_last
         builder = None if isinstance(source, Schedule) else source
-        self._runner = Runner(pipeline, options, self.schedule, builder)
-        pipeline.connect(pipeline.lower(self.schedule), self._device_edges_class)
+        self._runner = Runner(pipeline, options, schedule, builder, is_tuned=source is first_order)
+        pipeline.connect(pipeline.lower(schedule), self._device_edges_class)
         self.edges = pipeline.edges
         self._runner.order(training=True)
         if not group.is_thread:
             group.begin()
 
     def _make_schedule(self, source: Schedule | Builder, stages_per_rank: int) -> Schedule:
-        schedule = build(source, self.num_ranks, self.num_microbatches, self.num_segments, stages_per_rank)
+        num_segments = self._options.num_segments
+        schedule = build(source, self.num_ranks, self.num_microbatches, num_segments, stages_per_rank)
         if schedule.rows is not None:
             raise ValueError("the schedule is one of rows: give its name, and the sizes of the rows to every step")
-        expected = (self.num_ranks, self.num_microbatches, self.num_segments)
+        expected = (self.num_ranks, self.num_microbatches, num_segments)
         found = (schedule.num_ranks, schedule.num_microbatches, schedule.num_segments)
         if found != expected:
             raise ValueError(
@@ -412,7 +433,7 @@ class PipelineEngine:
 
     def sizes_of(self, length: int, documents: Sequence[int] | None = None) -> list[int]:
         """Segment sizes for a sequence of this many tokens; ``documents``: lengths of its packed documents."""
-        return self._options.sizes_of(length, documents)
+        return self._runner.options.sizes_of(length, documents)
 
     def run(self, arguments: StepArguments) -> tuple[list[Tensor], list[Any] | None]:
         """Runs :meth:`step` or :meth:`eval`; returns losses, and the outputs of the M micro-batches if asked for."""

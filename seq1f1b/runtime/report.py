@@ -8,7 +8,7 @@ import os
 import resource
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -189,12 +189,14 @@ class PipelineReport:
         bubble: share of the ranks' time in ``makespan`` that is not busy.
         simulated: the same order with this step's measured units and free messages: the least time in which the order
             can run them. It is no prediction, for it takes its units from the step.
+        tuning: in words, what a tuned engine has tried and found; else, and until it has, empty. Not saved.
     """
 
     ranks: tuple[Report, ...]
     makespan: float
     bubble: float
     simulated: Simulation
+    tuning: str = ""
 
     @property
     def timeline(self) -> tuple[tuple[tuple[Unit, float, float], ...], ...]:
@@ -263,7 +265,7 @@ class PipelineReport:
             if r.recomputed_units + r.moved_units + r.recomputed_blocks
         ]
         step = f"step {self.ranks[0].step}: {self.makespan:.4g} s, of which ranks are busy or wait because of"
-        return f"{step}\n{table_text(rows)}{''.join(moves)}{self.advice}"
+        return f"{step}\n{table_text(rows)}{''.join(moves)}{self.advice}" + f"\n{self.tuning}" * bool(self.tuning)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Appends the report to a file, as one line of JSON; ``seq1f1b report FILE`` prints it.
@@ -329,6 +331,7 @@ def make_report(
     edges: tuple[EdgeReport, ...],
     trained: Mapping[int, int],
     gather: Callable[[Any], list[Any]] | None,
+    tuning: str = "",
 ) -> Report | PipelineReport:
     """Reads the executor's spans; with ``gather`` (an all-gather of objects) joins those of all ranks.
 
@@ -340,7 +343,7 @@ def make_report(
     own = _rank_report(record, rank, cache, edges, trained)
     if gather is None:
         return own
-    return _of_ranks(tuple(gather(own)), record.order.schedule)
+    return replace(_of_ranks(tuple(gather(own)), record.order.schedule), tuning=tuning)
 
 
 def _of_ranks(ranks: tuple[Report, ...], schedule: Schedule) -> PipelineReport:

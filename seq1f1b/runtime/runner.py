@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from seq1f1b import _C
 from seq1f1b.device.placement import step_on, through_host
 from seq1f1b.ops.context import inside_step
+from seq1f1b.plan import TunedOrder
 from seq1f1b.runtime.arguments import Disagreement, Options
 from seq1f1b.runtime.backward import import_backward
 from seq1f1b.runtime.batch import Batch, StepArguments
@@ -24,10 +25,11 @@ from seq1f1b.runtime.gradients import StepGradients, growing_wide
 from seq1f1b.runtime.measure import Activations
 from seq1f1b.runtime.pipeline import Pipeline
 from seq1f1b.runtime.rank_order import RankOrder, RankOrders, build, with_options
-from seq1f1b.runtime.report import StepRecord
+from seq1f1b.runtime.report import StepRecord, make_report
 from seq1f1b.runtime.rows import PlannedRows, Rows, check_equal_rows, check_rows
 from seq1f1b.runtime.stage import Stage
 from seq1f1b.runtime.step import Step
+from seq1f1b.runtime.tuning import Setting, Tuner
 from seq1f1b.runtime.vocabulary_step import EmbeddingStep, HeadStep
 from seq1f1b.schedule import Schedule
 
@@ -41,6 +43,7 @@ class Runner:
         schedule: of plain training steps, complete.
         build: makes the order of a step of rows, from num_ranks, num_microbatches, num_segments (one for each
             micro-batch) and stages_per_rank; None: only a plan brings one.
+        is_tuned: whether plain training steps find their order, see :mod:`seq1f1b.runtime.tuning`.
         is_whole: units are whole micro-batches, as outside a step.
         tells: whether what is found wrong is told, not only collected.
     Attributes:
@@ -55,10 +58,12 @@ class Runner:
         schedule: Schedule,
         build: Callable[..., Schedule] | None = None,
         *,
+        is_tuned: bool = False,
         is_whole: bool = False,
         tells: bool = True,
     ) -> None:
-        self.pipeline, self.options, self.schedule = pipeline, options, schedule
+        self.pipeline = pipeline
+        self.setting = Setting(0, schedule, options)
         self.cache = _C.kv_cache_create()
         self.stages = {
             index: Stage(
@@ -79,9 +84,37 @@ class Runner:
         can_divide = options.head is None and options.loss.reduction == "mean"
         self.divides: bool | None = None if can_divide else False
         self.last_step: StepRecord | None = None
-        self._known_shapes: set[tuple[bool, int]] = set()
+        self._known_shapes: set[tuple[bool, int, int]] = set()
         self._activations: dict[int, Activations] = {}  # by stage, where they were measured
         self._has_had_rows = False
+        self._is_measured = False  # whether the last step was a plain training step
+        self.tuner: Tuner | None = None
+        if is_tuned:
+            self.tuner = self._make_tuner()
+
+    @property
+    def options(self) -> Options:
+        """The engine's, with the segments of plain steps."""
+        return self.setting.options
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order of plain training steps."""
+        return self.setting.schedule
+
+    def _make_tuner(self) -> Tuner:
+        if any(stage.wrappers for stage in self.stages.values()):
+            raise ValueError(
+                'schedule="tuned" would find another order in each replica, and stages under DDP or FSDP2 take one: '
+                "tune the stages alone, write engine.plan() to a file, and give that as schedule"
+            )
+        return Tuner(
+            self.setting,
+            stages_per_rank=len(self.stages),
+            group=self.pipeline.group,
+            device=self.pipeline.device,
+            report=self.report,
+        )
 
     # -- orders ----------------------------------------------------------------------------------------------------
 
@@ -93,7 +126,7 @@ class Runner:
             plan: brings the order of a step of rows.
         """
         counts = None if rows is None else tuple(map(len, rows))
-        key = training, counts if plan is None else plan.digest
+        key = training, counts if plan is None else plan.digest, 0 if rows is not None else self.setting.number
         return self.orders.find(key, lambda: self._enter(training, self._schedule_of(counts, plan)))
 
     def _enter(self, training: bool, schedule: Schedule) -> RankOrder:
@@ -144,12 +177,17 @@ class Runner:
                     # 1. What this rank was given: an order, and a batch.
                     if arguments.rows is not None:
                         check_rows(arguments.rows, self.options.sequence_parallel[1])
+                    number = None
+                    if self.tuner is not None and arguments.training and arguments.rows is None:
+                        number = self.pipeline.group.begin_step()  # ranks talk from here on
+                        self.setting = self.tuner.next(self.last_step if self._is_measured else None)
+                    self._is_measured = False
                     order = self.order(arguments.training, arguments.rows, arguments.plan)
                     self._set_limits(shape_known=False)  # until the length is learnt
                     step = self._begin(order, replace(arguments, divides=self.divides))
                     around.callback(step.end)
                     # 2. All ranks have come, with the same.
-                    number = self._meet(arguments, order)
+                    number = self._meet(arguments, order, number)
                     # 3. The units, and what surrounds them all.
                     if self.pipeline.tier is not None:
                         self.pipeline.tier.num_cells = order.num_cells
@@ -199,10 +237,14 @@ class Runner:
             embedding = EmbeddingStep(options.embedding, order.last_cells.get("G", -1), training=training)
         return Step(batch, order, options, self.stages, pipeline.device, self._enter_shape, head, embedding)
 
-    def _meet(self, arguments: StepArguments, order: RankOrder) -> int:
-        """Waits for all ranks, and raises on each unless all were given the same. Returns the number of the step."""
+    def _meet(self, arguments: StepArguments, order: RankOrder, number: int | None) -> int:
+        """Waits for all ranks, and raises on each unless all were given the same. Returns the number of the step.
+
+        Args:
+            number: None: the step has not begun.
+        """
         group = self.pipeline.group
-        number = group.begin_step(arguments.training)
+        number = group.begin_step(arguments.training) if number is None else number
         self.pipeline.agreement.check()
         if arguments.rows is not None or self._has_had_rows:  # plain steps between those of rows are compared, too
             check_equal_rows(group, arguments.rows, arguments.plan, order.digest)
@@ -257,7 +299,8 @@ class Runner:
         return float(last[1])
 
     def _record(self, step: Step, order: RankOrder, number: int, seconds: float) -> None:
-        self._known_shapes.add((step.training, step.length))
+        self._known_shapes.add((step.training, step.length, self.options.num_segments))
+        self._is_measured = step.training and order.schedule.rows is None
         figures = step.figures()
         self._activations |= {i: own["activations"] for i, own in figures.items() if "activations" in own}
         self.last_step = StepRecord(
@@ -273,6 +316,24 @@ class Runner:
             logit_bytes=step.logit_bytes(),
         )
 
+    def found_order(self) -> TunedOrder:
+        """What the tuner has found, see :meth:`seq1f1b.PipelineEngine.plan`."""
+        if self.tuner is None:
+            raise RuntimeError('the engine is not tuned: its order is what it was given; give schedule="tuned"')
+        return self.tuner.found()
+
+    def report(self, gather: Callable[[Any], list[Any]] | None = None) -> Any:
+        """What the last step measured, see :meth:`seq1f1b.PipelineEngine.report`."""
+        return make_report(
+            self.last_step,
+            rank=self.pipeline.rank,
+            cache=self.cache,
+            edges=self.pipeline.edges,
+            trained={index: stage.trained_weights for index, stage in self.stages.items()},
+            gather=gather,
+            tuning="" if self.tuner is None else self.tuner.text,
+        )
+
     def _samples(self, arguments: StepArguments) -> list[Any]:
         """Some of this rank's tokens and targets, where the loss cannot be what shifts them."""
         options, pipeline = self.options, self.pipeline
@@ -286,8 +347,8 @@ class Runner:
         limits = self.options.limits
         self.pipeline.group.set_limits(limits.step if shape_known else limits.longest)
 
-    def _enter_shape(self, shape: tuple[bool, int]) -> bool:
-        """Called once a step's (training, tokens) are known. Returns whether such a step has run before."""
+    def _enter_shape(self, shape: tuple[bool, int, int]) -> bool:
+        """Called once a step's (training, tokens, k) are known. Returns whether such a step has run before."""
         is_known = shape in self._known_shapes
         self._set_limits(is_known)
         return is_known

@@ -35,7 +35,7 @@ class Step:
         batch: its arguments, checked.
         order: in which its units run.
         options, stages, device: the engine's own.
-        enter_shape: told (training, tokens) once the length is known; returns whether such a step has run before.
+        enter_shape: told (training, tokens, k) once the length is known; returns whether such a step has run before.
         head, embedding: this rank's shards of the output layer and of the input embedding, where these are spread.
     """
 
@@ -46,7 +46,7 @@ class Step:
         options: Options,
         stages: dict[int, Stage],
         device: torch.device,
-        enter_shape: Callable[[tuple[bool, int]], bool],
+        enter_shape: Callable[[tuple[bool, int, int]], bool],
         head: HeadStep | None = None,
         embedding: EmbeddingStep | None = None,
     ) -> None:
@@ -80,7 +80,7 @@ class Step:
         batch, options = self._batch, self._options
         rows, self.sizes, inputs, kwargs, targets = batch.split(length)
         self.length = length
-        is_known = self._enter_shape((self.training, length))
+        is_known = self._enter_shape((self.training, length, options.num_segments))
         if self._embedding is not None:
             assert inputs is not None
             self._embedding.inputs = inputs

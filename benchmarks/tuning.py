@@ -1,0 +1,139 @@
+"""A tuned engine beside the order that it began with, one process of two threads, and torch's schedules.
+
+Two processes of one thread each, fp32, the model of the other benchmarks. The engine is tuned first, over as many steps
+as it takes. Then rounds of one step of every arm, in turn and back; a round counts while other processes use less than
+8 % of a core. "One process" runs the whole model with the same attention and two threads, while the other rank sleeps.
+
+    python benchmarks/tuning.py
+    python benchmarks/tuning.py --case 8192 2 --rounds 12
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from arms import Arm, Case, Spec, errors, make_arm, timed, whole_model
+from common import FOREIGN_LIMIT, KEPT_HEAP, ForeignLoad, header, spawn
+from model import cross_entropy
+
+import seq1f1b
+
+CASES = ((2048, 4), (4096, 4), (8192, 2))  # tokens, micro-batches
+WHOLE, TUNED, FIRST = "one process, two threads", "tuned", "as it began"
+MOST_STEPS = 100
+
+
+class Whole(Arm):
+    """The whole model on rank 0, with two threads."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self._case, self._is_here = case, rank == 0
+        self.modules = [case.stage(0, 1, "ours")] if self._is_here else []
+
+    def step(self) -> float | None:
+        if not self._is_here:
+            return None
+        torch.set_num_threads(2)
+        losses = []
+        for x, y in zip(*(each.split(1) for each in self._case.batch()), strict=True):
+            loss = cross_entropy(self.modules[0](x), y)
+            (loss / self._case.microbatches).backward()
+            losses.append(float(loss.detach()))
+        torch.set_num_threads(1)
+        return statistics.mean(losses)
+
+    def spans(self) -> list[tuple[float, float]]:
+        raise NotImplementedError
+
+
+class Engine(Arm):
+    """Ours, whose order is found while it trains, or stays as it began."""
+
+    def __init__(self, case: Case, rank: int, *, tuned: bool) -> None:
+        self.modules = [case.stage(rank, case.ranks, "ours")]
+        self.engine = seq1f1b.PipelineEngine(
+            self.modules[0], schedule="tuned" if tuned else "seq1f1b", num_microbatches=case.microbatches,
+            num_segments=4, loss_fn=cross_entropy,
+        )  # fmt: skip
+        self._tokens, self._targets = case.batch()
+
+    def step(self) -> float | None:
+        losses = self.engine.step(self._tokens, target=self._targets)
+        return float(torch.stack(losses).mean()) if losses else None
+
+    def spans(self) -> list[tuple[float, float]]:
+        return [(start, end) for _, start, end in self.engine.report().timeline]
+
+    def tune(self) -> str:
+        """Steps until an order is found. Returns what was."""
+        for _ in range(MOST_STEPS):
+            self.step()
+            self.zero_grad()
+            text = str(self.engine.report(gather=True).tuning)
+            if text:
+                return text
+        raise RuntimeError(f"no order was found in {MOST_STEPS} steps")
+
+
+def measure(rank: int, length: int, microbatches: int, rounds: int) -> None:
+    case = Case(length, microbatches)
+    arms: dict[str, Arm] = {
+        WHOLE: Whole(case, rank),
+        FIRST: Engine(case, rank, tuned=False),
+        TUNED: Engine(case, rank, tuned=True),
+        "torch 1F1B": make_arm(case, Spec("1F1B", "torch"), rank),
+        "torch ZBV": make_arm(case, Spec("ZBVZeroBubble", "torch"), rank),
+    }
+    truth = whole_model(case) if rank == 0 else None
+    found = {name: [errors(arm, rank, truth)[2]] for name, arm in arms.items()}
+    tuned = arms[TUNED]
+    assert isinstance(tuned, Engine)
+    text = tuned.tune()
+    found[TUNED].append(errors(tuned, rank, truth)[2])
+    pids: list[Any] = [None] * case.ranks
+    dist.all_gather_object(pids, os.getpid())
+    load, counted, discarded = ForeignLoad(pids), [], 0
+    for turn in range(3 * rounds):
+        load.start()
+        steps = {name: timed(arm) for name, arm in list(arms.items())[:: -1 if turn % 2 else 1]}
+        quiet = [load.cores() < FOREIGN_LIMIT]
+        dist.broadcast_object_list(quiet)
+        if quiet[0] and turn > 0:
+            counted.append(steps)
+        discarded += not quiet[0]
+        if len(counted) == rounds:
+            break
+    report = tuned.engine.report(gather=True)
+    if rank == 0:
+        print(f"\n{case}: {len(counted)} rounds, {discarded} discarded\n{text}")
+        print(f"errors of gradients: {', '.join(f'{n} {max(e):.1e}' for n, e in found.items())}")
+        for name in arms:
+            seconds = sorted(steps[name] for steps in counted)
+            low, high = seconds[len(seconds) // 4], seconds[-1 - len(seconds) // 4]
+            line = f"  {name:26} {statistics.median(seconds):.4f} s [{low:.4f}, {high:.4f}]"
+            for other in (WHOLE, "torch 1F1B", "torch ZBV"):
+                ratio = statistics.median(steps[other] / steps[name] for steps in counted)
+                line += f"  {ratio:.3f} of {other}'s speed" * (name != other)
+            print(line)
+        print(report, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", type=int, nargs=2, action="append", metavar=("TOKENS", "M"))
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    print(header("A tuned engine beside one process and torch's schedules"))
+    os.environ |= KEPT_HEAP
+    for length, microbatches in options.case or CASES:
+        spawn(2, measure, length, microbatches, options.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,449 @@
+"""Finds an engine's order while it trains: units are measured, orders simulated with their costs, the best ones tried.
+
+The steps are ordinary training steps, under one order or another. All ranks take the same one: rank 0 decides, and
+before each step all compare how far they have come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+from statistics import median
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from seq1f1b import ScheduleError
+from seq1f1b.partition import partition_sequence
+from seq1f1b.plan import TunedOrder
+from seq1f1b.runtime.arguments import Options, first_family
+from seq1f1b.runtime.rank_order import with_options
+from seq1f1b.runtime.report import Report, StepRecord
+from seq1f1b.schedule import Costs, Schedule, build_schedule
+
+__all__: list[str] = []
+
+MEASURED = 2  # steps of each order whose units are measured, after one that is not: it may be new to caches
+ROUNDS = 5  # steps of each order that is tried
+TRIED = 3  # orders, beside the one that the engine began with
+LEAST_GAIN = 0.01  # of the step: by less an order is not better than the one that the engine began with
+MOST_CHANGE = 1.25  # between lengths, for which one order may be the best
+PATIENCE = 3  # steps in a row of another length, after which all is measured again
+MOST_UNITS = 8192  # of an order that `auto` builds
+SHORTEST = 32  # tokens of a segment
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # of segments
+SEARCHED = 4  # ways to cut a sequence, those whose named orders are the shortest, for which `auto` is asked
+MEMORY = 0.8  # share of what is free that an order may take beyond the first one
+
+
+class Choice(NamedTuple):
+    """An order, as rank 0 tells the others.
+
+    Attributes:
+        family, options: of :func:`seq1f1b.build_schedule`.
+        fills: whether W runs in waits.
+        balance: 0: segments are cut as the engine was told to; else tokens after which attention has taken as long as
+            all else of a token: segments are cut to equal time by it.
+    """
+
+    family: str
+    options: dict[str, Any]
+    num_segments: int
+    fills: bool = False
+    balance: float = 0.0
+
+    def __str__(self) -> str:
+        whole = " of whole backwards" * (self.options.get("backward") == "whole")
+        count = "1 segment" if self.num_segments == 1 else f"{self.num_segments} segments"
+        balance = " of equal time" * (self.balance > 0)
+        return f"{self.family}{whole}, {count}{balance}" + ", W in waits" * self.fills
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How plain steps run.
+
+    Attributes:
+        number: alike for equal settings.
+        choice: None: what the engine was given.
+    """
+
+    number: int
+    schedule: Schedule
+    options: Options
+    choice: Choice | None = None
+
+
+Measured: TypeAlias = "tuple[Any, ...]"
+"""What one rank tells of a step: tokens, seconds, and, where units are measured, :func:`unit_figures`."""
+
+Walk: TypeAlias = "Generator[Choice | None, list[Measured], None]"
+"""Yields the order of the next step (None: the first one); is sent what all ranks measured of it."""
+
+
+class Tuner:
+    """The state of the search, the same on every rank.
+
+    Args:
+        first: the setting that the engine began with, a safe one.
+        group: of the ranks.
+        report: this rank's report of the last step.
+    Attributes:
+        text: in words what was found; empty before.
+    """
+
+    def __init__(
+        self,
+        first: Setting,
+        *,
+        stages_per_rank: int,
+        group: Any,
+        device: torch.device,
+        report: Callable[[], Report],
+    ) -> None:
+        self.first = self.setting = first
+        self._device = device
+        self.text = ""
+        self._stages_per_rank, self._group, self._report = stages_per_rank, group, report
+        self._settings: dict[str, Setting] = {}
+        self._reads_units = False
+        self._stamp = 0
+        self._kept: tuple[int, Setting] | None = None  # for a length
+        self._walk = self._begin()
+
+    def _begin(self) -> Walk:
+        walk = self._search()
+        self._take(next(walk))
+        return walk
+
+    def next(self, record: StepRecord | None) -> Setting:
+        """The setting of the next training step. Collective.
+
+        Args:
+            record: of the last one; None: this rank has none, or it failed.
+        """
+        if torch.are_deterministic_algorithms_enabled():
+            self.text = "torch.use_deterministic_algorithms is on: nothing is tuned"
+            return self.first
+        own = None if record is None else (record.length, record.seconds, *self._figures())
+        everyones = self._group.all_gather_object((self._stamp, own))
+        measured = [figures for _, figures in everyones if figures is not None]
+        if len({stamp for stamp, _ in everyones}) > 1:  # a step failed on some ranks alone
+            self._stamp = 1 + max(stamp for stamp, _ in everyones)
+            self._walk = self._begin()
+        elif len(measured) == len(everyones):
+            self._stamp += 1
+            self._take(self._walk.send(measured))
+        return self.setting
+
+    def found(self) -> TunedOrder:
+        """The order that is kept. Raises RuntimeError before."""
+        if self._kept is None:
+            raise RuntimeError(f"no order has been found yet, after {self._stamp} steps: {self.text or 'train on'}")
+        length, setting = self._kept
+        first, choice = self.first, setting.choice
+        if choice is None:
+            family = first_family(self._stages_per_rank)
+            choice = Choice(family, {}, first.options.num_segments)
+        is_even = choice.balance == 0 and first.options.segment_sizes is None
+        return TunedOrder(
+            schedule=choice.family,
+            num_ranks=first.schedule.num_ranks,
+            num_microbatches=first.schedule.num_microbatches,
+            num_segments=choice.num_segments,
+            stages_per_rank=self._stages_per_rank,
+            seq_len=length,
+            segment_sizes=None if is_even else tuple(setting.options.sizes_of(length)),
+            options=choice.options,
+            weights="fill" if choice.fills else "planned",
+        )
+
+    def _figures(self) -> Iterator[Any]:
+        if self._reads_units:
+            report = self._report()
+            yield unit_figures(report)
+            yield [(s.activation_bytes or 0) / max(1, s.peak_live_tokens) for s in report.stages]
+            yield free_bytes(self._device)
+
+    def _take(self, choice: Choice | None) -> None:
+        name = repr(choice)
+        found = self._settings.get(name)
+        if found is None:
+            found = self.first if choice is None else self.make(choice, 1 + len(self._settings))
+            self._settings[name] = found
+        self.setting = found
+
+    def make(self, choice: Choice, number: int) -> Setting:
+        """The setting of a choice."""
+        first = self.first
+        schedule = build_schedule(
+            choice.family,
+            num_ranks=first.schedule.num_ranks,
+            num_microbatches=first.schedule.num_microbatches,
+            num_segments=choice.num_segments,
+            stages_per_rank=self._stages_per_rank,
+            options=choice.options,
+            weights="fill" if choice.fills else "planned",
+        )
+        if schedule.rank_of_stage != first.schedule.rank_of_stage:
+            raise ValueError(f"{choice.family} holds its stages on other ranks")
+        options = self._options(choice)
+        return Setting(number, with_options(schedule, options), options, choice)
+
+    def _options(self, choice: Choice) -> Options:
+        sizes = self.first.options.segment_sizes if choice.balance == 0 else equal_time(choice)
+        return replace(self.first.options, num_segments=choice.num_segments, segment_sizes=sizes)
+
+    # -- the search --------------------------------------------------------------------------------------------------
+
+    def _search(self) -> Walk:
+        length = 0
+        while True:
+            started = self._stamp
+            self._reads_units = True
+            steps: list[tuple[Setting, list[Measured]]] = []
+            yield None
+            measured = yield None
+            length = measured[0][0]
+            for probe in self._probes(length):
+                measured = yield probe
+                for _ in range(MEASURED):
+                    measured = yield probe
+                    steps.append((self.setting, measured))
+            self._reads_units = False
+            candidates: list[Choice] = []
+            if self._group.rank == 0:
+                candidates = self._candidates(length, steps)
+            candidates = [Choice(*each) for each in self._group.all_gather_object([tuple(c) for c in candidates])[0]]
+            tried: list[Choice | None] = [None, *candidates]
+            for choice in tried:
+                yield choice
+            seconds: dict[str, list[float]] = defaultdict(list)
+            for _ in range(ROUNDS):
+                for choice in tried:
+                    measured = yield choice
+                    seconds[repr(choice)].append(max(own[1] for own in measured))
+            found = {name: median(each) for name, each in seconds.items()}
+            best = min(tried, key=lambda choice: found[repr(choice)])
+            if found[repr(best)] > (1 - LEAST_GAIN) * found[repr(None)]:
+                best = None
+            self.text = self._words(best, tried, found, length, self._stamp - started)
+            self._take(best)
+            self._kept = length, self.setting
+            others = 0
+            while others < PATIENCE:
+                measured = yield best
+                ratio = measured[0][0] / length
+                others = others + 1 if not 1 / MOST_CHANGE <= ratio <= MOST_CHANGE else 0
+
+    def _probes(self, length: int) -> Iterator[Choice]:
+        """Orders whose units are measured: whole backwards and split ones, with two lengths of segments."""
+        first = self.first.options.num_segments
+        fewer = max(2, first) if length >= 2 * SHORTEST else 1
+        families = ["seq1f1b", "seq-zb-h1"] if self._stages_per_rank == 1 else ["seq1f1b-interleaved"]
+        for family in families:
+            for num_segments in (fewer, 2 * fewer):
+                choice = Choice(family, {}, num_segments)
+                if num_segments * SHORTEST <= length and self._can_be(choice):
+                    yield choice
+
+    def _can_be(self, choice: Choice) -> bool:
+        with contextlib.suppress(ValueError):
+            self.make(choice, 0)
+            return True
+        return False
+
+    def _candidates(self, length: int, steps: list[tuple[Setting, list[Measured]]]) -> list[Choice]:
+        """The orders that are shortest when simulated with the costs of measured units, the best one first."""
+        if not steps:
+            return []
+        costs = MeasuredCosts(steps)
+        room = Room(self.first, length, steps)
+        found: list[tuple[float, Choice]] = []
+
+        def simulate(choices: Iterable[Choice]) -> None:
+            for choice in choices:
+                with contextlib.suppress(ValueError, ScheduleError):
+                    setting = self.make(choice, 0)
+                    sizes = setting.options.sizes_of(length)
+                    if room.holds(setting.schedule, sizes):
+                        simulated = setting.schedule.simulate(costs.of(setting.schedule, sizes))
+                        found.append((simulated.makespan, choice))
+            found.sort(key=lambda each: each[0])
+
+        simulate(self._named(length, costs))
+        cuts = dict.fromkeys((choice.num_segments, choice.balance) for _, choice in found)
+        for num_segments, balance in list(cuts)[:SEARCHED]:
+            simulate(self._found(length, num_segments, balance, costs))
+        return [choice for _, choice in found[:TRIED]]
+
+    def _named(self, length: int, costs: MeasuredCosts) -> Iterator[Choice]:
+        """Orders of named families, of every number of segments."""
+        most = max(1, min(length // SHORTEST, 4 * max(costs.segments)))
+        own = self.first.options.segment_sizes is not None
+        names = ["seq1f1b"] + ["seq-zb-h1", "seq-zb-h2"] * costs.splits
+        if self._stages_per_rank > 1:
+            names = ["seq1f1b-interleaved"] + ["seq-zbv"] * costs.splits
+        for k in (k for k in COUNTS if k <= most):
+            for balance in (0.0,) if own or k == 1 or not costs.balance else (0.0, costs.balance):
+                for name in names:
+                    yield Choice(name, {}, k, False, balance)
+                    if costs.splits:
+                        yield Choice(name, {}, k, True, balance)
+
+    def _found(self, length: int, k: int, balance: float, costs: MeasuredCosts) -> Iterator[Choice]:
+        """Orders of ``auto`` for the measured costs."""
+        first, v = self.first, self._stages_per_rank
+        if 3 * first.schedule.num_stages * first.schedule.num_microbatches * k > MOST_UNITS:
+            return
+        sizes = self._options(Choice("auto", {}, k, False, balance)).sizes_of(length)
+        placement = {} if v == 1 else {"placement": "loop"}
+        for backward in ("whole", "split") if costs.splits else ("whole",):
+            tables = costs.tables(sizes, "FIW" if costs.splits else "FBB")
+            if not costs.splits:  # of a whole backward it is the sum of I and W that counts
+                tables[1:] = [[[seconds / 2 for seconds in row] for row in table] for table in tables[1:]]
+            for fills in (False, True) if costs.splits else (False,):
+                yield Choice("auto", {"costs": tables, "backward": backward, **placement}, k, fills, balance)
+
+    def _words(
+        self, best: Choice | None, tried: list[Choice | None], found: dict[str, float], length: int, steps: int
+    ) -> str:
+        first = f"the engine's own order ({found[repr(None)]:.4g} s)"
+        others = ", ".join(f"{choice} ({found[repr(choice)]:.4g} s)" for choice in tried if choice not in (None, best))
+        gain = found[repr(None)] / found[repr(best)] - 1
+        what = first if best is None else f"{best} ({found[repr(best)]:.4g} s), {gain:.0%} faster than {first}"
+        return f"tuned for {length} tokens in {steps} steps: {what}" + f"; tried besides: {others}" * bool(others)
+
+
+def equal_time(choice: Choice) -> Callable[[int], list[int]]:
+    """Cuts a sequence of any length into segments that take equal time, by the balance of a choice."""
+
+    def cut(length: int) -> list[int]:
+        pieces = min(length, 1024)
+        costs = [choice.balance + length * (i + 0.5) / pieces for i in range(pieces)]
+        return partition_sequence(length, choice.num_segments, strategy="profiled", costs=costs)
+
+    return cut
+
+
+def unit_figures(report: Report) -> list[tuple[str, int, int, float]]:
+    """Seconds of this rank's units by pass, stage and segment, the median of the micro-batches, with the engine's own
+    time around each."""
+    spans: dict[tuple[str, int, int, int], float] = defaultdict(float)
+    for unit, start, end in (*report.timeline, *report.fills):
+        spans[unit.kind, unit.stage, unit.microbatch, unit.segment] += end - start
+    alike: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+    for (kind, stage, _, segment), seconds in spans.items():
+        alike[kind, stage, segment].append(seconds)
+    own = max(0.0, report.seconds - report.busy - report.wait - report.send - report.tier) / max(1, len(spans))
+    return [(*key, median(seconds) + own) for key, seconds in alike.items()]
+
+
+def free_bytes(device: torch.device) -> float:
+    """Memory of this rank's device that nobody uses."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    with open("/proc/meminfo", encoding="ascii") as file:
+        line = next(line for line in file if line.startswith("MemAvailable:"))
+    return float(line.split()[1]) * 1024.0
+
+
+class MeasuredCosts:
+    """Seconds of units of any length, from those that were measured.
+
+    A unit of n tokens whose queries see p keys in all takes a + b n + c p: launches and what else is the same for every
+    unit, products with weights, attention. Each pass of each stage has its own three numbers, none of them below 0.
+
+    Attributes:
+        segments: numbers of segments that were measured.
+        splits: whether I and W were.
+        balance: tokens after which attention has taken as long as all else of a token.
+    """
+
+    def __init__(self, steps: Iterable[tuple[Setting, list[Measured]]]) -> None:
+        samples: dict[tuple[str, int], list[tuple[int, float, float]]] = defaultdict(list)
+        self.segments: set[int] = set()
+        for setting, measured in steps:
+            length = measured[0][0]
+            sizes = setting.options.sizes_of(length)
+            self.segments.add(len(sizes))
+            starts = np.cumsum([0, *sizes])
+            for own in measured:
+                for kind, stage, segment, seconds in own[2]:
+                    samples[kind, stage].append((sizes[segment], pairs(starts[segment], sizes[segment]), seconds))
+        self._terms = {key: fit_terms(each) for key, each in samples.items()}
+        self.splits = any(kind == "W" for kind, _ in self._terms)
+        each = sum(terms[1] for (kind, _), terms in self._terms.items() if kind in "FB")
+        attention = sum(terms[2] for (kind, _), terms in self._terms.items() if kind in "FB")
+        self.balance = float(each / attention) if attention > 0 else 0.0
+
+    def tables(self, sizes: list[int], kinds: str) -> list[list[list[float]]]:
+        """[pass][stage][segment] of these passes."""
+        starts = np.cumsum([0, *sizes])
+        features = [(1.0, float(n), pairs(start, n)) for start, n in zip(starts, sizes, strict=False)]
+        num_stages = 1 + max(stage for _, stage in self._terms)
+        found = []
+        for kind in kinds:
+            terms = [self._terms.get((kind, stage), (0.0, 0.0, 0.0)) for stage in range(num_stages)]
+            found.append([[float(np.dot(own, each)) for each in features] for own in terms])
+        return found
+
+    def of(self, schedule: Schedule, sizes: list[int]) -> Costs:
+        """Costs of an order."""
+        forward, backward, inputs, weights, again = self.tables(sizes, "FBIWR")
+        others = {"S": "statistics", "T": "loss", "E": "embed", "G": "embed_gradient"}
+        more: dict[str, Any] = {name: self._mean(kind, sizes) for kind, name in others.items()}
+        if self.splits:
+            more |= {"input": inputs, "weight": weights}
+            backward = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(inputs, weights, strict=True)] if (
+                "W" in schedule.kinds
+            ) else backward  # fmt: skip
+        if "R" in schedule.kinds and any(map(any, again)):
+            more["recompute"] = again
+        return Costs(forward=forward, backward=backward, **more)
+
+    def _mean(self, kind: str, sizes: list[int]) -> float:
+        """Seconds of a pass of the vocabulary, which every rank has of every segment."""
+        (table,) = self.tables(sizes, kind)
+        held = [row for row in table if any(row)]
+        return sum(map(sum, held)) / (len(held) * len(sizes)) if held else 0.0
+
+
+def pairs(start: Any, tokens: int) -> float:
+    """Keys that the queries of a segment see, all together."""
+    return float(tokens) * float(start) + tokens * (tokens + 1) / 2.0
+
+
+def fit_terms(samples: list[tuple[int, float, float]]) -> tuple[float, float, float]:
+    """The three numbers, none below 0, that fit the samples (tokens, pairs, seconds) best, by their relative errors."""
+    rows = np.array([(1.0, tokens, keys) for tokens, keys, _ in samples])
+    seconds = np.array([max(each, 1e-9) for *_, each in samples])
+    scale = rows.max(axis=0)
+    weighted = rows / scale / seconds[:, None]
+    best, terms = np.inf, np.zeros(3)
+    for count in (1, 2, 3):
+        for chosen in map(list, combinations(range(3), count)):
+            found, *_ = np.linalg.lstsq(weighted[:, chosen], np.ones(len(samples)), rcond=1e-6)
+            error = float(((weighted[:, chosen] @ found - 1.0) ** 2).sum())
+            if found.min() >= 0 and error < best - 1e-12:
+                best, terms = error, np.zeros(3)
+                terms[chosen] = found / scale[chosen]
+    return float(terms[0]), float(terms[1]), float(terms[2])
+
+
+class Room:
+    """Whether an order's units fit into what memory there is."""
+
+    def __init__(self, first: Setting, length: int, steps: list[tuple[Setting, list[Measured]]]) -> None:
+        _, measured = steps[-1]
+        self._bytes = max((each for own in measured for each in own[3]), default=0.0)  # of a live token
+        peak = max(first.schedule.peak_tokens(first.options.sizes_of(length))) * self._bytes
+        self._room = peak + MEMORY * min(own[4] for own in measured) / len(measured)
+
+    def holds(self, schedule: Schedule, sizes: list[int]) -> bool:
+        """Whether the order may be tried."""
+        return bool(max(schedule.peak_tokens(sizes)) * self._bytes <= self._room)
