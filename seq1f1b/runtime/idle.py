@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from seq1f1b.schedule import Schedule, Unit
 
-__all__ = ["CAUSES", "Idle", "StepTimes", "advice", "idle_of_ranks", "mean_idle"]
+__all__ = ["CAUSES", "Idle", "StepTimes", "advice", "ideal_text", "idle_of_ranks", "mean_idle"]
 
 _LITTLE = 0.05  # of the ranks' time: what is idle below this is not worth advice
 _GAIN = 0.03  # of the step: units differ by as much from one step to the next, so less is no reason to move layers
@@ -143,6 +143,22 @@ def idle_of_ranks(times: StepTimes) -> tuple[Idle, ...]:
 def mean_idle(ranks: tuple[Idle, ...]) -> Idle:
     """The mean over ranks: what each cause adds to the makespan."""
     return Idle(*(sum(values) / len(ranks) for values in zip(*map(astuple, ranks), strict=True)))
+
+
+def ideal_text(makespan: float, ranks: tuple[Idle, ...]) -> str:
+    """One sentence: the step in which ranks share all work evenly and never wait, and what makes this one longer."""
+    mean = mean_idle(ranks)
+    parts = {
+        "the order": mean.schedule,
+        "unequal units": mean.stages + mean.segments + mean.microbatches,
+        "the engine": mean.host,
+        "messages": mean.transfer,
+    }
+    shares = ", ".join(f"{name} {round(seconds / makespan, 3) + 0.0:.1%}" for name, seconds in parts.items())
+    return (
+        f"if the ranks shared their work evenly and never waited, a step would take {makespan - mean.total:.4g} s; of "
+        f"this one these take more: {shares}"
+    )
 
 
 def advice(times: StepTimes, ranks: tuple[Idle, ...]) -> str:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from seq1f1b import _C
-from seq1f1b.runtime.idle import CAUSES, Idle, StepTimes, advice, idle_of_ranks
+from seq1f1b.runtime.idle import CAUSES, Idle, StepTimes, advice, ideal_text, idle_of_ranks
 from seq1f1b.runtime.measure import Activations
 from seq1f1b.runtime.rank_order import RankOrder
 from seq1f1b.schedule import Links, Schedule, Simulation, StepMemory
@@ -265,7 +265,9 @@ class PipelineReport:
             if r.recomputed_units + r.moved_units + r.recomputed_blocks
         ]
         step = f"step {self.ranks[0].step}: {self.makespan:.4g} s, of which ranks are busy or wait because of"
-        return f"{step}\n{table_text(rows)}{''.join(moves)}{self.advice}" + f"\n{self.tuning}" * bool(self.tuning)
+        ideal = ideal_text(self.makespan, self.idle) + "\n"
+        tuning = f"\n{self.tuning}" * bool(self.tuning)
+        return f"{step}\n{table_text(rows)}{''.join(moves)}{ideal}{self.advice}{tuning}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Appends the report to a file, as one line of JSON; ``seq1f1b report FILE`` prints it.

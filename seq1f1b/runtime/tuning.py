@@ -215,10 +215,12 @@ class Tuner:
                     measured = yield probe
                     steps.append((self.setting, measured))
             self._reads_units = False
-            candidates: list[Choice] = []
-            if self._group.rank == 0:
-                candidates = self._candidates(length, steps)
-            candidates = [Choice(*each) for each in self._group.all_gather_object([tuple(c) for c in candidates])[0]]
+            decided: tuple[float, list[Any]] = (0.0, [])
+            if steps and self._group.rank == 0:
+                costs = MeasuredCosts(steps)
+                decided = costs.fixed, [tuple(choice) for choice in self._candidates(length, costs, steps)]
+            fixed, choices = self._group.all_gather_object(decided)[0]
+            candidates = [Choice(*choice) for choice in choices]
             tried: list[Choice | None] = [None, *candidates]
             for choice in tried:
                 yield choice
@@ -232,6 +234,7 @@ class Tuner:
             if found[repr(best)] > (1 - LEAST_GAIN) * found[repr(None)]:
                 best = None
             self.text = self._words(best, tried, found, length, self._stamp - started)
+            self.text += f"; forward and backward of a unit take {fixed * 1e3:.2g} ms whatever its length"
             self._take(best)
             self._kept = length, self.setting
             others = 0
@@ -257,11 +260,10 @@ class Tuner:
             return True
         return False
 
-    def _candidates(self, length: int, steps: list[tuple[Setting, list[Measured]]]) -> list[Choice]:
+    def _candidates(
+        self, length: int, costs: MeasuredCosts, steps: list[tuple[Setting, list[Measured]]]
+    ) -> list[Choice]:
         """The orders that are shortest when simulated with the costs of measured units, the best one first."""
-        if not steps:
-            return []
-        costs = MeasuredCosts(steps)
         room = Room(self.first, length, steps)
         found: list[tuple[float, Choice]] = []
 
@@ -362,6 +364,7 @@ class MeasuredCosts:
         segments: numbers of segments that were measured.
         splits: whether I and W were.
         balance: tokens after which attention has taken as long as all else of a token.
+        fixed: seconds that F and B of a unit take whatever its length, the mean of all stages.
     """
 
     def __init__(self, steps: Iterable[tuple[Setting, list[Measured]]]) -> None:
@@ -380,6 +383,8 @@ class MeasuredCosts:
         each = sum(terms[1] for (kind, _), terms in self._terms.items() if kind in "FB")
         attention = sum(terms[2] for (kind, _), terms in self._terms.items() if kind in "FB")
         self.balance = float(each / attention) if attention > 0 else 0.0
+        fixed = [terms[0] for (kind, _), terms in self._terms.items() if kind in "FB"]
+        self.fixed = 2 * sum(fixed) / max(1, len(fixed))
 
     def tables(self, sizes: list[int], kinds: str) -> list[list[list[float]]]:
         """[pass][stage][segment] of these passes."""

@@ -276,7 +276,9 @@ def test_the_report_of_an_engine(report):
         assert "stage 1, which also runs the loss, takes 1." in each.advice
         lines = str(each).splitlines()
         assert lines[1].split() == ["rank", "busy", "s", "busy", *CAUSES]
-        assert [line.split()[0] for line in lines[2:4]] == ["0", "1"] and lines[4:] == [each.advice]
+        assert [line.split()[0] for line in lines[2:4]] == ["0", "1"] and lines[5:] == [each.advice]
+        busy = sum(rank.busy for rank in each.ranks) / 2
+        assert f"never waited, a step would take {busy:.4g} s" in lines[4]
 
 
 @pytest.mark.parametrize("segments", [1, 3])
