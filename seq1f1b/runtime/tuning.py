@@ -109,7 +109,8 @@ class Tuner:
         self._device = device
         self.text = ""
         self._stages_per_rank, self._group, self._report = stages_per_rank, group, report
-        self._settings: dict[str, Setting] = {}
+        self._settings: dict[str, Setting] = {}  # of this search
+        self._made = 0
         self._reads_units = False
         self._stamp = 0
         self._kept: tuple[int, Setting] | None = None  # for a length
@@ -173,7 +174,8 @@ class Tuner:
         name = repr(choice)
         found = self._settings.get(name)
         if found is None:
-            found = self.first if choice is None else self.make(choice, 1 + len(self._settings))
+            self._made += 1
+            found = self.first if choice is None else self.make(choice, self._made)
             self._settings[name] = found
         self.setting = found
 
@@ -204,6 +206,7 @@ class Tuner:
         length = 0
         while True:
             started = self._stamp
+            self._settings.clear()
             self._reads_units = True
             steps: list[tuple[Setting, list[Measured]]] = []
             yield None
