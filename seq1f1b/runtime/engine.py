@@ -60,9 +60,9 @@ class PipelineEngine:
             serve steps of rows, too; ``num_segments`` is a sequence there. Or a :class:`seq1f1b.plan.Plan`, or a file
             that it wrote: it stands for num_microbatches, num_segments and segment_sizes. A plan that needs something
             which the engine does not do is refused by name. Or ``"tuned"``: the engine finds the order, num_segments
-            and the split of the sequence for plain steps while it trains, in some 40 steps, and again if lengths change
-            by a quarter. It begins with num_segments, and with ``segment_sizes`` given keeps to them. Gradients of a
-            step are those of its batch under every order; bits are not, so nothing is tuned under
+            and the split of the sequence for plain steps while it trains, in some 40 steps, and again after ten whose
+            lengths differ by a quarter. It begins with num_segments, and with ``segment_sizes`` given keeps to them.
+            Gradients of a step are those of its batch under every order; bits are not, so nothing is tuned under
             ``torch.use_deterministic_algorithms``. Stages under DDP or FSDP2 are refused. See :meth:`plan`.
         num_microbatches, num_segments: M and k. A batch is split into M along dimension 0, each of them into k along
             ``seq_dim``.

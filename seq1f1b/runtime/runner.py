@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from seq1f1b.runtime.pipeline import Pipeline
 from seq1f1b.runtime.rank_order import RankOrder, RankOrders, build, with_options
 from seq1f1b.runtime.report import StepRecord, make_report
 from seq1f1b.runtime.rows import PlannedRows, Rows, check_equal_rows, check_rows
+from seq1f1b.runtime.splitting import sequence_length
 from seq1f1b.runtime.stage import Stage
 from seq1f1b.runtime.step import Step
 from seq1f1b.runtime.tuning import Setting, Tuner
@@ -180,7 +181,8 @@ class Runner:
                     number = None
                     if self.tuner is not None and arguments.training and arguments.rows is None:
                         number = self.pipeline.group.begin_step()  # ranks talk from here on
-                        self.setting = self.tuner.next(self.last_step if self._is_measured else None)
+                        record = self.last_step if self._is_measured else None
+                        self.setting = self.tuner.next(record, self._length_of(arguments))
                     self._is_measured = False
                     order = self.order(arguments.training, arguments.rows, arguments.plan)
                     self._set_limits(shape_known=False)  # until the length is learnt
@@ -212,6 +214,13 @@ class Runner:
         # 5. What the step leaves behind.
         self._record(step, order, number, seconds)
         return step.losses(), step.outputs() if arguments.return_outputs else None
+
+    def _length_of(self, arguments: StepArguments) -> int:
+        """Tokens of a step to come; 0 where this rank does not know, or what it was given is refused later."""
+        with suppress(ValueError, TypeError, AttributeError, IndexError):
+            if self.pipeline.has_first:
+                return sequence_length(arguments.inputs, self.options.seq_dim)
+        return 0
 
     def _begin(self, order: RankOrder, arguments: StepArguments) -> Step:
         pipeline, options = self.pipeline, self.options
@@ -300,7 +309,7 @@ class Runner:
 
     def _record(self, step: Step, order: RankOrder, number: int, seconds: float) -> None:
         self._known_shapes.add((step.training, step.length, self.options.num_segments))
-        self._is_measured = step.training and order.schedule.rows is None
+        self._is_measured = step.training and order.schedule.rows is None and order.schedule is self.schedule
         figures = step.figures()
         self._activations |= {i: own["activations"] for i, own in figures.items() if "activations" in own}
         self.last_step = StepRecord(

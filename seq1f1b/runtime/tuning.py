@@ -32,7 +32,7 @@ ROUNDS = 5  # steps of each order that is tried
 TRIED = 3  # orders, beside the one that the engine began with
 LEAST_GAIN = 0.01  # of the step: by less an order is not better than the one that the engine began with
 MOST_CHANGE = 1.25  # between lengths, for which one order may be the best
-PATIENCE = 3  # steps in a row of another length, after which all is measured again
+PATIENCE = 10  # steps in a row of other lengths, after which all is measured again
 MOST_UNITS = 8192  # of an order that `auto` builds
 SHORTEST = 32  # tokens of a segment
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # of segments
@@ -114,32 +114,48 @@ class Tuner:
         self._reads_units = False
         self._stamp = 0
         self._kept: tuple[int, Setting] | None = None  # for a length
+        self._ran = first
         self._walk = self._begin()
 
     def _begin(self) -> Walk:
         walk = self._search()
+        self._length = self._others = 0
         self._take(next(walk))
         return walk
 
-    def next(self, record: StepRecord | None) -> Setting:
+    def next(self, record: StepRecord | None, length: int) -> Setting:
         """The setting of the next training step. Collective.
 
         Args:
             record: of the last one; None: this rank has none, or it failed.
+            length: tokens of the next one; 0: this rank does not know.
         """
         if torch.are_deterministic_algorithms_enabled():
             self.text = "torch.use_deterministic_algorithms is on: nothing is tuned"
             return self.first
         own = None if record is None else (record.length, record.seconds, *self._figures())
-        everyones = self._group.all_gather_object((self._stamp, own))
-        measured = [figures for _, figures in everyones if figures is not None]
-        if len({stamp for stamp, _ in everyones}) > 1:  # a step failed on some ranks alone
-            self._stamp = 1 + max(stamp for stamp, _ in everyones)
+        everyones = self._group.all_gather_object((self._stamp, length, own))
+        measured = [figures for *_, figures in everyones if figures is not None]
+        if len({stamp for stamp, *_ in everyones}) > 1:  # a step failed on some ranks alone
+            self._stamp = 1 + max(stamp for stamp, *_ in everyones)
             self._walk = self._begin()
-        elif len(measured) == len(everyones):
+        elif len(measured) == len(everyones) and self._ran is self.setting:
             self._stamp += 1
+            self._advance(measured)
+        length = max(known for _, known, _ in everyones)
+        self._ran = self.setting if length >= self.setting.options.num_segments else self.first
+        return self._ran
+
+    def _advance(self, measured: list[Measured]) -> None:
+        """Goes on with what a step measured, if it was as long as those before."""
+        length = measured[0][0]
+        is_alike = not self._length or 1 / MOST_CHANGE <= length / self._length <= MOST_CHANGE
+        self._others = 0 if is_alike else self._others + 1
+        if self._others == PATIENCE:
+            self._walk = self._begin()
+        elif is_alike:
+            self._length = self._length or length
             self._take(self._walk.send(measured))
-        return self.setting
 
     def found(self) -> TunedOrder:
         """The order that is kept. Raises RuntimeError before."""
@@ -203,48 +219,45 @@ class Tuner:
     # -- the search --------------------------------------------------------------------------------------------------
 
     def _search(self) -> Walk:
-        length = 0
-        while True:
-            started = self._stamp
-            self._settings.clear()
-            self._reads_units = True
-            steps: list[tuple[Setting, list[Measured]]] = []
-            yield None
-            measured = yield None
-            length = measured[0][0]
-            for probe in self._probes(length):
+        started = self._stamp
+        self._settings.clear()
+        self._reads_units = False
+        yield None
+        measured = yield None
+        length = measured[0][0]
+        self._reads_units = True
+        steps: list[tuple[Setting, list[Measured]]] = []
+        for probe in self._probes(length):
+            measured = yield probe
+            for _ in range(MEASURED):
                 measured = yield probe
-                for _ in range(MEASURED):
-                    measured = yield probe
-                    steps.append((self.setting, measured))
-            self._reads_units = False
-            decided: tuple[float, list[Any]] = (0.0, [])
-            if steps and self._group.rank == 0:
-                costs = MeasuredCosts(steps)
-                decided = costs.fixed, [tuple(choice) for choice in self._candidates(length, costs, steps)]
-            fixed, choices = self._group.all_gather_object(decided)[0]
-            candidates = [Choice(*choice) for choice in choices]
-            tried: list[Choice | None] = [None, *candidates]
+                steps.append((self.setting, measured))
+        self._reads_units = False
+        decided: tuple[float, list[Any]] = (0.0, [])
+        if steps and self._group.rank == 0:
+            costs = MeasuredCosts(steps)
+            decided = costs.fixed, [tuple(choice) for choice in self._candidates(length, costs, steps)]
+        fixed, choices = self._group.all_gather_object(decided)[0]
+        tried: list[Choice | None] = [None, *(Choice(*choice) for choice in choices)]
+        for choice in tried:
+            yield choice
+        seconds: dict[str, list[float]] = defaultdict(list)
+        for _ in range(ROUNDS):
             for choice in tried:
-                yield choice
-            seconds: dict[str, list[float]] = defaultdict(list)
-            for _ in range(ROUNDS):
-                for choice in tried:
-                    measured = yield choice
-                    seconds[repr(choice)].append(max(own[1] for own in measured))
-            found = {name: median(each) for name, each in seconds.items()}
-            best = min(tried, key=lambda choice: found[repr(choice)])
-            if found[repr(best)] > (1 - LEAST_GAIN) * found[repr(None)]:
-                best = None
-            self.text = self._words(best, tried, found, length, self._stamp - started)
-            self.text += f"; forward and backward of a unit take {fixed * 1e3:.2g} ms whatever its length"
-            self._take(best)
-            self._kept = length, self.setting
-            others = 0
-            while others < PATIENCE:
-                measured = yield best
-                ratio = measured[0][0] / length
-                others = others + 1 if not 1 / MOST_CHANGE <= ratio <= MOST_CHANGE else 0
+                measured = yield choice
+                seconds[repr(choice)].append(max(own[1] for own in measured) * length / measured[0][0])
+        found = {name: median(each) for name, each in seconds.items()}
+        best = min(tried, key=lambda choice: found[repr(choice)])
+        if found[repr(best)] > (1 - LEAST_GAIN) * found[repr(None)]:
+            best = None
+        self.text = (
+            f"{self._words(best, tried, found, length, self._stamp - started)}; forward and backward of a unit take "
+            f"{fixed * 1e3:.2g} ms whatever its length"
+        )
+        self._take(best)
+        self._kept = length, self.setting
+        while True:
+            yield best
 
     def _probes(self, length: int) -> Iterator[Choice]:
         """Orders whose units are measured: whole backwards and split ones, with two lengths of segments."""
