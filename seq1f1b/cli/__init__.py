@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from seq1f1b import __version__
 from seq1f1b.cli import compare, doctor, draw, plan, profile, report, simulate
 
 __all__ = ["main", "make_parser"]
@@ -45,6 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"seq1f1b {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     for module in COMMANDS:
         module.add(commands)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from typing import Any
 
 from seq1f1b.cli import workload
@@ -49,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
             workload.costs_of(schedule, options),
             memory=workload.memory_of(schedule, options),
             noise=workload.noise_of(options),
-            critical=options.html is not None,
+            critical=options.html is not None and "O" not in schedule.kinds and not schedule.fills,
         )
     tracks = {heading: simulation.timeline for heading, simulation in runs.items()}
     [first, *others] = tracks
@@ -65,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     if not any(getattr(options, form) for form in PICTURES):
         width = options.width
         if width is None:
-            width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
+            width = shutil.get_terminal_size((100, 24)).columns  # or COLUMNS
         column = max(draw.column_seconds(timeline, width=width) for timeline in tracks.values())
         for heading, timeline in tracks.items():
             print(f"{heading}\n" * bool(others) + draw.timeline_text(timeline, width=width, column=column))

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from seq1f1b import _C
-from seq1f1b.runtime.idle import CAUSES, Idle, StepTimes, advice, ideal_text, idle_of_ranks
+from seq1f1b.runtime.idle import CAUSES, Idle, StepTimes, advice, ideal_text, idle_of_ranks, mean_idle
 from seq1f1b.runtime.measure import Activations
 from seq1f1b.runtime.rank_order import RankOrder
 from seq1f1b.schedule import Links, Schedule, Simulation, StepMemory
@@ -223,6 +223,19 @@ class PipelineReport:
             for unit, start, end in (*rank.timeline, *rank.fills):
                 seconds[unit.segment] += end - start
         return tuple(seconds)
+
+    def scalars(self) -> dict[str, float]:
+        """Figures for a log, such as TensorBoard's or wandb's, by name.
+
+        They are the seconds of the step, the bubble, the share of the step that each cause of idle time adds
+        (``"idle/schedule"``), and over the ranks the most bytes of their processes and of live units' activations.
+        """
+        mean = mean_idle(self.idle)
+        found = {"seconds": self.makespan, "bubble": self.bubble}
+        found |= {f"idle/{name}": getattr(mean, name) / self.makespan for name in CAUSES}
+        found["process_peak_bytes"] = float(max(rank.process_peak_bytes for rank in self.ranks))
+        held = [sum(stage.activation_bytes or 0 for stage in rank.stages) for rank in self.ranks]
+        return found | ({"activation_bytes": float(max(held))} if any(held) else {})
 
     @cached_property
     def idle(self) -> tuple[Idle, ...]:

@@ -189,6 +189,26 @@ def test_compare_prints_a_table(capsys):
     )
 
 
+def test_a_page_of_an_order_that_moves_units(tmp_path):
+    pytest.importorskip("bokeh", reason="the HTML page needs the optional bokeh")
+    path = tmp_path / "moved.html"
+    assert main(["draw", "seq1f1b", "--offload", "0.5", "--html", str(path)]) == 0
+    assert "click to show or hide" not in path.read_text(), "the critical path, which is not known there"
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out == f"seq1f1b {seq1f1b.__version__}\n"
+
+
+def test_text_is_as_wide_as_columns_says(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["draw", "seq1f1b"]) == 0
+    ranks = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rank")]
+    assert len(ranks) == 4 and 50 < max(map(len, ranks)) <= 60
+
+
 def test_a_page_of_two(tmp_path):
     pytest.importorskip("bokeh", reason="the HTML page needs the optional bokeh")
     path = tmp_path / "two.html"

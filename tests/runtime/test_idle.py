@@ -274,6 +274,9 @@ def test_the_report_of_an_engine(report):
             assert idle.total == pytest.approx(each.makespan - rank.busy, abs=1e-6)
         assert each.idle[0].stages > 0.2 * each.makespan
         assert "stage 1, which also runs the loss, takes 1." in each.advice
+        scalars = each.scalars()
+        assert sum(scalars[f"idle/{cause}"] for cause in CAUSES) == pytest.approx(scalars["bubble"], abs=1e-6)
+        assert scalars["seconds"] == each.makespan and scalars["process_peak_bytes"] > 1e6
         lines = str(each).splitlines()
         assert lines[1].split() == ["rank", "busy", "s", "busy", *CAUSES]
         assert [line.split()[0] for line in lines[2:4]] == ["0", "1"] and lines[5:] == [each.advice]
