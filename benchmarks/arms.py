@@ -30,7 +30,6 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime, get
 
 import seq1f1b
 from seq1f1b import _C, Costs
-from seq1f1b.planning.fitting import EARLY_PREFETCH
 
 TORCH = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 ONE_STAGE = ("GPipe", "1F1B")  # per rank; the others hold two
@@ -201,9 +200,8 @@ class OurArm(Arm):
             loss_fn = HeadLoss(case.hidden, case.vocab)
         if spec.spread:
             loss_fn, order = _shard_of_head(case, rank), order.spread_vocabulary(costs=unit_costs)
-        prefetch = EARLY_PREFETCH if options is not None else 1
         self.engine = seq1f1b.PipelineEngine(
-            list(self.modules), schedule=order.replace(prefetch=prefetch, weights=spec.weights),
+            list(self.modules), schedule=order.replace(weights=spec.weights),
             num_microbatches=case.microbatches, num_segments=k, segment_sizes=sizes, loss_fn=loss_fn,
             unchecked=spec.attention != "ours",  # torch's attention, over keys and values of its own
         )  # fmt: skip

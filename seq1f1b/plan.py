@@ -194,7 +194,7 @@ class Plan(_File):
         peak: bytes of each rank.
         peak_high: the same with the uncertain bytes at their high ends.
         cap: bytes of a device that the plan was made for.
-        prefetch: receive places beyond the peak of live ones.
+        prefetch: receive places beyond the peak of live ones; None: by time, see :meth:`seq1f1b.Schedule.replace`.
         units: what becomes of what each unit saves, :meth:`seq1f1b.Schedule.cell_kinds`; () if all of it is kept.
         lengths: lengths of a mix, ascending; () if all steps have ``seq_len``. In a mix, ``seq_len``, ``segment_sizes``
             and ``peak_high`` are those of the longest, ``peak`` the most of any, and times and rates the mean of all.
@@ -221,7 +221,7 @@ class Plan(_File):
     cap: int
     optimizer_sync: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
-    prefetch: int = 1
+    prefetch: int | None = None
     lengths: tuple[StepLength, ...] = ()
     units: tuple[str, ...] = ()
 
@@ -257,8 +257,8 @@ class Plan(_File):
         """
         plan = load(cls, json_fields(text, "plan", _FORMAT), "plan")
         check_model(plan.model, "plan: model")
-        if plan.prefetch < 0:
-            raise ValueError(f"prefetch of a plan is {plan.prefetch!r}, must be a whole number from 0 on")
+        if plan.prefetch is not None and plan.prefetch < 0:
+            raise ValueError(f"prefetch of a plan is {plan.prefetch!r}, must be a whole number from 0 on, or null")
         parts: tuple[Plan | StepLength, ...] = (plan, *plan.lengths)
         for part in parts:
             check_segment_sizes(part.segment_sizes, part.seq_len)

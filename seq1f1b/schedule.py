@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise, product
+from types import EllipsisType
 from typing import Any
 
 from seq1f1b import _C
@@ -47,7 +49,8 @@ class Schedule:
         ranks: the units of every rank in run order.
         num_segments: of every micro-batch; 0: each has those that its units name.
     Attributes:
-        prefetch: receive places of a rank beyond the most that the order needs at once.
+        prefetch: receive places of an edge beyond the most that the order needs at once; None: by time, see
+            :meth:`replace`.
         fills: whether a rank that waits for a message runs W meanwhile, see :meth:`replace`.
     """
 
@@ -60,7 +63,8 @@ class Schedule:
 
     def _adopt(self, handle: Any, like: Schedule | None = None) -> None:
         self.handle = handle  # of the C core; the engine lowers it
-        self.prefetch: int = 1 if like is None else like.prefetch
+        self.prefetch: int | None = None if like is None else like.prefetch
+        self._times: bytes | None = None if like is None else like._times  # by which places are counted
         self.fills: bool = like is not None and like.fills
         self.num_ranks, self.num_stages, self.num_microbatches, self.num_segments = _C.schedule_counts(handle)
         self.rank_of_stage = tuple(_C.schedule_placement(handle))
@@ -77,31 +81,66 @@ class Schedule:
         schedule._adopt(handle, like)
         return schedule
 
-    def replace(self, *, prefetch: int | None = None, weights: str | None = None) -> Schedule:
+    def replace(
+        self,
+        *,
+        prefetch: int | EllipsisType | None = ...,
+        costs: Costs | None = None,
+        weights: str | None = None,
+    ) -> Schedule:
         """Returns the order with the same units, but run with other places, or with W elsewhere.
 
         Args:
-            prefetch: receive places of a rank beyond the most that the order needs at once; a sender without a free
-                place waits. None: as they are.
+            prefetch: receive places of an edge beyond the most that the order needs at once; a sender without a free
+                place waits. More places are never slower. None: by time, as many as no sender waits for if units take
+                the seconds of ``costs`` and messages come at once, and at least one. Each message that waits belongs to
+                a unit that one of the two stages holds anyway, and is a small part of what that unit saves. ``...``: as
+                they are.
+            costs: seconds of units, and of messages, that places are counted by where ``prefetch`` is None; all ranks
+                must give the same ones. None: those that the order was built for (options ``costs`` and ``transfer`` of
+                its family), else F, I, W and R take 1 and B takes 2.
             weights: when weight gradients are made. ``"planned"``: where the order has them. ``"fill"``: also while a
                 rank waits for a message, product by product and in the order's own sequence, so that gradients are
                 bit-equal from run to run; at the latest where the order has them, so that memory stays as planned. The
                 engine runs an order of whole backwards with ``"fill"`` as :meth:`defer_weights` of it. None: as it is.
         Raises:
-            ValueError, TypeError: ``prefetch`` is below 0 or no int, ``weights`` is something else.
+            ValueError, TypeError: ``prefetch`` is below 0 or no int, or an int although ``costs`` are given,
+                ``weights`` is something else.
         """
         other = copy.copy(self)
-        if prefetch is not None:
-            if not isinstance(prefetch, int) or isinstance(prefetch, bool):
-                raise TypeError(f"prefetch must be an int, got {type(prefetch).__name__}")
-            if prefetch < 0:
+        if prefetch is not ...:
+            if prefetch is not None and (not isinstance(prefetch, int) or isinstance(prefetch, bool)):
+                raise TypeError(f"prefetch must be an int or None, got {type(prefetch).__name__}")
+            if prefetch is not None and prefetch < 0:
                 raise ValueError(f"prefetch is {prefetch}, must be at least 0")
             other.prefetch, other._lowered = prefetch, self._lowered if prefetch == self.prefetch else None
+        if costs is not None:
+            if other.prefetch is not None:
+                raise ValueError(
+                    f"costs count places where prefetch is None, and prefetch is {other.prefetch}: give one of the two"
+                )
+            other._times, other._lowered = _C.schedule_times(self.handle, costs), None
         if weights is not None:
             if weights not in ("planned", "fill"):
                 raise ValueError(f"weights is {weights!r}, must be 'planned' or 'fill'")
             other.fills = weights == "fill"
         return other
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Receive places of every edge, a pair of stages on two ranks, in the core's order of the edges.
+
+        Raises:
+            ScheduleError: the order breaks a rule.
+        """
+        return tuple(edge.num_places for edge in _C.program_edges(self._lower()))
+
+    @property
+    def places_text(self) -> str:
+        """How places are counted. Ranks have the same ones if both their orders and these texts are equal."""
+        if self.prefetch is not None or self._times is None:
+            return f"{self.prefetch}"
+        return f"None (places {zlib.crc32(repr(self.places).encode()):08x} by costs)"
 
     @property
     def segments_of(self) -> tuple[int, ...]:
@@ -138,7 +177,9 @@ class Schedule:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule) or (self.prefetch, self.fills) != (other.prefetch, other.fills):
             return False
-        return _C.schedule_equal(self.handle, other.handle)
+        if not _C.schedule_equal(self.handle, other.handle):
+            return False
+        return self._times == other._times or self.prefetch is not None or self.places == other.places
 
     def __hash__(self) -> int:
         return hash((self.prefetch, self.fills, _C.schedule_digest(self.handle)))
@@ -151,7 +192,9 @@ class Schedule:
 
     def forward_only(self) -> Schedule:
         """Returns the order without backward units: what evaluation runs."""
-        return self._from_handle(_C.schedule_forward_only(self.handle), like=self)
+        order = self._from_handle(_C.schedule_forward_only(self.handle), like=self)
+        order._times = None  # no backward bounds how far a fast stage goes ahead of a slow one
+        return order
 
     def defer_weights(self, max_live_units: int | None = None) -> Schedule:
         """Returns the order with every backward split, and W as late as memory allows.
@@ -460,9 +503,14 @@ class Schedule:
         ``_C.HOLDINGS``."""
         return _C.program_changes(self._lower(), memory)
 
+    def lower(self, with_receives: bool, rank: int) -> Any:
+        """The core's program, as the engine of one rank runs it; with_receives: as transports with a rendezvous need
+        it."""
+        return _C.program_lower(self.handle, self.prefetch, with_receives, rank, self._times)
+
     def _lower(self) -> Any:
         if self._lowered is None:
-            self._lowered = _C.program_lower_edges(self.handle, self.prefetch)
+            self._lowered = _C.program_lower_edges(self.handle, self.prefetch, self._times)
         return self._lowered
 
     def _whole(self, name: str, per: int, given: Any) -> list[int]:
@@ -518,6 +566,27 @@ def _ignore(num_run: int) -> None:
     """Progress that nobody wants to see; the call lets Ctrl-C through."""
 
 
+def _costs_of(options: Mapping[str, Any]) -> Costs:
+    """The seconds of units and messages that an order is built for."""
+    forward, inputs, weight = options.get("costs", (1.0, 1.0, 1.0))
+    return Costs(
+        forward,
+        _sum(inputs, weight),
+        weight,
+        inputs,
+        statistics=0.0,
+        loss=0.0,
+        links=Links(latency=options.get("transfer", 0.0)),
+    )
+
+
+def _sum(a: Any, b: Any) -> Any:
+    """Sums of two tables, or of a table and a number."""
+    if not hasattr(a, "__len__"):
+        return [_sum(a, y) for y in b] if hasattr(b, "__len__") else a + b
+    return [_sum(x, y) for x, y in zip(a, b if hasattr(b, "__len__") else [b] * len(a), strict=True)]
+
+
 def _doubles(row: bytes) -> memoryview[float]:
     return memoryview(row).cast("d")
 
@@ -532,7 +601,7 @@ def build_schedule(
     options: Mapping[str, Any] | None = None,
     recompute: str | Callable[[Unit], bool] = "none",
     offload_units: str | Callable[[Unit], bool] = "none",
-    prefetch: int = 1,
+    prefetch: int | None = None,
     weights: str = "planned",
 ) -> Schedule:
     """The order of a named family; :func:`seq1f1b.schedule.families` says what each is and for which counts.
@@ -554,16 +623,16 @@ def build_schedule(
             ``transfer``: seconds of a message between two ranks.
             ``placement``: ``"loop"`` or ``"v"``, for ``"auto"``; it takes the better one unless given.
             ``backward``: ``"split"`` into I and W, or ``"whole"``, a B, which the engine runs, for ``"auto"``; it
-            splits unless told otherwise. Times take it that messages find a place: give it as large a ``prefetch`` as
-            still shortens the step.
+            splits unless told otherwise.
             ``costs``: of F, I and W, each a number or ``[stage][segment]``, where the backward is split: W go where
             these leave bubbles; the order is never worse under them than the one for equal costs. ``"auto"`` takes the
             whole order from them, and is never worse than a named family within the same cap.
         recompute: ``"none"``, ``"all"``, or a callable of a unit: which units the order recomputes, see
             :meth:`Schedule.recompute`.
         offload_units: the same: which units the order moves to a tier and back, see :meth:`Schedule.offload`.
-        prefetch, weights: how many receive places there are beyond the most that the order needs, and whether W fills
-            waits (``"fill"``) or not (``"planned"``), see :meth:`Schedule.replace`.
+        prefetch, weights: how many receive places there are, and whether W fills waits (``"fill"``) or not
+            (``"planned"``), see :meth:`Schedule.replace`. Places by time (None) are counted by the options ``costs``
+            and ``transfer`` where they are given.
 
     Raises:
         ValueError: unknown name or option, or a number out of range.
@@ -573,4 +642,6 @@ def build_schedule(
         raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, schedules())}")
     counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
     schedule = Schedule._from_handle(_C.schedule_build(name, *counts, dict(options or {})))
+    if prefetch is None and options and not {"costs", "transfer"}.isdisjoint(options):
+        schedule = schedule.replace(costs=_costs_of(options))
     return schedule.replace(prefetch=prefetch, weights=weights).recompute(recompute).offload(offload_units)

@@ -1,13 +1,14 @@
 /* lower.c - from an order to one program per rank.
  *
  * Three passes over the units: number the messages in the order of their senders and count the places that every
- * receiver needs; run all ranks against each other with credits and add places where they get stuck; write the
- * instructions, where a freed place goes at once to the next message of its edge. */
+ * receiver needs; run all ranks against each other, in time or with credits, and add places where a sender waits or
+ * all get stuck; write the instructions, where a freed place goes at once to the next message of its edge. */
 #include "lower.h"
 
 #include "check.h"
 #include "walk.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -31,6 +32,8 @@ typedef struct {
     int32_t *places;      /* [edge][sequence]: where it lands */
     int64_t *counted;     /* [edge]: messages numbered, freed or posted in the pass that runs */
     int64_t *used;        /* [edge]: messages waited for */
+    int64_t *needed;      /* [edge]: places that the receiver needs at once */
+    int32_t *most;        /* [edge]: places that it gets at most */
     stage_state *stages;  /* [stage] */
     int32_t *slot_arrays; /* what the stages point into */
     s1f_lifetime_table lifetimes;
@@ -62,7 +65,7 @@ static void number_messages(const lowering *l)
 
 /* Message n can be used only when messages 0..n have been posted, so the receiver needs n + 1 places less those it has
  * freed by then. */
-static void count_places(const lowering *l, int32_t prefetch)
+static void count_needed_places(const lowering *l)
 {
     s1f_edge *edges = l->program->edges->edges;
     int64_t *freed = l->counted, *used = l->used;
@@ -77,43 +80,60 @@ static void count_places(const lowering *l, int32_t prefetch)
                 int64_t sequence = *sequence_of(l, e, own->units[i]);
                 l->consumers[e * l->num_cells + sequence] = own->units[i];
                 edges[e].is_in_order &= sequence == used[e]++;
-                if (sequence + 1 - freed[e] > edges[e].num_places)
-                    edges[e].num_places = (int32_t)(sequence + 1 - freed[e]);
+                if (sequence + 1 - freed[e] > l->needed[e])
+                    l->needed[e] = sequence + 1 - freed[e];
             }
             for (int32_t j = 0; j < uses->freed.count; j++)
                 freed[uses->freed.edges[j]]++;
         }
     }
-    for (int32_t e = 0; e < l->program->edges->num_edges; e++) {
-        int64_t wanted = (int64_t)edges[e].num_places + prefetch;
-        edges[e].num_places = (int32_t)(wanted < edges[e].num_messages ? wanted : edges[e].num_messages);
-    }
 }
 
-/* -- credits ------------------------------------------------------------------------------------------------------- */
+static void give_at_least(s1f_edge *edge, int64_t places)
+{
+    int64_t wanted = places < edge->num_messages ? places : edge->num_messages;
+    edge->num_places = wanted > edge->num_places ? (int32_t)wanted : edge->num_places;
+}
+
+static void give_needed_and(const lowering *l, int32_t prefetch)
+{
+    for (int32_t e = 0; e < l->program->edges->num_edges; e++)
+        give_at_least(&l->program->edges->edges[e], l->needed[e] + prefetch);
+}
+
+/* -- runs of all ranks --------------------------------------------------------------------------------------------- */
 
 typedef struct {
     const lowering *l;
     s1f_walk walk;
-} credit_walk;
+    /* What a run in time has: */
+    const s1f_places *given;
+    double *now;   /* [rank] */
+    double *sent;  /* [edge][sequence]: when the unit that makes the message ends */
+    double *freed; /* [edge][i]: when the i-th place becomes free, in a walk that posts none beforehand */
+} lower_walk;
 
 static int message_has_come(void *context, const s1f_stand *at, int32_t edge)
 {
-    const credit_walk *w = context;
+    const lower_walk *w = context;
     return w->walk.links[edge].num_sent > w->l->sequence[edge * w->l->num_cells + at->cell];
 }
 
+/* -- credits ------------------------------------------------------------------------------------------------------- */
+
 static const s1f_walk_rules credit_rules = {.has_come = message_has_come, .with_credits = 1};
 
-/* Breaks the cycle in which `rank` is stuck: adds a place to one of its edges that wait for a credit. The order passed
- * its check, so there is one. Returns 0 if not. */
-static int add_place(credit_walk *w, int32_t rank)
+/* Breaks the cycle in which `rank` is stuck: adds a place to one of its edges that wait for a credit and may get more.
+ * The order passed its check, and nothing gets stuck with the most places, so there is one. Returns 0 if not. */
+static int add_place(lower_walk *w, int32_t rank)
 {
     for (int32_t step = 0; step < w->walk.num_ranks; step++) /* whoever waits for whom ends in the cycle */
         rank = s1f_walk_peer(&w->walk, rank);
     for (int32_t step = 0; step < w->walk.num_ranks; step++, rank = s1f_walk_peer(&w->walk, rank))
         if (w->walk.ranks[rank].has_run) {
             int32_t edge = w->walk.ranks[rank].waits_for;
+            if (w->l->program->edges->edges[edge].num_places == w->l->most[edge])
+                continue;
             w->l->program->edges->edges[edge].num_places++;
             s1f_walk_post(&w->walk, w->walk.edges->edges[edge].destination_rank, edge, credit_rules, w);
             return 1;
@@ -127,7 +147,7 @@ static s1f_status run_with_credits(const lowering *l)
 {
     int32_t num_ranks = l->program->shape.num_ranks, num_ended = 0;
     const s1f_edges *edges = l->program->edges;
-    credit_walk w = {.l = l};
+    lower_walk w = {.l = l};
     s1f_status status = s1f_walk_create(edges, &l->program->shape, &w.walk);
     if (status != S1F_OK)
         return status;
@@ -146,6 +166,142 @@ static s1f_status run_with_credits(const lowering *l)
             status = s1f_fail(S1F_ERR_SCHEDULE, "program order and transfers have no cycle: rank %d is stuck", stuck);
     }
     s1f_walk_free(&w.walk);
+    return status;
+}
+
+/* -- places by time ------------------------------------------------------------------------------------------------ */
+
+/* Seconds of a unit where none are given. */
+static const double unit_seconds[S1F_MAX_PASSES] = {
+    [S1F_PASS_FORWARD] = 1,         [S1F_PASS_BACKWARD] = 2,  [S1F_PASS_BACKWARD_INPUT] = 1,
+    [S1F_PASS_BACKWARD_WEIGHT] = 1, [S1F_PASS_RECOMPUTE] = 1,
+};
+
+static double latency_of(const lower_walk *w, int32_t edge)
+{
+    const s1f_edge *e = &w->l->program->edges->edges[edge];
+    return w->given->latency == NULL
+               ? 0
+               : w->given->latency[e->source_stage < e->destination_stage ? e->source_stage : e->destination_stage];
+}
+
+static void run_in_time(void *context, const s1f_stand *at)
+{
+    lower_walk *w = context;
+    const s1f_shape *shape = &w->l->program->shape;
+    const double *seconds = w->given->seconds;
+    double now = w->now[at->rank];
+    for (int32_t i = 0; i < at->uses->in.count; i++) {
+        int64_t first = at->uses->in.edges[i] * w->l->num_cells;
+        double comes = w->sent[first + w->l->sequence[first + at->cell]] + latency_of(w, at->uses->in.edges[i]);
+        now = comes > now ? comes : now;
+    }
+    if (seconds != NULL)
+        seconds += ((int64_t)at->unit->pass * shape->num_stages + at->unit->stage) * s1f_num_columns(shape) +
+                   s1f_column(shape, *at->unit);
+    w->now[at->rank] = now + (seconds != NULL ? *seconds : unit_seconds[at->unit->pass]);
+}
+
+static void send_in_time(void *context, const s1f_stand *at, int32_t edge)
+{
+    lower_walk *w = context;
+    w->sent[edge * w->l->num_cells + w->walk.links[edge].num_sent] = w->now[at->rank];
+}
+
+static void free_in_time(void *context, int32_t rank, int32_t edge)
+{
+    lower_walk *w = context;
+    w->freed[edge * w->l->num_cells + w->walk.links[edge].num_posted - 1] = w->now[rank];
+}
+
+static const s1f_walk_rules time_rules = {
+    .has_come = message_has_come, .run = run_in_time, .send = send_in_time, .post = free_in_time};
+
+/* The most messages of an edge that have been sent and lie in a place: both rows of times ascend. */
+static int64_t most_at_once(const lower_walk *w, int32_t edge)
+{
+    const double *sent = w->sent + edge * w->l->num_cells, *freed = w->freed + edge * w->l->num_cells;
+    int64_t most = 0, num_freed = 0;
+    for (int64_t n = 0; n < w->walk.links[edge].num_sent; n++) {
+        while (num_freed < w->walk.links[edge].num_posted && freed[num_freed] <= sent[n])
+            num_freed++;
+        most = n + 1 - num_freed > most ? n + 1 - num_freed : most;
+    }
+    return most;
+}
+
+static s1f_status check_seconds(const s1f_shape *shape, const s1f_places *places)
+{
+    int64_t count = s1f_num_passes * shape->num_stages * s1f_num_columns(shape);
+    for (int64_t i = 0; places->seconds != NULL && i < count; i++)
+        if (!(places->seconds[i] >= 0) || !isfinite(places->seconds[i]))
+            return s1f_fail(S1F_ERR_ARG,
+                            "the seconds by which places are counted hold %g, must be finite and at least "
+                            "0",
+                            places->seconds[i]);
+    for (int32_t s = 0; places->latency != NULL && s + 1 < shape->num_stages; s++)
+        if (!(places->latency[s] >= 0) || !isfinite(places->latency[s]))
+            return s1f_fail(S1F_ERR_ARG, "the latency by which places are counted is %g, must be finite and at least 0",
+                            places->latency[s]);
+    return S1F_OK;
+}
+
+/* Runs all ranks against each other with places for all messages, and gives each edge those that were in use. With them
+ * the run is the same, so it has no cycle through credits; that depends on the number of places only. */
+static s1f_status give_by_time(const lowering *l, const s1f_places *places)
+{
+    int32_t num_ranks = l->program->shape.num_ranks;
+    const s1f_edges *edges = l->program->edges;
+    size_t num_messages = ((size_t)edges->num_edges + 1) * (size_t)l->num_cells; /* + 1: malloc(0) may be NULL */
+    lower_walk w = {.l = l, .given = places};
+    s1f_status status = check_seconds(&l->program->shape, places);
+    if (status != S1F_OK || (status = s1f_walk_create(edges, &l->program->shape, &w.walk)) != S1F_OK)
+        return status;
+    w.now = calloc((size_t)num_ranks, sizeof *w.now);
+    w.sent = malloc(num_messages * sizeof *w.sent);
+    w.freed = malloc(num_messages * sizeof *w.freed);
+    if (w.now == NULL || w.sent == NULL || w.freed == NULL) {
+        status = s1f_fail(S1F_ERR_MEMORY, "no memory to run %d ranks against each other in time", (int)num_ranks);
+        goto done;
+    }
+    for (int32_t rank = 0; rank < num_ranks; rank++)
+        s1f_walk_set_units(&w.walk, rank, l->program->ranks[rank].units, l->program->ranks[rank].num_units);
+    s1f_walk_ready_all(&w.walk);
+    while (w.walk.num_ready > 0)
+        s1f_walk_go(&w.walk, w.walk.ready[--w.walk.num_ready], time_rules, &w);
+    for (int32_t e = 0; e < edges->num_edges; e++)
+        give_at_least(&l->program->edges->edges[e], most_at_once(&w, e));
+
+done:
+    free(w.freed);
+    free(w.sent);
+    free(w.now);
+    s1f_walk_free(&w.walk);
+    return status;
+}
+
+/* How many places break every cycle depends on how many there are at first, and fewer may come to more on one edge. So
+ * that more are never slower, they are found with one place beyond those that are needed: where there are to be more,
+ * these are kept; where there is to be none, no edge gets more than it has then. */
+static s1f_status give_places(const lowering *l, const s1f_places *places)
+{
+    s1f_edge *edges = l->program->edges->edges;
+    for (int32_t e = 0; e < l->program->edges->num_edges; e++)
+        l->most[e] = INT32_MAX;
+    give_needed_and(l, 1);
+    if (places->by_time)
+        return give_by_time(l, places);
+    s1f_status status = run_with_credits(l);
+    if (status == S1F_OK && places->prefetch == 0) {
+        for (int32_t e = 0; e < l->program->edges->num_edges; e++) {
+            l->most[e] = edges[e].num_places;
+            edges[e].num_places = 0;
+        }
+        give_needed_and(l, 0);
+        status = run_with_credits(l);
+    }
+    if (status == S1F_OK)
+        give_needed_and(l, places->prefetch);
     return status;
 }
 
@@ -350,9 +506,12 @@ static s1f_status create_lowering(s1f_program *program, lowering *l)
     l->places = malloc(num_messages * sizeof *l->places);
     l->counted = calloc(num_edges, sizeof *l->counted);
     l->used = calloc(num_edges, sizeof *l->used);
+    l->needed = calloc(num_edges, sizeof *l->needed);
+    l->most = calloc(num_edges, sizeof *l->most);
     l->stages = calloc(num_stages, sizeof *l->stages);
     l->slot_arrays = malloc(4 * num_stages * num_microbatches * sizeof *l->slot_arrays);
-    if (!l->sequence || !l->consumers || !l->places || !l->counted || !l->used || !l->stages || !l->slot_arrays)
+    if (!l->sequence || !l->consumers || !l->places || !l->counted || !l->used || !l->needed || !l->most ||
+        !l->stages || !l->slot_arrays)
         return s1f_fail(S1F_ERR_MEMORY, "no memory to lower %lld units of %d stages", (long long)l->num_cells,
                         shape->num_stages);
     for (size_t stage = 0; stage < num_stages; stage++) {
@@ -369,6 +528,8 @@ static void free_lowering(lowering *l)
 {
     free(l->slot_arrays);
     free(l->stages);
+    free(l->most);
+    free(l->needed);
     free(l->used);
     free(l->counted);
     free(l->places);
@@ -383,10 +544,10 @@ static void reset_counters(const lowering *l)
 
 enum { OF_ALL = -1, OF_NONE = -2 }; /* whose instructions, in place of a rank */
 
-static s1f_status lower(const s1f_schedule *schedule, int32_t prefetch, int32_t rank, s1f_program **out)
+static s1f_status lower(const s1f_schedule *schedule, s1f_places places, int32_t rank, s1f_program **out)
 {
-    if (prefetch < 0)
-        return s1f_fail(S1F_ERR_ARG, "prefetch is %d, must be at least 0", prefetch);
+    if (!places.by_time && places.prefetch < 0)
+        return s1f_fail(S1F_ERR_ARG, "prefetch is %d, must be at least 0", (int)places.prefetch);
     s1f_program *program = NULL;
     lowering l = {0};
     s1f_shape shape;
@@ -399,8 +560,8 @@ static s1f_status lower(const s1f_schedule *schedule, int32_t prefetch, int32_t 
 
     number_messages(&l);
     reset_counters(&l);
-    count_places(&l, prefetch);
-    if ((status = run_with_credits(&l)) != S1F_OK)
+    count_needed_places(&l);
+    if ((status = give_places(&l, &places)) != S1F_OK)
         goto done;
     reset_counters(&l);
     if (rank != OF_NONE && (status = rank == OF_ALL ? write_programs(&l) : write_own(&l, rank)) != S1F_OK)
@@ -414,20 +575,20 @@ done:
     return status;
 }
 
-s1f_status s1f_schedule_lower(const s1f_schedule *schedule, int32_t prefetch, s1f_program **out)
+s1f_status s1f_schedule_lower(const s1f_schedule *schedule, s1f_places places, s1f_program **out)
 {
-    return lower(schedule, prefetch, OF_ALL, out);
+    return lower(schedule, places, OF_ALL, out);
 }
 
-s1f_status s1f_schedule_lower_rank(const s1f_schedule *schedule, int32_t prefetch, int32_t rank, s1f_program **out)
+s1f_status s1f_schedule_lower_rank(const s1f_schedule *schedule, s1f_places places, int32_t rank, s1f_program **out)
 {
     int32_t num_ranks = s1f_schedule_shape(schedule).num_ranks;
     if (rank < 0 || rank >= num_ranks)
         return s1f_fail(S1F_ERR_ARG, "rank is %d, must be in 0..%d", rank, num_ranks - 1);
-    return lower(schedule, prefetch, rank, out);
+    return lower(schedule, places, rank, out);
 }
 
-s1f_status s1f_schedule_lower_edges(const s1f_schedule *schedule, int32_t prefetch, s1f_program **out)
+s1f_status s1f_schedule_lower_edges(const s1f_schedule *schedule, s1f_places places, s1f_program **out)
 {
-    return lower(schedule, prefetch, OF_NONE, out);
+    return lower(schedule, places, OF_NONE, out);
 }

@@ -10,24 +10,37 @@
  * from POST to the end of the unit that reads it last: of an activation and a gradient that is B (W where the backward
  * is split, F where there is none).
  *
- * Places of an edge = the most messages that the receiver's order needs posted at once + prefetch (with 1 the next
- * message may come while the unit that reads the one before it still runs), at most one per message, and more only if
- * the whole program (program order, transfers and credits) would otherwise have a cycle. Where both ends use the
- * messages in one order that is the receiver's peak of live messages. */
+ * Places of an edge: the most messages that the receiver's order needs posted at once, and some more (s1f_places), at
+ * most one per message, and never so few that the whole program (program order, transfers and credits) has a cycle.
+ * Where both ends use the messages in one order the first is the receiver's peak of live messages. */
 #ifndef S1F_LOWER_H
 #define S1F_LOWER_H
 
 #include "program.h"
 #include "schedule.h"
 
-/* Checks a schedule (check.h) and lowers it. prefetch: places beyond what is needed, at least 0.
+/* How many places there are beyond those that an order needs at once. All zero: none.
+ *
+ * By time: as many as no sender waits for in a run of all ranks, and at least one, so that the next message may come
+ * while the unit that reads the one before it still runs. In an order that goes back, each message that is on its way
+ * or waits belongs to a unit which its sender, or the receiver of a gradient, holds anyway: places stay few. */
+typedef struct {
+    int32_t by_time;  /* 1: as many as the run needs; 0: `prefetch` of them */
+    int32_t prefetch; /* at least 0; more are never slower */
+    /* Seconds of units in that run, [pass][stage][column], finite and at least 0. NULL: F, I, W and R take 1, B 2, the
+     * passes of a shard of the vocabulary and of a tier nothing. */
+    const double *seconds;
+    const double *latency; /* [s] seconds of a message between stages of which the lower is s; NULL: 0 */
+} s1f_places;
+
+/* Checks a schedule (check.h) and lowers it.
  * S1F_ERR_SCHEDULE names the rule that the order breaks. *out is owned by the caller and untouched on error. Time is
  * linear in the number of units but for slots, which come from a heap; memory is linear. */
-s1f_status s1f_schedule_lower(const s1f_schedule *schedule, int32_t prefetch, s1f_program **out);
+s1f_status s1f_schedule_lower(const s1f_schedule *schedule, s1f_places places, s1f_program **out);
 /* Lowers for one rank to run: with its instructions and those of its neighbours, whose SENDs to others have no place,
  * and with the peaks of its stages. */
-s1f_status s1f_schedule_lower_rank(const s1f_schedule *schedule, int32_t prefetch, int32_t rank, s1f_program **out);
+s1f_status s1f_schedule_lower_rank(const s1f_schedule *schedule, s1f_places places, int32_t rank, s1f_program **out);
 /* Lowers without instructions and peaks: edges, places and units, all that times and memory (model/) ask for. */
-s1f_status s1f_schedule_lower_edges(const s1f_schedule *schedule, int32_t prefetch, s1f_program **out);
+s1f_status s1f_schedule_lower_edges(const s1f_schedule *schedule, s1f_places places, s1f_program **out);
 
 #endif

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 from seq1f1b.planning.cost import CostModel, RankBytes
 from seq1f1b.schedule import Costs, Family, Schedule, StepMemory
 
-__all__ = ["EARLY_PREFETCH", "Made", "fit_under", "order_for_costs"]
+__all__ = ["Made", "fit_under", "order_for_costs"]
 
-EARLY_PREFETCH = 4  # of orders made for costs: messages come early, and from so many places on wait for none
 _CAP_TRIES = 4  # orders for one cap
 
 

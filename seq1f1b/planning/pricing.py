@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout, Plan, StepLength
 from seq1f1b.planning.cost import CostModel, RankBytes
-from seq1f1b.planning.fitting import EARLY_PREFETCH, Made, fit_under, order_for_costs
+from seq1f1b.planning.fitting import Made, fit_under, order_for_costs
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.schedule import Costs, Family, Schedule, build_schedule
 from seq1f1b.view.table import rounded
@@ -127,6 +127,7 @@ class Pricing:
         self._costs: dict[tuple[int, str, int, int], CostModel] = {}
         self._sizes: dict[tuple[int, int, float, str], list[int]] = {}
         self._orders: dict[tuple[str, int, int], Schedule] = {}  # that do not depend on costs
+        self._few: dict[tuple[str, int, int], Schedule] = {}  # these orders with few places, where asked for
         self._rules: dict[tuple[str, int, int], str | None] = {}
         self._least: dict[str, tuple[int, Candidate]] = {}  # peak bytes, of what does not fit
         self._slower: dict[str, tuple[float, bool]] = {}  # seconds; whether they are only a lower bound
@@ -259,12 +260,28 @@ class Pricing:
         """The candidate simulated, or the bytes that it needs where they are more than the cap; None: it fits without
         the remedies that it has."""
         made = self._order(candidate, cap if not candidate.remedies else math.inf)
+        choices = [made]
+        if made.peak > cap:
+            choices += self._with_few_places(candidate, made)
         if candidate.remedies:
             if made.peak <= cap:
                 return None
-            made = self._fit(candidate, made, cap)
-        if made.peak > cap:
-            return made.peak
+            choices = [self._fit(candidate, each, cap) for each in choices]
+        fitting = [each for each in choices if each.peak <= cap]
+        if not fitting:
+            return min(each.peak for each in choices)
+        return min((self._simulated(candidate, each) for each in fitting), key=lambda found: found.seconds)
+
+    def _with_few_places(self, candidate: Candidate, made: Made) -> list[Made]:
+        """The order with one place beyond those that it needs, if that is another number than by time."""
+        schedule = made.schedule.replace(prefetch=1)
+        if "costs" not in candidate.family.options:
+            schedule = self._few.setdefault(_order_key(candidate), schedule)
+        if schedule.places == made.schedule.places:
+            return []
+        return [made._replace(schedule=schedule, ranks=self._most_of_any(candidate, schedule))]
+
+    def _simulated(self, candidate: Candidate, made: Made) -> Found:
         runs = self._periods(candidate, made.schedule)
         self.num_simulated += 1
         # A few steps in a row may still be settling.
@@ -329,17 +346,18 @@ class Pricing:
             num_segments=candidate.num_segments,
             stages_per_rank=candidate.stages_per_rank,
             options=options,
-            prefetch=EARLY_PREFETCH if "transfer" in candidate.family.options else 1,
         )
 
     def _shared_order(self, candidate: Candidate) -> Schedule:
         """An order that does not depend on costs: that of all candidates which differ in recomputation, layers or split
         alone. The oldest kept ones go first."""
-        key = (candidate.family.name, candidate.stages_per_rank, candidate.num_segments)
+        key = _order_key(candidate)
         if key not in self._orders:
             self._orders[key] = self._build(candidate, {})
             while len(self._orders) > 1 and sum(map(self._num_units, self._orders)) > _MOST_KEPT:
-                del self._orders[next(iter(self._orders))]
+                oldest = next(iter(self._orders))
+                del self._orders[oldest]
+                self._few.pop(oldest, None)
         return self._orders[key]
 
     def _num_units(self, key: tuple[str, int, int]) -> int:
@@ -462,6 +480,10 @@ class Pricing:
                     reason = f"as fast: {last} s like the last, in more memory"
             reasons[name] = f"{reason}; or {too_large[name]}" if name in too_large else reason
         return reasons
+
+
+def _order_key(candidate: Candidate) -> tuple[str, int, int]:
+    return candidate.family.name, candidate.stages_per_rank, candidate.num_segments
 
 
 def _with(hardware: Hardware, values: Mapping[str, Any]) -> Hardware:

@@ -73,7 +73,7 @@ class StepPlan:
     def digest(self) -> str:
         """Equal for equal plans alone. A step compares those of all ranks."""
         order = self.schedule
-        text = f"{self.rows} {self.segment_sizes} {order.digest} {order.prefetch} {order.fills}"
+        text = f"{self.rows} {self.segment_sizes} {order.digest} {order.places_text} {order.fills}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
@@ -114,7 +114,7 @@ def plan_step(
     segment_tokens: int | None = None,
     memory: float | None = None,
     remedies: Sequence[str] = ("recompute",),
-    prefetch: int = 1,
+    prefetch: int | None = None,
 ) -> StepPlan:
     """Plans a step over documents of any length.
 
@@ -132,7 +132,7 @@ def plan_step(
         memory: bytes that a rank may hold in all; None: any number. Units are recomputed, or moved, until the step
             fits, as few of them as possible, see :meth:`seq1f1b.Schedule.fit`.
         remedies: which of both: "recompute", "offload". The latter needs a machine with a tier.
-        prefetch: of the order, receive places beyond the most that it needs.
+        prefetch: receive places of the order, see :meth:`seq1f1b.Schedule.replace`.
     Raises:
         ValueError: there is no document, one is empty or too long, or a number is out of range; nothing fits: names the
             smallest budget.
@@ -292,7 +292,7 @@ class _Search:
         families: Sequence[str],
         memory: float,
         remedies: Sequence[str],
-        prefetch: int,
+        prefetch: int | None,
     ) -> None:
         self._lengths, self._work, self._cost, self._families = tuple(lengths), work, cost, families
         self._memory, self._remedies, self._prefetch = memory, remedies, prefetch

@@ -410,7 +410,7 @@ class Disagreement(ValueError):
 def agreement_of(options: Options, schedule: Schedule, source: Schedule | Builder) -> dict[str, tuple[str, str]]:
     """Arguments that all ranks of a pipeline must agree on; for each, what is compared and how an error shows it."""
     found = {"version": __version__, **_agreed_of(options)}
-    found |= {"prefetch": repr(schedule.prefetch), "weights": repr("fill" if schedule.fills else "planned")}
+    found |= {"prefetch": schedule.places_text, "weights": repr("fill" if schedule.fills else "planned")}
     if isinstance(source, partial) and source.func is build_schedule and source.args:
         shown = repr(source.args[0])
     else:

@@ -294,7 +294,7 @@ def _of_host(times: StepTimes) -> str:
 
 def _of_transfer(times: StepTimes) -> str:
     return (
-        "messages take time: take a larger prefetch (Schedule.replace), fewer segments "
+        "messages take time: take more places (prefetch= or costs= of Schedule.replace), fewer segments "
         f'(now {times.schedule.num_segments}), or build_schedule(..., options={{"extra_warmup": 1}})'
     )
 

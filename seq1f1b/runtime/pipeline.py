@@ -117,7 +117,7 @@ class Pipeline:
     def lower(self, schedule: Schedule) -> Any:
         """The program of an order, as ranks with these edges run it."""
         between_gpus = self._options.device_transport is not None
-        return _C.program_lower(schedule.handle, schedule.prefetch, between_gpus, self.rank)
+        return schedule.lower(between_gpus, self.rank)
 
     def connect(self, program: Any, device_edges: type[DeviceEdges]) -> None:
         """Opens every edge of the program; all ranks in the same order."""

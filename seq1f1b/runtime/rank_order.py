@@ -121,7 +121,7 @@ class RankOrder:
     def digest(self) -> str:
         """Text by which ranks compare an order: its units, its receive places, and whether it fills waits."""
         schedule = self.schedule
-        return f"{schedule.digest}, prefetch {schedule.prefetch}" + ", W in waits" * schedule.fills
+        return f"{schedule.digest}, prefetch {schedule.places_text}" + ", W in waits" * schedule.fills
 
 
 class RankOrders:

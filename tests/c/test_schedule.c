@@ -202,7 +202,7 @@ static s1f_status check(void)
 static s1f_status lower(void)
 {
     s1f_program *program = NULL;
-    s1f_status status = s1f_schedule_lower(given_schedule, 1, &program);
+    s1f_status status = s1f_schedule_lower(given_schedule, (s1f_places){.prefetch = 1}, &program);
     CHECK((status == S1F_OK) == (program != NULL));
     s1f_program_free(program);
     return status;
@@ -211,7 +211,7 @@ static s1f_status lower(void)
 static s1f_status lower_rank(void)
 {
     s1f_program *program = NULL;
-    s1f_status status = s1f_schedule_lower_rank(given_schedule, 1, 0, &program);
+    s1f_status status = s1f_schedule_lower_rank(given_schedule, (s1f_places){.by_time = 1}, 0, &program);
     CHECK((status == S1F_OK) == (program != NULL));
     s1f_program_free(program);
     return status;
@@ -311,7 +311,7 @@ static void test_failing_allocations(void)
         given_text = orders[i];
         s1f_schedule_free(given_schedule);
         CHECK_STATUS(s1f_schedule_from_text(given_text, &given_schedule), S1F_OK, "");
-        CHECK_STATUS(s1f_schedule_lower(given_schedule, 0, &given_program), S1F_OK, "");
+        CHECK_STATUS(s1f_schedule_lower(given_schedule, (s1f_places){.prefetch = 0}, &given_program), S1F_OK, "");
         fail_each_allocation(forward_only, 4);
         fail_each_allocation(defer_weights, 5);
         fail_each_allocation(recompute, 5);

@@ -26,8 +26,8 @@ CHANGES: dict[str, Callable[[Schedule], Schedule]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize(("prefetch", "weights"), [(1, "planned"), (0, "fill"), (5, "planned")])
-def test_they_survive_each_change(change: Callable[[Schedule], Schedule], prefetch: int, weights: str) -> None:
+@pytest.mark.parametrize(("prefetch", "weights"), [(None, "planned"), (0, "fill"), (5, "planned")])
+def test_they_survive_each_change(change: Callable[[Schedule], Schedule], prefetch: int | None, weights: str) -> None:
     order = build_schedule("seq1f1b", **COUNTS, prefetch=prefetch, weights=weights)
     changed = change(order)
     assert (changed.prefetch, changed.fills) == (prefetch, weights == "fill")
@@ -37,10 +37,10 @@ def test_they_survive_each_change(change: Callable[[Schedule], Schedule], prefet
 def test_orders_that_differ_in_them_are_not_equal() -> None:
     build = partial(build_schedule, "seq1f1b", **COUNTS)
     order = build()
-    assert (order.prefetch, order.fills) == (1, False)
+    assert (order.prefetch, order.fills) == (None, False)
     others = [build(prefetch=2), build(weights="fill"), build(prefetch=2, weights="fill")]
     assert len({order, *others}) == 4
-    assert order == build() == others[2].replace(prefetch=1, weights="planned")
+    assert order == build() == others[2].replace(prefetch=None, weights="planned")
     assert order.to_text() == others[2].to_text()  # which does not hold them
     assert Schedule.from_text(order.to_text()) == order
 
@@ -48,7 +48,7 @@ def test_orders_that_differ_in_them_are_not_equal() -> None:
 def test_the_order_itself_stays() -> None:
     order = build_schedule("seq1f1b", **COUNTS)
     order.replace(prefetch=7, weights="fill")
-    assert (order.prefetch, order.fills) == (1, False)
+    assert (order.prefetch, order.fills) == (None, False)
 
 
 def test_they_count_in_times_and_bytes() -> None:
@@ -72,8 +72,8 @@ def test_they_count_in_times_and_bytes() -> None:
     ("options", "error", "text"),
     [
         ({"prefetch": -1}, ValueError, "prefetch is -1, must be at least 0"),
-        ({"prefetch": 1.0}, TypeError, "prefetch must be an int, got float"),
-        ({"prefetch": True}, TypeError, "prefetch must be an int, got bool"),
+        ({"prefetch": 1.0}, TypeError, "prefetch must be an int or None, got float"),
+        ({"prefetch": True}, TypeError, "prefetch must be an int or None, got bool"),
         ({"weights": "early"}, ValueError, "weights is 'early', must be 'planned' or 'fill'"),
     ],
 )

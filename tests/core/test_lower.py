@@ -15,7 +15,7 @@ from seq1f1b.unit import unit_of
 
 
 class Lowered:
-    def __init__(self, schedule: Schedule, prefetch: int = 1) -> None:
+    def __init__(self, schedule: Schedule, prefetch: int | None = 1) -> None:
         self.schedule = schedule
         self.handle = _C.program_lower(schedule.handle, prefetch)
         self.edges = _C.program_edges(self.handle)
@@ -201,7 +201,7 @@ def test_families_replay_in_any_interleaving(name: str) -> None:
         if schedule is None:
             continue
         built += 1
-        for order, prefetch in itertools.product((schedule, schedule.forward_only()), (0, 1, 2)):
+        for order, prefetch in itertools.product((schedule, schedule.forward_only()), (0, 1, 2, None)):
             replay(Lowered(order, prefetch), rng.choice)
     assert built > 0
 
@@ -349,7 +349,7 @@ def test_one_rank_gets_the_program_that_it_has_among_all() -> None:
     orders.append(build_schedule("zbv", num_ranks=3, num_microbatches=6, stages_per_rank=2).recompute())
     place, send = 3, _C.OPCODES.index("SEND")
     for schedule in orders:
-        prefetch = rng.randrange(3)
+        prefetch = rng.choice((0, 1, 2, None))
         whole = _C.program_lower(schedule.handle, prefetch)
         for rank in range(schedule.num_ranks):
             alone = _C.program_lower(schedule.handle, prefetch, False, rank)

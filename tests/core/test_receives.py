@@ -19,7 +19,9 @@ from seq1f1b.unit import unit_of
 Instruction = tuple[str, int, Unit, int]  # opcode, edge, unit, sequence
 
 
-def programs(schedule: Schedule, prefetch: int = 1, receives: bool = True) -> tuple[list[list[Instruction]], list]:
+def programs(
+    schedule: Schedule, prefetch: int | None = 1, receives: bool = True
+) -> tuple[list[list[Instruction]], list]:
     handle = _C.program_lower(schedule.handle, prefetch, receives)
     ranks = [
         [
@@ -126,7 +128,7 @@ class Machine:
         return "; ".join(stuck) or None
 
 
-def check(schedule: Schedule, rng: random.Random, prefetches: Iterable[int] = (0, 1, 2)) -> None:
+def check(schedule: Schedule, rng: random.Random, prefetches: Iterable[int | None] = (0, 1, None)) -> None:
     for prefetch in prefetches:
         ranks, edges = programs(schedule, prefetch)
         without, _ = programs(schedule, prefetch, receives=False)

@@ -12,7 +12,7 @@ from processes import AT_ONCE, run_processes
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import nn
 
-from seq1f1b import LoopbackGroup, Loss, Memory, ModelShape, PipelineEngine, build_schedule
+from seq1f1b import Costs, LoopbackGroup, Loss, Memory, ModelShape, PipelineEngine, build_schedule
 from seq1f1b.runtime.arguments import check_agreement
 from seq1f1b.testing import run_ranks
 
@@ -49,7 +49,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "prefetch": (
         {},
         {"schedule": partial(build_schedule, "seq1f1b", prefetch=3)},
-        "prefetch differs .*: 1 on rank 0; 3 on rank 1",
+        "prefetch differs .*: None on rank 0; 3 on rank 1",
+    ),
+    "costs by which places are counted": (
+        {},
+        {"schedule": lambda **counts: build_schedule("seq1f1b", **counts).replace(costs=Costs(9.0, 1.0))},
+        r"prefetch differs .*: None on rank 0; None \(places \w+ by costs\) on rank 1",
     ),
     "weights": (
         {"schedule": partial(build_schedule, "seq1f1b", weights="fill")},

@@ -12,6 +12,9 @@
 The digests were computed at commit 1501567. A digest that changes means that behaviour changed: a commit that rewrites
 one says which order changed and why. At that commit the units of ``dualpipev`` formed pairs, which were written
 ``(F5.0;B1.0)``; all its digests are those of the order without pairs.
+Those of programs, times and bytes are of orders that keep, with more places than one beyond those needed at once, what
+breaks their cycles with one, and that have no more with none than with one: a smaller number got more on some edges.
+Programs with ``prefetch=1`` are those of that commit.
 Those of ``memory`` are of receive places as large as the largest message that comes into each; they were as large as
 the largest of all.
 

@@ -1,0 +1,210 @@
+"""Does every message find a place in time, with no more places than that takes, and are more places never slower?"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Iterator
+
+import pytest
+from orders import random_order
+
+from seq1f1b import _C, Costs, Links, Schedule, build_schedule
+from seq1f1b.cli import main
+from seq1f1b.schedule import families
+
+FAMILIES = {family.name: family for family in families()}
+AMPLE = 10**6  # every message has a place of its own
+
+
+def orders(rng: random.Random, count: int) -> Iterator[Schedule]:
+    """Some orders of every family, and some that belong to none."""
+    grid = list(itertools.product((2, 3, 4), (1, 2, 5), (1, 2, 8), (1, 2, 4)))
+    for name, family in FAMILIES.items():
+        for P, M, k, v in rng.sample(grid, count):
+            counts = {"num_ranks": P, "num_microbatches": M, "num_segments": k, "stages_per_rank": v}
+            if family.broken_rule(**counts) is None:
+                yield build_schedule(name, **counts)
+    for _ in range(5 * count):
+        yield random_order(rng)
+
+
+def counted_places(schedule: Schedule, costs: Costs) -> list[int]:
+    """Places of every edge by a run in which each message has its own.
+
+    The most that hold a message at once, from the end of the unit that makes it to the end of its last reader; at least
+    one more than the receiver needs at once, which has to post messages 0..n before it uses number n.
+    """
+    run = schedule.replace(prefetch=AMPLE).simulate(costs)
+    end_of = {
+        unit: end
+        for units, row in zip(schedule.ranks, run.end, strict=True)
+        for unit, end in zip(units, row, strict=True)
+    }
+    last_kind = "W" if "W" in schedule.kinds else "B" if "B" in schedule.kinds else "F"
+    found = []
+    for edge in _C.program_edges(_C.program_lower_edges(schedule.handle, 0)):
+        kinds = "BI" if edge.channel else "F"
+        makers = [u for u in schedule.ranks[edge.source_rank] if u.stage == edge.source_stage and u.kind in kinds]
+        readers = [unit._replace(kind=last_kind, stage=edge.destination_stage) for unit in makers]
+        freed = sorted(end_of[unit] for unit in readers)
+        at_once = [n + 1 - sum(end <= end_of[unit] for end in freed) for n, unit in enumerate(makers)]
+        number, num_freed, needed = {unit[2:]: n for n, unit in enumerate(makers)}, 0, 0
+        for unit in schedule.ranks[edge.destination_rank]:
+            if unit.stage == edge.destination_stage and unit.kind in kinds:
+                needed = max(needed, number[unit[2:]] + 1 - num_freed)
+            num_freed += unit in readers
+        found.append(min(max(*at_once, needed + 1), edge.num_messages))
+    return found
+
+
+def random_costs(rng: random.Random, schedule: Schedule) -> Costs:
+    """Whole numbers, whose sums are exact."""
+    S, k = schedule.num_stages, schedule.num_segments
+    forward, inputs, weight = ([[float(rng.randint(1, 9)) for _ in range(k)] for _ in range(S)] for _ in range(3))
+    both = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(inputs, weight, strict=True)]
+    return Costs(forward, both, weight, inputs, links=Links(latency=float(rng.randint(0, 3))))
+
+
+def test_places_by_time_are_those_of_a_run_with_places_for_all() -> None:
+    rng = random.Random(3)
+    for schedule in orders(rng, 3):
+        assert (schedule.prefetch, list(schedule.places)) == (None, counted_places(schedule, Costs()))
+        costs = random_costs(rng, schedule)
+        assert list(schedule.replace(costs=costs).places) == counted_places(schedule, costs)
+
+
+def test_no_sender_waits_in_the_run_that_places_are_counted_by() -> None:
+    rng = random.Random(5)
+    for schedule in orders(rng, 3):
+        for costs, order in (
+            (Costs(), schedule),
+            *((c, schedule.replace(costs=c)) for c in [random_costs(rng, schedule)]),
+        ):
+            ample = schedule.replace(prefetch=AMPLE).simulate(costs)
+            assert list(map(list, order.simulate(costs).start)) == list(map(list, ample.start))
+
+
+def test_an_order_made_for_costs_has_places_by_these_costs() -> None:
+    rng = random.Random(7)
+    for name, extra in (
+        ("seq-zb-h1", {}),
+        ("auto", {"transfer": 2.0}),
+        ("auto", {"transfer": 1.0, "backward": "whole"}),
+    ):
+        counts = {"num_ranks": 4, "num_microbatches": 6, "num_segments": 2}
+        costs = random_costs(rng, build_schedule("seq1f1b", **counts))
+        latency = extra.get("transfer", 0.0)
+        options = {"costs": (costs.forward, costs.input, costs.weight), **extra}
+        schedule = build_schedule(name, **counts, options=options)
+        given = Costs(costs.forward, costs.backward, costs.weight, costs.input, links=Links(latency=latency))
+        assert list(schedule.places) == counted_places(schedule, given)
+        assert schedule.places_text != "None" and build_schedule(name, **counts, options=options) == schedule
+        assert build_schedule(name, **counts, options=options, prefetch=2).places_text == "2"
+        forward = schedule.forward_only()
+        assert list(forward.places) == counted_places(forward, Costs())
+        assert re.fullmatch(r"None \(places [0-9a-f]{8} by costs\)", schedule.recompute().places_text)
+
+
+def test_a_link_takes_its_latency_and_the_time_of_the_longest_message() -> None:
+    order = build_schedule("seq1f1b", num_ranks=3, num_microbatches=4, num_segments=2, options={"extra_warmup": 2})
+    slow = Links(latency=[1.0, 2.0], bandwidth=[2.0, 8.0], message_bytes=[4, 16])
+    by_slow, by_sums = (order.replace(costs=Costs(links=links)) for links in (slow, Links(latency=[9.0, 4.0])))
+    assert by_slow.places == by_sums.places != order.places
+
+
+def test_an_order_that_goes_back_has_few_places() -> None:
+    """A message that waits belongs to a unit that its sender holds, or its receiver where it is a gradient."""
+    rng = random.Random(9)
+    for schedule in orders(rng, 3):
+        if not {"B", "I"} & schedule.kinds:
+            continue
+        order = schedule.replace(costs=random_costs(rng, schedule))
+        program = _C.program_lower(schedule.handle, 0)
+        live = [_C.program_stage_peak(program, stage)[0] for stage in range(schedule.num_stages)]
+        for places, edge in zip(order.places, _C.program_edges(program), strict=True):
+            held = live[edge.destination_stage] + (0 if edge.channel else live[edge.source_stage])
+            assert places <= held + 1
+
+
+# The number of places at first, and what of them broke cycles: with few of them an edge once got more than with many.
+CASES = [
+    (P, M, k, v) for P, M, k, v in itertools.product((2, 4, 8), (1, 2, 4, 8), (8, 16, 32), (2, 4))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("P", [2, 4, 8])
+def test_more_places_are_never_slower(P: int) -> None:
+    for M, k, v in ((M, k, v) for p, M, k, v in CASES if p == P):
+        order = build_schedule(
+            "seq1f1b-interleaved", num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v
+        )
+        runs = [order.replace(prefetch=places) for places in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)] + [order]
+        for few, many in itertools.pairwise(runs[:-1]):
+            assert all(a <= b for a, b in zip(few.places, many.places, strict=True))
+        times = [run.simulate().makespan for run in runs]
+        assert times == sorted(times, reverse=True)
+
+
+def test_more_places_are_never_slower_in_any_order() -> None:
+    rng = random.Random(11)
+    for schedule in orders(rng, 2):
+        places = [schedule.replace(prefetch=prefetch).places for prefetch in range(4)]
+        assert all(a <= b for few, many in itertools.pairwise(places) for a, b in zip(few, many, strict=True))
+
+
+# -- interleaving ------------------------------------------------------------------------------------------------------
+
+GRID = [
+    (P, v, k, M)
+    for P, v, M in itertools.product(range(1, 17), (1, 2, 3, 4), range(1, 9))
+    for k in (2 * P, 2 * P + 1, 3 * P - 1, 4 * P)
+]
+
+
+def require_the_formula(grid: list[tuple[int, int, int, int]]) -> None:
+    """1 + (P - 1) / (v k M) of the ideal, within 3 %; F takes 1 and B takes 2 for each of a rank's v k M cells."""
+    for P, v, k, M in grid:
+        counts = {"num_ranks": P, "num_microbatches": M, "num_segments": k, "stages_per_rank": v}
+        formula = 3 * (v * k * M + P - 1)
+        for name in ("seq1f1b-interleaved", "slimpipe") if v > 1 else ("slimpipe",):
+            assert formula <= build_schedule(name, **counts).simulate().makespan <= 1.03 * formula
+
+
+def test_interleaving_holds_its_formula() -> None:
+    require_the_formula(random.Random(13).sample(GRID, 100))
+
+
+@pytest.mark.full
+def test_interleaving_holds_its_formula_everywhere() -> None:
+    require_the_formula(GRID)
+
+
+def test_what_compare_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--ranks", "8", "--microbatches", "4", "--segments", "16"]) == 0
+    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line}
+    assert float(rows["seq1f1b-interleaved"][3]) <= 12.7
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_costs_that_are_refused() -> None:
+    order = build_schedule("seq1f1b", num_ranks=2, num_microbatches=2)
+    with pytest.raises(ValueError, match="costs count places where prefetch is None, and prefetch is 2"):
+        order.replace(prefetch=2, costs=Costs())
+    with pytest.raises(ValueError, match="forward must be a number or hold 2 stages of 1 segment"):
+        order.replace(costs=Costs([[1.0]]))
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"seconds by which places are counted hold {wrong:g}, must be finite"):
+            order.replace(costs=Costs(wrong)).simulate()
+        with pytest.raises(ValueError, match=f"latency by which places are counted is {wrong:g}, must be finite"):
+            order.replace(costs=Costs(links=Links(latency=wrong))).check()
+            order.replace(costs=Costs(links=Links(latency=wrong))).simulate()
+    for wrong in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"bandwidth is .*, must be above 0"):
+            order.replace(costs=Costs(links=Links(bandwidth=wrong)))
+    other = build_schedule("seq1f1b", num_ranks=3, num_microbatches=2)
+    with pytest.raises(ValueError, match="the bytes of times"):
+        _C.program_lower_edges(order.handle, None, _C.schedule_times(other.handle, Costs()))
