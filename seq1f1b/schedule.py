@@ -614,6 +614,8 @@ def build_schedule(
         options: what a family may be told beyond its counts; it takes those that ``families()`` lists.
             ``group``: micro-batches that go forward, and back, together.
             ``round``: interleaving, a round holds at least so many micro-batches.
+            ``rounds``: interleaving, ``"microbatches"``, or ``"segments"``: each micro-batch goes round the ranks in
+            groups of P segments or a few more, so that fewer messages wait; k >= P, and without ``round``.
             ``extra_warmup``: more forwards before the first backward, for each stage behind the rank's own: with slow
             transfers it trades memory for time.
             ``cap``: (stage, segment) units that a rank holds at most, where the backward is split; more than the

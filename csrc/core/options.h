@@ -16,6 +16,11 @@ typedef enum {
     S1F_BACKWARD_WHOLE = 2  /* B */
 } s1f_backward_kind;
 
+typedef enum {
+    S1F_ROUNDS_OF_MICROBATCHES = 1, /* a round holds whole micro-batches */
+    S1F_ROUNDS_OF_SEGMENTS = 2      /* P segments of one, or a few more */
+} s1f_rounds_kind;
+
 /* F, I, W; tables by pass have them in this order, that of what they make (s1f_product). */
 enum { S1F_SPLIT_PASSES = 3 };
 
@@ -31,6 +36,7 @@ typedef struct {
     double transfer;           /* seconds of a message between two ranks */
     int32_t placement;         /* s1f_placement_kind */
     int32_t backward;          /* s1f_backward_kind */
+    int32_t rounds;            /* s1f_rounds_kind, of interleaving; not with `round` */
     const int64_t *unit_bytes; /* [stage][segment] held from F to the end of the backward */
     const int64_t *cap_bytes;  /* [rank] bytes that it holds at most; both or none, and not with `cap` */
     /* A count rather than an option: the segments of every micro-batch, where they differ or have lengths of their own;
@@ -49,9 +55,10 @@ enum {
     S1F_OPTION_PLACEMENT = 64,
     S1F_OPTION_UNIT_BYTES = 128,
     S1F_OPTION_CAP_BYTES = 256,
-    S1F_OPTION_BACKWARD = 512
+    S1F_OPTION_BACKWARD = 512,
+    S1F_OPTION_ROUNDS = 1024
 };
-enum { S1F_NUM_OPTIONS = 10 };
+enum { S1F_NUM_OPTIONS = 11 };
 
 typedef enum {
     S1F_KIND_INT32 = 0,

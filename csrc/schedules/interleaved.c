@@ -6,6 +6,10 @@
  * ranks wait for each other for ever where k does not divide P. F = 1, B = 2 per rank and micro-batch, R1 = segments of
  * the first round: makespan 3 M + 3 (P - 1) / (v k), peak min(v M k, (v - 1) R1 + 2 (P - 1) + k). M k >= P, v >= 2.
  *
+ * If a round is a micro-batch with k > P segments, k - P messages wait at the first rank for its next turn, each in a
+ * place. By option its segments go round in floor(k / P) rounds of their own, each of at least P: fewer messages wait,
+ * peak and makespan stay; with one place more than are needed at once, the makespan stays if P divides k.
+ *
  * SlimPipe's order [arXiv:2504.14519] is this one with k >= P, where a round is one micro-batch, and with v = 1, too.
  * The rest of SlimPipe is not in the order: its slices have equal length, and ranks even out their attention between
  * them.
@@ -17,14 +21,14 @@
 #include "families.h"
 
 /* Finds the i-th unit of a walk in rounds: its stage, counted from the rank's first, and its number in plain order of
- * the stage. A rank takes a round of micro-batches through all its stages, one stage after the other.
- * Rounds are as even as possible: the first M % num_rounds of them hold one micro-batch more than the others. */
-static void find_in_rounds(const s1f_schedule *schedule, int64_t num_rounds, int64_t i, int32_t *turn, int64_t *number)
+ * the stage. A rank takes a round through all its v stages, one stage after the other. A round holds some of num_items
+ * items, which have item_size units of each stage. Rounds are as even as possible: the first num_items % num_rounds of
+ * them hold one item more than the others. */
+static void find_in_rounds(int64_t num_items, int64_t item_size, int64_t v, int64_t num_rounds, int64_t i,
+                           int32_t *turn, int64_t *number)
 {
-    s1f_shape shape = s1f_schedule_shape(schedule);
-    int64_t k = shape.num_segments, M = shape.num_microbatches, v = shape.num_stages / shape.num_ranks;
-    int64_t small = M / num_rounds * k, large = small + k, num_large = M % num_rounds, before = 0;
-    int64_t size = large;
+    int64_t small = num_items / num_rounds * item_size, large = small + item_size, num_large = num_items % num_rounds;
+    int64_t before = 0, size = large;
     if (i >= num_large * large * v) {
         i -= num_large * large * v;
         before = num_large * large;
@@ -36,10 +40,11 @@ static void find_in_rounds(const s1f_schedule *schedule, int64_t num_rounds, int
 
 static s1f_status forward(s1f_schedule *schedule, int32_t rank, int64_t num_rounds, int64_t i)
 {
-    int32_t turn;
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    int32_t P = shape.num_ranks, turn;
     int64_t number;
-    find_in_rounds(schedule, num_rounds, i, &turn, &number);
-    return s1f_schedule_append_forward(schedule, turn * s1f_schedule_shape(schedule).num_ranks + rank, number);
+    find_in_rounds(shape.num_microbatches, shape.num_segments, shape.num_stages / P, num_rounds, i, &turn, &number);
+    return s1f_schedule_append_forward(schedule, turn * P + rank, number);
 }
 
 static s1f_status backward(s1f_schedule *schedule, int32_t rank, int64_t num_rounds, int64_t i)
@@ -47,8 +52,27 @@ static s1f_status backward(s1f_schedule *schedule, int32_t rank, int64_t num_rou
     s1f_shape shape = s1f_schedule_shape(schedule);
     int32_t P = shape.num_ranks, v = shape.num_stages / P, turn;
     int64_t number;
-    find_in_rounds(schedule, num_rounds, i, &turn, &number);
+    find_in_rounds(shape.num_microbatches, shape.num_segments, v, num_rounds, i, &turn, &number);
     return s1f_schedule_append_backward(schedule, (v - 1 - turn) * P + rank, number);
+}
+
+/* These two: each micro-batch has rounds of its segments; its way back is its way forward, read from the end. */
+static s1f_status forward_by_segments(s1f_schedule *schedule, int32_t rank, int64_t num_rounds, int64_t i)
+{
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    int32_t P = shape.num_ranks, k = shape.num_segments, v = shape.num_stages / P, turn;
+    int64_t number, units = (int64_t)v * k;
+    find_in_rounds(k, 1, v, num_rounds, i % units, &turn, &number);
+    return s1f_schedule_append_forward(schedule, turn * P + rank, i / units * k + number);
+}
+
+static s1f_status backward_by_segments(s1f_schedule *schedule, int32_t rank, int64_t num_rounds, int64_t i)
+{
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    int32_t P = shape.num_ranks, k = shape.num_segments, v = shape.num_stages / P, turn;
+    int64_t number, units = (int64_t)v * k;
+    find_in_rounds(k, 1, v, num_rounds, units - 1 - i % units, &turn, &number);
+    return s1f_schedule_append_backward(schedule, turn * P + rank, i / units * k + k - 1 - number);
 }
 
 /* Fewest micro-batches of a round. */
@@ -59,21 +83,23 @@ static int32_t least_round(const s1f_request *request)
     return request->options.round != 0 ? request->options.round : least;
 }
 
+/* A round is one micro-batch, or a part of it. */
+static const char *broken_rule_slices(const s1f_request *request)
+{
+    return request->num_segments >= request->num_ranks ? NULL : "k >= P";
+}
+
 static const char *broken_rule(const s1f_request *request)
 {
     if (request->stages_per_rank < 2)
         return "v >= 2";
+    if (request->options.rounds == S1F_ROUNDS_OF_SEGMENTS)
+        return request->options.round != 0 ? "no round where rounds is 'segments'" : broken_rule_slices(request);
     if ((int64_t)least_round(request) * request->num_segments < request->num_ranks)
         return "round k >= P";
     if (request->num_microbatches < least_round(request))
         return request->options.round != 0 ? "M >= round" : s1f_rule_of_units(request);
     return NULL;
-}
-
-/* A round is one micro-batch; one stage per rank is allowed. */
-static const char *broken_rule_slices(const s1f_request *request)
-{
-    return request->num_segments >= request->num_ranks ? NULL : "k >= P";
 }
 
 static const char *broken_rule_breadth_first(const s1f_request *request)
@@ -87,6 +113,9 @@ static s1f_status order_of_rank(const s1f_request *request, s1f_schedule *schedu
     int64_t v = request->stages_per_rank, num_rounds = M / least_round(request);
     int64_t first_round = (M + num_rounds - 1) / num_rounds * k;
     int64_t warmup = (v - 1) * first_round + 2 * (P - rank - 1) + k - 1;
+    if (request->options.rounds == S1F_ROUNDS_OF_SEGMENTS)
+        return s1f_schedule_alternate(schedule, rank, warmup, v * M * k, forward_by_segments, backward_by_segments,
+                                      k / P);
     return s1f_schedule_alternate(schedule, rank, warmup, v * M * k, forward, backward, num_rounds);
 }
 
@@ -102,7 +131,7 @@ const s1f_family s1f_family_interleaved = {
     .segments = {"seq1f1b-interleaved", "seq1f1b with several stages per rank",
                  "Seq1F1B-I, arXiv:2406.03488; rounds for any k here", "M k >= P, v >= 2"},
     .stages_per_rank = 2,
-    .options = S1F_OPTION_ROUND,
+    .options = S1F_OPTION_ROUND | S1F_OPTION_ROUNDS,
     .needs_whole = 1,
     .broken_rule = broken_rule,
     .order_of_rank = order_of_rank,
