@@ -287,8 +287,9 @@ class PipelineReport:
 
         A unit takes about 100 bytes.
         """
-        schedule = self.simulated.schedule.to_text()
-        line = {"format": FORMAT, "schedule": schedule, "ranks": json.loads(pack(self.ranks))}
+        order = self.simulated.schedule
+        line = {"format": FORMAT, "schedule": order.to_text(), "prefetch": order.prefetch}
+        line["ranks"] = json.loads(pack(self.ranks))
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
@@ -325,6 +326,7 @@ def _read_line(line: bytes) -> PipelineReport:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError(f'must be a JSON object whose "format" is {FORMAT!r}; PipelineReport.save writes one')
     schedule, ranks = Schedule.from_text(data["schedule"]), unpack(json.dumps(data["ranks"]).encode())
+    schedule = schedule.replace(prefetch=data.get("prefetch", 1))  # 1: a file that does not say so is an older one
     if not isinstance(ranks, tuple) or not all(isinstance(r, Report) for r in ranks):
         raise ValueError("its ranks are no reports")
     if tuple(tuple(unit for unit, *_ in r.timeline) for r in ranks) != schedule.ranks:

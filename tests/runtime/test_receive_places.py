@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 import seq1f1b
 from seq1f1b import Costs, Links, build_schedule
+from seq1f1b.runtime.report import PipelineReport
 from seq1f1b.schedule import StepMemory
 from seq1f1b.testing import run_ranks
 
@@ -43,7 +46,7 @@ def loss(y: Tensor, target: Tensor) -> tuple[Tensor, int]:
     return y.sum(), y.numel()
 
 
-def test_an_interleaved_step_is_as_fast_as_with_a_place_for_every_message() -> None:
+def test_an_interleaved_step_is_as_fast_as_with_a_place_for_every_message(tmp_path: Path) -> None:
     """P 4, M 4, k 8, v 2: one place beyond those that are needed at once would make the step 1.12 times as long."""
     P, M, k, v = 4, 4, 8, 2
 
@@ -72,5 +75,11 @@ def test_an_interleaved_step_is_as_fast_as_with_a_place_for_every_message() -> N
         shares.append(report.makespan / order.replace(prefetch=M * k).simulate(durations=durations).makespan)
         assert report.simulated.makespan <= report.makespan
     assert min(shares) <= 1.05
+    slow = replace(report, simulated=order.replace(prefetch=1).simulate(durations=durations))
+    for each in (slow, report):
+        each.save(tmp_path / "steps.jsonl")
+        loaded = PipelineReport.load(tmp_path / "steps.jsonl").simulated
+        assert (loaded.schedule, loaded.makespan) == (each.simulated.schedule, each.simulated.makespan)
+    assert slow.simulated.makespan > report.simulated.makespan
     few = build_schedule("seq1f1b-interleaved", num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
     assert few.replace(prefetch=1).simulate().makespan > 1.1 * few.simulate().makespan
