@@ -75,7 +75,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**GROUPED, **SLIDING, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granite_swa": {**GROUPED, **SLIDING},
     "granitemoe_swa": {**GROUPED, **SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "flint": {**GROUPED, "head_dim": 16},
+    "flint": {
+        **GROUPED, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
     "mimo_v2_flash": {  # sinks in sliding layers alone, and values of another size
         **GROUPED, **SLIDING, "head_dim": 12, "v_head_dim": 8, "moe_intermediate_size": 16, "n_routed_experts": 4,
         "num_experts_per_tok": 2,
