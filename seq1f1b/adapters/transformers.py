@@ -24,6 +24,8 @@ from seq1f1b.adapters.transformers_look import (
     BORDER,
     ERRORS,
     HIDDEN,
+    PER_LAYER,
+    SHARED,
     TOKENS,
     Call,
     Mask,
@@ -35,10 +37,21 @@ from seq1f1b.adapters.transformers_look import (
     recording,
     shallow,
     stand_for,
+    stores_keys,
+    takes_keys,
     twin,
 )
 from seq1f1b.adapters.transformers_own import adapt
-from seq1f1b.adapters.transformers_stage import CausalLMStage, Elsewhere, Entry, Exit, Hidden, NoEmbedding, names_of
+from seq1f1b.adapters.transformers_stage import (
+    CausalLMStage,
+    Elsewhere,
+    Entry,
+    Exit,
+    Hidden,
+    Message,
+    NoEmbedding,
+    names_of,
+)
 from seq1f1b.adapters.transformers_state import carry_states, look_at_states, mixers
 from seq1f1b.ops.attention import layer_handle
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
@@ -115,7 +128,7 @@ def _cut(
     model: Any, rank: int, num_ranks: int, balance: Sequence[int] | str, seq_len: int, vocabulary: str
 ) -> CausalLMStage:
     """Cuts a stage out of a model of transformers."""
-    _check_config(model, num_ranks)
+    _check_config(model)
     adapt(model)
     path, layers = _find_layers(model)
     _check_balance(balance, seq_len, len(layers), num_ranks)
@@ -123,11 +136,6 @@ def _cut(
 
     skeleton, owners = _skeleton(model, path)
     before, after, kept, whole = _sides(model, skeleton, path, owners)
-    if num_ranks > 1 and any(call.hidden.dim() != 3 for call in whole.calls.values()):
-        raise ValueError(
-            f"{_cannot(model)}: its layers {path} hand on hidden states of shape {tuple(whole.calls[0].hidden.shape)}, "
-            "and a message holds (batch, tokens, hidden); train it whole"
-        )
     if balance == "time":
         work, of_head = layer_work(model, list(layers), [_limits(call) for call in whole.calls.values()], seq_len)
         balance = balanced(work, of_head if vocabulary == "whole" else 0.0, num_ranks)  # else all ranks share the head
@@ -142,7 +150,8 @@ def _cut(
         tied = {name: found for name, found in tied.items() if found[0] is not first}
 
     own = range(cuts[rank], cuts[rank + 1])
-    entry, exit = Entry() if rank > 0 else None, Exit() if rank < num_ranks - 1 else None
+    entry = Entry(_message(model, layers, own.start, whole)) if rank > 0 else None
+    exit = Exit(_message(model, layers, own.stop, whole)) if rank < num_ranks - 1 else None
     instead: dict[str, nn.Module] = {
         name: NoEmbedding(entry) if name in before else Elsewhere() for name, stage in stage_of.items() if stage != rank
     }
@@ -205,12 +214,13 @@ def _place(
     model: nn.Module, skeleton: nn.Module, rank: int, names: Iterable[str], tied: _Tied, instead: dict[str, nn.Module]
 ) -> None:
     """Puts the model's modules of these names into the skeleton, or what is there instead of them."""
+    memo: dict[int, Any] = {}  # what two modules of the stage tie stays one
     for name in names:
         module = instead.get(name)
         if module is None:
             module = model.get_submodule(name)
             if any(rank != holders[0] for p, holders in tied.values() if any(p is q for q in module.parameters())):
-                module = copy.deepcopy(module)  # a parameter of its own, though this process may hold the first one too
+                module = copy.deepcopy(module, memo)  # a parameter of its own: the first may be in this process too
         _set(skeleton, name, module)
 
 
@@ -295,7 +305,7 @@ def _adapters_around(model: Any, skeleton: nn.Module) -> Any:
     return new
 
 
-def _check_config(model: transformers.PreTrainedModel, num_ranks: int) -> None:
+def _check_config(model: transformers.PreTrainedModel) -> None:
     config: Any = model.config
     head: Any = model.get_output_embeddings()
 
@@ -317,19 +327,16 @@ def _check_config(model: transformers.PreTrainedModel, num_ranks: int) -> None:
     carrying = mixers(model)
     if getattr(config, "output_router_logits", False):
         refuse(
-            "its router loss is a product of means over all layers and tokens, which no stage has; set "
-            "output_router_logits=False and balance each layer by seq1f1b.add_loss (docs/how-to/hugging-face.md)"
+            "output_router_logits=True adds a loss of the experts' shares over all layers and the whole batch, which "
+            "are not known when the first backward runs; set it to False, and give each router the loss of its own "
+            "layer and row by seq1f1b.add_loss (docs/how-to/hugging-face.md, Experts)"
         )
-    for kind in getattr(config, "layer_types", None) or ():
+    for i, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in _LAYER_TYPES and not (carrying and kind in _STATE_TYPES):
-            refuse(f"it has layers of type {kind}, whose state is not carried from segment to segment")
-    if getattr(text, "altup_num_inputs", 1) > 1:
-        refuse("its hidden states are several streams (altup_num_inputs), of which a message holds one; train it whole")
-    if getattr(text, "hidden_size_per_layer_input", 0) and num_ranks > 1:
-        refuse(
-            "its layers take inputs of their own from the embedding (hidden_size_per_layer_input), which no stage "
-            "sends on; train it whole"
-        )
+            refuse(
+                f"config.layer_types[{i}] is {kind!r}: such a layer keeps a state along the sequence, which is not "
+                "handed from segment to segment; train it whole"
+            )
     for rotation in _rotations(getattr(config, "rope_parameters", None)):
         if rotation in _ROTATIONS:
             refuse(f"its rotary embeddings are of type {rotation!r}, which depend on the length of the whole sequence")
@@ -419,6 +426,41 @@ def _cuts(balance: Sequence[int] | str | None, num_layers: int, num_stages: int)
     return [sum(balance[:stage]) for stage in range(num_stages + 1)]
 
 
+def _message(model: nn.Module, layers: nn.ModuleList, first: int, whole: Record) -> Message:
+    """What the stage that begins with layer ``first`` is given."""
+    hidden, later = whole.calls[first].hidden, list(layers)[first:]
+    dims = [d for d in range(hidden.dim() - 1) if hidden.select(d, 0).shape[:-1] == (1, TOKENS)]
+    if hidden.dim() > 3 and len(dims) != 1:
+        raise ValueError(
+            f"{_cannot(model)}: layer {first} gets hidden states of shape {tuple(hidden.shape)} for (1, {TOKENS}) "
+            "tokens, which are not streams of (batch, tokens, hidden); train it whole"
+        )
+    given = [whole.calls[i].given for i in range(first, len(layers))]
+    stored = {kind for layer in list(layers)[:first] for kind in stores_keys(layer)}
+    return Message(
+        first,
+        dims[0] if hidden.dim() > 3 else None,
+        any(_is_embedded(value, whole) for its in given for name, value in its.items() if name != HIDDEN),
+        any(isinstance(its.get(PER_LAYER), Tensor) for its in given),
+        tuple(sorted(stored & {kind for layer in later for kind in takes_keys(layer)})),
+    )
+
+
+def _is_embedded(value: Any, whole: Record) -> bool:
+    return isinstance(value, Tensor) and whole.embedded is not None and torch.equal(value, whole.embedded)
+
+
+def _message_of(message: Message, whole: Record) -> Any:
+    """What a stage would hand on of the sample, run by the whole model."""
+    exit, calls = Exit(message), [whole.calls[i] for i in sorted(whole.calls)]
+    exit.hidden, exit.embedded = calls[message.first].hidden, whole.embedded
+    if message.per_layer:
+        exit.per_layer = torch.stack([call.given[PER_LAYER] for call in calls], 2)
+    if message.shared:
+        exit.shared = calls[-1].kwargs[SHARED]
+    return exit.take()
+
+
 def _skeleton(model: nn.Module, path: str) -> tuple[Any, list[str]]:
     """Copies of the modules that contain the list of layers, and of the list, which share everything below."""
     skeleton = shallow(model)
@@ -426,7 +468,31 @@ def _skeleton(model: nn.Module, path: str) -> tuple[Any, list[str]]:
     for i in range(len(names)):
         name = ".".join(names[: i + 1])
         _set(skeleton, name, shallow(model.get_submodule(name)))
-    return skeleton, [".".join(names[:i]) for i in range(len(names))]
+    owners = [".".join(names[:i]) for i in range(len(names))]
+    for owner in owners:
+        for name, module in list(_lists(skeleton.get_submodule(owner), owner)):
+            if not f"{path}.".startswith(f"{name}."):
+                _set(skeleton, name, shallow(module))
+    return skeleton, owners
+
+
+def _lists(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Lists in a module that are not called themselves, and lists in these."""
+    for child, inner in module.named_children():
+        if isinstance(inner, (nn.ModuleList, nn.ModuleDict)):
+            path = f"{name}.{child}" if name else child
+            yield path, inner
+            yield from _lists(inner, path)
+
+
+def _called(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of which a module consists, with those of its lists in place of these."""
+    lists = dict(_lists(module, name))
+    for path, owner in {name: module, **lists}.items():
+        for child, inner in owner.named_children():
+            full = f"{path}.{child}" if path else child
+            if full not in lists:
+                yield full, inner
 
 
 def _decoder(model: Any, owners: list[str]) -> str:
@@ -450,10 +516,13 @@ def _sides(model: Any, skeleton: Any, path: str, owners: list[str]) -> tuple[lis
     for owner in owners:
         parent = model.get_submodule(owner)
         if next(parent.parameters(recurse=False), None) is not None:
-            raise ValueError(f"{type(parent).__name__} holds parameters beside its modules, which no stage would own")
-        for child, module in parent.named_children():
-            name = f"{owner}.{child}" if owner else child
-            if not f"{path}.".startswith(f"{name}."):
+            names = ", ".join(name for name, _ in parent.named_parameters(recurse=False))
+            raise ValueError(
+                f"{_cannot(model)}: {owner or 'model'} ({type(parent).__name__}) holds {names} itself, beside its "
+                "modules, and no stage would own that; train it whole"
+            )
+        for name, module in _called(parent, owner):
+            if not f"{name}.".startswith(f"{path}.") and not f"{path}.".startswith(f"{name}."):
                 others[name] = module
 
     problems: list[tuple[int, Exception]] = []
@@ -477,7 +546,8 @@ def _sides(model: Any, skeleton: Any, path: str, owners: list[str]) -> tuple[lis
             problems.append((len(record.calls), error))
     else:
         _, problem = max(problems, key=lambda found: found[0])  # the one that came further
-        raise ValueError(f"{_cannot(model)}: it does not run as transformers' decoders do: {problem}") from problem
+        text = f"it does not run as transformers' decoders do: {problem}"
+        raise ValueError(f"{_cannot(model)}: {_with_remedy(text)}") from problem
     kept = [name for name, module in others.items() if next(module.parameters(), None) is None]
     idle = [name for name in others if name not in kept and name not in seen]
     if idle:
@@ -517,7 +587,7 @@ def _look_at_layer(model: nn.Module, layer: nn.Module, index: int, records: list
                 dropout = max(dropout, look.dropout)
             look_at_states(model, layer, index, records[0])
     except ValueError as error:
-        raise ValueError(f"{_cannot(model)}: layer {index}: {error}") from error
+        raise ValueError(f"{_cannot(model)}: layer {index}: {_with_remedy(str(error))}") from error
     return dropout
 
 
@@ -528,11 +598,12 @@ def _check_stage(model: Any, stage: CausalLMStage, path: str, own: range, whole:
     """
     entry, exit = stage.__dict__["_entry"], stage.__dict__["_exit"]
     first = _sample(model) if stage.embedding is None else whole.embedded
-    given, parts, outs = first if own.start == 0 else whole.calls[own.start].hidden, [], []
+    given: Any = first if entry is None else _message_of(entry.message, whole)
+    given, parts, outs = given if isinstance(given, tuple) else (given,), [], []
+    message = Message(0) if entry is None else entry.message
     head = model.get_output_embeddings() if exit is None and stage.head is not None and not _no_head(model) else None
     layers = stage.causal_lm.get_submodule(path)
     options = (stage.embedding, stage.head, whole.options, stage._takes_positions)
-    assert given is not None
     try:
         for segment in (slice(0, BORDER), slice(BORDER, TOKENS)):
             record = Record(outputs=whole.outputs)
@@ -545,23 +616,28 @@ def _check_stage(model: Any, stage: CausalLMStage, path: str, own: range, whole:
                 instead |= _no_head(stage.causal_lm)
             looked_at = twin(stage.causal_lm, instead)
             made = CausalLMStage(looked_at, stage._decoder, entry, exit, {}, own.start == 0, *options)
-            positions = torch.arange(TOKENS, device=given.device)[None, segment]
+            positions = torch.arange(TOKENS, device=given[0].device)[None, segment]
             with recording(record):
-                out = made._run(given[:, segment].clone(), positions, None)
+                out = made._run([t.clone() for t in message.tokens_of(given, segment)], positions, None)
                 outs.append(out if head is None else head(out))
             parts.append(record)
         compare(whole, parts, own)
-        kind, want = ("logits", whole.logits) if exit is None else (HIDDEN, whole.calls[own.stop].hidden)
+        kind, want = ("logits", whole.logits) if exit is None else (HIDDEN, _message_of(exit.message, whole))
         problem = difference(want, outs)
         if problem:
             raise ValueError(f"the {kind} that it returns are not those of the whole model: {problem}")
     except (ValueError, *ERRORS) as error:
-        raise ValueError(f"{_cannot(model)}: on the stage of layers {own.start} to {own.stop - 1}, {error}") from error
+        text = f"on the stage of layers {own.start} to {own.stop - 1}, {error}"
+        raise ValueError(f"{_cannot(model)}: {_with_remedy(text)}") from error
     return parts
 
 
 def _cannot(model: nn.Module) -> str:
     return f"{type(model).__name__} cannot be cut into stages that run by segments"
+
+
+def _with_remedy(text: str) -> str:
+    return text if "run the model whole" in text or "use vocabulary=" in text else f"{text}; train it whole"
 
 
 def _tied(model: nn.Module, stage_of: dict[str, int]) -> _Tied:

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 __all__: list[str] = []
 
 TOKENS, BORDER = 7, 4  # the sample; its segments are tokens 0 to 3 and 4 to 6
-HIDDEN = "hidden states"
+HIDDEN, PER_LAYER, SHARED = "hidden states", "per_layer_input", "shared_kv_states"
 ERRORS = (TypeError, AttributeError, LookupError, RuntimeError)  # of code that is given something unusual
 _WITHOUT_EFFECT = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
 
@@ -51,7 +51,9 @@ def stand_for(layer: nn.Module, stand_in: Any, outputs: int) -> None:
         outputs: length of the tuple that a layer returns, hidden states first. 0: it returns these alone.
     """
     stand_in.outputs = outputs
-    for name, value in list(layer.__dict__.items()):  # ranks may be threads that cut one model
+    kinds = type(layer).__mro__[: type(layer).__mro__.index(nn.Module)]
+    plain = {name: value for kind in reversed(kinds) for name, value in vars(kind).items()}
+    for name, value in (plain | layer.__dict__.copy()).items():  # ranks may be threads that cut one model
         if isinstance(value, (bool, int, float, str)) and not hasattr(stand_in, name):
             setattr(stand_in, name, value)
 
@@ -203,16 +205,19 @@ class Probe(nn.Module):
 
     def __init__(self, layer: nn.Module, index: int, record: Record) -> None:
         super().__init__()
+        names = list(inspect.signature(type(layer).forward).parameters)[2:]
+        self.__dict__["_looked_at"] = (layer, index, record, names)
         stand_for(layer, self, record.outputs)
-        self.__dict__["_looked_at"] = (index, record, list(inspect.signature(type(layer).forward).parameters)[2:])
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        index, record, names = self.__dict__["_looked_at"]
+        layer, index, record, names = self.__dict__["_looked_at"]
         if record.last is not None and not _is_same(hidden_states, record.last):
             raise ValueError("its layers do not simply follow one another")
         if index in record.calls:
             raise ValueError("it runs a layer more than once")
         given = {**dict(zip_longest(names[: len(args)], args)), **kwargs}
+        if stores_keys(layer):
+            kwargs[SHARED].update(_keys_and_values(layer, hidden_states, args, kwargs))
         known = {name: pytree.tree_map(lambda leaf, name=name: self._keep(name, leaf), x) for name, x in given.items()}
         hidden = hidden_states.clone()
         record.calls[index] = Call(hidden, args, kwargs, {HIDDEN: hidden, **known})
@@ -220,18 +225,43 @@ class Probe(nn.Module):
         return as_layer(self, record.last, _UNKNOWN)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"it reads {name!r} of a layer, beside calling it")
+        raise AttributeError(f"it reads {name!r} of layer {self.__dict__['_looked_at'][1]}, beside calling it")
 
     def _keep(self, name: str, leaf: Any) -> Any:
         if leaf is None or isinstance(leaf, (bool, int, float, str)):
             return leaf
         if leaf is _UNKNOWN and name == "prev_topk_indices":
             return None  # which the replaced attention does not read
+        if name == SHARED:
+            return None  # goes with the message between stages
         if isinstance(leaf, Tensor):
-            return self.__dict__["_looked_at"][1].mask_of(leaf) or leaf.clone()
+            return self.__dict__["_looked_at"][2].mask_of(leaf) or leaf.clone()
         if isinstance(leaf, (Mapping, UserDict)) and not leaf:
             return None  # to be filled by layers
         raise ValueError(f"its layers get, beside hidden states and positions, {name!r}, which no stage sends on")
+
+
+def stores_keys(layer: nn.Module) -> list[str]:
+    """Kinds of layers that take the keys and values which this one makes."""
+    return [m.layer_type for m in layer.modules() if getattr(m, "store_full_length_kv", False)]  # type: ignore[misc]
+
+
+def takes_keys(layer: nn.Module) -> list[str]:
+    """Kinds of layers whose keys and values this one takes in place of its own."""
+    return [m.layer_type for m in layer.modules() if getattr(m, "is_kv_shared_layer", False)]  # type: ignore[misc]
+
+
+def _keys_and_values(layer: nn.Module, hidden: Tensor, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    stored = _Stored()
+    with suppress(_Attended):
+        twin(layer, {})(hidden, *args, **{**kwargs, SHARED: stored})
+    return stored
+
+
+class _Stored(dict[str, Any]):
+    def __setitem__(self, kind: str, pair: Any) -> None:
+        super().__setitem__(kind, pair)
+        raise _Attended
 
 
 # -- a stage and the whole model ---------------------------------------------------------------------------------------

@@ -39,7 +39,17 @@ def adapt(model: nn.Module) -> None:
 
 @cache
 def _subclass(own: Any, kind: Any) -> Any:
-    return type(kind.__name__, (own, kind), {"__module__": kind.__module__})
+    return type(kind.__name__, (own, kind), {"__module__": kind.__module__, "__reduce_ex__": _reduce})
+
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    """By the library's class, which can be found by its name."""
+    return _new, type(self).__bases__, self.__dict__
+
+
+def _new(own: Any, kind: Any) -> Any:
+    made = _subclass(own, kind)
+    return made.__new__(made)
 
 
 class _Own(nn.Module):
@@ -190,6 +200,32 @@ class _FalconDecoder(_Decoder):
             )
 
 
+class _SharedTransformer(_Own):
+    """Its attention, whose weights other layers have too, does not know which layer it is in."""
+
+    @staticmethod
+    def check(module: Any, path: str) -> None:
+        shared = module.shared_transf if hasattr(module, "shared_transf") else module.shared_transformer
+        shared.self_attn.layer_idx = module.mamba_decoder.layer_idx
+
+
+class _PerLayer(_Own):
+    """Makes an input of each layer of the embedding: a stage gets its own from the one before, and hands on others."""
+
+    def get_per_layer_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        entry, _ = self.__dict__.get("seq1f1b_ends", (None, None))
+        model: Any = super()
+        return model.get_per_layer_inputs(*args, **kwargs) if entry is None else None
+
+    def project_per_layer_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        entry, exit = self.__dict__.get("seq1f1b_ends", (None, None))
+        model: Any = super()
+        made = model.project_per_layer_inputs(*args, **kwargs) if entry is None else entry.per_layer
+        if exit is not None:
+            exit.per_layer = made
+        return made
+
+
 _WITH_INDEXERS = ("AXK2", "DeepseekV32", "Dots3NoteText", "GlmMoeDsa", "HYV4")
 _OWN: dict[str, type[_Own]] = {
     "GPTNeoSelfAttention": _GPTNeo,
@@ -202,6 +238,10 @@ _OWN: dict[str, type[_Own]] = {
     "MptModel": _Decoder,
     "FalconAttention": _Falcon,
     "FalconModel": _FalconDecoder,
+    "ZambaHybridLayer": _SharedTransformer,
+    "Zamba2HybridLayer": _SharedTransformer,
+    "Gemma3nTextModel": _PerLayer,
+    "Gemma4TextModel": _PerLayer,
     **dict.fromkeys([f"{name}Attention" for name in _WITH_INDEXERS], _Indexed),
     **dict.fromkeys([f"{name}Indexer" for name in _WITH_INDEXERS], _Indexer),
 }

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seq1f1b.adapters.transformers_attention import refuse_dropout
@@ -15,7 +18,7 @@ from seq1f1b.ops.attention import positions
 from seq1f1b.ops.context import current
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 
-__all__ = ["CausalLMStage", "Elsewhere", "Entry", "Exit", "Hidden", "NoEmbedding", "names_of"]
+__all__ = ["CausalLMStage", "Elsewhere", "Entry", "Exit", "Hidden", "Message", "NoEmbedding", "names_of"]
 
 
 class CausalLMStage(nn.Module):
@@ -23,6 +26,7 @@ class CausalLMStage(nn.Module):
 
     The first stage takes token ids (batch, tokens), later ones hidden states (batch, tokens, hidden). The last stage
     returns logits (batch, tokens, vocabulary), the others return hidden states; with ``vocabulary="parallel"`` all do.
+    Where layers take more than that of earlier stages, stages return a tuple of tensors, which the next one takes.
     Positions count along the sequence, or within packed documents if every stage is given ``doc_ids`` (batch, tokens)
     of :func:`seq1f1b.document_starts`.
 
@@ -60,6 +64,7 @@ class CausalLMStage(nn.Module):
         for name, child in causal_lm.named_children():
             self.add_module(name, child)
         self.__dict__["_entry"], self.__dict__["_exit"] = entry, exit
+        causal_lm.get_submodule(decoder).__dict__["seq1f1b_ends"] = entry, exit
         self._decoder, self._is_first, self._options = decoder, is_first, options or {}
         self._carries = bool(mixers(causal_lm))  # state along the sequence
         self._takes_positions = takes_positions
@@ -136,9 +141,11 @@ class CausalLMStage(nn.Module):
             refuse_dropout("layerdrop", getattr(self.config, "layerdrop", 0.0))
         return super().train(mode)
 
-    def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, *others: Tensor, doc_ids: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
+        if doc_ids is None and others and not others[-1].is_floating_point():
+            *others, doc_ids = others  # type: ignore[assignment]
         if doc_ids is None:
-            return self._run(x, positions(x)[None], None)
+            return self._run((x, *others), positions(x)[None], None)
         position_ids = positions(x, doc_ids=doc_ids)
         if self._carries and current() is None and torch.is_grad_enabled() and self.causal_lm.is_gradient_checkpointing:
             raise ValueError(
@@ -146,29 +153,36 @@ class CausalLMStage(nn.Module):
                 "would not know their doc_ids; run the stage by a PipelineEngine"
             )
         with documents(position_ids) if self._carries else nullcontext():
-            return self._run(x, position_ids, doc_ids.to(torch.int32)[:, None, None])
+            return self._run((x, *others), position_ids, doc_ids.to(torch.int32)[:, None, None])
 
-    def _run(self, x: Tensor, position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def _run(
+        self, given: Sequence[Tensor], position_ids: Tensor, attention_mask: Tensor | None
+    ) -> Tensor | tuple[Tensor, ...]:
+        entry, exit = self.__dict__["_entry"], self.__dict__["_exit"]
+        is_tokens, x = self._is_first and self.embedding is None, given[0]
+        if entry is not None:
+            entry.given = given
+            x = entry.embedded
+        if exit is not None and exit.message.embedded:
+            if is_tokens:
+                is_tokens, x = False, self.causal_lm.get_input_embeddings()(x)
+            exit.embedded = x
         arguments: dict[str, Any] = {
-            "input_ids" if self._is_first and self.embedding is None else "inputs_embeds": x,
+            "input_ids" if is_tokens else "inputs_embeds": x,
             "position_ids": position_ids,
             "attention_mask": attention_mask,
             "use_cache": False,
         }
         if not self._takes_positions:
             del arguments["position_ids"]
-        entry, exit = self.__dict__["_entry"], self.__dict__["_exit"]
-        if entry is not None:
-            entry.hidden = x
         if exit is None:
             logits: Tensor = self.causal_lm(**arguments, return_dict=True).logits
             out = logits if self.head is None else self._hidden_in_place_of(logits)
         else:
             self.get_submodule(self._decoder)(**{**self._options, **arguments})
-            out = exit.hidden
-            exit.hidden = None
+            out = exit.take()
         if entry is not None:
-            entry.hidden = None
+            entry.given = ()
         return out
 
 
@@ -201,26 +215,96 @@ class NoEmbedding(nn.Module):
         self.__dict__["entry"] = entry  # no child
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        hidden: Tensor = self.__dict__["entry"].hidden
+        hidden: Tensor = self.__dict__["entry"].given[0]
         return hidden.new_zeros(()).expand_as(hidden)
 
 
+@dataclass(frozen=True)
+class Message:
+    """What a stage hands to the next one: tensors, in the order of the fields.
+
+    First the hidden states (batch, tokens, hidden); several of them where they are several streams.
+
+    Attributes:
+        first: index of the layer with which the next stage begins.
+        streams: dimension along which layers take the streams stacked; None: there is one.
+        embedded: whether later layers get what the embedding made, (batch, tokens, hidden).
+        per_layer: whether later layers get an input of the embedding each: (batch, tokens, layers, size).
+        shared: kinds of layers of which later ones take keys and values of an earlier stage: (batch, heads, tokens,
+            head_dim), keys before values.
+    """
+
+    first: int
+    streams: int | None = None
+    embedded: bool = False
+    per_layer: bool = False
+    shared: tuple[str, ...] = ()
+
+    @property
+    def others(self) -> int:
+        """Number of tensors beside hidden states."""
+        return self.embedded + self.per_layer + 2 * len(self.shared)
+
+    def tokens_of(self, tensors: Sequence[Tensor], tokens: slice) -> list[Tensor]:
+        """Some of the message's tokens."""
+        of_keys = len(tensors) - 2 * len(self.shared)
+        return [t[:, :, tokens] if i >= of_keys else t[:, tokens] for i, t in enumerate(tensors)]
+
+
 class Entry(nn.Module):
-    """In the place of the layer before a stage's first one: gives the hidden states that came from the stage before."""
+    """In the place of the layer before a stage's first one: gives layers what came from the stage before."""
 
-    hidden: Tensor | None = None
+    given: Sequence[Tensor] = ()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return as_layer(self, self.hidden)
+    def __init__(self, message: Message) -> None:
+        super().__init__()
+        self.message = message
+
+    @property
+    def embedded(self) -> Tensor:
+        """In place of it, hidden states, which have its shape."""
+        return self.given[len(self.given) - self.message.others if self.message.embedded else 0]
+
+    @property
+    def per_layer(self) -> Tensor:
+        """With nothing for layers of earlier stages."""
+        return F.pad(self.given[-1 - 2 * len(self.message.shared)], (0, 0, self.message.first, 0))
+
+    def forward(self, *args: Any, shared_kv_states: Any = None, **kwargs: Any) -> Any:
+        message = self.message
+        hidden = self.given[: len(self.given) - message.others]
+        pairs = self.given[len(self.given) - 2 * len(message.shared) :]
+        for kind, key, value in zip(message.shared, pairs[::2], pairs[1::2], strict=True):
+            shared_kv_states[kind] = key, value
+        return as_layer(self, hidden[0] if message.streams is None else torch.stack(list(hidden), message.streams))
 
 
 class Exit(nn.Module):
     """In the place of the layer after a stage's last one: takes what goes to the next stage."""
 
     hidden: Any = None
+    embedded: Any = None
+    per_layer: Any = None
+    shared: Any = None
 
-    def forward(self, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:
-        self.hidden = hidden_states
+    def __init__(self, message: Message) -> None:
+        super().__init__()
+        self.message = message
+
+    def take(self) -> Tensor | tuple[Tensor, ...]:
+        message = self.message
+        tensors = [self.hidden] if message.streams is None else list(self.hidden.unbind(message.streams))
+        if message.embedded:
+            tensors.append(self.embedded)
+        if message.per_layer:
+            tensors.append(self.per_layer[:, :, message.first :])
+        for kind in message.shared:
+            tensors += self.shared[kind]
+        self.hidden = self.embedded = self.per_layer = self.shared = None
+        return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+    def forward(self, hidden_states: Any = None, *args: Any, shared_kv_states: Any = None, **kwargs: Any) -> Any:
+        self.hidden, self.shared = hidden_states, shared_kv_states
         return as_layer(self, hidden_states)
 
 

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from itertools import pairwise
+from itertools import count, pairwise
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -79,6 +79,7 @@ class States:
         self.before = before
         self.after: dict[int, Tensor] = {}
         self.asked = 0  # key of the recurrent state that the mixer has asked for
+        self._heads = count()
         self._tells_conv = "causal_conv1d_update" not in names
         self._tells_recurrent = not names & _SCANS.keys()
 
@@ -100,7 +101,7 @@ class States:
         return full
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        self.asked = _key(layer_idx, state_idx, 1)
+        self.asked, self._heads = _key(layer_idx, state_idx, 1), count()
         return self._copy(self.asked) if self._tells_recurrent else None
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
@@ -112,6 +113,11 @@ class States:
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
         self.after[_key(layer_idx, 0, 1)] = linear_cache
+
+    def before_scan(self) -> Tensor | None:
+        """The state that the next scan starts from: of the next head, where the mixer scans one head after another."""
+        state = self.before(self.asked)
+        return state[:, next(self._heads)] if state is not None and state.dim() == 4 else state
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return True
@@ -320,7 +326,7 @@ def _selective_scan(
     so_far = step.cumsum(-1)
     to_end = torch.exp(A[:, None] * (so_far[..., -1:] - so_far)[..., None])  # (batch, channels, tokens, states)
     last = torch.einsum("bdsn,bds,bns->bdn", to_end, step * u.float(), B.float())
-    state = states.before(states.asked)
+    state = states.before_scan()
     if state is not None:
         decayed = torch.exp(A[:, None] * so_far[..., None]) * state[:, :, None].float()
         more = torch.einsum("bdsn,bns->bds", decayed, C.float())

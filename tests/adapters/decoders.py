@@ -56,8 +56,13 @@ SMALL: dict[str, Any] = {  # what a config knows of it is set
     "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "mamba_chunk_size": 4, "block_size": 4,
     "rotary_dim": 4, "index_n_heads": 4, "index_head_dim": 8,
 }  # fmt: skip
-FULL, ALTERNATING = ["full_attention"] * LAYERS, ["sliding_attention", "full_attention"] * (LAYERS // 2)
-GEMMA_4 = {"hidden_size_per_layer_input": 0, "layer_types": ALTERNATING, "global_head_dim": 16, "head_dim": 8}
+ALTERNATING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+LINEAR, CONV = ([kind, "full_attention"] * (LAYERS // 2) for kind in ("linear_attention", "conv"))
+GEMMA: dict[str, Any] = {  # the last two layers take keys and values of the first two, which are on another stage
+    "layer_types": ALTERNATING, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+}  # fmt: skip
+GEMMA_4 = {**GEMMA, "global_head_dim": 16, "head_dim": 8}
 OPTIONS: dict[str, dict[str, Any]] = {  # what a type needs beside SMALL
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {"encoder_hash_byte_group_vocab": 64},
@@ -74,21 +79,20 @@ OPTIONS: dict[str, dict[str, Any]] = {  # what a type needs beside SMALL
         f"swa_{key}": size for key, size in {
             "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "head_dim": 12,
             "qk_nope_head_dim": 8, "v_head_dim": 8}.items()}},
-    "gemma3n_text": {
-        "layer_types": ALTERNATING, "num_kv_shared_layers": 2, "laurel_rank": 8, "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 64,
-    },
+    "gemma3n_text": {**GEMMA, "laurel_rank": 8},
     "gemma4_text": GEMMA_4,
-    "gemma4_unified_text": GEMMA_4,
+    "gemma4_unified_text": {
+        "layer_types": ALTERNATING, "num_kv_shared_layers": 2, "global_head_dim": 16, "head_dim": 8,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]], "window_size": 6},
     "granitemoehybrid": {
-        "layer_types": ["attention"] * LAYERS, "mamba_n_heads": 4, "position_embedding_type": "rope",
+        "layer_types": LINEAR, "mamba_n_heads": 4, "mamba_d_head": 16, "position_embedding_type": "rope",
     },
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "moe_topk": [2] * LAYERS, "moe_intermediate_size": [16] * LAYERS},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "lfm2": {"layer_types": FULL},
-    "lfm2_moe": {"layer_types": FULL, "num_dense_layers": 1},
+    "lfm2": {"layer_types": CONV},
+    "lfm2_moe": {"layer_types": CONV, "num_dense_layers": 1},
     "longcat_flash": {"head_dim": 4},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "ministral": {"head_dim": 8},
@@ -100,7 +104,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # what a type needs beside SMALL
     "reformer": {"axial_pos_embds": False},
     "roc_bert": {"pronunciation_vocab_size": 64, "shape_vocab_size": 64},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "zamba": {"layers_block_type": ["mamba", "hybrid"] * (LAYERS // 2), "mamba_dt_rank": 4},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * (LAYERS // 2), "num_mem_blocks": 1},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
@@ -129,23 +133,24 @@ def build(name: str) -> Any:
 def _small(kind: Any) -> Any:
     base = kind()
     known = vars(base).keys() | getattr(kind, "attribute_map", {}).keys()
-    options = {key: value for key, value in SMALL.items() if key in known and _get(base, key) is not None}
+    options = {key: value for key, value in SMALL.items() if key in known and get_of(base, key) is not None}
     options |= {key: COMMON[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id")}
     options |= {key: 0.0 for key, value in vars(base).items() if isinstance(value, float) and _is_random(key)}
     for key in ("layer_types", "mlp_layer_types"):
-        types = list(dict.fromkeys(_get(base, key) or ()))
+        types = list(dict.fromkeys(get_of(base, key) or ()))
         if types and key in vars(base):  # else it follows from other options
             options[key] = [types[i % len(types)] for i in range(LAYERS)]
     if "kv_lora_rank" in known:  # every head has keys of its own, of a size of its own
         options["num_key_value_heads"] = 4
         options.pop("head_dim", None)
     for key in getattr(kind, "sub_configs", {}):
-        if _get(base, key) is not None:
-            options[key] = _small(type(_get(base, key)))
+        if get_of(base, key) is not None:
+            options[key] = _small(type(get_of(base, key)))
     return kind(**{**options, **OPTIONS.get(kind.model_type, {})})
 
 
-def _get(config: Any, key: str) -> Any:
+def get_of(config: Any, key: str) -> Any:
+    """A config's value, or None."""
     try:
         return getattr(config, key, None)
     except Exception:  # differs from layer to layer

@@ -615,23 +615,44 @@ def test_a_cut_leaves_no_trace_in_the_model_and_takes_no_number():
 
 
 SHARING: dict[str, Any] = {  # layers 3 and 4 take the keys and values of layers 1 and 2
-    **GROUPED, "num_hidden_layers": 5, "num_kv_shared_layers": 2, "head_dim": 8, "global_head_dim": 16,
-    "hidden_size_per_layer_input": 0, "sliding_window": 6,
+    **COMMON, **GROUPED, "num_hidden_layers": 5, "num_kv_shared_layers": 2, "head_dim": 8, "sliding_window": 6,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64,
 }  # fmt: skip
+STREAMS = {"gemma3n_text": {"laurel_rank": 8}, "gemma4_text": {"global_head_dim": 16}}
 
 
-@pytest.mark.parametrize("documents", [False, True])
-def test_layers_that_take_inputs_of_the_embedding_and_keys_and_values_of_others_are_right_in_one_stage(documents):
+def sharing(name: str) -> Any:
     torch.manual_seed(0)
-    more = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
-    config = transformers.CONFIG_MAPPING["gemma4_text"](**{**COMMON, **SHARING, **more})
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().train()
+    config = transformers.CONFIG_MAPPING[name](**{**SHARING, **STREAMS[name]})
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().train()
+
+
+@pytest.mark.parametrize("balance", [[5], [2, 3], [1, 1, 2, 1]])
+@pytest.mark.parametrize("name", STREAMS)
+def test_layers_take_inputs_of_the_embedding_and_keys_and_values_of_others_over_any_stages(name, balance):
+    """Each stage hands on what later ones take."""
+    model = sharing(name)
     with Float64():
-        want_losses, want = (run_documents if documents else run_whole)(copy.deepcopy(model))
-    losses, stages, _ = run_pipeline(model, 1, kwargs={"doc_ids": doc_ids()} if documents else None)
+        want_losses, want = run_documents(copy.deepcopy(model))
+    losses, stages, _ = run_pipeline(model, len(balance), balance=balance, kwargs={"doc_ids": doc_ids()})
     torch.testing.assert_close(torch.stack(losses), torch.stack(want_losses), rtol=1e-12, atol=0)
     check(stages, want)
+    held = ["model.embed_tokens_per_layer.weight" in stage.state_dict() for stage in stages]
+    assert held == [True, *[False] * (len(balance) - 1)]
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stage_hands_on_what_later_ones_take_and_no_more(name):
+    """Streams; inputs of the layers that follow; keys and values of the two layers that later ones share."""
+    stages = [pipeline_stage(sharing(name), rank, 3, balance=[1, 2, 2]) for rank in range(3)]
+    first = stages[0](batch()[0])
+    second = stages[1](*first)
+    streams = 4 if name == "gemma3n_text" else 1
+    assert [tuple(t.shape) for t in first] == [(M, TOKENS, 32)] * streams + [(M, TOKENS, 4, 8)]
+    sizes = [16, 16, 8, 8] if name == "gemma4_text" else [8] * 4  # full attention has heads of its own size
+    keys = [(M, 2, TOKENS, size) for size in sizes]
+    assert [tuple(t.shape) for t in second] == [(M, TOKENS, 32)] * streams + [(M, TOKENS, 2, 8), *keys]
 
 
 @pytest.mark.parametrize(
@@ -639,8 +660,6 @@ def test_layers_that_take_inputs_of_the_embedding_and_keys_and_values_of_others_
     [
         ("gemma3", {}, "give Gemma3ForCausalLM, which holds its text_config alone"),
         ("fuyu", {}, "give PersimmonForCausalLM"),
-        ("gemma4_text", {}, "hidden_size_per_layer_input"),
-        ("gemma3n_text", {"layer_types": ["full_attention"] * 3, "num_kv_shared_layers": 1}, "altup_num_inputs"),
         ("hrm_text", {}, "it has 2 stacks of layers, model.L_module.layers, model.H_module.layers"),
     ],
 )
