@@ -96,7 +96,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         super().__init__(model, args, *others, **named)
         check_made(self)
         self.model = self.model_wrapped = self.callback_handler.model = self._cut(self.model)
-        self._signature_columns = list(COLUMNS)
+        self._signature_columns = [*COLUMNS, "seq_lengths"]  # of documents in a row, for collators
 
     # -- the model ---------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,8 @@ from seq1f1b.runtime.weighting import IGNORED, shift_labels
 __all__: list[str] = []
 
 COLUMNS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
+_OF_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""What collators of packed documents derive from position_ids for kernels that take rows of one document each."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,13 @@ class Batch:
 
 def make_batch(inputs: Mapping[str, Any], num_microbatches: int, num_segments: int) -> Batch:
     """Raises ValueError for what a stage does not take."""
-    unknown = sorted(name for name, value in inputs.items() if name not in COLUMNS and value is not None)
+    derived = () if inputs.get("position_ids") is None else _OF_KERNELS
+    unknown = sorted(name for name, value in inputs.items() if name not in (*COLUMNS, *derived) and value is not None)
     if unknown:
         raise ValueError(
             f"the batch holds {unknown}, a stage takes {list(COLUMNS)}: leave the others out of the data, or set "
-            "remove_unused_columns=True"
+            "remove_unused_columns=True; what tells documents apart (seq_lengths, cu_seq_lens) must come with the "
+            "position_ids that a collator makes of it"
         )
     tokens = inputs.get("input_ids")
     if not isinstance(tokens, Tensor) or tokens.dim() != 2:

@@ -71,6 +71,9 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     return {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100), "attention_mask": torch.tensor(mask)}
 
 
+flattened = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+
+
 def collate_with_noise(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     batch = collate(rows)
     noise = torch.rand(batch["input_ids"].shape) < 0.1
@@ -239,7 +242,7 @@ def test_a_run_logs_what_the_plain_trainer_logs(on_two_ranks, tmp_path, lora):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"collator": transformers.DataCollatorWithFlattening(), "pipeline": {"num_microbatches": 1}},
+        {"collator": flattened, "pipeline": {"num_microbatches": 1}},
         {"pipeline": {"num_microbatches": 2, "schedule": "seq-zb-h1", "transport": "c10d"}, "max_grad_norm": 0.0},
         {"activation_checkpointing": True, "model": {"tie_word_embeddings": True}, "num_train_epochs": 1.0},
         {"optim": "sgd", "lr_scheduler_type": "linear", "train_sampling_strategy": "group_by_length", "seed": 7},
@@ -258,7 +261,7 @@ def test_other_settings_are_as_with_the_plain_trainer(on_two_ranks, tmp_path, se
         assert rank["events"] == json.loads(json.dumps(events.seen))
 
 
-HYBRIDS = {
+KINDS = {
     "olmo_hybrid": {
         "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
         "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
@@ -267,13 +270,17 @@ HYBRIDS = {
         "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 4,
         "mamba_d_ssm": 64, "head_dim": 8,
     },
+    "gpt_oss": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6, "head_dim": 8,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("lora", [None, {}])
-@pytest.mark.parametrize("kind", HYBRIDS)
-def test_models_with_state_along_the_sequence_are_as_with_the_plain_trainer(on_two_ranks, tmp_path, kind, lora):
-    settings = {"max_steps": 6, "eval_strategy": "epoch", "lora": lora, "model": {"kind": kind, **HYBRIDS[kind]}}
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_with_state_along_the_sequence_or_sinks_train_as_in_the_plain_one(on_two_ranks, tmp_path, kind, lora):
+    settings = {"max_steps": 6, "eval_strategy": "epoch", "lora": lora, "model": {"kind": kind, **KINDS[kind]}}
     plain, _ = train_plain(tmp_path / "plain", settings)
     for rank in on_two_ranks(train, str(tmp_path / "ours"), settings):
         assert_logs_close(rank["logs"], plain.state.log_history, 1e-4)
@@ -586,6 +593,8 @@ def test_the_search_of_hyperparameters_is_refused(tmp_path):
         ({"attention_mask": torch.tensor([[0, 1, 1, 1]])}, "padding_side='right'"),
         ({"attention_mask": torch.tensor([[1, 1, 0, 0]])}, "padding has labels"),
         ({"token_type_ids": torch.zeros(1, 4)}, "token_type_ids"),
+        ({"seq_lengths": [[2, 2]]}, r"\['seq_lengths'\].* must come with the position_ids"),
+        ({"cu_seq_lens_q": torch.tensor([0, 2, 4])}, r"\['cu_seq_lens_q'\].* must come with the position_ids"),
         ({"labels": torch.zeros(1, 3, dtype=torch.long)}, r"labels are \(1, 3\)"),
         ({"labels": None}, "no labels"),
         ({"position_ids": torch.tensor([[0, 1, 3, 4]])}, "count from 0"),
