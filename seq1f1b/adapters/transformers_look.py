@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import threading
 from collections import OrderedDict, UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +21,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from seq1f1b.runtime.model_state import generator_states, set_generator_states
 
 __all__: list[str] = []
 
@@ -160,19 +161,17 @@ class Record:
 
 
 _recording: ContextVar[Record | None] = ContextVar("_recording", default=None)
-_random_state = threading.Lock()  # ranks that are threads: two that read or set it at once can wait for each other
 
 
 @contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """Takes no random numbers of the CPU, as ``torch.random.fork_rng``, one thread at a time."""
-    with _random_state:
-        state = torch.get_rng_state()
+    """Takes no random numbers of the CPU, as ``torch.random.fork_rng``."""
+    cpu = torch.device("cpu")
+    states = generator_states(cpu)
     try:
         yield
     finally:
-        with _random_state:
-            torch.set_rng_state(state)
+        set_generator_states(cpu, states)
 
 
 @contextmanager

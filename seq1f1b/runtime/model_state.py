@@ -12,6 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,6 +140,25 @@ def _same(left: Any, right: Any) -> bool:
 # -- random state ------------------------------------------------------------------------------------------------------
 
 
+_generators = threading.Lock()  # ranks that are threads: two that read or set torch's at once wait for each other
+
+
+def generator_states(device: torch.device) -> tuple[Tensor, ...]:
+    """The states of torch's generators: the CPU's, and the device's."""
+    with _generators:
+        states = [torch.get_rng_state()]
+        if device.type != "cpu":
+            states.append(torch.get_device_module(device).get_rng_state(device))
+        return tuple(states)
+
+
+def set_generator_states(device: torch.device, states: tuple[Tensor, ...]) -> None:
+    with _generators:
+        torch.set_rng_state(states[0])
+        if device.type != "cpu":
+            torch.get_device_module(device).set_rng_state(states[1], device)
+
+
 class RandomState:
     """The state of the generators of torch (the CPU's and one device's), of Python and of numpy, where it is used."""
 
@@ -146,11 +166,9 @@ class RandomState:
         self._device = device
         numpy = sys.modules.get("numpy")
         self._states: list[tuple[Callable[[Any], Any], Any]] = [
-            (torch.set_rng_state, torch.get_rng_state()),
+            (partial(set_generator_states, device), generator_states(device)),
             (random.setstate, random.getstate()),
         ]
-        if device.type == "cuda":
-            self._states.append((lambda s: torch.cuda.set_rng_state(s, device), torch.cuda.get_rng_state(device)))
         if numpy is not None:
             self._states.append((numpy.random.set_state, numpy.random.get_state()))
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from seq1f1b.ops.context import enter
 from seq1f1b.runtime.arguments import Options
+from seq1f1b.runtime.model_state import generator_states, set_generator_states
 from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.parts import Feature, Part, Pass, Received
 from seq1f1b.runtime.stage import Stage, StageStep
@@ -101,7 +102,7 @@ class Kept:
     def __init__(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device, trains: bool) -> None:
         self.inputs = inputs
         self._kwargs, self._device, self._trains = kwargs, device, trains
-        self._random = _random_state(device)
+        self._random = generator_states(device)
         self._read: list[tuple[Tensor, int]] = []  # what F has been given, with its version
         for value in (*inputs, *kwargs.values()):
             self.note(value)
@@ -132,12 +133,12 @@ class Kept:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Around R: the random numbers of F, and then those that would have come."""
-        before = _random_state(self._device)
-        _set_random_state(self._device, self._random)
+        before = generator_states(self._device)
+        set_generator_states(self._device, self._random)
         try:
             yield
         finally:
-            _set_random_state(self._device, before)
+            set_generator_states(self._device, before)
 
     def with_gradient(self, output: Tensor, carried: Mapping[int, Tensor] | None) -> Tensor:
         """Marks the output of F as one for which a gradient may come back: that is known only once R has run."""
@@ -169,17 +170,3 @@ def one_at_a_time(run: _Run) -> _Run:
             return run(*arguments)
 
     return alone  # type: ignore[return-value]
-
-
-def _random_state(device: torch.device) -> list[Tensor]:
-    """The state of the CPU's generator, and of the device's."""
-    states = [torch.get_rng_state()]
-    if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    return states
-
-
-def _set_random_state(device: torch.device, states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[1], device)
