@@ -159,6 +159,12 @@ class CausalLMStage(nn.Module):
         self, given: Sequence[Tensor], position_ids: Tensor, attention_mask: Tensor | None
     ) -> Tensor | tuple[Tensor, ...]:
         entry, exit = self.__dict__["_entry"], self.__dict__["_exit"]
+        message = Message(0) if entry is None else entry.message
+        if (len(given) - message.others == 1) != (message.streams is None) or len(given) <= message.others:
+            what = "several streams of hidden states" if message.streams is not None else "one tensor"
+            raise ValueError(
+                f"the stage takes {what} and {message.others} more, as the stage before returns them, got {len(given)}"
+            )
         is_tokens, x = self._is_first and self.embedding is None, given[0]
         if entry is not None:
             entry.given = given

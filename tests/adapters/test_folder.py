@@ -39,6 +39,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
         "moe_intermediate_size": 16, "first_k_dense_replace": 1,
     },
+    "gemma3n_text": {  # has buffers that files lack, lists of layers that are no layers, and shares keys over stages
+        "layer_types": ["full_attention"] * 3, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 67, "laurel_rank": 8, "head_dim": 8, "initializer_range": 0.2,
+    },
 }  # fmt: skip
 
 

@@ -653,6 +653,9 @@ def test_a_stage_hands_on_what_later_ones_take_and_no_more(name):
     sizes = [16, 16, 8, 8] if name == "gemma4_text" else [8] * 4  # full attention has heads of its own size
     keys = [(M, 2, TOKENS, size) for size in sizes]
     assert [tuple(t.shape) for t in second] == [(M, TOKENS, 32)] * streams + [(M, TOKENS, 2, 8), *keys]
+    for stage, given in [(stages[0], first), (stages[1], first[-1:]), (stages[2], first)]:
+        with pytest.raises(ValueError, match=rf"the stage takes .* as the stage before returns them, got {len(given)}"):
+            stage(*given)
 
 
 @pytest.mark.parametrize(
