@@ -118,11 +118,17 @@ def with_included(source: str | Path) -> list[Path]:
     return found
 
 
+def code_of(text: str) -> str:
+    """C without its comments, empty lines and indentation, which no instruction depends on."""
+    text = re.sub(r'("(?:\\.|[^"\\\n])*")|/\*.*?\*/|//[^\n]*', lambda found: found[1] or " ", text, flags=re.DOTALL)
+    return "\n".join(" ".join(line.split()) for line in text.splitlines() if line.strip())
+
+
 def cuda_source_hash(source: str | Path) -> str:
     """Hash of what makes a kernel: its code in the repository, and the flags that turn it into instructions."""
     digest = hashlib.sha256(" ".join([*CUDA_ARCHITECTURES, *NVCC_FLAGS]).encode())
     for path in with_included(source):
-        digest.update(path.read_bytes())
+        digest.update(code_of(path.read_text()).encode())
     return digest.hexdigest()
 
 

@@ -14,12 +14,9 @@
 
 #include "../csrc/core/dtype.h"
 #include "../csrc/core/status.h"
+#include "strides.h"
 
 #include <stdint.h>
-
-typedef struct { /* strides in elements; the last dimension has stride 1 */
-    int64_t batch, head, row;
-} s1f_strides;
 
 typedef struct {
     int32_t dtype; /* of q, k, v, out, dout, dq: FLOAT32, FLOAT64, BFLOAT16 or FLOAT16 */

@@ -99,7 +99,7 @@ static const s1f_cuda_operation *read_attention(PyObject *args, const char *form
 {
     s1f_cuda_library *library;
     const char *name = NULL;
-    s1f_attention_args *a = &out->attention;
+    s1f_cuda_attention *a = &out->attention;
     long long batch = 0, heads = 0, kv_heads = 0, segment_len = 0, head_dim = 0, q_start = 0, window = 0;
     long long docs_batch_stride = 0, scratch_bytes = 0;
     tensor_rows q, k, v, result, dout, dq, dk, dv, own_dk, own_dv;

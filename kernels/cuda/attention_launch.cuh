@@ -20,7 +20,7 @@ inline bool fits_chunks(const void *address, const s1f_strides &strides, int chu
 }
 
 /* Checks the rules of attention_arguments.h, but for arguments that only backward has. */
-inline bool is_supported(const s1f_attention_args &a)
+inline bool is_supported(const s1f_cuda_attention &a)
 {
     const int64_t limit = 1 << 30, grid_limit = 65535;
     return (a.dtype == S1F_BFLOAT16 || a.dtype == S1F_FLOAT16) && (a.head_dim == 64 || a.head_dim == 128) &&

@@ -33,7 +33,7 @@ struct attention_options {    /* of a launch */
 
 enum : int32_t { NO_WINDOW = INT32_MAX };
 
-inline attention_options options_of(const s1f_attention_args &args, const id_range *ranges)
+inline attention_options options_of(const s1f_cuda_attention &args, const id_range *ranges)
 {
     attention_options options = {};
     const double log2_e = 1.44269504088896340736;
@@ -173,13 +173,13 @@ struct document_ranges {
     }
 };
 
-inline int64_t range_bytes(const s1f_attention_args &args, int block_keys)
+inline int64_t range_bytes(const s1f_cuda_attention &args, int block_keys)
 {
     const int64_t blocks = (args.q_start + args.segment_len + block_keys - 1) / block_keys;
     return args.docs == nullptr ? 0 : args.batch * blocks * (int64_t)sizeof(id_range);
 }
 
-inline int launch_document_ranges(void (*kernel)(document_ranges::arguments), const s1f_attention_args &args,
+inline int launch_document_ranges(void (*kernel)(document_ranges::arguments), const s1f_cuda_attention &args,
                                   const attention_options &options, int block_keys, id_range *ranges, void *stream)
 {
     const int num_blocks = (options.num_tokens + block_keys - 1) / block_keys, threads = document_ranges::THREADS;

@@ -29,7 +29,7 @@ typedef struct {
 
 typedef struct {
     int32_t abi, num_kernels;
-    const char *source;        /* sha256 of the .cu, of the files it includes and of the compiler's flags */
+    const char *source;        /* sha256 of the code of the .cu and of what it includes, and of the compiler's flags */
     const char *compiler;      /* "13.0.88" */
     const char *architectures; /* "sm_80 sm_90 compute_80" */
     const s1f_cuda_kernel *kernels;

@@ -120,7 +120,7 @@ constexpr int NUM_QUERY_TILES = sizeof query_entries / sizeof query_entries[0];
 
 /* -- what can be launched, and how --------------------------------------------------------------------------------- */
 
-bool is_supported_backward(const s1f_attention_args &a)
+bool is_supported_backward(const s1f_cuda_attention &a)
 {
     const int64_t grid_limit = 65535;
     return is_supported(a) && a.heads <= grid_limit && fits_chunks(a.dout, a.dout_strides) &&
@@ -131,7 +131,7 @@ bool is_supported_backward(const s1f_attention_args &a)
 
 /* Index of the last of `count` kernels from `first` on that is for these arguments and needs at most `limit` bytes of
  * shared memory; -1: none. */
-int last_that_fits(const s1f_attention_args &a, int first, int count, int limit)
+int last_that_fits(const s1f_cuda_attention &a, int first, int count, int limit)
 {
     int found = -1;
     for (int i = first; i < first + count; i++)
@@ -164,7 +164,7 @@ int parts_for(const s1f_cuda_attention_args &args, int64_t blocks, int64_t turns
 
 plan plan_of(const s1f_cuda_attention_args &args, int32_t asked)
 {
-    const s1f_attention_args &a = args.attention;
+    const s1f_cuda_attention &a = args.attention;
     plan p = {};
     p.tile = !is_supported_backward(a) || asked < -1 || asked >= NUM_TILES ? -1
              : asked == -1 ? last_that_fits(a, 0, NUM_TILES, shared_memory_limit())
@@ -208,7 +208,7 @@ int64_t scratch_bytes(const void *arguments, int32_t asked)
 
 attention_backward_arguments arguments_of(const s1f_cuda_attention_args &args, const plan &p)
 {
-    const s1f_attention_args &a = args.attention;
+    const s1f_cuda_attention &a = args.attention;
     char *scratch = (char *)args.scratch;
     attention_backward_arguments b = {};
     b.q = a.q;
@@ -249,7 +249,7 @@ attention_backward_arguments arguments_of(const s1f_cuda_attention_args &args, c
     return b;
 }
 
-int helper_index(const s1f_attention_args &a)
+int helper_index(const s1f_cuda_attention &a)
 {
     return (a.dtype == S1F_FLOAT16 ? 2 : 0) + (a.head_dim == 128 ? 1 : 0);
 }
@@ -261,7 +261,7 @@ const entry prepare_entries[] = {HELPERS(PREPARE_POINTER)}, add_entries[] = {HEL
 int32_t launch_backward(const void *arguments, int32_t asked, void *stream)
 {
     const s1f_cuda_attention_args &args = *(const s1f_cuda_attention_args *)arguments;
-    const s1f_attention_args &a = args.attention;
+    const s1f_cuda_attention &a = args.attention;
     const plan p = plan_of(args, asked);
     if (p.tile < 0)
         return error_of_no_kernel();

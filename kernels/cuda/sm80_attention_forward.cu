@@ -79,7 +79,7 @@ constexpr int NUM_ENTRIES = sizeof entries / sizeof entries[0];
 /* -- what can be launched, and how --------------------------------------------------------------------------------- */
 
 /* Index of the kernel: the one asked for if it is for these arguments; -1: none, as without a device. */
-int choose_kernel(const s1f_attention_args &a, int32_t asked)
+int choose_kernel(const s1f_cuda_attention &a, int32_t asked)
 {
     const int limit = shared_memory_limit();
     for (int i = 0; i < NUM_ENTRIES; i++)
@@ -89,7 +89,7 @@ int choose_kernel(const s1f_attention_args &a, int32_t asked)
     return -1;
 }
 
-int64_t num_tiles_of(const s1f_attention_args &a, const s1f_cuda_kernel &kernel)
+int64_t num_tiles_of(const s1f_cuda_attention &a, const s1f_cuda_kernel &kernel)
 {
     return (a.segment_len * (a.heads / a.kv_heads) + kernel.query_rows - 1) / kernel.query_rows;
 }
@@ -99,7 +99,7 @@ int64_t num_tiles_of(const s1f_attention_args &a, const s1f_cuda_kernel &kernel)
  * depend on the device. */
 int32_t num_parts_of(const s1f_cuda_attention_args &args, const s1f_cuda_kernel &kernel)
 {
-    const s1f_attention_args &a = args.attention;
+    const s1f_cuda_attention &a = args.attention;
     const int64_t blocks = num_tiles_of(a, kernel) * a.kv_heads * a.batch, few = 128, wanted = 256, fewest_per_part = 4;
     int64_t keys = a.q_start + a.segment_len;
     if (a.window > 0 && a.window + a.segment_len < keys)
@@ -115,7 +115,7 @@ struct scratch_layout { /* offsets; in this order */
     int64_t part_lse, part_out, bytes;
 };
 
-scratch_layout scratch_of(const s1f_attention_args &a, const s1f_cuda_kernel &kernel, int32_t num_parts)
+scratch_layout scratch_of(const s1f_cuda_attention &a, const s1f_cuda_kernel &kernel, int32_t num_parts)
 {
     const int64_t rows = num_parts > 1 ? num_parts * a.batch * a.heads * a.segment_len : 0;
     scratch_layout layout;
@@ -135,7 +135,7 @@ int64_t scratch_bytes(const void *arguments, int32_t asked)
 
 /* -- launch -------------------------------------------------------------------------------------------------------- */
 
-int merge(const s1f_attention_args &a, const attention_forward_arguments &arguments, void *stream)
+int merge(const s1f_cuda_attention &a, const attention_forward_arguments &arguments, void *stream)
 {
     const int64_t threads = arguments.all_rows * a.head_dim / 4;
     const index3 blocks = {(int)((threads + 127) / 128), 1, 1};
@@ -148,7 +148,7 @@ int merge(const s1f_attention_args &a, const attention_forward_arguments &argume
 int32_t launch_forward(const void *arguments, int32_t asked, void *stream)
 {
     const s1f_cuda_attention_args &args = *(const s1f_cuda_attention_args *)arguments;
-    const s1f_attention_args &a = args.attention;
+    const s1f_cuda_attention &a = args.attention;
     const int index = is_supported(a) ? choose_kernel(a, asked) : -1;
     if (index < 0)
         return error_of_no_kernel();

@@ -33,7 +33,7 @@ OPERATIONS = ("attention_forward", "attention_backward")
 
 class Operation(NamedTuple):
     name: str
-    source: str  # sha256 of what it was compiled from
+    source: str  # sha256 of the code that it was compiled from, comments left out
     compiler: str
     architectures: str  # "sm_80 sm_90 compute_80"
     kernels: tuple[_C.CudaKernel, ...]

@@ -283,6 +283,16 @@ def test_the_table_holds_for_the_sources_at_hand() -> None:
         assert record.source == sources[record.operation], record
 
 
+def test_a_record_is_of_code_and_not_of_comments() -> None:
+    """Also of what a source includes: there the CPU's attention.h no longer is."""
+    setup = sass.load_setup()
+    names = {path.name for source in setup.cuda_sources() for path in setup.with_included(source)}
+    assert {"attention_arguments.h", "strides.h"} <= names and "attention.h" not in names
+    text = '#include "a.h" /* why\n * it is here */\n\nint   x = 1; // one\nchar s[] = "/* s */";\n'
+    assert setup.code_of(text) == '#include "a.h"\nint x = 1;\nchar s[] = "/* s */";'
+    assert setup.code_of(text.replace("why", "whence")) == setup.code_of(text) != setup.code_of(text.replace("1", "2"))
+
+
 def test_a_table_that_cannot_be_read_names_its_file(tmp_path: Path) -> None:
     path = tmp_path / "verified.json"
     path.write_text(json.dumps([{"architecture": "sm_90"}]))
