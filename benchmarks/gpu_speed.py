@@ -92,7 +92,7 @@ def speed(machine: Machine) -> Iterator[Case]:
         inputs = Segment(machine, heads, kv_heads, head_dim, tokens, end)
         options = inputs.options
         out, lse = cuda_attention._forward(*inputs.qkv, options)
-        found: dict[str, Any] = {"way": cuda_attention.way(inputs.q, options), "dtype": "bfloat16"}
+        found: dict[str, Any] = {"way": cuda_attention.way(inputs.q, inputs.q.shape[3], options), "dtype": "bfloat16"}
         without: dict[str, str] = {}  # what could not be timed, and why
 
         def timed(name: str, prepare: Callable[[], Callable[[], Any]]) -> None:
@@ -147,7 +147,7 @@ def speed(machine: Machine) -> Iterator[Case]:
             def backward(out: Tensor = out, lse: Tensor = lse) -> Any:
                 return cuda_attention._backward(inputs.dout, *inputs.qkv, out, lse, chosen, inputs.dk, inputs.dv)
 
-            way = cuda_attention.way(inputs.q, chosen)
+            way = cuda_attention.way(inputs.q, inputs.q.shape[3], chosen)
             forward = functools.partial(cuda_attention._forward, *inputs.qkv, chosen)
             for name, run in (("forward", forward), ("backward", backward)):
                 found[f"{way} {name}"] = f"{machine.seconds(run, budget=0.12) * 1e3:.3f} ms"

@@ -102,16 +102,10 @@ static const s1f_attention_kernels *kernels_for(const s1f_attention_args *args)
     return &s1f_attention_reference;
 }
 
-s1f_status s1f_attention_forward_with_sinks(const s1f_attention_args *args, const void *sinks,
-                                            const s1f_attention_context *context)
-{
-    s1f_status status = s1f_attention_check(args);
-    return status == S1F_OK ? kernels_for(args)->forward(args, sinks, context) : status;
-}
-
 s1f_status s1f_attention_forward(const s1f_attention_args *args, const s1f_attention_context *context)
 {
-    return s1f_attention_forward_with_sinks(args, NULL, context);
+    s1f_status status = s1f_attention_check(args);
+    return status == S1F_OK ? kernels_for(args)->forward(args, context) : status;
 }
 
 s1f_status s1f_attention_backward(const s1f_attention_args *args, const s1f_attention_context *context)
@@ -131,12 +125,13 @@ s1f_status s1f_attention_check(const s1f_attention_args *args)
         args->dtype != S1F_FLOAT16)
         return s1f_fail(S1F_ERR_ARG, "attention of %s: must be float32, float64, bfloat16 or float16",
                         s1f_dtype_name(args->dtype));
-    if (args->batch < 1 || args->heads < 1 || args->kv_heads < 1 || args->segment_len < 1 || args->head_dim < 1)
+    if (args->batch < 1 || args->heads < 1 || args->kv_heads < 1 || args->segment_len < 1 || args->head_dim < 1 ||
+        args->v_head_dim < 1)
         return s1f_fail(S1F_ERR_ARG,
-                        "attention of batch %lld, heads %lld, kv_heads %lld, segment_len %lld, head_dim %lld: each "
-                        "must be at least 1",
+                        "attention of batch %lld, heads %lld, kv_heads %lld, segment_len %lld, head_dim %lld, "
+                        "v_head_dim %lld: each must be at least 1",
                         (long long)args->batch, (long long)args->heads, (long long)args->kv_heads,
-                        (long long)args->segment_len, (long long)args->head_dim);
+                        (long long)args->segment_len, (long long)args->head_dim, (long long)args->v_head_dim);
     if (args->heads % args->kv_heads != 0)
         return s1f_fail(S1F_ERR_ARG, "kv_heads %lld does not divide heads %lld", (long long)args->kv_heads,
                         (long long)args->heads);

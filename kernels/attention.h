@@ -1,14 +1,18 @@
 /* attention.h - causal attention of one segment over its prefix.
  *
- *   out[i] = sum_j p[i][j] v[j],   p[i] = softmax_j(logit[i][j]) over the visible j
+ *   out[i] = sum_j p[i][j] v[j],   p[i] = softmax_j(logit[i][j]) over the visible j and the head's sink
  *   logit[i][j] = cap(scale q[i].k[j]) - slope (t_i - j),   t_i = q_start + i,   cap(x) = softcap tanh(x / softcap)
  *   visible: j <= t_i, t_i - j < window, docs[j] == docs[t_i]
  *   keys seen by a 3-row segment at q_start = 2:  111.. / 1111. / 11111
+ *   sink: one more logit, alike in all rows, that takes part in the softmax's sum and has no value. With
+ *   lse[i] = log(exp(sink) + sum_j exp(logit[i][j])), dsink = -sum_i exp(sink - lse[i]) (dout[i] . out[i]); the other
+ *   gradients take p from lse and dout . out from out, and both have the sink in them
  *
- * Shapes    q, out, dout, dq (B, Hq, S, D); k, v (B, Hkv, T, D), T = q_start + S; lse (B, Hq, S); Hkv divides Hq;
- *           query head h reads kv head h / (Hq / Hkv)
+ * Shapes    q, dq (B, Hq, S, D); k (B, Hkv, T, D), T = q_start + S; v (B, Hkv, T, Dv); out, dout (B, Hq, S, Dv);
+ *           lse (B, Hq, S); Hkv divides Hq; query head h reads kv head h / (Hq / Hkv)
  * Numerics  fp64 for fp64; otherwise fp32 sums and row statistics, one rounding at the end
- * Truth     s1f_attention_ref_forward/backward: plain C, every option, every size, any strides */
+ * Truth     s1f_attention_ref_forward/backward: plain C, every option, every size, any strides
+ * On CUDA   arguments of their own (cuda/attention_arguments.h) */
 #ifndef S1F_ATTENTION_H
 #define S1F_ATTENTION_H
 
@@ -20,11 +24,11 @@
 
 typedef struct {
     int32_t dtype; /* of q, k, v, out, dout, dq: FLOAT32, FLOAT64, BFLOAT16 or FLOAT16 */
-    int64_t batch, heads, kv_heads, segment_len, head_dim, q_start; /* T = q_start + segment_len */
+    int64_t batch, heads, kv_heads, segment_len, head_dim, v_head_dim, q_start; /* T = q_start + segment_len */
 
     const void *q, *k, *v;
-    s1f_strides q_strides, kv_strides; /* k and v alike */
-    void *out;                         /* forward: written; backward: read */
+    s1f_strides q_strides, k_strides, v_strides;
+    void *out; /* forward: written; backward: read */
     s1f_strides out_strides;
     void *lse; /* float (double for fp64), (B, Hq, S) contiguous: natural log of the row sums */
 
@@ -35,6 +39,7 @@ typedef struct {
     int64_t slopes_batch_stride;
     const int32_t *docs; /* (B, T), row stride docs_batch_stride; NULL: one document */
     int64_t docs_batch_stride;
+    const void *sinks; /* float (double for fp64), (Hq), below infinity; -infinity is no sink. NULL: none */
 
     /* backward */
     const void *dout;
@@ -42,12 +47,12 @@ typedef struct {
     void *dq;
     s1f_strides dq_strides;
     void *dk, *dv; /* float (double for fp64), rows [0, T): added to, or stored where store_kv_grads */
-    s1f_strides dkv_strides;
+    s1f_strides dk_strides, dv_strides;
     int32_t store_kv_grads;
-    void *own_dk,
-        *own_dv; /* (B, Hkv, S, D) of dtype: the sums of rows [q_start, T), to which later segments have added;
-                              those rows of dk and dv then hold nothing of use. NULL: not asked for */
-    s1f_strides own_dkv_strides;
+    void *own_dk, *own_dv; /* of dtype: the sums of rows [q_start, T), to which later segments have added; those rows of
+                              dk and dv then hold nothing of use. NULL: not asked for */
+    s1f_strides own_dk_strides, own_dv_strides;
+    void *dsinks; /* float (double for fp64), (Hq): stored, where there are sinks. NULL: not asked for */
 } s1f_attention_args;
 
 /* Runs body(begin, end, context) over [begin, end) on a pool, in any pieces: results do not depend on them. Must not be

@@ -3,7 +3,7 @@
  * A task is a kv head, or a range of its keys where there are few heads; so each tile of dk and dv has one
  * owner, which adds it to the accumulators once. With X and P as in forward from the stored lse,
  * D = rowsum(dout * out):
- *   dP = dO V^T,   dS = P (dP - D),   dV += P^T dO,   dK += dS^T Q,   dQ += dS K
+ *   dP = dO V^T,   dS = P (dP - D),   dV += P^T dO,   dK += dS^T Q,   dQ += dS K,   dsink = -sum 2^(sink - lse) D
  * A micro-tile of S and dP becomes P and dS while it is in L1, so no block of them is written and read again as fp32.
  * Packed rows and dQ of a whole head are in the worker's scratch, and so near. Ranges of a head share the rows; dQ of
  * each is its own, and they are summed in order at the end. */
@@ -26,8 +26,8 @@ enum {
 };
 
 typedef struct {                     /* what the rows of a kv head's query heads become, in their order (group, rows) */
-    operand *q, *dout;               /* (.., depth) */
-    operand *q_across, *dout_across; /* (.. / PER_OPERAND, dim); the same memory where both are the same */
+    operand *q, *dout;               /* (.., depth), (.., v_depth) */
+    operand *q_across, *dout_across; /* (.. / PER_OPERAND, dim or v_dim); the same memory where both are the same */
     float *lse, *delta;              /* (..): in powers of two; rowsum(dout * out) */
     float *dq;                       /* (ranges, .., dim) */
 } row_group;
@@ -42,7 +42,7 @@ static key_cut cut_keys(int64_t heads, int64_t keys, int64_t ranges)
 static int64_t row_group_floats(const attention_job *job, int64_t ranges)
 {
     int64_t rows = group_of(job->args) * job->rows;
-    return (2 + ranges) * rows * job->dim + 2 * round_up(rows, ALIGNED);
+    return rows * ((1 + ranges) * job->dim + job->v_dim) + 2 * round_up(rows, ALIGNED);
 }
 
 static row_group row_group_at(const attention_job *job, float *memory, int64_t ranges)
@@ -50,9 +50,9 @@ static row_group row_group_at(const attention_job *job, float *memory, int64_t r
     int64_t rows = group_of(job->args) * job->rows;
     row_group g = {.dq = memory, .q = memory + ranges * rows * job->dim};
     g.dout = g.q + rows * job->depth;
-    g.q_across = OPERAND_PAIRS ? g.dout + rows * job->depth : g.q;
+    g.q_across = OPERAND_PAIRS ? g.dout + rows * job->v_depth : g.q;
     g.dout_across = OPERAND_PAIRS ? g.q_across + rows * job->depth : g.dout;
-    g.lse = g.dq + (2 + ranges) * rows * job->dim;
+    g.lse = g.dq + rows * ((1 + ranges) * job->dim + job->v_dim);
     g.delta = g.lse + round_up(rows, ALIGNED);
     return g;
 }
@@ -60,19 +60,22 @@ static row_group row_group_at(const attention_job *job, float *memory, int64_t r
 /* Floats of a key_block, which begins a worker's scratch. */
 static int64_t key_block_floats(const attention_job *job)
 {
-    return 3 * MICRO_TILE + (2 + OPERAND_PAIRS) * BLOCK + 3 * KEYS * job->depth + 2 * KEYS * job->dim +
-           BLOCK_ROWS * job->dim;
+    return 3 * MICRO_TILE + (2 + OPERAND_PAIRS) * BLOCK + KEYS * (2 * job->depth + job->v_depth) +
+           KEYS * (job->dim + job->v_dim) + BLOCK_ROWS * s1f_max(job->dim, job->v_dim);
 }
 
 static attention_job backward_job(const s1f_attention_args *args)
 {
-    int64_t heads = args->batch * args->kv_heads, dim = round_up(args->head_dim, VEC_LANES);
+    int64_t heads = args->batch * args->kv_heads;
+    int64_t dim = round_up(args->head_dim, VEC_LANES), v_dim = round_up(args->v_head_dim, VEC_LANES);
     int64_t keys = args->q_start + args->segment_len, ranges = (BACKWARD_TASKS + heads - 1) / heads;
     int64_t last = heads < FEW_HEADS ? heads / FINER : 0;
     key_cut first_cut = cut_keys(heads - last, keys, ranges), last_cut = cut_keys(last, keys, FINER * ranges);
     attention_job job = {.args = args,
                          .dim = dim,
+                         .v_dim = v_dim,
                          .depth = dim / PER_OPERAND,
+                         .v_depth = v_dim / PER_OPERAND,
                          .rows = round_up(args->segment_len, TILE_ROWS),
                          .cuts = {first_cut, last_cut},
                          .main_tasks = first_cut.heads * first_cut.ranges + last_cut.heads * last_cut.ranges};
@@ -111,62 +114,76 @@ static int64_t first_row_seeing(const s1f_attention_args *args, int64_t key)
     return s1f_max(0, key - args->q_start) / TILE_ROWS * TILE_ROWS;
 }
 
-static int64_t backward_scratch_bytes(const s1f_attention_args *args, int32_t num_threads)
-{
-    attention_job job = backward_job(args);
-    int64_t shared = shared_floats(&job, args->batch * args->kv_heads);
-    return (shared + num_workers(&job, num_threads) * job.scratch_floats) * (int64_t)sizeof(float);
-}
-
 /* Pieces of the rows of a segment, in which they are prepared and given out. */
 static int64_t num_pieces(const attention_job *job)
 {
     return (job->rows + ROWS - 1) / ROWS;
 }
 
-/* Packs a piece of query head g of a kv head: q and dout, lse in powers of two, rowsum(dout * out). Rows that fill up
- * the last micro-tile are zero, and their p as well, so they add nothing to dk and dv. */
+/* Floats of the sums for the gradients of the sinks, which begin the scratch. */
+static int64_t sink_floats(const attention_job *job)
+{
+    const s1f_attention_args *args = job->args;
+    int64_t sums = args->sinks && args->dsinks ? args->batch * args->heads * num_pieces(job) : 0;
+    return round_up(sums * (int64_t)(sizeof(double) / sizeof(float)), ALIGNED);
+}
+
+static int64_t backward_scratch_bytes(const s1f_attention_args *args, int32_t num_threads)
+{
+    attention_job job = backward_job(args);
+    int64_t shared = sink_floats(&job) + shared_floats(&job, args->batch * args->kv_heads);
+    return (shared + num_workers(&job, num_threads) * job.scratch_floats) * (int64_t)sizeof(float);
+}
+
+/* Packs a piece of query head g of a kv head: q and dout, lse in powers of two, rowsum(dout * out), and sums up what it
+ * gives to the sink. Rows that fill up the last micro-tile are zero, and their p as well, so they add nothing to dk and
+ * dv. */
 static void prepare_piece(const attention_job *job, const row_group *to, int64_t kv_head, int64_t g, int64_t piece,
                           float *scratch)
 {
     const s1f_attention_args *args = job->args;
-    int64_t begin = piece * ROWS, dim = job->dim, first = g * job->rows + begin;
+    int64_t begin = piece * ROWS, dim = job->dim, v_dim = job->v_dim, first = g * job->rows + begin;
     int64_t batch = kv_head / args->kv_heads, head = kv_head % args->kv_heads * group_of(args) + g;
     int64_t rows = s1f_min(ROWS, job->rows - begin), count = s1f_min(rows, args->segment_len - begin);
-    source_rows q = query_rows(args, args->q, args->q_strides, batch, head, begin, count);
-    source_rows dout = query_rows(args, args->dout, args->dout_strides, batch, head, begin, count);
-    source_rows out = query_rows(args, args->out, args->out_strides, batch, head, begin, count);
+    source_rows q = rows_of(args, args->q, args->q_strides, batch, head, begin, count);
+    source_rows dout = v_rows_of(args, args->dout, args->dout_strides, batch, head, begin, count);
+    source_rows out = v_rows_of(args, args->out, args->out_strides, batch, head, begin, count);
     fetch_rows(&q);
     fetch_rows(&dout);
     fetch_rows(&out);
     pack_rows(&q, rows, dim, to->q + first * job->depth);
-    pack_rows(&dout, rows, dim, to->dout + first * job->depth);
+    pack_rows(&dout, rows, v_dim, to->dout + first * job->v_depth);
     if (OPERAND_PAIRS) {
         pack_across(&q, rows, dim, to->q_across + first / PER_OPERAND * dim);
-        pack_across(&dout, rows, dim, to->dout_across + first / PER_OPERAND * dim);
+        pack_across(&dout, rows, v_dim, to->dout_across + first / PER_OPERAND * v_dim);
     }
     float *lse = to->lse + first, *delta = to->delta + first;
     operand *out_row = scratch;
     const float *from = (const float *)args->lse + (batch * args->heads + head) * args->segment_len + begin;
+    double sink = job->sink_sums ? s1f_sink(args, head) : 0, sink_sum = 0;
     for (int64_t row = 0; row < rows; row++) {
         if (row >= count) {
             lse[row] = -LOWEST;
             delta[row] = 0;
             continue;
         }
-        pack_row(&out, row, out_row, dim);
-        const operand *dout_row = to->dout + (first + row) * job->depth;
+        pack_row(&out, row, out_row, v_dim);
+        const operand *dout_row = to->dout + (first + row) * job->v_depth;
         vec sum = VEC_ALL(0);
         int64_t c = 0;
-        for (; c + VEC_LANES <= job->depth; c += VEC_LANES)
+        for (; c + VEC_LANES <= job->v_depth; c += VEC_LANES)
             sum = VEC_DOT(VEC_LOAD(dout_row + c), VEC_LOAD(out_row + c), sum);
-        if (c < job->depth)
-            sum = VEC_DOT(VEC_FIRST(VEC_LOAD(dout_row + c), job->depth - c, VEC_ALL(0)),
-                          VEC_FIRST(VEC_LOAD(out_row + c), job->depth - c, VEC_ALL(0)), sum);
+        if (c < job->v_depth)
+            sum = VEC_DOT(VEC_FIRST(VEC_LOAD(dout_row + c), job->v_depth - c, VEC_ALL(0)),
+                          VEC_FIRST(VEC_LOAD(out_row + c), job->v_depth - c, VEC_ALL(0)), sum);
         delta[row] = sum_of_lanes(sum);
+        if (job->sink_sums)
+            sink_sum -= exp(sink - (double)from[row]) * (double)delta[row];
         double powers = (double)from[row] * LOG2_E; /* finite, also where a sink is next to float's largest */
         lse[row] = (float)(powers > -(double)LOWEST ? -(double)LOWEST : powers);
     }
+    if (job->sink_sums)
+        job->sink_sums[(batch * args->heads + head) * num_pieces(job) + piece] = sink_sum;
 }
 
 /* dq of a piece of query head g of a kv head: the sum over its ranges of keys, in order. */
@@ -218,7 +235,7 @@ typedef struct {
     operand *ds_rows;  /* (BACKWARD_ROWS, PITCH / PER_OPERAND): dS along rows; ds itself in fp32 */
     operand *k_panels, *v_panels, *k_room, *room; /* packed */
     const operand *k_across;
-    float *dk, *dv; /* (KEYS, dim) */
+    float *dk, *dv; /* (KEYS, dim), (KEYS, v_dim) */
 } key_block;
 
 /* VEC_LANES pairs of a row from c on, of which the first `num_seen` - c are seen: p and ds. */
@@ -271,12 +288,11 @@ ALWAYS_INLINE void gradient_tile(const key_block *b, int capped, int64_t r, int6
 static void backward_block(const attention_job *job, const exponent_rule *rule, const row_group *of, int64_t first,
                            int64_t rows, int64_t token, int64_t first_key, int64_t keys, const key_block *b)
 {
-    int64_t dim = job->dim, depth = job->depth;
+    int64_t dim = job->dim, depth = job->depth, v_dim = job->v_dim, v_depth = job->v_depth;
     visibility seen_keys = block_visibility(rule, token, rows, first_key, keys);
     if (seen_keys == ALL_HIDDEN)
         return;
     float factor = rule->transforms ? 1 : rule->factor;
-    int64_t tile_bytes = TILE_ROWS * dim * (int64_t)sizeof(float);
     int capped = rule->cap != 0;
     for (int64_t panel = 0; panel < round_up(keys, TILE_ROWS); panel += PANEL)
         for (int64_t r = 0; r < rows; r += TILE_ROWS) {
@@ -284,13 +300,13 @@ static void backward_block(const attention_job *job, const exponent_rule *rule, 
             for (int64_t i = 0; i < TILE_ROWS; i++)
                 num_seen[i] = seen(token + r + i, key, width);
             int64_t columns = num_seen[TILE_ROWS - 1];
-            const operand *q = of->q + (first + r) * depth, *dout = of->dout + (first + r) * depth;
+            const operand *q = of->q + (first + r) * depth, *dout = of->dout + (first + r) * v_depth;
             if (panel == 0 && r + TILE_ROWS < rows) { /* a sweep over all rows finds them in L3, not in L2 */
-                fetch_bytes(q + TILE_ROWS * depth, tile_bytes / PER_OPERAND);
-                fetch_bytes(dout + TILE_ROWS * depth, tile_bytes / PER_OPERAND);
+                fetch_bytes(q + TILE_ROWS * depth, TILE_ROWS * depth * (int64_t)sizeof *q);
+                fetch_bytes(dout + TILE_ROWS * v_depth, TILE_ROWS * v_depth * (int64_t)sizeof *dout);
             }
             multiply_panel(b->s, PANEL, q, depth, b->k_panels + panel * depth, depth, columns);
-            multiply_panel(b->dp, PANEL, dout, depth, b->v_panels + panel * depth, depth, columns);
+            multiply_panel(b->dp, PANEL, dout, v_depth, b->v_panels + panel * v_depth, v_depth, columns);
             if (rule->transforms || seen_keys == SOME_HIDDEN)
                 exponents_of_rows(rule, seen_keys, TILE_ROWS, token + r, key, width, PANEL, b->s,
                                   capped ? b->derivative : NULL);
@@ -306,23 +322,23 @@ static void backward_block(const attention_job *job, const exponent_rule *rule, 
         int64_t from = s1f_max(0, first_key + key - token) / PER_OPERAND, left = rows / PER_OPERAND - from;
         if (left <= 0)
             break;
-        int64_t at = from * PITCH + key, row = (first / PER_OPERAND + from) * dim;
-        multiply_add_transposed(b->dv + key * dim, b->p + at, PITCH, of->dout_across + row, left, dim);
-        multiply_add_transposed(b->dk + key * dim, b->ds + at, PITCH, of->q_across + row, left, dim);
+        int64_t at = from * PITCH + key, row = first / PER_OPERAND + from;
+        multiply_add_transposed(b->dv + key * v_dim, b->p + at, PITCH, of->dout_across + row * v_dim, left, v_dim);
+        multiply_add_transposed(b->dk + key * dim, b->ds + at, PITCH, of->q_across + row * dim, left, dim);
     }
     for (int64_t r = 0; r < rows; r += TILE_ROWS) {
         if (r + TILE_ROWS < rows)
-            fetch_bytes(of->dq + (first + r + TILE_ROWS) * dim, tile_bytes);
+            fetch_bytes(of->dq + (first + r + TILE_ROWS) * dim, TILE_ROWS * dim * (int64_t)sizeof *of->dq);
         multiply_add(of->dq + (first + r) * dim, b->ds_rows + r * (PITCH / PER_OPERAND), PITCH / PER_OPERAND,
                      b->k_across, depth_of(seen(token + r + TILE_ROWS - 1, first_key, keys)), dim);
     }
 }
 
-/* A row of dk or dv: `sum` is added to `to`; or, where `own` is not NULL, both together become elements there. */
-static void add_key_gradient(const s1f_attention_args *args, int stores, float factor, float *sum, float *to, void *own,
+/* A row of dk or dv, `dim` wide: `sum` is added to `to`; or, where `own` is not NULL, both together become elements
+ * there. */
+static void add_key_gradient(int32_t dtype, int64_t dim, int stores, float factor, float *sum, float *to, void *own,
                              int64_t own_at)
 {
-    int64_t dim = args->head_dim;
     if (own == NULL) {
         if (stores)
             for (int64_t c = 0; c < dim; c++)
@@ -337,7 +353,7 @@ static void add_key_gradient(const s1f_attention_args *args, int stores, float f
             sum[c] = to[c] + factor * sum[c];
         factor = 1;
     }
-    narrow_row(args->dtype, own, own_at, dim, factor, sum);
+    narrow_row(dtype, own, own_at, dim, factor, sum);
 }
 
 typedef struct {
@@ -350,7 +366,7 @@ typedef struct {
 static void backward_pass(const attention_job *job, const key_range *range, int64_t begin, int64_t end, key_block *b)
 {
     const s1f_attention_args *args = job->args;
-    int64_t dim = job->dim, group = group_of(args), rows = job->rows;
+    int64_t dim = job->dim, v_dim = job->v_dim, group = group_of(args), rows = job->rows;
     int64_t last_key = s1f_min(range->last_key, args->q_start + s1f_min(end, args->segment_len));
     int stores = args->store_kv_grads && end == rows; /* the last rows come first, and see every key */
     exponent_rule any = rule_of(args, range->batch, range->kv_head * group); /* its heads hide the same keys */
@@ -360,12 +376,12 @@ static void backward_pass(const attention_job *job, const key_range *range, int6
         int is_hidden = block_visibility(&any, args->q_start + first, end - first, key, keys) == ALL_HIDDEN;
         if (is_hidden && !stores)
             continue;
-        memset(b->dk, 0, (size_t)(2 * KEYS * dim) * sizeof *b->dk);
+        memset(b->dk, 0, (size_t)(KEYS * (dim + v_dim)) * sizeof *b->dk);
         if (!is_hidden) {
-            source_rows k = key_rows(args, args->k, range->batch, range->kv_head, key, keys);
-            source_rows v = key_rows(args, args->v, range->batch, range->kv_head, key, keys);
+            source_rows k = rows_of(args, args->k, args->k_strides, range->batch, range->kv_head, key, keys);
+            source_rows v = v_rows_of(args, args->v, args->v_strides, range->batch, range->kv_head, key, keys);
             pack_panels(&k, dim, b->room, b->k_panels);
-            pack_panels(&v, dim, b->room, b->v_panels);
+            pack_panels(&v, v_dim, b->room, b->v_panels);
             b->k_across = pack_across(&k, round_up(keys, PER_OPERAND), dim, b->k_room);
         }
         for (int64_t g = 0; g < group && !is_hidden; g++) {
@@ -375,20 +391,20 @@ static void backward_pass(const attention_job *job, const key_range *range, int6
                                args->q_start + row, key, keys, b);
         }
         for (int64_t i = 0; i < keys; i++) {
-            int64_t to = s1f_at(args->dkv_strides, range->batch, range->kv_head, key + i),
-                    row = key + i - args->q_start;
+            float *dk = (float *)args->dk + s1f_at(args->dk_strides, range->batch, range->kv_head, key + i);
+            float *dv = (float *)args->dv + s1f_at(args->dv_strides, range->batch, range->kv_head, key + i);
             if (i + AHEAD < keys) {
-                fetch_bytes((const float *)args->dk + to + AHEAD * args->dkv_strides.row,
-                            args->head_dim * (int64_t)sizeof(float));
-                fetch_bytes((const float *)args->dv + to + AHEAD * args->dkv_strides.row,
-                            args->head_dim * (int64_t)sizeof(float));
+                fetch_bytes(dk + AHEAD * args->dk_strides.row, args->head_dim * (int64_t)sizeof *dk);
+                fetch_bytes(dv + AHEAD * args->dv_strides.row, args->v_head_dim * (int64_t)sizeof *dv);
             }
+            int64_t row = key + i - args->q_start;
             int is_own = args->own_dk && row >= begin; /* and no row before sees it */
-            int64_t at = is_own ? s1f_at(args->own_dkv_strides, range->batch, range->kv_head, row) : 0;
-            add_key_gradient(args, stores, (float)args->scale, b->dk + i * dim, (float *)args->dk + to,
-                             is_own ? args->own_dk : NULL, at);
-            add_key_gradient(args, stores, 1, b->dv + i * dim, (float *)args->dv + to, is_own ? args->own_dv : NULL,
-                             at);
+            add_key_gradient(args->dtype, args->head_dim, stores, (float)args->scale, b->dk + i * dim, dk,
+                             is_own ? args->own_dk : NULL,
+                             is_own ? s1f_at(args->own_dk_strides, range->batch, range->kv_head, row) : 0);
+            add_key_gradient(args->dtype, args->v_head_dim, stores, 1, b->dv + i * v_dim, dv,
+                             is_own ? args->own_dv : NULL,
+                             is_own ? s1f_at(args->own_dv_strides, range->batch, range->kv_head, row) : 0);
         }
     }
 }
@@ -398,17 +414,17 @@ static void backward_pass(const attention_job *job, const key_range *range, int6
 static void backward_task(const attention_job *job, int64_t task, float *scratch)
 {
     const s1f_attention_args *args = job->args;
-    int64_t dim = job->dim, group = group_of(args), rows = job->rows, block = KEYS * job->depth;
+    int64_t dim = job->dim, group = group_of(args), rows = job->rows;
     key_block b = {.s = scratch, .dp = scratch + MICRO_TILE, .derivative = scratch + 2 * MICRO_TILE};
     b.p = scratch + 3 * MICRO_TILE;
     b.ds = b.p + BLOCK;
     b.ds_rows = OPERAND_PAIRS ? b.ds + BLOCK : b.ds;
     b.k_panels = b.ds + (1 + OPERAND_PAIRS) * BLOCK;
-    b.v_panels = b.k_panels + block;
-    b.k_room = b.v_panels + block;
-    b.dk = b.k_room + block;
+    b.v_panels = b.k_panels + KEYS * job->depth;
+    b.k_room = b.v_panels + KEYS * job->v_depth;
+    b.dk = b.k_room + KEYS * job->depth;
     b.dv = b.dk + KEYS * dim;
-    b.room = b.dv + KEYS * dim;
+    b.room = b.dv + KEYS * job->v_dim;
 
     int64_t before = job->cuts[0].heads * job->cuts[0].ranges, is_last = task >= before;
     int64_t in_cut = is_last ? task - before : task, cut_heads = job->cuts[is_last].heads;
@@ -436,6 +452,19 @@ static void backward_task(const attention_job *job, int64_t task, float *scratch
             store_query_gradient(job, &range.rows, kv_head, piece / pieces, piece % pieces);
 }
 
+static void store_sink_gradients(const attention_job *job)
+{
+    const s1f_attention_args *args = job->args;
+    int64_t pieces = num_pieces(job);
+    for (int64_t head = 0; head < args->heads; head++) {
+        double sum = 0;
+        for (int64_t batch = 0; batch < args->batch; batch++)
+            for (int64_t piece = 0; piece < pieces; piece++)
+                sum += job->sink_sums[(batch * args->heads + head) * pieces + piece];
+        ((float *)args->dsinks)[head] = (float)sum;
+    }
+}
+
 static s1f_status backward(const s1f_attention_args *args, const s1f_attention_context *context)
 {
     attention_job job = backward_job(args);
@@ -446,12 +475,15 @@ static s1f_status backward(const s1f_attention_args *args, const s1f_attention_c
         return status;
     int64_t heads = args->batch * args->kv_heads;
     int64_t cut_tasks = (heads - first_cut_head(&job)) * group_of(args) * num_pieces(&job);
-    job.shared = scratch;
+    job.sink_sums = args->sinks && args->dsinks ? scratch : NULL;
+    job.shared = (float *)scratch + sink_floats(&job);
     job.scratch = job.shared + shared_floats(&job, heads);
     job.workers = num_workers(&job, threads_of(context));
     run_tasks(&job, context, cut_tasks, prepare_task);
     run_tasks(&job, context, job.main_tasks, backward_task);
     run_tasks(&job, context, cut_tasks, query_gradient_task);
+    if (job.sink_sums)
+        store_sink_gradients(&job);
     free(owned);
     return S1F_OK;
 }

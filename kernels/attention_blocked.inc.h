@@ -11,7 +11,7 @@
  * token can reach the few rows before it, which the truth keeps clean. Rows of k and v from T on are never read.
  * Every sum has one order, whatever the number of threads.
  *
- * fp64 and a head_dim above MAX_DIM are handed to the truth. */
+ * fp64 and heads wider than MAX_DIM are handed to the truth. */
 #include "attention_internal.h"
 #include "attention_micro.inc.h"
 
@@ -46,14 +46,14 @@ typedef struct {                 /* backward: how the keys of some kv heads are 
 
 struct attention_job {
     const s1f_attention_args *args;
-    const void *sinks; /* forward */
-    int64_t dim;       /* head_dim, rounded up to whole vectors */
-    int64_t depth;     /* the same in operands */
-    int64_t rows;      /* forward: segment rows of a chunk; backward: of the segment; rounded up to whole micro-tiles */
-    int64_t chunks;    /* forward: of the segment */
-    key_cut cuts[2];   /* backward: of the first of (B, Hkv), and of the last */
+    int64_t dim, v_dim;     /* head_dim and v_head_dim, rounded up to whole vectors */
+    int64_t depth, v_depth; /* the same in operands */
+    int64_t rows;    /* forward: segment rows of a chunk; backward: of the segment; rounded up to whole micro-tiles */
+    int64_t chunks;  /* forward: of the segment */
+    key_cut cuts[2]; /* backward: of the first of (B, Hkv), and of the last */
     int64_t main_tasks;
-    float *shared; /* backward: row groups of the heads that are cut, in their order */
+    float *shared;     /* backward: row groups of the heads that are cut, in their order */
+    double *sink_sums; /* backward: of the pieces of each of (B, Hq), in their order; NULL: not asked for */
 
     task_body body;
     int64_t num_tasks;
@@ -94,7 +94,7 @@ static int32_t threads_of(const s1f_attention_context *context)
 static int covers(const s1f_attention_args *args)
 {
     int takes_dtype = OPERAND_PAIRS ? args->dtype == S1F_BFLOAT16 : args->dtype != S1F_FLOAT64;
-    return takes_dtype && args->head_dim <= MAX_DIM;
+    return takes_dtype && args->head_dim <= MAX_DIM && args->v_head_dim <= MAX_DIM;
 }
 
 static int64_t group_of(const s1f_attention_args *args)
@@ -109,16 +109,17 @@ static int64_t num_workers(const attention_job *job, int32_t num_threads)
 
 /* ---- rows of a block ---- */
 
-static source_rows query_rows(const s1f_attention_args *args, const void *x, s1f_strides strides, int64_t batch,
-                              int64_t head, int64_t row, int64_t count)
+/* The first is for q and k, the second for v, out and dout. */
+static source_rows rows_of(const s1f_attention_args *args, const void *x, s1f_strides strides, int64_t batch,
+                           int64_t head, int64_t row, int64_t count)
 {
     return (source_rows){x, s1f_at(strides, batch, head, row), strides.row, count, args->head_dim, args->dtype};
 }
 
-static source_rows key_rows(const s1f_attention_args *args, const void *x, int64_t batch, int64_t kv_head, int64_t key,
-                            int64_t count)
+static source_rows v_rows_of(const s1f_attention_args *args, const void *x, s1f_strides strides, int64_t batch,
+                             int64_t head, int64_t row, int64_t count)
 {
-    return query_rows(args, x, args->kv_strides, batch, kv_head, key, count);
+    return (source_rows){x, s1f_at(strides, batch, head, row), strides.row, count, args->v_head_dim, args->dtype};
 }
 
 /* Keys of a block that the row sees, of those from `first_key` on; `token` is the row's own. */

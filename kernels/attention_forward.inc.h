@@ -11,20 +11,23 @@ enum { CHUNK_ROWS = 1024 /* of a task, over its heads: they share packed keys an
 /* At least two tasks per thread: no row's sums depend on its chunk, so these may follow the number of threads. */
 static attention_job forward_job(const s1f_attention_args *args, int32_t num_threads)
 {
-    int64_t heads = args->batch * args->kv_heads, dim = round_up(args->head_dim, VEC_LANES);
+    int64_t heads = args->batch * args->kv_heads;
+    int64_t dim = round_up(args->head_dim, VEC_LANES), v_dim = round_up(args->v_head_dim, VEC_LANES);
     int64_t wanted = num_threads > 1 ? (2 * num_threads + heads - 1) / heads : 1; /* chunks of the segment */
     int64_t rows = s1f_min(CHUNK_ROWS / group_of(args), (args->segment_len + wanted - 1) / wanted);
     rows = s1f_min(round_up(s1f_max(rows, 2 * ROWS), ROWS), round_up(args->segment_len, TILE_ROWS));
-    int64_t depth = dim / PER_OPERAND;
-    int64_t chunk = group_of(args) * rows; /* q (chunk, depth), out (chunk, dim); highest (chunk), sums of vectors */
+    int64_t depth = dim / PER_OPERAND, v_depth = v_dim / PER_OPERAND;
+    int64_t chunk = group_of(args) * rows; /* q (chunk, depth), out (chunk, v_dim); highest (chunk), sums of vectors */
     return (attention_job){.args = args,
                            .dim = dim,
+                           .v_dim = v_dim,
                            .depth = depth,
+                           .v_depth = v_depth,
                            .rows = rows,
                            .chunks = (args->segment_len + rows - 1) / rows,
                            .main_tasks = heads * ((args->segment_len + rows - 1) / rows),
-                           .scratch_floats = round_up(chunk * (depth + dim + 1 + VEC_LANES), ALIGNED) + ROWS * PITCH +
-                                             2 * KEYS * depth + BLOCK_ROWS * dim};
+                           .scratch_floats = round_up(chunk * (depth + v_dim + 1 + VEC_LANES), ALIGNED) + ROWS * PITCH +
+                                             KEYS * (depth + v_depth) + BLOCK_ROWS * dim};
 }
 
 static int64_t forward_scratch_bytes(const s1f_attention_args *args, int32_t num_threads)
@@ -79,7 +82,7 @@ static void forward_block(const attention_job *job, const exponent_rule *rule, i
                           int64_t first_key, int64_t keys, const operand *q, const operand *k_panels, const operand *v,
                           float *s, float *out, float *highest, float *sums)
 {
-    int64_t dim = job->dim, depth = job->depth;
+    int64_t v_dim = job->v_dim, depth = job->depth;
     visibility seen_keys = block_visibility(rule, token, rows, first_key, keys);
     if (seen_keys == ALL_HIDDEN)
         return;
@@ -97,10 +100,10 @@ static void forward_block(const attention_job *job, const exponent_rule *rule, i
             float shrink = softmax_row(s + row * PITCH, factor, seen(token + row, first_key, keys), until,
                                        &highest[row], sums + row * VEC_LANES);
             if (shrink != 1)
-                for (int64_t c = 0; c < dim; c += VEC_LANES)
-                    VEC_STORE(out + row * dim + c, VEC_MUL(VEC_LOAD(out + row * dim + c), VEC_ALL(shrink)));
+                for (int64_t c = 0; c < v_dim; c += VEC_LANES)
+                    VEC_STORE(out + row * v_dim + c, VEC_MUL(VEC_LOAD(out + row * v_dim + c), VEC_ALL(shrink)));
         }
-        multiply_add(out + r * dim, s + r * PITCH, PITCH, v, depth_of(until), dim);
+        multiply_add(out + r * v_dim, s + r * PITCH, PITCH, v, depth_of(until), v_dim);
     }
 }
 
@@ -109,13 +112,17 @@ static void forward_store(const attention_job *job, int64_t batch, int64_t head,
 {
     const s1f_attention_args *args = job->args;
     double sum = (double)sum_of_lanes(VEC_LOAD(sums)), top = (double)highest, shrink = 1;
-    if (job->sinks) {
-        double sink = s1f_sink(args->dtype, job->sinks, head) * LOG2_E;
-        top = fmax(top, sink);
-        shrink = exp2((double)highest - top);
-        sum = sum * shrink + exp2(sink - top);
+    if (args->sinks) {
+        double sink = s1f_sink(args, head) * LOG2_E;
+        if (sink > top) {
+            shrink = exp2(top - sink);
+            top = sink;
+            sum = sum * shrink + 1;
+        } else {
+            sum += exp2(sink - top);
+        }
     }
-    narrow_row(args->dtype, args->out, s1f_at(args->out_strides, batch, head, row), args->head_dim,
+    narrow_row(args->dtype, args->out, s1f_at(args->out_strides, batch, head, row), args->v_head_dim,
                (float)(shrink / sum), out);
     ((float *)args->lse)[(batch * args->heads + head) * args->segment_len + row] = (float)((top + log2(sum)) * LN_2);
 }
@@ -124,21 +131,21 @@ static void forward_store(const attention_job *job, int64_t batch, int64_t head,
 static void forward_task(const attention_job *job, int64_t task, float *scratch)
 {
     const s1f_attention_args *args = job->args;
-    int64_t kv_heads = args->batch * args->kv_heads, dim = job->dim, group = group_of(args);
+    int64_t kv_heads = args->batch * args->kv_heads, dim = job->dim, v_dim = job->v_dim, group = group_of(args);
     int64_t batch = task % kv_heads / args->kv_heads, kv_head = task % kv_heads % args->kv_heads;
     int64_t first_row = (job->chunks - 1 - task / kv_heads) * job->rows;
     int64_t num_rows = s1f_min(job->rows, args->segment_len - first_row), rows = round_up(num_rows, TILE_ROWS);
     int64_t first_token = args->q_start + first_row, last = first_token + num_rows, chunk = group * rows;
 
     operand *k_panels = scratch + ROWS * PITCH, *v_room = k_panels + KEYS * job->depth;
-    operand *room = v_room + KEYS * job->depth, *q = room + BLOCK_ROWS * dim;
-    float *s = scratch, *out = q + chunk * job->depth, *sums = out + chunk * dim, *highest = sums + chunk * VEC_LANES;
+    operand *room = v_room + KEYS * job->v_depth, *q = room + BLOCK_ROWS * dim;
+    float *s = scratch, *out = q + chunk * job->depth, *sums = out + chunk * v_dim, *highest = sums + chunk * VEC_LANES;
 
-    memset(out, 0, (size_t)(chunk * (dim + VEC_LANES)) * sizeof *out);
+    memset(out, 0, (size_t)(chunk * (v_dim + VEC_LANES)) * sizeof *out);
     for (int64_t r = 0; r < chunk; r++)
         highest[r] = LOWEST;
     for (int64_t g = 0; g < group; g++) {
-        source_rows from = query_rows(args, args->q, args->q_strides, batch, kv_head * group + g, first_row, num_rows);
+        source_rows from = rows_of(args, args->q, args->q_strides, batch, kv_head * group + g, first_row, num_rows);
         pack_rows(&from, rows, dim, q + g * rows * job->depth);
     }
 
@@ -148,16 +155,16 @@ static void forward_task(const attention_job *job, int64_t task, float *scratch)
         int64_t first_seeing = s1f_max(0, key - first_token) / TILE_ROWS * TILE_ROWS;
         if (block_visibility(&any, first_token + first_seeing, rows - first_seeing, key, keys) == ALL_HIDDEN)
             continue;
-        source_rows k = key_rows(args, args->k, batch, kv_head, key, keys);
-        source_rows values = key_rows(args, args->v, batch, kv_head, key, keys);
+        source_rows k = rows_of(args, args->k, args->k_strides, batch, kv_head, key, keys);
+        source_rows values = v_rows_of(args, args->v, args->v_strides, batch, kv_head, key, keys);
         pack_panels(&k, dim, room, k_panels);
-        const operand *v = pack_across(&values, round_up(keys, PER_OPERAND), dim, v_room);
+        const operand *v = pack_across(&values, round_up(keys, PER_OPERAND), v_dim, v_room);
         for (int64_t g = 0; g < group; g++) {
             exponent_rule rule = rule_of(args, batch, kv_head * group + g);
             for (int64_t row = first_seeing; row < rows; row += ROWS) {
                 int64_t r = g * rows + row;
                 forward_block(job, &rule, s1f_min(ROWS, rows - row), first_token + row, key, keys, q + r * job->depth,
-                              k_panels, v, s, out + r * dim, highest + r, sums + r * VEC_LANES);
+                              k_panels, v, s, out + r * v_dim, highest + r, sums + r * VEC_LANES);
             }
         }
     }
@@ -165,12 +172,12 @@ static void forward_task(const attention_job *job, int64_t task, float *scratch)
     for (int64_t g = 0; g < group; g++)
         for (int64_t row = 0; row < num_rows; row++) {
             int64_t r = g * rows + row;
-            forward_store(job, batch, kv_head * group + g, first_row + row, out + r * dim, highest[r],
+            forward_store(job, batch, kv_head * group + g, first_row + row, out + r * v_dim, highest[r],
                           sums + r * VEC_LANES);
         }
 }
 
-static s1f_status forward(const s1f_attention_args *args, const void *sinks, const s1f_attention_context *context)
+static s1f_status forward(const s1f_attention_args *args, const s1f_attention_context *context)
 {
     attention_job job = forward_job(args, threads_of(context));
     void *scratch, *owned;
@@ -178,7 +185,6 @@ static s1f_status forward(const s1f_attention_args *args, const void *sinks, con
         s1f_attention_scratch(context, forward_scratch_bytes(args, threads_of(context)), &scratch, &owned);
     if (status != S1F_OK)
         return status;
-    job.sinks = sinks;
     job.scratch = scratch;
     job.workers = num_workers(&job, threads_of(context));
     run_tasks(&job, context, job.main_tasks, forward_task);

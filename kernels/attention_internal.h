@@ -3,7 +3,6 @@
 #define S1F_ATTENTION_INTERNAL_H
 
 #include "attention.h"
-#include "attention_sinks.h"
 
 #include <stdint.h>
 #include <string.h>
@@ -12,7 +11,7 @@
 typedef struct {
     const char *name;
     int (*covers)(const s1f_attention_args *args); /* 0: the truth must do it */
-    s1f_status (*forward)(const s1f_attention_args *args, const void *sinks, const s1f_attention_context *context);
+    s1f_status (*forward)(const s1f_attention_args *args, const s1f_attention_context *context);
     s1f_status (*backward)(const s1f_attention_args *args, const s1f_attention_context *context);
     int64_t (*scratch_bytes)(const s1f_attention_args *args, int32_t num_threads, int backward);
 } s1f_attention_kernels;
@@ -24,9 +23,10 @@ extern const s1f_attention_kernels s1f_attention_avx2, s1f_attention_avx512, s1f
 extern const s1f_attention_kernels s1f_attention_neon;
 #endif
 
-static inline double s1f_sink(int32_t dtype, const void *sinks, int64_t head)
+static inline double s1f_sink(const s1f_attention_args *args, int64_t head)
 {
-    return dtype == S1F_FLOAT64 ? ((const double *)sinks)[head] : (double)((const float *)sinks)[head];
+    return args->dtype == S1F_FLOAT64 ? ((const double *)args->sinks)[head]
+                                      : (double)((const float *)args->sinks)[head];
 }
 
 /* S1F_ERR_ARG, with the numbers, on sizes, dtype or options that no kernel can take. */

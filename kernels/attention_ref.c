@@ -16,9 +16,7 @@ enum { CHUNK = 64 }; /* columns of a result, or heads, summed at a time, on the 
 
 typedef struct {
     const s1f_attention_args *args;
-    const void *sinks;
     double *scratch;
-    void *dsinks;
 } ref_job;
 
 /* ---- elements ---- */
@@ -136,7 +134,7 @@ static double logit(const s1f_attention_args *args, int64_t batch, int64_t head,
                     double *slope_of_cap)
 {
     double x = args->scale * dot(args->dtype, args->q, s1f_at(args->q_strides, batch, head, row), args->k,
-                                 s1f_at(args->kv_strides, batch, kv_head_of(args, head), key), args->head_dim);
+                                 s1f_at(args->k_strides, batch, kv_head_of(args, head), key), args->head_dim);
     *slope_of_cap = 1;
     if (args->softcap > 0) {
         double squashed = tanh(x / args->softcap);
@@ -155,7 +153,7 @@ static void pair_gradient(const s1f_attention_args *args, int64_t batch, int64_t
     double slope_of_cap;
     double x = logit(args, batch, head, row, key, &slope_of_cap);
     double dp = dot(args->dtype, args->dout, s1f_at(args->dout_strides, batch, head, row), args->v,
-                    s1f_at(args->kv_strides, batch, kv_head_of(args, head), key), args->head_dim);
+                    s1f_at(args->v_strides, batch, kv_head_of(args, head), key), args->v_head_dim);
     *p = exp(x - lse_of(args, batch, head, row));
     *ds = *p * (dp - delta) * slope_of_cap;
 }
@@ -163,13 +161,12 @@ static void pair_gradient(const s1f_attention_args *args, int64_t batch, int64_t
 static double row_delta(const s1f_attention_args *args, int64_t batch, int64_t head, int64_t row)
 {
     return dot(args->dtype, args->dout, s1f_at(args->dout_strides, batch, head, row), args->out,
-               s1f_at(args->out_strides, batch, head, row), args->head_dim);
+               s1f_at(args->out_strides, batch, head, row), args->v_head_dim);
 }
 
 /* ---- forward ---- */
 
-static void forward_row(const s1f_attention_args *args, const void *sinks, int64_t batch, int64_t head, int64_t row,
-                        double *weights)
+static void forward_row(const s1f_attention_args *args, int64_t batch, int64_t head, int64_t row, double *weights)
 {
     int64_t num_keys = args->q_start + row + 1;
     double highest = -INFINITY, sum = 0, unused;
@@ -178,8 +175,8 @@ static void forward_row(const s1f_attention_args *args, const void *sinks, int64
         weights[key] = visible(args, batch, row, key) ? logit(args, batch, head, row, key, &unused) : -INFINITY;
         highest = weights[key] > highest ? weights[key] : highest;
     }
-    if (sinks) {
-        double sink = s1f_sink(args->dtype, sinks, head);
+    if (args->sinks) {
+        double sink = s1f_sink(args, head);
         highest = fmax(highest, sink);
         sum = exp(sink - highest);
     }
@@ -187,13 +184,13 @@ static void forward_row(const s1f_attention_args *args, const void *sinks, int64
         weights[key] = visible(args, batch, row, key) ? exp(weights[key] - highest) : 0;
         sum += weights[key];
     }
-    for (int64_t from = 0; from < args->head_dim; from += CHUNK) {
+    for (int64_t from = 0; from < args->v_head_dim; from += CHUNK) {
         double out[CHUNK] = {0};
-        int64_t n = s1f_min(CHUNK, args->head_dim - from);
+        int64_t n = s1f_min(CHUNK, args->v_head_dim - from);
         for (int64_t key = 0; key < num_keys; key++)
             if (visible(args, batch, row, key))
                 add_scaled(out, weights[key], args->dtype, args->v,
-                           s1f_at(args->kv_strides, batch, kv_head_of(args, head), key) + from, n);
+                           s1f_at(args->v_strides, batch, kv_head_of(args, head), key) + from, n);
         store(args->dtype, args->out, s1f_at(args->out_strides, batch, head, row) + from, out, 1 / sum, n);
     }
 
@@ -211,7 +208,7 @@ static void forward_heads(int64_t begin, int64_t end, void *context)
     const s1f_attention_args *args = job->args;
     for (int64_t bh = begin; bh < end; bh++)
         for (int64_t row = 0; row < args->segment_len; row++)
-            forward_row(args, job->sinks, bh / args->heads, bh % args->heads, row,
+            forward_row(args, bh / args->heads, bh % args->heads, row,
                         job->scratch + bh * (args->q_start + args->segment_len));
 }
 
@@ -231,7 +228,7 @@ static void query_gradient(const s1f_attention_args *args, int64_t batch, int64_
         for (int64_t key = 0; key < num_keys; key++)
             if (visible(args, batch, row, key))
                 add_scaled(dq, ds[key], args->dtype, args->k,
-                           s1f_at(args->kv_strides, batch, kv_head_of(args, head), key) + from, n);
+                           s1f_at(args->k_strides, batch, kv_head_of(args, head), key) + from, n);
         store(args->dtype, args->dq, s1f_at(args->dq_strides, batch, head, row) + from, dq, args->scale, n);
     }
 }
@@ -246,6 +243,32 @@ static void query_gradients(int64_t begin, int64_t end, void *context)
                            job->scratch + bh * (args->q_start + args->segment_len));
 }
 
+typedef struct { /* dk or dv: its sums, and where they become elements or NULL */
+    void *sums, *own;
+    s1f_strides strides, own_strides;
+} gradient_rows;
+
+/* factor times the sum of weights (group, S) times the rows of x, which are `dim` wide, for one key. */
+static void key_gradient_sums(const s1f_attention_args *args, int64_t batch, int64_t kv_head, int64_t key,
+                              const double *weights, const void *x, s1f_strides x_strides, double factor, int64_t dim,
+                              gradient_rows to)
+{
+    int64_t group = args->heads / args->kv_heads, first_row = s1f_max(0, key - args->q_start);
+    for (int64_t from = 0; from < dim; from += CHUNK) {
+        double sums[CHUNK] = {0};
+        int64_t n = s1f_min(CHUNK, dim - from), at = s1f_at(to.strides, batch, kv_head, key) + from;
+        for (int64_t g = 0; g < group; g++)
+            for (int64_t row = first_row; row < args->segment_len; row++)
+                if (visible(args, batch, row, key))
+                    add_scaled(sums, weights[g * args->segment_len + row], args->dtype, x,
+                               s1f_at(x_strides, batch, kv_head * group + g, row) + from, n);
+        accumulate(args, to.sums, at, sums, factor, n);
+        if (to.own && key >= args->q_start)
+            store_sums(args, to.own, s1f_at(to.own_strides, batch, kv_head, key - args->q_start) + from, to.sums, at,
+                       n);
+    }
+}
+
 /* p, ds and delta: (group, S), over the query heads that read this kv head. */
 static void key_gradient(const s1f_attention_args *args, int64_t batch, int64_t kv_head, int64_t key, double *p,
                          double *ds, const double *delta)
@@ -258,26 +281,10 @@ static void key_gradient(const s1f_attention_args *args, int64_t batch, int64_t 
                 int64_t i = g * args->segment_len + row;
                 pair_gradient(args, batch, kv_head * group + g, row, key, delta[i], &p[i], &ds[i]);
             }
-    for (int64_t from = 0; from < args->head_dim; from += CHUNK) {
-        double dk[CHUNK] = {0}, dv[CHUNK] = {0};
-        int64_t n = s1f_min(CHUNK, args->head_dim - from), to = s1f_at(args->dkv_strides, batch, kv_head, key) + from;
-        for (int64_t g = 0; g < group; g++)
-            for (int64_t row = first_row; row < args->segment_len; row++)
-                if (visible(args, batch, row, key)) {
-                    int64_t i = g * args->segment_len + row, head = kv_head * group + g;
-                    int64_t q = s1f_at(args->q_strides, batch, head, row) + from;
-                    int64_t dout = s1f_at(args->dout_strides, batch, head, row) + from;
-                    add_scaled(dk, ds[i], args->dtype, args->q, q, n);
-                    add_scaled(dv, p[i], args->dtype, args->dout, dout, n);
-                }
-        accumulate(args, args->dk, to, dk, args->scale, n);
-        accumulate(args, args->dv, to, dv, 1, n);
-        if (args->own_dk && key >= args->q_start) {
-            int64_t own = s1f_at(args->own_dkv_strides, batch, kv_head, key - args->q_start) + from;
-            store_sums(args, args->own_dk, own, args->dk, to, n);
-            store_sums(args, args->own_dv, own, args->dv, to, n);
-        }
-    }
+    key_gradient_sums(args, batch, kv_head, key, ds, args->q, args->q_strides, args->scale, args->head_dim,
+                      (gradient_rows){args->dk, args->own_dk, args->dk_strides, args->own_dk_strides});
+    key_gradient_sums(args, batch, kv_head, key, p, args->dout, args->dout_strides, 1, args->v_head_dim,
+                      (gradient_rows){args->dv, args->own_dv, args->dv_strides, args->own_dv_strides});
 }
 
 static void key_gradients(int64_t begin, int64_t end, void *context)
@@ -295,20 +302,16 @@ static void key_gradients(int64_t begin, int64_t end, void *context)
     }
 }
 
-/* By rows, of several heads at a time: in a token-major layout these lie next to each other. Each head has one sum. */
 static void sink_gradients(int64_t begin, int64_t end, void *context)
 {
     const ref_job *job = context;
     const s1f_attention_args *args = job->args;
-    for (int64_t first = begin; first < end; first += CHUNK) {
-        double sums[CHUNK] = {0};
-        int64_t n = s1f_min(CHUNK, end - first);
+    for (int64_t head = begin; head < end; head++) {
+        double sum = 0;
         for (int64_t batch = 0; batch < args->batch; batch++)
             for (int64_t row = 0; row < args->segment_len; row++)
-                for (int64_t i = 0; i < n; i++)
-                    sums[i] -= exp(s1f_sink(args->dtype, job->sinks, first + i) - lse_of(args, batch, first + i, row)) *
-                               row_delta(args, batch, first + i, row);
-        store(s1f_dtype_of_sums(args->dtype), job->dsinks, first, sums, 1, n);
+                sum -= exp(s1f_sink(args, head) - lse_of(args, batch, head, row)) * row_delta(args, batch, head, row);
+        store(s1f_dtype_of_sums(args->dtype), args->dsinks, head, &sum, 1, 1);
     }
 }
 
@@ -328,8 +331,7 @@ static int64_t ref_scratch_bytes(const s1f_attention_args *args, int32_t num_thr
     return (int64_t)sizeof(double) * s1f_max(by_rows, by_columns);
 }
 
-s1f_status s1f_attention_ref_forward_with_sinks(const s1f_attention_args *args, const void *sinks,
-                                                const s1f_attention_context *context)
+s1f_status s1f_attention_ref_forward(const s1f_attention_args *args, const s1f_attention_context *context)
 {
     void *scratch, *owned;
     s1f_status status = s1f_attention_check(args);
@@ -337,25 +339,9 @@ s1f_status s1f_attention_ref_forward_with_sinks(const s1f_attention_args *args, 
         status = s1f_attention_scratch(context, ref_scratch_bytes(args, 1, 0), &scratch, &owned);
     if (status != S1F_OK)
         return status;
-    ref_job job = {.args = args, .sinks = sinks, .scratch = scratch};
+    ref_job job = {args, scratch};
     s1f_run(context, args->batch * args->heads, forward_heads, &job);
     free(owned);
-    return S1F_OK;
-}
-
-s1f_status s1f_attention_ref_forward(const s1f_attention_args *args, const s1f_attention_context *context)
-{
-    return s1f_attention_ref_forward_with_sinks(args, NULL, context);
-}
-
-s1f_status s1f_attention_sink_gradients(const s1f_attention_args *args, const void *sinks, void *dsinks,
-                                        const s1f_attention_context *context)
-{
-    s1f_status status = s1f_attention_check(args);
-    if (status != S1F_OK)
-        return status;
-    ref_job job = {.args = args, .sinks = sinks, .dsinks = dsinks};
-    s1f_run(context, args->heads, sink_gradients, &job);
     return S1F_OK;
 }
 
@@ -367,13 +353,15 @@ s1f_status s1f_attention_ref_backward(const s1f_attention_args *args, const s1f_
         status = s1f_attention_scratch(context, ref_scratch_bytes(args, 1, 1), &scratch, &owned);
     if (status != S1F_OK)
         return status;
-    ref_job job = {.args = args, .scratch = scratch};
+    ref_job job = {args, scratch};
     s1f_run(context, args->batch * args->heads, query_gradients, &job);
     s1f_run(context, args->batch * args->kv_heads, key_gradients, &job);
+    if (args->sinks && args->dsinks)
+        s1f_run(context, args->heads, sink_gradients, &job);
     free(owned);
     return S1F_OK;
 }
 
 const s1f_attention_kernels s1f_attention_reference = {
-    "reference", covers_everything, s1f_attention_ref_forward_with_sinks, s1f_attention_ref_backward, ref_scratch_bytes,
+    "reference", covers_everything, s1f_attention_ref_forward, s1f_attention_ref_backward, ref_scratch_bytes,
 };

@@ -65,6 +65,7 @@ class CacheLayer(NamedTuple):
     batch: int
     kv_heads: int
     head_dim: int
+    v_head_dim: int
     kv_element_bytes: int
     grad_element_bytes: int
     with_docs: bool

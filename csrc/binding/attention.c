@@ -133,9 +133,10 @@ static PyObject *kv_cache_layers(PyObject *Py_UNUSED(module), PyObject *handle)
     s1f_layer_shape shape;
     for (int32_t i = 0; list != NULL && s1f_kv_cache_layer(cache, i, &stage, &layer, &shape); i++) {
         PyObject *item =
-            s1f_new_record(S1F_CACHE_LAYER, "(iLLLLiiN)", (int)stage, (long long)layer, (long long)shape.batch,
-                           (long long)shape.kv_heads, (long long)shape.head_dim, (int)s1f_dtype_bytes(shape.dtype),
-                           (int)s1f_dtype_bytes(s1f_dtype_of_sums(shape.dtype)), PyBool_FromLong(shape.with_docs));
+            s1f_new_record(S1F_CACHE_LAYER, "(iLLLLLiiN)", (int)stage, (long long)layer, (long long)shape.batch,
+                           (long long)shape.kv_heads, (long long)shape.head_dim, (long long)shape.v_head_dim,
+                           (int)s1f_dtype_bytes(shape.dtype), (int)s1f_dtype_bytes(s1f_dtype_of_sums(shape.dtype)),
+                           PyBool_FromLong(shape.with_docs));
         if (item == NULL || PyList_Append(list, item) < 0)
             Py_CLEAR(list);
         Py_XDECREF(item);

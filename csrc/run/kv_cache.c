@@ -404,8 +404,9 @@ static void release_segment(const s1f_kv_cache *cache, const s1f_current_unit *u
         if (entry->stage != unit->unit.stage || entry->step != cache->step || shape->memory != NULL)
             continue;
         int64_t strips = shape->batch * shape->kv_heads, end = unit->offset + unit->length;
-        int64_t row = shape->head_dim * s1f_dtype_bytes(shape->dtype);
-        int64_t grad_row = shape->head_dim * s1f_dtype_bytes(s1f_dtype_of_sums(shape->dtype));
+        int64_t element = s1f_dtype_bytes(shape->dtype), sum = s1f_dtype_bytes(s1f_dtype_of_sums(shape->dtype));
+        int64_t row_bytes[] = {shape->head_dim * element, shape->v_head_dim * element, shape->head_dim * sum,
+                               shape->v_head_dim * sum};
         const s1f_slab *slabs[] = {NULL, NULL, NULL, NULL};
         if (unit->kv_slot < entry->num_slots) {
             slabs[0] = &entry->slots[unit->kv_slot].k;
@@ -415,12 +416,10 @@ static void release_segment(const s1f_kv_cache *cache, const s1f_current_unit *u
             slabs[2] = &entry->grads[unit->grad_slot].dk;
             slabs[3] = &entry->grads[unit->grad_slot].dv;
         }
-        for (int32_t j = 0; j < 4; j++) {
-            int64_t bytes = j < 2 ? row : grad_row;
+        for (int32_t j = 0; j < 4; j++)
             if (slabs[j] != NULL)
-                s1f_slab_release_rows(slabs[j], strips, cache->sequence_length * bytes, unit->offset * bytes,
-                                      end * bytes);
-        }
+                s1f_slab_release_rows(slabs[j], strips, cache->sequence_length * row_bytes[j],
+                                      unit->offset * row_bytes[j], end * row_bytes[j]);
     }
 }
 
@@ -481,12 +480,13 @@ static s1f_status find_or_add_entry(s1f_kv_cache *cache, const s1f_current_unit 
     return S1F_OK;
 }
 
-static int64_t element_count(const s1f_kv_cache *cache, const s1f_layer_shape *shape)
+/* Elements of k or of v, by their head size. */
+static int64_t element_count(const s1f_kv_cache *cache, const s1f_layer_shape *shape, int64_t head_dim)
 {
     int64_t count = 0; /* 0 where it does not fit: no slab has room for that */
     if (__builtin_mul_overflow(shape->batch, shape->kv_heads, &count) ||
         __builtin_mul_overflow(count, cache->sequence_length, &count) ||
-        __builtin_mul_overflow(count, shape->head_dim, &count) || count > INT64_MAX / 16)
+        __builtin_mul_overflow(count, head_dim, &count) || count > INT64_MAX / 16)
         return 0;
     return count;
 }
@@ -495,10 +495,13 @@ static int64_t element_count(const s1f_kv_cache *cache, const s1f_layer_shape *s
 static s1f_status fix_shape(s1f_kv_cache *cache, const s1f_current_unit *unit, layer_entry *entry,
                             const s1f_layer_shape *shape)
 {
-    if (shape->batch < 1 || shape->kv_heads < 1 || shape->head_dim < 1 || element_count(cache, shape) == 0)
-        return s1f_fail(S1F_ERR_ARG, "%s: layer %lld has a batch of %lld, %lld kv heads of %lld: not a size of a cache",
+    if (shape->batch < 1 || shape->kv_heads < 1 || shape->head_dim < 1 || shape->v_head_dim < 1 ||
+        element_count(cache, shape, shape->head_dim) == 0 || element_count(cache, shape, shape->v_head_dim) == 0)
+        return s1f_fail(S1F_ERR_ARG,
+                        "%s: layer %lld has a batch of %lld, %lld kv heads of %lld, values of %lld: not a size of a "
+                        "cache",
                         name_of(unit).text, (long long)entry->layer, (long long)shape->batch,
-                        (long long)shape->kv_heads, (long long)shape->head_dim);
+                        (long long)shape->kv_heads, (long long)shape->head_dim, (long long)shape->v_head_dim);
     if (entry->step != cache->step) {
         entry->step = cache->step;
         entry->shape = *shape;
@@ -506,25 +509,36 @@ static s1f_status fix_shape(s1f_kv_cache *cache, const s1f_current_unit *unit, l
     }
     const s1f_layer_shape *fixed = &entry->shape;
     if (fixed->batch == shape->batch && fixed->kv_heads == shape->kv_heads && fixed->head_dim == shape->head_dim &&
-        fixed->dtype == shape->dtype && fixed->with_docs == shape->with_docs && fixed->memory == shape->memory &&
-        fixed->device == shape->device)
+        fixed->v_head_dim == shape->v_head_dim && fixed->dtype == shape->dtype &&
+        fixed->with_docs == shape->with_docs && fixed->memory == shape->memory && fixed->device == shape->device)
         return S1F_OK;
     if (fixed->memory != shape->memory || fixed->device != shape->device)
         return s1f_fail(S1F_ERR_ARG, "%s: layer %lld moved to another device within a step", name_of(unit).text,
                         (long long)entry->layer);
     return s1f_fail(S1F_ERR_ARG,
-                    "%s: layer %lld changed within a step: batch %lld, %lld kv heads of %lld, %s, %s document ids; its "
-                    "first use had %lld, %lld of %lld, %s, %s",
+                    "%s: layer %lld changed within a step: batch %lld, %lld kv heads of %lld, values of %lld, %s, %s "
+                    "document ids; its first use had %lld, %lld of %lld, %lld, %s, %s",
                     name_of(unit).text, (long long)entry->layer, (long long)shape->batch, (long long)shape->kv_heads,
-                    (long long)shape->head_dim, s1f_dtype_name(shape->dtype), shape->with_docs ? "with" : "without",
-                    (long long)fixed->batch, (long long)fixed->kv_heads, (long long)fixed->head_dim,
-                    s1f_dtype_name(fixed->dtype), fixed->with_docs ? "with" : "without");
+                    (long long)shape->head_dim, (long long)shape->v_head_dim, s1f_dtype_name(shape->dtype),
+                    shape->with_docs ? "with" : "without", (long long)fixed->batch, (long long)fixed->kv_heads,
+                    (long long)fixed->head_dim, (long long)fixed->v_head_dim, s1f_dtype_name(fixed->dtype),
+                    fixed->with_docs ? "with" : "without");
 }
 
 /* In the memory that the layer's shape names. */
 static s1f_status reserve(const layer_entry *entry, s1f_slab *slab, int64_t bytes, int64_t *total)
 {
     return s1f_slab_reserve(slab, bytes, entry->shape.memory, entry->shape.device, total);
+}
+
+/* k and v, or dk and dv, of such elements. */
+static s1f_status reserve_pair(const s1f_kv_cache *cache, const layer_entry *entry, s1f_slab *k, s1f_slab *v,
+                               int32_t dtype, int64_t *total)
+{
+    const s1f_layer_shape *shape = &entry->shape;
+    int64_t bytes = s1f_dtype_bytes(dtype);
+    s1f_status status = reserve(entry, k, element_count(cache, shape, shape->head_dim) * bytes, total);
+    return status == S1F_OK ? reserve(entry, v, element_count(cache, shape, shape->v_head_dim) * bytes, total) : status;
 }
 
 static s1f_status reserve_slot(s1f_kv_cache *cache, layer_entry *entry, int32_t index, layer_slot **out)
@@ -538,11 +552,8 @@ static s1f_status reserve_slot(s1f_kv_cache *cache, layer_entry *entry, int32_t 
     void *written = slot->written;
     status = grow_zeroed(&written, &slot->num_segments, cache->num_segments, sizeof *slot->written);
     slot->written = written;
-    int64_t bytes = element_count(cache, &entry->shape) * s1f_dtype_bytes(entry->shape.dtype);
     if (status == S1F_OK)
-        status = reserve(entry, &slot->k, bytes, &cache->kv_bytes);
-    if (status == S1F_OK)
-        status = reserve(entry, &slot->v, bytes, &cache->kv_bytes);
+        status = reserve_pair(cache, entry, &slot->k, &slot->v, entry->shape.dtype, &cache->kv_bytes);
     if (status == S1F_OK && entry->shape.with_docs)
         status = reserve(entry, &slot->docs, entry->shape.batch * cache->sequence_length * (int64_t)sizeof(int32_t),
                          &cache->kv_bytes);
@@ -558,9 +569,8 @@ static s1f_status reserve_grads(s1f_kv_cache *cache, layer_entry *entry, int32_t
         return status;
     entry->grads = grads;
     *out = &entry->grads[index];
-    int64_t bytes = element_count(cache, &entry->shape) * s1f_dtype_bytes(s1f_dtype_of_sums(entry->shape.dtype));
-    status = reserve(entry, &(*out)->dk, bytes, &cache->grad_bytes);
-    return status == S1F_OK ? reserve(entry, &(*out)->dv, bytes, &cache->grad_bytes) : status;
+    return reserve_pair(cache, entry, &(*out)->dk, &(*out)->dv, s1f_dtype_of_sums(entry->shape.dtype),
+                        &cache->grad_bytes);
 }
 
 /* Every segment before `end` must have been written by the micro-batch that holds the slot. */

@@ -1,12 +1,12 @@
 /* kv_cache.h - keys and values of earlier segments, and their gradients on the way back.
  *
- * One slab per (stage, layer, slot): k and v, each [batch][kv_heads][sequence_length][head_dim] in the model's dtype,
- * and one fp32 slab (fp64 for fp64) per (stage, layer, grad slot) for dK and dV. Rows are addressed by unit (slot of
- * the micro-batch, offset of the segment), never appended: recomputation finds them written, evaluation or a retry
- * writes the same rows again. Slots come from the lowered program. A slab is allocated at its first use and kept; it is
- * replaced where a step needs a bigger one. Memory appears as rows are touched, and a slab of a long sequence gives the
- * rows of a segment back once its backward is done, for nothing reads them any more: it holds the tokens that are live,
- * not its slots. Memory of a device comes from a table of functions; it is held whole.
+ * One slab per (stage, layer, slot): k and v, each [batch][kv_heads][sequence_length][its head size] in the model's
+ * dtype, and one fp32 slab (fp64 for fp64) per (stage, layer, grad slot) for dK and dV. Rows are addressed by unit
+ * (slot of the micro-batch, offset of the segment), never appended: recomputation finds them written, evaluation or a
+ * retry writes the same rows again. Slots come from the lowered program. A slab is allocated at its first use and kept;
+ * it is replaced where a step needs a bigger one. Memory appears as rows are touched, and a slab of a long sequence
+ * gives the rows of a segment back once its backward is done, for nothing reads them any more: it holds the tokens that
+ * are live, not its slots. Memory of a device comes from a table of functions; it is held whole.
  *
  * States. F(m.0) takes its slot over, F(m.s) follows F(m.s-1), B(m.s) follows B(m.s+1), B(m.k-1) follows F(m.k-1) and
  * takes the gradient slot over; B(m.0) gives both back. Each F gets a serial number, and a layer's rows of a segment
@@ -33,15 +33,15 @@ typedef struct {
 } s1f_stage_slots;
 
 typedef struct { /* what a layer's slab holds, and where; fixed by its first use in a step */
-    int64_t batch, kv_heads, head_dim;
-    int32_t dtype;                 /* FLOAT32, FLOAT64, BFLOAT16 or FLOAT16 */
-    int32_t with_docs;             /* keep document ids [batch][sequence_length] beside */
-    const s1f_slab_memory *memory; /* NULL: malloc's; borrowed for the life of the cache */
-    int64_t device;                /* handed to memory->allocate */
+    int64_t batch, kv_heads, head_dim, v_head_dim; /* head_dim: of k */
+    int32_t dtype;                                 /* FLOAT32, FLOAT64, BFLOAT16 or FLOAT16 */
+    int32_t with_docs;                             /* keep document ids [batch][sequence_length] beside */
+    const s1f_slab_memory *memory;                 /* NULL: malloc's; borrowed for the life of the cache */
+    int64_t device;                                /* handed to memory->allocate */
 } s1f_layer_shape;
 
 typedef struct {   /* borrowed pointers into a slab, valid until the next begin_step or free */
-    void *k, *v;   /* row t of (b, h): base + ((b * kv_heads + h) * sequence_length + t) * head_dim elements */
+    void *k, *v;   /* row t of (b, h): base + ((b * kv_heads + h) * sequence_length + t) * its head size elements */
     int32_t *docs; /* row t of b: base + b * sequence_length + t; NULL without */
     int64_t sequence_length; /* rows per head */
     int32_t is_written;      /* the unit's own rows hold its keys and values: its F has written them */

@@ -1,6 +1,6 @@
 /* attention_ops.c - attention on the CPU: the arguments of a call become s1f_attention_args, and the kernels run on
  * torch's threads. */
-#include "../../kernels/attention_sinks.h"
+#include "../../kernels/attention.h"
 #include "op_table.h"
 #include "segment_rows.h"
 
@@ -12,10 +12,10 @@ static s1f_strides strides_of(const s1f_op_tensor *t)
 }
 
 /* (batch, heads, tokens, head_dim) of the call, in its dtype. */
-static int has_shape(const s1f_op_tensor *t, const s1f_attention_args *args, int64_t heads)
+static int has_shape(const s1f_op_tensor *t, const s1f_attention_args *args, int64_t heads, int64_t head_dim)
 {
     return t->dtype == args->dtype && t->ndim == 4 && t->sizes[0] == args->batch && t->sizes[1] == heads &&
-           t->sizes[2] == args->segment_len && t->sizes[3] == args->head_dim;
+           t->sizes[2] == args->segment_len && t->sizes[3] == head_dim;
 }
 
 /* What every attention op takes: q's shape, then the options, which follow the tensors in the order of the schema. */
@@ -63,28 +63,34 @@ static s1f_status start_arguments(s1f_op_call *call, s1f_op_tensor *q, s1f_op_te
     return status;
 }
 
-/* k and v of q's batch, tokens, head_dim and dtype. */
+/* k and v of q's batch, tokens and dtype, k of its head_dim. */
 static s1f_status take_keys(const s1f_op_tensor *k, const s1f_op_tensor *v, s1f_attention_args *args)
 {
-    s1f_status status = s1f_op_require(k->ndim == 4 && k->numel > 0 && has_shape(k, args, k->sizes[1]) &&
-                                           args->heads % k->sizes[1] == 0,
-                                       "k", k, "must agree with q, and its heads divide q's");
+    s1f_status status =
+        s1f_op_require(k->ndim == 4 && k->numel > 0 && has_shape(k, args, k->sizes[1], args->head_dim) &&
+                           args->heads % k->sizes[1] == 0,
+                       "k", k, "must agree with q, and its heads divide q's");
     if (status == S1F_OK)
-        status = s1f_op_require(has_shape(v, args, k->sizes[1]), "v", v, "must agree with k");
-    if (status == S1F_OK)
+        status = s1f_op_require(v->ndim == 4 && v->numel > 0 && has_shape(v, args, k->sizes[1], v->sizes[3]), "v", v,
+                                "must agree with k in all but head_dim");
+    if (status == S1F_OK) {
         args->kv_heads = k->sizes[1];
+        args->v_head_dim = v->sizes[3];
+    }
     return status;
 }
 
-/* What backward takes of the forward: dout, out and lse. */
+/* What backward takes of the forward: dout, out and lse, with the head_dim of v. */
 static s1f_status take_results(s1f_op_call *call, s1f_op_tensor *dout, s1f_op_tensor *out, s1f_op_tensor *lse,
                                s1f_attention_args *args)
 {
     int64_t lse_sizes[3] = {args->batch, args->heads, args->segment_len}, lse_strides[3];
     s1f_row_major(3, lse_sizes, lse_strides);
-    s1f_status status = s1f_op_require(has_shape(dout, args, args->heads), "dout", dout, "must agree with q");
+    s1f_status status =
+        s1f_op_require(has_shape(dout, args, args->heads, args->v_head_dim), "dout", dout, "must agree with q and v");
     if (status == S1F_OK)
-        status = s1f_op_require(has_shape(out, args, args->heads), "out", out, "must agree with q");
+        status =
+            s1f_op_require(has_shape(out, args, args->heads, args->v_head_dim), "out", out, "must agree with q and v");
     if (status == S1F_OK)
         status = s1f_op_require(lse->ndim == 3 && memcmp(lse->sizes, lse_sizes, sizeof lse_sizes) == 0 &&
                                     lse->dtype == s1f_dtype_of_sums(args->dtype),
@@ -103,11 +109,10 @@ static s1f_status take_results(s1f_op_call *call, s1f_op_tensor *dout, s1f_op_te
     return status;
 }
 
-/* The heads' sinks, NULL if the tensor is empty. */
-static s1f_status take_sinks(s1f_op_call *call, s1f_op_tensor *sinks, const s1f_attention_args *args, const void **out)
+/* The heads' sinks, none if the tensor is empty. */
+static s1f_status take_sinks(s1f_op_call *call, s1f_op_tensor *sinks, s1f_attention_args *args)
 {
     int64_t stride = 1;
-    *out = NULL;
     if (sinks->numel == 0)
         return S1F_OK;
     s1f_status status = s1f_op_require(sinks->dtype == s1f_dtype_of_sums(args->dtype) && sinks->ndim == 1 &&
@@ -115,7 +120,7 @@ static s1f_status take_sinks(s1f_op_call *call, s1f_op_tensor *sinks, const s1f_
                                        "sinks", sinks, "must be (heads) of float32, float64 for float64");
     if (status == S1F_OK)
         status = s1f_op_restride(call, sinks, &stride);
-    *out = sinks->data;
+    args->sinks = sinks->data;
     return status;
 }
 
@@ -145,8 +150,7 @@ static s1f_status take_scratch(s1f_op_call *call, int64_t bytes, s1f_kv_cache *c
 }
 
 /* Runs the kernel on torch's threads. cache: of the step that the call is part of, NULL outside. */
-static s1f_status run_kernel(s1f_op_call *call, const s1f_attention_args *args, const void *sinks, s1f_kv_cache *cache,
-                             int backward)
+static s1f_status run_kernel(s1f_op_call *call, const s1f_attention_args *args, s1f_kv_cache *cache, int backward)
 {
     uint32_t num_threads = 1;
     if (s1f_torch.torch_get_num_threads(&num_threads) != 0)
@@ -157,26 +161,24 @@ static s1f_status run_kernel(s1f_op_call *call, const s1f_attention_args *args, 
     if (status != S1F_OK)
         return status;
     parallel_failed = 0;
-    status =
-        backward ? s1f_attention_backward(args, &context) : s1f_attention_forward_with_sinks(args, sinks, &context);
-    if (status == S1F_OK && backward && sinks != NULL)
-        status = s1f_attention_sink_gradients(args, sinks, call->outputs[3].data, &context);
+    status = backward ? s1f_attention_backward(args, &context) : s1f_attention_forward(args, &context);
     return status == S1F_OK && parallel_failed ? s1f_torch_failed("torch_parallel_for") : status;
 }
 
-static s1f_status new_output(s1f_op_call *call, int index, const s1f_attention_args *args, int64_t heads)
+static s1f_status new_output(s1f_op_call *call, int index, const s1f_attention_args *args, int64_t heads,
+                             int64_t head_dim)
 {
-    int64_t sizes[4] = {args->batch, heads, args->segment_len, args->head_dim}, strides[4];
+    int64_t sizes[4] = {args->batch, heads, args->segment_len, head_dim}, strides[4];
     s1f_token_major(sizes, strides);
     return s1f_op_new_tensor(args->dtype, 4, sizes, strides, &call->outputs[index]);
 }
 
-static s1f_status run_forward(s1f_op_call *call, s1f_attention_args *args, const void *sinks, s1f_kv_cache *cache)
+static s1f_status run_forward(s1f_op_call *call, s1f_attention_args *args, s1f_kv_cache *cache)
 {
     int64_t lse_sizes[3] = {args->batch, args->heads, args->segment_len}, lse_strides[3];
     s1f_row_major(3, lse_sizes, lse_strides);
     s1f_op_tensor *out = &call->outputs[0], *lse = &call->outputs[1];
-    s1f_status status = new_output(call, 0, args, args->heads);
+    s1f_status status = new_output(call, 0, args, args->heads, args->v_head_dim);
     if (status == S1F_OK)
         status = s1f_op_new_tensor(s1f_dtype_of_sums(args->dtype), 3, lse_sizes, lse_strides, lse);
     if (status != S1F_OK)
@@ -184,53 +186,50 @@ static s1f_status run_forward(s1f_op_call *call, s1f_attention_args *args, const
     args->out = out->data;
     args->out_strides = strides_of(out);
     args->lse = lse->data;
-    return run_kernel(call, args, sinks, cache, 0);
+    return run_kernel(call, args, cache, 0);
 }
 
-static s1f_status run_backward(s1f_op_call *call, s1f_attention_args *args, const void *sinks, s1f_kv_cache *cache)
+static s1f_status run_backward(s1f_op_call *call, s1f_attention_args *args, s1f_kv_cache *cache)
 {
     s1f_op_tensor *dq = &call->outputs[0];
-    int64_t num_sinks = sinks != NULL ? args->heads : 0, stride = 1;
-    s1f_status status = new_output(call, 0, args, args->heads);
+    int64_t num_sinks = args->sinks != NULL ? args->heads : 0, stride = 1;
+    s1f_status status = new_output(call, 0, args, args->heads, args->head_dim);
     if (status == S1F_OK)
         status = s1f_op_new_tensor(s1f_dtype_of_sums(args->dtype), 1, &num_sinks, &stride, &call->outputs[3]);
     if (status != S1F_OK)
         return status;
     args->dq = dq->data;
     args->dq_strides = strides_of(dq);
-    return run_kernel(call, args, sinks, cache, 1);
+    args->dsinks = call->outputs[3].data;
+    return run_kernel(call, args, cache, 1);
 }
 
-/* The outputs dk and dv, alike in strides. */
+/* The outputs dk and dv. */
 static s1f_status new_key_gradients(s1f_op_call *call, s1f_attention_args *args)
 {
-    for (int i = 1; i <= 2; i++) {
-        s1f_status status = new_output(call, i, args, args->kv_heads);
-        if (status != S1F_OK)
-            return status;
-    }
-    args->own_dk = call->outputs[1].data;
-    args->own_dv = call->outputs[2].data;
-    args->own_dkv_strides = strides_of(&call->outputs[1]);
+    const s1f_op_tensor *dk = &call->outputs[1], *dv = &call->outputs[2];
+    s1f_status status = new_output(call, 1, args, args->kv_heads, args->head_dim);
+    if (status == S1F_OK)
+        status = new_output(call, 2, args, args->kv_heads, args->v_head_dim);
+    if (status != S1F_OK)
+        return status;
+    args->own_dk = dk->data;
+    args->own_dk_strides = strides_of(dk);
+    args->own_dv = dv->data;
+    args->own_dv_strides = strides_of(dv);
     return S1F_OK;
 }
 
 /* -- causal_attention: the whole sequence at once ----------------------------------------------------------------- */
 
-/* The kernels take k and v of the same strides. */
 static s1f_status take_whole(s1f_op_call *call, s1f_op_tensor *k, s1f_op_tensor *v, s1f_op_tensor *docs,
                              s1f_attention_args *args)
 {
     s1f_status status = take_keys(k, v, args);
     if (status == S1F_OK)
         status = s1f_op_unit_last_stride(call, k);
-    if (status == S1F_OK && !s1f_op_strides_agree(v, k->strides)) {
-        int64_t strides[4];
-        s1f_token_major(k->sizes, strides);
-        status = s1f_op_restride(call, k, strides);
-        if (status == S1F_OK)
-            status = s1f_op_restride(call, v, strides);
-    }
+    if (status == S1F_OK)
+        status = s1f_op_unit_last_stride(call, v);
     if (status == S1F_OK && docs->numel > 0) {
         int64_t strides[2];
         s1f_row_major(2, docs->sizes, strides);
@@ -239,33 +238,32 @@ static s1f_status take_whole(s1f_op_call *call, s1f_op_tensor *k, s1f_op_tensor 
         args->docs_batch_stride = strides[0];
     }
     args->k = k->data;
+    args->k_strides = strides_of(k);
     args->v = v->data;
-    args->kv_strides = strides_of(k);
+    args->v_strides = strides_of(v);
     return status;
 }
 
 s1f_status s1f_op_causal_attention(s1f_op_call *call)
 {
     s1f_op_tensor *t = call->inputs, *q = &t[0], *k = &t[1], *v = &t[2], *slopes = &t[3], *docs = &t[4];
-    const void *sinks = NULL;
     s1f_attention_args args;
     s1f_status status = start_arguments(call, q, slopes, docs, &args);
     if (status == S1F_OK)
-        status = take_sinks(call, &t[5], &args, &sinks);
+        status = take_sinks(call, &t[5], &args);
     if (status == S1F_OK)
         status = take_whole(call, k, v, docs, &args);
-    return status == S1F_OK ? run_forward(call, &args, sinks, NULL) : status;
+    return status == S1F_OK ? run_forward(call, &args, NULL) : status;
 }
 
 s1f_status s1f_op_causal_attention_backward(s1f_op_call *call)
 {
     s1f_op_tensor *t = call->inputs, *dout = &t[0], *q = &t[1], *k = &t[2], *v = &t[3], *out = &t[4], *lse = &t[5];
     s1f_op_tensor *slopes = &t[6], *docs = &t[7], *dk = &call->outputs[1], *dv = &call->outputs[2];
-    const void *sinks = NULL;
     s1f_attention_args args;
     s1f_status status = start_arguments(call, q, slopes, docs, &args);
     if (status == S1F_OK)
-        status = take_sinks(call, &t[8], &args, &sinks);
+        status = take_sinks(call, &t[8], &args);
     if (status == S1F_OK)
         status = take_whole(call, k, v, docs, &args);
     if (status == S1F_OK)
@@ -285,22 +283,29 @@ s1f_status s1f_op_causal_attention_backward(s1f_op_call *call)
         args.own_dk = args.own_dv = NULL; /* the sums are the gradients */
     }
     args.dk = dk_sum.data;
+    args.dk_strides = strides_of(&dk_sum);
     args.dv = dv_sum.data;
-    args.dkv_strides = strides_of(&dk_sum);
+    args.dv_strides = strides_of(&dv_sum);
     args.store_kv_grads = 1;
-    return status == S1F_OK ? run_backward(call, &args, sinks, NULL) : status;
+    return status == S1F_OK ? run_backward(call, &args, NULL) : status;
 }
 
 /* -- segment_attention: one segment over the KV cache ------------------------------------------------------------- */
 
-static void attend_to_rows(s1f_attention_args *args, const s1f_current_unit *unit, const s1f_kv_rows *rows)
+static s1f_strides slab_strides(const s1f_attention_args *args, const s1f_kv_rows *rows, int64_t head_dim)
 {
     int64_t strides[4];
-    s1f_slab_strides(args->kv_heads, rows->sequence_length, args->head_dim, strides);
+    s1f_slab_strides(args->kv_heads, rows->sequence_length, head_dim, strides);
+    return (s1f_strides){.batch = strides[0], .head = strides[1], .row = strides[2]};
+}
+
+static void attend_to_rows(s1f_attention_args *args, const s1f_current_unit *unit, const s1f_kv_rows *rows)
+{
     args->q_start = unit->offset;
     args->k = rows->k;
+    args->k_strides = slab_strides(args, rows, args->head_dim);
     args->v = rows->v;
-    args->kv_strides = (s1f_strides){.batch = strides[0], .head = strides[1], .row = strides[2]};
+    args->v_strides = slab_strides(args, rows, args->v_head_dim);
     args->docs = rows->docs;
     args->docs_batch_stride = rows->sequence_length;
 }
@@ -312,10 +317,9 @@ s1f_status s1f_op_segment_attention(s1f_op_call *call)
     const s1f_current_unit *unit = NULL;
     int64_t key = 0;
     s1f_kv_rows rows;
-    const void *sinks = NULL;
     s1f_status status = start_arguments(call, q, slopes, docs, &args);
     if (status == S1F_OK)
-        status = take_sinks(call, &t[6], &args, &sinks);
+        status = take_sinks(call, &t[6], &args);
     if (status == S1F_OK)
         status = take_keys(k, v, &args);
     if (status == S1F_OK)
@@ -326,6 +330,7 @@ s1f_status s1f_op_segment_attention(s1f_op_call *call)
         .batch = args.batch,
         .kv_heads = args.kv_heads,
         .head_dim = args.head_dim,
+        .v_head_dim = args.v_head_dim,
         .dtype = args.dtype,
         .with_docs = docs->numel > 0,
     };
@@ -333,7 +338,7 @@ s1f_status s1f_op_segment_attention(s1f_op_call *call)
     if (status != S1F_OK)
         return status;
     attend_to_rows(&args, unit, &rows);
-    return status == S1F_OK ? run_forward(call, &args, sinks, unit->cache) : status;
+    return status == S1F_OK ? run_forward(call, &args, unit->cache) : status;
 }
 
 s1f_status s1f_op_segment_attention_backward(s1f_op_call *call)
@@ -346,12 +351,15 @@ s1f_status s1f_op_segment_attention_backward(s1f_op_call *call)
     s1f_layer_shape shape;
     s1f_kv_rows rows;
     s1f_kv_grads grads;
-    const void *sinks = NULL;
     s1f_status status = start_arguments(call, q, slopes, docs, &args);
     if (status == S1F_OK)
-        status = take_sinks(call, &t[7], &args, &sinks);
+        status = take_sinks(call, &t[7], &args);
     if (status == S1F_OK)
-        status = take_results(call, dout, out, lse, &args);
+        status = s1f_op_require(out->ndim == 4 && out->numel > 0, "out", out, "must agree with q and v");
+    if (status != S1F_OK)
+        return status;
+    args.v_head_dim = out->sizes[3];
+    status = take_results(call, dout, out, lse, &args);
     if (status == S1F_OK)
         status = s1f_current_segment(layer, args.segment_len, &unit, &key);
     if (status == S1F_OK)
@@ -359,15 +367,16 @@ s1f_status s1f_op_segment_attention_backward(s1f_op_call *call)
     if (status != S1F_OK)
         return status;
     args.kv_heads = s1f_op_int(call->scalars[3]);
-    status = s1f_segment_check_layer(q, args.kv_heads, key, &shape);
+    status = s1f_segment_check_layer(q, out, args.kv_heads, key, &shape);
     if (status != S1F_OK)
         return status;
 
     attend_to_rows(&args, unit, &rows);
     args.dk = grads.dk;
+    args.dk_strides = args.k_strides;
     args.dv = grads.dv;
-    args.dkv_strides = args.kv_strides;
+    args.dv_strides = args.v_strides;
     args.store_kv_grads = grads.first;
     status = new_key_gradients(call, &args); /* later segments went backward before, so they are complete */
-    return status == S1F_OK ? run_backward(call, &args, sinks, unit->cache) : status;
+    return status == S1F_OK ? run_backward(call, &args, unit->cache) : status;
 }

@@ -43,14 +43,16 @@ static s1f_status view_rows(s1f_op_call *call, int index, void *memory, int32_t 
     return s1f_op_view(memory, dtype, ndim, sizes, strides, 0, &call->inputs[0], &call->outputs[index].handle);
 }
 
-/* Outputs `index` and the one after it: rows [0, end of the segment) of both. */
-static s1f_status view_pair(s1f_op_call *call, int index, void *first, void *second, int32_t dtype,
-                            const s1f_layer_shape *shape, const s1f_current_unit *unit, int64_t rows_per_head)
+/* Outputs `index` and the one after it: rows [0, end of the segment) of k and v, or dk and dv. */
+static s1f_status view_pair(s1f_op_call *call, int index, void *k, void *v, int32_t dtype, const s1f_layer_shape *shape,
+                            const s1f_current_unit *unit, int64_t rows_per_head)
 {
     int64_t sizes[4] = {shape->batch, shape->kv_heads, unit->offset + unit->length, shape->head_dim}, strides[4];
     s1f_slab_strides(shape->kv_heads, rows_per_head, shape->head_dim, strides);
-    s1f_status status = view_rows(call, index, first, dtype, 4, sizes, strides);
-    return status == S1F_OK ? view_rows(call, index + 1, second, dtype, 4, sizes, strides) : status;
+    s1f_status status = view_rows(call, index, k, dtype, 4, sizes, strides);
+    sizes[3] = shape->v_head_dim;
+    s1f_slab_strides(shape->kv_heads, rows_per_head, shape->v_head_dim, strides);
+    return status == S1F_OK ? view_rows(call, index + 1, v, dtype, 4, sizes, strides) : status;
 }
 
 /* (batch, end of the segment), or (batch, 0) without document ids. */
@@ -68,9 +70,12 @@ s1f_status s1f_op_cache_write(s1f_op_call *call)
     const s1f_current_unit *unit = NULL;
     int64_t key = 0;
     s1f_kv_rows rows;
-    s1f_status status = s1f_op_require(k->ndim == 4 && k->numel > 0 && v->ndim == 4 && v->dtype == k->dtype &&
-                                           memcmp(v->sizes, k->sizes, 4 * sizeof *k->sizes) == 0,
-                                       "k", k, "must be (batch, kv_heads, tokens, head_dim), none of them 0, as v");
+    s1f_status status =
+        s1f_op_require(k->ndim == 4 && k->numel > 0 && v->ndim == 4 && v->numel > 0 && v->dtype == k->dtype &&
+                           memcmp(v->sizes, k->sizes, 3 * sizeof *k->sizes) == 0,
+                       "k", k,
+                       "must be (batch, kv_heads, tokens, head_dim), none of them 0, as v in all but "
+                       "head_dim");
     if (status == S1F_OK)
         status = s1f_op_require(docs->numel == 0 || (docs->dtype == S1F_INT32 && docs->ndim == 2 &&
                                                      docs->sizes[0] == k->sizes[0] && docs->sizes[1] == k->sizes[2]),
@@ -85,6 +90,7 @@ s1f_status s1f_op_cache_write(s1f_op_call *call)
         .batch = k->sizes[0],
         .kv_heads = k->sizes[1],
         .head_dim = k->sizes[3],
+        .v_head_dim = v->sizes[3],
         .dtype = k->dtype,
         .with_docs = docs->numel > 0,
         .memory = &torch_memory,
@@ -98,7 +104,7 @@ s1f_status s1f_op_cache_write(s1f_op_call *call)
 
 s1f_status s1f_op_cache_read(s1f_op_call *call)
 {
-    const s1f_op_tensor *q = &call->inputs[0], *layer = &call->inputs[1];
+    const s1f_op_tensor *q = &call->inputs[0], *out = &call->inputs[1], *layer = &call->inputs[2];
     const s1f_current_unit *unit = NULL;
     int64_t key = 0;
     s1f_layer_shape shape;
@@ -107,11 +113,13 @@ s1f_status s1f_op_cache_read(s1f_op_call *call)
     s1f_status status =
         s1f_op_require(q->ndim == 4 && q->numel > 0, "q", q, "must be (batch, heads, tokens, head_dim)");
     if (status == S1F_OK)
+        status = s1f_op_require(out->ndim == 4, "out", out, "must be (batch, heads, tokens, head_dim of v)");
+    if (status == S1F_OK)
         status = s1f_current_segment(layer, q->sizes[2], &unit, &key);
     if (status == S1F_OK)
         status = s1f_kv_cache_read(unit->cache, unit, key, &shape, &rows, &grads);
     if (status == S1F_OK)
-        status = s1f_segment_check_layer(q, s1f_op_int(call->scalars[0]), key, &shape);
+        status = s1f_segment_check_layer(q, out, s1f_op_int(call->scalars[0]), key, &shape);
     if (status == S1F_OK)
         status = view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, unit, rows.sequence_length);
     if (status == S1F_OK)

@@ -63,7 +63,8 @@ void s1f_token_major(const int64_t sizes[4], int64_t strides[4])
     strides[3] = 1;
 }
 
-int s1f_op_strides_agree(const s1f_op_tensor *t, const int64_t *strides)
+/* Sizes of 1 have no stride to speak of. */
+static int strides_agree(const s1f_op_tensor *t, const int64_t *strides)
 {
     for (int64_t i = 0; i < t->ndim; i++)
         if (t->sizes[i] != 1 && t->strides[i] != strides[i])
@@ -73,7 +74,7 @@ int s1f_op_strides_agree(const s1f_op_tensor *t, const int64_t *strides)
 
 s1f_status s1f_op_restride(s1f_op_call *call, s1f_op_tensor *t, const int64_t *strides)
 {
-    if (s1f_op_strides_agree(t, strides))
+    if (strides_agree(t, strides))
         return S1F_OK;
     s1f_op_tensor copy = {0};
     s1f_status status = s1f_op_new_temporary(call, t->dtype, t->ndim, t->sizes, strides, &copy);

@@ -61,8 +61,6 @@ s1f_status s1f_op_new_tensor(int32_t dtype, int64_t ndim, const int64_t *sizes, 
 s1f_status s1f_op_new_temporary(s1f_op_call *call, int32_t dtype, int64_t ndim, const int64_t *sizes,
                                 const int64_t *strides, s1f_op_tensor *out);
 
-/* Sizes of 1 have no stride to speak of. */
-int s1f_op_strides_agree(const s1f_op_tensor *t, const int64_t *strides);
 /* *t becomes a copy of itself with these strides, unless it has them. */
 s1f_status s1f_op_restride(s1f_op_call *call, s1f_op_tensor *t, const int64_t *strides);
 /* The kernels read any strides but the last, which is 1. */

@@ -7,8 +7,8 @@
  *   segment_attention_backward(dout, q, out, lse, layer, slopes, doc_ids, sinks, scale, window, softcap, kv_heads)
  *     -> (dq, dk, dv, dsinks)
  *   cache_write(k, v, doc_ids, layer) -> (keys, values, doc_ids) of tokens [0, end of the segment)
- *   cache_read(q, layer, kv_heads) -> (keys, values, dk, dv, doc_ids, held) of them; held: as many elements as dk and
- *     dv have tokens whose sums they hold: all, to be added to, or before the first contribution none
+ *   cache_read(q, out, layer, kv_heads) -> (keys, values, dk, dv, doc_ids, held) of them; held: as many elements as dk
+ *     and dv have tokens whose sums they hold: all, to be added to, or before the first contribution none
  *   positions(x, doc_ids, dim, rank, num_parts) -> int64 positions of x's tokens, part `rank` of the segment's;
  *     within their documents, where doc_ids is not empty
  *
@@ -17,9 +17,9 @@
  * until the unit ends. The other ops have CPU kernels here.
  * The first pair is functional. The second runs within a unit of a step: it keeps k and v in the KV cache of the
  * current unit, adds dK and dV of the prefix to the cache's slab and returns the complete ones of its own rows. An
- * empty tensor stands for "none". Every (batch, heads, tokens, head_dim) result is laid out as (batch, tokens, heads,
- * head_dim), so that the transpose that follows attention is free. Autograd, fake kernels and the checks that a user
- * meets are Python's. */
+ * empty tensor stands for "none". Heads of v, and so of out and dout, may have another size than those of q and k.
+ * Every (batch, heads, tokens, head_dim) result is laid out as (batch, tokens, heads, head_dim), so that the transpose
+ * that follows attention is free. Autograd, fake kernels and the checks that a user meets are Python's. */
 #ifndef S1F_OPS_H
 #define S1F_OPS_H
 

@@ -36,25 +36,28 @@ s1f_status s1f_segment_write(const s1f_current_unit *unit, int64_t key, const s1
     s1f_status status = s1f_kv_cache_write(unit->cache, unit, key, shape, rows);
     if (status != S1F_OK || rows->is_written)
         return status;
-    int64_t strides[4], doc_strides[2] = {rows->sequence_length, 1};
-    s1f_slab_strides(shape->kv_heads, rows->sequence_length, shape->head_dim, strides);
-    status = s1f_op_copy_into(rows->k, strides, unit->offset * shape->head_dim, k);
+    int64_t k_strides[4], v_strides[4], doc_strides[2] = {rows->sequence_length, 1};
+    s1f_slab_strides(shape->kv_heads, rows->sequence_length, shape->head_dim, k_strides);
+    s1f_slab_strides(shape->kv_heads, rows->sequence_length, shape->v_head_dim, v_strides);
+    status = s1f_op_copy_into(rows->k, k_strides, unit->offset * shape->head_dim, k);
     if (status == S1F_OK)
-        status = s1f_op_copy_into(rows->v, strides, unit->offset * shape->head_dim, v);
+        status = s1f_op_copy_into(rows->v, v_strides, unit->offset * shape->v_head_dim, v);
     if (status == S1F_OK && rows->docs != NULL)
         status = s1f_op_copy_into(rows->docs, doc_strides, unit->offset, docs);
     return status;
 }
 
-s1f_status s1f_segment_check_layer(const s1f_op_tensor *q, int64_t kv_heads, int64_t key, const s1f_layer_shape *shape)
+s1f_status s1f_segment_check_layer(const s1f_op_tensor *q, const s1f_op_tensor *out, int64_t kv_heads, int64_t key,
+                                   const s1f_layer_shape *shape)
 {
     if (shape->batch == q->sizes[0] && shape->kv_heads == kv_heads && shape->head_dim == q->sizes[3] &&
-        shape->dtype == q->dtype)
+        shape->v_head_dim == out->sizes[3] && shape->dtype == q->dtype)
         return S1F_OK;
     return s1f_fail(S1F_ERR_ARG,
-                    "layer %lld: backward with batch %lld, %lld kv heads of %lld, %s; its cache holds "
-                    "%lld, %lld of %lld, %s",
+                    "layer %lld: backward with batch %lld, %lld kv heads of %lld, values of %lld, %s; its cache holds "
+                    "%lld, %lld of %lld, %lld, %s",
                     (long long)key, (long long)q->sizes[0], (long long)kv_heads, (long long)q->sizes[3],
-                    s1f_dtype_name(q->dtype), (long long)shape->batch, (long long)shape->kv_heads,
-                    (long long)shape->head_dim, s1f_dtype_name(shape->dtype));
+                    (long long)out->sizes[3], s1f_dtype_name(q->dtype), (long long)shape->batch,
+                    (long long)shape->kv_heads, (long long)shape->head_dim, (long long)shape->v_head_dim,
+                    s1f_dtype_name(shape->dtype));
 }

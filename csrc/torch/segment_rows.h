@@ -17,7 +17,8 @@ s1f_status s1f_segment_write(const s1f_current_unit *unit, int64_t key, const s1
                              const s1f_op_tensor *k, const s1f_op_tensor *v, const s1f_op_tensor *docs,
                              s1f_kv_rows *rows);
 
-/* S1F_ERR_ARG unless the layer's slab holds what a backward of q with so many kv heads needs. */
-s1f_status s1f_segment_check_layer(const s1f_op_tensor *q, int64_t kv_heads, int64_t key, const s1f_layer_shape *shape);
+/* S1F_ERR_ARG unless the layer's slab holds what a backward of q and out with so many kv heads needs. */
+s1f_status s1f_segment_check_layer(const s1f_op_tensor *q, const s1f_op_tensor *out, int64_t kv_heads, int64_t key,
+                                   const s1f_layer_shape *shape);
 
 #endif

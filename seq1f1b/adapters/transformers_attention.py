@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, causal_mask_function
@@ -48,7 +47,7 @@ def attention(
         scaling, sliding_window, softcap, s_aux, alibi_slopes: the scale, window, softcap, sinks and slopes of
             ``causal_attention``.
     Returns:
-        (batch, tokens, heads, head_dim), and None for the attention weights.
+        (batch, tokens, heads, head_dim of value), and None for the attention weights.
     Raises:
         ValueError: the model needs dropout, a mask, a position bias, a cache, or attention that is not causal.
     """
@@ -86,15 +85,11 @@ def attention(
     query = _with_temperature(module, query, doc_ids)
     if chunk is not None:
         doc_ids = _chunk_ids(query, doc_ids, chunk)
-    head_dim, value_dim = query.shape[-1], value.shape[-1]
-    if value_dim != head_dim:  # as in multi-head latent attention; the rows of the cache are of one size
-        scaling = head_dim**-0.5 if scaling is None else scaling
-        query, key, value = (F.pad(t, (0, max(head_dim, value_dim) - t.shape[-1])) for t in (query, key, value))
     out = causal_attention(
         query, key, value, layer=layer, scale=scaling, window=sliding_window, softcap=softcap, doc_ids=doc_ids,
         sinks=s_aux, alibi_slopes=alibi_slopes,
     )  # fmt: skip
-    return out[..., :value_dim].transpose(1, 2), None
+    return out.transpose(1, 2), None
 
 
 class NoMask:

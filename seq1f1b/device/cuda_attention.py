@@ -11,6 +11,9 @@ The CUDA kernels of this package's ops; those of the CPU are C. Five ways, by wh
     plain      everything else (float64, soft cap, ALiBi, documents, other heads): matrix products over ranges of keys,
                up to 200 times slower, in bounded memory
 
+Heads of v may have another size than those of q and k. The efficient and plain ways take them as they are; for flash
+and cuDNN the narrower ones get zeros up to the size of the wider; own does not take them.
+
 Backward goes over ranges of keys: exact, since the sums over all keys (``lse``) and ``out`` are known, and what the ops
 allocate stays of the size of a range. dK and dV add up in float32 in the cache's slab; torch's ops round each range's
 part to q's dtype before. Ours take all keys at once, for they add to the slab themselves. Sinks are no business of a
@@ -88,7 +91,7 @@ def segment_attention_backward(
     dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, layer: Tensor, *options_and_heads: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *options, kv_heads = options_and_heads
-    keys, values, dk, dv, key_docs, held = torch.ops.seq1f1b.cache_read.default(q, layer, kv_heads)
+    keys, values, dk, dv, key_docs, held = torch.ops.seq1f1b.cache_read.default(q, out, layer, kv_heads)
     chosen = Options(key_docs, *options)
     return _backward(dout, q, keys, values, out, lse, chosen, dk, dv, store=held.numel() == 0)
 
@@ -141,25 +144,26 @@ def register(library: torch.library.Library, dispatch_key: str = "CUDA", **optio
 # -- which way, and over which keys ----------------------------------------------------------------------------------
 
 
-def way(q: Tensor, options: Options, operation: str = "attention_forward") -> str:
+def way(q: Tensor, v_head_dim: int, options: Options, operation: str = "attention_forward") -> str:
     """ "own", "flash" (or cuDNN, see ``PLAN_FLOPS``), "efficient" or "plain"; see the top of this file."""
-    return "own" if _own(q, options, operation) is not None else _library_way(q, options)
+    return "own" if _own(q, v_head_dim, options, operation) is not None else _library_way(q, v_head_dim, options)
 
 
-def _library_way(q: Tensor, options: Options) -> str:
+def _library_way(q: Tensor, v_head_dim: int, options: Options) -> str:
     if options.softcap or options.slopes.numel() or options.docs.numel() or q.dtype == torch.float64:
         return "plain"
     if q.dtype == torch.float32:
-        return "plain" if options.window or torch.version.hip or q.shape[3] % 4 else "efficient"
-    return "flash" if q.shape[3] % 8 == 0 and _has_flash(q.device) else "plain"
+        fits = q.shape[3] % 4 == 0 and v_head_dim % 4 == 0
+        return "efficient" if fits and not options.window and not torch.version.hip else "plain"
+    return "flash" if max(q.shape[3], v_head_dim) % 8 == 0 and _has_flash(q.device) else "plain"
 
 
-def _own(q: Tensor, options: Options, operation: str) -> kernel_library.Operation | None:
+def _own(q: Tensor, v_head_dim: int, options: Options, operation: str) -> kernel_library.Operation | None:
     if q.dtype not in (torch.bfloat16, torch.float16) or options.slopes.numel() or options.scale <= 0:
         return None
-    if not _has_flash(q.device):
+    if q.shape[3] != v_head_dim or not _has_flash(q.device):
         return None
-    library = _library_way(q, options)
+    library = _library_way(q, v_head_dim, options)
     if library == "flash" and not options.window and _has_cudnn(q.device) and kernel_library.preference() != "own":
         return None
     return kernel_library.choose(operation, q, is_right_enough=library == "plain")
@@ -221,15 +225,15 @@ def _cudnn_fits(q: Tensor, keys: Tensor, is_causal: bool) -> bool:
 
 
 def _forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """out (batch, heads, tokens, head_dim), token-major in memory, and lse (batch, heads, tokens).
+    """out (batch, heads, tokens, head_dim of values), token-major in memory, and lse (batch, heads, tokens).
 
-    keys, values: (batch, kv_heads, N, head_dim); the last query is token N - 1.
+    keys, values: (batch, kv_heads, N, their head_dim); the last query is token N - 1.
     """
-    operation = _own(q, options, "attention_forward")
+    operation = _own(q, values.shape[3], options, "attention_forward")
     if operation is not None:
         return _with_sinks(*_own_forward(operation, q, keys, values, options), options.sinks, q.dtype)
     forwards = {"flash": _flash_forward, "efficient": _efficient_forward, "plain": _plain_forward}
-    out, lse = forwards[_library_way(q, options)](q, keys, values, options)
+    out, lse = forwards[_library_way(q, values.shape[3], options)](q, keys, values, options)
     return _with_sinks(out, lse, options.sinks, q.dtype)
 
 
@@ -252,12 +256,12 @@ def _backward(
     dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, options: Options, dk: Tensor,
     dv: Tensor, store: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Adds to dk and dv, (batch, kv_heads, N, head_dim) in float32 or float64, or stores; returns dq, and dk and dv of
+    """Adds to dk and dv, as keys and values in float32 or float64, or stores; returns dq, and dk and dv of
     the queries' own tokens in q's dtype: later segments went backward before, so these rows are complete. All
     token-major in memory. Last the gradients of the sinks.
     """
     dsinks = _sink_gradients(dout, out, lse, options.sinks)
-    operation = _own(q, options, "attention_backward")
+    operation = _own(q, values.shape[3], options, "attention_backward")
     if operation is not None:
         return *_own_backward(operation, dout, q, keys, values, out, lse, options, dk, dv, store), dsinks
     dq = _library_backward(dout, q, keys, values, out, lse, options, dk, dv, store)
@@ -269,7 +273,7 @@ def _library_backward(
     dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, options: Options, dk: Tensor,
     dv: Tensor, store: bool,
 ) -> Tensor:  # fmt: skip
-    chosen = _library_way(q, options)
+    chosen = _library_way(q, values.shape[3], options)
     backwards = {"flash": _flash_backward, "efficient": _efficient_backward, "plain": _plain_backward}
     tokens, end = q.shape[2], keys.shape[2]
     offset = end - tokens
@@ -355,6 +359,12 @@ def _bshd(t: Tensor) -> Tensor:
     return t.clone(memory_format=torch.contiguous_format)
 
 
+def _of_one_size(*tensors: Tensor) -> list[Tensor]:
+    """With zeros behind the heads that are narrower than others."""
+    width = max(t.shape[3] for t in tensors)
+    return [t if t.shape[3] == width else F.pad(t, (0, width - t.shape[3])) for t in tensors]
+
+
 # -- own -------------------------------------------------------------------------------------------------------------
 
 
@@ -405,6 +415,13 @@ def _own_backward(
 
 
 def _flash_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    v_head_dim = values.shape[3]
+    q, keys, values = _of_one_size(q, keys, values)
+    out, lse = _flash_forward_of_one_size(q, keys, values, options)
+    return out[..., :v_head_dim], lse
+
+
+def _flash_forward_of_one_size(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     offset = keys.shape[2] - q.shape[2]
     calls = [(keys[:, :, offset:], True), (keys[:, :, :offset], False)]
     if _cudnn_takes(q, calls[: 2 if offset else 1], options, 2):
@@ -422,6 +439,16 @@ def _flash_backward(
     key: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv of queries that begin at token ``query`` over keys that begin at token ``key``."""
+    head_dim, v_head_dim = q.shape[3], values.shape[3]
+    dout, q, keys, values, out = _of_one_size(dout, q, keys, values, out)
+    dq, dk, dv = _flash_backward_of_one_size(dout, q, keys, values, out, lse, options, query, key)
+    return dq[..., :head_dim], dk[..., :head_dim], dv[..., :v_head_dim]
+
+
+def _flash_backward_of_one_size(
+    dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, options: Options, query: int,
+    key: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     behind = (query + q.shape[2]) - (key + keys.shape[2])  # tokens from the last key to the last query
     if _cudnn_takes(q, [(keys, behind == 0)], options, 5):
         return _cudnn_backward(dout, q, keys, values, out, lse, options, behind == 0)
@@ -557,7 +584,7 @@ def _plain_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) ->
     lse = wide.new_full(wide.shape[:4], float("-inf"))
     for begin, stop in ranges:
         lse = torch.logaddexp(lse, logits_of(begin, stop).logsumexp(-1))
-    out = torch.zeros_like(wide)
+    out = wide.new_zeros((*wide.shape[:4], values.shape[3]))
     for begin, stop in ranges:
         weights = torch.exp(logits_of(begin, stop) - lse[..., None])
         out += torch.einsum("bhgsk,bhkd->bhgsd", weights, _wide(values[:, :, begin:stop]))

@@ -63,7 +63,8 @@ def causal_attention(
     Args:
         q: (batch, heads, tokens, head_dim), float64, float32, bfloat16 or float16; head_dim up to 256. All tensors but
             ``layer`` are on one device, the CPU or a CUDA device.
-        k, v: (batch, kv_heads, tokens, head_dim), same dtype; kv_heads divides heads.
+        k, v: (batch, kv_heads, tokens, head_dim), same dtype; kv_heads divides heads. Heads of v may have another size
+            than those of q and k, also up to 256; the cache holds them as they are.
         layer: what ``layer_handle`` made, one per attention call of the stage; or its int, in eager code.
         scale: factor of the products of queries and keys; default 1 / sqrt(head_dim).
         window: number of keys that a query sees, its own included; default all.
@@ -73,7 +74,7 @@ def causal_attention(
         sinks: (heads), floating; of each head a logit that takes part in the softmax's sum and has no value, with
             gradient. Soft cap and scale do not apply to it.
     Returns:
-        (batch, heads, tokens, head_dim) of q's dtype, in memory (batch, tokens, heads, head_dim).
+        (batch, heads, tokens, head_dim of v) of q's dtype, in memory (batch, tokens, heads, head_dim of v).
     Raises:
         ValueError, TypeError: shapes or dtypes disagree, or an option is out of range.
         RuntimeError: inside a step, if the KV cache is used out of order, e.g. one layer twice in a forward; for
@@ -283,12 +284,16 @@ def _check(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, docs: Tensor 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     batch, heads, tokens, head_dim = q.shape
     kv_heads = k.shape[1]
-    if batch < 1 or heads < 1 or tokens < 1 or head_dim < 1 or kv_heads < 1:
-        raise ValueError(f"q is {_text(q)}, k is {_text(k)}: no size may be 0")
-    if head_dim > _MAX_HEAD_DIM:
-        raise ValueError(f"head_dim is {head_dim}, must be at most {_MAX_HEAD_DIM}")
-    if k.shape[0] != batch or k.shape[2] != tokens or k.shape[3] != head_dim or v.shape != k.shape:
-        raise ValueError(f"k is {_text(k)}, v is {_text(v)}: must agree with q {_text(q)} in all but heads")
+    v_head_dim = v.shape[3]
+    if batch < 1 or heads < 1 or tokens < 1 or head_dim < 1 or kv_heads < 1 or v_head_dim < 1:
+        raise ValueError(f"q is {_text(q)}, k is {_text(k)}, v is {_text(v)}: no size may be 0")
+    for name, size in (("head_dim", head_dim), ("head_dim of v", v_head_dim)):
+        if size > _MAX_HEAD_DIM:
+            raise ValueError(f"{name} is {size}, must be at most {_MAX_HEAD_DIM}")
+    if k.shape[0] != batch or k.shape[2] != tokens or k.shape[3] != head_dim:
+        raise ValueError(f"k is {_text(k)}: must agree with q {_text(q)} in all but heads")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v is {_text(v)}: must agree with k {_text(k)} in all but head_dim")
     if heads % kv_heads != 0:
         raise ValueError(f"kv_heads must divide heads: k has {kv_heads}, q has {heads}")
 
@@ -366,9 +371,8 @@ def _text(t: Tensor) -> str:
 # -- fake kernels: shapes, dtypes and layouts of the results, for tracing ------------------------------------------
 
 
-def _token_major(like: Tensor, heads: int) -> Tensor:
-    batch, _, tokens, head_dim = like.shape
-    return like.new_empty((batch, tokens, heads, head_dim)).transpose(1, 2)
+def _token_major(like: Tensor, heads: int, head_dim: int) -> Tensor:
+    return like.new_empty((like.shape[0], like.shape[2], heads, head_dim)).transpose(1, 2)
 
 
 def _check_devices(*tensors: Tensor) -> None:
@@ -376,16 +380,12 @@ def _check_devices(*tensors: Tensor) -> None:
         raise ValueError(f"all tensors must be on one device: {', '.join(str(t.device) for t in tensors)}")
 
 
-def _fake_forward(q: Tensor) -> tuple[Tensor, Tensor]:
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return _token_major(q, q.shape[1]), q.new_empty(q.shape[:3], dtype=lse_dtype)
-
-
 def _fake_causal_attention(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, doc_ids: Tensor, sinks: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor]:
     _check_devices(q, k, v, slopes, doc_ids, sinks)
-    return _fake_forward(q)
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return _token_major(q, q.shape[1], v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype)
 
 
 def _fake_segment_attention(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -397,8 +397,8 @@ def _fake_causal_attention_backward(
     sinks: Tensor, *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     _check_devices(dout, q, k, v, out, lse, slopes, doc_ids, sinks)
-    dsinks = lse.new_empty(sinks.shape)
-    return _token_major(q, q.shape[1]), _token_major(k, k.shape[1]), _token_major(k, k.shape[1]), dsinks
+    dq, dk, dv = (_token_major(t, t.shape[1], t.shape[3]) for t in (q, k, v))
+    return dq, dk, dv, lse.new_empty(sinks.shape)
 
 
 def _fake_segment_attention_backward(
@@ -406,8 +406,9 @@ def _fake_segment_attention_backward(
     *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     _check_devices(dout, q, out, lse, slopes, doc_ids, sinks)
-    kv_heads, dsinks = others[-1], lse.new_empty(sinks.shape)
-    return _token_major(q, q.shape[1]), _token_major(q, kv_heads), _token_major(q, kv_heads), dsinks
+    sizes = (q.shape[1], q.shape[3]), (others[-1], q.shape[3]), (others[-1], out.shape[3])
+    dq, dk, dv = (_token_major(q, *size) for size in sizes)
+    return dq, dk, dv, lse.new_empty(sinks.shape)
 
 
 def _fake_positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_parts: int) -> Tensor:

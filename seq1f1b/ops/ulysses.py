@@ -40,14 +40,14 @@ def ulysses_attention(
 
     Args:
         q: (batch, heads, tokens, head_dim), this rank's tokens of all heads; N divides heads.
-        k, v: (batch, kv_heads, tokens, head_dim); kv_heads divides heads.
+        k, v: (batch, kv_heads, tokens, head_dim); kv_heads divides heads. Heads of v may have another size.
         group: the ranks that hold the same stage. None: this rank holds all tokens, as in a model run whole.
         layer, scale, window, softcap, alibi_slopes, sinks: as in ``causal_attention``; slopes and sinks of all heads.
             A rank's gradient of the sinks is that of its own heads, 0 elsewhere; the ranks' gradients add up, as those
             of other parameters do.
         doc_ids: (batch, tokens), or those of the whole segment, (batch, N * tokens), which saves a gather per call.
     Returns:
-        (batch, heads, tokens, head_dim), this rank's tokens of all heads.
+        (batch, heads, tokens, head_dim of v), this rank's tokens of all heads.
     Raises:
         ValueError: N does not divide heads, the tokens are not 1/N of the segment's, or ``causal_attention`` refuses
             the arguments.
@@ -69,10 +69,14 @@ def ulysses_attention(
         k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
     own, own_kv = heads // size, kv_heads * copies // size
 
-    # One message for the three: (rank, tokens, batch, heads of the rank, head_dim).
-    blocks = torch.cat([_in_parts(t, 1, size).permute(1, 3, 0, 2, 4) for t in (q, k, v)], 3)
-    whole = _all_to_all(blocks, group).flatten(0, 1).permute(1, 2, 0, 3)
-    q, k, v = torch.split(whole, [own, own_kv, own_kv], 1)
+    # One message for the three: (rank, tokens, batch, elements of the rank's heads).
+    blocks = torch.cat([_in_parts(t, 1, size).permute(1, 3, 0, 2, 4).flatten(3) for t in (q, k, v)], 3)
+    whole = _all_to_all(blocks, group).flatten(0, 1)
+    parts = torch.split(whole, [own * q.shape[3], own_kv * k.shape[3], own_kv * v.shape[3]], 2)
+    q, k, v = (
+        torch.unflatten(part, 2, (of_part, -1)).permute(1, 2, 0, 3)
+        for part, of_part in zip(parts, (own, own_kv, own_kv), strict=True)
+    )
     if alibi_slopes is not None:
         alibi_slopes = alibi_slopes.narrow(-1, dist.get_rank(group) * own, own)
     if sinks is not None:

@@ -430,12 +430,12 @@ def _rank_report(
 
 
 def _planned_cache_bytes(stages: tuple[StageReport, ...], length: int, cache: Any) -> tuple[int, int]:
-    """Slots of the lowered program times (2, batch, kv heads, tokens, head dim) of each of the step's layers."""
+    """Slots of the lowered program times (batch, kv heads, tokens, head sizes of k and v) of the step's layers."""
     slots = {stage.stage: (stage.planned_kv_slots, stage.planned_grad_slots) for stage in stages}
     kv = grad = 0
     for layer in _C.kv_cache_layers(cache):
         kv_slots, grad_slots = slots[layer.stage]
-        elements = 2 * layer.batch * layer.kv_heads * length * layer.head_dim
+        elements = layer.batch * layer.kv_heads * length * (layer.head_dim + layer.v_head_dim)
         kv += kv_slots * (elements * layer.kv_element_bytes + (layer.batch * length * 4 if layer.with_docs else 0))
         grad += grad_slots * elements * layer.grad_element_bytes
     return kv, grad

@@ -62,21 +62,30 @@ void put(int32_t dtype, void *x, int64_t i, double value)
 
 /* ---- one sequence, of which the rows [first, length) are queries ---- */
 
-int64_t q_at(const sequence *x, int64_t b, int64_t h, int64_t row)
+int64_t at(const sequence *x, kind of, int64_t b, int64_t h, int64_t row)
 {
-    return s1f_at(x->q_strides, b, h, row);
+    return s1f_at(x->of[of].strides, b, h, row);
 }
 
-int64_t kv_at(const sequence *x, int64_t b, int64_t h, int64_t row)
+int32_t result_dtype(const sequence *x, kind of)
 {
-    return s1f_at(x->kv_strides, b, h, row);
+    return of == OF_K || of == OF_V ? s1f_dtype_of_sums(x->s.dtype) : x->s.dtype;
 }
 
-static s1f_strides strides_of(int tokens_outside, int64_t heads, int64_t rows, int64_t head_dim)
+int64_t result_bytes(const sequence *x, kind of)
 {
-    if (tokens_outside) /* three spare columns per head, so that no two strides agree by accident */
-        return (s1f_strides){rows * heads * (head_dim + 3), head_dim + 3, heads * (head_dim + 3)};
-    return (s1f_strides){heads * rows * head_dim, rows * head_dim, head_dim};
+    return x->of[of].elements * s1f_dtype_bytes(result_dtype(x, of));
+}
+
+static layout layout_of(const shape *s, int64_t heads, int64_t rows, int64_t dim)
+{
+    layout l = {.heads = heads, .rows = rows, .dim = dim};
+    if (s->tokens_outside) /* three spare columns per head, so that no two strides agree by accident */
+        l.strides = (s1f_strides){rows * heads * (dim + 3), dim + 3, heads * (dim + 3)};
+    else
+        l.strides = (s1f_strides){heads * rows * dim, rows * dim, dim};
+    l.elements = s->batch * l.strides.batch;
+    return l;
 }
 
 void fill(int32_t dtype, void *x, int64_t elements, double value)
@@ -87,10 +96,10 @@ void fill(int32_t dtype, void *x, int64_t elements, double value)
 
 void clear_results(sequence *x)
 {
-    fill(x->s.dtype, x->out, x->q_elements, NAN);
-    fill(x->s.dtype, x->dq, x->q_elements, NAN);
-    fill(s1f_dtype_of_sums(x->s.dtype), x->dk, x->kv_elements, NAN);
-    fill(s1f_dtype_of_sums(x->s.dtype), x->dv, x->kv_elements, NAN);
+    fill(x->s.dtype, x->out, x->of[OF_OUT].elements, NAN);
+    fill(x->s.dtype, x->dq, x->of[OF_Q].elements, NAN);
+    fill(s1f_dtype_of_sums(x->s.dtype), x->dk, x->of[OF_K].elements, NAN);
+    fill(s1f_dtype_of_sums(x->s.dtype), x->dv, x->of[OF_V].elements, NAN);
     fill(s1f_dtype_of_sums(x->s.dtype), x->lse, x->s.batch * x->s.heads * x->s.length, NAN);
     if (x->dsinks)
         fill(s1f_dtype_of_sums(x->s.dtype), x->dsinks, x->s.heads * x->s.length, 0);
@@ -110,38 +119,42 @@ static int32_t document(const shape *s, int64_t batch, int64_t row)
 
 sequence sequence_new(shape s)
 {
-    sequence x = {.s = s, .kv_rows = s.length + SPARE_ROWS};
+    s.v_head_dim = s.v_head_dim > 0 ? s.v_head_dim : s.head_dim;
     int64_t bytes = s1f_dtype_bytes(s.dtype), sum_bytes = s1f_dtype_bytes(s1f_dtype_of_sums(s.dtype));
+    int64_t kv_rows = s.length + SPARE_ROWS;
     double size = s.logits > 0 ? sqrt(s.logits) : 1;
+    sequence x = {.s = s,
+                  .of = {[OF_Q] = layout_of(&s, s.heads, s.length, s.head_dim),
+                         [OF_OUT] = layout_of(&s, s.heads, s.length, s.v_head_dim),
+                         [OF_K] = layout_of(&s, s.kv_heads, kv_rows, s.head_dim),
+                         [OF_V] = layout_of(&s, s.kv_heads, kv_rows, s.v_head_dim)}};
 
-    x.q_strides = strides_of(s.tokens_outside, s.heads, s.length, s.head_dim);
-    x.kv_strides = strides_of(s.tokens_outside, s.kv_heads, x.kv_rows, s.head_dim);
-    x.q_elements = s.batch * x.q_strides.batch;
-    x.kv_elements = s.batch * x.kv_strides.batch;
-    x.q = allocate(x.q_elements * bytes);
-    x.out = allocate(x.q_elements * bytes);
-    x.dout = allocate(x.q_elements * bytes);
-    x.dq = allocate(x.q_elements * bytes);
-    x.k = allocate(x.kv_elements * bytes);
-    x.v = allocate(x.kv_elements * bytes);
-    x.dk = allocate(x.kv_elements * sum_bytes);
-    x.dv = allocate(x.kv_elements * sum_bytes);
+    x.q = allocate(x.of[OF_Q].elements * bytes);
+    x.dq = allocate(result_bytes(&x, OF_Q));
+    x.out = allocate(result_bytes(&x, OF_OUT));
+    x.dout = allocate(x.of[OF_OUT].elements * bytes);
+    x.k = allocate(x.of[OF_K].elements * bytes);
+    x.dk = allocate(result_bytes(&x, OF_K));
+    x.v = allocate(x.of[OF_V].elements * bytes);
+    x.dv = allocate(result_bytes(&x, OF_V));
     x.lse = allocate(s.batch * s.heads * s.length * sum_bytes);
-    fill(s.dtype, x.k, x.kv_elements, NAN);
-    fill(s.dtype, x.v, x.kv_elements, NAN);
-    for (int64_t i = 0; i < x.q_elements; i++) {
+    fill(s.dtype, x.k, x.of[OF_K].elements, NAN);
+    fill(s.dtype, x.v, x.of[OF_V].elements, NAN);
+    for (int64_t i = 0; i < x.of[OF_Q].elements; i++)
         put(s.dtype, x.q, i, size * random_normal());
+    for (int64_t i = 0; i < x.of[OF_OUT].elements; i++)
         put(s.dtype, x.dout, i, random_normal());
-    }
     for (int64_t b = 0; b < s.batch; b++)
         for (int64_t h = 0; h < s.kv_heads; h++)
-            for (int64_t row = 0; row < s.length; row++)
+            for (int64_t row = 0; row < s.length; row++) {
                 for (int64_t c = 0; c < s.head_dim; c++) {
-                    double key =
-                        s.same_keys && row > 0 ? get(s.dtype, x.k, kv_at(&x, b, h, 0) + c) : size * random_normal();
-                    put(s.dtype, x.k, kv_at(&x, b, h, row) + c, key);
-                    put(s.dtype, x.v, kv_at(&x, b, h, row) + c, random_normal());
+                    int64_t first = at(&x, OF_K, b, h, 0) + c;
+                    double key = s.same_keys && row > 0 ? get(s.dtype, x.k, first) : size * random_normal();
+                    put(s.dtype, x.k, at(&x, OF_K, b, h, row) + c, key);
                 }
+                for (int64_t c = 0; c < s.v_head_dim; c++)
+                    put(s.dtype, x.v, at(&x, OF_V, b, h, row) + c, random_normal());
+            }
     if (s.alibi != 0) {
         x.slopes = allocate(s.batch * s.heads * (int64_t)sizeof(float));
         for (int64_t i = 0; i < s.batch * s.heads; i++)
@@ -179,7 +192,8 @@ static double scale_of(const shape *s)
 s1f_attention_args segment_args(const sequence *x, int64_t begin, int64_t end, int store)
 {
     const shape *s = &x->s;
-    int64_t bytes = s1f_dtype_bytes(s->dtype), from = begin * x->q_strides.row * bytes;
+    int64_t bytes = s1f_dtype_bytes(s->dtype), sum_bytes = s1f_dtype_bytes(s1f_dtype_of_sums(s->dtype));
+    int64_t q_from = begin * x->of[OF_Q].strides.row * bytes, out_from = begin * x->of[OF_OUT].strides.row * bytes;
     return (s1f_attention_args){
         .dtype = s->dtype,
         .batch = s->batch,
@@ -187,15 +201,17 @@ s1f_attention_args segment_args(const sequence *x, int64_t begin, int64_t end, i
         .kv_heads = s->kv_heads,
         .segment_len = end - begin,
         .head_dim = s->head_dim,
+        .v_head_dim = s->v_head_dim,
         .q_start = begin,
-        .q = (const char *)x->q + from,
+        .q = (const char *)x->q + q_from,
         .k = x->k,
         .v = x->v,
-        .out = (char *)x->out + from,
-        .q_strides = x->q_strides,
-        .kv_strides = x->kv_strides,
-        .out_strides = x->q_strides,
-        .lse = (char *)x->lse + s->batch * s->heads * begin * s1f_dtype_bytes(s1f_dtype_of_sums(s->dtype)),
+        .out = (char *)x->out + out_from,
+        .q_strides = x->of[OF_Q].strides,
+        .k_strides = x->of[OF_K].strides,
+        .v_strides = x->of[OF_V].strides,
+        .out_strides = x->of[OF_OUT].strides,
+        .lse = (char *)x->lse + s->batch * s->heads * begin * sum_bytes,
         .scale = scale_of(s),
         .window = s->window,
         .softcap = s->softcap,
@@ -203,14 +219,17 @@ s1f_attention_args segment_args(const sequence *x, int64_t begin, int64_t end, i
         .slopes_batch_stride = x->slopes ? s->heads : 0,
         .docs = x->docs,
         .docs_batch_stride = s->length,
-        .dout = (const char *)x->dout + from,
-        .dout_strides = x->q_strides,
-        .dq = (char *)x->dq + from,
-        .dq_strides = x->q_strides,
+        .sinks = x->sinks,
+        .dout = (const char *)x->dout + out_from,
+        .dout_strides = x->of[OF_OUT].strides,
+        .dq = (char *)x->dq + q_from,
+        .dq_strides = x->of[OF_Q].strides,
         .dk = x->dk,
         .dv = x->dv,
-        .dkv_strides = x->kv_strides,
+        .dk_strides = x->of[OF_K].strides,
+        .dv_strides = x->of[OF_V].strides,
         .store_kv_grads = store,
+        .dsinks = x->dsinks ? (char *)x->dsinks + begin * s->heads * sum_bytes : NULL,
     };
 }
 
@@ -237,13 +256,13 @@ int is_half(int32_t dtype)
     return dtype == S1F_BFLOAT16 || dtype == S1F_FLOAT16;
 }
 
-/* One head of a tensor as (rows, D) doubles. */
-static double *head_of(const sequence *x, const void *tensor, s1f_strides strides, int64_t b, int64_t h)
+/* One head of a tensor as (rows, its dim) doubles. */
+static double *head_of(const sequence *x, kind of, const void *tensor, int64_t b, int64_t h)
 {
-    int64_t D = x->s.head_dim;
-    double *rows = zeros(x->s.length * D);
-    for (int64_t i = 0; i < x->s.length * D; i++)
-        rows[i] = get(x->s.dtype, tensor, s1f_at(strides, b, h, i / D) + i % D);
+    int64_t dim = x->of[of].dim;
+    double *rows = zeros(x->s.length * dim);
+    for (int64_t i = 0; i < x->s.length * dim; i++)
+        rows[i] = get(x->s.dtype, tensor, at(x, of, b, h, i / dim) + i % dim);
     return rows;
 }
 
@@ -265,13 +284,12 @@ static void add_sizes(double *sums, double factor, const double *row, int64_t n)
 static void naive_head(const sequence *x, int64_t b, int64_t h, naive_results *r)
 {
     const shape *s = &x->s;
-    int64_t N = s->length, D = s->head_dim, kv = h / (s->heads / s->kv_heads);
-    double *q = head_of(x, x->q, x->q_strides, b, h), *k = head_of(x, x->k, x->kv_strides, b, kv);
-    double *v = head_of(x, x->v, x->kv_strides, b, kv), *dout = head_of(x, x->dout, x->q_strides, b, h);
-    double *stored_out = head_of(x, x->out, x->q_strides, b, h), *p = zeros(N), *dp = zeros(N), *chain = zeros(N);
-    double *out = r->out + (b * s->heads + h) * N * D, *dq = r->dq + (b * s->heads + h) * N * D;
-    double *dk = r->dk + (b * s->kv_heads + kv) * N * D, *dv = r->dv + (b * s->kv_heads + kv) * N * D;
-    int64_t q_head = (b * s->heads + h) * N * D, kv_head = (b * s->kv_heads + kv) * N * D;
+    int64_t N = s->length, D = s->head_dim, Dv = s->v_head_dim, kv = h / (s->heads / s->kv_heads);
+    double *q = head_of(x, OF_Q, x->q, b, h), *k = head_of(x, OF_K, x->k, b, kv);
+    double *v = head_of(x, OF_V, x->v, b, kv), *dout = head_of(x, OF_OUT, x->dout, b, h);
+    double *stored_out = head_of(x, OF_OUT, x->out, b, h), *p = zeros(N), *dp = zeros(N), *chain = zeros(N);
+    int64_t row = (b * s->heads + h) * N, kv_row = (b * s->kv_heads + kv) * N; /* the head's first in r */
+    double *out = r->out + row * Dv, *dq = r->dq + row * D, *dk = r->dk + kv_row * D, *dv = r->dv + kv_row * Dv;
 
     for (int64_t i = s->first; i < N; i++) {
         double extra = x->sinks ? get(s1f_dtype_of_sums(s->dtype), x->sinks, h) : -INFINITY;
@@ -295,19 +313,19 @@ static void naive_head(const sequence *x, int64_t b, int64_t h, naive_results *r
         r->lse[(b * s->heads + h) * N + i] = highest + log(total);
         for (int64_t j = 0; j <= i; j++) {
             p[j] = exp(p[j] - highest) / total;
-            dp[j] = product(dout + i * D, v + j * D, D);
+            dp[j] = product(dout + i * Dv, v + j * Dv, Dv);
             mean += p[j] * dp[j];
-            for (int64_t c = 0; c < D; c++) {
-                out[i * D + c] += p[j] * v[j * D + c];
-                dv[j * D + c] += p[j] * dout[i * D + c];
+            for (int64_t c = 0; c < Dv; c++) {
+                out[i * Dv + c] += p[j] * v[j * Dv + c];
+                dv[j * Dv + c] += p[j] * dout[i * Dv + c];
             }
             if (r->out_terms) {
-                add_sizes(r->out_terms + q_head + i * D, p[j], v + j * D, D);
-                add_sizes(r->dv_terms + kv_head + j * D, p[j], dout + i * D, D);
+                add_sizes(r->out_terms + (row + i) * Dv, p[j], v + j * Dv, Dv);
+                add_sizes(r->dv_terms + (kv_row + j) * Dv, p[j], dout + i * Dv, Dv);
             }
         }
         if (is_half(s->dtype))
-            mean = product(dout + i * D, stored_out + i * D, D);
+            mean = product(dout + i * Dv, stored_out + i * Dv, Dv);
         r->dsinks[h] -= exp(extra - highest) / total * mean;
         for (int64_t j = 0; j <= i; j++) {
             double ds = p[j] * (dp[j] - mean) * chain[j] * scale_of(s);
@@ -316,8 +334,8 @@ static void naive_head(const sequence *x, int64_t b, int64_t h, naive_results *r
                 dk[j * D + c] += ds * q[i * D + c];
             }
             if (r->out_terms) {
-                add_sizes(r->dq_terms + q_head + i * D, ds, k + j * D, D);
-                add_sizes(r->dk_terms + kv_head + j * D, ds, q + i * D, D);
+                add_sizes(r->dq_terms + (row + i) * D, ds, k + j * D, D);
+                add_sizes(r->dk_terms + (kv_row + j) * D, ds, q + i * D, D);
             }
         }
     }
@@ -330,18 +348,17 @@ naive_results naive_new(const sequence *x)
 {
     const shape *s = &x->s;
     int64_t rows = s->batch * s->heads * s->length, kv_rows = s->batch * s->kv_heads * s->length;
-    int64_t q_elements = rows * s->head_dim, kv_elements = kv_rows * s->head_dim;
-    naive_results r = {.out = zeros(q_elements),
+    naive_results r = {.out = zeros(rows * s->v_head_dim),
                        .lse = zeros(rows),
-                       .dq = zeros(q_elements),
-                       .dk = zeros(kv_elements),
-                       .dv = zeros(kv_elements),
+                       .dq = zeros(rows * s->head_dim),
+                       .dk = zeros(kv_rows * s->head_dim),
+                       .dv = zeros(kv_rows * s->v_head_dim),
                        .dsinks = zeros(s->heads)};
     if (rounds_products(s)) {
-        r.out_terms = zeros(q_elements);
-        r.dq_terms = zeros(q_elements);
-        r.dk_terms = zeros(kv_elements);
-        r.dv_terms = zeros(kv_elements);
+        r.out_terms = zeros(rows * s->v_head_dim);
+        r.dq_terms = zeros(rows * s->head_dim);
+        r.dk_terms = zeros(kv_rows * s->head_dim);
+        r.dv_terms = zeros(kv_rows * s->v_head_dim);
     }
     for (int64_t b = 0; b < s->batch; b++)
         for (int64_t h = 0; h < s->heads; h++)
@@ -362,13 +379,14 @@ void naive_free(naive_results *r)
 const char *describe(const shape *s, const char *what)
 {
     static char text[400];
-    snprintf(text, sizeof text,
-             "%s: %s, B %lld, heads %lld/%lld, rows [%lld, %lld), D %lld, layout %d, window %lld, softcap %g, "
-             "alibi %g, logits %g, docs %lld, docs return %d, same keys %d, scaling %d, sinks %d, isa %s",
-             what, s1f_dtype_name(s->dtype), (long long)s->batch, (long long)s->heads, (long long)s->kv_heads,
-             (long long)s->first, (long long)s->length, (long long)s->head_dim, s->tokens_outside, (long long)s->window,
-             s->softcap, s->alibi, s->logits, (long long)s->num_docs, s->docs_return, s->same_keys, (int)s->scaling,
-             (int)s->sinks, s1f_attention_isa());
+    snprintf(
+        text, sizeof text,
+        "%s: %s, B %lld, heads %lld/%lld, rows [%lld, %lld), D %lld, v of %lld, layout %d, window %lld, softcap %g, "
+        "alibi %g, logits %g, docs %lld, docs return %d, same keys %d, scaling %d, sinks %d, isa %s",
+        what, s1f_dtype_name(s->dtype), (long long)s->batch, (long long)s->heads, (long long)s->kv_heads,
+        (long long)s->first, (long long)s->length, (long long)s->head_dim, (long long)s->v_head_dim, s->tokens_outside,
+        (long long)s->window, s->softcap, s->alibi, s->logits, (long long)s->num_docs, s->docs_return, s->same_keys,
+        (int)s->scaling, (int)s->sinks, s1f_attention_isa());
     return text;
 }
 
@@ -389,31 +407,18 @@ void check_difference(const sequence *x, const char *what, difference d, double 
     check(d.error <= tolerance * fmax(d.largest, 1), text); /* false on NaN */
 }
 
-difference q_difference(const sequence *x, const void *got, const double *want, const double *terms)
+difference result_difference(const sequence *x, kind of, const void *got, const double *want, const double *terms,
+                             double times, double plus)
 {
     const shape *s = &x->s;
+    const layout *l = &x->of[of];
     difference d = {0, 0};
     for (int64_t b = 0; b < s->batch; b++)
-        for (int64_t h = 0; h < s->heads; h++)
-            for (int64_t row = s->first; row < s->length; row++)
-                for (int64_t c = 0; c < s->head_dim; c++) {
-                    int64_t i = ((b * s->heads + h) * s->length + row) * s->head_dim + c;
-                    compare(&d, get(s->dtype, got, q_at(x, b, h, row) + c), want[i], terms ? terms[i] : 0);
-                }
-    return d;
-}
-
-difference kv_difference(const sequence *x, const void *got, const double *want, const double *terms, double times,
-                         double plus)
-{
-    const shape *s = &x->s;
-    difference d = {0, 0};
-    for (int64_t b = 0; b < s->batch; b++)
-        for (int64_t h = 0; h < s->kv_heads; h++)
-            for (int64_t row = 0; row < s->length; row++)
-                for (int64_t c = 0; c < s->head_dim; c++) {
-                    int64_t i = ((b * s->kv_heads + h) * s->length + row) * s->head_dim + c;
-                    compare(&d, get(s1f_dtype_of_sums(s->dtype), got, kv_at(x, b, h, row) + c), times * want[i] + plus,
+        for (int64_t h = 0; h < l->heads; h++)
+            for (int64_t row = of == OF_K || of == OF_V ? 0 : s->first; row < s->length; row++)
+                for (int64_t c = 0; c < l->dim; c++) {
+                    int64_t i = ((b * l->heads + h) * s->length + row) * l->dim + c;
+                    compare(&d, get(result_dtype(x, of), got, at(x, of, b, h, row) + c), times * want[i] + plus,
                             terms ? times * terms[i] : 0);
                 }
     return d;
@@ -445,13 +450,12 @@ difference sink_difference(const sequence *x, const double *want)
 
 int spare_rows_untouched(const sequence *x)
 {
-    const void *all[] = {x->dk, x->dv};
-    for (int which = 0; which < 2; which++)
+    for (kind of = OF_K; of <= OF_V; of++)
         for (int64_t b = 0; b < x->s.batch; b++)
             for (int64_t h = 0; h < x->s.kv_heads; h++)
-                for (int64_t row = x->s.length; row < x->kv_rows; row++)
-                    for (int64_t c = 0; c < x->s.head_dim; c++)
-                        if (!isnan(get(s1f_dtype_of_sums(x->s.dtype), all[which], kv_at(x, b, h, row) + c)))
+                for (int64_t row = x->s.length; row < x->of[of].rows; row++)
+                    for (int64_t c = 0; c < x->of[of].dim; c++)
+                        if (!isnan(get(result_dtype(x, of), of == OF_K ? x->dk : x->dv, at(x, of, b, h, row) + c)))
                             return 0;
     return 1;
 }
@@ -465,21 +469,14 @@ int64_t cut(const shape *s, int64_t parts, int64_t i)
     return s->first + (s->length - s->first) * i / parts;
 }
 
-void run_segments(sequence *x, int64_t parts, kernel_with_sinks forward, kernel backward,
-                  const s1f_attention_context *context)
+void run_segments(sequence *x, int64_t parts, kernel forward, kernel backward, const s1f_attention_context *context)
 {
     for (int64_t i = 0; i < parts; i++) {
         s1f_attention_args args = segment_args(x, cut(&x->s, parts, i), cut(&x->s, parts, i + 1), 0);
-        check(forward(&args, x->sinks, context) == S1F_OK, describe(&x->s, "forward refused"));
+        check(forward(&args, context) == S1F_OK, describe(&x->s, "forward refused"));
     }
     for (int64_t i = parts - 1; i >= 0; i--) {
         s1f_attention_args args = segment_args(x, cut(&x->s, parts, i), cut(&x->s, parts, i + 1), i == parts - 1);
         check(backward(&args, context) == S1F_OK, describe(&x->s, "backward refused"));
-        if (x->dsinks) {
-            char *dsinks =
-                (char *)x->dsinks + args.q_start * args.heads * s1f_dtype_bytes(s1f_dtype_of_sums(args.dtype));
-            check(s1f_attention_sink_gradients(&args, x->sinks, dsinks, context) == S1F_OK,
-                  describe(&x->s, "gradients of sinks refused"));
-        }
     }
 }

@@ -9,7 +9,7 @@ extern int64_t num_failed, num_checks;
 
 typedef struct {
     int32_t dtype;
-    int64_t batch, heads, kv_heads, first, length, head_dim;
+    int64_t batch, heads, kv_heads, first, length, head_dim, v_head_dim; /* v_head_dim 0: head_dim */
     int tokens_outside; /* layout (B, rows, H, D) and not (B, H, rows, D) */
     int64_t window;
     double softcap, alibi, logits; /* alibi: slope of head 0, 0 for none; logits: their rough size, 0 for 1 */
@@ -22,11 +22,17 @@ typedef struct {
     const int64_t *cuts;
 } shape;
 
-/* The rows [first, length) are queries. */
+typedef enum { OF_Q, OF_OUT, OF_K, OF_V } kind; /* q and dq; out and dout; k and dk; v and dv */
+
+typedef struct { /* of the tensors of a kind */
+    int64_t heads, rows, dim, elements;
+    s1f_strides strides;
+} layout;
+
+/* The rows [first, length) are queries. k and v have more than the length, and those from it on hold NaN. */
 typedef struct {
     shape s;
-    s1f_strides q_strides, kv_strides;
-    int64_t q_elements, kv_elements, kv_rows; /* kv_rows: more than the length; those from it on hold NaN */
+    layout of[4];
     void *q, *k, *v, *out, *dout, *dq, *dk, *dv, *lse;
     float *slopes;
     int32_t *docs;
@@ -35,7 +41,7 @@ typedef struct {
 
 enum { SPARE_ROWS = 5 };
 
-typedef struct {                               /* out, dq (B, Hq, N, D); dk, dv (B, Hkv, N, D); lse (B, Hq, N) */
+typedef struct {                               /* (B, heads of the kind, N, dim of the kind); lse (B, Hq, N) */
     double *out, *lse, *dq, *dk, *dv, *dsinks; /* dsinks (Hq) */
     /* For products of bf16, the same sums of the terms' sizes. P and dS are rounded to bf16 before they are
      * multiplied, each by up to 2^-8 of itself, so that a sum is off by up to 2^-8 of this. */
@@ -48,15 +54,16 @@ typedef struct {
 } difference;
 
 typedef s1f_status (*kernel)(const s1f_attention_args *, const s1f_attention_context *);
-typedef s1f_status (*kernel_with_sinks)(const s1f_attention_args *, const void *, const s1f_attention_context *);
 
 void check(int ok, const char *what);
 void *allocate(int64_t bytes);
 uint32_t random_bits(void);
 double get(int32_t dtype, const void *x, int64_t i);
 void put(int32_t dtype, void *x, int64_t i, double value);
-int64_t q_at(const sequence *x, int64_t b, int64_t h, int64_t row);
-int64_t kv_at(const sequence *x, int64_t b, int64_t h, int64_t row);
+int64_t at(const sequence *x, kind of, int64_t b, int64_t h, int64_t row);
+/* The dtype of a result, which for dk and dv is that of sums, and its bytes. */
+int32_t result_dtype(const sequence *x, kind of);
+int64_t result_bytes(const sequence *x, kind of);
 void fill(int32_t dtype, void *x, int64_t elements, double value);
 /* Results start as NaN, so whatever is left unwritten shows. */
 void clear_results(sequence *x);
@@ -70,10 +77,9 @@ naive_results naive_new(const sequence *x);
 void naive_free(naive_results *r);
 const char *describe(const shape *s, const char *what);
 void check_difference(const sequence *x, const char *what, difference d, double tolerance);
-/* A (B, H, N, D) result in `got`, rows [first, N), against plain doubles. terms: as wide, or NULL. */
-difference q_difference(const sequence *x, const void *got, const double *want, const double *terms);
-difference kv_difference(const sequence *x, const void *got, const double *want, const double *terms, double times,
-                         double plus);
+/* A result in `got`, the rows that it has, against times `want` plus `plus`. terms: as wide, or NULL. */
+difference result_difference(const sequence *x, kind of, const void *got, const double *want, const double *terms,
+                             double times, double plus);
 /* lse of the one segment [first, N). */
 difference lse_difference(const sequence *x, const double *want);
 /* dsinks, over all segments; no difference without sinks. */
@@ -84,7 +90,6 @@ int spare_rows_untouched(const sequence *x);
 int64_t cut(const shape *s, int64_t parts, int64_t i);
 /* Forward over the segments, backward from the last to the first. The first to run backward stores dk and dv of all
  * rows it sees, the others add, as a stage does. */
-void run_segments(sequence *x, int64_t parts, kernel_with_sinks forward, kernel backward,
-                  const s1f_attention_context *context);
+void run_segments(sequence *x, int64_t parts, kernel forward, kernel backward, const s1f_attention_context *context);
 
 #endif

@@ -26,29 +26,30 @@ static void *copy_of(const void *x, int64_t bytes)
 static void test_own_rows(sequence *x, int64_t parts, kernel backward)
 {
     const shape *s = &x->s;
-    int64_t bytes = s1f_dtype_bytes(s->dtype), sums = x->kv_elements * s1f_dtype_bytes(s1f_dtype_of_sums(s->dtype));
-    void *before[2] = {copy_of(x->dk, sums), copy_of(x->dv, sums)}, *own[2];
-    for (int i = 0; i < 2; i++) {
-        own[i] = allocate(x->kv_elements * bytes);
-        fill(s->dtype, own[i], x->kv_elements, NAN);
-    }
+    int64_t bytes = s1f_dtype_bytes(s->dtype);
+    const layout *k = &x->of[OF_K], *v = &x->of[OF_V];
+    void *before[2] = {copy_of(x->dk, result_bytes(x, OF_K)), copy_of(x->dv, result_bytes(x, OF_V))};
+    void *own[2] = {allocate(k->elements * bytes), allocate(v->elements * bytes)};
+    fill(s->dtype, own[0], k->elements, NAN);
+    fill(s->dtype, own[1], v->elements, NAN);
     for (int64_t i = parts - 1; i >= 0; i--) {
         int64_t begin = cut(s, parts, i);
         s1f_attention_args args = segment_args(x, begin, cut(s, parts, i + 1), i == parts - 1);
-        args.own_dk = (char *)own[0] + begin * x->kv_strides.row * bytes;
-        args.own_dv = (char *)own[1] + begin * x->kv_strides.row * bytes;
-        args.own_dkv_strides = x->kv_strides;
+        args.own_dk = (char *)own[0] + begin * k->strides.row * bytes;
+        args.own_dv = (char *)own[1] + begin * v->strides.row * bytes;
+        args.own_dk_strides = k->strides;
+        args.own_dv_strides = v->strides;
         check(backward(&args, NULL) == S1F_OK, describe(s, "backward refused"));
     }
     int same = 1;
     for (int which = 0; which < 2; which++) {
+        kind of = which ? OF_V : OF_K;
         for (int64_t b = 0; b < s->batch; b++)
             for (int64_t h = 0; h < s->kv_heads; h++)
-                for (int64_t row = s->first; row < x->kv_rows; row++)
-                    for (int64_t c = 0; c < s->head_dim; c++) {
-                        int64_t at = kv_at(x, b, h, row) + c;
-                        double want = get(s1f_dtype_of_sums(s->dtype), before[which], at),
-                               got = get(s->dtype, own[which], at);
+                for (int64_t row = s->first; row < x->of[of].rows; row++)
+                    for (int64_t c = 0; c < x->of[of].dim; c++) {
+                        int64_t i = at(x, of, b, h, row) + c;
+                        double want = get(result_dtype(x, of), before[which], i), got = get(s->dtype, own[which], i);
                         uint64_t place = 0;
                         put(s->dtype, &place, 0, want);
                         same &= row < s->length ? got == get(s->dtype, &place, 0) : isnan(got);
@@ -70,21 +71,20 @@ static void test_truth(shape s)
     sequence x = sequence_new(s);
     double eps = result_tolerance(s.dtype), sums = s.dtype == S1F_FLOAT64 ? eps : 1e-6;
 
-    run_segments(&x, 1, s1f_attention_ref_forward_with_sinks, s1f_attention_ref_backward, NULL);
+    run_segments(&x, 1, s1f_attention_ref_forward, s1f_attention_ref_backward, NULL);
     naive_results want = naive_new(&x);
-    check_difference(&x, "truth out", q_difference(&x, x.out, want.out, want.out_terms), eps);
+    check_difference(&x, "truth out", result_difference(&x, OF_OUT, x.out, want.out, want.out_terms, 1, 0), eps);
     check_difference(&x, "truth lse", lse_difference(&x, want.lse), sums);
-    check_difference(&x, "truth dq", q_difference(&x, x.dq, want.dq, want.dq_terms), eps);
-    check_difference(&x, "truth dk", kv_difference(&x, x.dk, want.dk, want.dk_terms, 1, 0), sums);
-    check_difference(&x, "truth dv", kv_difference(&x, x.dv, want.dv, want.dv_terms, 1, 0), sums);
+    check_difference(&x, "truth dq", result_difference(&x, OF_Q, x.dq, want.dq, want.dq_terms, 1, 0), eps);
+    check_difference(&x, "truth dk", result_difference(&x, OF_K, x.dk, want.dk, want.dk_terms, 1, 0), sums);
+    check_difference(&x, "truth dv", result_difference(&x, OF_V, x.dv, want.dv, want.dv_terms, 1, 0), sums);
     check_difference(&x, "truth dsinks", sink_difference(&x, want.dsinks), sums);
     check(spare_rows_untouched(&x), describe(&s, "truth wrote rows from T on"));
 
     s1f_attention_args again = segment_args(&x, s.first, s.length, 0);
     s1f_attention_ref_backward(&again, NULL);
-    check_difference(&x, "truth dk added", kv_difference(&x, x.dk, want.dk, want.dk_terms, 2, 0), sums);
-    run_segments(&x, s1f_min(2, s.length - s.first), s1f_attention_ref_forward_with_sinks, s1f_attention_ref_backward,
-                 NULL);
+    check_difference(&x, "truth dk added", result_difference(&x, OF_K, x.dk, want.dk, want.dk_terms, 2, 0), sums);
+    run_segments(&x, s1f_min(2, s.length - s.first), s1f_attention_ref_forward, s1f_attention_ref_backward, NULL);
     test_own_rows(&x, s1f_min(2, s.length - s.first), s1f_attention_ref_backward);
     naive_free(&want);
     sequence_free(&x);
@@ -95,13 +95,13 @@ static double loss_of(sequence *x)
 {
     double loss = 0;
     s1f_attention_args args = segment_args(x, x->s.first, x->s.length, 1);
-    s1f_attention_ref_forward_with_sinks(&args, x->sinks, NULL);
+    s1f_attention_ref_forward(&args, NULL);
     for (int64_t b = 0; b < x->s.batch; b++)
         for (int64_t h = 0; h < x->s.heads; h++)
             for (int64_t row = x->s.first; row < x->s.length; row++)
-                for (int64_t c = 0; c < x->s.head_dim; c++)
-                    loss += get(x->s.dtype, x->out, q_at(x, b, h, row) + c) *
-                            get(x->s.dtype, x->dout, q_at(x, b, h, row) + c);
+                for (int64_t c = 0; c < x->s.v_head_dim; c++)
+                    loss += get(x->s.dtype, x->out, at(x, OF_OUT, b, h, row) + c) *
+                            get(x->s.dtype, x->dout, at(x, OF_OUT, b, h, row) + c);
     return loss;
 }
 
@@ -109,12 +109,12 @@ static void test_finite_differences(shape s)
 {
     enum { ELEMENTS = 24 };
     sequence x = sequence_new(s);
-    run_segments(&x, 1, s1f_attention_ref_forward_with_sinks, s1f_attention_ref_backward, NULL);
+    run_segments(&x, 1, s1f_attention_ref_forward, s1f_attention_ref_backward, NULL);
     for (int n = 0; n < ELEMENTS; n++) {
         int which = n % 3;
-        int64_t b = random_bits() % s.batch, c = random_bits() % s.head_dim;
-        int64_t i = which == 0 ? q_at(&x, b, random_bits() % s.heads, s.first + random_bits() % (s.length - s.first))
-                               : kv_at(&x, b, random_bits() % s.kv_heads, random_bits() % s.length);
+        kind of = which == 0 ? OF_Q : which == 1 ? OF_K : OF_V;
+        int64_t b = random_bits() % s.batch, c = random_bits() % x.of[of].dim, first = which == 0 ? s.first : 0;
+        int64_t i = at(&x, of, b, random_bits() % x.of[of].heads, first + random_bits() % (s.length - first));
         double *place = (double *)(which == 0 ? x.q : which == 1 ? x.k : x.v) + i + c;
         double gradient = ((const double *)(which == 0 ? x.dq : which == 1 ? x.dk : x.dv))[i + c];
         double value = *place, step = 1e-5, slope;
@@ -198,12 +198,12 @@ typedef struct {
 
 static int same_results(const sequence *x, const results_copy *r)
 {
-    size_t q = (size_t)(x->q_elements * s1f_dtype_bytes(x->s.dtype));
-    size_t kv = (size_t)(x->kv_elements * s1f_dtype_bytes(s1f_dtype_of_sums(x->s.dtype)));
     size_t rows = (size_t)(x->s.batch * x->s.heads * x->s.length * s1f_dtype_bytes(s1f_dtype_of_sums(x->s.dtype)));
     size_t sinks = (size_t)(x->s.heads * x->s.length * s1f_dtype_bytes(s1f_dtype_of_sums(x->s.dtype)));
-    return memcmp(x->out, r->out, q) == 0 && memcmp(x->dq, r->dq, q) == 0 && memcmp(x->lse, r->lse, rows) == 0 &&
-           memcmp(x->dk, r->dk, kv) == 0 && memcmp(x->dv, r->dv, kv) == 0 &&
+    return memcmp(x->out, r->out, (size_t)result_bytes(x, OF_OUT)) == 0 &&
+           memcmp(x->dq, r->dq, (size_t)result_bytes(x, OF_Q)) == 0 && memcmp(x->lse, r->lse, rows) == 0 &&
+           memcmp(x->dk, r->dk, (size_t)result_bytes(x, OF_K)) == 0 &&
+           memcmp(x->dv, r->dv, (size_t)result_bytes(x, OF_V)) == 0 &&
            (!x->dsinks || memcmp(x->dsinks, r->dsinks, sinks) == 0);
 }
 
@@ -211,13 +211,13 @@ static int same_results(const sequence *x, const results_copy *r)
 static void test_same_bits(sequence *x)
 {
     static const s1f_parallel_for pools[] = {NULL, one_by_one, from_the_end, by_threes, four_threads};
-    int64_t q = x->q_elements * s1f_dtype_bytes(x->s.dtype), sum = s1f_dtype_bytes(s1f_dtype_of_sums(x->s.dtype));
+    int64_t sum = s1f_dtype_bytes(s1f_dtype_of_sums(x->s.dtype));
     s1f_attention_args args = segment_args(x, x->s.first, x->s.length, 1);
-    results_copy first = {copy_of(x->out, q),
+    results_copy first = {copy_of(x->out, result_bytes(x, OF_OUT)),
                           copy_of(x->lse, x->s.batch * x->s.heads * x->s.length * sum),
-                          copy_of(x->dq, q),
-                          copy_of(x->dk, x->kv_elements * sum),
-                          copy_of(x->dv, x->kv_elements * sum),
+                          copy_of(x->dq, result_bytes(x, OF_Q)),
+                          copy_of(x->dk, result_bytes(x, OF_K)),
+                          copy_of(x->dv, result_bytes(x, OF_V)),
                           x->dsinks ? copy_of(x->dsinks, x->s.heads * x->s.length * sum) : NULL};
     for (size_t i = 0; i < sizeof pools / sizeof *pools; i++) {
         s1f_attention_context context = {.parallel_for = pools[i], .num_threads = (int32_t)(1 + i)};
@@ -228,7 +228,7 @@ static void test_same_bits(sequence *x)
         memset(context.scratch, 0xff, (size_t)context.scratch_bytes);
         clear_results(x);
         (void)fail_allocation(-1);
-        run_segments(x, 1, s1f_attention_forward_with_sinks, s1f_attention_backward, &context);
+        run_segments(x, 1, s1f_attention_forward, s1f_attention_backward, &context);
         int64_t allocated = fail_allocation(-1);
         check(allocated == 0 || pools[i] == four_threads, describe(&x->s, "a kernel with scratch allocated"));
         check(same_results(x, &first), describe(&x->s, "not bit-equal over pools"));
@@ -256,13 +256,13 @@ static void test_chosen(shape s, int bits)
     /* If all keys are one, dq is that key times the sum of ds, which is about 0: the error is that of its terms. */
     double cancelled = s.same_keys && s.logits > 1 ? sqrt(s.logits) : 1;
 
-    run_segments(&x, 1, s1f_attention_forward_with_sinks, s1f_attention_backward, NULL);
+    run_segments(&x, 1, s1f_attention_forward, s1f_attention_backward, NULL);
     naive_results want = naive_new(&x);
-    check_difference(&x, "out", q_difference(&x, x.out, want.out, want.out_terms), rounded);
+    check_difference(&x, "out", result_difference(&x, OF_OUT, x.out, want.out, want.out_terms, 1, 0), rounded);
     check_difference(&x, "lse", lse_difference(&x, want.lse), lse_tolerance);
-    check_difference(&x, "dq", q_difference(&x, x.dq, want.dq, want.dq_terms), cancelled * rounded);
-    check_difference(&x, "dk", kv_difference(&x, x.dk, want.dk, want.dk_terms, 1, 0), sums + stretch);
-    check_difference(&x, "dv", kv_difference(&x, x.dv, want.dv, want.dv_terms, 1, 0), sums + stretch);
+    check_difference(&x, "dq", result_difference(&x, OF_Q, x.dq, want.dq, want.dq_terms, 1, 0), cancelled * rounded);
+    check_difference(&x, "dk", result_difference(&x, OF_K, x.dk, want.dk, want.dk_terms, 1, 0), sums + stretch);
+    check_difference(&x, "dv", result_difference(&x, OF_V, x.dv, want.dv, want.dv_terms, 1, 0), sums + stretch);
     check_difference(&x, "dsinks", sink_difference(&x, want.dsinks), sums + stretch);
     check(spare_rows_untouched(&x), describe(&s, "wrote rows from T on"));
     if (bits)
@@ -270,52 +270,60 @@ static void test_chosen(shape s, int bits)
 
     /* Adding onto what is there. */
     s1f_attention_args args = segment_args(&x, s.first, s.length, 0);
-    fill(s1f_dtype_of_sums(s.dtype), x.dk, x.kv_elements, 0.5);
-    fill(s1f_dtype_of_sums(s.dtype), x.dv, x.kv_elements, 0.5);
+    fill(s1f_dtype_of_sums(s.dtype), x.dk, x.of[OF_K].elements, 0.5);
+    fill(s1f_dtype_of_sums(s.dtype), x.dv, x.of[OF_V].elements, 0.5);
     check(s1f_attention_backward(&args, NULL) == S1F_OK, describe(&s, "backward refused"));
-    check_difference(&x, "dk added", kv_difference(&x, x.dk, want.dk, want.dk_terms, 1, 0.5), sums + stretch);
-    check_difference(&x, "dv added", kv_difference(&x, x.dv, want.dv, want.dv_terms, 1, 0.5), sums + stretch);
+    check_difference(&x, "dk added", result_difference(&x, OF_K, x.dk, want.dk, want.dk_terms, 1, 0.5), sums + stretch);
+    check_difference(&x, "dv added", result_difference(&x, OF_V, x.dv, want.dv, want.dv_terms, 1, 0.5), sums + stretch);
 
     check(s1f_attention_backward(&args, NULL) == S1F_OK, describe(&s, "backward refused"));
-    check_difference(&x, "dk added twice", kv_difference(&x, x.dk, want.dk, want.dk_terms, 2, 0.5), sums + stretch);
-    check_difference(&x, "dv added twice", kv_difference(&x, x.dv, want.dv, want.dv_terms, 2, 0.5), sums + stretch);
+    check_difference(&x, "dk added twice", result_difference(&x, OF_K, x.dk, want.dk, want.dk_terms, 2, 0.5),
+                     sums + stretch);
+    check_difference(&x, "dv added twice", result_difference(&x, OF_V, x.dv, want.dv, want.dv_terms, 2, 0.5),
+                     sums + stretch);
 
     /* The truth's backward on the same out and lse leaves only the order of sums between them. */
     if (s.logits <= 1 && s.length <= 150) {
         sequence truth = x;
-        truth.dq = allocate(x.q_elements * s1f_dtype_bytes(s.dtype));
-        int64_t elements = s.batch * s.kv_heads * s.length * s.head_dim;
-        double *dk = zeros(elements), *dv = zeros(elements);
+        truth.dq = allocate(result_bytes(&x, OF_Q));
+        double *sums_of_truth[2] = {zeros(s.batch * s.kv_heads * s.length * x.of[OF_K].dim),
+                                    zeros(s.batch * s.kv_heads * s.length * x.of[OF_V].dim)};
         args = segment_args(&truth, s.first, s.length, 1);
         s1f_attention_ref_backward(&args, NULL);
-        for (int64_t b = 0, i = 0; b < s.batch; b++)
-            for (int64_t h = 0; h < s.kv_heads; h++)
-                for (int64_t row = 0; row < s.length; row++)
-                    for (int64_t c = 0; c < s.head_dim; c++, i++) {
-                        dk[i] = get(s1f_dtype_of_sums(s.dtype), x.dk, kv_at(&x, b, h, row) + c);
-                        dv[i] = get(s1f_dtype_of_sums(s.dtype), x.dv, kv_at(&x, b, h, row) + c);
-                    }
+        for (kind of = OF_K; of <= OF_V; of++)
+            for (int64_t b = 0, i = 0; b < s.batch; b++)
+                for (int64_t h = 0; h < s.kv_heads; h++)
+                    for (int64_t row = 0; row < s.length; row++)
+                        for (int64_t c = 0; c < x.of[of].dim; c++, i++)
+                            sums_of_truth[of - OF_K][i] =
+                                get(result_dtype(&x, of), of == OF_K ? x.dk : x.dv, at(&x, of, b, h, row) + c);
         args = segment_args(&x, s.first, s.length, 1);
         s1f_attention_backward(&args, NULL);
-        check_difference(&x, "dk beside the truth", kv_difference(&x, x.dk, dk, want.dk_terms, 1, 0), sums);
-        check_difference(&x, "dv beside the truth", kv_difference(&x, x.dv, dv, want.dv_terms, 1, 0), sums);
+        check_difference(&x, "dk beside the truth",
+                         result_difference(&x, OF_K, x.dk, sums_of_truth[0], want.dk_terms, 1, 0), sums);
+        check_difference(&x, "dv beside the truth",
+                         result_difference(&x, OF_V, x.dv, sums_of_truth[1], want.dv_terms, 1, 0), sums);
         free(truth.dq);
-        free(dk);
-        free(dv);
+        free(sums_of_truth[0]);
+        free(sums_of_truth[1]);
     }
 
     /* Split into segments: the same sums, each row of dk and dv rounded once more per segment. */
     int64_t parts = s.parts > 0 ? s.parts : s1f_min(3, s.length - s.first);
     clear_results(&x);
-    run_segments(&x, parts, s1f_attention_forward_with_sinks, s1f_attention_backward, NULL);
+    run_segments(&x, parts, s1f_attention_forward, s1f_attention_backward, NULL);
     if (is_half(s.dtype)) { /* it depends on the stored out */
         naive_free(&want);
         want = naive_new(&x);
     }
-    check_difference(&x, "out of segments", q_difference(&x, x.out, want.out, want.out_terms), rounded);
-    check_difference(&x, "dq of segments", q_difference(&x, x.dq, want.dq, want.dq_terms), cancelled * rounded);
-    check_difference(&x, "dk of segments", kv_difference(&x, x.dk, want.dk, want.dk_terms, 1, 0), sums + stretch);
-    check_difference(&x, "dv of segments", kv_difference(&x, x.dv, want.dv, want.dv_terms, 1, 0), sums + stretch);
+    check_difference(&x, "out of segments", result_difference(&x, OF_OUT, x.out, want.out, want.out_terms, 1, 0),
+                     rounded);
+    check_difference(&x, "dq of segments", result_difference(&x, OF_Q, x.dq, want.dq, want.dq_terms, 1, 0),
+                     cancelled * rounded);
+    check_difference(&x, "dk of segments", result_difference(&x, OF_K, x.dk, want.dk, want.dk_terms, 1, 0),
+                     sums + stretch);
+    check_difference(&x, "dv of segments", result_difference(&x, OF_V, x.dv, want.dv, want.dv_terms, 1, 0),
+                     sums + stretch);
     check_difference(&x, "dsinks of segments", sink_difference(&x, want.dsinks), sums + stretch);
     test_own_rows(&x, parts, s1f_attention_backward);
     naive_free(&want);
@@ -365,23 +373,24 @@ static void test_far_strides(int32_t dtype)
     enum { NUM_PLACES = sizeof places / sizeof *places };
     mapping maps[NUM_PLACES];
 
-    run_segments(&near, 2, s1f_attention_forward_with_sinks, s1f_attention_backward, NULL);
-    x.q_strides = x.kv_strides = far;
+    run_segments(&near, 2, s1f_attention_forward, s1f_attention_backward, NULL);
+    for (kind of = OF_Q; of <= OF_V; of++)
+        x.of[of].strides = far;
     for (int i = 0; i < NUM_PLACES; i++) {
         maps[i] = map_far(far, s.heads, s.length, i < 6 ? dtype : sums);
         *places[i] = maps[i].data;
     }
-    same_rows(&x, dtype, s.heads, s.length, x.q, far, near.q, near.q_strides, 1);
-    same_rows(&x, dtype, s.heads, s.length, x.k, far, near.k, near.kv_strides, 1);
-    same_rows(&x, dtype, s.heads, s.length, x.v, far, near.v, near.kv_strides, 1);
-    same_rows(&x, dtype, s.heads, s.length, x.dout, far, near.dout, near.q_strides, 1);
+    same_rows(&x, dtype, s.heads, s.length, x.q, far, near.q, near.of[OF_Q].strides, 1);
+    same_rows(&x, dtype, s.heads, s.length, x.k, far, near.k, near.of[OF_K].strides, 1);
+    same_rows(&x, dtype, s.heads, s.length, x.v, far, near.v, near.of[OF_V].strides, 1);
+    same_rows(&x, dtype, s.heads, s.length, x.dout, far, near.dout, near.of[OF_OUT].strides, 1);
     x.lse = allocate(s.heads * s.length * s1f_dtype_bytes(sums));
-    run_segments(&x, 2, s1f_attention_forward_with_sinks, s1f_attention_backward, NULL);
+    run_segments(&x, 2, s1f_attention_forward, s1f_attention_backward, NULL);
 
-    int same = same_rows(&x, dtype, s.heads, s.length, x.out, far, near.out, near.q_strides, 0) &&
-               same_rows(&x, dtype, s.heads, s.length, x.dq, far, near.dq, near.q_strides, 0) &&
-               same_rows(&x, sums, s.heads, s.length, x.dk, far, near.dk, near.kv_strides, 0) &&
-               same_rows(&x, sums, s.heads, s.length, x.dv, far, near.dv, near.kv_strides, 0) &&
+    int same = same_rows(&x, dtype, s.heads, s.length, x.out, far, near.out, near.of[OF_OUT].strides, 0) &&
+               same_rows(&x, dtype, s.heads, s.length, x.dq, far, near.dq, near.of[OF_Q].strides, 0) &&
+               same_rows(&x, sums, s.heads, s.length, x.dk, far, near.dk, near.of[OF_K].strides, 0) &&
+               same_rows(&x, sums, s.heads, s.length, x.dv, far, near.dv, near.of[OF_V].strides, 0) &&
                memcmp(x.lse, near.lse, (size_t)(s.heads * s.length * s1f_dtype_bytes(sums))) == 0;
     check(same, describe(&s, "strides above 31 bits"));
     for (int i = 0; i < NUM_PLACES; i++)
@@ -433,6 +442,7 @@ static void test_refusals(void)
     REFUSED(args.kv_heads = 0);
     REFUSED(args.segment_len = 0);
     REFUSED(args.head_dim = -8);
+    REFUSED(args.v_head_dim = 0);
     REFUSED(args.q_start = -1);
     REFUSED(args.window = -1);
     REFUSED(args.softcap = -1);
@@ -443,9 +453,6 @@ static void test_refusals(void)
     check(s1f_attention_ref_backward(&good, &context) == S1F_ERR_ARG, "scratch too small: truth backward");
     check(s1f_attention_forward(&good, &context) == S1F_ERR_ARG, "scratch too small: forward");
     check(s1f_attention_backward(&good, &context) == S1F_ERR_ARG, "scratch too small: backward");
-    args = good;
-    args.heads = 3;
-    check(s1f_attention_sink_gradients(&args, tight, tight, NULL) == S1F_ERR_ARG, "gradients of sinks of bad sizes");
     check(s1f_attention_set_isa("6502") == S1F_ERR_ARG, "an instruction set that no machine here has");
     sequence_free(&x);
 }
@@ -456,19 +463,17 @@ static void test_no_sinks(void)
     for (int d = 0; d < 4; d++) {
         shape s = {dtypes[d], .batch = 2, .heads = 4, .kv_heads = 2, .first = 9, .length = 70, .head_dim = 24};
         sequence x = sequence_new(s);
-        run_segments(&x, 2, s1f_attention_forward_with_sinks, s1f_attention_backward, NULL);
-        int64_t q = x.q_elements * s1f_dtype_bytes(s.dtype), sum = s1f_dtype_bytes(s1f_dtype_of_sums(s.dtype));
-        results_copy without = {copy_of(x.out, q),
-                                copy_of(x.lse, s.batch * s.heads * s.length * sum),
-                                copy_of(x.dq, q),
-                                copy_of(x.dk, x.kv_elements * sum),
-                                copy_of(x.dv, x.kv_elements * sum),
-                                zeros(s.heads * s.length)};
+        run_segments(&x, 2, s1f_attention_forward, s1f_attention_backward, NULL);
+        int64_t sum = s1f_dtype_bytes(s1f_dtype_of_sums(s.dtype));
+        results_copy without = {
+            copy_of(x.out, result_bytes(&x, OF_OUT)), copy_of(x.lse, s.batch * s.heads * s.length * sum),
+            copy_of(x.dq, result_bytes(&x, OF_Q)),    copy_of(x.dk, result_bytes(&x, OF_K)),
+            copy_of(x.dv, result_bytes(&x, OF_V)),    zeros(s.heads * s.length)};
         x.sinks = allocate(s.heads * sum);
         x.dsinks = allocate(s.heads * s.length * sum);
         fill(s1f_dtype_of_sums(s.dtype), x.sinks, s.heads, -INFINITY);
         clear_results(&x);
-        run_segments(&x, 2, s1f_attention_forward_with_sinks, s1f_attention_backward, NULL);
+        run_segments(&x, 2, s1f_attention_forward, s1f_attention_backward, NULL);
         for (int64_t i = 0; i < s.heads * s.length; i++) /* no -0 */
             put(s1f_dtype_of_sums(s.dtype), x.dsinks, i, 0 + get(s1f_dtype_of_sums(s.dtype), x.dsinks, i));
         check(same_results(&x, &without), describe(&s, "sinks of -infinity change something"));
@@ -482,7 +487,8 @@ static void test_no_sinks(void)
 /* Heads that are not cut into ranges of keys share the scratch of whoever works on them. */
 static void test_scratch_of_backward(void)
 {
-    s1f_attention_args args = {.dtype = S1F_BFLOAT16, .batch = 1, .segment_len = 4096, .head_dim = 128};
+    s1f_attention_args args = {
+        .dtype = S1F_BFLOAT16, .batch = 1, .segment_len = 4096, .head_dim = 128, .v_head_dim = 128};
     int64_t bytes[2], one_head = 4096 * 128 * (int64_t)sizeof(float);
     for (int i = 0; i < 2; i++) {
         args.heads = args.kv_heads = 32 << i;
@@ -510,6 +516,9 @@ static void test_truths(void)
                            .first = options % 3 * 5,
                            .length = 23,
                            .head_dim = heads == 1 ? 70 : 5,
+                           .v_head_dim = heads == 1   ? 3
+                                         : heads == 2 ? 66
+                                                      : 0,
                            .tokens_outside = heads & 1,
                            .window = options & 1 ? 6 : 0,
                            .softcap = options & 2 ? 1.5 : 0,
@@ -550,6 +559,8 @@ static void test_options(int isa)
         {.sinks = SINKS, .num_docs = 3, .window = 100, .softcap = 1.5, .alibi = 0.3},
         {.sinks = SINKS, .logits = 1e4},
         {.sinks = FAR_SINKS, .window = 250},
+        {.v_head_dim = 40, .num_docs = 4},
+        {.v_head_dim = 5, .sinks = SINKS, .num_docs = 3, .window = 100, .softcap = 1.5, .alibi = 0.3},
     };
     static const int64_t head_dims[] = {8, 24, 8, 20};
     static const struct {
@@ -577,6 +588,9 @@ static void test_shapes(int isa)
 {
     static const int64_t head_dims[] = {8, 32, 64, 80, 96, 128, 256, 20, 41, 24, 1};
     static const struct {
+        int64_t k, v;
+    } v_head_dims[] = {{192, 128}, {64, 192}, {24, 1}, {41, 20}, {7, 256}, {16, 300}};
+    static const struct {
         int64_t first, length;
     } rows[] = {{0, 1},   {0, 7},    {0, 113},  {0, 129},   {0, 257},   {1, 2},
                 {33, 40}, {17, 146}, {64, 128}, {255, 256}, {391, 504}, {131, 388}};
@@ -595,6 +609,14 @@ static void test_shapes(int isa)
                                     .tokens_outside = (row + d) & 1},
                             dim < 3 || row == 3);
             }
+    for (size_t i = 0; i < sizeof v_head_dims / sizeof *v_head_dims; i++)
+        for (int d = 1; d < 4; d++)
+            if (!medium || d == 1 + ((int)i + isa) % 3)
+                test_chosen((shape){dtypes[d], .batch = 1, .heads = 4, .kv_heads = 2, .first = small ? 3 : 61,
+                                    .length = small ? 31 : 270, .head_dim = v_head_dims[i].k,
+                                    .v_head_dim = v_head_dims[i].v, .tokens_outside = (int)i & 1,
+                                    .sinks = i % 3 == 0 ? SINKS : NO_SINKS},
+                            i == 0);
     for (int options = 1; options < 16; options += small ? 7 : 1)
         test_chosen((shape){S1F_FLOAT32, .batch = 2, .heads = 4, .kv_heads = 2, .first = small ? 9 : 60,
                             .length = small ? 21 : 150, .head_dim = 32, .window = options & 1 ? 40 : 0,

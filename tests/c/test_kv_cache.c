@@ -9,7 +9,7 @@
 enum { SEGMENTS = 3, TOKENS = 6, LAYERS = 40 /* more than the table of layers starts with */ };
 
 static const int64_t sizes[SEGMENTS] = {3, 2, 1};
-static const s1f_layer_shape shape = {.batch = 2, .kv_heads = 2, .head_dim = 5, .dtype = S1F_FLOAT32};
+static const s1f_layer_shape shape = {.batch = 2, .kv_heads = 2, .head_dim = 5, .v_head_dim = 3, .dtype = S1F_FLOAT32};
 
 static s1f_current_unit unit_at(s1f_kv_cache *cache, int32_t pass, int32_t microbatch, int32_t segment, int32_t slot)
 {
@@ -34,32 +34,47 @@ static s1f_status begin_step(s1f_kv_cache *cache, int32_t kv_slots)
     return s1f_kv_cache_begin_step(cache, &slots, 1, TOKENS, SEGMENTS);
 }
 
+static void fill_rows(const s1f_current_unit *unit, int64_t sequence_length, float *rows, int64_t head_dim, float value)
+{
+    for (int64_t head = 0; head < shape.batch * shape.kv_heads; head++)
+        for (int64_t i = unit->offset * head_dim; i < (unit->offset + unit->length) * head_dim; i++)
+            rows[head * sequence_length * head_dim + i] = value;
+}
+
 /* Fills the segment's rows of k with `value`, v with its negative. */
 static void fill(const s1f_current_unit *unit, const s1f_kv_rows *rows, float value)
 {
-    for (int64_t head = 0; head < shape.batch * shape.kv_heads; head++)
-        for (int64_t i = unit->offset * shape.head_dim; i < (unit->offset + unit->length) * shape.head_dim; i++) {
-            int64_t at = head * rows->sequence_length * shape.head_dim + i;
-            ((float *)rows->k)[at] = value;
-            ((float *)rows->v)[at] = -value;
-        }
+    fill_rows(unit, rows->sequence_length, rows->k, shape.head_dim, value);
+    fill_rows(unit, rows->sequence_length, rows->v, shape.v_head_dim, -value);
 }
 
-/* Rows [0, end) of every head hold the values of fill(): 10 m + s. */
-static int rows_hold(const s1f_current_unit *unit, const s1f_kv_rows *rows)
+static int are_filled(const s1f_current_unit *unit, int64_t sequence_length, const float *rows, int64_t head_dim,
+                      float sign)
 {
     for (int64_t head = 0; head < shape.batch * shape.kv_heads; head++) {
         int64_t t = 0;
         for (int32_t s = 0; s <= unit->unit.segment; s++)
             for (int64_t end = t + sizes[s]; t < end; t++)
-                for (int64_t d = 0; d < shape.head_dim; d++) {
-                    int64_t at = (head * rows->sequence_length + t) * shape.head_dim + d;
-                    float wanted = (float)(10 * unit->unit.microbatch + s);
-                    if (((float *)rows->k)[at] != wanted || ((float *)rows->v)[at] != -wanted)
+                for (int64_t d = 0; d < head_dim; d++)
+                    if (rows[(head * sequence_length + t) * head_dim + d] !=
+                        sign * (float)(10 * unit->unit.microbatch + s))
                         return 0;
-                }
     }
     return 1;
+}
+
+/* Rows [0, end) of every head hold the values of fill(): 10 m + s. */
+static int rows_hold(const s1f_current_unit *unit, const s1f_kv_rows *rows)
+{
+    return are_filled(unit, rows->sequence_length, rows->k, shape.head_dim, 1) &&
+           are_filled(unit, rows->sequence_length, rows->v, shape.v_head_dim, -1);
+}
+
+/* Bytes of k and v of a layer's slot, which are those of dk and dv. */
+static int64_t slot_bytes(void)
+{
+    int64_t elements = shape.batch * shape.kv_heads * TOKENS * (shape.head_dim + shape.v_head_dim);
+    return elements * (int64_t)sizeof(float);
 }
 
 static s1f_status forward(s1f_kv_cache *cache, int32_t microbatch, int32_t segment, int32_t slot, int32_t layers)
@@ -91,6 +106,7 @@ static s1f_status backward(s1f_kv_cache *cache, int32_t microbatch, int32_t segm
         CHECK(rows_hold(&unit, &rows));
         CHECK(grads.first == (segment == SEGMENTS - 1));
         CHECK(kept.batch == shape.batch && kept.head_dim == shape.head_dim && rows.docs == NULL);
+        CHECK(kept.v_head_dim == shape.v_head_dim);
         float *dk = grads.dk;
         int64_t count = shape.batch * shape.kv_heads * TOKENS * shape.head_dim;
         for (int64_t i = 0; i < count; i++)
@@ -121,11 +137,10 @@ static void test_rows_and_bytes(void)
     s1f_kv_cache *cache = NULL;
     CHECK_STATUS(s1f_kv_cache_create(&cache), S1F_OK, "");
     CHECK_STATUS(run_steps(cache, LAYERS), S1F_OK, "");
-    int64_t slab = shape.batch * shape.kv_heads * TOKENS * shape.head_dim * (int64_t)sizeof(float);
     int64_t kv_bytes, grad_bytes;
     s1f_kv_cache_bytes(cache, &kv_bytes, &grad_bytes);
-    CHECK(kv_bytes == 2 * LAYERS * 2 * slab);
-    CHECK(grad_bytes == LAYERS * 2 * slab);
+    CHECK(kv_bytes == 2 * LAYERS * slot_bytes());
+    CHECK(grad_bytes == LAYERS * slot_bytes());
     s1f_kv_cache_free(cache);
     s1f_kv_cache_free(NULL);
 }
@@ -239,11 +254,17 @@ static void test_order(void)
     CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 1 << 20, &shape, &rows), S1F_ERR_ARG, "is not registered");
     CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 0, &shape, &rows), S1F_OK, "");
     CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 0, &shape, &rows), S1F_ERR_STATE, "used twice in one forward");
-    s1f_layer_shape huge = {.batch = INT64_MAX / 4, .kv_heads = 2, .head_dim = 5, .dtype = S1F_FLOAT32};
-    CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 1, &huge, &rows), S1F_ERR_ARG, "not a size of a cache");
-    s1f_layer_shape other = shape;
-    other.kv_heads = 1;
-    CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 0, &other, &rows), S1F_ERR_ARG, "changed within a step");
+    s1f_layer_shape bad[3] = {shape, shape, shape};
+    bad[0].batch = INT64_MAX / 4;
+    bad[1].v_head_dim = INT64_MAX / 4;
+    bad[2].v_head_dim = 0;
+    for (int i = 0; i < 3; i++)
+        CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 1, &bad[i], &rows), S1F_ERR_ARG, "not a size of a cache");
+    s1f_layer_shape other[2] = {shape, shape};
+    other[0].kv_heads = 1;
+    other[1].v_head_dim = 5;
+    for (int i = 0; i < 2; i++)
+        CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 0, &other[i], &rows), S1F_ERR_ARG, "changed within a step");
     s1f_kv_cache_free(cache);
 }
 
@@ -277,7 +298,7 @@ static void test_memory_of_a_device(void)
     moved.device = 8;
     const s1f_layer_shape *const shapes[] = {&shape, &there, &there, &moved, &shape, &there};
     static const int32_t slabs[] = {0, 2, 2, 2, 0, 2};
-    int64_t slab = shape.batch * shape.kv_heads * TOKENS * shape.head_dim * (int64_t)sizeof(float), kv_bytes, other;
+    int64_t kv_bytes, other;
     s1f_current_unit unit = unit_at(NULL, S1F_PASS_FORWARD, 0, 0, 0);
     s1f_kv_cache *cache = NULL;
     s1f_kv_rows rows;
@@ -288,7 +309,7 @@ static void test_memory_of_a_device(void)
         CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 0, shapes[i], &rows), S1F_OK, "");
         fill(&unit, &rows, 1.0f);
         s1f_kv_cache_bytes(cache, &kv_bytes, &other);
-        CHECK(device_slabs == slabs[i] && kv_bytes == 2 * slab);
+        CHECK(device_slabs == slabs[i] && kv_bytes == slot_bytes());
         CHECK(slabs[i] == 0 || last_device == shapes[i]->device);
     }
     CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 0, &moved, &rows), S1F_ERR_ARG, "moved to another device");

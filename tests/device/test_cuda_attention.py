@@ -79,6 +79,20 @@ def test_segments_equal_the_formula(
     assert used == (set() if plain else {f"{family}_attention_forward", f"{family}_attention_backward"})
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim, v_head_dim", [(24, 16), (8, 24), (8, 6)])
+@pytest.mark.parametrize("name", ["none", "window", "all"])
+def test_v_of_another_size(name: str, head_dim: int, v_head_dim: int, dtype: torch.dtype, calls: list[Call]) -> None:
+    """What takes it, gets it; flash gets zeros, whatever multiples of 8 the wider heads are."""
+    qkv = random_qkv(4, 2, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
+    dout = random_qkv(4, 2, head_dim=v_head_dim, dtype=dtype, seed=1)[0]
+    check(segmented([5, 2, 4, 1], OPTIONS[name], [qkv], [dout])[0], OPTIONS[name], qkv, dout)
+    plain = name == "all" or dtype == torch.float64 or (dtype == torch.float32 and (name == "window" or v_head_dim % 4))
+    family = "_efficient" if dtype == torch.float32 else "_flash"
+    wanted = set() if plain else {f"{family}_attention_forward", f"{family}_attention_backward"}
+    assert {call[0] for call in calls} == wanted
+
+
 # -- cuDNN -----------------------------------------------------------------------------------------------------------
 
 CUDNN, FLASH = "_scaled_dot_product_cudnn_attention", "_flash_attention_forward"

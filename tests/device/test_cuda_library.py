@@ -95,15 +95,15 @@ def test_a_kernel_that_is_no_faster_takes_what_flash_does_not(
     harder = [options._replace(softcap=20.0), options._replace(docs=docs, key_docs=docs)]
     for is_faster in (True, False):
         verify(monkeypatch, RECORD, is_faster=is_faster)
-        assert [cuda_attention.way(queries(), each) for each in harder] == ["own"] * 2
+        assert [cuda_attention.way(queries(), 64, each) for each in harder] == ["own"] * 2
         ours = "own" if is_faster else "flash"
-        assert cuda_attention.way(queries(), options) == ours
+        assert cuda_attention.way(queries(), 64, options) == ours
         with monkeypatch.context() as patch:
             patch.setattr(cuda_attention, "_has_cudnn", lambda device: True)
-            assert cuda_attention.way(queries(), options) == "flash"
-            assert cuda_attention.way(queries(), options._replace(window=3)) == ours
+            assert cuda_attention.way(queries(), 64, options) == "flash"
+            assert cuda_attention.way(queries(), 64, options._replace(window=3)) == ours
             patch.setenv("SEQ1F1B_CUDA_KERNELS", "own")
-            assert cuda_attention.way(queries(), options) == "own"
+            assert cuda_attention.way(queries(), 64, options) == "own"
 
 
 def test_a_slow_way_is_told_once() -> None:
@@ -137,10 +137,11 @@ def test_the_environment_asks_for_ours(stand_in: ctypes.CDLL, monkeypatch: pytes
     assert kernel_library.choose("attention_backward", queries()) is None
     empty = torch.empty(0)
     options = cuda_attention.Options(empty, empty, empty, empty, 0.125, 0, 0.0)
-    assert cuda_attention.way(queries(), options) == "own"
+    assert cuda_attention.way(queries(), 64, options) == "own"
     for other in (options._replace(slopes=torch.ones(4)), options._replace(scale=-1.0)):
-        assert cuda_attention.way(queries(), other) != "own"
-    assert cuda_attention.way(queries(torch.float32), options) == "efficient"
+        assert cuda_attention.way(queries(), 64, other) != "own"
+    assert cuda_attention.way(queries(), 32, options) == "flash"
+    assert cuda_attention.way(queries(torch.float32), 64, options) == "efficient"
 
     monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "mine")
     with pytest.raises(ValueError, match=r"SEQ1F1B_CUDA_KERNELS is 'mine', must be 'own', 'library' or unset"):

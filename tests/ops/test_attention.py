@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from attention_runs import OPTIONS, formula, gradients, random_qkv, segmented
+from attention_runs import OPTIONS, errors, formula, gradients, random_qkv, segmented
 from simulated_step import SimulatedStep
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -57,10 +57,47 @@ def test_segments_equal_the_whole_with_options(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+V_SIZES = [(6, 4), (5, 8), (6, 1), (1, 6)]  # of q and k, of v
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("head_dim, v_head_dim", V_SIZES)
+def test_v_of_another_size(head_dim: int, v_head_dim: int, name: str) -> None:
+    """As in latent attention: whole, by segments, and by segments of one token."""
+    qkv = random_qkv(4, 2, head_dim=head_dim, v_head_dim=v_head_dim)
+    dout = random_qkv(4, 2, head_dim=v_head_dim, seed=1)[0]
+    truth = gradients(lambda *t: formula(*t, **OPTIONS[name]), *qkv, dout)
+    runs = [gradients(lambda *t: causal_attention(*t, layer=0, **OPTIONS[name]), *qkv, dout)]
+    runs += [segmented(sizes, OPTIONS[name], [qkv], [dout])[0] for sizes in ([5, 2, 4, 1], [1] * 12)]
+    for run in runs:
+        for got, expected in zip(run, truth, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["none", "all"])
+def test_v_of_another_size_by_the_fast_kernels(name: str, dtype: torch.dtype) -> None:
+    """In float32 within 2e-6 of float64, in 16 bits within 1.5 times the error of the formula in the same dtype."""
+    for sizes in ({"head_dim": 24, "v_head_dim": 16}, {"head_dim": 9, "v_head_dim": 40}):
+        qkv = random_qkv(4, 2, dtype=dtype, **sizes)
+        dout = random_qkv(4, 2, dtype=dtype, head_dim=sizes["v_head_dim"], seed=1)[0]
+        truth = gradients(lambda *t: formula(*t, **OPTIONS[name]), *(t.double() for t in (*qkv, dout)))
+        plain = errors(gradients(lambda *t: formula(*t, **OPTIONS[name]), *qkv, dout), truth)
+        for got in (
+            gradients(lambda *t: causal_attention(*t, layer=0, **OPTIONS[name]), *qkv, dout),
+            segmented([5, 2, 4, 1], OPTIONS[name], [qkv], [dout])[0],
+        ):
+            assert all(t.dtype == dtype for t in got)
+            for ours, theirs in zip(errors(got, truth), plain, strict=True):
+                assert ours < (2e-6 if dtype == torch.float32 else 1.5 * theirs + torch.finfo(dtype).eps / 16)
+
+
 def test_gradcheck() -> None:
     leaves = [t.requires_grad_() for t in random_qkv(2, 1, batch=1, tokens=5, head_dim=3)]
     leaves.append(torch.tensor([0.5, -1.0], dtype=torch.float64, requires_grad=True))
     options = {"window": 3, "softcap": 2.0, "alibi_slopes": torch.tensor([0.5, 0.25])}
+    assert torch.autograd.gradcheck(lambda *t: causal_attention(*t[:3], layer=0, sinks=t[3], **options), leaves)
+    leaves[2] = random_qkv(2, 1, batch=1, tokens=5, head_dim=3, v_head_dim=2)[2].requires_grad_()
     assert torch.autograd.gradcheck(lambda *t: causal_attention(*t[:3], layer=0, sinks=t[3], **options), leaves)
 
 
@@ -190,7 +227,7 @@ def test_only_one_query_gradient_is_needed() -> None:
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint_in_a_step(use_reentrant: bool) -> None:
     """Recomputation in B writes the same rows again."""
-    qkv, dout = random_qkv(4, 2), random_qkv(4, 2, seed=1)[0]
+    qkv, dout = random_qkv(4, 2, v_head_dim=3), random_qkv(4, 2, head_dim=3, seed=1)[0]
     expected = gradients(lambda *t: causal_attention(*t, layer=0), *qkv, dout)
     step, sizes = SimulatedStep([5, 6, 1]), [5, 6, 1]
     handle, leaves, outs = layer_handle(0), {}, {}
@@ -283,9 +320,11 @@ BAD = {
     "dtypes": (lambda q, k, v: {"k": k.float()}, TypeError, "one dtype: torch.float64, torch.float32"),
     "no tokens": (lambda q, k, v: {"q": q[:, :, :0], "k": k[:, :, :0], "v": v[:, :, :0]}, ValueError, "size may be 0"),
     "head_dim": (lambda q, k, v: {n: torch.zeros(1, 1, 2, 257) for n in "qkv"}, ValueError, "head_dim is 257"),
+    "head_dim of v": (lambda q, k, v: {"v": torch.zeros(2, 2, 12, 257).double()}, ValueError, "head_dim of v is 257"),
+    "no head_dim of v": (lambda q, k, v: {"v": v[..., :0]}, ValueError, r"v is \(2, 2, 12, 0\): no size may be 0"),
     "heads": (lambda q, k, v: {"q": q[:, :3]}, ValueError, "kv_heads must divide heads: k has 2, q has 3"),
     "tokens": (lambda q, k, v: {"k": k[:, :, 1:], "v": v[:, :, 1:]}, ValueError, "must agree with q"),
-    "v": (lambda q, k, v: {"v": v[:, :1]}, ValueError, "must agree with q"),
+    "v": (lambda q, k, v: {"v": v[:, :1]}, ValueError, r"v is \(2, 1, 12, 6\): must agree with k .* but head_dim"),
     "window": (lambda q, k, v: {"window": 0}, ValueError, "window is 0, must be at least 1"),
     "softcap": (lambda q, k, v: {"softcap": -1.0}, ValueError, "softcap is -1.0, must be above 0"),
     "slopes": (lambda q, k, v: {"alibi_slopes": torch.ones(3)}, ValueError, r"alibi_slopes is \(3,\), must be \(4\)"),

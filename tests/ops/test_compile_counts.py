@@ -20,7 +20,7 @@ from seq1f1b import PipelineEngine
 
 M, K = 2, 4
 SIZES = {23: [9, 2, 5, 7], 37: [13, 11, 8, 5]}
-CONFIG = Config(kv_heads=2, vocab=19)  # of every model here
+CONFIG = Config(kv_heads=2, vocab=19, v_head_dim=5)  # of every model here
 
 
 def compile_all(modules: Any, counter: Any) -> None:

@@ -337,16 +337,18 @@ def test_stages_of_one_rank_keep_their_own_rows() -> None:
         torch.testing.assert_close(torch.cat([outs[stage, 0], outs[stage, 1]], dim=2), whole)
 
 
-def test_bytes_are_those_of_the_plan() -> None:
+@pytest.mark.parametrize("v_head_dim", [4, 3])
+def test_bytes_are_those_of_the_plan(v_head_dim: int) -> None:
     """Slots x layers x (k and v); dK and dV in fp32, once where backwards are consecutive. Kept for the next step."""
     cache, layers, slots = _C.kv_cache_create(), 3, 2
     assert _C.kv_cache_bytes(cache) == (0, 0)
     handles = [layer_handle(i) for i in range(layers)]
-    rows = 1 * 1 * TOKENS * 4
+    elements = 1 * 1 * TOKENS * (4 + v_head_dim)
     for dtype, sums in ((torch.bfloat16, 4), (torch.bfloat16, 4)):
         step, outs = SimulatedStep(SIZES, kv_slots=slots, cache=cache), {}
         for m in range(slots):
-            leaves = [t.requires_grad_() for t in qkv(m, dtype)]
+            q, k, v = qkv(m, dtype)
+            leaves = [t.requires_grad_() for t in (q, k, v[..., :v_head_dim])]
             for s in range(3):
                 mine = [t[:, :, step.slice(s)] for t in leaves]
                 with step.unit("F", m, s, slot=m):
@@ -355,7 +357,8 @@ def test_bytes_are_those_of_the_plan() -> None:
             for s in (2, 1, 0):
                 with step.unit("B", m, s, slot=m):
                     outs[m, s].sum().backward()
-        assert _C.kv_cache_bytes(cache) == (slots * layers * 2 * rows * 2, layers * 2 * rows * sums)
+        assert _C.kv_cache_bytes(cache) == (slots * layers * elements * 2, layers * elements * sums)
+        assert {(layer.head_dim, layer.v_head_dim) for layer in _C.kv_cache_layers(cache)} == {(4, v_head_dim)}
 
 
 @pytest.mark.skipif(

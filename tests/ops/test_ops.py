@@ -18,10 +18,11 @@ OPTIONS = (0.5, 0, 0.0)  # scale, window, softcap
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-def tensors(dtype: torch.dtype = torch.float64, tokens: int = 6) -> tuple[list[Tensor], Tensor]:
+def tensors(dtype: torch.dtype = torch.float64, tokens: int = 6, v_dim: int = 4) -> tuple[list[Tensor], Tensor]:
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (
-        torch.randn(2, heads, tokens, 4, generator=generator, dtype=torch.float64).to(dtype) for heads in (4, 2, 2, 4)
+        torch.randn(2, heads, tokens, dim, generator=generator, dtype=torch.float64).to(dtype)
+        for heads, dim in ((4, 4), (2, 4), (2, v_dim), (4, v_dim))
     )
     return [q, k, v], dout
 
@@ -41,7 +42,7 @@ def extras_of(is_plain: bool, dtype: torch.dtype = torch.float64) -> tuple[Tenso
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "options"])
 def test_opcheck_of_the_plain_ops(dtype: torch.dtype, is_plain: bool) -> None:
-    (qkv, dout), extras = tensors(dtype), extras_of(is_plain, dtype)
+    (qkv, dout), extras = tensors(dtype, v_dim=4 if is_plain else 3), extras_of(is_plain, dtype)
     torch.library.opcheck(ops.causal_attention, (*qkv, *extras, *OPTIONS))
     strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in qkv]
     torch.library.opcheck(ops.causal_attention, (*strided, *extras, 0.5, 3, 2.0))
@@ -51,7 +52,7 @@ def test_opcheck_of_the_plain_ops(dtype: torch.dtype, is_plain: bool) -> None:
 
 @pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "options"])
 def test_opcheck_of_the_segment_ops(is_plain: bool) -> None:
-    (qkv, dout), extras = tensors(), extras_of(is_plain)
+    (qkv, dout), extras = tensors(v_dim=4 if is_plain else 3), extras_of(is_plain)
     layer = layer_handle(0)
     step = SimulatedStep([6])
     with step.unit("F", 0, 0):
@@ -79,10 +80,11 @@ def test_opcheck_of_positions() -> None:
         torch.library.opcheck(ops.positions, (torch.zeros(2, 5), none(), -1, 0, 1))
 
 
-def test_fake_layouts_are_the_real_ones() -> None:
+@pytest.mark.parametrize("v_dim", [4, 7])
+def test_fake_layouts_are_the_real_ones(v_dim: int) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    qkv, dout = tensors()
+    qkv, dout = tensors(v_dim=v_dim)
     real = ops.causal_attention(*qkv, none(), none(), none(), *OPTIONS)
     grads = ops.causal_attention_backward(dout, *qkv, *real, none(), none(), none(), *OPTIONS)
     with FakeTensorMode() as mode:
@@ -121,6 +123,10 @@ def bad_calls() -> dict[str, tuple[str, object]]:
         "outside a step": (
             "segment_attention outside a step",
             lambda: ops.segment_attention(q, k, v, layer_handle(0), *extras, *OPTIONS),
+        ),
+        "dout of v's size": (
+            "dout is .* agree with q and v",
+            lambda: back(q[..., :3], q, k, v, out, lse, *extras, *OPTIONS),
         ),
         "backward outside a step": (
             "segment_attention outside a step",

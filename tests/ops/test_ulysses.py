@@ -44,6 +44,7 @@ class Case:
     loss_weight: bool = False
     sinks: bool = False
     reduction: str = "mean"
+    v_head_dim: int = HEAD_DIM
 
 
 class Stage(nn.Module):
@@ -56,8 +57,10 @@ class Stage(nn.Module):
         self.layer = seq1f1b.layer_handle(index)
         self.embedding = nn.Embedding(VOCAB, hidden) if index == 0 else None
         self.position = nn.Embedding(LENGTH, hidden)
-        self.norm, self.q, self.out = nn.LayerNorm(hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
-        self.kv = nn.Linear(hidden, 2 * case.kv_heads * HEAD_DIM)
+        self.norm, self.q, self.out = (
+            nn.LayerNorm(hidden), nn.Linear(hidden, hidden), nn.Linear(case.heads * case.v_head_dim, hidden)
+        )  # fmt: skip
+        self.kv = nn.Linear(hidden, case.kv_heads * (HEAD_DIM + case.v_head_dim))
         self.sinks = nn.Parameter(torch.randn(case.heads)) if case.sinks else None
         self.head = nn.Linear(hidden, VOCAB) if index == num_stages - 1 else None
 
@@ -65,7 +68,8 @@ class Stage(nn.Module):
         x = x + self.position(seq1f1b.positions(x, doc_ids=own_ids, sequence_parallel=self.part))
         normed = self.norm(x)
         q = self.q(normed).unflatten(2, (-1, HEAD_DIM)).transpose(1, 2)
-        k, v = self.kv(normed).unflatten(2, (2, -1, HEAD_DIM)).permute(2, 0, 3, 1, 4)
+        keys_and_values = self.kv(normed).tensor_split([self.case.kv_heads * HEAD_DIM], 2)
+        k, v = (t.unflatten(2, (self.case.kv_heads, -1)).transpose(1, 2) for t in keys_and_values)
         attended = seq1f1b.ulysses_attention(
             q, k, v, group=self.group, layer=self.layer, doc_ids=doc_ids, sinks=self.sinks, **self.case.options
         )
@@ -173,7 +177,7 @@ CASES = [
     Case(kv_heads=1, options={"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])}, documents="part"),
     Case(kv_heads=4, documents="segment", options={"window": 7}, wrapper="fsdp", sizes=SHAPE),
     Case(documents="part", sizes=SHAPE, loss_weight=True),
-    Case(documents="part", sinks=True),
+    Case(documents="part", sinks=True, v_head_dim=5),
     Case(checkpointed=True, reduction="sum", sizes=None),
 ]
 
@@ -189,7 +193,7 @@ def test_two_stages_of_two_ranks_each():
 
 
 def test_a_compiled_stage_of_two_ranks():
-    run_processes(2, train_all, [Case(compiled=True, documents="part", kv_heads=1)])
+    run_processes(2, train_all, [Case(compiled=True, documents="part", kv_heads=1, v_head_dim=5)])
 
 
 # -- a rank that is lost -----------------------------------------------------------------------------------------------

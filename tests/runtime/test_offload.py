@@ -26,7 +26,7 @@ from seq1f1b.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
 # Storages of some kilobytes each: so they move.
-CONFIG = Config(hidden=32, heads=2, kv_heads=1, ffn=48, vocab=17, layers=8)
+CONFIG = Config(hidden=32, heads=2, kv_heads=1, ffn=48, vocab=17, layers=8, v_head_dim=10)
 
 
 def results(

@@ -81,6 +81,7 @@ def _check_flash(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> None
     """rest: cum_seq_q, cum_seq_k, max_q, max_k, dropout_p."""
     assert q.dtype in (torch.bfloat16, torch.float16) and k.dtype == v.dtype == q.dtype
     assert q.shape[3] % 8 == 0 and q.shape[3] <= 256 and q.shape[2] % k.shape[2] == 0
+    assert q.shape[3] == k.shape[3] == v.shape[3]
     assert rest == (None, None, q.shape[1], k.shape[1], 0.0)
     _check_rows(q, k, v)
 
@@ -131,7 +132,8 @@ def _efficient_mask(q: Tensor, k: Tensor, custom_mask_type: int) -> Tensor:
 
 def _check_efficient(q: Tensor, k: Tensor, v: Tensor, *absent: Any) -> None:
     assert q.shape[2] == k.shape[2] == v.shape[2] and q.dtype == k.dtype == v.dtype == torch.float32
-    assert all(argument is None for argument in absent) and q.shape[3] % 4 == 0
+    assert all(argument is None for argument in absent) and q.shape[3] % 4 == v.shape[3] % 4 == 0
+    assert q.shape[3] == k.shape[3] and k.shape[:3] == v.shape[:3]  # v may be of another head size
     _check_rows(q, k, v)
 
 
@@ -158,7 +160,7 @@ def _efficient_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     _check_efficient(q, k, v, bias, cu_seqlens_q, cu_seqlens_k, num_splits_key, window_size)
     assert (max_seqlen_q, max_seqlen_k, dropout_p) == (q.shape[1], k.shape[1], 0.0) and not bias_requires_grad
-    assert out.is_contiguous() and out.shape == q.shape  # the kernel is not told its stride along the tokens
+    assert out.is_contiguous() and out.shape == (*q.shape[:3], v.shape[3])  # it is not told the stride along the tokens
     assert lse.shape == (q.shape[0], q.shape[2], (q.shape[1] + 31) // 32 * 32) and lse.is_contiguous()
     assert torch.isposinf(lse[:, :, q.shape[1] :]).all()
     seen = _efficient_mask(q, k, custom_mask_type)
@@ -171,6 +173,7 @@ def _check_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, *absent: Any)
     """Which keys a query sees: causal from the top left."""
     assert q.dtype in (torch.bfloat16, torch.float16) and k.dtype == v.dtype == q.dtype
     assert q.shape[3] % 8 == 0 and q.shape[1] % k.shape[1] == 0 and min(q.shape[2], k.shape[2]) > 1
+    assert q.shape[3] == k.shape[3] == v.shape[3]
     assert all(argument is None for argument in absent)
     _check_rows(*(t.transpose(1, 2) for t in (q, k, v)))
     seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)

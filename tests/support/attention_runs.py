@@ -70,12 +70,13 @@ def formula(
     return torch.softmax(logits, dim=-1)[..., :tokens] @ v
 
 
-def random_qkv(heads: int, kv_heads: int, *, batch: int = 2, tokens: int = 12, head_dim: int = 6, seed: int = 0,
-               dtype: torch.dtype = torch.float64) -> list[Tensor]:  # fmt: skip
+def random_qkv(heads: int, kv_heads: int, *, batch: int = 2, tokens: int = 12, head_dim: int = 6,
+               v_head_dim: int | None = None, seed: int = 0, dtype: torch.dtype = torch.float64,
+               ) -> list[Tensor]:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
+    sizes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, v_head_dim or head_dim)
     return [
-        torch.randn(batch, h, tokens, head_dim, generator=generator, dtype=torch.float64).to(dtype)
-        for h in (heads, kv_heads, kv_heads)
+        torch.randn(batch, h, tokens, size, generator=generator, dtype=torch.float64).to(dtype) for h, size in sizes
     ]
 
 

@@ -23,6 +23,7 @@ class Config:
     layers: int = 4
     checkpoint: bool = False
     sinks: bool = False
+    v_head_dim: int = 0  # 0: hidden / heads, as of q and k
 
 
 class Block(nn.Module):
@@ -33,15 +34,17 @@ class Block(nn.Module):
         self.layer = seq1f1b.layer_handle(index)
         self.norm_1, self.norm_2 = nn.LayerNorm(config.hidden), nn.LayerNorm(config.hidden)
         self.q = nn.Linear(config.hidden, config.hidden)
-        self.kv = nn.Linear(config.hidden, 2 * config.kv_heads * self.head_dim)
-        self.out = nn.Linear(config.hidden, config.hidden)
+        v_head_dim = config.v_head_dim or self.head_dim
+        self.kv = nn.Linear(config.hidden, config.kv_heads * (self.head_dim + v_head_dim))
+        self.out = nn.Linear(config.heads * v_head_dim, config.hidden)
         self.sinks = nn.Parameter(torch.randn(config.heads)) if config.sinks else None
         self.up, self.down = nn.Linear(config.hidden, config.ffn), nn.Linear(config.ffn, config.hidden)
 
     def attend(self, x: Tensor, **documents: Tensor) -> Tensor:
         batch, length, _ = x.shape
         q = self.q(x).view(batch, length, self.config.heads, self.head_dim).transpose(1, 2)
-        k, v = self.kv(x).view(batch, length, 2, self.config.kv_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        keys_and_values = self.kv(x).tensor_split([self.config.kv_heads * self.head_dim], 2)
+        k, v = (t.unflatten(2, (self.config.kv_heads, -1)).transpose(1, 2) for t in keys_and_values)
         out = seq1f1b.causal_attention(q, k, v, layer=self.layer, sinks=self.sinks, **documents)
         return self.out(out.transpose(1, 2).reshape(batch, length, -1))
 
