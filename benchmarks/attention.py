@@ -2,6 +2,7 @@
 
     python benchmarks/attention.py            # everything, in half an hour
     python benchmarks/attention.py --quick    # a few shapes, in less than one
+    python benchmarks/attention.py --rows latent sinks plain --shapes few  # what one of these costs beside the other
 
 Ours is the op as a model calls it inside a step, over the KV cache; the backward adds dK and dV of all keys to fp32, as
 every peer's does here. The segment is not the last one, so that ours adds as well and does not store. "two calls" is
@@ -11,7 +12,11 @@ Rows are measured in rounds, minutes apart, since a machine's slow moments last 
 their turn, with the machine's peak before and after. "of peak" is the median rate by the median peak of the same
 repetitions: of fp32 multiply-adds, in bfloat16 the faster of those and vdpbf16ps, on registers alone. A peak is one
 that lasts: the median of looks of a millisecond, since on some machines clocks rise by a sixth for some microseconds.
-FLOPs are those of visible keys: forward 4 H d (s o + s (s + 1) / 2), backward 2.5 times that.
+FLOPs are those of visible keys: forward 2 H (d + dv) (s o + s (s + 1) / 2), backward 2 H (3 d + 2 dv) times the same.
+dv is d, but in rows with heads of 192/128, as latent attention has them. "sinks" behind d says that each head has one.
+These two kinds of rows have no bars. Torch's flash attention wants one head size, so "two calls" pads v to 192; with
+sinks it rescales out and lse, as we do on a GPU. What else torch has is one more key, with the sink as its bias. Flex
+attention has no backward on a CPU (torch 2.13), and so is no peer.
 
 Two threads are timed by the clock, one by its CPU time. A repetition is discarded if others used the cores meanwhile:
 by /proc/stat, for two threads, and where a peak is a tenth below what it usually is, as beside another virtual machine
@@ -19,8 +24,9 @@ on the same core. One that fills caches, but leaves the multipliers free, is not
 repetition by the same peak, and a bar on "of peak" that only the best one reaches says so.
 
 +- is half the range by the median. Errors are the largest differences from fp64 by its largest element, in the first kv
-head; backward: the worst of dQ, dK and dV. The other peers leave after the repetition in which a row has used its time.
-Those with masks stay away from one thread and from more than 8192 keys, eager attention in float32 from one thread.
+head; backward: the worst of dQ, dK, dV and of the sinks' gradient. The other peers leave after the repetition in which
+a row has used its time. In plain rows those with masks stay away from one thread and from more than 8192 keys, eager
+attention in float32 from one thread.
 """
 
 from __future__ import annotations
@@ -54,6 +60,9 @@ HEADS = 8
 SHAPES = [(512, 0), (512, 3584), (1024, 7168), (2048, 0), (2048, 6144), (4096, 0), (4096, 8192)]  # s, o
 QUICK_SHAPES = [(512, 0), (1024, 7168)]
 OTHER_HEADS_SHAPE = (2048, 6144)  # for 8 heads over 2 kv heads, and for one head
+FEW_SHAPES = [(512, 0), (2048, 0), (2048, 6144)]  # of the rows with latent heads and with sinks
+LATENT, SINKS_DIM = (192, 128), 128  # d and dv, and d
+ROWS = ("plain", "latent", "sinks")
 MIN_REPETITIONS, MAX_REPETITIONS = 6, 12  # of all rounds
 MAX_DISCARDED = 30
 SLOWED = 0.9  # of the usual peak: below, others are on the core
@@ -74,14 +83,24 @@ class Case:
     kv_heads: int
     tokens: int  # s
     prefix: int  # o
+    v_dim: int
+    sinks: bool = False
 
     @property
     def keys(self) -> int:
         return self.prefix + self.tokens
 
+    @property
+    def is_plain(self) -> bool:
+        return self.v_dim == self.dim and not self.sinks
+
+    @property
+    def dims(self) -> str:
+        return f"{self.dim}/{self.v_dim}" if self.v_dim != self.dim else f"{self.dim}{' sinks' if self.sinks else ''}"
+
     def flops(self, which: int) -> float:
         visible = self.tokens * self.prefix + self.tokens * (self.tokens + 1) / 2
-        return 4 * self.heads * self.dim * visible * (1.0, 2.5)[which]
+        return 2 * self.heads * visible * (self.dim + self.v_dim, 3 * self.dim + 2 * self.v_dim)[which]
 
 
 class Data:
@@ -90,19 +109,21 @@ class Data:
     def __init__(self, case: Case) -> None:
         generator = torch.Generator().manual_seed(0)
 
-        def random(tokens: int, heads: int) -> Tensor:  # laid out as the projections of a model give it
-            return torch.randn(1, tokens, heads, case.dim, generator=generator).to(case.dtype).transpose(1, 2)
+        def random(tokens: int, heads: int, dim: int) -> Tensor:  # laid out as the projections of a model give it
+            return torch.randn(1, tokens, heads, dim, generator=generator).to(case.dtype).transpose(1, 2)
 
-        self.q, self.dout = random(case.tokens, case.heads), random(case.tokens, case.heads)
-        self.k, self.v = random(case.keys, case.kv_heads), random(case.keys, case.kv_heads)
-        self.truth = in_fp64(*self.first_head(self.q, self.k, self.v, self.dout), case.prefix)
+        self.q, self.dout = (random(case.tokens, case.heads, dim) for dim in (case.dim, case.v_dim))
+        self.k, self.v = (random(case.keys, case.kv_heads, dim) for dim in (case.dim, case.v_dim))
+        self.sinks = [torch.randn(case.heads, generator=generator)] if case.sinks else []
+        self.truth = in_fp64(*self.first_head(self.q, self.k, self.v, self.dout, *self.sinks), prefix=case.prefix)
 
     def first_head(self, *tensors: Tensor) -> list[Tensor]:
-        """Heads of each tensor that belong to the first kv head, (heads, tokens, dim)."""
-        return [t[0, : t.shape[1] // self.k.shape[1]] for t in tensors]
+        """Heads of each tensor that belong to the first kv head, (heads, tokens, dim); sinks are (heads)."""
+        kv_heads = self.k.shape[1]
+        return [t[0, : t.shape[1] // kv_heads] if t.dim() == 4 else t[: len(t) // kv_heads] for t in tensors]
 
     def errors(self, results: Sequence[Tensor]) -> tuple[float, float]:
-        """Errors of the forward and of the backward, from (out, dq, dk, dv)."""
+        """Errors of the forward and of the backward, from (out, dq, dk, dv, and of sinks)."""
         errors = [
             float((got.double() - exact).abs().max() / exact.abs().max())
             for got, exact in zip(self.first_head(*(t.detach() for t in results)), self.truth, strict=True)
@@ -110,23 +131,31 @@ class Data:
         return errors[0], max(errors[1:])
 
 
-def in_fp64(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, prefix: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out, dq, dk, dv of the query heads of one kv head, by blocks of rows."""
+def in_fp64(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, sinks: Tensor | None = None, *, prefix: int
+) -> tuple[Tensor, ...]:
+    """out, dq, dk, dv of the query heads of one kv head, and the sinks' gradient, by blocks of rows."""
     q, k, v, dout = (t.double() for t in (q, k, v, dout))
     k, v = k[0], v[0]
-    out, dq, dk, dv = torch.empty_like(q), torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    out, dq, dk, dv = torch.empty_like(dout), torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    extra = torch.full((len(q),), -math.inf) if sinks is None else sinks
+    dsinks = torch.zeros(len(q), dtype=torch.float64)
     scale, rows = q.shape[2] ** -0.5, 512
     for h in range(q.shape[0]):
         for begin in range(0, q.shape[1], rows):
             block = slice(begin, min(begin + rows, q.shape[1]))
             later = torch.arange(k.shape[0]) > torch.arange(block.start, block.stop)[:, None] + prefix
-            p = torch.softmax((q[h, block] @ k.T * scale).masked_fill_(later, -math.inf), dim=1)
+            logits = (q[h, block] @ k.T * scale).masked_fill_(later, -math.inf)
+            column = extra[h].double().expand(len(logits), 1)
+            p, of_sink = torch.softmax(torch.cat((logits, column), 1), 1).split((len(k), 1), 1)
             out[h, block] = p @ v
             dv += p.T @ dout[h, block]
-            ds = p * (dout[h, block] @ v.T - (dout[h, block] * out[h, block]).sum(1, keepdim=True))
+            delta = (dout[h, block] * out[h, block]).sum(1, keepdim=True)
+            dsinks[h] -= (of_sink * delta).sum()
+            ds = p * (dout[h, block] @ v.T - delta)
             dq[h, block] = ds @ k * scale
             dk += ds.T @ q[h, block] * scale
-    return out, dq, dk[None], dv[None]
+    return (out, dq, dk[None], dv[None], *(() if sinks is None else (dsinks,)))
 
 
 Clock = Callable[[], float]
@@ -147,14 +176,17 @@ class Ours:
             where = slice(sum(self.sizes[:s]), sum(self.sizes[:s]) + size)
             parts = [data.k[:, :, where], data.v[:, :, where]]
             if s == len(self.sizes) - 1:  # its gradient is 0, so nothing of it shows
-                parts = [t.new_zeros(1, size, case.kv_heads, case.dim).transpose(1, 2) for t in (data.k, data.v)]
+                parts = [t.new_zeros(1, size, *t.shape[1::2]).transpose(1, 2) for t in (data.k, data.v)]
             q = data.q if s == self.timed else data.q.new_zeros(1, size, case.heads, case.dim).transpose(1, 2)
-            self.leaves.append([copy_of(t).requires_grad_() for t in (q, *parts)])
+            leaves = [*map(copy_of, (q, *parts)), *(t.clone() for t in data.sinks)]
+            self.leaves.append([t.requires_grad_() for t in leaves])
         _C.layer_register(0)
 
     def forward(self, s: int) -> Tensor:
         """A window of one key makes the other segments cheap: only what they write is needed."""
-        return causal_attention(*self.leaves[s], layer=0, window=None if s == self.timed else 1)
+        q, k, v, *sinks = self.leaves[s]
+        options = {"sinks": sinks[0]} if sinks else {}
+        return causal_attention(q, k, v, layer=0, window=None if s == self.timed else 1, **options)
 
     def backward(self, s: int, out: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, self.leaves[s], self.dout if s == self.timed else torch.zeros_like(out))
@@ -184,7 +216,7 @@ class Ours:
     def results(self) -> list[Tensor]:
         _, outs, grads = self.step(time.perf_counter, 0)
         dk, dv = (torch.cat([g[i] for g in grads[: self.timed + 1]], dim=2) for i in (1, 2))
-        return [outs[self.timed], grads[self.timed][0], dk, dv]
+        return [outs[self.timed], grads[self.timed][0], dk, dv, *grads[self.timed][3:]]
 
 
 class Torchs:
@@ -195,26 +227,27 @@ class Torchs:
         k, v = data.k.contiguous(), data.v.contiguous()
         self.ranges = [slice(a, b) for a, b in itertools.pairwise(cuts)]
         parts = [t[:, :, where] for where in self.ranges for t in (k, v)]
-        self.leaves = [t.detach().requires_grad_() for t in (copy_of(data.q), *parts)]
+        self.leaves = [t.detach().requires_grad_() for t in (copy_of(data.q), *parts, *data.sinks)]
         self.dk, self.dv = (torch.zeros(t.shape) for t in (k, v))
 
-    def step(self, clock: Clock) -> tuple[list[float], Tensor, Tensor]:
+    def step(self, clock: Clock) -> tuple[list[float], Tensor, Tensor, list[Tensor]]:
         start = clock()
         out = self.peer(*self.leaves)
         middle = clock()
         dq, *grads = torch.autograd.grad(out, self.leaves, self.dout, materialize_grads=True)
-        for where, dk, dv in zip(self.ranges, grads[::2], grads[1::2], strict=True):
+        of_keys = 2 * len(self.ranges)
+        for where, dk, dv in zip(self.ranges, grads[:of_keys:2], grads[1:of_keys:2], strict=True):
             self.dk[:, :, where] += dk
             self.dv[:, :, where] += dv
-        return [middle - start, clock() - middle], out, dq
+        return [middle - start, clock() - middle], out, dq, grads[of_keys:]
 
     def times(self, clock: Clock) -> list[float]:
         return self.step(clock)[0]
 
     def results(self) -> list[Tensor]:
         self.dk.zero_(), self.dv.zero_()
-        _, out, dq = self.step(time.perf_counter)
-        return [out, dq, self.dk, self.dv]
+        _, out, dq, of_sinks = self.step(time.perf_counter)
+        return [out, dq, self.dk, self.dv, *of_sinks]
 
 
 def copy_of(t: Tensor) -> Tensor:
@@ -226,7 +259,8 @@ def make_arms(case: Case, data: Data) -> dict[str, Ours | Torchs]:
     arms: dict[str, Ours | Torchs] = {"ours": Ours(case, data)}
     if case.dtype != torch.float16:
         arms["two calls"] = Torchs(case, data, torch_attention.two_calls, (0, case.prefix, case.keys))
-        for name, peer in torch_attention.WHOLE.items():
+        whole = torch_attention.WHOLE_WITH_SINKS if case.sinks else torch_attention.WHOLE
+        for name, peer in (torch_attention.WHOLE_LATENT if case.v_dim != case.dim else whole).items():
             if name != "eager" and case.keys > MASK_KEYS:
                 continue
             arms[name] = Torchs(case, data, peer, (0, case.keys))
@@ -292,7 +326,7 @@ def measure(
     """
     torch.set_num_threads(row.threads)
     clock = time.thread_time if row.threads == 1 else time.perf_counter
-    if row.threads == 1:
+    if row.threads == 1 and case.is_plain:
         single = ALWAYS if case.dtype == torch.float32 else (*ALWAYS, "eager")
         arms = {name: arm for name, arm in arms.items() if name in single}
     repeats = {name: max(1, round(REPETITION_SECONDS / len(arms) / warm[name])) for name in arms}
@@ -388,7 +422,7 @@ class Bar:
 
 
 def bars(case: Case, row: Row, which: int, fraction: float, best: float, bf16_is_faster: bool) -> list[Bar]:
-    if "two calls" not in row.times:
+    if "two calls" not in row.times or not case.is_plain:
         return []
     half = case.dtype != torch.float32
     ratio, checks = row.ratio("two calls", which), []
@@ -410,7 +444,7 @@ def bars(case: Case, row: Row, which: int, fraction: float, best: float, bf16_is
 # -- the table --------------------------------------------------------------------------------------------------------
 
 COLUMNS = (
-    f"{'dtype':8} {'d':>3} {'thr':>3} {'H/kv':>4} {'s':>5} {'o':>5} {'pass':8} | "
+    f"{'dtype':8} {'d':>9} {'thr':>3} {'H/kv':>4} {'s':>5} {'o':>5} {'pass':8} | "
     f"{'ours GF/s':>9} {'+-%':>3} {'of peak':>7} {'best':>4} {'error':>7} | {'two calls':>9} {'+-%':>3} {'error':>7} "
     f"{'ours x':>6} | {'best other, GF/s':>24} {'ours x':>6} | wanted"
 )
@@ -428,7 +462,7 @@ def print_row(
 ) -> list[Bar]:
     dtype = str(case.dtype).removeprefix("torch.")
     heads = f"{case.heads}/{case.kv_heads}"
-    start = f"{dtype:8} {case.dim:3} {row.threads:3} {heads:>4} {case.tokens:5} {case.prefix:5} {PASSES[which]:8} | "
+    start = f"{dtype:8} {case.dims:>9} {row.threads:3} {heads:>4} {case.tokens:5} {case.prefix:5} {PASSES[which]:8} | "
     if len(row.peaks) < MIN_REPETITIONS:
         print(f"{start}unmeasured: others used the cores in {row.discarded} repetitions", flush=True)
         return []
@@ -451,13 +485,18 @@ def print_row(
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     for name in options.dtype:
-        for dim in options.dim:
-            dtype = getattr(torch, name)
-            for tokens, prefix in QUICK_SHAPES if options.quick else SHAPES:
-                yield Case(dtype, dim, HEADS, HEADS, tokens, prefix)
-            if dtype != torch.float16 and not options.quick:
-                yield Case(dtype, dim, HEADS, 2, *OTHER_HEADS_SHAPE)
-                yield Case(dtype, dim, 1, 1, *OTHER_HEADS_SHAPE)
+        dtype = getattr(torch, name)
+        for dim in options.dim if "plain" in options.rows else ():
+            for shape in {"quick": QUICK_SHAPES, "few": FEW_SHAPES, "all": SHAPES}[options.shapes]:
+                yield Case(dtype, dim, HEADS, HEADS, *shape, v_dim=dim)
+            if dtype != torch.float16 and options.shapes == "all":
+                yield Case(dtype, dim, HEADS, 2, *OTHER_HEADS_SHAPE, v_dim=dim)
+                yield Case(dtype, dim, 1, 1, *OTHER_HEADS_SHAPE, v_dim=dim)
+        for shape in FEW_SHAPES if dtype != torch.float16 else ():
+            if "latent" in options.rows:
+                yield Case(dtype, LATENT[0], HEADS, HEADS, *shape, v_dim=LATENT[1])
+            if "sinks" in options.rows:
+                yield Case(dtype, SINKS_DIM, HEADS, HEADS, *shape, v_dim=SINKS_DIM, sinks=True)
 
 
 def keep_memory() -> None:
@@ -471,7 +510,9 @@ def keep_memory() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     dtypes = ("float32", "bfloat16", "float16")
-    parser.add_argument("--quick", action="store_true", help="a few shapes, d 64, two threads")
+    parser.add_argument("--quick", action="store_true", help="plain rows of two shapes, d 64, two threads")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, help="latent: heads of 192/128; sinks: d 128; default: all")
+    parser.add_argument("--shapes", choices=("all", "few"), default="all", help="of the plain rows")
     parser.add_argument("--dtype", nargs="+", choices=dtypes)
     parser.add_argument("--dim", nargs="+", type=int)
     parser.add_argument("--threads", nargs="+", type=int)
@@ -479,6 +520,8 @@ def main() -> None:
         "--seconds", type=float, help=f"of a row, beyond which only {MIN_REPETITIONS} repetitions are waited for"
     )
     options = parser.parse_args()
+    options.rows = options.rows or list(ROWS[:1] if options.quick else ROWS)
+    options.shapes = "quick" if options.quick else options.shapes
     options.dtype = options.dtype or list(dtypes[:2] if options.quick else dtypes)
     options.dim = options.dim or ([64] if options.quick else [64, 128])
     options.threads = options.threads or ([2] if options.quick else [2, 1])

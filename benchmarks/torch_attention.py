@@ -1,7 +1,9 @@
 """Causal attention of a segment over its prefix as torch offers it on the CPU: what ours is measured against.
 
 Tensors are (batch, heads, tokens, head_dim), with as many keys as prefix and segment have tokens, and maybe fewer kv
-heads than heads; autograd gives the gradients. ``two_calls`` takes prefix and segment apart, as it uses them.
+heads than heads; autograd gives the gradients. ``two_calls`` takes prefix and segment apart, as it uses them. Where a
+sinks tensor is given, (heads), each head has one more logit without a value. Torch's flash attention for the CPU wants
+heads of one size: ``padded`` gives the narrower ones zeros. Its flex attention has no backward on a CPU.
 """
 
 from __future__ import annotations
@@ -30,26 +32,33 @@ class _TwoCalls(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k_prefix: Tensor, v_prefix: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k_prefix: Tensor, v_prefix: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Tensor:  # fmt: skip
         parts = [_of_all_heads(q, t) for t in (k_prefix, v_prefix, k, v)]
-        out, lse = _flash(q, *parts[2:], 0.0, True)
+        out, lse = _flash(q, *parts[2:], 0.0, True, scale=scale)
         if k_prefix.shape[2] > 0:
-            out_prefix, lse_prefix = _flash(q, *parts[:2], 0.0, False)
+            out_prefix, lse_prefix = _flash(q, *parts[:2], 0.0, False, scale=scale)
             weight = torch.sigmoid(lse_prefix - lse).unsqueeze(-1)
             out = out.to(lse.dtype).lerp_(out_prefix.to(lse.dtype), weight).to(q.dtype)
             lse = torch.logaddexp(lse_prefix, lse)
-        ctx.save_for_backward(q, *parts, out, lse)
-        ctx.kv_heads = k.shape[1]
+        if sinks is not None:
+            out = (out * torch.sigmoid(lse - sinks[:, None]).unsqueeze(-1)).to(q.dtype)
+            lse = torch.logaddexp(lse, sinks[:, None])
+        ctx.save_for_backward(q, *parts, out, lse, sinks)
+        ctx.kv_heads, ctx.scale = k.shape[1], scale
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k_prefix, v_prefix, k, v, out, lse = ctx.saved_tensors
-        dq, dk, dv = _flash_backward(dout, q, k, v, out, lse, 0.0, True)
+        q, k_prefix, v_prefix, k, v, out, lse, sinks = ctx.saved_tensors
+        dq, dk, dv = _flash_backward(dout, q, k, v, out, lse, 0.0, True, scale=ctx.scale)
+        dsinks = None if sinks is None else -(torch.exp(sinks[:, None] - lse) * (dout * out).sum(-1)).sum((0, 2))
         if k_prefix.shape[2] == 0:
-            return dq, None, None, *(_of_kv_heads(ctx.kv_heads, t) for t in (dk, dv))
-        dq_prefix, *grads = _flash_backward(dout, q, k_prefix, v_prefix, out, lse, 0.0, False)
-        return dq.add_(dq_prefix), *(_of_kv_heads(ctx.kv_heads, t) for t in (*grads, dk, dv))
+            return dq, None, None, *(_of_kv_heads(ctx.kv_heads, t) for t in (dk, dv)), dsinks, None
+        dq_prefix, *grads = _flash_backward(dout, q, k_prefix, v_prefix, out, lse, 0.0, False, scale=ctx.scale)
+        return dq.add_(dq_prefix), *(_of_kv_heads(ctx.kv_heads, t) for t in (*grads, dk, dv)), dsinks, None
 
 
 class _TwoCallsInRows(_TwoCalls):
@@ -65,7 +74,7 @@ class _TwoCallsInRows(_TwoCalls):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        dq, *gradients = _TwoCalls.backward(ctx, dout)
+        dq, *gradients = _TwoCalls.backward(ctx, dout)[:5]
         return dq, *ctx.rows.collect(gradients, ctx.offset), None, None
 
 
@@ -77,8 +86,17 @@ def _of_kv_heads(kv_heads: int, gradient: Tensor) -> Tensor:
     return gradient if gradient.shape[1] == kv_heads else gradient.unflatten(1, (kv_heads, -1)).sum(2)
 
 
-def two_calls(q: Tensor, k_prefix: Tensor, v_prefix: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return _TwoCalls.apply(q, k_prefix, v_prefix, k, v)
+def two_calls(
+    q: Tensor, k_prefix: Tensor, v_prefix: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+) -> Tensor:
+    wide = padded(q, k_prefix, v_prefix, k, v)
+    out = _TwoCalls.apply(*wide, sinks, q.shape[3] ** -0.5)
+    return out[..., : v.shape[3]]
+
+
+def padded(*tensors: Tensor) -> list[Tensor]:
+    width = max(t.shape[3] for t in tensors)
+    return [t if t.shape[3] == width else F.pad(t, (0, width - t.shape[3])) for t in tensors]
 
 
 def explicit_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -93,15 +111,37 @@ def lower_right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     )
 
 
-def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def padded_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    tokens, keys, scale = q.shape[2], k.shape[2], q.shape[3] ** -0.5
+    mask = torch.ones(tokens, keys, dtype=torch.bool).tril(keys - tokens)
+    out = F.scaled_dot_product_attention(*padded(q, k, v), attn_mask=mask, enable_gqa=True, scale=scale)
+    return out[..., : v.shape[3]]
+
+
+def sink_as_a_key(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    """The sink is the bias of one more key, which is zero, as is its value."""
+    tokens, keys = q.shape[2], k.shape[2]
+    later = torch.ones(tokens, keys, dtype=torch.bool).triu(keys - tokens + 1)
+    bias = torch.zeros(tokens, keys, dtype=q.dtype).masked_fill_(later, -math.inf).expand(len(sinks), -1, -1)
+    mask = torch.cat((bias, sinks.to(q.dtype)[:, None, None].expand(-1, tokens, 1)), dim=2)
+    return F.scaled_dot_product_attention(q, *(F.pad(t, (0, 0, 0, 1)) for t in (k, v)), attn_mask=mask, enable_gqa=True)
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
     tokens, keys = q.shape[2], k.shape[2]
     later = torch.ones(tokens, keys, dtype=torch.bool).triu(keys - tokens + 1)
     k, v = _of_all_heads(q, k), _of_all_heads(q, v)
     logits = (q * q.shape[3] ** -0.5) @ k.transpose(2, 3)
-    return torch.softmax(logits.masked_fill_(later, -math.inf), dim=-1) @ v
+    logits = logits.masked_fill_(later, -math.inf)
+    if sinks is not None:
+        column = sinks.to(q.dtype)[:, None, None].expand(*q.shape[:3], 1)
+        return torch.softmax(torch.cat((logits, column), dim=-1), dim=-1)[..., :keys] @ v
+    return torch.softmax(logits, dim=-1) @ v
 
 
 WHOLE = {"explicit mask": explicit_mask, "causal_lower_right": lower_right, "eager": eager}
+WHOLE_LATENT = {"explicit mask": explicit_mask, "mask, v padded": padded_mask, "eager": eager}
+WHOLE_WITH_SINKS = {"sink as a key": sink_as_a_key, "eager": eager}
 
 
 FORMS = ("two calls", *WHOLE)
