@@ -15,11 +15,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from seq1f1b.adapters.balance import balanced, layer_work
 from seq1f1b.adapters.folder import open_folder
 from seq1f1b.adapters.transformers_attention import NAME
+from seq1f1b.adapters.transformers_layers import attentions_of, cannot, check_adapters, check_config, find_layers
 from seq1f1b.adapters.transformers_look import (
     BORDER,
     ERRORS,
@@ -52,18 +52,14 @@ from seq1f1b.adapters.transformers_stage import (
     NoEmbedding,
     names_of,
 )
-from seq1f1b.adapters.transformers_state import carry_states, look_at_states, mixers
+from seq1f1b.adapters.transformers_state import carry_states, look_at_states
 from seq1f1b.ops.attention import layer_handle
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 
 __all__ = ["pipeline_stage"]
 
-_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
-_STATE_TYPES = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp")  # of models that carry states
-_ADAPTERS = ("LORA", "LOHA", "LOKR", "IA3", "OFT", "LN_TUNING")  # of peft, without anything that layers share
 _one_at_a_time = threading.Lock()  # ranks may be threads, and transformers sets torch's default dtype as it builds
 _Tied = dict[str, tuple[nn.Parameter, list[int]]]  # of a parameter's first name: it, and the stages that hold it
-_ROTATIONS = ("dynamic", "longrope")  # whose angles depend on the length of what the model is given
 
 
 def pipeline_stage(
@@ -128,9 +124,9 @@ def _cut(
     model: Any, rank: int, num_ranks: int, balance: Sequence[int] | str, seq_len: int, vocabulary: str
 ) -> CausalLMStage:
     """Cuts a stage out of a model of transformers."""
-    _check_config(model)
+    check_config(model)
     adapt(model)
-    path, layers = _find_layers(model)
+    path, layers = find_layers(model)
     _check_balance(balance, seq_len, len(layers), num_ranks)
     has_attention = _switch_attention(model, layers)
 
@@ -187,7 +183,7 @@ def _base_of(model: Any, num_ranks: int) -> tuple[transformers.PreTrainedModel, 
     """The model of transformers, and the peft model around it, if there is one."""
     adapted = model if _is_peft_model(model) else None
     if adapted is not None:
-        _check_adapters(adapted, num_ranks)
+        check_adapters(adapted, num_ranks)
         model = adapted.get_base_model()
     if not isinstance(model, transformers.PreTrainedModel):
         raise TypeError(
@@ -199,7 +195,7 @@ def _base_of(model: Any, num_ranks: int) -> tuple[transformers.PreTrainedModel, 
 
 def _switch_attention(model: transformers.PreTrainedModel, layers: nn.ModuleList) -> bool:
     """Has the layers' attentions run by seq1f1b's. Returns whether there are any."""
-    attentions = [attention for layer in layers for attention in _attentions(layer)]
+    attentions = [attention for layer in layers for attention in attentions_of(layer)]
     if attentions:
         model.set_attn_implementation(NAME)
         model.config._attn_implementation = NAME  # the model may have declined
@@ -279,124 +275,11 @@ def _is_peft_model(model: Any) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
-def _check_adapters(model: Any, num_ranks: int) -> None:
-    """Raises unless each adapter lies in one layer and needs nothing beside it."""
-    for name, config in model.peft_config.items():
-        kind = getattr(config.peft_type, "value", config.peft_type)
-        if kind not in _ADAPTERS:
-            raise ValueError(
-                f"adapter {name!r} is of type {kind}, which pipeline_stage does not cut: it takes those that lie in "
-                f"single layers, {', '.join(_ADAPTERS)}"
-            )
-        if getattr(config, "alora_invocation_tokens", None):
-            raise ValueError(f"adapter {name!r} is activated by tokens, which later stages do not see: use plain LoRA")
-        if num_ranks > 1 and getattr(config, "target_modules_to_tie", None):
-            raise ValueError(
-                f"adapter {name!r} has ensure_weight_tying=True: its parts at the embedding and at the head are two "
-                "parameters in one memory, which two stages do not share; leave one out of target_modules, "
-                "or set ensure_weight_tying=False"
-            )
-
-
 def _adapters_around(model: Any, skeleton: nn.Module) -> Any:
     """A shallow copy of a peft model, around one stage's part of what it was around."""
     new, tuner = shallow(model), shallow(model.base_model)
     tuner._modules["model"], new._modules["base_model"] = skeleton, tuner
     return new
-
-
-def _check_config(model: transformers.PreTrainedModel) -> None:
-    config: Any = model.config
-    head: Any = model.get_output_embeddings()
-
-    def refuse(what: str) -> None:
-        raise ValueError(f"{_cannot(model)}: {what}")
-
-    if getattr(model, "_hf_peft_config_loaded", False):
-        refuse("its adapters were added by transformers (add_adapter); give what peft.get_peft_model returns")
-    if getattr(config, "is_encoder_decoder", False):
-        refuse("it is an encoder-decoder")
-    text = config.get_text_config(decoder=True)
-    language = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None) if text is not config else None
-    if language is not None and not isinstance(model, language):
-        refuse(f"it holds more than a language model; give {language.__name__}, which holds its text_config alone")
-    if head is None:
-        refuse("it has no language model head; give a ...ForCausalLM")
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
-        refuse("its attention is not causal")
-    carrying = mixers(model)
-    if getattr(config, "output_router_logits", False):
-        refuse(
-            "output_router_logits=True adds a loss of the experts' shares over all layers and the whole batch, which "
-            "are not known when the first backward runs; set it to False, and give each router the loss of its own "
-            "layer and row by seq1f1b.add_loss (docs/how-to/hugging-face.md, Experts)"
-        )
-    for i, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind not in _LAYER_TYPES and not (carrying and kind in _STATE_TYPES):
-            refuse(
-                f"config.layer_types[{i}] is {kind!r}: such a layer keeps a state along the sequence, which is not "
-                "handed from segment to segment; train it whole"
-            )
-    for rotation in _rotations(getattr(config, "rope_parameters", None)):
-        if rotation in _ROTATIONS:
-            refuse(f"its rotary embeddings are of type {rotation!r}, which depend on the length of the whole sequence")
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Conv1d) and not any(f"{path}.".startswith(f"{name}.") for name in carrying):
-            refuse(f"{path} is a convolution, which a segment's border would cut")
-
-
-def _rotations(parameters: Any) -> Iterator[str]:
-    if isinstance(parameters, dict):
-        if isinstance(parameters.get("rope_type"), str):
-            yield parameters["rope_type"]
-        for value in parameters.values():
-            yield from _rotations(value)
-
-
-def _find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of decoder layers, and its name: its modules hold as many attentions each, which say their layer_idx."""
-    types = list(getattr(model.config, "layer_types", None) or ())
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and module}
-    found = {name: module for name, module in lists.items() if _is_numbered(module, types)}
-    found = {n: module for n, module in found.items() if not any(n.startswith(f"{other}.") for other in found)}
-    if len(found) == 1:
-        return next(iter(found.items()))
-    if found:
-        raise ValueError(
-            f"{_cannot(model)}: it has {len(found)} stacks of layers, {', '.join(found)}, and a pipeline is of one"
-        )
-    name, longest = max(lists.items(), key=lambda item: len(item[1]), default=("", None))
-    what = "it has no list of layers"
-    if longest is not None:
-        inner = [(path, m) for path, m in longest[0].named_modules() if "attention" in type(m).__name__.lower()]
-        path, module = inner[0] if inner else ("", longest[0])
-        what = (
-            f"{f'{name}.0.{path}'.rstrip('.')} ({type(module).__name__}) has an attention of its own, or one that is "
-            "not causal: it does not say layer_idx and is_causal, as those do that call what attn_implementation names"
-        )
-    raise ValueError(f"{_cannot(model)}: {what}; train it whole")
-
-
-def _is_numbered(layers: nn.ModuleList, types: list[str]) -> bool:
-    if not any(_attentions(layer) or mixers(layer) for layer in layers):
-        return False
-    if all(_is_layer(layer, i, types[i : i + 1]) for i, layer in enumerate(layers)):
-        return True
-    attentions = [_attentions(layer) for layer in layers]
-    numbers = [attention.layer_idx for each in attentions for attention in each]
-    return len({len(each) for each in attentions}) == 1 and numbers == list(range(len(numbers))) and numbers != []
-
-
-def _is_layer(layer: nn.Module, index: int, kind: list[str]) -> bool:
-    attentions, carrying = _attentions(layer), mixers(layer).values()
-    if len(attentions) != 1 and (attentions or not (carrying or kind in (["moe"], ["mlp"]))):
-        return False
-    return all(module.layer_idx == index for module in (*attentions, *carrying))
-
-
-def _attentions(layer: nn.Module) -> list[Any]:
-    """Those that are causal: what is left of an encoder-decoder also has some over its encoder, which do not run."""
-    return [m for m in layer.modules() if hasattr(m, "layer_idx") and getattr(m, "is_causal", False)]
 
 
 def _check_balance(balance: Sequence[int] | str | None, seq_len: int, num_layers: int, num_stages: int) -> None:
@@ -432,7 +315,7 @@ def _message(model: nn.Module, layers: nn.ModuleList, first: int, whole: Record)
     dims = [d for d in range(hidden.dim() - 1) if hidden.select(d, 0).shape[:-1] == (1, TOKENS)]
     if hidden.dim() > 3 and len(dims) != 1:
         raise ValueError(
-            f"{_cannot(model)}: layer {first} gets hidden states of shape {tuple(hidden.shape)} for (1, {TOKENS}) "
+            f"{cannot(model)}: layer {first} gets hidden states of shape {tuple(hidden.shape)} for (1, {TOKENS}) "
             "tokens, which are not streams of (batch, tokens, hidden); train it whole"
         )
     given = [whole.calls[i].given for i in range(first, len(layers))]
@@ -518,7 +401,7 @@ def _sides(model: Any, skeleton: Any, path: str, owners: list[str]) -> tuple[lis
         if next(parent.parameters(recurse=False), None) is not None:
             names = ", ".join(name for name, _ in parent.named_parameters(recurse=False))
             raise ValueError(
-                f"{_cannot(model)}: {owner or 'model'} ({type(parent).__name__}) holds {names} itself, beside its "
+                f"{cannot(model)}: {owner or 'model'} ({type(parent).__name__}) holds {names} itself, beside its "
                 "modules, and no stage would own that; train it whole"
             )
         for name, module in _called(parent, owner):
@@ -547,12 +430,12 @@ def _sides(model: Any, skeleton: Any, path: str, owners: list[str]) -> tuple[lis
     else:
         _, problem = max(problems, key=lambda found: found[0])  # the one that came further
         text = f"it does not run as transformers' decoders do: {problem}"
-        raise ValueError(f"{_cannot(model)}: {_with_remedy(text)}") from problem
+        raise ValueError(f"{cannot(model)}: {_with_remedy(text)}") from problem
     kept = [name for name, module in others.items() if next(module.parameters(), None) is None]
     idle = [name for name in others if name not in kept and name not in seen]
     if idle:
         raise ValueError(
-            f"{_cannot(model)}: a language model over tokens does not run its {', '.join(idle)}; give its language "
+            f"{cannot(model)}: a language model over tokens does not run its {', '.join(idle)}; give its language "
             "model alone, a ...ForCausalLM of its text_config"
         )
     sided = [name for name in others if name not in kept]
@@ -577,7 +460,7 @@ def _note(seen: dict[str, bool], name: str, record: Record, *_: Any) -> None:
 
 def _look_at_layer(model: nn.Module, layer: nn.Module, index: int, records: list[Record]) -> float:
     """Tells the layer's attentions what they are, and looks at its state. Returns their dropout in training."""
-    dropout, attentions = 0.0, _attentions(layer)
+    dropout, attentions = 0.0, attentions_of(layer)
     try:
         with recording(records[0]):
             looks = look_at_attention(layer, attentions, index, records) if attentions else []
@@ -587,7 +470,7 @@ def _look_at_layer(model: nn.Module, layer: nn.Module, index: int, records: list
                 dropout = max(dropout, look.dropout)
             look_at_states(model, layer, index, records[0])
     except ValueError as error:
-        raise ValueError(f"{_cannot(model)}: layer {index}: {_with_remedy(str(error))}") from error
+        raise ValueError(f"{cannot(model)}: layer {index}: {_with_remedy(str(error))}") from error
     return dropout
 
 
@@ -628,12 +511,8 @@ def _check_stage(model: Any, stage: CausalLMStage, path: str, own: range, whole:
             raise ValueError(f"the {kind} that it returns are not those of the whole model: {problem}")
     except (ValueError, *ERRORS) as error:
         text = f"on the stage of layers {own.start} to {own.stop - 1}, {error}"
-        raise ValueError(f"{_cannot(model)}: {_with_remedy(text)}") from error
+        raise ValueError(f"{cannot(model)}: {_with_remedy(text)}") from error
     return parts
-
-
-def _cannot(model: nn.Module) -> str:
-    return f"{type(model).__name__} cannot be cut into stages that run by segments"
 
 
 def _with_remedy(text: str) -> str:

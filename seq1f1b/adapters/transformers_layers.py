@@ -1,0 +1,136 @@
+"""What a model of transformers must be so that it can be cut, and where its layers are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from seq1f1b.adapters.transformers_state import mixers
+
+__all__: list[str] = []
+
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
+_STATE_TYPES = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp")  # of models that carry states
+_ADAPTERS = ("LORA", "LOHA", "LOKR", "IA3", "OFT", "LN_TUNING")  # of peft, without anything that layers share
+_ROTATIONS = ("dynamic", "longrope")  # whose angles depend on the length of what the model is given
+
+
+def check_adapters(model: Any, num_ranks: int) -> None:
+    """Raises unless each adapter lies in one layer and needs nothing beside it."""
+    for name, config in model.peft_config.items():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if kind not in _ADAPTERS:
+            raise ValueError(
+                f"adapter {name!r} is of type {kind}, which pipeline_stage does not cut: it takes those that lie in "
+                f"single layers, {', '.join(_ADAPTERS)}"
+            )
+        if getattr(config, "alora_invocation_tokens", None):
+            raise ValueError(f"adapter {name!r} is activated by tokens, which later stages do not see: use plain LoRA")
+        if num_ranks > 1 and getattr(config, "target_modules_to_tie", None):
+            raise ValueError(
+                f"adapter {name!r} has ensure_weight_tying=True: its parts at the embedding and at the head are two "
+                "parameters in one memory, which two stages do not share; leave one out of target_modules, "
+                "or set ensure_weight_tying=False"
+            )
+
+
+def check_config(model: transformers.PreTrainedModel) -> None:
+    config: Any = model.config
+    head: Any = model.get_output_embeddings()
+
+    def refuse(what: str) -> None:
+        raise ValueError(f"{cannot(model)}: {what}")
+
+    if getattr(model, "_hf_peft_config_loaded", False):
+        refuse("its adapters were added by transformers (add_adapter); give what peft.get_peft_model returns")
+    if getattr(config, "is_encoder_decoder", False):
+        refuse("it is an encoder-decoder")
+    text = config.get_text_config(decoder=True)
+    language = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None) if text is not config else None
+    if language is not None and not isinstance(model, language):
+        refuse(f"it holds more than a language model; give {language.__name__}, which holds its text_config alone")
+    if head is None:
+        refuse("it has no language model head; give a ...ForCausalLM")
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        refuse("its attention is not causal")
+    carrying = mixers(model)
+    if getattr(config, "output_router_logits", False):
+        refuse(
+            "output_router_logits=True adds a loss of the experts' shares over all layers and the whole batch, which "
+            "are not known when the first backward runs; set it to False, and give each router the loss of its own "
+            "layer and row by seq1f1b.add_loss (docs/how-to/hugging-face.md, Experts)"
+        )
+    for i, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind not in _LAYER_TYPES and not (carrying and kind in _STATE_TYPES):
+            refuse(
+                f"config.layer_types[{i}] is {kind!r}: such a layer keeps a state along the sequence, which is not "
+                "handed from segment to segment; train it whole"
+            )
+    for rotation in _rotations(getattr(config, "rope_parameters", None)):
+        if rotation in _ROTATIONS:
+            refuse(f"its rotary embeddings are of type {rotation!r}, which depend on the length of the whole sequence")
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Conv1d) and not any(f"{path}.".startswith(f"{name}.") for name in carrying):
+            refuse(f"{path} is a convolution, which a segment's border would cut")
+
+
+def _rotations(parameters: Any) -> Iterator[str]:
+    if isinstance(parameters, dict):
+        if isinstance(parameters.get("rope_type"), str):
+            yield parameters["rope_type"]
+        for value in parameters.values():
+            yield from _rotations(value)
+
+
+def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The list of decoder layers, and its name: its modules hold as many attentions each, which say their layer_idx."""
+    types = list(getattr(model.config, "layer_types", None) or ())
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and module}
+    found = {name: module for name, module in lists.items() if _is_numbered(module, types)}
+    found = {n: module for n, module in found.items() if not any(n.startswith(f"{other}.") for other in found)}
+    if len(found) == 1:
+        return next(iter(found.items()))
+    if found:
+        raise ValueError(
+            f"{cannot(model)}: it has {len(found)} stacks of layers, {', '.join(found)}, and a pipeline is of one"
+        )
+    name, longest = max(lists.items(), key=lambda item: len(item[1]), default=("", None))
+    what = "it has no list of layers"
+    if longest is not None:
+        inner = [(path, m) for path, m in longest[0].named_modules() if "attention" in type(m).__name__.lower()]
+        path, module = inner[0] if inner else ("", longest[0])
+        what = (
+            f"{f'{name}.0.{path}'.rstrip('.')} ({type(module).__name__}) has an attention of its own, or one that is "
+            "not causal: it does not say layer_idx and is_causal, as those do that call what attn_implementation names"
+        )
+    raise ValueError(f"{cannot(model)}: {what}; train it whole")
+
+
+def _is_numbered(layers: nn.ModuleList, types: list[str]) -> bool:
+    if not any(attentions_of(layer) or mixers(layer) for layer in layers):
+        return False
+    if all(_is_layer(layer, i, types[i : i + 1]) for i, layer in enumerate(layers)):
+        return True
+    attentions = [attentions_of(layer) for layer in layers]
+    numbers = [attention.layer_idx for each in attentions for attention in each]
+    return len({len(each) for each in attentions}) == 1 and numbers == list(range(len(numbers))) and numbers != []
+
+
+def _is_layer(layer: nn.Module, index: int, kind: list[str]) -> bool:
+    attentions, carrying = attentions_of(layer), mixers(layer).values()
+    if len(attentions) != 1 and (attentions or not (carrying or kind in (["moe"], ["mlp"]))):
+        return False
+    return all(module.layer_idx == index for module in (*attentions, *carrying))
+
+
+def attentions_of(layer: nn.Module) -> list[Any]:
+    """Those that are causal: what is left of an encoder-decoder also has some over its encoder, which do not run."""
+    return [m for m in layer.modules() if hasattr(m, "layer_idx") and getattr(m, "is_causal", False)]
+
+
+def cannot(model: nn.Module) -> str:
+    return f"{type(model).__name__} cannot be cut into stages that run by segments"
