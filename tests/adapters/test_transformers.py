@@ -555,7 +555,7 @@ def cut(name: str, **options: Any) -> Callable[[], Any]:
         (cut("gpt2", attn_pdrop=0.1), "attention dropout"),
         (cut("modernbert-decoder", attention_dropout=0.1), "attention dropout"),
         (cut("opt", layerdrop=0.1), "layerdrop"),
-        (cut("deepseek_v3", v_head_dim=260), "layer 0: head_dim is 260, must be at most 256"),
+        (cut("deepseek_v3", v_head_dim=260), "layer 0: head_dim of v is 260, must be at most 256"),
         (lambda: pipeline_stage(other_family("diffllama"), 0, 2), "layer 0: it runs attention more than once"),
         (lambda: pipeline_stage(other_family("bert"), 0, 2), r"BertLMHeadModel.* \(BertAttention\) has an"),
         (lambda: pipeline_stage(other_family("falcon", alibi=True), 0, 2), "transformer rounds its ALiBi biases"),
