@@ -33,18 +33,23 @@ from pathlib import Path
 from typing import NoReturn
 
 import checkpoint
-import jinja2
 import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import transformers
-from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
 
 import seq1f1b
+from seq1f1b.extras import needs_extra
 from seq1f1b.ops.packing import Packing
-from seq1f1b.transformers import pipeline_stage, save_pretrained
+
+with needs_extra("transformers", "tokenizers", "transformers"):
+    import jinja2
+    import transformers
+    from tokenizers import ByteLevelBPETokenizer
+
+    from seq1f1b.transformers import pipeline_stage, save_pretrained
 
 SPECIAL = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 TEMPLATE = """{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{{ eos_token }}{% endfor %}
@@ -388,6 +393,7 @@ def check_saved(folder: Path, losses: list[Tensor], packing: Packing, tokens: Te
     torch.testing.assert_close(found, want, rtol=10 * error, atol=error)
 
 
+@record  # torchrun then ends with the error of the rank that failed first
 def main() -> None:
     args = parse_arguments()
     if "RANK" in os.environ:

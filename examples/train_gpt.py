@@ -32,24 +32,28 @@ from typing import Any, Protocol
 
 import checkpoint
 import compare
-import data
-import documents
 import ranks
-import summary
 import torch
 import torch.distributed as dist
 from model import Config, HeadLoss, blocks_of, build_stage, cross_entropy, of_whole_sequences
 from torch import Tensor, nn
-from tqdm import tqdm
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 
 import seq1f1b
 from seq1f1b import Simulation
+from seq1f1b.extras import needs_extra
 from seq1f1b.plan import Layout
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import ProfiledHardware, load_hardware
 from seq1f1b.planning.profile import Profile
 from seq1f1b.planning.step_plan import StepPlan
 from seq1f1b.runtime.report import PipelineReport
+
+with needs_extra("train", "matplotlib", "tokenizers", "tqdm"):
+    import data
+    import documents
+    import summary
+    from tqdm import tqdm
 
 REPORTED = 10  # last steps, of which the one of median time is shown
 
@@ -448,6 +452,7 @@ def open_run_folder(args: argparse.Namespace, tokens: Path) -> None:
     shutil.copy(tokens / "tokenizer.json", args.out)
 
 
+@record  # torchrun then ends with the error of the rank that failed first
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     if "RANK" in os.environ:  # started by torchrun
@@ -459,6 +464,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if train(args) else 1
     except (data.DataError, checkpoint.CheckpointError, ranks.PlaceError, OSError) as error:
         print(f"train_gpt: {error}", file=sys.stderr)
+        get_error_handler().record_exception(error)
         return 1
     finally:
         if dist.is_initialized():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
-from seq1f1b.adapters.torchtitan import convert, pipelining_fn, segmented, shape_of
+from seq1f1b.extras import needs_extra
+
+with needs_extra("torchtitan", "torchtitan"):
+    from seq1f1b.adapters.torchtitan import convert, pipelining_fn, segmented, shape_of
 
 __all__ = ["convert", "pipelining_fn", "segmented", "shape_of"]

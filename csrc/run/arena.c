@@ -18,7 +18,7 @@ enum {
     NO_PLACES = 0
 };
 
-#define S1F_MORE_SPACE "lift its limit: ulimit -v unlimited, or a larger arena_bytes where one was given"
+#define S1F_MORE_SPACE "lift its limit: ulimit -v unlimited"
 
 typedef struct { /* the first page */
     _Alignas(CACHE_LINE) s1f_signal granted;

@@ -55,6 +55,26 @@ for name in seq1f1b._NEEDS_TORCH:
     run_python(code)
 
 
+@pytest.mark.parametrize(
+    ("module", "missing", "extra"),
+    [
+        ("seq1f1b.transformers", "transformers", "transformers"),
+        ("seq1f1b.transformers", "safetensors", "transformers"),
+        ("seq1f1b.torchtitan", "torchtitan", "torchtitan"),
+    ],
+)
+def test_what_an_extra_brings_is_named_with_it(module: str, missing: str, extra: str) -> None:
+    code = f"""
+import sys
+sys.modules["{missing}"] = None
+try:
+    import {module}
+except ImportError as error:
+    print(error)
+"""
+    assert run_python(code) == f'{missing} is not installed; run: pip install "seq1f1b[{extra}]"'
+
+
 def test_dir_holds_the_public_names_alone() -> None:
     assert dir(seq1f1b) == sorted([*seq1f1b.__all__, "__version__"])
     assert {"PipelineEngine", "build_schedule"} <= set(dir(seq1f1b))

@@ -1,0 +1,22 @@
+"""What an extra of this package brings, and the error of a user who has not installed it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["needs_extra"]
+
+
+@contextmanager
+def needs_extra(extra: str, *packages: str) -> Iterator[None]:
+    """Imports in the block that miss one of the packages end with an ImportError that names the extra."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in packages:
+            raise
+        raise ImportError(
+            f'{missing} is not installed; run: pip install "seq1f1b[{extra}]"', name=error.name
+        ) from error
