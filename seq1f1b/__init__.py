@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from seq1f1b.adapters.chain import split
     from seq1f1b.adapters.checkpoint import PipelineState
     from seq1f1b.adapters.pipelining import ScheduleSeq1F1B, ScheduleSeqInterleaved1F1B
+    from seq1f1b.launcher import launch
     from seq1f1b.ops.attention import causal_attention, layer_handle, positions, token_offset
     from seq1f1b.ops.context import add_loss, carry_in, carry_out
     from seq1f1b.ops.packing import document_starts, pack_documents
@@ -60,6 +61,7 @@ __all__ = [
     "check_segment_sizes",
     "document_starts",
     "init_process_group",
+    "launch",
     "layer_handle",
     "pack_documents",
     "partition_sequence",
@@ -93,6 +95,7 @@ _NEEDS_TORCH: dict[str, str] = {
     "causal_attention": "seq1f1b.ops.attention",
     "document_starts": "seq1f1b.ops.packing",
     "init_process_group": "seq1f1b.transport",
+    "launch": "seq1f1b.launcher",
     "layer_handle": "seq1f1b.ops.attention",
     "pack_documents": "seq1f1b.ops.packing",
     "positions": "seq1f1b.ops.attention",
