@@ -16,7 +16,7 @@ held out: every ``--eval-every`` steps the loss on their answers is told, and a 
 ``--model`` fine-tunes a model of yours, given by its folder or its name on the hub: each process reads and writes its
 own stage alone. Conversations are written by the chat template of its tokenizer if that has one. ``--lora 8`` trains
 adapters of that rank only and needs `pip install peft`; model/ then holds the adapters alone, and peft loads them onto
-the model.
+the model. ``--config run.json`` takes options from a file, as {"steps": 200, "pack": true}.
 """
 
 import argparse
@@ -37,6 +37,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from settings import with_config
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -76,7 +77,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pack", action="store_true", help="several conversations per row")
     parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of LoRA, the model stays as it is")
     parser.add_argument("--lr", type=float, help="(by the model's size: 3e-3 at 1 M parameters, 5e-5 at 1 G)")
-    args = parser.parse_args()
+    args = parser.parse_args(with_config(parser))
     if args.steps is not None and args.epochs is not None:
         parser.error("--steps and --epochs say the same: give one")
     for name in ("steps", "epochs", "eval_every", "microbatches", "segments", "seq_len"):

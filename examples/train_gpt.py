@@ -12,6 +12,7 @@ writes text with what was learned.
     --data-parallel trains so many replicas of the pipeline (fully_shard): 2 on 4 processes are of 2 stages each
     --compare       trains the same model under torch's own Schedule1F1B as well, and prints both side by side
     --profile       predicts the time of a step from a file of seq1f1b profile, and prints it beside the measured one
+    --config FILE   takes options from a JSON file, as {"steps": 200, "hidden": 256}; those on the command line win
     --resume        goes on from the newest checkpoint of --out, if there is one, with any number of processes; with
                     torchrun --max-restarts 3 a run that was killed goes on by itself
     Ctrl-C          finishes the step, saves, and exits
@@ -36,6 +37,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from model import Config, HeadLoss, blocks_of, build_stage, cross_entropy, of_whole_sequences
+from settings import with_config
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 
@@ -130,6 +132,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser()
+    argv = with_config(parser, argv)
     args = parser.parse_args(argv)
     args.checkpoint = None
     if args.resume:
@@ -162,7 +165,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def remembered(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments that a resumed run takes over."""
-    forgotten = {"out", "resume", "checkpoint", "compare", "profile", "threads", "data_parallel"}
+    forgotten = {"out", "resume", "checkpoint", "compare", "config", "profile", "threads", "data_parallel"}
     values = {name: value for name, value in vars(args).items() if name not in forgotten and value is not None}
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 

@@ -71,6 +71,35 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in log(folder)]
 
 
+def test_options_of_a_file_give_way_to_those_of_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import train_gpt
+
+    file = tmp_path / "run.json"
+
+    def parsed(text: str, *arguments: str) -> Any:
+        file.write_text(text)
+        return train_gpt.parse_arguments(["--config", str(file), *arguments])
+
+    args = parsed(
+        '{"steps": 7, "seq-len": 64, "even": true, "recompute": false, "data": null, "lr": 1e-3}', "--steps", "9"
+    )
+    assert (args.steps, args.seq_len, args.even, args.recompute, args.data, args.lr) == (9, 64, True, False, None, 1e-3)
+    for text, told in {
+        '{"step": 7}': "step is no option; there are",
+        '{"steps": 7.5}': "--steps: invalid int value: '7.5'",
+        '{"even": 1}': "even is 1, must be true or false",
+        '{"steps": [7]}': "steps is [7], must be a number or a text",
+        '{"dtype": "fp8"}': "invalid choice: 'fp8'",
+        "[7]": "holds no object of options",
+        "{": "Expecting property name",
+    }.items():
+        with pytest.raises(SystemExit):
+            parsed(text)
+        assert told in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run of two ranks that nothing interrupted, and what it printed."""
