@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
     command.add_argument("--width", type=int, metavar="N", help="columns of the text (default: the terminal's, or 100)")
     for form, (_, about) in PICTURES.items():
         command.add_argument(f"--{form}", metavar="FILE", help=about)
-    workload.add_order_options(command)
+    workload.add_order_options(command, microbatches=4, segments=2)  # units whose names fit into 80 columns
     workload.add_variation_options(command)
 
 

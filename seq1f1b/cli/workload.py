@@ -25,7 +25,7 @@ from seq1f1b.schedule import StepMemory, families
 
 MOST_UNITS = 10_000_000  # that a command holds at once, about 300 bytes each
 UNITS = "units"  # what --recompute says of an order that does it
-SEGMENTS = 4  # unless asked for, of families that cut micro-batches into segments
+SEGMENTS = 4
 SECONDS = {"forward": 1.0, "backward": 2.0, "weight": None, "transfer": 0.0}  # defaults without a model
 OF_A_MODEL = {  # options that say nothing without a model, with their defaults
     **dict.fromkeys(("hardware", "profile", "documents")),
@@ -37,16 +37,33 @@ OF_A_MODEL = {  # options that say nothing without a model, with their defaults
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-def add_order_options(command: argparse.ArgumentParser, *, recomputes_units: bool = True) -> None:
-    """The counts and costs of draw, simulate and compare."""
+def add_order_options(
+    command: argparse.ArgumentParser,
+    *,
+    recomputes_units: bool = True,
+    microbatches: int = 8,
+    segments: int = SEGMENTS,
+) -> None:
+    """The counts and costs of draw, simulate and compare.
+
+    Args:
+        microbatches, segments: unless asked for; segments are of families that cut micro-batches.
+    """
+    command.set_defaults(default_segments=segments)
     command.epilog = "Passes: " + ", ".join(map("{} {}".format, _C.PASSES, _C.PASS_TEXTS)) + ". I and W are a split B."
     command.add_argument("--ranks", type=int, default=4, metavar="P", help="pipeline ranks (default: 4)")
-    command.add_argument("--microbatches", type=int, default=8, metavar="M", help="micro-batches (default: 8)")
+    command.add_argument(
+        "--microbatches",
+        type=int,
+        default=microbatches,
+        metavar="M",
+        help=f"micro-batches (default: {microbatches})",
+    )
     command.add_argument(
         "--segments",
         type=int,
         metavar="K",
-        help=f"segments of each micro-batch (default: {SEGMENTS}); schedules without segments run whole micro-batches",
+        help=f"segments of each micro-batch (default: {segments}); schedules without segments run whole micro-batches",
     )
     command.add_argument("--stages", type=int, metavar="V", help="stages per rank (default: the schedule's least)")
     command.add_argument(
@@ -211,7 +228,7 @@ def wanted_segments(options: argparse.Namespace) -> int:
     if options.segments is not None:
         return int(options.segments)
     sizes = read_sizes(options)
-    return SEGMENTS if sizes is None else len(sizes)
+    return int(options.default_segments) if sizes is None else len(sizes)
 
 
 def check_size(name: str, options: argparse.Namespace, num_segments: int, stages_per_rank: int) -> None:

@@ -84,15 +84,20 @@ class Comparison:
 
     def to_text(self) -> str:
         """A table, one line per family, and below it those that are left out."""
-        head = ("family", "v", "k", "makespan", "period", "bubble", "units", "micro-batches", "tokens", "MiB", "sends")
-        table = table_text([(*head, "sent MiB"), *map(self._line, self.rows)])
-        lines = ["", "v: stages per rank; k: segments; units to MiB: the most that a rank holds at once"]
+        head = ("family", "v", "k", "makespan", "period", "bubble", "units", "micro-batches", "tokens")
+        held, sent = (_unit(most) for most in (self._most("peak_bytes"), self._most("sent_bytes")))
+        rows = [self._line(row, held[1], sent[1]) for row in self.rows]
+        table = table_text([(*head, held[0], "sends", f"sent {sent[0]}"), *rows])
+        lines = ["", f"v: stages per rank; k: segments; units to {held[0]}: the most that a rank holds at once"]
         if self.refused:
             widest = max(map(len, self.refused))
             lines += ["", "left out:", *(f"{name:<{widest}}  {rule}" for name, rule in self.refused.items())]
         return table + "".join(line + "\n" for line in lines)
 
-    def _line(self, row: Row) -> tuple[str, ...]:
+    def _most(self, field: str) -> int:
+        return max((getattr(row, field) or 0 for row in self.rows), default=0)
+
+    def _line(self, row: Row, held: int, sent: int) -> tuple[str, ...]:
         seconds = rounded if self.is_model else "{:.6g}".format
         return (
             row.family,
@@ -104,10 +109,15 @@ class Comparison:
             str(row.peak_units),
             f"{row.peak_microbatches:.2f}",
             "" if row.peak_tokens is None else str(row.peak_tokens),
-            "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.1f}",
+            "" if row.peak_bytes is None else f"{row.peak_bytes / held:.1f}",
             str(row.messages),
-            "" if row.sent_bytes is None else f"{row.sent_bytes / 2**20:.1f}",
+            "" if row.sent_bytes is None else f"{row.sent_bytes / sent:.1f}",
         )
+
+
+def _unit(most: int) -> tuple[str, int]:
+    """In which a column of bytes has at most four digits before the point."""
+    return ("MiB", 2**20) if most < 10_000 * 2**20 else ("GiB", 2**30)
 
 
 def compare(

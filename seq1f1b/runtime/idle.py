@@ -294,8 +294,9 @@ def _of_host(times: StepTimes) -> str:
 
 def _of_transfer(times: StepTimes) -> str:
     return (
-        "messages take time: take more places (prefetch= or costs= of Schedule.replace), fewer segments "
-        f'(now {times.schedule.num_segments}), or build_schedule(..., options={{"extra_warmup": 1}})'
+        f"messages take time: take fewer segments (now {times.schedule.num_segments}), an order with a forward more in "
+        'flight (for the engine schedule=partial(build_schedule, "seq1f1b", options={"extra_warmup": 1})), or more '
+        "places (prefetch= or costs= of Schedule.replace)"
     )
 
 

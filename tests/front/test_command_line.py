@@ -16,6 +16,7 @@ import pytest
 
 import seq1f1b
 from seq1f1b.__main__ import main, make_parser
+from seq1f1b.cli.progress import progress_bar
 from seq1f1b.plan import Layout
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import load_hardware, load_model
@@ -101,8 +102,8 @@ def test_draw_text_png_trace_and_a_file(tmp_path, capsys):
     assert main(["draw", "gpipe", "--png", str(png), "--svg", str(svg), "--trace", str(trace)]) == 0
     assert png.read_bytes().startswith(b"\x89PNG")
     drawn = ElementTree.parse(svg).getroot()
-    assert drawn.tag.endswith("svg") and len(list(drawn.iter())) > 4 * 8 * 2  # an element for each unit
-    assert len([e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]) == 4 * 8 * 2
+    assert drawn.tag.endswith("svg") and len(list(drawn.iter())) > 4 * 4 * 2  # an element for each unit
+    assert len([e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]) == 4 * 4 * 2
     text.write_text("F0.0 B0.0\nF0.0 B0.0\n")
     assert main(["simulate", str(text)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split()[1] == "6.000"
@@ -174,6 +175,25 @@ def test_a_progress_bar_on_a_terminal(tmp_path):
     assert len(done.stdout.splitlines()) == 2
 
 
+def test_without_a_terminal_progress_is_a_line_now_and_then(capsys):
+    with progress_bar(2.0, "the work", every=0.25) as show:
+        assert show is not None
+        for done in range(20):
+            show(done / 10)
+    assert capsys.readouterr().err.splitlines() == [f"seq1f1b: {share}% of the work" for share in (25, 50, 75)]
+    with progress_bar(2.0, "the work") as show:
+        assert show is None
+
+
+def test_bytes_of_five_digits_are_in_gib(capsys):
+    arguments = ["compare", "1f1b", "seq1f1b", "--seq", "2048", "--token-bytes", "4MiB", "--message-bytes", "1024"]
+    assert main(arguments) == 0
+    head, first = (line.split() for line in capsys.readouterr().out.splitlines()[:2])
+    assert head[-4:] == ["GiB", "sends", "sent", "MiB"]
+    row = dict(zip(head, first, strict=False))
+    assert float(row["GiB"]) == round(int(row["tokens"]) * 4 / 1024, 1)
+
+
 def test_compare_prints_a_table(capsys):
     arguments = ["compare", "1f1b", "gpipe", "seq1f1b", "--segments", "2", "--seq", "2048", "--token-bytes", "2KiB"]
     assert main([*arguments, "--cap", "12MiB", "--message-bytes", "1024"]) == 0
@@ -204,15 +224,18 @@ def test_the_version(capsys):
 
 def test_text_is_as_wide_as_columns_says(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
-    assert main(["draw", "seq1f1b"]) == 0
+    assert main(["draw", "seq1f1b", "--microbatches", "8", "--segments", "4"]) == 0
     ranks = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rank")]
     assert len(ranks) == 4 and 50 < max(map(len, ranks)) <= 60
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["draw", "1f1b", "seq1f1b"]) == 0  # the first example of --help
+    assert "units are shorter" not in capsys.readouterr().out, "units have no room for their names"
 
 
 def test_a_page_of_two(tmp_path):
     pytest.importorskip("bokeh", reason="the HTML page needs the optional bokeh")
     path = tmp_path / "two.html"
-    assert main(["draw", "1f1b", "seq1f1b", "--html", str(path)]) == 0
+    assert main(["draw", "1f1b", "seq1f1b", "--microbatches", "8", "--segments", "4", "--html", str(path)]) == 0
     page = path.read_text()
     assert "<title>1f1b and seq1f1b, 4 segments</title>" in page and "critical path" in page
     assert "1f1b: 33 s, bubble 27.3%" in page and "seq1f1b, 4 segments: 26.2 s, bubble 8.6%" in page
@@ -359,7 +382,8 @@ def test_a_csv_is_read_with_its_segments(tmp_path, capsys):
 
 def test_the_gain_of_segments_shows(capsys):
     """A schedule without segments runs whole micro-batches beside one that has them, drawn to the same scale."""
-    assert main(["draw", "1f1b", "seq1f1b", "--segments", "4", "--width", "80"]) == 0
+    counts = ["--microbatches", "8", "--segments", "4"]
+    assert main(["draw", "1f1b", "seq1f1b", *counts, "--width", "80"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "1f1b" and lines[7] == "seq1f1b, 4 segments"
     plain, segmented = (max(len(line) for line in lines[i : i + 4]) - len("rank 0  ") for i in (1, 8))
