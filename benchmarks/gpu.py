@@ -12,7 +12,7 @@ It needs this tree, torch, and two files that are built elsewhere, where there a
 Stages come in order of value. Each runs in a process of its own with a time limit, so that one that fails, hangs or
 breaks the CUDA context stops no other. Every case is a line of JSON in the results, written through to the disk at
 once. At the end one table says of each part whether it is right, fast and the default, and the records by which our
-kernels become the default are written to the table of the package. docs/how-to/first-gpu-run.md reads it line by line.
+kernels become the default are written to the table of the package. benchmarks/gpu.md reads it line by line.
 """
 
 from __future__ import annotations
