@@ -218,7 +218,7 @@ def first_sentence(module: str, name: str) -> str:
     return re.split(r"(?<=[.!?])\s", re.sub(r"``([^`]*)``", r"`\1`", text))[0]
 
 
-def objects(_page: Path, rest: str) -> str:
+def objects(page: Path, rest: str) -> str:
     block = re.match(r"\s*```\{eval-rst\}\n(.*?)^```", rest, re.MULTILINE | re.DOTALL)
     if block is None:
         raise ValueError("no eval-rst block stands behind this place")
@@ -237,7 +237,13 @@ def objects(_page: Path, rest: str) -> str:
             home = home or module
             shown = f"{home}.{member}"
             rows.append((f"`{shown}`", first_sentence(home, member)))
-    return table(("name", "what it is for"), rows)
+    text = table(("name", "what it is for"), rows)
+    places = "<!-- fill: objects"
+    if page.read_text().count(places) == rest.count(places) + 1:  # the first one of the page
+        first = rows[0][0].strip("`")
+        text += f"\nIn Python, `help({first})` tells arguments, results and errors; "
+        text += "so it is with each name on this page.\n"
+    return text
 
 
 def option_row(action: argparse.Action) -> tuple[str, str]:
