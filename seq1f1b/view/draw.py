@@ -55,12 +55,14 @@ def timeline_text(timeline: Timeline, *, width: int = 100, column: float | None 
                 line = line[:left].ljust(left) + name[: right - left].ljust(right - left, fill)
         lines.append(f"rank {rank}".ljust(margin) + line)
     example = next((unit for unit in units if unit.segment > 0), units[0])
-    kinds = [kind for kind in _FILL if any(unit.kind == kind for unit in units)]
+    kinds, unseen = _kinds(timeline)
     legend = ", ".join(f"{label(example)}{_FILL[kind] * 2} {style.PASSES[kind]}" for kind in kinds)
     if any(map(any, map(style.in_waits, timeline))):
         legend += f", {_IN_WAITS * 2} weight gradient in a wait"
     if label(example):
         legend += f" of micro-batch {example.microbatch}" + (f", segment {example.segment}" * (example.segment > 0))
+    if unseen:
+        legend += f"; not drawn, as no time of a rank: {', '.join(style.PASSES[kind] for kind in unseen)}"
     if scale > 0:
         legend += f"; one column is {style.seconds_text(1 / scale)}" + ", units are shorter" * (scale * narrowest < 1)
     return "\n".join([*lines, *textwrap.wrap(legend, max(width, 40))]) + "\n"
@@ -85,6 +87,13 @@ def _shortest(timeline: Timeline) -> dict[str, float]:
         if stop > start:
             shortest[unit.kind] = min(shortest.get(unit.kind, stop - start), stop - start)
     return shortest
+
+
+def _kinds(timeline: Timeline) -> tuple[list[str], list[str]]:
+    """Passes with units that take a rank's time, and passes without: moves to a tier run beside other units."""
+    there = {unit.kind for track in timeline for unit, _, _ in track}
+    seen = _shortest(timeline).keys() or there
+    return [kind for kind in _FILL if kind in seen], [kind for kind in _FILL if kind in there - seen]
 
 
 def _shares(track: Sequence[tuple[Unit, float, float]], begin: float, scale: float, columns: int) -> str:
@@ -225,8 +234,9 @@ def _legend_handles(named: Mapping[str, Timeline]) -> list[Any]:
     ]
     if len(microbatches) > num_colors:
         handles.append(Patch(facecolor="none", label="... colours repeat"))
+    seen = {kind for timeline in named.values() for kind in _kinds(timeline)[0]}
     for kind, strength in style.STRENGTH.items():
-        if any(unit.kind == kind for unit in units):
+        if kind in seen:
             handles.append(Patch(facecolor=(1 - 0.6 * strength,) * 3, label=f"{kind}: {style.PASSES[kind]}"))
     if any(
         unit.stage != first

@@ -85,10 +85,11 @@ def test_orders_that_move_their_units(tmp_path, capsys):
     text.write_text("F0.0 O0.0 F1.0 A0.0 F2.0 L0.0 B2.0 B1.0 B0.0\n")
     assert main(["simulate", str(text), "--offload", "4"]) == 0
     assert float(capsys.readouterr().out.splitlines()[-1].split()[1]) == 3 * 3 + 3, (
-        "G waits 3 s, the way back is hidden"
+        "A waits 3 s, the way back is hidden"
     )
     assert main(["draw", str(text), "--width", "60"]) == 0
-    assert "move out" in capsys.readouterr().out
+    drawn = " ".join(capsys.readouterr().out.split())
+    assert "backward of micro-batch 0; not drawn, as no time of a rank: move out, wait until away, load;" in drawn
     assert main(["simulate", "gpipe", "--offload", "-1"]) == 2
     assert "--offload is -1, must be finite and at least 0" in capsys.readouterr().err
 
