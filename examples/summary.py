@@ -20,7 +20,7 @@ def print_run(rows: Sequence[Mapping[str, Any]], text: data.Header) -> None:
     where = "below" if loss <= entropy else "ABOVE"
     print(
         f"held-out loss {loss:.3f} nats per token, {abs(entropy - loss):.3f} {where} the unigram entropy of "
-        f"{entropy:.3f}; {speed:.0f} tokens/s"
+        f"{entropy:.3f}; {speed:.0f} tokens/s, the median of all steps"
     )
 
 

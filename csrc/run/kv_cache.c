@@ -631,7 +631,7 @@ s1f_status s1f_kv_cache_write(s1f_kv_cache *cache, const s1f_current_unit *unit,
     if (is_forward(unit) && slot->written[s] == state->segments[s].serial)
         return s1f_fail(S1F_ERR_STATE,
                         "%s: layer %lld is used twice in one forward, its second use would overwrite the keys and "
-                        "values of micro-batch %d, segment %d; give each use its own key",
+                        "values of micro-batch %d, segment %d; give each use its own layer_handle(index)",
                         name_of(unit).text, (long long)layer, (int)unit->unit.microbatch, (int)s);
     slot->written[s] = state->segments[s].serial;
     *rows = rows_of(cache, entry, slot, !is_forward(unit));

@@ -55,7 +55,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. A mistake of the caller is one line on stderr, and exit status 2."""
-    options = make_parser().parse_args(arguments)
+    parser = make_parser()
+    if not (sys.argv[1:] if arguments is None else arguments):
+        parser.print_help(sys.stderr)
+        return 2
+    options = parser.parse_args(arguments)
     try:
         status: int = options.run(options)
         sys.stdout.flush()  # a full disk is reported like any other error

@@ -217,6 +217,11 @@ def test_a_page_of_an_order_that_moves_units(tmp_path):
     assert "click to show or hide" not in path.read_text(), "the critical path, which is not known there"
 
 
+def test_without_a_command_the_help_is_shown(capsys):
+    assert main([]) == 2
+    assert "why the last step" in capsys.readouterr().err
+
+
 def test_the_version(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--version"])

@@ -501,7 +501,7 @@ AT_UNIT: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "a layer used twice in one forward": (
         in_unit(0, twice),
         RuntimeError,
-        r"^\[0\]F0.0: layer 1000 is used twice in one forward, .* give each use its own key",
+        r"^\[0\]F0.0: layer 1000 is used twice in one forward, .* give each use its own layer_handle\(index\)",
     ),
     "a layer that was skipped in segment 0": (
         skipped_layer,
