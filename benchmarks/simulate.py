@@ -5,7 +5,8 @@
 P = 64, M = 512, k = 16 of seq1f1b: 1048576 units, checked and lowered once, which has its own row. Every run has new
 random costs per (pass, stage, segment), alone and then with what is optional: transfers with latency and bandwidth,
 bytes of every kind of memory, times that vary, weight gradients in waits, slack. It is timed as a user calls it,
-`Schedule.simulate`, in CPU seconds of its one thread.
+`Schedule.simulate`, in CPU seconds of its one thread. Below it: how long `auto` searches for an order (F and B
+counted), with costs of every unit drawn at random.
 """
 
 from __future__ import annotations
@@ -93,6 +94,22 @@ def measure(runs: int) -> None:
         print(row(name, units, seconds))
 
 
+def auto_rows() -> None:
+    """P 8, M 16, k 16; one, two and four stages per rank, the backward split."""
+    rng, counts = random.Random(0), {"num_ranks": 8, "num_microbatches": 16, "num_segments": 16}
+    for v in (1, 2, 4):
+        passes = [[[x * (0.9 + 0.2 * rng.random()) for _ in range(16)] for _ in range(8 * v)] for x in (1, 1.5, 0.5)]
+        options = {"costs": passes, "transfer": 0.05}
+        begin = time.process_time()
+        order = build_schedule("auto", **counts, stages_per_rank=v, options=options)
+        taken = time.process_time() - begin
+        backward = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(*passes[1:], strict=True)]
+        costs = Costs(passes[0], backward, passes[2], links=Links(0.05))
+        run = order.replace(prefetch=256).simulate(costs)
+        print(f"auto, {v} stages per rank: bubble {run.bubble_ratio:.2%}".ljust(45), end="")
+        print(f"{num_units(counts) * v:>7}{taken:>9.3f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=15)
@@ -100,6 +117,8 @@ def main() -> None:
     print(header("Simulator: median CPU seconds of a run, millions of units per second (lowest..highest)"))
     print(f"{'what':<34}{'units':>11}{'s':>9}{'10^6/s':>10}", flush=True)
     measure(options.runs)
+    print(f"\n{'what':<45}{'units':>7}{'s':>9}")
+    auto_rows()
 
 
 if __name__ == "__main__":

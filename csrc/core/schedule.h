@@ -34,6 +34,7 @@ typedef struct {
     int32_t stages_per_rank; /* least v that it builds */
     uint32_t options;        /* bits */
     int32_t splits;          /* 1: its orders have I and W, unless option backward says otherwise */
+    int32_t placement; /* s1f_placement_kind, unless an option says otherwise; with one stage per rank both are one */
 } s1f_family_facts;
 
 /* Facts of family i, or of the family of that name; 0 past the last, or if there is none. */

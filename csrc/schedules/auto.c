@@ -57,8 +57,10 @@ static s1f_status offer_named(const s1f_request *request, const s1f_problem *pro
     return status == S1F_ERR_SCHEDULE ? S1F_OK : status; /* ranks that wait for each other: no start */
 }
 
-/* Every family under its own choices, and under each set of ours that it takes: costs, the cap, more warm-up. */
-static s1f_status offer_families(const s1f_request *request, const s1f_problem *problem, s1f_search *search)
+/* Every family of the placement under its own choices, and under each set of ours that it takes: costs, the cap, more
+ * warm-up. */
+static s1f_status offer_families(const s1f_request *request, int32_t placement, const s1f_problem *problem,
+                                 s1f_search *search)
 {
     static const uint32_t ours[] = {S1F_OPTION_COSTS, S1F_OPTION_CAP, S1F_OPTION_EXTRA_WARMUP};
     const s1f_options *given = &request->options;
@@ -67,8 +69,9 @@ static s1f_status offer_families(const s1f_request *request, const s1f_problem *
     s1f_family_facts facts;
     s1f_status status = S1F_OK;
     for (int32_t i = 0; s1f_schedule_family(i, &facts) && status == S1F_OK; i++) {
-        int is_auto = strcmp(facts.name, s1f_family_auto.segments.name) == 0;
-        for (uint32_t set = 0; set < 8 && !is_auto && status == S1F_OK; set++) {
+        int is_left_out = strcmp(facts.name, s1f_family_auto.segments.name) == 0 ||
+                          (request->stages_per_rank > 1 && facts.placement != placement);
+        for (uint32_t set = 0; set < 8 && !is_left_out && status == S1F_OK; set++) {
             s1f_options options = {.segments_of = given->segments_of};
             uint32_t asked = 0;
             for (int bit = 0; bit < 3; bit++)
@@ -146,15 +149,15 @@ static s1f_status create_problem(const s1f_request *request, s1f_placement *plac
     return S1F_OK;
 }
 
-static s1f_status build_placed(const s1f_request *request, s1f_placement *placement, double *makespan,
-                               s1f_schedule **out)
+static s1f_status build_placed(const s1f_request *request, int32_t kind, double *makespan, s1f_schedule **out)
 {
+    s1f_placement *placement = kind == S1F_PLACEMENT_V ? s1f_placement_wave : s1f_placement_loop;
     owned_problem own = {{0}, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
     s1f_search *search = NULL;
     s1f_schedule *schedule = NULL;
     s1f_status status = create_problem(request, placement, &own);
     if (status != S1F_OK || (status = s1f_search_create(&own.problem, &search)) != S1F_OK ||
-        (status = offer_families(request, &own.problem, search)) != S1F_OK ||
+        (status = offer_families(request, kind, &own.problem, search)) != S1F_OK ||
         (status = s1f_offer_lists(&own.problem, search)) != S1F_OK || (status = s1f_search_run(search)) != S1F_OK)
         goto done;
     *makespan = s1f_search_makespan(search);
@@ -212,9 +215,9 @@ static s1f_status build(const s1f_request *request, s1f_schedule **out)
     s1f_schedule *v = NULL, *loop = NULL;
     s1f_status status = S1F_OK;
     if (may_place(request, S1F_PLACEMENT_V))
-        status = build_placed(request, s1f_placement_wave, &in_v, &v);
+        status = build_placed(request, S1F_PLACEMENT_V, &in_v, &v);
     if (status == S1F_OK && may_place(request, S1F_PLACEMENT_LOOP))
-        status = build_placed(request, s1f_placement_loop, &in_loop, &loop);
+        status = build_placed(request, S1F_PLACEMENT_LOOP, &in_loop, &loop);
     if (status == S1F_OK) {
         *out = in_v <= in_loop ? v : loop;
         *(in_v <= in_loop ? &v : &loop) = NULL;

@@ -139,6 +139,7 @@ const s1f_family s1f_family_dualpipev = {
               "DualPipe, arXiv:2412.19437, in its V form", "M >= 2 P, k = 1, v = 2"},
     .stages_per_rank = 2,
     .splits = 1,
+    .placement = S1F_PLACEMENT_V,
     .broken_rule = broken_rule,
     .build = build,
 };

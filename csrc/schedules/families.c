@@ -49,6 +49,7 @@ int s1f_schedule_family(int32_t i, s1f_family_facts *facts)
         .source = name->source,
         .validity = name->validity,
         .has_segments = name == &family->segments,
+        .placement = family->placement != 0 ? family->placement : S1F_PLACEMENT_LOOP,
         .stages_per_rank = family->stages_per_rank,
         .options = family->options,
         .splits = family->splits,

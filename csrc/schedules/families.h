@@ -30,6 +30,7 @@ struct s1f_family {
     int32_t splits;
     int32_t needs_whole; /* 1: by its name over whole micro-batches it takes no segments: k = 1 */
     int32_t takes_rows;  /* 1: micro-batches may differ in their segments */
+    int32_t placement;   /* S1F_PLACEMENT_V; 0: a loop, or as an option says */
     /* The first rule that the request breaks, as text (static, or valid until the next call of this thread); NULL where
      * it breaks none. A NULL function: the family takes any counts. */
     const char *(*broken_rule)(const s1f_request *request);

@@ -1,15 +1,19 @@
-/* list.c - a walk for each rule, in which every free rank chooses its next unit. */
+/* list.c - a walk for each rule, in which every free rank chooses its next unit.
+ *
+ * Each stage has one unit of F, one of I and one of W that comes next in plain order, and when these can start is known
+ * as soon as what they wait for has started. So a choice looks at 2 v numbers, and a unit that starts changes those of
+ * its own stage and of the one that waits for it. */
 #include "list.h"
-
-#include "in_time.h"
 
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { NUM_PREFERENCES = 5, NUM_LIMITS = 4, NUM_RULES = 4 * NUM_PREFERENCES * NUM_LIMITS };
-enum { MOST_LISTED = 20000000 }; /* units placed by all rules together: seconds at the most */
+enum { MOST_LISTED = 8000000 }; /* units placed by all rules together: a second at the most */
 
 typedef enum { BACKWARD_FIRST, ALTERNATING, LONGEST_TAIL, OLDEST_FIRST, FORWARD_FIRST } preference;
+enum { FORWARD, INPUT, WEIGHT }; /* rows of tables by pass */
 
 typedef struct {
     preference prefers;
@@ -19,86 +23,79 @@ typedef struct {
 } rule;
 
 typedef struct {
-    s1f_unit unit;
+    int32_t pass, stage;
     double begin; /* seconds; INFINITY: waits for other ranks */
 } choice;
 
+/* The next F or I of a stage. */
+typedef struct {
+    int32_t number;
+    double ready;   /* when its inputs are there; INFINITY: one of them has not started, or no unit is left */
+    int is_refused; /* there is no room for it; as looked at last */
+} next_unit;
+
 typedef struct {
     const s1f_problem *problem;
-    const double *tails; /* [F, I, W][stage][column] */
     s1f_search *search;
+    s1f_search_units units;
     rule rule;
-    int32_t *stages;       /* [rank][v] ascending */
-    int64_t *bytes_before; /* [stage][num_cells + 1]: of the first so many units in plain order */
-    int64_t *batch_bytes;  /* [rank] of the largest micro-batch */
-    int64_t *limits;       /* [rank] bytes under this rule */
-    s1f_board board;
-    s1f_edges *edges;
-    int64_t *num_forwards; /* [stage] that have started, in plain order */
-    int64_t *num_inputs;   /* [stage] */
-    int64_t *num_weights;  /* [stage] */
-    int64_t *held;         /* [rank] bytes */
-    double *rank_free;     /* [rank] seconds */
-    int32_t *last_pass;    /* [rank] F or I */
-    choice *choices;       /* [rank] */
+    int32_t *stages;        /* [rank][v] ascending */
+    int32_t *going_back;    /* [i]: the cell that goes back as the i-th */
+    int32_t *forwards_due;  /* [stage][cell]: Fs of the stage that start before its I */
+    int32_t *microbatch_of; /* [cell] */
+    int32_t *first_cell;    /* [micro-batch + 1] */
+    int64_t *bytes_before;  /* [stage][num_cells + 1]: of the first so many Fs in plain order */
+    int64_t *batch_bytes;   /* [rank] of the largest micro-batch */
+    int64_t *limits;        /* [rank] bytes under this rule */
+    double *end;            /* [number] seconds; INFINITY: not started */
+    int32_t *num_started;   /* [pass][stage], in plain order */
+    next_unit *next;        /* [F, I][stage] */
+    int64_t *held;          /* [rank] bytes */
+    double *rank_free;      /* [rank] seconds */
+    int32_t *last_pass;     /* [rank] F or I */
+    choice *choices;        /* [rank] */
 } lister;
 
-static int64_t units_per_stage(const s1f_problem *p)
-{
-    return p->first_cell != NULL ? p->first_cell[p->num_microbatches] : (int64_t)p->num_microbatches * p->num_segments;
-}
-
 /* The i-th unit of a stage in plain order: I and W take segments backwards. */
-static s1f_unit unit_at(const lister *l, s1f_pass pass, int32_t stage, int64_t i)
+static int32_t number_at(const lister *l, int32_t pass, int32_t stage, int32_t i)
 {
-    return pass == S1F_PASS_FORWARD ? s1f_unit_of_cell(&l->board.shape, pass, stage, i)
-                                    : s1f_unit_going_back(&l->board.shape, pass, stage, i);
-}
-
-static int64_t cell_of(const lister *l, s1f_unit unit)
-{
-    return unit.stage * s1f_num_columns(&l->board.shape) + s1f_column(&l->board.shape, unit);
-}
-
-static int table_of(s1f_unit unit)
-{
-    return unit.pass == S1F_PASS_FORWARD ? 0 : unit.pass == S1F_PASS_BACKWARD_INPUT ? 1 : 2;
-}
-
-static double seconds_of(const lister *l, s1f_unit unit)
-{
-    return l->problem->seconds[table_of(unit)][cell_of(l, unit)];
+    int32_t cell = pass == FORWARD ? i : l->going_back[i];
+    return (pass * l->problem->num_stages + stage) * l->units.num_cells + cell;
 }
 
 /* -- memory -------------------------------------------------------------------------------------------------------- */
 
 /* Bytes of the forwards of a stage that have started, of micro-batches from `from` on; none of them has gone back. */
-static int64_t bytes_started(const lister *l, int32_t stage, int64_t from)
+static int64_t bytes_started(const lister *l, int32_t stage, int32_t from)
 {
-    const int64_t *before = &l->bytes_before[stage * (units_per_stage(l->problem) + 1)];
-    int64_t first = s1f_first_cell(&l->board.shape, (int32_t)from);
-    return l->num_forwards[stage] > first ? before[l->num_forwards[stage]] - before[first] : 0;
+    const int64_t *before = &l->bytes_before[(int64_t)stage * (l->units.num_cells + 1)];
+    int32_t first = l->first_cell[from], started = l->num_started[stage];
+    return started > first ? before[started] - before[first] : 0;
+}
+
+/* The micro-batch of the next F of a stage, M where none is left. */
+static int32_t next_microbatch(const lister *l, int32_t stage)
+{
+    int32_t i = l->num_started[stage];
+    return i < l->units.num_cells ? l->microbatch_of[i] : l->problem->num_microbatches;
 }
 
 /* Whether an F fits on its rank now, with room left for the rest of the rank's oldest micro-batch. */
-static int fits(const lister *l, int32_t rank, s1f_unit forward)
+static int fits(const lister *l, int32_t rank, int32_t stage)
 {
     const s1f_problem *p = l->problem;
-    int64_t limit = l->limits[rank], bytes = p->unit_bytes[cell_of(l, forward)], oldest = p->num_microbatches;
+    int64_t limit = l->limits[rank], bytes = l->units.bytes[l->next[stage].number], later = 0;
     if (limit == INT64_MAX)
         return 1;
     if (l->held[rank] > limit - bytes)
         return 0;
-    int32_t v = p->num_stages / p->num_ranks;
+    int32_t v = p->num_stages / p->num_ranks, oldest = p->num_microbatches;
     for (int32_t i = 0; i < v; i++) {
-        int64_t num_forwards = l->num_forwards[l->stages[rank * v + i]], next = p->num_microbatches;
-        if (num_forwards < units_per_stage(p))
-            next = s1f_unit_of_cell(&l->board.shape, S1F_PASS_FORWARD, 0, num_forwards).microbatch;
+        int32_t next = next_microbatch(l, l->stages[rank * v + i]);
         oldest = next < oldest ? next : oldest;
     }
-    if (forward.microbatch == oldest)
+    if (next_microbatch(l, stage) == oldest)
         return 1;
-    int64_t later = 0;
     for (int32_t i = 0; i < v; i++)
         later += bytes_started(l, l->stages[rank * v + i], oldest + 1);
     return later + bytes <= limit - l->batch_bytes[rank];
@@ -106,123 +103,147 @@ static int fits(const lister *l, int32_t rank, s1f_unit forward)
 
 /* -- the next unit of a rank --------------------------------------------------------------------------------------- */
 
-/* The next F (I) of a stage and when its inputs are there; 0 where that is not known, or none is left. */
-static int next_on_path(const lister *l, s1f_pass pass, int32_t stage, choice *next)
+/* Looks anew at the next F or I of a stage. */
+static void look(lister *l, int32_t pass, int32_t stage)
 {
-    int64_t i = pass == S1F_PASS_FORWARD ? l->num_forwards[stage] : l->num_inputs[stage];
-    if (i == units_per_stage(l->problem))
-        return 0;
-    next->unit = unit_at(l, pass, stage, i);
-    next->begin = s1f_board_ready(&l->board, next->unit);
-    return !isinf(next->begin);
+    int32_t S = l->problem->num_stages, i = l->num_started[pass * S + stage];
+    next_unit *next = &l->next[pass * S + stage];
+    *next = (next_unit){-1, INFINITY, 0};
+    if (i == l->units.num_cells)
+        return;
+    next->number = number_at(l, pass, stage, i);
+    int32_t source = l->units.source[next->number];
+    if (pass == INPUT && l->forwards_due[next->number - S * l->units.num_cells] > l->num_started[stage])
+        return;
+    next->ready = source < 0 ? 0 : l->end[source] + l->units.lag[next->number];
 }
 
-/* The rank's oldest W; 0: none. */
-static int next_weight(const lister *l, int32_t rank, s1f_unit *weight)
+/* The stage of the rank's oldest W; -1: none. */
+static int32_t find_weight(const lister *l, int32_t rank)
 {
-    int32_t v = l->problem->num_stages / l->problem->num_ranks;
+    int32_t S = l->problem->num_stages, v = S / l->problem->num_ranks, found = -1;
     double oldest = INFINITY;
     for (int32_t i = 0; i < v; i++) {
-        int32_t stage = l->stages[rank * v + i];
-        if (l->num_weights[stage] == l->num_inputs[stage])
+        int32_t stage = l->stages[rank * v + i], done = l->num_started[WEIGHT * S + stage];
+        if (done == l->num_started[INPUT * S + stage])
             continue;
-        s1f_unit unit = unit_at(l, S1F_PASS_BACKWARD_WEIGHT, stage, l->num_weights[stage]);
-        double end = s1f_board_end(&l->board, unit, S1F_PRODUCT_INPUT_GRADIENT);
+        double end = l->end[number_at(l, INPUT, stage, done)];
         if (end < oldest) {
             oldest = end;
-            *weight = unit;
+            found = stage;
         }
     }
-    return !isinf(oldest);
+    return found;
 }
 
 /* What a rule puts first has the least rank; the deeper stage among equals. */
-static double standing(const lister *l, int32_t rank, s1f_unit unit)
+static double standing(const lister *l, int32_t rank, int32_t pass, int32_t stage)
 {
-    const s1f_problem *p = l->problem;
-    int is_forward = unit.pass == S1F_PASS_FORWARD;
-    double depth = is_forward ? unit.stage : 2.0 * p->num_stages - unit.stage;
+    double twice = 2.0 * l->problem->num_stages;
+    int32_t number = l->next[pass * l->problem->num_stages + stage].number;
     switch (l->rule.prefers) {
-    case BACKWARD_FIRST: return is_forward * 2.0 * p->num_stages - unit.stage;
-    case FORWARD_FIRST: return !is_forward * 2.0 * p->num_stages - unit.stage;
-    case ALTERNATING: return (unit.pass == l->last_pass[rank]) * 2.0 * p->num_stages - unit.stage;
-    case OLDEST_FIRST: return 2.0 * p->num_stages * unit.microbatch - depth;
+    case BACKWARD_FIRST: return (pass == FORWARD) * twice - stage;
+    case FORWARD_FIRST: return (pass != FORWARD) * twice - stage;
+    case ALTERNATING: return (pass == l->last_pass[rank]) * twice - stage;
+    case OLDEST_FIRST:
+        return twice * l->microbatch_of[number % l->units.num_cells] - (pass == FORWARD ? stage : twice - stage);
     case LONGEST_TAIL: break;
     }
-    return -l->tails[table_of(unit) * p->num_stages * s1f_num_columns(&l->board.shape) + cell_of(l, unit)];
+    return -l->units.tail[number];
+}
+
+/* When any of the rank's next F and I could start; looks at which have room. */
+static double find_earliest(lister *l, int32_t rank, double *full_standing)
+{
+    int32_t S = l->problem->num_stages, v = S / l->problem->num_ranks;
+    double now = l->rank_free[rank], earliest = INFINITY;
+    *full_standing = INFINITY;
+    for (int32_t i = 0; i < v; i++) {
+        int32_t stage = l->stages[rank * v + i];
+        next_unit *forward = &l->next[stage], *input = &l->next[S + stage];
+        earliest = fmin(earliest, input->ready);
+        forward->is_refused = !isinf(forward->ready) && !fits(l, rank, stage);
+        if (!forward->is_refused)
+            earliest = fmin(earliest, forward->ready);
+        else if (forward->ready <= now)
+            *full_standing = fmin(*full_standing, standing(l, rank, FORWARD, stage));
+    }
+    return fmax(earliest, now);
 }
 
 /* Among the next F and I of the rank's stages. *is_full: an F would have gone first, but for memory. */
-static choice choose_on_path(const lister *l, int32_t rank, int *is_full)
+static choice choose_on_path(lister *l, int32_t rank, int *is_full)
 {
-    int32_t v = l->problem->num_stages / l->problem->num_ranks;
-    choice found = {.begin = INFINITY}, best = found;
-    double now = l->rank_free[rank], earliest = INFINITY, best_standing = INFINITY, full_standing = INFINITY;
-    for (int round = 0; round < 2; round++) /* first: when could any start? */
-        for (int32_t i = 0; i < 2 * v; i++) {
-            int32_t stage = l->stages[rank * v + i / 2];
-            if (!next_on_path(l, i % 2 == 0 ? S1F_PASS_FORWARD : S1F_PASS_BACKWARD_INPUT, stage, &found))
-                continue;
-            found.begin = fmax(found.begin, now);
-            int is_refused = found.unit.pass == S1F_PASS_FORWARD && !fits(l, rank, found.unit);
-            double place = standing(l, rank, found.unit);
-            if (is_refused) {
-                if (found.begin <= now)
-                    full_standing = fmin(full_standing, place);
-                continue;
-            }
-            if (round == 0) {
-                earliest = fmin(earliest, found.begin);
-                continue;
-            }
-            double patience = l->rule.is_patient ? seconds_of(l, found.unit) : 0;
-            if (found.begin <= earliest + patience && place < best_standing) {
-                best_standing = place;
-                best = found;
-            }
+    int32_t S = l->problem->num_stages, v = S / l->problem->num_ranks;
+    double best_standing = INFINITY, full_standing, now = l->rank_free[rank];
+    double earliest = find_earliest(l, rank, &full_standing);
+    choice best = {FORWARD, -1, INFINITY};
+    for (int32_t i = 0; i < 2 * v && !isinf(earliest); i++) {
+        int32_t stage = l->stages[rank * v + i / 2], pass = i % 2 == 0 ? FORWARD : INPUT;
+        const next_unit *next = &l->next[pass * S + stage];
+        if (isinf(next->ready) || next->is_refused)
+            continue;
+        double begin = fmax(next->ready, now), patience = l->rule.is_patient ? l->units.seconds[next->number] : 0;
+        if (begin > earliest + patience)
+            continue;
+        double place = standing(l, rank, pass, stage);
+        if (place < best_standing) {
+            best_standing = place;
+            best = (choice){pass, stage, begin};
         }
+    }
     *is_full = full_standing < best_standing;
     return best;
 }
 
-static choice choose(const lister *l, int32_t rank)
+static choice choose(lister *l, int32_t rank)
 {
     int is_full;
     double now = l->rank_free[rank];
     choice best = choose_on_path(l, rank, &is_full);
-    s1f_unit weight = {0};
-    if (!next_weight(l, rank, &weight))
+    int32_t stage = find_weight(l, rank);
+    if (stage < 0)
         return best;
-    if (seconds_of(l, weight) <= 0) /* frees its memory for nothing */
-        return (choice){weight, now};
+    choice weight = {WEIGHT, stage, now};
+    double seconds =
+        l->units.seconds[number_at(l, WEIGHT, stage, l->num_started[WEIGHT * l->problem->num_stages + stage])];
+    if (seconds <= 0) /* frees its memory for nothing */
+        return weight;
     if (best.begin <= now && !is_full)
         return best;
-    if (is_full || l->rule.may_delay_w || now + seconds_of(l, weight) <= best.begin * (1 + 1e-12))
-        best = (choice){weight, now};
-    return best;
+    return is_full || l->rule.may_delay_w || now + seconds <= best.begin * (1 + 1e-12) ? weight : best;
 }
 
 /* -- a walk -------------------------------------------------------------------------------------------------------- */
 
-static void start_unit(lister *l, int32_t rank, choice chosen)
+/* Starts the chosen unit; its number. */
+static int32_t start_unit(lister *l, int32_t rank, choice chosen)
 {
-    s1f_unit unit = chosen.unit;
-    int64_t bytes = l->problem->unit_bytes[cell_of(l, unit)];
-    double end = chosen.begin + seconds_of(l, unit);
-    l->rank_free[rank] = end;
-    s1f_board_start(&l->board, unit, end);
-    if (unit.pass == S1F_PASS_FORWARD) {
-        l->num_forwards[unit.stage]++;
-        l->held[rank] += bytes;
-    } else if (unit.pass == S1F_PASS_BACKWARD_INPUT) {
-        l->num_inputs[unit.stage]++;
-    } else {
-        l->num_weights[unit.stage]++;
-        l->held[rank] -= bytes;
+    int32_t S = l->problem->num_stages, *started = &l->num_started[chosen.pass * S + chosen.stage];
+    int32_t number = number_at(l, chosen.pass, chosen.stage, (*started)++);
+    l->rank_free[rank] = l->end[number] = chosen.begin + l->units.seconds[number];
+    l->held[rank] += l->units.bytes[number];
+    if (chosen.pass != WEIGHT) {
+        l->last_pass[rank] = chosen.pass;
+        look(l, chosen.pass, chosen.stage);
     }
-    if (unit.pass != S1F_PASS_BACKWARD_WEIGHT)
-        l->last_pass[rank] = unit.pass;
-    s1f_search_append(l->search, unit);
+    if (chosen.pass == FORWARD)
+        look(l, INPUT, chosen.stage); /* which may have waited for it */
+    s1f_search_append_number(l->search, number);
+    return number;
+}
+
+/* The unit that waits for this one can start, if it is the next of its stage: its rank may choose anew. */
+static void tell_target(lister *l, int32_t number)
+{
+    int32_t target = l->units.target[number], S = l->problem->num_stages;
+    if (target < 0)
+        return;
+    int32_t row = target / l->units.num_cells; /* [pass][stage] */
+    if (l->next[row].number != target)
+        return;
+    look(l, row / S, row % S);
+    l->choices[l->units.rank[target]] = choose(l, l->units.rank[target]);
 }
 
 /* Memory of as many micro-batches as keep P ranks busy there and back (limit 1), as 1F1B does (2), or half of it
@@ -237,19 +258,29 @@ static int64_t limit_of(const lister *l, int32_t rank)
     return is_below ? (int64_t)ceil(limit) : p->cap_bytes[rank];
 }
 
-/* Writes one start under l->rule and offers it. */
-static void walk(lister *l)
+static void reset(lister *l)
 {
     const s1f_problem *p = l->problem;
-    s1f_board_clear(&l->board);
-    for (int32_t stage = 0; stage < p->num_stages; stage++)
-        l->num_forwards[stage] = l->num_inputs[stage] = l->num_weights[stage] = 0;
+    for (int32_t i = 0; i < l->units.num_units; i++)
+        l->end[i] = INFINITY;
+    memset(l->num_started, 0, (size_t)(S1F_SPLIT_PASSES * p->num_stages) * sizeof *l->num_started);
+    for (int32_t stage = 0; stage < p->num_stages; stage++) {
+        look(l, FORWARD, stage);
+        look(l, INPUT, stage);
+    }
     for (int32_t rank = 0; rank < p->num_ranks; rank++) {
         l->limits[rank] = limit_of(l, rank);
         l->held[rank] = 0;
         l->rank_free[rank] = 0;
-        l->last_pass[rank] = S1F_PASS_BACKWARD_INPUT;
+        l->last_pass[rank] = INPUT;
     }
+}
+
+/* Writes one start under l->rule and offers it. */
+static void walk(lister *l)
+{
+    const s1f_problem *p = l->problem;
+    reset(l);
     for (int32_t rank = 0; rank < p->num_ranks; rank++)
         l->choices[rank] = choose(l, rank);
     s1f_search_begin(l->search);
@@ -260,14 +291,9 @@ static void walk(lister *l)
                 rank = other;
         if (isinf(l->choices[rank].begin))
             break; /* all have ended */
-        s1f_unit unit = l->choices[rank].unit;
-        start_unit(l, rank, l->choices[rank]);
+        int32_t number = start_unit(l, rank, l->choices[rank]);
         l->choices[rank] = choose(l, rank);
-        s1f_edge_list out = l->edges->kinds[s1f_kind(unit)].out;
-        for (int32_t i = 0; i < out.count; i++) {
-            int32_t other = l->edges->edges[out.edges[i]].destination_rank;
-            l->choices[other] = choose(l, other);
-        }
+        tell_target(l, number);
     }
     s1f_search_offer(l->search);
 }
@@ -278,90 +304,110 @@ static void free_lister(lister *l)
     free(l->last_pass);
     free(l->rank_free);
     free(l->held);
-    free(l->num_weights);
-    free(l->num_inputs);
-    free(l->num_forwards);
-    s1f_edges_free(l->edges);
-    s1f_board_free(&l->board);
+    free(l->next);
+    free(l->num_started);
+    free(l->end);
     free(l->limits);
     free(l->batch_bytes);
     free(l->bytes_before);
+    free(l->first_cell);
+    free(l->microbatch_of);
+    free(l->forwards_due);
+    free(l->going_back);
     free(l->stages);
 }
 
 static void count_bytes(lister *l)
 {
     const s1f_problem *p = l->problem;
-    const s1f_shape *shape = &l->board.shape;
-    int64_t count = units_per_stage(p);
+    int64_t count = l->units.num_cells;
     for (int32_t stage = 0; stage < p->num_stages; stage++) {
         int64_t *before = &l->bytes_before[stage * (count + 1)];
         before[0] = 0;
         for (int64_t i = 0; i < count; i++)
-            before[i + 1] = before[i] + p->unit_bytes[cell_of(l, unit_at(l, S1F_PASS_FORWARD, stage, i))];
+            before[i + 1] = before[i] + l->units.bytes[stage * count + i];
     }
     for (int32_t rank = 0; rank < p->num_ranks; rank++)
         for (int32_t m = 0; m < p->num_microbatches; m++) {
             int64_t bytes = 0;
             for (int32_t stage = 0; stage < p->num_stages; stage++) {
                 const int64_t *before = &l->bytes_before[stage * (count + 1)];
-                bytes += p->rank_of_stage[stage] == rank
-                             ? before[s1f_first_cell(shape, m + 1)] - before[s1f_first_cell(shape, m)]
-                             : 0;
+                bytes += p->rank_of_stage[stage] == rank ? before[l->first_cell[m + 1]] - before[l->first_cell[m]] : 0;
             }
             l->batch_bytes[rank] = bytes > l->batch_bytes[rank] ? bytes : l->batch_bytes[rank];
         }
 }
 
-static s1f_status create_lister(lister *l)
+/* What the rules of units say of plain order. */
+static void fill(lister *l, const s1f_shape *shape)
 {
     const s1f_problem *p = l->problem;
-    size_t P = (size_t)p->num_ranks, S = (size_t)p->num_stages;
-    if ((l->stages = malloc(S * sizeof *l->stages)) == NULL ||
-        (l->bytes_before = malloc(S * ((size_t)units_per_stage(p) + 1) * sizeof *l->bytes_before)) == NULL ||
-        (l->batch_bytes = calloc(P, sizeof *l->batch_bytes)) == NULL ||
-        (l->limits = malloc(P * sizeof *l->limits)) == NULL ||
-        (l->num_forwards = malloc(S * sizeof *l->num_forwards)) == NULL ||
-        (l->num_inputs = malloc(S * sizeof *l->num_inputs)) == NULL ||
-        (l->num_weights = malloc(S * sizeof *l->num_weights)) == NULL ||
-        (l->held = malloc(P * sizeof *l->held)) == NULL || (l->rank_free = malloc(P * sizeof *l->rank_free)) == NULL ||
-        (l->last_pass = malloc(P * sizeof *l->last_pass)) == NULL ||
-        (l->choices = malloc(P * sizeof *l->choices)) == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory to list the units of %zu ranks", P);
-    int32_t num_placed = 0;
+    int32_t num_placed = 0, count = l->units.num_cells;
     for (int32_t rank = 0; rank < p->num_ranks; rank++)
         for (int32_t stage = 0; stage < p->num_stages; stage++)
             if (p->rank_of_stage[stage] == rank)
                 l->stages[num_placed++] = stage;
+    for (int32_t m = 0; m <= p->num_microbatches; m++)
+        l->first_cell[m] = (int32_t)s1f_first_cell(shape, m);
+    for (int32_t i = 0; i < count; i++) {
+        s1f_unit unit = s1f_unit_going_back(shape, S1F_PASS_BACKWARD_INPUT, 0, i);
+        l->going_back[i] = (int32_t)s1f_cell(shape, unit);
+        l->microbatch_of[i] = unit.microbatch;
+    }
+    for (int32_t stage = 0; stage < p->num_stages; stage++)
+        for (int32_t cell = 0; cell < count; cell++) {
+            int32_t *due = &l->forwards_due[(int64_t)stage * count + cell];
+            s1f_unit unit = s1f_unit_of_cell(shape, S1F_PASS_BACKWARD_INPUT, stage, cell);
+            s1f_unit_input input;
+            *due = 0;
+            for (s1f_inputs inputs = s1f_inputs_of(shape, unit); s1f_next_input(&inputs, &input);)
+                if (input.product == S1F_PRODUCT_OUTPUT && input.maker.stage == stage) {
+                    int32_t own = (int32_t)s1f_cell(shape, input.maker) + 1;
+                    *due = own > *due ? own : *due;
+                }
+        }
+    count_bytes(l);
+}
+
+static s1f_status create_lister(lister *l)
+{
+    const s1f_problem *p = l->problem;
+    size_t P = (size_t)p->num_ranks, S = (size_t)p->num_stages, M = (size_t)p->num_microbatches;
+    size_t count = (size_t)l->units.num_cells;
+    if ((l->stages = malloc(S * sizeof *l->stages)) == NULL ||
+        (l->going_back = malloc(count * sizeof *l->going_back)) == NULL ||
+        (l->forwards_due = malloc(S * count * sizeof *l->forwards_due)) == NULL ||
+        (l->microbatch_of = malloc(count * sizeof *l->microbatch_of)) == NULL ||
+        (l->first_cell = malloc((M + 1) * sizeof *l->first_cell)) == NULL ||
+        (l->bytes_before = malloc(S * (count + 1) * sizeof *l->bytes_before)) == NULL ||
+        (l->batch_bytes = calloc(P, sizeof *l->batch_bytes)) == NULL ||
+        (l->limits = malloc(P * sizeof *l->limits)) == NULL ||
+        (l->end = malloc((size_t)l->units.num_units * sizeof *l->end)) == NULL ||
+        (l->num_started = malloc(S1F_SPLIT_PASSES * S * sizeof *l->num_started)) == NULL ||
+        (l->next = malloc(2 * S * sizeof *l->next)) == NULL || (l->held = malloc(P * sizeof *l->held)) == NULL ||
+        (l->rank_free = malloc(P * sizeof *l->rank_free)) == NULL ||
+        (l->last_pass = malloc(P * sizeof *l->last_pass)) == NULL ||
+        (l->choices = malloc(P * sizeof *l->choices)) == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory to list the units of %zu ranks", P);
     s1f_shape shape = s1f_problem_shape(p);
-    s1f_status status = s1f_board_create(&shape, p->transfer, &l->board);
-    if (status == S1F_OK)
-        count_bytes(l);
-    return status != S1F_OK ? status : s1f_edges_create(&shape, &l->edges);
+    fill(l, &shape);
+    return S1F_OK;
 }
 
 s1f_status s1f_offer_lists(const s1f_problem *problem, s1f_search *search)
 {
-    lister l = {.problem = problem, .search = search};
-    int64_t columns = problem->first_cell != NULL ? units_per_stage(problem) : problem->num_segments, num_listed = 0;
-    int64_t cells = problem->num_stages * columns;
-    int64_t num_units = S1F_SPLIT_PASSES * problem->num_stages * units_per_stage(problem);
-    double *tails = malloc((size_t)(S1F_SPLIT_PASSES * cells) * sizeof *tails);
-    s1f_status status = tails != NULL ? create_lister(&l)
-                                      : s1f_fail(S1F_ERR_MEMORY, "no memory to list %lld units", (long long)num_units);
-    if (status == S1F_OK)
-        s1f_problem_tails(problem, tails);
-    l.tails = tails;
+    lister l = {.problem = problem, .search = search, .units = s1f_search_units_of(search)};
+    int64_t num_listed = 0;
+    s1f_status status = create_lister(&l);
     for (int i = 0; i < NUM_RULES && num_listed <= MOST_LISTED && status == S1F_OK; i++) {
         l.rule = (rule){.prefers = (preference)(i % NUM_PREFERENCES),
                         .is_patient = i / NUM_PREFERENCES % 2,
                         .may_delay_w = i / NUM_PREFERENCES / 2 % 2,
                         .limit = i / NUM_PREFERENCES / 4};
         walk(&l);
-        num_listed += num_units;
+        num_listed += l.units.num_units;
         status = s1f_check_interrupted();
     }
     free_lister(&l);
-    free(tails);
     return status;
 }

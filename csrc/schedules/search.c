@@ -38,9 +38,10 @@ struct s1f_search {
     int32_t *target; /* [id] of the one that waits for it */
     double *lag;     /* [id] from its source to it */
     double *seconds, *tail;
-    int64_t *bytes; /* [id] W: negative, freed at its end */
-    uint64_t *past; /* [unit of a micro-batch][word]: bits of those that always come before it, and its own */
-    int64_t words;  /* of a row of `past`; 0: there is none, and no search */
+    int64_t *bytes;        /* [id] W: negative, freed at its end */
+    int32_t (*earlier)[2]; /* [id] of the units of its stage that it must follow, -1: none */
+    uint64_t *past;        /* [unit of a micro-batch][word]: bits of those that always come before it, and its own */
+    int64_t words;         /* of a row of `past`; 0: there is none, and no search */
 
     int32_t *order; /* ids, rank by rank */
     int32_t *place; /* [id]: its index in the order */
@@ -120,7 +121,8 @@ static s1f_unit unit_in_turn(const s1f_shape *shape, int32_t microbatch, int64_t
                     (s1f_unit){0, goes_on ? stage : S - 1 - stage, microbatch, goes_on ? segment : k - 1 - segment});
 }
 
-void s1f_problem_tails(const s1f_problem *p, double *tails)
+/* Seconds from the end of a unit to the end of all, if no rank ever were busy; tails[pass][stage][column]. */
+static void find_tails(const s1f_problem *p, double *tails)
 {
     s1f_shape shape = s1f_problem_shape(p);
     int64_t count = S1F_SPLIT_PASSES * p->num_stages * s1f_num_columns(&shape);
@@ -148,6 +150,7 @@ static void fill_unit(s1f_search *x, s1f_unit unit, const double *tails)
     int32_t id = id_of(x, unit), pass = split_pass(unit.pass);
     int64_t columns = s1f_num_columns(&x->shape), cells = p->num_stages * columns;
     int64_t cell = unit.stage * columns + s1f_column(&x->shape, unit);
+    int num_earlier = 0;
     s1f_unit_input input;
     x->units[id] = unit;
     x->rank[id] = p->rank_of_stage[unit.stage];
@@ -155,12 +158,17 @@ static void fill_unit(s1f_search *x, s1f_unit unit, const double *tails)
     x->tail[id] = tails[pass * cells + cell];
     x->bytes[id] = pass == 0 ? p->unit_bytes[cell] : pass == 2 ? -p->unit_bytes[cell] : 0;
     x->work[x->rank[id]] += x->seconds[id];
-    for (s1f_inputs inputs = s1f_inputs_of(&x->shape, unit); s1f_next_input(&inputs, &input);)
+    x->earlier[id][0] = x->earlier[id][1] = -1;
+    for (s1f_inputs inputs = s1f_inputs_of(&x->shape, unit); s1f_next_input(&inputs, &input);) {
+        int32_t maker = id_of_product(x, input.product, input.maker);
         if (input.way == S1F_COMES_FROM_STAGE) {
-            x->source[id] = id_of_product(x, input.product, input.maker);
-            x->target[x->source[id]] = id;
+            x->source[id] = maker;
+            x->target[maker] = id;
             x->lag[id] = lag_between(p, unit.stage, input.maker.stage);
+        } else {
+            x->earlier[id][num_earlier++] = maker;
         }
+    }
 }
 
 /* Row of a unit in `past`. */
@@ -202,7 +210,23 @@ static double least_first(const s1f_search *x, int32_t stage)
     return least;
 }
 
-/* No rank starts before the first unit reaches it, then all its work follows; and one micro-batch goes all the way. */
+/* What follows a rank's last I, at least, and the seconds of its Ws, which that need not wait for. */
+static double least_behind(const s1f_search *x, int32_t rank, const double *tails)
+{
+    const s1f_problem *p = x->problem;
+    int64_t columns = s1f_num_columns(&x->shape), cells = p->num_stages * columns;
+    double least = INFINITY, weights = 0;
+    for (int32_t stage = 0; stage < p->num_stages; stage++)
+        for (int64_t i = 0; i < columns && p->rank_of_stage[stage] == rank; i++) {
+            int64_t cell = stage * columns + i;
+            least = fmin(least, tails[S1F_PRODUCT_INPUT_GRADIENT * cells + cell]);
+            weights += p->seconds[S1F_PRODUCT_WEIGHT_GRADIENT][cell];
+        }
+    return least - weights * (p->first_cell == NULL ? p->num_microbatches : 1);
+}
+
+/* No rank starts before the first unit reaches it, then all its work follows, of which Fs and Is end before what a last
+ * I still has to reach; and one micro-batch goes all the way. */
 static double lower_bound(const s1f_search *x, const double *tails)
 {
     const s1f_problem *p = x->problem;
@@ -212,7 +236,7 @@ static double lower_bound(const s1f_search *x, const double *tails)
         for (int32_t earlier = 0; earlier < stage; earlier++)
             is_first &= p->rank_of_stage[earlier] != rank;
         if (is_first)
-            bound = fmax(bound, head + x->work[rank]);
+            bound = fmax(bound, head + x->work[rank] + fmax(0, least_behind(x, rank, tails)));
         head += least_first(x, stage);
         head += stage + 1 < p->num_stages ? lag_between(p, stage, stage + 1) : 0;
     }
@@ -258,10 +282,11 @@ s1f_status s1f_search_create(const s1f_problem *p, s1f_search **out)
             (x->source = malloc(N * sizeof *x->source)) == NULL ||
             (x->target = malloc(N * sizeof *x->target)) == NULL || (x->lag = calloc(N, sizeof *x->lag)) == NULL ||
             (x->seconds = malloc(N * sizeof *x->seconds)) == NULL || (x->tail = malloc(N * sizeof *x->tail)) == NULL ||
-            (x->bytes = malloc(N * sizeof *x->bytes)) == NULL || (x->order = malloc(N * sizeof *x->order)) == NULL ||
-            (x->place = malloc(N * sizeof *x->place)) == NULL || (x->live = malloc(N * sizeof *x->live)) == NULL ||
-            (x->count = calloc(P, sizeof *x->count)) == NULL || (x->now.start = malloc(N * sizeof(double))) == NULL ||
-            (x->now.end = malloc(N * sizeof(double))) == NULL ||
+            (x->bytes = malloc(N * sizeof *x->bytes)) == NULL ||
+            (x->earlier = malloc(N * sizeof *x->earlier)) == NULL ||
+            (x->order = malloc(N * sizeof *x->order)) == NULL || (x->place = malloc(N * sizeof *x->place)) == NULL ||
+            (x->live = malloc(N * sizeof *x->live)) == NULL || (x->count = calloc(P, sizeof *x->count)) == NULL ||
+            (x->now.start = malloc(N * sizeof(double))) == NULL || (x->now.end = malloc(N * sizeof(double))) == NULL ||
             (x->trial.start = malloc(N * sizeof(double))) == NULL ||
             (x->trial.end = malloc(N * sizeof(double))) == NULL || (x->at = malloc(P * sizeof *x->at)) == NULL ||
             (x->awaited = malloc(P * sizeof *x->awaited)) == NULL ||
@@ -272,7 +297,7 @@ s1f_status s1f_search_create(const s1f_problem *p, s1f_search **out)
             is_short = (x->starts[i].order = malloc(N * sizeof *x->order)) == NULL;
     }
     if (!is_short) {
-        s1f_problem_tails(p, tails);
+        find_tails(p, tails);
         fill(x, tails);
         *out = x;
     } else {
@@ -280,6 +305,19 @@ s1f_status s1f_search_create(const s1f_problem *p, s1f_search **out)
     }
     free(tails);
     return is_short ? s1f_fail(S1F_ERR_MEMORY, "no memory to search orders of %zu units", N) : S1F_OK;
+}
+
+s1f_search_units s1f_search_units_of(const s1f_search *x)
+{
+    return (s1f_search_units){.num_units = x->num_units,
+                              .num_cells = (int32_t)s1f_num_cells(&x->shape),
+                              .rank = x->rank,
+                              .source = x->source,
+                              .target = x->target,
+                              .lag = x->lag,
+                              .seconds = x->seconds,
+                              .tail = x->tail,
+                              .bytes = x->bytes};
 }
 
 void s1f_search_free(s1f_search *x)
@@ -302,6 +340,7 @@ void s1f_search_free(s1f_search *x)
     free(x->place);
     free(x->order);
     free(x->past);
+    free(x->earlier);
     free(x->bytes);
     free(x->tail);
     free(x->seconds);
@@ -403,21 +442,25 @@ void s1f_search_append(s1f_search *x, s1f_unit unit)
         s1f_search_append(x, unit);
         unit.pass = S1F_PASS_BACKWARD_WEIGHT;
     }
-    int32_t rank = x->problem->rank_of_stage[unit.stage], i = x->first[rank] + x->count[rank];
+    s1f_search_append_number(x, id_of(x, unit));
+}
+
+void s1f_search_append_number(s1f_search *x, int32_t id)
+{
+    int32_t rank = x->rank[id], i = x->first[rank] + x->count[rank];
     x->is_broken |= i >= x->first[rank + 1];
     if (x->is_broken)
         return;
     x->count[rank]++;
-    x->order[i] = id_of(x, unit);
-    x->place[x->order[i]] = i;
+    x->order[i] = id;
+    x->place[id] = i;
 }
 
 /* Whether a unit comes after all that it waits for at its own stage. */
 static int keeps_rules(const s1f_search *x, int32_t id)
 {
-    s1f_unit_input input;
-    for (s1f_inputs inputs = s1f_inputs_of(&x->shape, x->units[id]); s1f_next_input(&inputs, &input);)
-        if (input.way != S1F_COMES_FROM_STAGE && x->place[id_of_product(x, input.product, input.maker)] >= x->place[id])
+    for (int i = 0; i < 2; i++)
+        if (x->earlier[id][i] >= 0 && x->place[x->earlier[id][i]] >= x->place[id])
             return 0;
     return 1;
 }
@@ -442,7 +485,8 @@ void s1f_search_offer(s1f_search *x)
 {
     if (!is_order(x))
         return;
-    double makespan = time_order(x, INFINITY);
+    int is_full = x->num_starts == NUM_STARTS;
+    double makespan = time_order(x, is_full ? x->starts[NUM_STARTS - 1].makespan * (1 + SLACK) : INFINITY);
     if (isinf(makespan))
         return;
     for (int32_t other = 0; other < x->num_starts; other++)

@@ -25,8 +25,6 @@ typedef struct {
 
 /* Counts and placement of the problem's orders, which split the backward. */
 s1f_shape s1f_problem_shape(const s1f_problem *problem);
-/* Seconds from the end of a unit to the end of all, if no rank ever were busy; tails[pass][stage][column]. */
-void s1f_problem_tails(const s1f_problem *problem, double *tails);
 
 typedef struct s1f_search s1f_search; /* opaque */
 
@@ -35,10 +33,24 @@ typedef struct s1f_search s1f_search; /* opaque */
 s1f_status s1f_search_create(const s1f_problem *problem, s1f_search **out);
 void s1f_search_free(s1f_search *search); /* NULL is fine */
 
+/* Units by their numbers: pass by pass (F, I, W), stage by stage, cell by cell. Borrowed from the search. */
+typedef struct {
+    int32_t num_units, num_cells; /* of all stages and passes; of one stage */
+    const int32_t *rank;
+    const int32_t *source; /* the unit of a neighbouring stage that it waits for, -1: none */
+    const int32_t *target; /* the one that waits for it, -1: none */
+    const double *lag;     /* seconds from its source to it */
+    const double *seconds;
+    const double *tail;   /* s1f_problem_tails */
+    const int64_t *bytes; /* that it takes, or frees (W): negative */
+} s1f_search_units;
+s1f_search_units s1f_search_units_of(const s1f_search *search);
+
 /* A start, written unit by unit, each to the end of its rank's list: begin, append, offer. Offer forgets it unless it
  * is complete, keeps the cap and the order of passes, and is one of the shortest. */
 void s1f_search_begin(s1f_search *search);
 void s1f_search_append(s1f_search *search, s1f_unit unit);
+void s1f_search_append_number(s1f_search *search, int32_t number); /* of s1f_search_units */
 void s1f_search_offer(s1f_search *search);
 
 /* Improves the starts within a fixed number of steps and units timed; ends early at a lower bound. */

@@ -71,6 +71,7 @@ const s1f_family s1f_family_zbv = {
     .splits = 1,
     .needs_whole = 1,
     .takes_rows = 1,
+    .placement = S1F_PLACEMENT_V,
     .broken_rule = broken_rule,
     .build = build,
 };

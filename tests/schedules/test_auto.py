@@ -251,6 +251,15 @@ def test_options_of_another_type(option: str) -> None:
         build_schedule("auto", num_ranks=2, num_microbatches=3, options=options)
 
 
+def test_a_search_is_fast_enough_for_a_default() -> None:
+    """16,384 units of F and B: well under a second of one core; the bar leaves room for slow machines."""
+    counts = {"num_ranks": 8, "num_microbatches": 16, "num_segments": 16, "stages_per_rank": 4}
+    began = time.process_time()
+    schedule = build_schedule("auto", **counts, options={"costs": (1.0, 1.5, 0.5), "transfer": 0.05})
+    assert time.process_time() - began < 5.0
+    assert makespan(schedule, {"costs": (1.0, 1.5, 0.5), "transfer": 0.05}) < 1.01 * 16 * 16 * 4 * 3.0
+
+
 def test_a_long_search_can_be_interrupted() -> None:
     """Ten seconds and more of C, which ask for signals between two lists."""
 
