@@ -52,6 +52,7 @@ typedef struct {
     next_unit *next;        /* [F, I][stage] */
     int64_t *held;          /* [rank] bytes */
     double *rank_free;      /* [rank] seconds */
+    double *rank_left;      /* [rank] seconds of its units that have not started */
     int32_t *last_pass;     /* [rank] F or I */
     choice *choices;        /* [rank] */
 } lister;
@@ -222,6 +223,7 @@ static int32_t start_unit(lister *l, int32_t rank, choice chosen)
     int32_t S = l->problem->num_stages, *started = &l->num_started[chosen.pass * S + chosen.stage];
     int32_t number = number_at(l, chosen.pass, chosen.stage, (*started)++);
     l->rank_free[rank] = l->end[number] = chosen.begin + l->units.seconds[number];
+    l->rank_left[rank] -= l->units.seconds[number];
     l->held[rank] += l->units.bytes[number];
     if (chosen.pass != WEIGHT) {
         l->last_pass[rank] = chosen.pass;
@@ -272,14 +274,23 @@ static void reset(lister *l)
         l->limits[rank] = limit_of(l, rank);
         l->held[rank] = 0;
         l->rank_free[rank] = 0;
+        l->rank_left[rank] = l->units.work[rank];
         l->last_pass[rank] = INPUT;
     }
 }
 
-/* Writes one start under l->rule and offers it. */
+/* Whether a rank that has just started a unit must end too late for the order to be kept. */
+static int is_late(const lister *l, int32_t rank, int32_t number, double limit)
+{
+    double tail = l->units.tail[number], left = l->rank_left[rank];
+    return l->rank_free[rank] + (left > tail ? left : tail) > limit;
+}
+
+/* Writes one start under l->rule and offers it, unless it would be forgotten. */
 static void walk(lister *l)
 {
     const s1f_problem *p = l->problem;
+    double limit = s1f_search_limit(l->search);
     reset(l);
     for (int32_t rank = 0; rank < p->num_ranks; rank++)
         l->choices[rank] = choose(l, rank);
@@ -292,6 +303,8 @@ static void walk(lister *l)
         if (isinf(l->choices[rank].begin))
             break; /* all have ended */
         int32_t number = start_unit(l, rank, l->choices[rank]);
+        if (is_late(l, rank, number, limit))
+            return;
         l->choices[rank] = choose(l, rank);
         tell_target(l, number);
     }
@@ -302,6 +315,7 @@ static void free_lister(lister *l)
 {
     free(l->choices);
     free(l->last_pass);
+    free(l->rank_left);
     free(l->rank_free);
     free(l->held);
     free(l->next);
@@ -386,6 +400,7 @@ static s1f_status create_lister(lister *l)
         (l->num_started = malloc(S1F_SPLIT_PASSES * S * sizeof *l->num_started)) == NULL ||
         (l->next = malloc(2 * S * sizeof *l->next)) == NULL || (l->held = malloc(P * sizeof *l->held)) == NULL ||
         (l->rank_free = malloc(P * sizeof *l->rank_free)) == NULL ||
+        (l->rank_left = malloc(P * sizeof *l->rank_left)) == NULL ||
         (l->last_pass = malloc(P * sizeof *l->last_pass)) == NULL ||
         (l->choices = malloc(P * sizeof *l->choices)) == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory to list the units of %zu ranks", P);

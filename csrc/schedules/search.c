@@ -317,7 +317,13 @@ s1f_search_units s1f_search_units_of(const s1f_search *x)
                               .lag = x->lag,
                               .seconds = x->seconds,
                               .tail = x->tail,
-                              .bytes = x->bytes};
+                              .bytes = x->bytes,
+                              .work = x->work};
+}
+
+double s1f_search_limit(const s1f_search *x)
+{
+    return x->num_starts == NUM_STARTS ? x->starts[NUM_STARTS - 1].makespan * (1 + SLACK) : INFINITY;
 }
 
 void s1f_search_free(s1f_search *x)
@@ -485,8 +491,7 @@ void s1f_search_offer(s1f_search *x)
 {
     if (!is_order(x))
         return;
-    int is_full = x->num_starts == NUM_STARTS;
-    double makespan = time_order(x, is_full ? x->starts[NUM_STARTS - 1].makespan * (1 + SLACK) : INFINITY);
+    double makespan = time_order(x, s1f_search_limit(x));
     if (isinf(makespan))
         return;
     for (int32_t other = 0; other < x->num_starts; other++)

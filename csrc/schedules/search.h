@@ -43,8 +43,11 @@ typedef struct {
     const double *seconds;
     const double *tail;   /* s1f_problem_tails */
     const int64_t *bytes; /* that it takes, or frees (W): negative */
+    const double *work;   /* [rank] seconds of its units */
 } s1f_search_units;
 s1f_search_units s1f_search_units_of(const s1f_search *search);
+/* Seconds beyond which an order is forgotten: INFINITY until there are enough starts. */
+double s1f_search_limit(const s1f_search *search);
 
 /* A start, written unit by unit, each to the end of its rank's list: begin, append, offer. Offer forgets it unless it
  * is complete, keeps the cap and the order of passes, and is one of the shortest. */
