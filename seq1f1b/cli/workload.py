@@ -121,7 +121,9 @@ def schedule_kinds() -> str:
 def add_model_options(command: argparse._ActionsContainer, required: bool = False) -> None:
     """A model, a machine, and how the one lies on the other."""
     models, machines = ", ".join(presets("models")), ", ".join(presets("hardware"))
-    command.add_argument("--model", required=required, help=f"{models}; or a .json file of the same form")
+    command.add_argument(
+        "--model", required=required, help=f"{models}; or a .json file: of the same form, or a config.json"
+    )
     command.add_argument("--hardware", help=f"{machines}; or a .json file of the same form (default: h100)")
     command.add_argument(
         "--profile",

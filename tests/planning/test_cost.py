@@ -305,3 +305,33 @@ def test_a_cache_that_gives_pages_back() -> None:
     text = (Path(__file__).parents[2] / "csrc/run/kv_cache.c").read_text()
     assert re.findall(r"RELEASE_TOKENS = (\d+)", text) == [f"{load_hardware('cpu-zen5').release_tokens:.0f}"]
     assert load_hardware("h100").release_tokens == 0
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "head_dim": None,
+    "tie_word_embeddings": False,
+    "rope_theta": 500000.0,
+}
+
+
+def test_a_config_of_transformers_is_a_shape(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    assert load_model(str(path)) == load_model("llama3-8b")
+    experts = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+    path.write_text(json.dumps(LLAMA | {"model_type": "qwen3_moe", "head_dim": 128} | experts))
+    shape = load_model(str(path))
+    assert (shape.ffn, shape.experts, shape.experts_per_token, shape.head_dim) == (768, 128, 8, 128)
+    path.write_text(json.dumps(LLAMA | {"model_type": "mamba"}))
+    with pytest.raises(ValueError, match=r"model_type is 'mamba', must be one of llama, .*write the shape into a file"):
+        load_model(str(path))
+    path.write_text(json.dumps({key: value for key, value in LLAMA.items() if key != "vocab_size"}))
+    with pytest.raises(ValueError, match="a config of 'llama' without vocab_size"):
+        load_model(str(path))
