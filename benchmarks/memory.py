@@ -241,6 +241,7 @@ def search(case: Case, profile: Profile, cap: int | None, **wanted: Any) -> Plan
         num_microbatches=case.microbatches,
         memory=cap,
         layout=Layout(head_in_loss=True),
+        vocabulary="ends",
         remedies=("recompute", "offload"),
         best=1,
         **{"segments": [k for k in SEGMENTS if 16 * k <= case.length], "stages_per_rank": [1, 2], **wanted},

@@ -1,6 +1,7 @@
 """What `seq1f1b plan --memory` would take for long contexts on H100s: time, memory, which remedies. Simulated alone.
 
     python benchmarks/memory_on_paper.py [--models llama3-8b llama3-70b] [--lengths 131072 262144 524288 1048576]
+    python benchmarks/memory_on_paper.py --default     what `plan` finds where nothing is chosen for it, and how fast
 
 P 8, four sequences a step, 80 GiB of each GPU. "GPUs" are those of one pipeline rank: tensor parallel up to eight,
 context parallel beyond that. Every plan rests on the machine's assumed numbers (`seq1f1b/presets/hardware/h100.json`);
@@ -11,6 +12,9 @@ which the engine does on CPUs alone so far; "block by block" is recomputation in
 from __future__ import annotations
 
 import argparse
+import itertools
+import statistics
+import time
 
 from common import header
 
@@ -27,6 +31,17 @@ WAYS = {
     "block by block": {"recompute": ["ffn", "full"], "remedies": ()},
     "whole units": {"recompute": ["none"], "remedies": ("recompute",)},
     "and move": {"recompute": ["none"], "remedies": ("recompute", "offload")},
+}
+# Seconds of the default plans of commit dedfeda: up to 16 segments, no auto; units recompute, or move, too.
+BEFORE = {
+    ("llama3-8b", 2**17): (32.82, 31.65),
+    ("llama3-8b", 2**18): (55.27, 50.72),
+    ("llama3-8b", 2**19): (100.38, 91.2),
+    ("llama3-8b", 2**20): (192.57, 172.94),
+    ("llama3-70b", 2**17): (22.47, 20.99),
+    ("llama3-70b", 2**18): (77.88, 66.79),
+    ("llama3-70b", 2**19): (302.92, 302.92),
+    ("llama3-70b", 2**20): (554.39, 554.39),
 }
 PUBLISHED = """
 Published, on other machines: figures beside which these stand, not against which they were measured.
@@ -70,13 +85,53 @@ def row(model: str, tokens: int, way: str) -> str:
     )
 
 
+def default_row(model: str, tokens: int, way: int) -> tuple[str, float]:
+    """The default plan, recomputing units (way 0), or moving them as well (way 1); its share of the seconds before."""
+    gpus, began = GPUS[model][tokens], time.process_time()
+    plan = search_plans(
+        load_model(model),
+        load_hardware("h100"),
+        seq_len=tokens,
+        num_ranks=8,
+        num_microbatches=4,
+        layout=Layout(tensor=min(8, gpus), context=max(1, gpus // 8)),
+        remedies=("recompute", "offload")[: 1 + way],
+    ).plans[0]
+    taken, before = time.process_time() - began, BEFORE[model, tokens][way]
+    counts = f"{plan.num_segments:>5}{plan.stages_per_rank:>3}  {plan.layout.vocabulary:<7}"
+    text = (
+        f"{model:<11}{tokens:>9}{gpus:>5}  {('recompute', 'and move')[way]:<11}{plan.schedule:<20}{counts}"
+        f"{plan.seconds:>8.1f}{before:>8.1f}{plan.seconds / before:>7.2f}{plan.bubble:>8.1%}"
+        f"{max(plan.peak) / 2**30:>7.1f}{taken:>10.1f}"
+    )
+    return text, plan.seconds / before
+
+
+def print_defaults(models: list[str], lengths: list[int]) -> None:
+    print(header("Default plans under 80 GiB on paper, beside those that tried up to 16 segments and no auto"))
+    print(
+        f"{'model':<11}{'tokens':>9}{'GPUs':>5}  {'remedies':<11}{'schedule':<20}{'k':>5}{'v':>3}  {'vocab':<7}"
+        f"{'step s':>8}{'before':>8}{'ratio':>7}{'bubble':>8}{'GiB':>7}{'CPU s':>10}"
+    )
+    ratios = []
+    for model, tokens, way in itertools.product(models, lengths, (0, 1)):
+        text, ratio = default_row(model, tokens, way)
+        ratios.append(ratio)
+        print(text, flush=True)
+    print(f"mean ratio {statistics.fmean(ratios):.3f}, worst {max(ratios):.3f}, of {len(ratios)} plans")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(GPUS))
     parser.add_argument(
         "--lengths", nargs="+", type=int, default=[2**17, 2**18, 2**19, 2**20], choices=[*GPUS["llama3-8b"]]
     )
+    parser.add_argument("--default", action="store_true", help="the plans of a search that nothing is chosen for")
     options = parser.parse_args()
+    if options.default:
+        print_defaults(options.models, options.lengths)
+        return
     print(header("Plans under 80 GiB on paper"))
     print(
         f"{'model':<11}{'tokens':>9}{'GPUs':>5}  {'what gives up':<15}{'schedule':<20}{'k':>3}{'step s':>9}  "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from seq1f1b.files import json_fields, load, read, write_whole
 from seq1f1b.partition import ModelShape, check_model, check_segment_sizes
-from seq1f1b.schedule import Schedule, build_schedule
+from seq1f1b.schedule import Costs, Schedule, build_schedule
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,6 +37,8 @@ class Layout:
         documents: lengths of the documents packed into the sequence; attention stays within one. None: one document.
         head_in_loss: one segment's logits live at a time (``loss_fn`` is a module that holds the head); else those of
             all live segments.
+        vocabulary: "ends": the first stage has the embedding, the last one the head; "ranks": each rank has a shard of
+            both, as :class:`seq1f1b.VocabularyParallelHead` and its embedding do.
         copies_prefix: every segment keeps its own copy of all keys and values up to it, as the authors' code does,
             instead of a cache per micro-batch.
     """
@@ -50,6 +52,7 @@ class Layout:
     documents: tuple[int, ...] | None = None
     head_in_loss: bool = True
     copies_prefix: bool = False
+    vocabulary: str = "ends"
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,8 @@ class Plan(_File):
         peak_high: the same with the uncertain bytes at their high ends.
         cap: bytes of a device that the plan was made for.
         prefetch: receive places beyond the peak of live ones; None: by time, see :meth:`seq1f1b.Schedule.replace`.
+        spread: seconds of passes, by which S, T, E and G of a vocabulary over the ranks find their places in the order,
+            as :class:`seq1f1b.Costs` names them; {} if the vocabulary is at the ends.
         units: what becomes of what each unit saves, :meth:`seq1f1b.Schedule.cell_kinds`; () if all of it is kept.
         lengths: lengths of a mix, ascending; () if all steps have ``seq_len``. In a mix, ``seq_len``, ``segment_sizes``
             and ``peak_high`` are those of the longest, ``peak`` the most of any, and times and rates the mean of all.
@@ -224,6 +229,7 @@ class Plan(_File):
     prefetch: int | None = None
     lengths: tuple[StepLength, ...] = ()
     units: tuple[str, ...] = ()
+    spread: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def margin(self) -> tuple[int, ...]:
@@ -241,6 +247,8 @@ class Plan(_File):
             options=self.options,
             prefetch=self.prefetch,
         )
+        if self.spread:
+            order = order.spread_vocabulary(costs=Costs(**self.spread), embedding=True)
         return order.with_cell_kinds(self.units) if self.units else order
 
     def to_json(self) -> str:

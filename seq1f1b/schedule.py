@@ -286,7 +286,8 @@ class Schedule:
         order = self
         for kind, change in ((1, _C.schedule_recompute), (2, _C.schedule_offload)):
             if kind in kinds:
-                order = self._from_handle(change(order.handle, bytes(x == kind for x in kinds)), like=self)
+                chosen = kinds.translate(bytes(x == kind for x in range(256)))
+                order = self._from_handle(change(order.handle, chosen), like=self)
         return order
 
     def cell_kinds(self) -> tuple[str, ...]:

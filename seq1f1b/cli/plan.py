@@ -32,10 +32,13 @@ def add(commands: Any) -> None:
         help="most memory of a device, as 80GiB or 24e9 (default: all that it has)",
     )
     command.add_argument(
-        "--schedules", type=read_names, metavar="A,B", help="schedules to try (default: all but auto, which is slow)"
+        "--schedules", type=read_names, metavar="A,B", help="schedules to try (default: all; auto for the best of them)"
     )
     command.add_argument(
-        "--segments", type=argument(read_counts), metavar="K,K", help="numbers of segments to try (default: 1,2,4,8,16)"
+        "--segments",
+        type=argument(read_counts),
+        metavar="K,K",
+        help="numbers of segments to try (default: as many as help)",
     )
     command.add_argument(
         "--stages",
@@ -53,6 +56,13 @@ def add(commands: Any) -> None:
         metavar="A,B",
         default=["recompute"],
         help="what single units may do so that an order fits: recompute, offload (default: recompute)",
+    )
+    command.add_argument(
+        "--vocabulary",
+        choices=("any", "ends"),
+        default="any",
+        help="any: try the embedding and the head over the ranks, too; ends: leave them to the first and last stage "
+        "(default: any)",
     )
     command.add_argument(
         "--no-optimizer-sync", action="store_true", help="a rank begins the next step without waiting for the others"
@@ -81,6 +91,7 @@ def run(options: argparse.Namespace) -> int:
             stages_per_rank=options.stages,
             recompute=options.recompute,
             remedies=options.remedies,
+            vocabulary=options.vocabulary,
             best=options.best,
             progress=None if show is None else lambda done, total: show(done / total),
         )

@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from seq1f1b.partition import ModelShape, partition_sequence
@@ -110,6 +111,7 @@ class CostModel:
         self._q, self._g = model.heads * head_dim, model.kv_heads * head_dim
         self._f = model.ffn * model.experts_per_token
         self._shards = self.layout.tensor * self.layout.context  # of a token's work
+        self._spreads = self.layout.vocabulary == "ranks"
 
     @classmethod
     def balanced(
@@ -261,23 +263,60 @@ class CostModel:
             raise ValueError(f"{hw.name} has no tier to which units could move: its tier_bandwidth is 0")
         rates = {"tier": 1 / hw.tier_bandwidth, "move_out": hw.move_out, "move_in": hw.move_in}
         saved = self._unit_bytes(sizes)[0]
-        return {name: [[rate * unit for unit in row] for row in saved] for name, rate in rates.items()}
+        found = {}
+        for name, rate in rates.items():
+            rows = {id(row): [rate * unit for unit in row] for row in saved}  # equal stages share one
+            found[name] = [rows[id(row)] for row in saved]
+        return found
+
+    def shard_seconds(self, sizes: Sequence[int]) -> dict[str, list[list[float]]]:
+        """Seconds of S, T, E and G of a vocabulary over the ranks, [stage][segment], as :class:`seq1f1b.Costs` has
+        them: what the head and the embedding take, by as many as there are ranks, and the unit's own time."""
+        parts: dict[str, list[float]] = {"statistics": [], "loss": [], "embed": [], "embed_gradient": []}
+        of_unit = self.hardware.unit_overhead
+        for size, end in zip(sizes, itertools.accumulate(sizes), strict=True):
+            span = self._span(end - size, end)
+            head, embedding = self._whole_head(span), self._whole_embedding(span)
+            parts["statistics"].append(head.forward / self.num_ranks + of_unit)
+            parts["loss"].append((head.total - head.forward) / self.num_ranks + of_unit)
+            parts["embed"].append(embedding.forward / self.num_ranks + of_unit)
+            parts["embed_gradient"].append((embedding.total - embedding.forward) / self.num_ranks + of_unit)
+        return {name: [row] * self.num_stages for name, row in parts.items()}
 
     def _head_seconds(self, span: Span, floor: bool = True) -> PassSeconds:
+        """The head as far as the last stage has it."""
+        if self._spreads:
+            return _NOTHING
+        if self.profile is not None and self.layout.head_in_loss:
+            return _NOTHING._replace(forward=self._whole_head(span, floor).total)
+        return self._whole_head(span, floor)
+
+    def _whole_head(self, span: Span, floor: bool = True) -> PassSeconds:
         """The head: F, I and W are each a product, and logits written and read in fp32."""
         if self.profile is not None:
-            passes = self._measured(self.profile.head, span, floor)
-            return _NOTHING._replace(forward=passes.total) if self.layout.head_in_loss else passes
+            return self._measured(self.profile.head, span, floor)
         hw, words = self.hardware, self.model.vocab / self._shards * span.tokens
         each = 2 * self.model.hidden * words / (hw.peak * hw.linear_efficiency) + 2 * 4 * words / hw.bandwidth
         return PassSeconds(each, each, each, 2 * each, 0.0 if self.layout.head_in_loss else each)
 
     def _embedding_seconds(self, span: Span, floor: bool = True) -> PassSeconds:
+        """The embedding as far as the first stage has it."""
+        return _NOTHING if self._spreads else self._whole_embedding(span, floor)
+
+    def _whole_embedding(self, span: Span, floor: bool = True) -> PassSeconds:
         """The embedding, whose traffic counts only where it was measured."""
         return _NOTHING if self.profile is None else self._measured(self.profile.embedding, span, floor)
 
     def split(self, num_segments: int, *, mix: float = 1.0, multiple_of: int = 1) -> list[int]:
         """Segment sizes of equal time of F and B together, by this model's rates, mixed with equal length."""
+        costs = self._piece_seconds
+        return partition_sequence(
+            self.seq_len, num_segments, strategy="profiled", costs=costs, mix=mix, multiple_of=multiple_of
+        )
+
+    @cached_property
+    def _piece_seconds(self) -> list[float]:
+        """F and B of equal pieces of the sequence."""
         pieces = min(self.seq_len, _PIECES)
         bounds = [self.seq_len * i // pieces for i in range(pieces + 1)]
         costs = []
@@ -286,9 +325,7 @@ class CostModel:
             layer, collectives = self._layer_work(span)
             head, embedding = (of(span, floor=False) for of in (self._head_seconds, self._embedding_seconds))
             costs.append(self.model.layers * (layer.total + 2 * collectives) + head.total + embedding.total)
-        return partition_sequence(
-            self.seq_len, num_segments, strategy="profiled", costs=costs, mix=mix, multiple_of=multiple_of
-        )
+        return costs
 
     def balanced_layers(self) -> tuple[int, ...]:
         """Layers of each stage such that the slowest stage, the one with the head included, is as fast as can be."""
@@ -346,10 +383,12 @@ class CostModel:
         optimizer = [0.0] * schedule.num_ranks
         for rank, value in zip(schedule.rank_of_stage, self.optimizer_seconds(), strict=True):
             optimizer[rank] += value
+        statistics = [_STATISTICS_BYTES * size // self.layout.context for size in sizes] if self._spreads else 0
         return Costs(
             **self.unit_seconds(sizes)._asdict(),
+            **(self.shard_seconds(sizes) if self._spreads else {}),
             **(self.moving_seconds(sizes) if moves else {}),
-            links=Links(latencies, rates, message_bytes=self.message_bytes(sizes)),
+            links=Links(latencies, rates, message_bytes=self.message_bytes(sizes), statistics_bytes=statistics),
             optimizer=optimizer,
         )
 
@@ -365,6 +404,9 @@ class CostModel:
         m, h = self.model, self.model.hidden
         dense = 2 * h * self._q + 2 * h * self._g + 2 * h + (h * m.experts if m.experts > 1 else 0)
         layer = dense / self.layout.tensor + 3 * h * m.ffn * m.experts / self.layout.expert / self.layout.tensor
+        if self._spreads:  # a shard of each, on the first stage of every rank
+            of_rank = (2 - m.tied) * h * m.vocab / self.num_ranks / self.layout.tensor
+            return self.layers[stage] * layer + (stage < self.num_ranks) * of_rank
         ends = (stage == 0) + (stage == self.num_stages - 1)
         if m.tied and self.num_stages == 1:
             ends = 1
@@ -410,7 +452,8 @@ class CostModel:
             kv_gradients=[math.ceil(n * self.seq_len * gradient_slot) for n in self.layers],
             weights=[math.ceil(n * (hw.element_bytes + hw.gradient_bytes)) for n in parameters],
             optimizer=[math.ceil(n * hw.optimizer_bytes / self.layout.data) for n in parameters],
-            logits=math.ceil(self._logit_bytes(max(sizes))) if self.layout.head_in_loss else 0,
+            logits=math.ceil(self._logit_bytes(max(sizes))) if self.layout.head_in_loss and not self._spreads else 0,
+            shard_logits=self._shard_logits(sizes),
             staying=self._staying_bytes(sizes, rank_of_stage),
         )
 
@@ -424,6 +467,14 @@ class CostModel:
                 row[0] += math.ceil(layers * self.seq_len * self._cache_bytes()[0])
         return held
 
+    def least_bytes(self, sizes: Sequence[int]) -> float:
+        """What no order can go below: weights and one micro-batch, in the mean over the ranks."""
+        hw = self.hardware
+        state = hw.element_bytes + hw.gradient_bytes + hw.optimizer_bytes / self.layout.data
+        static = state * sum(map(self.parameters, range(self.num_stages)))
+        held = (1 + hw.allocator_reserve) * sum(map(sum, self._unit_bytes(sizes)[0]))
+        return (static + held) / self.num_ranks
+
     def unit_memory(
         self, sizes: Sequence[int], rank_of_stage: Sequence[int], slot_tokens: int | None = None
     ) -> StepMemory:
@@ -432,13 +483,20 @@ class CostModel:
         tables, slot_tokens = self._unit_bytes(sizes), slot_tokens or self.seq_len
         staying, (forward, backward) = self._staying_bytes(sizes, rank_of_stage), self._work_bytes(sizes)
         if not self._releases(slot_tokens):
-            return StepMemory(*tables, staying=staying, forward_work=forward, backward_work=backward)
+            return StepMemory(
+                *tables,
+                staying=staying,
+                forward_work=forward,
+                backward_work=backward,
+                shard_logits=self._shard_logits(sizes),
+            )
         row, gradient_row = self._cache_bytes()
         return StepMemory(
             *tables,
             staying=staying,
             forward_work=forward,
             backward_work=backward,
+            shard_logits=self._shard_logits(sizes),
             kv_rows=[[math.ceil(layers * size * row) for size in sizes] for layers in self.layers],
             kv_gradient_rows=[[math.ceil(layers * size * gradient_row) for size in sizes] for layers in self.layers],
         )
@@ -447,7 +505,8 @@ class CostModel:
         """Inputs that a stage of the same rank handed over, and gradients of the last stage's output that a loss
         within F has left. Each is as large as a message."""
         tensors = [stage > 0 and rank_of_stage[stage - 1] == rank_of_stage[stage] for stage in range(self.num_stages)]
-        left = [self.layout.head_in_loss and stage + 1 == self.num_stages for stage in range(self.num_stages)]
+        in_loss = self.layout.head_in_loss and not self._spreads
+        left = [in_loss and stage + 1 == self.num_stages for stage in range(self.num_stages)]
         messages = self.message_bytes(sizes)
         return [[(a + b) * message for message in messages] for a, b in zip(tensors, left, strict=True)]
 
@@ -474,13 +533,15 @@ class CostModel:
         """[stage][segment] bytes: of a layer per token and per token of its prefix, and of the last stage's head."""
         per_token, last = self.hardware.activation_factor * layer / self._shards, self.num_stages - 1
         segments = list(zip(sizes, itertools.accumulate(sizes), strict=True))
-        return [
-            [
-                math.ceil(layers * (per_token * n + prefix * end) + (head * n if s == last else 0.0))
+        kinds = [(layers, s == last) for s, layers in enumerate(self.layers)]
+        rows = {
+            (layers, is_last): [
+                math.ceil(layers * (per_token * n + prefix * end) + (head * n if is_last else 0.0))
                 for n, end in segments
             ]
-            for s, layers in enumerate(self.layers)
-        ]
+            for layers, is_last in dict.fromkeys(kinds)
+        }
+        return [rows[kind] for kind in kinds]
 
     def _measured_bytes(
         self, profile: Profile, sizes: Sequence[int]
@@ -504,6 +565,8 @@ class CostModel:
         backward: list[list[int]] = []
         for stage in range(self.num_stages):
             ends = {"embedding": stage == 0, "head": stage == self.num_stages - 1}
+            if self._spreads:
+                ends = dict.fromkeys(ends, False)
             parts = [part for name, part in self.profile.parts().items() if ends.get(name, True)]
             of_forward = [[part.forward_workspace(size) for part in parts] for size in sizes]
             if self.layout.head_in_loss and ends["head"] and self.profile.head is not None:
@@ -520,6 +583,10 @@ class CostModel:
             return self.profile.layer.kv_bytes, self.profile.layer.kv_gradient_bytes
         row = 2 * self._g / self._shards
         return row * self.hardware.element_bytes, row * 4
+
+    def _shard_logits(self, sizes: Sequence[int]) -> int | list[int]:
+        """Logits of a shard of the vocabulary, by segment; 0 where the last stage has the head."""
+        return [math.ceil(self._logit_bytes(size) / self.num_ranks) for size in sizes] if self._spreads else 0
 
     def _logit_bytes(self, tokens: int) -> float:
         """Logits, their fp32 copy, and its gradient."""
@@ -555,7 +622,7 @@ class CostModel:
             work = 0.0 if self.layout.recompute == "none" else self._saved_bytes("none") * longest / self._shards
             if self.profile is not None:
                 work = with_work[rank] - peaks.total[rank]
-            elif self.num_stages - 1 in stages and self.layout.head_in_loss:
+            elif self.num_stages - 1 in stages and self.layout.head_in_loss and not self._spreads:
                 work = max(work, self._logit_bytes(longest))
             live = peaks.total[rank] - peaks.receive[rank]
             rows = min(live, peaks.kv[rank])
@@ -596,4 +663,5 @@ class CostModel:
 
 
 _NOTHING = PassSeconds(0.0, 0.0, 0.0, 0.0)
+_STATISTICS_BYTES = 12  # of a token: a maximum, a sum of exponentials, the target's logit
 _PIECES = 1024  # of the sequence whose costs a split balances

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout, Plan, StepLength
-from seq1f1b.planning.cost import CostModel, RankBytes
-from seq1f1b.planning.fitting import Made, fit_under, order_for_costs
+from seq1f1b.planning.cost import CostModel, RankBytes, Span
+from seq1f1b.planning.fitting import Made, fit_under, order_for_costs, order_with_remedies
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.schedule import Costs, Family, Schedule, build_schedule
 from seq1f1b.view.table import rounded
@@ -81,6 +81,7 @@ class Candidate(NamedTuple):
     recompute: str
     balance: int  # length of the sequences at which all stages take the same time, head included; 0: as many layers
     remedies: tuple[str, ...] = ()  # what single units do until the order fits: of REMEDIES
+    vocabulary: str = "ends"  # of Layout
 
     def __str__(self) -> str:
         return f"{self.family.name} with {self.counts}"
@@ -89,6 +90,8 @@ class Candidate(NamedTuple):
     def counts(self) -> str:
         """All but the family."""
         said = [f"k {self.num_segments}", f"v {self.stages_per_rank}", f"recompute {self.recompute}"]
+        if self.vocabulary == "ranks":
+            said.append("vocabulary over the ranks")
         return ", ".join(said + [f"{remedy} by units" for remedy in self.remedies])
 
 
@@ -124,8 +127,10 @@ class Pricing:
         self.model, self.hardware, self.lengths, self.layout = model, hardware, lengths, layout
         self.num_ranks, self.num_microbatches, self.optimizer_sync = num_ranks, num_microbatches, optimizer_sync
         self.num_simulated = 0
-        self._costs: dict[tuple[int, str, int, int], CostModel] = {}
-        self._sizes: dict[tuple[int, int, float, str], list[int]] = {}
+        self.units_priced = 0  # of all ranks, in F and B
+        self._bounds: dict[tuple[Any, ...], float] = {}
+        self._costs: dict[tuple[int, str, int, int, str], CostModel] = {}
+        self._sizes: dict[tuple[int, int, float, str, str], list[int]] = {}
         self._orders: dict[tuple[str, int, int], Schedule] = {}  # that do not depend on costs
         self._few: dict[tuple[str, int, int], Schedule] = {}  # these orders with few places, where asked for
         self._rules: dict[tuple[str, int, int], str | None] = {}
@@ -169,9 +174,9 @@ class Pricing:
 
     def _cost(self, candidate: Candidate, seq_len: int) -> CostModel:
         v, balance = candidate.stages_per_rank, candidate.balance
-        key = (v, candidate.recompute, balance, seq_len)
+        key = (v, candidate.recompute, balance, seq_len, candidate.vocabulary)
         if key not in self._costs:
-            layout = replace(self.layout, recompute=candidate.recompute, layers=None)
+            layout = replace(self.layout, recompute=candidate.recompute, layers=None, vocabulary=candidate.vocabulary)
             if balance:
                 balanced = self._cost_of_layout(balance, v, layout, self.hardware)
                 layout = replace(layout, layers=balanced.balanced_layers())
@@ -185,7 +190,7 @@ class Pricing:
         return any(self._cost(candidate._replace(balance=x), self.longest).layers == layers for x in before)
 
     def _split(self, candidate: Candidate, seq_len: int) -> list[int]:
-        key = (seq_len, candidate.num_segments, candidate.mix, candidate.recompute)
+        key = (seq_len, candidate.num_segments, candidate.mix, candidate.recompute, candidate.vocabulary)
         if key not in self._sizes:
             step = math.lcm(self.layout.tensor * self.layout.context, 128)
             if seq_len < 8 * step * candidate.num_segments:
@@ -203,6 +208,14 @@ class Pricing:
         return self._mean(self._bound(candidate, each.seq_len) for each in self.lengths)
 
     def _bound(self, candidate: Candidate, seq_len: int) -> float:
+        """The least seconds of the steps of one length."""
+        splits = candidate.family.splits_backward
+        key = (candidate._replace(family=None, remedies=()), splits, seq_len)  # type: ignore[arg-type]
+        if key not in self._bounds:
+            self._bounds[key] = self._find_bound(candidate, seq_len)
+        return self._bounds[key]
+
+    def _find_bound(self, candidate: Candidate, seq_len: int) -> float:
         """The least seconds of the steps of one length.
 
         A step takes at least the mean of the ranks' work, and at least the work of each stage. If steps do not overlap,
@@ -218,8 +231,10 @@ class Pricing:
             tables_up = zip(seconds.backward, seconds.input, strict=True)
             way_up = [[min(b, i) for b, i in zip(*rows, strict=True)] for rows in tables_up]
         optimizer = cost.optimizer_seconds()
+        shards = cost.shard_seconds(self._split(candidate, seq_len)) if candidate.vocabulary == "ranks" else {}
+        of_shards = self.num_microbatches * sum(sum(table[0]) for table in shards.values())
         work = [[self.num_microbatches * sum(row) for row in part] for part in (seconds.forward, backward, way_up)]
-        least = (sum(work[0]) + sum(work[1]) + sum(optimizer)) / self.num_ranks
+        least = (sum(work[0]) + sum(work[1]) + sum(optimizer)) / self.num_ranks + of_shards
         down, up = optimizer[0], 0.0
         for stage, (forward, back, back_up) in enumerate(zip(*work, strict=True)):
             least = max(least, optimizer[stage] + forward + back)
@@ -229,8 +244,24 @@ class Pricing:
             up += way_up[stage][0]
         return least
 
-    def consider(self, candidate: Candidate, fitting: list[Found], cap: int, best: int, within: float) -> None:
-        """Prices a candidate unless it cannot be among the best; keeps it if it fits and is."""
+    def fill_tokens(self) -> int:
+        """Tokens from which on a segment fills the device: its time per token is at most twice that of a long one."""
+        cost = self._cost_of_layout(self.longest, 1, self.layout, self.hardware)
+        sizes = [1 << i for i in range(5, 21)]
+        found = cost.seconds_of([Span(size, 0.0, size) for size in sizes])
+        rates = [(f + b) / n for f, b, n in zip(found.forward[0], found.backward[0], sizes, strict=True)]
+        return next(n for n, rate in zip(sizes, rates, strict=True) if rate <= 2 * rates[-1])
+
+    def num_units(self, candidate: Candidate) -> int:
+        """F and B of all ranks."""
+        return 2 * self.num_ranks * candidate.stages_per_rank * self.num_microbatches * candidate.num_segments
+
+    def consider(self, candidate: Candidate, fitting: list[Found], cap: int, best: int, within: float) -> float | None:
+        """Prices a candidate unless it cannot be among the best; keeps it if it fits and is.
+
+        Returns:
+            Its seconds, where it was priced and fits.
+        """
         name, bound = candidate.family.name, self.bound(candidate)
         limit = within * fitting[0].seconds if fitting else math.inf
         if len(fitting) >= best:
@@ -238,27 +269,43 @@ class Pricing:
         if bound >= limit:
             if bound < self._slower.get(name, (math.inf, True))[0]:
                 self._slower[name] = (bound, True)
-            return
+            return None
         found = self._price(candidate, cap)
+        self.units_priced += self.num_units(candidate)
         if found is None:
-            return  # it fits without its remedies, and so does the candidate without
+            return None  # it fits without its remedies, and so does the candidate without
         if isinstance(found, int):
             if found < self._least.get(name, (math.inf, candidate))[0]:
                 self._least[name] = (found, candidate)
-            return
+            return None
         if found.seconds < self._slower.get(name, (math.inf, True))[0] or self._slower[name][1]:
             self._slower[name] = (found.seconds, False)
-        alike = [other for other in fitting if other.candidate._replace(mix=candidate.mix) == candidate]
+        alike = [other for other in fitting if self._is_alike(other, found)]
         if any(other.place <= found.place for other in alike):
-            return  # another mix of the same is as good
+            return found.seconds  # another split or name of the same is as good
         fitting[:] = [other for other in fitting if other not in alike]
         fitting.append(found)
         fitting.sort(key=lambda each: each.place)
         fitting[:] = [each for each in fitting[:best] if each.seconds <= within * fitting[0].seconds]
+        return found.seconds
+
+    @staticmethod
+    def _is_alike(one: Found, other: Found) -> bool:
+        """Whether they differ in the split, or the family's name, alone."""
+        of_other = other.candidate._replace(mix=one.candidate.mix)
+        if one.candidate == of_other:
+            return True
+        counts = one.candidate._replace(family=of_other.family, remedies=of_other.remedies)
+        return counts == of_other and one.made.schedule == other.made.schedule
 
     def _price(self, candidate: Candidate, cap: int) -> Found | int | None:
         """The candidate simulated, or the bytes that it needs where they are more than the cap; None: it fits without
         the remedies that it has."""
+        if candidate.remedies and "cap_bytes" in candidate.family.options:
+            searched = self._search_with_remedies(candidate, cap)
+            if searched is None:
+                return None
+            return self._simulated(candidate, searched) if searched.peak <= cap else searched.peak
         made = self._order(candidate, cap if not candidate.remedies else math.inf)
         choices = [made]
         if made.peak > cap:
@@ -275,7 +322,7 @@ class Pricing:
     def _with_few_places(self, candidate: Candidate, made: Made) -> list[Made]:
         """The order with one place beyond those that it needs, if that is another number than by time."""
         schedule = made.schedule.replace(prefetch=1)
-        if "costs" not in candidate.family.options:
+        if "costs" not in candidate.family.options and candidate.vocabulary == "ends":
             schedule = self._few.setdefault(_order_key(candidate), schedule)
         if schedule.places == made.schedule.places:
             return []
@@ -292,6 +339,21 @@ class Pricing:
         seconds = self._mean(periods)
         bubble = self._mean(period * share for period, (_, share) in zip(periods, runs, strict=True)) / seconds
         return Found(candidate, periods, seconds, bubble, made)
+
+    def _search_with_remedies(self, candidate: Candidate, cap: int) -> Made | None:
+        """The order and what its units give up, of a family that takes costs and a cap; None: it needs no remedy."""
+        cost, sizes = self._cost(candidate, self.longest), self._split(candidate, self.longest)
+
+        def build(options: dict[str, Any]) -> Schedule:
+            return self._build(candidate, options)
+
+        def fit(made: Made) -> Made:
+            return self._fit(candidate, made, cap)
+
+        def seconds(schedule: Schedule) -> float:
+            return self._mean(period for period, _ in self._periods(candidate, schedule))
+
+        return order_with_remedies(candidate.family, cost, sizes, cap, build, fit, seconds)
 
     def _fit(self, candidate: Candidate, made: Made, cap: int) -> Made:
         """The order in which units recompute, or move, until it fits, for the longest sequences."""
@@ -312,7 +374,7 @@ class Pricing:
         most of any length."""
         cost, sizes = self._cost(candidate, self.longest), self._split(candidate, self.longest)
         if "costs" not in candidate.family.options:
-            schedule = self._shared_order(candidate)
+            schedule = self._spread(candidate, self._shared_order(candidate))
             made = Made(schedule, {}, cost.rank_bytes(schedule, sizes))
         else:
 
@@ -339,6 +401,20 @@ class Pricing:
         return self._cost_of_layout(seq_len, candidate.stages_per_rank, cost.layout, hardware)
 
     def _build(self, candidate: Candidate, options: Mapping[str, Any]) -> Schedule:
+        return self._spread(candidate, self._build_plain(candidate, options))
+
+    def _spread_seconds(self, candidate: Candidate) -> dict[str, Any]:
+        """By which the passes of a vocabulary over the ranks find their places; {} where it is not."""
+        if candidate.vocabulary != "ranks":
+            return {}
+        cost, sizes = self._cost(candidate, self.longest), self._split(candidate, self.longest)
+        return cost.unit_seconds(sizes)._asdict() | cost.shard_seconds(sizes)
+
+    def _spread(self, candidate: Candidate, schedule: Schedule) -> Schedule:
+        seconds = self._spread_seconds(candidate)
+        return schedule.spread_vocabulary(costs=Costs(**seconds), embedding=True) if seconds else schedule
+
+    def _build_plain(self, candidate: Candidate, options: Mapping[str, Any]) -> Schedule:
         return build_schedule(
             candidate.family.name,
             num_ranks=self.num_ranks,
@@ -353,7 +429,7 @@ class Pricing:
         alone. The oldest kept ones go first."""
         key = _order_key(candidate)
         if key not in self._orders:
-            self._orders[key] = self._build(candidate, {})
+            self._orders[key] = self._build_plain(candidate, {})
             while len(self._orders) > 1 and sum(map(self._num_units, self._orders)) > _MOST_KEPT:
                 oldest = next(iter(self._orders))
                 del self._orders[oldest]
@@ -401,6 +477,15 @@ class Pricing:
                 terms.append(Uncertain(name, *ends, *changes))
         return tuple(sorted(terms, key=lambda term: -max(abs(term.change_at_low), abs(term.change_at_high))))
 
+    @staticmethod
+    def as_uncertain(found: Found, terms: Iterable[Uncertain], like: Found) -> tuple[Uncertain, ...]:
+        """The terms of another plan, taken to move this one by the same share."""
+        scale = found.seconds / like.seconds
+        return tuple(
+            each._replace(change_at_low=scale * each.change_at_low, change_at_high=scale * each.change_at_high)
+            for each in terms
+        )
+
     def plan(self, found: Found, cap: int, uncertain: tuple[Uncertain, ...]) -> Plan:
         faster = math.hypot(*(max(0.0, -term.change_at_low, -term.change_at_high) for term in uncertain))
         slower = math.hypot(*(max(0.0, term.change_at_low, term.change_at_high) for term in uncertain))
@@ -446,7 +531,21 @@ class Pricing:
             prefetch=schedule.prefetch,
             lengths=tuple(lengths) if len(lengths) > 1 else (),
             units=schedule.cell_kinds() if candidate.remedies else (),
+            spread=self._spread_seconds(candidate),
         )
+
+    def share_again(self, found: Found) -> float:
+        """The share of the step in which ranks compute what they had computed before, or wait for the tier."""
+        candidate, kept = found.candidate, []
+        for each in self.lengths:
+            cost = self._cost(candidate._replace(recompute="none"), each.seq_len)
+            seconds = cost.unit_seconds(self._split(candidate, each.seq_len))
+            backward = [seconds.backward]
+            if "W" in found.made.schedule.kinds:
+                backward = [seconds.input, seconds.weight]
+            work = sum(sum(map(sum, table)) for table in (seconds.forward, *backward))
+            kept.append((self.num_microbatches * work + sum(cost.optimizer_seconds())) / self.num_ranks)
+        return max(0.0, 1 - found.bubble - self._mean(kept) / found.seconds)
 
     def explain_nothing(self, cap: int) -> str:
         """Why there is no plan."""
@@ -471,13 +570,16 @@ class Pricing:
             for name, (peak, candidate) in self._least.items()
         }
         reasons |= too_large
-        last = rounded(slowest)
         for name, (seconds, is_bound) in self._slower.items():
-            reason = f"slower: {'at least ' if is_bound else ''}{rounded(seconds)} s against {last} s"
-            if not is_bound and rounded(seconds) == last:
-                reason = f"slower: as fast as the last to three digits, {last} s"
-                if f"{seconds:.4g}" == f"{slowest:.4g}":
-                    reason = f"as fast: {last} s like the last, in more memory"
+            digits = next((n for n in (3, 4) if f"{seconds:.{n}g}" != f"{slowest:.{n}g}"), None)
+            if digits is None:
+                last = rounded(slowest)
+                reason = (
+                    f"as fast: {last} s like the last, in more memory" if not is_bound else f"slower: than {last} s"
+                )
+            else:
+                texts = [rounded(x, digits) for x in (seconds, slowest)]
+                reason = f"slower: {'at least ' if is_bound else ''}{texts[0]} s against {texts[1]} s"
             reasons[name] = f"{reason}; or {too_large[name]}" if name in too_large else reason
         return reasons
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,8 +23,17 @@ from seq1f1b.view.table import rounded, table_text
 __all__ = ["PlanSearch", "Uncertain", "search_plans"]
 
 _MIXES = (0.75, 0.5, 0.0)  # tried on the best orders beside 1; between them lie the optima of StateFlow's measurements
-_ONLY_BY_NAME = ("auto",)
-_NOT_TRIED = "not tried: it searches for seconds per candidate, ask for it by name"
+_FINER = (0.125, 0.0625)  # then to both sides of the best one's
+_FIRST_SEGMENTS = (1, 2, 4, 8, 16)  # tried with every family; more of them with those that did well, while that helps
+_LEAST_GAIN = 0.002  # share of the step; what gains less is not looked for
+_MOST_OF_ROUND = 500_000  # units, F and B, that are priced for one number of segments beyond the first ones
+_MOST_UNCERTAIN = 40_000  # units of the best plans that are simulated at the ends of each term
+_MOST_SPREAD = 3  # plans that are also tried with the vocabulary over the ranks
+_MOST_OF_AUTO = 40_000  # units of all orders that are searched for unless auto is asked for: a second or two
+_OTHERS = {
+    "slimpipe": "not tried: its order is that of seq1f1b-interleaved, whose ranks also even out attention",
+}
+"""Families that are tried by name alone, and why."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,7 @@ class PlanSearch:
         uncertain: terms of the best plan that move it most, largest first.
         fallen: why each family without a plan among the best fell out.
         num_candidates, num_simulated: how many were looked at, and simulated.
+        next_step: what would help next, in one line.
     """
 
     plans: tuple[Plan, ...]
@@ -42,6 +53,7 @@ class PlanSearch:
     fallen: Mapping[str, str]
     num_candidates: int
     num_simulated: int
+    next_step: str
 
     def to_json(self) -> str:
         """All of it."""
@@ -54,6 +66,7 @@ class PlanSearch:
                 "fallen": dict(self.fallen),
                 "candidates": self.num_candidates,
                 "simulated": self.num_simulated,
+                "next_step": self.next_step,
             },
             indent=1,
         )
@@ -71,6 +84,7 @@ class PlanSearch:
             f"cap {first.cap / GIB:.1f} GiB; {self.num_candidates} candidates, {self.num_simulated} simulated",
             "",
             *table_text(self._rows()).splitlines(),
+            *_list("k", [self._legend()]),
             "",
             "GiB of each rank + what is left of the cap:",
         ]
@@ -96,6 +110,7 @@ class PlanSearch:
             f"{term.change_at_low:+.2g} s .. {term.change_at_high:+.2g} s"
             for term in self.uncertain[:3]
         ]
+        lines += _list("next:", [self.next_step])
         if verbose:
             lines += ["left out:", *(f"   {name}: {reason}" for name, reason in self.fallen.items())]
         elif self.fallen:
@@ -104,13 +119,38 @@ class PlanSearch:
             lines.append(f"left out: {counts} (--verbose says why)")
         return "\n".join(lines)
 
+    def _legend(self) -> str:
+        """What the heads of the table mean, as far as it has them."""
+        says = ["segments of a sequence"]
+        if any(plan.stages_per_rank > 1 for plan in self.plans):
+            says.append("v stages of a rank")
+        if any(plan.mix != 1 for plan in self.plans):
+            says.append("mix 1 segments of equal time, 0 of equal length")
+        if any(plan.layout.vocabulary != "ends" for plan in self.plans):
+            says.append("vocab: embedding and head at the ends, or over the ranks")
+        return "; ".join([*says, "GiB of the fullest rank"])
+
     def _rows(self) -> list[tuple[str, ...]]:
         """A head and a row for each plan; what is the same usual value in all is left empty."""
         shows_stages = any(plan.stages_per_rank > 1 for plan in self.plans)
         shows_mix = any(plan.mix != 1 for plan in self.plans)
+        shows_vocabulary = any(plan.layout.vocabulary != "ends" for plan in self.plans)
         shows_recompute = any(plan.layout.recompute != "none" or _share(plan, "R") for plan in self.plans)
         shows_moved = any(_share(plan, "L") for plan in self.plans)
-        head = ("   schedule", "k", "v", "mix", "recompute", "moved", "step s", "interval", "bubble", "tokens/s", "GiB")
+        head = (
+            "   schedule",
+            "k",
+            "v",
+            "mix",
+            "vocab",
+            "recompute",
+            "moved",
+            "step s",
+            "interval",
+            "bubble",
+            "tokens/s",
+            "GiB",
+        )
         return [
             head,
             *(
@@ -119,6 +159,7 @@ class PlanSearch:
                     str(plan.num_segments),
                     str(plan.stages_per_rank) if shows_stages else "",
                     f"{plan.mix:.2f}" if shows_mix else "",
+                    plan.layout.vocabulary if shows_vocabulary else "",
                     _share(plan, "R") or plan.layout.recompute if shows_recompute else "",
                     _share(plan, "L") if shows_moved else "",
                     rounded(plan.seconds),
@@ -171,6 +212,7 @@ def search_plans(
     stages_per_rank: Sequence[int] = (1, 2, 4),
     recompute: Sequence[str] | None = None,
     remedies: Sequence[str] = ("recompute",),
+    vocabulary: str = "any",
     best: int = 5,
     within: float = 1.2,
     progress: Callable[[int, int], None] | None = None,
@@ -183,6 +225,10 @@ def search_plans(
     segments of equal length. What cannot be faster than those
     found, by its busiest rank and the way to it, is not simulated.
 
+    Where no numbers of segments are asked for, the search doubles them as long as the best plan, or the need of memory,
+    lies at the end of the range, and until segments no longer fill the device; then it looks between the last ones.
+    ``auto`` searches an order for the best plans' own costs and cap.
+
     Args:
         seq_len: tokens of every sequence.
         lengths: in place of it, how many sequences have each number of tokens. All sequences of one step have the same
@@ -194,13 +240,15 @@ def search_plans(
             has fewer layers, or as many as the others.
         optimizer_sync: whether the optimizer waits until all ranks are through with the step, as a norm over all
             stages makes it. Otherwise each rank goes on by itself, and orders that end early on some ranks gain.
-        names: families; None: all but ``auto``, whose own search takes seconds per candidate.
+        names: families; None: all, each with the segments of its source, and ``auto`` for the best of them.
             ``1f1b`` and ``gpipe`` with several segments pass them on one by one and still hold whole micro-batches.
-        segments: numbers of segments; None: powers of two up to 16.
+        segments: numbers of segments; None: as many as help.
         recompute: None: all, or "none" with a profile, which measured stages as they are.
         remedies: what single units may do in an order that would not fit, and that recomputes nothing else: one or both
             of "recompute" (their forward runs once more, before their backward) and "offload" (what they save moves to
             the tier of the machine). Which units do is chosen for the cap; with both, each way is tried alone, too.
+        vocabulary: "any": the best plans are also tried with the vocabulary over the ranks; "ends": it stays with the
+            first and the last stage.
         best, within: how many plans to return at most, none slower than ``within`` times the fastest.
         progress: called with what is done and how much there is: of the candidates, of the splits of the best, of the
             plans whose uncertain terms are tried.
@@ -220,50 +268,185 @@ def search_plans(
         _wanted_segments(segments, grouped[0].seq_len),
         _wanted_recompute(recompute, hardware),
         _wanted_remedies(remedies, hardware),
+        is_free=not names,
+        spreads=_may_spread(model, num_ranks, layout or Layout(), vocabulary),
     )
-    candidates = wanted.candidates(pricing.balances)
-    fitting = _best_that_fit(pricing, candidates, cap, best, within, progress)
-    terms = []
+    tries = _Tries(pricing, cap, best, within, progress)
+    _try_all(tries, wanted, grouped[0].seq_len if segments is None else 0)
+    fitting = tries.fitting
+    is_small = sum(pricing.num_units(found.candidate) for found in fitting) <= _MOST_UNCERTAIN
+    terms: list[tuple[Uncertain, ...]] = []
     for done, found in enumerate(fitting):
         if progress is not None:
             progress(done, len(fitting))
-        terms.append(pricing.uncertain(found))
+        terms.append(
+            pricing.uncertain(found) if done == 0 or is_small else pricing.as_uncertain(found, terms[0], fitting[0])
+        )
     plans = tuple(pricing.plan(found, cap, moved) for found, moved in zip(fitting, terms, strict=True))
     shown = {plan.schedule for plan in plans}
     fallen = {name: why for name, why in pricing.reasons(plans[-1].seconds).items() if name not in shown}
     if not names:
-        fallen |= dict.fromkeys(_ONLY_BY_NAME, _NOT_TRIED)
-    return PlanSearch(plans, terms[0], fallen, len(candidates), pricing.num_simulated)
+        fallen |= _OTHERS
+        if "auto" not in shown:
+            fallen.setdefault("auto", f"not tried: no order could gain {_LEAST_GAIN:.1%}, or all have too many units")
+    for name in (family.name for family in wanted.families):
+        if name not in shown:
+            fallen.setdefault(name, "not tried: no number of segments is left to it")
+    next_step = _next_step(pricing, fitting[0], is_limited=segments is not None, names=names)
+    return PlanSearch(plans, terms[0], fallen, tries.num_candidates, pricing.num_simulated, next_step)
 
 
-def _best_that_fit(
-    pricing: Pricing,
-    candidates: Sequence[Candidate],
-    cap: int,
-    best: int,
-    within: float,
-    progress: Callable[[int, int], None] | None,
-) -> list[Found]:
-    """Tries what could be fastest first, and then other splits of the best."""
-    fitting: list[Found] = []
+def _try_all(tries: _Tries, wanted: _Wanted, shortest: int) -> None:
+    """Tries what could be fastest first, and then other splits of the best. ``shortest``: tokens, of which there may be
+    more segments than wanted; 0: not."""
+    pricing = tries.pricing
+    first = tries.allowed(wanted.candidates(pricing.balances, wanted.segments))
+    tries.consider(first)
+    k, most = max(wanted.segments), 0
+    if shortest:
+        most = min(shortest, max(k, pricing.longest // pricing.fill_tokens()))
+    while 2 * k <= most and tries.goes_on(k):
+        k *= 2
+        tries.consider(tries.likeliest(tries.allowed(wanted.candidates(pricing.balances, [k]))), _MOST_OF_ROUND)
+    if not tries.fitting:  # equal segments need less: of equal time the first one is the longest by far
+        last = first if k == max(wanted.segments) else tries.allowed(wanted.candidates(pricing.balances, [k]))
+        tries.consider([each._replace(mix=0.0) for each in last if each.num_segments > 1], math.inf)
+    if not tries.fitting:
+        raise ValueError(pricing.explain_nothing(tries.cap))
+    if shortest and k > 4:
+        tries.consider(tries.between(most), _MOST_OF_ROUND)
+    tries.consider(tries.mixed(_MIXES), math.inf if not shortest else _MOST_OF_ROUND)
+    if shortest:
+        for finer in _FINER:
+            tries.consider(tries.finer(finer), _MOST_OF_ROUND)
+    if wanted.is_free:
+        tries.consider(tries.searched(), math.inf)
+    if wanted.spreads:
+        tries.consider(tries.spread(), _MOST_OF_ROUND)
 
-    def consider(tried: Sequence[Candidate]) -> None:
+
+class _Tries:
+    """What has been tried, and the best of it."""
+
+    def __init__(
+        self, pricing: Pricing, cap: int, best: int, within: float, progress: Callable[[int, int], None] | None
+    ) -> None:
+        self.pricing, self.cap, self.fitting = pricing, cap, list[Found]()
+        self._best, self._within, self._progress = best, within, progress
+        self._seconds: dict[Candidate, tuple[int, float]] = {}  # by all but k: at which it is fastest, and its seconds
+        self.num_candidates = 0
+        self._left_of_auto = _MOST_OF_AUTO
+
+    def allowed(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Those that can be built, the lowest bound first."""
+        self.num_candidates += len(candidates)
+        pricing = self.pricing
+        possible = [(candidate, i) for i, candidate in enumerate(candidates) if pricing.rule(candidate) is None]
+        known = sorted((pricing.bound(candidate), i) for candidate, i in possible if not pricing.is_repeated(candidate))
+        return [candidates[i] for _, i in known]
+
+    def consider(self, tried: Sequence[Candidate], most_units: float = math.inf) -> None:
+        """Prices candidates in turn, until so many units have been priced."""
+        begin = self.pricing.units_priced
         for done, candidate in enumerate(tried):
-            if progress is not None:
-                progress(done, len(tried))
-            pricing.consider(candidate, fitting, cap, best, within)
+            if self._progress is not None:
+                self._progress(done, len(tried))
+            if self.pricing.units_priced - begin >= most_units:
+                continue
+            seconds = self.pricing.consider(candidate, self.fitting, self.cap, self._best, self._within)
+            of = candidate._replace(num_segments=0, mix=1.0)
+            if seconds is not None and seconds < self._seconds.get(of, (0, math.inf))[1]:
+                self._seconds[of] = (candidate.num_segments, seconds)
 
-    possible = [(candidate, i) for i, candidate in enumerate(candidates) if pricing.rule(candidate) is None]
-    allowed = sorted((pricing.bound(candidate), i) for candidate, i in possible if not pricing.is_repeated(candidate))
-    wanted = [candidates[i] for _, i in allowed]
-    consider(wanted)
-    if not fitting:  # equal segments need less: of equal time the first one is the longest by far
-        consider([each._replace(mix=0.0) for each in wanted if each.num_segments > 1])
-    if not fitting:
-        raise ValueError(pricing.explain_nothing(cap))
-    mixed = [found.candidate._replace(mix=mix) for found in fitting for mix in _MIXES]
-    consider([candidate for candidate in mixed if candidate.num_segments > 1])
-    return fitting
+    def goes_on(self, k: int) -> bool:
+        """Whether more than k segments may help: nothing fits so far, or k are better than half of them."""
+        if not self.fitting:
+            return True
+        least = {True: math.inf, False: math.inf}
+        for at, seconds in self._seconds.values():
+            least[at == k] = min(least[at == k], seconds)
+        return least[True] <= least[False] * (1 - _LEAST_GAIN)
+
+    def likeliest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """The fastest first, by the bound and by what the same with other segments took over its bound; what has not
+        fitted yet is taken to stay behind by a tenth."""
+
+        def expected(candidate: Candidate) -> float:
+            bound, found = self.pricing.bound(candidate), self._seconds.get(candidate._replace(num_segments=0))
+            if found is None:
+                return 1.1 * bound
+            k, seconds = found
+            return bound * math.sqrt(max(1.0, seconds / self.pricing.bound(candidate._replace(num_segments=k))))
+
+        return sorted(candidates, key=expected)
+
+    def between(self, most: int) -> list[Candidate]:
+        """The best ones with numbers of segments that lie between those tried."""
+        numbers = [(found.candidate, k * found.candidate.num_segments // 4) for found in self.fitting for k in (3, 6)]
+        return self.allowed([each._replace(num_segments=k) for each, k in numbers if 4 < k <= most])
+
+    def mixed(self, mixes: Sequence[float]) -> list[Candidate]:
+        """The best ones with other splits."""
+        cut = [found.candidate for found in self.fitting if found.candidate.num_segments > 1]
+        return [each._replace(mix=mix) for each in cut for mix in mixes if mix != each.mix]
+
+    def finer(self, by: float) -> list[Candidate]:
+        """The best one with splits to both sides of its own."""
+        best = self.fitting[0].candidate
+        mixes = [best.mix - by, best.mix + by] if best.num_segments > 1 else []
+        return [best._replace(mix=mix) for mix in mixes if 0 <= mix <= 1]
+
+    def searched(self) -> list[Candidate]:
+        """Candidates of ``auto`` in place of the best ones."""
+        auto = next(family for family in families() if family.name == "auto")
+        found = list[Candidate]()
+        for each in self.fitting:
+            candidate = each.candidate._replace(family=auto)
+            if candidate not in found and self._may_gain(candidate) and self._may_search(candidate):
+                found.append(candidate)
+        return found
+
+    def _may_search(self, candidate: Candidate) -> bool:
+        """Whether another order may be searched for: all of them together have a bounded number of units."""
+        units = self.pricing.num_units(candidate)
+        if units > self._left_of_auto:
+            return False
+        self._left_of_auto -= units
+        return True
+
+    def _may_gain(self, candidate: Candidate) -> bool:
+        return self.pricing.bound(candidate) <= self.fitting[0].seconds * (1 - _LEAST_GAIN)
+
+    def spread(self) -> list[Candidate]:
+        """The best ones with the vocabulary over the ranks."""
+        found = list[Candidate]()
+        for each in self.fitting:
+            candidate = each.candidate._replace(vocabulary="ranks")
+            is_allowed = candidate.family.name != "auto" or self._may_search(candidate)
+            if len(found) < _MOST_SPREAD and is_allowed and self._may_gain(candidate):
+                found.append(candidate)
+        return found
+
+
+def _next_step(pricing: Pricing, best: Found, is_limited: bool, names: Sequence[str] | None) -> str:
+    """What would help most beyond the best plan, by where its time goes."""
+    again, k = pricing.share_again(best), best.candidate.num_segments
+    if again > max(best.bubble, 0.02):
+        return (
+            f"{again:.0%} of the step is computed twice: more ranks, or a higher context degree, leave room to keep it"
+        )
+    if best.bubble < 0.03:
+        return (
+            f"{best.bubble:.1%} of the step is bubble, the rest is work: more ranks or a higher context degree share it"
+        )
+    ways = []
+    if is_limited:
+        ways.append(f"segments beyond {k}" if k > 1 else "segments")
+    if names:
+        ways.append("another family (--schedules, the default tries all)")
+    tokens = pricing.longest // k
+    ways.append(f"more micro-batches in a step ({k} segments have {tokens} tokens)")
+    return f"{best.bubble:.1%} of the step is bubble: {', or '.join(ways)}"
 
 
 class _Wanted(NamedTuple):
@@ -274,8 +457,10 @@ class _Wanted(NamedTuple):
     segments: Sequence[int]
     recompute: Sequence[str]
     remedies: Sequence[tuple[str, ...]]
+    is_free: bool  # of families: none was named
+    spreads: bool  # whether the vocabulary may be spread over the ranks
 
-    def candidates(self, balances: Sequence[int]) -> list[Candidate]:
+    def candidates(self, balances: Sequence[int], segments: Sequence[int]) -> list[Candidate]:
         ways: list[tuple[str, tuple[str, ...]]] = [(kind, ()) for kind in self.recompute]
         if "none" in self.recompute:
             ways += [("none", remedies) for remedies in self.remedies]
@@ -283,23 +468,30 @@ class _Wanted(NamedTuple):
             Candidate(family, v, k, 1.0, kind, balance, remedies)
             for family in self.families
             for v in self.stages_per_rank
-            for k in self.segments
+            for k in segments
+            if not self.is_free or (k == 1) != family.has_segments
             for kind, remedies in ways
             for balance in balances
         ]
 
 
 def _wanted_families(names: Sequence[str] | None) -> list[Family]:
-    """Those named; else all but ``auto``."""
+    """Those named; else all but ``auto``, which comes last, and those that say nothing of their own."""
     known = {family.name: family for family in families()}
     for name in names or ():
         if name not in known:
             raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, known)}")
-    return [known[name] for name in names or (name for name in known if name not in _ONLY_BY_NAME)]
+    return [known[name] for name in names or (name for name in known if name not in (*_OTHERS, "auto"))]
+
+
+def _may_spread(model: ModelShape, num_ranks: int, layout: Layout, vocabulary: str) -> bool:
+    if vocabulary not in ("any", "ends"):
+        raise ValueError(f"vocabulary is {vocabulary!r}, must be 'any' or 'ends'")
+    return vocabulary == "any" and model.vocab > 0 and num_ranks > 1 and layout.head_in_loss
 
 
 def _wanted_segments(segments: Sequence[int] | None, shortest: int) -> Sequence[int]:
-    wanted = segments or [k for k in (1, 2, 4, 8, 16) if k <= shortest]
+    wanted = segments or [k for k in _FIRST_SEGMENTS if k <= shortest]
     if min(wanted) < 1 or max(wanted) > shortest:
         raise ValueError(f"segments are {list(wanted)}, must be in 1..{shortest}, the tokens of the shortest sequence")
     return wanted

@@ -16,6 +16,6 @@ def table_text(rows: Sequence[Sequence[str]]) -> str:
     return "".join(text.rstrip() + "\n" for text in texts)
 
 
-def rounded(value: float) -> str:
+def rounded(value: float, digits: int = 3) -> str:
     """Writes three digits, as many as the rates of a machine deserve: 12.3, 0.0123, 12300."""
-    return f"{float(f'{value:.3g}'):.10g}"
+    return f"{float(f'{value:.{digits}g}'):.10g}"

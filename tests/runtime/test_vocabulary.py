@@ -534,3 +534,39 @@ def make_differing(rank, pipe, options):
 def test_ranks_that_differ(tmp_path, options, shown):
     for message in in_processes(2, tmp_path, make_differing, options):
         assert message.startswith("loss_fn differs between the ranks of the pipeline: ") and shown in message
+
+
+def test_the_engine_runs_a_plan_with_its_vocabulary_over_the_ranks(tmp_path):
+    """The plan's file places S, T, E and G; losses are those of the whole model."""
+    from seq1f1b import ModelShape
+    from seq1f1b.planning.hardware import load_hardware
+    from seq1f1b.planning.search import search_plans
+
+    config = Config()
+    shape = ModelShape(hidden=32, layers=4, heads=4, kv_heads=4, ffn=32, vocab=29)
+    counts = {"seq_len": 16, "num_ranks": 2, "num_microbatches": 4, "within": 1e9, "best": 100}
+    some = {"names": ["seq1f1b"], "segments": [4], "stages_per_rank": [1], "recompute": ["none"]}
+    machine = dataclasses.replace(load_hardware("a100"), unit_overhead=0.0, launch=1e-9)  # the head is what takes long
+    plans = search_plans(shape, machine, **counts, **some).plans
+    plan = next(plan for plan in plans if plan.layout.vocabulary == "ranks")
+    plan.save(tmp_path / "plan.json")
+    model = whole_model(config)
+    tokens, target = batch(config, 4, 16, size=1)
+
+    def run(group):
+        stage = last_without_head(model, group.rank, 2, config)
+        if group.rank == 0:
+            stage.embedding = nn.Identity()
+        engine = PipelineEngine(
+            stage,
+            schedule=tmp_path / "plan.json",
+            loss_fn=head_of(model, group.rank, 2),
+            embedding=embedding_of(model, group.rank, 2),
+            loss=Loss(weight="microbatches"),
+            group=group,
+        )
+        assert engine.schedule == plan.build() and {"S", "T", "E", "G"} <= engine.schedule.kinds
+        return engine.step(tokens, target=target)
+
+    _, losses = run_ranks(2, run)
+    torch.testing.assert_close(torch.stack(losses), torch.stack(run_whole(model, tokens, target, 4)[0]))
