@@ -337,6 +337,10 @@ class _ModelCosts:
         sizes = self.work.segment_sizes
         if sizes is not None and sum(sizes) != self.seq_len:
             raise ValueError(f"segment_sizes holds {sum(sizes)} tokens, seq_len is {self.seq_len}")
+        if self.layout.vocabulary != "ends":
+            raise ValueError(
+                f"vocabulary is {self.layout.vocabulary!r}, must be 'ends': families are compared as they are"
+            )
 
     def options(self, family: Family, v: int, k: int) -> dict[str, Any]:
         return self.work.cap_option(family, v, k)

@@ -13,7 +13,7 @@ from seq1f1b.schedule import Costs, Family, Schedule, StepMemory
 __all__ = ["Made", "fit_under", "options_for_costs", "order_for_costs", "order_with_remedies"]
 
 _CAP_TRIES = 4  # orders for one cap
-_LEVELS = (1.0, 2.0, 0.5)  # what an order with remedies holds, of what 1F1B does beyond its first micro-batch
+_LEVELS = (1.0, 2.0, 4.0, 0.5)  # what an order with remedies holds, of what 1F1B does beyond its first micro-batch
 
 
 class Made(NamedTuple):
@@ -56,7 +56,7 @@ def order_for_costs(
     cache are its to change, what else a rank holds is taken as it was. Where none fits: the one that holds least.
     """
     takes_cap = "cap_bytes" in family.options and cap < math.inf
-    options = [options_for_costs(family, cost, sizes) | way for way in _ways(family)]
+    options = [options_for_costs(family, cost, sizes) | way for way in _ways(family, cost, sizes)]
     if takes_cap and cost.least_bytes(sizes) > cap:  # no order fits: this one holds about as little as any
         limits = {"unit_bytes": cost.held_bytes(sizes), "cap_bytes": _one_microbatch(cost, sizes)}
         options = [options[-1] | limits]
@@ -107,31 +107,28 @@ def order_with_remedies(
     build: Callable[[dict[str, Any]], Schedule],
     fit: Callable[[Made], Made],
     seconds: Callable[[Schedule], float],
-) -> Made | None:
+) -> Made:
     """The order of a family that takes a cap in bytes, with the units that give up what they saved: the fastest of
     orders that hold more or fewer micro-batches, each made to fit by ``fit``, the best one then searched again with
-    what its units compute twice. None: the order fits without remedies.
+    what its units compute twice.
     """
     options, held = options_for_costs(family, cost, sizes), cost.held_bytes(sizes)
     one, num_segments = _one_microbatch(cost, sizes), len(sizes)
     tried: list[tuple[float, int, Made]] = []
 
-    def consider(given: dict[str, Any]) -> bool:
+    def consider(given: dict[str, Any]) -> None:
         schedule = build(given)
         made = Made(schedule, given, cost.rank_bytes(schedule, sizes))
-        if made.peak <= cap:
-            return False
-        made = fit(made)
+        if made.peak > cap:
+            made = fit(made)
         tried.append((seconds(made.schedule) if made.peak <= cap else math.inf, made.peak, made))
-        return True
 
     def at_level(level: float) -> dict[str, Any]:
         share = 1 + level * (cost.num_ranks - 1) / num_segments
         return {"unit_bytes": held, "cap_bytes": [math.ceil(share * x) for x in one]}
 
-    for way in _ways(family):
-        if not consider(options | way | at_level(_LEVELS[0])):
-            return None
+    for way in _ways(family, cost, sizes):
+        consider(options | way | at_level(_LEVELS[0]))
     for level in _LEVELS[1:]:
         consider(min(tried, key=lambda each: each[:2])[2].options | at_level(level))
     taken, _, best = min(tried, key=lambda each: each[:2])
@@ -142,18 +139,21 @@ def order_with_remedies(
 
 def _with_recompute(made: Made, cost: CostModel, sizes: Sequence[int]) -> list[Any]:
     """Seconds of F, I and W, where I of a segment has the R of the share of its units that are recomputed."""
-    seconds, num_segments = cost.unit_seconds(sizes), len(sizes)
-    inputs = []
-    for kinds, row, again in zip(made.schedule.cell_kinds(), seconds.input, seconds.recompute, strict=True):
+    (forward, before, weight), num_segments = made.options["costs"], len(sizes)
+    again_of, inputs = cost.unit_seconds(sizes).recompute, []
+    for kinds, row, again in zip(made.schedule.cell_kinds(), before, again_of, strict=True):
         words = kinds.split()
         shares = [sum(word[s] == "R" for word in words) / len(words) for s in range(num_segments)]
         inputs.append([x + share * r for x, share, r in zip(row, shares, again, strict=True)])
-    return [seconds.forward, inputs, seconds.weight]
+    return [forward, inputs, weight]
 
 
-def _ways(family: Family) -> list[dict[str, Any]]:
-    """Options of the backward that are tried: split, and whole."""
-    return [{}, {"backward": "whole"}] if "backward" in family.options else [{}]
+def _ways(family: Family, cost: CostModel, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Options of the backward that are tried: split, and whole, which has seconds of its own."""
+    if "backward" not in family.options:
+        return [{}]
+    seconds = cost.unit_seconds(sizes)
+    return [{}, {"backward": "whole", "costs": [seconds.forward, seconds.backward, 0.0]}]
 
 
 def fit_under(

@@ -128,6 +128,7 @@ class Pricing:
         self.num_ranks, self.num_microbatches, self.optimizer_sync = num_ranks, num_microbatches, optimizer_sync
         self.num_simulated = 0
         self.units_priced = 0  # of all ranks, in F and B
+        self.too_large: dict[Candidate, int] = {}  # peak bytes of what did not fit, by all but k and the split
         self._bounds: dict[tuple[Any, ...], float] = {}
         self._costs: dict[tuple[int, str, int, int, str], CostModel] = {}
         self._sizes: dict[tuple[int, int, float, str, str], list[int]] = {}
@@ -270,11 +271,18 @@ class Pricing:
             if bound < self._slower.get(name, (math.inf, True))[0]:
                 self._slower[name] = (bound, True)
             return None
+        if fitting and not candidate.remedies:
+            least = self._cost(candidate, self.longest).least_bytes(self._split(candidate, self.longest))
+            if least > cap:
+                self._least.setdefault(name, (math.ceil(least), candidate))
+                return None
         found = self._price(candidate, cap)
-        self.units_priced += self.num_units(candidate)
+        is_dear = candidate.remedies or isinstance(found, Found)  # else it was only looked at
+        self.units_priced += self.num_units(candidate) // (1 if is_dear else 4)
         if found is None:
             return None  # it fits without its remedies, and so does the candidate without
         if isinstance(found, int):
+            self.too_large[candidate._replace(num_segments=0, mix=1.0)] = found
             if found < self._least.get(name, (math.inf, candidate))[0]:
                 self._least[name] = (found, candidate)
             return None
@@ -303,8 +311,6 @@ class Pricing:
         the remedies that it has."""
         if candidate.remedies and "cap_bytes" in candidate.family.options:
             searched = self._search_with_remedies(candidate, cap)
-            if searched is None:
-                return None
             return self._simulated(candidate, searched) if searched.peak <= cap else searched.peak
         made = self._order(candidate, cap if not candidate.remedies else math.inf)
         choices = [made]
@@ -340,8 +346,8 @@ class Pricing:
         bubble = self._mean(period * share for period, (_, share) in zip(periods, runs, strict=True)) / seconds
         return Found(candidate, periods, seconds, bubble, made)
 
-    def _search_with_remedies(self, candidate: Candidate, cap: int) -> Made | None:
-        """The order and what its units give up, of a family that takes costs and a cap; None: it needs no remedy."""
+    def _search_with_remedies(self, candidate: Candidate, cap: int) -> Made:
+        """The order and what its units give up, of a family that takes costs and a cap."""
         cost, sizes = self._cost(candidate, self.longest), self._split(candidate, self.longest)
 
         def build(options: dict[str, Any]) -> Schedule:
@@ -530,7 +536,7 @@ class Pricing:
             options=found.made.options,
             prefetch=schedule.prefetch,
             lengths=tuple(lengths) if len(lengths) > 1 else (),
-            units=schedule.cell_kinds() if candidate.remedies else (),
+            units=schedule.cell_kinds() if schedule.kinds & {"R", "L"} else (),
             spread=self._spread_seconds(candidate),
         )
 

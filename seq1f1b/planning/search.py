@@ -26,7 +26,7 @@ _MIXES = (0.75, 0.5, 0.0)  # tried on the best orders beside 1; between them lie
 _FINER = (0.125, 0.0625)  # then to both sides of the best one's
 _FIRST_SEGMENTS = (1, 2, 4, 8, 16)  # tried with every family; more of them with those that did well, while that helps
 _LEAST_GAIN = 0.002  # share of the step; what gains less is not looked for
-_MOST_OF_ROUND = 500_000  # units, F and B, that are priced for one number of segments beyond the first ones
+_MOST_OF_ROUND = 350_000  # units, F and B, that are priced for one number of segments beyond the first ones
 _MOST_UNCERTAIN = 40_000  # units of the best plans that are simulated at the ends of each term
 _MOST_SPREAD = 3  # plans that are also tried with the vocabulary over the ranks
 _MOST_OF_AUTO = 40_000  # units of all orders that are searched for unless auto is asked for: a second or two
@@ -314,11 +314,11 @@ def _try_all(tries: _Tries, wanted: _Wanted, shortest: int) -> None:
     if not tries.fitting:
         raise ValueError(pricing.explain_nothing(tries.cap))
     if shortest and k > 4:
-        tries.consider(tries.between(most), _MOST_OF_ROUND)
-    tries.consider(tries.mixed(_MIXES), math.inf if not shortest else _MOST_OF_ROUND)
+        tries.consider(tries.between(most), _MOST_OF_ROUND // 2)
+    tries.consider(tries.mixed(_MIXES), math.inf if not shortest else _MOST_OF_ROUND // 2)
     if shortest:
         for finer in _FINER:
-            tries.consider(tries.finer(finer), _MOST_OF_ROUND)
+            tries.consider(tries.finer(finer), _MOST_OF_ROUND // 4)
     if wanted.is_free:
         tries.consider(tries.searched(), math.inf)
     if wanted.spreads:
@@ -334,6 +334,7 @@ class _Tries:
         self.pricing, self.cap, self.fitting = pricing, cap, list[Found]()
         self._best, self._within, self._progress = best, within, progress
         self._seconds: dict[Candidate, tuple[int, float]] = {}  # by all but k: at which it is fastest, and its seconds
+        self._of_k: dict[int, float] = {}  # the least seconds of each number of segments
         self.num_candidates = 0
         self._left_of_auto = _MOST_OF_AUTO
 
@@ -355,28 +356,33 @@ class _Tries:
                 continue
             seconds = self.pricing.consider(candidate, self.fitting, self.cap, self._best, self._within)
             of = candidate._replace(num_segments=0, mix=1.0)
-            if seconds is not None and seconds < self._seconds.get(of, (0, math.inf))[1]:
-                self._seconds[of] = (candidate.num_segments, seconds)
+            k = candidate.num_segments
+            if seconds is None:
+                continue
+            self._of_k[k] = min(seconds, self._of_k.get(k, math.inf))
+            if seconds < self._seconds.get(of, (0, math.inf))[1]:
+                self._seconds[of] = (k, seconds)
 
     def goes_on(self, k: int) -> bool:
         """Whether more than k segments may help: nothing fits so far, or k are better than half of them."""
         if not self.fitting:
             return True
-        least = {True: math.inf, False: math.inf}
-        for at, seconds in self._seconds.values():
-            least[at == k] = min(least[at == k], seconds)
-        return least[True] <= least[False] * (1 - _LEAST_GAIN)
+        fewer = min((seconds for other, seconds in self._of_k.items() if other < k), default=math.inf)
+        return self._of_k.get(k, math.inf) <= fewer * (1 - _LEAST_GAIN)
 
     def likeliest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """The fastest first, by the bound and by what the same with other segments took over its bound; what has not
-        fitted yet is taken to stay behind by a tenth."""
+        """The fastest first, by the bound, and by what the same with other segments took over it or lacked of room:
+        more segments come nearer to the bound, and need less."""
 
         def expected(candidate: Candidate) -> float:
-            bound, found = self.pricing.bound(candidate), self._seconds.get(candidate._replace(num_segments=0))
+            of = candidate._replace(num_segments=0)
+            bound, found = self.pricing.bound(candidate), self._seconds.get(of)
             if found is None:
-                return 1.1 * bound
+                return 1.05 * bound * math.sqrt(max(1.0, self.pricing.too_large.get(of, 0) / self.cap))
             k, seconds = found
-            return bound * math.sqrt(max(1.0, seconds / self.pricing.bound(candidate._replace(num_segments=k))))
+            return bound * math.sqrt(
+                math.sqrt(max(1.0, seconds / self.pricing.bound(candidate._replace(num_segments=k))))
+            )
 
         return sorted(candidates, key=expected)
 

@@ -595,9 +595,11 @@ def test_split_orders_are_made_for_the_measured_costs(name):
     plan = found.plans[0]
     cost = CostModel(SHAPE, machine, num_ranks=2, seq_len=512, layout=plan.layout)
     seconds = cost.unit_seconds(plan.segment_sizes)
-    assert plan.options["costs"] == [seconds.forward, seconds.input, seconds.weight]
-    assert all(f != i != w != f for f, i, w in zip(*(rows[0] for rows in plan.options["costs"]), strict=True))
-    of_backward = {"measured_input", "measured_weight"} if "W" in plan.build().kinds else {"measured_backward"}
+    is_split = "W" in plan.build().kinds
+    split, whole = [seconds.forward, seconds.input, seconds.weight], [seconds.forward, seconds.backward, 0.0]
+    assert plan.options["costs"] == (split if is_split else whole)
+    assert all(f != i != w != f for f, i, w in zip(*(rows[0] for rows in split), strict=True))
+    of_backward = {"measured_input", "measured_weight"} if is_split else {"measured_backward"}
     assert name == "auto" or of_backward == {"measured_input", "measured_weight"}
     others = {"measured_input", "measured_weight", "measured_backward"} - of_backward
     assert of_backward <= {term.name for term in found.uncertain}
