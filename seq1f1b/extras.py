@@ -10,13 +10,13 @@ __all__ = ["needs_extra"]
 
 @contextmanager
 def needs_extra(extra: str, *packages: str) -> Iterator[None]:
-    """Imports in the block that miss one of the packages end with an ImportError that names the extra."""
+    """Imports in the block that miss one of the packages end with an error of the same type that names the extra."""
     try:
         yield
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in packages:
             raise
-        raise ImportError(
+        raise ModuleNotFoundError(
             f'{missing} is not installed; run: pip install "seq1f1b[{extra}]"', name=error.name
         ) from error

@@ -3,6 +3,7 @@
 Short forms of the real commands, each rank a process of its own. Two of them run as a user would start them.
 """
 
+import importlib
 import json
 import re
 import resource
@@ -72,9 +73,13 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_options_of_a_file_give_way_to_those_of_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import train_gpt
+    for name in ("model", "train_gpt"):  # benchmarks have a module of that name, too
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    train_gpt = importlib.import_module("train_gpt")
+    for name in ("model", "train_gpt"):
+        monkeypatch.delitem(sys.modules, name)
 
     file = tmp_path / "run.json"
 

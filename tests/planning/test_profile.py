@@ -687,7 +687,7 @@ def test_profile_then_plan_on_the_command_line(tmp_path, capfd):
     measure += ["--offload", str(tmp_path)]
     assert main([*measure, "--output", str(file)]) == 0
     text, told = capfd.readouterr()
-    assert re.fullmatch(r"seq1f1b: measuring, about \d+ (seconds|minutes?)\n", told)
+    assert re.fullmatch(r"seq1f1b: measuring, about \d+ (seconds|minutes?)\n(seq1f1b: \d+% of the work\n)*", told)
     assert "bfloat16 autocast, 1 threads in 2 processes" in text and "\nhead       backward" in text
     assert "\nlayer      recompute" in text
     assert re.search(r"a token of a layer moves \d+ bytes; a process's tier takes \S+ GB/s and gives back", text)

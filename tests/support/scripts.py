@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def environment(rank: int | None = None, num_ranks: int = 1, port: int = 0) -> dict[str, str]:
     """That of a plain process, or as torchrun would set it for a rank."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}  # lines come as on a terminal
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     if rank is not None:
         variables |= {"RANK": f"{rank}", "WORLD_SIZE": f"{num_ranks}", "LOCAL_RANK": f"{rank}"}
@@ -46,6 +46,8 @@ def _run(script: Path, arguments: Sequence[str], folder: Path, variables: Mappin
         file = os.open(f"{written}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # lines come as on a terminal
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(folder)
