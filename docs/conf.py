@@ -49,6 +49,8 @@ nitpick_ignore = [
         "seq1f1b.partition.PieceCosts",
         "seq1f1b.runtime.rows.PlannedRows",
         "seq1f1b.adapters.chain.ChainStage",
+        "types.EllipsisType",
+        "tuple[int",  # of a signature that Sphinx cuts at its comma
     )
 ]
 

@@ -95,7 +95,7 @@ class _File:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Reads a file of :meth:`save`. Errors as :meth:`from_json`, with the file's name, and ``OSError``."""
+        """Reads a file of ``save``. Errors as those of ``from_json``, with the file's name, and ``OSError``."""
         return read(path, cls.from_json)
 
 
@@ -103,13 +103,13 @@ class _File:
 class TunedOrder(_File):
     """The order that a tuned engine found, :meth:`seq1f1b.PipelineEngine.plan`.
 
-    :meth:`save` writes a file; ``PipelineEngine(schedule=file)`` runs it from the first step on, on any machine.
+    ``save`` writes a file; ``PipelineEngine(schedule=file)`` runs it from the first step on, on any machine.
 
     Attributes:
         schedule, num_ranks, num_microbatches, num_segments, stages_per_rank, options, weights: of
             :func:`seq1f1b.build_schedule`.
         seq_len: tokens of the sequences for which it was found.
-        segment_sizes: tokens of the segments of such a sequence; None: an even split, of sequences of any length.
+        segment_sizes: tokens of the segments of such a sequence; (): an even split, of sequences of any length.
     """
 
     schedule: str
@@ -118,7 +118,7 @@ class TunedOrder(_File):
     num_segments: int
     stages_per_rank: int
     seq_len: int
-    segment_sizes: tuple[int, ...] | None
+    segment_sizes: tuple[int, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     weights: str = "planned"
 
@@ -147,7 +147,7 @@ class TunedOrder(_File):
             ScheduleError: the order cannot be built.
         """
         found = load(cls, json_fields(text, "tuned order", _TUNED_FORMAT), "tuned order")
-        if found.segment_sizes is not None:
+        if found.segment_sizes:
             check_segment_sizes(found.segment_sizes, found.seq_len)
             if len(found.segment_sizes) != found.num_segments:
                 raise ValueError(
@@ -165,7 +165,7 @@ class TunedOrder(_File):
             "schedule": self.build(),
             "num_microbatches": self.num_microbatches,
             "num_segments": self.num_segments,
-            "segment_sizes": None if self.segment_sizes is None else {self.seq_len: list(self.segment_sizes)},
+            "segment_sizes": {self.seq_len: list(self.segment_sizes)} if self.segment_sizes else None,
         }
 
 
@@ -181,7 +181,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan | TunedOrder:
 
 @dataclass(frozen=True)
 class Plan(_File):
-    """One way to train, and what it should cost. :meth:`save` writes a file; ``PipelineEngine(schedule=file)`` runs it.
+    """One way to train, and what it should cost. ``save`` writes a file; ``PipelineEngine(schedule=file)`` runs it.
 
     Attributes:
         model, hardware, seq_len, layout: what was planned for.

@@ -375,12 +375,12 @@ class PipelineEngine:
 
     @property
     def schedule(self) -> Schedule:
-        """The order of plain steps: what the engine was given, or, if it is tuned, what it runs now."""
+        """The order that plain steps run, which a tuned engine changes."""
         return self._runner.schedule
 
     @property
     def num_segments(self) -> int:
-        """Segments of a micro-batch in plain steps."""
+        """Segments of a micro-batch in plain steps, which a tuned engine changes."""
         return self._runner.options.num_segments
 
     @property

@@ -174,7 +174,7 @@ class Tuner:
             num_segments=choice.num_segments,
             stages_per_rank=self._stages_per_rank,
             seq_len=length,
-            segment_sizes=None if is_even else tuple(setting.options.sizes_of(length)),
+            segment_sizes=() if is_even else tuple(setting.options.sizes_of(length)),
             options=choice.options,
             weights="fill" if choice.fills else "planned",
         )
