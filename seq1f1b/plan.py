@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -124,15 +124,7 @@ class TunedOrder(_File):
 
     def build(self) -> Schedule:
         """The order."""
-        return build_schedule(
-            self.schedule,
-            num_ranks=self.num_ranks,
-            num_microbatches=self.num_microbatches,
-            num_segments=self.num_segments,
-            stages_per_rank=self.stages_per_rank,
-            options=self.options,
-            weights=self.weights,
-        )
+        return _order_of(self, weights=self.weights)
 
     def to_json(self) -> str:
         """The text of the file."""
@@ -147,16 +139,7 @@ class TunedOrder(_File):
             ScheduleError: the order cannot be built.
         """
         found = load(cls, json_fields(text, "tuned order", _TUNED_FORMAT), "tuned order")
-        if found.segment_sizes:
-            check_segment_sizes(found.segment_sizes, found.seq_len)
-            if len(found.segment_sizes) != found.num_segments:
-                raise ValueError(
-                    f"a tuned order of {found.num_segments} segments has {len(found.segment_sizes)} segment_sizes"
-                )
-        try:
-            found.build()
-        except TypeError as error:
-            raise ValueError(f"a tuned order has wrong options: {error}") from None
+        _check(found, (found,) if found.segment_sizes else (), "tuned order")
         return found
 
     def engine_arguments(self) -> dict[str, Any]:
@@ -167,6 +150,31 @@ class TunedOrder(_File):
             "num_segments": self.num_segments,
             "segment_sizes": {self.seq_len: list(self.segment_sizes)} if self.segment_sizes else None,
         }
+
+
+def _order_of(found: Plan | TunedOrder, **how: Any) -> Schedule:
+    """The order of the family and the counts; ``how``: other arguments of ``build_schedule``."""
+    return build_schedule(
+        found.schedule,
+        num_ranks=found.num_ranks,
+        num_microbatches=found.num_microbatches,
+        num_segments=found.num_segments,
+        stages_per_rank=found.stages_per_rank,
+        options=found.options,
+        **how,
+    )
+
+
+def _check(found: Plan | TunedOrder, parts: Iterable[Plan | TunedOrder | StepLength], what: str) -> None:
+    """Raises unless the segments of all parts are sound and the order can be built."""
+    for part in parts:
+        check_segment_sizes(part.segment_sizes, part.seq_len)
+        if len(part.segment_sizes) != found.num_segments:
+            raise ValueError(f"a {what} of {found.num_segments} segments has {len(part.segment_sizes)} segment_sizes")
+    try:
+        found.build()
+    except TypeError as error:
+        raise ValueError(f"a {what} has wrong options: {error}") from None
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan | TunedOrder:
@@ -238,15 +246,7 @@ class Plan(_File):
 
     def build(self) -> Schedule:
         """The order."""
-        order = build_schedule(
-            self.schedule,
-            num_ranks=self.num_ranks,
-            num_microbatches=self.num_microbatches,
-            num_segments=self.num_segments,
-            stages_per_rank=self.stages_per_rank,
-            options=self.options,
-            prefetch=self.prefetch,
-        )
+        order = _order_of(self, prefetch=self.prefetch)
         if self.spread:
             order = order.spread_vocabulary(costs=Costs(**self.spread), embedding=True)
         return order.with_cell_kinds(self.units) if self.units else order
@@ -267,15 +267,7 @@ class Plan(_File):
         check_model(plan.model, "plan: model")
         if plan.prefetch is not None and plan.prefetch < 0:
             raise ValueError(f"prefetch of a plan is {plan.prefetch!r}, must be a whole number from 0 on, or null")
-        parts: tuple[Plan | StepLength, ...] = (plan, *plan.lengths)
-        for part in parts:
-            check_segment_sizes(part.segment_sizes, part.seq_len)
-            if len(part.segment_sizes) != plan.num_segments:
-                raise ValueError(f"a plan of {plan.num_segments} segments has {len(part.segment_sizes)} segment_sizes")
-        try:
-            plan.build()
-        except TypeError as error:
-            raise ValueError(f"a plan has wrong options: {error}") from None
+        _check(plan, (plan, *plan.lengths), "plan")
         return plan
 
     def engine_arguments(self) -> dict[str, Any]:

@@ -187,6 +187,8 @@ class Tuner:
             yield free_bytes(self._device)
 
     def _take(self, choice: Choice | None) -> None:
+        if choice is self.setting.choice:  # as in every step once an order is kept
+            return
         name = repr(choice)
         found = self._settings.get(name)
         if found is None:
