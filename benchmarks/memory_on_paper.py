@@ -15,6 +15,7 @@ import argparse
 import itertools
 import statistics
 import time
+from typing import Any
 
 from common import header
 
@@ -58,24 +59,30 @@ def share(plan: Plan, kind: str) -> float:
     return kinds.count(kind) / len(kinds) if kinds else 0.0
 
 
+def best_plan(model: str, tokens: int, **options: Any) -> Plan:
+    """The fastest one that fits; options: of ``search_plans``."""
+    gpus = GPUS[model][tokens]
+    layout = Layout(tensor=min(8, gpus), context=max(1, gpus // 8))
+    machine = load_hardware("h100")
+    found = search_plans(
+        load_model(model), machine, seq_len=tokens, num_ranks=8, num_microbatches=4, layout=layout, **options
+    )
+    return found.plans[0]
+
+
 def row(model: str, tokens: int, way: str) -> str:
     gpus = GPUS[model][tokens]
     found = f"{model:<11}{tokens:>9}{gpus:>5}  {way:<15}"
-    layout = Layout(tensor=min(8, gpus), context=max(1, gpus // 8))
     try:
-        plan = search_plans(
-            load_model(model),
-            load_hardware("h100"),
-            seq_len=tokens,
-            num_ranks=8,
-            num_microbatches=4,
-            layout=layout,
+        plan = best_plan(
+            model,
+            tokens,
             names=["1f1b", "seq1f1b", "seq1f1b-interleaved", "seq-zb-h1", "seq-v-half"],
             segments=[1, 4, 8, 16, 32, 64],
             stages_per_rank=[1, 2],
             best=1,
-            **WAYS[way],  # type: ignore[arg-type]
-        ).plans[0]
+            **WAYS[way],
+        )
     except ValueError as error:
         return f"{found}{str(error).partition(', ')[0]}"
     return (
@@ -88,15 +95,7 @@ def row(model: str, tokens: int, way: str) -> str:
 def default_row(model: str, tokens: int, way: int) -> tuple[str, float]:
     """The default plan, recomputing units (way 0), or moving them as well (way 1); its share of the seconds before."""
     gpus, began = GPUS[model][tokens], time.process_time()
-    plan = search_plans(
-        load_model(model),
-        load_hardware("h100"),
-        seq_len=tokens,
-        num_ranks=8,
-        num_microbatches=4,
-        layout=Layout(tensor=min(8, gpus), context=max(1, gpus // 8)),
-        remedies=("recompute", "offload")[: 1 + way],
-    ).plans[0]
+    plan = best_plan(model, tokens, remedies=("recompute", "offload")[: 1 + way])
     taken, before = time.process_time() - began, BEFORE[model, tokens][way]
     counts = f"{plan.num_segments:>5}{plan.stages_per_rank:>3}  {plan.layout.vocabulary:<7}"
     text = (
