@@ -23,7 +23,7 @@ import torch.distributed as dist
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 from core_extension import core
-from model import HeadLoss, HeadPart, Stage, cross_entropy, make_head
+from decoder import HeadLoss, HeadPart, Stage, cross_entropy, make_head
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime, get_schedule_class

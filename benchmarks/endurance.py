@@ -21,7 +21,7 @@ import time
 
 import torch
 from common import header, spawn
-from model import Stage, cross_entropy
+from decoder import Stage, cross_entropy
 
 import seq1f1b
 

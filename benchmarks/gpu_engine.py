@@ -16,8 +16,8 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
+import decoder
 import gpu
-import model as benchmark_model
 import processes
 import tiny_model
 import torch
@@ -320,12 +320,12 @@ def training(machine: Machine) -> Iterator[Case]:
     def plain() -> dict[str, Any]:
         """The whole model by torch's own attention, one micro-batch after the other."""
         with machine.device:
-            stage = benchmark_model.Stage(0, 1, attention="whole sequences", **shape).to(dtype)
+            stage = decoder.Stage(0, 1, attention="whole sequences", **shape).to(dtype)
 
         def step() -> float:
             losses = []
             for x, y in zip(tokens.chunk(microbatches), target.chunk(microbatches), strict=True):
-                loss = benchmark_model.cross_entropy(stage(x), y)
+                loss = decoder.cross_entropy(stage(x), y)
                 (loss / microbatches).backward()
                 losses.append(loss.detach())
             stage.zero_grad()
@@ -339,10 +339,10 @@ def training(machine: Machine) -> Iterator[Case]:
 
         def rank(group: Any) -> Any:
             with machine.device:
-                stage = benchmark_model.Stage(group.rank, num_ranks, **shape).to(dtype)
+                stage = decoder.Stage(group.rank, num_ranks, **shape).to(dtype)
             return seq1f1b.PipelineEngine(
                 stage, num_microbatches=microbatches, num_segments=num_segments,
-                loss_fn=benchmark_model.cross_entropy, group=group,
+                loss_fn=decoder.cross_entropy, group=group,
             )  # fmt: skip
 
         groups = seq1f1b.LoopbackGroup(num_ranks)

@@ -41,7 +41,7 @@ from endurance import SLACK, resident_bytes
 from pipeline import reset_peak, status_bytes
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from train import load_example
+from train import example
 
 import seq1f1b
 from seq1f1b import Costs, build_schedule, pack_documents
@@ -263,7 +263,6 @@ class Arms:
     """The three ways to train the same documents, in this rank's process, each with weights of its own."""
 
     def __init__(self, rank: int, vocab: int, cost: CostModel, shape: seq1f1b.ModelShape) -> None:
-        example = load_example()
         config = example.Config(vocab=vocab)
         self.rank, self.cost = rank, cost
         self._torch: dict[tuple[int, int], Any] = {}  # schedules by (rows, row)
@@ -341,7 +340,7 @@ class Work:
 
     def __init__(self, rank: int, quick: bool, profile: str) -> None:
         text, begins, lengths, self.vocab = read_documents(quick)
-        self.rank, self.shape = rank, load_example().Config(vocab=self.vocab).shape
+        self.rank, self.shape = rank, example.Config(vocab=self.vocab).shape
         self.cost = costs_here(profile, self.shape, self.vocab)
         batches = DocumentBatches(lengths, self.cost, tokens_per_step=4 * max(lengths) if quick else STEP_TOKENS)
         steps = islice(batches, 2 if quick else MEASURED_STEPS)
@@ -433,7 +432,6 @@ def train(rank: int, quick: bool, profile: str, path: str, rounds: int) -> None:
 
 def costs_here(profile: str, shape: seq1f1b.ModelShape, vocab: int) -> CostModel:
     """The example's two stages, as they were profiled."""
-    example = load_example()
     config = example.Config(vocab=vocab)
     layers = tuple(len(example.blocks_of(config, stage, 2)) for stage in range(2))
     machine = ProfiledHardware.of(Profile.load(profile), load_hardware("cpu-zen5"))
@@ -441,7 +439,7 @@ def costs_here(profile: str, shape: seq1f1b.ModelShape, vocab: int) -> CostModel
 
 
 def make_profile(options: argparse.Namespace, path: Path) -> None:
-    config = load_example().Config(vocab=read_documents(options.quick)[3])
+    config = example.Config(vocab=read_documents(options.quick)[3])
     shape = config.shape
     sizes = {"hidden": shape.hidden, "heads": shape.heads, "kv-heads": shape.kv_heads, "ffn": shape.ffn}
     sizes |= {"vocab": shape.vocab, "seq": 64 if options.quick else TOKENS, "processes": 2}
@@ -528,7 +526,6 @@ def run_steady(rank: int, quick: bool, path: str) -> None:
         graphs.append(1)
         return graph.forward
 
-    example = load_example()
     config = example.Config(vocab=64, hidden=32, layers=2, ffn=64)
     stage = example.build_stage(config, rank, 2, head=False)
     for block in stage.blocks.values():

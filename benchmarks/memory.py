@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 from arms import Arm, Case, OurArm, Spec, errors, make_arm, timed, whole_model
 from common import FOREIGN_LIMIT, ForeignLoad, Pairs, Records, show_and_write, spawn
-from model import HeadLoss, Stage, cross_entropy
+from decoder import HeadLoss, Stage, cross_entropy
 from pipeline import LARGEST_ERROR, peaks_of_steps, status_bytes
 from predict import PARTS, Setup, measure_part
 

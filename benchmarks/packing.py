@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from arms import Arm
 from common import header, spawn
-from model import HEAD_DIM, cross_entropy
+from decoder import HEAD_DIM, cross_entropy
 from torch import Tensor, nn
 from torch.nn import functional as F
 from train import compare

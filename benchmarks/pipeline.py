@@ -53,7 +53,7 @@ from arms import (
     whole_model,
 )
 from common import FOREIGN_LIMIT, ForeignLoad, Pairs, Records, spawn
-from model import cross_entropy
+from decoder import cross_entropy
 
 LARGEST_ERROR = 1e-4  # of the loss, and of the gradients; rounding in float32 is 1e-7 and 1e-6
 BASE = "1F1B"

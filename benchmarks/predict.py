@@ -45,7 +45,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import FOREIGN_LIMIT, KEPT_HEAP, ForeignLoad, header
-from model import HEAD_DIM, Block, cross_entropy
+from decoder import HEAD_DIM, Block, cross_entropy
 from sharing import UnitSeconds, replay
 from torch import Tensor, nn
 

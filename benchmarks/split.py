@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import KEPT_HEAP, header
-from model import Block as ModelBlock
+from decoder import Block as ModelBlock
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import FOREIGN_LIMIT, MIN_COUNTED, ForeignLoad, header, spawn
+from decoder import Stage, cross_entropy
 from figures import timelines
-from model import Stage, cross_entropy
 
 import seq1f1b
 

@@ -12,7 +12,6 @@ less than 8 % of a core. Schedules are compared by `pipeline.py`.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import os
 import statistics
@@ -20,7 +19,6 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,16 +27,9 @@ import torch_attention
 from arms import Arm, Case, OurArm, Spec, timed
 from common import FOREIGN_LIMIT, KEPT_HEAP, ForeignLoad, Pairs, header, in_turn, look_at_rates, spawn
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
-def load_example() -> ModuleType:
-    """examples/model.py, under another name than this folder's model.py."""
-    path = Path(__file__).resolve().parents[1] / "examples" / "model.py"
-    spec = importlib.util.spec_from_file_location("example_model", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+import model as example
 
 
 @dataclass(frozen=True)
@@ -50,7 +41,6 @@ class ExampleCase(Case):
     vocab: int = 1536
 
     def stage(self, index: int, num_stages: int, attention: str, *, head: bool = True) -> Any:
-        example = load_example()
         forms: dict[int, torch_attention.InSegments] = {}  # by layer
 
         def attend(*qkv: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from arms import Arm, Case, Spec, errors, make_arm, timed, whole_model
 from common import FOREIGN_LIMIT, KEPT_HEAP, ForeignLoad, header, spawn
-from model import cross_entropy
+from decoder import cross_entropy
 
 import seq1f1b
 

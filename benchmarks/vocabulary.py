@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import KEPT_HEAP, header
-from model import HeadLoss, Stage, cross_entropy
+from decoder import HeadLoss, Stage, cross_entropy
 from torch import Tensor, nn
 
 from seq1f1b import PipelineEngine, VocabularyParallelEmbedding, VocabularyParallelHead
