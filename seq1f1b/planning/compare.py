@@ -16,6 +16,7 @@ from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.fitting import order_for_costs
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.pricing import STEPS
+from seq1f1b.planning.unit_costs import SequenceCosts
 from seq1f1b.schedule import (
     Costs,
     Family,
@@ -360,7 +361,7 @@ class _ModelCosts:
             return schedule.simulate(cost.costs(schedule, sizes)).makespan
 
         cap = math.inf if self.work.cap_bytes is None else self.work.cap_bytes
-        return order_for_costs(family, cost, sizes, cap, build_for, seconds).schedule
+        return order_for_costs(family, SequenceCosts(cost, sizes), cap, build_for, seconds).schedule
 
     def simulate(self, schedule: Schedule, v: int, k: int) -> _Run:
         cost, sizes = self._cost(v, k)

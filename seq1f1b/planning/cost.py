@@ -457,14 +457,22 @@ class CostModel:
             staying=self._staying_bytes(sizes, rank_of_stage),
         )
 
-    def held_bytes(self, sizes: Sequence[int]) -> list[list[int]]:
+    def held_bytes(
+        self, sizes: Sequence[int], first: Sequence[int] = (0,), slot_tokens: int | None = None
+    ) -> list[list[int]]:
         """Most that a unit holds before or after I, [stage][segment]; the first segment's also its micro-batch's cache,
-        which goes when it is through. For orders made for a cap in bytes."""
-        tables = zip(*self._unit_bytes(sizes), strict=True)
+        which goes when it is through. For orders made for a cap in bytes.
+
+        Args:
+            first: which of the segments are the first of a micro-batch.
+            slot_tokens: of the cache's slots; None: a sequence.
+        """
+        tables, slot_tokens = zip(*self._unit_bytes(sizes), strict=True), slot_tokens or self.seq_len
         held = [[max(a, kept + left) for a, kept, left in zip(*rows, strict=True)] for rows in tables]
         if not self.layout.copies_prefix:
             for row, layers in zip(held, self.layers, strict=True):
-                row[0] += math.ceil(layers * self.seq_len * self._cache_bytes()[0])
+                for segment in first:
+                    row[segment] += math.ceil(layers * slot_tokens * self._cache_bytes()[0])
         return held
 
     def least_bytes(self, sizes: Sequence[int]) -> float:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from seq1f1b.planning.cost import CostModel, RankBytes
-from seq1f1b.schedule import Costs, Family, Schedule, StepMemory
+from seq1f1b.planning.cost import RankBytes
+from seq1f1b.planning.unit_costs import UnitCosts
+from seq1f1b.schedule import Family, Schedule
 
 __all__ = ["Made", "fit_under", "options_for_costs", "order_for_costs", "order_with_remedies"]
 
@@ -28,13 +30,13 @@ class Made(NamedTuple):
         return max(rank.total for rank in self.ranks)
 
 
-def options_for_costs(family: Family, cost: CostModel, sizes: Sequence[int]) -> dict[str, Any]:
+def options_for_costs(family: Family, costs: UnitCosts) -> dict[str, Any]:
     """The seconds of units and messages, as far as the family takes them."""
-    seconds_of = cost.unit_seconds(sizes)
-    options: dict[str, Any] = {"costs": [seconds_of.forward, seconds_of.input, seconds_of.weight]}
+    seconds, cost = costs.seconds, costs.cost
+    options: dict[str, Any] = {"costs": [seconds.forward, seconds.input, seconds.weight]}
     if "transfer" in family.options:
         latencies, rates = cost.links(range(cost.num_ranks))
-        message = statistics.fmean(cost.message_bytes(sizes))
+        message = statistics.fmean(itertools.chain(*costs.microbatches(costs.message_bytes)))
         times = [latency + message / rate for latency, rate in zip(latencies, rates, strict=True)]
         options["transfer"] = statistics.fmean(times) if times else 0.0
     return options
@@ -42,11 +44,11 @@ def options_for_costs(family: Family, cost: CostModel, sizes: Sequence[int]) -> 
 
 def order_for_costs(
     family: Family,
-    cost: CostModel,
-    sizes: Sequence[int],
+    costs: UnitCosts,
     cap: float,
     build: Callable[[dict[str, Any]], Schedule],
     seconds: Callable[[Schedule], float],
+    is_quick: bool = False,
 ) -> Made:
     """The order of a family that takes costs, ``build`` of its options; of one that takes a cap in bytes, too, the
     fastest by ``seconds`` that fits in ``cap``, of several made for what the one before left of it; of one that may
@@ -54,11 +56,14 @@ def order_for_costs(
 
     Such a family counts every unit at the most that it ever holds, so what fits is found step by step: activations and
     cache are its to change, what else a rank holds is taken as it was. Where none fits: the one that holds least.
+
+    Args:
+        is_quick: of whole backwards alone, and one order for the cap: a quarter of the time.
     """
     takes_cap = "cap_bytes" in family.options and cap < math.inf
-    options = [options_for_costs(family, cost, sizes) | way for way in _ways(family, cost, sizes)]
-    if takes_cap and cost.least_bytes(sizes) > cap:  # no order fits: this one holds about as little as any
-        limits = {"unit_bytes": cost.held_bytes(sizes), "cap_bytes": _one_microbatch(cost, sizes)}
+    options = [options_for_costs(family, costs) | way for way in _ways(family, costs, is_quick)]
+    if takes_cap and costs.least_bytes() > cap:  # no order fits: this one holds about as little as any
+        limits = {"unit_bytes": costs.held_bytes(), "cap_bytes": _one_microbatch(costs)}
         options = [options[-1] | limits]
 
     def place(made: Made) -> tuple[bool, float, int]:
@@ -66,19 +71,19 @@ def order_for_costs(
 
     def make(given: dict[str, Any]) -> Made:
         schedule = build(given)
-        return Made(schedule, given, cost.rank_bytes(schedule, sizes))
+        return Made(schedule, given, costs.rank_bytes(schedule))
 
     made = min(map(make, options), key=place)
     if made.peak <= cap or not takes_cap or "cap_bytes" in made.options:
         return made
     free, schedule = made.options, made.schedule
-    held, share = cost.held_bytes(sizes), 1 + cost.hardware.allocator_reserve
-    least = [0] * cost.num_ranks  # one micro-batch
+    held, share = costs.held_bytes(), 1 + costs.cost.hardware.allocator_reserve
+    least = [0] * schedule.num_ranks  # one micro-batch
     for rank, row in zip(schedule.rank_of_stage, held, strict=True):
-        least[rank] += sum(row)
+        least[rank] += max(map(sum, costs.microbatches(row)))
     room, aim = [rank.activations + rank.kv for rank in made.ranks], cap
     orders: list[tuple[float, int, Made]] = []
-    for _ in range(_CAP_TRIES):
+    for _ in range(1 if is_quick else _CAP_TRIES):
         left = [math.floor((aim - rank.total) / share) for rank in made.ranks]
         room = [max(x + y, z) for x, y, z in zip(room, left, least, strict=True)]
         made = make(free | {"unit_bytes": held, "cap_bytes": room})
@@ -88,9 +93,9 @@ def order_for_costs(
     return min(orders, key=lambda order: order[:2])[2]
 
 
-def _one_microbatch(cost: CostModel, sizes: Sequence[int]) -> list[int]:
+def _one_microbatch(costs: UnitCosts) -> list[int]:
     """Bytes of one micro-batch on each rank, wherever its stages are: in a loop or in a V."""
-    rows, P = [sum(row) for row in cost.held_bytes(sizes)], cost.num_ranks
+    rows, P = [max(map(sum, costs.microbatches(row))) for row in costs.held_bytes()], costs.cost.num_ranks
     loop, wave = [0] * P, [0] * P
     for stage, row in enumerate(rows):
         turn, place = divmod(stage, P)
@@ -101,79 +106,82 @@ def _one_microbatch(cost: CostModel, sizes: Sequence[int]) -> list[int]:
 
 def order_with_remedies(
     family: Family,
-    cost: CostModel,
-    sizes: Sequence[int],
+    costs: UnitCosts,
     cap: float,
     build: Callable[[dict[str, Any]], Schedule],
     fit: Callable[[Made], Made],
     seconds: Callable[[Schedule], float],
+    is_quick: bool = False,
 ) -> Made:
     """The order of a family that takes a cap in bytes, with the units that give up what they saved: the fastest of
     orders that hold more or fewer micro-batches, each made to fit by ``fit``, the best one then searched again with
     what its units compute twice.
+
+    Args:
+        is_quick: of whole backwards alone, and as many micro-batches as 1F1B.
     """
-    options, held = options_for_costs(family, cost, sizes), cost.held_bytes(sizes)
-    one, num_segments = _one_microbatch(cost, sizes), len(sizes)
+    options, held, one = options_for_costs(family, costs), costs.held_bytes(), _one_microbatch(costs)
     tried: list[tuple[float, int, Made]] = []
 
     def consider(given: dict[str, Any]) -> None:
         schedule = build(given)
-        made = Made(schedule, given, cost.rank_bytes(schedule, sizes))
+        made = Made(schedule, given, costs.rank_bytes(schedule))
         if made.peak > cap:
             made = fit(made)
         tried.append((seconds(made.schedule) if made.peak <= cap else math.inf, made.peak, made))
 
     def at_level(level: float) -> dict[str, Any]:
-        share = 1 + level * (cost.num_ranks - 1) / num_segments
+        share = 1 + level * (costs.cost.num_ranks - 1) / len(costs.longest)
         return {"unit_bytes": held, "cap_bytes": [math.ceil(share * x) for x in one]}
 
-    for way in _ways(family, cost, sizes):
+    for way in _ways(family, costs, is_quick):
         consider(options | way | at_level(_LEVELS[0]))
-    for level in _LEVELS[1:]:
+    for level in () if is_quick else _LEVELS[1:]:
         consider(min(tried, key=lambda each: each[:2])[2].options | at_level(level))
     taken, _, best = min(tried, key=lambda each: each[:2])
     if taken < math.inf:
-        consider(best.options | {"costs": _with_recompute(best, cost, sizes)})
+        consider(best.options | {"costs": _with_recompute(best, costs)})
     return min(tried, key=lambda each: each[:2])[2]
 
 
-def _with_recompute(made: Made, cost: CostModel, sizes: Sequence[int]) -> list[Any]:
-    """Seconds of F, I and W, where I of a segment has the R of the share of its units that are recomputed."""
-    (forward, before, weight), num_segments = made.options["costs"], len(sizes)
-    again_of, inputs = cost.unit_seconds(sizes).recompute, []
-    for kinds, row, again in zip(made.schedule.cell_kinds(), before, again_of, strict=True):
+def _with_recompute(made: Made, costs: UnitCosts) -> list[Any]:
+    """Seconds of F, I and W, where I has the R of the share of its units that are recomputed: of those of its segment,
+    or of a micro-batch of its own."""
+    forward, before, weight = made.options["costs"]
+    inputs = []
+    for kinds, row, again in zip(made.schedule.cell_kinds(), before, costs.seconds.recompute, strict=True):
         words = kinds.split()
-        shares = [sum(word[s] == "R" for word in words) / len(words) for s in range(num_segments)]
-        inputs.append([x + share * r for x, share, r in zip(row, shares, again, strict=True)])
+        rows = costs.microbatches(row)
+        each = len(words) // len(rows)  # micro-batches that are alike
+        found = [
+            [
+                x + r * sum(word[s] == "R" for word in words[m * each : (m + 1) * each]) / each
+                for s, (x, r) in enumerate(zip(own, agains, strict=True))
+            ]
+            for m, (own, agains) in enumerate(zip(rows, costs.microbatches(again), strict=True))
+        ]
+        inputs.append(found if rows is row else found[0])
     return [forward, inputs, weight]
 
 
-def _ways(family: Family, cost: CostModel, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Options of the backward that are tried: split, and whole, which has seconds of its own."""
+def _ways(family: Family, costs: UnitCosts, is_whole: bool) -> list[dict[str, Any]]:
+    """Options of the backward that are tried: split, if it may be, and whole, which has seconds of its own."""
     if "backward" not in family.options:
         return [{}]
-    seconds = cost.unit_seconds(sizes)
-    return [{}, {"backward": "whole", "costs": [seconds.forward, seconds.backward, 0.0]}]
+    whole = {"backward": "whole", "costs": [costs.seconds.forward, costs.seconds.backward, 0.0]}
+    return [whole] if is_whole else [{}, whole]
 
 
 def fit_under(
-    cap: float,
-    schedule: Schedule,
-    ranks: Sequence[RankBytes],
-    reserve: float,
-    memory: StepMemory,
-    remedies: Sequence[str],
-    costs: Costs,
+    cap: float, schedule: Schedule, ranks: Sequence[RankBytes], costs: UnitCosts, remedies: Sequence[str]
 ) -> Schedule:
     """Lets units of an order recompute or move until no rank holds more than ``cap``, or no unit is left.
 
     Args:
         ranks: its bytes as it is.
-        reserve: the allocator's share of what changes.
-        memory: of what units hold.
-        costs: as of :meth:`seq1f1b.Schedule.simulate`.
     """
-    held = schedule.peak_memory(memory, costs).total
-    left = [math.floor((cap - rank.total) / (1 + reserve)) for rank in ranks]
+    memory, given = costs.memory(schedule), costs.costs(schedule, moves="offload" in remedies)
+    held, share = schedule.peak_memory(memory, given).total, 1 + costs.cost.hardware.allocator_reserve
+    left = [math.floor((cap - rank.total) / share) for rank in ranks]
     room = [max(0, x + y) for x, y in zip(held, left, strict=True)]
-    return schedule.fit(memory, room, remedies, costs)
+    return schedule.fit(memory, room, remedies, given)

@@ -12,6 +12,7 @@ from seq1f1b.plan import Layout, Plan, StepLength
 from seq1f1b.planning.cost import CostModel, RankBytes, Span
 from seq1f1b.planning.fitting import Made, fit_under, order_for_costs, order_with_remedies
 from seq1f1b.planning.hardware import Hardware
+from seq1f1b.planning.unit_costs import SequenceCosts
 from seq1f1b.schedule import Costs, Family, Schedule, build_schedule
 from seq1f1b.view.table import rounded
 
@@ -348,7 +349,6 @@ class Pricing:
 
     def _search_with_remedies(self, candidate: Candidate, cap: int) -> Made:
         """The order and what its units give up, of a family that takes costs and a cap."""
-        cost, sizes = self._cost(candidate, self.longest), self._split(candidate, self.longest)
 
         def build(options: dict[str, Any]) -> Schedule:
             return self._build(candidate, options)
@@ -359,15 +359,12 @@ class Pricing:
         def seconds(schedule: Schedule) -> float:
             return self._mean(period for period, _ in self._periods(candidate, schedule))
 
-        return order_with_remedies(candidate.family, cost, sizes, cap, build, fit, seconds)
+        return order_with_remedies(candidate.family, self._longest_costs(candidate), cap, build, fit, seconds)
 
     def _fit(self, candidate: Candidate, made: Made, cap: int) -> Made:
         """The order in which units recompute, or move, until it fits, for the longest sequences."""
-        cost, sizes = self._cost(candidate, self.longest), self._split(candidate, self.longest)
-        memory = cost.unit_memory(sizes, made.schedule.rank_of_stage)
-        costs = self._step_costs(candidate, made.schedule, self.longest, self.hardware)
-        reserve = cost.hardware.allocator_reserve
-        schedule = fit_under(cap, made.schedule, made.ranks, reserve, memory, candidate.remedies, costs)
+        costs = self._longest_costs(candidate)
+        schedule = fit_under(cap, made.schedule, made.ranks, costs, candidate.remedies)
         return made._replace(schedule=schedule, ranks=self._most_of_any(candidate, schedule))
 
     def _most_of_any(self, candidate: Candidate, schedule: Schedule) -> list[RankBytes]:
@@ -378,10 +375,10 @@ class Pricing:
     def _order(self, candidate: Candidate, cap: float) -> Made:
         """The candidate's order; of one that is made for the cap the fastest that fits it, if any does. Bytes are the
         most of any length."""
-        cost, sizes = self._cost(candidate, self.longest), self._split(candidate, self.longest)
+        costs = self._longest_costs(candidate)
         if "costs" not in candidate.family.options:
             schedule = self._spread(candidate, self._shared_order(candidate))
-            made = Made(schedule, {}, cost.rank_bytes(schedule, sizes))
+            made = Made(schedule, {}, costs.rank_bytes(schedule))
         else:
 
             def build(options: dict[str, Any]) -> Schedule:
@@ -390,10 +387,13 @@ class Pricing:
             def seconds(schedule: Schedule) -> float:
                 return self._mean(period for period, _ in self._periods(candidate, schedule))
 
-            made = order_for_costs(candidate.family, cost, sizes, cap, build, seconds)
+            made = order_for_costs(candidate.family, costs, cap, build, seconds)
         if len(self.lengths) == 1:
             return made
         return made._replace(ranks=self._most_of_any(candidate, made.schedule))
+
+    def _longest_costs(self, candidate: Candidate) -> SequenceCosts:
+        return SequenceCosts(self._cost(candidate, self.longest), self._split(candidate, self.longest))
 
     def _ranks(self, candidate: Candidate, schedule: Schedule, seq_len: int, hardware: Hardware) -> list[RankBytes]:
         cost = self._on(candidate, seq_len, hardware)

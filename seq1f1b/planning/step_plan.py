@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from seq1f1b import ScheduleError
 from seq1f1b.ops.packing import best_fit
 from seq1f1b.planning.cost import CostModel, RankBytes, Span
-from seq1f1b.planning.fitting import fit_under
+from seq1f1b.planning.fitting import Made, fit_under, order_for_costs, order_with_remedies
 from seq1f1b.planning.row_costs import Row, RowCosts
 from seq1f1b.schedule import Schedule, Simulation, build_schedule
 from seq1f1b.schedule import families as known_families
@@ -34,6 +34,7 @@ _STRETCH = 0.05  # a unit may take so much longer than the others, rather than l
 _PARTS = 1 << 20  # of a unit's time, as packing counts it
 _SCALES = (1.0, 2**-0.5, 2**0.5, 0.5, 2.0)  # units tried, of the time that the bound prefers
 _SMALLER = (0.35, 0.25, 0.125, 0.0625)  # tried, too, where memory is short
+_SEARCH_SECONDS = 4e-5  # of a unit: a quarter of what the search for an order takes, on a thread beside the step before
 _MOST_UNITS = 12_000  # of all ranks in all orders that one call builds, beyond the first
 
 
@@ -109,7 +110,7 @@ def plan_step(
     lengths: Sequence[int],
     cost: CostModel,
     *,
-    schedule: str | Sequence[str] = "seq1f1b",
+    schedule: str | Sequence[str] = ("seq1f1b", "auto"),
     unit_tokens: int | None = None,
     segment_tokens: int | None = None,
     memory: float | None = None,
@@ -125,7 +126,9 @@ def plan_step(
     Args:
         lengths: tokens of each document.
         cost: of the model on a machine, for this pipeline; its own ``seq_len`` and documents do not count.
-        schedule: families that are tried, of those that take rows, see :func:`seq1f1b.build_schedule`.
+        schedule: families that are tried, of those that take rows, see :func:`seq1f1b.build_schedule`. Beside others,
+            "auto" is tried last, with the rows that were best, where memory was so short that units had to give way,
+            and where it could gain more than the search for it takes.
         unit_tokens: units take as long as a document of so many tokens, or less where memory is short; None: what is
             fastest by ``cost``, which takes a profile of the model on the machine to be true.
         segment_tokens: tokens of a segment at most; None: any number.
@@ -142,12 +145,13 @@ def plan_step(
     rates = _rates(cost)
     work = [rates.of(length) for length in lengths]
     families = (schedule,) if isinstance(schedule, str) else tuple(schedule)
-    search = _Search(lengths, work, cost, families, math.inf if memory is None else memory, tuple(remedies), prefetch)
+    limit = math.inf if memory is None else memory
+    search = _Search(lengths, work, cost, families, limit, tuple(remedies), prefetch)
     best = rates.best_unit(sum(work), cost.num_ranks) if unit_tokens is None else rates.of(unit_tokens)
     made, tried = 0.0, set()
     for scales in (_SCALES if unit_tokens is None else (1.0,), _SMALLER):
         for scale in scales:
-            most = max(1, sum(work) / (scale * best)) * 2 * cost.num_stages * len(families)  # units, about
+            most = max(1, sum(work) / (scale * best)) * 2 * cost.num_stages * len(search.first)  # units, about
             if search.found is not None and made + most > _MOST_UNITS:
                 continue
             made += most
@@ -157,6 +161,7 @@ def plan_step(
                 search.consider(rows)
         if search.found is not None and not search.found.remedied:
             break
+    search.finish()
     if search.found is None:
         raise search.nothing_fits()
     return search.found
@@ -294,9 +299,10 @@ class _Search:
         remedies: Sequence[str],
         prefetch: int | None,
     ) -> None:
-        self._lengths, self._work, self._cost, self._families = tuple(lengths), work, cost, families
+        self._lengths, self._work, self._cost = tuple(lengths), work, cost
+        self.first = tuple(name for name in families if name != "auto") or families  # tried with all rows
+        self._last = tuple(name for name in families if name not in self.first)
         self._memory, self._remedies, self._prefetch = memory, remedies, prefetch
-        self._options_of = {family.name: family.options for family in known_families()}
         self._least: float | None = None  # bytes that some order needs
         self._refused: ScheduleError | None = None
         self.found: StepPlan | None = None
@@ -306,45 +312,73 @@ class _Search:
         costs = RowCosts(
             self._cost, [Row(tuple(self._lengths[i] for i in documents), sizes) for documents, sizes in rows]
         )
-        for family in self._families:
-            try:
-                order = self._build(family, rows, costs)
-            except ScheduleError as error:
-                self._refused = error
-                continue
-            order, ranks = self._fit(order, costs)
+        for name in self.first:
+            self._try(name, rows, costs)
+
+    def finish(self) -> None:
+        """Tries ``auto`` where the best order has units that give way, if it could gain more than the search takes."""
+        found = self.found
+        if found is None or not found.remedied:
+            return
+        ranks = [0.0] * self._cost.num_ranks  # what each has to do in any order
+        for stage, rank in enumerate(found.schedule.rank_of_stage):
+            ranks[rank] += sum(map(sum, found.costs.seconds.forward[stage] + found.costs.seconds.backward[stage]))
+        units = 2 * self._cost.num_stages * sum(map(len, found.segment_sizes))
+        if found.seconds - max(ranks) > _SEARCH_SECONDS * units:
+            for name in self._last:
+                self._try(name, tuple(zip(found.rows, found.segment_sizes, strict=True)), found.costs, is_quick=True)
+
+    def _try(self, name: str, rows: _Rows, costs: RowCosts, *, is_quick: bool = False) -> None:
+        try:
+            orders = self._orders(name, costs, is_quick)
+        except ScheduleError as error:
+            self._refused = error
+            return
+        for order, ranks in orders:
             peak = max(rank.total for rank in ranks)
             self._least = peak if self._least is None else min(self._least, peak)
             if peak > self._memory:
                 continue
-            moves = "offload" in self._remedies and "L" in "".join(order.cell_kinds())
-            simulation = order.simulate(costs.costs(order, moves=moves))
+            simulation = self._simulate(order, costs)
             if self.found is None or simulation.makespan < self.found.seconds:
                 documents, sizes = zip(*rows, strict=True)
                 self.found = StepPlan(self._lengths, documents, sizes, order, tuple(ranks), simulation, costs)
 
-    def _build(self, family: str, rows: _Rows, costs: RowCosts) -> Schedule:
-        return build_schedule(
-            family,
-            num_ranks=self._cost.num_ranks,
-            num_microbatches=len(rows),
-            num_segments=[len(sizes) for _, sizes in rows],
-            stages_per_rank=self._cost.num_stages // self._cost.num_ranks,
-            options={"costs": list(costs.seconds[:3])}
-            if "costs" in self._options_of.get(family, ())
-            else None,  # F, I, W
-            prefetch=self._prefetch,
-        )
+    def _simulate(self, order: Schedule, costs: RowCosts) -> Simulation:
+        moves = "offload" in self._remedies and "L" in order.kinds
+        return order.simulate(costs.costs(order, moves=moves))
 
-    def _fit(self, order: Schedule, costs: RowCosts) -> tuple[Schedule, list[RankBytes]]:
-        """The order with as few units recomputed or moved as fit, and its bytes."""
-        ranks = costs.rank_bytes(order)
-        if max(rank.total for rank in ranks) <= self._memory:
-            return order, ranks
-        given = costs.costs(order, moves="offload" in self._remedies)
-        reserve = self._cost.hardware.allocator_reserve
-        order = fit_under(self._memory, order, ranks, reserve, costs.memory(order), self._remedies, given)
-        return order, costs.rank_bytes(order)
+    def _orders(self, name: str, costs: RowCosts, is_quick: bool) -> list[tuple[Schedule, list[RankBytes]]]:
+        """Orders of a family, each with its bytes: with as few units recomputed or moved as fit."""
+        family = next((each for each in known_families() if each.name == name), None)
+
+        def build(options: dict[str, Any]) -> Schedule:
+            return build_schedule(
+                name,
+                num_ranks=self._cost.num_ranks,
+                num_microbatches=len(costs.message_bytes),
+                num_segments=[len(row) for row in costs.message_bytes],
+                stages_per_rank=self._cost.num_stages // self._cost.num_ranks,
+                options=options or None,
+                prefetch=self._prefetch,
+            )
+
+        def fit(made: Made) -> Made:
+            order = fit_under(self._memory, made.schedule, made.ranks, costs, self._remedies)
+            return made._replace(schedule=order, ranks=costs.rank_bytes(order))
+
+        def seconds(order: Schedule) -> float:
+            return self._simulate(order, costs).makespan
+
+        if family is None or "costs" not in family.options:
+            order = build({})
+            made = [Made(order, {}, costs.rank_bytes(order))]
+        else:
+            made = [order_for_costs(family, costs, self._memory, build, seconds, is_quick)]
+            if "cap_bytes" in made[0].options and self._remedies:  # it gave up time for room
+                made.append(order_with_remedies(family, costs, self._memory, build, fit, seconds, is_quick))
+        made = [each if each.peak <= self._memory or each.schedule.kinds & {"R", "L"} else fit(each) for each in made]
+        return [(each.schedule, each.ranks) for each in made]
 
     def nothing_fits(self) -> Exception:
         """The error where no order was found."""

@@ -9,6 +9,7 @@ import itertools
 import random
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,21 +139,25 @@ def test_memory_decides_what_is_recomputed() -> None:
     rng = random.Random(4)
     lengths = [8000, *(max(1, min(8000, int(rng.lognormvariate(5.5, 1.3)))) for _ in range(200))]
     cost = cost_of(2)
+    own = partial(plan_step, lengths, cost, schedule="seq1f1b")
     free = plan_step(lengths, cost)
     most = max(rank.total for rank in free.ranks)
     with pytest.raises(ValueError, match="the smallest budget that does is") as refused:
-        plan_step(lengths, cost, memory=1)
+        own(memory=1)
     least = int(re.findall(r"is ([0-9,]+) bytes", str(refused.value))[0].replace(",", ""))
     assert least < most
-    before = 0.0
+    before, faster = 0.0, 0
     for share in (1.0, 0.6, 0.3, 0.0):
         budget = least + share * (most - least)
-        plan = plan_step(lengths, cost, memory=budget)
-        assert max(rank.total for rank in plan.ranks) <= budget
+        plan, free_to_search = own(memory=budget), plan_step(lengths, cost, memory=budget)
+        assert max(rank.total for rank in (*plan.ranks, *free_to_search.ranks)) <= budget
+        assert free_to_search.seconds <= plan.seconds
         assert plan.seconds >= before * (1 - 1e-9)
         assert (plan.remedied > 0) == (share < 1.0)
         before = plan.seconds
-    moved = plan_step(lengths, cost, memory=least + 0.3 * (most - least), remedies=("recompute", "offload"))
+        faster += free_to_search.seconds < 0.998 * plan.seconds
+    assert faster >= 2, "another order gains where units gave way"
+    moved = own(memory=least + 0.3 * (most - least), remedies=("recompute", "offload"))
     assert any("L" in row for row in moved.schedule.cell_kinds())
 
 
