@@ -112,6 +112,7 @@ class CostModel:
         self._f = model.ffn * model.experts_per_token
         self._shards = self.layout.tensor * self.layout.context  # of a token's work
         self._spreads = self.layout.vocabulary == "ranks"
+        self._last_seconds: tuple[tuple[int, ...], UnitSeconds] | None = None  # by sizes: they are asked for repeatedly
 
     @classmethod
     def balanced(
@@ -214,9 +215,11 @@ class CostModel:
 
     def unit_seconds(self, sizes: Sequence[int]) -> UnitSeconds:
         """Costs of every unit for these segment sizes."""
-        return self.seconds_of(
-            [self._span(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
-        )
+        key = tuple(sizes)
+        if self._last_seconds is None or self._last_seconds[0] != key:
+            spans = [self._span(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+            self._last_seconds = key, self.seconds_of(spans)
+        return self._last_seconds[1]
 
     def seconds_of(self, spans: Sequence[Span]) -> UnitSeconds:
         """Costs of units over these tokens, of any rows."""
@@ -620,7 +623,7 @@ class CostModel:
             stages_of[rank].append(stage)
         costs = Costs(links=Links(message_bytes=message_bytes))
         peaks = schedule.peak_memory(replace(memory, forward_work=0, backward_work=0), costs)
-        with_work = schedule.peak_memory(memory, costs).total
+        with_work = () if self.profile is None else schedule.peak_memory(memory, costs).total
         kv, gradients = [0.0] * schedule.num_ranks, [0.0] * schedule.num_ranks  # held all through the step
         if not self._releases(slot_tokens):
             kv, gradients = self._slot_bytes(schedule, stages_of, slot_tokens)

@@ -71,6 +71,7 @@ def test_a_dummy_holding(tmp_path: Path) -> None:
             text = text.replace(there, there.replace("12", "13") if added is None else added + there)
         (tmp_path / name).write_text(text)
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "SEQ1F1B_CUDA": "0", "SEQ1F1B_DEBUG": "1"}
+    environment.pop("LD_PRELOAD", None)  # of the sanitizers: the compiler would run under them
     build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     for command in (build, [sys.executable, "-c", USE]):
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
