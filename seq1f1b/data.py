@@ -12,12 +12,17 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
+from seq1f1b.fit import Fit
 from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.measured import MeasuredCost, look_at_step
 from seq1f1b.planning.step_plan import StepPlan, plan_step, share_documents
+from seq1f1b.runtime.engine import PipelineEngine
+from seq1f1b.runtime.unit_times import UnitTimes
 
 __all__ = ["DocumentBatches", "PlannedStep"]
 
 _FORMAT = "seq1f1b documents 1"
+_SCALES = (1.0, 1.0, 0.5, 2.0)  # of the units of the first steps; all but the first step's are measured
 
 
 @dataclass(frozen=True)
@@ -56,11 +61,17 @@ class DocumentBatches(Sampler[PlannedStep]):
         seed: of the order of documents. None: they come as they are.
         replica, num_replicas: of data parallelism.
         drop_last: leaves out the last step of every epoch, which may be a small one.
+        engine: the engine that runs the steps, each before the next one is asked for. Its units are measured in the
+            first steps, which have units of several lengths, and the steps after them are planned by what units
+            took, so that ``cost`` needs no profile. All ranks iterate alike, in the processes that train.
         options: keyword arguments of :func:`seq1f1b.planning.step_plan.plan_step`, such as ``memory``.
     Raises:
         ValueError: a document is empty, or so long that a step of one for each replica exceeds its tokens: names it and
             the least ``tokens_per_step``; there are no documents; a number is out of range. While iterating: what
             ``plan_step`` refuses, a last step of fewer documents than replicas, and an epoch without a step.
+
+    Attributes:
+        cost: by which the next steps are planned: the one given, or, once an engine's units are measured, theirs.
     """
 
     def __init__(
@@ -73,9 +84,12 @@ class DocumentBatches(Sampler[PlannedStep]):
         replica: int = 0,
         num_replicas: int = 1,
         drop_last: bool = False,
+        engine: PipelineEngine | None = None,
         **options: Any,
     ) -> None:
-        self._lengths, self._cost, self._tokens, self._seed = tuple(lengths), cost, tokens_per_step, seed
+        self._lengths, self._given, self._tokens, self._seed = tuple(lengths), cost, tokens_per_step, seed
+        self.cost = cost
+        self._engine, self._times, self._looks, self._unit = engine, UnitTimes(), 0, 0
         self._replica, self._num_replicas, self._options = replica, num_replicas, options
         self._drop_last = drop_last
         if not 0 <= replica < num_replicas:
@@ -113,15 +127,18 @@ class DocumentBatches(Sampler[PlannedStep]):
         try:
             ahead: Future[tuple[tuple[int, ...], StepPlan]] | None = None
             for number, (begin, end) in enumerate(spans):
-                documents, plan = (ahead or planner.submit(self._plan, order[begin:end])).result()
+                documents, plan = (ahead or planner.submit(*self._ask(order[begin:end]))).result()
+                self._unit = self._unit or max(max(sizes) for sizes in plan.segment_sizes)
                 if number + 1 < len(spans):
-                    ahead = planner.submit(self._plan, order[slice(*spans[number + 1])])
+                    ahead = planner.submit(*self._ask(order[slice(*spans[number + 1])]))
                     self._begin = end
                 else:
                     self.epoch, self._begin = epoch + 1, 0
                 self.steps += 1  # a state that is taken from now on is of the next step
                 tokens = sum(self._lengths[i] for i in order[begin:end])
                 yield PlannedStep(documents, plan, tokens, epoch, self.steps - 1)
+                if self._engine is not None:
+                    self._look(self._engine, plan)
         finally:
             planner.shutdown(wait=False, cancel_futures=True)
 
@@ -191,7 +208,28 @@ class DocumentBatches(Sampler[PlannedStep]):
             tokens += length
         return ends if self._drop_last else [*ends, len(order)]
 
-    def _plan(self, documents: Sequence[int]) -> tuple[tuple[int, ...], StepPlan]:
+    def _look(self, engine: PipelineEngine, plan: StepPlan) -> None:
+        """Measures the units of the step that has run, until there are enough of them."""
+        if self._looks >= len(_SCALES):
+            return
+        report = engine.report(gather=True)
+        self._looks += self._looks == 0 or look_at_step(self._times, report, plan)
+        if self._looks == len(_SCALES):
+            own = [(key, tuple(fit)) for key, fit in self._times.terms().items()]
+            terms = engine.all_gather_object(own)[0]  # those of one machine: plans are equal to the last bit
+            self.cost = MeasuredCost(self._given, {tuple(key): Fit(*each) for key, each in terms})
+
+    def _ask(self, documents: Sequence[int]) -> tuple[Any, ...]:
+        """A call of :meth:`_plan`, with the costs of this moment: they change between two steps, alike on all ranks."""
+        options = self._options
+        if self._engine is not None and self._looks < len(_SCALES) and self._unit and "unit_tokens" not in options:
+            scale = (*_SCALES, 1.0)[self._looks + 1]
+            options = {**options, "unit_tokens": max(1, round(scale * self._unit))}
+        return self._plan, documents, self.cost, options
+
+    def _plan(
+        self, documents: Sequence[int], cost: CostModel, options: Mapping[str, Any]
+    ) -> tuple[tuple[int, ...], StepPlan]:
         """This replica's documents of a step, and their plan."""
         lengths = [self._lengths[i] for i in documents]
         if self._num_replicas > 1:
@@ -200,6 +238,6 @@ class DocumentBatches(Sampler[PlannedStep]):
                     f"the last step of the epoch has {len(documents)} documents, fewer than {self._num_replicas} "
                     "replicas: give drop_last=True"
                 )
-            share = share_documents(lengths, self._num_replicas, self._cost)[self._replica]
+            share = share_documents(lengths, self._num_replicas, self._given)[self._replica]
             documents, lengths = [documents[i] for i in share], [lengths[i] for i in share]
-        return tuple(documents), plan_step(lengths, self._cost, **self._options)
+        return tuple(documents), plan_step(lengths, cost, **options)

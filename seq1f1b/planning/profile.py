@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from seq1f1b.files import json_fields, load, read, write_whole
+from seq1f1b.fit import Fit
 from seq1f1b.partition import ModelShape, check_model
 
 __all__ = ["Fit", "Part", "PassSeconds", "Profile", "Sample"]
@@ -22,22 +23,6 @@ _FORMAT = "seq1f1b profile 6"
 PASSES = {"F": "forward", "B": "backward", "I": "input", "W": "weight", "R": "recompute"}
 """A name for each kind of unit."""
 _TIER = ("tier_out", "tier_in", "move_out", "move_in")
-
-
-class Fit(NamedTuple):
-    """Seconds of a pass over ``tokens`` that attend to ``pairs`` tokens in all: a floor and two rates.
-
-    ``residual`` is the spread of the fit: the root of the mean square of measured / fitted - 1.
-    """
-
-    floor: float
-    per_token: float
-    per_pair: float
-    residual: float
-
-    def seconds(self, tokens: float, pairs: float, floor: bool = True) -> float:
-        """``pairs``: of a token and one that it sees, itself included."""
-        return (self.floor if floor else 0.0) + self.per_token * tokens + self.per_pair * pairs
 
 
 class PassSeconds(NamedTuple):

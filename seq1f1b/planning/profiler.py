@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
 import platform
 import statistics
@@ -18,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from seq1f1b.fit import Fit, fit_seconds
 from seq1f1b.partition import ModelShape, partition_sequence
-from seq1f1b.planning.profile import PASSES, Fit, Part, PassSeconds, Profile, Sample, visible_pairs
+from seq1f1b.planning.profile import PASSES, Part, PassSeconds, Profile, Sample, visible_pairs
 from seq1f1b.planning.workspace import Workspace, measure_workspace
 from seq1f1b.runtime.arguments import Memory
 from seq1f1b.runtime.engine import PipelineEngine
@@ -314,34 +313,6 @@ def _moved_so_far(engine: PipelineEngine) -> tuple[int, ...]:
 
 
 # -- fitting -----------------------------------------------------------------------------------------------------------
-
-
-def fit_seconds(rows: Sequence[tuple[float, float, float]], *, with_pairs: bool = True) -> Fit:
-    """Floor and rates, none negative, that make the squares of measured / fitted - 1 smallest over (tokens, pairs,
-    seconds). Measured zeros are left out; with nothing else everything is 0.
-
-    Of the few sets of terms that may be zero the best is taken, which is the least-squares solution under the bounds.
-    """
-    rows = [row for row in rows if row[2] > 0]
-    if not rows:
-        return Fit(0.0, 0.0, 0.0, 0.0)
-    # Dividing each row by its seconds makes every residual a relative one.
-    table = torch.tensor(
-        [[1 / s, tokens / s, pairs / s] for tokens, pairs, s in rows], dtype=torch.float64, device="cpu"
-    )
-    scale = table.norm(dim=0).clamp_min(1e-300)
-    ones, best = torch.ones(len(rows), 1, dtype=torch.float64, device="cpu"), (math.inf, [0.0, 0.0, 0.0])
-    columns = range(3 if with_pairs else 2)
-    for size in range(1, len(columns) + 1):
-        for chosen in map(list, itertools.combinations(columns, size)):
-            solution = torch.linalg.lstsq(table[:, chosen] / scale[chosen], ones).solution[:, 0] / scale[chosen]
-            error = float((table[:, chosen] @ solution - 1).square().mean())
-            if float(solution.min()) >= 0 and error < best[0]:
-                values = dict(zip(chosen, solution.tolist(), strict=True))
-                best = error, [values.get(i, 0.0) for i in range(3)]
-    floor, per_token, per_pair = best[1]
-    ratios = [s / (floor + per_token * tokens + per_pair * pairs) - 1 for tokens, pairs, s in rows]
-    return Fit(floor, per_token, per_pair, math.sqrt(statistics.fmean(r * r for r in ratios)))
 
 
 def _joined(measured: Sequence[Measured]) -> Measured:

@@ -47,13 +47,13 @@ class RowCosts(UnitCosts):
             raise ValueError("rows of a step share a cache: the layout copies prefixes")
         self.cost, self._counts = cost, [len(row.sizes) for row in rows]
         self._sizes = [size for row in rows for size in row.sizes]
-        self._rows = rows
+        self.rows = rows
         self._slot_tokens = sum(self.longest)
 
     @cached_property
     def seconds(self) -> Any:
         known: dict[Span, int] = {}
-        places = [known.setdefault(span, len(known)) for row in self._rows for span in spans_of(row)]
+        places = [known.setdefault(span, len(known)) for row in self.rows for span in spans_of(row)]
         found = self.cost.seconds_of(list(known))
         each: dict[int, list[list[float]]] = {}  # equal stages are one list: it is spread once
         nested: list[Any] = [[self._spread(row, places, each) for row in table] for table in found]
@@ -72,7 +72,7 @@ class RowCosts(UnitCosts):
 
     @property
     def longest(self) -> list[int]:
-        return list(max((row.sizes for row in self._rows), key=sum))
+        return list(max((row.sizes for row in self.rows), key=sum))
 
     @property
     def imbalance(self) -> float:

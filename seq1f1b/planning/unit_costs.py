@@ -31,7 +31,7 @@ class UnitCosts(ABC):
     @property
     @abstractmethod
     def message_bytes(self) -> list[Any]:
-        """The table of one stage: bytes of a message."""
+        """Bytes of a message, a table of one stage."""
 
     @abstractmethod
     def held_bytes(self) -> list[Any]:

@@ -10,7 +10,6 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations
 from statistics import median
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,11 +17,13 @@ import numpy as np
 import torch
 
 from seq1f1b import ScheduleError
+from seq1f1b.fit import Fit
 from seq1f1b.partition import partition_sequence
 from seq1f1b.plan import TunedOrder
 from seq1f1b.runtime.arguments import Options, first_family
 from seq1f1b.runtime.rank_order import with_options
 from seq1f1b.runtime.report import Report, StepRecord
+from seq1f1b.runtime.unit_times import UnitTimes, pairs, unit_seconds
 from seq1f1b.schedule import Costs, Schedule, build_schedule
 
 __all__: list[str] = []
@@ -78,6 +79,7 @@ class Setting:
     choice: Choice | None = None
 
 
+_NOTHING = Fit(0.0, 0.0, 0.0, 0.0)
 Measured: TypeAlias = "tuple[Any, ...]"
 """What one rank tells of a step: tokens, seconds, and, where units are measured, :func:`unit_figures`."""
 
@@ -351,16 +353,11 @@ def equal_time(choice: Choice) -> Callable[[int], list[int]]:
 
 
 def unit_figures(report: Report) -> list[tuple[str, int, int, float]]:
-    """Seconds of this rank's units by pass, stage and segment, the median of the micro-batches, with the engine's own
-    time around each."""
-    spans: dict[tuple[str, int, int, int], float] = defaultdict(float)
-    for unit, start, end in (*report.timeline, *report.fills):
-        spans[unit.kind, unit.stage, unit.microbatch, unit.segment] += end - start
+    """Seconds of this rank's units by pass, stage and segment, the median of the micro-batches."""
     alike: dict[tuple[str, int, int], list[float]] = defaultdict(list)
-    for (kind, stage, _, segment), seconds in spans.items():
+    for (kind, stage, _, segment), seconds in unit_seconds(report).items():
         alike[kind, stage, segment].append(seconds)
-    own = max(0.0, report.seconds - report.busy - report.wait - report.send - report.tier) / max(1, len(spans))
-    return [(*key, median(seconds) + own) for key, seconds in alike.items()]
+    return [(*key, median(seconds)) for key, seconds in alike.items()]
 
 
 def free_bytes(device: torch.device) -> float:
@@ -373,10 +370,7 @@ def free_bytes(device: torch.device) -> float:
 
 
 class MeasuredCosts:
-    """Seconds of units of any length, from those that were measured.
-
-    A unit of n tokens whose queries see p keys in all takes a + b n + c p: launches and what else is the same for every
-    unit, products with weights, attention. Each pass of each stage has its own three numbers, none of them below 0.
+    """Costs of orders, from units that were measured.
 
     Attributes:
         segments: numbers of segments that were measured.
@@ -386,7 +380,7 @@ class MeasuredCosts:
     """
 
     def __init__(self, steps: Iterable[tuple[Setting, list[Measured]]]) -> None:
-        samples: dict[tuple[str, int], list[tuple[int, float, float]]] = defaultdict(list)
+        times = UnitTimes()
         self.segments: set[int] = set()
         for setting, measured in steps:
             length = measured[0][0]
@@ -395,25 +389,22 @@ class MeasuredCosts:
             starts = np.cumsum([0, *sizes])
             for own in measured:
                 for kind, stage, segment, seconds in own[2]:
-                    samples[kind, stage].append((sizes[segment], pairs(starts[segment], sizes[segment]), seconds))
-        self._terms = {key: fit_terms(each) for key, each in samples.items()}
+                    times.add(kind, stage, sizes[segment], pairs(starts[segment], sizes[segment]), seconds)
+        self._terms = times.terms()
         self.splits = any(kind == "W" for kind, _ in self._terms)
-        each = sum(terms[1] for (kind, _), terms in self._terms.items() if kind in "FB")
-        attention = sum(terms[2] for (kind, _), terms in self._terms.items() if kind in "FB")
-        self.balance = float(each / attention) if attention > 0 else 0.0
-        fixed = [terms[0] for (kind, _), terms in self._terms.items() if kind in "FB"]
+        whole = [fit for (kind, _), fit in self._terms.items() if kind in "FB"]
+        attention = sum(fit.per_pair for fit in whole)
+        self.balance = sum(fit.per_token for fit in whole) / attention if attention > 0 else 0.0
+        fixed = [fit.floor for fit in whole]
         self.fixed = 2 * sum(fixed) / max(1, len(fixed))
 
     def tables(self, sizes: list[int], kinds: str) -> list[list[list[float]]]:
         """[pass][stage][segment] of these passes."""
         starts = np.cumsum([0, *sizes])
-        features = [(1.0, float(n), pairs(start, n)) for start, n in zip(starts, sizes, strict=False)]
+        spans = [(n, pairs(start, n)) for start, n in zip(starts, sizes, strict=False)]
         num_stages = 1 + max(stage for _, stage in self._terms)
-        found = []
-        for kind in kinds:
-            terms = [self._terms.get((kind, stage), (0.0, 0.0, 0.0)) for stage in range(num_stages)]
-            found.append([[float(np.dot(own, each)) for each in features] for own in terms])
-        return found
+        fits = [[self._terms.get((kind, stage), _NOTHING) for stage in range(num_stages)] for kind in kinds]
+        return [[[fit.seconds(*span) for span in spans] for fit in row] for row in fits]
 
     def of(self, schedule: Schedule, sizes: list[int]) -> Costs:
         """Costs of an order."""
@@ -434,28 +425,6 @@ class MeasuredCosts:
         (table,) = self.tables(sizes, kind)
         held = [row for row in table if any(row)]
         return sum(map(sum, held)) / (len(held) * len(sizes)) if held else 0.0
-
-
-def pairs(start: Any, tokens: int) -> float:
-    """Keys that the queries of a segment see, all together."""
-    return float(tokens) * float(start) + tokens * (tokens + 1) / 2.0
-
-
-def fit_terms(samples: list[tuple[int, float, float]]) -> tuple[float, float, float]:
-    """The three numbers, none below 0, that fit the samples (tokens, pairs, seconds) best, by their relative errors."""
-    rows = np.array([(1.0, tokens, keys) for tokens, keys, _ in samples])
-    seconds = np.array([max(each, 1e-9) for *_, each in samples])
-    scale = rows.max(axis=0)
-    weighted = rows / scale / seconds[:, None]
-    best, terms = np.inf, np.zeros(3)
-    for count in (1, 2, 3):
-        for chosen in map(list, combinations(range(3), count)):
-            found, *_ = np.linalg.lstsq(weighted[:, chosen], np.ones(len(samples)), rcond=1e-6)
-            error = float(((weighted[:, chosen] @ found - 1.0) ** 2).sum())
-            if found.min() >= 0 and error < best - 1e-12:
-                best, terms = error, np.zeros(3)
-                terms[chosen] = found / scale[chosen]
-    return float(terms[0]), float(terms[1]), float(terms[2])
 
 
 class Room:

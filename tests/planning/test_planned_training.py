@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import statistics
+import time
 from typing import Any
 
 import pytest
@@ -17,7 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from seq1f1b import Loss, ModelShape, PipelineEngine, ScheduleError, add_loss, carry_in, carry_out, layer_handle
-from seq1f1b.planning.cost import CostModel
+from seq1f1b.data import DocumentBatches
+from seq1f1b.planning.cost import CostModel, Span
 from seq1f1b.planning.hardware import load_hardware
 from seq1f1b.planning.step_plan import StepPlan, plan_step, share_documents
 from seq1f1b.testing import run_ranks
@@ -234,3 +237,57 @@ def test_auxiliary_losses_of_each_document() -> None:
     for model, gradients in zip(models, found, strict=True):
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             assert torch.allclose(parameter.grad, gradient, rtol=1e-10, atol=1e-13)
+
+
+class Sleeps(torch.nn.Module):
+    """A stage whose units take a time of their own beside what they compute."""
+
+    def __init__(self, inner: torch.nn.Module, floor: float, per_token: float) -> None:
+        super().__init__()
+        self.inner, self.seconds = inner, (floor, per_token)
+
+    def forward(self, x: Tensor, doc_ids: Tensor) -> Tensor:
+        time.sleep(self.seconds[0] + self.seconds[1] * x.shape[1])
+        return self.inner(x, doc_ids=doc_ids)
+
+
+def test_steps_are_planned_by_the_units_of_the_engine() -> None:
+    """After four steps costs are those of the units, which the machine's rates know nothing of; losses stay right."""
+    rng = random.Random(0)
+    lengths = [rng.randint(1, 60) for _ in range(120)]
+    tokens, targets = texts_of(lengths, 0)
+    model = whole_model(CONFIG)
+    truth, _ = alone(tokens, targets, 1.0)
+    terms = [(4e-3, 1e-4), (2e-3, 2e-4)]
+
+    def run(group: Any) -> tuple[list[str], list[CostModel], list[float]]:
+        engine = PipelineEngine(
+            Sleeps(stage_of(model, CONFIG, group.rank, 2), *terms[group.rank]),
+            num_microbatches=1,
+            loss_fn=cross_entropy,
+            arg_rules={"doc_ids": "slice"},
+            group=group,
+        )
+        batches = DocumentBatches(lengths, cost_of(2), tokens_per_step=400, engine=engine)
+        digests, costs, shares = [], [], []
+        for planned in batches:
+            own = [[texts[i] for i in planned.documents] for texts in (tokens, targets)]
+            losses = step(engine, planned.plan, *own)
+            for loss, row in zip(losses or (), planned.plan.rows, strict=False):
+                documents = [planned.documents[i] for i in row]
+                counted = sum(int((targets[i] != -100).sum()) for i in documents)
+                assert abs(float(loss) * counted - sum(float(truth[i]) for i in documents)) <= 1e-9 * max(1, counted)
+            digests.append(planned.plan.digest)
+            costs.append(batches.cost)
+            shares.append(planned.plan.seconds / engine.report().seconds)
+        engine.close()
+        return digests, costs, shares
+
+    (digests, costs, shares), (others, *_) = run_ranks(2, run)
+    assert digests == others
+    assert type(costs[3]) is CostModel and len(costs) > 6
+    found = costs[-1].seconds_of([Span(16, 16 * 17 / 2, 16), Span(64, 64 * 65 / 2, 64)])
+    for stage, (floor, per_token) in enumerate(terms):
+        for seconds, size in zip(found.forward[stage], (16, 64), strict=True):
+            assert floor + per_token * size <= seconds < 2 * (floor + per_token * size) + 5e-3
+    assert max(shares[:4]) < 0.3 < 0.5 < statistics.median(shares[5:]) < 1.1  # of the steps' real times

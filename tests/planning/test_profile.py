@@ -15,10 +15,11 @@ import pytest
 
 from seq1f1b import Costs, Links, ModelShape, Schedule, build_schedule, partition_sequence
 from seq1f1b.__main__ import main
+from seq1f1b.fit import Fit, fit_seconds
 from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import ProfiledHardware, load_hardware
-from seq1f1b.planning.profile import Fit, Part, Profile, Sample, visible_pairs
+from seq1f1b.planning.profile import Part, Profile, Sample, visible_pairs
 from seq1f1b.planning.search import search_plans
 
 SHAPE = ModelShape(hidden=32, layers=4, heads=4, kv_heads=4, ffn=32, vocab=29)
@@ -79,17 +80,16 @@ def profile(**changes):
 
 
 def test_the_fit_recovers_known_costs():
-    profiler = pytest.importorskip("seq1f1b.planning.profiler", reason="measuring needs torch")
     units = [(512 * s // k, 512 // k) for k in (1, 2, 4, 8) for s in range(k)]
     for truth in ((2e-4, 3e-6, 4e-9), (0.0, 1e-6, 1e-9), (5e-5, 0.0, 2e-9), (1e-4, 2e-6, 0.0)):
         rows = [(n, visible_pairs(b, b + n)) for b, n in units]
         exact = [(n, p, truth[0] + truth[1] * n + truth[2] * p) for n, p in rows]
-        found = profiler.fit_seconds(exact)
+        found = fit_seconds(exact)
         assert found[:3] == pytest.approx(truth, rel=1e-6, abs=1e-15)
         assert found.residual == pytest.approx(0.0, abs=1e-9)
         draw = random.Random(0)
         noisy = [(n, p, s * draw.uniform(0.95, 1.05)) for n, p, s in exact]
-        found = profiler.fit_seconds(noisy)
+        found = fit_seconds(noisy)
         assert 0.01 < found.residual < 0.05  # uniform: 0.05 / sqrt(3)
         for n, p, s in exact:
             assert found.seconds(n, p) == pytest.approx(s, rel=0.05)
@@ -97,9 +97,8 @@ def test_the_fit_recovers_known_costs():
 
 def test_no_term_is_negative_and_none_is_better():
     """Against a search over a fine grid of the terms."""
-    profiler = pytest.importorskip("seq1f1b.planning.profiler", reason="measuring needs torch")
     rows = [(16.0, 136.0, 1.0), (32.0, 528.0, 1.5), (64.0, 2080.0, 5.0)]  # least squares wants a negative rate
-    found = profiler.fit_seconds(rows)
+    found = fit_seconds(rows)
     assert min(found[:3]) >= 0
 
     def error(floor, per_token, per_pair):

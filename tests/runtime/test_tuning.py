@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import seq1f1b
 from seq1f1b import Limits, PipelineEngine, PipelineError
+from seq1f1b.fit import Fit
 from seq1f1b.runtime import tuning
-from seq1f1b.runtime.tuning import MeasuredCosts, fit_terms, pairs
+from seq1f1b.runtime.tuning import MeasuredCosts
 from seq1f1b.testing import run_ranks
 
 CONFIG = Config(hidden=16, heads=2, kv_heads=1, ffn=16, vocab=13, layers=4)
@@ -185,18 +186,6 @@ def test_replicas_are_refused() -> None:
     run_processes(2, _replica)
 
 
-def test_terms_of_a_unit_are_found_again() -> None:
-    for terms in ((1e-3, 2e-5, 3e-9), (0.0, 1e-5, 0.0), (2e-3, 0.0, 1e-8)):
-        samples = []
-        for k in (2, 4):
-            size = 4096 // k
-            for s in range(k):
-                keys = pairs(s * size, size)
-                samples.append((size, keys, terms[0] + terms[1] * size + terms[2] * keys))
-        assert fit_terms(samples) == pytest.approx(terms, rel=1e-6, abs=1e-15)
-    assert all(term >= 0 for term in fit_terms([(10, 55.0, 2.0), (20, 210.0, 1.0)]))
-
-
 def test_the_best_order_of_measured_units_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units that take a known time, in a clock of the test: what is kept is the fastest of all that was tried."""
     monkeypatch.setattr(tuning, "free_bytes", lambda device: 1e12)
@@ -218,7 +207,7 @@ def test_the_best_order_of_measured_units_is_found(monkeypatch: pytest.MonkeyPat
     tuner = tuning.Tuner(first, stages_per_rank=1, group=OneRank(), device=torch.device("cpu"), report=lambda: None)
     terms = {"F": (1e-3, 1e-5, 1e-9), "B": (2e-3, 2e-5, 2e-9), "I": (1e-3, 1e-5, 2e-9), "W": (1e-3, 1e-5, 0.0)}
     truth = MeasuredCosts([])
-    truth._terms = {(kind, stage): each for kind, each in terms.items() for stage in range(4)}
+    truth._terms = {(kind, stage): Fit(*each, 0.0) for kind, each in terms.items() for stage in range(4)}
     truth.splits = True
 
     def measure(setting: tuning.Setting) -> tuple[Any, ...]:
