@@ -13,7 +13,6 @@ from seq1f1b import _C
 
 PACKAGES = (
     ("matplotlib", "no PNG and SVG timelines"),
-    ("bokeh", "no HTML pages"),
     ("tokenizers", "no examples/train_gpt.py"),
 )
 

@@ -12,7 +12,7 @@ from seq1f1b.view import draw, page, style
 PICTURES = {
     "png": ("picture", "draw a PNG picture (needs matplotlib)"),
     "svg": ("picture", "draw an SVG picture (needs matplotlib)"),
-    "html": ("page", "make a page to zoom into, for any browser, without a network (needs bokeh)"),
+    "html": ("page", "make a page to zoom into, for any browser, without a network"),
     "trace": ("trace", "write a trace for ui.perfetto.dev or chrome://tracing"),
 }
 

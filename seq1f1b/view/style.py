@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from seq1f1b import _C
 
@@ -78,3 +78,38 @@ def ink_on(color: Sequence[float]) -> str:
     """The colour of a label on that colour: dark on a light one (relative luminance, ITU-R BT.709)."""
     red, green, blue = color
     return "white" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.62 else "0.15"
+
+
+HOLDING_COLORS = {  # from the bottom: what changes least lies lowest
+    "weights": "#5b6472",
+    "optimizer": "#98a2ae",
+    "logits": "#d9b310",
+    "receive": "#e377b0",
+    "kv": "#1f77b4",
+    "kv_gradients": "#6fc0ea",
+    "output_gradients": "#8757b8",
+    "inputs": "#2c9a45",
+    "activations": "#f0944d",
+    "shard_logits": "#a9823c",
+    "forward_work": "#c9523c",
+    "backward_work": "#8c2f2f",
+}
+_HOLDING_TEXTS = {
+    "receive": "receive places",
+    "optimizer": "optimizer state",
+    "inputs": "kept inputs, loss gradients",
+}
+
+
+def page_facts() -> dict[str, Any]:
+    """What ``timeline.js`` is told of passes and of what ranks hold."""
+    texts = {**{row.name: row.text for row in _C.HOLDINGS}, **_HOLDING_TEXTS}
+    names = [*HOLDING_COLORS, *(row.name for h, row in enumerate(_C.HOLDINGS) if row.counts_with == h)]
+    return {
+        "passes": [{"letter": letter, "text": text, "strength": STRENGTH[letter]} for letter, text in PASSES.items()],
+        "microbatches": MICROBATCH_COLORS,
+        "holdings": [
+            {"name": name, "text": texts.get(name, name), "color": HOLDING_COLORS.get(name, "#d9c7a0")}
+            for name in dict.fromkeys(names)
+        ],
+    }

@@ -1,0 +1,849 @@
+// timeline.js - draws timelines on canvases: ranks x time, units with their names, and the memory of each rank below
+// them. Several timelines share one time axis, which a wheel, a drag, two fingers or keys zoom and move. The HTML page
+// of `seq1f1b draw --html` and the schedule explorer of the documentation are drawn by this file.
+//
+// A timeline is plain data. Units of all ranks lie one rank after another, each rank's in run order:
+//   heading, note                    text; a sentence below it, or none
+//   makespan, bubble                 seconds; a share of the ranks' time, or null
+//   first                            [rank + 1] number of each rank's first unit
+//   pass, stage, microbatch, segment [unit]; start, end [unit] seconds
+//   slack, path                      [unit] seconds, or null; numbers of units, or null
+//   inputs                           {first [unit + 1], units}: what each unit comes after
+//   memory                           {kind, whole, total [rank], constant {name: [rank]}, changes}, where
+//     kind    "bytes", "units" (numbers of live units), or "microbatches" (`whole` is one)
+//     changes {first [rank + 1], when, by, holding}: by how much a holding changes; its number among `holdings`
+"use strict"
+
+const Timelines = (() => {
+  const FONT = "system-ui, sans-serif"
+  const [UNITS_TOP, UNITS_BOTTOM, PATH, MEMORY_TOP, MEMORY_BOTTOM] = [0.05, 0.56, 0.605, 0.65, 0.98] // of a rank's row
+  const AXIS = 34 // pixels below the last rank
+  const MOST_OF_PATH = 500 // units of a critical path that is shown at first: more would hide the others
+  const LIGHT = { ground: "#ffffff", ink: "#1d2329", faint: "#6b7480", grid: "#e3e7eb", path: "#111111" }
+
+  // -- numbers as text ----------------------------------------------------------------------------------------------
+
+  const digits = (x, n) => String(+x.toPrecision(n))
+  const unitOfTime = (seconds) => (seconds >= 1 ? [1, "s"] : seconds >= 1e-3 ? [1e-3, "ms"] : [1e-6, "us"])
+  const bytesText = (x, n = 4) => (x >= 2 ** 30 ? `${digits(x / 2 ** 30, n)} GiB` : `${digits(x / 2 ** 20, n)} MiB`)
+
+  function amountText(memory, x, n = 4) {
+    if (memory.kind === "bytes") return bytesText(x, n)
+    if (memory.kind === "units") return `${Math.round(x)} units`
+    return `${digits(x / memory.whole, n)} micro-batch${x === memory.whole ? "" : "es"}`
+  }
+
+  // -- colours ------------------------------------------------------------------------------------------------------
+
+  // The micro-batch's hue: full for what goes back, pale for what goes forward.
+  function palette(style) {
+    const made = new Map()
+    const channels = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16) / 255)
+    return (pass, microbatch) => {
+      const hue = microbatch % style.microbatches.length
+      const key = pass * 64 + hue
+      if (!made.has(key)) {
+        const { strength } = style.passes[pass]
+        const rgb = channels(style.microbatches[hue]).map((c) => 1 - strength * (1 - c))
+        const light = 0.2126 * rgb[0] + 0.7152 * rgb[1] + 0.0722 * rgb[2] // ITU-R BT.709
+        const bytes = rgb.map((c) => Math.round(255 * c))
+        made.set(key, { rgb: bytes, css: `rgb(${bytes.join()})`, ink: light < 0.62 ? "#ffffff" : "#222222" })
+      }
+      return made.get(key)
+    }
+  }
+
+  // -- SVG through the calls of a canvas ----------------------------------------------------------------------------
+
+  class SvgContext {
+    constructor(width, height) {
+      Object.assign(this, { width, height, parts: [], path: "", fillStyle: "", strokeStyle: "", lineWidth: 1 })
+      Object.assign(this, { font: "", textAlign: "left", textBaseline: "alphabetic", groups: 0 })
+    }
+
+    // Moves all that comes.
+    translate(x, y) {
+      this.groups++
+      this.parts.push(`<g transform="translate(${x} ${y})">`)
+    }
+
+    static number(x) {
+      return String(Math.round(100 * x) / 100)
+    }
+
+    fillRect(x, y, width, height) {
+      const n = SvgContext.number
+      const box = `x="${n(x)}" y="${n(y)}" width="${n(width)}" height="${n(height)}"`
+      this.parts.push(`<rect ${box} fill="${this.fillStyle}"/>`)
+    }
+
+    beginPath() {
+      this.path = ""
+    }
+
+    moveTo(x, y) {
+      this.path += `M${SvgContext.number(x)} ${SvgContext.number(y)}`
+    }
+
+    lineTo(x, y) {
+      this.path += `L${SvgContext.number(x)} ${SvgContext.number(y)}`
+    }
+
+    closePath() {
+      this.path += "Z"
+    }
+
+    fill() {
+      this.parts.push(`<path d="${this.path}" fill="${this.fillStyle}"/>`)
+    }
+
+    stroke() {
+      const pen = `stroke="${this.strokeStyle}" stroke-width="${this.lineWidth}"`
+      this.parts.push(`<path d="${this.path}" fill="none" ${pen}/>`)
+    }
+
+    measureText(text) {
+      return { width: 0.58 * parseFloat(this.font) * text.length }
+    }
+
+    fillText(text, x, y) {
+      const anchor = { left: "start", center: "middle", right: "end" }[this.textAlign]
+      const base = { middle: "central", top: "hanging" }[this.textBaseline] ?? "auto"
+      const n = SvgContext.number
+      const safe = text.replace(/[&<>]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[c])
+      this.parts.push(
+        `<text x="${n(x)}" y="${n(y)}" font-size="${parseFloat(this.font)}" fill="${this.fillStyle}" ` +
+          `text-anchor="${anchor}" dominant-baseline="${base}">${safe}</text>`,
+      )
+    }
+
+    toString() {
+      const size = `width="${this.width}" height="${this.height}" viewBox="0 0 ${this.width} ${this.height}"`
+      const parts = [...this.parts, ...Array(this.groups).fill("</g>")].join("\n")
+      return `<svg xmlns="http://www.w3.org/2000/svg" ${size} font-family="${FONT}">\n${parts}\n</svg>\n`
+    }
+  }
+
+  // -- what is drawn ------------------------------------------------------------------------------------------------
+
+  // Where things lie on a picture of one timeline. `begin`: its first second; from, to: those at the ends, behind it.
+  function layout({ P, begin }, width, row, ends) {
+    const [from, to] = ends.map((seconds) => begin + seconds)
+    const left = width < 560 ? 46 : 92
+    const right = width - 10
+    const scale = (right - left) / (to - from)
+    return {
+      P, begin, width, row, left, right, from, to, scale, height: Math.ceil(P * row + AXIS),
+      x: (seconds) => left + (seconds - from) * scale,
+      time: (x) => from + (x - left) / scale,
+    }
+  }
+
+  // The first unit of a rank that ends after this moment. Units of a rank follow each other.
+  function firstAfter(timeline, rank, moment) {
+    let [low, high] = [timeline.first[rank], timeline.first[rank + 1]]
+    while (low < high) {
+      const middle = (low + high) >> 1
+      if (timeline.end[middle] < moment) low = middle + 1
+      else high = middle
+    }
+    return low
+  }
+
+  function drawGrid(ctx, g, theme, P) {
+    ctx.fillStyle = theme.ground
+    ctx.fillRect(0, 0, g.width, g.height)
+    const span = g.to - g.from
+    const [second, name] = unitOfTime(span)
+    const wanted = Math.max(2, Math.floor((g.right - g.left) / 90))
+    const power = 10 ** Math.floor(Math.log10(span / second / wanted))
+    const step = second * power * [1, 2, 5, 10].find((m) => span / second / (m * power) <= wanted)
+    ctx.font = `11px ${FONT}`
+    ctx.textAlign = "center"
+    ctx.textBaseline = "top"
+    for (let n = Math.ceil((g.from - g.begin) / step - 1e-9); n * step <= g.to - g.begin + 1e-9 * step; n++) {
+      const x = Math.round(g.x(g.begin + n * step))
+      ctx.fillStyle = theme.grid
+      ctx.fillRect(x, 0, 1, P * g.row + 4)
+      ctx.fillStyle = theme.faint
+      const text = `${digits((n * step) / second, 6)} ${name}`
+      const half = ctx.measureText(text).width / 2
+      if (x - half >= 0 && x + half <= g.width) ctx.fillText(text, x, P * g.row + 9)
+    }
+  }
+
+  // Stripes over a unit of a later stage of its rank.
+  function hatch(ctx, x, y, width, height, css) {
+    ctx.strokeStyle = css
+    ctx.lineWidth = 1.5
+    ctx.beginPath()
+    for (let a = 7 - height; a < width; a += 7) { // from (a, bottom) up to the right
+      const begin = Math.max(0, a)
+      const end = Math.min(width, a + height)
+      if (end <= begin) continue
+      ctx.moveTo(x + begin, y + height - (begin - a))
+      ctx.lineTo(x + end, y + height - (end - a))
+    }
+    ctx.stroke()
+  }
+
+  // More units than pixels: each pixel takes the colours of its units, by their shares of its time.
+  function drawDense(ctx, timeline, g, rank, begin, end, colors, hex) {
+    const ground = [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16))
+    const columns = Math.ceil(g.right - g.left)
+    const sums = new Float64Array(4 * columns)
+    for (let i = begin; i < end; i++) {
+      const left = Math.max(0, g.x(timeline.start[i]) - g.left)
+      const right = Math.min(columns, g.x(timeline.end[i]) - g.left)
+      const { rgb } = colors(timeline.pass[i], timeline.microbatch[i])
+      for (let column = Math.floor(left); column < right; column++) {
+        const share = Math.min(right, column + 1) - Math.max(left, column)
+        for (let c = 0; c < 3; c++) sums[4 * column + c] += share * rgb[c]
+        sums[4 * column + 3] += share
+      }
+    }
+    const y = (rank + UNITS_TOP) * g.row
+    const height = (UNITS_BOTTOM - UNITS_TOP) * g.row
+    for (let column = 0; column < columns; column++) {
+      const share = sums[4 * column + 3]
+      if (share < 0.01) continue
+      const mixed = [0, 1, 2].map((c) => Math.round(sums[4 * column + c] + Math.max(0, 1 - share) * ground[c]))
+      ctx.fillStyle = `rgb(${mixed.join()})`
+      ctx.fillRect(g.left + column, y, 1, height)
+    }
+  }
+
+  function drawUnits(ctx, picture, g, rank, theme) {
+    const { timeline, colors, widths, shortest, longest } = picture
+    const begin = firstAfter(timeline, rank, g.from)
+    let end = begin
+    while (end < timeline.first[rank + 1] && timeline.start[end] <= g.to) end++
+    if (begin === end) return
+    const seconds = Math.min(g.to, timeline.end[end - 1]) - Math.max(g.from, timeline.start[begin])
+    if (end - begin > (seconds * g.scale) / 1.5) {
+      drawDense(ctx, timeline, g, rank, begin, end, colors, theme.ground)
+      return
+    }
+    const y = (rank + UNITS_TOP) * g.row
+    const height = (UNITS_BOTTOM - UNITS_TOP) * g.row
+    ctx.textAlign = "center"
+    ctx.textBaseline = "middle"
+    for (const size of [11, 9]) {
+      ctx.font = `${size}px ${FONT}`
+      const digit = Math.max(...Array.from("0123456789", (one) => ctx.measureText(one).width))
+      widths[size] ??= [digit, picture.hasSegments ? digit - ctx.measureText(".").width : 0]
+    }
+    const takes = (letters, size) => letters * widths[size][0] - widths[size][1] + 2
+    const isLong = takes(longest + 1, 11) + 2 <= shortest * g.scale // names of all units, with their pass
+    let font = 9 // as the loop has left it
+    for (let i = begin; i < end; i++) {
+      const left = Math.max(g.left, g.x(timeline.start[i]))
+      const right = Math.min(g.right, g.x(timeline.end[i]))
+      const color = colors(timeline.pass[i], timeline.microbatch[i])
+      if (timeline.end[i] === timeline.start[i]) { // it takes none of the rank's time: a mark
+        ctx.fillStyle = theme.ink
+        ctx.fillRect(left - 1, y + 0.3 * height, 2, 0.7 * height)
+        continue
+      }
+      const width = Math.max(right - left - (right - left > 5 ? 1 : 0), 0.7)
+      ctx.fillStyle = color.css
+      ctx.fillRect(left, y, width, height)
+      if (timeline.stage[i] !== picture.firstStage[rank] && width > 6)
+        hatch(ctx, left, y, width, height, color.ink === "#ffffff" ? "rgba(255,255,255,0.35)" : "rgba(0,0,0,0.16)")
+      if (width < 8) continue
+      const short = `${timeline.microbatch[i]}${picture.hasSegments ? `.${timeline.segment[i]}` : ""}`
+      const name = isLong ? picture.letter(i) + short : short
+      const size = takes(name.length, 11) <= width ? 11 : 9 // the largest letters that fit
+      if (takes(name.length, size) > width + 1) continue
+      if (font !== size) ctx.font = `${(font = size)}px ${FONT}`
+      ctx.fillStyle = color.ink
+      ctx.fillText(name, left + width / 2, y + height / 2 + 0.5)
+    }
+  }
+
+  // Calls visit(when, held) whenever what a rank holds has changed; held: [holding]. At the end it holds nothing.
+  function walkMemory(timeline, rank, holdings, visit) {
+    const { changes, constant } = timeline.memory
+    const [begin, end] = [timeline.first[rank], timeline.first[rank + 1]]
+    if (begin === end) return
+    let last = timeline.start[begin]
+    const held = new Float64Array(holdings.length)
+    holdings.forEach(({ name }, h) => (held[h] = constant[name] ? constant[name][rank] : 0))
+    for (let i = changes.first[rank]; i < changes.first[rank + 1]; i++) {
+      if (changes.when[i] !== last) {
+        visit(last, held)
+        last = changes.when[i]
+      }
+      held[changes.holding[i]] += changes.by[i]
+    }
+    visit(last, held)
+    visit(timeline.end[end - 1], new Float64Array(holdings.length))
+  }
+
+  function drawMemory(ctx, timeline, g, rank, holdings, most) {
+    const columns = Math.ceil(g.right - g.left)
+    const tops = holdings.map(() => new Float32Array(columns)) // of each kind with those below it, at the column's most
+    const before = new Float64Array(holdings.length)
+    let from = 0
+    const settle = (until) => { // `before` is held from column `from` up to this one
+      let sum = 0
+      for (let h = 0; h < before.length; h++) sum += before[h]
+      for (let column = Math.max(0, from); column <= Math.min(until, columns - 1); column++) {
+        if (sum < tops[tops.length - 1][column]) continue
+        let height = 0
+        for (let h = 0; h < before.length; h++) tops[h][column] = height += before[h]
+      }
+    }
+    walkMemory(timeline, rank, holdings, (when, held) => {
+      const column = Math.min(columns, Math.floor(g.x(when) - g.left))
+      if (column >= 0) settle(column - 1 < from ? from : column - 1)
+      from = Math.max(0, column)
+      before.set(held)
+    })
+    const base = (rank + MEMORY_BOTTOM) * g.row
+    const scale = ((MEMORY_BOTTOM - MEMORY_TOP) * g.row) / most
+    for (let h = holdings.length - 1; h >= 0; h--) {
+      const lower = h > 0 ? tops[h - 1] : null
+      if (tops[h].every((top, column) => top === (lower ? lower[column] : 0))) continue
+      ctx.fillStyle = holdings[h].color
+      ctx.beginPath()
+      ctx.moveTo(g.left, base)
+      for (let column = 0; column < columns; column++) {
+        if (column > 0 && tops[h][column] === tops[h][column - 1]) continue
+        if (column > 0) ctx.lineTo(g.left + column, base - scale * tops[h][column - 1])
+        ctx.lineTo(g.left + column, base - scale * tops[h][column])
+      }
+      ctx.lineTo(g.right, base - scale * tops[h][columns - 1])
+      ctx.lineTo(g.right, base)
+      ctx.closePath()
+      ctx.fill()
+    }
+  }
+
+  // A line under the units of the critical path, and from each to the next.
+  function drawPath(ctx, timeline, g, rankOf, theme) {
+    ctx.strokeStyle = theme.path
+    ctx.lineWidth = 2
+    ctx.beginPath()
+    let last = null
+    for (const i of timeline.path) {
+      const y = (rankOf(i) + PATH) * g.row
+      const ends = [timeline.start[i], timeline.end[i]].map((t) => Math.min(g.right, Math.max(g.left, g.x(t))))
+      if (timeline.end[i] < g.from || timeline.start[i] > g.to) {
+        last = null
+        continue
+      }
+      if (last === null) ctx.moveTo(ends[0], y)
+      else ctx.lineTo(ends[0], y)
+      ctx.lineTo(ends[1], y)
+      last = i
+    }
+    ctx.stroke()
+  }
+
+  function drawNames(ctx, timeline, g, theme) {
+    const { memory } = timeline
+    ctx.textAlign = "left"
+    ctx.textBaseline = "middle"
+    for (let rank = 0; rank < g.P; rank++) {
+      ctx.fillStyle = theme.ink
+      ctx.font = `12px ${FONT}`
+      ctx.fillText(g.left < 60 ? `r${rank}` : `rank ${rank}`, 4, (rank + (UNITS_TOP + UNITS_BOTTOM) / 2) * g.row)
+      if (memory === null || g.row < 26) continue
+      ctx.fillStyle = theme.faint
+      ctx.font = `${g.left < 60 ? 9 : 10}px ${FONT}`
+      const most = amountText(memory, memory.total[rank], 3).replace(/ micro-batch(es)?/, "")
+      const text = g.left < 60 ? most.replace(/ (units|(.)iB)/, "$2") : `peak ${most}`
+      ctx.fillText(text, 4, (rank + (MEMORY_TOP + MEMORY_BOTTOM) / 2) * g.row)
+    }
+  }
+
+  // -- one timeline -------------------------------------------------------------------------------------------------
+
+  class Picture {
+    constructor(timeline, style, colors) {
+      Object.assign(this, { timeline, style, colors })
+      const { first, stage, segment } = timeline
+      this.P = first.length - 1
+      this.firstStage = Array.from({ length: this.P }, (_, rank) => {
+        let least = Infinity
+        for (let i = first[rank]; i < first[rank + 1]; i++) least = Math.min(least, stage[i])
+        return least
+      })
+      this.hasSegments = segment.some((s) => s > 0)
+      this.namesStage = this.firstStage.some((s, rank) => s !== rank) || this.hasLater()
+      this.begin = Infinity
+      this.end = -Infinity
+      timeline.start.forEach((x) => (this.begin = Math.min(this.begin, x)))
+      timeline.end.forEach((x) => (this.end = Math.max(this.end, x)))
+      this.critical = timeline.path === null ? null : new Set(timeline.path)
+      this.widths = {} // by the size of letters: that of one, and what a dot takes less
+      this.shortest = Infinity
+      this.longest = 0 // letters of a name without its pass
+      for (let i = 0; i < stage.length; i++) {
+        const seconds = timeline.end[i] - timeline.start[i]
+        if (seconds > 0) this.shortest = Math.min(this.shortest, seconds)
+        const digitsOf = String(timeline.microbatch[i]).length
+        this.longest = Math.max(this.longest, digitsOf + (this.hasSegments ? 1 + String(segment[i]).length : 0))
+      }
+    }
+
+    hasLater() {
+      return this.timeline.stage.some((s, i) => s !== this.firstStage[this.rankOf(i)])
+    }
+
+    rankOf(i) {
+      const { first } = this.timeline
+      let [low, high] = [0, this.P]
+      while (high - low > 1) {
+        const middle = (low + high) >> 1
+        if (first[middle] <= i) low = middle
+        else high = middle
+      }
+      return low
+    }
+
+    heading() {
+      const { heading, makespan, bubble } = this.timeline
+      const [second, name] = unitOfTime(makespan)
+      const share = bubble === null ? "" : `, bubble ${(100 * bubble).toFixed(1)}%`
+      const text = `${digits(makespan / second, 4)} ${name}${share}`
+      return heading ? `${heading}: ${text}` : text
+    }
+
+    draw(ctx, g, theme, most, showsPath) {
+      const { timeline, style } = this
+      drawGrid(ctx, g, theme, this.P)
+      for (let rank = 0; rank < this.P; rank++) {
+        if (timeline.first[rank] === timeline.first[rank + 1]) continue
+        drawUnits(ctx, this, g, rank, theme)
+        if (timeline.memory !== null) drawMemory(ctx, timeline, g, rank, style.holdings, most)
+      }
+      if (showsPath && timeline.path !== null) drawPath(ctx, timeline, g, (i) => this.rankOf(i), theme)
+      drawNames(ctx, timeline, g, theme)
+    }
+
+    // The number of the unit at a moment of a rank, -1 if there is none within `near` seconds.
+    unitAt(rank, moment, near) {
+      const { first, start, end } = this.timeline
+      let best = -1
+      let least = near
+      for (let i = Math.max(first[rank], firstAfter(this.timeline, rank, moment) - 2); i < first[rank + 1]; i++) {
+        if (start[i] > moment + near) break
+        if (start[i] <= moment && moment < end[i]) return i
+        const away = Math.min(Math.abs(start[i] - moment), Math.abs(end[i] - moment))
+        if (away <= least) [best, least] = [i, away]
+      }
+      return best
+    }
+
+    letter(i) {
+      return this.style.passes[this.timeline.pass[i]].letter
+    }
+
+    name(i) {
+      const { stage, microbatch, segment } = this.timeline
+      return `${this.namesStage ? `[${stage[i]}]` : ""}${this.letter(i)}${microbatch[i]}.${segment[i]}`
+    }
+
+    // What is told of a unit: pairs of a label and a text.
+    tellUnit(i) {
+      const { timeline } = this
+      const { start, end, inputs } = timeline
+      const [second, unit] = unitOfTime(this.end - this.begin)
+      const time = (x) => `${digits(x / second, 6)} ${unit}`
+      const at = (x) => time(x - this.begin)
+      const one = (j, told) => `${this.name(j)} on rank ${this.rankOf(j)}, ${told}`
+      const list = (js, tell) => js.map((j) => one(j, tell(j))).join("; ") || "nothing"
+      const earlier = Array.from(inputs.units.subarray(inputs.first[i], inputs.first[i + 1]))
+      const later = []
+      for (let j = 0; j < timeline.pass.length; j++)
+        for (let e = inputs.first[j]; e < inputs.first[j + 1]; e++) if (inputs.units[e] === i) later.push(j)
+      const told = [
+        ["unit", `${this.name(i)}, ${this.style.passes[timeline.pass[i]].text}`],
+        ["rank", `${this.rankOf(i)}, stage ${timeline.stage[i]}`],
+        ["time", `${at(start[i])} to ${at(end[i])}, ${time(end[i] - start[i])} long`],
+        ["after", list(earlier.sort((a, b) => end[b] - end[a]), (j) => `ended at ${at(end[j])}`)],
+        ["before", list(later.sort((a, b) => start[a] - start[b]), (j) => `from ${at(start[j])}`)],
+      ]
+      if (timeline.slack === null) return told
+      const slack = this.critical.has(i) ? "on the critical path" : `may take ${time(timeline.slack[i])} longer`
+      return [...told, ["slack", slack]]
+    }
+
+    // The same of what a rank holds at a moment; `height`: bytes from the bottom of its curve. Null: nothing there.
+    tellMemory(rank, moment, height) {
+      const { memory } = this.timeline
+      let found = null
+      walkMemory(this.timeline, rank, this.style.holdings, (when, held) => {
+        if (when <= moment) found = Array.from(held)
+      })
+      if (found === null) return null
+      let below = 0
+      const h = found.findIndex((x) => (below += x) >= height && x > 0)
+      const all = found.reduce((a, b) => a + b, 0)
+      const amount = (x) => amountText(memory, x)
+      if (memory.kind !== "bytes")
+        return [["rank", `${rank}`], ["live", `${amount(all)} of at most ${amount(memory.total[rank])}`]]
+      const told = [["rank", `${rank}`], ["holds", `${amount(all)} of at most ${amount(memory.total[rank])}`]]
+      if (h >= 0) {
+        told.push(["here", `${this.style.holdings[h].text}: ${amount(found[h])}`])
+        told.push(["with all below", `${amount(below)} of at most ${amount(memory.total[rank])}`])
+      }
+      return told
+    }
+  }
+
+  // -- several, that one can zoom into ------------------------------------------------------------------------------
+
+  const element = (tag, properties = {}, ...children) => {
+    const made = Object.assign(document.createElement(tag), properties)
+    made.append(...children)
+    return made
+  }
+
+  class Timelines {
+    // Data whose arrays are written as base64 of little-endian numbers: {array: their type, base64}.
+    static unpack(data) {
+      if (data === null || typeof data !== "object") return data
+      if (data.base64 !== undefined) {
+        const bytes = Uint8Array.from(atob(data.base64), (c) => c.charCodeAt(0))
+        return new globalThis[data.array](bytes.buffer)
+      }
+      if (Array.isArray(data)) return data.map(Timelines.unpack)
+      return Object.fromEntries(Object.entries(data).map(([name, value]) => [name, Timelines.unpack(value)]))
+    }
+
+    // root: an element to fill. style: of units and holdings, as view/style.py gives them. wheelZooms: also where no
+    // timeline is focused and without Ctrl; else the page scrolls.
+    constructor(root, style, { wheelZooms = true } = {}) {
+      Object.assign(this, { root, style, wheelZooms, pictures: [], frames: [], from: 0, to: 1, pointers: new Map() })
+      this.colors = palette(style)
+      this.legend = element("div", { className: "timeline-legend" })
+      this.body = element("div")
+      this.tip = element("div", { className: "timeline-tip", hidden: true })
+      this.said = element("div", { className: "timeline-said" })
+      this.said.setAttribute("aria-live", "polite")
+      root.classList.add("timelines")
+      root.append(this.toolbar(), this.legend, this.body, this.said, this.tip)
+      new ResizeObserver(() => this.draw()).observe(root)
+      matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw())
+    }
+
+    toolbar() {
+      const button = (text, title, act) => {
+        const made = element("button", { type: "button", textContent: text, title, onclick: act })
+        made.setAttribute("aria-label", title)
+        return made
+      }
+      this.pathBox = element("input", { type: "checkbox", checked: true, onchange: () => this.draw() })
+      this.pathLabel = element("label", {}, this.pathBox, " critical path")
+      return element(
+        "div", { className: "timeline-tools" },
+        button("+", "Zoom in", () => this.zoom(0.7)), button("−", "Zoom out", () => this.zoom(1 / 0.7)),
+        button("Whole", "Show the whole step", () => this.reset()), this.pathLabel,
+      )
+    }
+
+    // Timelines, one above the other. keepsView: the time axis stays as it is.
+    show(timelines, { keepsView = false } = {}) {
+      const wasWhole = !keepsView || this.from === this.whole?.[0]
+      this.pictures = timelines.map((timeline) => new Picture(timeline, this.style, this.colors))
+      const longest = Math.max(...this.pictures.map((p) => p.end - p.begin)) || 1
+      this.whole = [-0.01 * longest, 1.01 * longest]
+      if (wasWhole) [this.from, this.to] = this.whole
+      const paths = this.pictures.map((p) => p.timeline.path?.length ?? 0)
+      this.pathLabel.hidden = Math.max(...paths) === 0
+      if (!keepsView) this.pathBox.checked = Math.max(...paths) <= MOST_OF_PATH
+      while (this.frames.length > timelines.length) this.frames.pop().box.remove()
+      while (this.frames.length < timelines.length) this.frames.push(this.frame(this.frames.length))
+      this.selected = null
+      this.tip.hidden = true
+      this.drawLegend()
+      this.drawNow()
+    }
+
+    frame(index) {
+      const heading = element("h3")
+      const note = element("p", { className: "timeline-note" })
+      const canvas = element("canvas", { tabIndex: 0 })
+      canvas.setAttribute("role", "img")
+      const box = element("section", { className: "timeline" }, heading, note, canvas)
+      this.body.append(box)
+      canvas.addEventListener("wheel", (event) => this.wheel(event), { passive: false })
+      canvas.addEventListener("pointerdown", (event) => this.press(event))
+      canvas.addEventListener("pointermove", (event) => this.move(event, index))
+      for (const name of ["pointerup", "pointercancel"])
+        canvas.addEventListener(name, (event) => this.pointers.delete(event.pointerId))
+      canvas.addEventListener("pointerleave", () => (this.tip.hidden = true))
+      canvas.addEventListener("dblclick", () => this.reset())
+      canvas.addEventListener("keydown", (event) => this.key(event, index))
+      canvas.addEventListener("blur", () => this.draw())
+      return { box, heading, note, canvas }
+    }
+
+    theme() {
+      const css = getComputedStyle(this.root)
+      const read = (name) => css.getPropertyValue(`--timeline-${name}`).trim() || LIGHT[name]
+      return Object.fromEntries(Object.keys(LIGHT).map((name) => [name, read(name)]))
+    }
+
+    // The height of a rank's row, so that all timelines are seen at once where that can be.
+    row() {
+      const ranks = this.pictures.reduce((sum, picture) => sum + picture.P, 0)
+      return Math.max(30, Math.min(56, 420 / ranks))
+    }
+
+    // What the tallest memory curve holds, in the scale of this picture: curves of all have one.
+    most(picture) {
+      const one = ({ memory }) => (memory.kind === "bytes" ? 1 : memory.whole)
+      const known = this.pictures.map((p) => p.timeline).filter((t) => t.memory !== null)
+      const alike = known.filter((t) => (t.memory.kind === "bytes") === (picture.timeline.memory.kind === "bytes"))
+      return (Math.max(...alike.map((t) => Math.max(...t.memory.total) / one(t))) || 1) * one(picture.timeline)
+    }
+
+    geometry(picture) {
+      const width = Math.max(200, this.body.clientWidth)
+      return layout(picture, width, this.row(), [this.from, this.to])
+    }
+
+    draw() {
+      if (this.waits) return
+      this.waits = true
+      requestAnimationFrame(() => {
+        this.waits = false
+        this.drawNow()
+      })
+    }
+
+    drawNow() {
+      const theme = this.theme()
+      const sharpness = window.devicePixelRatio || 1
+      this.pictures.forEach((picture, index) => {
+        const { canvas, heading, note } = this.frames[index]
+        const g = this.geometry(picture)
+        heading.textContent = picture.heading()
+        note.textContent = picture.timeline.note ?? ""
+        const keys = "Arrow keys go from unit to unit; plus and minus zoom."
+        canvas.setAttribute("aria-label", `Timeline of ${picture.heading()}. ${keys}`)
+        if (canvas.width !== Math.round(g.width * sharpness) || canvas.height !== Math.round(g.height * sharpness)) {
+          canvas.width = Math.round(g.width * sharpness)
+          canvas.height = Math.round(g.height * sharpness)
+          canvas.style.height = `${g.height}px`
+        }
+        const ctx = canvas.getContext("2d")
+        ctx.setTransform(sharpness, 0, 0, sharpness, 0, 0)
+        picture.draw(ctx, g, theme, picture.timeline.memory === null ? 1 : this.most(picture), this.pathBox.checked)
+        if (this.selected !== null && this.selected.index === index) this.outline(ctx, picture, g, theme)
+      })
+    }
+
+    outline(ctx, picture, g, theme) {
+      const { unit } = this.selected
+      const left = g.x(picture.timeline.start[unit])
+      const width = Math.max(3, g.x(picture.timeline.end[unit]) - left)
+      const top = (picture.rankOf(unit) + UNITS_TOP) * g.row
+      ctx.strokeStyle = theme.ink
+      ctx.lineWidth = 2
+      ctx.strokeRect(left, top, width, (UNITS_BOTTOM - UNITS_TOP) * g.row)
+    }
+
+    drawLegend() {
+      const swatch = (color, text) => {
+        const box = element("i")
+        box.style.background = color
+        return element("span", {}, box, text)
+      }
+      const all = this.pictures.map((picture) => picture.timeline)
+      const passes = this.style.passes.filter((_, pass) => all.some((t) => t.pass.includes(pass)))
+      const takesTime = (pass, t) => t.pass.some((p, i) => this.style.passes[p] === pass && t.end[i] > t.start[i])
+      const timed = passes.filter((pass) => all.some((t) => takesTime(pass, t)))
+      const units = timed.map((pass) => swatch(this.colors(this.style.passes.indexOf(pass), 0).css, pass.text))
+      const marks = passes.filter((pass) => !timed.includes(pass)).map(({ text }) => text)
+      if (marks.length) units.push(element("span", {}, element("i", { className: "mark" }), marks.join(", ")))
+      if (this.pictures.some((picture) => picture.hasLater()))
+        units.push(swatch("repeating-linear-gradient(135deg,#777 0 2px,#ddd 2px 4px)", "later stages of a rank"))
+      const isIn = (kind) => all.some((t) => t.memory?.kind === kind)
+      const isHeld = ({ name }, h) => all.some((t) => t.memory !== null &&
+        (t.memory.constant[name]?.some((x) => x > 0) || t.memory.changes.holding.includes(h)))
+      const text = (one) => (isIn("bytes") ? one.text : "activations of live units")
+      const held = this.style.holdings.filter(isHeld).map((one) => swatch(one.color, text(one)))
+      this.legend.replaceChildren(element("div", {}, "A colour is a micro-batch: ", ...units))
+      const unit = isIn("microbatches") && !isIn("bytes") ? ", in micro-batches" : ""
+      if (held.length) this.legend.append(element("div", {}, `Memory, under each rank${unit}: `, ...held.reverse()))
+    }
+
+    // -- moving about -----------------------------------------------------------------------------------------------
+
+    set(from, to) {
+      const [begin, end] = this.whole
+      const least = (end - begin) / 1e6
+      const width = Math.min(Math.max(to - from, least), 1.1 * (end - begin))
+      const slide = Math.min(Math.max(from, begin - 0.05 * (end - begin)), end + 0.05 * (end - begin) - width)
+      ;[this.from, this.to] = [slide, slide + width]
+      this.draw()
+    }
+
+    reset() {
+      ;[this.from, this.to] = this.whole
+      this.draw()
+    }
+
+    // about: a share of the axis that stays where it is.
+    zoom(factor, about = 0.5) {
+      const middle = this.from + about * (this.to - this.from)
+      this.set(middle - factor * (middle - this.from), middle + factor * (this.to - middle))
+    }
+
+    shareAt(event) {
+      const box = event.currentTarget.getBoundingClientRect()
+      const g = this.geometry(this.pictures[0])
+      return (event.clientX - box.left - g.left) / (g.right - g.left)
+    }
+
+    wheel(event) {
+      if (!this.wheelZooms && !event.ctrlKey && document.activeElement !== event.currentTarget) return
+      event.preventDefault()
+      if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
+        const by = ((event.deltaX || event.deltaY) / 1000) * (this.to - this.from)
+        this.set(this.from + by, this.to + by)
+      } else this.zoom(Math.exp(event.deltaY / 700), this.shareAt(event))
+    }
+
+    press(event) {
+      event.currentTarget.setPointerCapture(event.pointerId)
+      this.pointers.set(event.pointerId, this.shareAt(event))
+    }
+
+    move(event, index) {
+      if (!this.pointers.has(event.pointerId)) return this.hover(event, index)
+      const share = this.shareAt(event)
+      const before = this.pointers.get(event.pointerId)
+      const others = [...this.pointers].filter(([id]) => id !== event.pointerId)
+      this.pointers.set(event.pointerId, share)
+      this.tip.hidden = true
+      const width = this.to - this.from
+      if (others.length === 1) {
+        const [, still] = others[0]
+        if (Math.abs(share - still) > 0.02) this.zoom(Math.abs(before - still) / Math.abs(share - still), still)
+      } else this.set(this.from - (share - before) * width, this.to - (share - before) * width)
+    }
+
+    hover(event, index) {
+      const box = this.frames[index].canvas.getBoundingClientRect()
+      const [x, y] = [event.clientX - box.left, event.clientY - box.top]
+      this.tell(this.toldAt(index, x, y), event.clientX, event.clientY)
+    }
+
+    // What is told at a place of a canvas; null: nothing.
+    toldAt(index, x, y) {
+      const picture = this.pictures[index]
+      const g = this.geometry(picture)
+      const rank = Math.floor(y / g.row)
+      if (rank < 0 || rank >= picture.P || x < g.left - 2 || x > g.right + 2) return null
+      const inRow = y / g.row - rank
+      if (inRow < (UNITS_BOTTOM + PATH) / 2) {
+        const unit = picture.unitAt(rank, g.time(x), 3 / g.scale)
+        return unit < 0 ? null : picture.tellUnit(unit)
+      }
+      if (picture.timeline.memory === null) return null
+      const height = ((MEMORY_BOTTOM - inRow) / (MEMORY_BOTTOM - MEMORY_TOP)) * this.most(picture)
+      return picture.tellMemory(rank, g.time(x), height)
+    }
+
+    tell(told, x, y) {
+      this.tip.hidden = told === null
+      if (told === null) return
+      const line = ([label, text]) => [element("b", { textContent: label }), element("span", { textContent: text })]
+      this.tip.replaceChildren(...told.flatMap(line))
+      const { offsetWidth, offsetHeight } = this.tip
+      const left = Math.min(x + 14, innerWidth - offsetWidth - 6)
+      this.tip.style.left = `${Math.max(4, left)}px`
+      this.tip.style.top = `${y + 18 + offsetHeight > innerHeight ? Math.max(4, y - offsetHeight - 12) : y + 18}px`
+    }
+
+    // Arrows go from unit to unit, Shift with them moves the axis, + and - zoom, 0 and Escape show the whole.
+    key(event, index) {
+      const width = this.to - this.from
+      const side = { ArrowLeft: -1, ArrowRight: 1 }[event.key]
+      if (event.ctrlKey || event.metaKey || event.altKey) return
+      if (event.key === "+" || event.key === "=") this.zoom(0.7)
+      else if (event.key === "-") this.zoom(1 / 0.7)
+      else if (event.key === "0" || event.key === "Escape") {
+        this.selected = null
+        this.tip.hidden = true
+        this.reset()
+      } else if (side && event.shiftKey) this.set(this.from + 0.2 * side * width, this.to + 0.2 * side * width)
+      else if (side || ["ArrowUp", "ArrowDown", "Home", "End"].includes(event.key)) this.step(index, event.key)
+      else return
+      event.preventDefault()
+    }
+
+    // Selects the unit beside the selected one, or above or below it.
+    step(index, key) {
+      const picture = this.pictures[index]
+      const { first, start, end } = picture.timeline
+      const old = this.selected !== null && this.selected.index === index ? this.selected.unit : null
+      let unit = old ?? first[0]
+      if (old !== null) {
+        const rank = picture.rankOf(old)
+        const last = first[rank + 1] - 1
+        if (key === "Home") unit = first[rank]
+        else if (key === "End") unit = last
+        else if (key === "ArrowLeft") unit = Math.max(first[rank], old - 1)
+        else if (key === "ArrowRight") unit = Math.min(last, old + 1)
+        else {
+          const other = Math.min(picture.P - 1, Math.max(0, rank + (key === "ArrowUp" ? -1 : 1)))
+          unit = Math.min(first[other + 1] - 1, firstAfter(picture.timeline, other, start[old] + 1e-9 * this.whole[1]))
+        }
+      }
+      this.selected = { index, unit }
+      const [begin, stop] = [start[unit] - picture.begin, end[unit] - picture.begin]
+      const half = (this.to - this.from) / 2
+      if (begin < this.from || stop > this.to) this.set(begin - half, begin + half)
+      this.drawNow()
+      const told = picture.tellUnit(unit)
+      const g = this.geometry(picture)
+      const box = this.frames[index].canvas.getBoundingClientRect()
+      const middle = g.x((start[unit] + end[unit]) / 2)
+      this.tell(told, box.left + middle, box.top + (picture.rankOf(unit) + UNITS_BOTTOM) * g.row)
+      this.said.textContent = told.map(([label, text]) => `${label}: ${text}`).join(". ")
+    }
+
+    // -- as a picture -----------------------------------------------------------------------------------------------
+
+    // One timeline on white below its heading, as SVG text, or drawn on a canvas.
+    draft(index, width, make) {
+      const head = 24
+      const picture = this.pictures[index]
+      const g = layout(picture, width, 56, [this.from, this.to])
+      const ctx = make(g.width, g.height + head)
+      ctx.fillStyle = LIGHT.ground
+      ctx.fillRect(0, 0, g.width, head)
+      ctx.fillStyle = LIGHT.ink
+      ctx.font = `14px ${FONT}`
+      ctx.textBaseline = "middle"
+      ctx.fillText(picture.heading(), 4, head / 2)
+      ctx.translate(0, head)
+      picture.draw(ctx, g, LIGHT, picture.timeline.memory === null ? 1 : this.most(picture), this.pathBox.checked)
+      return ctx
+    }
+
+    svg(index, width = 1200) {
+      return this.draft(index, width, (w, h) => new SvgContext(w, h)).toString()
+    }
+
+    canvas(index, width = 1200, sharpness = 2) {
+      const canvas = element("canvas")
+      this.draft(index, width, (w, h) => {
+        Object.assign(canvas, { width: w * sharpness, height: h * sharpness })
+        const ctx = canvas.getContext("2d")
+        ctx.scale(sharpness, sharpness)
+        return ctx
+      })
+      return canvas
+    }
+  }
+
+  return Timelines
+})()
