@@ -1,5 +1,9 @@
 """The site. From the repository's root: sphinx-build -W -n docs site"""
 
+import runpy
+import sys
+from pathlib import Path
+
 import seq1f1b
 
 project = "seq1f1b"
@@ -15,6 +19,23 @@ extensions = [
     "sphinx_copybutton",
 ]
 exclude_patterns = ["site"]
+
+
+def build_explorer(app, error):
+    """Writes the schedule explorer beside the pages; says so where no compiler can."""
+    if error is not None or app.builder.format != "html":
+        return
+    explorer = runpy.run_path(str(Path(__file__).parent / "explorer/build.py"))
+    try:
+        explorer["build"](Path(app.outdir, "explorer"))
+    except explorer["NoCompiler"] as missing:
+        print(f"the schedule explorer is not built: {missing}", file=sys.stderr)
+
+
+def setup(app):
+    app.connect("build-finished", build_explorer)
+
+
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
