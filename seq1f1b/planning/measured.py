@@ -43,7 +43,7 @@ class MeasuredCost(CostModel):
         return found
 
     def _seconds(self, kind: str, stage: int, spans: Sequence[Span]) -> list[float]:
-        """Of each span; none where no such unit was measured."""
+        """Seconds of each span; none where no such unit was measured."""
         fit = self._terms.get((kind, stage))
         return [] if fit is None else [fit.seconds(span.tokens, span.pairs) for span in spans]
 
