@@ -57,7 +57,7 @@ from seq1f1b.planning.step_plan import StepPlan, plan_step
 ROOT = Path(__file__).resolve().parents[1]
 LISTS, LONGEST, ROWS = 200, 65536, 8  # of the simulated steps; ROWS times LONGEST tokens each
 FIXED, CHUNKS, KEPT = (2, 4, 8), (1024, 2048, 4096, 8192, 16384), (1, 2)
-GAIN, PLAN_MS, THOUSANDS = 1.15, 50.0, 4096
+GAIN, PLAN_MS, THOUSANDS = 1.12, 50.0, 4096
 OVER_TORCH, OVER_FIXED = 1.25, 1.08
 TOKENS, STEP_TOKENS, FIXED_K = 8192, 4 * 8192, 4  # measured
 MEASURED_STEPS, TORCH_ROUNDS = 8, 3  # torch is slower by far: fewer rounds tell it

@@ -39,8 +39,8 @@ class Layout:
             all live segments.
         vocabulary: "ends": the first stage has the embedding, the last one the head; "ranks": each rank has a shard of
             both, as :class:`seq1f1b.VocabularyParallelHead` and its embedding do.
-        copies_prefix: every segment keeps its own copy of all keys and values up to it, as the authors' code does,
-            instead of a cache per micro-batch.
+        copies_prefix: every segment copies the keys and values up to it and keeps its own beside the last copy, as the
+            authors' code does, instead of a cache per micro-batch.
     """
 
     tensor: int = 1

@@ -74,7 +74,9 @@ class CostModel:
     One layer, per token, h = hidden, q = heads * head_dim, g = kv_heads * head_dim, f = ffn of a token's experts:
     F is 2 (2 h q + 2 h g + 3 h f) FLOP of products and 4 q per earlier token of attention; I and W each repeat the
     products, and I has the 2.5-fold attention, W none. To each pass come its elementwise traffic, exposed collectives
-    and the floor of its kernel launches. The first stage has the embedding (bytes only), the last the head.
+    (4 in F, 6 in I, which gathers two inputs again), what few rows take as long as many for (the ends of attention's
+    tiles, latencies, sums of weight gradients), and the floor of its kernel launches. The first stage has the embedding
+    (bytes only), the last the head.
     On a ``ProfiledHardware`` seconds, activations, cache and messages are the measured ones, and F of the last
     stage holds the head's backward as well where the layout has it in the loss, as the engine runs it.
 
@@ -134,25 +136,45 @@ class CostModel:
     def _span(self, begin: int, end: int) -> Span:
         return Span(end - begin, self.pairs(begin, end), end)
 
-    def _layer_work(self, span: Span) -> tuple[PassSeconds, float]:
+    def _layer_work(self, span: Span) -> tuple[PassSeconds, tuple[float, float]]:
         """One layer, without floors, and the collectives of F and of I."""
         hw, h, tokens = self.hardware, self.model.hidden, span.tokens / self._shards
         if self.profile is not None:
-            return self._measured(self.profile.layer, span, floor=False), 0.0
+            return self._measured(self.profile.layer, span, floor=False), (0.0, 0.0)
         linear = 2 * (2 * h * self._q + 2 * h * self._g + 3 * h * self._f) * tokens / (hw.peak * hw.linear_efficiency)
         attention, attention_back = self._attention_seconds(span)
         # What is saved was written once, and is read once by what follows; backward reads it and moves its gradient.
-        traffic = 2 * self._saved_bytes("none") * tokens / hw.bandwidth
-        collectives = self._tensor_seconds(span.tokens) + self._expert_seconds(tokens)
+        traffic = hw.saved_moves * self._saved_bytes("none") * tokens / hw.bandwidth
+        experts = self._expert_seconds(tokens)
+        collectives = self._tensor_seconds(span.tokens, _COLLECTIVES) + experts
+        collectives_back = self._tensor_seconds(span.tokens, _COLLECTIVES_BACK) + experts
         forward = linear + attention + traffic
         again = {"none": 0.0, "ffn": 2 / 3 * self._ffn_share() * linear, "full": forward + collectives}
         back = linear + attention_back + 1.5 * traffic + again[self.layout.recompute]
-        return PassSeconds(forward, back, linear, back + linear), collectives
+        return PassSeconds(forward, back, linear, back + linear), (collectives, collectives_back)
+
+    def _fixed_seconds(self, span: Span) -> PassSeconds:
+        """What F, I and W of one layer take however few rows a unit has: the begin and end of attention's tiles, the
+        latency of collectives, sums of weight gradients, a copied prefix."""
+        hw = self.hardware
+        attention, attention_back = self._attention_seconds(span)
+        rows = max(span.tokens / self.layout.context, 1.0)
+        latency = hw.collective_latency * hw.tensor_exposed * (self.layout.tensor > 1)
+        prefix = 0.0
+        if self.layout.copies_prefix:  # read and written in F; read, read and written in the sum of gradients
+            prefix = 2 * self._g * hw.element_bytes * span.end / self._shards / hw.bandwidth
+        summed = 2 * hw.gradient_bytes * self._layer_parameters() / hw.bandwidth
+        forward = attention * hw.attention_forward_rows / rows + _COLLECTIVES * latency + 2 * prefix
+        back = attention_back * hw.attention_backward_rows / rows + _COLLECTIVES_BACK * latency + 3 * prefix
+        if self.layout.recompute == "full":
+            back += forward
+        return PassSeconds(forward, back, summed, back + summed, forward)
 
     def _attention_seconds(self, span: Span) -> tuple[float, float]:
         """Attention's part of F and of I, in one layer."""
         hw = self.hardware
-        flops = 4 * self._q * span.pairs / self._shards
+        head_dim = hw.head_tile * math.ceil(self._q / self.model.heads / hw.head_tile)
+        flops = 4 * self.model.heads * head_dim * span.pairs / self._shards
         back = _ATTENTION_BACKWARD * flops / (hw.peak * hw.attention_backward_efficiency)
         return flops / (hw.peak * hw.attention_forward_efficiency), back
 
@@ -164,12 +186,14 @@ class CostModel:
         hw = self.hardware
         if self.profile is not None:
             return self._measured(self.profile.layer, span)
-        work, collectives = self._layer_work(span)
+        (work, collectives), fixed = self._layer_work(span), self._fixed_seconds(span)
         attention, attention_back = self._attention_seconds(span)
         ring = self._ring_seconds(span)  # hidden behind attention as far as that lasts
-        forward = max(work.forward, hw.launch * hw.forward_kernels) + collectives + max(0.0, ring - attention)
-        back = max(work.input, hw.launch * hw.input_kernels) + collectives + max(0.0, 2 * ring - attention_back)
-        weight = max(work.weight, hw.launch * hw.weight_kernels)
+        forward = max(work.forward + fixed.forward, hw.launch * hw.forward_kernels)
+        back = max(work.input + fixed.input, hw.launch * hw.input_kernels)
+        weight = max(work.weight + fixed.weight, hw.launch * hw.weight_kernels)
+        forward += collectives[0] + max(0.0, ring - attention)
+        back += collectives[1] + max(0.0, 2 * ring - attention_back)
         return PassSeconds(forward, back, weight, back + weight, forward)
 
     def _measured(self, part: Part | None, span: Span, floor: bool = True) -> PassSeconds:
@@ -193,10 +217,10 @@ class CostModel:
         hw = self.hardware
         return (hw.inside_bandwidth if devices <= hw.node_size else hw.between_bandwidth) * hw.link_efficiency
 
-    def _tensor_seconds(self, tokens: int) -> float:
-        """A layer's two all-gathers and two reduce-scatters of hidden states in one direction."""
+    def _tensor_seconds(self, tokens: int, count: int) -> float:
+        """So many all-gathers and reduce-scatters of hidden states."""
         hw, t = self.hardware, self.layout.tensor
-        moved = 4 * (t - 1) / t * tokens / self.layout.context * self.model.hidden * hw.element_bytes
+        moved = count * (t - 1) / t * tokens / self.layout.context * self.model.hidden * hw.element_bytes
         return hw.tensor_exposed * moved / self._link(t)
 
     def _expert_seconds(self, tokens: float) -> float:
@@ -299,7 +323,8 @@ class CostModel:
         if self.profile is not None:
             return self._measured(self.profile.head, span, floor)
         hw, words = self.hardware, self.model.vocab / self._shards * span.tokens
-        each = 2 * self.model.hidden * words / (hw.peak * hw.linear_efficiency) + 2 * 4 * words / hw.bandwidth
+        each = 2 * self.model.hidden * words / (hw.peak * hw.linear_efficiency)
+        each += hw.saved_moves * 4 * words / hw.bandwidth
         return PassSeconds(each, each, each, 2 * each, 0.0 if self.layout.head_in_loss else each)
 
     def _embedding_seconds(self, span: Span, floor: bool = True) -> PassSeconds:
@@ -327,14 +352,14 @@ class CostModel:
             span = self._span(begin, end)
             layer, collectives = self._layer_work(span)
             head, embedding = (of(span, floor=False) for of in (self._head_seconds, self._embedding_seconds))
-            costs.append(self.model.layers * (layer.total + 2 * collectives) + head.total + embedding.total)
+            costs.append(self.model.layers * (layer.total + sum(collectives)) + head.total + embedding.total)
         return costs
 
     def balanced_layers(self) -> tuple[int, ...]:
         """Layers of each stage such that the slowest stage, the one with the head included, is as fast as can be."""
         whole = self._span(0, self.seq_len)
         work, collectives = self._layer_work(whole)
-        layer, head = work.total + 2 * collectives, self._head_seconds(whole).total
+        layer, head = work.total + sum(collectives), self._head_seconds(whole).total
         others = self.num_stages - 1
         if others == 0:
             return (self.model.layers,)
@@ -360,13 +385,22 @@ class CostModel:
         Ranks lie side by side, node after node, each on the devices that share its stages; a node holds whole ranks.
         The next data-parallel replica comes behind the last rank.
         """
-        hw = self.hardware
-        ranks_per_node = max(1, int(hw.node_size) // self._shards)
-        nodes = [rank // ranks_per_node for rank in rank_of_stage]
-        inside = [a == b for a, b in itertools.pairwise(nodes)]
+        hw, inside = self.hardware, self._inside(rank_of_stage)
         latencies = [hw.inside_latency if near else hw.between_latency for near in inside]
         rates = [hw.link_efficiency * (hw.inside_bandwidth if near else hw.between_bandwidth) for near in inside]
         return latencies, rates
+
+    def send_seconds(self, rank_of_stage: Sequence[int]) -> float:
+        """What a message takes of its sender's own time, in the mean over all edges."""
+        hw = self.hardware
+        each = [hw.inside_send if near else hw.between_send for near in self._inside(rank_of_stage)]
+        return sum(each) / len(each) if each else 0.0
+
+    def _inside(self, rank_of_stage: Sequence[int]) -> list[bool]:
+        """Whether stages s and s + 1 are in one node, [s]."""
+        ranks_per_node = max(1, int(self.hardware.node_size) // self._shards)
+        nodes = [rank // ranks_per_node for rank in rank_of_stage]
+        return [a == b for a, b in itertools.pairwise(nodes)]
 
     def optimizer_seconds(self) -> list[float]:
         """Seconds after the pipeline in every step, for each stage; a rank needs the sum of its stages.
@@ -391,7 +425,13 @@ class CostModel:
             **self.unit_seconds(sizes)._asdict(),
             **(self.shard_seconds(sizes) if self._spreads else {}),
             **(self.moving_seconds(sizes) if moves else {}),
-            links=Links(latencies, rates, message_bytes=self.message_bytes(sizes), statistics_bytes=statistics),
+            links=Links(
+                latencies,
+                rates,
+                send=self.send_seconds(schedule.rank_of_stage),
+                message_bytes=self.message_bytes(sizes),
+                statistics_bytes=statistics,
+            ),
             optimizer=optimizer,
         )
 
@@ -404,9 +444,7 @@ class CostModel:
 
     def parameters(self, stage: int) -> float:
         """Parameters that one device of those that share the stage holds."""
-        m, h = self.model, self.model.hidden
-        dense = 2 * h * self._q + 2 * h * self._g + 2 * h + (h * m.experts if m.experts > 1 else 0)
-        layer = dense / self.layout.tensor + 3 * h * m.ffn * m.experts / self.layout.expert / self.layout.tensor
+        m, h, layer = self.model, self.model.hidden, self._layer_parameters()
         if self._spreads:  # a shard of each, on the first stage of every rank
             of_rank = (2 - m.tied) * h * m.vocab / self.num_ranks / self.layout.tensor
             return self.layers[stage] * layer + (stage < self.num_ranks) * of_rank
@@ -414,6 +452,11 @@ class CostModel:
         if m.tied and self.num_stages == 1:
             ends = 1
         return self.layers[stage] * layer + ends * h * m.vocab / self.layout.tensor
+
+    def _layer_parameters(self) -> float:
+        m, h = self.model, self.model.hidden
+        dense = 2 * h * self._q + 2 * h * self._g + 2 * h + (h * m.experts if m.experts > 1 else 0)
+        return (dense + 3 * h * m.ffn * m.experts / self.layout.expert) / self.layout.tensor
 
     def _saved_bytes(self, recompute: str) -> float:
         """Activations of one token and layer: norms' inputs and outputs, q, attention's output and its sums, gate, up
@@ -445,7 +488,7 @@ class CostModel:
         """Bytes of every tensor that a step holds; :meth:`rank_bytes` adds recomputation's and the allocator's."""
         hw = self.hardware
         activations, kept, left = self._unit_bytes(sizes)
-        slot, gradient_slot = (0.0, 0.0) if self.layout.copies_prefix else self._cache_bytes()
+        slot, gradient_slot = (0.0, self._copied_bytes()) if self.layout.copies_prefix else self._cache_bytes()
         parameters = [self.parameters(stage) for stage in range(self.num_stages)]
         return StepMemory(
             activations=activations,
@@ -455,7 +498,7 @@ class CostModel:
             kv_gradients=[math.ceil(n * self.seq_len * gradient_slot) for n in self.layers],
             weights=[math.ceil(n * (hw.element_bytes + hw.gradient_bytes)) for n in parameters],
             optimizer=[math.ceil(n * hw.optimizer_bytes / self.layout.data) for n in parameters],
-            logits=math.ceil(self._logit_bytes(max(sizes))) if self.layout.head_in_loss and not self._spreads else 0,
+            logits=math.ceil(self._logit_work(max(sizes))),
             shard_logits=self._shard_logits(sizes),
             staying=self._staying_bytes(sizes, rank_of_stage),
         )
@@ -492,10 +535,12 @@ class CostModel:
         """Bytes of what units hold. With the cache where its pages come and go with units; else all of it is held all
         through the step, and is not counted here. ``slot_tokens``: of the cache's slots; None: a sequence."""
         tables, slot_tokens = self._unit_bytes(sizes), slot_tokens or self.seq_len
+        copied = [math.ceil(n * self.seq_len * self._copied_bytes()) for n in self.layers]
         staying, (forward, backward) = self._staying_bytes(sizes, rank_of_stage), self._work_bytes(sizes)
         if not self._releases(slot_tokens):
             return StepMemory(
                 *tables,
+                kv_gradients=copied,
                 staying=staying,
                 forward_work=forward,
                 backward_work=backward,
@@ -531,25 +576,28 @@ class CostModel:
             return self._measured_bytes(self.profile, sizes)
         saved = self._saved_bytes(self.layout.recompute)
         kept, left = self._left_bytes()
-        copies = 2 * self._g * self.hardware.element_bytes / self._shards if self.layout.copies_prefix else 0.0
-        words = 0.0 if self.layout.head_in_loss else self._logit_bytes(1)
+        own = 2 * self._g * self.hardware.element_bytes if self.layout.copies_prefix else 0.0
+        whole = [0] * self.num_stages
+        if self.layout.copies_prefix:  # the last copy is of all keys and values
+            whole = [math.ceil(n * self.seq_len * self._cache_bytes()[0]) for n in self.layers]
+        words = self._saved_logit_bytes()
         logit_gradients = 0.0 if self.layout.head_in_loss else self.model.vocab * self.hardware.element_bytes
+        activations = [
+            [*row[:-1], row[-1] + more]
+            for row, more in zip(self._per_unit(sizes, saved + own, words), whole, strict=True)
+        ]
         return (
-            self._per_unit(sizes, saved, words, copies),
+            activations,
             self._per_unit(sizes, kept),
             self._per_unit(sizes, left, logit_gradients / self._shards),
         )
 
-    def _per_unit(self, sizes: Sequence[int], layer: float, head: float = 0.0, prefix: float = 0.0) -> list[list[int]]:
-        """[stage][segment] bytes: of a layer per token and per token of its prefix, and of the last stage's head."""
+    def _per_unit(self, sizes: Sequence[int], layer: float, head: float = 0.0) -> list[list[int]]:
+        """[stage][segment] bytes: of a layer per token, and of the last stage's head."""
         per_token, last = self.hardware.activation_factor * layer / self._shards, self.num_stages - 1
-        segments = list(zip(sizes, itertools.accumulate(sizes), strict=True))
         kinds = [(layers, s == last) for s, layers in enumerate(self.layers)]
         rows = {
-            (layers, is_last): [
-                math.ceil(layers * (per_token * n + prefix * end) + (head * n if is_last else 0.0))
-                for n, end in segments
-            ]
+            (layers, is_last): [math.ceil(layers * per_token * n + (head * n if is_last else 0.0)) for n in sizes]
             for layers, is_last in dict.fromkeys(kinds)
         }
         return [rows[kind] for kind in kinds]
@@ -592,8 +640,13 @@ class CostModel:
         """Keys and values of one token and layer, and their gradients."""
         if self.profile is not None:
             return self.profile.layer.kv_bytes, self.profile.layer.kv_gradient_bytes
-        row = 2 * self._g / self._shards
-        return row * self.hardware.element_bytes, row * 4
+        row, element = 2 * self._g / self._shards, self.hardware.element_bytes
+        return row * element, row * 4
+
+    def _copied_bytes(self) -> float:
+        """The last copy of one token and layer and its gradients, where segments copy their prefix. They stay from the
+        first backward of a micro-batch to its last."""
+        return 2 * self._cache_bytes()[0] if self.layout.copies_prefix else 0.0
 
     def _shard_logits(self, sizes: Sequence[int]) -> int | list[int]:
         """Logits of a shard of the vocabulary, by segment; 0 where the last stage has the head."""
@@ -603,10 +656,37 @@ class CostModel:
         """Logits, their fp32 copy, and its gradient."""
         return self.model.vocab / self._shards * tokens * (self.hardware.element_bytes + 8)
 
+    def _saved_logit_bytes(self) -> float:
+        """What a loss apart from the head saves of one token: fp32 probabilities."""
+        return 0.0 if self.layout.head_in_loss else self.model.vocab / self._shards * 4
+
+    def _logit_work(self, tokens: int) -> float:
+        """The other logits of a unit of the last stage, for a while."""
+        return 0.0 if self._spreads else self._logit_bytes(tokens) - self._saved_logit_bytes() * tokens
+
     def rank_bytes(self, schedule: Schedule, sizes: Sequence[int]) -> list[RankBytes]:
         """The peak of every rank under an order."""
         memory, messages = self.unit_memory(sizes, schedule.rank_of_stage), self.message_bytes(sizes)
-        return self.rank_bytes_of(schedule, memory, messages, max(sizes), self.seq_len)
+        ranks = self.rank_bytes_of(schedule, memory, messages, max(sizes), self.seq_len)
+        pools = self._pool_bytes(schedule, memory.activations, sizes)
+        return [replace(rank, reserve=rank.reserve + pool) for rank, pool in zip(ranks, pools, strict=True)]
+
+    def _pool_bytes(self, schedule: Schedule, activations: Any, sizes: Sequence[int]) -> list[int]:
+        """What an allocator keeps beyond the peak if blocks of one length do not serve another: the peaks of segments
+        of each length together, less that of all, and copies of each prefix but the first and the last."""
+        share, lengths = self.hardware.length_pools, set(sizes)
+        if share == 0 or len(lengths) == 1:
+            return [0] * schedule.num_ranks
+
+        def peaks(table: Any) -> tuple[int, ...]:
+            return schedule.peak_memory(StepMemory(activations=table)).activations
+
+        sums = [0] * schedule.num_ranks
+        for length in lengths:
+            alone = [[held * (size == length) for held, size in zip(row, sizes, strict=True)] for row in activations]
+            sums = list(map(operator.add, sums, peaks(alone)))
+        copies = sum(list(itertools.accumulate(sizes))[1:-1]) * max(self.layers) * self._copied_bytes() / 2
+        return [math.ceil(share * (x - y + copies)) for x, y in zip(sums, peaks(activations), strict=True)]
 
     def rank_bytes_of(
         self,
@@ -633,8 +713,10 @@ class CostModel:
             work = 0.0 if self.layout.recompute == "none" else self._saved_bytes("none") * longest / self._shards
             if self.profile is not None:
                 work = with_work[rank] - peaks.total[rank]
-            elif self.num_stages - 1 in stages and self.layout.head_in_loss and not self._spreads:
-                work = max(work, self._logit_bytes(longest))
+            elif self.num_stages - 1 in stages:
+                work = max(work, self._logit_work(longest))
+            if self.layout.tensor > 1:
+                work += self._gathered_bytes(max(self.layers[stage] for stage in stages), longest)
             live = peaks.total[rank] - peaks.receive[rank]
             rows = min(live, peaks.kv[rank])
             gradient_rows = min(live - rows, peaks.kv_gradients[rank])
@@ -651,6 +733,11 @@ class CostModel:
                 )
             )
         return ranks
+
+    def _gathered_bytes(self, layers: int, tokens: int) -> float:
+        """Whole hidden states that collectives of one unit have gathered or will scatter."""
+        whole = tokens / self.layout.context * self.model.hidden * self.hardware.element_bytes
+        return self.hardware.collective_buffers * layers * whole
 
     def _slot_bytes(
         self, schedule: Schedule, stages_of: Sequence[Sequence[int]], slot_tokens: int
@@ -675,4 +762,5 @@ class CostModel:
 
 _NOTHING = PassSeconds(0.0, 0.0, 0.0, 0.0)
 _STATISTICS_BYTES = 12  # of a token: a maximum, a sum of exponentials, the target's logit
+_COLLECTIVES, _COLLECTIVES_BACK = 4, 6  # of a layer: backward gathers the inputs of two products again
 _PIECES = 1024  # of the sequence whose costs a split balances

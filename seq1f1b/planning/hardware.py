@@ -34,12 +34,20 @@ class Hardware:
         link_efficiency: share of a link's rate that messages and collectives reach.
         release_tokens: sequences of so many tokens or more give pages of the cache back as backwards end; 0: none do.
         linear_efficiency, attention_*_efficiency: shares of ``peak``.
+        head_tile: attention works on heads of multiples of it; others are padded.
+        attention_*_rows: attention over a segment takes as long as over so many rows more.
+        saved_moves: times that element-wise operations of F move a byte that is saved; 1.5 times as often backward.
         launch, *_kernels: floor of a layer's pass: kernels times seconds to launch one.
         unit_overhead: the engine's own time per unit.
         split_backward_extra: share by which I + W take longer than B.
+        inside_send, between_send: seconds of a rank's own for a message, where it waits for it.
         *_exposed: share of that parallelism's communication that no computation hides.
+        collective_latency: seconds of a collective of tensor parallelism beyond its bytes.
         activation_factor: saved activations over the tensors counted here.
         allocator_reserve: share of what changes during a step that fragments lose.
+        length_pools: 1 where freed blocks of segments of one length do not serve another length, 0 where they do.
+        collective_buffers: whole hidden states of a segment, per layer of a unit under tensor parallelism, that stay
+            allocated until the device is through with the unit.
         context_bytes: held beside tensors.
         element_bytes: of weights and activations; gradient_bytes and optimizer_bytes: per parameter.
         spread: (low, high) of every field that is not certain.
@@ -55,6 +63,8 @@ class Hardware:
     between_bandwidth: float
     inside_latency: float
     between_latency: float
+    inside_send: float
+    between_send: float
     tier_bandwidth: float
     move_out: float
     move_in: float
@@ -63,17 +73,24 @@ class Hardware:
     linear_efficiency: float
     attention_forward_efficiency: float
     attention_backward_efficiency: float
+    head_tile: float
+    attention_forward_rows: float
+    attention_backward_rows: float
+    saved_moves: float
     launch: float
     forward_kernels: float
     input_kernels: float
     weight_kernels: float
     unit_overhead: float
     split_backward_extra: float
+    collective_latency: float
     tensor_exposed: float
     expert_exposed: float
     data_exposed: float
     activation_factor: float
     allocator_reserve: float
+    length_pools: float
+    collective_buffers: float
     context_bytes: float
     element_bytes: float
     gradient_bytes: float
@@ -240,6 +257,8 @@ def load_hardware(name: str) -> Hardware:
 
 _MAY_BE_ZERO = frozenset(
     {
+        *("inside_send", "between_send", "collective_latency"),
+        *("length_pools", "collective_buffers", "attention_forward_rows", "attention_backward_rows"),
         *("launch", "forward_kernels", "input_kernels", "weight_kernels", "unit_overhead", "split_backward_extra"),
         *("tensor_exposed", "expert_exposed", "data_exposed", "inside_latency", "between_latency"),
         *("allocator_reserve", "context_bytes", "optimizer_bytes", "release_tokens"),

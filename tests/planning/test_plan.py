@@ -18,7 +18,7 @@ from seq1f1b.view.table import rounded
 
 SHAPE = ModelShape(hidden=256, layers=8, heads=8, kv_heads=8, ffn=704, vocab=1000)
 COUNTS = {"seq_len": 8192, "num_ranks": 2, "num_microbatches": 4}
-MACHINE = load_hardware("a100")
+MACHINE = replace(load_hardware("a100"), launch=2e-6)  # segments of a small model pay
 SOME = {
     "names": [
         "gpipe",
@@ -138,7 +138,7 @@ def test_the_text_says_of_every_plan_what_its_ranks_hold():
     )
     assert counts == {
         kind: str(sum(why.startswith(f"{kind}:") for why in found.fallen.values()))
-        for kind in ("slower", "too large", "cannot be built", "not tried")
+        for kind in ("slower", "as fast", "too large", "cannot be built", "not tried")
         if any(why.startswith(f"{kind}:") for why in found.fallen.values())
     }
     assert max(map(len, lines[4:8])) <= 80
@@ -159,7 +159,7 @@ def test_the_search_goes_on_where_more_segments_help():
     some = {"names": ["seq1f1b"], "stages_per_rank": [1], "recompute": ["none"], "vocabulary": "ends", "best": 1}
     free = search_plans(LONG, machine, **LONG_COUNTS, **some)
     named = search_plans(LONG, machine, **LONG_COUNTS, **some, segments=[8, 16])
-    assert named.plans[0].num_segments == 16 and free.plans[0].num_segments > 64
+    assert named.plans[0].num_segments == 16 and free.plans[0].num_segments >= 64
     assert 2**19 // free.plans[0].num_segments >= 256 and free.plans[0].seconds < 0.9 * named.plans[0].seconds
     assert "segments beyond 16" in named.next_step and "segments beyond" not in free.next_step
     text = " ".join(named.to_text("long").split())
@@ -209,7 +209,8 @@ def test_order_and_remedies_are_chosen_together():
 
 def test_progress_ends():
     calls = []
-    search_plans(SHAPE, MACHINE, **COUNTS, **SOME, best=20, progress=lambda done, total: calls.append((done, total)))
+    all_ = {**COUNTS, **SOME, "best": 20, "within": 1e9}
+    search_plans(SHAPE, MACHINE, **all_, progress=lambda done, total: calls.append((done, total)))
     ends = [i + 1 for i, (done, total) in enumerate(calls) if done + 1 == total]
     assert len(ends) == 4 and ends[-1] == len(calls)  # candidates, splits and vocabulary of the best, uncertain terms
     for begin, end in zip((0, *ends), ends, strict=False):
@@ -228,18 +229,20 @@ def test_steps_that_do_not_wait_for_all_ranks():
     """The period is that of the public simulator; zb-h2, whose ranks are all at it for the same time, gains most."""
     counts = {**COUNTS, "num_ranks": 4, "num_microbatches": 8, "memory": 10**15}
     few = {"segments": [1], "stages_per_rank": [1], "recompute": ["none"], "best": 1, "within": 1e9}
-    gains = {}
+    fast = dict.fromkeys(("attention_forward_efficiency", "attention_backward_efficiency", "bandwidth"), 1e15)
+    machine, gains = replace(MACHINE, **fast, launch=0.0), {}  # F, I and W take the same time
     for name in ("1f1b", "zb-h2"):
         waiting, free = (
-            search_plans(SHAPE, MACHINE, **counts, **few, names=[name], optimizer_sync=sync).plans[0]
+            search_plans(SHAPE, machine, **counts, **few, names=[name], optimizer_sync=sync).plans[0]
             for sync in (True, False)
         )
         assert (waiting.optimizer_sync, free.optimizer_sync) == (True, False)
-        assert waiting.seconds == pytest.approx(price(waiting)[0])
-        assert free.seconds == pytest.approx(price(free)[0], rel=1e-2) and free.seconds >= price(free)[0]
+        assert waiting.seconds == pytest.approx(price(waiting, machine)[0])
+        priced = price(free, machine)[0]
+        assert free.seconds == pytest.approx(priced, rel=1e-2) and free.seconds > priced - 1e-12
         assert Plan.from_json(free.to_json()) == free
         gains[name] = waiting.seconds / free.seconds
-    assert gains["zb-h2"] > gains["1f1b"] >= 1
+    assert gains["zb-h2"] > 1.05 and gains["1f1b"] == pytest.approx(1)
 
 
 def test_slow_edges_between_nodes_slow_only_those():

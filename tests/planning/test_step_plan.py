@@ -267,9 +267,9 @@ def test_ranks_with_different_plans_say_so() -> None:
 def test_a_plan_for_another_pipeline_is_refused() -> None:
     with pytest.raises(ValueError, match=r"the plan is for \(ranks, ranks of the stages\) = \(3, .* the engine has"):
         step_with([plan_step([9, 9], cost_of(3))] * 2)
-    plan = plan_step([9, 9], cost_of(2))
+    plan = plan_step([64, 64], cost_of(2))
     with pytest.raises(ValueError, match="the plan's rows have"):
-        step_with([dataclasses.replace(plan, segment_sizes=((1,) * 18,))] * 2)
+        step_with([dataclasses.replace(plan, segment_sizes=((1,) * 128,))] * 2)
     moving = dataclasses.replace(plan, schedule=plan.schedule.offload()) if len(plan.rows) > 1 else None
     if moving is not None:
         with pytest.raises(ValueError, match=r"say by Memory\(offload=...\) in which directory"):
@@ -287,7 +287,7 @@ def test_a_plan_for_another_pipeline_is_refused() -> None:
         ([5], {"segment_tokens": 0}, ValueError, "segment_tokens is 0, must be at least 1"),
         ([5], {"memory": 0}, ValueError, "memory is 0, must be at least 1 byte"),
         (
-            [5, 200],
+            [50, 2000],
             {"schedule": "breadth-first", "segment_tokens": 64},
             ScheduleError,
             "needs the same k for all micro-batches",
