@@ -1,10 +1,12 @@
 """Does the cost model predict the tables of the Seq1F1B paper better than guessing?
 
-Four numbers of the model are fitted on the rows marked "fit" of data/seq1f1b_paper.json: the share of the peak rate and
-the seconds per unit on throughput, the activation factor and the buffers of tensor parallelism on memory. All other
-rows are predicted, beside two naive predictors: "constant" keeps what the fitted row shows (ratio to 1F1B, TFLOPS, GB
-per token), "formula" takes 1F1B of the fitted row and the published bubble or activation formula. Where the model's
-mean error is not below both, the line says "not decidable".
+The machine is data/seq1f1b_machine.json: an A100 as the authors' code uses it, with the source of every number. Four of
+them are fitted on the rows marked "fit" of data/seq1f1b_paper.json, or of a file of the same form that is given: on
+throughput the share of the peak rate that products reach and a rank's own seconds per message between nodes, on memory
+the activation factor and the buffers of collectives per layer. All other rows are predicted, beside two naive
+predictors: "constant" keeps what the fitted row shows (ratio to 1F1B, TFLOPS, GB per token), "formula" takes 1F1B of
+the fitted row and the published bubble or activation formula. Where the model's mean error is not below both, the line
+says "not decidable". The last tables have mean error and bias of the model for each model and each family.
 """
 
 from __future__ import annotations
@@ -12,24 +14,55 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from common import header
 
-from seq1f1b import Costs, Links
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Layout
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import Hardware, load_hardware, load_model
 from seq1f1b.schedule import Schedule, build_schedule
 
-DATA = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "seq1f1b_paper.json")
+FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data")
+DATA, MACHINE = (os.path.join(FOLDER, f"seq1f1b_{name}.json") for name in ("paper", "machine"))
 K = 4
 COLUMNS = {"1f1b": (1, 1), "interleaved-1f1b": (1, 2), "seq1f1b": (K, 1), "seq1f1b-interleaved": (K, 2)}  # k, v
 MEMORY_MICROBATCHES = 16  # of the memory table, not stated: peaks are the same from 2 P on
+PARTS: dict[str, dict[str, float]] = {
+    "products": {"linear_efficiency": 1e9},
+    "attention": {"attention_forward_efficiency": 1e9, "attention_backward_efficiency": 1e9},
+    "element-wise": {"saved_moves": 0.0},
+    "collectives": {"tensor_exposed": 0.0},
+    "messages": {"between_send": 0.0, "inside_send": 0.0},
+}
 GIB = 1 << 30  # the authors' code logs max_memory_reserved() / 1024**3
+
+
+class AuthorsCode(CostModel):
+    """What the authors' code, a fork of Megatron-LM, saves beside the tensors that the cost model counts."""
+
+    def _saved_bytes(self, recompute: str) -> float:
+        """With the masks of two dropouts, kept at rate 0, too, and cosines and sines for q and k, which every
+        tensor-parallel device has for all its tokens."""
+        masks = 2 * self.model.hidden
+        rotary = 4 * self.model.hidden / self.model.heads * self.hardware.element_bytes * self.layout.tensor
+        return super()._saved_bytes(recompute) + masks + rotary
+
+    def _unit_bytes(self, sizes: Any) -> Any:
+        """With the embedding's output: a device saves a part of it, which is a view of the whole."""
+        activations, kept, left = super()._unit_bytes(sizes)
+        others = (1 - 1 / self.layout.tensor) * self.model.hidden * self.hardware.element_bytes
+        first = [held + int(others * size) for held, size in zip(activations[0], sizes, strict=True)]
+        return [first, *activations[1:]], kept, left
+
+    def _cache_bytes(self) -> tuple[float, float]:
+        """Gradients of keys and values stay only from segment to segment."""
+        return super()._cache_bytes()[0], 0.0
 
 
 class Case(NamedTuple):
@@ -44,7 +77,7 @@ def make_case(row: dict[str, Any], column: str, hardware: Hardware) -> Case:
     k, v = COLUMNS[column]
     model = padded(load_model(row["model"]), row["tensor"])
     layout = Layout(tensor=row["tensor"], head_in_loss=False, copies_prefix=k > 1)
-    cost = CostModel(
+    cost = AuthorsCode(
         model, hardware, num_ranks=row["pipeline"], stages_per_rank=v, seq_len=row["seq_len"], layout=layout
     )
     sizes = partition_sequence(row["seq_len"], k, model=model, multiple_of=row["tensor"]) if k > 1 else [row["seq_len"]]
@@ -56,6 +89,29 @@ def make_case(row: dict[str, Any], column: str, hardware: Hardware) -> Case:
 def padded(model: ModelShape, tensor: int) -> ModelShape:
     """The words of GPT-2 as Megatron-LM pads them."""
     return model._replace(vocab=-(-50257 // (128 * tensor)) * 128 * tensor)
+
+
+def least_squares(loss: Callable[[tuple[float, float]], float], begin: tuple[float, float]) -> tuple[float, float]:
+    """The point of least loss: a grid that shrinks round its best point."""
+    (x, y), (wide_x, wide_y) = begin, begin
+    for _ in range(16):
+        around = [
+            (max(0.05 * begin[0], x + i * wide_x / 3), max(0.0, y + j * wide_y / 3))
+            for i in (-2, -1, 0, 1, 2)
+            for j in (-2, -1, 0, 1, 2)
+        ]
+        x, y = min(around, key=loss)
+        wide_x, wide_y = wide_x * 0.65, wide_y * 0.65
+    return x, y
+
+
+def squares(rows: Iterable[dict[str, Any]], predict: Callable[[dict[str, Any], str], float]) -> float:
+    return sum(np.log(predict(row, column) / row[column]) ** 2 for row, column in cells(rows))
+
+
+def cells(rows: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
+    """Rows and families that were measured."""
+    return [(row, column) for row in rows for column in COLUMNS if row[column]]
 
 
 # -- throughput
@@ -70,46 +126,25 @@ def authors_flop(model: ModelShape, seq_len: int) -> float:
     return model.layers * layer + 4 * s * h * model.vocab
 
 
-def on_machine(hardware: Hardware, rate: float, overhead: float) -> Hardware:
-    names = ("linear_efficiency", "attention_forward_efficiency", "attention_backward_efficiency")
-    scaled = {name: rate * getattr(hardware, name) for name in names}
-    return replace(hardware, unit_overhead=overhead, **scaled)
+def on_machine(hardware: Hardware, rate: float, send: float) -> Hardware:
+    return replace(hardware, linear_efficiency=rate, between_send=send)
 
 
 def tflops(row: dict[str, Any], column: str, hardware: Hardware) -> float:
     case = make_case(row, column, hardware)
-    seconds = case.cost.unit_seconds(case.sizes)
-    latencies, rates = case.cost.links(case.schedule.rank_of_stage)
-    run = case.schedule.simulate(
-        Costs(
-            seconds.forward,
-            seconds.backward,
-            links=Links(latency=latencies, bandwidth=rates, message_bytes=case.cost.message_bytes(case.sizes)),
-        )
-    )
-    step = run.makespan + case.cost.step_seconds()
+    step = case.schedule.simulate(case.cost.costs(case.schedule, case.sizes)).makespan + case.cost.step_seconds()
     work = 3 * row["microbatches"] * authors_flop(case.cost.model, row["seq_len"])
-    return work / step / row["gpus"] / 1e12
+    return float(work / step / row["gpus"] / 1e12)
 
 
-def fit_rate(row: dict[str, Any], hardware: Hardware) -> tuple[float, float]:
-    """Share of the assumed efficiencies and seconds per unit, of least squared log error over the row: a grid that
-    shrinks round its best point."""
-    rate, overhead, wide_rate, wide_overhead = 1.0, 0.02, 0.6, 0.02
+def fit_rate(rows: list[dict[str, Any]], hardware: Hardware) -> tuple[float, float]:
+    """Share of the peak that products reach and seconds of a message, of least squared log error."""
 
     def loss(point: tuple[float, float]) -> float:
         machine = on_machine(hardware, *point)
-        return sum(np.log(tflops(row, c, machine) / row[c]) ** 2 for c in COLUMNS if row[c])
+        return squares(rows, lambda row, column: tflops(row, column, machine))
 
-    for _ in range(12):
-        around = [
-            (max(0.05, rate + i * wide_rate / 2), max(0.0, overhead + j * wide_overhead / 2))
-            for i in (-2, -1, 0, 1, 2)
-            for j in (-2, -1, 0, 1, 2)
-        ]
-        rate, overhead = min(around, key=loss)
-        wide_rate, wide_overhead = wide_rate * 0.6, wide_overhead * 0.6
-    return rate, overhead
+    return least_squares(loss, (hardware.linear_efficiency, hardware.between_send))
 
 
 def bubble_formula(row: dict[str, Any], column: str) -> float:
@@ -120,32 +155,24 @@ def bubble_formula(row: dict[str, Any], column: str) -> float:
 # -- memory
 
 
-def features(row: dict[str, Any], column: str, hardware: Hardware) -> list[tuple[float, float, float]]:
-    """For each rank, in GiB: weights and optimizer; live activations at factor 1; the longest segment's hidden states
-    gathered from all tensor-parallel ranks."""
-    case = make_case(row, column, replace(hardware, activation_factor=1.0))
-    gathered = max(case.sizes) * case.cost.model.hidden * hardware.element_bytes if row["tensor"] > 1 else 0.0
-    ranks = case.cost.rank_bytes(case.schedule, case.sizes)
-    if COLUMNS[column][0] == 1:  # no prefix to copy: K and V once per live micro-batch, as a cache holds them
-        return [(r.static / GIB, (r.activations + r.kv) / GIB, gathered / GIB) for r in ranks]
-    return [(r.static / GIB, r.activations / GIB, gathered / GIB) for r in ranks]
+def with_buffers(hardware: Hardware, factor: float, buffers: float) -> Hardware:
+    return replace(hardware, activation_factor=factor, collective_buffers=buffers)
 
 
-def gib(row: dict[str, Any], column: str, hardware: Hardware, factor: float, buffers: float) -> float:
-    return max(a + factor * b + buffers * c for a, b, c in features(row, column, hardware))
+def gib(row: dict[str, Any], column: str, hardware: Hardware) -> float:
+    """The fullest rank's bytes. A message that has come is the input of its unit, which is counted there."""
+    case = make_case(row, column, hardware)
+    return max(rank.total - rank.receive for rank in case.cost.rank_bytes(case.schedule, case.sizes)) / GIB
 
 
 def fit_memory(rows: list[dict[str, Any]], hardware: Hardware) -> tuple[float, float]:
-    """Activation factor and number of gathered hidden states, of least squares over rank 0, the fullest."""
-    left, right = [], []
-    for row in rows:
-        for column in COLUMNS:
-            if row[column]:
-                static, live, gathered = features(row, column, hardware)[0]
-                left.append((live, gathered))
-                right.append(row[column] - static)
-    (factor, buffers), *_ = np.linalg.lstsq(np.array(left), np.array(right), rcond=None)
-    return float(factor), float(buffers)
+    """Activation factor and buffers of collectives, of least squared log error."""
+
+    def loss(point: tuple[float, float]) -> float:
+        machine = with_buffers(hardware, *point)
+        return squares(rows, lambda row, column: gib(row, column, machine))
+
+    return least_squares(loss, (hardware.activation_factor, hardware.collective_buffers))
 
 
 def activation_formula(row: dict[str, Any], column: str) -> float:
@@ -164,12 +191,16 @@ class Errors:
     def __init__(self, name: str, unit: str) -> None:
         self.name, self.unit = name, unit
         self.cells: list[tuple[float, float, float]] = []
+        self.signed: dict[str, list[float]] = {}  # of the model, by model and by family
 
-    def add(self, where: str, measured: float, model: float, constant: float, formula: float) -> None:
-        errors = tuple(abs(x / measured - 1) for x in (model, constant, formula))
+    def add(self, row: dict[str, Any], column: str, values: tuple[float, ...], over: str = "") -> None:
+        measured, *predicted = values
+        errors = tuple(abs(x / measured - 1) for x in predicted)
         self.cells.append(errors)  # type: ignore[arg-type]
-        texts = (f"{x:8.3f} ({e:5.1%})" for x, e in zip((model, constant, formula), errors, strict=True))
-        print(f"{where:<48}{measured:>9.3f}  {'  '.join(texts)}  {self.unit}")
+        for group in (row["model"], column):
+            self.signed.setdefault(group, []).append(predicted[0] / measured - 1)
+        texts = (f"{x:8.3f} ({e:5.1%})" for x, e in zip(predicted, errors, strict=True))
+        print(f"{place(row, column) + over:<48}{measured:>9.3f}  {'  '.join(texts)}  {self.unit}")
 
     def summary(self) -> str:
         model, constant, formula = (statistics.mean(column) for column in zip(*self.cells, strict=True))
@@ -179,6 +210,14 @@ class Errors:
             f"formula {formula:.1%}: {verdict}"
         )
 
+    def groups(self) -> str:
+        """Mean error and bias of each model and family."""
+        lines = [
+            f"  {group:<24}{len(each):>4}{statistics.mean(map(abs, each)):>10.1%}{statistics.mean(each):>+10.1%}"
+            for group, each in self.signed.items()
+        ]
+        return "\n".join([f"{self.name + ', by':<26}{'n':>4}{'error':>10}{'bias':>10}", *lines])
+
 
 def place(row: dict[str, Any], column: str) -> str:
     microbatches = f" M {row['microbatches']}" if "microbatches" in row else ""
@@ -186,23 +225,19 @@ def place(row: dict[str, Any], column: str) -> str:
 
 
 def predict_throughput(rows: list[dict[str, Any]], hardware: Hardware) -> list[Errors]:
-    fitted = next(row for row in rows if row["use"] == "fit")
-    rate, overhead = fit_rate(fitted, hardware)
-    machine = on_machine(hardware, rate, overhead)
-    print(f"fitted: {rate:.3f} of the assumed efficiencies, {overhead * 1e3:.1f} ms per unit")
-    for column in COLUMNS:
-        predicted = tflops(fitted, column, machine)
-        print(f"  {place(fitted, column):<46}{fitted[column]:>9.3f}  {predicted:8.3f}  TFLOPS, fit")
+    fitted = [row for row in rows if row["use"] == "fit"]
+    rate, send = fit_rate(fitted, hardware)
+    machine = on_machine(hardware, rate, send)
+    print(f"fitted: products at {rate:.3f} of the peak, {send * 1e3:.1f} ms per message between nodes")
+    for row, column in cells(fitted):
+        print(f"  {place(row, column):<46}{row[column]:>9.3f}  {tflops(row, column, machine):8.3f}  TFLOPS, fit")
+    print_parts(fitted, machine)
     absolute, ratio = Errors("TFLOPS per GPU", "TFLOPS"), Errors("throughput over 1F1B's", "ratio")
     for row in (row for row in rows if row["use"] != "fit"):
-        peak = fitted["1f1b"] * (1 + bubble_formula(fitted, "1f1b"))
+        base = like(row, fitted)
+        peak = base["1f1b"] * (1 + bubble_formula(base, "1f1b"))
         values = {
-            column: (
-                row[column],
-                tflops(row, column, machine),
-                fitted[column],
-                peak / (1 + bubble_formula(row, column)),
-            )
+            column: (row[column], tflops(row, column, machine), base[column], peak / (1 + bubble_formula(row, column)))
             for column in COLUMNS
             if row[column]
         }
@@ -210,21 +245,34 @@ def predict_throughput(rows: list[dict[str, Any]], hardware: Hardware) -> list[E
     return [absolute, ratio]
 
 
+def print_parts(rows: list[dict[str, Any]], machine: Hardware) -> None:
+    """By how much each cell's step would be shorter without a part."""
+    print(f"{'shorter without':<48}" + "".join(f"{part:>15}" for part in PARTS))
+    for row, column in cells(rows):
+        whole = tflops(row, column, machine)
+        shares = [1 - whole / tflops(row, column, replace(machine, **changes)) for changes in PARTS.values()]
+        print(f"  {place(row, column):<46}" + "".join(f"{share:>15.1%}" for share in shares))
+
+
+def like(row: dict[str, Any], fitted: list[dict[str, Any]]) -> dict[str, Any]:
+    """The fitted row of the same model; if there is none, of the same tensor parallelism; else any."""
+    return min(fitted, key=lambda each: (each["model"] != row["model"], each["tensor"] != row["tensor"]))
+
+
 def predict_memory(rows: list[dict[str, Any]], hardware: Hardware) -> list[Errors]:
-    fitted = {row["model"]: row for row in rows if row["use"] == "fit"}
-    factor, buffers = fit_memory(list(fitted.values()), hardware)
-    print(f"fitted: activation factor {factor:.3f}, {buffers:.1f} gathered hidden states of the longest segment")
-    for row in fitted.values():
-        for column in COLUMNS:
-            predicted = gib(row, column, hardware, factor, buffers)
-            print(f"  {place(row, column):<46}{row[column]:>9.3f}  {predicted:8.3f}  GB, fit")
+    fitted = [row for row in rows if row["use"] == "fit"]
+    factor, buffers = fit_memory(fitted, hardware)
+    machine = with_buffers(hardware, factor, buffers)
+    print(f"fitted: activation factor {factor:.3f}, {buffers:.2f} hidden states of a segment per layer of a unit")
+    for row, column in cells(fitted):
+        print(f"  {place(row, column):<46}{row[column]:>9.3f}  {gib(row, column, machine):8.3f}  GB, fit")
     absolute, ratio = Errors("GB", "GB"), Errors("memory over 1F1B's", "ratio")
     for row in (row for row in rows if row["use"] != "fit"):
-        base = fitted[row["model"]]
+        base = like(row, fitted)
         longer = row["seq_len"] / base["seq_len"]
         values = {}
         for column in COLUMNS:
-            predicted = gib(row, column, hardware, factor, buffers)
+            predicted = gib(row, column, machine)
             if row[column] is None:
                 state = "out of memory" if predicted > hardware.memory / GIB else "fits: WRONG"
                 print(f"{place(row, column):<48}   out of memory; model {predicted:.1f} GB: {state}")
@@ -237,21 +285,23 @@ def predict_memory(rows: list[dict[str, Any]], hardware: Hardware) -> list[Error
 
 def add_all(row: dict[str, Any], values: dict[str, tuple[float, ...]], absolute: Errors, ratio: Errors) -> None:
     for column, cell in values.items():
-        absolute.add(place(row, column), *cell)
+        absolute.add(row, column, cell)
     for column, cell in values.items():
         if column != "1f1b" and "1f1b" in values:
-            ratio.add(place(row, column) + " / 1f1b", *(x / y for x, y in zip(cell, values["1f1b"], strict=True)))
+            over = tuple(x / y for x, y in zip(cell, values["1f1b"], strict=True))
+            ratio.add(row, column, over, " / 1f1b")
 
 
 def main() -> None:
-    with open(DATA) as file:
+    with open(sys.argv[1] if len(sys.argv) > 1 else DATA) as file:
         tables = json.load(file)
     assert tables["num_segments"] == K and tables["split"] == "flops"
-    hardware = load_hardware("a100")
+    hardware = load_hardware(MACHINE)
     print(header("Predictions of the tables of the Seq1F1B paper, arXiv:2406.03488"))
     print(f"{'cell':<48}{'measured':>9}  {'model':>8}            {'constant':>8}          {'formula':>8}")
     errors = predict_throughput(tables["throughput"], hardware) + predict_memory(tables["memory_gb"], hardware)
     print("\n".join(each.summary() for each in errors))
+    print("\n".join(each.groups() for each in errors[::2]))
 
 
 if __name__ == "__main__":
