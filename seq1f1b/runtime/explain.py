@@ -54,10 +54,20 @@ def _last_unit(executor: Any) -> Unit | None:
 def _hint(error: BaseException, executor: Any, stages: Mapping[int, Stage]) -> str:
     """Explains an error in a forward where its cause is likely known, else returns ""."""
     unit = _last_unit(executor)
-    if unit is None or unit.kind != "F" or unit.stage == 0 or not any(text in str(error) for text in _TOKENS_WANTED):
+    if unit is None or unit.kind != "F":
         return ""
-    modules = stages[unit.stage].modules
-    if not any(isinstance(part, nn.Embedding) for module in modules for part in module.modules()):
+    embeddings = {
+        name: part.num_embeddings
+        for module in stages[unit.stage].modules
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Embedding)
+    }
+    if not embeddings:
+        return ""
+    if "index out of range in self" in str(error):
+        rows = ", ".join(f"{name or 'the embedding'} has {count} rows" for name, count in embeddings.items())
+        return f". An id of this segment is no row of its embedding: in stage {unit.stage}, {rows}"
+    if unit.stage == 0 or not any(text in str(error) for text in _TOKENS_WANTED):
         return ""
     return (
         f". Stage {unit.stage} received hidden states from stage {unit.stage - 1} and treats them as tokens: did every "

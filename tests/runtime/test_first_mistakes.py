@@ -159,3 +159,22 @@ def test_other_errors_of_a_later_stage_have_no_such_hint():
 
     for text in run_ranks(2, run):
         assert "[1]F0.0" in text and "whole model" not in text
+
+
+def test_a_token_that_the_embedding_lacks_is_told_with_its_rows():
+    tokens = TOKENS.clone()
+    tokens[3, 12] = CONFIG.vocab + 5
+
+    def run(group: Any) -> str:
+        engine = PipelineEngine(
+            stage_of(whole_model(CONFIG), CONFIG, group.rank, 2),
+            num_microbatches=2, num_segments=2, loss_fn=cross_entropy, group=group,
+        )  # fmt: skip
+        with pytest.raises((IndexError, seq1f1b.PipelineError)) as caught:
+            engine.step(tokens, target=seq1f1b.shift_labels(TOKENS))
+        return str(caught.value)
+
+    for text in run_ranks(2, run):
+        assert (
+            "[0]F1.1" in text and f"no row of its embedding: in stage 0, embedding has {CONFIG.vocab} rows" in text
+        ), text
