@@ -6,10 +6,12 @@ import argparse
 import importlib
 import importlib.util
 import platform
+from collections.abc import Iterator
 from typing import Any
 
 import seq1f1b
 from seq1f1b import _C
+from seq1f1b.cli.lines import wrapped
 
 PACKAGES = (
     ("matplotlib", "no PNG and SVG timelines"),
@@ -24,35 +26,39 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    print(f"seq1f1b {seq1f1b.__version__}, Python {platform.python_version()}, {platform.machine()}")
+    for line in findings():
+        print(wrapped(line), flush=True)
+    return 0
+
+
+def findings() -> Iterator[str]:
+    yield f"seq1f1b {seq1f1b.__version__}, Python {platform.python_version()}, {platform.machine()}"
     if importlib.util.find_spec("torch") is None:
-        print("torch: not found. Partition and schedules work; attention and the engine do not.")
-        return 0
+        yield "torch: not found. Partition and schedules work; attention and the engine do not."
+        return
     import torch
 
     importlib.import_module("seq1f1b.ops.attention")  # binds torch's functions
 
-    print(f"torch {torch.__version__}: bound, {len(_C.torch_functions())} functions of its C ABI")
+    yield f"torch {torch.__version__}: bound, {len(_C.torch_functions())} functions of its C ABI"
     fma, bf16 = _C.attention_rates(0.02)
     rates = f", {bf16 / 1e9:.0f} with products of bf16" if bf16 else ""
-    print(f"attention on the CPU: {_C.attention_isa()} kernels, {torch.get_num_threads()} threads")
-    print(f"GFLOP/s of one core: {fma / 1e9:.0f} in fp32{rates}; SEQ1F1B_ISA forces other kernels")
+    yield f"attention on the CPU: {_C.attention_isa()} kernels, {torch.get_num_threads()} threads"
+    yield f"GFLOP/s of one core: {fma / 1e9:.0f} in fp32{rates}; SEQ1F1B_ISA forces other kernels"
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
-        print(f"CUDA device {index}: {device.name}, sm_{device.major}{device.minor}, {device.total_memory >> 30} GiB")
+        yield f"CUDA device {index}: {device.name}, sm_{device.major}{device.minor}, {device.total_memory >> 30} GiB"
     if not torch.cuda.is_available():
-        print(f"CUDA: no device{'' if torch.version.cuda else ', and a torch built without CUDA'}")
-    print(
+        yield f"CUDA: no device{'' if torch.version.cuda else ', and a torch built without CUDA'}"
+    yield (
         "attention on CUDA: torch's ops, or our kernels where they are verified; run on an H200 (see benchmarks/gpu.py)"
     )
-    for line in importlib.import_module("seq1f1b.device.kernel_library").describe():
-        print(line)
-    print(f"NCCL: {found_nccl()}")
-    print("messages between GPUs: through host memory, or transport='copy' or 'nccl'; never yet run between two GPUs")
+    yield from importlib.import_module("seq1f1b.device.kernel_library").describe()
+    yield f"NCCL: {found_nccl()}"
+    yield "messages between GPUs: through host memory, or transport='copy' or 'nccl'; never yet run between two GPUs"
     for package, loss in PACKAGES:
         found = importlib.util.find_spec(package) is not None
-        print(f"{package}: {'found' if found else 'not found: ' + loss}")
-    return 0
+        yield f"{package}: {'found' if found else 'not found: ' + loss}"
 
 
 def found_nccl() -> str:

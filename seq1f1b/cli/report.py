@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from seq1f1b.cli.lines import wrapped
 from seq1f1b.view.table import table_text
 
 
@@ -21,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
     from seq1f1b.runtime.report import PipelineReport, read_reports
 
     if not options.all:
-        print(PipelineReport.load(options.file))
+        print(wrapped(str(PipelineReport.load(options.file))))
         return 0
     rows = [("step", "seconds", "busy", *CAUSES)]
     for report in read_reports(options.file):

@@ -420,8 +420,9 @@ def test_several_as_text(capsys):
 
 
 def test_doctor_in_a_process_of_its_own():
-    out = subprocess.run([sys.executable, "-m", "seq1f1b", "doctor"], capture_output=True, text=True, check=True).stdout
-    assert "bound" in out and "kernels" in out
-    assert (
-        "attention on CUDA: torch's ops, or our kernels where they are verified" in out and "\nown CUDA kernel" in out
-    )
+    command, columns = [sys.executable, "-m", "seq1f1b", "doctor"], {"COLUMNS": "80"}
+    out = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **columns}).stdout
+    assert max(map(len, out.splitlines())) <= 80
+    words = " ".join(out.split())
+    assert "bound" in words and "kernels" in words and "\nown CUDA kernel" in out
+    assert "attention on CUDA: torch's ops, or our kernels where they are verified" in words

@@ -307,15 +307,17 @@ def test_the_report_counts_the_layers_of_a_stage(ranks, segments):
         assert sum(each._times.layers) == config.layers
 
 
-def test_a_file_of_reports(report, tmp_path, capsys):
+def test_a_file_of_reports(report, tmp_path, capsys, monkeypatch):
     file = tmp_path / "steps.jsonl"
     for each in report:
         each.save(file)
     assert list(map(repr, read_reports(file))) == list(map(repr, report))
     last = PipelineReport.load(file)
     assert last.ranks == report[1].ranks and last.idle == report[1].idle and last.makespan == report[1].makespan
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["report", str(file)]) == 0
-    assert capsys.readouterr().out == f"{report[1]}\n"
+    out = capsys.readouterr().out
+    assert out.split() == str(report[1]).split() and max(map(len, out.splitlines())) <= 80
     assert main(["report", str(file), "--all"]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split()[:3] == ["step", "seconds", "busy"] and len(rows) == 2
