@@ -93,7 +93,7 @@ class PlanSearch:
             lines += _list(f"{number:>2}", _runs(f"{peak / GIB:.1f}+{left / GIB:.1f}" for peak, left in ranks))
         lines += [
             "plan 1:",
-            *_list("   GiB if its uncertain bytes are high:", _runs(f"{x / GIB:.1f}" for x in first.peak_high)),
+            *_list("   GiB in the worst case of the estimate:", _runs(f"{x / GIB:.1f}" for x in first.peak_high)),
             *_list("   layers of each stage:", _runs(map(str, first.layout.layers or ()))),
             *_list("   tokens of each segment:", map(str, first.segment_sizes)),
         ]
