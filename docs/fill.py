@@ -16,12 +16,15 @@ WHAT is one of these; files are named from the repository's root:
     families             a table of the schedule families
     objects              a table of what the ``eval-rst`` block behind this place documents
     commands             the commands of ``seq1f1b`` with their options
+    recipes MODEL/HARDWARE/MEMORY/TOKENS/P/M/K ...
+                         what ``seq1f1b plan`` says for each, as a table, and the commands
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import difflib
 import hashlib
 import importlib
@@ -277,6 +280,45 @@ def commands(_page: Path, _rest: str) -> str:
     return text
 
 
+def recipes(_page: Path, _rest: str, *wanted: str) -> str:
+    """Runs each command as it stands there."""
+    import json
+
+    from seq1f1b.__main__ import main as command_line
+
+    rows, commands = [], []
+    for each in wanted:
+        model, hardware, memory, tokens, ranks, microbatches, segments = each.split("/")
+        command = (
+            f"seq1f1b plan --model {model} --hardware {hardware} --memory {memory} "
+            f"--seq {tokens} \\\n    --ranks {ranks} --microbatches {microbatches} "
+            f"--segments {segments} --schedules seq1f1b --stages 1 \\\n    --recompute none"
+        )
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            if command_line([*shlex.split(command.replace("\\\n", ""))[1:], "--json"]):
+                raise ValueError(f"{command} finds nothing")
+        plan = json.loads(printed.getvalue())["plans"][0]
+        units = "".join(plan["units"]).replace(" ", "")
+        rows.append(
+            (
+                model,
+                f"{ranks} x {hardware}",
+                f"{microbatches} x {int(tokens):,}",
+                str(plan["num_segments"]),
+                f"{units.count('R') / len(units):.0%}" if units else "0%",
+                plan["layout"]["vocabulary"],
+                f"{plan['seconds']:.3g} ({plan['low']:.3g} to {plan['high']:.3g})",
+                f"{plan['tokens_per_second']:,.0f}",
+                f"{max(plan['peak']) / 2**30:.1f} ({max(plan['peak_high']) / 2**30:.1f})",
+            )
+        )
+        commands.append(f"{command} --output plan.json")
+    head = ("model", "ranks", "M x tokens", "k", "twice", "vocab", "seconds", "tokens/s")
+    text = fence("bash", "\n".join(commands))
+    return f"{table((*head, 'GiB (worst)'), rows)}\n{text}"
+
+
 KINDS: dict[str, Callable[..., str]] = {
     "file": whole_file,
     "part": part,
@@ -286,6 +328,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "families": families,
     "objects": objects,
     "commands": commands,
+    "recipes": recipes,
 }
 
 
