@@ -107,7 +107,7 @@ def on_first_rank(action: Callable[[], T]) -> T:
     if rank() == 0:
         try:
             outcome[0] = action()
-        except (ValueError, OSError) as error:
+        except Exception as error:
             outcome[1] = error
     if dist.is_initialized():
         dist.broadcast_object_list(outcome)

@@ -55,6 +55,7 @@ with needs_extra("train", "matplotlib", "tokenizers", "tqdm"):
     import data
     import documents
     import summary
+    import tokenizers  # noqa: F401, for data.prepare on rank 0, later
     from tqdm import tqdm
 
 REPORTED = 10  # last steps, of which the one of median time is shown

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from seq1f1b._C import PipelineError, ScheduleError
+from seq1f1b.extras import torch_remedy
 from seq1f1b.partition import ModelShape, check_segment_sizes, partition_sequence
 from seq1f1b.schedule import Schedule, Simulation, Unit, build_schedule, schedules
 from seq1f1b.simulation import Costs, Links, Noise
@@ -115,19 +116,9 @@ def __getattr__(name: str) -> object:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "torch":
             raise
-        raise ImportError(f"seq1f1b.{name} needs torch, which is not installed; {_torch_remedy()}") from error
+        raise ImportError(f"seq1f1b.{name} needs torch, which is not installed; {torch_remedy()}") from error
     globals()[name] = value
     return value
-
-
-def _torch_remedy() -> str:
-    from importlib.metadata import PackageNotFoundError, requires
-
-    try:
-        wanted = next(line for line in requires("seq1f1b") or () if line.startswith("torch"))
-    except (PackageNotFoundError, StopIteration):
-        wanted = "torch"
-    return f'run: pip install "{wanted}"'
 
 
 def __dir__() -> list[str]:

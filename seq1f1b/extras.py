@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["needs_extra"]
+__all__ = ["needs_extra", "torch_remedy"]
 
 
 @contextmanager
@@ -20,3 +20,14 @@ def needs_extra(extra: str, *packages: str) -> Iterator[None]:
         raise ModuleNotFoundError(
             f'{missing} is not installed; run: pip install "seq1f1b[{extra}]"', name=error.name
         ) from error
+
+
+def torch_remedy() -> str:
+    """How to install a torch that this package takes."""
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        wanted = next(line for line in requires("seq1f1b") or () if line.startswith("torch"))
+    except (PackageNotFoundError, StopIteration):
+        wanted = "torch"
+    return f'run: pip install "{wanted}"'

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from seq1f1b import __version__
 from seq1f1b.cli import compare, doctor, draw, plan, profile, report, simulate
+from seq1f1b.extras import torch_remedy
 
 __all__ = ["main", "make_parser"]
 
@@ -69,7 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, ImportError, MemoryError, OverflowError) as error:
-        print(f"seq1f1b: {error}", file=sys.stderr)
+        text = str(error)
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            text = f"{options.command} needs torch, which is not installed; {torch_remedy()}"
+        print(f"seq1f1b: {text}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("seq1f1b: interrupted", file=sys.stderr)

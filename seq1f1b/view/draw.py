@@ -163,7 +163,7 @@ def _save_figure(path: str | Path, tracks: Timeline | Mapping[str, Timeline], ti
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ModuleNotFoundError as error:
-        raise ImportError("a picture of a timeline needs matplotlib; run: pip install matplotlib") from error
+        raise ImportError('a picture of a timeline needs matplotlib; run: pip install "seq1f1b[plot]"') from error
 
     named: Mapping[str, Timeline] = tracks if isinstance(tracks, Mapping) else {"": tracks}
     longest = max(end - begin for begin, end in map(style.extent, named.values()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -53,6 +54,22 @@ for name in seq1f1b._NEEDS_TORCH:
         raise AssertionError(name)
 """
     run_python(code)
+
+
+@pytest.mark.parametrize("arguments", [["report", "steps.jsonl"], ["profile", "--model", "qwen3-4b", "--seq", "64"]])
+def test_commands_that_need_torch_say_so(arguments: list[str]) -> None:
+    if arguments[0] == "profile":
+        arguments = [*arguments, "--output", os.devnull]
+    code = f"""
+import sys
+sys.modules["torch"] = None
+sys.stderr = sys.stdout
+from seq1f1b.__main__ import main
+print(main({arguments}))
+"""
+    text, status = run_python(code).splitlines()
+    assert re.fullmatch(rf"seq1f1b: {arguments[0]} needs torch, which is not installed; run: pip install .*", text)
+    assert status == "2"
 
 
 @pytest.mark.parametrize(
