@@ -74,6 +74,8 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if (options.seq is None) == (options.lengths is None):
+        raise ValueError("plan needs --seq, or --lengths where sequences differ: one of the two")
     model, hardware, layout = read_workload(options)
     with progress_bar(1.0, "the search") as show:
         found = search_plans(

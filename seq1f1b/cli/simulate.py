@@ -59,6 +59,11 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps([simulation_json(*each) for each in found], indent=1))
     else:
         print(table_text(table_rows(found, is_model=options.model is not None)), end="")
+        if options.model is not None:
+            _, hardware, _ = workload.read_workload(options)
+            above = [n for n, _, run in found if run.memory is not None and max(run.memory.total) > hardware.memory]
+            if above:
+                print(f"\nmore than the {hardware.memory / 2**30:.1f} GiB of {hardware.name}: {', '.join(above)}")
     return 0
 
 

@@ -72,12 +72,12 @@ class Comparison:
     Attributes:
         rows: families that fit, fastest first.
         refused: the rule that each of the others breaks.
-        is_model: times follow from a model's rates, which are good for three digits.
+        device: of a model, whose times are good for three digits: the machine's name and the bytes of its memory.
     """
 
     rows: tuple[Row, ...]
     refused: dict[str, str] = field(default_factory=dict)
-    is_model: bool = False
+    device: tuple[str, float] | None = None
 
     def to_json(self) -> str:
         """Rows in order, and what is refused."""
@@ -85,11 +85,18 @@ class Comparison:
 
     def to_text(self) -> str:
         """A table, one line per family, and below it those that are left out."""
-        head = ("family", "v", "k", "makespan", "period", "bubble", "units", "micro-batches", "tokens")
+        head = ("family", "v", "k", "makespan", "period", "bubble", "units", "held", "tokens")
         held, sent = (_unit(most) for most in (self._most("peak_bytes"), self._most("sent_bytes")))
         rows = [self._line(row, held[1], sent[1]) for row in self.rows]
         table = table_text([(*head, held[0], "sends", f"sent {sent[0]}"), *rows])
-        lines = ["", f"v: stages per rank; k: segments; units to {held[0]}: the most that a rank holds at once"]
+        last = held[0] if self._most("peak_bytes") else "held"
+        lines = ["", "v: stages per rank; k: segments; held: activations in micro-batches;"]
+        lines.append(f"units to {last}: the most that a rank holds at once")
+        if self.device is not None:
+            name, memory = self.device
+            above = sum(row.peak_bytes is not None and row.peak_bytes > memory for row in self.rows)
+            if above:
+                lines.append(f"{above} of {len(rows)} hold more than the {memory / 2**30:.1f} GiB of {name}")
         if self.refused:
             widest = max(map(len, self.refused))
             lines += ["", "left out:", *(f"{name:<{widest}}  {rule}" for name, rule in self.refused.items())]
@@ -99,17 +106,18 @@ class Comparison:
         return max((getattr(row, field) or 0 for row in self.rows), default=0)
 
     def _line(self, row: Row, held: int, sent: int) -> tuple[str, ...]:
-        seconds = rounded if self.is_model else "{:.6g}".format
+        seconds = "{:.6g}".format if self.device is None else rounded
+        is_period_another = any(abs(each.period / each.makespan - 1) > 0.01 for each in self.rows)
         return (
             row.family,
             str(row.stages_per_rank),
             str(row.num_segments),
             seconds(row.makespan),
-            seconds(row.period),
+            seconds(row.period) if is_period_another else "",
             f"{row.bubble_ratio:.1%}",
             str(row.peak_units),
             f"{row.peak_microbatches:.2f}",
-            "" if row.peak_tokens is None else str(row.peak_tokens),
+            "" if row.peak_tokens is None or self.device is not None else str(row.peak_tokens),
             "" if row.peak_bytes is None else f"{row.peak_bytes / held:.1f}",
             str(row.messages),
             "" if row.sent_bytes is None else f"{row.sent_bytes / sent:.1f}",
@@ -192,7 +200,8 @@ def compare(
     if not fitting:
         raise ValueError(_nothing_fits(rows, refused, cap_bytes))
     fitting.sort(key=lambda row: (row.makespan, row.peak_microbatches))
-    return Comparison(tuple(fitting), refused, model is not None)
+    device = None if model is None or hardware is None else (hardware.name, hardware.memory)
+    return Comparison(tuple(fitting), refused, device)
 
 
 def _named(names: Sequence[str]) -> list[Family]:

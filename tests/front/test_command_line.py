@@ -198,15 +198,25 @@ def test_compare_prints_a_table(capsys):
     arguments = ["compare", "1f1b", "gpipe", "seq1f1b", "--segments", "2", "--seq", "2048", "--token-bytes", "2KiB"]
     assert main([*arguments, "--cap", "12MiB", "--message-bytes", "1024"]) == 0
     assert capsys.readouterr().out == (
-        "family   v  k  makespan  period  bubble  units  micro-batches  tokens   MiB  sends  sent MiB\n"
-        "seq1f1b  1  2      28.5    28.5   15.8%      5           2.50    5120  10.0     96      96.0\n"
+        "family   v  k  makespan  bubble  units  held  tokens   MiB  sends  sent MiB\n"
+        "seq1f1b  1  2      28.5   15.8%      5  2.50    5120  10.0     96      96.0\n"
         "\n"
-        "v: stages per rank; k: segments; units to MiB: the most that a rank holds at once\n"
+        "v: stages per rank; k: segments; held: activations in micro-batches;\n"
+        "units to MiB: the most that a rank holds at once\n"
         "\n"
         "left out:\n"
         "1f1b   holds 16777216 bytes, the cap is 12582912\n"
         "gpipe  holds 33554432 bytes, the cap is 12582912\n"
     )
+
+
+def test_a_model_s_tables_fit_into_80_columns_and_say_what_is_too_large(capsys):
+    work = ["--model", "llama3-8b", "--seq", "32768", "--ranks", "4"]
+    assert main(["compare", *work]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 and any(re.fullmatch("21 of 21 hold more than .* of h100", x) for x in lines)
+    assert main(["simulate", "1f1b", "seq1f1b", *work, "--segments", "16", "--hardware", "h200"]) == 0
+    assert capsys.readouterr().out.endswith("\nmore than the 131.3 GiB of h200: 1f1b\n")
 
 
 def test_a_page_of_an_order_that_moves_units(tmp_path):

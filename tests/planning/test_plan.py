@@ -692,7 +692,7 @@ def test_bad_files_of_lengths(text, message, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--lengths", "8:1"], "give seq_len, or lengths"),
+        (["--lengths", "8:1"], "plan needs --seq, or --lengths"),
         (["--memory", "1GiB"], "nothing fits in 1.00 GiB: the least possible is"),
         (["--model", "gpt-9"], "there is no preset 'gpt-9' among models"),
         (["--hardware", "none.json"], "none.json"),
