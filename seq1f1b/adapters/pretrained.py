@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -243,14 +244,23 @@ def _load_adapters(stage: CausalLMStage, folder: str) -> None:
 _WEIGHTS, _ADAPTER = ".safetensors", "adapter_model.safetensors"
 
 
-def together(engine: PipelineEngine, failed: str, action: Callable[[], None], kind: type[Exception] = OSError) -> None:
+class Ranks(Protocol):
+    """Processes that act together: those of an engine, or of all replicas of one."""
+
+    rank: int
+    num_ranks: int
+
+    def all_gather_object(self, value: Any) -> list[Any]: ...
+
+
+def together(ranks: Ranks, failed: str, action: Callable[[], None], kind: type[Exception] = OSError) -> None:
     """Does this rank's part; an error of any rank is raised on all, as ``kind``."""
     problem = None
     try:
         action()
     except Exception as error:
-        problem = f"rank {engine.rank}: {type(error).__name__}: {error}"
-    problems = [text for text in engine.all_gather_object(problem) if text]
+        problem = f"rank {ranks.rank}: {type(error).__name__}: {error}"
+    problems = [text for text in ranks.all_gather_object(problem) if text]
     if problems:
         raise kind(f"{failed}: {'; '.join(problems)}")
 

@@ -24,6 +24,7 @@ from seq1f1b.adapters.folder import open_folder
 from seq1f1b.adapters.pretrained import load_pretrained, save_pretrained, together
 from seq1f1b.adapters.trainer_batch import COLUMNS, Batch, make_batch
 from seq1f1b.adapters.trainer_checks import CUT, check_arguments, check_made, check_pipeline
+from seq1f1b.adapters.trainer_replicas import Replicas
 from seq1f1b.adapters.trainer_state import (
     check_resumable,
     load_optimizer,
@@ -57,7 +58,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         pipeline: options of :class:`seq1f1b.PipelineEngine`, as ``num_segments``, ``num_microbatches`` (default:
             ``per_device_train_batch_size``, so that each row is a micro-batch), ``schedule``, ``limits`` or ``memory``;
             and ``balance``, ``seq_len`` and ``dtype`` of :func:`pipeline_stage`. A plan as ``schedule`` brings both
-            counts.
+            counts. With ``replicas`` the processes form so many pipelines, each of which trains its rows of a batch.
         others: as the plain Trainer's.
 
     Attributes:
@@ -90,9 +91,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
             model = self._folder.model
         elif dtype is not None:
             raise ValueError("pipeline={'dtype': ...} is for a model that is given by its folder: this one has its own")
+        count = self._pipeline.pop("replicas", 1)
+        _become_one_process(args)
+        self._replicas = Replicas(count, args.device)
+        if args.train_batch_size < count:
+            raise ValueError(
+                f"per_device_train_batch_size is {args.train_batch_size}, of {count} replicas: it counts the rows of "
+                "all of them, so that each has at least one"
+            )
         if not is_plan(self._pipeline.get("schedule")):
-            self._pipeline.setdefault("num_microbatches", args.train_batch_size)
-        _become_one_replica(args)
+            self._pipeline.setdefault("num_microbatches", -(-args.train_batch_size // count))
         super().__init__(model, args, *others, **named)
         check_made(self)
         self.model = self.model_wrapped = self.callback_handler.model = self._cut(self.model)
@@ -105,23 +113,25 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         self._whole_parameters = model.num_parameters(exclude_embeddings=True)
         options = dict(self._pipeline)
         cut = {name: options.pop(name) for name in CUT if name in options}
-        rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        replicas = self._replicas
         if hasattr(self, "engine"):
             self.engine.close()
         self._generators = [torch.default_generator]
         if self.args.device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
         self._random_states = [
-            torch.Generator(g.device).manual_seed(self._seed(rank)).get_state() for g in self._generators
+            torch.Generator(g.device).manual_seed(self._seed(replicas.rank)).get_state() for g in self._generators
         ]
         with self._own_randomness():
-            stage = pipeline_stage(model, rank, num_ranks, **cut)
+            stage = pipeline_stage(model, replicas.place, replicas.num_ranks // replicas.count, **cut)
             if self._folder is not None:
                 self._folder.load(stage, self.args.device)
             elif any(parameter.is_meta for parameter in stage.parameters()):
                 stage.materialize(self.args.device)
         stage.to(self.args.device)
-        self.engine = PipelineEngine(stage, loss_fn=_loss, arg_rules={"doc_ids": "slice"}, **options)
+        options |= {"loss_fn": _loss, "arg_rules": {"doc_ids": "slice"}, "group": replicas.pipeline}
+        self.engine = replicas.engine = PipelineEngine(stage, **options)
+        replicas.make_alike(stage)
         return stage
 
     def call_model_init(self, trial: Any = None) -> Any:
@@ -171,19 +181,21 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         batch = self._make_batch(inputs)
         if batch.target is None:
             raise ValueError("the batch holds no labels, which training needs")
-        counts = batch.counts(self.engine.num_microbatches)
+        own = self._own_rows(batch)
         # The plain Trainer's divisor; a model that takes none has the mean of its batches.
         total = float(
-            sum(counts) * self.current_gradient_accumulation_steps if num_items_in_batch is None else num_items_in_batch
+            sum(batch.counts(1)) * self.current_gradient_accumulation_steps
+            if num_items_in_batch is None
+            else num_items_in_batch
         )
         with self._own_randomness():
-            losses = self.engine.step(
-                batch.tokens, target=batch.target, kwargs=batch.kwargs, loss_weight=max(total, 1.0)
-            )
+            losses = self.engine.step(own.tokens, target=own.target, kwargs=own.kwargs, loss_weight=max(total, 1.0))
+        if self.accelerator.sync_gradients:
+            self._replicas.sum_gradients(self.engine.parameters())
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0 and self.args.device.type == "cuda":
             torch.cuda.empty_cache()
-        return self._share_loss(losses, counts, max(total, 1.0), batch)
+        return self._share_loss(losses, own.counts(self.engine.num_microbatches), max(total, 1.0), batch)
 
     def prediction_step(
         self,
@@ -193,44 +205,40 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         batch, wants_logits = self._make_batch(inputs), not prediction_loss_only
+        own = self._own_rows(batch)
         with self._own_randomness():
-            result = self.engine.eval(
-                batch.tokens, target=batch.target, kwargs=batch.kwargs, return_outputs=wants_logits
-            )
+            result = self.engine.eval(own.tokens, target=own.target, kwargs=own.kwargs, return_outputs=wants_logits)
         losses, logits = result if wants_logits else (result, None)
-        counts = [] if batch.target is None else batch.counts(self.engine.num_microbatches)
-        loss = self._share_loss(losses, counts, sum(counts) or math.nan, batch)
+        counts, total = [], 0
+        if batch.target is not None:
+            counts, total = own.counts(self.engine.num_microbatches), sum(batch.counts(1))
+        loss = self._share_loss(losses, counts, total or math.nan, batch)
         if not wants_logits:
             return loss, None, None
         rows, tokens = batch.shape
-        logits = self._from_last_rank(logits)[:rows, :tokens]
+        logits = self._replicas.from_last_stages(logits)[:rows, :tokens]
         return None if batch.target is None else loss, logits, inputs.get("labels")
 
     def _make_batch(self, inputs: Mapping[str, Any]) -> Batch:
-        return make_batch(self._prepare_inputs(inputs), self.engine.num_microbatches, self.engine.num_segments)
+        """The batch of all replicas, which every process reads."""
+        num_microbatches = self.engine.num_microbatches * self._replicas.count
+        return make_batch(self._prepare_inputs(inputs), num_microbatches, self.engine.num_segments)
+
+    def _own_rows(self, batch: Batch) -> Batch:
+        return batch.part(self._replicas.index, self._replicas.count)
 
     def _share_loss(self, losses: list[Tensor], counts: list[int], total: float, batch: Batch) -> Tensor:
-        """The loss of a batch, from the last stage's rank to all; checks that all have read the same batch."""
+        """The loss of a batch, from the ranks of last stages to all; checks that all have read the same batch."""
         own = sum(float(loss) * count for loss, count in zip(losses, counts, strict=True)) / total if losses else None
-        everyones = self.engine.all_gather_object([batch.digest(), own])
+        everyones = self._replicas.all_gather_object([batch.digest(), own])
         digests = [digest for digest, _ in everyones]
         if len(set(digests)) > 1:
             raise ValueError(
-                f"ranks have read different batches (digests by rank: {digests}): every rank of a pipeline must read "
-                "the same data, so the dataset and the collator must not depend on the rank"
+                f"ranks have read different batches (digests by rank: {digests}): every rank must read the same data, "
+                "so the dataset and the collator must not depend on the rank"
             )
-        value = next((loss for _, loss in everyones if loss is not None), math.nan)
-        return torch.tensor(value, dtype=torch.float32, device=self.args.device)
-
-    def _from_last_rank(self, tensor: Tensor | None) -> Tensor:
-        described = self.engine.all_gather_object(None if tensor is None else [str(tensor.dtype), list(tensor.shape)])
-        source = next(rank for rank, what in enumerate(described) if what is not None)
-        if tensor is None:
-            dtype, shape = described[source]
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=self.args.device)
-        if self.engine.num_ranks > 1:
-            dist.broadcast(tensor, source)
-        return tensor
+        parts = [loss for _, loss in everyones if loss is not None]
+        return torch.tensor(sum(parts) if parts else math.nan, dtype=torch.float32, device=self.args.device)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self.engine.clip_grad_norm_(self.args.max_grad_norm)
@@ -245,7 +253,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         self._agree_on(self.control)
 
     def _agree_on(self, control: TrainerControl) -> None:
-        everyones = self.engine.all_gather_object([bool(getattr(control, name)) for name in _FLAGS])
+        everyones = self._replicas.all_gather_object([bool(getattr(control, name)) for name in _FLAGS])
         for name, values in zip(_FLAGS, zip(*everyones, strict=True), strict=True):
             setattr(control, name, any(values))
 
@@ -254,7 +262,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """All ranks call it, by way of :meth:`save_model`."""
         folder = self.args.output_dir if output_dir is None else output_dir
-        save_pretrained(self.engine, folder)
+        self._replicas.in_one(lambda: save_pretrained(self.engine, folder))
 
         def write() -> None:
             tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
@@ -263,15 +271,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
             with open(os.path.join(folder, "training_args.json"), "w", encoding="utf-8") as out:
                 out.write(self.args.to_json_string())
 
-        together(self.engine, f"no checkpoint was written to {folder}", write if self.args.should_save else _nothing)
+        together(self._replicas, f"no checkpoint was written to {folder}", write if self.args.should_save else _nothing)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_optimizer(self.engine, _inner(self.optimizer), self.lr_scheduler, output_dir)
+        optimizer, scheduler = _inner(self.optimizer), self.lr_scheduler  # alike in all replicas
+        self._replicas.in_one(lambda: save_optimizer(self.engine, optimizer, scheduler, output_dir))
 
     def _save_rng_state(self, output_dir: str) -> None:
         if self.args.should_save:  # the data's, alike on all ranks
             super()._save_rng_state(output_dir)
-        save_randomness(self.engine, self._random_states, output_dir)
+        save_randomness(self._replicas, self._random_states, output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         load_pretrained(self.engine, resume_from_checkpoint)
@@ -286,7 +295,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:
-            self._random_states = load_randomness(self.engine, checkpoint) or self._random_states
+            self._random_states = load_randomness(self._replicas, checkpoint) or self._random_states
 
     # -- all ranks together ------------------------------------------------------------------------------------------
 
@@ -302,7 +311,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
                 folder = _newest_checkpoint(self.args.output_dir)
             elif resume_from_checkpoint:
                 folder = os.fspath(resume_from_checkpoint)
-            if len(set(map(str, self.engine.all_gather_object(folder)))) > 1:
+            if len(set(map(str, self._replicas.all_gather_object(folder)))) > 1:
                 raise ValueError(f"ranks would resume from different checkpoints, this one from {folder}")
             if folder is not None:
                 check_resumable(folder)
@@ -348,8 +357,8 @@ def _loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), target.flatten())
 
 
-def _become_one_replica(args: transformers.TrainingArguments) -> None:
-    """To accelerate and the Trainer the pipeline is one process, so that each rank reads whole batches and nothing is
+def _become_one_process(args: transformers.TrainingArguments) -> None:
+    """To accelerate and the Trainer all pipelines are one process, so that each rank reads whole batches and nothing is
     wrapped, scaled or gathered. Ranks keep their index, by which the first one alone prints and saves."""
     device = args.device  # sets up the state, and in a run of several processes the process group
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():

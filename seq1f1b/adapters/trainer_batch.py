@@ -46,6 +46,14 @@ class Batch:
         assert self.target is not None
         return [int(part.ne(IGNORED).sum()) for part in self.target.chunk(num_microbatches)]
 
+    def part(self, index: int, count: int) -> Batch:
+        """One of so many equal parts of the rows."""
+
+        def cut(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.chunk(count)[index]
+
+        return Batch(self.tokens.chunk(count)[index], cut(self.target), cut(self.doc_ids), self.shape)
+
     def digest(self) -> int:
         """Equal on ranks that were given the same."""
         value = 0

@@ -17,7 +17,7 @@ _OWN = {
     "arg_rules": "the trainer sets it",
     "loss": "the trainer weights targets as num_items_in_batch does",
     "seq_dim": "batches are (rows, tokens)",
-    "group": "the pipeline is all processes; data-parallel replicas beside it are not supported",
+    "group": "all processes take part: for data-parallel replicas give pipeline={'replicas': 2}",
     "sequence_parallel": "the pipeline is all processes; sequence parallelism beside it is not supported",
 }
 """Arguments of the engine that the trainer gives itself."""
@@ -88,10 +88,9 @@ def check_pipeline(pipeline: Mapping[str, Any], known: Mapping[str, Any]) -> Non
     for name in pipeline:
         if name in _OWN:
             _refuse(f"pipeline={{{name!r}: ...}}", _OWN[name])
-        if name not in (*CUT, "dtype", *known):
-            raise ValueError(
-                f"pipeline has no option {name!r}; options: {sorted({*CUT, 'dtype', *known} - {*_OWN, 'self'})}"
-            )
+        names = {*CUT, "dtype", "replicas", *known} - {*_OWN, "self"}
+        if name not in names:
+            raise ValueError(f"pipeline has no option {name!r}; options: {sorted(names)}")
 
 
 def check_made(trainer: transformers.Trainer) -> None:

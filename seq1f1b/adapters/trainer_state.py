@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from seq1f1b.adapters.checkpoint import PipelineState
-from seq1f1b.adapters.pretrained import together
+from seq1f1b.adapters.pretrained import Ranks, together
 from seq1f1b.runtime.engine import PipelineEngine
 
 __all__: list[str] = []
@@ -86,25 +86,25 @@ def load_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, sch
     together(engine, f"the optimizer state in {folder} was not loaded", load, ValueError)
 
 
-def save_randomness(engine: PipelineEngine, states: list[Tensor], folder: str) -> None:
+def save_randomness(ranks: Ranks, states: list[Tensor], folder: str) -> None:
     def write() -> None:
         tensors = {str(i): state for i, state in enumerate(states)}
-        _replace(_file(folder, "rng", engine), lambda file: save_file(tensors, file))
+        _replace(_file(folder, "rng", ranks), lambda file: save_file(tensors, file))
 
-    together(engine, f"no random state was written to {folder}", write)
+    together(ranks, f"no random state was written to {folder}", write)
 
 
-def load_randomness(engine: PipelineEngine, folder: str) -> list[Tensor] | None:
+def load_randomness(ranks: Ranks, folder: str) -> list[Tensor] | None:
     """None if another number of ranks wrote the checkpoint."""
-    file = _file(folder, "rng", engine)
+    file = _file(folder, "rng", ranks)
     if not os.path.isfile(file):
         return None
     states = load_file(file)
     return [states[str(i)] for i in range(len(states))]
 
 
-def _file(folder: str, kind: str, engine: PipelineEngine) -> str:
-    return os.path.join(folder, f"{kind}-{engine.rank + 1:05d}-of-{engine.num_ranks:05d}.safetensors")
+def _file(folder: str, kind: str, ranks: Ranks) -> str:
+    return os.path.join(folder, f"{kind}-{ranks.rank + 1:05d}-of-{ranks.num_ranks:05d}.safetensors")
 
 
 def _replace(file: str, write: Callable[[str], Any]) -> None:

@@ -10,6 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ transformers = pytest.importorskip("transformers", reason='needs the extra: pip 
 pytest.importorskip("accelerate", reason='needs the extra: pip install "seq1f1b[transformers]"')
 peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
 
+from seq1f1b.adapters.trainer_replicas import Replicas  # noqa: E402
 from seq1f1b.transformers import Trainer, load_pretrained  # noqa: E402
 
 SEGMENTS = 4
@@ -150,17 +152,18 @@ def serve(rank: int, pipe: Connection, store: str, world: int) -> None:
             pipe.send(("error", traceback.format_exc()))
 
 
-@pytest.fixture(scope="module")
-def on_two_ranks() -> Iterator[Any]:
+@contextmanager
+def ranks_that_serve(world: int) -> Iterator[Any]:
+    """Gives a function that calls a function of this file on all of so many ranks."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        PipedProcesses(2, serve, f"{folder}/store", 2, daemon=False) as ranks,  # data loaders have processes, too
+        PipedProcesses(world, serve, f"{folder}/store", world, daemon=False) as ranks,  # data loaders have processes
     ):
 
         def call(fn: Any, *arguments: Any) -> list[Any]:
             for pipe in ranks.pipes:
                 pipe.send((fn.__name__, arguments))
-            answers = [ranks.receive(rank, 120.0) for rank in range(2)]
+            answers = [ranks.receive(rank, 120.0) for rank in range(world)]
             errors = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(answers) if kind == "error"]
             assert not errors, "\n".join(errors)
             return [value for _, value in answers]
@@ -170,6 +173,12 @@ def on_two_ranks() -> Iterator[Any]:
         finally:
             for pipe in ranks.pipes:
                 pipe.send(None)
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks() -> Iterator[Any]:
+    with ranks_that_serve(2) as call:
+        yield call
 
 
 def train(folder: str, settings: dict[str, Any], resume: Any = None, save: bool = True) -> dict[str, Any]:
@@ -345,6 +354,53 @@ def test_stages_that_draw_differently_many_numbers_leave_the_data_alike(on_two_r
     settings = {"max_steps": 3, "lora": {"lora_dropout": 0.5}, "collator": collate_with_noise}
     first, second = on_two_ranks(train, str(tmp_path), {**settings, "pipeline": {"balance": [3, 1]}})
     assert untimed(first["logs"]) == untimed(second["logs"])
+
+
+# -- replicas ----------------------------------------------------------------------------------------------------------
+
+
+def test_replicas_of_a_pipeline_train_as_the_plain_trainer(tmp_path):
+    """Two pipelines of two stages, with rows that they cannot share evenly, and a last batch of one row."""
+    settings = {
+        "num_train_epochs": 1.0, "eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 2, **METRICS,
+        "model": {"tie_word_embeddings": True}, "per_device_train_batch_size": 13,
+    }  # fmt: skip
+    plain, _ = train_plain(tmp_path / "plain", settings)
+    replicas = {**settings, "pipeline": {"replicas": 2}}
+    with ranks_that_serve(4) as on_four_ranks:
+        whole = on_four_ranks(train, str(tmp_path / "ours"), replicas)
+        for rank in whole:
+            assert_logs_close(rank["logs"], plain.state.log_history, 1e-4)
+        saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours" / "saved")
+        torch.testing.assert_close(logits_of(saved), logits_of(plain.model), rtol=1e-3, atol=1e-3)
+        again = on_four_ranks(train, str(tmp_path / "ours"), replicas, str(tmp_path / "ours" / "checkpoint-2"))
+        at = next(i for i, entry in enumerate(whole[0]["logs"]) if entry["step"] == 3)
+        assert untimed(again[3]["logs"])[at:-1] == untimed(whole[0]["logs"])[at:-1]
+        assert on_four_ranks(sum_over_replicas) == [
+            [None, [float(rank % 2)], [2.0 * (rank % 2) + 2.0]] for rank in range(4)
+        ]
+
+
+def sum_over_replicas() -> list[Any]:
+    """One of three parameters has no gradient, one has one in the first replica alone, and one in both."""
+    replicas = Replicas(2, torch.device("cpu"))
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    if replicas.index == 0:
+        parameters[1].grad = torch.full((1,), float(replicas.rank))
+    parameters[2].grad = torch.full((1,), float(replicas.rank))
+    replicas.sum_gradients(parameters)
+    return [None if each.grad is None else each.grad.tolist() for each in parameters]
+
+
+def make_with_replicas(folder: str, count: int, rows: int) -> tuple[str, str, float]:
+    settings = {"pipeline": {"replicas": count}, "per_device_train_batch_size": rows}
+    return error_of(lambda: make_trainer(Trainer, folder, settings))
+
+
+@pytest.mark.parametrize(("count", "rows", "text"), [(3, 4, "give a divisor of 2"), (2, 1, "rows of all of them")])
+def test_replicas_that_cannot_be_are_refused(on_two_ranks, tmp_path, count, rows, text):
+    for kind, found, _ in on_two_ranks(make_with_replicas, str(tmp_path), count, rows):
+        assert kind == "ValueError" and text in found
 
 
 # -- going on ----------------------------------------------------------------------------------------------------------

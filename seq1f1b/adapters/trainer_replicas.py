@@ -1,0 +1,118 @@
+"""Replicas of a pipeline under a Trainer: each trains its rows of every batch, and their gradients are summed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from seq1f1b.runtime.engine import PipelineEngine
+from seq1f1b.transport.values import pack, unpack
+
+__all__: list[str] = []
+
+
+class Replicas:
+    """This process among all that the launcher started, which form so many pipelines of equal length.
+
+    Processes of one pipeline have ranks that follow one another.
+
+    Attributes:
+        count, index: how many pipelines there are, and which one this process belongs to.
+        rank, num_ranks: of all processes.
+        pipeline: the group of the engine; None for the default one.
+    """
+
+    engine: PipelineEngine
+
+    def __init__(self, count: Any, device: torch.device) -> None:
+        self.rank, self.num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if not isinstance(count, int) or count < 1 or self.num_ranks % count:
+            raise ValueError(
+                f"pipeline={{'replicas': {count!r}}}: {self.num_ranks} processes do not make so many pipelines of "
+                f"equal length; give a divisor of {self.num_ranks}"
+            )
+        self.count, self._device = count, device
+        self.index, self.place = divmod(self.rank, self.num_ranks // count)
+        self.pipeline = self._copies = None
+        if count > 1:
+            ranks = torch.arange(self.num_ranks).view(count, -1)
+            self.pipeline = self._join(ranks.tolist())
+            self._copies = self._join(ranks.T.tolist())  # ranks that hold the same stage
+
+    def _join(self, groups: list[list[int]]) -> Any:
+        """Makes all groups, as every process must; returns this one's."""
+        made = [dist.new_group(ranks) for ranks in groups]
+        return next(group for group, ranks in zip(made, groups, strict=True) if self.rank in ranks)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """The values of all processes, by rank. Collective; what a peer sends is data, as in the engine."""
+        return [each for theirs in self._gather(self.engine.all_gather_object(value)) for each in theirs]
+
+    def _gather(self, value: Any) -> list[Any]:
+        """The values of the processes that hold this stage, by replica."""
+        if self.count == 1:
+            return [value]
+        own = torch.tensor(list(pack(value)), dtype=torch.uint8, device=self._device)
+        lengths = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.count)]
+        dist.all_gather(lengths, torch.tensor([len(own)], device=self._device), group=self._copies)
+        most = int(max(lengths))
+        parts = [own.new_zeros(most) for _ in range(self.count)]
+        dist.all_gather(parts, torch.cat([own, own.new_zeros(most - len(own))]), group=self._copies)
+        return [unpack(bytes(part[: int(n)].tolist())) for part, n in zip(parts, lengths, strict=True)]
+
+    def make_alike(self, stage: nn.Module) -> None:
+        """Gives all replicas the weights of the first one."""
+        if self.count > 1:
+            for tensor in stage.state_dict().values():
+                dist.broadcast(tensor, self.place, group=self._copies)
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sums gradients over the replicas. A gradient that only some have, as of an expert, is zero on the others."""
+        if self.count == 1:
+            return
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        has = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.uint8)
+        has = has.to(self._device)
+        dist.all_reduce(has, dist.ReduceOp.MAX, group=self._copies)
+        work = []
+        for parameter, anywhere in zip(trained, has.tolist(), strict=True):
+            if anywhere:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                work.append(dist.all_reduce(parameter.grad, group=self._copies, async_op=True))
+        for each in work:
+            each.wait()
+
+    def in_one(self, action: Callable[[], None]) -> None:
+        """The first replica acts, and the others wait for it. Its error is raised in all."""
+        error: Exception | None = None
+        if self.index == 0:
+            try:
+                action()
+            except Exception as caught:
+                error = caught
+        text = self._gather(None if error is None else f"{type(error).__name__}: {error}")[0]
+        if error is not None:
+            raise error
+        if text is not None:
+            raise OSError(f"the first replica failed: {text}")
+
+    def from_last_stages(self, tensor: Tensor | None) -> Tensor:
+        """The rows of all replicas on every process. The tensor is None on all ranks of a pipeline but one."""
+        described = self.all_gather_object(None if tensor is None else [str(tensor.dtype), list(tensor.shape)])
+        parts = []
+        for source, what in enumerate(described):
+            if what is None:
+                continue
+            dtype, shape = what
+            part = tensor if source == self.rank else None
+            if part is None:
+                part = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=self._device)
+            if self.num_ranks > 1:
+                dist.broadcast(part, source)
+            parts.append(part)
+        return torch.cat(parts)
