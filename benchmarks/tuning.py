@@ -1,8 +1,9 @@
-"""A tuned engine beside the order that it began with, one process of two threads, and torch's schedules.
+"""A tuned engine beside the order that it began with, one process of two threads, DDP, and torch's schedules.
 
 Two processes of one thread each, fp32, the model of the other benchmarks. The engine is tuned first, over as many steps
 as it takes. Then rounds of one step of every arm, in turn and back; a round counts while other processes use less than
 8 % of a core. "One process" runs the whole model with the same attention and two threads, while the other rank sleeps.
+"DDP" runs it on both ranks, each on half of the micro-batches; gradients are reduced in the last backward.
 
     python benchmarks/tuning.py
     python benchmarks/tuning.py --case 8192 2 --rounds 12
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,11 +22,13 @@ import torch.distributed as dist
 from arms import Arm, Case, Spec, errors, make_arm, timed, whole_model
 from common import FOREIGN_LIMIT, KEPT_HEAP, ForeignLoad, header, spawn
 from decoder import cross_entropy
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import seq1f1b
 
 CASES = ((2048, 4), (4096, 4), (8192, 2))  # tokens, micro-batches
-WHOLE, TUNED, FIRST = "one process, two threads", "tuned", "as it began"
+WHOLE, DDP, TUNED, FIRST = "one process, two threads", "DDP, two processes", "tuned", "as it began"
 MOST_STEPS = 100
 
 
@@ -46,6 +50,30 @@ class Whole(Arm):
             losses.append(float(loss.detach()))
         torch.set_num_threads(1)
         return statistics.mean(losses)
+
+    def spans(self) -> list[tuple[float, float]]:
+        raise NotImplementedError
+
+
+class Replica(Arm):
+    """The whole model under DDP; micro-batches in turn are one replica's and the other's."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self.modules = [case.stage(0, 1, "ours")]
+        self._ddp, self._is_first = DistributedDataParallel(self.modules[0]), rank == 0
+        self._own = list(zip(*(each.split(1)[rank :: case.ranks] for each in case.batch()), strict=True))
+
+    def step(self) -> float | None:
+        losses = []
+        for number, (x, y) in enumerate(self._own, 1):
+            with nullcontext() if number == len(self._own) else self._ddp.no_sync():
+                loss = cross_entropy(self._ddp(x), y)
+                (loss / len(self._own)).backward()
+            losses.append(float(loss.detach()))
+        return statistics.mean(losses)
+
+    def gradients(self) -> dict[str, Tensor]:
+        return super().gradients() if self._is_first else {}
 
     def spans(self) -> list[tuple[float, float]]:
         raise NotImplementedError
@@ -84,6 +112,7 @@ def measure(rank: int, length: int, microbatches: int, rounds: int) -> None:
     case = Case(length, microbatches)
     arms: dict[str, Arm] = {
         WHOLE: Whole(case, rank),
+        DDP: Replica(case, rank),
         FIRST: Engine(case, rank, tuned=False),
         TUNED: Engine(case, rank, tuned=True),
         "torch 1F1B": make_arm(case, Spec("1F1B", "torch"), rank),
@@ -129,7 +158,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print(header("A tuned engine beside one process and torch's schedules"))
+    print(header("A tuned engine beside one process, DDP and torch's schedules"))
     os.environ |= KEPT_HEAP
     for length, microbatches in options.case or CASES:
         spawn(2, measure, length, microbatches, options.rounds)

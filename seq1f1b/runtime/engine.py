@@ -51,9 +51,9 @@ class PipelineEngine:
             parameters lie on the CPU or on one CUDA device, to which a step moves its arguments. A middle stage gets
             what the one before returned: a tensor, or a tuple of tensors. Under DDP or FSDP2 (``fully_shard``), over
             ranks that hold the same stage, gradients are reduced once: in the last backward, or after the last W.
-            A stage may list parameters by name in a dict attribute ``tied_parameters``. Stages that list the same name
-            hold copies of one parameter: at a step's end all copies get the sum of their gradients, and a norm counts
-            it once.
+            A stage may list parameters in a dict attribute ``tied_parameters``, by their names in the unsplit model, as
+            a checkpoint has them. Stages that list the same name hold copies of one parameter: at a step's end all
+            copies get the sum of their gradients, and a norm counts it once.
         schedule: a name of :func:`seq1f1b.schedules`, or a :class:`seq1f1b.Schedule` (checked here). Or a callable that
             builds one, for instance ``functools.partial(build_schedule, "seq-zb-h1", prefetch=2)``: it is given
             ``num_ranks``, ``num_microbatches``, ``num_segments`` and ``stages_per_rank`` by name. A name and a callable
