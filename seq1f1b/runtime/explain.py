@@ -13,6 +13,7 @@ from seq1f1b.unit import Unit, unit_of
 
 __all__: list[str] = []
 
+_ONEDNN = "could not create a primitive"  # oneDNN's words
 _IN_PLACE_ON_LEAF = "leaf Variable that requires grad is being used in an in-place operation"  # torch's words
 # What torch and Python say where a module that wants tokens, (batch, tokens), gets hidden states.
 _TOKENS_WANTED = (
@@ -42,6 +43,8 @@ def explained(error: BaseException, executor: Any, stages: Mapping[int, Stage]) 
         error.args = (
             f"{error} If it is an input of the stage, the stage must work on a copy: x = x * 2 in place of x *= 2",
         )
+    if type(error) is RuntimeError and _ONEDNN in str(error):
+        error.args = (f"{error}. oneDNN often says so where no memory is left: see ulimit -v, or the limit of the job",)
     if type(error) in (ValueError, TypeError, RuntimeError, IndexError) and unit not in str(error):
         error.args = (f"{unit}: {error}{_hint(error, executor, stages)}",)
     return error

@@ -178,3 +178,15 @@ def test_a_token_that_the_embedding_lacks_is_told_with_its_rows():
         assert (
             "[0]F1.1" in text and f"no row of its embedding: in stage 0, embedding has {CONFIG.vocab} rows" in text
         ), text
+
+
+def test_a_failure_of_onednn_is_told_with_its_usual_cause():
+    class Fails(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("could not create a primitive")
+
+    engine = PipelineEngine(Fails(4, 4), num_microbatches=1, loss_fn=F.mse_loss)
+    with pytest.raises(
+        RuntimeError, match=r"\[0\]F0.0: could not create a primitive. .* no memory is left: see ulimit"
+    ):
+        engine.step(torch.ones(1, 4, 4), target=torch.ones(1, 4, 4))
