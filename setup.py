@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -236,7 +235,7 @@ class BuildExt(build_ext):
         super().build_extensions()
 
 
-def sources(machine: str = platform.machine()) -> list[str]:
+def sources(machine: str = sysconfig.get_platform().rpartition("-")[2]) -> list[str]:
     files = sorted(glob("csrc/**/*.c", recursive=True) + glob("kernels/*.c"))
     foreign = [suffix for other, sets in INSTRUCTION_SETS.items() if other != machine for suffix in sets]
     return [name for name in files if not name.endswith(tuple(foreign))]
