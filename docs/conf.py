@@ -1,5 +1,6 @@
 """The site. From the repository's root: sphinx-build -W -n docs site"""
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -79,6 +80,21 @@ html_theme = "furo"
 html_title = f"seq1f1b {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+templates_path = ["_templates"]
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "versions.html",
+        "sidebar/scroll-end.html",
+    ]
+}
+# Sites of other versions, as "v1.0.0=v1.0.0/ main=../": a name, and its place from here.
+html_context = {
+    "versions": [pair.split("=") for pair in os.environ.get("SEQ1F1B_VERSIONS", "").split()]
+}
 html_copy_source = False
 html_show_sphinx = False
 copybutton_prompt_text = (

@@ -173,7 +173,7 @@ def draw(path: Path, tracks: dict[str, Any]) -> None:
     from seq1f1b.view.draw import timeline_png
 
     path.parent.mkdir(exist_ok=True)
-    timeline_png(path, tracks)
+    timeline_png(path, tracks, width=10.5)  # letters that can be read where a page shows them
     picture = io.BytesIO(path.read_bytes())
     Image.open(picture).convert("RGB").quantize(64).save(path, optimize=True)
 
@@ -268,16 +268,26 @@ def commands(_page: Path, _rest: str) -> str:
     parts = make_parser()._actions
     choices = next(a for a in parts if isinstance(a, argparse._SubParsersAction))
     says = {action.dest: action.help or "" for action in choices._choices_actions}
+    taken: dict[tuple[str, str], list[str]] = {}  # an argument: the commands that take it
+    for name, parser in choices.choices.items():
+        for action in parser._actions:
+            if action.help != argparse.SUPPRESS and action.dest != "help":
+                taken.setdefault(option_row(action), []).append(name)
+    shared = {row: names for row, names in taken.items() if len(names) > 1}
     rows = [(f"[`{name}`](#{name})", says[name]) for name in choices.choices]
     text = table(("command", "does"), rows)
-    for name, parser in choices.choices.items():
+    for name, _ in choices.choices.items():
         text += f"\n## {name}\n\n`seq1f1b {name}`: {says[name]}.\n"
-        shown = [
-            a for a in parser._actions if a.help != argparse.SUPPRESS and a.dest != "help"
-        ]
-        if shown:
-            text += "\n" + table(("argument", "meaning"), [option_row(a) for a in shown])
-    return text
+        own = [row for row, names in taken.items() if names == [name]]
+        if own:
+            text += "\n" + table(("argument", "meaning"), own)
+        if any(name in names for names in shared.values()):
+            text += "\nIt also takes [those that it shares](#what-several-commands-take).\n"
+    text += "\n## What several commands take\n\n"
+    return text + table(
+        ("argument", "meaning", "of"),
+        [(*row, ", ".join(names)) for row, names in shared.items()],
+    )
 
 
 def recipes(_page: Path, _rest: str, *wanted: str) -> str:

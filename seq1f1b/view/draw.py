@@ -137,7 +137,9 @@ def _labels(units: list[Unit]) -> Iterator[tuple[Callable[[Unit], str], int]]:
     yield lambda unit: f"{unit.microbatch}", 0
 
 
-def timeline_png(path: str | Path, tracks: Timeline | Mapping[str, Timeline], *, title: str | None = None) -> None:
+def timeline_png(
+    path: str | Path, tracks: Timeline | Mapping[str, Timeline], *, title: str | None = None, width: float = 14.0
+) -> None:
     """Draws one or several timelines, one below the other on a common time axis.
 
     A colour is a micro-batch, pale forward, paler recomputation and full backward; where a rank holds several stages
@@ -146,19 +148,24 @@ def timeline_png(path: str | Path, tracks: Timeline | Mapping[str, Timeline], *,
     Args:
         path: file to write; its suffix chooses the format.
         tracks: a timeline, or several with the heading of each, for instance planned and measured.
+        width: inches. Letters keep their size, so fewer inches make them larger in a page.
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: a timeline holds no unit, or all together more than 100000.
     """
-    _save_figure(path, tracks, title, Path(path).suffix[1:] or "png")
+    _save_figure(path, tracks, title, Path(path).suffix[1:] or "png", width)
 
 
-def timeline_svg(path: str | Path, tracks: Timeline | Mapping[str, Timeline], *, title: str | None = None) -> None:
+def timeline_svg(
+    path: str | Path, tracks: Timeline | Mapping[str, Timeline], *, title: str | None = None, width: float = 14.0
+) -> None:
     """The picture of :func:`timeline_png` as SVG, which stays sharp at any size."""
-    _save_figure(path, tracks, title, "svg")
+    _save_figure(path, tracks, title, "svg", width)
 
 
-def _save_figure(path: str | Path, tracks: Timeline | Mapping[str, Timeline], title: str | None, form: str) -> None:
+def _save_figure(
+    path: str | Path, tracks: Timeline | Mapping[str, Timeline], title: str | None, form: str, width: float
+) -> None:
     try:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -171,7 +178,7 @@ def _save_figure(path: str | Path, tracks: Timeline | Mapping[str, Timeline], ti
     second, unit_name = style.time_unit(longest)
     rows = [len(timeline) for timeline in named.values()]
     figure = Figure(
-        figsize=(14, 1.5 + 0.42 * sum(rows) + 0.6 * len(rows)),
+        figsize=(width, 1.5 + 0.42 * sum(rows) + 0.6 * len(rows)),
         dpi=110,
         layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.08),  # inches
     )
@@ -180,22 +187,23 @@ def _save_figure(path: str | Path, tracks: Timeline | Mapping[str, Timeline], ti
     axes[-1].set_xlabel(f"time ({unit_name})")
     for ax, (heading, timeline) in zip(axes, named.items(), strict=True):
         ax.set_title(heading, loc="left", fontsize=11)
-        _draw_tracks(ax, timeline, second)
+        _draw_tracks(ax, timeline, second, width)
     if title is not None:
         figure.suptitle(title, x=0.01, ha="left", fontsize=13)
     handles = _legend_handles(named)
-    columns = -(-len(handles) // -(-len(handles) // 8))  # at most 8, rows equally long
+    most = max(1, int(width / 1.7))  # 8 in 14 inches
+    columns = -(-len(handles) // -(-len(handles) // most))  # rows equally long
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     picture = io.BytesIO()
     figure.savefig(picture, format=form)
     write_whole(path, picture.getvalue())
 
 
-def _draw_tracks(ax: Any, timeline: Timeline, second: float) -> None:
+def _draw_tracks(ax: Any, timeline: Timeline, second: float, width: float) -> None:
     """One row of bars per rank, each with its micro-batch and segment where it has room for them."""
     begin, _ = style.extent(timeline)
     has_segments = any(unit.segment > 0 for track in timeline for unit, _, _ in track)
-    room = 0.005 * ax.get_xlim()[1]  # that one character takes
+    room = 0.07 / width * ax.get_xlim()[1]  # that one character takes
     centred = {"ha": "center", "va": "center_baseline", "fontsize": 8}
     for rank, (track, first_stage) in enumerate(zip(timeline, style.first_stages(timeline), strict=True)):
         hatches = [
@@ -207,12 +215,12 @@ def _draw_tracks(ax: Any, timeline: Timeline, second: float) -> None:
             bars = [((start - begin) / second, (stop - start) / second) for _, start, stop in shown]
             colors = [style.color_of(unit) for unit, _, _ in shown]
             ax.broken_barh(bars, (rank - 0.42, 0.84), facecolors=colors, edgecolor="white", lw=0.6, hatch=hatch)
-            for (unit, _, _), (left, width) in zip(shown, bars, strict=True):
+            for (unit, _, _), (left, length) in zip(shown, bars, strict=True):
                 text = f"{unit.microbatch}.{unit.segment}" if has_segments else f"{unit.microbatch}"
-                if width >= room * len(text):
+                if length >= room * len(text):
                     color = style.color_of(unit)
                     box = {"facecolor": color, "edgecolor": "none", "pad": 1.5} if hatch else None
-                    ax.text(left + width / 2, rank, text, color=style.ink_on(color), bbox=box, **centred)
+                    ax.text(left + length / 2, rank, text, color=style.ink_on(color), bbox=box, **centred)
     ax.set_yticks(range(len(timeline)), [f"rank {rank}" for rank in range(len(timeline))])
     ax.set_ylim(len(timeline) - 0.5, -0.5)
     ax.tick_params(axis="y", length=0)
