@@ -38,6 +38,33 @@ def test_import_leaves_torch_alone() -> None:
     assert run_python(code) == "False"
 
 
+def test_neither_import_nor_a_step_asks_the_network() -> None:
+    """A run over several hosts without a way out is in tests/transport/test_machines.py."""
+    code = """
+import importlib, pkgutil, sys
+
+asked = []
+sys.addaudithook(lambda event, given: asked.append((event, given)) if event.startswith("socket.") else None)
+import seq1f1b
+
+for module in pkgutil.walk_packages(seq1f1b.__path__, "seq1f1b."):
+    if not module.name.endswith(("__main__", "libseq1f1b_cuda")):
+        try:
+            importlib.import_module(module.name)
+        except ImportError as error:
+            assert "pip install" in str(error) or error.name in OF_EXTRAS, error
+import torch
+
+stage = torch.nn.Linear(4, 4)
+engine = seq1f1b.PipelineEngine(stage, num_microbatches=2, num_segments=2, loss_fn=torch.nn.functional.mse_loss)
+engine.step(torch.ones(2, 8, 4), target=torch.ones(2, 8, 4))
+engine.close()
+print(asked)
+"""
+    extras = ("transformers", "accelerate", "safetensors", "torchtitan", "matplotlib", "ortools", "peft")
+    assert run_python(code.replace("OF_EXTRAS", repr(extras))) == "[]"
+
+
 def test_names_that_need_torch_say_so() -> None:
     code = """
 import sys
