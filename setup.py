@@ -145,6 +145,7 @@ def nvcc_flags(source: str, version: str, architectures: list[str], werror: bool
     texts = {"SOURCE": cuda_source_hash(source), "COMPILER": version, "ARCHITECTURES": " ".join(architectures)}
     flags = [*NVCC_FLAGS, *NVCC_HOST_FLAGS, "--threads", str(len(architectures)), *code_flags(architectures)]
     flags += [f'-DS1F_CUDA_{name}="{text}"' for name, text in texts.items()]
+    flags.append(f"-frandom-seed={Path(source).stem}")  # for names of symbols, so that two builds are alike
     if all_cuda_tiles():
         flags += ["-DS1F_CUDA_ALL_TILES=1"]
     if werror:

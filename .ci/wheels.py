@@ -36,8 +36,9 @@ FIRST_GLIBC = {"x86_64": "2.5", "aarch64": "2.17"}  # of the manylinux tags
 # glibc 2.34 their functions were not in libc.
 LINK = "-Wl,--strip-debug -Wl,--no-as-needed -l:libdl.so.2 -l:libpthread.so.0"
 LINKED = re.compile(r"lib(c|m|dl|pthread|rt)\.so\.\d+|ld-linux.*\.so\.\d+")
-FILES = re.compile(r"seq1f1b/[\w./-]+\.(py|pyi|json|so|typed)|seq1f1b/py\.typed|seq1f1b-[\w.+]+\.dist-info/[\w./]+")
-PATH = re.compile(rb"(?<![\w.:/-])/(?:home|root|tmp|build|opt|usr/(?:include|lib/gcc|local|src))/[\w.+-]+")
+FILES = re.compile(r"seq1f1b/[\w./-]+\.(py|pyi|json|so|js|css|typed)|seq1f1b-[\w.+]+\.dist-info/[\w./]+")
+# NVIDIA's linker notes where its toolkit lies, which is the same everywhere.
+PATH = re.compile(rb"(?<![\w.:/-])/(?:home|root|tmp|build|opt|usr/(?:include|lib/gcc|local(?!/cuda-)|src))/[\w.+-]+")
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> str:
@@ -96,6 +97,8 @@ def build_wheel(sdist: Path, machine: str, out: Path, work: Path, epoch: int, cu
     }
     os.umask(0o022)
     run(sys.executable, "-W", "ignore", "setup.py", "-q", "build", cwd=source, **environment)
+    for library in source.glob("build/lib*/**/libseq1f1b_cuda.so"):
+        run("strip", "--strip-all", library)  # its symbols name temporary files of nvcc
     tag = platform_tag(machine, [path.read_bytes() for path in source.glob("build/lib*/**/*.so")])
     version = ["egg_info", "--tag-build=+cuda"] if cuda else []
     bdist = ["bdist_wheel", "--skip-build", "--plat-name", tag, "-d", str(out.resolve())]
