@@ -15,7 +15,7 @@ from seq1f1b.schedule import Family, Schedule
 __all__ = ["Made", "fit_under", "options_for_costs", "order_for_costs", "order_with_remedies"]
 
 _CAP_TRIES = 4  # orders for one cap
-_LEVELS = (1.0, 2.0, 4.0, 0.5)  # what an order with remedies holds, of what 1F1B does beyond its first micro-batch
+LEVELS = (1.0, 2.0, 4.0, 0.5)  # of :func:`order_with_remedies`
 
 
 class Made(NamedTuple):
@@ -111,14 +111,17 @@ def order_with_remedies(
     build: Callable[[dict[str, Any]], Schedule],
     fit: Callable[[Made], Made],
     seconds: Callable[[Schedule], float],
-    is_quick: bool = False,
+    *,
+    levels: Sequence[float] = LEVELS,
+    is_whole: bool = False,
 ) -> Made:
     """The order of a family that takes a cap in bytes, with the units that give up what they saved: the fastest of
     orders that hold more or fewer micro-batches, each made to fit by ``fit``, the best one then searched again with
     what its units compute twice.
 
     Args:
-        is_quick: of whole backwards alone, and as many micro-batches as 1F1B.
+        levels: what the orders hold, of what 1F1B does beyond its first micro-batch.
+        is_whole: of whole backwards alone.
     """
     options, held, one = options_for_costs(family, costs), costs.held_bytes(), _one_microbatch(costs)
     tried: list[tuple[float, int, Made]] = []
@@ -134,9 +137,9 @@ def order_with_remedies(
         share = 1 + level * (costs.cost.num_ranks - 1) / len(costs.longest)
         return {"unit_bytes": held, "cap_bytes": [math.ceil(share * x) for x in one]}
 
-    for way in _ways(family, costs, is_quick):
-        consider(options | way | at_level(_LEVELS[0]))
-    for level in () if is_quick else _LEVELS[1:]:
+    for way in _ways(family, costs, is_whole):
+        consider(options | way | at_level(levels[0]))
+    for level in levels[1:]:
         consider(min(tried, key=lambda each: each[:2])[2].options | at_level(level))
     taken, _, best = min(tried, key=lambda each: each[:2])
     if taken < math.inf:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout, Plan, StepLength
 from seq1f1b.planning.cost import CostModel, RankBytes, Span
-from seq1f1b.planning.fitting import Made, fit_under, order_for_costs, order_with_remedies
+from seq1f1b.planning.fitting import LEVELS, Made, fit_under, order_for_costs, order_with_remedies
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.unit_costs import SequenceCosts
 from seq1f1b.schedule import Costs, Family, Schedule, build_schedule
@@ -128,6 +128,7 @@ class Pricing:
     ) -> None:
         self.model, self.hardware, self.lengths, self.layout = model, hardware, lengths, layout
         self.num_ranks, self.num_microbatches, self.optimizer_sync = num_ranks, num_microbatches, optimizer_sync
+        self.is_quick = False  # whether orders with remedies are searched for by one level, until :meth:`refine`
         self.num_simulated = 0
         self.units_priced = 0  # of all ranks, in F and B
         self.too_large: dict[Candidate, int] = {}  # peak bytes of what did not fit, by all but k and the split
@@ -312,7 +313,7 @@ class Pricing:
         """The candidate simulated, or the bytes that it needs where they are more than the cap; None: it fits without
         the remedies that it has."""
         if candidate.remedies and "cap_bytes" in candidate.family.options:
-            searched = self._search_with_remedies(candidate, cap)
+            searched = self._search_with_remedies(candidate, cap, LEVELS[:1] if self.is_quick else LEVELS)
             return self._simulated(candidate, searched) if searched.peak <= cap else searched.peak
         made = self._order(candidate, cap if not candidate.remedies else math.inf)
         choices = [made]
@@ -348,7 +349,18 @@ class Pricing:
         bubble = self._mean(period * share for period, (_, share) in zip(periods, runs, strict=True)) / seconds
         return Found(candidate, periods, seconds, bubble, made)
 
-    def _search_with_remedies(self, candidate: Candidate, cap: int) -> Made:
+    @staticmethod
+    def may_refine(found: Found) -> bool:
+        """Whether the order was searched for together with its remedies."""
+        return bool(found.candidate.remedies) and "cap_bytes" in found.candidate.family.options
+
+    def refine(self, found: Found, cap: int) -> Found:
+        """Searches for the same candidate for longer, and returns the faster of both."""
+        searched = self._search_with_remedies(found.candidate, cap, LEVELS)
+        again = self._simulated(found.candidate, searched) if searched.peak <= cap else found
+        return min(found, again, key=lambda each: each.seconds)
+
+    def _search_with_remedies(self, candidate: Candidate, cap: int, levels: Sequence[float]) -> Made:
         """The order and what its units give up, of a family that takes costs and a cap."""
 
         def build(options: dict[str, Any]) -> Schedule:
@@ -360,7 +372,8 @@ class Pricing:
         def seconds(schedule: Schedule) -> float:
             return self._mean(period for period, _ in self._periods(candidate, schedule))
 
-        return order_with_remedies(candidate.family, self._longest_costs(candidate), cap, build, fit, seconds)
+        costs = self._longest_costs(candidate)
+        return order_with_remedies(candidate.family, costs, cap, build, fit, seconds, levels=levels)
 
     def _fit(self, candidate: Candidate, made: Made, cap: int) -> Made:
         """The order in which units recompute, or move, until it fits, for the longest sequences."""

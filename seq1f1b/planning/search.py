@@ -319,10 +319,13 @@ def _try_all(tries: _Tries, wanted: _Wanted, shortest: int) -> None:
     if shortest:
         for finer in _FINER:
             tries.consider(tries.finer(finer), _MOST_OF_ROUND // 4)
+    pricing.is_quick = wanted.is_free
     if wanted.is_free:
         tries.consider(tries.searched(), math.inf)
     if wanted.spreads:
         tries.consider(tries.spread(), _MOST_OF_ROUND)
+    if wanted.is_free:
+        tries.refine()
 
 
 class _Tries:
@@ -411,6 +414,13 @@ class _Tries:
             if candidate not in found and self._may_gain(candidate) and self._may_search(candidate):
                 found.append(candidate)
         return found
+
+    def refine(self) -> None:
+        """Searches for longer in place of the best order that was searched for with what its units give up."""
+        made = next((i for i, each in enumerate(self.fitting) if self.pricing.may_refine(each)), None)
+        if made is not None:
+            self.fitting[made] = self.pricing.refine(self.fitting[made], self.cap)
+            self.fitting.sort(key=lambda each: each.place)
 
     def _may_search(self, candidate: Candidate) -> bool:
         """Whether another order may be searched for: all of them together have a bounded number of units."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from seq1f1b import ScheduleError
 from seq1f1b.ops.packing import best_fit
 from seq1f1b.planning.cost import CostModel, RankBytes, Span
-from seq1f1b.planning.fitting import Made, fit_under, order_for_costs, order_with_remedies
+from seq1f1b.planning.fitting import LEVELS, Made, fit_under, order_for_costs, order_with_remedies
 from seq1f1b.planning.row_costs import Row, RowCosts
 from seq1f1b.schedule import Schedule, Simulation, build_schedule
 from seq1f1b.schedule import families as known_families
@@ -376,7 +376,8 @@ class _Search:
         else:
             made = [order_for_costs(family, costs, self._memory, build, seconds, is_quick)]
             if "cap_bytes" in made[0].options and self._remedies:  # it gave up time for room
-                made.append(order_with_remedies(family, costs, self._memory, build, fit, seconds, is_quick))
+                way: dict[str, Any] = {"levels": LEVELS[:1] if is_quick else LEVELS, "is_whole": is_quick}
+                made.append(order_with_remedies(family, costs, self._memory, build, fit, seconds, **way))
         made = [each if each.peak <= self._memory or each.schedule.kinds & {"R", "L"} else fit(each) for each in made]
         return [(each.schedule, each.ranks) for each in made]
 
