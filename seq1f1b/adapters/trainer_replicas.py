@@ -39,9 +39,10 @@ class Replicas:
         self.index, self.place = divmod(self.rank, self.num_ranks // count)
         self.pipeline = self._copies = None
         if count > 1:
-            ranks = torch.arange(self.num_ranks).view(count, -1)
-            self.pipeline = self._join(ranks.tolist())
-            self._copies = self._join(ranks.T.tolist())  # ranks that hold the same stage
+            length = self.num_ranks // count
+            self.pipeline = self._join([list(range(i * length, (i + 1) * length)) for i in range(count)])
+            # The ranks that hold the same stage.
+            self._copies = self._join([list(range(place, self.num_ranks, length)) for place in range(length)])
 
     def _join(self, groups: list[list[int]]) -> Any:
         """Makes all groups, as every process must; returns this one's."""
@@ -75,8 +76,7 @@ class Replicas:
         if self.count == 1:
             return
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        has = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.uint8)
-        has = has.to(self._device)
+        has = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8, device=self._device)
         dist.all_reduce(has, dist.ReduceOp.MAX, group=self._copies)
         work = []
         for parameter, anywhere in zip(trained, has.tolist(), strict=True):
