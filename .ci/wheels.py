@@ -81,6 +81,17 @@ def build_sdist(out: Path, work: Path, epoch: int) -> Path:
     return out / made.name
 
 
+def python_header(machine: str, folder: Path) -> Path:
+    """A folder with pyconfig.h of this Python where Debian's Python looks for that of the machine, which it lacks: both
+    are 64-bit, with types of equal sizes."""
+    place = Path(f"{machine}-linux-gnu", f"python{sys.version_info.major}.{sys.version_info.minor}", "pyconfig.h")
+    own = Path("/usr/include", str(sysconfig.get_config_var("MULTIARCH")), *place.parts[1:])
+    (folder / place).parent.mkdir(parents=True)
+    if own.exists():
+        (folder / place).write_bytes(own.read_bytes())
+    return folder
+
+
 def build_wheel(sdist: Path, machine: str, out: Path, work: Path, epoch: int, cuda: bool = False) -> Path:
     run("tar", "-xzf", sdist, "-C", work)
     (source,) = work.iterdir()
@@ -91,7 +102,7 @@ def build_wheel(sdist: Path, machine: str, out: Path, work: Path, epoch: int, cu
         "_PYTHON_HOST_PLATFORM": f"linux-{machine}",  # what sysconfig.get_platform() says
         "CC": compiler,
         "LDSHARED": f"{compiler} -shared",  # without the paths to libraries that a Python's own command may hold
-        "CFLAGS": f"-include {ROOT / '.ci' / 'glibc_2_28.h'}",
+        "CFLAGS": f"-include {ROOT / '.ci' / 'glibc_2_28.h'} -I{python_header(machine, work / 'headers')}",
         "LDFLAGS": LINK,
     }
     os.umask(0o022)
