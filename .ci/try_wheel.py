@@ -67,8 +67,8 @@ def packages() -> list[Path]:
 
 def environment(python: str, place: Path, wheel: Path) -> dict[str, str]:
     """Makes a virtual environment with the wheel alone. Returns the variables of a run there: PATH has no compiler."""
-    run(python, "-m", "venv", "--without-pip", place)
-    run(sys.executable, "-m", "pip", "-q", "--python", place, "install", "--no-deps", "--no-index", wheel)
+    run(python, "-m", "venv", place)  # with a pip of its own: Debian's is too old for other Pythons
+    run(place / "bin" / "python", "-m", "pip", "-q", "install", "--no-deps", "--no-index", wheel)
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV", "SEQ1F1B"))
     }
