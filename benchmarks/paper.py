@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -224,13 +225,17 @@ def place(row: dict[str, Any], column: str) -> str:
     return f"{row['model']} {row['seq_len']}{microbatches} {column}"
 
 
+def print_fitted(rows: list[dict[str, Any]], predict: Callable[[dict[str, Any], str], float], unit: str) -> None:
+    for row, column in cells(rows):
+        print(f"  {place(row, column):<46}{row[column]:>9.3f}  {predict(row, column):8.3f}  {unit}, fit")
+
+
 def predict_throughput(rows: list[dict[str, Any]], hardware: Hardware) -> list[Errors]:
     fitted = [row for row in rows if row["use"] == "fit"]
     rate, send = fit_rate(fitted, hardware)
     machine = on_machine(hardware, rate, send)
     print(f"fitted: products at {rate:.3f} of the peak, {send * 1e3:.1f} ms per message between nodes")
-    for row, column in cells(fitted):
-        print(f"  {place(row, column):<46}{row[column]:>9.3f}  {tflops(row, column, machine):8.3f}  TFLOPS, fit")
+    print_fitted(fitted, partial(tflops, hardware=machine), "TFLOPS")
     print_parts(fitted, machine)
     absolute, ratio = Errors("TFLOPS per GPU", "TFLOPS"), Errors("throughput over 1F1B's", "ratio")
     for row in (row for row in rows if row["use"] != "fit"):
@@ -264,8 +269,7 @@ def predict_memory(rows: list[dict[str, Any]], hardware: Hardware) -> list[Error
     factor, buffers = fit_memory(fitted, hardware)
     machine = with_buffers(hardware, factor, buffers)
     print(f"fitted: activation factor {factor:.3f}, {buffers:.2f} hidden states of a segment per layer of a unit")
-    for row, column in cells(fitted):
-        print(f"  {place(row, column):<46}{row[column]:>9.3f}  {gib(row, column, machine):8.3f}  GB, fit")
+    print_fitted(fitted, partial(gib, hardware=machine), "GB")
     absolute, ratio = Errors("GB", "GB"), Errors("memory over 1F1B's", "ratio")
     for row in (row for row in rows if row["use"] != "fit"):
         base = like(row, fitted)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import Sampler
@@ -16,8 +16,10 @@ from seq1f1b.fit import Fit
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.measured import MeasuredCost, look_at_step
 from seq1f1b.planning.step_plan import StepPlan, plan_step, share_documents
-from seq1f1b.runtime.engine import PipelineEngine
 from seq1f1b.runtime.unit_times import UnitTimes
+
+if TYPE_CHECKING:
+    from seq1f1b.runtime.engine import PipelineEngine
 
 __all__ = ["DocumentBatches", "PlannedStep"]
 

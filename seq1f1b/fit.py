@@ -33,7 +33,7 @@ def fit_seconds(rows: Sequence[tuple[float, float, float]], *, with_pairs: bool 
     """Floor and rates, none negative, that make the squares of measured / fitted - 1 smallest over (tokens, pairs,
     seconds). Measured zeros are left out; with nothing else everything is 0.
 
-    Of the few sets of terms that may be zero the best is taken, which is the least-squares solution under the bounds.
+    Each set of terms that may be zero is tried, and the best one is the least-squares solution under the bounds.
     """
     rows = [row for row in rows if row[2] > 0]
     if not rows:

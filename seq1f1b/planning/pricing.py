@@ -235,8 +235,7 @@ class Pricing:
             tables_up = zip(seconds.backward, seconds.input, strict=True)
             way_up = [[min(b, i) for b, i in zip(*rows, strict=True)] for rows in tables_up]
         optimizer = cost.optimizer_seconds()
-        shards = cost.shard_seconds(self._split(candidate, seq_len)) if candidate.vocabulary == "ranks" else {}
-        of_shards = self.num_microbatches * sum(sum(table[0]) for table in shards.values())
+        of_shards = self.num_microbatches * self._of_shards(candidate, seq_len)
         work = [[self.num_microbatches * sum(row) for row in part] for part in (seconds.forward, backward, way_up)]
         least = (sum(work[0]) + sum(work[1]) + sum(optimizer)) / self.num_ranks + of_shards
         down, up = optimizer[0], 0.0
@@ -247,6 +246,13 @@ class Pricing:
             down += seconds.forward[stage][0]
             up += way_up[stage][0]
         return least
+
+    def _of_shards(self, candidate: Candidate, seq_len: int) -> float:
+        """Seconds of a rank's passes of the vocabulary in one micro-batch; 0 where it is not over the ranks."""
+        if candidate.vocabulary != "ranks":
+            return 0.0
+        shards = self._cost(candidate, seq_len).shard_seconds(self._split(candidate, seq_len))
+        return sum(sum(table[0]) for table in shards.values())
 
     def fill_tokens(self) -> int:
         """Tokens from which on a segment fills the device: its time per token is at most twice that of a long one."""
@@ -312,7 +318,7 @@ class Pricing:
     def _price(self, candidate: Candidate, cap: int) -> Found | int | None:
         """The candidate simulated, or the bytes that it needs where they are more than the cap; None: it fits without
         the remedies that it has."""
-        if candidate.remedies and "cap_bytes" in candidate.family.options:
+        if self.is_searched(candidate):
             searched = self._search_with_remedies(candidate, cap, LEVELS[:1] if self.is_quick else LEVELS)
             return self._simulated(candidate, searched) if searched.peak <= cap else searched.peak
         made = self._order(candidate, cap if not candidate.remedies else math.inf)
@@ -350,9 +356,9 @@ class Pricing:
         return Found(candidate, periods, seconds, bubble, made)
 
     @staticmethod
-    def may_refine(found: Found) -> bool:
-        """Whether the order was searched for together with its remedies."""
-        return bool(found.candidate.remedies) and "cap_bytes" in found.candidate.family.options
+    def is_searched(candidate: Candidate) -> bool:
+        """Whether the order is searched for together with its remedies."""
+        return bool(candidate.remedies) and "cap_bytes" in candidate.family.options
 
     def refine(self, found: Found, cap: int) -> Found:
         """Searches for the same candidate for longer, and returns the faster of both."""
@@ -564,9 +570,7 @@ class Pricing:
             if "W" in found.made.schedule.kinds:
                 backward = [seconds.input, seconds.weight]
             work = sum(sum(map(sum, table)) for table in (seconds.forward, *backward))
-            if candidate.vocabulary == "ranks":
-                shards = cost.shard_seconds(self._split(candidate, each.seq_len))
-                work += self.num_ranks * sum(sum(table[0]) for table in shards.values())
+            work += self.num_ranks * self._of_shards(candidate, each.seq_len)
             kept.append((self.num_microbatches * work + sum(cost.optimizer_seconds())) / self.num_ranks)
         return max(0.0, 1 - found.bubble - self._mean(kept) / found.seconds)
 

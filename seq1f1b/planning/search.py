@@ -417,7 +417,7 @@ class _Tries:
 
     def refine(self) -> None:
         """Searches for longer in place of the best order that was searched for with what its units give up."""
-        made = next((i for i, each in enumerate(self.fitting) if self.pricing.may_refine(each)), None)
+        made = next((i for i, each in enumerate(self.fitting) if self.pricing.is_searched(each.candidate)), None)
         if made is not None:
             self.fitting[made] = self.pricing.refine(self.fitting[made], self.cap)
             self.fitting.sort(key=lambda each: each.place)
