@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import pickle
+import re
+import secrets
+import signal
+import socket
 import sys
 import tempfile
+import threading
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore  # type: ignore[attr-defined] # from C by a star: no export
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # from C by a star: no export
 
 from seq1f1b._C import PipelineError
 
 __all__ = ["launch"]
 
-_GRACE_S = 10.0  # for the others to end by themselves, once a rank has failed
+_GRACE_S = 10.0  # for ranks to end by themselves, once one has failed or all were told to
+_LOOK_S = 0.05  # between two looks at who has ended
+_UNGUARDED = 97  # exit code of a process that met launch while it imported the script
+_SET_PDEATHSIG = 1  # of prctl, in linux/prctl.h
 
 
 def launch(fn: Callable[..., Any], num_ranks: int, *arguments: Any, backend: str = "gloo") -> list[Any]:
     """Runs ``fn(*arguments)`` in so many new processes of this machine, as ``torchrun`` would, and waits for them.
 
-    In each, the default process group is there, with ``torch.distributed.get_rank()`` from 0 on, and the cores are
-    shared out. Calls from a script stand under ``if __name__ == "__main__":``, because the processes import it. In a
+    In each, the default process group and torchrun's environment variables are there, with
+    ``torch.distributed.get_rank()`` from 0 on. The cores are shared out, unless ``OMP_NUM_THREADS`` is set. What a rank
+    prints comes out here, line by line behind its rank: ``[rank 1] ...``. The ranks end with this process, however it
+    ends, and get its SIGTERM and its interruption by Ctrl-C.
+
+    Calls from a script stand under ``if __name__ == "__main__":``, because the processes import it. In a
     notebook they are forked, with one thread each: call this before a backward has run in the notebook's own process,
     as torch cannot run another one in a fork.
 
@@ -36,76 +52,267 @@ def launch(fn: Callable[..., Any], num_ranks: int, *arguments: Any, backend: str
         arguments: copied to every process.
         backend: of the process group.
     Returns:
-        what ``fn`` returned, by rank; it must be picklable.
+        what ``fn`` returned, by rank; it must be picklable. None for a rank that left by ``sys.exit()``.
     Raises:
         ValueError: num_ranks is below 1, or fn cannot be sent to another process.
         Exception: the first error of a rank, with its traceback there; the other processes are ended.
-        RuntimeError: a process was killed.
+        RuntimeError: a process was killed, left with another exit code than 0, or returned what cannot be sent here; or
+            a script calls this without the guard above.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks is {num_ranks}, must be at least 1")
+    if _is_imported_by_a_rank():
+        raise SystemExit(_UNGUARDED)
     forks = not hasattr(sys.modules["__main__"], "__file__")  # a notebook, which no process can import
     call: Any = (fn, arguments)
     if not forks:
         try:
             call = pickle.dumps(call)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+        except Exception as error:  # whatever an object's own __reduce__ raises
             raise ValueError(
                 f"launch cannot send {getattr(fn, '__qualname__', fn)} or its arguments to another process ({error}): "
                 "define it at the top level of a module or script"
             ) from error
-    context: Any = multiprocessing.get_context("fork" if forks else "spawn")
+    # The ranks meet in a store of this process, as in that of torchrun: it outlives each of them.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     threads = 1 if forks else max(1, len(os.sched_getaffinity(0)) // num_ranks)
-    pipes: list[Connection] = []
-    processes: list[Any] = []
-    with tempfile.TemporaryDirectory(prefix="seq1f1b-") as folder:
+    if not forks and "OMP_NUM_THREADS" in os.environ:
+        threads = 0
+    ranks = _Ranks(multiprocessing.get_context("fork" if forks else "spawn"))
+    with _sigterm_passed_on(ranks), tempfile.TemporaryDirectory(prefix="seq1f1b-") as folder:
         try:
+            variables = _variables(num_ranks, store.port)
             for rank in range(num_ranks):
-                ours, theirs = context.Pipe(duplex=False)
-                place = (rank, num_ranks, f"{folder}/store", backend, threads)
-                process = context.Process(target=_run, args=(call, place, theirs), name=f"rank {rank}")
-                process.start()
-                theirs.close()
-                pipes.append(ours)
-                processes.append(process)
-            return _results(pipes, processes)
+                ranks.start(rank, call, _Place(rank, variables, folder, backend, threads, os.getpid()))
+            return _results(ranks, folder)
+        except KeyboardInterrupt:
+            ranks.signal(signal.SIGINT)
+            ranks.watch(_GRACE_S)
+            raise
         finally:
-            for process in processes:
-                if process.is_alive():
-                    process.terminate()
-            for process in processes:
-                process.join(_GRACE_S)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+            ranks.end()
 
 
-def _run(call: Any, place: tuple[int, int, str, str, int], pipe: Connection) -> None:
-    """Runs one rank."""
-    rank, num_ranks, store, backend, threads = place
-    torch.set_num_threads(threads)
-    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{num_ranks}"}
+def _is_imported_by_a_rank() -> bool:
+    """Whether this call comes from the script's top level in a process that imports the script to run a rank."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__mp_main__":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _variables(num_ranks: int, port: int) -> dict[str, str]:
+    """What torchrun tells all ranks of one machine by their environment."""
+    return {
+        "WORLD_SIZE": f"{num_ranks}",
+        "LOCAL_WORLD_SIZE": f"{num_ranks}",
+        "ROLE_WORLD_SIZE": f"{num_ranks}",
+        "ROLE_NAME": "default",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": f"{port}",
+        "TORCHELASTIC_RUN_ID": f"launch-{socket.gethostname()}-{secrets.token_hex(8)}",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # Any user of the machine reaches the store: values without this secret's digest end the pipeline.
+        "SEQ1F1B_SECRET": os.environ.get("SEQ1F1B_SECRET") or secrets.token_hex(32),
+    }
+
+
+class _Terminated(BaseException):
+    """SIGTERM has come, and would have ended this process at once."""
+
+
+@contextmanager
+def _sigterm_passed_on(ranks: _Ranks) -> Iterator[None]:
+    """SIGTERM to this process reaches the ranks, before it does here what it would have done without them.
+
+    Only the main thread can see to that. Ranks that another thread has started are killed with this process.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
+        yield
+        return
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if callable(before):
+            ranks.signal(number)
+            before(number, frame)
+        else:
+            signal.signal(number, signal.SIG_IGN)
+            raise _Terminated  # what stands around the ranks ends them
+
+    signal.signal(signal.SIGTERM, pass_on)
     try:
-        dist.init_process_group(backend, store=FileStore(store, num_ranks), rank=rank, world_size=num_ranks)
-        try:
-            fn, arguments = pickle.loads(call) if isinstance(call, bytes) else call
-            said = pickle.dumps((True, fn(*arguments)))
-        finally:
-            dist.destroy_process_group()
-    except BaseException as error:
-        said = _pickled(error)
-    pipe.send_bytes(said)
+        yield
+    except _Terminated:
+        signal.signal(signal.SIGTERM, before)
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
-def _pickled(error: BaseException) -> bytes:
-    """The error and its traceback as text; the text alone if the error cannot be sent."""
-    text = "".join(traceback.format_exception(error))
+# -- in the process that launches --------------------------------------------------------------------------------------
+
+
+class _Ranks:
+    """The processes, and what they print."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self.processes: list[Any] = []
+        self._printed: dict[Connection, _Lines] = {}
+
+    def start(self, rank: int, call: Any, place: _Place) -> None:
+        pipes = {stream: self._context.Pipe(duplex=False) for stream in ("stdout", "stderr")}
+        theirs = tuple(writer for _, writer in pipes.values())
+        process = self._context.Process(target=_run, args=(call, place, *theirs), name=f"rank {rank}")
+        process.start()
+        for stream, (reader, writer) in pipes.items():
+            writer.close()
+            self._printed[reader] = _Lines(rank, stream)
+        self.processes.append(process)
+
+    def print_some(self, seconds: float) -> None:
+        """Prints what the ranks have written, and waits for more for at most so long."""
+        for pipe in wait(list(self._printed), seconds) if self._printed else ():
+            assert isinstance(pipe, Connection)
+            data = os.read(pipe.fileno(), 1 << 16)
+            self._printed[pipe].add(data)
+            if not data:
+                self._printed.pop(pipe).end()
+                pipe.close()
+        if not self._printed:
+            time.sleep(seconds)
+
+    def exit_code(self, rank: int) -> int | None:
+        """None while it runs. Where a rank was killed, the processes that it has left behind are, too."""
+        process = self.processes[rank]
+        with suppress(ChildProcessError):  # it has been waited for
+            found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found is not None and found.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
+                with suppress(OSError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        code: int | None = process.exitcode
+        return code
+
+    def watch(self, seconds: float) -> None:
+        """Prints what comes, until all processes have ended or the time is over."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and None in [self.exit_code(rank) for rank in range(len(self.processes))]:
+            self.print_some(_LOOK_S)
+
+    def signal(self, number: int) -> None:
+        """To all ranks that live, and to what they have started. A rank leads a session of its own once it runs."""
+        for rank, process in enumerate(self.processes):
+            if self.exit_code(rank) is None:
+                try:
+                    os.killpg(process.pid, number)
+                except OSError:
+                    with suppress(OSError):
+                        os.kill(process.pid, number)
+
+    def end(self) -> None:
+        """Returns once no rank is left. Those that do not end by themselves are ended."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            self.signal(number)
+            self.watch(_GRACE_S)
+        for process in self.processes:
+            process.join()
+        while self._printed:  # a process that a rank has left behind may hold its pipe for ever
+            before = len(self._printed)
+            ready = wait(list(self._printed), 0)
+            self.print_some(0)
+            if not ready and len(self._printed) == before:
+                break
+        for pipe, lines in self._printed.items():
+            lines.end()
+            pipe.close()
+        self._printed.clear()
+
+
+class _Lines:
+    """Prints what one rank writes, a line at a time."""
+
+    def __init__(self, rank: int, stream: str) -> None:
+        self._mark, self._stream, self._rest = f"[rank {rank}] ", stream, b""
+
+    def add(self, data: bytes) -> None:
+        *lines, self._rest = re.split(rb"(?<=[\r\n])(?<!\r(?=\n))", self._rest + data)
+        self._print(lines)
+
+    def end(self) -> None:
+        self._print([self._rest + b"\n"] if self._rest else [])
+        self._rest = b""
+
+    def _print(self, lines: list[bytes]) -> None:
+        stream = getattr(sys, self._stream)
+        if lines and stream is not None:
+            stream.write("".join(self._mark + line.decode(errors="replace") for line in lines))
+            stream.flush()
+
+
+def _results(ranks: _Ranks, folder: str) -> list[Any]:
+    """What each rank returned. An error of a rank's own is raised before those that it caused in others."""
+    results: dict[int, Any] = {}
+    errors: list[tuple[float, int, BaseException, str]] = []
+    waiting, give_up = set(range(len(ranks.processes))), float("inf")
+    while waiting and time.monotonic() < give_up:
+        looked = time.monotonic()
+        ranks.print_some(_LOOK_S)
+        # In this order: a process may write its result and end between two looks.
+        codes = {rank: ranks.exit_code(rank) for rank in waiting}
+        for rank, code in codes.items():
+            said = _said(folder, rank)
+            if said is None and code is None:
+                continue
+            waiting.remove(rank)
+            if said is None:
+                errors.append((looked, rank, RuntimeError(_ended(rank, code)), ""))
+            elif isinstance(said.value, BaseException):
+                errors.append((said.seconds, rank, said.value, said.text))
+            else:
+                results[rank] = said.value[0]
+            if errors and give_up == float("inf"):
+                give_up = time.monotonic() + _GRACE_S
+    if errors:
+        errors.sort(key=lambda each: (isinstance(each[2], PipelineError), each[0]))
+        _, rank, error, text = errors[0]
+        raise error from (_Traceback(f"\nrank {rank}:\n{text}") if text else None)
+    ranks.watch(_GRACE_S)
+    return [results[rank] for rank in sorted(results)]
+
+
+def _said(folder: str, rank: int) -> _Said | None:
+    """What a rank has left, None if it has not yet."""
     try:
-        said = pickle.dumps((False, (error, text)))
-        pickle.loads(said)
-        return said
-    except Exception:
-        return pickle.dumps((False, (RuntimeError(f"{type(error).__name__}: {error}"), text)))
+        with open(f"{folder}/{rank}", "rb") as file:
+            seconds, data, text = pickle.load(file)
+    except FileNotFoundError:
+        return None
+    try:
+        return _Said(seconds, pickle.loads(data), text)
+    except Exception as error:
+        return _Said(seconds, RuntimeError(f"rank {rank} has sent what cannot be loaded here: {error}"), text)
+
+
+def _ended(rank: int, code: int | None) -> str:
+    """Words for the end of a process that has left no result."""
+    if code == _UNGUARDED:
+        script = getattr(sys.modules["__main__"], "__file__", "the script")
+        return (
+            f"the ranks import {script}, and found seq1f1b.launch called there again: put the call, and all that is to "
+            'run once, under if __name__ == "__main__":'
+        )
+    name = ""
+    if code is not None and code < 0:
+        with suppress(ValueError):
+            name = f" ({signal.Signals(-code).name})"
+    return f"rank {rank} ended with exit code {code}{name}"
 
 
 class _Traceback(Exception):
@@ -113,26 +320,102 @@ class _Traceback(Exception):
         return str(self.args[0])
 
 
-def _results(pipes: Sequence[Connection], processes: Sequence[Any]) -> list[Any]:
-    """What each rank returned. An error of a rank's own is raised before those that it caused in others."""
-    results: list[Any] = [None] * len(pipes)
-    errors: list[tuple[int, BaseException, str]] = []
-    open_pipes: list[Any] = list(pipes)
-    while open_pipes and (ready := wait(open_pipes, _GRACE_S if errors else None)):
-        for pipe in ready:
-            open_pipes.remove(pipe)
-            rank = pipes.index(pipe)
-            try:
-                ok, value = pickle.loads(pipes[rank].recv_bytes())
-            except EOFError:
-                processes[rank].join()
-                code = processes[rank].exitcode
-                ok, value = False, (RuntimeError(f"rank {rank} ended with exit code {code}"), "")
-            if ok:
-                results[rank] = value
-            else:
-                errors.append((rank, *value))
-    if errors:
-        rank, error, text = next((each for each in errors if not isinstance(each[1], PipelineError)), errors[0])
-        raise error from _Traceback(f"\nrank {rank}:\n{text}" if text else f"rank {rank}")
-    return results
+# -- in the process of a rank ------------------------------------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    rank: int
+    variables: Mapping[str, str]
+    folder: str  # for results
+    backend: str
+    threads: int  # 0: as torch has found in the environment
+    launcher: int  # process id
+
+
+class _Said(NamedTuple):
+    """What a rank leaves in its file.
+
+    A file and no pipe: a process that the rank has started may hold a pipe open after the rank has died.
+    """
+
+    seconds: float  # on the machine's monotonic clock
+    value: Any  # its result in a tuple of one, or its error
+    text: str  # the error's traceback
+
+
+def _run(call: Any, place: _Place, out: Connection, err: Connection) -> None:
+    """Runs one rank."""
+    ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != place.launcher:  # it ended before
+        os._exit(1)
+    os.setsid()  # Ctrl-C in a terminal reaches the launching process alone, which passes it on once
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked rank has the launching process's handlers
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _print_into(out, err)
+    os.environ |= place.variables
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), f"{place.rank}")
+    if place.threads:
+        os.environ["OMP_NUM_THREADS"] = f"{place.threads}"  # for what a rank starts
+        torch.set_num_threads(place.threads)
+    said = _outcome(call, place)
+    path = f"{place.folder}/{place.rank}"
+    with open(f"{path}.part", "wb") as file:
+        pickle.dump(said, file)
+    os.replace(f"{path}.part", path)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _outcome(call: Any, place: _Place) -> tuple[float, bytes, str]:
+    """When fn ended; its result or its error, pickled; and the error's traceback."""
+    try:
+        dist.init_process_group(place.backend)
+        fn, arguments = pickle.loads(call) if isinstance(call, bytes) else call
+        said = _packed(place.rank, fn(*arguments))
+    except SystemExit as error:
+        said = _packed_error(_left(place.rank, error)) if error.code else _packed(place.rank, None)
+    except Exception as error:
+        said = _packed_error(error)
+    except BaseException as error:  # in the launching process it would be taken for its own
+        said = _packed_error(RuntimeError(f"rank {place.rank} ended by {type(error).__name__}"))
+    return time.monotonic(), *said
+
+
+def _print_into(out: Connection, err: Connection) -> None:
+    for number, (name, pipe) in enumerate({"stdout": out, "stderr": err}.items(), 1):
+        os.dup2(pipe.fileno(), number)
+        pipe.close()
+        stream = os.fdopen(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+        old = getattr(sys, name)
+        if hasattr(old, "reconfigure"):  # what holds it, as a handler of logging, goes on to write there
+            old.reconfigure(line_buffering=True)
+        setattr(sys, name, stream)
+
+
+def _left(rank: int, error: SystemExit) -> RuntimeError:
+    is_number = isinstance(error.code, int)
+    more = "" if is_number else f": {error.code}"
+    return RuntimeError(f"rank {rank} ended with exit code {error.code if is_number else 1}, by sys.exit(){more}")
+
+
+def _packed(rank: int, result: Any) -> tuple[bytes, str]:
+    try:
+        return pickle.dumps((result,)), ""
+    except Exception as error:
+        return _packed_error(
+            RuntimeError(
+                f"fn returned a {type(result).__name__} on rank {rank}, which cannot be sent to the launching process "
+                f"({error}): return numbers, text, tensors or a state_dict"
+            )
+        )
+
+
+def _packed_error(error: BaseException) -> tuple[bytes, str]:
+    """The error and its traceback as text; the text alone if the error cannot be sent."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:
+        data = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    return data, text

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -54,7 +57,7 @@ assert (first, nothing, second, losses.shape) == (0, None, 1, (2,))
 error, place = errors_of("raised")
 assert error == "ValueError: on this rank alone" and "rank 1:" in place and "in explode" in place, place
 error, _ = errors_of("killed")
-assert error in ("RuntimeError: rank 1 ended with exit code -9",), error
+assert error in ("RuntimeError: rank 1 ended with exit code -9 (SIGKILL)",), error
 print("done")
 """
 
@@ -68,6 +71,117 @@ if __name__ == "__main__":
         assert "define it at the top level" in str(error)
     print("done")
 """
+
+
+RANKS = """
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+import seq1f1b
+
+
+def helper():
+    time.sleep(280)
+
+
+def killed_with_a_helper():  # which holds all that the rank had open, and is ended too
+    if dist.get_rank() == 1:
+        multiprocessing.get_context("fork").Process(target=helper, daemon=True).start()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leaves(code):
+    if dist.get_rank() == 1:
+        sys.exit(code)
+    return "result"
+
+
+def interrupted():
+    if dist.get_rank() == 1:
+        raise KeyboardInterrupt
+
+
+def returns_a_function():
+    return helper if dist.get_rank() == 0 else lambda: 0
+
+
+def fails_second():
+    if dist.get_rank() == 0:
+        dist.barrier()  # ends by an error of gloo's, once rank 1 has left
+    time.sleep(0.2)
+    raise ZeroDivisionError("on rank 1 first")
+
+
+def prints():
+    rank = dist.get_rank()
+    logging.basicConfig(format="%(message)s")
+    for number in range(200):
+        print(f"line {number} of {rank}")
+    sys.stdout.write("50 %\\r")
+    logging.warning("warned")
+    os.write(1, b"by the descriptor\\n")
+    subprocess.run(["echo", "by a process of its own"])
+    sys.stdout.write("without an end")
+
+
+def variables():
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK MASTER_ADDR TORCHELASTIC_RESTART_COUNT"
+    found = {name: os.environ[name] for name in names.split()}
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return found, store.add("ranks", 1) in (1, 2), torch.get_num_threads()
+
+
+def writes_its_pid(folder):
+    with open(f"{folder}/part{os.environ['RANK']}", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(file.name, f"{folder}/{os.environ['RANK']}")
+    time.sleep(60)
+
+
+def told(fn, *arguments):
+    began = time.monotonic()
+    try:
+        return seq1f1b.launch(fn, 2, *arguments)
+    except BaseException as error:
+        assert time.monotonic() - began < 140, "the helper was waited for"
+        return f"{type(error).__name__}: {error}"
+
+"""
+
+ANSWERS = """
+if __name__ == "__main__":
+    for call in [(killed_with_a_helper,), (leaves, 0), (leaves, None), (leaves, 3), (leaves, "no data"), (interrupted,),
+                 (returns_a_function,), (fails_second,), (variables,)]:
+        print(told(*call))
+"""
+
+ANSWERED = [
+    "RuntimeError: rank 1 ended with exit code -9 (SIGKILL)",
+    "['result', None]",
+    "['result', None]",
+    "RuntimeError: rank 1 ended with exit code 3, by sys.exit()",
+    "RuntimeError: rank 1 ended with exit code 1, by sys.exit(): no data",
+    "RuntimeError: rank 1 ended by KeyboardInterrupt",
+    "RuntimeError: fn returned a function on rank 1, which cannot be sent to the launching process (",
+    "ZeroDivisionError: on rank 1 first",
+    "[({'RANK': '0', 'LOCAL_RANK': '0', 'WORLD_SIZE': '2', 'LOCAL_WORLD_SIZE': '2', 'GROUP_RANK': '0', "
+    "'ROLE_RANK': '0', 'MASTER_ADDR': '127.0.0.1', 'TORCHELASTIC_RESTART_COUNT': '0'}, True, 1), ({'RANK': '1', ",
+]
+
+WAYS = {
+    "main thread": "seq1f1b.launch(writes_its_pid, 2, FOLDER)",
+    "a notebook's thread": "threading.Thread(target=seq1f1b.launch, args=(writes_its_pid, 2, FOLDER)).start()\n"
+    "time.sleep(60)",
+}
 
 
 def run_python(*arguments: str) -> str:
@@ -90,3 +204,80 @@ def test_ranks_are_processes_and_the_error_that_came_first_is_raised(kind: str, 
         (tmp_path / "train.py").write_text(TRAIN + SCRIPT)
         arguments = [str(tmp_path / "train.py")]
     assert run_python(*arguments) == "done\n"
+
+
+def test_ends_of_ranks_are_told_by_sentence(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(RANKS + ANSWERS)
+    lines = run_python(str(tmp_path / "ends.py")).splitlines()
+    assert len(lines) == len(ANSWERED), lines
+    for line, begins in zip(lines, ANSWERED, strict=True):
+        assert line.startswith(begins)
+
+
+def test_what_ranks_print_carries_their_rank(tmp_path: Path) -> None:
+    (tmp_path / "prints.py").write_text(RANKS + "if __name__ == '__main__':\n    seq1f1b.launch(prints, 2)\n")
+    run = subprocess.run([sys.executable, str(tmp_path / "prints.py")], capture_output=True, timeout=120, check=True)
+    for rank in (0, 1):
+        mark = f"[rank {rank}] ".encode()
+        lines = [line.removeprefix(mark) for line in re.split(b"[\r\n]", run.stdout) if line.startswith(mark)]
+        assert lines[:200] == [f"line {number} of {rank}".encode() for number in range(200)]
+        assert lines[200:] == [b"50 %", b"by the descriptor", b"by a process of its own", b"without an end"]
+        assert mark + b"warned\n" in run.stderr
+    assert run.stdout.count(b"\n") == 2 * 203
+
+
+def test_a_script_without_its_main_guard_is_one_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "bare.py").write_text("import seq1f1b\ndef train(): print('trained')\nseq1f1b.launch(train, 2)\n")
+    run = subprocess.run([sys.executable, str(tmp_path / "bare.py")], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1 and "trained" not in run.stdout
+    assert run.stderr.count("Traceback (most recent call last)") == 1  # nothing of the ranks
+    assert run.stderr.rstrip().endswith('under if __name__ == "__main__":')
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("kind", "way", "number"),
+    [
+        ("script", "main thread", signal.SIGTERM),
+        ("script", "main thread", signal.SIGKILL),
+        ("notebook", "main thread", signal.SIGINT),
+        ("notebook", "a notebook's thread", signal.SIGTERM),
+        pytest.param("script", "main thread", signal.SIGINT, marks=pytest.mark.full),
+        pytest.param("script", "a notebook's thread", signal.SIGKILL, marks=pytest.mark.full),
+        pytest.param("notebook", "main thread", signal.SIGTERM, marks=pytest.mark.full),
+        pytest.param("notebook", "main thread", signal.SIGKILL, marks=pytest.mark.full),
+    ],
+)
+def test_ranks_end_with_the_process_that_launched_them(
+    kind: str, way: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    call = WAYS[way].replace("FOLDER", repr(str(tmp_path)))
+    if kind == "script":
+        call = "if __name__ == '__main__':\n    " + call.replace("\n", "\n    ")
+    (tmp_path / "train.py").write_text(RANKS + call)
+    arguments = ["-c", RANKS + call] if kind == "notebook" else [str(tmp_path / "train.py")]
+    process = subprocess.Popen([sys.executable, *arguments], stderr=subprocess.PIPE)
+    files = [tmp_path / str(rank) for rank in range(2)]
+    end = time.monotonic() + 60
+    while not all(file.exists() for file in files):
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+    pids = [int(file.read_text()) for file in files]
+    try:
+        process.send_signal(number)
+        process.communicate(timeout=30)
+        end = time.monotonic() + 5
+        while any(map(is_alive, pids)) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not any(map(is_alive, pids))
+        if way == "main thread":
+            assert process.returncode == -number
+    finally:
+        for pid in filter(is_alive, pids):
+            os.kill(pid, signal.SIGKILL)
