@@ -227,6 +227,12 @@ class BuildExt(build_ext):
                 print("".join(said.values()), file=sys.stderr)
 
     def build_extensions(self) -> None:
+        command = getattr(self.compiler, "compiler_so", ["cc"])[0]
+        if shutil.which(command) is None:
+            raise CompileError(
+                f"seq1f1b is built from C, and there is no compiler {command!r}: install one (Debian, Ubuntu: apt-get "
+                "install gcc libc6-dev), name another in the environment (CC=clang), or install a wheel"
+            )
         compile_one = self.compiler._compile
 
         def compile_with_isa(obj, src, ext, cc_args, extra_postargs, pp_opts):

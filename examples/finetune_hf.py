@@ -425,6 +425,7 @@ def main() -> None:
     save_pretrained(engine, args.out / "model")  # each rank its own part
     if rank == 0:
         tokenizer.save_pretrained(args.out / "model")
+        print(f"{args.out / 'model'} holds the model: transformers' from_pretrained loads it, plain or for serving")
     meet()
     if args.model is None:  # a small one, which fits into a process whole
         packing, tokens, target, doc_ids = batches.batch(batches.steps()[0])

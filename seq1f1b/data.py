@@ -125,24 +125,22 @@ class DocumentBatches(Sampler[PlannedStep]):
                 f"the documents hold {sum(self._lengths)} tokens, which fill no step of {self._tokens}, and drop_last "
                 "leaves out what fills none: give smaller tokens_per_step, or drop_last=False"
             )
+        # Its thread ends with this generator; so a loop that is left early has nothing to close.
         planner = ThreadPoolExecutor(1, thread_name_prefix="seq1f1b-plan")
-        try:
-            ahead: Future[tuple[tuple[int, ...], StepPlan]] | None = None
-            for number, (begin, end) in enumerate(spans):
-                documents, plan = (ahead or planner.submit(*self._ask(order[begin:end]))).result()
-                self._unit = self._unit or max(max(sizes) for sizes in plan.segment_sizes)
-                if number + 1 < len(spans):
-                    ahead = planner.submit(*self._ask(order[slice(*spans[number + 1])]))
-                    self._begin = end
-                else:
-                    self.epoch, self._begin = epoch + 1, 0
-                self.steps += 1  # a state that is taken from now on is of the next step
-                tokens = sum(self._lengths[i] for i in order[begin:end])
-                yield PlannedStep(documents, plan, tokens, epoch, self.steps - 1)
-                if self._engine is not None:
-                    self._look(self._engine, plan)
-        finally:
-            planner.shutdown(wait=False, cancel_futures=True)
+        ahead: Future[tuple[tuple[int, ...], StepPlan]] | None = None
+        for number, (begin, end) in enumerate(spans):
+            documents, plan = (ahead or planner.submit(*self._ask(order[begin:end]))).result()
+            self._unit = self._unit or max(max(sizes) for sizes in plan.segment_sizes)
+            if number + 1 < len(spans):
+                ahead = planner.submit(*self._ask(order[slice(*spans[number + 1])]))
+                self._begin = end
+            else:
+                self.epoch, self._begin = epoch + 1, 0
+            self.steps += 1  # a state that is taken from now on is of the next step
+            tokens = sum(self._lengths[i] for i in order[begin:end])
+            yield PlannedStep(documents, plan, tokens, epoch, self.steps - 1)
+            if self._engine is not None:
+                self._look(self._engine, plan)
 
     def __len__(self) -> int:
         """Steps that are left of this epoch."""

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from seq1f1b.cli.progress import progress_bar
-from seq1f1b.cli.values import argument, read_bytes, read_counts, read_lengths, read_names
+from seq1f1b.cli.values import argument, read_bytes, read_counts, read_lengths, read_names, read_tokens
 from seq1f1b.cli.workload import add_model_options, read_workload
 from seq1f1b.planning.search import search_plans
 
@@ -16,7 +16,12 @@ def add(commands: Any) -> None:
     command = commands.add_parser("plan", help=about, description=f"{about[0].upper()}{about[1:]}.")
     command.set_defaults(run=run)
     add_model_options(command, required=True)
-    command.add_argument("--seq", type=int, metavar="TOKENS", help="tokens of a micro-batch, which is one sequence")
+    command.add_argument(
+        "--seq",
+        type=argument(read_tokens),
+        metavar="TOKENS",
+        help="tokens of a micro-batch, which is one sequence: 131072 or 128k",
+    )
     command.add_argument(
         "--lengths",
         metavar="N:COUNT,...|FILE",
@@ -29,7 +34,7 @@ def add(commands: Any) -> None:
         "--memory",
         type=argument(read_bytes),
         metavar="BYTES",
-        help="most memory of a device, as 80GiB or 24e9 (default: all that it has)",
+        help="most memory of a device, as 68GiB or 24e9 (default: 85 %% of what it has)",
     )
     command.add_argument(
         "--schedules", type=read_names, metavar="A,B", help="schedules to try (default: all; auto for the best of them)"
@@ -100,4 +105,6 @@ def run(options: argparse.Namespace) -> int:
     if options.output:
         found.plans[0].save(options.output)
     print(found.to_json() if options.json else found.to_text(options.model, verbose=options.verbose))
+    if options.output and not options.json:
+        print(f"plan 1 is in {options.output}: seq1f1b.PipelineEngine(stage, schedule={options.output!r}, ...) runs it")
     return 0

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from seq1f1b.cli.progress import progress_bar
+from seq1f1b.cli.values import argument, read_tokens
 from seq1f1b.partition import ModelShape, make_model
 from seq1f1b.planning.hardware import load_model, presets
 from seq1f1b.planning.profile import Profile
@@ -34,7 +35,11 @@ def add(commands: Any) -> None:
     for name, meaning in SIZES.items():
         command.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=meaning)
     command.add_argument(
-        "--seq", type=int, required=True, metavar="TOKENS", help="tokens of the longest sequence to measure"
+        "--seq",
+        type=argument(read_tokens),
+        required=True,
+        metavar="TOKENS",
+        help="tokens of the longest sequence to measure",
     )
     command.add_argument(
         "--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 is autocast over fp32 weights (default: fp32)"

@@ -32,6 +32,16 @@ def read_bytes(text: str) -> int:
     return int(size)
 
 
+def read_tokens(text: str) -> int:
+    """131072 or 128k, 1048576 or 1M: as lengths of context are written, in powers of two."""
+    match = re.fullmatch(r"(-?[0-9]+)([kKM]?)", text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is no number of tokens; write 131072, 128k (times 1024) or 1M (times 1024 x 1024)")
+    number, unit = match.groups()
+    factors = {"": 1, "K": 1024, "M": 1024 * 1024}
+    return int(number) * factors[unit.upper()]
+
+
 def read_names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 

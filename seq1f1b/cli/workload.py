@@ -12,7 +12,7 @@ from typing import Any
 
 import seq1f1b
 from seq1f1b import _C, Costs, Links, Noise, Schedule
-from seq1f1b.cli.values import argument, read_counts
+from seq1f1b.cli.values import argument, read_counts, read_tokens
 from seq1f1b.families import OPTION_KINDS
 from seq1f1b.files import nearest_name
 from seq1f1b.partition import ModelShape
@@ -76,7 +76,12 @@ def add_order_options(
     command.add_argument(
         "--transfer", type=float, metavar="S", help="seconds of a message between two stages (default: 0)"
     )
-    command.add_argument("--seq", type=int, metavar="TOKENS", help="tokens of a micro-batch, which is one sequence")
+    command.add_argument(
+        "--seq",
+        type=argument(read_tokens),
+        metavar="TOKENS",
+        help="tokens of a micro-batch, which is one sequence: 131072 or 128k",
+    )
     command.add_argument("--sizes", metavar="N,N,...", help="tokens of each segment (default: equal time)")
     costs = command.add_argument_group("the costs of a model in place of those seconds; they need --seq")
     add_model_options(costs)

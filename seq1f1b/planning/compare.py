@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from seq1f1b.plan import Layout
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.fitting import order_for_costs
 from seq1f1b.planning.hardware import Hardware
+from seq1f1b.planning.layout import RECOMPUTE
 from seq1f1b.planning.pricing import STEPS
 from seq1f1b.planning.unit_costs import SequenceCosts
 from seq1f1b.schedule import (
@@ -129,6 +130,12 @@ def _unit(most: int) -> tuple[str, int]:
     return ("MiB", 2**20) if most < 10_000 * 2**20 else ("GiB", 2**30)
 
 
+def _bytes(count: int | None) -> str:
+    count = count or 0
+    name, unit = _unit(count)
+    return f"{count} bytes" if count < 2**20 else f"{count / unit:.1f} {name}"
+
+
 def compare(
     names: Sequence[str] = (),
     *,
@@ -198,7 +205,8 @@ def compare(
     fitting = [row for row in rows if work.excess(row) is None]
     refused |= {row.family: why for row in rows if (why := work.excess(row)) is not None}
     if not fitting:
-        raise ValueError(_nothing_fits(rows, refused, cap_bytes))
+        with_less = [] if model is None or not rows else _with_recomputation(costs, rows, stages_per_rank)
+        raise ValueError(_nothing_fits(rows, refused, cap_bytes, with_less))
     fitting.sort(key=lambda row: (row.makespan, row.peak_microbatches))
     device = None if model is None or hardware is None else (hardware.name, hardware.memory)
     return Comparison(tuple(fitting), refused, device)
@@ -238,7 +246,7 @@ class _Work:
         if self.cap_microbatches is not None and row.peak_microbatches > self.cap_microbatches:
             return f"holds {row.peak_microbatches:.2f} micro-batches, the cap is {self.cap_microbatches:g}"
         if self.cap_bytes is not None and row.peak_bytes is not None and row.peak_bytes > self.cap_bytes:
-            return f"holds {row.peak_bytes} bytes, the cap is {self.cap_bytes}"
+            return f"holds {_bytes(row.peak_bytes)}, the cap is {_bytes(self.cap_bytes)}"
         return None
 
     def sizes(self, k: int) -> Sequence[int] | None:
@@ -439,13 +447,46 @@ def _row(name: str, schedule: Schedule, work: _Work, costs: _GivenCosts | _Model
     )
 
 
-def _nothing_fits(rows: Sequence[Row], refused: dict[str, str], cap_bytes: int | None) -> str:
+def _with_recomputation(
+    costs: _GivenCosts | _ModelCosts, rows: Sequence[Row], stages_per_rank: int | None
+) -> list[tuple[str, Row]]:
+    """The row of least bytes under more recomputation than it was priced with, each kind with its row."""
+    assert isinstance(costs, _ModelCosts)
+    least = min(rows, key=lambda row: row.peak_bytes or 0)
+    [family] = _named([least.family])
+    more = RECOMPUTE[RECOMPUTE.index(costs.layout.recompute) + 1 :]
+    found = []
+    for kind in more:
+        again = replace(costs, layout=replace(costs.layout, recompute=kind))
+        order = _build(family, costs.work, stages_per_rank, again)
+        if isinstance(order, Schedule):
+            found.append((kind, _row(family.name, order, costs.work, again)))
+    return found
+
+
+def _nothing_fits(
+    rows: Sequence[Row], refused: dict[str, str], cap_bytes: int | None, with_less: Sequence[tuple[str, Row]]
+) -> str:
     if not rows:
         return "no family can be built: " + "; ".join(f"{name} {rule}" for name, rule in refused.items())
-    if cap_bytes is not None:
-        least = min(rows, key=lambda row: row.peak_bytes or 0)
-        return f"no family fits the cap; the least possible is {least.peak_bytes} bytes, of {least.family}"
-    least = min(rows, key=lambda row: row.peak_microbatches)
+    if cap_bytes is None:
+        least = min(rows, key=lambda row: row.peak_microbatches)
+        return (
+            f"no family fits the cap; the least possible is {least.peak_microbatches:.2f} micro-batches, of "
+            f"{least.family}"
+        )
+    least = min(rows, key=lambda row: row.peak_bytes or 0)
+    text = (
+        f"no family fits the cap of {_bytes(cap_bytes)}; the least possible is {_bytes(least.peak_bytes)}, of "
+        f"{least.family}"
+    )
+    for kind, row in with_less:
+        if (row.peak_bytes or 0) <= cap_bytes:
+            return f"{text}. With --recompute {kind} it holds {_bytes(row.peak_bytes)}, which fits"
+    if not with_less:
+        return text
+    kind, row = with_less[-1]
     return (
-        f"no family fits the cap; the least possible is {least.peak_microbatches:.2f} micro-batches, of {least.family}"
+        f"{text}, and {_bytes(row.peak_bytes)} with --recompute {kind}: more segments, more ranks, or a higher tensor "
+        "or context degree need less"
     )

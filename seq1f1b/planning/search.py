@@ -29,6 +29,7 @@ _LEAST_GAIN = 0.002  # share of the step; what gains less is not looked for
 _MOST_OF_ROUND = 350_000  # units, F and B, that are priced for one number of segments beyond the first ones
 _MOST_UNCERTAIN = 40_000  # units of the best plans that are simulated at the ends of each term
 _MOST_SPREAD = 3  # plans that are also tried with the vocabulary over the ranks
+_SHARE_OF_MEMORY = 0.85  # of a device: the rest is for the worst case, and for what torch's allocator cannot use
 _MOST_OF_AUTO = 40_000  # units of all orders that are searched for unless auto is asked for: a second or two
 _OTHERS = {
     "slimpipe": "not tried: its order is that of seq1f1b-interleaved, whose ranks also even out attention",
@@ -46,6 +47,8 @@ class PlanSearch:
         fallen: why each family without a plan among the best fell out.
         num_candidates, num_simulated: how many were looked at, and simulated.
         next_step: what would help next, in one line.
+        device: bytes of memory of one device.
+        rates: where the seconds come from, in words.
     """
 
     plans: tuple[Plan, ...]
@@ -54,6 +57,8 @@ class PlanSearch:
     num_candidates: int
     num_simulated: int
     next_step: str
+    device: float
+    rates: str
 
     def to_json(self) -> str:
         """All of it."""
@@ -80,8 +85,10 @@ class PlanSearch:
         """
         first = self.plans[0]
         lines = [
-            f"{model}, {_tokens(first)}, P {first.num_ranks}, M {first.num_microbatches} on {first.hardware}",
-            f"cap {first.cap / GIB:.1f} GiB; {self.num_candidates} candidates, {self.num_simulated} simulated",
+            f"{model}, {_tokens(first)}, P {first.num_ranks}, M {first.num_microbatches} on {first.hardware}, "
+            f"{self.rates}",
+            f"cap {first.cap / GIB:.1f} of {self.device / GIB:.1f} GiB; {self.num_candidates} candidates, "
+            f"{self.num_simulated} simulated",
             "",
             *table_text(self._rows()).splitlines(),
             *_list("k", [self._legend()]),
@@ -93,7 +100,10 @@ class PlanSearch:
             lines += _list(f"{number:>2}", _runs(f"{peak / GIB:.1f}+{left / GIB:.1f}" for peak, left in ranks))
         lines += [
             "plan 1:",
-            *_list("   GiB in the worst case of the estimate:", _runs(f"{x / GIB:.1f}" for x in first.peak_high)),
+            *_list(
+                f"   GiB in the worst case of the estimate, {self._worst_case()}:",
+                _runs(f"{x / GIB:.1f}" for x in first.peak_high),
+            ),
             *_list("   layers of each stage:", _runs(map(str, first.layout.layers or ()))),
             *_list("   tokens of each segment:", map(str, first.segment_sizes)),
         ]
@@ -118,6 +128,13 @@ class PlanSearch:
             counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
             lines.append(f"left out: {counts} (--verbose says why)")
         return "\n".join(lines)
+
+    def _worst_case(self) -> str:
+        """Whether the worst case of the best plan fits, in words."""
+        worst, cap = max(self.plans[0].peak_high), self.plans[0].cap
+        if worst <= cap:
+            return "within the cap"
+        return "above the cap" if worst > self.device else "above the cap, within the device"
 
     def _legend(self) -> str:
         """What the heads of the table mean, as far as it has them."""
@@ -235,7 +252,7 @@ def search_plans(
             length, so each length has its share of the steps. More than eight lengths are padded to the longest of
             their neighbours, in groups of about as many tokens. All lengths share one order; each has its own split.
             The mean period counts, and the cap holds for every length.
-        memory: cap in bytes of one device; None: all that the device has.
+        memory: cap in bytes of one device; None: 85 % of what the device has.
         layout: degrees beside the pipeline. The search sets its ``recompute`` and ``layers``: the stage with the head
             has fewer layers, or as many as the others.
         optimizer_sync: whether the optimizer waits until all ranks are through with the step, as a norm over all
@@ -255,7 +272,7 @@ def search_plans(
     Raises:
         ValueError: a count is out of range, or nothing fits: then it says the least that could.
     """
-    cap = int(hardware.memory if memory is None else memory)
+    cap = int(_SHARE_OF_MEMORY * hardware.memory if memory is None else memory)
     counts = {"memory": cap, "best": best, "num_ranks": num_ranks, "num_microbatches": num_microbatches}
     for name, value in counts.items():
         if value < 1:
@@ -293,7 +310,17 @@ def search_plans(
         if name not in shown:
             fallen.setdefault(name, "not tried: no number of segments is left to it")
     next_step = _next_step(pricing, fitting[0], is_limited=segments is not None, names=names)
-    return PlanSearch(plans, terms[0], fallen, tries.num_candidates, pricing.num_simulated, next_step)
+    is_measured = isinstance(hardware, ProfiledHardware)
+    return PlanSearch(
+        plans,
+        terms[0],
+        fallen,
+        tries.num_candidates,
+        pricing.num_simulated,
+        next_step,
+        hardware.memory,
+        "measured units" if is_measured else "assumed rates",
+    )
 
 
 def _try_all(tries: _Tries, wanted: _Wanted, shortest: int) -> None:

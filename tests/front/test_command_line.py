@@ -205,8 +205,8 @@ def test_compare_prints_a_table(capsys):
         "units to MiB: the most that a rank holds at once\n"
         "\n"
         "left out:\n"
-        "1f1b   holds 16777216 bytes, the cap is 12582912\n"
-        "gpipe  holds 33554432 bytes, the cap is 12582912\n"
+        "1f1b   holds 16.0 MiB, the cap is 12.0 MiB\n"
+        "gpipe  holds 32.0 MiB, the cap is 12.0 MiB\n"
     )
 
 
@@ -293,7 +293,7 @@ MISTAKES = {
     "compare --model gpt-7b": "--model needs --seq, the tokens of a micro-batch",
     "compare --model gpt-7b --seq 64 --transfer 1": "--transfer and --model: the model has costs of its own",
     "compare --model gpt-7b --seq 64 --token-bytes 8": "token_bytes, message_bytes and bandwidth are the model's",
-    "compare --model gpt-7b --seq 64 --cap 1MiB": "no family fits the cap; the least possible is ",
+    "compare --model gpt-7b --seq 64 --cap 1MiB": "no family fits the cap of 1.0 MiB; the least possible is ",
     "draw 1f1b --width 100000000": "--width is 100000000, must be in 20..10000",
     "draw 1f1b --png=": "--png needs the name of a file",
     "draw 1f1b --forward 1e308 --backward 1e308": "the costs sum to more than a double holds",

@@ -136,8 +136,12 @@ def test_a_model_of_few_layers_and_a_cap() -> None:
     least = min(found.peak_bytes for found in table.rows)
     capped = compare(["1f1b", "seq-zb-h1"], **COUNTS, num_segments=2, **given, cap_bytes=least)
     assert [found.peak_bytes for found in capped.rows] == [least] and len(capped.refused) == 1
-    with pytest.raises(ValueError, match=f"no family fits the cap; the least possible is {least} bytes"):
+    gib = f"{least / 2**30:.1f} GiB"
+    with pytest.raises(ValueError, match=f"no family fits the cap of {gib}; the least possible is {gib}, of ") as error:
         compare(["1f1b", "seq-zb-h1"], **COUNTS, num_segments=2, **given, cap_bytes=least - 1)
+    assert "With --recompute ffn it holds" in str(error.value) and "which fits" in str(error.value)
+    with pytest.raises(ValueError, match=r" GiB with --recompute full: more segments, more ranks, "):
+        compare(["1f1b", "seq-zb-h1"], **COUNTS, num_segments=2, **given, cap_bytes=2**20)
 
 
 def test_auto_is_made_for_a_models_cap_in_bytes() -> None:
@@ -161,7 +165,7 @@ def test_a_cap_in_bytes() -> None:
     held = row("seq1f1b", **sizes).peak_bytes
     assert held == 7 * 80
     assert row("seq1f1b", **sizes, cap_bytes=held).peak_bytes == held
-    with pytest.raises(ValueError, match=r"no family fits the cap; the least possible is 560 bytes, of seq1f1b$"):
+    with pytest.raises(ValueError, match=r"the cap of 559 bytes; the least possible is 560 bytes, of seq1f1b$"):
         row("seq1f1b", **sizes, cap_bytes=held - 1)
 
 
@@ -174,7 +178,7 @@ def test_auto_is_made_for_a_cap_in_bytes() -> None:
         assert found.peak_bytes <= cap and found.makespan >= free.makespan
         assert row("auto", **sizes, cap_bytes=cap, cap_microbatches=7) == found
     assert row("auto", **sizes, cap_bytes=10_000, cap_microbatches=1).peak_microbatches <= 1
-    with pytest.raises(ValueError, match=r"no family fits the cap; the least possible is 320 bytes, of auto$"):
+    with pytest.raises(ValueError, match=r"the cap of 319 bytes; the least possible is 320 bytes, of auto$"):
         row("auto", **sizes, cap_bytes=319)
 
 

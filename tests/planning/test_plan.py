@@ -640,7 +640,10 @@ def test_the_command_prints_the_best_and_why_others_fall(capsys, tmp_path):
     file = tmp_path / "plan.json"
     assert main([*ASKED, *few, "--best", "1", "--output", str(file), "--verbose"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("gpt-2.7b, 16384 tokens, P 8, M 16 on a100\ncap 40.0 GiB")
+    assert text.startswith("gpt-2.7b, 16384 tokens, P 8, M 16 on a100, assumed rates\ncap 40.0 of 80.0 GiB")
+    assert "GiB in the worst case of the estimate, within the cap" in text
+    call = f"seq1f1b.PipelineEngine(stage, schedule={str(file)!r}, ...)"
+    assert text.endswith(f"plan 1 is in {file}: {call} runs it\n")
     assert "\n   hanayo: cannot be built: needs v = 2 w" in text
     assert main([*ASKED, *few, "--best", "1", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -651,6 +654,16 @@ def test_the_command_prints_the_best_and_why_others_fall(capsys, tmp_path):
     assert main([*ASKED, *few, "--best", "1", "--json", "--no-optimizer-sync"]) == 0
     free = json.loads(capsys.readouterr().out)["plans"][0]
     assert plan.optimizer_sync and not free["optimizer_sync"] and free["seconds"] < plan.seconds
+
+
+def test_a_plan_keeps_a_margin_by_default(capsys):
+    """Of 80 GiB, 68; lengths may be written as contexts are."""
+    few = ["--segments", "8", "--stages", "1", "--schedules", "seq1f1b", "--vocabulary", "ends", "--best", "1"]
+    found = []
+    for more in ([], ["--memory", "68GiB"]):
+        assert main([*ASKED, "--seq", "16k", *few, "--remedies", "recompute", *more]) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1] and "cap 68.0 of 80.0 GiB" in found[0] and "16384 tokens" in found[0]
 
 
 def test_the_command_takes_a_mix_of_lengths(capsys, tmp_path):
