@@ -72,6 +72,7 @@ class StepTimes:
         makespan: first start to last end over all ranks.
         sizes: tokens of each segment.
         layers: of each stage; 0 where their number is not known, () where none is.
+        is_tuned: whether the engine itself looks for the order and its segments.
     """
 
     schedule: Schedule
@@ -81,6 +82,7 @@ class StepTimes:
     makespan: float
     sizes: tuple[int, ...]
     layers: tuple[int, ...] = ()
+    is_tuned: bool = False
 
     def alike(self, *alike: str) -> dict[tuple[object, ...], list[float]]:
         """Seconds of the units that are alike in these fields."""
@@ -176,6 +178,11 @@ def advice(times: StepTimes, ranks: tuple[Idle, ...]) -> str:
 
 
 def _of_order(times: StepTimes) -> str:
+    if times.is_tuned:
+        return (
+            "the order itself fills and drains the pipeline, and the engine takes the best one that it finds: take more "
+            f"micro-batches (now {times.schedule.num_microbatches})"
+        )
     split = ' or an order that splits the backward (schedule="seq-zb-h1")' if "B" in times.schedule.kinds else ""
     return (
         f"the order itself fills and drains the pipeline: take more segments (now {times.schedule.num_segments}), "

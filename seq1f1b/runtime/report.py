@@ -189,7 +189,7 @@ class PipelineReport:
         bubble: share of the ranks' time in ``makespan`` that is not busy.
         simulated: the same order with this step's measured units and free messages: the least time in which the order
             can run them. It is no prediction, for it takes its units from the step.
-        tuning: in words, what a tuned engine has tried and found; else, and until it has, empty. Not saved.
+        tuning: in words, what a tuned engine has tried and found, or how far it has come; else empty. Not saved.
     """
 
     ranks: tuple[Report, ...]
@@ -260,6 +260,7 @@ class PipelineReport:
             makespan=self.makespan,
             sizes=self.ranks[0].segment_sizes,
             layers=tuple(layers[index] for index in sorted(layers)),
+            is_tuned=bool(self.tuning),
         )
 
     def __str__(self) -> str:

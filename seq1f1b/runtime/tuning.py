@@ -38,6 +38,7 @@ MOST_UNITS = 8192  # of an order that `auto` builds
 SHORTEST = 32  # tokens of a segment
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # of segments
 SEARCHED = 4  # ways to cut a sequence, those whose named orders are the shortest, for which `auto` is asked
+MOST_STEPS = 2 + 4 * (1 + MEASURED) + (1 + TRIED) * (1 + ROUNDS)  # of a search: with four probes
 MEMORY = 0.8  # share of what is free that an order may take beyond the first one
 
 
@@ -94,8 +95,6 @@ class Tuner:
         first: the setting that the engine began with, a safe one.
         group: of the ranks.
         report: this rank's report of the last step.
-    Attributes:
-        text: in words what was found; empty before.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class Tuner:
     ) -> None:
         self.first = self.setting = first
         self._device = device
-        self.text = ""
+        self._told = ""
         self._stages_per_rank, self._group, self._report = stages_per_rank, group, report
         self._settings: dict[str, Setting] = {}  # of this search
         self._made = 0
@@ -119,9 +118,17 @@ class Tuner:
         self._ran = first
         self._walk = self._begin()
 
+    @property
+    def text(self) -> str:
+        """What was found, in words; before, how far the search has come."""
+        steps = f"{self._stamp - self._started} of about {self._expected}"
+        return self._told or f"tuning: {steps} steps of training, under one order or another"
+
     def _begin(self) -> Walk:
+        self._told, self._started = "", self._stamp
         walk = self._search()
         self._length = self._others = 0
+        self._expected = MOST_STEPS
         self._take(next(walk))
         return walk
 
@@ -133,7 +140,7 @@ class Tuner:
             length: tokens of the next one; 0: this rank does not know.
         """
         if torch.are_deterministic_algorithms_enabled():
-            self.text = "torch.use_deterministic_algorithms is on: nothing is tuned"
+            self._told = "torch.use_deterministic_algorithms is on: nothing is tuned"
             return self.first
         own = None if record is None else (record.length, record.seconds, *self._figures())
         everyones = self._group.all_gather_object((self._stamp, length, own))
@@ -162,7 +169,7 @@ class Tuner:
     def found(self) -> TunedOrder:
         """The order that is kept. Raises RuntimeError before."""
         if self._kept is None:
-            raise RuntimeError(f"no order has been found yet, after {self._stamp} steps: {self.text or 'train on'}")
+            raise RuntimeError(f"no order has been found yet, after {self._stamp} steps: {self.text}; train on")
         length, setting = self._kept
         first, choice = self.first, setting.choice
         if choice is None:
@@ -223,7 +230,6 @@ class Tuner:
     # -- the search --------------------------------------------------------------------------------------------------
 
     def _search(self) -> Walk:
-        started = self._stamp
         self._settings.clear()
         self._reads_units = False
         yield None
@@ -231,7 +237,9 @@ class Tuner:
         length = measured[0][0]
         self._reads_units = True
         steps: list[tuple[Setting, list[Measured]]] = []
-        for probe in self._probes(length):
+        probes = list(self._probes(length))
+        self._expected = 2 + len(probes) * (1 + MEASURED) + (1 + TRIED) * (1 + ROUNDS)
+        for probe in probes:
             measured = yield probe
             for _ in range(MEASURED):
                 measured = yield probe
@@ -254,8 +262,8 @@ class Tuner:
         best = min(tried, key=lambda choice: found[repr(choice)])
         if found[repr(best)] > (1 - LEAST_GAIN) * found[repr(None)]:
             best = None
-        self.text = (
-            f"{self._words(best, tried, found, length, self._stamp - started)}; forward and backward of a unit take "
+        self._told = (
+            f"{self._words(best, tried, found, length, self._stamp - self._started)}; forward and backward of a unit take "
             f"{fixed * 1e3:.2g} ms whatever its length"
         )
         self._take(best)

@@ -57,6 +57,7 @@ def test_every_step_has_the_gradients_of_the_whole_model(num_ranks: int, stages_
             orders.append(f"{engine.num_segments} {engine.schedule.digest}")
             texts.append(engine.report(gather=True).tuning)
         kept = engine.eval(tokens, target=target)
+        assert "more segments" not in str(engine.report(gather=True)), "the engine looks for them itself"
         assert not kept or torch.allclose(torch.stack(kept), torch.stack(losses), rtol=1e-12)
         engine.close()
         return gradients, orders, texts, orders[-1]
@@ -68,7 +69,9 @@ def test_every_step_has_the_gradients_of_the_whole_model(num_ranks: int, stages_
     orders, texts = ranks[0][1:3]
     assert all(theirs == orders for _, theirs, *_ in ranks)
     assert len(set(orders)) >= 3, "several orders were tried"
-    settled = next(i for i, text in enumerate(texts) if text)
+    settled = next(i for i, text in enumerate(texts) if text.startswith("tuned"))
+    for step, text in enumerate(texts[:settled]):
+        assert text.startswith(f"tuning: {step} of about ")
     assert len(set(orders[settled:])) == 1 and texts[-1].startswith("tuned for 128 tokens in")
 
 
