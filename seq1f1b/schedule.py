@@ -226,7 +226,7 @@ class Schedule:
             ScheduleError: this order breaks a rule.
             ValueError: ``units`` is something else.
         """
-        check_units("recompute", units)
+        check_units("units", units)
         if units == "none":
             return self
         return self._from_handle(_C.schedule_recompute(self.handle, self._chosen(units)), like=self)
@@ -245,7 +245,7 @@ class Schedule:
             ScheduleError: this order breaks a rule.
             ValueError: ``units`` is something else, or this order moves units already.
         """
-        check_units("offload_units", units)
+        check_units("units", units)
         if units == "none":
             return self
         return self._from_handle(_C.schedule_offload(self.handle, self._chosen(units)), like=self)

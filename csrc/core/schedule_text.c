@@ -253,7 +253,7 @@ s1f_status s1f_schedule_from_units(const s1f_unit *units, const int64_t *num_uni
     for (int32_t rank = 0; rank < num_ranks; rank++)
         count += num_units[rank];
     if (count == 0)
-        return s1f_fail(S1F_ERR_ARG, "the text holds no unit");
+        return s1f_fail(S1F_ERR_ARG, "the order holds no unit");
     parsed_unit *parsed = malloc((size_t)count * sizeof *parsed);
     if (parsed == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory to read %lld units", (long long)count);

@@ -390,11 +390,12 @@ static s1f_status tell(const s1f_tier *tier, failure failed)
     char text[512];
     snprintf(text, sizeof text, "%s", s1f_last_error());
     if (is_full)
-        return s1f_fail(S1F_ERR_SYSTEM,
-                        "%s; the file holds up to %lld bytes, and %lld are free: give offload= a directory with more "
-                        "room, or move fewer units by offload_units=",
-                        text, (long long)tier->facts.file_bytes, (long long)found.f_bavail * (long long)found.f_bsize);
-    return s1f_fail(S1F_ERR_SYSTEM, "%s: give offload= a directory on another disk", text);
+        return s1f_fail(
+            S1F_ERR_SYSTEM,
+            "%s; the file holds up to %lld bytes, and %lld are free: give Memory(offload=) a directory with "
+            "more room, or move fewer units by Memory(units=)",
+            text, (long long)tier->facts.file_bytes, (long long)found.f_bavail * (long long)found.f_bsize);
+    return s1f_fail(S1F_ERR_SYSTEM, "%s: give Memory(offload=) a directory on another disk", text);
 }
 
 s1f_status s1f_tier_wait(s1f_tier *tier, s1f_group *group, int64_t number)

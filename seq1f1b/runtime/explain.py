@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from seq1f1b.unit import Unit, unit_of
 
 __all__: list[str] = []
 
+_TARGET = re.compile(r"^Target -?[0-9]+ is out of bounds")  # of cross_entropy
 _ONEDNN = "could not create a primitive"  # oneDNN's words
 _IN_PLACE_ON_LEAF = "leaf Variable that requires grad is being used in an in-place operation"  # torch's words
 # What torch and Python say where a module that wants tokens, (batch, tokens), gets hidden states.
@@ -59,6 +61,11 @@ def _hint(error: BaseException, executor: Any, stages: Mapping[int, Stage]) -> s
     unit = _last_unit(executor)
     if unit is None or unit.kind != "F":
         return ""
+    if isinstance(error, IndexError) and _TARGET.search(str(error)):
+        return (
+            ". A target of this segment is no class of the loss: targets lie below the size of the output's last "
+            "dimension, and those of -100 are not counted"
+        )
     embeddings = {
         name: part.num_embeddings
         for module in stages[unit.stage].modules

@@ -180,8 +180,8 @@ def advice(times: StepTimes, ranks: tuple[Idle, ...]) -> str:
 def _of_order(times: StepTimes) -> str:
     if times.is_tuned:
         return (
-            "the order itself fills and drains the pipeline, and the engine takes the best one that it finds: take more "
-            f"micro-batches (now {times.schedule.num_microbatches})"
+            "the order itself fills and drains the pipeline, and the engine takes the best one that it finds: take "
+            f"more micro-batches (now {times.schedule.num_microbatches})"
         )
     split = ' or an order that splits the backward (schedule="seq-zb-h1")' if "B" in times.schedule.kinds else ""
     return (

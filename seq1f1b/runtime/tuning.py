@@ -262,10 +262,8 @@ class Tuner:
         best = min(tried, key=lambda choice: found[repr(choice)])
         if found[repr(best)] > (1 - LEAST_GAIN) * found[repr(None)]:
             best = None
-        self._told = (
-            f"{self._words(best, tried, found, length, self._stamp - self._started)}; forward and backward of a unit take "
-            f"{fixed * 1e3:.2g} ms whatever its length"
-        )
+        words = self._words(best, tried, found, length, self._stamp - self._started)
+        self._told = f"{words}; forward and backward of a unit take {fixed * 1e3:.2g} ms whatever its length"
         self._take(best)
         self._kept = length, self.setting
         while True:

@@ -110,7 +110,7 @@ def test_choices_that_are_none() -> None:
     with pytest.raises(ValueError, match="the order moves units already"):
         order.offload()
     for bad in ("half", 3, None):
-        with pytest.raises(ValueError, match=r"offload_units is .*, must be 'none', 'all' or a callable of a unit"):
+        with pytest.raises(ValueError, match=r"units is .*, must be 'none', 'all' or a callable of a unit"):
             build_schedule("gpipe", num_ranks=1, num_microbatches=6, offload_units=bad)
 
 

@@ -122,7 +122,7 @@ def test_every_family_recomputes(name: str) -> None:
 def test_choices_that_are_none() -> None:
     counts = {"num_ranks": 1, "num_microbatches": 1}
     for bad in ("full", 3, None):
-        with pytest.raises(ValueError, match=r"recompute is .*, must be 'none', 'all' or a callable of a unit"):
+        with pytest.raises(ValueError, match=r"units is .*, must be 'none', 'all' or a callable of a unit"):
             build_schedule("1f1b", **counts, recompute=bad)
     with pytest.raises(ScheduleError, match=r"B0\.0 is missing"):
         Schedule.from_text("F0.0 F1.0 B1.0").recompute()

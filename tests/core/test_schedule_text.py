@@ -169,7 +169,7 @@ def test_units_that_cannot_be_placed() -> None:
         Schedule([[Unit("F", 0, 7, 0)]])
     with pytest.raises(ValueError, match="no line holds stage 1"):
         Schedule([[Unit("F", 0, 0, 0)], [Unit("F", 2, 0, 0), Unit("F", 2, 1, 0)]])
-    with pytest.raises(ValueError, match="the text holds no unit"):
+    with pytest.raises(ValueError, match="the order holds no unit"):
         Schedule([])
     for wrong in (("F", 0.5, 0, 0), ("F", 0, 0), (0, 0, 0, 0), None):
         with pytest.raises(TypeError):

@@ -180,6 +180,23 @@ def test_a_token_that_the_embedding_lacks_is_told_with_its_rows():
         ), text
 
 
+def test_a_target_that_the_loss_lacks_is_told_with_its_rule():
+    target = seq1f1b.shift_labels(TOKENS)
+    target[3, 12] = CONFIG.vocab + 5
+
+    def run(group: Any) -> str:
+        engine = PipelineEngine(
+            stage_of(whole_model(CONFIG), CONFIG, group.rank, 2),
+            num_microbatches=2, num_segments=2, loss_fn=cross_entropy, group=group,
+        )  # fmt: skip
+        with pytest.raises((IndexError, seq1f1b.PipelineError)) as caught:
+            engine.step(TOKENS, target=target)
+        return str(caught.value)
+
+    for text in run_ranks(2, run):
+        assert "[1]F1.1" in text and "A target of this segment is no class of the loss" in text, text
+
+
 def test_a_failure_of_onednn_is_told_with_its_usual_cause():
     class Fails(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -157,10 +157,10 @@ def truncated(file: int, path: str) -> Iterator[None]:
 
 FULL = (
     r"\(\S+\): writing \d+ bytes failed after 0: No space left on device; the file holds up to \d+ bytes, and \d+ are "
-    "free: give offload= a directory with more room, or move fewer units by offload_units="
+    r"free: give Memory\(offload=\) a directory with more room, or move fewer units by Memory\(units=\)"
 )
-BROKEN = r": writing \d+ bytes failed after 0: Input/output error: give offload= a directory on another disk"
-SHORT = r": reading \d+ bytes failed after \d+: Input/output error: give offload= a directory on another disk"
+BROKEN = r": writing \d+ bytes failed after 0: Input/output error: give Memory\(offload=\) a directory on another disk"
+SHORT = r": reading \d+ bytes failed after \d+: Input/output error: give Memory\(offload=\) a directory on another disk"
 
 
 @pytest.mark.parametrize(
