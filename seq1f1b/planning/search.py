@@ -134,7 +134,7 @@ class PlanSearch:
         worst, cap = max(self.plans[0].peak_high), self.plans[0].cap
         if worst <= cap:
             return "within the cap"
-        return "above the cap" if worst > self.device else "above the cap, within the device"
+        return "above the device" if worst > self.device else "above the cap, within the device"
 
     def _legend(self) -> str:
         """What the heads of the table mean, as far as it has them."""
