@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from seq1f1b.adapters.checkpoint_values import (
+    OptimizerEntries,
+    Path,
+    RowShard,
+    Saved,
+    as_entry,
+    find_saved,
+    local,
+    set_value,
+    taken_over,
+    value_at,
+)
 from seq1f1b.runtime.engine import PipelineEngine
 
 __all__ = ["PipelineState"]
@@ -24,6 +35,10 @@ class PipelineState:
     FSDP2: DCP writes once what replicas share, and cuts shards anew. The optimizer's entries have the names that
     torch's ``get_optimizer_state_dict`` gives with ``flatten_optimizer_state_dict=True``, so a script without this
     package can read the checkpoint as well.
+
+    Saving reads only: parameters, optimizer and random state stay as they are. What the optimizer has no state for, as
+    before its first step, is saved without. Loading replaces the optimizer's state by what the checkpoint holds: a
+    parameter that has none there has none afterwards, and no step is taken to make any.
 
     Parameters listed in ``tied_parameters`` are one entry, under the name that their copies have in common. The shards
     of a :class:`seq1f1b.VocabularyParallelHead` are one entry, too, the whole weight.
@@ -77,31 +92,104 @@ class PipelineState:
                             f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that is none of the "
                             "engine's: make it of engine.parameters(), after fully_shard"
                         )
-        self._model = json.dumps(shapes, sort_keys=True)
+        self._shapes = {name: list(shape) for name, shape in shapes.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The live tensors that DCP reads or fills (``model``, ``optimizer``) and the ``shapes`` of the whole model."""
+        """The live tensors that DCP reads or fills (``model``, ``optimizer``) and the ``shapes`` of the whole model.
+
+        Changes nothing. While DCP loads, ``optimizer`` has what the checkpoint has, in new tensors where the optimizer
+        has none yet.
+
+        Raises:
+            ValueError: an optimizer holds state that could not be given back.
+        """
         model = {name: self._as_saved(tensors[0], tensors[0].detach()) for name, tensors in self._tensors.items()}
-        optimizer: dict[str, Any] = {}
-        for each in self._optimizers:
-            _initialise(each)
-            for group in each.param_groups:
+        has_state = any(state for optimizer in self._optimizers for state in optimizer.state.values())
+        shapes = {"shapes": self._shapes, "has_optimizer_state": has_state}
+        optimizer = OptimizerEntries(*self._entries(self), self._entries)
+        return {"model": model, "optimizer": optimizer, "shapes": json.dumps(shapes, sort_keys=True)}
+
+    def _entries(self, holder: object) -> tuple[dict[str, Any], dict[int, Tensor] | None]:
+        """State and options of the optimizers by name; or those of a checkpoint that DCP loads, and the new tensors."""
+        live: dict[str, Any] = {}
+        named: dict[str, tuple[Tensor, dict[str, Any]]] = {}
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     name = self._names[parameter]
-                    if parameter is self._tensors[name][0]:
-                        state = each.state.get(parameter, {})
-                        optimizer.update(
-                            {f"state.{name}.{key}": self._as_saved(parameter, value) for key, value in state.items()}
-                        )
-                        options = {key: value for key, value in group.items() if key != "params"}
-                        optimizer.update({f"param_groups.{name}.{key}": value for key, value in options.items()})
-        return {"model": model, "optimizer": optimizer, "shapes": self._model}
+                    if name in named:  # another copy
+                        continue
+                    named[name] = parameter, group
+                    for key, value in optimizer.state.get(parameter, {}).items():
+                        live[f"state.{name}.{key}"] = as_entry(self._as_saved(parameter, value), f"{key} of {name!r}")
+                    for key, value in group.items():
+                        if key != "params":
+                            live[f"param_groups.{name}.{key}"] = as_entry(value, f"{key} of {name!r}")
+        saved = find_saved(holder, self._tensors) if self._optimizers else None
+        return (live, None) if saved is None else self._to_fill(saved, live, named)
+
+    def _to_fill(
+        self, saved: Saved, live: dict[str, Any], named: dict[str, tuple[Tensor, dict[str, Any]]]
+    ) -> tuple[dict[str, Any], dict[int, Tensor]]:
+        """Entries of the parameters' names that a checkpoint has, in the live tensors where they fit."""
+        wanted: list[tuple[Path, str, str]] = []
+        for path in saved:
+            if path[0] == "optimizer":
+                kind, name, key = self._split(str(path[1]))
+                if name in named:
+                    wanted.append((path, name, key if kind == "state" else ""))
+        held = {path[1] for path, _, _ in wanted}
+        # DCP tells by name which option of an optimizer the checkpoint lacks.
+        entries = {key: value for key, value in live.items() if key.startswith("param_groups.") and key not in held}
+        made: dict[int, Tensor] = {}
+        for path, name, key in wanted:
+            own, tensor = value_at(live, path[1:]), saved[path]
+            if tensor is not None and not (isinstance(own, Tensor) and own.shape == tensor[0]):
+                weight = saved.get(("model", name))
+                own = self._room(*named[name], key, *tensor, None if weight is None else weight[1])
+                own = self._as_saved(named[name][0], own)
+                made[id(local(own))] = local(own)
+            set_value(entries, path[1:], None if tensor is None else own)
+        return entries, made
+
+    def _room(
+        self,
+        parameter: Tensor,
+        group: dict[str, Any],
+        key: str,
+        size: tuple[int, ...],
+        dtype: torch.dtype,
+        weight: torch.dtype | None,
+    ) -> Tensor:
+        """A tensor for an optimizer's state, where torch would put it."""
+        if dtype == weight and size != ():  # as the parameter that it belongs to
+            dtype = parameter.dtype
+        if size in (parameter.shape, self._as_saved(parameter, parameter.detach()).shape):
+            return torch.empty_like(parameter.detach(), dtype=dtype)
+        if size == ():
+            stays = not key or (key == "step" and not (group.get("capturable") or group.get("fused")))
+            return torch.empty((), dtype=dtype, device="cpu" if stays else parameter.device)
+        return parameter.detach().new_empty(size, dtype=dtype)
+
+    def _split(self, key: str) -> tuple[str, str, str]:
+        """Kind, parameter and key of an entry's name; a parameter's name has dots, too."""
+        kind, _, rest = key.partition(".")
+        name = rest
+        while name not in self._shapes and name:
+            name = name.rpartition(".")[0]
+        return kind, name, rest[len(name) + 1 :]
 
     def _as_saved(self, parameter: Tensor, value: Any) -> Any:
         """A parameter, or a tensor of its optimizer state, as DCP is to see it."""
-        if parameter not in self._shards or not isinstance(value, Tensor) or value.shape != parameter.shape:
+        if parameter not in self._shards or not isinstance(value, Tensor) or value.dim() == 0:
             return value
-        return _RowShard.of(value.detach(), *self._shards[parameter])
+        if value.shape != parameter.shape:
+            raise ValueError(
+                f"the optimizer keeps a tensor of shape {tuple(value.shape)} for rows of {self._names[parameter]!r}, "
+                f"of shape {tuple(parameter.shape)}, a shard of the vocabulary: it belongs to these rows alone and "
+                "cannot be saved for another number of ranks: give it an optimizer whose state has the rows' shape"
+            )
+        return RowShard.of(value.detach(), *self._shards[parameter])
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -109,65 +197,77 @@ class PipelineState:
 
         Raises:
             ValueError: the checkpoint belongs to another model, which has this one's parameters and more. (DCP itself
-                raises before it reads anything if one is missing or has another shape.)
+                raises before it reads anything if one is missing or has another shape.) Or it has state of an
+                optimizer that DCP was not asked for.
         """
-        theirs, ours = json.loads(state["shapes"]), json.loads(self._model)
-        if theirs != ours:
-            differing = sorted(name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name))
+        theirs, has_state = _read_shapes(state["shapes"])
+        if theirs != self._shapes:
+            differing = sorted(name for name in {*theirs, *self._shapes} if theirs.get(name) != self._shapes.get(name))
             raise ValueError(
                 f"the checkpoint is of another model, of {len(theirs)} parameters and buffers, this one has "
-                f"{len(ours)}: {len(differing)} differ, first {differing[0]!r}"
+                f"{len(self._shapes)}: {len(differing)} differ, first {differing[0]!r}"
             )
+        loaded: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+        for entry, value in state["optimizer"].items():
+            kind, name, key = self._split(entry)
+            loaded[kind].setdefault(name, {})[key] = value
+        made: dict[int, Tensor] | None = getattr(state["optimizer"], "made", None)
+        if made is None:
+            self._check_asked(loaded["state"], has_state)
         for name, tensors in self._tensors.items():
             for tensor in tensors:
-                tensor.copy_(_local(state["model"][name]))
+                tensor.copy_(local(state["model"][name]))
         for optimizer in self._optimizers:
-            _initialise(optimizer)
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    name, own = self._names[parameter], optimizer.state.get(parameter, {})
-                    for key, value in own.items():
-                        loaded = state["optimizer"][f"state.{name}.{key}"]
-                        own[key] = value.copy_(_local(loaded)) if isinstance(value, Tensor) else loaded
-                    for key in group.keys() - {"params"}:
-                        group[key] = state["optimizer"][f"param_groups.{name}.{key}"]
+                    name = self._names[parameter]
+                    weight = local(state["model"][name]).dtype
+                    found, own = loaded["state"].get(name, {}), optimizer.state.pop(parameter, {})
+                    if found:
+                        room = partial(self._room, parameter, group, weight=weight)
+                        taken = {
+                            key: taken_over(own.get(key), value, partial(room, key), made)
+                            for key, value in found.items()
+                        }
+                        own.clear()
+                        own.update(taken)
+                        optimizer.state[parameter] = own
+                    for key, value in loaded["param_groups"].get(name, {}).items():
+                        group[key] = taken_over(group.get(key), value)
+
+    def _check_asked(self, state: dict[str, Any], has_state: bool | None) -> None:
+        """Whether DCP was asked for the optimizer's state; it was not if nobody told what the checkpoint has."""
+        trained = {
+            self._names[parameter]
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        }
+        if not trained or not trained.isdisjoint(state) or has_state is False:
+            return
+        has = (
+            "the checkpoint has state of the optimizer"
+            if has_state
+            else "no state of the optimizer was read: if any is there"
+        )
+        raise ValueError(
+            f"{has}, which DCP was not asked for: give the PipelineState itself to DCP: "
+            'dcp.load({"train": state}, checkpoint_id=folder)'
+        )
 
 
-class _RowShard(Tensor):
-    """Rows of a larger tensor, by DCP's protocol for what is sharded; its shape is that of the whole."""
-
-    _local: Tensor
-    _first_row: int
-
-    @staticmethod
-    def of(local: Tensor, first_row: int, num_rows: int) -> _RowShard:
-        whole = torch.Size((num_rows, *local.shape[1:]))
-        shard: _RowShard = Tensor._make_wrapper_subclass(_RowShard, whole, dtype=local.dtype, device=local.device)
-        shard._local, shard._first_row = local, first_row
-        return shard
-
-    def _chunk(self) -> ChunkStorageMetadata:
-        offsets = torch.Size((self._first_row, *(0 for _ in self._local.shape[1:])))
-        return ChunkStorageMetadata(offsets, self._local.shape)
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk()]
-
-    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        chunk = self._chunk()
-        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(self._local), self.shape)
-        return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return self._local
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError(f"{func}: a shard is for checkpoints only")
+def optimized(state: PipelineState) -> Callable[[str], bool]:
+    """Whether an entry of a checkpoint's optimizer is of a parameter that an optimizer of this rank has."""
+    groups = [group for optimizer in state._optimizers for group in optimizer.param_groups]
+    names = {state._names[parameter] for group in groups for parameter in group["params"]}
+    return lambda key: state._split(key)[1] in names
 
 
-def _local(value: Tensor) -> Tensor:
-    return value._local if isinstance(value, _RowShard) else value
+def _read_shapes(text: str) -> tuple[dict[str, list[int]], bool | None]:
+    """Shapes of the whole model, and whether the optimizer had state; the first release candidate does not say."""
+    read = json.loads(text)
+    return (read["shapes"], read["has_optimizer_state"]) if isinstance(read.get("shapes"), dict) else (read, None)
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
@@ -178,31 +278,3 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
         for name, buffer in part.named_buffers(recurse=False):
             if name not in part._non_persistent_buffers_set:
                 yield "buffer", f"{path}.{name}".removeprefix(".").replace("_orig_mod.", ""), buffer
-
-
-@torch.no_grad()
-def _initialise(optimizer: torch.optim.Optimizer) -> None:
-    """Parameters that never had a gradient get the state of a first step, all zero: there is something to fill."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    new = [p for p in parameters if p.requires_grad and p not in optimizer.state]
-    if not new:
-        return
-    gradients = [p.grad for p in parameters]
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    for parameter in parameters:
-        parameter.grad = None
-    for parameter in new:
-        parameter.grad = torch.zeros_like(parameter)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if rate is not None:
-            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-    optimizer.step()
-    for parameter in new:
-        state = optimizer.state[parameter]
-        if "step" in state:
-            state["step"] = torch.zeros_like(state["step"]) if isinstance(state["step"], Tensor) else 0
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if rate is not None:
-            group["lr"] = rate

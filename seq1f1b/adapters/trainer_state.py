@@ -13,7 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from seq1f1b.adapters.checkpoint import PipelineState
+from seq1f1b.adapters.checkpoint import PipelineState, optimized
+from seq1f1b.adapters.checkpoint_values import OptimizerEntries, as_kept
 from seq1f1b.adapters.pretrained import Ranks, together
 from seq1f1b.runtime.engine import PipelineEngine
 
@@ -30,7 +31,7 @@ def save_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, sch
     def write() -> None:
         os.makedirs(folder, exist_ok=True)
         tensors = {name: value.contiguous() for name, value in state.items() if isinstance(value, Tensor)}
-        rest = {name: value for name, value in state.items() if name not in tensors}
+        rest = {name: as_kept(value) for name, value in state.items() if name not in tensors}
         _replace(_file(folder, "optimizer", engine), lambda file: save_file(tensors, file, {"rest": _json(rest)}))
         if engine.rank == 0:
             text = _json(scheduler.state_dict())
@@ -61,7 +62,7 @@ def check_resumable(folder: str) -> None:
 def load_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, scheduler: Any, folder: str) -> None:
     """Takes over what any number of ranks wrote."""
     own = PipelineState(engine, optimizer)
-    state = own.state_dict()
+    state, is_own = own.state_dict(), optimized(own)
     files = sorted(name for name in os.listdir(folder) if _OPTIMIZER.fullmatch(name))
 
     def load() -> None:
@@ -71,15 +72,15 @@ def load_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, sch
         found: dict[str, Any] = {}
         for name in files:
             with safe_open(os.path.join(folder, name), framework="pt") as tensors:
-                found |= {key: tensors.get_tensor(key) for key in tensors.keys() if key in state["optimizer"]}  # noqa: SIM118, not a dict
+                found |= {key: tensors.get_tensor(key) for key in tensors.keys() if is_own(key)}  # noqa: SIM118, not a dict
                 rest = json.loads(tensors.metadata()["rest"])
-            found |= {key: value for key, value in rest.items() if key in state["optimizer"]}
+            found |= {key: value for key, value in rest.items() if is_own(key)}
         for key, value in state["optimizer"].items():
-            if key not in found:
+            if key not in found and key.startswith("param_groups."):
                 raise ValueError(f"the checkpoint lacks {key!r} of this rank's optimizer")
-            if isinstance(value, tuple):  # JSON has lists only
+            if isinstance(value, tuple) and key in found:  # JSON has lists only
                 found[key] = tuple(found[key])
-        own.load_state_dict({**state, "optimizer": found})
+        own.load_state_dict({**state, "optimizer": OptimizerEntries(found, made={})})
         with open(os.path.join(folder, _SCHEDULER), encoding="utf-8") as file:
             scheduler.load_state_dict(json.load(file))
 
