@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import os
 import re
@@ -14,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seq1f1b.files import parse_json
+
 __all__: list[str] = []
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -22,6 +23,11 @@ _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+_IN_FOLDER = re.compile(r"[^/\\\x00]+(/[^/\\\x00]+)*")
+_LONGEST_HEADER = 100_000_000  # bytes, as safetensors has it
+_LARGEST = 1 << 63  # bytes that a tensor of torch stays below
+_MOST_DIMS = 64  # of a tensor that torch copies
+_IS_NUMBER = re.compile(r"[0-9]{1,18}")
 _PIECE = 4 << 20  # bytes in between if a tensor's dtype or device is not its file's
 
 
@@ -40,7 +46,7 @@ class WeightFiles:
     """Tensors of a folder's safetensors files by name; nothing but the files' headers is read to make it.
 
     Raises:
-        ValueError: the folder holds no such files, the index names one that is not there, or a file is damaged.
+        ValueError: the folder holds no such files, the index names one that is not in the folder, or a file is damaged.
     """
 
     def __init__(self, folder: str) -> None:
@@ -122,15 +128,27 @@ def _paths(folder: str) -> list[str]:
                 f"as safetensors once, by AutoModelForCausalLM.from_pretrained({folder!r}).save_pretrained(...)"
             )
     else:
-        try:
-            with open(index, encoding="utf-8") as file:
-                names = sorted(set(json.load(file)["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index} is no index of weights: {type(error).__name__}: {error}") from error
-        missing = [name for name in names if not os.path.isfile(os.path.join(folder, name))]
-        if missing:
-            raise ValueError(f"{index} names {some(missing)}, which {folder} does not hold: copy or download them")
+        names = _indexed(index)
+    missing = [name for name in names if not os.path.isfile(os.path.join(folder, name))]
+    if missing:
+        by = f"{index} names" if os.path.isfile(index) else f"{folder} has links to"
+        raise ValueError(f"{by} {some(missing)}, which {folder} does not hold: copy or download them")
     return [os.path.join(folder, name) for name in names]
+
+
+def _indexed(index: str) -> list[str]:
+    """File names of an index. Somebody else's folder must not name a file outside it; a link may lead out of it."""
+    try:
+        with open(index, encoding="utf-8") as file:
+            read = parse_json(file.read())
+        if not isinstance(read, dict) or not isinstance(read.get("weight_map"), dict):
+            raise ValueError('it must be an object with a "weight_map", an object of tensors\' names and their files')
+        for tensor, name in read["weight_map"].items():
+            if not isinstance(name, str) or not _IN_FOLDER.fullmatch(name) or {".", ".."} & set(name.split("/")):
+                raise ValueError(f"{tensor!r:.80} lies in {name!r:.80}, must be the name of a file in this folder")
+    except ValueError as error:
+        raise ValueError(f"{index} is no index of weights: {error}") from error
+    return sorted(set(read["weight_map"].values()))
 
 
 def _places(path: str) -> dict[str, Place]:
@@ -139,25 +157,49 @@ def _places(path: str) -> dict[str, Place]:
         size = os.path.getsize(path)
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if not 0 < length <= size - 8:
+            if not 0 < length <= min(size - 8, _LONGEST_HEADER):
                 raise ValueError(f"its header would have {length} bytes")
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length).decode())
+        if not isinstance(header, dict):
+            raise ValueError("its header must be an object")
         header.pop("__metadata__", None)
-        found = {}
-        for name, entry in header.items():
-            begin, end = (8 + length + offset for offset in entry["data_offsets"])
-            place = found[name] = Place(path, entry["dtype"], tuple(entry["shape"]), begin, end)
-            numbers = (begin, end, *place.shape)
-            if any(type(n) is not int or n < 0 for n in numbers) or not 8 + length <= begin <= end:
-                raise ValueError(f"{name!r} of shape {place.shape} would lie at bytes {begin} to {end}")
-            if place.dtype in _DTYPES and end - begin != math.prod(place.shape) * _DTYPES[place.dtype].itemsize:
-                raise ValueError(f"{name!r} of shape {place.shape} and dtype {place.dtype} has {end - begin} bytes")
-        last = max((place.end for place in found.values()), default=8 + length)
-        if last > size:
-            raise ValueError(f"it has {size} bytes, its tensors end at {last}")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        found = {name: _place(path, name, entry, 8 + length) for name, entry in header.items()}
+        end = 8 + length
+        for name, place in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
+            if place.begin < end and place.end > place.begin:
+                raise ValueError(
+                    f"{name!r:.80} begins at byte {place.begin}, inside another tensor, which ends at {end}"
+                )
+            end = max(end, place.end)
+        if end > size:
+            raise ValueError(f"it has {size} bytes, its tensors end at {end}")
+    except ValueError as error:
         raise ValueError(f"{path} is no whole safetensors file: {error}") from error
     return found
+
+
+def _place(path: str, name: str, entry: Any, first: int) -> Place:
+    """Raises ValueError for what no tensor can be; ``first`` is the first byte after the header."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        raise ValueError(f"{name!r:.80} is {entry!r:.80}, must be an object with dtype, shape and data_offsets")
+    dtype, shape = entry["dtype"], _numbers(name, "shape", entry)
+    offsets = _numbers(name, "data_offsets", entry)
+    if len(offsets) != 2 or not 0 <= offsets[0] <= offsets[1] or min(shape, default=0) < 0:
+        raise ValueError(f"{name!r:.80} of shape {shape!r:.80} would lie at bytes {offsets!r:.80} behind the header")
+    # A dimension of 0 makes it empty; its other ones have strides nevertheless.
+    if len(shape) > _MOST_DIMS or math.prod(max(n, 1) for n in shape) * 8 >= _LARGEST:
+        raise ValueError(f"{name!r:.80} of shape {shape!r:.80} is larger than a tensor can be")
+    begin, end = offsets
+    if dtype in _DTYPES and end - begin != math.prod(shape) * _DTYPES[dtype].itemsize:
+        raise ValueError(f"{name!r:.80} of shape {shape!r:.80} and dtype {dtype} has {end - begin} bytes")
+    return Place(path, dtype, shape, first + begin, first + end)
+
+
+def _numbers(name: str, field: str, entry: dict[str, Any]) -> tuple[int, ...]:
+    numbers = entry.get(field)
+    if not isinstance(numbers, list) or any(type(number) is not int for number in numbers):
+        raise ValueError(f"{name!r:.80} has {field} {numbers!r:.80}, must be a list of whole numbers")
+    return tuple(numbers)
 
 
 # -- the names of a model and those of its files -----------------------------------------------------------------------
@@ -270,7 +312,7 @@ def check_shape(folder: str, name: str, own: Tensor, found: Collection[int] | No
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Experts in the order of their numbers."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+    return [(int(part), "") if _IS_NUMBER.fullmatch(part) else (-1, part) for part in name.split(".")]
 
 
 def some(names: Collection[str]) -> str:

@@ -144,8 +144,22 @@ def weights(data: bytes) -> None:
             with _refusing():
                 dtype = found.dtype(name)
                 assert math.prod(place.shape) * dtype.itemsize == place.end - place.begin <= 64
-                if max(place.shape, default=0) < 1 << 31:
-                    assert not found.read(name).any()
+                assert not found.read(name).any()
+
+
+def weight_index(data: bytes) -> None:
+    """Any index of weights names files of its folder, or is an error; the file outside is never read."""
+    model = os.path.join(_folder.name, "model")
+    os.makedirs(os.path.join(model, "part"), exist_ok=True)
+    index = os.path.join(model, "model.safetensors.index.json")
+    for name in ("a.safetensors", "model/a.safetensors", "model/part/b.safetensors"):
+        header = json.dumps({name: {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
+        with open(os.path.join(_folder.name, name), "wb") as out:
+            out.write(len(header).to_bytes(8, "little") + header + b"\0")
+    with open(index, "wb") as out:
+        out.write(data)
+    with _refusing(begins=index):
+        assert WeightFiles(model).places.keys() <= {"model/a.safetensors", "model/part/b.safetensors"}
 
 
 def values(data: bytes) -> None:
@@ -219,5 +233,6 @@ def _is_long(given: Any) -> bool:
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    target.__name__: target for target in (profile, plan, machine, report, csv, weights, values, arguments)
+    target.__name__: target
+    for target in (profile, plan, machine, report, csv, weights, weight_index, values, arguments)
 }

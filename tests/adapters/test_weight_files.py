@@ -1,0 +1,151 @@
+"""Is a folder of somebody else's weights read by its own files alone, and refused by sentence where they are wrong?"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from seq1f1b.adapters.weight_files import WeightFiles
+
+SHARD = "model-00001-of-00001.safetensors"
+
+
+def write(file: Path, header: Any, data: bytes = bytes(8)) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def entry(shape: list[Any], begin: Any, end: Any, dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model in one shard, and a file beside its folder that is none of its business."""
+    (tmp_path / "model" / "part").mkdir(parents=True)
+    write(tmp_path / "private.safetensors", {"s": entry([2], 0, 8)}, struct.pack("<2f", 1.5, 2.5))
+    for name in (SHARD, f"part/{SHARD}"):
+        write(tmp_path / "model" / name, {"w": entry([2], 0, 8)}, struct.pack("<2f", 3.5, 4.5))
+    return tmp_path / "model"
+
+
+def put_index(folder: Path, index: Any) -> None:
+    text = index if isinstance(index, str) else json.dumps(index)
+    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+NAMES = {
+    "a parent": "../private.safetensors",
+    "a parent further in": "part/../../private.safetensors",
+    "its own parent": "../model/" + SHARD,
+    "an absolute path": "/etc/passwd",
+    "backslashes": "..\\private.safetensors",
+    "a byte that ends texts in C": SHARD + "\0",
+    "nothing": "",
+    "the folder": ".",
+    "a folder": "part/",
+    "a number": 5,
+    "null": None,
+    "true": True,
+    "a list": [SHARD],
+    "an object": {"name": SHARD},
+}
+INDEXES = {
+    "a list": [],
+    "a number": 1,
+    "null": None,
+    "no map": {"metadata": {}},
+    "a map that is a list": {"weight_map": [SHARD]},
+    "a map that is null": {"weight_map": None},
+    "nested too deep": '{"weight_map":' + "[" * 100_000 + "]" * 100_000 + "}",
+    "a number of many digits": '{"weight_map": {"w": ' + "9" * 10_000 + "}}",
+    "half a text": '{"weight_map": {"w": "mod',
+} | {f"a file that is {what}": {"weight_map": {"w": name}} for what, name in NAMES.items()}
+
+
+@pytest.mark.parametrize("what", INDEXES)
+def test_an_index_names_files_of_its_folder(folder, what):
+    put_index(folder, INDEXES[what])
+    with pytest.raises(ValueError, match=r"index\.json is no index of weights: "):
+        WeightFiles(str(folder))
+
+
+@pytest.mark.parametrize("name", ["absent.safetensors", "part", "\ud800.safetensors", "²", "9" * 5000])
+def test_a_file_that_is_not_there_is_named(folder, name):
+    put_index(folder, {"weight_map": {"w": name}})
+    with pytest.raises(ValueError, match=r"index\.json names .* does not hold: copy or download"):
+        WeightFiles(str(folder))
+
+
+def test_files_in_the_folder_and_links_of_a_cache_are_read(folder):
+    os.symlink("../private.safetensors", folder / "model-00002-of-00002.safetensors")  # as in the hub's cache
+    index = {"w": f"part/{SHARD}", "s": "model-00002-of-00002.safetensors"}
+    put_index(folder, {"weight_map": index})
+    files = WeightFiles(str(folder))
+    assert files.read("w").tolist() == [3.5, 4.5] and files.read("s").tolist() == [1.5, 2.5]
+
+
+def test_a_link_to_nothing_is_named(folder):
+    os.remove(folder / SHARD)
+    os.symlink("../blobs/gone", folder / SHARD)
+    with pytest.raises(ValueError, match=f"has links to {SHARD}, which .* does not hold: copy or download"):
+        WeightFiles(str(folder))
+
+
+HEADERS: dict[str, Any] = {
+    "a dimension of no memory": {"a": entry([2**70, 0], 0, 0)},
+    "dimensions of no memory": {"a": entry([2**40, 2**40, 0], 0, 0)},
+    "a dimension of no memory, of an unknown type": {"a": entry([2**70], 0, 8, "F8_E4M3")},
+    "more dimensions than a tensor has": {"a": entry([1] * 70, 0, 4)},
+    "an offset of no file": {"a": entry([2], 2**70, 2**70 + 8)},
+    "offsets beyond the file": {"a": entry([2], 8, 16)},
+    "a negative dimension": {"a": entry([-1, -2], 0, 8)},
+    "a negative offset": {"a": entry([2], -8, 0)},
+    "offsets the wrong way round": {"a": entry([2], 8, 0)},
+    "one offset": {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0]}},
+    "tensors that overlap": {"a": entry([1], 0, 4), "b": entry([1], 2, 6)},
+    "a tensor inside another": {"a": entry([2], 0, 8), "b": entry([1], 4, 8)},
+    "fewer bytes than the shape": {"a": entry([2], 0, 4)},
+    "a float": {"a": entry([2.0], 0, 8)},
+    "a bool": {"a": entry([True, 2], 0, 8)},
+    "a text": {"a": entry(["2"], 0, 8)},
+    "an infinite dimension": b'{"a": {"dtype": "F32", "shape": [Infinity], "data_offsets": [0, 8]}}',
+    "no shape": {"a": {"dtype": "F32", "data_offsets": [0, 8]}},
+    "a shape that is a text": {"a": {"dtype": "F32", "shape": "2", "data_offsets": [0, 8]}},
+    "a dtype that is a list": {"a": entry([2], 0, 8, ["F32"])},
+    "a tensor that is a list": {"a": []},
+    "a list": [],
+    "null": b"null",
+    "nested too deep": b"[" * 100_000 + b"]" * 100_000,
+    "no text": b"\xff\xfe{}",
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("what", HEADERS)
+def test_a_header_of_what_cannot_be_is_refused(folder, what):
+    write(folder / "model.safetensors", HEADERS[what])
+    with pytest.raises(ValueError, match=r"model\.safetensors is no whole safetensors file: "):
+        WeightFiles(str(folder))
+
+
+def test_a_header_that_the_file_cannot_have_is_not_read(folder):
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", 1 << 33))
+        file.truncate(1 << 34)  # sparse
+    with pytest.raises(ValueError, match=r"its header would have 8589934592 bytes"):
+        WeightFiles(str(folder))
+
+
+def test_tensors_without_elements_beside_others_are_read(folder):
+    header = {"none": entry([0, 3], 0, 0), "w": entry([2], 0, 8), "last": entry([5, 0], 8, 8), "one": entry([], 8, 12)}
+    write(folder / "model.safetensors", header, struct.pack("<3f", 1, 2, 3))
+    files = WeightFiles(str(folder))
+    assert {name: files.read(name).tolist() for name in header} == {"none": [], "w": [1, 2], "last": [[]] * 5, "one": 3}
+    assert files.read("none").shape == (0, 3) and files.dtype("w") == torch.float32
