@@ -7,6 +7,7 @@ arguments, and the size and checksum of every file. The folder is written as ``.
 that has its final name is complete.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ from torch import Tensor
 from seq1f1b import PipelineState
 
 KEPT = 2
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class CheckpointError(RuntimeError):
@@ -34,20 +36,25 @@ def save(folder: Path, state: PipelineState, *, step: int, run: Mapping[str, Any
     """Writes ``folder/step-<step>``; every rank calls it. Keeps the last two."""
     rank = ranks.rank()
     unfinished, final = folder / ".unfinished", folder / f"step-{step:06d}"
+    values: dict[str, Any] = {}
+    free = 0  # bytes, before anything is written
 
     def begin() -> None:
+        nonlocal free
         if rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
+            free = shutil.disk_usage(folder).free
 
     def write() -> None:
-        _dcp(dcp.save, {**state.state_dict(), f"rng.{rank}": torch.get_rng_state()}, unfinished)
+        values.update(state.state_dict())
+        _dcp(dcp.save, {**values, f"rng.{rank}": torch.get_rng_state()}, unfinished)
 
     def finish() -> None:
         if rank == 0:
             files = {file.name: [file.stat().st_size, _checksum(file)] for file in sorted(unfinished.iterdir())}
             manifest = {"step": step, "num_ranks": ranks.num_ranks(), "run": dict(run), "files": files}
-            with open(unfinished / "run.json", "w") as out:
+            with open(unfinished / "run.json", "w", encoding="utf-8") as out:
                 json.dump(manifest, out, indent=1)
                 out.flush()
                 os.fsync(out.fileno())
@@ -59,13 +66,20 @@ def save(folder: Path, state: PipelineState, *, step: int, run: Mapping[str, Any
     for action in (begin, write, finish):
         errors = [error for error in ranks.gather(_failure(action)) if error]
         if errors:
-            free = shutil.disk_usage(folder).free if folder.exists() else 0
+            needed, free = _num_bytes(values), ranks.gather(free)[0]  # of rank 0
             if rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
             kept = newest(folder)
+            reason = next((error for error in errors if any(f"[Errno {number}]" in error for number in NO_ROOM)), None)
             raise CheckpointError(
-                f"cannot write checkpoint {final}: {errors[0]} ({free >> 20} MiB were free there). Make room or choose "
-                f"another --out. Earlier checkpoint: {f'{kept}, intact, --resume goes on from it' if kept else 'none'}"
+                f"cannot write checkpoint {final}: "
+                + (
+                    f"saving to {folder} needs about {_gib(needed)}, {_gib(free)} were free ({reason})"
+                    if reason
+                    else errors[0]
+                )
+                + ". Make room or choose another --out. Earlier checkpoint: "
+                + (f"{kept}, intact, --resume goes on from it" if kept else "none")
             )
     if rank == 0:
         for old in sorted(folder.glob("step-*"))[:-KEPT]:
@@ -124,9 +138,23 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """step, num_ranks, run (what `save` was given), files."""
     file = checkpoint / "run.json"
     try:
-        return dict(json.loads(file.read_text()))
+        return dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}): {checkpoint} is no complete checkpoint") from None
+
+
+def _num_bytes(values: Mapping[str, Any]) -> int:
+    """Bytes of the tensors of all ranks; one that several have is written once. Every rank calls it."""
+    everyones: dict[str, int] = {}
+    for part in ("model", "optimizer"):
+        own = {name: value.nbytes for name, value in values.get(part, {}).items() if isinstance(value, Tensor)}
+        for theirs in ranks.gather(own):
+            everyones |= {f"{part}.{name}": number for name, number in theirs.items()}
+    return sum(everyones.values())
+
+
+def _gib(number: int) -> str:
+    return f"{number / 2**30:.3g} GiB"
 
 
 def _checksum(file: Path) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
 import json
 import os
+import stat
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from inspect import signature
@@ -12,13 +15,24 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-__all__ = ["check_names", "is_number", "json_fields", "load", "nearest_name", "parse_json", "read", "write_whole"]
+__all__ = [
+    "check_names",
+    "is_number",
+    "json_fields",
+    "keep_mode",
+    "load",
+    "nearest_name",
+    "no_room",
+    "parse_json",
+    "read",
+    "write_whole",
+]
 
 T = TypeVar("T")
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
-    """Writes a file under a temporary name beside it and renames it: whole, or as it was before.
+    """Writes a file under a temporary name beside it and renames it: whole, or as it was before. Its mode stays.
 
     What is no file, a pipe or a terminal for instance, is written as it comes.
     """
@@ -29,11 +43,47 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
     temporary = target.with_name(f".seq1f1b-{os.urandom(8).hex()}")
     try:
         temporary.write_bytes(content)
+        keep_mode(temporary, target)
         temporary.replace(target)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error  # not the temporary name
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def keep_mode(file: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Gives a file that will be renamed to ``target`` the mode of what is there.
+
+    If nothing is, the mode is that of any new file in its folder: what wrote it may have made it for its owner alone,
+    as safetensors does.
+    """
+    if os.path.isfile(target):
+        mode = os.stat(target).st_mode
+    else:
+        new = os.path.join(os.path.dirname(file), f".seq1f1b-{os.urandom(8).hex()}")
+        with open(new, "wb"):
+            mode = os.stat(new).st_mode
+        os.remove(new)
+    if mode != os.stat(file).st_mode:
+        with contextlib.suppress(OSError):  # of another owner, or on a file system without modes
+            os.chmod(file, stat.S_IMODE(mode))
+
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def no_room(error: BaseException) -> str | None:
+    """The system's words if a file could not be written for want of room; None if the cause is another.
+
+    It looks at what the error was raised from, and at texts: safetensors keeps no number.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        for number in _NO_ROOM:
+            if getattr(cause, "errno", None) == number or f"(os error {number})" in str(cause):
+                return os.strerror(number)
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def read(path: str | os.PathLike[str], parse: Callable[[str], T]) -> T:

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,7 @@ from seq1f1b.adapters.weight_files import (
     load_state,
     share_sources,
 )
+from seq1f1b.files import keep_mode, no_room
 from seq1f1b.runtime.engine import PipelineEngine
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 
@@ -116,23 +118,37 @@ def _save_weights(engine: PipelineEngine, stages: list[CausalLMStage], folder: s
                 raise OSError(f"transformers {transformers.__version__} wrote no weights to {part}")
             shards.extend(written)
 
-    together(engine, f"no checkpoint was written to {folder}", write)
+    own = [*(tensor for stage in stages for tensor in stage.state_dict().values()), *vocabulary.values()]
+    failed = f"no checkpoint was written to {folder}"
+    together(engine, failed, write, room=Room(folder, num_bytes(own)))
     contents: list[list[dict[str, int]]] = gather([_tensor_bytes(shard) for shard in shards])
     total = sum(map(len, contents))
     before = sum(map(len, contents[: engine.rank]))
     names = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)] if total > 1 else [SINGLE]
+    index = os.path.join(unfinished, INDEX)
+    finished: dict[str, str] = {}
+
+    def write_index() -> None:  # before the first file is replaced
+        if engine.rank == 0 and total > 1:
+            _write_index(index, dict(zip(names, [tensors for rank in contents for tensors in rank], strict=True)))
+            finished[index] = os.path.join(folder, INDEX)
+        for i, shard in enumerate(shards):
+            finished[shard] = os.path.join(folder, names[before + i])
+        for name in os.listdir(os.path.join(unfinished, "0")) if engine.rank == 0 else ():
+            if name.endswith(".json") and name != INDEX:
+                finished[os.path.join(unfinished, "0", name)] = os.path.join(folder, name)
+        for file, target in finished.items():
+            keep_mode(file, target)
 
     def move() -> None:
-        for i, shard in enumerate(shards):
-            os.replace(shard, os.path.join(folder, names[before + i]))
-        if engine.rank == 0:
-            for name in os.listdir(os.path.join(unfinished, "0")):
-                if name.endswith(".json") and name != INDEX:
-                    os.replace(os.path.join(unfinished, "0", name), os.path.join(folder, name))
-            flat = [tensors for rank in contents for tensors in rank]
-            _write_index(folder, dict(zip(names, flat, strict=True)), os.path.join(unfinished, INDEX))
+        for file, target in finished.items():
+            os.replace(file, target)
+        for name in os.listdir(folder) if engine.rank == 0 else ():  # weights that the folder held before
+            if name not in names and (IS_SHARD.fullmatch(name) or (name == INDEX and total == 1)):
+                os.remove(os.path.join(folder, name))
 
-    together(engine, f"no checkpoint was written to {folder}", move)
+    together(engine, failed, write_index, room=Room(folder, 0))
+    together(engine, failed, move)
 
 
 @contextmanager
@@ -203,24 +219,32 @@ def _save_adapters(engine: PipelineEngine, stages: list[CausalLMStage], folder: 
         for part, stage in zip(parts, stages, strict=True):
             stage.peft_model.save_pretrained(part)
 
-    together(engine, f"no checkpoint was written to {folder}", write)
+    failed = f"no checkpoint was written to {folder}"
+    needed = num_bytes(p for stage in stages for p in stage.parameters() if p.requires_grad)
+    together(engine, failed, write, room=Room(folder, needed))
     everyones: list[list[str]] = engine.all_gather_object(parts)
 
+    finished: list[tuple[str, str]] = []
+
     def join() -> None:
-        if engine.rank != 0:
-            return
-        for path, _, files in os.walk(parts[0]):  # an adapter that is not the default one has a folder of its own
-            place = os.path.relpath(path, parts[0])
-            os.makedirs(os.path.join(folder, place), exist_ok=True)
+        for path, _, files in os.walk(parts[0]) if engine.rank == 0 else ():
+            place = os.path.relpath(path, parts[0])  # an adapter that is not the default one has a folder of its own
             if _ADAPTER in files:
                 tensors: dict[str, Tensor] = {}
                 for part in (part for rank in everyones for part in rank):
                     tensors = load_file(os.path.join(part, place, _ADAPTER)) | tensors
                 save_file(tensors, os.path.join(path, _ADAPTER), metadata={"format": "pt"})
+            os.makedirs(os.path.join(folder, place), exist_ok=True)
             for name in files:
-                os.replace(os.path.join(path, name), os.path.join(folder, place, name))
+                finished.append((os.path.join(path, name), os.path.join(folder, place, name)))
+                keep_mode(*finished[-1])
 
-    together(engine, f"no checkpoint was written to {folder}", join)
+    def move() -> None:
+        for file, target in finished:
+            os.replace(file, target)
+
+    together(engine, failed, join, room=Room(folder, needed))
+    together(engine, failed, move)
 
 
 def _load_adapters(stage: CausalLMStage, folder: str) -> None:
@@ -253,16 +277,56 @@ class Ranks(Protocol):
     def all_gather_object(self, value: Any) -> list[Any]: ...
 
 
-def together(ranks: Ranks, failed: str, action: Callable[[], None], kind: type[Exception] = OSError) -> None:
-    """Does this rank's part; an error of any rank is raised on all, as ``kind``."""
-    problem = None
+@dataclass(frozen=True)
+class Room:
+    """What this rank's part of a save takes: bytes in a folder."""
+
+    folder: str
+    needed: int
+
+
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def together(
+    ranks: Ranks,
+    failed: str,
+    action: Callable[[], None],
+    kind: type[Exception] = OSError,
+    room: Room | None = None,
+) -> None:
+    """Does this rank's part; an error of any rank is raised on all, as ``kind``.
+
+    Args:
+        room: if a rank has none left, the error says how much all need and how much was free.
+    """
+    problem, lacks, free = None, "", 0
     try:
+        free = _free(room.folder) if room is not None else 0
         action()
     except Exception as error:
         problem = f"rank {ranks.rank}: {type(error).__name__}: {error}"
-    problems = [text for text in ranks.all_gather_object(problem) if text]
+        lacks = no_room(error) or ""
+    everyones = ranks.all_gather_object((problem, lacks, free, room.needed if room is not None else 0))
+    full = next(((lacks, free) for _, lacks, free, _ in everyones if lacks), None)
+    if full is not None and room is not None:
+        needed = sum(theirs for *_, theirs in everyones)
+        raise kind(
+            f"{failed}: saving to {room.folder} needs about {needed / 2**30:.3g} GiB, {full[1] / 2**30:.3g} GiB were "
+            f"free ({full[0]}): make room there or choose another folder"
+        )
+    problems = [text for text, *_ in everyones if text]
     if problems:
         raise kind(f"{failed}: {'; '.join(problems)}")
+
+
+def _free(folder: str) -> int:
+    """Bytes that may be written to a folder, which need not be there yet."""
+    folder = os.path.abspath(folder)
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    return shutil.disk_usage(folder).free
 
 
 def _is_parameter(module: nn.Module, name: str) -> bool:
@@ -276,17 +340,10 @@ def _tensor_bytes(file: str) -> dict[str, int]:
     return {name: t.nbytes for name, t in found.items()}
 
 
-def _write_index(folder: str, shards: dict[str, dict[str, int]], unfinished: str) -> None:
-    """The index, if there is more than one shard; removes weights that the folder held before."""
-    for name in os.listdir(folder):
-        if name not in shards and (name == INDEX or IS_SHARD.fullmatch(name)):
-            os.remove(os.path.join(folder, name))
-    if len(shards) == 1:
-        return
+def _write_index(file: str, shards: dict[str, dict[str, int]]) -> None:
     index = {
         "metadata": {"total_size": sum(sum(tensors.values()) for tensors in shards.values())},
         "weight_map": {tensor: name for name, tensors in shards.items() for tensor in sorted(tensors)},
     }
-    with open(unfinished, "w", encoding="utf-8") as out:
+    with open(file, "w", encoding="utf-8") as out:
         json.dump(index, out, indent=2, sort_keys=True)
-    os.replace(unfinished, os.path.join(folder, INDEX))

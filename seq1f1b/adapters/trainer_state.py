@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from seq1f1b.adapters.checkpoint import PipelineState, optimized
 from seq1f1b.adapters.checkpoint_values import OptimizerEntries, as_kept
-from seq1f1b.adapters.pretrained import Ranks, together
+from seq1f1b.adapters.pretrained import Ranks, Room, num_bytes, together
+from seq1f1b.files import keep_mode
 from seq1f1b.runtime.engine import PipelineEngine
 
 __all__: list[str] = []
@@ -27,21 +29,27 @@ _OPTIMIZER = re.compile(r"optimizer-\d+-of-(\d+)\.safetensors")
 def save_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, scheduler: Any, folder: str) -> None:
     """Each rank writes the state of its own parameters; rank 0 that of the scheduler, which is the same on all."""
     state = PipelineState(engine, optimizer).state_dict()["optimizer"]
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    rest = {name: as_kept(value) for name, value in state.items() if name not in tensors}
+    own = _file(folder, "optimizer", engine)
 
     def write() -> None:
-        os.makedirs(folder, exist_ok=True)
-        tensors = {name: value.contiguous() for name, value in state.items() if isinstance(value, Tensor)}
-        rest = {name: as_kept(value) for name, value in state.items() if name not in tensors}
-        _replace(_file(folder, "optimizer", engine), lambda file: save_file(tensors, file, {"rest": _json(rest)}))
+        continuous = {name: value.contiguous() for name, value in tensors.items()}
+        files = {own: lambda file: save_file(continuous, file, {"rest": _json(rest)})}
         if engine.rank == 0:
-            text = _json(scheduler.state_dict())
-            _replace(os.path.join(folder, _SCHEDULER), lambda file: _write(file, text))
-            for name in os.listdir(folder):  # of an earlier save by another number of ranks
-                match = _OPTIMIZER.fullmatch(name)
-                if match and int(match[1]) != engine.num_ranks:
-                    os.remove(os.path.join(folder, name))
+            files[os.path.join(folder, _SCHEDULER)] = lambda file: _write(file, _json(scheduler.state_dict()))
+        _write_unfinished(files)
 
-    together(engine, f"no optimizer state was written to {folder}", write)
+    def finish() -> None:
+        _finish([own, *([os.path.join(folder, _SCHEDULER)] if engine.rank == 0 else [])])
+        for name in os.listdir(folder) if engine.rank == 0 else ():  # of an earlier save by another number of ranks
+            match = _OPTIMIZER.fullmatch(name)
+            if match and int(match[1]) != engine.num_ranks:
+                os.remove(os.path.join(folder, name))
+
+    failed = f"no optimizer state was written to {folder}"
+    together(engine, failed, write, room=Room(folder, num_bytes(tensors.values())))
+    together(engine, failed, finish)
 
 
 def check_resumable(folder: str) -> None:
@@ -88,11 +96,15 @@ def load_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, sch
 
 
 def save_randomness(ranks: Ranks, states: list[Tensor], folder: str) -> None:
+    file = _file(folder, "rng", ranks)
+
     def write() -> None:
         tensors = {str(i): state for i, state in enumerate(states)}
-        _replace(_file(folder, "rng", ranks), lambda file: save_file(tensors, file))
+        _write_unfinished({file: lambda unfinished: save_file(tensors, unfinished)})
+        _finish([file])
 
-    together(ranks, f"no random state was written to {folder}", write)
+    failed = f"no random state was written to {folder}"
+    together(ranks, failed, write, room=Room(folder, num_bytes(states)))
 
 
 def load_randomness(ranks: Ranks, folder: str) -> list[Tensor] | None:
@@ -108,10 +120,23 @@ def _file(folder: str, kind: str, ranks: Ranks) -> str:
     return os.path.join(folder, f"{kind}-{ranks.rank + 1:05d}-of-{ranks.num_ranks:05d}.safetensors")
 
 
-def _replace(file: str, write: Callable[[str], Any]) -> None:
-    """The old file stays until the new one is written."""
-    write(f"{file}.unfinished")
-    os.replace(f"{file}.unfinished", file)
+def _write_unfinished(files: Mapping[str, Callable[[str], Any]]) -> None:
+    """Writes files under other names: the old ones stay until all new ones are written."""
+    try:
+        for file, write in files.items():
+            os.makedirs(os.path.dirname(file), exist_ok=True)
+            write(f"{file}.unfinished")
+            keep_mode(f"{file}.unfinished", file)
+    except BaseException:
+        for file in files:
+            with contextlib.suppress(OSError):
+                os.remove(f"{file}.unfinished")
+        raise
+
+
+def _finish(files: Iterable[str]) -> None:
+    for file in files:
+        os.replace(f"{file}.unfinished", file)
 
 
 def _write(file: str, text: str) -> None:

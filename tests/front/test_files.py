@@ -28,6 +28,17 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path, monkeypat
     assert file.read_bytes() == b"before" and os.listdir(tmp_path) == ["plan.json"]
 
 
+def test_a_file_that_is_replaced_keeps_its_mode_and_a_new_one_has_that_of_any_other(tmp_path: Path) -> None:
+    file, other = tmp_path / "plan.json", tmp_path / "other"
+    write_whole(file, b"new")
+    other.touch()
+    assert file.stat().st_mode == other.stat().st_mode
+    for mode in (0o640, 0o600, 0o666):
+        file.chmod(mode)
+        write_whole(file, b"again")
+        assert file.stat().st_mode & 0o777 == mode and file.read_bytes() == b"again"
+
+
 def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path: Path) -> None:
     file, link, pipe = tmp_path / "file", tmp_path / "link", tmp_path / "pipe"
     file.write_bytes(b"before")
