@@ -110,7 +110,7 @@ def with_included(source: str | Path) -> list[Path]:
     """The file and all that it includes by a relative path, itself first."""
     found = [ROOT / source]
     for path in found:
-        for name in re.findall(r'^\s*#\s*include\s*"(.+?)"', path.read_text(), re.MULTILINE):
+        for name in re.findall(r'^\s*#\s*include\s*"(.+?)"', path.read_text(encoding="utf-8"), re.MULTILINE):
             included = (path.parent / name).resolve()
             if included not in found:
                 found.append(included)
@@ -127,7 +127,7 @@ def cuda_source_hash(source: str | Path) -> str:
     """Hash of what makes a kernel: its code in the repository, and the flags that turn it into instructions."""
     digest = hashlib.sha256(" ".join([*CUDA_ARCHITECTURES, *NVCC_FLAGS]).encode())
     for path in with_included(source):
-        digest.update(code_of(path.read_text()).encode())
+        digest.update(code_of(path.read_text(encoding="utf-8")).encode())
     return digest.hexdigest()
 
 

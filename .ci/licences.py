@@ -99,7 +99,7 @@ def main() -> None:
     if problems:
         sys.exit("\n".join(problems))
     if "--write" in sys.argv:
-        PAGE.write_text(page)
+        PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

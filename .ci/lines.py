@@ -31,7 +31,7 @@ def lines_now() -> Counter[str]:
     for place in PRODUCT:
         for file in [ROOT / place, *(ROOT / place).rglob("*")]:
             if file.is_file() and file.suffix in SUFFIXES:
-                counts[room_of(str(file.relative_to(ROOT)))] += file.read_text().count("\n")
+                counts[room_of(str(file.relative_to(ROOT)))] += file.read_text(encoding="utf-8").count("\n")
     return counts
 
 

@@ -26,7 +26,7 @@ called = set(re.findall(r" U (_*(?:cu|nccl|nv)\w+)", read("nm -D --undefined-onl
 source = "".join(f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in sorted(called))
 for name in sorted(loaded - {file.name for file in libraries}):
     script = folder / f"{name}.versions"
-    script.write_text(f"{versions.get(name, name)} {{ *; }};")
+    script.write_text(f"{versions.get(name, name)} {{ *; }};", encoding="utf-8")
     options = ["-shared", "-fPIC", "-w", f"-Wl,-soname,{name}", f"-Wl,--version-script,{script}", "-o", folder / name]
     subprocess.run(["gcc", "-x", "c", "-", *options], input=source, text=True, check=True)
     print(f"{name} has no device")

@@ -92,7 +92,7 @@ def try_here(wheel: Path, work: Path, with_torch: bool) -> None:
         variables = environment(sys.executable, place, wheel)
         # Packages of the environment that runs this come after the wheel on the path, so its own seq1f1b is not found.
         inner = place / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
-        (inner / "outer.pth").write_text("".join(f"{folder}\n" for folder in packages()))
+        (inner / "outer.pth").write_text("".join(f"{folder}\n" for folder in packages()), encoding="utf-8")
         python = place / "bin" / "python"
         where = run(python, "-c", "import seq1f1b; print(seq1f1b.__file__)", cwd=work, env=variables)
         assert where.startswith(str(place)), where
@@ -142,7 +142,9 @@ def try_emulated(wheel: Path, work: Path) -> None:
     print(run(*python, ROOT / ".ci" / "check_wheel.py", "0", cwd=work, env=variables), end="")
     tests = work / "tests"
     shutil.copytree(ROOT / "tests", tests, ignore=shutil.ignore_patterns("corpus", "__pycache__"))
-    (work / "pytest.ini").write_text("[pytest]\npythonpath = tests/support\nmarkers =\n    full\n    faults\n")
+    (work / "pytest.ini").write_text(
+        "[pytest]\npythonpath = tests/support\nmarkers =\n    full\n    faults\n", encoding="utf-8"
+    )
     variables["PYTHONPATH"] = f"{site}{os.pathsep}{pure}"
     options = [
         "-q",

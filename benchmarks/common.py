@@ -34,7 +34,7 @@ KEPT_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 def machine_busy_seconds() -> float:
     """CPU seconds that all processes of the machine have used."""
-    with open("/proc/stat") as file:
+    with open("/proc/stat", encoding="utf-8") as file:
         fields = [int(x) for x in file.readline().split()[1:]]
     user, nice, system, _, _, irq, softirq, steal = fields[:8]
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
@@ -42,7 +42,7 @@ def machine_busy_seconds() -> float:
 
 def process_seconds(pid: int) -> float:
     """CPU seconds of one process, all threads."""
-    with open(f"/proc/{pid}/stat") as file:
+    with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
         fields = file.read().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -140,7 +140,7 @@ def header(title: str) -> str:
         return subprocess.run(["git", "-C", root, *arguments], capture_output=True, text=True).stdout.strip()
 
     dirty = " with changes" if git("status", "--porcelain", "--untracked-files=no") else ""
-    with open("/proc/cpuinfo") as file:
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
         model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), "")
     lines = [
         f"# {title}",
@@ -158,7 +158,7 @@ def show_and_write(show: Callable[[], None], path: Path) -> None:
     with contextlib.redirect_stdout(text):
         show()
     sys.stdout.write(text.getvalue())
-    path.write_text(text.getvalue())
+    path.write_text(text.getvalue(), encoding="utf-8")
 
 
 class Records:
@@ -168,12 +168,12 @@ class Records:
         self.path = path
         self.records: list[dict[str, Any]] = []
         if os.path.exists(path):
-            with open(path) as file:
+            with open(path, encoding="utf-8") as file:
                 self.records = [json.loads(line) for line in file]
 
     def add(self, **record: Any) -> None:
         self.records.append(record)
-        with open(self.path, "a") as file:
+        with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
     def begin(self, title: str) -> None:

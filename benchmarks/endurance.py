@@ -32,7 +32,7 @@ SLACK = 1 << 20  # bytes of resident memory: pages that malloc keeps after steps
 def resident_bytes() -> int:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/statm") as file:
+    with open("/proc/self/statm", encoding="utf-8") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -59,7 +59,7 @@ def train(rank: int, transport: str, steps: int, path: str) -> None:
     seconds = time.monotonic() - began
     rows = engine.all_gather_object(found)
     if rank == 0:
-        with open(path, "a") as file:
+        with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"transport": transport, "seconds": seconds, "rows": rows}) + "\n")
     engine.close()
 
@@ -94,7 +94,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for transport in options.transports:
             spawn(2, train, transport, options.steps, f"{folder}/found")
-        with open(f"{folder}/found") as file:
+        with open(f"{folder}/found", encoding="utf-8") as file:
             is_well = [show(json.loads(line)) for line in file]
     raise SystemExit(0 if all(is_well) else 1)
 

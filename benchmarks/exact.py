@@ -59,7 +59,7 @@ def solve(seconds: float, workers: int) -> None:
         lines.append(json.dumps(case | {"makespan": found.makespan, "bound": found.bound, "proved": found.proved}))
         print(lines[-1], f"# {found.seconds:.1f} s", flush=True)
     exact_cases.FILE.parent.mkdir(exist_ok=True)
-    exact_cases.FILE.write_text("\n".join(lines) + "\n")
+    exact_cases.FILE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def row(title: str, gaps: Sequence[float]) -> str:

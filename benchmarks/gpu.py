@@ -64,7 +64,7 @@ Cases = dict[str, dict[str, Record]]  # by stage and case
 
 def append(path: Path, record: Record) -> None:
     cut_off = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")  # a process was stopped within a line
-    with open(path, "a") as file:
+    with open(path, "a", encoding="utf-8") as file:
         file.write("\n" * cut_off + json.dumps(record) + "\n")
         file.flush()
         os.fsync(file.fileno())
@@ -73,7 +73,7 @@ def append(path: Path, record: Record) -> None:
 def read(path: Path) -> list[Record]:
     """The lines that are whole."""
     records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError:
@@ -243,9 +243,9 @@ def write_records(path: Path, entries: list[Record]) -> None:
     def key(record: Record) -> tuple[Any, ...]:
         return tuple(record[name] for name in ("architecture", "operation", "dtype", "head_dim"))
 
-    before = json.loads(path.read_text()) if path.exists() else []
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     kept = [record for record in before if key(record) not in {key(entry) for entry in entries}]
-    path.write_text(json.dumps([*kept, *entries], indent=1) + "\n")
+    path.write_text(json.dumps([*kept, *entries], indent=1) + "\n", encoding="utf-8")
 
 
 def speed_text(found: Cases, operation: str, head_dim: int) -> str:

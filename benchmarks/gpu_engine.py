@@ -167,7 +167,7 @@ def process_rank(rank: int, world: int, rehearsal: str | None, transport: str, d
         rate = messages(machine, rank, world, transport)
     if rank == 0:
         found |= {"ms a step": round(seconds * 1e3, 2), gpu.MESSAGES: round(rate, 2)}
-        Path(path).write_text(json.dumps(found))
+        Path(path).write_text(json.dumps(found), encoding="utf-8")
 
 
 def ranks(machine: Machine) -> Iterator[Case]:
@@ -187,7 +187,7 @@ def ranks(machine: Machine) -> Iterator[Case]:
                 path = Path(folder) / "found.json"
                 rehearsal = None if machine.rehearsal is None else str(machine.rehearsal)
                 processes.run_processes(2, process_rank, rehearsal, transport, dtype, str(path))
-                return dict(json.loads(path.read_text()))
+                return dict(json.loads(path.read_text(encoding="utf-8")))
         except Exception as error:
             if transport == "nccl" and one_gpu:
                 raise Unmeasured(f"needs two GPUs; as two hosts on one: {error}") from None

@@ -44,7 +44,7 @@ def main() -> None:
     for tool in ("compute-sanitizer", "ncu"):
         path = folder / "bin" / tool
         path.parent.mkdir(exist_ok=True)
-        path.write_text(TOOL.format(python=sys.executable))
+        path.write_text(TOOL.format(python=sys.executable), encoding="utf-8")
         path.chmod(0o755)
     kernels = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "kernels/cuda").glob("*.cu"))
     emulated_cuda.build([*kernels, "tests/cuda/primitive_probes.cu"], folder, flags=["-O1"])

@@ -560,7 +560,7 @@ def run_steady(rank: int, quick: bool, path: str) -> None:
             found.append((made, resident_bytes(), descriptors, threading.active_count(), len(graphs)))
     everyone = engine.all_gather_object((found, sorted(waits[1:])))
     if rank == 0:
-        Path(path).write_text(json.dumps(everyone))
+        Path(path).write_text(json.dumps(everyone), encoding="utf-8")
     engine.close()
     iterator.close()  # type: ignore[attr-defined]
 
@@ -569,7 +569,7 @@ def steady(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/found.json"
         spawn(2, run_steady, options.quick, path)
-        everyone = json.loads(Path(path).read_text())
+        everyone = json.loads(Path(path).read_text(encoding="utf-8"))
     print(header("steps of changing lengths, no two alike: what grows"))
     print("# two processes, blocks compiled; documents of 1 to 300 tokens, 1200 tokens a step\n")
     print(f"{'rank':>4}{'step':>6}{'resident MiB':>14}{'descriptors':>13}{'threads':>9}{'graphs':>8}")

@@ -297,7 +297,7 @@ def add_all(row: dict[str, Any], values: dict[str, tuple[float, ...]], absolute:
 
 
 def main() -> None:
-    with open(sys.argv[1] if len(sys.argv) > 1 else DATA) as file:
+    with open(sys.argv[1] if len(sys.argv) > 1 else DATA, encoding="utf-8") as file:
         tables = json.load(file)
     assert tables["num_segments"] == K and tables["split"] == "flops"
     hardware = load_hardware(MACHINE)

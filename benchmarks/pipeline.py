@@ -163,13 +163,13 @@ def reset_peak() -> int:
     """Forgets the peak of resident memory; returns what is resident now, in bytes."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/clear_refs", "w") as file:
+    with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
         file.write("5")
     return status_bytes("VmRSS")
 
 
 def status_bytes(field: str) -> int:
-    with open("/proc/self/status") as file:
+    with open("/proc/self/status", encoding="utf-8") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
 
 

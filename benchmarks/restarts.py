@@ -42,9 +42,12 @@ def ranks_of(launcher: int) -> dict[int, int]:
     """Process ids of the ranks that are there."""
     found = {}
     with contextlib.suppress(OSError):
-        for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text(encoding="utf-8").split():
             with contextlib.suppress(OSError):
-                variables = dict(v.partition("=")[::2] for v in Path(f"/proc/{child}/environ").read_text().split("\0"))
+                variables = dict(
+                    v.partition("=")[::2]
+                    for v in Path(f"/proc/{child}/environ").read_text(encoding="utf-8").split("\0")
+                )
                 if "RANK" in variables:
                     found[int(variables["RANK"])] = int(child)
     return found
@@ -52,7 +55,7 @@ def ranks_of(launcher: int) -> dict[int, int]:
 
 def rows(folder: Path) -> list[float]:
     file = folder / "runs/gpt/log.jsonl"
-    return [json.loads(line)["loss"] for line in file.read_text().splitlines()] if file.exists() else []
+    return [json.loads(line)["loss"] for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 
 def seconds_of(process: subprocess.Popen[bytes]) -> float:
@@ -71,7 +74,7 @@ def disturb(folder: Path, moments: list[tuple[int, float]], draw: random.Random)
     log = folder / "runs/gpt/log.jsonl"
 
     def steps() -> int:
-        return log.read_text().count("\n") if log.exists() else 0
+        return log.read_text(encoding="utf-8").count("\n") if log.exists() else 0
 
     for least, seconds in moments:
         while process.poll() is None and (len(there := ranks_of(process.pid)) < RANKS or steps() < least):
@@ -102,7 +105,7 @@ def main() -> None:
         (whole := Path(name) / "whole").mkdir()
         took = seconds_of(process := start(whole))
         wanted = rows(whole)
-        assert process.returncode == 0 and len(wanted) == STEPS, (whole / "output").read_text()[-3000:]
+        assert process.returncode == 0 and len(wanted) == STEPS, (whole / "output").read_text(encoding="utf-8")[-3000:]
         print(f"\nundisturbed: {took:.0f} s, loss {wanted[0]:.4f} to {wanted[-1]:.4f}\n")
         print(f"{'run':>3} {'seconds':>7} {'losses':>7}  killed")
         well = 0
@@ -116,7 +119,7 @@ def main() -> None:
             well += same
             print(f"{run + 1:3} {seconds:7.0f} {'equal' if same else 'DIFFER':>7}  {'; '.join(lost)}", flush=True)
             if not same:
-                sys.stderr.write((folder / "output").read_text()[-5000:])
+                sys.stderr.write((folder / "output").read_text(encoding="utf-8")[-5000:])
         print(f"\n{well} of {options.runs} runs ended with the losses of the undisturbed one, bit for bit")
     raise SystemExit(0 if well == options.runs else 1)
 

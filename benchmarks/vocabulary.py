@@ -33,7 +33,7 @@ ARMS = ("head in the last stage", "head in its loss", "vocabulary over the ranks
 
 
 def resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -96,7 +96,7 @@ def run_rank(rank: int, arm: str, options: argparse.Namespace, folder: str) -> N
             "makespan": run.makespan,
             "measured": report.makespan,
         }
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    Path(folder, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     engine.close()
     dist.destroy_process_group()
 
@@ -104,7 +104,7 @@ def run_rank(rank: int, arm: str, options: argparse.Namespace, folder: str) -> N
 def run_arm(arm: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (arm, options, folder), nprocs=options.ranks)
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(options.ranks)]
+        return [json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(options.ranks)]
 
 
 def main() -> None:

@@ -62,13 +62,15 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def whole_file(_page: Path, _rest: str, name: str) -> str:
     path = ROOT / name
-    return fence(LANGUAGES.get(path.suffix, "text"), path.read_text())
+    return fence(LANGUAGES.get(path.suffix, "text"), path.read_text(encoding="utf-8"))
 
 
 def part(_page: Path, _rest: str, name: str, *heading: str) -> str:
     path = ROOT / name
     text = re.split(
-        rf"^ *# -- {re.escape(' '.join(heading))}\n", path.read_text(), flags=re.MULTILINE
+        rf"^ *# -- {re.escape(' '.join(heading))}\n",
+        path.read_text(encoding="utf-8"),
+        flags=re.MULTILINE,
     )
     if len(text) != 2:
         raise ValueError(f"{name} holds no comment, or several: # -- {' '.join(heading)}")
@@ -80,7 +82,9 @@ def part(_page: Path, _rest: str, name: str, *heading: str) -> str:
 
 def changes(_page: Path, _rest: str, *names: str) -> str:
     """Without the lines of ``---`` and ``+++``, whose dates and folders say nothing."""
-    old, new = ((ROOT / name).read_text().splitlines(keepends=True) for name in names)
+    old, new = (
+        (ROOT / name).read_text(encoding="utf-8").splitlines(keepends=True) for name in names
+    )
     return fence("diff", "".join(list(difflib.unified_diff(old, new, n=2))[2:]))
 
 
@@ -205,7 +209,7 @@ def docstring(module: str, name: str) -> str:
         if found is None or found.origin is None:
             raise
         # Imports for type checkers stand inside an if.
-        for node in ast.walk(ast.parse(Path(found.origin).read_text())):
+        for node in ast.walk(ast.parse(Path(found.origin).read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and name in [
                 each.name for each in node.names
             ]:
@@ -242,7 +246,9 @@ def objects(page: Path, rest: str) -> str:
             rows.append((f"`{shown}`", first_sentence(home, member)))
     text = table(("name", "what it is for"), rows)
     places = "<!-- fill: objects"
-    if page.read_text().count(places) == rest.count(places) + 1:  # the first one of the page
+    if (
+        page.read_text(encoding="utf-8").count(places) == rest.count(places) + 1
+    ):  # the first one of the page
         first = rows[0][0].strip("`")
         text += f"\nIn Python, `help({first})` tells arguments, results and errors; "
         text += "so it is with each name on this page.\n"
@@ -344,7 +350,7 @@ KINDS: dict[str, Callable[..., str]] = {
 
 def filled(page: Path) -> str:
     """The page's text as it should be."""
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
 
     def fill(place: re.Match[str]) -> str:
         kind, *arguments = shlex.split(place[1])
@@ -369,7 +375,7 @@ def problems() -> Iterator[str]:
     """What `python docs/fill.py` would change, and what it could not."""
     shown: set[str] = set()
     for page in pages():
-        text, wanted = page.read_text(), filled(page)
+        text, wanted = page.read_text(encoding="utf-8"), filled(page)
         name = str(page.relative_to(ROOT))
         if text != wanted:
             changed = difflib.unified_diff(
@@ -402,8 +408,8 @@ def main() -> None:
         raise SystemExit(1 if found else 0)
     texts = {page: filled(page) for page in pages()}
     for page, text in texts.items():
-        if text != page.read_text():
-            page.write_text(text)
+        if text != page.read_text(encoding="utf-8"):
+            page.write_text(text, encoding="utf-8")
             print(f"wrote {page.relative_to(ROOT)}")
     shown = set(re.findall(r"pictures/([^)]*)\)", "".join(texts.values())))
     for path in PICTURES.glob("*"):

@@ -67,7 +67,7 @@ def peak_growth(measure: bool) -> Iterator[Growth]:
         yield growth
         return
     ctypes.CDLL(None).malloc_trim(0)  # what is free goes back, so that using it again counts as growth
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the high-water mark starts again from here
     before = _status("VmRSS")
     yield growth
     growth.mebibytes = (_status("VmHWM") - before) / 1024
@@ -75,7 +75,7 @@ def peak_growth(measure: bool) -> Iterator[Growth]:
 
 def _status(field: str) -> int:
     """A field of /proc/self/status, in KiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 

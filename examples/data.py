@@ -186,14 +186,14 @@ def _tokenise(corpus: Corpus, folder: Path, vocab: int) -> None:
     share = counts[counts > 0] / counts.sum()
     entropy = float(-(share * np.log(share)).sum())
     header = Header(dtype.name, size, totals[0], totals[1], entropy, text_bytes)
-    (folder / "tokens.json").write_text(json.dumps(asdict(header), indent=1) + "\n")
+    (folder / "tokens.json").write_text(json.dumps(asdict(header), indent=1) + "\n", encoding="utf-8")
 
 
 class Tokens:
     """The memory-mapped token file: batches for training, windows for evaluation. Every rank opens its own."""
 
     def __init__(self, folder: Path, *, seq_len: int) -> None:
-        self.header = Header(**json.loads((folder / "tokens.json").read_text()))
+        self.header = Header(**json.loads((folder / "tokens.json").read_text(encoding="utf-8")))
         self.seq_len = seq_len
         file, dtype = folder / "tokens.bin", np.dtype(self.header.dtype)
         expected = (self.header.train + self.header.held_out) * dtype.itemsize

@@ -17,7 +17,7 @@ def with_config(parser: argparse.ArgumentParser, argv: Sequence[str] | None = No
     if file is None:
         return given
     try:
-        options = json.loads(file.read_text())
+        options = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         parser.error(f"--config {file}: {error}")
     if not isinstance(options, dict):

@@ -188,7 +188,7 @@ class Log:
         self.rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
         self.file = None
         if ranks.rank() == 0:
-            self.file = open(file, "a", buffering=1)  # noqa: SIM115 (lives with the run)
+            self.file = open(file, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (lives with the run)
             self.file.truncate(sum(map(len, lines)))  # rows before the checkpoint are never lost, even for a moment
 
     def add(self, row: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ def find_clang() -> str:
             continue
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder, "a.c")
-            source.write_text("#include <stdlib.h>\n")
+            source.write_text("#include <stdlib.h>\n", encoding="utf-8")
             command = [clang, *TARGET, "-o", f"{folder}/a.wasm", str(source)]
             if subprocess.run(command, capture_output=True).returncode == 0:
                 return clang
@@ -167,17 +167,17 @@ def page(wasm: bytes) -> str:
     """The page with all that it needs."""
     view = ROOT / "seq1f1b/view"
     scripts = {
-        "laboratory": (HERE / "lab.js").read_text(),
+        "laboratory": (HERE / "lab.js").read_text(encoding="utf-8"),
         "facts": json.dumps(facts(), separators=(",", ":")),
         "wasm": base64.b64encode(wasm).decode(),
-        "timeline": (view / "timeline.js").read_text(),
-        "design": (HERE / "design.js").read_text(),
-        "explorer": (HERE / "explorer.js").read_text(),
+        "timeline": (view / "timeline.js").read_text(encoding="utf-8"),
+        "design": (HERE / "design.js").read_text(encoding="utf-8"),
+        "explorer": (HERE / "explorer.js").read_text(encoding="utf-8"),
     }
     parts = {name: text.replace("</", "<\\/") for name, text in scripts.items()}
-    parts["timeline_style"] = (view / "timeline.css").read_text()
-    parts["style"] = (HERE / "explorer.css").read_text()
-    html = (HERE / "page.html").read_text()
+    parts["timeline_style"] = (view / "timeline.css").read_text(encoding="utf-8")
+    parts["style"] = (HERE / "explorer.css").read_text(encoding="utf-8")
+    html = (HERE / "page.html").read_text(encoding="utf-8")
     for name, text in parts.items():
         marker = f"/* {name} */"
         assert html.count(marker) == 1, marker
@@ -197,9 +197,11 @@ def build(folder: Path) -> None:
     except NoCompiler as error:
         text = "<!doctype html><meta charset=utf-8><title>Schedule explorer</title>"
         text += f"<p>The schedule explorer was not built with these pages: {error}.</p>"
-        (folder / "index.html").write_text(text)
+        (folder / "index.html").write_text(text, encoding="utf-8")
         raise
-    (folder / "index.html").write_text(page((folder / "core.wasm").read_bytes()))
+    (folder / "index.html").write_text(
+        page((folder / "core.wasm").read_bytes()), encoding="utf-8"
+    )
 
 
 def main() -> int:

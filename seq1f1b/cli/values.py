@@ -57,7 +57,7 @@ def read_lengths(text: str) -> dict[int, int]:
     if re.fullmatch(r"\d+:\d+(,\d+:\d+)*", text):
         where, lines = "--lengths", text.replace(":", " ").split(",")
     else:
-        with open(text) as file:
+        with open(text, encoding="utf-8") as file:
             where, lines = text, [line.partition("#")[0].strip() for line in file]
     lengths: dict[int, int] = {}
     for number, line in enumerate(lines, 1):

@@ -272,7 +272,7 @@ def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
 def read_schedule(name: str, num_segments: int) -> Schedule:
     """An order from a file: torch's CSV or our text."""
     try:
-        with open(name) as file:
+        with open(name, encoding="utf-8") as file:
             text = file.read()
         schedule = (
             Schedule.from_csv(text, num_segments=num_segments) if name.endswith(".csv") else Schedule.from_text(text)

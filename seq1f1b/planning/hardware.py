@@ -154,11 +154,11 @@ def _read(kind: str, name: str) -> dict[str, Any]:
     """A preset by its name, or any file whose path ends in .json."""
     if name.endswith(".json"):
         try:
-            text = Path(name).read_text()
+            text = Path(name).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{name}: not JSON: {error}") from None
     elif name in presets(kind) or name == "default":
-        text = (resources.files("seq1f1b") / "presets" / kind / f"{name}.json").read_text()
+        text = (resources.files("seq1f1b") / "presets" / kind / f"{name}.json").read_text(encoding="utf-8")
     else:
         raise ValueError(
             f"there is no preset {name!r} among {kind}{nearest_name(name, presets(kind))}; or give a path to a .json"

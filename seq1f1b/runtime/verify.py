@@ -344,7 +344,7 @@ def _fits(runner: Runner) -> bool:
     wanted = 3 * 8 * sum(p.numel() for _, p in runner.pipeline.named_parameters()) + activations
     if runner.pipeline.device.type == "cuda":
         return wanted < torch.cuda.mem_get_info(runner.pipeline.device)[0]
-    with open("/proc/meminfo") as file:
+    with open("/proc/meminfo", encoding="utf-8") as file:
         free = next((int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")), 0)
     return wanted < free / runner.pipeline.num_ranks  # as if all ranks shared this machine
 

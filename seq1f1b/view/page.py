@@ -70,8 +70,8 @@ def timeline_html(
     here = Path(__file__).parent
     parts = {
         "title": escape(title),
-        "style": here.joinpath("timeline.css").read_text(),
-        "script": here.joinpath("timeline.js").read_text(),
+        "style": here.joinpath("timeline.css").read_text(encoding="utf-8"),
+        "script": here.joinpath("timeline.js").read_text(encoding="utf-8"),
         "facts": _json(style.page_facts()),
         "timelines": _json(shown),
     }
@@ -106,13 +106,16 @@ timelines.show(Timelines.unpack(%(timelines)s))
 
 
 def _json(data: Any) -> str:
-    """A value as it may stand in a script; numpy's arrays in the form that ``Timelines.unpack`` reads."""
+    """A value as it may stand in a script; numpy's arrays in the form that ``Timelines.unpack`` reads.
+
+    No ``<`` stays: ``</script`` ends a script, and ``<!--`` with ``<script`` keeps its end from being seen.
+    """
 
     def packed(array: Any) -> dict[str, str]:
         kind = {"i": "Int32Array", "f": "Float64Array", "u": "Uint8Array"}[array.dtype.kind]
         return {"array": kind, "base64": base64.b64encode(array.tobytes()).decode()}
 
-    return json.dumps(data, default=packed, separators=(",", ":")).replace("</", "<\\/")
+    return json.dumps(data, default=packed, separators=(",", ":")).replace("<", "\\u003c")
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ SEQ1F1B_REQUIRE_BROWSER=1, as CI does.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import time
@@ -112,6 +113,18 @@ def test_curves_in_bytes_have_the_peaks_of_every_kind_and_of_all(name: str) -> N
                 }  # fmt: skip
                 assert max(total.values()) == run.memory.total[rank]
                 assert total[max(moments)] == 0
+
+
+def test_no_name_ends_or_hides_a_script(tmp_path: Path) -> None:
+    run = build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=2).simulate()
+    timeline_html(tmp_path / "plain.html", {"name": run}, title="name")
+    name = "<!--<script></script>]]><b onload='x'>\u2028"
+    timeline_html(tmp_path / "page.html", {name: run}, title=name)
+    plain, page = ((tmp_path / file).read_text(encoding="utf-8") for file in ("plain.html", "page.html"))
+    for tag in ("<script", "</script", "<!--", "<b"):
+        assert page.count(tag) == plain.count(tag), tag
+    (shown,) = re.findall(r"show\(Timelines.unpack\((.*)\)\)", page)
+    assert json.loads(shown)[0]["heading"] == name
 
 
 def test_what_a_page_refuses(tmp_path: Path) -> None:
