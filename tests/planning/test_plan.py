@@ -657,7 +657,7 @@ def test_the_command_prints_the_best_and_why_others_fall(capsys, tmp_path):
 
 
 def test_a_plan_keeps_a_margin_by_default(capsys):
-    """Of 80 GiB, 68; lengths may be written as contexts are."""
+    """A device of 80 GiB is filled up to 68; lengths may be written as contexts are."""
     few = ["--segments", "8", "--stages", "1", "--schedules", "seq1f1b", "--vocabulary", "ends", "--best", "1"]
     found = []
     for more in ([], ["--memory", "68GiB"]):
