@@ -26,7 +26,7 @@ class Folder:
     Attributes:
         model: on the meta device.
         sources: where each name of the model is in the files.
-        may_miss: names that transformers initializes if no file has them.
+        may_miss: names that transformers initializes without a word if no file has them.
     """
 
     model: Any
@@ -35,16 +35,11 @@ class Folder:
     may_miss: frozenset[str]
 
     def load(self, stage: CausalLMStage, device: torch.device | str) -> None:
-        """Gives memory to a stage of the model, and reads its weights into it; what is in no file is computed."""
-        stage.allocate(device)
-        names = stage.state_dict().keys()
-        marked: Any  # transformers initializes what is not: frequencies of rotary embeddings, and what may be missing
-        for marked in load_stage(stage, self.files, self.sources, names - self.may_miss):
-            marked._is_hf_initialized = True
-        for marked in stage.causal_lm.modules() if self.may_miss.isdisjoint(names) else ():
-            own = [*marked.parameters(recurse=False), *marked.buffers(recurse=False)]
-            marked._is_hf_initialized = all(hasattr(tensor, "_is_hf_initialized") for tensor in own)
-        stage.causal_lm.initialize_weights()
+        """Gives memory to a stage of the model and reads its weights; transformers computes what no file holds."""
+        made = stage.allocate(device)
+        needed = stage.state_dict().keys() - self.may_miss
+        read = {id(tensor) for tensor in load_stage(stage, self.files, self.sources, needed)}
+        stage.initialize([tensor for tensor in made if id(tensor) not in read])
 
 
 def open_folder(source: str | os.PathLike[str], dtype: torch.dtype | str | None = None) -> Folder:

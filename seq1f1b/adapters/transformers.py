@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import sys
-import threading
 from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import partial
 from inspect import signature
@@ -19,7 +18,15 @@ from torch.utils import _pytree as pytree
 from seq1f1b.adapters.balance import balanced, layer_work
 from seq1f1b.adapters.folder import open_folder
 from seq1f1b.adapters.transformers_attention import NAME
-from seq1f1b.adapters.transformers_layers import attentions_of, cannot, check_adapters, check_config, find_layers
+from seq1f1b.adapters.transformers_initial import compute_buffers, one_at_a_time
+from seq1f1b.adapters.transformers_layers import (
+    attentions_of,
+    cannot,
+    check_adapters,
+    check_config,
+    copy_config,
+    find_layers,
+)
 from seq1f1b.adapters.transformers_look import (
     BORDER,
     ERRORS,
@@ -58,7 +65,6 @@ from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyPa
 
 __all__ = ["pipeline_stage"]
 
-_one_at_a_time = threading.Lock()  # ranks may be threads, and transformers sets torch's default dtype as it builds
 _Tied = dict[str, tuple[nn.Parameter, list[int]]]  # of a parameter's first name: it, and the stages that hold it
 
 
@@ -106,7 +112,7 @@ def pipeline_stage(
     if vocabulary not in ("whole", "parallel"):
         raise ValueError(f"vocabulary is {vocabulary!r}, must be 'whole' or 'parallel'")
     if isinstance(model, (str, os.PathLike)):
-        with _one_at_a_time:
+        with one_at_a_time:
             folder = open_folder(model, dtype)
             made = _cut(folder.model, rank, num_ranks, balance, seq_len, vocabulary)
             folder.load(made, "cpu" if device is None else device)
@@ -114,6 +120,7 @@ def pipeline_stage(
     if dtype is not None or device is not None:
         raise ValueError("dtype= and device= are for a folder: a model has both already")
     base, adapted = _base_of(model, num_ranks)
+    copy_config(base if adapted is None else adapted)
     made = _cut(base, rank, num_ranks, balance, seq_len, vocabulary)
     if adapted is not None:
         made.__dict__["peft_model"] = _adapters_around(adapted, made.causal_lm)
@@ -128,6 +135,7 @@ def _cut(
     adapt(model)
     path, layers = find_layers(model)
     _check_balance(balance, seq_len, len(layers), num_ranks)
+    compute_buffers(model, path)
     has_attention = _switch_attention(model, layers)
 
     skeleton, owners = _skeleton(model, path)
@@ -169,7 +177,9 @@ def _cut(
     decoder = _decoder(model, owners)
     takes_positions = has_attention or "position_ids" in signature(model.get_submodule(decoder).forward).parameters
     options = (_copies(model, skeleton, rank, tied), rank == 0, embedding, head, whole.options, takes_positions)
-    made = CausalLMStage(skeleton, decoder, entry, exit, *options)
+    has_memory = not all(p.is_meta for p in model.parameters())
+    elsewhere = {} if has_memory else {name: model.get_submodule(name) for name in instead}
+    made = CausalLMStage(skeleton, decoder, entry, exit, *options, elsewhere=elsewhere)
     records = [whole, *_check_stage(model, made, path, own, whole)]
     carry_states(skeleton)
     for i in own:

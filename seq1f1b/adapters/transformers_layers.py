@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,6 +77,16 @@ def check_config(model: transformers.PreTrainedModel) -> None:
     for path, module in model.named_modules():
         if isinstance(module, nn.Conv1d) and not any(f"{path}.".startswith(f"{name}.") for name in carrying):
             refuse(f"{path} is a convolution, which a segment's border would cut")
+
+
+def copy_config(model: Any) -> None:
+    """Gives a model, or a peft model, a config of its own, so that nothing is written to that of its user."""
+    copies: dict[int, Any] = {}  # by the id of what is copied: configs hold configs
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, transformers.PreTrainedConfig) and id(value) in copies:
+                module.__dict__[name] = copies[id(value)]
 
 
 def _rotations(parameters: Any) -> Iterator[str]:

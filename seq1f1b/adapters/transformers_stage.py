@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seq1f1b.adapters.transformers_attention import refuse_dropout
+from seq1f1b.adapters.transformers_initial import initialize
 from seq1f1b.adapters.transformers_look import as_layer
 from seq1f1b.adapters.transformers_state import documents, mixers
 from seq1f1b.ops.attention import positions
@@ -57,6 +58,7 @@ class CausalLMStage(nn.Module):
         head: VocabularyParallelHead | None = None,
         options: dict[str, Any] | None = None,
         takes_positions: bool = True,
+        elsewhere: Mapping[str, nn.Module] | None = None,
     ) -> None:
         super().__init__()
         # Children and their names are the model's, which is itself not a child.
@@ -64,6 +66,7 @@ class CausalLMStage(nn.Module):
         for name, child in causal_lm.named_children():
             self.add_module(name, child)
         self.__dict__["_entry"], self.__dict__["_exit"] = entry, exit
+        self.__dict__["_elsewhere"] = dict(elsewhere or {})  # other stages' modules, if they take no memory
         causal_lm.get_submodule(decoder).__dict__["seq1f1b_ends"] = entry, exit
         self._decoder, self._is_first, self._options = decoder, is_first, options or {}
         self._carries = bool(mixers(causal_lm))  # state along the sequence
@@ -91,36 +94,43 @@ class CausalLMStage(nn.Module):
     def materialize(self, device: torch.device | str = "cpu") -> None:
         """Gives memory to a stage cut from a model on the meta device, and initial values as transformers would.
 
+        Weights are drawn anew. Buffers have the values that ``from_pretrained`` gives them.
+
         Raises:
-            ValueError: the model has adapters of peft, whose initial values transformers does not know.
+            ValueError: the model has adapters of peft, whose initial values transformers does not know; or there is a
+                tensor to which transformers gives no value.
         """
         if self.peft_model is not None:
             raise ValueError(
                 "materialize would give adapters of peft the initial values of plain layers: give the model memory "
                 "before get_peft_model"
             )
-        self.allocate(device)
-        self.causal_lm.initialize_weights()
+        self.initialize(self.allocate(device))
         for shard in (self.head, self.embedding):
             if shard is not None:
                 self.causal_lm._init_weights(shard.layer)
 
-    def allocate(self, device: torch.device | str) -> None:
-        """Gives memory of no particular values to the stage and its shards. What was one parameter stays one."""
+    def initialize(self, made: Sequence[Tensor]) -> None:
+        """Gives values to those of the tensors made that belong to the stage, as transformers does."""
+        initialize(self.causal_lm, self.__dict__["_elsewhere"], made)
+
+    def allocate(self, device: torch.device | str) -> list[Tensor]:
+        """Gives memory to the stage and its shards; returns the tensors that have no values yet.
+
+        Buffers that have values keep them. What was one parameter stays one.
+        """
         made: dict[int, tuple[Tensor, Tensor]] = {}
         for whole in (self, self.embedding, self.head):
             for module in () if whole is None else whole.modules():
-                module.__dict__.pop("_is_hf_initialized", None)
                 stores: Any = (module._parameters, module._buffers)
                 for tensors in stores:
                     for name, old in tensors.items():
                         if old is None:
                             continue
                         if id(old) not in made:
-                            new = torch.empty_like(old, device=device)
-                            is_parameter = isinstance(old, nn.Parameter)
-                            made[id(old)] = (old, nn.Parameter(new, old.requires_grad) if is_parameter else new)
+                            made[id(old)] = old, _with_memory(old, device)
                         tensors[name] = made[id(old)][1]
+        return [new for old, new in made.values() if old.is_meta or isinstance(old, nn.Parameter)]
 
     def _hidden_in_place_of(self, logits: Tensor) -> Tensor:
         assert self.head is not None
@@ -312,6 +322,12 @@ class Exit(nn.Module):
     def forward(self, hidden_states: Any = None, *args: Any, shared_kv_states: Any = None, **kwargs: Any) -> Any:
         self.hidden, self.shared = hidden_states, shared_kv_states
         return as_layer(self, hidden_states)
+
+
+def _with_memory(tensor: Tensor, device: torch.device | str) -> Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(torch.empty_like(tensor, device=device), tensor.requires_grad)
+    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
 
 def names_of(model: nn.Module, parameter: nn.Parameter) -> list[str]:

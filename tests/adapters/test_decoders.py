@@ -39,6 +39,7 @@ def test_a_type_is_as_the_page_says(name):
 @pytest.mark.full
 @pytest.mark.parametrize("name", [name for name, what in ON_PAGE.items() if what == decoders.RIGHT])
 def test_a_supported_model_without_memory_is_cut(name):
+    model = decoders.build(name)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(decoders.build(name).config)
+        model = type(model)(model.config)  # the config may be of a part that has no model by its name
     assert all(pipeline_stage(model, rank, 2) is not None for rank in range(2))

@@ -1,0 +1,158 @@
+"""Values of tensors that no file holds, as transformers computes them: buffers, and weights before any training.
+
+A model that was made on the meta device has no values. Transformers gives them by the ``_init_weights`` of a module, or
+of one above it that reaches down. So a stage is filled while the modules of the other stages, which need no memory for
+that, are in their places. A tensor that ``_init_weights`` leaves alone gets what the model's constructor gives it.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from seq1f1b.adapters.weight_files import some
+
+__all__ = ["compute_buffers", "initialize", "one_at_a_time"]
+
+one_at_a_time = threading.RLock()  # ranks may be threads, and transformers sets torch's default dtype as it builds
+_SMALL = 65536  # elements
+
+
+def compute_buffers(model: Any, layers: str) -> None:
+    """Gives a model without memory the buffers that lie outside of its layers, for they are read as it is cut.
+
+    Args:
+        layers: name of the list of layers.
+    """
+    places = [
+        (module, name, buffer)
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_meta and not path.startswith(f"{layers}.")
+    ]
+    made = [torch.empty_like(buffer, device="cpu") for _, _, buffer in places]
+    for (module, name, _), new in zip(places, made, strict=True):
+        module._buffers[name] = new
+    unknown = {id(tensor) for tensor in _fill(model, made)}
+    for (module, name, old), new in zip(places, made, strict=True):
+        if id(new) in unknown:
+            module._buffers[name] = old
+
+
+def initialize(model: Any, elsewhere: Mapping[str, nn.Module], made: Iterable[Tensor]) -> None:
+    """Gives tensors of a stage the values that transformers gives them.
+
+    Args:
+        model: the stage's part of the model.
+        elsewhere: what it leaves to other stages, by name: the modules for which others stand.
+        made: tensors of the stage that have memory and no values yet.
+    Raises:
+        ValueError: transformers gives a tensor no value.
+    """
+    own = {id(tensor) for tensor in _tensors(model)}
+    stand_ins = {name: model.get_submodule(name) for name in elsewhere}
+    _put(model, elsewhere)
+    try:
+        left = _fill(model, [tensor for tensor in made if id(tensor) in own])
+    finally:
+        _put(model, stand_ins)
+    if left:
+        _copy_constructed(model, left)
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    return chain(model.parameters(), model.buffers())
+
+
+def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    for name, module in modules.items():
+        parent, _, child = name.rpartition(".")
+        model.get_submodule(parent)._modules[child] = module
+
+
+def _fill(model: Any, made: list[Tensor]) -> list[Tensor]:
+    """Has transformers initialize some of the model's tensors, and no others. Returns those that it did not write."""
+    if not made:
+        return []
+    filled = {id(tensor) for tensor in made}
+    before = [tensor._version for tensor in made]
+    kept = [tensor for tensor in _tensors(model) if id(tensor) not in filled]
+    with one_at_a_time, _marked(model, kept):
+        model.initialize_weights()
+    return [tensor for tensor, version in zip(made, before, strict=True) if tensor._version == version]
+
+
+@contextmanager
+def _marked(model: Any, kept: list[Any]) -> Iterator[None]:
+    """Marks tensors as transformers marks those that it has read: its ``_init_weights`` pass over them."""
+    marked = [tensor for tensor in kept if not hasattr(tensor, _MARK)]
+    for tensor in marked:
+        setattr(tensor, _MARK, True)
+    _forget(model)
+    try:
+        yield
+    finally:
+        for tensor in marked:
+            delattr(tensor, _MARK)
+        _forget(model)
+
+
+_MARK = "_is_hf_initialized"
+
+
+def _forget(model: nn.Module) -> None:
+    for module in model.modules():
+        module.__dict__.pop(_MARK, None)
+
+
+def _copy_constructed(model: Any, left: list[Tensor]) -> None:
+    """Copies what the constructor of the model gives to some of its tensors."""
+    wanted = {id(tensor) for tensor in left if tensor.numel()}
+    named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    names = {name: tensor for name, tensor in named if id(tensor) in wanted}
+    cause, found = None, {}
+    try:
+        built = _construct(model)
+        found = dict(chain(built.named_parameters(remove_duplicate=False), built.named_buffers(remove_duplicate=False)))
+    except Exception as error:  # of a class that is not made from its config alone
+        cause = error
+    unknown = [name for name, tensor in names.items() if name not in found or found[name].is_meta]
+    if unknown:
+        raise ValueError(
+            f"{type(model).__name__} on the meta device does not tell the initial values of {some(unknown)}: make the "
+            "model with memory, and cut that one"
+        ) from cause
+    with torch.no_grad():
+        for name, tensor in names.items():
+            tensor.copy_(found[name])
+
+
+def _construct(model: Any) -> Any:
+    """The model made again from its config, where only small tensors have memory."""
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "eager"  # some classes look up a module by it
+    with one_at_a_time, torch.random.fork_rng(), _WithoutLarge():
+        return type(model)._from_config(config)
+
+
+class _WithoutLarge(TorchFunctionMode):
+    """Large new tensors have no memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTORIES and kwargs.get("out") is None:
+            made = func(*args, **{**kwargs, "device": "meta"})
+            if made.numel() > _SMALL:
+                return made
+        return func(*args, **kwargs)
+
+
+_FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)

@@ -1,0 +1,62 @@
+"""Does a config stay as its user made it while models of it are cut?"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
+
+import decoders  # noqa: E402
+
+from seq1f1b.transformers import pipeline_stage  # noqa: E402
+
+PLAIN = ["llama", "falcon", "gpt_neo", "dbrx"]  # two look modules up by the attention's name, one holds other configs
+RIGHT = [name for name, row in decoders.read_page().items() if row.what.get(decoders.RELEASE) == decoders.RIGHT]
+TYPES = [pytest.param(name, marks=() if name in PLAIN else pytest.mark.full) for name in RIGHT]
+
+
+def inside(config: Any) -> dict[str, Any]:
+    """All that a config holds, private attributes and other configs included."""
+    kind = transformers.PreTrainedConfig
+    found = {key: inside(value) if isinstance(value, kind) else value for key, value in vars(config).items()}
+    return copy.deepcopy(found)
+
+
+def configs_in(module: torch.nn.Module) -> set[int]:
+    kind = transformers.PreTrainedConfig
+    return {id(own) for m in module.modules() for own in vars(m).values() if isinstance(own, kind)}
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("name", TYPES)
+def test_a_cut_writes_nothing_to_its_user_s_config(name, meta):
+    kind, config = type(built := decoders.build(name)), built.config
+    before = inside(config)
+    for rank in range(2):  # the second model is made from the config after the first one was cut
+        with torch.device("meta" if meta else "cpu"):
+            model = kind(config)
+        stage = pipeline_stage(model, rank, 2)
+        if meta:
+            stage.materialize()
+        assert inside(config) == before
+        assert stage.config.to_dict() == config.to_dict() and stage.config is model.config
+        nested = {id(value) for value in vars(config).values() if isinstance(value, transformers.PreTrainedConfig)}
+        assert not configs_in(stage) & {id(config), *nested}
+
+
+def test_the_stage_s_own_config_says_what_its_attention_is():
+    stage = pipeline_stage(decoders.build("llama"), 0, 2)
+    assert stage.config._attn_implementation == "seq1f1b"
+
+
+def test_a_cut_writes_nothing_to_the_config_of_a_model_with_adapters():
+    peft = pytest.importorskip("peft", reason="needs peft, of the extra test")
+    model = decoders.build("llama")
+    config, before = model.config, inside(model.config)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    stage = pipeline_stage(adapted, 0, 2)
+    assert inside(config) == before and stage.peft_model.config is stage.config is not config

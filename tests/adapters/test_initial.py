@@ -1,0 +1,188 @@
+"""Does a tensor that no file holds have the value that transformers gives it, and never uninitialized memory?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
+
+import decoders  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from seq1f1b.transformers import Trainer, pipeline_stage  # noqa: E402
+
+ON_PAGE = {name: row.what.get(decoders.RELEASE) for name, row in decoders.read_page().items()}
+RIGHT = [name for name, what in ON_PAGE.items() if what in (decoders.RIGHT, decoders.WITHOUT_DOCUMENTS)]
+PLAIN = [  # types whose buffers are made in ways of their own
+    "apertus",  # by the constructor of an activation
+    "bert",  # token types, which the embedding reads as the model is cut
+    "falcon_h1",  # by the model, in its layers
+    "gemma3n_text",  # of many kinds; the layers get some of the embedding's
+    "gpt_neo",  # masks
+    "gptj",  # angles that are rounded otherwise where they are computed in bfloat16
+    "minimax",  # decays, likewise
+    "modernbert-decoder",  # initializes its head from above
+]
+TYPES = [pytest.param(name, marks=() if name in PLAIN else pytest.mark.full) for name in RIGHT]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """New memory holds NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(1).isnan()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def small(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A small model of a type, with all its values."""
+    model = decoders.build(name)
+    return type(model)._from_config(model.config, dtype=dtype)
+
+
+def without_memory(model: Any, dtype: torch.dtype = torch.float32) -> Any:
+    with torch.device("meta"):
+        return type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
+
+
+def read(folder: Path, model: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    whole = type(model).from_pretrained(folder, dtype=dtype)
+    return {**dict(whole.named_parameters(remove_duplicate=False)), **dict(whole.named_buffers())}
+
+
+def computed(folder: Path, model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The model's buffers as from_pretrained gives them if no file holds any."""
+    model.save_pretrained(folder)
+    file = folder / "model.safetensors"
+    buffers = dict(model.named_buffers())
+    save_file({key: tensor for key, tensor in load_file(file).items() if key not in buffers}, file, {"format": "pt"})
+    with poisoned():
+        found = read(folder, model, dtype)
+    # Of Apertus' persistent ones transformers itself leaves what the memory held.
+    return {key: own if found[key].isnan().any() else found[key] for key, own in buffers.items()}
+
+
+def assert_same(found: Any, want: dict[str, Tensor]) -> None:
+    for key, tensor in found:
+        assert tensor.dtype == want[key].dtype and tensor.device.type == "cpu", key
+        assert torch.equal(tensor, want[key]), f"{key} is {tensor.flatten()[:4]}, want {want[key].flatten()[:4]}"
+
+
+def assert_no_tensor_without_memory(stage: nn.Module) -> None:
+    """Nor one that is a plain attribute."""
+    for path, module in stage.named_modules():
+        for key, value in vars(module).items():
+            assert not isinstance(value, Tensor) or not value.is_meta, f"{path}.{key}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", TYPES)
+def test_a_stage_without_memory_gets_the_buffers_of_from_pretrained(tmp_path, name, dtype):
+    model = small(name, dtype)
+    want, found = computed(tmp_path, model, dtype), set()
+    for rank in range(2):
+        with poisoned():
+            stage = pipeline_stage(without_memory(model, dtype), rank, 2)
+            stage.materialize()
+        assert_same(stage.named_buffers(), want)
+        assert_no_tensor_without_memory(stage)
+        for key, parameter in stage.named_parameters():
+            assert torch.isfinite(parameter).all(), key
+            initial = model.get_parameter(key)
+            if initial.numel() == 1 or (initial == initial.flatten()[0]).all():  # not at random
+                assert torch.equal(parameter, initial), key
+        found |= {key for key, _ in stage.named_buffers()}
+    assert found == want.keys()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", TYPES)
+def test_a_stage_of_a_folder_has_all_that_from_pretrained_gives(tmp_path, name, dtype):
+    model = small(name)
+    if type(model.config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        pytest.skip(f"a folder of {type(model).__name__} is of a {model.config.model_type}, which nothing loads by it")
+    model.save_pretrained(tmp_path)
+    want = read(tmp_path, model, dtype)
+    for rank in range(2):
+        with poisoned():
+            stage = pipeline_stage(tmp_path, rank, 2, dtype=dtype)
+        assert_same([*stage.named_parameters(remove_duplicate=False), *stage.named_buffers()], want)
+        assert_no_tensor_without_memory(stage)
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "apertus"])
+@pytest.mark.parametrize("way", ["folder", "materialize"])
+def test_a_trainer_gives_the_same(tmp_path, name, way):
+    pytest.importorskip("accelerate", reason='needs the extra: pip install "seq1f1b[transformers]"')
+    model = small(name)
+    model.save_pretrained(tmp_path / "before")
+    arguments = transformers.TrainingArguments(str(tmp_path / "run"), report_to="none", use_cpu=True)
+    with poisoned():
+        given = without_memory(model) if way == "materialize" else str(tmp_path / "before")
+        trainer = Trainer(given, arguments, train_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}])
+    want = read(tmp_path / "before", model)
+    assert_same(trainer.model.named_buffers(), want)
+    if way == "folder":
+        assert_same(trainer.model.named_parameters(remove_duplicate=False), want)
+    assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
+    trainer.engine.close()
+
+
+def test_values_stay_as_a_stage_is_materialized_again(tmp_path):
+    """Its neighbour of the same model has memory by then, and keeps its weights."""
+    model = without_memory(small("apertus"))
+    stages = [pipeline_stage(model, rank, 2) for rank in range(2)]
+    for stage in stages:
+        stage.materialize()
+    want = copy.deepcopy(stages[1].state_dict())
+    first = dict(stages[0].named_buffers())
+    stages[0].materialize()
+    assert all(torch.equal(tensor, want[key]) for key, tensor in stages[1].state_dict().items())
+    assert_same(stages[0].named_buffers(), first)
+
+
+# -- what is in no file and is not known -------------------------------------------------------------------------------
+
+
+class Unknown(nn.Module):
+    """Has a value that only its caller knows."""
+
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("scale", scale, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def test_a_value_that_transformers_does_not_know_is_named():
+    model = without_memory(small("llama"))
+    model.model.layers[0].mlp.act_fn = Unknown(torch.ones(3, device="meta"))
+    model.model.layers[0].mlp.act_fn.forward = lambda x: x
+    stage = pipeline_stage(model, 0, 2)
+    text = r"LlamaForCausalLM on the meta device does not tell the initial values of model.layers.0.mlp.act_fn.scale"
+    with pytest.raises(ValueError, match=text):
+        stage.materialize()
+
+
+@pytest.mark.parametrize("key", ["mlp.act_fn.beta", "mlp.act_fn.alpha_p"])
+def test_what_a_file_should_hold_is_not_made_up(tmp_path, key):
+    """Transformers initializes it, with a warning; Apertus' to what the memory held."""
+    small("apertus").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(file).items() if key not in name}
+    save_file(kept, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"lacks 4 of the .* of ApertusForCausalLM: model.layers.0.{key}"):
+        pipeline_stage(tmp_path, 0, 2)
