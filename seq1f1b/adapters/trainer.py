@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import inspect
 import logging
@@ -33,6 +34,7 @@ from seq1f1b.adapters.trainer_state import (
     save_randomness,
 )
 from seq1f1b.adapters.transformers import pipeline_stage
+from seq1f1b.adapters.transformers_layers import copy_config
 from seq1f1b.runtime.arguments import is_plan
 from seq1f1b.runtime.engine import PipelineEngine
 
@@ -101,6 +103,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
             )
         if not is_plan(self._pipeline.get("schedule")):
             self._pipeline.setdefault("num_microbatches", -(-args.train_batch_size // count))
+        if hasattr(model, "config"):  # the plain Trainer writes its use_cache there
+            copy_config(model)
         super().__init__(model, args, *others, **named)
         check_made(self)
         self.model = self.model_wrapped = self.callback_handler.model = self._cut(self.model)
@@ -136,6 +140,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
 
     def call_model_init(self, trial: Any = None) -> Any:
         model = super().call_model_init(trial)
+        copy_config(model)
         return self._cut(model) if getattr(self, "is_in_train", False) else model  # before, __init__ looks at it whole
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -334,8 +339,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         raise ValueError("seq1f1b.transformers.Trainer does not support hyperparameter_search: make a Trainer for each")
 
     def end(self) -> None:
+        """Closes the engine and the trackers. The process group ends with the process: a later Trainer takes it.
+
+        A second group over the same store could meet the addresses of the first one, and wait for them.
+        """
         self.engine.close()
-        super().end()
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+        atexit.unregister(_end_process_group)
+        atexit.register(_end_process_group)
 
     @contextmanager
     def _not_alone(self) -> Iterator[None]:
@@ -384,6 +396,11 @@ def _inner(optimizer: Any) -> torch.optim.Optimizer:
     """accelerate has its own around it."""
     inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner
+
+
+def _end_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import os
@@ -492,6 +493,39 @@ def test_ranks_print_no_progress_bars_and_no_warning_of_the_launcher(tmp_path, c
     logger.warning("something else")
     assert "shards" not in capsys.readouterr().err and caplog.messages == ["something else"]
     assert transformers.utils.logging.is_progress_bar_enabled()
+
+
+def train_twice(folder: str) -> list[float]:
+    """By two trainers with the same arguments, the second one made after the first one's end."""
+    losses, arguments = [], transformers.TrainingArguments(folder, **{**ARGUMENTS, "max_steps": 2})
+    for _ in range(2):
+        trainer = Trainer(make_model(), arguments, collate, make_rows(8, 1), pipeline={"num_segments": SEGMENTS})
+        losses.append(trainer.train().training_loss)
+        trainer.end()
+    return losses
+
+
+def test_a_trainer_is_made_and_trains_after_another_one_s_end(on_two_ranks, tmp_path):
+    for first, second in on_two_ranks(train_twice, str(tmp_path)):
+        assert first == second > 0
+
+
+@pytest.mark.parametrize("lora", [None, {}])
+@pytest.mark.parametrize("by_init", [False, True])
+def test_a_trainer_writes_nothing_to_its_user_s_config(tmp_path, lora, by_init):
+    model = make_model(lora)
+    config = model.config
+    before = copy.deepcopy(vars(config))
+    given = {"model_init": lambda: model} if by_init else {"model": model}
+    arguments = transformers.TrainingArguments(str(tmp_path), **{**ARGUMENTS, "max_steps": 1})
+    trainer = Trainer(
+        args=arguments, data_collator=collate, train_dataset=make_rows(8, 1), pipeline={"num_segments": 2}, **given
+    )
+    if not by_init:  # else a whole model is made again
+        trainer.train()
+    trainer.engine.close()
+    assert vars(config) == before
+    assert trainer.model.config.use_cache is False and trainer.model.config is not config
 
 
 # -- what must not go wrong in silence, or hang ------------------------------------------------------------------------
