@@ -173,6 +173,11 @@ def _no_mask(
         _refuse("an attention_mask with padding", _ABOUT_PADDING)
     if mask_function is bidirectional_mask_function:
         _refuse("a mask that is not causal", _OTHER)
+    if not allow_is_causal_skip and _is_compiled():  # then transformers takes any positions for packed documents
+        _refuse(
+            "torch.compile around a whole model or stage",
+            "compile each layer of its list of layers instead, by layer.compile()",
+        )
     if not allow_is_causal_skip and "indexed_attention" not in (getattr(config, "layer_types", None) or ()):
         _refuse(
             "a mask of the model's own over the causal one, or position_ids of packed documents",
@@ -190,6 +195,11 @@ def _no_mask(
     if record is None:
         return None
     return record.make_mask((batch_size, 1, q_length, kv_length), window, chunk, dtype, device)
+
+
+def _is_compiled() -> bool:
+    """Whether torch.compile is around the call, also where it gave up a function, which then runs as it is written."""
+    return torch.compiler.is_compiling() or callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 
 def _refuse(what: str, remedy: str) -> NoReturn:

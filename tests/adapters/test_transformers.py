@@ -514,6 +514,20 @@ def test_other_stages_hold_no_memory_and_a_model_without_any_is_cut_too():
         assert torch.equal(stage(x), want(x))
 
 
+@pytest.mark.parametrize("how", ["method", "function"])
+def test_a_stage_that_is_compiled_as_a_whole_is_told_so(how):
+    stage = pipeline_stage(build("llama").float(), 0, 1)
+    compiled = stage
+    if how == "method":
+        stage.compile(backend="eager")
+    else:
+        compiled = torch.compile(stage, backend="eager")
+    tokens, target = batch()
+    options = {"num_microbatches": M, "num_segments": 3, "loss_fn": loss_fn}
+    with pytest.raises(ValueError, match=r"does not support torch.compile around a whole model or stage: compile each"):
+        seq1f1b.PipelineEngine(compiled, **options).step(tokens, target=target)
+
+
 # -- what cannot work --------------------------------------------------------------------------------------------------
 
 
