@@ -82,10 +82,10 @@ def pipeline_stage(
     """Cuts stage ``rank`` of ``num_ranks`` out of a decoder-only language model.
 
     The stage runs the model's own forward with the other stages' layers left out, so it treats embeddings and logits as
-    the model does. The model is switched to the attention ``"seq1f1b"``. The stage shares its modules, so keep no other
-    reference to the model: then layers of other stages are freed. A model on the meta device, made from its config
-    without memory, is cut in the same way; :meth:`CausalLMStage.materialize` gives the stage memory. A folder is never
-    loaded whole: each rank reads the safetensors of its own stage alone.
+    the model does. The model is switched to the attention ``"seq1f1b"``, in a copy of its config. The stage shares its
+    modules, so keep no other reference to the model: then layers of other stages are freed. A model on the meta device,
+    made from its config without memory, is cut in the same way; :meth:`CausalLMStage.materialize` gives the stage
+    memory. A folder is never loaded whole: each rank reads the safetensors of its own stage alone.
 
     Args:
         model: ``...ForCausalLM`` of transformers, or a ``peft.PeftModel`` around one. Its adapters are cut with the

@@ -70,7 +70,7 @@ def computed(folder: Path, model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     save_file({key: tensor for key, tensor in load_file(file).items() if key not in buffers}, file, {"format": "pt"})
     with poisoned():
         found = read(folder, model, dtype)
-    # Of Apertus' persistent ones transformers itself leaves what the memory held.
+    # Transformers leaves some persistent buffers of Apertus as the memory was.
     return {key: own if found[key].isnan().any() else found[key] for key, own in buffers.items()}
 
 
