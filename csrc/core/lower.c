@@ -247,7 +247,8 @@ static s1f_status check_seconds(const s1f_shape *shape, const s1f_places *places
 }
 
 /* Runs all ranks against each other with places for all messages, and gives each edge those that were in use. With them
- * the run is the same, so it has no cycle through credits; that depends on the number of places only. */
+ * the run is the same, but for units that take no time: such a unit frees a place in the moment in which the next
+ * message is sent, though it may wait for that very message. */
 static s1f_status give_by_time(const lowering *l, const s1f_places *places)
 {
     int32_t num_ranks = l->program->shape.num_ranks;
@@ -289,10 +290,12 @@ static s1f_status give_places(const lowering *l, const s1f_places *places)
     for (int32_t e = 0; e < l->program->edges->num_edges; e++)
         l->most[e] = INT32_MAX;
     give_needed_and(l, 1);
-    if (places->by_time)
-        return give_by_time(l, places);
-    s1f_status status = run_with_credits(l);
-    if (status == S1F_OK && places->prefetch == 0) {
+    s1f_status status = places->by_time ? give_by_time(l, places) : S1F_OK;
+    if (status == S1F_OK)
+        status = run_with_credits(l);
+    if (status != S1F_OK || places->by_time)
+        return status;
+    if (places->prefetch == 0) {
         for (int32_t e = 0; e < l->program->edges->num_edges; e++) {
             l->most[e] = edges[e].num_places;
             edges[e].num_places = 0;

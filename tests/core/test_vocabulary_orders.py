@@ -150,6 +150,55 @@ def test_forwards_cannot_go_ahead() -> None:
     assert plain.spread_vocabulary(costs=costs).simulate(costs).makespan == min(found)
 
 
+def random_costs(rng: random.Random, P: int, k: int) -> Costs:
+    """Seconds of every stage and segment: as attention has them, of a slow stage, or any, some of them zero."""
+    grows, steps = rng.choice((0.0, 0.3, 4.0)), rng.choice(((1.0,), (0.5, 1.0, 5.0), (0.0, 1.0), (1e-6, 1e3)))
+    forward = [[rng.choice(steps) + grows * s for s in range(k)] for _ in range(P)]
+    backward = [[rng.choice((1.0, 2.0, 3.0)) * seconds for seconds in row] for row in forward]
+    names = ("statistics", "loss", "embed", "embed_gradient")
+    return Costs(forward=forward, backward=backward, **{name: rng.choice((0.0, 0.1, 0.5, 1.0, 8.0)) for name in names})
+
+
+def check_spread(seed: int) -> None:
+    """An order spread by random costs keeps the rules, can be run by its ranks, and takes no longer than one by one."""
+    rng = random.Random(seed)
+    plain = None
+    while plain is None:
+        P, M, k = rng.randint(2, 8), rng.randint(1, 8), rng.randint(2, 16)
+        plain = small_schedule(rng.choice(("seq1f1b", "gpipe", "terapipe", "seq-zb-h1")), P, M, k)
+    costs, head, embedding = random_costs(rng, P, k), *rng.choice(((True, True), (True, False), (False, True)))
+    ahead = rng.choice((None, None, 0, 1, 2, 3))
+    order = plain.spread_vocabulary(ahead, costs, head=head, embedding=embedding)
+    Schedule.from_text(order.to_text()).check()  # the order itself counts as checked
+    for each in (order, order.forward_only()):
+        for rank in range(P):
+            each.lower(True, rank)  # raises where ranks wait for each other's places
+        run = each.simulate(costs)
+        assert max(run.busy) <= run.makespan * (1 + 1e-9) and run.makespan <= sum(run.busy) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("offset", range(4))
+def test_spread_by_some_random_costs(offset: int) -> None:
+    for seed in range(offset, 200, 4):
+        check_spread(seed)
+
+
+@pytest.mark.full
+def test_spread_by_2000_random_costs() -> None:
+    for seed in range(2000):
+        check_spread(seed)
+
+
+def test_a_place_that_is_freed_in_no_time() -> None:
+    """As places are counted, S and T take no time: T0.0 frees a place for S0.2 of the other rank in the moment in
+    which that is sent, and both ranks send S0.2 before their T0.0."""
+    text = "F0.0 S0.0 F0.1 S0.1 F0.2 S0.2 T0.0 T0.1 T0.2"
+    order = Schedule.from_text(f"{text}\n{text}")
+    assert order.simulate(Costs(forward=1.0, statistics=0.0, loss=0.0)).makespan == 6.0  # each F waits for an S
+    for rank in range(2):
+        order.lower(True, rank)
+
+
 def test_forwards_go_ahead() -> None:
     """Else the last stage waits for S and T of all ranks before each backward of a last segment."""
     plain = build_schedule("seq1f1b", num_ranks=4, num_microbatches=8, num_segments=4)
