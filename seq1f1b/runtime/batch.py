@@ -118,7 +118,7 @@ class Batch:
         is_split = all(len(row) == 1 for row in self.rows) if self.rows else options.num_segments == 1
         check_rules(self._kwargs, options.arg_rules, is_split=is_split)
         if self._has_last and target is not None:
-            self.target = microbatches(target, self.num_microbatches, "target")
+            self.target = self.leaves.replace(microbatches(target, self.num_microbatches, "target"))
         if self._takes_inputs:
             self._check_inputs()
         if self.rows:  # every rank was given them

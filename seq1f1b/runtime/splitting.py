@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from seq1f1b.runtime.nested import mapped, tensors_of
+
 Rule: TypeAlias = "str | Callable[[Segment], Any]"
 
 
@@ -113,31 +115,33 @@ def sequence_length(inputs: Any, dim: int) -> int:
 class Leaves:
     """Arguments that require grad: units see leaves, whose summed gradients are propagated once at the step's end.
 
-    Two segments that shared the graph behind an argument would run backward through it a second time.
+    Two segments that shared the graph behind an argument would run backward through it a second time, and so would two
+    arguments that come from one graph: all of them are propagated together.
     """
 
     def __init__(self) -> None:
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
     def replace(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.requires_grad:
-            leaf = value.detach().requires_grad_()
-            self._pairs.append((value, leaf))
-            return leaf
-        if isinstance(value, tuple):
-            return tuple(self.replace(item) for item in value)
-        if isinstance(value, list):
-            return [self.replace(item) for item in value]
-        if isinstance(value, dict):
-            return {key: self.replace(item) for key, item in value.items()}
-        return value
+        """The value with a leaf in place of each tensor that requires grad."""
+        if not any(tensor.requires_grad for tensor in tensors_of(value)):
+            return value
+        return mapped(value, lambda tensor: self._leaf(tensor) if tensor.requires_grad else tensor)
+
+    def _leaf(self, tensor: Tensor) -> Tensor:
+        leaf = tensor.detach().requires_grad_()
+        self._pairs.append((tensor, leaf))
+        return leaf
 
     def propagate(self, factor: float = 1.0) -> None:
         """factor: by which the gradients are multiplied."""
-        for value, leaf in self._pairs:
-            if leaf.grad is not None:
-                torch.autograd.backward(value, leaf.grad if factor == 1.0 else leaf.grad * factor)
+        reached = [(value, leaf.grad) for value, leaf in self._pairs if leaf.grad is not None]
         self._pairs.clear()
+        if reached:
+            values, gradients = zip(*reached, strict=True)
+            if factor != 1.0:
+                gradients = tuple(gradient * factor for gradient in gradients)
+            torch.autograd.backward(values, gradients)
 
 
 def split_inputs(inputs: Any, rows: Sequence[Sequence[int]], dim: int, part: TokenPart) -> list[list[tuple[Any, ...]]]:

@@ -119,7 +119,7 @@ class Step:
             "sum_seed": weighting.sum_seed(last),
             "shares": [share for row in weighting.shares for share in row],
             "loss_look": None if is_known else weighting.look(),
-            "loss_kwargs": arguments.loss_kwargs or {},
+            "loss_kwargs": self._batch.leaves.replace(dict(arguments.loss_kwargs or {})),
         }
 
     def _source(self, index: int, part: StageStep, inputs: Any) -> Source:
