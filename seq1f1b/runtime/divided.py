@@ -24,7 +24,12 @@ def split_loss(result: tuple[Any, ...]) -> tuple[Any, Tensor | float]:
     if not is_number and not (isinstance(divisor, Tensor) and divisor.numel() == 1):
         what = tuple(divisor.shape) if isinstance(divisor, Tensor) else type(divisor).__name__
         raise ValueError(f"the divisor that loss_fn returned beside its sum must be one number, got {what}")
-    return total, divisor.detach() if isinstance(divisor, Tensor) else divisor
+    if isinstance(divisor, Tensor) and divisor.requires_grad:
+        raise ValueError(
+            "the divisor that loss_fn returned beside its sum requires grad, and the sum is divided once all segments "
+            "have gone back: return divisor.detach() if no gradient is to flow through it"
+        )
+    return total, divisor
 
 
 def sum_divisors(divisors: Iterable[Tensor | float]) -> float:

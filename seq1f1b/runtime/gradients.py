@@ -82,7 +82,8 @@ class StepGradients:
         """Puts together what was there and what the step has added.
 
         Args:
-            factor: by which the latter is multiplied, where all gradients started from nothing.
+            factor: by which the latter is multiplied, where all gradients started from nothing; 0: it is nothing, even
+                if it is not finite.
         """
         for gradient in self._grown_in_place():
             gradient.div_(self._divisor)
@@ -95,7 +96,9 @@ class StepGradients:
                 local = _local(added)
                 if self._divisor > 1:
                     local.div_(self._divisor)
-                if factor != 1.0:
+                if factor == 0.0:
+                    local.zero_()
+                elif factor != 1.0:
                     local.mul_(factor)
                 if copy is not None:
                     _local(copy).add_(local)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from seq1f1b.runtime.data_parallel import Fsdp, without_wrapper
 from seq1f1b.runtime.divided import split_loss
 from seq1f1b.runtime.ends import detached
 from seq1f1b.runtime.findings import WEIGHTING, Finding
+from seq1f1b.runtime.model_state import RandomState
 from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.parts import Received, Sink
 from seq1f1b.runtime.stage import StageStep
@@ -25,6 +27,9 @@ __all__: list[str] = []
 
 class ToLoss(Sink):
     """Calls ``loss_fn`` on the last stage's outputs.
+
+    Mean losses are not called for segments without counted targets: a mean over none is NaN, and weighs nothing. Sums
+    that come with a divisor are called for each. Until a loss has told which it is, it is called for each.
 
     Attributes:
         divides: whether the loss comes with a divisor; None: no loss has told yet.
@@ -37,10 +42,7 @@ class ToLoss(Sink):
         self.divisors: dict[int, Tensor | float] = {}
         self._seeds = self._arguments.seeds
         self._looked_at: tuple[Any, Any, bool] | None = None  # arguments of a loss that is looked at
-        self._last_head = -1
-        shares = self._arguments.shares
-        if self._stage.head_parallel is not None and shares is not None:
-            self._last_head = next((cell for cell in reversed(step.order.forwards) if shares[cell] != 0.0), -1)
+        self._passed_over = ""  # a segment without targets for which the loss told nothing, in words
 
     @property
     def losses(self) -> dict[int, Tensor]:
@@ -53,28 +55,37 @@ class ToLoss(Sink):
             unit.output = detached(output)
         if arguments.targets is None:
             return
-        share = 1.0 if arguments.shares is None else arguments.shares[unit.cell]
-        if share == 0.0 and not self.divides:
-            # No counted target: a mean over none is NaN. B still runs, for later segments' dK and dV.
-            if unit.training and unit.kept is None:
-                unit.roots = tuple([o for o in tensors_of(output) if o.requires_grad])
-                unit.seeds = tuple([torch.zeros_like(o) for o in unit.roots])
+        if not self.divides and not self._counts(unit.cell) and (self.divides is False or unit.is_again):
+            self._add_nothing(unit, output)
             return
         target = arguments.targets[unit.cell]
         if stage.loss_is_head and unit.training:
             if not unit.is_again:
                 with torch.enable_grad():
                     self._run_head(unit, output, target)
-            elif unit.seeds:  # the head has run, and left the gradient of its input
-                unit.roots = (get_gradient_edge(output),) if output.requires_grad else ()
-                unit.seeds = unit.seeds if unit.roots else ()
+            elif unit.seeds and output.requires_grad:  # the head has run, and left the gradient of its input
+                unit.roots = (get_gradient_edge(output),)
+            else:
+                self._add_nothing(unit, output)
             return
         loss = self._loss(unit, output, target)
-        if not unit.is_again:
+        if loss is not None and not unit.is_again:
             unit.loss = loss.detach()
-        if unit.training and loss.requires_grad:
+        if loss is None or not loss.requires_grad:
+            self._add_nothing(unit, output)
+        elif unit.training:
             unit.roots = (loss,)
             unit.seeds = (self._seed(unit, loss),)
+
+    def _counts(self, cell: int) -> bool:
+        """Whether a segment has counted targets."""
+        return self._arguments.shares is None or self._arguments.shares[cell] != 0.0
+
+    def _add_nothing(self, unit: LiveUnit, output: Any) -> None:
+        """Without a loss B still runs, for later segments' dK and dV."""
+        if unit.training and unit.kept is None:
+            unit.roots = tuple([o for o in tensors_of(output) if o.requires_grad])
+            unit.seeds = tuple([torch.zeros_like(o) for o in unit.roots])
 
     def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
         raise AssertionError("units of the last stage have seeds of their own")
@@ -96,47 +107,82 @@ class ToLoss(Sink):
         measured = measure.around_head(hidden) if measure is not None else nullcontext()
         with measured, parallel.forward() if parallel is not None else nullcontext():
             loss = self._loss(unit, hidden, target)
-        unit.loss = loss.detach()
-        if not loss.requires_grad:
+        if loss is not None:
+            unit.loss = loss.detach()
+        if loss is None or not loss.requires_grad:
+            self._add_nothing(unit, output)
             return
-        around = parallel.backward(unit.cell == self._last_head, (loss,)) if parallel is not None else nullcontext()
+        is_last = unit.cell == self._last_head
+        around = parallel.backward(is_last, (loss,)) if parallel is not None else nullcontext()
         with around, torch.autocast(self._stage.device.type, enabled=False):
             torch.autograd.backward(loss, self._seed(unit, loss))
         if hidden.grad is not None:
             unit.roots = () if unit.kept is not None else (get_gradient_edge(output),)
             unit.seeds = (hidden.grad,)
 
-    def _loss(self, unit: LiveUnit, output: Any, target: Any) -> Tensor:
+    @cached_property
+    def _last_head(self) -> int:
+        """The last cell for which a head goes back; asked for once the first loss has told."""
+        return next(cell for cell in reversed(self._step.order.forwards) if self.divides or self._counts(cell))
+
+    def _loss(self, unit: LiveUnit, output: Any, target: Any) -> Tensor | None:
+        """The loss of a segment; None: it is a mean over no target."""
         assert self._stage.loss_fn is not None
+        if not self.divides and not self._counts(unit.cell):
+            return self._loss_without_targets(unit, output, target)
         look = self._arguments.loss_look
         is_looked_at = look is not None and look.microbatch == unit.microbatch and not unit.is_again
         left = self._left_by_loss(unit) if is_looked_at else None
-        loss: Any = self._stage.loss_fn(output, target, **self._arguments.loss_kwargs)
-        divisor = None
-        if isinstance(loss, tuple):
-            loss, divisor = split_loss(loss)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"loss_fn must return a scalar tensor, got {what}")
-        records = unit.training and torch.is_grad_enabled()  # not in F of a unit that is recomputed
-        if records and not loss.requires_grad and any(o.requires_grad for o in tensors_of(output)):
-            raise ValueError("loss_fn returned a loss that does not require grad, its input does")
-        if divisor is not None or self.divides is not False:
-            self._note_divisor(unit, divisor)
+        loss = self._learn(unit, output, self._stage.loss_fn(output, target, **self._arguments.loss_kwargs))
         if is_looked_at and not self.divides and not any(isinstance(p, Fsdp) for p in self._stage.wrappers):
             self._looked_at = output, target, left != self._left_by_loss(unit)
         return loss
 
-    def _note_divisor(self, unit: LiveUnit, divisor: Tensor | float | None) -> None:
+    def _loss_without_targets(self, unit: LiveUnit, output: Any, target: Any) -> Tensor | None:
+        """The sum of a segment without targets, from a loss that may be a mean: then the call leaves nothing."""
+        assert self._stage.loss_fn is not None
+        state, carried = RandomState(self._stage.device), unit.carried_out and dict(unit.carried_out)
+        auxiliary = unit.auxiliary and list(unit.auxiliary)
+        place = f"micro-batch {unit.microbatch}, segment {unit.segment}"
+        try:
+            result: Any = self._stage.loss_fn(output, target, **self._arguments.loss_kwargs)
+        except Exception as error:  # many means have no value there
+            self._passed_over = f"raised {type(error).__name__} ({error}) for {place}, which has no target"
+        else:
+            if isinstance(result, tuple):
+                return self._learn(unit, output, result)
+            if isinstance(result, Tensor):
+                self.divides = False
+            self._passed_over = f"returned {_shown(result)} alone for {place}, which has no target"
+        state.restore()
+        unit.carried_out, unit.auxiliary = carried, auxiliary
+        return None
+
+    def _learn(self, unit: LiveUnit, output: Any, result: Any) -> Tensor:
+        """The loss in what ``loss_fn`` has returned; notes its divisor, and refuses what is neither."""
+        loss, divisor = split_loss(result) if isinstance(result, tuple) else (result, None)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError(f"loss_fn must return a scalar tensor, got {_shown(loss)}")
+        records = unit.training and torch.is_grad_enabled()  # not in F of a unit that is recomputed
+        if records and not loss.requires_grad and any(o.requires_grad for o in tensors_of(output)):
+            is_nothing = divisor is not None and not float(divisor) and not float(loss)
+            if not is_nothing or self._stage.head_parallel is not None:  # its reduction waits for the last backward
+                raise ValueError("loss_fn returned a loss that does not require grad, its input does")
         if self.divides is None:
             self.divides = divisor is not None
         if self.divides != (divisor is not None):
             raise ValueError(
-                "loss_fn returned a sum and its divisor for some segments, and one loss for others: let it return the "
-                "same for all"
+                "loss_fn returned a sum and its divisor for some segments or steps, and one loss for others: let it "
+                "return the same for all"
+            )
+        if divisor is not None and self._passed_over:
+            raise ValueError(
+                f"loss_fn {self._passed_over}, and returned a sum and its divisor for another segment: let it return "
+                "both for all, also for those without targets"
             )
         if divisor is not None:
             self.divisors[unit.cell] = divisor
+        return loss
 
     def _left_by_loss(self, unit: LiveUnit) -> Any:
         """State that a loss may change beside what it returns: carried tensors, gradients by a backward of its own."""
@@ -170,3 +216,7 @@ class ToLoss(Sink):
             self._seeds = [seed.to(loss.dtype) for seed in self._seeds]
             seed = self._seeds[unit.cell]
         return seed if seed.shape == loss.shape else seed.reshape(loss.shape)
+
+
+def _shown(result: Any) -> str:
+    return str(tuple(result.shape)) if isinstance(result, Tensor) else type(result).__name__

@@ -200,6 +200,7 @@ class Runner:
                     executor = order.executor
                     seconds = self._run_units(step, executor, number)
                     # 4. Gradients, where they start anew after all units.
+                    losses = step.losses() if step.training else []  # an error in them comes before anything is added
                     factor = self._divide(step) if gradients is not None and self.divides is not False else 1.0
                     step.finish(factor)
                     if gradients is not None:
@@ -213,7 +214,9 @@ class Runner:
                 raise told from error
         # 5. What the step leaves behind.
         self._record(step, order, number, seconds)
-        return step.losses(), step.outputs() if arguments.return_outputs else None
+        if not step.training:  # other ranks may have left: an error is this one's alone
+            losses = step.losses()
+        return losses, step.outputs() if arguments.return_outputs else None
 
     def _length_of(self, arguments: StepArguments) -> int:
         """Tokens of a step to come; 0 where this rank does not know, or what it was given is refused later."""

@@ -134,13 +134,13 @@ class Leaves:
         return leaf
 
     def propagate(self, factor: float = 1.0) -> None:
-        """factor: by which the gradients are multiplied."""
+        """factor: by which the gradients are multiplied; 0: they are nothing, even if they are not finite."""
         reached = [(value, leaf.grad) for value, leaf in self._pairs if leaf.grad is not None]
         self._pairs.clear()
         if reached:
             values, gradients = zip(*reached, strict=True)
             if factor != 1.0:
-                gradients = tuple(gradient * factor for gradient in gradients)
+                gradients = tuple(g * factor if factor else torch.zeros_like(g) for g in gradients)
             torch.autograd.backward(values, gradients)
 
 

@@ -226,13 +226,17 @@ def shares(counts: list[list[float]]) -> list[list[float]]:
 
 
 def divide(losses: dict[int, Tensor], divisors: Mapping[int, Tensor | float], rows: Sequence[Any]) -> list[Tensor]:
-    """Losses of the M micro-batches from the sums and divisors of their segments (by cell); rows: of the segments."""
+    """Losses of the M micro-batches from the sums and divisors of their segments (by cell); 0 where the divisor is 0.
+
+    Args:
+        rows: of the segments.
+    """
     found, cell = [], 0
     for row in rows:
         cells = range(cell, cell + len(row))
         total = torch.stack([losses[i].reshape(()) for i in cells]).sum()
         divisor = sum_divisors(divisors[i] for i in cells)
-        found.append(total / divisor if divisor else total * 0.0)
+        found.append(total / divisor if divisor else torch.zeros_like(total))
         cell += len(row)
     return found
 
