@@ -163,6 +163,11 @@ class Runner:
             raise ValueError(f"the plan is for (ranks, ranks of the stages) = {found}, the engine has {expected}")
         return with_options(schedule, self.options)
 
+    def settle(self, arguments: StepArguments) -> None:
+        """Takes the setting of a tuned evaluation, for a caller that runs these arguments by itself. Collective."""
+        if self.tuner is not None:
+            self.setting = self._tuned(self.tuner, replace(arguments, training=False))
+
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def run(self, arguments: StepArguments) -> tuple[list[Tensor], list[Any] | None]:
@@ -179,10 +184,9 @@ class Runner:
                     if arguments.rows is not None:
                         check_rows(arguments.rows, self.options.sequence_parallel[1])
                     number = None
-                    if self.tuner is not None and arguments.training and arguments.rows is None:
-                        number = self.pipeline.group.begin_step()  # ranks talk from here on
-                        record = self.last_step if self._is_measured else None
-                        self.setting = self.tuner.next(record, self._length_of(arguments))
+                    if self.tuner is not None and arguments.rows is None:
+                        number = self.pipeline.group.begin_step(arguments.training)  # ranks talk from here on
+                        self.setting = self._tuned(self.tuner, arguments)
                     self._is_measured = False
                     order = self.order(arguments.training, arguments.rows, arguments.plan)
                     self._set_limits(shape_known=False)  # until the length is learnt
@@ -217,6 +221,13 @@ class Runner:
         if not step.training:  # other ranks may have left: an error is this one's alone
             losses = step.losses()
         return losses, step.outputs() if arguments.return_outputs else None
+
+    def _tuned(self, tuner: Tuner, arguments: StepArguments) -> Setting:
+        """The setting of a plain step, or of an evaluation. Collective."""
+        length = self._length_of(arguments)
+        if arguments.training:
+            return tuner.next(self.last_step if self._is_measured else None, length)
+        return tuner.evaluate(max(self.pipeline.group.all_gather_object(length)))
 
     def _length_of(self, arguments: StepArguments) -> int:
         """Tokens of a step to come; 0 where this rank does not know, or what it was given is refused later."""

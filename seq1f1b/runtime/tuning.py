@@ -151,9 +151,17 @@ class Tuner:
         elif len(measured) == len(everyones) and self._ran is self.setting:
             self._stamp += 1
             self._advance(measured)
-        length = max(known for _, known, _ in everyones)
-        self._ran = self.setting if length >= self.setting.options.num_segments else self.first
+        self._ran = self._fitting(self.setting, max(known for _, known, _ in everyones))
         return self._ran
+
+    def evaluate(self, length: int) -> Setting:
+        """The setting of an evaluation of so many tokens: that of the last training step where it can cut them."""
+        if torch.are_deterministic_algorithms_enabled():
+            return self.first
+        return self._fitting(self._ran, length)
+
+    def _fitting(self, setting: Setting, length: int) -> Setting:
+        return setting if length >= setting.options.num_segments else self.first
 
     def _advance(self, measured: list[Measured]) -> None:
         """Goes on with what a step measured, if it was as long as those before."""

@@ -106,6 +106,34 @@ def test_another_length_is_tuned_again_and_what_is_found_can_be_kept(tmp_path: P
         assert known <= 16
 
 
+def test_short_sequences_are_evaluated_and_verified_whatever_is_tried() -> None:
+    """Fewer tokens than the order of the last step has segments run by the order that the engine began with."""
+    model = whole_model(CONFIG)
+    tokens, target = batch(CONFIG, 2, 128, size=1)
+    target = target.clamp(min=0)
+    expected = {n: torch.stack(run_whole(model, tokens[:, :n], target[:, :n], 2)[0]) for n in (1, 3, 128)}
+
+    def train(group: Any) -> tuple[set[int], bool]:
+        engine, stages = engine_of(group, model, num_segments=1)
+        ran, verified = set(), False
+        for step in range(STEPS):
+            engine.step(tokens, target=target)
+            gradients_of(stages)
+            if step % 3:  # a step after an evaluation is not measured
+                continue
+            ran.add(engine.num_segments)
+            found = {n: engine.eval(tokens[:, :n], target=target[:, :n]) for n in (1, 3, 128)}
+            for n, losses in found.items():
+                assert not losses or torch.allclose(torch.stack(losses), expected[n], rtol=1e-12)
+            if engine.num_segments > 3 and not verified:
+                verified = engine.verify(tokens[:, :3], target=target[:, :3], show=False).ok
+        engine.close()
+        return ran, verified
+
+    for ran, verified in run_ranks(2, train):
+        assert max(ran) > 3 and verified, ran
+
+
 def test_a_failure_on_one_rank_does_not_part_the_ranks() -> None:
     model = whole_model(CONFIG)
     tokens, target = batch(CONFIG, 2, 128, size=1)
