@@ -86,6 +86,15 @@ static PyObject *unit_set_state(PyObject *Py_UNUSED(module), PyObject *state)
     Py_RETURN_NONE;
 }
 
+static PyObject *unit_set_documents(PyObject *Py_UNUSED(module), PyObject *count)
+{
+    long long num_documents = PyLong_AsLongLong(count);
+    if (num_documents == -1 && PyErr_Occurred())
+        return NULL;
+    s1f_current_unit_set_documents(num_documents);
+    Py_RETURN_NONE;
+}
+
 PyMethodDef s1f_unit_methods[] = {
     {"unit_inputs", unit_inputs, METH_VARARGS,
      "unit_inputs(num_stages, num_microbatches, num_segments, passes, unit, num_ranks=1): the units that a unit "
@@ -98,4 +107,7 @@ PyMethodDef s1f_unit_methods[] = {
     {"unit_state", unit_state, METH_NOARGS, "What unit_set_state gave the unit that runs on this thread, or None"},
     {"unit_set_state", unit_set_state, METH_O,
      "unit_set_state(state): an object of the unit that runs on this thread; the caller keeps it until the unit ends"},
+    {"unit_set_documents", unit_set_documents, METH_O,
+     "unit_set_documents(count): documents in the row of the unit that runs on this thread; attention of more than one "
+     "needs doc_ids"},
     {NULL, NULL, 0, NULL}};

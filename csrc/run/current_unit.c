@@ -40,9 +40,19 @@ s1f_status s1f_current_unit_set_process(const s1f_current_unit *unit)
                     wanted, running);
 }
 
+static s1f_current_unit *unit_to_change(void)
+{
+    return (s1f_current_unit *)(uintptr_t)s1f_current_unit_get();
+}
+
 void s1f_current_unit_set_state(void *state)
 {
-    s1f_current_unit *unit = (s1f_current_unit *)(uintptr_t)s1f_current_unit_get();
-    if (unit != NULL)
-        unit->state = state;
+    if (unit_to_change() != NULL)
+        unit_to_change()->state = state;
+}
+
+void s1f_current_unit_set_documents(int64_t num_documents)
+{
+    if (unit_to_change() != NULL)
+        unit_to_change()->num_documents = num_documents;
 }

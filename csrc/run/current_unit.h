@@ -19,6 +19,7 @@ typedef struct {
     int32_t training;           /* a backward will follow */
     int64_t offset, length;     /* tokens: first position of the segment, tokens in it */
     int64_t sequence_length;    /* tokens of the micro-batch's whole sequence */
+    int64_t num_documents;      /* that its row holds, where the step's plan says so; else 0 */
     struct s1f_kv_cache *cache; /* borrowed from the engine that is inside the step */
     void *state;                /* of whoever computes the unit, borrowed; NULL at first */
 } s1f_current_unit;
@@ -31,7 +32,8 @@ const s1f_current_unit *s1f_current_unit_get(void);
 void s1f_current_unit_set_thread(const s1f_current_unit *unit);
 s1f_status s1f_current_unit_set_process(const s1f_current_unit *unit);
 
-/* Sets the state of the unit that runs on this thread; nothing happens outside a step. */
+/* Sets the state, or the number of documents, of the unit that runs on this thread; nothing happens outside a step. */
 void s1f_current_unit_set_state(void *state);
+void s1f_current_unit_set_documents(int64_t num_documents);
 
 #endif

@@ -33,6 +33,12 @@ s1f_status s1f_segment_write(const s1f_current_unit *unit, int64_t key, const s1
                              const s1f_op_tensor *k, const s1f_op_tensor *v, const s1f_op_tensor *docs,
                              s1f_kv_rows *rows)
 {
+    if (unit->num_documents > 1 && docs->numel == 0)
+        return s1f_fail(S1F_ERR_ARG,
+                        "causal_attention of layer %lld was given no doc_ids, and this row of the plan holds %lld "
+                        "documents, which would see each other: give it doc_ids=, those of plan.doc_ids, as "
+                        "docs/how-to/documents.md shows; zeros if they are to see each other",
+                        (long long)key, (long long)unit->num_documents);
     s1f_status status = s1f_kv_cache_write(unit->cache, unit, key, shape, rows);
     if (status != S1F_OK || rows->is_written)
         return status;

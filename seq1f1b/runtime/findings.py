@@ -21,6 +21,7 @@ STATE = "state across tokens"
 STATISTICS = "batch statistics"
 RANDOMNESS = "randomness that differs"
 WEIGHTING = "loss weighting"
+DOCUMENTS = "documents that run into each other"
 
 _REMEDIES = {
     ATTENTION: "call seq1f1b.causal_attention, which sees the keys of earlier segments",
@@ -30,6 +31,8 @@ _REMEDIES = {
     RANDOMNESS: "use nn.Dropout, which draws a number for every token",
     WEIGHTING: "let loss_fn return its sum and its divisor, (sum, divisor), or count the targets by Loss(weight=...), "
     'or return a sum with Loss(reduction="sum")',
+    DOCUMENTS: "give the stage doc_ids, those of plan.doc_ids, and begin the state anew at each document, as "
+    "docs/how-to/packed-documents.md shows",
 }
 
 

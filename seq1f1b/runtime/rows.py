@@ -41,6 +41,10 @@ class PlannedRows(Protocol):
     """A planned step of rows: a :class:`seq1f1b.planning.step_plan.StepPlan`, for one."""
 
     @property
+    def rows(self) -> Sequence[Sequence[int]]:
+        """Indices of the documents of each row, a micro-batch."""
+
+    @property
     def segment_sizes(self) -> Rows:
         """Tokens of the segments, for each micro-batch."""
 

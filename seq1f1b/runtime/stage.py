@@ -102,6 +102,7 @@ class StageArguments:
         divides: whether the loss comes with a divisor; None: the first one tells.
         loss_look: of the first step of a shape.
         auxiliary_seeds: gradients of an auxiliary loss of a segment, and of one of the sequence.
+        documents: number in each micro-batch, where the step's plan says so.
         is_new: whether no step of this shape has run before: features look, measure and compare then.
         seq_dim, arg_rules: where tokens are found in ``inputs`` and ``kwargs``.
     """
@@ -118,6 +119,7 @@ class StageArguments:
     loss_look: LossLook | None = None
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
     auxiliary_seeds: Sequence[tuple[float, float]] = ()
+    documents: Sequence[int] = ()
     keep_outputs: bool = False
     is_new: bool = False
     seq_dim: int = 1

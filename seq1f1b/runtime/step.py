@@ -90,6 +90,7 @@ class Step:
             rows=rows,
             kwargs=kwargs,
             auxiliary_seeds=weighting.auxiliary_seeds(),
+            documents=() if batch.arguments.plan is None else [len(row) for row in batch.arguments.plan.rows],
             is_new=not is_known,
             seq_dim=options.seq_dim,
             arg_rules=options.arg_rules,
