@@ -256,6 +256,56 @@ def test_a_global_count_of_targets_gives_the_mean_over_all_tokens():
     run_processes(2, global_count)
 
 
+class SummedHead(nn.Module):
+    """The head inside the loss, with a term over all tokens."""
+
+    def __init__(self, stage: Any) -> None:
+        super().__init__()
+        self.norm, self.head = stage.norm, stage.head
+
+    def forward(self, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return summed_loss(self.head(self.norm(hidden)), target)
+
+
+def summed_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    total, counted = pair(output, target)
+    return total + 0.1 * output.logsumexp(-1).square().sum(), counted
+
+
+def replicas_without_targets(rank: int, world: int) -> None:
+    """The second replica has none at all, and the first none in its last segments."""
+    config = Config(kv_heads=2)
+    model = whole_model(config)
+    tokens, target = batch(config, 2 * M, LENGTH)
+    target[2 * M :] = -100
+    target[:, LENGTH // 2 :] = -100
+    model.zero_grad()
+    pairs = [summed_loss(model(tokens[rows]), target[rows]) for rows in (slice(0, 2 * M), slice(2 * M, None))]
+    (sum(total for total, _ in pairs) / sum(counted for _, counted in pairs)).backward()
+    truth = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    own = slice(rank * 2 * M, (rank + 1) * 2 * M)
+    mesh = init_device_mesh("cpu", (world,))
+    alone = [dist.new_group([r]) for r in range(world)][rank]
+    for kind, head_in_loss in itertools.product(("ddp", "fsdp"), (False, True)):
+        stage, loss_fn = stage_of(model, config, 0, 1), summed_loss
+        if head_in_loss:
+            head = SummedHead(stage)
+            del stage.norm, stage.head
+            loss_fn = wrap(kind, head, mesh.get_group(), mesh)
+        wrapped = wrap(kind, stage, mesh.get_group(), mesh)
+        engine = PipelineEngine(wrapped, num_microbatches=M, num_segments=K, loss_fn=loss_fn, group=alone)
+        for times in (1, 2):
+            engine.step(tokens[own], target=target[own])
+            found = {name: full_gradient(p.grad) / times for name, p in engine.named_parameters()}
+            assert gradient_error(found, truth) < 1e-10, (kind, head_in_loss, times)
+        engine.close()
+
+
+def test_replicas_without_targets_count_what_their_losses_add():
+    run_processes(2, replicas_without_targets)
+
+
 class Sometimes(nn.Module):
     """A stage whose second parameter takes part in segments of more than two tokens only."""
 
