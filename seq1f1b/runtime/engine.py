@@ -190,7 +190,7 @@ class PipelineEngine:
                 losses returned are the mean of each micro-batch; with ``Loss(reduction="sum")`` nothing changes.
             plan: a plan of :func:`seq1f1b.planning.step_plan.plan_step`, in place of ``segment_sizes``: the step runs
                 its rows in its order, with the units that it recomputes or moves, and with that order's receive places.
-                Equal on every rank.
+                Equal on every rank. ``causal_attention`` of a row of several documents needs its ``doc_ids``.
         Returns:
             M losses on the rank of the last stage, [] elsewhere.
         Raises:
