@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from seq1f1b.runtime.equal_parameters import look_at_equal, unlisted
 from seq1f1b.runtime.gradients import StepGradients
-from seq1f1b.runtime.recompute import digest
 from seq1f1b.transport import RankGroup
 
 __all__: list[str] = []
@@ -66,11 +62,12 @@ class TiedParameters:
             name: (tuple(own[0].shape), str(own[0].dtype), "trained" if own[0].requires_grad else "frozen")
             for name, own in self._own.items()
         }
-        unlisted = self._unlisted() if self.equal is None else []
-        found = self._group.all_gather_object((described, unlisted, None if beside is None else beside()))
+        listed = {id(copy) for copy in self.parameters()}
+        others = unlisted(self._modules, listed) if self.equal is None else []
+        found = self._group.all_gather_object((described, others, None if beside is None else beside()))
         everyones: list[dict[str, Any]] = [theirs for theirs, _, _ in found]
         if self.equal is None:
-            self._look_at_equal([_Unlisted(rank, *entry) for rank, each in enumerate(found) for entry in each[1]])
+            self.equal = look_at_equal([theirs for _, theirs, _ in found], self._group.rank)
         self._holders = {
             name: [rank for rank, theirs in enumerate(everyones) if name in theirs]
             for name in sorted(set().union(*everyones))
@@ -82,52 +79,6 @@ class TiedParameters:
         self._make_equal()
         self._met_in = self._group.epoch
         return [told for *_, told in found]
-
-    def _unlisted(self) -> list[tuple[Any, ...]]:
-        """The parameters that are not listed and whose values are not a constant's, for a comparison: see _Unlisted."""
-        listed = {id(copy) for own in self._own.values() for copy in own}
-        found: list[tuple[Any, ...]] = []
-        for place, module in self._modules:
-            parts = module.named_modules() if isinstance(module, nn.Module) else ()
-            order = 0
-            for prefix, part in parts:
-                for name, parameter in part.named_parameters(recurse=False):
-                    is_plain = type(parameter) is nn.Parameter and parameter.is_floating_point()
-                    if id(parameter) in listed or not is_plain or parameter.is_meta:
-                        continue
-                    listed.add(id(parameter))
-                    step = max(1, parameter.numel() // _SAMPLE)
-                    values = parameter.detach().reshape(-1)[::step].contiguous().view(torch.uint8)
-                    if len(values.unique()) < _FEWEST:
-                        continue
-                    kind = f"{type(part).__module__}.{type(part).__qualname__}"
-                    values_of = (tuple(parameter.shape), str(parameter.dtype), *digest([values])[0][2:])
-                    text = f"{prefix}.{name}".lstrip(".")
-                    found.append((place, text, kind, order, parameter.requires_grad, values_of))
-                    order += 1
-        return found
-
-    def _look_at_equal(self, everyones: Sequence[_Unlisted]) -> None:
-        """Finds the pairs, and warns, on the rank of the first one, of those that are likely one parameter."""
-        self.equal = []
-        pairs = _equal_pairs(everyones)
-        stages = Counter((first.rank, first.place, second.rank, second.place) for first, second in pairs)
-        for first, second in pairs:
-            if len(first.values[0]) < 2:
-                continue
-            both = f"{first.name} of {first.place} and {second.name} of {second.place}"
-            self.equal.append(both)
-            # Layers that were made from one seed, or copied, are equal and not tied: they are of one type, and either
-            # more of their parameters are equal, or these are the first ones of their stages.
-            is_alone = stages[first.rank, first.place, second.rank, second.place] == 1
-            is_tie = first.kind != second.kind or (is_alone and first.order + second.order > 0)
-            if is_tie and first.rank == self._group.rank:
-                warnings.warn(
-                    f"{both} are bit-equal: if the model ties them, list both in the dict attribute tied_parameters of "
-                    "their stages, else their gradients are not summed and they come apart (docs/tutorial.md, Tied "
-                    "embeddings)",
-                    stacklevel=2,
-                )
 
     @torch.no_grad()
     def _make_equal(self) -> None:
@@ -176,40 +127,6 @@ class TiedParameters:
             for i, copy in enumerate(own)
             if i > 0 or self._holders[name][0] != self._group.rank
         }
-
-
-_SAMPLE, _FEWEST = 256, 8  # values of a parameter that are compared, and different bytes among them
-
-
-@dataclass(frozen=True)
-class _Unlisted:
-    """
-    Attributes:
-        kind: type of the module that holds it.
-        order: how many parameters of its stage come before it.
-        values: its shape, its dtype and sums over a sample of its bytes.
-    """
-
-    rank: int
-    place: str
-    name: str
-    kind: str
-    order: int
-    is_trained: bool
-    values: Any
-
-
-def _equal_pairs(everyones: Iterable[_Unlisted]) -> list[tuple[_Unlisted, _Unlisted]]:
-    """Parameters of different stages that hold the same values, and are not both frozen."""
-    alike: dict[Any, list[_Unlisted]] = {}
-    for parameter in everyones:
-        alike.setdefault(parameter.values, []).append(parameter)
-    return [
-        (first, second)
-        for several in alike.values()
-        for first, second in combinations(several, 2)
-        if (first.rank, first.place) != (second.rank, second.place) and (first.is_trained or second.is_trained)
-    ]
 
 
 def _sum(added: Sequence[Tensor | None]) -> Tensor | None:
