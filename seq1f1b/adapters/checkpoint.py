@@ -17,6 +17,7 @@ from seq1f1b.adapters.checkpoint_values import (
     Saved,
     as_entry,
     find_saved,
+    is_loading,
     local,
     set_value,
     taken_over,
@@ -55,19 +56,20 @@ class PipelineState:
     def __init__(
         self, engine: PipelineEngine, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = ()
     ) -> None:
+        self._tied = engine._pipeline.tied
         self._optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
         self._tensors: dict[str, list[Tensor]] = {}  # one, or copies of one
         self._names: dict[Tensor, str] = {}
         self._shards: dict[Tensor, tuple[int, int]] = {}  # first row, rows of the whole
         own: list[tuple[str, str, tuple[int, ...]]] = []
+        tied = self._tied.names()
         for module in engine.modules():
-            tied = {p: name for part in module.modules() for name, p in getattr(part, "tied_parameters", {}).items()}
             for part in module.modules():
                 self._shards |= getattr(part, "row_shards", {})
             for kind, name, tensor in _tensors_of(module):
                 if tensor not in self._names:
-                    if tensor in tied:
-                        kind, name = "tied", tied[tensor]
+                    if id(tensor) in tied:
+                        kind, name = "tied", tied[id(tensor)]
                     if tensor in self._shards:
                         kind = "shard"
                     self._names[tensor] = name
@@ -98,11 +100,15 @@ class PipelineState:
         """The live tensors that DCP reads or fills (``model``, ``optimizer``) and the ``shapes`` of the whole model.
 
         Changes nothing. While DCP loads, ``optimizer`` has what the checkpoint has, in new tensors where the optimizer
-        has none yet.
+        has none yet. Otherwise all ranks call it: copies of tied parameters are compared where training steps have run
+        since the last time.
 
         Raises:
-            ValueError: an optimizer holds state that could not be given back.
+            ValueError: an optimizer holds state that could not be given back. Or copies of a tied parameter have come
+                apart, so the checkpoint would hold one of several; on every rank.
         """
+        if not is_loading():
+            self._tied.compare()
         model = {name: self._as_saved(tensors[0], tensors[0].detach()) for name, tensors in self._tensors.items()}
         has_state = any(state for optimizer in self._optimizers for state in optimizer.state.values())
         shapes = {"shapes": self._shapes, "has_optimizer_state": has_state}

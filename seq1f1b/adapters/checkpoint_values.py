@@ -6,6 +6,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -65,6 +66,18 @@ class OptimizerEntries(dict[str, Any]):
         return dict, (dict(self),)
 
 
+def _frame_of_load() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _LOAD:
+        frame = frame.f_back
+    return frame
+
+
+def is_loading() -> bool:
+    """Whether DCP calls to load."""
+    return _frame_of_load() is not None
+
+
 def find_saved(holder: object, names: Iterable[str]) -> Saved | None:
     """What the checkpoint that DCP is loading has below the state of a model with these names.
 
@@ -77,11 +90,9 @@ def find_saved(holder: object, names: Iterable[str]) -> Saved | None:
     Returns:
         None: DCP is not loading, or nothing of this model.
     """
-    frame = sys._getframe(1)
-    while frame.f_code is not _LOAD:
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
+    frame = _frame_of_load()
+    if frame is None:
+        return None
     given = frame.f_locals
     try:
         metadata = (given["storage_reader"] or FileSystemReader(given["checkpoint_id"])).read_metadata()

@@ -45,9 +45,11 @@ def save_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str]) -> N
 
     Raises:
         TypeError: a stage was not made by :func:`pipeline_stage`.
+        ValueError: copies of a tied parameter have come apart; raised on every rank.
         OSError: a rank could not write; raised on every rank.
     """
     stages = _stages_of(engine, "save_pretrained")
+    engine._pipeline.tied.compare()
     folder = os.fspath(folder)
     unfinished = os.path.join(folder, f".unfinished-{engine.rank}")
     try:

@@ -53,7 +53,8 @@ class PipelineEngine:
             ranks that hold the same stage, gradients are reduced once: in the last backward, or after the last W.
             A stage may list parameters in a dict attribute ``tied_parameters``, by their names in the unsplit model, as
             a checkpoint has them. Stages that list the same name hold copies of one parameter: at a step's end all
-            copies get the sum of their gradients, and a norm counts it once.
+            copies get the sum of their gradients, and a norm counts it once. Copies are compared now and then, an
+            error names those that have come apart, and hooks for their gradients are refused.
         schedule: a name of :func:`seq1f1b.schedules`, or a :class:`seq1f1b.Schedule` (checked here). Or a callable that
             builds one, for instance ``functools.partial(build_schedule, "seq-zb-h1", prefetch=2)``: it is given
             ``num_ranks``, ``num_microbatches``, ``num_segments`` and ``stages_per_rank`` by name. A name and a callable
@@ -264,7 +265,11 @@ class PipelineEngine:
             yield parameter
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of this rank under their modules' own names, including those of a loss that holds the head."""
+        """Parameters of this rank under their modules' own names, including those of a loss that holds the head.
+
+        A copy of a tied parameter has the name that stages list in ``tied_parameters``, that of the whole model, on
+        every rank: so an optimizer's groups by name are alike for all copies.
+        """
         return self._pipeline.named_parameters()
 
     def modules(self) -> list[nn.Module]:

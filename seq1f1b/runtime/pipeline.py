@@ -98,13 +98,14 @@ class Pipeline:
         return [without_wrapper(module) for _, module in self.placed_modules()]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of this rank under their modules' own names, each once."""
+        """Parameters of this rank, each once, under their modules' own names; copies of tied ones have one name."""
         seen: set[int] = set()
+        tied = self.tied.names()
         for module in self.bare_modules():
             for name, parameter in module.named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    yield name, parameter
+                    yield tied.get(id(parameter), name), parameter
 
     def _make_tier(self) -> Tier | None:
         options, directory = self._options, self._options.memory.offload

@@ -273,6 +273,7 @@ class Runner:
             check_equal_rows(group, arguments.rows, arguments.plan, order.digest)
             self._has_had_rows = True
         samples = self.pipeline.tied.meet(lambda: self._samples(arguments))
+        self.pipeline.tied.check()
         if self.pipeline.has_last:
             look_at_targets(samples)
         return number

@@ -113,7 +113,7 @@ def verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None) 
         if text:
             raise ValueError(f"rank {rank}: {text}")
     runner.settle(arguments)
-    runner.pipeline.tied.meet()  # makes copies equal, before a run has its own copies
+    runner.pipeline.tied.compare(always=True)  # makes copies equal first, before a run has its own copies
     own = sorted({name for _, name, _ in everyones})
     wide = dtype if dtype is not None else torch.float64 if all(fits for *_, fits in everyones) else None
     if [str(wide)] == own:

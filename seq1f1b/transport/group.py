@@ -154,6 +154,11 @@ class RankGroup(ABC):
         """Raises PipelineError once a failure ends the step that this rank is in, or enters next."""
         _C.group_check(self.group)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a failure stands, which ends the step that this rank is in or enters next."""
+        return _C.group_failure(self.group) is not None
+
     # -- steps
 
     def begin_step(self, training: bool = True) -> int:
