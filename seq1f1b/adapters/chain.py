@@ -12,6 +12,7 @@ from torch import fx, nn
 
 import seq1f1b
 from seq1f1b.ops import attention, packing
+from seq1f1b.runtime.tied_copies import carried, check_hooks, held
 
 __all__ = ["ChainStage", "split"]
 
@@ -31,8 +32,7 @@ class ChainStage(fx.GraphModule):
 
     @property
     def tied_parameters(self) -> dict[str, nn.Parameter]:
-        names: dict[str, str] = self.meta.get("seq1f1b_tied", {})
-        return {name: self.get_parameter(own) for name, own in names.items()}
+        return held(self, self.meta.get("seq1f1b_tied", {}))
 
     def __reduce__(self) -> Any:
         """Raises TypeError: fx would make a module of it that has forgotten its tied parameters."""
@@ -285,11 +285,15 @@ def _copy_tied(model: nn.Module, parts: Sequence[ChainStage]) -> None:
         for parameter in part.parameters():
             holders.setdefault(id(parameter), []).append(part)
     for part in parts:
-        tied = {id(p): (name, p) for name, p in part.named_parameters() if len(holders[id(p)]) > 1}
-        part.meta["seq1f1b_tied"] = {first_names[key]: name for key, (name, _) in tied.items()}
-        copied = {key: p for key, (_, p) in tied.items() if holders[key][0] is not part}
+        tied: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        for name, p in part.named_parameters(remove_duplicate=False):
+            if len(holders[id(p)]) > 1:
+                check_hooks(first_names[id(p)], p)
+                tied.setdefault(id(p), []).append((name, p))
+        part.meta["seq1f1b_tied"] = {first_names[key]: [name for name, _ in named] for key, named in tied.items()}
+        copied = {key: named[0][1] for key, named in tied.items() if holders[key][0] is not part}
         memo: dict[int, Any] = {id(tensor): tensor for tensor in (*part.parameters(), *part.buffers())}
-        memo |= {key: nn.Parameter(p.detach().clone(), p.requires_grad) for key, p in copied.items()}
+        memo |= {key: carried(p) for key, p in copied.items()}
         for node in list(part.graph.nodes) if copied else ():
             owner, _, name = str(node.target).rpartition(".")
             if node.op == "call_module" and any(id(p) in copied for p in part.get_submodule(node.target).parameters()):

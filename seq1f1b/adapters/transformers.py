@@ -61,6 +61,7 @@ from seq1f1b.adapters.transformers_stage import (
 )
 from seq1f1b.adapters.transformers_state import carry_states, look_at_states
 from seq1f1b.ops.attention import layer_handle
+from seq1f1b.runtime.tied_copies import carried, carry_attributes, check_hooks, num_hooks
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 
 __all__ = ["pipeline_stage"]
@@ -220,13 +221,16 @@ def _place(
     model: nn.Module, skeleton: nn.Module, rank: int, names: Iterable[str], tied: _Tied, instead: dict[str, nn.Module]
 ) -> None:
     """Puts the model's modules of these names into the skeleton, or what is there instead of them."""
+    copied = {id(p) for p, holders in tied.values() if rank != holders[0]}  # the first may be in this process too
     memo: dict[int, Any] = {}  # what two modules of the stage tie stays one
     for name in names:
         module = instead.get(name)
         if module is None:
             module = model.get_submodule(name)
-            if any(rank != holders[0] for p, holders in tied.values() if any(p is q for q in module.parameters())):
-                module = copy.deepcopy(module, memo)  # a parameter of its own: the first may be in this process too
+            own = {id(p): p for p in module.parameters()}
+            if not copied.isdisjoint(own):
+                memo = {key: carried(p) if key in copied else p for key, p in own.items()} | memo
+                module = copy.deepcopy(module, memo)
         _set(skeleton, name, module)
 
 
@@ -274,7 +278,14 @@ def _shards(
         head.load_whole(last.weight, last.bias)
     for shard, module in ((embedding, first), (head, last)):
         for name, parameter in shard.layer.named_parameters():
-            parameter.requires_grad_(module.get_parameter(name).requires_grad)
+            whole = module.get_parameter(name)
+            if num_hooks(whole):
+                raise ValueError(
+                    f"{names[module]}.{name} has a hook for its gradient, which shards of a vocabulary would not call: "
+                    'remove it, or use vocabulary="whole"'
+                )
+            parameter.requires_grad_(whole.requires_grad)
+            carry_attributes(whole, parameter)
     if last.weight is first.weight:
         head.linear.weight = embedding.layer.get_parameter("weight")
     return embedding, head
@@ -543,4 +554,7 @@ def _tied(model: nn.Module, stage_of: dict[str, int]) -> _Tied:
                     f"{other} and {name}.{own} are two parameters in one memory, which stages {its} and {stage} do not "
                     "share; make them one parameter, or give each memory of its own"
                 )
-    return {name: (p, sorted(holders[id(p)])) for name, p in model.named_parameters() if len(holders[id(p)]) > 1}
+    tied = {name: (p, sorted(holders[id(p)])) for name, p in model.named_parameters() if len(holders[id(p)]) > 1}
+    for name, (parameter, _) in tied.items():
+        check_hooks(name, parameter)
+    return tied

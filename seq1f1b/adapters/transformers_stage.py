@@ -17,6 +17,7 @@ from seq1f1b.adapters.transformers_look import as_layer
 from seq1f1b.adapters.transformers_state import documents, mixers
 from seq1f1b.ops.attention import positions
 from seq1f1b.ops.context import current
+from seq1f1b.runtime.tied_copies import held
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 
 __all__ = ["CausalLMStage", "Elsewhere", "Entry", "Exit", "Hidden", "Message", "NoEmbedding", "names_of"]
@@ -71,12 +72,12 @@ class CausalLMStage(nn.Module):
         self._decoder, self._is_first, self._options = decoder, is_first, options or {}
         self._carries = bool(mixers(causal_lm))  # state along the sequence
         self._takes_positions = takes_positions
-        self._tied = {name: names_of(causal_lm, p)[0] for name, p in tied.items()}
+        self._tied = {name: names_of(causal_lm, p) for name, p in tied.items()}
         self.train(causal_lm.training)
 
     @property
     def tied_parameters(self) -> dict[str, nn.Parameter]:
-        return {name: self.get_parameter(own) for name, own in self._tied.items()}
+        return held(self, self._tied)
 
     @property
     def config(self) -> Any:

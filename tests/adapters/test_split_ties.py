@@ -1,0 +1,258 @@
+"""Do models whose stages share parameters train as they do whole, when they are cut by split or pipeline_stage?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import seq1f1b
+from seq1f1b.testing import run_ranks
+
+VOCAB, HIDDEN, TOKENS = 16, 8, 12
+
+
+class Model(nn.Module):
+    """The head is the embedding; two layers run at both ends, and one in each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, HIDDEN)
+        self.a, self.b = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        shared = nn.Linear(HIDDEN, HIDDEN)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(HIDDEN), shared, nn.GELU()) for _ in range(4))
+        self.head = nn.Linear(HIDDEN, VOCAB)
+        self.head.weight = self.embedding.weight
+        self.embedding.weight.no_weight_decay = True  # type: ignore[attr-defined]
+        self.a.bias.lr_scale = 0.5  # type: ignore[attr-defined]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.b(self.a(self.embedding(tokens)))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.a(self.b(x)))
+
+
+def make() -> Any:
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    return tokens, seq1f1b.shift_labels(tokens)
+
+
+Named = Iterable[tuple[str, nn.Parameter]]
+
+
+def by_name(named: Named) -> dict[nn.Parameter, tuple[float, float]]:
+    """Weight decay and learning rate."""
+    return {p: (0.0 if "embedding" in n or "bias" in n else 0.5, 0.2 if n.startswith("a.") else 0.1) for n, p in named}
+
+
+def by_list(named: Named) -> dict[nn.Parameter, tuple[float, float]]:
+    names = ["embedding.weight", "b.weight", "blocks.0.1.weight"]
+    return {p: (0.0 if n in names else 0.5, 0.1) for n, p in named}
+
+
+def by_attribute(named: Named) -> dict[nn.Parameter, tuple[float, float]]:
+    return {p: (0.0 if hasattr(p, "no_weight_decay") else 0.5, 0.1 * getattr(p, "lr_scale", 1.0)) for _, p in named}
+
+
+GROUPS: dict[str, Callable[[Named], dict[nn.Parameter, tuple[float, float]]]] = {
+    "by name": by_name,
+    "by a list of names": by_list,
+    "by attribute": by_attribute,
+}
+
+
+def optimizer_of(options: dict[nn.Parameter, tuple[float, float]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": [p], "weight_decay": decay, "lr": lr} for p, (decay, lr) in options.items()])
+
+
+@pytest.mark.parametrize("stages_per_rank", [1, 2])
+@pytest.mark.parametrize("way", GROUPS)
+def test_groups_are_those_of_the_model(way, stages_per_rank):
+    whole = make()
+    stages = seq1f1b.split(make(), at=["blocks.0", "blocks.2", "blocks.3"][: 1 if stages_per_rank == 1 else 3])
+    tokens, target = batch()
+
+    def run(group: Any) -> None:
+        engine = seq1f1b.PipelineEngine(
+            stages[group.rank :: 2], num_microbatches=2, num_segments=3, loss_fn=loss_fn, group=group,
+            schedule="seq1f1b" if stages_per_rank == 1 else "seq1f1b-interleaved",
+        )  # fmt: skip
+        optimizer = optimizer_of(GROUPS[way](engine.named_parameters()))
+        for _ in range(3):
+            optimizer.zero_grad()
+            engine.step(tokens, target=target)
+            engine.clip_grad_norm_(0.1)
+            optimizer.step()
+
+    run_ranks(2, run)
+    optimizer = optimizer_of(GROUPS[way](whole.named_parameters()))
+    for _ in range(3):
+        optimizer.zero_grad()
+        (sum(loss_fn(whole(t), y) for t, y in zip(tokens.split(1), target.split(1), strict=True)) / 2).backward()
+        nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+        optimizer.step()
+    want = dict(whole.named_parameters(remove_duplicate=False))
+    found = [(name, p) for stage in stages for name, p in stage.named_parameters(remove_duplicate=False)]
+    assert {name for name, _ in found} == want.keys()
+    for name, parameter in found:
+        torch.testing.assert_close(parameter, want[name], rtol=1e-9, atol=1e-12)
+
+
+def test_a_copy_has_the_name_that_it_has_in_the_model():
+    model = make()
+    names = {name for name, _ in model.named_parameters()}
+    stages = seq1f1b.split(model, 2)
+
+    def run(group: Any) -> list[str]:
+        engine = seq1f1b.PipelineEngine(
+            stages[group.rank], num_microbatches=2, num_segments=3, loss_fn=loss_fn, group=group
+        )
+        return [name for name, _ in engine.named_parameters()]
+
+    first, last = run_ranks(2, run)
+    assert {*first, *last} == names
+    shared = {f"{layer}.{name}" for layer in ("a", "b", "blocks.0.1") for name in ("weight", "bias")}
+    assert {*first} & {*last} == {"embedding.weight", *shared}
+    assert len(first) == len({*first}) and len(last) == len({*last})
+
+
+def test_a_copy_has_the_attributes_the_gradient_and_the_dtype_of_its_gradient():
+    model = make()
+    model.embedding.weight.mask = mask = torch.ones(3)
+    model.embedding.weight.grad = torch.full((VOCAB, HIDDEN), 2.0, dtype=torch.float64)
+    model.b.weight = nn.Parameter(model.b.weight.detach().bfloat16())
+    model.b.weight.grad_dtype = torch.float32
+    first, last = (stage.tied_parameters for stage in seq1f1b.split(model, 2))
+    copied = last["embedding.weight"]
+    assert copied is not first["embedding.weight"] and copied.no_weight_decay
+    assert torch.equal(copied.mask, mask) and copied.mask is not mask
+    assert torch.equal(copied.grad, model.embedding.weight.grad) and copied.grad is not model.embedding.weight.grad
+    assert last["a.bias"].lr_scale == 0.5
+    assert last["b.weight"].grad_dtype == torch.float32 and last["b.weight"] is not first["b.weight"]
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_of_a_copy_is_refused_and_others_are_kept(kind):
+    model, calls = make(), []
+    model.blocks[3][0].weight.register_hook(calls.append)
+    stages = seq1f1b.split(model, 2)
+    stages[1](torch.zeros(1, 3, HIDDEN, dtype=torch.float64)).sum().backward()
+    assert len(calls) == 1
+    getattr(model.a.weight, kind)(lambda given: None)
+    with pytest.raises(ValueError, match=r"tied parameter 'a\.weight' has copies on several stages, and hooks"):
+        seq1f1b.split(model, 2)
+    assert len(seq1f1b.split(model, 1)) == 1
+
+
+def test_ends_of_one_stage_that_are_two_parameters_now_are_named():
+    model = make()
+    model.blocks[1][1] = nn.Linear(HIDDEN, HIDDEN).double()
+    model.blocks[1][1].weight = model.b.weight
+    first = seq1f1b.split(model, 2)[0]
+    first.load_state_dict({name: value.clone() for name, value in first.state_dict().items()}, assign=True)
+    with pytest.raises(
+        ValueError, match=r"b\.weight, blocks\.1\.1\.weight were one parameter of the stage and are sev"
+    ):
+        first.tied_parameters  # noqa: B018
+    first.get_submodule("blocks.1.1").weight = first.b.weight
+    assert first.tied_parameters["b.weight"] is first.b.weight
+    del first.b
+    with pytest.raises(ValueError, match=r"the stage has no parameter b\.weight or"):
+        first.tied_parameters  # noqa: B018
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+
+
+def llama(**options: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=HIDDEN, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **options
+    )
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+
+
+def test_a_stage_of_transformers_has_the_attributes_and_the_names_of_the_model():
+    from seq1f1b.transformers import pipeline_stage
+
+    model = llama()
+    model.get_input_embeddings().weight.no_weight_decay = True
+    stages = [pipeline_stage(model, rank, 2) for rank in range(2)]
+    tokens, target = batch()
+
+    def run(group: Any) -> list[str]:
+        engine = seq1f1b.PipelineEngine(
+            stages[group.rank], num_microbatches=2, num_segments=3, loss_fn=loss_fn, group=group
+        )
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": [p], "weight_decay": 0.0 if hasattr(p, "no_weight_decay") or "wte" in name else 0.5}
+                for name, p in engine.named_parameters()
+            ],
+            lr=0.1,
+        )
+        for _ in range(3):
+            optimizer.zero_grad()
+            engine.step(tokens, target=target)
+            optimizer.step()
+        return [name for name, _ in engine.named_parameters()]
+
+    first, last = run_ranks(2, run)
+    assert {*first} & {*last} == {"transformer.wte.weight"}
+    assert {*first, *last} == {name for name, _ in llama().named_parameters()}
+    copies = [stage.tied_parameters["transformer.wte.weight"] for stage in stages]
+    assert torch.equal(*copies) and copies[0] is not copies[1] and copies[1].no_weight_decay
+
+
+def test_what_stands_beside_a_tied_weight_of_transformers_stays_as_it_is():
+    transformers = pytest.importorskip("transformers")
+    from seq1f1b.transformers import pipeline_stage
+
+    config = transformers.PhiConfig(  # a head with a bias
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=HIDDEN, num_hidden_layers=2, num_attention_heads=2,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.lm_head.bias.no_weight_decay = True
+    bias = model.lm_head.bias
+    assert pipeline_stage(copy.copy(model), 1, 2).get_parameter("lm_head.bias") is bias
+
+
+@pytest.mark.parametrize("vocabulary", ["whole", "parallel"])
+def test_a_hook_of_a_tied_weight_of_transformers_is_refused(vocabulary):
+    from seq1f1b.transformers import pipeline_stage
+
+    model = llama()
+    model.get_input_embeddings().weight.register_hook(lambda gradient: gradient)
+    told = "tied parameter 'transformer.wte.weight' has copies on several stages, and hooks"
+    with pytest.raises(ValueError, match=told):
+        pipeline_stage(model, 1, 2, vocabulary=vocabulary)
+
+
+def test_a_hook_of_a_spread_vocabulary_is_refused_and_attributes_are_carried():
+    from seq1f1b.transformers import pipeline_stage
+
+    model = llama(tie_word_embeddings=False)
+    model.lm_head.weight.no_weight_decay = True
+    stage = pipeline_stage(model, 0, 2, vocabulary="parallel")
+    assert stage.head.linear.weight.no_weight_decay
+    model = llama(tie_word_embeddings=False)
+    model.lm_head.weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(ValueError, match=r"lm_head\.weight has a hook for its gradient, which shards of a vocabulary"):
+        pipeline_stage(model, 0, 2, vocabulary="parallel")
