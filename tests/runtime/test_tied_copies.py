@@ -520,3 +520,73 @@ def test_gradients_of_two_dtypes_meet_in_the_wider_one():
     first, second = (stage.b.weight.grad for stage in stages)
     assert first.dtype == torch.bfloat16 and second.dtype == torch.float32
     assert torch.equal(first, second.bfloat16()) and first.abs().max() > 0
+
+
+# -- other ranks -------------------------------------------------------------------------------------------------------
+
+
+def break_things(rank: int, world: int, transport: str) -> None:
+    """A tie of the first and the last rank; the one between them has no copy, and hears the same."""
+    torch.manual_seed(0)
+    stage: Any = Stage() if rank != 1 else nn.Linear(SIZE, SIZE)
+    x, y = (value.float() for value in batch())
+    engine = seq1f1b.PipelineEngine(stage, num_microbatches=2, num_segments=2, loss_fn=F.mse_loss, transport=transport)
+    engine.step(x, target=y)
+    handle = stage.b.weight.register_hook(lambda gradient: gradient) if rank == 2 else None
+    with pytest.raises((ValueError, seq1f1b.PipelineError), match="tied parameter 'b' has copies on several stages"):
+        engine.step(x, target=y)
+    if handle is not None:
+        handle.remove()
+    engine.step(x, target=y)
+    if rank == 2:
+        stage.b.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"tied parameter 'b' differs between ranks \[0, 2\]"):
+        engine.step(x, target=y)
+    if rank == 2:
+        stage.b.weight.requires_grad_(True)
+        with torch.no_grad():
+            stage.b.weight.add_(1.0)
+    with pytest.raises(ValueError, match=r"'b' have come apart: 'b\.weight' of stage 2 on rank 2 .* up to 1\.0e"):
+        engine.step(x, target=y)
+    if rank == 2:
+        with torch.no_grad():
+            stage.b.weight.sub_(1.0)
+            stage.b.weight.copy_(stage.a.weight)
+    if rank == 0:
+        with torch.no_grad():
+            stage.b.weight.copy_(stage.a.weight)
+    assert len(engine.step(x, target=y)) == 2 * (rank == 2)
+    engine.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_rank_between_the_copies_hears_the_same(transport):
+    run_processes(3, break_things, transport)
+
+
+def train_replicas(rank: int, world: int) -> None:
+    """Two stages under DDP, over two replicas each."""
+    stages, grads = make(), {}
+    replicas = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
+    pipelines = [torch.distributed.new_group([0, 2]), torch.distributed.new_group([1, 3])]
+    stage: Any = nn.parallel.DistributedDataParallel(stages[rank // 2], process_group=replicas[rank // 2])
+    engine = seq1f1b.PipelineEngine(
+        stage, num_microbatches=2, num_segments=2, loss_fn=F.mse_loss, group=pipelines[rank % 2]
+    )
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=0.1)
+    x, y = batch()
+    want = whole_gradients(stages)
+    for count in range(4):
+        engine.step(x, target=y)
+        if count == 0:
+            grads = {name: stages[rank // 2].get_parameter(f"{name}.weight").grad.clone() for name in "ab"}
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, gradient in grads.items():
+        torch.testing.assert_close(gradient, want[name], rtol=1e-12, atol=1e-15)
+    assert [name for name, _ in engine.named_parameters()][:2] == ["a", "b"]
+    engine.close()
+
+
+def test_copies_under_ddp():
+    run_processes(4, train_replicas)
