@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from processes import run_processes
 from torch import Tensor, nn
@@ -419,6 +420,28 @@ def test_who_looks_at_the_weights_tells_that_copies_came_apart(caller):
 
     texts = outcomes(work)
     assert texts[0] == texts[1] and PARTS in texts[0] and "by up to 2.5e-01" in texts[0]
+
+
+def test_a_checkpoint_is_loaded_over_copies_that_came_apart(tmp_path):
+    stages = listed(make(), {"a": "a", "b": "b", "own0": "own"}, {"a": "a", "b": "b", "own1": "own"})
+    stages[0].own.bias = stages[1].own.bias = None
+    engine = seq1f1b.PipelineEngine(
+        stages, schedule="seq1f1b-interleaved", num_microbatches=2, num_segments=2, loss_fn=F.mse_loss
+    )
+    state, before = seq1f1b.PipelineState(engine), stages[0].b.weight.detach().clone()
+    step(engine)
+    dcp.save({"train": state}, checkpoint_id=tmp_path / "before")
+    step(engine)
+    with torch.no_grad():
+        stages[1].b.weight.add_(0.25)
+    step(engine)  # the third, which does not compare
+    with pytest.raises(Exception, match=PARTS):
+        dcp.save({"train": state}, checkpoint_id=tmp_path / "after")
+    with pytest.raises(ValueError, match=PARTS):
+        step(engine)
+    dcp.load({"train": state}, checkpoint_id=tmp_path / "before")
+    assert torch.equal(stages[0].b.weight, before) and torch.equal(stages[1].b.weight, before)
+    step(engine)
 
 
 def test_copies_that_came_apart_are_told_after_a_failed_step_too():
