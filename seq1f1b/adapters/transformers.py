@@ -181,6 +181,7 @@ def _cut(
     has_memory = not all(p.is_meta for p in model.parameters())
     elsewhere = {} if has_memory else {name: model.get_submodule(name) for name in instead}
     made = CausalLMStage(skeleton, decoder, entry, exit, *options, elsewhere=elsewhere)
+    made.pipeline_place = rank, num_ranks
     records = [whole, *_check_stage(model, made, path, own, whole)]
     carry_states(skeleton)
     for i in own:

@@ -38,9 +38,11 @@ class CausalLMStage(nn.Module):
             without adapters. It is no way to run the stage.
         embedding, head: with ``vocabulary="parallel"`` this rank's shards, which are no part of the stage: give them to
             the engine as ``embedding`` and ``loss_fn``; else None.
+        pipeline_place: (index, count): which of how many stages of the model this is.
         tied_parameters: parameters of this stage of which other stages hold copies, by their first name in the model.
     """
 
+    pipeline_place: tuple[int, int] | None = None
     causal_lm: Any
     peft_model: Any
     embedding: VocabularyParallelEmbedding | None

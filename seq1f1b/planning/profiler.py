@@ -21,7 +21,7 @@ from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.planning.profile import PASSES, Part, PassSeconds, Profile, Sample, visible_pairs
 from seq1f1b.planning.workspace import Workspace, measure_workspace
 from seq1f1b.runtime.arguments import Memory
-from seq1f1b.runtime.engine import PipelineEngine
+from seq1f1b.runtime.engine import LoneEngine, PipelineEngine
 from seq1f1b.schedule import Schedule, Unit, build_schedule
 from seq1f1b.transport import LoopbackGroup
 
@@ -221,7 +221,7 @@ def _measure_cut(case: _Case, k: int, way: str, result: Measured) -> Measured:
     def is_measured(unit: Unit) -> bool:
         return unit.stage == feeds
 
-    engine = PipelineEngine(
+    engine = LoneEngine(
         modules,
         schedule=_order(len(modules), k, way == "split"),
         num_microbatches=1,

@@ -452,14 +452,26 @@ class Agreement:
     Args:
         group: of the ranks.
         own: what this one was given, see :func:`agreement_of`.
+        beside: what it tells the others, too.
+        check_beside: raises unless what all ranks told fits together.
     """
 
-    def __init__(self, group: Any, own: Mapping[str, tuple[str, str]]) -> None:
+    def __init__(
+        self,
+        group: Any,
+        own: Mapping[str, tuple[str, str]],
+        beside: Any = None,
+        check_beside: Callable[[Sequence[Any]], None] | None = None,
+    ) -> None:
         self._group = group
         self._own: Mapping[str, tuple[str, str]] | None = own
+        self._beside, self._check_beside = beside, check_beside
 
     def check(self) -> None:
         """Raises, on every rank, unless all were given the same. Collective."""
         if self._own is not None:
-            check_agreement(self._group.all_gather_object(self._own))
+            found = self._group.all_gather_object((self._own, self._beside))
+            check_agreement([own for own, _ in found])
+            if self._check_beside is not None:
+                self._check_beside([beside for _, beside in found])
             self._own = None

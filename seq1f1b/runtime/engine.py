@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from seq1f1b.runtime.arguments import (
 from seq1f1b.runtime.batch import StepArguments, merge
 from seq1f1b.runtime.gradients import REDUCED
 from seq1f1b.runtime.pipeline import Pipeline
+from seq1f1b.runtime.places import check_places, places_of
 from seq1f1b.runtime.rank_order import build, with_options
 from seq1f1b.runtime.report import StepRecord
 from seq1f1b.runtime.rows import PlannedRows
@@ -54,7 +56,9 @@ class PipelineEngine:
             A stage may list parameters in a dict attribute ``tied_parameters``, by their names in the unsplit model, as
             a checkpoint has them. Stages that list the same name hold copies of one parameter: at a step's end all
             copies get the sum of their gradients, and a norm counts it once. Copies are compared now and then, an
-            error names those that have come apart, and hooks for their gradients are refused.
+            error names those that have come apart, and hooks for their gradients are refused. A stage may say by an
+            attribute ``pipeline_place``, (index, count), which of how many stages of a model it is, as those of
+            :func:`seq1f1b.split` and of ``pipeline_stage`` do: stages of another number or order are an error.
         schedule: a name of :func:`seq1f1b.schedules`, or a :class:`seq1f1b.Schedule` (checked here). Or a callable that
             builds one, for instance ``functools.partial(build_schedule, "seq-zb-h1", prefetch=2)``: it is given
             ``num_ranks``, ``num_microbatches``, ``num_segments`` and ``stages_per_rank`` by name. A name and a callable
@@ -105,6 +109,7 @@ class PipelineEngine:
     """
 
     _device_edges_class = DeviceEdges
+    _needs_whole_model = True  # False: one stage of a model may run alone
 
     def __init__(
         self,
@@ -405,7 +410,10 @@ class PipelineEngine:
         group, options = self._group, self._options
         self.rank, self.num_ranks = group.rank, group.size
         schedule = self._make_schedule(source, len(modules))
-        agreement = Agreement(group, agreement_of(options, schedule, source))
+        own = [i for i, rank in enumerate(schedule.rank_of_stage) if rank == group.rank]
+        places = places_of(zip(own, modules, strict=False)) if self._needs_whole_model else []
+        check = partial(check_places, rank_of_stage=schedule.rank_of_stage)
+        agreement = Agreement(group, agreement_of(options, schedule, source), places, check)
         if not group.is_thread:  # engines of threads may be made one after the other: they meet in a step
             agreement.check()
         pipeline = self._pipeline = Pipeline(modules, self.device, options, group, schedule, agreement)
@@ -450,6 +458,12 @@ class PipelineEngine:
         finite = all(bool(torch.isfinite(g).all()) for g in gradients)
         if not all(self._group.all_gather_object(finite)) and finite and gradients:
             gradients[0].fill_(float("inf"))
+
+
+class LoneEngine(PipelineEngine):
+    """Runs a stage of a model without the others, to look at it or to time it."""
+
+    _needs_whole_model = False
 
 
 def _norm(gradient: Tensor, norm_type: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from seq1f1b.runtime.blocks import BlockRecomputing
 from seq1f1b.runtime.deferred import Deferring
 from seq1f1b.runtime.documents import AskingForDocuments
+from seq1f1b.runtime.frozen import Constants
 from seq1f1b.runtime.measure import Measuring
 from seq1f1b.runtime.mixing import Watching
 from seq1f1b.runtime.offload import Offloading
@@ -14,6 +15,7 @@ from seq1f1b.runtime.recompute import Recomputing
 __all__: list[str] = []
 
 FEATURES: tuple[type[Feature], ...] = (
+    Constants,
     Deferring,
     AskingForDocuments,
     BlockRecomputing,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,26 +30,33 @@ _DROPOUTS = frozenset(
 
 
 @contextmanager
-def keep_state(modules: Iterable[nn.Module], dtype: torch.dtype | None) -> Iterator[None]:
+def keep_state(modules: Iterable[nn.Module], dtype: torch.dtype | None, *, parameters: bool = True) -> Iterator[None]:
     """Within, parameters, buffers and tensors that are attributes hold copies, and no parameter has a gradient.
 
     The tensors are the same objects, so whoever refers to them sees the copies: an optimizer, another module, a loss.
 
     Args:
         dtype: of the copies of floating tensors; None: their own.
+        parameters: False: parameters are not copied, because nothing within changes their values.
     """
     parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
     tensors = {id(t): t for part in parts for t in _tensors_of(part)}
-    attributes = [(part, _copied(part.__dict__)) for part in parts]
+    own = {} if parameters else {key: t for key, t in tensors.items() if isinstance(t, nn.Parameter)}
+    tensors = {key: t for key, t in tensors.items() if key not in own}
+    gradients = [(t, t.grad) for t in own.values() if t.is_leaf]
+    attributes = attributes_of(parts)
     taken: list[Tensor] = []
     try:
+        for parameter, _ in gradients:
+            parameter.grad = None
         for tensor in tensors.values():
             _take(tensor, dtype)
             taken.append(tensor)
         yield
     finally:
-        for part, saved in attributes:
-            _put_back(part.__dict__, saved)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        put_back(attributes)
         for tensor in reversed(taken):
             _give_back(tensor)
 
@@ -110,6 +117,20 @@ def _give_back(tensor: Tensor) -> None:
 
 
 # -- attributes: what a module keeps from one forward to the next beside its buffers -----------------------------------
+
+
+Attributes: TypeAlias = "list[tuple[nn.Module, dict[str, tuple[Any, Any]]]]"
+
+
+def attributes_of(modules: Iterable[nn.Module]) -> Attributes:
+    """The attributes of some modules, for :func:`put_back`."""
+    return [(module, _copied(module.__dict__)) for module in modules]
+
+
+def put_back(saved: Attributes) -> None:
+    """Makes attributes what they were, and the elements of those that are plain containers."""
+    for module, own in saved:
+        _put_back(module.__dict__, own)
 
 
 def _copied(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

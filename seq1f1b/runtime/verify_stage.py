@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from seq1f1b.runtime.arguments import Loss
-from seq1f1b.runtime.engine import PipelineEngine
+from seq1f1b.runtime.engine import LoneEngine
 from seq1f1b.runtime.verify import Verification
 from seq1f1b.transport import LoopbackGroup
 
@@ -31,7 +31,7 @@ def verify_stage(
         show: prints the result.
     """
     count, sizes = (segments, None) if isinstance(segments, int) else (len(segments), list(segments))
-    engine = PipelineEngine(
+    engine = LoneEngine(
         module,
         num_microbatches=1,
         num_segments=count,

@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers", reason='needs the extra: pip 
 from safetensors.torch import load_file  # noqa: E402
 from test_transformers import SIZES, Float64, M, batch, build, run_pipeline, run_whole  # noqa: E402
 
+from seq1f1b.runtime.places import places_of  # noqa: E402
 from seq1f1b.runtime.stage import StageStep  # noqa: E402
 from seq1f1b.transformers import load_pretrained, pipeline_stage, save_pretrained  # noqa: E402
 
@@ -47,6 +48,13 @@ def adapted(config: Any, base: Any = None, seed: int = 0) -> Any:
 def logits_of(model: Any) -> torch.Tensor:
     with torch.no_grad(), Float64():
         return model.eval()(batch()[0]).logits
+
+
+def test_a_stage_with_adapters_says_which_it_is() -> None:
+    stage = pipeline_stage(adapted(CONFIGS["lora"]), 1, 2)
+    assert stage.pipeline_place == (1, 2)
+    around = peft.get_peft_model(stage, peft.LoraConfig(r=2, target_modules=["gate_proj"]))
+    assert places_of([(0, stage), (1, around)]) == [(0, 1, 2), (1, 1, 2)]
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -1,0 +1,25 @@
+"""Before each step, has stages compare what they took as constants, where they say that they did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from seq1f1b.runtime.parts import Feature
+
+__all__: list[str] = []
+
+
+class Constants(Feature):
+    """Calls ``check_before_step()`` of a stage's modules that have it, as those of :func:`seq1f1b.split` do."""
+
+    def __init__(self, stage: Any, options: Any, tier: Any) -> None:
+        modules = stage.module.modules() if isinstance(stage.module, nn.Module) else ()
+        holders: list[Any] = [part for part in modules if hasattr(type(part), "check_before_step")]
+        self._checks = [part.check_before_step for part in holders]
+
+    def begin(self, step: Any) -> None:
+        """Raises ValueError where a constant has changed."""
+        for check in self._checks:
+            check()
