@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 import copy
-import math
+import operator
 import threading
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx, nn
+from torch.nn.parameter import is_lazy
 
-import seq1f1b
-from seq1f1b.ops import attention, packing
+from seq1f1b.adapters.chain_checks import check_lengths, check_shared, constants_of
+from seq1f1b.adapters.chain_compare import Composite, compare, sample_of, tell_not_compared
+from seq1f1b.adapters.chain_trace import Traced, is_size, line_of, trace
 from seq1f1b.runtime.tied_copies import carried, check_hooks, held
 
 __all__ = ["ChainStage", "split"]
 
-_one_at_a_time = threading.Lock()  # fx changes nn.Module while it traces
-_WRAPPED: Any = (math, seq1f1b)
-_OURS = (attention.positions, attention.causal_attention, packing.document_starts)
-for _function in _OURS:
-    getattr(seq1f1b, _function.__name__)  # is there once it was used, and only then does fx see it
+_one_at_a_time = threading.Lock()  # fx changes nn.Module while it traces, and the comparison sets generators
 
 
 class ChainStage(fx.GraphModule):
     """What :func:`split` makes; parameters and state have the names of the unsplit model.
 
     Attributes:
+        pipeline_place: (index, count): which of how many stages this is.
         tied_parameters: parameters of this stage of which other stages hold copies, by their first name in the model.
     """
 
     @property
+    def pipeline_place(self) -> tuple[int, int]:
+        place: tuple[int, int] = self.meta["seq1f1b_place"]
+        return place
+
+    @property
     def tied_parameters(self) -> dict[str, nn.Parameter]:
         return held(self, self.meta.get("seq1f1b_tied", {}))
+
+    def check_before_step(self) -> None:
+        """Raises ValueError where a value of Python that forward had read at the cut is another one now."""
+        self.meta["seq1f1b_frozen"].check()
 
     def __reduce__(self) -> Any:
         """Raises TypeError: fx would make a module of it that has forgotten its tied parameters."""
@@ -42,7 +51,12 @@ class ChainStage(fx.GraphModule):
 
 
 def split(
-    model: nn.Module, num_stages: int | None = None, *, at: Sequence[str | int] | None = None
+    model: nn.Module,
+    num_stages: int | None = None,
+    *,
+    at: Sequence[str | int] | None = None,
+    sample: Any = None,
+    check: bool = True,
 ) -> list[ChainStage]:
     """Cuts a model of your own into pipeline stages. Give each rank's engine its own, and keep no other reference.
 
@@ -52,30 +66,115 @@ def split(
     tied: each stage gets a copy, and the engine keeps the copies equal. The stages share all else with the model, which
     may be on the meta device.
 
+    What a trace does not record is refused, with the line of forward: contexts as ``torch.no_grad`` or autocast,
+    checkpoints, hooks, random numbers of Python, control flow on values. What forward reads of Python, as
+    ``self.scale`` or a global, must stay as it is: the engine compares it before each step. Then the stages are run in
+    a row, and compared with the model: outputs, gradients and buffers, in training and in evaluation mode, with the
+    random numbers of one seed. The model is as before afterwards.
+
     Args:
         model: its first stage takes the arguments of forward that have no default. Those that have one are keyword
-            arguments of every stage: the engine's ``kwargs``.
+            arguments of every stage: the engine's ``kwargs``. Arguments that serve the loss alone, as ``targets=None``
+            of a forward that returns (logits, loss), are left out with the loss: give that to the engine as
+            ``loss_fn``.
         num_stages: the longest list of modules (``nn.Sequential`` or ``nn.ModuleList``) is spread evenly, and the first
             stages take the rest.
         at: in place of it, names of the modules with which the second and later stages begin, as ``"blocks.6"``.
+        sample: arguments of a small call of forward for the comparison: a tensor, a tuple, or a dict by name. None:
+            token ids of shape (2, 8), if forward needs one argument and that feeds an ``nn.Embedding``; otherwise a
+            warning says that nothing was compared. A model on the meta device is not compared.
+        check: False: the stages are not compared with the model.
     Raises:
-        ValueError: forward cannot be traced, or be cut there; the message names the module or the value.
+        ValueError: forward cannot be traced, or be cut there, or the stages compute something else than the model. The
+            message names the module or the value, and the line.
     """
     names = _names(model, num_stages, at)
     with _one_at_a_time:
-        graph = _trace(model, names)
-    stage_of = _stages(model, graph, names)
-    parts = [_part(model, graph, stage_of, stage, len(names) + 1) for stage in range(len(names) + 1)]
-    _check_owned(model, parts)
-    _copy_tied(model, parts)
-    return parts
+        return _split(model, names, sample, check)
+
+
+def _split(model: nn.Module, names: Sequence[str], sample: Any, check: bool) -> list[ChainStage]:
+    traced = trace(model, names)
+    check_lengths(model, traced.graph)
+    while True:
+        stage_of = _stages(model, traced.graph, names)
+        check_shared(model, traced.graph, stage_of)
+        cut = _Cut(model, traced, stage_of, len(names) + 1)
+        parts = [cut.part(stage) for stage in range(cut.count)]
+        _check_owned(model, parts)
+        try:
+            _copy_tied(model, parts)
+        except (RuntimeError, TypeError) as error:  # of a module that cannot be copied
+            raise ValueError(
+                f"a module of {type(model).__name__} with parameters that several stages use cannot be copied: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        try:
+            if check and not any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+                _compare(model, traced, cut, parts, sample)
+            return parts
+        except Composite as found:
+            node = next(node for node in traced.graph.nodes if node.name == found.name)
+            if not _take_apart(traced.graph, node, found.value):
+                raise
+
+
+def _compare(model: nn.Module, traced: Traced, cut: _Cut, parts: Sequence[ChainStage], sample: Any) -> None:
+    found = sample_of(model, traced.graph, sample)
+    why: str | None = "its arguments are unknown"
+    if found is not None:
+        handed_on = [[node.name for node in cut.handed_on(stage)] for stage in range(cut.count - 1)]
+        why = compare(model, parts, [*handed_on, []], found, traced.without)
+    if why is not None:
+        tell_not_compared(model, why)
+
+
+def _take_apart(graph: fx.Graph, node: fx.Node, value: Any) -> bool:
+    """Has what uses a value of several tensors use these, which stages can hand on. Returns whether it can."""
+    users = [user for user in node.users if not (user.target is operator.getitem and user.args[0] is node)]
+    last = node
+
+    def apart(source: fx.Node, item: Any) -> Any:
+        nonlocal last
+        if isinstance(item, torch.Tensor):
+            return source
+        found: dict[Any, Any] = {}
+        for key, each in item.items() if isinstance(item, dict) else enumerate(item):
+            if each is None:
+                found[key] = None
+                continue
+            with graph.inserting_after(last):
+                last = graph.call_function(operator.getitem, (source, key))
+            last.meta.update(node.meta)
+            found[key] = apart(last, each)
+        return found if isinstance(item, dict) else type(item)(found.values())
+
+    if not users or not _is_of_tensors(value):
+        return False
+    structure = apart(node, value)
+    for user in users:
+        user.args, user.kwargs = fx.node.map_arg(
+            (user.args, user.kwargs), lambda used: structure if used is node else used
+        )
+    return True
+
+
+def _is_of_tensors(value: Any) -> bool:
+    if type(value) in (tuple, list, dict):
+        return all(map(_is_of_tensors, value.values() if isinstance(value, dict) else value))
+    return value is None or isinstance(value, torch.Tensor)
 
 
 def _names(model: nn.Module, num_stages: int | None, at: Sequence[str | int] | None) -> list[str]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        raise ValueError(f"split takes the model itself, got {type(model).__name__}: wrap and compile its stages")
     if (num_stages is None) == (at is None):
         raise ValueError("split takes num_stages= or at=, one of the two")
+    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise ValueError(f"{lazy[0]} of {type(model).__name__} has no shape yet: run the model once before split")
     if at is not None:
         if isinstance(at, str):
             raise ValueError(f"at is {at!r}, must be a list of names, as [{at!r}]")
@@ -97,7 +196,7 @@ def _names(model: nn.Module, num_stages: int | None, at: Sequence[str | int] | N
             f"num_stages is {num_stages}, must be from 1 to the {len(blocks)} modules of {path or 'model'!r}"
         )
     each, rest = divmod(len(blocks), num_stages)
-    children = [name for name, _ in blocks.named_children()]
+    children = list(blocks._modules)  # named_children leaves out those that are there already
     starts = [stage * each + min(stage, rest) for stage in range(1, num_stages)]
     return [f"{path}.{children[start]}".lstrip(".") for start in starts]
 
@@ -105,171 +204,116 @@ def _names(model: nn.Module, num_stages: int | None, at: Sequence[str | int] | N
 # -- the graph ---------------------------------------------------------------------------------------------------------
 
 
-class _Tracer(fx.Tracer):
-    """Enters only the modules that hold a block at which the model is cut."""
-
-    def __init__(self, inside: set[str]) -> None:
-        super().__init__(autowrap_modules=_WRAPPED, autowrap_functions=_OURS)
-        self._inside = inside
-
-    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
-        return name not in self._inside
-
-
-def _trace(model: nn.Module, names: Sequence[str]) -> fx.Graph:
-    inside = {""}
-    for name in names:
-        path = name.split(".")
-        inside |= {".".join(path[:i]) for i in range(1, len(path))}
-    for name in sorted(inside):
-        module = model.get_submodule(name)
-        where = f"{name!r} ({type(module).__name__})" if name else type(module).__name__
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
-            raise ValueError(f"{where} has hooks, which no stage would run: put them on its blocks")
-        if "token_offset" in type(module).forward.__code__.co_names:
-            raise ValueError(f"forward of {where} uses token_offset(), a number of the segment: use positions(x)")
-    modes = {module: module.training for module in model.modules()}
-    try:
-        traced = [_trace_once(model, inside, mode, {}) for mode in (True, False)]
-        defaults = {n.target: n.args[0] for n in traced[0].nodes if n.op == "placeholder" and n.args}
-        plain = _trace_once(model, inside, True, defaults) if defaults else None
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-    if _text(traced[0], {}) != _text(traced[1], {}):
-        raise ValueError(
-            f"forward of {type(model).__name__} is another one in training than in evaluation (self.training, or "
-            "F.dropout): put that into a module of its own, as nn.Dropout"
-        )
-    if plain is not None and _text(traced[0], defaults) != _text(plain, defaults):
-        raise ValueError(
-            f"forward of {type(model).__name__} depends on whether {', '.join(map(str, defaults))} are given: put that "
-            "into a module of its own"
-        )
-    return traced[0]
-
-
-def _trace_once(model: nn.Module, inside: set[str], training: bool, defaults: dict[str, Any]) -> fx.Graph:
-    for module in model.modules():
-        module.training = training
-    try:
-        return _Tracer(inside).trace(model, concrete_args=defaults or None)
-    except Exception as error:  # whatever forward does with a value that it does not have yet
-        raise ValueError(
-            f"forward of {type(model).__name__} cannot be traced: {error}. What depends on values or sizes must lie "
-            "in a module of its own"
-        ) from error
-
-
-def _text(graph: fx.Graph, defaults: dict[str, Any]) -> list[str]:
-    """What a graph computes, for a comparison; ``defaults`` are the values of optional arguments."""
-    live: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if node.op in ("output", "call_module") or any(user in live for user in node.users):
-            live.add(node)
-    names: dict[fx.Node, Any] = {}
-    lines: list[str] = []
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            names[node] = defaults.get(node.target, node.target)
-        elif node in live:
-            names[node] = f"%{len(lines)}"
-            arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: names[n])
-            lines.append(f"{node.op} {node.target} {arguments}")
-    return lines
-
-
 def _stages(model: nn.Module, graph: fx.Graph, names: Sequence[str]) -> dict[fx.Node, int]:
-    """The stage of each value."""
+    """The stage of each value. A stage begins with the first call of its module."""
     begins = {name: stage for stage, name in enumerate(names, 1)}
     if len(begins) < len(names):
         raise ValueError(f"at is {list(names)}: each stage must begin with a module of its own")
     stage, found = 0, {}
     for node in graph.nodes:
-        if node.op == "call_module" and node.target in begins:
+        if node.op == "call_module" and begins.get(node.target, 0) > stage:
             if begins[node.target] != stage + 1:
-                order = "again" if begins[node.target] <= stage else f"before {names[stage]!r}"
                 raise ValueError(
-                    f"forward of {type(model).__name__} runs {node.target!r} {order}: no stage begins there"
+                    f"forward of {type(model).__name__} runs {node.target!r} before {names[stage]!r}: no stage begins "
+                    f"there{line_of(node)}"
                 )
             stage += 1
         found[node] = stage
+        if node.target is operator.getitem and isinstance(node.args[1], (int, str)):
+            made = node.args[0]  # a block that returns several values is taken apart where it runs
+            if made.op == "call_module" or (made.target is operator.getitem and found[made] < stage):
+                found[node] = found[made]
     if stage < len(names):
         raise ValueError(f"forward of {type(model).__name__} does not run {names[stage]!r}, so no stage begins there")
     return found
 
 
-def _part(model: nn.Module, graph: fx.Graph, stage_of: dict[fx.Node, int], stage: int, count: int) -> ChainStage:
-    new, made = fx.Graph(), dict[fx.Node, fx.Node]()
-    arguments = [node for node in graph.nodes if node.op == "placeholder"]
-    given = _handed_on(model, graph, stage_of, stage - 1) if stage else [node for node in arguments if not node.args]
-    for node in given:
-        made[node] = new.placeholder(node.name)
-    for node in arguments:
-        if node.args:
-            made[node] = new.node_copy(node)
+class _Cut:
+    """Divides a trace into graphs of stages."""
 
-    def own(node: fx.Node) -> fx.Node:
-        if node.op == "get_attr" and node not in made:
-            made[node] = new.node_copy(node)
-        return made[node]
+    def __init__(self, model: nn.Module, traced: Traced, stage_of: dict[fx.Node, int], count: int) -> None:
+        self.model, self.traced, self.graph, self.stage_of, self.count = model, traced, traced.graph, stage_of, count
+        self._free = constants_of(model, traced.graph)
+        self._state = nn.Module.state_dict(model, keep_vars=True).keys()
 
-    for node in graph.nodes:
-        if stage_of[node] == stage and node.op not in ("placeholder", "get_attr", "output"):
-            made[node] = new.node_copy(node, own)
-    if stage == count - 1:
-        output = next(node for node in reversed(graph.nodes) if node.op == "output")
-        new.output(fx.node.map_arg(output.args[0], own))
-    else:
-        outputs = tuple(made[node] for node in _handed_on(model, graph, stage_of, stage))
-        new.output(outputs[0] if len(outputs) == 1 else outputs)
-    part = ChainStage(model, new, type(model).__name__)
-    for node in new.nodes:
-        if node.op == "get_attr":  # fx makes every such tensor a part of the state
-            owner, _, name = node.target.rpartition(".")
-            theirs = model.get_submodule(owner)
-            if name not in theirs._parameters and (
-                name not in theirs._buffers or name in theirs._non_persistent_buffers_set
-            ):
-                part.get_submodule(owner)._non_persistent_buffers_set.add(name)
-    return part
+    def part(self, stage: int) -> ChainStage:
+        new, made = fx.Graph(), dict[fx.Node, fx.Node]()
+        arguments = [node for node in self.graph.nodes if node.op == "placeholder"]
+        given = self.handed_on(stage - 1) if stage else [node for node in arguments if not node.args]
+        for node in given:
+            made[node] = new.placeholder(node.name)
+        for node in arguments:
+            if node.args:
+                made[node] = new.node_copy(node)
 
+        def own(node: fx.Node) -> fx.Node:
+            if node not in made and (node.op == "get_attr" or node in self._free or self._is_taken_again(node)):
+                made[node] = new.node_copy(node, own)
+            return made[node]
 
-def _handed_on(model: nn.Module, graph: fx.Graph, stage_of: dict[fx.Node, int], stage: int) -> list[fx.Node]:
-    """Values that are made up to a stage, and used behind it."""
-    found = [
-        node
-        for node in graph.nodes
-        if stage_of[node] <= stage
-        and any(stage_of[user] > stage for user in node.users)
-        and node.op != "get_attr"
-        and not (node.op == "placeholder" and node.args)
-    ]
-    for node in found:
-        if _is_no_tensor(node):
-            users = ", ".join(str(user) for user in node.users if stage_of[user] > stage)
-            raise ValueError(
-                f"forward of {type(model).__name__} uses {node} behind the cut, in {users}: it is a size, which no "
-                "stage hands on; take it there, of what the block before returns"
-            )
-    return found
+        for node in self.graph.nodes:
+            is_made_here = self.stage_of[node] == stage and node.op not in ("placeholder", "get_attr", "output")
+            if is_made_here and node not in made:
+                made[node] = new.node_copy(node, own)
+        if stage == self.count - 1:
+            output = next(node for node in reversed(self.graph.nodes) if node.op == "output")
+            new.output(fx.node.map_arg(output.args[0], own))
+        else:
+            outputs = tuple(made[node] for node in self.handed_on(stage))
+            new.output(outputs[0] if len(outputs) == 1 else outputs)
+        return self._module(new, stage)
 
+    def _module(self, graph: fx.Graph, stage: int) -> ChainStage:
+        for node in graph.nodes:
+            node.meta.clear()  # a copy of a stage would copy what it refers to
+        root = nn.Module()
+        vars(root).update(vars(self.model))
+        vars(root).update(self.traced.constants)
+        part = ChainStage(root, graph, type(self.model).__name__)
+        part.meta["seq1f1b_place"] = (stage, self.count)
+        part.meta["seq1f1b_frozen"] = self.traced.frozen
+        for node in graph.nodes:
+            if node.op == "get_attr" and node.target not in self._state:
+                owner, _, name = str(node.target).rpartition(".")
+                part.get_submodule(owner)._non_persistent_buffers_set.add(name)  # fx makes it a part of the state
+        return part
 
-def _is_no_tensor(node: fx.Node) -> bool:
-    if node.op == "call_method":
-        return node.target in ("size", "dim", "numel", "stride", "item", "tolist")
-    if node.op == "call_function" and node.target is getattr:
-        return node.args[1] in ("shape", "dtype", "device", "ndim")
-    parents = [parent for parent in node.all_input_nodes if parent.op != "placeholder"]
-    return node.op == "call_function" and "operator" in str(node.target.__module__) and any(map(_is_no_tensor, parents))
+    def handed_on(self, stage: int) -> list[fx.Node]:
+        """Values that are made up to a stage, and used behind it."""
+        needed = dict[fx.Node, fx.Node]()  # and a value behind it that needs it
+        for node in self.graph.nodes:
+            if self.stage_of[node] > stage:
+                for source in node.all_input_nodes:
+                    for tensor in self._tensors_behind(source, self.stage_of[node]):
+                        needed.setdefault(tensor, node)
+        found = [node for node in self.graph.nodes if self.stage_of[node] <= stage and node in needed]
+        for node in found:
+            if is_size(node):
+                raise ValueError(
+                    f"forward of {type(self.model).__name__} uses {node} behind the cut, in {needed[node]}"
+                    f"{line_of(needed[node])}: it is a number, which no stage hands on; take it there"
+                )
+        return found
+
+    def _tensors_behind(self, node: fx.Node, stage: int) -> list[fx.Node]:
+        """What must be handed on so that a stage has this value: sizes are taken again, of the tensor itself."""
+        if node.op == "get_attr" or node in self._free or (node.op == "placeholder" and node.args):
+            return []
+        if self._is_taken_again(node) and self.stage_of[node] < stage:
+            return [tensor for source in node.all_input_nodes for tensor in self._tensors_behind(source, stage)]
+        return [node]
+
+    def _is_taken_again(self, node: fx.Node) -> bool:
+        return is_size(node) and node.target not in ("item", "tolist")
 
 
 # -- what the stages hold ----------------------------------------------------------------------------------------------
 
 
 def _check_owned(model: nn.Module, parts: Sequence[ChainStage]) -> None:
-    owned = {name for part in parts for name in part.state_dict()}
-    left = [name for name in model.state_dict() if name not in owned]
+    state = nn.Module.state_dict(model, keep_vars=True)
+    owned = {id(tensor) for part in parts for tensor in part.state_dict(keep_vars=True).values()}
+    left = [name for name, tensor in state.items() if id(tensor) not in owned]
     if left:
         raise ValueError(
             f"forward of {type(model).__name__} does not use {', '.join(left[:5])}, which no stage would own: remove "

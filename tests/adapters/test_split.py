@@ -248,10 +248,10 @@ class Asks(Chain):
         return super().forward(tokens) if doc_ids is None else super().forward(tokens, doc_ids) * 2
 
 
-class Sizes(Chain):
+class Numbers(Chain):
     def forward(self, tokens: Tensor) -> Tensor:
-        batch, length = tokens.shape
-        return super().forward(tokens).view(batch, length, VOCAB)
+        most = tokens.amax().item()
+        return super().forward(tokens) * most
 
 
 class Offset(Chain):
@@ -288,10 +288,10 @@ def hooked() -> Chain:
         (lambda: nn.Linear(2, 2), {"num_stages": 1}, "Linear has no nn.Sequential or nn.ModuleList: say by at= where"),
         (lambda: Chain(unused=True), {"num_stages": 2}, "Chain does not use second.weight, second.bias, which"),
         (hooked, {"num_stages": 2}, "Chain has hooks, which no stage would run"),
-        (Branches, {"num_stages": 2}, "Branches cannot be traced: .* must lie in a module of its own"),
+        (Branches, {"num_stages": 2}, "Branches cannot be cut, at .*control flow depends on .* must lie in a module"),
         (Drops, {"num_stages": 2}, "Drops is another one in training than in evaluation"),
-        (Asks, {"num_stages": 2}, "Asks depends on whether doc_ids are given"),
-        (Sizes, {"num_stages": 2}, "Sizes uses getitem behind the cut, in view: it is a size, which no stage hands on"),
+        (Asks, {"num_stages": 2}, "Asks depends on whether doc_ids is given: put that into a module"),
+        (Numbers, {"num_stages": 2}, "Numbers uses item behind the cut, in mul.*: it is a number"),
         (Offset, {"num_stages": 2}, r"Offset uses token_offset\(\), a number of the segment: use positions"),
         (Backwards, {"num_stages": 3}, "Backwards runs 'blocks.4' before 'blocks.2': no stage begins there"),
     ],

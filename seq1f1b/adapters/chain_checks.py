@@ -1,0 +1,112 @@
+"""What is known of a trace before it is cut: constants, counts of tokens, and what several stages share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from seq1f1b.adapters.chain_trace import has_effect, is_size, line_of
+
+__all__ = ["check_lengths", "check_shared", "constants_of"]
+
+_DRAWS = ("normal", "bernoulli", "multinomial", "poisson", "dropout", "alpha_dropout", "feature_dropout", "rrelu")
+
+
+def constants_of(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
+    """Values that every stage computes for itself, since they depend on nothing but constants and buffers."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    changed = set[fx.Node]()  # what is changed in place, and what that comes from
+    for node in reversed(graph.nodes):
+        if has_effect(node) or node in changed:
+            changed.update(node.all_input_nodes)
+    found = set[fx.Node]()
+    for node in graph.nodes:
+        name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+        draws = name.startswith("rand") or name.rstrip("_") in _DRAWS
+        if node.op == "get_attr":
+            is_constant = node.target not in parameters
+        else:
+            is_constant = node.op in ("call_function", "call_method") and not draws
+        if is_constant and not has_effect(node) and node not in changed and set(node.all_input_nodes) <= found:
+            found.add(node)
+    return found
+
+
+# -- numbers of tokens -------------------------------------------------------------------------------------------------
+
+
+def check_lengths(model: nn.Module, graph: fx.Graph) -> None:
+    """Raises where forward counts tokens from zero: in a step, each segment would begin anew."""
+    whose = type(model).__name__
+    of_model = {node for node in graph.nodes if node.op == "get_attr"}
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        sizes = [n for n in inputs if is_size(n) and _counts_tokens(n)]
+        if inputs and all(n in of_model or is_size(n) for n in inputs) and any(n in of_model for n in inputs):
+            of_model.add(node)
+            is_rows = node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
+            if sizes and (is_rows or node.target in ("narrow", torch.narrow)):
+                table = next(n for n in inputs if n in of_model)
+                raise ValueError(
+                    f"forward of {whose} takes the first rows of {table} by the number of tokens{line_of(node)}, and "
+                    "in a step each segment would begin anew: take them by position, as "
+                    "self.table[seq1f1b.positions(x)]"
+                )
+        if sizes and node.op == "call_function" and node.target in (torch.arange, torch.linspace, torch.range):
+            raise ValueError(
+                f"forward of {whose} counts its tokens by torch.{node.target.__name__}{line_of(node)}, and in a step "
+                "each segment would count from zero: use seq1f1b.positions(x), the positions of x's tokens"
+            )
+
+
+def _counts_tokens(node: fx.Node) -> bool:
+    """Whether a size is that of dimension 1, or of the last one of an argument, or comes of such a one."""
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    index: Any = None
+    if name == "size" and (len(node.args) > 1 or "dim" in node.kwargs):
+        source, index = node.args[0], node.args[1] if len(node.args) > 1 else node.kwargs["dim"]
+    elif name == "getitem" and isinstance(node.args[0], fx.Node) and _is_shape(node.args[0]):
+        source, index = node.args[0].args[0], node.args[1]
+    if index is not None:
+        is_argument = isinstance(source, fx.Node) and source.op == "placeholder"
+        return index in (1, -2) or (index == -1 and is_argument)
+    return any(is_size(n) and _counts_tokens(n) for n in node.all_input_nodes)
+
+
+def _is_shape(node: fx.Node) -> bool:
+    is_call = node.op == "call_method" and node.target == "size" and len(node.args) == 1 and not node.kwargs
+    return is_call or (node.target is getattr and node.args[1] == "shape")
+
+
+# -- what several stages use -------------------------------------------------------------------------------------------
+
+
+def check_shared(model: nn.Module, graph: fx.Graph, stage_of: dict[fx.Node, int]) -> None:
+    """Raises where several stages would each change a buffer of their own that is one in the model."""
+    users: dict[nn.Module, set[int]] = {}
+    names: dict[nn.Module, str] = {}
+    for node in graph.nodes:
+        if node.op == "call_module":
+            for path, module in model.get_submodule(str(node.target)).named_modules():
+                users.setdefault(module, set()).add(stage_of[node])
+                names.setdefault(module, f"{node.target}.{path}".rstrip("."))
+    for module, stages in users.items():
+        if len(stages) > 1 and isinstance(module, _NormBase) and module.running_mean is not None:
+            raise ValueError(
+                f"{names[module]!r} ({type(module).__name__}) keeps statistics in buffers, and stages {sorted(stages)} "
+                "use it: each would keep its own. Give it track_running_stats=False, or make it two modules"
+            )
+    reads: dict[str, set[int]] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            reads.setdefault(node.target, set()).update(stage_of[user] for user in node.users)
+    for node in graph.nodes:
+        for changed in node.all_input_nodes[:1] if has_effect(node) else ():
+            if changed.op == "get_attr" and len(reads[changed.target]) > 1:
+                raise ValueError(
+                    f"forward of {type(model).__name__} changes {changed.target}{line_of(node)}, and stages "
+                    f"{sorted(reads[changed.target])} use it: each would change its own. Move it into a block"
+                )
