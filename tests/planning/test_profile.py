@@ -695,7 +695,7 @@ def test_profile_then_plan_on_the_command_line(tmp_path, capfd):
     asked = ["plan", "--model", str(model), "--profile", str(file), "--seq", "128", "--ranks", "2"]
     few = ["--microbatches", "4", "--schedules", "1f1b,seq-zb-h1", "--stages", "1", "--output", str(order)]
     assert main([*asked, *few]) == 0
-    assert "(profile)\ncap" in capfd.readouterr().out
+    assert "(profile), measured units\ncap" in capfd.readouterr().out
     assert Plan.load(order).hardware.endswith("(profile)")
     file.write_text(file.read_text().replace('"residual"', '"residue"', 1))
     order.unlink()
