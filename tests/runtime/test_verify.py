@@ -68,12 +68,12 @@ def test_the_whole_model_is_the_truth():
     tokens, target = batch(CONFIG, M, LENGTH)
     model = whole_model(CONFIG)
     losses, truth = run_whole(model, tokens, target, M)
-    from seq1f1b.runtime import verify as module
+    from seq1f1b.runtime import verify_runs as module
     from seq1f1b.runtime.batch import StepArguments
 
     def run(group):
         engine = engine_for(group, [stage_of(model, CONFIG, group.rank, 2)])
-        session = module._Session(engine._runner, StepArguments(True, tokens, target, None))
+        session = module.Session(engine._runner, StepArguments(True, tokens, target, None))
         result = session.run(whole=True, dtype=torch.float64)
         names = [name for name, _ in engine.named_parameters()]
         return result.losses, dict(zip(names, result.gradients, strict=True))

@@ -1,0 +1,207 @@
+"""Runs of a verification: one batch through a pipeline, in segments or whole, from one state that they restore."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seq1f1b import _C
+from seq1f1b.runtime.batch import StepArguments
+from seq1f1b.runtime.data_parallel import without_hooks
+from seq1f1b.runtime.findings import Finding
+from seq1f1b.runtime.model_state import ComparableRun, RandomState, keep_state
+from seq1f1b.runtime.nested import mapped, tensors_of
+from seq1f1b.runtime.runner import Runner
+from seq1f1b.schedule import Schedule
+
+__all__: list[str] = []
+
+
+@dataclass
+class Pass:
+    """One run of the batch on this rank: its results."""
+
+    losses: list[Tensor]
+    outputs: list[Tensor]
+    gradients: list[Tensor | None]  # of the compared tensors
+    draws: bool  # random numbers, dropout apart
+    dropout: bool
+    findings: list[Finding]
+    sizes: list[int]  # of the segments
+    not_finite: list[Any]  # where its loss or gradients became so: a key to sort by, and a text; [] if they did not
+
+
+class Session:
+    """Runs one batch several times from one state, which :meth:`end` restores."""
+
+    def __init__(self, runner: Runner, arguments: StepArguments) -> None:
+        self._runner, self._arguments = runner, arguments
+        self._state = RandomState(runner.pipeline.device)
+
+    def run(self, *, whole: bool, dtype: torch.dtype | None) -> Pass:
+        """One run of the pipeline, or of the whole model. Ends with an error on all ranks or on none."""
+        pipeline = self._runner.pipeline
+        try:
+            pipeline.group.all_gather_object(
+                True
+            )  # tensors that ranks share: nobody takes them before all gave them back
+            with ExitStack() as stack:
+                stack.enter_context(without_hooks([p for _, p in pipeline.named_parameters()]))
+                stack.enter_context(keep_state(pipeline.bare_modules(), dtype))
+                result = self._run(_variant(self._runner, whole), dtype)
+                pipeline.group.all_gather_object(True)
+            return result
+        except BaseException as error:
+            if not isinstance(error, _C.PipelineError):
+                pipeline.group.fail(f"{type(error).__name__}: {error}")  # heard only where none failed before
+            pipeline.group.end_step(failed=True)
+            raise
+
+    def recover(self, error: Exception) -> str:
+        """After a run that ended with an error on every rank: the error's text, from the rank where it arose."""
+        group = self._runner.pipeline.group
+        group.begin_step()  # waits until all ranks have left the failed run
+        group.end_step(failed=False)
+        text = f"{str(error).splitlines()[0]:.200}" if str(error) else type(error).__name__
+        texts = group.all_gather_object([isinstance(error, _C.PipelineError), text])
+        return min(texts)[1]  # type: ignore[no-any-return]
+
+    def end(self) -> None:
+        self._state.restore()
+
+    def _run(self, runner: Runner, dtype: torch.dtype | None) -> Pass:
+        leaves: list[Tensor] = []
+
+        def prepared(value: Any) -> Any:
+            return mapped(value, lambda tensor: _prepared(tensor, dtype, leaves))
+
+        given = self._arguments
+        inputs = prepared(given.inputs)
+        tracked = list(leaves)
+        arguments = replace(
+            given, inputs=inputs, target=prepared(given.target), kwargs=prepared(given.kwargs), return_outputs=True
+        )
+        self._state.restore()
+        with ComparableRun(dtype) as run, _Origin(runner) as origin:
+            losses, outputs = runner.run(arguments)
+        draws = not self._state.is_current()
+        compared = [*(p for _, p in runner.pipeline.named_parameters() if p.requires_grad), *tracked]
+        gradients = [None if t.grad is None else t.grad.detach() for t in compared]
+        findings = [finding for stage in runner.stages.values() for finding in stage.findings.found]
+        floating = [tensor for output in outputs or [] for tensor in _tensors(output)]
+        assert runner.last_step is not None
+        sizes = runner.last_step.sizes
+        result = Pass(losses, floating, gradients, draws, run.dropout, findings, sizes, [])
+        result.not_finite += origin.of(runner, result)
+        return result
+
+
+class _Origin:
+    """Notes the first module whose output is not finite."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._modules, self._first = runner.pipeline.placed_modules(), ""
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> _Origin:
+        for place, module in self._modules:
+            for name, part in module.named_modules():
+                text = f"{place}, {name or 'itself'} ({type(part).__name__}) returns"
+                self._hooks.append(part.register_forward_hook(self._note(text)))
+        return self
+
+    def _note(self, text: str) -> Callable[..., None]:
+        def look(module: nn.Module, args: Any, output: Any) -> None:
+            if not self._first:
+                # -inf alone is a mask.
+                kinds = [kind for t in _tensors(output) if (kind := _kind(t.detach().clamp(min=0)))]
+                self._first = f"{text} {kinds[0]}" if kinds else ""
+
+        return look
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def of(self, runner: Runner, run: Pass) -> list[Any]:
+        """Finds the first place that is not finite: a module, if one is the cause, else a loss, else a gradient."""
+        losses = [f"the loss of micro-batch {m} is {kind}" for m, t in enumerate(run.losses) if (kind := _kind(t))]
+        names = zip(names_of(runner, run), run.gradients, strict=True)
+        gradients = [f"the gradient of {n} is {kind}" for n, t in names if t is not None and (kind := _kind(t))]
+        if not losses and not gradients:
+            return []
+        if self._first:
+            return [[0, min(runner.stages)], self._first]
+        # Backwards run from the last stage to the first, and within a stage from its last parameter to its first.
+        return [[1, 0], losses[0]] if losses else [[2, -max(runner.stages)], gradients[-1]]
+
+
+def _kind(tensor: Tensor) -> str:
+    """ "nan" or "inf" if any element is; else ""."""
+    if bool(tensor.isfinite().all()):
+        return ""
+    return "nan" if bool(tensor.isnan().any()) else "inf"
+
+
+def _variant(runner: Runner, whole: bool) -> Runner:
+    """A second runner over the same pipeline, with memory of its own."""
+    options, schedule = replace(runner.options, unchecked=True), runner.schedule
+    if whole:
+        options = replace(options, num_segments=1, segment_sizes=None)
+        schedule = one_by_one(schedule)
+    other = Runner(runner.pipeline, options, schedule, is_whole=whole, tells=False)
+    other.divides = runner.divides
+    return other
+
+
+def one_by_one(schedule: Schedule) -> Schedule:
+    """The order of the whole model on the same ranks: one micro-batch after the other, in one segment."""
+    lines = []
+    for rank in range(schedule.num_ranks):
+        own = [stage for stage, holder in enumerate(schedule.rank_of_stage) if holder == rank]
+        units = [
+            f"[{stage}]{kind}{m}.0"
+            for m in range(schedule.num_microbatches)
+            for kind, stages in (("F", own), ("B", own[::-1]))
+            for stage in stages
+        ]
+        lines.append(" ".join(units))
+    order = Schedule.from_text("\n".join(lines)).replace(prefetch=schedule.prefetch)
+    kinds = schedule.kinds
+    return order.spread_vocabulary(0, head="S" in kinds, embedding="E" in kinds) if kinds & {"S", "E"} else order
+
+
+def _prepared(tensor: Tensor, dtype: torch.dtype | None, leaves: list[Tensor]) -> Tensor:
+    """A leaf of its own, so that nothing reaches the caller's graph."""
+    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    leaf = tensor.detach().to(wanted)
+    if tensor.requires_grad:
+        leaf = leaf.clone().requires_grad_()
+        leaves.append(leaf)
+    return leaf
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """Floating tensors of what the last stage returned, which may be nested."""
+    return [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+
+
+def names_of(runner: Runner, run: Pass) -> list[str]:
+    """Names of the compared tensors: parameters that require grad, by stage, then inputs that do."""
+    pipeline, options = runner.pipeline, runner.options
+    places = [f"stage {index}: " if pipeline.num_stages > 1 else "" for index in pipeline.modules]
+    if options.embedding is not None:
+        places.insert(0, f"shard {pipeline.rank}: ")
+    names: dict[int, str] = {}
+    loss = "loss: " if options.head is None else f"shard {pipeline.rank}: "
+    for place, module in zip([*places, loss], pipeline.bare_modules(), strict=False):
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                names.setdefault(id(parameter), place + name)
+    inputs = len(run.gradients) - len(names)
+    return [*names.values(), *(f"input {i}" if inputs > 1 else "input" for i in range(inputs))]
