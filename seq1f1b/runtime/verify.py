@@ -36,6 +36,8 @@ _ROUNDINGS = 4.0
 class Verification:
     """Result of :meth:`seq1f1b.PipelineEngine.verify`, equal on all ranks. ``str()`` is the table that it prints.
 
+    It is true or false as ``ok``, so ``assert engine.verify(...)`` checks it.
+
     Errors are relative to the whole model's value: the norm of the difference, divided by the norm. A gradient smaller
     than 1e-3 of the model's gradients (root mean square of their norms) is compared with that.
 
@@ -59,6 +61,9 @@ class Verification:
     exact: dict[str, float]
     causes: tuple[str, ...]
     notes: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return self.ok
 
     def __str__(self) -> str:
         errors = {"loss": self.loss_error, "output": self.output_error, **self.parameters}

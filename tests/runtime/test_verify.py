@@ -470,6 +470,14 @@ def test_one_module_in_one_process(capsys):
     assert verify_stage(Net(right), tokens, 4, show=False).ok
 
 
+def test_a_verification_is_true_or_false_as_its_ok():
+    sample = torch.randn(3, 40, HIDDEN)
+    right, wrong = (verify_stage(Mixer(mix), sample, show=False) for mix in (attention, pooling))
+    assert right
+    assert not wrong
+    assert (bool(right), bool(wrong)) == (right.ok, wrong.ok) == (True, False)
+
+
 def test_one_module_in_another_layout():
     """(batch, features, tokens): the sequence dimension is an argument."""
 
