@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +89,24 @@ class CausalLMStage(nn.Module):
     @property
     def generation_config(self) -> Any:
         return self.causal_lm.generation_config
+
+    def of_whole(self, model: Any) -> tuple[nn.Module, Callable[..., Tensor]]:
+        """For ``engine.verify(model=)``: the model without adapters' wrapper, and a call that takes what stages do."""
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+
+        def logits(tokens: Tensor) -> Tensor:
+            return base(input_ids=tokens, use_cache=False, return_dict=True).logits  # type: ignore[no-any-return]
+
+        def call(tokens: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+            if doc_ids is None:
+                return logits(tokens)
+            rows = []
+            for row, ids in zip(tokens, doc_ids, strict=True):  # each document by itself, however the model attends
+                lengths = ids.unique_consecutive(return_counts=True)[1].tolist()
+                rows.append(torch.cat([logits(document[None]) for document in row.split(lengths)], 1))
+            return torch.cat(rows)
+
+        return base, call
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
         """Recomputes this stage's layers in the backward; options are those of the model's method of this name."""

@@ -247,19 +247,28 @@ class PipelineEngine:
         loss_weight: float | None = None,
         dtype: torch.dtype | None = None,
         show: bool = True,
+        model: nn.Module | None = None,
     ) -> Verification:
         """Compares a pipeline step with the whole model on the same batch. Arguments as :meth:`step`. Collective.
 
-        The whole model is the stages in a chain, with one segment and one micro-batch at a time. Parameters, gradients,
-        buffers, tensors and containers that are attributes of modules, and random state are as before afterwards.
-        Hooks on parameters do not run. Stages under DDP or FSDP2, DTensors and ``sequence_parallel=`` are refused.
+        The whole model is the stages in a chain, with one segment and one micro-batch at a time; or ``model``, from
+        which they were cut. Parameters, gradients, buffers, tensors and containers that are attributes of modules, and
+        random state are as before afterwards, in the model too. Hooks on parameters do not run. Stages under DDP or
+        FSDP2, DTensors and ``sequence_parallel=`` are refused.
 
         Args:
             dtype: of the whole model; None: float64 where it fits in memory, else the engine's own.
             show: prints the result on rank 0.
+            model: on rank 0 the whole model, and there the engine needs ``loss_fn``, too; other ranks give None or
+                the same, which they do not read. It runs on rank 0 in the training mode it is in, with the parameters
+                and buffers of all stages, found by name. Buffers that no checkpoint holds stay the model's own. So does
+                one that a step does not change, while all parameters are as in the model: it must be alike.
+        Raises:
+            ValueError: what is refused; or names or shapes of the model and the stages that do not agree, a model that
+                does not fit in the memory of rank 0, or that does not run; on every rank.
         """
         self._pipeline.check_idle()
-        found = verify(self._runner, StepArguments(True, inputs, target, kwargs, loss_weight), dtype)
+        found = verify(self._runner, StepArguments(True, inputs, target, kwargs, loss_weight), dtype, model)
         if show and self.rank == 0:
             print(found)
         return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,6 +18,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from seq1f1b.runtime.unit import live_unit
 
 __all__: list[str] = []
 
@@ -114,6 +116,13 @@ def _give_back(tensor: Tensor) -> None:
         if tensor.is_floating_point() and tensor.requires_grad and tensor.grad_dtype != original.grad_dtype:
             tensor.grad_dtype = original.grad_dtype
         tensor.grad = original.grad
+
+
+def has_changed(tensor: Tensor) -> bool:
+    """Whether a tensor is, within :func:`keep_state`, another one than before."""
+    with _lock:
+        original = _originals[id(tensor)].data
+    return not torch.equal(tensor.data.to(original.dtype), original)
 
 
 # -- attributes: what a module keeps from one forward to the next beside its buffers -----------------------------------
@@ -246,14 +255,14 @@ class ComparableRun(TorchFunctionMode):
         dtype: the dtype in which the model runs, if that is not its own. What a model casts to a narrower one for its
             norms or its softmax, and what it makes in torch's default dtype, is in this one as well; no autocast.
     Attributes:
-        dropout: whether the model called any.
+        drops: how many numbers forwards dropped with each probability; what computes a forward again does not count.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         super().__init__()
         self._dtype = dtype
         self._others = ExitStack()
-        self.dropout = False
+        self.drops: Counter[float] = Counter()
 
     def __enter__(self) -> ComparableRun:
         for device in ("cpu", "cuda") if self._dtype is not None else ():
@@ -271,7 +280,8 @@ class ComparableRun(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "").strip("_")
         if name in _DROPOUTS and args:
-            self._note(args[1] if len(args) > 1 else kwargs.get("p", 0.5), kwargs, args)
+            is_training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
+            self._count(args[1] if len(args) > 1 else kwargs.get("p", 0.5), is_training, args[0])
             return args[0]
         if name == "scaled_dot_product_attention":
             args, kwargs = self._without_dropout(args, kwargs)
@@ -279,21 +289,23 @@ class ComparableRun(TorchFunctionMode):
             return func(*args, **kwargs)
         return self._run_wide(func, name, args, kwargs)
 
-    def _note(self, p: Any, kwargs: Any, args: Any) -> None:
-        is_training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
-        self.dropout = self.dropout or bool(is_training and p)
-
     def _without_dropout(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         p = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-        self.dropout = self.dropout or bool(p)
+        self._count(p, True, args[0] if args else kwargs["query"])
         if len(args) > 4:
             return (*args[:4], 0.0, *args[5:]), kwargs
         return args, ({**kwargs, "dropout_p": 0.0} if p else kwargs)
 
+    def _count(self, p: float, is_training: bool, dropped: Tensor) -> None:
+        unit = live_unit()
+        is_again = torch._C._current_graph_task_id() != -1 or (unit is not None and unit.is_again)
+        if is_training and p and not is_again:
+            self.drops[float(p)] += dropped.numel()
+
     def _run_wide(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         given = [a for a in args if isinstance(a, Tensor)]
         if given and given[0].dtype == self._dtype:
-            if name in _CASTS:
+            if name in _CASTS and not func.__name__.startswith("__"):  # not Python's float(tensor)
                 return given[0]
             args = tuple(self._dtype if isinstance(a, torch.dtype) and a in _NARROW else a for a in args)
         if isinstance(kwargs.get("dtype"), torch.dtype) and kwargs["dtype"] in _NARROW:

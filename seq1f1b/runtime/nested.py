@@ -20,7 +20,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [tensor for item in items for tensor in tensors_of(item)]
 
 
-def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """Changes every tensor of a value; what is neither a tensor nor a container stays."""
     if isinstance(value, Tensor):
         return change(value)

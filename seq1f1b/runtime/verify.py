@@ -7,7 +7,10 @@ micro-batch after the other; its units count as outside a step, so ``causal_atte
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +19,8 @@ from seq1f1b.runtime.batch import StepArguments
 from seq1f1b.runtime.data_parallel import data_parallel
 from seq1f1b.runtime.findings import RANDOMNESS, STATE, STATISTICS, WEIGHTING
 from seq1f1b.runtime.runner import Runner
-from seq1f1b.runtime.verify_runs import Pass, Session, names_of
+from seq1f1b.runtime.verify_model import PRECISION, NotRun, WholeModel
+from seq1f1b.runtime.verify_runs import Pass, Session, free_bytes, names_of
 
 __all__ = ["Verification"]
 
@@ -30,6 +34,9 @@ _SAME = 1e-4
 # as many roundings of one number, for what the whole model happens to round to exactly. Over 600 right models in fp32,
 # bf16 and fp16 the largest error was half of what is allowed.
 _ROUNDINGS = 4.0
+_COARSER = 64.0  # between float32 and bfloat16 lie 2^16
+_RUNS = 3  # plain, found, exact
+CUT = "the cut"
 
 
 @dataclass(frozen=True)
@@ -91,45 +98,80 @@ class Verification:
         return "\n".join([*lines, *self.notes])
 
 
-def verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None) -> Verification:
-    """Runs ``engine.verify``. dtype: of the reference; None: float64 if it fits."""
-    everyones = runner.pipeline.group.all_gather_object([_refusal(runner), str(_own_dtype(runner)), _fits(runner)])
+def verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None, model: Any = None) -> Verification:
+    """Runs ``engine.verify``.
+
+    Args:
+        dtype: of the reference; None: float64 if it fits.
+        model: the reference, on rank 0; None on all ranks: the stages in a chain.
+    """
+    group = runner.pipeline.group
+    mine = [_refusal(runner), str(_own_dtype(runner)), _fits(runner), model is not None]
+    everyones = group.all_gather_object(mine)
     for rank, (text, *_) in enumerate(everyones):
         if text:
             raise ValueError(f"rank {rank}: {text}")
     runner.settle(arguments)
     runner.pipeline.tied.compare(always=True)  # makes copies equal first, before a run has its own copies
-    own = sorted({name for _, name, _ in everyones})
-    wide = dtype if dtype is not None else torch.float64 if all(fits for *_, fits in everyones) else None
+    whole = WholeModel(runner, arguments, model) if any(given for *_, given in everyones) else None
+    fits = all(fits for _, _, fits, _ in everyones) and (whole is None or whole.fits_wide)
+    own = sorted({name for _, name, *_ in everyones})
+    wide = dtype if dtype is not None else torch.float64 if fits else None
     if [str(wide)] == own:
         wide = None
-    notes = []
+    notes: list[str] = []
     session = Session(runner, arguments)
+    reference = session if whole is None else whole
+    run_whole = partial(session.run, whole=True) if whole is None else whole.run
     try:
+        found = session.run(whole=False, dtype=None)
+        if whole is not None:
+            whole.note(found)
         if wide is not None:
             try:
-                truth = session.run(whole=True, dtype=wide)
+                truth = run_whole(dtype=wide)
             except Exception as error:  # a stage that takes one dtype only, say
-                notes.append(f"The whole model does not run in {wide}: {session.recover(error)}")
+                notes.append(f"The whole model does not run in {wide}: {reference.recover(error)}")
                 wide = None
             else:
                 if where := _first_not_finite(runner, truth):
                     notes.append(f"The whole model is not finite in {wide}: {where}.")
                     wide = None
-        plain = session.run(whole=True, dtype=None)
+        try:
+            plain = run_whole(dtype=None)
+        except NotRun as error:
+            raise ValueError(f"the whole model does not run on rank 0: {error}") from error
         where = _first_not_finite(runner, plain)
-        found = session.run(whole=False, dtype=None)
         exact = session.run(whole=False, dtype=wide) if wide is not None else None
+        if wide is None:
+            truth = plain
+        not_finite = f"{NOT_FINITE}: {where} where the model runs whole, so there is nothing to compare with"
+        comparison = _Comparison(runner, truth, plain, found, exact)
+        if whole is None:
+            name = "the stages in a chain"
+            result = comparison.verdict(not_finite if where else "")
+        else:
+            name = "the model itself on rank 0"
+            notes += whole.notes
+            differences = [*whole.compare_with(found), *comparison.precision()]
+            result = comparison.verdict(not_finite if where else "", differences)
+            if not result and not where:
+                chain = session.run(whole=True, dtype=None)
+                wide_chain = session.run(whole=True, dtype=wide) if wide is not None else None
+                if not _Comparison(runner, truth, plain, chain, wide_chain).verdict(""):
+                    first = whole.first_difference(wide_chain or chain, wide, comparison.tolerance)
+                    result = replace(result, causes=(f"{CUT}: {first}", *differences))
     finally:
         session.end()
-    comparison = _Comparison(runner, truth if wide is not None else plain, plain, found, exact)
+        if whole is not None:
+            whole.end()
     shown = (str(wide) if wide is not None else ", ".join(own)).replace("torch.", "")
-    if runner.pipeline.tied.equal:
-        more = f" and {len(runner.pipeline.tied.equal) - 1} more pairs" if len(runner.pipeline.tied.equal) > 1 else ""
-        notes.append(f"Assumed not to be tied, though bit-equal: {runner.pipeline.tied.equal[0]}{more}.")
-    notes.insert(0, f"Reference: the stages in a chain, one segment, one micro-batch at a time, in {shown}.")
-    cause = f"{NOT_FINITE}: {where} where the model runs whole, so there is nothing to compare with" if where else ""
-    return comparison.verdict(notes, cause)
+    equal = runner.pipeline.tied.equal
+    if equal and whole is None:
+        more = f" and {len(equal) - 1} more pairs" if len(equal) > 1 else ""
+        notes.append(f"Assumed not to be tied, though bit-equal: {equal[0]}{more}.")
+    notes.insert(0, f"Reference: {name}, one segment, one micro-batch at a time, in {shown}.")
+    return replace(result, notes=(*notes, *result.notes))
 
 
 def _first_not_finite(runner: Runner, run: Pass) -> str:
@@ -170,11 +212,9 @@ def _fits(runner: Runner) -> bool:
         measured = sum(stage.saved for stage in runner.last_step.activations.values())  # bytes per token
         activations = measured * sum(runner.last_step.sizes) * 64 / torch.finfo(_own_dtype(runner)).bits
     wanted = 3 * 8 * sum(p.numel() for _, p in runner.pipeline.named_parameters()) + activations
-    if runner.pipeline.device.type == "cuda":
-        return wanted < torch.cuda.mem_get_info(runner.pipeline.device)[0]
-    with open("/proc/meminfo", encoding="utf-8") as file:
-        free = next((int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")), 0)
-    return wanted < free / runner.pipeline.num_ranks  # as if all ranks shared this machine
+    free = free_bytes(runner.pipeline.device)
+    is_shared = runner.pipeline.device.type != "cuda"  # as if all ranks were on this machine
+    return wanted < (free / runner.pipeline.num_ranks if is_shared else free)
 
 
 # -- comparison --------------------------------------------------------------------------------------------------------
@@ -191,7 +231,7 @@ class _Comparison:
     def __init__(self, runner: Runner, truth: Pass, plain: Pass, found: Pass, exact: Pass | None) -> None:
         self._options, self._has_exact = runner.options, exact is not None
         runs = [plain, found, exact or found]
-        self._tolerance = _SAME if exact is not None else math.sqrt(torch.finfo(_own_dtype(runner)).eps)
+        self.tolerance = _SAME if exact is not None else math.sqrt(torch.finfo(_own_dtype(runner)).eps)
         rows = [
             [name, _norm(value), *(_distance(run.gradients[i], value) for run in runs)]
             for i, (name, value) in enumerate(zip(names_of(runner, truth), truth.gradients, strict=True))
@@ -200,7 +240,7 @@ class _Comparison:
         outputs = [_worst(run.outputs, truth.outputs) for run in runs]
         start = self._first_difference(runs[2], truth)
         findings = [str(finding) for finding in dict.fromkeys(found.findings)]
-        draws, dropout = truth.draws or found.draws, truth.dropout or found.dropout
+        draws, dropout = truth.draws or found.draws, bool(truth.drops or found.drops)
         eps = torch.finfo(_own_dtype(runner)).eps
         self._ranks = runner.pipeline.group.all_gather_object(
             [rows, losses, outputs, start, findings, draws, dropout, eps]
@@ -209,36 +249,61 @@ class _Comparison:
     def _first_difference(self, found: Pass, truth: Pass) -> int:
         """The first segment whose output differs; k if none does."""
         k, dim, first = self._options.num_segments, self._options.seq_dim, self._options.num_segments
-        for mine, theirs in zip(found.outputs, truth.outputs, strict=True):
+        for mine, theirs in zip(found.outputs, truth.outputs, strict=False):
             if mine.shape != theirs.shape or mine.dim() <= dim or mine.shape[dim] != sum(found.sizes):
                 continue
             pairs = zip(torch.split(mine, found.sizes, dim), torch.split(theirs, found.sizes, dim), strict=True)
-            wrong = [s for s, (a, b) in enumerate(pairs) if _ratio(_distance(a, b), _norm(b)) > self._tolerance]
+            wrong = [s for s, (a, b) in enumerate(pairs) if _ratio(_distance(a, b), _norm(b)) > self.tolerance]
             first = min([first, *wrong])
         return min(first, k)
 
-    def verdict(self, notes: list[str], not_finite: str) -> Verification:
-        """not_finite: the cause if the whole model itself gave numbers that are not, else ""."""
-        ranks = self._ranks
-        rows = [row for rank in ranks for row in rank[0]]
+    def _errors(self) -> tuple[dict[str, list[float]], list[float]]:
+        """Errors of the plain, the found and the exact run by name; and their root mean squares over the gradients."""
+        rows = [row for rank in self._ranks for row in rank[0]]
         floor = 1e-3 * math.sqrt(sum(row[1] ** 2 for row in rows) / max(1, len(rows)))
         errors = {row[0]: [_ratio(distance, max(row[1], floor)) for distance in row[2:]] for row in rows}
-        common = math.sqrt(sum(plain**2 for plain, *_ in errors.values()) / max(1, len(errors)))
+        common = [
+            math.sqrt(sum(each[run] ** 2 for each in errors.values()) / max(1, len(errors))) for run in range(_RUNS)
+        ]
         for name, position in (("loss", 1), ("output", 2)):
-            errors[name] = [max(values) for values in zip(*(rank[position] for rank in ranks), strict=True)]
-        eps = max(rank[7] for rank in ranks)
+            errors[name] = [max(values) for values in zip(*(rank[position] for rank in self._ranks), strict=True)]
+        return errors, common
+
+    def verdict(self, not_finite: str, differences: Sequence[str] = ()) -> Verification:
+        """
+        Args:
+            not_finite: the cause if the whole model itself gave numbers that are not, else "".
+            differences: what is known to differ, beside numbers.
+        """
+        errors, (common, *_) = self._errors()
+        eps = max(rank[7] for rank in self._ranks)
         allowed, right = {}, {}
         for name, (plain, found, exact) in errors.items():
             allowed[name] = _ROUNDINGS * (max(plain, common) + eps) if self._has_exact else math.sqrt(eps)
             right[name] = found <= allowed[name] and (not self._has_exact or exact <= _SAME)  # False for nan
-        ok = all(right.values()) and not not_finite
-        if any(rank[6] for rank in ranks):
-            notes = [*notes, "Dropout was off: it draws other numbers for segments than for a whole sequence."]
+        is_right = all(right.values())
+        notes: tuple[str, ...] = ()
+        if any(rank[6] for rank in self._ranks):
+            notes = ("Dropout was off: it draws other numbers for segments than for a whole sequence.",)
         exact_errors = {name: exact for name, (_, _, exact) in errors.items()} if self._has_exact else {}
         loss, output = errors.pop("loss")[1], errors.pop("output")[1]
         parameters = {name: found for name, (_, found, _) in errors.items()}
-        causes = () if ok else (not_finite,) if not_finite else self._causes(right)
-        return Verification(ok, parameters, loss, output, allowed, exact_errors, causes, tuple(notes))
+        causes = (not_finite,) if not_finite else (*differences, *(() if is_right else self._causes(right)))
+        return Verification(not causes, parameters, loss, output, allowed, exact_errors, causes, notes)
+
+    def precision(self) -> list[str]:
+        """A word if the whole model rounds far more coarsely than the pipeline does, as under an autocast that is lost.
+
+        The model's own rounding is the yardstick of what is allowed, so no other comparison sees that.
+        """
+        _, (plain, found, _) = self._errors()
+        eps = max(rank[7] for rank in self._ranks)
+        if not self._has_exact or not plain > _COARSER * max(found, eps):
+            return []
+        return [
+            f"{PRECISION}: rounding makes an error of {plain:.0e} in the model, of {found:.0e} in the pipeline, so the "
+            "model computes in a narrower dtype, as under torch.autocast, and the stages do not"
+        ]
 
     def _causes(self, right: dict[str, bool]) -> tuple[str, ...]:
         """Likely causes: first those seen in the stages' forwards, then those that the numbers tell."""
@@ -301,6 +366,8 @@ def _ratio(distance: float, norm: float) -> float:
 
 def _worst(values: list[Tensor], truths: list[Tensor]) -> float:
     """Largest error, relative to the truths' root mean square: a loss may be near zero in one micro-batch."""
+    if len(values) != len(truths):
+        return math.inf
     scale = math.sqrt(sum(_norm(t) ** 2 for t in truths) / max(1, len(truths)))
     # A part of the output without tokens has another shape in segments: what comes of it is in loss and gradients.
     pairs = [(v, t) for v, t in zip(values, truths, strict=True) if v.shape == t.shape]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from seq1f1b import _C
 from seq1f1b.runtime.batch import StepArguments
 from seq1f1b.runtime.data_parallel import without_hooks
 from seq1f1b.runtime.findings import Finding
-from seq1f1b.runtime.model_state import ComparableRun, RandomState, keep_state
+from seq1f1b.runtime.model_state import ComparableRun, RandomState, has_changed, keep_state
 from seq1f1b.runtime.nested import mapped, tensors_of
 from seq1f1b.runtime.runner import Runner
 from seq1f1b.schedule import Schedule
@@ -30,10 +31,23 @@ class Pass:
     outputs: list[Tensor]
     gradients: list[Tensor | None]  # of the compared tensors
     draws: bool  # random numbers, dropout apart
-    dropout: bool
+    drops: Counter[float]  # numbers that forwards would drop with each probability, if dropout were on
     findings: list[Finding]
     sizes: list[int]  # of the segments
     not_finite: list[Any]  # where its loss or gradients became so: a key to sort by, and a text; [] if they did not
+    returns_tensor: bool = False  # whether the last stage returns one tensor, here
+    changed: list[str] = field(default_factory=list)  # buffers that the run changed
+    forwards: dict[str, Forward] = field(default_factory=dict)  # by name of the module, in the order of their ends
+
+
+class Forward(NamedTuple):
+    """What one module returned when it was first called in a run."""
+
+    kind: str  # its type
+    is_training: bool
+    autocast: str  # the dtype to which it was to cast, or ""
+    norm: float
+    total: float
 
 
 class Session:
@@ -43,16 +57,20 @@ class Session:
         self._runner, self._arguments = runner, arguments
         self._state = RandomState(runner.pipeline.device)
 
-    def run(self, *, whole: bool, dtype: torch.dtype | None) -> Pass:
-        """One run of the pipeline, or of the whole model. Ends with an error on all ranks or on none."""
+    def run(self, *, whole: bool, dtype: torch.dtype | None, fill: Callable[[], None] = lambda: None) -> Pass:
+        """One run of the pipeline, or of the whole model. Ends with an error on all ranks or on none.
+
+        Args:
+            fill: called before the run, to change the values with which it begins.
+        """
         pipeline = self._runner.pipeline
         try:
-            pipeline.group.all_gather_object(
-                True
-            )  # tensors that ranks share: nobody takes them before all gave them back
+            # Tensors that ranks share: nobody takes them before all gave them back.
+            pipeline.group.all_gather_object(True)
             with ExitStack() as stack:
                 stack.enter_context(without_hooks([p for _, p in pipeline.named_parameters()]))
                 stack.enter_context(keep_state(pipeline.bare_modules(), dtype))
+                fill()
                 result = self._run(_variant(self._runner, whole), dtype)
                 pipeline.group.all_gather_object(True)
             return result
@@ -96,30 +114,41 @@ class Session:
         floating = [tensor for output in outputs or [] for tensor in _tensors(output)]
         assert runner.last_step is not None
         sizes = runner.last_step.sizes
-        result = Pass(losses, floating, gradients, draws, run.dropout, findings, sizes, [])
+        result = Pass(losses, floating, gradients, draws, run.drops, findings, sizes, [], forwards=origin.forwards)
         result.not_finite += origin.of(runner, result)
+        result.returns_tensor = bool(outputs) and all(isinstance(output, Tensor) for output in outputs or [])
+        result.changed += [name for name, buffer in named_buffers(runner) if has_changed(buffer)]
         return result
 
 
 class _Origin:
-    """Notes the first module whose output is not finite."""
+    """Notes what modules return: the first output that is not finite, and figures of every module's first one."""
 
     def __init__(self, runner: Runner) -> None:
         self._modules, self._first = runner.pipeline.placed_modules(), ""
         self._hooks: list[Any] = []
+        self.forwards: dict[str, Forward] = {}
 
     def __enter__(self) -> _Origin:
         for place, module in self._modules:
             for name, part in module.named_modules():
                 text = f"{place}, {name or 'itself'} ({type(part).__name__}) returns"
-                self._hooks.append(part.register_forward_hook(self._note(text)))
+                self._hooks.append(part.register_forward_hook(self._note(plain_name(name), text)))
         return self
 
-    def _note(self, text: str) -> Callable[..., None]:
+    def _note(self, name: str, text: str) -> Callable[..., None]:
         def look(module: nn.Module, args: Any, output: Any) -> None:
+            tensors = _tensors(output)
+            if tensors and name not in self.forwards:
+                first = tensors[0].detach().double()
+                figures = float(first.norm()), float(first.sum())
+                kind = tensors[0].device.type
+                is_cast = torch.is_autocast_enabled(kind)
+                autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if is_cast else ""
+                self.forwards[name] = Forward(type(module).__name__, module.training, autocast, *figures)
             if not self._first:
                 # -inf alone is a mask.
-                kinds = [kind for t in _tensors(output) if (kind := _kind(t.detach().clamp(min=0)))]
+                kinds = [kind for t in tensors if (kind := _kind(t.detach().clamp(min=0)))]
                 self._first = f"{text} {kinds[0]}" if kinds else ""
 
         return look
@@ -205,3 +234,29 @@ def names_of(runner: Runner, run: Pass) -> list[str]:
                 names.setdefault(id(parameter), place + name)
     inputs = len(run.gradients) - len(names)
     return [*names.values(), *(f"input {i}" if inputs > 1 else "input" for i in range(inputs))]
+
+
+def own_tensors(runner: Runner) -> Iterator[tuple[str, str, nn.Module]]:
+    """Modules of this rank that hold its tensors: what stands before names in them, their place, and the module."""
+    for (place, _), module in zip(runner.pipeline.placed_modules(), runner.pipeline.bare_modules(), strict=True):
+        yield "" if place.startswith("stage") else f"{place.removeprefix('the ')}: ", place, module
+
+
+def named_buffers(runner: Runner) -> Iterator[tuple[str, Tensor]]:
+    """Buffers of this rank under the names of the whole model."""
+    for prefix, _, module in own_tensors(runner):
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            yield prefix + plain_name(name), buffer
+
+
+def plain_name(name: str) -> str:
+    """A tensor's or module's name without what torch's wrappers add to it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "").removesuffix("._orig_mod")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that a device has left."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo", encoding="utf-8") as file:
+        return next((int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")), 0)
