@@ -84,7 +84,7 @@ class WholeModel:
         self._group, self._rank = runner.pipeline.group, runner.pipeline.rank
         self._last = runner.pipeline.rank_of_stage[-1]
         self._process = 0 if self._group.is_thread else self._rank
-        self._own = {prefix + plain_name(n): t for prefix, n, _, t in named_tensors(own_tensors(runner))}
+        self._own = {id(tensor): tensor for *_, tensor in named_tensors(own_tensors(runner))}
         self._model: Whole | None = None
         refusal = _refusal(runner)
         if self._rank == 0 and not refusal:
@@ -93,8 +93,8 @@ class WholeModel:
             try:
                 self._model = Whole(runner, model)
                 refusal = self._model.refusal()
-            except (ValueError, TypeError) as error:
-                refusal = str(error)
+            except Exception as error:  # the others hear of it, too
+                refusal = f"the model cannot be prepared: {type(error).__name__}: {error}"
         own = self._given(refusal)
         self._everyones: list[Given] = self._group.all_gather_object(own)
         for rank, given in enumerate(self._everyones):
@@ -131,10 +131,10 @@ class WholeModel:
 
     def _given(self, refusal: str) -> Given:
         runner, arguments, held, first = self._runner, self._arguments, [], dict[int, str]()
-        for prefix, name, kind, tensor in named_tensors(own_tensors(runner)):
-            place = next(place for before, place, _ in own_tensors(runner) if before == prefix)
-            held.append(held_as(prefix + plain_name(name), place, kind, tensor, self._process))
-            first.setdefault(id(tensor), prefix + plain_name(name))
+        for owner in own_tensors(runner):
+            for prefix, name, kind, tensor in named_tensors([owner]):
+                held.append(held_as(prefix + plain_name(name), owner[1], kind, tensor, self._process))
+                first.setdefault(id(tensor), prefix + plain_name(name))
         compared = [first[id(p)] for _, p in runner.pipeline.named_parameters() if p.requires_grad]
         rules = {name: rule if isinstance(rule, str) else None for name, rule in runner.options.arg_rules.items()}
         target = arguments.target if self._rank == self._last != 0 else None
@@ -255,7 +255,7 @@ class WholeModel:
         for several, holders in self._transfers():
             for rank, held in holders:
                 if rank == self._rank and held.key != several[0].key:
-                    self._send(self._own[held.name], held.value, rank, 0)
+                    self._send(self._own[held.key[1]], held.value, rank, 0)
         return None, None
 
     def _on_rank_0(self, dtype: torch.dtype | None) -> tuple[Pass | None, Exception | None]:
@@ -298,7 +298,7 @@ class WholeModel:
                 if held.key == several[0].key:  # a stage in this process has the model's own
                     is_own = True
                     continue
-                value = self._send(self._own[held.name] if rank == 0 else None, held.value, rank, 0)
+                value = self._send(self._own[held.key[1]] if rank == 0 else None, held.value, rank, 0)
                 value = value.detach().to(mine.device)
                 is_other = not torch.equal(mine.data.to(value.dtype), value)
                 if is_own:
@@ -406,7 +406,8 @@ class WholeModel:
         return found
 
     def first_difference(self, chain: Pass, dtype: torch.dtype | None, tolerance: float) -> str:
-        """The first module, in the model's order, that returns something else in the stages, in words. Collective."""
+        """The first module, in the model's order, that returns something else in the stages, in words; "" if none does.
+        Collective."""
         found = self._everyones_forwards(chain)
         for name, truth in self._forwards[dtype].items():
             stages = found.get(name, [])
@@ -419,7 +420,7 @@ class WholeModel:
                 if stage.is_training != truth.is_training:
                     text += f"; it is in {mode[stage.is_training]} mode, in the model in {mode[truth.is_training]} mode"
                 return text
-        return "no module of the same name returns something else, so look at the code between modules"
+        return ""
 
 
 FROZEN, BUFFERS, UNTIED = "frozen parameters", "buffers", "untied parameters"

@@ -105,6 +105,7 @@ class Session:
             given, inputs=inputs, target=prepared(given.target), kwargs=prepared(given.kwargs), return_outputs=True
         )
         self._state.restore()
+        runner.pipeline.group.all_gather_object(True)  # ranks that are threads share generators: none draws before
         with ComparableRun(dtype) as run, _Origin(runner) as origin:
             losses, outputs = runner.run(arguments)
         draws = not self._state.is_current()

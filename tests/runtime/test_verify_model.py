@@ -196,19 +196,19 @@ def of(stage: int, path: str, **values: Any) -> Callable[[Model, Model], None]:
 
 # what is planted, and what the result says of it
 PLANTED: dict[str, tuple[Callable[[Model, Model], None], str]] = {
-    "no_grad": (of(0, "", grad_of_side=False), "the cut: "),
+    "no_grad": (of(0, "", grad_of_side=False), "the cut: forwards agree and gradients do not, .* stage 0: side"),
     "scale": (of(0, "", scale=1.0), "the cut: .*is the first module that returns something else"),
     "eps": (of(1, "norm", eps=1e-3), r"the cut: norm \(LayerNorm\) is the first module"),
     "residual": (of(1, "blocks.2", residual=0.9), r"the cut: blocks\.2"),
-    "untied": (untied, "the cut: "),
+    "untied": (untied, r"the cut: forwards agree and gradients do not, .*(words|head)\.weight.* lack a tie"),
     "untied and trained": (untied_and_trained, "untied parameters: .*(head|words).weight"),
     "activation": (of(1, "blocks.3", activation=F.relu), r"the cut: blocks\.3\.down \(Linear\)"),
     "dropout": (of(0, "blocks.0.drop", p=0.0), r"dropout: with p = 0\.1 the stages drop \d+ numbers"),
     "mode": (of(1, "blocks.2.drop", training=False), r"dropout: with p = 0\.1 .* the training mode"),
-    "final norm": (of(1, "", has_norm=False), "the cut: "),
+    "final norm": (of(1, "", has_norm=False), r"the cut: head \(Linear\)"),
     "order of blocks": (another_order, r"the cut: blocks\.0"),
     "buffer": (of(1, "", gain=torch.full((HIDDEN,), 1.6)), "buffers: the model has another value for gain of stage 1"),
-    "constant": (of(1, "", shift=torch.full((HIDDEN,), 0.3)), "the cut: "),
+    "constant": (of(1, "", shift=torch.full((HIDDEN,), 0.3)), r"the cut: head \(Linear\)"),
     "hook": (unhooked, r"the cut: blocks\.1 \(Block\)"),
     "autocast": (without_autocast, "precision: rounding makes an error of .* as under torch.autocast"),
     "autocast of a stage": (of(1, "", autocasts=False), r"precision: blocks\.2\.norm .* under autocast to bfloat16 in"),
@@ -285,14 +285,23 @@ def test_the_model_is_left_as_it_was():
 # -- where it runs -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("P", "per_rank"), [(1, 1), (3, 1), (2, 2)])
-def test_over_ranks_and_several_stages_of_one(P, per_rank):
+def sum_and_divisor(logits: Tensor, target: Tensor) -> Any:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum"), (target != -100).sum()
+
+
+@pytest.mark.parametrize(
+    ("P", "schedule", "per_rank", "options"),
+    [
+        (1, "seq1f1b", 1, {}),
+        (3, "seq1f1b", 1, {"memory": seq1f1b.Memory(recompute="all")}),
+        (2, "seq1f1b-interleaved", 2, {"loss_fn": sum_and_divisor}),
+        (2, "seq-zbv", 2, {"loss": seq1f1b.Loss(weight="targets")}),
+    ],
+)
+def test_over_ranks_orders_and_losses(P, schedule, per_rank, options):
     tokens, target = batch(CONFIG, M, LENGTH)
     model = whole_model(CONFIG, torch.float32)
-    order = seq1f1b.build_schedule(
-        "seq1f1b" if per_rank == 1 else "seq1f1b-interleaved",
-        num_ranks=P, num_microbatches=M, num_segments=K, stages_per_rank=per_rank,
-    )  # fmt: skip
+    order = seq1f1b.build_schedule(schedule, num_ranks=P, num_microbatches=M, num_segments=K, stages_per_rank=per_rank)
 
     def run(group: Any, eps: float) -> Any:
         own = [stage for stage, rank in enumerate(order.rank_of_stage) if rank == group.rank]
@@ -300,9 +309,8 @@ def test_over_ranks_and_several_stages_of_one(P, per_rank):
         for stage in stages:
             if "3" in stage.blocks:
                 stage.blocks["3"].norm_1.eps = eps
-        engine = seq1f1b.PipelineEngine(
-            stages, schedule=order, num_microbatches=M, num_segments=K, loss_fn=cross_entropy, group=group
-        )
+        given = {"num_microbatches": M, "num_segments": K, "loss_fn": cross_entropy, **options}
+        engine = seq1f1b.PipelineEngine(stages, schedule=order, group=group, **given)
         return engine.verify(tokens, target=target, show=False, model=model)
 
     assert all(run_ranks(P, lambda group: run(group, 1e-5)))
