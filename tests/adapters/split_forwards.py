@@ -1,0 +1,448 @@
+"""Models with one peculiarity each: ties, contexts, hooks, random numbers, values of Python, patches, arguments."""
+
+from __future__ import annotations
+
+import random
+import types
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+import torch.nn.functional as F
+from split_parts import HIDDEN, VOCAB, Base, Block, Mlp
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import seq1f1b
+
+
+def changed(change: Callable[[Any], Any], kind: Callable[[], nn.Module] = Base) -> Callable[[], nn.Module]:
+    """Makes a model, and does something with it."""
+
+    def make() -> nn.Module:
+        model = kind()
+        change(model)
+        return model
+
+    return make
+
+
+# -- ties --------------------------------------------------------------------------------------------------------------
+
+
+def tie_head(model: Any) -> None:
+    model.head.weight = model.words.weight
+
+
+def tie_middle(model: Any) -> None:
+    model.blocks[3].up.weight = model.blocks[0].up.weight
+
+
+def tie_three(model: Any) -> None:
+    model.blocks[1].out.weight = model.blocks[2].out.weight = model.blocks[0].out.weight
+    tie_head(model)
+
+
+def tie_submodule(model: Any) -> None:
+    model.blocks[3].norm = model.blocks[1].norm
+
+
+class SharedNorm(Base):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.run(self.norm(self.words(tokens)))))
+
+
+class Albert(Base):
+    """One block is run four times: a list that holds it as often."""
+
+    def __init__(self) -> None:
+        super().__init__(Mlp)
+        self.blocks = nn.ModuleList([self.blocks[0]] * 4)
+
+
+class OneBlockInARange(Base):
+    """One block is run four times by a loop; each stage runs its part of it."""
+
+    def __init__(self) -> None:
+        super().__init__(Mlp, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = block(self.blocks[0](x))
+        return self.head(x + self.norm(x))
+
+
+# -- contexts ----------------------------------------------------------------------------------------------------------
+
+
+class NoGrad(Base):
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.words(tokens) * 2
+        return self.head(self.norm(self.run(x)))
+
+
+class NoGradMethod(Base):
+    @torch.no_grad()
+    def embedded(self, tokens: Tensor) -> Tensor:
+        return self.words(tokens).tanh()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.run(self.embedded(tokens))))
+
+
+class InferenceMode(Base):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.run(self.words(tokens))
+        with torch.inference_mode():
+            gate = x.sigmoid()
+        return self.head(self.norm(x) * gate.clone())
+
+
+class SetGradEnabled(Base):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.run(self.words(tokens))
+        torch.set_grad_enabled(False)
+        gate = self.norm(x)
+        torch.set_grad_enabled(True)
+        return self.head(x * gate)
+
+
+class Autocast(Base):
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(tokens)
+
+
+class AutocastOfPart(Base):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.run(self.words(tokens))
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.head(self.norm(x))
+
+
+class Checkpointed(Base):
+    reentrant = False
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class CheckpointedAgain(Checkpointed):
+    reentrant = True
+
+
+class DefaultDtype(Base):
+    def forward(self, tokens: Tensor) -> Tensor:
+        torch.set_default_dtype(torch.float64)
+        try:
+            return self.head(self.norm(self.run(self.words(tokens) * torch.ones(HIDDEN))))
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+class Deterministic(Base):
+    def forward(self, tokens: Tensor) -> Tensor:
+        torch.use_deterministic_algorithms(True)
+        try:
+            return super().forward(tokens)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+class DeviceContext(Base):
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.device("cpu"):
+            x = self.run(self.words(tokens) + torch.ones(HIDDEN))
+        return self.head(self.norm(x))
+
+
+class ContextBlock(Block):
+    """Contexts in a block are the block's."""
+
+    def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+        with torch.no_grad():
+            gate = x.sigmoid()
+        with torch.autocast("cpu", torch.bfloat16, enabled=False):
+            return checkpoint(super().forward, x * gate, doc_ids, use_reentrant=False)
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------------
+
+
+def times_two(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+def pre_times_two(module: nn.Module, args: Any) -> Any:
+    return (args[0] * 2,)
+
+
+def grad_times_two(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
+    return tuple(None if g is None else g * 2 for g in grad_input)
+
+
+def pre_grad_times_two(module: nn.Module, grad_output: Any) -> Any:
+    return tuple(g * 2 for g in grad_output)
+
+
+@contextmanager
+def global_hook() -> Iterator[None]:
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return output * 2 if isinstance(module, nn.LayerNorm) else None
+
+    handle = torch.nn.modules.module.register_module_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def hook_blocks(model: Any) -> None:
+    model.blocks[1].register_forward_hook(times_two)
+    model.blocks[2].register_forward_pre_hook(pre_times_two)
+    model.blocks[3].register_full_backward_hook(grad_times_two)
+    model.blocks[0].register_full_backward_pre_hook(pre_grad_times_two)
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
+
+
+class StochasticDepth(Base):
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if random.random() > 0.2:
+                x = block(x)
+        return x
+
+
+class NumpyNoise(Base):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.run(self.words(tokens) * numpy.random.uniform(0.9, 1.1))))
+
+
+class TorchNoise(Base):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.run(self.words(tokens) + torch.rand(HIDDEN))))
+
+
+class FunctionalDropout(Base):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(F.dropout(self.norm(self.run(self.words(tokens))), 0.1, self.training))
+
+
+class Dropouts(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.drop(self.norm(self.run(self.drop(self.words(tokens))))))
+
+
+# -- values of Python --------------------------------------------------------------------------------------------------
+
+
+class Scale(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 0.5
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.run(self.words(tokens) * self.scale)))
+
+
+class ConfigFlag(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = types.SimpleNamespace(normed=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.run(self.words(tokens))
+        return self.head(self.norm(x) if self.config.normed else x)
+
+
+TEMPERATURE = 2.0
+
+
+class ModuleGlobal(Base):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) / TEMPERATURE
+
+
+def set_temperature(model: Any) -> None:
+    global TEMPERATURE
+    TEMPERATURE = 3.0
+
+
+def closed_over() -> nn.Module:
+    factor = 1.5
+
+    class Closed(Base):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return super().forward(tokens) * factor
+
+    def change() -> None:
+        nonlocal factor
+        factor = 2.5
+
+    model = Closed()
+    model.__dict__["change"] = change
+    return model
+
+
+# -- patched -----------------------------------------------------------------------------------------------------------
+
+
+def patch_model(model: Any) -> None:
+    whole = type(model).forward
+    model.forward = types.MethodType(lambda self, tokens: whole(self, tokens) * 2, model)
+
+
+def patch_block(model: Any) -> None:
+    block = model.blocks[2]
+    block.forward = types.MethodType(lambda self, x: type(self).forward(self, x) * 2, block)
+
+
+def patch_method(model: Any) -> None:
+    model.run = types.MethodType(lambda self, x: Base.run(self, x * 2), model)
+
+
+# -- nested ------------------------------------------------------------------------------------------------------------
+
+
+def sequential() -> nn.Module:
+    inner = [nn.Sequential(Block(2 * i), Block(2 * i + 1)) for i in range(2)]
+    return nn.Sequential(nn.Embedding(VOCAB, HIDDEN), nn.Sequential(*inner), nn.Linear(HIDDEN, VOCAB))
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Base()
+        self.bias = nn.Parameter(torch.linspace(-1, 1, VOCAB))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.inner(tokens).tanh() + self.bias
+
+
+class Dictionary(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({f"b{i}": block for i, block in enumerate(self.blocks)})
+
+    def run(self, x: Tensor) -> Tensor:
+        for name, block in self.blocks.items():
+            x = block(x) + len(name)
+        return x
+
+
+# -- arguments and outputs ---------------------------------------------------------------------------------------------
+
+
+class Documents(Base):
+    def forward(self, tokens: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = block(x, doc_ids=doc_ids)
+        return self.head(self.norm(x))
+
+
+def document_ids() -> Tensor:
+    return seq1f1b.document_starts(torch.tensor([[0] * 5 + [1] * 7, [0] * 9 + [1] * 3]))
+
+
+class KeywordBlock(Mlp):
+    def forward(self, *, hidden: Tensor, gate: Tensor) -> Tensor:
+        return super().forward(hidden) * gate
+
+
+class Keywords(Base):
+    def __init__(self) -> None:
+        super().__init__(KeywordBlock)
+
+    def run(self, x: Tensor) -> Tensor:
+        gate = x.sigmoid()
+        for block in self.blocks:
+            x = block(hidden=x, gate=gate)
+        return x
+
+
+class PairBlock(Mlp):
+    def forward(self, x: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x) + left, x
+
+
+class Pairs(Base):
+    def __init__(self) -> None:
+        super().__init__(PairBlock)
+
+    def run(self, x: Tensor) -> Tensor:
+        left = x * 0.5
+        for block in self.blocks:
+            x, left = block(x, left)
+        return x + left
+
+
+class DictBlock(Mlp):
+    def forward(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"x": super().forward(state["x"]), "first": state["first"]}
+
+
+class Dicts(Base):
+    def __init__(self) -> None:
+        super().__init__(DictBlock)
+
+    def run(self, x: Tensor) -> Tensor:
+        state = {"x": x, "first": x}
+        for block in self.blocks:
+            state = block(state)
+        return state["x"] + state["first"]
+
+
+class ReturnsDict(Base):
+    def forward(self, tokens: Tensor) -> Any:
+        hidden = self.run(self.words(tokens))
+        return {"logits": self.head(self.norm(hidden)), "hidden": hidden}
+
+
+class ReturnsTuple(Base):
+    def forward(self, tokens: Tensor) -> Any:
+        first = self.words(tokens)
+        hidden = self.run(first)
+        return self.head(self.norm(hidden)), (hidden, first)
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    hidden: Tensor | None = None
+
+
+class ReturnsDataclass(Base):
+    def forward(self, tokens: Tensor) -> Any:
+        hidden = self.run(self.words(tokens))
+        return Output(self.head(self.norm(hidden)), hidden=hidden)
+
+
+Named = namedtuple("Named", ["logits", "hidden"])
+
+
+class ReturnsNamed(Base):
+    def forward(self, tokens: Tensor) -> Any:
+        hidden = self.run(self.words(tokens))
+        return Named(self.head(self.norm(hidden)), hidden)
+
+
+class LogitsAndLoss(Base):
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Any:
+        logits = self.head(self.norm(self.run(self.words(idx))))
+        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits, loss
