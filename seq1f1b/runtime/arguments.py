@@ -175,7 +175,7 @@ class Options:
     grad_dtype: torch.dtype | None
     memory: Memory
     sequence_parallel: TokenPart = field(metadata=_alike())
-    unchecked: bool
+    unchecked: bool | str
     embedding: nn.Module | None = field(metadata=_alike(_shown_embedding))
 
     def __post_init__(self) -> None:
@@ -192,6 +192,8 @@ class Options:
         dtype = self.grad_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"grad_dtype is {dtype!r}, must be a floating dtype or None")
+        if self.unchecked not in (False, True, "all"):
+            raise ValueError(f"unchecked is {self.unchecked!r}, must be False, True or 'all'")
         if self.transport not in tuple(TRANSPORTS):
             raise ValueError(f"transport is {self.transport!r}, must be one of {', '.join(map(repr, TRANSPORTS))}")
         check_rules({}, self.arg_rules)

@@ -101,8 +101,9 @@ class PipelineEngine:
             The mean of their losses and gradients is that of the whole, as in data parallelism: put the stage under DDP
             or FSDP2 over them.
         unchecked: True: attention of another kind than :func:`seq1f1b.causal_attention` gives a
-            :class:`seq1f1b.SegmentWarning`, also in a stage that calls no other; False: there it is an error. The first
-            step of a length is looked at, see :meth:`verify`.
+            :class:`seq1f1b.SegmentWarning`, also in a stage that calls no other; False: there it is an error. In the
+            first step each stage gets a few tokens once more, as one segment and as two, and what differs is told.
+            ``"all"``: the first step is not looked at.
         embedding: a :class:`seq1f1b.VocabularyParallelEmbedding`, on every rank: this rank's rows of the input
             embedding. Then every rank gives ``inputs`` to a step, and the first stage gets embedded tokens.
     Source: Seq1F1B, arXiv:2406.03488.
@@ -133,7 +134,7 @@ class PipelineEngine:
         grad_dtype: torch.dtype | None = torch.float32,
         memory: Memory = Memory(),
         sequence_parallel: tuple[int, int] = (0, 1),
-        unchecked: bool = False,
+        unchecked: bool | str = False,
         embedding: nn.Module | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in Options.__dataclass_fields__}

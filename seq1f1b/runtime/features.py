@@ -7,7 +7,7 @@ from seq1f1b.runtime.deferred import Deferring
 from seq1f1b.runtime.documents import AskingForDocuments
 from seq1f1b.runtime.frozen import Constants
 from seq1f1b.runtime.measure import Measuring
-from seq1f1b.runtime.mixing import Watching
+from seq1f1b.runtime.mixing import Looking
 from seq1f1b.runtime.offload import Offloading
 from seq1f1b.runtime.parts import Feature
 from seq1f1b.runtime.recompute import Recomputing
@@ -21,6 +21,6 @@ FEATURES: tuple[type[Feature], ...] = (
     BlockRecomputing,
     Recomputing,
     Offloading,
-    Watching,
+    Looking,
     Measuring,  # the innermost: it counts what a forward keeps, and nothing that others do around it
 )

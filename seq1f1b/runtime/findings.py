@@ -1,7 +1,6 @@
 """Warnings of a model, a loss or targets that are likely wrong: causes and remedies, each told once.
 
-Whoever looks hands over what it found: ``mixing.py`` at a stage's forward, ``loss_look.py`` at a loss, ``verify.py`` by
-numbers.
+Whoever looks hands over what it found: ``mixing.py`` at a stage's forward, ``loss_look.py`` at a loss.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ __all__ = ["SegmentWarning"]
 ATTENTION = "attention not in segments"
 POSITIONS = "positions from zero"
 STATE = "state across tokens"
+MIXING = "tokens mixed"
 STATISTICS = "batch statistics"
 RANDOMNESS = "randomness that differs"
 WEIGHTING = "loss weighting"
@@ -27,6 +27,7 @@ _REMEDIES = {
     ATTENTION: "call seq1f1b.causal_attention, which sees the keys of earlier segments",
     POSITIONS: "use seq1f1b.positions(x), or add seq1f1b.token_offset()",
     STATE: "hand the state from segment to segment by seq1f1b.carry_in and carry_out",
+    MIXING: "let a token depend on itself and on earlier ones, whose state seq1f1b.carry_in and carry_out hand on",
     STATISTICS: "use a norm over each token's own features, as LayerNorm and RMSNorm",
     RANDOMNESS: "use nn.Dropout, which draws a number for every token",
     WEIGHTING: "let loss_fn return its sum and its divisor, (sum, divisor), or count the targets by Loss(weight=...), "
@@ -58,7 +59,7 @@ class Findings:
         tells: False: only collects.
     """
 
-    def __init__(self, unchecked: bool, *, tells: bool = True) -> None:
+    def __init__(self, unchecked: bool | str, *, tells: bool = True) -> None:
         self.unchecked, self.tells = unchecked, tells
         self.found: dict[Finding, None] = {}
         self._said: set[str] = set()

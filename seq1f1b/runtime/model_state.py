@@ -32,7 +32,9 @@ _DROPOUTS = frozenset(
 
 
 @contextmanager
-def keep_state(modules: Iterable[nn.Module], dtype: torch.dtype | None, *, parameters: bool = True) -> Iterator[None]:
+def keep_state(
+    modules: Iterable[nn.Module], dtype: torch.dtype | None, *, parameters: bool = True, gradients: bool = True
+) -> Iterator[None]:
     """Within, parameters, buffers and tensors that are attributes hold copies, and no parameter has a gradient.
 
     The tensors are the same objects, so whoever refers to them sees the copies: an optimizer, another module, a loss.
@@ -40,23 +42,25 @@ def keep_state(modules: Iterable[nn.Module], dtype: torch.dtype | None, *, param
     Args:
         dtype: of the copies of floating tensors; None: their own.
         parameters: False: parameters are not copied, because nothing within changes their values.
+        gradients: False: nor are their gradients taken away, because no backward runs within. Ranks that are threads
+            may share a parameter.
     """
     parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
     tensors = {id(t): t for part in parts for t in _tensors_of(part)}
     own = {} if parameters else {key: t for key, t in tensors.items() if isinstance(t, nn.Parameter)}
     tensors = {key: t for key, t in tensors.items() if key not in own}
-    gradients = [(t, t.grad) for t in own.values() if t.is_leaf]
+    taken_gradients = [(t, t.grad) for t in own.values() if t.is_leaf and gradients]
     attributes = attributes_of(parts)
     taken: list[Tensor] = []
     try:
-        for parameter, _ in gradients:
+        for parameter, _ in taken_gradients:
             parameter.grad = None
         for tensor in tensors.values():
             _take(tensor, dtype)
             taken.append(tensor)
         yield
     finally:
-        for parameter, gradient in gradients:
+        for parameter, gradient in taken_gradients:
             parameter.grad = gradient
         put_back(attributes)
         for tensor in reversed(taken):
@@ -318,6 +322,6 @@ class ComparableRun(TorchFunctionMode):
 def _is_ours() -> bool:
     """Whether an operation of this package called: attention casts its slopes to what its kernels take."""
     frame = sys._getframe(2)
-    while frame.f_globals.get("__name__") == "seq1f1b.runtime.mixing" and frame.f_back is not None:
+    while frame.f_globals.get("__name__") == "seq1f1b.runtime.operations" and frame.f_back is not None:
         frame = frame.f_back
     return str(frame.f_globals.get("__name__", "")).startswith("seq1f1b.ops")

@@ -56,6 +56,9 @@ class Part:
         """While the rank waits, a piece of the W of a cell whose I has run. Returns whether any is left."""
         return False
 
+    def look_back(self) -> None:
+        """After the last unit, once nothing surrounds the units any more, and before ranks meet at the step's end."""
+
     def finish(self) -> None:
         """After the last unit. Raises where something is missing."""
 

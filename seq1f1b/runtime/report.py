@@ -39,6 +39,7 @@ class StepRecord:
         activations: of the stages where they were measured, in this step or before.
         figures: of each stage, what its parts tell, by name.
         logit_bytes: of this rank's shard of the vocabulary, at their peak.
+        look_seconds: of the last first look at this rank's stages, in this step or before.
     """
 
     training: bool
@@ -51,6 +52,7 @@ class StepRecord:
     activations: dict[int, Activations]
     figures: dict[int, dict[str, Any]]
     logit_bytes: int
+    look_seconds: float = 0.0
 
     def total(self, name: str) -> int:
         """Sum of a figure over this rank's stages."""
@@ -130,6 +132,8 @@ class Report:
         fills: the same of the parts of W that ran in waits, if the order fills them.
         edges: edges from and to this rank.
         logit_bytes: most that this rank's shard of the vocabulary held of logits at once, between S and T.
+        look_seconds: of the last look at this rank's stages by values, at the end of a first step and no part of its
+            ``seconds``; 0 if there was none.
     """
 
     rank: int
@@ -156,6 +160,7 @@ class Report:
     moved_bytes: int = 0
     logit_bytes: int = 0
     recomputed_blocks: int = 0
+    look_seconds: float = 0.0
 
     @property
     def moved_units(self) -> int:
@@ -427,6 +432,7 @@ def _rank_report(
         moved_bytes=record.total("moved_bytes"),
         logit_bytes=record.logit_bytes,
         recomputed_blocks=record.total("blocks_again"),
+        look_seconds=record.look_seconds,
     )
 
 

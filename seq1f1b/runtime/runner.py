@@ -76,6 +76,7 @@ class Runner:
                 features=FEATURES,
                 tier=pipeline.tier,
                 in_threads=pipeline.group.is_thread,
+                process_group=pipeline.group.process_group,
                 is_whole=is_whole,
                 tells=tells,
             )
@@ -87,6 +88,7 @@ class Runner:
         self.last_step: StepRecord | None = None
         self._known_shapes: set[tuple[bool, int, int]] = set()
         self._activations: dict[int, Activations] = {}  # by stage, where they were measured
+        self._look_seconds: dict[int, float] = {}  # by stage, of the last look at it
         self._has_had_rows = False
         self._is_measured = False  # whether the last step was a plain training step
         self.tuner: Tuner | None = None
@@ -203,6 +205,9 @@ class Runner:
                         around.enter_context(gradients.kept_on_errors())
                     executor = order.executor
                     seconds = self._run_units(step, executor, number)
+                    executor = None  # a look's error is no unit's
+                    step.look_back()
+                    executor = order.executor
                     # 4. Gradients, where they start anew after all units.
                     losses = step.losses() if step.training else []  # an error in them comes before anything is added
                     factor = self._divide(step) if gradients is not None and self.divides is not False else 1.0
@@ -300,7 +305,8 @@ class Runner:
                 step.learn,
                 place_views,
             )
-        return time.perf_counter() - start
+            seconds = time.perf_counter() - start
+        return seconds
 
     def _divide(self, step: Step) -> float:
         """By what the gradients of a step are multiplied; the rank of the last stage knows it. Collective."""
@@ -327,6 +333,7 @@ class Runner:
         self._is_measured = step.training and order.schedule.rows is None and order.schedule is self.schedule
         figures = step.figures()
         self._activations |= {i: own["activations"] for i, own in figures.items() if "activations" in own}
+        self._look_seconds |= {i: own["look_seconds"] for i, own in figures.items() if "look_seconds" in own}
         self.last_step = StepRecord(
             training=step.training,
             number=number,
@@ -338,6 +345,7 @@ class Runner:
             activations=dict(self._activations),
             figures=figures,
             logit_bytes=step.logit_bytes(),
+            look_seconds=sum(self._look_seconds.values()),
         )
 
     def found_order(self) -> TunedOrder:

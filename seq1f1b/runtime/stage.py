@@ -31,6 +31,7 @@ class Stage:
         features: what an engine may do around its units.
         tier: where units of this rank may move what they saved.
         in_threads: other ranks are threads that draw from the same generators.
+        process_group: torch's, of the pipeline; None: its ranks are threads.
         is_whole: units are whole micro-batches, as outside a step.
         tells: whether what is found wrong is told, not only collected.
     """
@@ -46,17 +47,19 @@ class Stage:
         features: Sequence[type[Feature]] = (),
         tier: Any = None,
         in_threads: bool = False,
+        process_group: Any = None,
         is_whole: bool = False,
         tells: bool = True,
     ) -> None:
         self.module, self.index, self.device = module, index, device
+        self.num_stages = num_stages
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
         # If the vocabulary is spread, the output goes to the shards of all ranks.
         self.loss_fn = options.loss_fn if self.is_last and options.head is None else None
         # A loss that holds parameters is the model's head: its logits live only inside F.
         self.loss_is_head = isinstance(self.loss_fn, nn.Module) and any(True for _ in self.loss_fn.parameters())
-        self.in_threads = in_threads
+        self.in_threads, self.process_group = in_threads, process_group
         self.is_whole = is_whole
         self.findings = Findings(options.unchecked, tells=tells)
         self.parallel = data_parallel(module)
@@ -168,6 +171,11 @@ class StageStep:
     def fill(self, cell: int) -> bool:
         """Runs one product of W of a cell, whose I has run; returns whether any is left."""
         return any(fill(cell) for fill in self._fill)
+
+    def look_back(self) -> None:
+        """After the last unit, once nothing surrounds the units any more."""
+        for part in self.parts:
+            part.look_back()
 
     def finish(self) -> None:
         """After the last unit."""

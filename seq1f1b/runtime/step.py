@@ -173,6 +173,11 @@ class Step:
                 if context is not None:
                     self._around.enter_context(context)
 
+    def look_back(self) -> None:
+        """After the last unit, once nothing surrounds the units any more: what only the first step of a shape needs."""
+        for part in self._parts.values():
+            part.look_back()
+
     # -- its end -----------------------------------------------------------------------------------------------------
 
     def divides(self) -> tuple[bool | None, float, bool]:

@@ -94,6 +94,7 @@ class RankGroup(ABC):
     """
 
     is_thread = False  # True: the ranks are threads of one process
+    process_group: Any = None  # torch's, if the ranks are processes of one
 
     def __init__(self, rank: int, size: int, group: object, *, arena_bytes: int, local_size: int) -> None:
         self.rank, self.size, self.group = rank, size, group

@@ -103,6 +103,7 @@ class ProcessRank(RankGroup):
     ) -> None:
         super().__init__(rank, size, group, arena_bytes=arena_bytes, local_size=local_size)
         self._process_group, self._connections = process_group, connections
+        self.process_group = process_group
         _open_groups.add(self)
 
     def _begin_send(self, data: Tensor, rank: int) -> Any:
