@@ -44,10 +44,11 @@ def timeline_html(
 ) -> None:
     """Writes the page. A wheel zooms the time axis and a drag moves it, in all timelines at once.
 
-    Colours are those of :func:`~.draw.timeline_png`. Hovering over a unit tells its times, what it comes after,
-    the last to end first, and what comes after it; arrow keys go from unit to unit. A simulation also has its critical
-    path and each unit's slack (``critical=True``) and bytes of each kind of memory (``memory=StepMemory(...)``); else
-    memory is that of live units. Memory curves of all ranks and timelines have one scale.
+    Colours are those of :func:`~.draw.timeline_png`. Hovering over a unit, or a tap on it, tells its times, what it
+    comes after, the last to end first, and what comes after it; arrow keys go from unit to unit. A simulation also has
+    its critical path and each unit's slack (``critical=True``) and bytes of each kind of memory
+    (``memory=StepMemory(...)``); else memory is that of live units. Memory curves of all ranks and timelines have one
+    scale.
 
     Args:
         path: file to write.
@@ -92,7 +93,11 @@ p { margin: 2px 0 6px; }
 @media (prefers-color-scheme: dark) { body { background: #15181c; } }
 </style>
 <h2>%(title)s</h2>
-<p>The wheel zooms, a drag moves. Hover over a unit, or press arrow keys, for its times and what it waits for.</p>
+<p>
+<span class="by-mouse">The wheel zooms, a drag moves. Hover over a unit, or press arrow keys, for its times and what it
+waits for.</span>
+<span class="by-touch">Two fingers zoom, one moves. Tap a unit for its times and what it waits for.</span>
+</p>
 <div id="timelines"></div>
 <script>
 %(script)s

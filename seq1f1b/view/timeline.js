@@ -18,6 +18,7 @@ const Timelines = (() => {
   const FONT = "system-ui, sans-serif"
   const [UNITS_TOP, UNITS_BOTTOM, PATH, MEMORY_TOP, MEMORY_BOTTOM] = [0.05, 0.56, 0.605, 0.65, 0.98] // of a rank's row
   const AXIS = 34 // pixels below the last rank
+  const FINGER = 10 // pixels that a tap may be off
   const MOST_OF_PATH = 500 // units of a critical path that is shown at first: more would hide the others
   const LIGHT = { ground: "#ffffff", ink: "#1d2329", faint: "#6b7480", grid: "#e3e7eb", path: "#111111" }
 
@@ -214,7 +215,7 @@ const Timelines = (() => {
   }
 
   function drawUnits(ctx, picture, g, rank, theme) {
-    const { timeline, colors, widths, shortest, longest } = picture
+    const { timeline, colors, widths, shortest, forms } = picture
     const begin = firstAfter(timeline, rank, g.from)
     let end = begin
     while (end < timeline.first[rank + 1] && timeline.start[end] <= g.to) end++
@@ -231,10 +232,11 @@ const Timelines = (() => {
     for (const size of [11, 9]) {
       ctx.font = `${size}px ${FONT}`
       const digit = Math.max(...Array.from("0123456789", (one) => ctx.measureText(one).width))
-      widths[size] ??= [digit, picture.hasSegments ? digit - ctx.measureText(".").width : 0]
+      widths[size] ??= [digit, digit - ctx.measureText(".").width]
     }
-    const takes = (letters, size) => letters * widths[size][0] - widths[size][1] + 2
-    const isLong = takes(longest + 1, 11) + 2 <= shortest * g.scale // names of all units, with their pass
+    const takes = (letters, size, dots) => letters * widths[size][0] - dots * widths[size][1] + 2
+    const hasRoom = ({ longest }) => takes(longest, 11, 1) + 2 <= shortest * g.scale // in all units
+    const { write, dots } = forms.find(hasRoom) ?? forms[forms.length - 1]
     let font = 9 // as the loop has left it
     for (let i = begin; i < end; i++) {
       const left = Math.max(g.left, g.x(timeline.start[i]))
@@ -251,10 +253,9 @@ const Timelines = (() => {
       if (timeline.stage[i] !== picture.firstStage[rank] && width > 6)
         hatch(ctx, left, y, width, height, color.ink === "#ffffff" ? "rgba(255,255,255,0.35)" : "rgba(0,0,0,0.16)")
       if (width < 8) continue
-      const short = `${timeline.microbatch[i]}${picture.hasSegments ? `.${timeline.segment[i]}` : ""}`
-      const name = isLong ? picture.letter(i) + short : short
-      const size = takes(name.length, 11) <= width ? 11 : 9 // the largest letters that fit
-      if (takes(name.length, size) > width + 1) continue
+      const name = write(i)
+      const size = takes(name.length, 11, dots) <= width ? 11 : 9 // the largest letters that fit
+      if (takes(name.length, size, dots) > width + 1) continue
       if (font !== size) ctx.font = `${(font = size)}px ${FONT}`
       ctx.fillStyle = color.ink
       ctx.fillText(name, left + width / 2, y + height / 2 + 0.5)
@@ -363,29 +364,42 @@ const Timelines = (() => {
   class Picture {
     constructor(timeline, style, colors) {
       Object.assign(this, { timeline, style, colors })
-      const { first, stage, segment } = timeline
+      const { first, stage } = timeline
       this.P = first.length - 1
       this.firstStage = Array.from({ length: this.P }, (_, rank) => {
         let least = Infinity
         for (let i = first[rank]; i < first[rank + 1]; i++) least = Math.min(least, stage[i])
         return least
       })
-      this.hasSegments = segment.some((s) => s > 0)
       this.namesStage = this.firstStage.some((s, rank) => s !== rank) || this.hasLater()
       this.begin = Infinity
       this.end = -Infinity
       timeline.start.forEach((x) => (this.begin = Math.min(this.begin, x)))
       timeline.end.forEach((x) => (this.end = Math.max(this.end, x)))
       this.critical = timeline.path === null ? null : new Set(timeline.path)
-      this.widths = {} // by the size of letters: that of one, and what a dot takes less
+      this.widths = {} // by the size of letters: that of a digit, and what a dot takes less
       this.shortest = Infinity
-      this.longest = 0 // letters of a name without its pass
+      this.forms = this.formsOfNames()
       for (let i = 0; i < stage.length; i++) {
         const seconds = timeline.end[i] - timeline.start[i]
         if (seconds > 0) this.shortest = Math.min(this.shortest, seconds)
-        const digitsOf = String(timeline.microbatch[i]).length
-        this.longest = Math.max(this.longest, digitsOf + (this.hasSegments ? 1 + String(segment[i]).length : 0))
       }
+    }
+
+    // How a unit's name is drawn: as an order's text has it, or shorter where units lack the room for that.
+    formsOfNames() {
+      const { stage, microbatch, segment } = this.timeline
+      const most = (numbers) => numbers.reduce((a, b) => Math.max(a, b), 0)
+      const letters = (numbers) => String(most(numbers)).length
+      const number = (i) => `${microbatch[i]}.${segment[i]}`
+      const longest = letters(microbatch) + 1 + letters(segment)
+      const forms = [
+        { write: (i) => this.letter(i) + number(i), longest: longest + 1, dots: 1 },
+        { write: number, longest, dots: 1 },
+      ]
+      if (this.namesStage) forms.unshift({ write: (i) => this.name(i), longest: longest + 3 + letters(stage), dots: 1 })
+      if (most(segment) === 0) forms.push({ write: (i) => String(microbatch[i]), longest: letters(microbatch), dots: 0 })
+      return forms
     }
 
     hasLater() {
@@ -518,6 +532,7 @@ const Timelines = (() => {
     // timeline is focused and without Ctrl; else the page scrolls.
     constructor(root, style, { wheelZooms = true } = {}) {
       Object.assign(this, { root, style, wheelZooms, pictures: [], frames: [], from: 0, to: 1, pointers: new Map() })
+      this.tapped = null // where a finger has come down, until it moves or another one comes
       this.colors = palette(style)
       this.legend = element("div", { className: "timeline-legend" })
       this.body = element("div")
@@ -528,6 +543,9 @@ const Timelines = (() => {
       root.append(this.toolbar(), this.legend, this.body, this.said, this.tip)
       new ResizeObserver(() => this.draw()).observe(root)
       matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw())
+      addEventListener("pointerdown", ({ pointerType }) => { // what a tap has told stays until the next touch
+        if (pointerType !== "mouse") this.tip.hidden = true
+      })
     }
 
     toolbar() {
@@ -573,9 +591,14 @@ const Timelines = (() => {
       canvas.addEventListener("wheel", (event) => this.wheel(event), { passive: false })
       canvas.addEventListener("pointerdown", (event) => this.press(event))
       canvas.addEventListener("pointermove", (event) => this.move(event, index))
-      for (const name of ["pointerup", "pointercancel"])
-        canvas.addEventListener(name, (event) => this.pointers.delete(event.pointerId))
-      canvas.addEventListener("pointerleave", () => (this.tip.hidden = true))
+      canvas.addEventListener("pointerup", (event) => this.release(event, index))
+      canvas.addEventListener("pointercancel", (event) => { // the page scrolls
+        this.pointers.delete(event.pointerId)
+        this.tapped = null
+      })
+      canvas.addEventListener("pointerleave", ({ pointerType }) => {
+        if (pointerType !== "touch") this.tip.hidden = true
+      })
       canvas.addEventListener("dblclick", () => this.reset())
       canvas.addEventListener("keydown", (event) => this.key(event, index))
       canvas.addEventListener("blur", () => this.draw())
@@ -713,10 +736,28 @@ const Timelines = (() => {
     press(event) {
       event.currentTarget.setPointerCapture(event.pointerId)
       this.pointers.set(event.pointerId, this.shareAt(event))
+      const isFirst = event.pointerType !== "mouse" && this.pointers.size === 1
+      this.tapped = isFirst ? [event.clientX, event.clientY] : null
+    }
+
+    // A tap tells what lies under it, as hovering does.
+    release(event, index) {
+      this.pointers.delete(event.pointerId)
+      if (this.tapped === null) return
+      const [x, y] = this.placeOn(index, ...this.tapped)
+      const found = this.at(index, x, y, FINGER)
+      this.selected = found === null || found.unit < 0 ? null : { index, unit: found.unit }
+      this.tell(found?.told ?? null, ...this.tapped)
+      this.tapped = null
+      this.draw()
     }
 
     move(event, index) {
       if (!this.pointers.has(event.pointerId)) return this.hover(event, index)
+      if (this.tapped !== null) {
+        if (Math.hypot(event.clientX - this.tapped[0], event.clientY - this.tapped[1]) < FINGER) return
+        this.tapped = null
+      }
       const share = this.shareAt(event)
       const before = this.pointers.get(event.pointerId)
       const others = [...this.pointers].filter(([id]) => id !== event.pointerId)
@@ -730,25 +771,30 @@ const Timelines = (() => {
     }
 
     hover(event, index) {
-      const box = this.frames[index].canvas.getBoundingClientRect()
-      const [x, y] = [event.clientX - box.left, event.clientY - box.top]
-      this.tell(this.toldAt(index, x, y), event.clientX, event.clientY)
+      const [x, y] = this.placeOn(index, event.clientX, event.clientY)
+      this.tell(this.at(index, x, y, 3)?.told ?? null, event.clientX, event.clientY)
     }
 
-    // What is told at a place of a canvas; null: nothing.
-    toldAt(index, x, y) {
+    placeOn(index, x, y) {
+      const box = this.frames[index].canvas.getBoundingClientRect()
+      return [x - box.left, y - box.top]
+    }
+
+    // What is told at a place of a canvas: the number of a unit at most `near` pixels away, or -1, and the text. Null:
+    // nothing.
+    at(index, x, y, near) {
       const picture = this.pictures[index]
       const g = this.geometry(picture)
       const rank = Math.floor(y / g.row)
       if (rank < 0 || rank >= picture.P || x < g.left - 2 || x > g.right + 2) return null
       const inRow = y / g.row - rank
       if (inRow < (UNITS_BOTTOM + PATH) / 2) {
-        const unit = picture.unitAt(rank, g.time(x), 3 / g.scale)
-        return unit < 0 ? null : picture.tellUnit(unit)
+        const unit = picture.unitAt(rank, g.time(x), near / g.scale)
+        return unit < 0 ? null : { unit, told: picture.tellUnit(unit) }
       }
       if (picture.timeline.memory === null) return null
       const height = ((MEMORY_BOTTOM - inRow) / (MEMORY_BOTTOM - MEMORY_TOP)) * this.most(picture)
-      return picture.tellMemory(rank, g.time(x), height)
+      return { unit: -1, told: picture.tellMemory(rank, g.time(x), height) }
     }
 
     tell(told, x, y) {

@@ -36,6 +36,8 @@ def open_browser(*, width: int = 1400, height: int = 1000) -> Iterator[Any]:
         f"--window-size={width},{height}",
         "--force-device-scale-factor=1",
         "--host-resolver-rules=MAP * ~NOTFOUND",  # no network
+        # A mouse, which a machine without a screen lacks: it hovers, and is fine. Blink's numbers of these types.
+        "--blink-settings=primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4,availablePointerTypes=4",
     ):
         options.add_argument(switch)
     session = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=driver))

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,42 @@ def test_the_first_look_is_1f1b_beside_seq1f1b_without_a_network(page: Timelines
     assert page.problems() == []
 
 
+NAMES = {  # families whose units have no segment, several stages on a rank, or both
+    "1f1b": {"k": 1},
+    "zbv": {"k": 1, "v": 2},
+    "seq-zbv": {"k": 2, "v": 2},
+    "seq1f1b-interleaved": {"k": 2, "v": 2},
+    "gpipe": {"k": 1, "P": 1},
+}
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_units_are_named_as_the_box_of_an_order_reads_them(page: Timelines, family: str) -> None:
+    """In the picture where there is room, and in what is told of each; what is told can be pasted into the box."""
+    page.run("Explorer.open([Explorer.make({M: 4, P: 2, ...arguments[0]})])", {"family": family, **NAMES[family]})
+    idle(page)
+    order = page.run("return Explorer.panels[1].result.text")
+    assert order == Schedule.from_text(order).to_text()
+    drawn = re.findall(r">(\[?\d*\]?[A-Z]?\d+\.?\d*)<", page.run("return all.svg(1, 4000)"))
+    assert sorted(drawn) == sorted(order.split())
+    told = "const {timeline} = all.pictures[1], {first} = timeline;"
+    told += "const names = Array.from(timeline.pass, (_, i) => all.pictures[1].tellUnit(i)[0][1].split(',')[0]);"
+    told += "return Array.from(first).slice(1).map((end, rank) => names.slice(first[rank], end).join(' '))"
+    pasted = "\n".join(page.run(told))
+    page.run("Explorer.open([Explorer.make({family: 'text', order: arguments[0]})])", pasted)
+    idle(page)
+    assert page.run("return Explorer.panels.map(({result}) => [result.refused, result.text])") == [[None, order]] * 2
+
+
+def test_the_first_look_names_units_of_whole_microbatches_with_their_segment(page: Timelines) -> None:
+    page.run("Explorer.open(Explorer.presets[0].pair)")
+    idle(page)
+    drawn = page.run("return all.svg(0, all.frames[0].canvas.clientWidth)")
+    assert sorted(re.findall(r">([FB]\d\.?\d*)<", drawn)) == sorted(
+        [f"{kind}{m}.0" for kind in "FB" for m in range(4)] * 4
+    )
+
+
 def test_units_tell_what_they_wait_for(page: Timelines) -> None:
     text = page.hover(1, 1.25, 1.3)
     assert "F0.1, forward" in text and "1 s to 1.5 s, 0.5 s long" in text
@@ -417,6 +454,14 @@ def test_a_phone_shows_all_without_scrolling_sideways(browser: Any, site: Path, 
     try:
         shown = opened(browser, site)
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+        forms, table, timelines = (
+            browser.execute_script(
+                "return document.querySelector(arguments[0]).getBoundingClientRect().toJSON()", place
+            )
+            for place in ("#panels", "#compared", "#timelines")
+        )
+        assert forms["bottom"] <= table["top"] < table["bottom"] <= timelines["top"], "forms come first"
+        browser.execute_script("document.querySelector('#timelines').scrollIntoView()")
         ground = 1.0 if scheme == "light" else 0x15 / 255
         pixels = shown.pixels(tmp_path / "phone.png")
         assert (abs(pixels - [ground, 1.0, 1.0] if scheme == "light" else pixels[:, :1] - ground) < 0.01).mean() > 0.3
@@ -427,31 +472,74 @@ def test_a_phone_shows_all_without_scrolling_sideways(browser: Any, site: Path, 
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
-def test_fingers_move_and_zoom(browser: Any, site: Path) -> None:
-    """One finger moves the time axis, two zoom it."""
-    shown = opened(browser, site)
-    x, y = shown.locate(1, 8.0, 1.2)
+@pytest.fixture
+def touch(browser: Any) -> Iterator[Callable[..., None]]:
+    """Fingers on a device without a mouse: touch(kind, (x, y), ...)."""
 
     def touch(kind: str, *places: tuple[int, int]) -> None:
         points = [{"x": px, "y": py, "id": i} for i, (px, py) in enumerate(places)]
         browser.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
 
     browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True, "maxTouchPoints": 2})
-    try:
-        touch("touchStart", (x - 50, y), (x + 50, y))
-        for apart in (80, 120, 160):
-            touch("touchMove", (x - apart, y), (x + apart, y))
+    yield touch
+    browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": False})
+
+
+def hints(page: Timelines) -> list[str]:
+    return [hint.text for hint in page.browser.find_elements("css selector", ".hint") if hint.is_displayed()]
+
+
+def test_hints_name_what_a_mouse_does_where_there_is_one(browser: Any, site: Path) -> None:
+    [hint] = hints(opened(browser, site))
+    assert "Hover" in hint and "arrow keys" in hint and "Tap" not in hint
+
+
+def test_hints_name_what_fingers_do_where_there_is_no_mouse(browser: Any, site: Path, touch: Any) -> None:
+    [hint] = hints(opened(browser, site))
+    assert hint.startswith("Tap a unit") and "two zoom" in hint
+    assert not any(word in hint for word in ("Hover", "wheel", "arrow", "Ctrl"))
+
+
+def test_a_tap_tells_of_a_unit_until_the_next_touch(browser: Any, site: Path, touch: Any) -> None:
+    shown = opened(browser, site)
+
+    def tap(moment: float, row: float) -> str | None:
+        touch("touchStart", shown.locate(1, moment, row))
         touch("touchEnd")
-        begin, end = shown.run("return [all.from, all.to]")
-        assert end - begin < 0.6 * shown.run("return all.whole[1] - all.whole[0]")
-        touch("touchStart", (x, y))
-        for px in (x - 40, x - 90):
-            touch("touchMove", (px, y))
-        touch("touchEnd")
-        moved = shown.run("return [all.from, all.to]")
-        assert moved[0] > begin and abs((moved[1] - moved[0]) - (end - begin)) < 1e-9
-    finally:
-        browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": False})
+        return shown.run("return all.tip.hidden ? null : all.tip.innerText")
+
+    text = tap(1.25, 1.3)
+    assert text is not None and "F0.1, forward" in text and "1 s to 1.5 s, 0.5 s long" in text
+    assert shown.run("return all.pictures[1].name(all.selected.unit)") == "F0.1"
+    assert "2.5 micro-batches of at most 2.5" in (tap(4.0, 0.9) or "")
+    whole = shown.run("return [all.from, all.to]")
+    assert tap(10.0, 5.0) is None, "below the last rank"
+    assert shown.run("return all.selected") is None and shown.run("return [all.from, all.to]") == whole
+    assert tap(1.25, 1.3) == text
+    x, y = shown.locate(1, 8.0, 1.2)
+    touch("touchStart", (x, y))
+    touch("touchMove", (x - 60, y))
+    touch("touchEnd")
+    assert shown.run("return all.tip.hidden"), "a drag tells nothing"
+    assert shown.run("return all.from") > whole[0]
+
+
+def test_fingers_move_and_zoom(browser: Any, site: Path, touch: Any) -> None:
+    """One finger moves the time axis, two zoom it."""
+    shown = opened(browser, site)
+    x, y = shown.locate(1, 8.0, 1.2)
+    touch("touchStart", (x - 50, y), (x + 50, y))
+    for apart in (80, 120, 160):
+        touch("touchMove", (x - apart, y), (x + apart, y))
+    touch("touchEnd")
+    begin, end = shown.run("return [all.from, all.to]")
+    assert end - begin < 0.6 * shown.run("return all.whole[1] - all.whole[0]")
+    touch("touchStart", (x, y))
+    for px in (x - 40, x - 90):
+        touch("touchMove", (px, y))
+    touch("touchEnd")
+    moved = shown.run("return [all.from, all.to]")
+    assert moved[0] > begin and abs((moved[1] - moved[0]) - (end - begin)) < 1e-9
 
 
 def test_large_designs_are_drawn_at_once(browser: Any, site: Path) -> None:
