@@ -2,7 +2,9 @@
 
     python .ci/wheels.py [--out dist] [--twice] [--cuda] [--machine x86_64] [--machine aarch64]
 
-The sdist comes first, from the tracked files. Each wheel is built from it alone, offline, for every CPython from 3.10:
+The sdist comes first, from the tracked files and the schedule explorer's page, which clang builds for WebAssembly
+(Debian: clang lld wasi-libc libclang-rt-dev-wasm32). Each wheel is built from the sdist alone, offline, for every
+CPython from 3.10:
 
     x86_64     with gcc
     aarch64    with gcc-aarch64-linux-gnu and libc6-dev-arm64-cross
@@ -36,7 +38,7 @@ FIRST_GLIBC = {"x86_64": "2.5", "aarch64": "2.17"}  # of the manylinux tags
 # glibc 2.34 their functions were not in libc.
 LINK = "-Wl,--strip-debug -Wl,--no-as-needed -l:libdl.so.2 -l:libpthread.so.0"
 LINKED = re.compile(r"lib(c|m|dl|pthread|rt)\.so\.\d+|ld-linux.*\.so\.\d+")
-FILES = re.compile(r"seq1f1b/[\w./-]+\.(py|pyi|json|so|js|css|typed)|seq1f1b-[\w.+]+\.dist-info/[\w./]+")
+FILES = re.compile(r"seq1f1b/[\w./-]+\.(py|pyi|json|so|js|css|html|typed)|seq1f1b-[\w.+]+\.dist-info/[\w./]+")
 # NVIDIA's linker notes where its toolkit lies, which is the same everywhere.
 PATH = re.compile(rb"(?<![\w.:/-])/(?:home|root|tmp|build|opt|usr/(?:include|lib/gcc|local(?!/cuda-)|src))/[\w.+-]+")
 
@@ -64,6 +66,15 @@ def write_archive(path: Path, folder: Path, epoch: int) -> None:
     path.write_bytes(gzip.compress(plain.getvalue(), compresslevel=9, mtime=0))
 
 
+def build_explorer(source: Path, work: Path) -> None:
+    """Writes the explorer's page into the package of these sources, where `seq1f1b explorer` finds it."""
+    built = work / "for-explorer"  # the page's facts come from the package: unoptimized, since it runs once
+    build = ("build", "--build-base", work / "objects", "--build-lib", built)
+    run(sys.executable, "-W", "ignore", "setup.py", "-q", *build, cwd=source, SEQ1F1B_CUDA="0", SEQ1F1B_DEBUG="1")
+    page = source / "seq1f1b" / "view" / "explorer.html"
+    run(sys.executable, source / "docs" / "explorer" / "build.py", page, PYTHONPATH=str(built))
+
+
 def build_sdist(out: Path, work: Path, epoch: int) -> Path:
     source = work / "source"
     for name in git("ls-files", "-z").split("\0"):
@@ -71,6 +82,7 @@ def build_sdist(out: Path, work: Path, epoch: int) -> Path:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
             (source / name).chmod((ROOT / name).stat().st_mode)
+    build_explorer(source, work)
     run(sys.executable, "setup.py", "-q", "sdist", "-d", work / "sdist", cwd=source)
     (made,) = (work / "sdist").glob("*.tar.gz")
     (work / "unpacked").mkdir()

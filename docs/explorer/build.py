@@ -1,10 +1,12 @@
 """Builds the schedule explorer: the C core as WebAssembly, and one HTML file with scripts.
 
-    python docs/explorer/build.py site/explorer
+    python docs/explorer/build.py explorer.html  # one file that needs nothing beside it
+    python docs/explorer/build.py site/explorer  # a folder beside the pages of the site
 
 Needs clang, lld, wasi-libc and compiler-rt for wasm32; Debian: apt-get install clang lld
-wasi-libc libclang-rt-dev-wasm32. Where they are missing, the page that is written says so,
-and the command ends with 3.
+wasi-libc libclang-rt-dev-wasm32. Where they are missing the command ends with 3, and the page
+of the site says so. `seq1f1b explorer` finds the page that is seq1f1b/view/explorer.html:
+.ci/wheels.py builds it there, for the sdist and the wheels.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ ROOT = HERE.parents[1]
 PACKAGES = "clang lld wasi-libc libclang-rt-dev-wasm32"
 TARGET = ["--target=wasm32-wasi", "-mexec-model=reactor"]
 MISSING = 3  # exit status
+HOME = '<a href="../index.html">seq1f1b</a>'  # where the page stands beside those of the site
 
 # -- the core --------------------------------------------------------------------------------
 
@@ -163,8 +166,8 @@ def placement(cost: CostModel, rank_of_stage: list[int]) -> dict[str, Any]:
 # -- the page --------------------------------------------------------------------------------
 
 
-def page(wasm: bytes) -> str:
-    """The page with all that it needs."""
+def page(wasm: bytes, home: str = HOME) -> str:
+    """The page with all that it needs; home: HTML that names the package."""
     view = ROOT / "seq1f1b/view"
     scripts = {
         "laboratory": (HERE / "lab.js").read_text(encoding="utf-8"),
@@ -178,11 +181,24 @@ def page(wasm: bytes) -> str:
     parts["timeline_style"] = (view / "timeline.css").read_text(encoding="utf-8")
     parts["style"] = (HERE / "explorer.css").read_text(encoding="utf-8")
     html = (HERE / "page.html").read_text(encoding="utf-8")
+    html = html.replace("<!-- home -->", home)
     for name, text in parts.items():
         marker = f"/* {name} */"
         assert html.count(marker) == 1, marker
         html = html.replace(marker, text)
     return html
+
+
+def build_file(path: Path) -> None:
+    """Writes one page that stands alone.
+
+    Raises:
+        NoCompiler: nothing is written.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        core = Path(folder, "core.wasm")
+        build_core(core)
+        path.write_text(page(core.read_bytes(), home="seq1f1b"), encoding="utf-8")
 
 
 def build(folder: Path) -> None:
@@ -208,14 +224,15 @@ def main() -> int:
     if len(sys.argv) != 2:
         print(__doc__, file=sys.stderr)
         return 2
-    folder = Path(sys.argv[1])
+    target = Path(sys.argv[1])
+    is_file = target.suffix == ".html"
     try:
-        build(folder)
+        build_file(target) if is_file else build(target)
     except NoCompiler as error:
         print(f"explorer: {error}", file=sys.stderr)
         return MISSING
-    for name in ("index.html", "core.wasm"):
-        print(f"{folder / name}: {(folder / name).stat().st_size >> 10} KiB")
+    for path in [target] if is_file else [target / "index.html", target / "core.wasm"]:
+        print(f"{path}: {path.stat().st_size >> 10} KiB")
     return 0
 
 

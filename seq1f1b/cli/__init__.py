@@ -9,12 +9,12 @@ import sys
 from collections.abc import Sequence
 
 from seq1f1b import __version__
-from seq1f1b.cli import compare, doctor, draw, plan, profile, report, simulate
+from seq1f1b.cli import compare, doctor, draw, explorer, plan, profile, report, simulate
 from seq1f1b.extras import torch_remedy
 
 __all__ = ["main", "make_parser"]
 
-COMMANDS = (draw, simulate, compare, plan, profile, report, doctor)
+COMMANDS = (draw, simulate, compare, plan, profile, report, explorer, doctor)
 DESCRIPTION = "Draws, simulates, compares and plans pipeline schedules for training on long sequences."
 EXAMPLES = """\
 examples:
@@ -34,6 +34,8 @@ examples:
     seq1f1b profile --model qwen3-4b --seq 4096 --output profile.json
   why the last step that a training script saved is slow:
     seq1f1b report steps.jsonl
+  a step to design in the browser:
+    seq1f1b explorer --open
 
 seq1f1b COMMAND --help lists the options of a command.
 """

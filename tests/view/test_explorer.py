@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,9 +21,11 @@ import pytest
 from browser import Timelines, absent, open_browser
 
 from seq1f1b import Costs, Links, Schedule, Simulation, build_schedule
+from seq1f1b.cli import explorer, main
 from seq1f1b.schedule import Family, StepMemory, families
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = "clang lld wasi-libc libclang-rt-dev-wasm32"
 FORM = {"costs": "seconds", "attention": 0, "split": "even", "order": "", "options": {}}
 COMPUTE = """
 const [designs, done] = arguments
@@ -86,6 +89,55 @@ def test_without_a_compiler_the_page_says_so(tmp_path: Path) -> None:
     assert done.returncode == 3 and "apt-get install clang lld wasi-libc" in done.stderr
     assert "was not built with these pages: no clang" in (tmp_path / "index.html").read_text()
     assert not (tmp_path / "core.wasm").exists()
+
+
+def test_without_a_compiler_no_file_pretends_to_be_the_explorer(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "docs/explorer/build.py"), str(tmp_path / "explorer.html")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": str(tmp_path)})
+    assert done.returncode == 3 and "apt-get install clang lld wasi-libc" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def alone(site: Path, tmp_path: Path) -> Path:
+    """The page as one file, as a release holds it."""
+    build = runpy.run_path(str(ROOT / "docs/explorer/build.py"))
+    path = tmp_path / "explorer.html"
+    path.write_text(build["page"]((site / "core.wasm").read_bytes(), home="seq1f1b"), encoding="utf-8")
+    return path
+
+
+def test_the_page_of_a_release_stands_alone(browser: Any, site: Path, alone: Path) -> None:
+    shown = Timelines(browser, alone, "Explorer.timelines")
+    idle(shown)
+    assert shown.run("return Explorer.panels[1].result.makespan") == 16.5
+    assert browser.execute_script("return [...document.querySelectorAll('[href]')].map(link => link.href)") == []
+    assert "the C core of seq1f1b, which runs here" in browser.find_element("css selector", "header").text
+    beside = (site / "index.html").read_text(encoding="utf-8")
+    assert beside.replace('<a href="../index.html">seq1f1b</a>', "seq1f1b") == alone.read_text(encoding="utf-8")
+
+
+def test_the_command_says_where_the_page_is(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    page, asked = tmp_path / "explorer.html", []
+    monkeypatch.setattr(explorer, "PAGE", page)
+    monkeypatch.setattr(explorer.webbrowser, "open", lambda url: asked.append(url) or len(asked) == 1)
+    assert main(["explorer"]) == 2
+    text = capsys.readouterr().err
+    assert f"there is no {page}" in text and "Install a wheel" in text
+    assert "python docs/explorer/build.py seq1f1b/view/explorer.html" in text and PACKAGES in text
+    page.touch()
+    assert main(["explorer"]) == 0 and capsys.readouterr().out == f"{page}\n" and asked == []
+    assert main(["explorer", "--open"]) == 0 and asked == [page.as_uri()]
+    assert main(["explorer", "--open"]) == 2 and "no browser was found here" in capsys.readouterr().err
+
+
+def test_the_place_of_the_page_is_packed_and_never_committed() -> None:
+    """The command looks at what the sdist and wheels take from the package's folder."""
+    name = explorer.PAGE.relative_to(ROOT / "seq1f1b").as_posix()
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (packed,) = re.findall(r"^seq1f1b = (\[.*\])$", text, re.MULTILINE)
+    assert name in json.loads(packed)
+    assert f"seq1f1b/{name}" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
 
 
 # -- the same numbers --------------------------------------------------------------------------------------------------
