@@ -97,6 +97,8 @@ def try_here(wheel: Path, work: Path, with_torch: bool) -> None:
         where = run(python, "-c", "import seq1f1b; print(seq1f1b.__file__)", cwd=work, env=variables)
         assert where.startswith(str(place)), where
         assert shutil.which("gcc", path=variables["PATH"]) is shutil.which("cc", path=variables["PATH"]) is None
+        explorer = run(place / "bin" / "seq1f1b", "explorer", cwd=work, env=variables)
+        assert Path(explorer.strip()).is_relative_to(place), explorer
         print(run(place / "bin" / "seq1f1b", "doctor", cwd=work, env=variables), end="")
         shutil.copy(ROOT / "examples" / "use.py", work)
         began = time.monotonic()

@@ -18,6 +18,7 @@ are those of the last commit, or SOURCE_DATE_EPOCH. .ci/try_wheel.py tries a whe
 from __future__ import annotations
 
 import argparse
+import base64
 import gzip
 import hashlib
 import io
@@ -37,6 +38,8 @@ FIRST_GLIBC = {"x86_64": "2.5", "aarch64": "2.17"}  # of the manylinux tags
 # Debug information goes, since it names files of this machine. libdl and libpthread are linked by name, because before
 # glibc 2.34 their functions were not in libc.
 LINK = "-Wl,--strip-debug -Wl,--no-as-needed -l:libdl.so.2 -l:libpthread.so.0"
+EXPLORER = "seq1f1b/view/explorer.html"
+CORE = re.compile(rb'<script id="wasm" type="text/plain">(.+?)</script>')  # of that page
 LINKED = re.compile(r"lib(c|m|dl|pthread|rt)\.so\.\d+|ld-linux.*\.so\.\d+")
 FILES = re.compile(r"seq1f1b/[\w./-]+\.(py|pyi|json|so|js|css|html|typed)|seq1f1b-[\w.+]+\.dist-info/[\w./]+")
 # NVIDIA's linker notes where its toolkit lies, which is the same everywhere.
@@ -71,8 +74,7 @@ def build_explorer(source: Path, work: Path) -> None:
     built = work / "for-explorer"  # the page's facts come from the package: unoptimized, since it runs once
     build = ("build", "--build-base", work / "objects", "--build-lib", built)
     run(sys.executable, "-W", "ignore", "setup.py", "-q", *build, cwd=source, SEQ1F1B_CUDA="0", SEQ1F1B_DEBUG="1")
-    page = source / "seq1f1b" / "view" / "explorer.html"
-    run(sys.executable, source / "docs" / "explorer" / "build.py", page, PYTHONPATH=str(built))
+    run(sys.executable, source / "docs" / "explorer" / "build.py", source / EXPLORER, PYTHONPATH=str(built))
 
 
 def build_sdist(out: Path, work: Path, epoch: int) -> Path:
@@ -150,8 +152,13 @@ def breaches(wheel: Path, machine: str, places: list[Path]) -> list[str]:
     """What is wrong with a wheel, by its file."""
     found, libraries = [], []
     with zipfile.ZipFile(wheel) as archive:
+        if EXPLORER not in archive.namelist():
+            found.append(f"{EXPLORER} is not in it")
         for name in archive.namelist():
             data = archive.read(name)
+            if name == EXPLORER:
+                data += b"".join(map(base64.b64decode, CORE.findall(data)))
+                found += [f"{name} holds {path.decode()}" for path in set(PATH.findall(data))]
             if not FILES.fullmatch(name):
                 found.append(f"{name}: no file of ours")
             found += [f"{name} holds {place}" for place in places if str(place).encode() in data]

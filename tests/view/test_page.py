@@ -165,6 +165,16 @@ def test_the_page_needs_nothing_but_itself(two: Timelines) -> None:
     assert two.browser.title == "1F1B and <Seq1F1B>"
 
 
+def test_the_hint_is_of_what_the_device_has(two: Timelines) -> None:
+    hint = two.browser.find_element("css selector", "p")
+    assert hint.text.startswith("The wheel zooms") and "Tap" not in hint.text
+    two.browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True})
+    try:
+        assert hint.text == "Two fingers zoom, one moves. Tap a unit for its times and what it waits for."
+    finally:
+        two.browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": False})
+
+
 def test_both_schedules_are_drawn(two: Timelines, tmp_path: Path) -> None:
     headings = two.run("return all.frames.map(({heading}) => heading.textContent)")
     assert headings == ["1f1b: 16.5 s, bubble 27.3%", "seq1f1b: 16.5 s, bubble 27.3%"]  # 3 M + 3 (P - 1) / k
