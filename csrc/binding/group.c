@@ -126,6 +126,16 @@ static PyObject *group_begin_step(PyObject *Py_UNUSED(module), PyObject *argumen
     Py_RETURN_NONE;
 }
 
+static PyObject *group_enter(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_group *group;
+    int64_t step;
+    if (!PyArg_ParseTuple(arguments, "O&O&", s1f_to_group, &group, s1f_to_int64, &step))
+        return NULL;
+    s1f_group_enter(group, step);
+    Py_RETURN_NONE;
+}
+
 static PyObject *group_end_step(PyObject *Py_UNUSED(module), PyObject *handle)
 {
     s1f_group *group;
@@ -204,6 +214,12 @@ static PyObject *group_check(PyObject *Py_UNUSED(module), PyObject *handle)
     return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise_for_group(status, group);
 }
 
+static PyObject *failure_tuple(const s1f_failure *failure)
+{
+    return Py_BuildValue("(iNssL)", (int)failure->rank, decode(failure->text), failure->unit, failure->edge,
+                         (long long)failure->step);
+}
+
 static PyObject *group_failure(PyObject *Py_UNUSED(module), PyObject *handle)
 {
     s1f_group *group;
@@ -211,10 +227,34 @@ static PyObject *group_failure(PyObject *Py_UNUSED(module), PyObject *handle)
         return NULL;
     s1f_failure failure;
     s1f_group_failure(group, &failure);
-    if (failure.rank < 0)
-        Py_RETURN_NONE;
-    return Py_BuildValue("(iNssL)", (int)failure.rank, decode(failure.text), failure.unit, failure.edge,
-                         (long long)failure.step);
+    return failure.rank < 0 ? Py_NewRef(Py_None) : failure_tuple(&failure);
+}
+
+static PyObject *group_leave(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_group *group;
+    int64_t step;
+    int rank;
+    const char *text, *unit = "", *edge = "";
+    if (!PyArg_ParseTuple(arguments, "O&O&is|ss", s1f_to_group, &group, s1f_to_int64, &step, &rank, &text, &unit,
+                          &edge))
+        return NULL;
+    s1f_failure failure = {.rank = rank};
+    strncpy(failure.text, text, sizeof failure.text - 1);
+    strncpy(failure.unit, unit, sizeof failure.unit - 1);
+    strncpy(failure.edge, edge, sizeof failure.edge - 1);
+    s1f_group_leave(group, step, &failure);
+    Py_RETURN_NONE;
+}
+
+static PyObject *group_passed(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_group *group;
+    int64_t step;
+    if (!PyArg_ParseTuple(arguments, "O&O&", s1f_to_group, &group, s1f_to_int64, &step))
+        return NULL;
+    s1f_failure failure;
+    return s1f_group_passed(group, step, &failure) ? failure_tuple(&failure) : Py_NewRef(Py_None);
 }
 
 static PyObject *group_clear(PyObject *Py_UNUSED(module), PyObject *handle)
@@ -263,10 +303,9 @@ static PyObject *group_gather(PyObject *Py_UNUSED(module), PyObject *arguments)
         s1f_status status;
         int32_t length = bytes > S1F_GATHER_BYTES ? S1F_GATHER_BYTES + 1 : (int32_t)bytes;
         Py_BEGIN_ALLOW_THREADS
-        status = s1f_group_gather(group, &epoch, round, recovering, data, length, g.fds, g.data, g.bytes);
+        status = s1f_group_gather(group, epoch, round, recovering, data, length, g.fds, g.data, g.bytes);
         Py_END_ALLOW_THREADS
-        result = status == S1F_OK ? Py_BuildValue("NI", s1f_list_of(fds.count, gathered_item, &g), epoch)
-                                  : s1f_raise_for_group(status, group);
+        result = status == S1F_OK ? s1f_list_of(fds.count, gathered_item, &g) : s1f_raise_for_group(status, group);
     }
     free(g.fds);
     free(g.bytes);
@@ -283,7 +322,8 @@ PyMethodDef s1f_group_methods[] = {
     {"group_create", group_create, METH_VARARGS, "group_create(mapping, num_ranks, rank): one rank's view of a block."},
     {"group_set_limits", group_set_limits, METH_VARARGS,
      "group_set_limits(group, timeout_s, spin_us): longest silence of a peer; how long to spin before sleeping."},
-    {"group_begin_step", group_begin_step, METH_VARARGS, "group_begin_step(group, step): enters a step."},
+    {"group_enter", group_enter, METH_VARARGS, "group_enter(group, step): comes to a step, which may not begin."},
+    {"group_begin_step", group_begin_step, METH_VARARGS, "group_begin_step(group, step): begins a step."},
     {"group_end_step", group_end_step, METH_O, "group_end_step(group): leaves the step, which went well."},
     {"group_progress", group_progress, METH_VARARGS, "group_progress(group, what): says what this rank does now."},
     {"group_set_progress", group_set_progress, METH_VARARGS,
@@ -297,9 +337,12 @@ PyMethodDef s1f_group_methods[] = {
      "group_check(group): raises PipelineError once a failure ends the step that this rank is in."},
     {"group_failure", group_failure, METH_O,
      "group_failure(group): (rank, text, unit, edge, first step that it ends), None if this rank's step goes on."},
-    {"group_clear", group_clear, METH_O, "group_clear(group): forgets the failure."},
+    {"group_leave", group_leave, METH_VARARGS,
+     "group_leave(group, step, rank, text, unit=\"\", edge=\"\"): leaves a step by an error, which others are told."},
+    {"group_passed", group_passed, METH_VARARGS,
+     "group_passed(group, step): as group_failure, of a rank that has left the step or come to a later one; or None."},
+    {"group_clear", group_clear, METH_O, "group_clear(group): forgets the failure of earlier steps."},
     {"group_gather", group_gather, METH_VARARGS,
-     "group_gather(group, epoch, round, recovering, data, hangup_fds): (bytes of every rank in rank order, epoch); the "
-     "bytes are none where the epoch is a later one, in which a rank has come."},
+     "group_gather(group, epoch, round, recovering, data, hangup_fds): bytes of every rank in rank order."},
     {NULL, NULL, 0, NULL},
 };

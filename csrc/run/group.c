@@ -38,10 +38,11 @@ typedef struct {                                    /* to one round of a gather 
 
 /* What a rank gives to gathers. It has two buffers for rounds: a rank that writes round g + 2 has seen every rank's
  * g + 1, so all have read round g. A rank may leave an epoch's last rounds behind, fail in the next step and meet in
- * the next epoch while another one still reads them: so there are two more for that. */
+ * the next epoch while another one still reads them: so there are two more for that, which epochs use by turns. */
 typedef struct {
     _Alignas(CACHE_LINE) s1f_signal given; /* (epoch, round + 1) */
-    _Atomic uint32_t stepped_in;           /* the last epoch in which it entered a step */
+    _Atomic int64_t passed;                /* the last step in which nobody can meet this rank */
+    s1f_failure failure;                   /* by which it left a step: of its `step`, 0: none */
     contribution buffers[2][2];            /* by epoch and by round */
 } mailbox;
 
@@ -63,6 +64,7 @@ struct s1f_group {
     int32_t num_ranks, rank;
     int64_t step, timeout_ns, spin_ns;
     uint32_t epoch;       /* of this rank's last gather */
+    int32_t buffer;       /* that this epoch uses */
     _Atomic int64_t turn; /* the step that this rank is in, or enters next: a failure of it, or before it, ends it */
     s1f_status (*interrupted)(void *context);
     void *context;
@@ -127,11 +129,15 @@ void s1f_group_set_limits(s1f_group *group, int64_t timeout_ns, int64_t spin_ns)
     group->spin_ns = spin_ns;
 }
 
+void s1f_group_enter(s1f_group *group, int64_t step)
+{
+    group->turn = step;
+}
+
 void s1f_group_begin_step(s1f_group *group, int64_t step)
 {
     char what[S1F_WHAT_BYTES];
     group->step = group->turn = step;
-    atomic_store(&group->mailboxes[group->rank].stepped_in, group->epoch);
     snprintf(what, sizeof what, "the start of step %lld", (long long)step);
     s1f_group_progress(group, what);
 }
@@ -271,13 +277,56 @@ s1f_status s1f_group_check(const s1f_group *group)
         return S1F_OK;
     s1f_failure failure;
     s1f_group_failure(group, &failure);
+    if (failure.step < group->turn)
+        return s1f_fail(S1F_ERR_PEER, "rank %d ended step %lld, which rank %d had left well: %s", (int)failure.rank,
+                        (long long)failure.step, (int)group->rank, failure.text);
     return s1f_fail(S1F_ERR_PEER, "rank %d ended the step: %s", (int)failure.rank, failure.text);
+}
+
+/* -- steps that a rank has left ---------------------------------------------------------------------------------- */
+
+static void pass(s1f_group *group, int64_t step)
+{
+    _Atomic int64_t *passed = &group->mailboxes[group->rank].passed;
+    if (atomic_load(passed) < step)
+        atomic_store(passed, step);
+}
+
+void s1f_group_leave(s1f_group *group, int64_t step, const s1f_failure *failure)
+{
+    s1f_failure *own = &group->mailboxes[group->rank].failure;
+    *own = *failure;
+    own->step = step;
+    pass(group, step); /* before the look at what stands: see clear */
+    s1f_group_fail_with(group, own);
+}
+
+int s1f_group_passed(const s1f_group *group, int64_t step, s1f_failure *out)
+{
+    out->rank = -1;
+    for (int32_t rank = 0; rank < group->num_ranks; rank++) {
+        const mailbox *box = &group->mailboxes[rank];
+        if (rank == group->rank || atomic_load(&box->passed) < step)
+            continue;
+        *out = box->failure;
+        if (out->step < step) /* it has come to a later step */
+            *out = (s1f_failure){.rank = rank};
+        out->unit[sizeof out->unit - 1] = out->edge[sizeof out->edge - 1] = out->text[sizeof out->text - 1] = '\0';
+        return 1;
+    }
+    return 0;
 }
 
 void s1f_group_clear(s1f_group *group)
 {
+    s1f_failure failure;
     atomic_store(&group->failure->step, 0); /* first: whoever fails from here on finds none */
     atomic_store(&group->failure->failed, FAILURE_NONE);
+    /* A rank may have left this step just before, and found the failure that is forgotten now. */
+    if (s1f_group_passed(group, group->turn, &failure)) {
+        failure.step = group->turn;
+        s1f_group_fail_with(group, &failure);
+    }
 }
 
 /* -- waiting ----------------------------------------------------------------------------------------------------- */
@@ -416,9 +465,12 @@ s1f_status s1f_group_check_peer(s1f_group *group, const s1f_wait_reason *reason)
 static s1f_status look_around(s1f_group *group, const awaited *what, const s1f_wait_reason *reason, int64_t waited_ns)
 {
     s1f_status status;
+    s1f_failure failure;
     int32_t lost = atomic_load(&group->failure->lost);
     if (reason->recovering && lost > 0)
         return s1f_fail(S1F_ERR_PEER, "rank %d is gone since an earlier step", (int)lost - 1);
+    if (reason->recovering && s1f_group_passed(group, group->turn, &failure))
+        return s1f_fail(S1F_ERR_PEER, "rank %d ended the step: %s", (int)failure.rank, failure.text);
     if (!reason->recovering && (status = s1f_group_check(group)) != S1F_OK)
         return status;
     if (hung_up(reason->hangup_fd)) /* what the peer did before it went still counts */
@@ -492,11 +544,6 @@ s1f_status s1f_group_poll(s1f_group *group, int (*is_done)(void *context), void 
 
 /* -- small collectives ------------------------------------------------------------------------------------------- */
 
-static contribution *contribution_of(s1f_group *group, int32_t rank, uint32_t epoch, uint32_t round)
-{
-    return &group->mailboxes[rank].buffers[epoch % 2][round % 2];
-}
-
 static uint64_t position_in(uint32_t epoch, uint32_t round)
 {
     return ((uint64_t)epoch << 32) + round + 1;
@@ -504,7 +551,7 @@ static uint64_t position_in(uint32_t epoch, uint32_t round)
 
 static void give(s1f_group *group, uint32_t epoch, uint32_t round, const void *data, int32_t bytes)
 {
-    contribution *own = contribution_of(group, group->rank, epoch, round);
+    contribution *own = &group->mailboxes[group->rank].buffers[group->buffer][round % 2];
     uint64_t position = position_in(epoch, round);
     atomic_store_explicit(&own->position, 0, memory_order_relaxed);
     atomic_thread_fence(memory_order_release);
@@ -515,12 +562,13 @@ static void give(s1f_group *group, uint32_t epoch, uint32_t round, const void *d
 }
 
 /* Copies what a rank gave to this round. *is_there becomes 0 if it gave nothing, or writes over it already. */
-static s1f_status take(s1f_group *group, int32_t rank, uint32_t epoch, uint32_t round, char *out, int32_t *out_bytes,
+static s1f_status take(s1f_group *group, int32_t rank, uint64_t position, uint32_t round, char *out, int32_t *out_bytes,
                        int *is_there)
 {
-    const contribution *theirs = contribution_of(group, rank, epoch, round);
-    uint64_t position = position_in(epoch, round);
+    const contribution *theirs = &group->mailboxes[rank].buffers[0][round % 2];
     out_bytes[rank] = 0;
+    if (atomic_load_explicit(&theirs->position, memory_order_acquire) != position)
+        theirs = &group->mailboxes[rank].buffers[1][round % 2];
     *is_there = atomic_load_explicit(&theirs->position, memory_order_acquire) == position;
     if (!*is_there)
         return S1F_OK;
@@ -538,16 +586,31 @@ static s1f_status take(s1f_group *group, int32_t rank, uint32_t epoch, uint32_t 
     return S1F_OK;
 }
 
-s1f_status s1f_group_gather(s1f_group *group, uint32_t *epoch, uint32_t round, int32_t recovering, const void *data,
+/* What a rank is told that waited to meet one that will not come, or that is gone from where it waited. */
+static s1f_status find_why(s1f_group *group, int32_t rank, int32_t recovering)
+{
+    s1f_failure failure;
+    if (!recovering)
+        return s1f_group_check(group);
+    if (s1f_group_passed(group, group->turn, &failure))
+        return s1f_fail(S1F_ERR_PEER, "rank %d ended the step: %s", (int)failure.rank, failure.text);
+    return s1f_fail(S1F_ERR_PEER, "rank %d did not meet the others", (int)rank);
+}
+
+s1f_status s1f_group_gather(s1f_group *group, uint32_t epoch, uint32_t round, int32_t recovering, const void *data,
                             int32_t bytes, const int *hangup_fds, char *out, int32_t *out_bytes)
 {
     if (bytes < 0 || bytes > S1F_GATHER_BYTES)
         return s1f_fail(S1F_ERR_ARG, "a gather takes 0 to %d bytes of a rank, not %d", (int)S1F_GATHER_BYTES,
                         (int)bytes);
-    group->epoch = *epoch;
-    give(group, *epoch, round, data, bytes);
+    if (epoch != group->epoch)
+        group->buffer = !group->buffer;
+    group->epoch = epoch;
+    if (recovering)
+        pass(group, (int64_t)epoch - 1);
+    give(group, epoch, round, data, bytes);
     for (int32_t rank = 0; rank < group->num_ranks; rank++) {
-        mailbox *box = &group->mailboxes[rank];
+        uint64_t position = position_in(epoch, round);
         s1f_wait_reason reason = {.peer_rank = rank,
                                   .recovering = recovering,
                                   .hangup_fd = hangup_fds == NULL ? -1 : hangup_fds[rank],
@@ -555,16 +618,11 @@ s1f_status s1f_group_gather(s1f_group *group, uint32_t *epoch, uint32_t round, i
                                   .edge = "all ranks to meet",
                                   .sequence = -1};
         int is_there = 0;
-        s1f_status status = s1f_group_wait(group, &box->given, position_in(*epoch, round), &reason);
+        s1f_status status = s1f_group_wait(group, &group->mailboxes[rank].given, position, &reason);
         if (status == S1F_OK)
-            status = take(group, rank, *epoch, round, out, out_bytes, &is_there);
-        uint32_t latest = (uint32_t)(atomic_load_explicit(&box->given.position, memory_order_acquire) >> 32);
-        if (status == S1F_OK && recovering && latest > *epoch && atomic_load(&box->stepped_in) < *epoch) {
-            *epoch = latest;
-            return S1F_OK;
-        }
-        if (status == S1F_OK && !recovering && !is_there) /* it has left for a later epoch */
-            status = s1f_group_check(group);
+            status = take(group, rank, position, round, out, out_bytes, &is_there);
+        if (status == S1F_OK && !is_there) /* it has left for a later epoch */
+            status = find_why(group, rank, recovering);
         if (status != S1F_OK)
             return status;
     }

@@ -34,8 +34,11 @@ void s1f_group_free(s1f_group *group); /* NULL is fine */
 /* How long a peer may make no progress, and how long to spin before sleeping (0: never spin).
  * At first 300 s and 20 us. */
 void s1f_group_set_limits(s1f_group *group, int64_t timeout_ns, int64_t spin_ns);
-/* The step that this rank enters; 1 or more, agreed by all ranks, rising. Positions on edges are (step, sequence), so
- * that nothing a failed step left behind is mistaken for the new one. */
+/* This rank comes to a step, and may still find that it cannot begin it. Steps are counted from 1 by every rank for
+ * itself, those included that end with an error: so the ranks pair by their counts. */
+void s1f_group_enter(s1f_group *group, int64_t step);
+/* Begins the step, which it may not have come to yet. Positions on edges are (step, sequence), so that nothing a failed
+ * step left behind is mistaken for the new one. */
 void s1f_group_begin_step(s1f_group *group, int64_t step);
 /* Leaves the step, which went well. What follows belongs to the next one: code between steps, and its collectives. */
 void s1f_group_end_step(s1f_group *group);
@@ -70,15 +73,21 @@ int s1f_group_has_failed(const s1f_group *group); /* the same without a text */
 void s1f_group_failure(const s1f_group *group, s1f_failure *out);
 /* The peer behind a reason's hangup_fd is gone: ends the step on every rank. S1F_OK while it is there. */
 s1f_status s1f_group_check_peer(s1f_group *group, const s1f_wait_reason *reason);
-void s1f_group_clear(s1f_group *group); /* forgets the failure: all ranks have left the step */
+/* This rank leaves a step, and all before it, by an error; `failure` is what the others are told if they wait to meet
+ * it there. Also ends the step on every rank. */
+void s1f_group_leave(s1f_group *group, int64_t step, const s1f_failure *failure);
+/* Whether another rank has left a step by an error, or all of it by coming to a later one: then nobody can meet all
+ * ranks in it. *out: of the lowest such rank; a rank of -1 if there is none, no text if it has told nothing. */
+int s1f_group_passed(const s1f_group *group, int64_t step, s1f_failure *out);
+/* Forgets the failure, as all ranks have met in this rank's step; but not one of this step. By one rank alone. */
+void s1f_group_clear(s1f_group *group);
 
 /* Every rank gives `bytes` <= S1F_GATHER_BYTES and gets everyone's: out[rank * S1F_GATHER_BYTES], out_bytes[rank], 0 of
  * a rank that meets in a later epoch and gave nothing to this round. (epoch, round) is the same on all ranks and rises;
- * rounds of an epoch count from 0. Needs a block that all ranks share. recovering: goes on while a failure stands; if a
- * rank has come in a later epoch without having entered a step in this one, *epoch becomes that one, which the rank
- * will not leave without this one; out is of no use then, and the caller begins there. hangup_fds[num_ranks]: as of an
- * arena end, or NULL. Blocks. */
-s1f_status s1f_group_gather(s1f_group *group, uint32_t *epoch, uint32_t round, int32_t recovering, const void *data,
+ * rounds of an epoch count from 0. Needs a block that all ranks share. recovering: the ranks meet in the step that is
+ * the epoch's number, and a failure of an earlier one does not end the wait: S1F_ERR_PEER once a rank has passed the
+ * step. hangup_fds[num_ranks]: as of an arena end, or NULL. Blocks. */
+s1f_status s1f_group_gather(s1f_group *group, uint32_t epoch, uint32_t round, int32_t recovering, const void *data,
                             int32_t bytes, const int *hangup_fds, char *out, int32_t *out_bytes);
 
 /* A rank waits for signals: 64-bit positions that another thread or process raises. A futex lies on the low half. */
@@ -89,7 +98,7 @@ typedef struct {
 
 struct s1f_wait_reason { /* who is waited for and why: for errors */
     int32_t peer_rank;
-    int32_t recovering;  /* a standing failure does not end the wait */
+    int32_t recovering;  /* a standing failure does not end the wait, a rank that passed the step does */
     int32_t patient;     /* the time-out does not: somebody else looks after that */
     int hangup_fd;       /* a socket whose hang-up means that the peer died, or -1 */
     const char *purpose; /* "waiting for" */

@@ -310,11 +310,12 @@ class PipelineEngine:
         Raises:
             RuntimeError: the norm is not finite, with ``error_if_nonfinite``. Gradients are as before.
         """
-        norm_type = float(norm_type)
-        counted = self._gradients_in_order(self.tied_elsewhere())
-        is_double = any(g.dtype == torch.float64 for _, gradients in counted for g in gradients)
-        norms = [(stage, [_norm(g, norm_type) for g in gradients]) for stage, gradients in counted]
-        everyones = self._group.all_gather_object((is_double, norms))
+        with self._group.telling():
+            norm_type = float(norm_type)
+            counted = self._gradients_in_order(self.tied_elsewhere())
+            is_double = any(g.dtype == torch.float64 for _, gradients in counted for g in gradients)
+            norms = [(stage, [_norm(g, norm_type) for g in gradients]) for stage, gradients in counted]
+            everyones = self._group.all_gather_object((is_double, norms))
         in_order = sorted((entry for _, theirs in everyones for entry in theirs), key=lambda entry: entry[0])
         dtype = torch.float64 if any(theirs for theirs, _ in everyones) else torch.float32
         found = torch.tensor([norm for _, theirs in in_order for norm in theirs], dtype=dtype, device="cpu")
@@ -350,7 +351,8 @@ class PipelineEngine:
 
     def tied_elsewhere(self) -> set[int]:
         """Ids of this rank's parameters whose first copy another stage holds, by the attribute ``tied_parameters``."""
-        self._pipeline.tied.meet()
+        with self._group.telling():
+            self._pipeline.tied.meet()
         return self._pipeline.tied.counted_elsewhere()
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -361,7 +363,8 @@ class PipelineEngine:
         Raises:
             TypeError: the value is something else.
         """
-        return self._group.all_gather_object(value)
+        with self._group.telling():
+            return self._group.all_gather_object(value)
 
     def whole_vocabulary(self) -> dict[str, Tensor]:
         """The parameters of layers whose vocabulary is spread, whole, by name, on the last stage's rank. Collective.
@@ -369,10 +372,15 @@ class PipelineEngine:
         Each once; empty on other ranks.
         """
         shards = [shard for shard in (self._options.embedding_shard, self._options.head) if shard is not None]
-        return join_shards(shards, self._group, self.schedule.rank_of_stage[-1])
+        with self._group.telling():
+            return join_shards(shards, self._group, self.schedule.rank_of_stage[-1])
 
     def fail(self, reason: str) -> None:
-        """Gives up between two steps: what the other ranks do or wait for ends with a PipelineError of this reason."""
+        """Gives up in place of this rank's next step or eval, which the other ranks end with a PipelineError of this reason.
+
+        So a loop that goes on afterwards goes on with the batch behind that one, on all ranks. While an error that came
+        out of the engine is handled, as in an ``except``, this does nothing: the other ranks hear of it already.
+        """
         self._pipeline.fail(reason)
 
     def report(self, gather: bool = False) -> Any:
@@ -383,7 +391,10 @@ class PipelineEngine:
         Returns:
             :class:`seq1f1b.runtime.report.Report`, or with ``gather`` a :class:`seq1f1b.runtime.report.PipelineReport`.
         """
-        return self._runner.report(self._group.all_gather_object if gather else None)
+        if not gather:
+            return self._runner.report()
+        with self._group.telling():
+            return self._runner.report(self._group.all_gather_object)
 
     def plan(self) -> TunedOrder:
         """The order that a tuned engine has found, to be written to a file and given as ``schedule``.
@@ -464,10 +475,11 @@ class PipelineEngine:
 
     def _share_overflow(self) -> None:
         """A gradient that is not finite becomes one on every rank: else only its stage would skip the step."""
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        finite = all(bool(torch.isfinite(g).all()) for g in gradients)
-        if not all(self._group.all_gather_object(finite)) and finite and gradients:
-            gradients[0].fill_(float("inf"))
+        with self._group.telling():
+            gradients = [p.grad for p in self.parameters() if p.grad is not None]
+            finite = all(bool(torch.isfinite(g).all()) for g in gradients)
+            if not all(self._group.all_gather_object(finite)) and finite and gradients:
+                gradients[0].fill_(float("inf"))
 
 
 class LoneEngine(PipelineEngine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from seq1f1b.runtime.report import EdgeReport
 from seq1f1b.runtime.tied import TiedParameters
 from seq1f1b.schedule import Schedule
 from seq1f1b.transport import DTYPES, RankGroup
-from seq1f1b.transport.group import Edge, leave_place
+from seq1f1b.transport.group import Edge, has_been_told, leave_place
 
 __all__: list[str] = []
 
@@ -176,10 +177,13 @@ class Pipeline:
             self._running = False
 
     def fail(self, reason: str) -> None:
-        """Ends what the other ranks do or wait for."""
-        if not self._closed:
+        """Ends what the other ranks do or wait for, in place of this rank's next step; see PipelineEngine.fail."""
+        if self._closed or has_been_told(sys.exc_info()[1]):
+            return
+        if self._running:
             self.group.fail(reason)
-            self.group.end_step(failed=True)
+        else:
+            self.group.give_up(reason)
 
     def close(self) -> None:
         """Leaves the transports, once nobody holds an executor."""

@@ -182,7 +182,8 @@ class Runner:
             executor = None  # once the units have begun
             try:
                 with ExitStack() as around:
-                    # 1. What this rank was given: an order, and a batch.
+                    # 1. What failed since this rank's last step; what it was given: an order, and a batch.
+                    self.pipeline.group.enter()
                     if arguments.rows is not None:
                         check_rows(arguments.rows, self.options.sequence_parallel[1])
                     number = None
@@ -218,6 +219,7 @@ class Runner:
                 self.pipeline.group.end_step(failed=False)
             except BaseException as error:
                 told = self._end_failed_step(error, executor)
+                self.pipeline.group.mark(told)
                 if told is error:
                     raise
                 raise told from error

@@ -98,6 +98,9 @@ class Verification:
         return "\n".join([*lines, *self.notes])
 
 
+_MOST_STEPS = 16  # six runs, and what meets again before and between them
+
+
 def verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None, model: Any = None) -> Verification:
     """Runs ``engine.verify``.
 
@@ -105,6 +108,11 @@ def verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None, 
         dtype: of the reference; None: float64 if it fits.
         model: the reference, on rank 0; None on all ranks: the stages in a chain.
     """
+    with runner.pipeline.group.as_one(_MOST_STEPS):
+        return _verify(runner, arguments, dtype, model)
+
+
+def _verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None, model: Any) -> Verification:
     group = runner.pipeline.group
     mine = [_refusal(runner), str(_own_dtype(runner)), _fits(runner), model is not None]
     everyones = group.all_gather_object(mine)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from seq1f1b import _C
 from seq1f1b.runtime.batch import StepArguments
 from seq1f1b.runtime.nested import mapped, tensors_of
 from seq1f1b.runtime.runner import Runner
@@ -109,23 +107,9 @@ class WholeModel:
         self.notes: list[str] = []
         self._forwards: dict[torch.dtype | None, dict[str, Forward]] = {}  # by the dtype of the run
         self._session: Session | None = None
-        with self._together():
-            merged = self._merged_arguments()
-            if self._model is not None:
-                self._session = Session(self._model.runner(self._rules()), merged)
-
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        """An error of one rank ends what the others wait for; NotRun is everyone's."""
-        try:
-            yield
-        except NotRun:
-            raise
-        except BaseException as error:
-            if not isinstance(error, _C.PipelineError):
-                self._group.fail(f"{type(error).__name__}: {error}")
-            self._group.end_step(failed=True)
-            raise
+        merged = self._merged_arguments()
+        if self._model is not None:
+            self._session = Session(self._model.runner(self._rules()), merged)
 
     # -- what the ranks bring --------------------------------------------------------------------------------------
 
@@ -232,13 +216,12 @@ class WholeModel:
             NotRun: the model raised an error, on every rank.
         """
         self._group.set_limits(self._runner.options.limits.longest)  # the other ranks wait for rank 0
-        with self._together():
-            self._group.all_gather_object(True)  # all have given back what ranks that are threads share
-            found, error = self._on_rank_0(dtype) if self._session is not None else self._beside()
-            text = "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
-            if text := self._group.all_gather_object(text)[0]:
-                raise NotRun(text) from error
-            return self._spread(found, dtype)
+        self._group.all_gather_object(True)  # all have given back what ranks that are threads share
+        found, error = self._on_rank_0(dtype) if self._session is not None else self._beside()
+        text = "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
+        if text := self._group.all_gather_object(text)[0]:
+            raise NotRun(text) from error
+        return self._spread(found, dtype)
 
     def recover(self, error: Exception) -> str:
         """The text of an error of :meth:`run`, if the ranks can go on after it."""

@@ -64,6 +64,7 @@ class Session:
             fill: called before the run, to change the values with which it begins.
         """
         pipeline = self._runner.pipeline
+        step = pipeline.group.step + 1
         try:
             # Tensors that ranks share: nobody takes them before all gave them back.
             pipeline.group.all_gather_object(True)
@@ -77,7 +78,7 @@ class Session:
         except BaseException as error:
             if not isinstance(error, _C.PipelineError):
                 pipeline.group.fail(f"{type(error).__name__}: {error}")  # heard only where none failed before
-            pipeline.group.end_step(failed=True)
+            pipeline.group.fail_step(step)
             raise
 
     def recover(self, error: Exception) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -77,20 +78,49 @@ class Edge(NamedTuple):
     channel: int = 0
 
 
-class Superseded(Exception):
-    """Another rank tries to meet in a later epoch: it has left this one."""
+class Failure(NamedTuple):
+    """Why a step ended, or would not begin.
 
-    def __init__(self, epoch: int) -> None:
-        super().__init__(f"epoch {epoch}")
-        self.epoch = epoch
+    Attributes:
+        rank: that is to blame; -1: nobody knows.
+        unit, edge: "" where unknown.
+        step: the first that it ends.
+    """
+
+    rank: int
+    text: str
+    unit: str
+    edge: str
+    step: int
+
+    def error(self) -> _C.PipelineError:
+        found = _C.PipelineError(f"rank {self.rank} ended the step: {self.text}")
+        found.rank, found.unit, found.edge = self.rank, self.unit or None, self.edge or None
+        return found
+
+
+_TOLD = "_seq1f1b_told"  # an error that came out of a call of the engine, which the other ranks hear of by that call
+
+
+def has_been_told(error: BaseException | None) -> bool:
+    """Whether an error came out of a call of the engine, or was raised while such a one was handled."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if hasattr(error, _TOLD):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class RankGroup(ABC):
     """One rank's membership in a pipeline: progress, failures, edges and small collectives.
 
-    A step that fails on one rank ends on all: everyone gets one :class:`PipelineError`. A rank that is still in the
-    step before leaves that one well first. The next :meth:`begin_step` waits until all ranks have left the failed step,
-    then goes on.
+    Every rank counts its steps, also those that end before they begin, and the ranks pair by this count. A step that
+    fails on one rank ends on all: everyone gets one :class:`PipelineError`. A rank that is still in the step before
+    leaves that one well first; a rank that has left the failed one well hears in its next step, which then ends on all
+    ranks. The next :meth:`begin_step` waits until all ranks have come to that same step, then goes on. It ends with
+    an error, at once, where another rank has left that step by an error.
     """
 
     is_thread = False  # True: the ranks are threads of one process
@@ -102,7 +132,12 @@ class RankGroup(ABC):
         self.step, self.training = 0, True
         self._local_size = local_size
         self._epoch = self._round = 0
+        self._has_entered = False
+        self._first_step = 0  # of the user's call, which may have several
+        self._is_several = False
         self._acknowledged = False  # this rank's user has seen the standing failure
+        self._own_text = ""  # of an error of this rank
+        self._met_failure: Failure | None = None  # instead of meeting all ranks
         self._ends: dict[Edge, object] = {}
         self._edge_texts: dict[int, str] = {}  # of an edge to each neighbour: for errors
         self._peers: dict[Edge, int] = {}
@@ -127,6 +162,7 @@ class RankGroup(ABC):
 
         The first failure wins.
         """
+        self._own_text = text
         _C.group_fail(self.group, self.rank, text)
 
     def lose(self, rank: int, why: str, edge: str | None = None) -> str:
@@ -162,64 +198,157 @@ class RankGroup(ABC):
 
     # -- steps
 
+    def enter(self) -> None:
+        """Comes to the next step, which counts from here on, however it ends.
+
+        Raises:
+            PipelineError: another rank failed since this one left its last step; or a rank is gone.
+        """
+        self.step += 1
+        self._has_entered = True
+        self._first_step = self._first_step if self._is_several else self.step
+        _C.group_enter(self.group, self.step)
+        if not self._acknowledged:
+            self.check()
+
     def begin_step(self, training: bool = True) -> int:
-        """Enters a step, after recovery from a failed one. Returns its number, which all ranks agree on.
+        """Begins the step that this rank has come to, or comes to the next one. Returns its number.
+
+        After a failed step it waits until all ranks have come to this one.
 
         Args:
             training: whether it trains; all ranks agree on that too, unless they err.
         Raises:
-            PipelineError: another rank failed since this one left its last step; or a rank is gone.
+            PipelineError: as of :meth:`enter`; or another rank has left this step by an error.
         """
-        if _C.group_failure(self.group) is not None and not self._acknowledged:
-            self._acknowledged = True
-            self.check()
-        if self._acknowledged:  # also where rank 0 has forgotten the failure: this rank did not get to the end then
+        if not self._has_entered:
+            self.enter()
+        if self._acknowledged:
             self._recover()
-        self.step += 1
         self.training = training
         _C.group_begin_step(self.group, self.step)
         return self.step
 
     def end_step(self, failed: bool) -> None:
-        """Leaves a step. Does not wait for the others."""
+        """Leaves a step. Does not wait for the others.
+
+        Args:
+            failed: by an error: this rank's own, if :meth:`fail` has told it, or one that it has heard.
+        """
         if failed:
-            if _C.group_failure(self.group) is None:
-                self.fail("left the step without a reason")
-            self._acknowledged = True
+            self._leave()
         else:
             _C.group_end_step(self.group)
+        self._has_entered = False
         _C.group_progress(self.group, f"code after step {self.step}")
+
+    def _leave(self) -> Failure:
+        """Tells those who wait to meet this rank in this step, or one before, that it will not come."""
+        standing = _C.group_failure(self.group)
+        failure = self._met_failure or (Failure(*standing) if standing is not None else None)
+        if self._own_text or failure is None:
+            what, _, _ = _C.group_get_progress(self.group, self.rank)
+            failure = Failure(self.rank, self._own_text or "left the step without a reason", what, "", self.step)
+        elif failure.step < self._first_step:
+            late = f" (in step {failure.step}; rank {self.rank} heard of it in step {self.step})"
+            failure = failure._replace(text=failure.text + late)
+        failure = failure._replace(step=self.step)
+        self._acknowledged, self._own_text, self._met_failure = True, "", None
+        _C.group_leave(self.group, self.step, *failure[:4])
+        return failure
+
+    def give_up(self, reason: str) -> None:
+        """Fails in place of this rank's next step; the other ranks' ends with this reason."""
+        self.step += 1
+        self._first_step = self.step
+        _C.group_enter(self.group, self.step)
+        self.fail(reason)
+        self.end_step(failed=True)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Around a collective between two steps: an error of this rank ends what the others wait for.
+
+        All ranks come to the same next step afterwards, and meet there.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, _C.PipelineError):
+                self.fail(f"{type(error).__name__}: {error}")
+                self._own_text = ""
+            self._acknowledged = True
+            self.mark(error)
+            raise
+
+    @contextmanager
+    def as_one(self, steps: int) -> Iterator[None]:
+        """Around at most so many steps that are one call: all ranks leave it as if it had been so many.
+
+        So ranks that leave it by an error in different ones come to the same step afterwards.
+        """
+        last = self.step + steps
+        self._first_step, self._is_several = self.step + 1, True
+        try:
+            self.begin_step()
+            self.end_step(failed=False)
+            yield
+        except BaseException as error:
+            if not isinstance(error, _C.PipelineError):
+                self.fail(f"{type(error).__name__}: {error}")
+            self.fail_step(last)
+            self.mark(error)
+            raise
+        finally:
+            self._is_several = False
+        assert self.step <= last, f"step {self.step} of a call that has those up to {last}"
+        self.step = last
+        _C.group_enter(self.group, last + 1)
+
+    def fail_step(self, step: int) -> None:
+        """Leaves a step by an error, in which this rank may be, or which it may not have come to."""
+        self.step = step
+        self.end_step(failed=True)
+
+    @staticmethod
+    def mark(error: BaseException) -> None:
+        """Notes that the other ranks hear of an error: see :func:`has_been_told`."""
+        with suppress(Exception):  # a type of error that takes no attributes
+            setattr(error, _TOLD, True)
 
     @property
     def epoch(self) -> int:
-        """Counts the failed steps that all ranks have left; equal on all of them within a step."""
+        """The step in which all ranks have met after a failure, 0 before the first; equal on all within a step."""
         return self._epoch
 
     def _recover(self) -> None:
-        """All ranks have left the failed step once they meet here; nobody enters a new one before it is forgotten.
+        """All ranks have left the failed step once they meet here; nobody begins a new one before it is forgotten.
 
-        A rank may give up and come again, with a new epoch each time. All go to the latest one.
+        A rank that has left this step by an error, or has come to a later one, cannot be met: then this step ends with
+        an error here, too, until all come to the same one.
         """
-        epoch = self._enter_epoch(self._epoch + 1)
-        while True:
-            self._epoch, self._round = epoch, 0
-            try:
-                steps = self._gather(struct.pack("q", self.step), recovering=True)
-                self._forget_failure()
-                self._gather(b"", recovering=True)
-                break
-            except Superseded as later:
-                epoch = later.epoch
-        self.step = max(struct.unpack("q", step)[0] for step in steps)
+        self._epoch, self._round = self.step, 0
+        try:
+            self._gather(b"", recovering=True)
+            self._forget_failure()
+            self._gather(b"", recovering=True)
+        except _C.PipelineError as error:
+            rank = getattr(error, "rank", None)
+            failure = Failure(self.rank if rank is None else rank, str(error), "", "", self.step)
+            self._met_failure = self._met_failure or failure
+            raise
         self._acknowledged = False
-
-    def _enter_epoch(self, epoch: int) -> int:
-        """Tells the others of an epoch. Returns the latest that this rank knows."""
-        return epoch
 
     def _forget_failure(self) -> None:
         if self.rank == 0:
             _C.group_clear(self.group)
+
+    def _will_not_meet(self, failure: Failure) -> _C.PipelineError:
+        """The error of a rank that cannot meet all ranks in this step, as one of them has passed it."""
+        if not failure.text:
+            failure = failure._replace(text=f"it has come to a later step, this rank is in step {self.step}")
+        self._met_failure = failure._replace(step=self.step)
+        return failure.error()
 
     # -- small collectives: control values, not data
 
@@ -227,9 +356,13 @@ class RankGroup(ABC):
         head = _ROUND.pack(self._epoch, self._round)
         self._round += 1
         fds = self._hangup_fds()
-        everyones, epoch = _C.group_gather(self.group, self._epoch, self._round - 1, recovering, head + data, fds)
-        if epoch > self._epoch:
-            raise Superseded(epoch)
+        try:
+            everyones = _C.group_gather(self.group, self._epoch, self._round - 1, recovering, head + data, fds)
+        except _C.PipelineError as error:
+            passed = _C.group_passed(self.group, self.step) if recovering else None
+            if passed is None:
+                raise
+            raise self._will_not_meet(Failure(*passed)) from error
         for rank, given in enumerate(everyones):
             if not given.startswith(head):  # it meets in a later epoch already: what it gave to this one is gone
                 text = f"rank {rank} has left the step, to meet all ranks again (waiting for all ranks to meet)"

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,11 +41,22 @@ class Worker:
     def put(self, task: Callable[[], None]) -> None:
         self._tasks.put(task)
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until everything that it was given so far is done. Returns False if that takes longer."""
+    def wait(self, timeout_s: float | None = None, look: Callable[[], None] | None = None) -> bool:
+        """Waits until everything that it was given so far is done. Returns False if that takes longer.
+
+        Args:
+            look: called now and then while it waits; may raise.
+        """
         done = threading.Event()
         self.put(done.set)
-        return done.wait(timeout_s)
+        if look is None or timeout_s is None:
+            return done.wait(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while not done.wait(min(0.1, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() > deadline:
+                return False
+            look()
+        return True
 
     def close(self) -> None:
         """Ends the thread after its tasks; one that waits for a peer that is gone stays."""
@@ -253,7 +265,12 @@ class C10dRelay:
         self._beginner.wait()
         return found
 
-    def drain(self, theirs: Sequence[tuple[int, list[int]]], limit_s: float) -> None:
+    def drain(
+        self,
+        theirs: Sequence[tuple[int, list[int]]],
+        limit_s: float,
+        look: Callable[[], None] | None = None,
+    ) -> None:
         """Completes the transfers that only the other end began, and waits until this end has none in flight.
 
         Then neither end counts on what an earlier step was. May be called again after an attempt that failed elsewhere:
@@ -261,6 +278,7 @@ class C10dRelay:
 
         Args:
             theirs: what :meth:`started` gave at the other end.
+            look: called now and then while it waits; may raise.
         Raises:
             PipelineError: the other end did not begin what this one had begun, for so many seconds.
         """
@@ -276,7 +294,7 @@ class C10dRelay:
 
         self._beginner.put(complete)
         self._beginner.wait()
-        if not self._waiter.wait(limit_s):
+        if not self._waiter.wait(limit_s, look):
             raise _C.PipelineError(f"{self._text}: rank {self.peer} did not complete what the failed step left")
         self._beginner.put(self._forget)
         if not self._is_receiver:  # every place may be written again

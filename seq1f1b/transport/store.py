@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import private_mapping
-from seq1f1b.transport.group import Edge, Superseded
+from seq1f1b.transport.group import Edge, Failure
 from seq1f1b.transport.processes import ProcessRank, first_line
 from seq1f1b.transport.relay import C10dRelay, Lifeline, Worker
 from seq1f1b.transport.shm import open_shm_end
@@ -66,6 +66,7 @@ class StoreRank(ProcessRank):
         self._beginner: Worker | None = None  # of the relays
         self._lifelines: dict[int, Lifeline] = {}
         self._suspects: queue.SimpleQueue[tuple[int, str, str | None]] = queue.SimpleQueue()
+        self._passed = 0  # the last step of which this rank has told why nobody can meet it there
         self._read: dict[int, bytes] = {}  # others' progress as last read
         self._lost: str | None = None  # who is gone for good, in words
         self._gone: set[int] = set()  # as far as this rank's connections tell
@@ -174,13 +175,42 @@ class StoreRank(ProcessRank):
         super().end_step(failed)
         self._client.post(self._publish_progress)
         if failed:
-            with contextlib.suppress(RuntimeError):  # the store may be what failed
-                self._ask(self._exchange_failure, 5.0, recovering=True)
             if self.rank == 0:  # the store may end with this process, perhaps at once: let the others read why
                 time.sleep(4 * _WATCH_PERIOD)
 
+    def _leave(self) -> Failure:
+        failure = super()._leave()
+
+        def tell() -> None:
+            self._exchange_failure()
+            self._pass(failure)
+
+        with contextlib.suppress(RuntimeError):  # the store may be what failed
+            self._ask(tell, 5.0, recovering=True)
+        return failure
+
+    def _pass(self, failure: Failure) -> None:
+        """Tells the others that nobody can meet this rank in a step any more, or in one before."""
+        if self._passed < failure.step:
+            self._passed = failure.step
+            self._store.set(self._key(f"passed/{self.rank}"), pack(tuple(failure)))
+            self._store.raise_number(self._key("passed"), failure.step)
+
+    def _look_passed(self) -> Failure | None:
+        """Of a rank that has passed this step."""
+        if self._store.number(self._key("passed")) < self.step:
+            return None
+        keys = [self._key(f"passed/{rank}") for rank in range(self.size) if rank != self.rank]
+        found = [Failure(*unpack(self._store.get(key))) for key in keys if self._store.has(key)]
+        return next((failure for failure in found if failure.step >= self.step), None)
+
+    def _check_passed(self) -> None:
+        if (failure := self._ask(self._look_passed, recovering=True)) is not None:
+            raise self._will_not_meet(failure)
+
     def _recover(self) -> None:
-        self._ask(lambda: self._set_watching(False), recovering=True)
+        come = Failure(self.rank, "", "", "", self.step - 1)
+        self._ask(lambda: (self._set_watching(False), self._pass(come)), recovering=True)
         try:
             super()._recover()
         finally:
@@ -189,13 +219,10 @@ class StoreRank(ProcessRank):
     def _set_watching(self, watching: bool) -> None:
         self._watching = watching
 
-    def _enter_epoch(self, epoch: int) -> int:
-        return self._ask(lambda: self._store.raise_number(self._key("epoch"), epoch), recovering=True)
-
     def _forget_failure(self) -> None:
         everyones = [unpack(data) for data in self._gather(self._pack_started(), recovering=True)]
         for edge, relay in self._relays.items():
-            relay.drain(everyones[relay.peer].get(edge, ()), self.timeout_s)
+            relay.drain(everyones[relay.peer].get(edge, ()), self.timeout_s, self._check_passed)
         _C.group_clear(self.group)
 
     def _pack_started(self) -> bytes:
@@ -230,20 +257,20 @@ class StoreRank(ProcessRank):
     def _gather_round(self, data: bytes, recovering: bool) -> list[bytes]:
         store, keys = self._store, self._gather_keys(self._round)
 
-        def look() -> tuple[list[bytes] | None, int]:
+        def look() -> tuple[list[bytes] | None, Failure | None]:
             if recovering and self._lost is None and store.has(self._key("lost")):
                 self._lost = store.get(self._key("lost")).decode()
             values = store.get_all(keys) if store.has(*keys) else None
-            return values, store.number(self._key("epoch")) if recovering and values is None else self._epoch
+            return values, self._look_passed() if recovering and values is None else None
 
         self._ask(lambda: store.set(keys[self.rank], data), recovering=recovering)
         start, pause = time.monotonic(), 1e-4
         while True:
-            values, newest = self._ask(look, recovering=recovering)
+            values, passed = self._ask(look, recovering=recovering)
             if values is not None:
                 break
-            if newest > self._epoch:
-                raise Superseded(newest)
+            if passed is not None:
+                raise self._will_not_meet(passed)
             if not recovering:
                 self.check()
             elif self._lost is not None:
@@ -265,6 +292,8 @@ class StoreRank(ProcessRank):
         for turn in range(max(0, self._round - 2), self._round):
             for key in self._gather_keys(turn):
                 self._store.delete(key)
+        for name in ("passed", *(f"passed/{rank}" for rank in range(self.size))):
+            self._store.delete(self._key(name))
 
     def _check_time(self, keys: list[str], waited: float) -> None:
         if waited <= self.timeout_s:

@@ -515,8 +515,8 @@ static void *run_gathers(void *argument)
     char *out = malloc(MAX_RANKS * S1F_GATHER_BYTES), data[300];
     for (uint32_t round = 0; round < ROUNDS; round++) {
         memset(data, (int)round + rank, sizeof data);
-        uint32_t epoch = round / 40;
-        CHECK_STATUS(s1f_group_gather(s->group, &epoch, round % 40, 0, data, 100 * rank + 1, NULL, out, bytes), S1F_OK,
+        uint32_t epoch = round / 40 * 2; /* as the steps in which ranks meet, it may skip */
+        CHECK_STATUS(s1f_group_gather(s->group, epoch, round % 40, 0, data, 100 * rank + 1, NULL, out, bytes), S1F_OK,
                      "");
         for (int32_t peer = 0; peer < MAX_RANKS; peer++)
             CHECK(bytes[peer] == 100 * peer + 1 &&
@@ -539,8 +539,7 @@ static void test_gather(void)
         pthread_join(threads[rank], NULL);
     char out[S1F_GATHER_BYTES];
     int32_t bytes;
-    uint32_t epoch = 9;
-    CHECK_STATUS(s1f_group_gather(p.groups[0], &epoch, 0, 0, out, S1F_GATHER_BYTES + 1, NULL, out, &bytes), S1F_ERR_ARG,
+    CHECK_STATUS(s1f_group_gather(p.groups[0], 9, 0, 0, out, S1F_GATHER_BYTES + 1, NULL, out, &bytes), S1F_ERR_ARG,
                  "4033");
     free_pipeline(&p);
 }
@@ -550,8 +549,9 @@ typedef struct {
     void *block;
     s1f_group *groups[2];
     atomic_int stops, may_go;
-    uint32_t epoch, epoch_after; /* before and after rank 1's gather */
+    uint32_t epoch; /* of rank 1's gather */
     int32_t recovering;
+    s1f_status status; /* with which it ends */
 } late_rank;
 
 static s1f_status stop(void *context)
@@ -564,30 +564,31 @@ static s1f_status stop(void *context)
 }
 
 static void gather_ok(s1f_group *group, uint32_t epoch, uint32_t round, int32_t recovering, const char *mine,
-                      const char *theirs, uint32_t epoch_after)
+                      const char *theirs)
 {
     char out[2 * S1F_GATHER_BYTES];
     int32_t bytes[2];
-    uint32_t found = epoch;
-    CHECK_STATUS(s1f_group_gather(group, &found, round, recovering, mine, 4, NULL, out, bytes), S1F_OK, "");
-    CHECK(found == epoch_after);
+    CHECK_STATUS(s1f_group_gather(group, epoch, round, recovering, mine, 4, NULL, out, bytes), S1F_OK, "");
     int32_t other = memcmp(mine, "of 0", 4) == 0;
-    if (found == epoch)
-        CHECK(bytes[other] == 4 && memcmp(out + other * S1F_GATHER_BYTES, theirs, 4) == 0);
+    CHECK(bytes[other] == 4 && memcmp(out + other * S1F_GATHER_BYTES, theirs, 4) == 0);
 }
 
 static void *gather_late(void *context)
 {
     late_rank *late = context;
-    gather_ok(late->groups[1], late->epoch, 0, late->recovering, "of 1", "of 0", late->epoch_after);
+    char out[2 * S1F_GATHER_BYTES];
+    int32_t bytes[2];
+    late->status = s1f_group_gather(late->groups[1], late->epoch, 0, late->recovering, "of 1", 4, NULL, out, bytes);
     return NULL;
 }
 
-static void *meet_in_epoch(void *context)
+/* Rank 0 comes to step 3, and waits for rank 1. */
+static void *meet_in_step_3(void *context)
 {
     late_rank *late = context;
+    s1f_group_enter(late->groups[0], 3);
     for (uint32_t round = 0; round < 2; round++)
-        gather_ok(late->groups[0], late->epoch + 1, round, 1, "of 0", "of 1", late->epoch + 1);
+        gather_ok(late->groups[0], 3, round, 1, "of 0", "of 1");
     return NULL;
 }
 
@@ -612,8 +613,14 @@ static void free_late_rank(late_rank *late)
     free(late);
 }
 
-/* Rank 0 gives to the last gather of a step, fails in the next one and meets in the next epoch, before rank 1 has read
- * what it gave. Rank 1 leaves the step well and hears of the failure in the next one. */
+static void leave(s1f_group *group, int64_t step, int32_t rank)
+{
+    s1f_failure failure = {.rank = rank, .text = "ValueError: no such token"};
+    s1f_group_leave(group, step, &failure);
+}
+
+/* Rank 0 gives to the last gather of a step, leaves the next one by an error and comes to the one after it, before rank
+ * 1 has read what it gave. Rank 1 leaves the step well, hears of the failure in the next one, and meets rank 0. */
 static void test_gather_of_a_step_that_another_has_left(void)
 {
     late_rank *late = make_late_rank();
@@ -621,47 +628,89 @@ static void test_gather_of_a_step_that_another_has_left(void)
     pthread_create(&gathering, NULL, gather_late, late);
     while (!atomic_load(&late->stops))
         sleep_ms(1);
-    gather_ok(late->groups[0], 0, 0, 0, "of 0", "of 1", 0);
+    gather_ok(late->groups[0], 0, 0, 0, "of 0", "of 1");
     s1f_group_end_step(late->groups[0]);
     s1f_group_begin_step(late->groups[0], 2);
-    s1f_group_fail(late->groups[0], 0, "ValueError: no such token");
-    pthread_create(&meeting, NULL, meet_in_epoch, late);
-    sleep_ms(100); /* it waits in the next epoch */
+    leave(late->groups[0], 2, 0);
+    pthread_create(&meeting, NULL, meet_in_step_3, late);
+    sleep_ms(100); /* it waits in step 3 */
     atomic_store(&late->may_go, 1);
     pthread_join(gathering, NULL);
+    CHECK(late->status == S1F_OK);
     CHECK_STATUS(s1f_group_check(late->groups[1]), S1F_OK, "");
     s1f_group_end_step(late->groups[1]);
     CHECK_STATUS(s1f_group_check(late->groups[1]), S1F_ERR_PEER, "rank 0 ended the step: ValueError: no such token");
-    gather_ok(late->groups[1], 1, 0, 1, "of 1", "of 0", 1);
-    gather_ok(late->groups[1], 1, 1, 1, "of 1", "of 0", 1);
+    leave(late->groups[1], 2, 0);
+    s1f_group_enter(late->groups[1], 3);
+    for (uint32_t round = 0; round < 2; round++)
+        gather_ok(late->groups[1], 3, round, 1, "of 1", "of 0");
     pthread_join(meeting, NULL);
     free_late_rank(late);
 }
 
-/* All meet after a failure. Rank 0 meets anew before rank 1 has read what it gave to the first meeting.
- *
- * has_stepped: rank 0 has failed again in the step that follows. Rank 1 enters that step, too: else its calls and those
- * of rank 0 would pair off by one. Otherwise rank 0 has given up the first meeting, and rank 1 does so as well. */
-static void meet_a_rank_that_has_left(int has_stepped)
+/* Rank 1 comes to step 2, after a failure, and waits for rank 0, which leaves that step by an error: before it has met
+ * rank 1 there, or in the middle of it. Then rank 1 leaves it, too, and both meet in step 3. */
+static void meet_a_rank_that_has_left(int has_met)
 {
     late_rank *late = make_late_rank();
     pthread_t gathering, meeting;
-    late->epoch = late->recovering = 1;
-    late->epoch_after = has_stepped ? 1 : 2;
+    s1f_failure failure;
+    late->epoch = 2;
+    late->recovering = 1;
+    for (int32_t rank = 0; rank < 2; rank++) {
+        leave(late->groups[rank], 1, 0);
+        s1f_group_enter(late->groups[rank], 2);
+    }
+    CHECK(!s1f_group_passed(late->groups[1], 2, &failure));
     pthread_create(&gathering, NULL, gather_late, late);
     while (!atomic_load(&late->stops))
         sleep_ms(1);
-    gather_ok(late->groups[0], 1, 0, 1, "of 0", "of 1", 1);
-    if (has_stepped)
-        s1f_group_begin_step(late->groups[0], 2);
-    pthread_create(&meeting, NULL, meet_in_epoch, late);
+    if (has_met)
+        gather_ok(late->groups[0], 2, 0, 1, "of 0", "of 1");
+    leave(late->groups[0], 2, 0);
+    pthread_create(&meeting, NULL, meet_in_step_3, late);
     sleep_ms(100);
     atomic_store(&late->may_go, 1);
     pthread_join(gathering, NULL);
-    gather_ok(late->groups[1], 2, 0, 1, "of 1", "of 0", 2);
-    gather_ok(late->groups[1], 2, 1, 1, "of 1", "of 0", 2);
+    CHECK(late->status == (has_met ? S1F_OK : S1F_ERR_PEER)); /* of the first round */
+    CHECK(s1f_group_passed(late->groups[1], 2, &failure));
+    CHECK(failure.rank == 0 && failure.step == 2 && strcmp(failure.text, "ValueError: no such token") == 0);
+    leave(late->groups[1], 2, 0);
+    s1f_group_enter(late->groups[1], 3);
+    for (uint32_t round = 0; round < 2; round++)
+        gather_ok(late->groups[1], 3, round, 1, "of 1", "of 0");
     pthread_join(meeting, NULL);
     free_late_rank(late);
+}
+
+/* A rank that leaves a step just before another forgets the failure of the step before is not forgotten with it. A rank
+ * that is in a later step without an error is named, and has told nothing. */
+static void test_leaving_a_step_as_a_failure_is_forgotten(void)
+{
+    pipeline p = make_pipeline(3, -1);
+    s1f_failure failure;
+    for (int32_t rank = 0; rank < 3; rank++) {
+        leave(p.groups[rank], 1, 2);
+        s1f_group_enter(p.groups[rank], 2);
+    }
+    s1f_group_clear(p.groups[0]);
+    CHECK_STATUS(s1f_group_check(p.groups[1]), S1F_OK, "");
+    leave(p.groups[1], 1, 2); /* stands again, as if it had not been forgotten yet */
+    leave(p.groups[2], 2, 2);
+    s1f_group_clear(p.groups[0]);
+    CHECK_STATUS(s1f_group_check(p.groups[1]), S1F_ERR_PEER, "rank 2 ended the step: ValueError: no such token");
+    s1f_group_enter(p.groups[1], 3);
+    CHECK_STATUS(s1f_group_check(p.groups[1]), S1F_ERR_PEER, "rank 2 ended step 2, which rank 1 had left well");
+    s1f_group_failure(p.groups[0], &failure);
+    CHECK(failure.rank == 2 && failure.step == 2);
+    CHECK(!s1f_group_passed(p.groups[0], 3, &failure) && failure.rank == -1);
+    char out[3 * S1F_GATHER_BYTES];
+    int32_t bytes[3];
+    s1f_group_set_limits(p.groups[1], SECOND / 100, 0);
+    s1f_group_enter(p.groups[1], 4);
+    CHECK(s1f_group_gather(p.groups[1], 4, 0, 1, "", 0, NULL, out, bytes) != S1F_OK);
+    CHECK(s1f_group_passed(p.groups[0], 3, &failure) && failure.rank == 1 && failure.text[0] == '\0');
+    free_pipeline(&p);
 }
 
 /* -- relay: two private arenas, and a thread that carries messages between them ------------------------------------ */
@@ -778,6 +827,7 @@ int main(void)
     test_gather_of_a_step_that_another_has_left();
     meet_a_rank_that_has_left(1);
     meet_a_rank_that_has_left(0);
+    test_leaving_a_step_as_a_failure_is_forgotten();
     test_relay();
     return check_failures();
 }

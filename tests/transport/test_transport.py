@@ -295,15 +295,18 @@ def test_all_ranks_see_a_failure_and_go_on(tmp_path: Path, kind: str) -> None:
     assert ranks.exit_codes() == [0, 0, 0]
     numbers, errors, sums, texts = zip(*results, strict=True)
     assert len(set(numbers)) == 1 and numbers[0] > 0
-    assert errors[2] == [("no such token", None)]
-    for rank in (0, 1):
-        assert errors[rank] == [("rank 2 ended the step: ValueError: no such token", 2)]
+    text = "rank 2 ended the step: ValueError: no such token"
+    again = f"{text} (in step 2; rank 0 heard of it in step 3)"  # so that all ranks come to step 4 together
+    assert errors[0] == [("rank 2 ended step 2, which rank 0 had left well: ValueError: no such token", 2)]
+    assert errors[1] == [(text, 2), (again, 2)]
+    assert errors[2] == [("no such token", None), (again, 2)]
     assert all(s == ([3, 1.5], [2, 0]) for s in sums)
     assert all([len(t) for t in text] == [1, 10001, 20001] for text in texts)
 
 
 def test_engines_go_on_after_a_failure_that_one_learnt_late() -> None:
-    """Rank 0 has left the step when rank 1 fails in it: it gets the error at its next one, then both agree again."""
+    """Rank 0 has left the step when rank 1 fails in it: it gets the error at its next one, which ends on rank 1, too; then
+    both agree again."""
     groups, failed, broken = LoopbackGroup(2), threading.Event(), [True]
     x = torch.ones(1, 4, 4)
 
@@ -326,6 +329,9 @@ def test_engines_go_on_after_a_failure_that_one_learnt_late() -> None:
                 engine.eval(x, target=x)
             broken[0] = False
             failed.set()
+            with pytest.raises(PipelineError, match="no such token .in step 1; rank 0 heard of it in step 2") as caught:
+                engine.eval(x, target=x)
+            assert caught.value.rank == 1
         losses = engine.eval(x, target=x)
         return float(losses[0]) if losses else None
 
