@@ -141,6 +141,11 @@ def group_gather(
     group: object, epoch: int, round: int, recovering: bool, data: bytes, hangup_fds: list[int], /
 ) -> list[bytes]: ...
 
+# ---- threads.c
+
+def thread_is_helper() -> None: ...
+def thread_interpreter_ends() -> None: ...
+
 # ---- edges.c
 
 def arena_end(

@@ -144,6 +144,7 @@ extern PyMethodDef s1f_simulate_methods[];
 extern PyMethodDef s1f_table_methods[];
 extern PyMethodDef s1f_attention_methods[];
 extern PyMethodDef s1f_group_methods[];
+extern PyMethodDef s1f_thread_methods[];
 extern PyMethodDef s1f_edge_methods[];
 extern PyMethodDef s1f_device_methods[];
 extern PyMethodDef s1f_executor_methods[];

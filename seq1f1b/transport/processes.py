@@ -12,18 +12,58 @@ import socket
 import threading
 import time
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
+from seq1f1b import _C
 from seq1f1b.transport.group import RankGroup
 
+_T = TypeVar("_T")
 _open_groups: weakref.WeakSet[ProcessRank] = weakref.WeakSet()
 
 
+def start_helper(name: str, work: Callable[[], None]) -> threading.Thread:
+    """Starts a daemon thread that may be inside torch, for ever, when the interpreter ends."""
+
+    def run() -> None:
+        _C.thread_is_helper()
+        work()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def within(limit_s: float, call: Callable[[], _T], what: str) -> _T:
+    """What a call returns, or raises, that nothing else can end.
+
+    Raises:
+        TimeoutError: it has not ended in so many seconds. Its thread goes on.
+    """
+    found: queue.SimpleQueue[tuple[_T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            found.put((call(), None))
+        except BaseException as error:
+            found.put((None, error))
+
+    start_helper(f"seq1f1b {what}", work)
+    try:
+        value, error = found.get(timeout=limit_s)
+    except queue.Empty:
+        raise TimeoutError(f"{what} has not answered for {limit_s:.0f} s") from None
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value] # there is no error
+
+
 def _close_at_exit() -> None:
-    """A watcher thread that is inside torch's store when the interpreter goes would end the process with SIGABRT."""
+    """Nobody waits for this rank any more; and a helper thread that is inside torch then ends with the process."""
+    _C.thread_interpreter_ends()
     for group in list(_open_groups):
         group.timeout_s = 1.0
         with contextlib.suppress(Exception):
@@ -70,7 +110,7 @@ class _Transfer:
             except Exception as error:
                 done.put(first_line(error))
 
-        threading.Thread(target=work, name="seq1f1b tied parameters", daemon=True).start()
+        start_helper("seq1f1b tied parameters", work)
         start, group = time.monotonic(), self._group
         while True:
             with contextlib.suppress(queue.Empty):

@@ -17,7 +17,7 @@ from torch import Tensor
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import edge_memory
 from seq1f1b.transport.group import DTYPES, RankGroup, place_tensor
-from seq1f1b.transport.processes import FOREVER, first_line
+from seq1f1b.transport.processes import FOREVER, first_line, start_helper
 
 _UINT8 = DTYPES.index(torch.uint8)
 
@@ -35,8 +35,7 @@ class Worker:
     def __init__(self, name: str, failed: Callable[[Exception], None]) -> None:
         self._failed = failed
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
+        self._thread = start_helper(name, self._work)
 
     def put(self, task: Callable[[], None]) -> None:
         self._tasks.put(task)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from seq1f1b import _C
 from seq1f1b.transport.incarnation import Incarnation
-from seq1f1b.transport.processes import first_line
+from seq1f1b.transport.processes import first_line, within
 from seq1f1b.transport.store_client import SharedStore, StoreClient, own_connection
 from seq1f1b.transport.values import pack, unpack
 
 SETUP_TIMEOUT = 120.0  # seconds for each part of set-up, where the caller says nothing
 
+_ANSWER = 2.0  # seconds in which a store answers, else nobody is told by way of it
 _LINGER = 5.0  # seconds in which others may come after a rank has failed, and still hear why
 
 _T = TypeVar("_T")
@@ -44,6 +47,8 @@ class Rendezvous:
             self.client = StoreClient(SharedStore(own_connection(self._group_store, timeout_s), _PREFIX))
         except (OSError, RuntimeError) as error:  # no descriptor is left, perhaps, here or where the store is
             text = f"rank {rank} has no connection to the launcher's store: {first_line(error)}"
+            if isinstance(error, TimeoutError):
+                raise _silent(rank, text) from error
             raise (self._fail_directly(_error_of(rank, text)) or _error_of(rank, text)) from error
         try:
             self._enter()
@@ -98,12 +103,17 @@ class Rendezvous:
 
     def _fail_directly(self, error: BaseException) -> _C.PipelineError | None:
         """Ends this attempt over the group's own connection, if this rank's is gone."""
-        try:
+
+        def fail() -> tuple[int, str]:
             store = _part_of(self._incarnation, self._group_store, self.rank, error)
             if store is None:
-                return None
-            rank, text = _fail(store, self.attempt or _begin(store), self.rank, error)
+                return self.rank, ""
+            found = _fail(store, self.attempt or _begin(store), self.rank, error)
             _linger(store, self.rank, self.size)
+            return found
+
+        try:
+            rank, text = _directly(self._group_store, fail)
         except Exception:
             return None
         return None if rank == self.rank else _error_of(rank, text)
@@ -117,7 +127,9 @@ class Rendezvous:
     def _ask(self, do: Callable[[SharedStore], _T]) -> _T:
         try:
             return self.client.ask(lambda: do(self.client.store), self._timeout_s)
-        except (ConnectionError, TimeoutError) as error:
+        except TimeoutError as error:
+            raise _silent(self.rank, f"the pipeline's set-up: {error}") from error
+        except ConnectionError as error:
             raise _C.PipelineError(f"the pipeline's set-up: {error}") from error
 
     def _look(self, store: SharedStore) -> list[bytes] | None:
@@ -157,11 +169,34 @@ def refuse(process_group: Any, rank: int, size: int, error: BaseException, since
     Ends this rank's latest attempt, if it has begun one since that one; else a new one. Nobody hears it if rank 0 comes
     much later than this rank: until then, what they share has no name.
     """
-    store = _part_of(Incarnation.of(process_group, rank, size), process_group.get_group_store(), rank, error)
-    if store is not None:
-        _fail(store, _last_attempt if _last_attempt > since else _begin(store), rank, error)
-        if not isinstance(error, _C.PipelineError):
-            _linger(store, rank, size)
+    group_store, incarnation = process_group.get_group_store(), Incarnation.of(process_group, rank, size)
+
+    def tell() -> None:
+        store = _part_of(incarnation, group_store, rank, error)
+        if store is not None:
+            _fail(store, _last_attempt if _last_attempt > since else _begin(store), rank, error)
+            if not isinstance(error, _C.PipelineError):
+                _linger(store, rank, size)
+
+    with suppress(TimeoutError):
+        _directly(group_store, tell)
+
+
+def _directly(group_store: Any, do: Callable[[], _T]) -> _T:
+    """Does something over the group's own connection to its store, whose calls may wait for ever (torch 2.13).
+
+    Raises:
+        TimeoutError: the store does not answer.
+    """
+    within(_ANSWER, lambda: group_store.check([_PREFIX]), "the launcher's store")
+    return within(3 * _LINGER, do, "the launcher's store")
+
+
+def _silent(rank: int, text: str) -> _C.PipelineError:
+    """The error of a rank that gets no answer from the store."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return _error_of(rank, f"{text}: torchrun, which holds it, is stopped or cannot be reached")
+    return _error_of(0, f"{text}: rank 0, which holds it unless a launcher does, is stopped or cannot be reached")
 
 
 def _linger(store: SharedStore, rank: int, size: int) -> None:

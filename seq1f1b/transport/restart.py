@@ -15,28 +15,39 @@ from torch.distributed.rendezvous import rendezvous
 
 from seq1f1b.transport.store_client import SharedStore
 
+_SHARED = ("env://", "tcp://")  # ways of meeting that torch takes to torchrun's store
+
 
 def init_process_group(
-    backend: str | None = None, *, timeout: datetime.timedelta | None = None, **options: Any
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: datetime.timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Any = None,
+    *more: Any,
+    **options: Any,
 ) -> None:
     """``torch.distributed.init_process_group`` for jobs that torchrun may restart (``--max-restarts``).
 
     torchrun keeps one store for all starts of a job, and gloo reads there what an earlier start has left: addresses
     where nobody listens any more, so that the new start fails, or hangs. Here the ranks agree on a name for each start
-    first, and all that the group writes lies under it. Without torchrun this is torch's function and nothing else.
+    first, and all that the group writes lies under it. Without torchrun, and where the ranks meet over a store or a
+    file of the caller's, this is torch's function and nothing else.
 
     Args:
-        backend, timeout, options: as torch's, but for store, rank and number of ranks, which the launcher gives.
+        backend, init_method, timeout, world_size, rank, store: as torch's, in its order.
+        more, options: torch's other ones.
     Raises:
         TimeoutError: a rank has not come within ``timeout``, 30 minutes unless given.
     """
     limits: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store, rank, size = next(rendezvous("env://", **limits))
-        limit_s = store.timeout.total_seconds()
-        name = agree_on_name(SharedStore(store, "seq1f1b/start"), rank, size, limit_s)
-        options |= {"store": PrefixStore(name, store), "rank": rank, "world_size": size}
-    dist.init_process_group(backend, **limits, **options)
+    method = "env://" if init_method is None else init_method
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and store is None and method.startswith(_SHARED):
+        found, rank, world_size = next(rendezvous(method, rank, world_size, **limits))
+        name = agree_on_name(SharedStore(found, "seq1f1b/start"), rank, world_size, found.timeout.total_seconds())
+        init_method, store = None, PrefixStore(name, found)
+    dist.init_process_group(backend, init_method, timeout, world_size, rank, store, *more, **options)
 
 
 def agree_on_name(store: SharedStore, rank: int, size: int, limit_s: float) -> str:

@@ -174,9 +174,8 @@ class StoreRank(ProcessRank):
                 relay.settle()
         super().end_step(failed)
         self._client.post(self._publish_progress)
-        if failed:
-            if self.rank == 0:  # the store may end with this process, perhaps at once: let the others read why
-                time.sleep(4 * _WATCH_PERIOD)
+        if failed and self.rank == 0:  # the store may end with this process, perhaps at once: let the others read why
+            time.sleep(4 * _WATCH_PERIOD)
 
     def _leave(self) -> Failure:
         failure = super()._leave()
@@ -209,15 +208,15 @@ class StoreRank(ProcessRank):
             raise self._will_not_meet(failure)
 
     def _recover(self) -> None:
-        come = Failure(self.rank, "", "", "", self.step - 1)
-        self._ask(lambda: (self._set_watching(False), self._pass(come)), recovering=True)
+        def come() -> None:
+            self._watching = False
+            self._pass(Failure(self.rank, "", "", "", self.step - 1))
+
+        self._ask(come, recovering=True)
         try:
             super()._recover()
         finally:
             self._watching = not self._acknowledged  # the failure is forgotten
-
-    def _set_watching(self, watching: bool) -> None:
-        self._watching = watching
 
     def _forget_failure(self) -> None:
         everyones = [unpack(data) for data in self._gather(self._pack_started(), recovering=True)]

@@ -12,7 +12,6 @@ import math
 import os
 import queue
 import socket
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from typing import Any, TypeVar
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined] # from C by a star: no export
 
 from seq1f1b import _C
-from seq1f1b.transport.processes import first_line
+from seq1f1b.transport.processes import first_line, start_helper, within
 
 _T = TypeVar("_T")
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -31,6 +30,12 @@ def _base(store: Any) -> Any:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
+
+
+def place_of(store: Any) -> str:
+    """Where a store is, to be put behind it in a text; "" for a file."""
+    base = _base(store)
+    return f" at {base.host}:{base.port}" if hasattr(base, "host") else ""
 
 
 class SharedStore:
@@ -46,8 +51,7 @@ class SharedStore:
     def __init__(self, store: Any, prefix: str) -> None:
         self._store: Any = PrefixStore(prefix, store)
         self.prefix = prefix
-        base = _base(store)
-        self.place = f" at {base.host}:{base.port}" if hasattr(base, "host") else ""
+        self.place = place_of(store)
         self._secret = os.environ.get("SEQ1F1B_SECRET", "").encode()
 
     def part(self, name: str) -> SharedStore:
@@ -118,7 +122,7 @@ def own_connection(store: Any, timeout_s: float) -> Any:
     A file has none, and its clone would count as one more user, the last of whom removes it.
 
     Raises:
-        OSError, RuntimeError: there is none within this many seconds.
+        OSError, RuntimeError: there is none within this many seconds, as where the store's process is stopped.
     """
     if isinstance(_base(store), FileStore):
         return store
@@ -126,7 +130,7 @@ def own_connection(store: Any, timeout_s: float) -> Any:
     before = store.timeout
     store.set_timeout(datetime.timedelta(seconds=timeout_s / 2))  # for the connection, and once more for an answer
     try:
-        return store.clone()
+        return within(timeout_s, store.clone, f"the launcher's store{place_of(store)}")
     finally:
         store.set_timeout(before)
 
@@ -142,8 +146,7 @@ class StoreClient:
         self.store = store
         self._server = _Server()
         weakref.finalize(self, self._server.requests.put, None)
-        self._thread = threading.Thread(target=self._server.run, name="seq1f1b store", daemon=True)
-        self._thread.start()
+        self._thread = start_helper("seq1f1b store", self._server.run)
 
     @property
     def lost(self) -> str | None:

@@ -343,7 +343,7 @@ def test_an_error_ends_no_unit_of_the_step_before(tmp_path: Path, kind: str) -> 
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_an_error_that_comes_after_one_of_the_next_step(tmp_path: Path, kind: str) -> None:
-    """It ends its step on every rank that is still there. The third calls of all ranks meet, as rank 0 has left the second
+    """It ends its step on every rank that is still there. The third calls of all ranks meet: rank 0 has left the second
     one by an error."""
     with running(fail_while_another_works, tmp_path, kind, "raises") as ranks:
         first, second, third = let_rank_0_fail_first(ranks)

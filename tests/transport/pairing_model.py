@@ -1,5 +1,5 @@
-"""How ranks pair their calls after errors: a model of csrc/run/group.c and transport/group.py, small enough to try every
-interleaving of the ranks.
+"""How ranks pair their calls after errors: a model of csrc/run/group.c and transport/group.py that is small enough to
+try every interleaving of the ranks.
 
 Each rank makes calls 1, 2, ..., and catches what they raise. A fault is an error of one rank at one place of one call:
 
@@ -119,7 +119,7 @@ def moves(world: World, r: int, faults: Faults, calls: int) -> list[World]:
 
 
 def explore(size: int, faults: Faults, calls: int) -> tuple[set[tuple[tuple[str, ...], ...]], list[World], int]:
-    """Every way in which the calls of all ranks may end, the states in which ranks wait for ever, and a count of states."""
+    """Every way in which the calls of all ranks may end, states in which ranks wait for ever, and a count of states."""
     start = World((Rank(),) * size)
     seen, todo = {start}, [start]
     ends: set[tuple[tuple[str, ...], ...]] = set()

@@ -242,6 +242,43 @@ def test_who_does_not_come_is_named() -> None:
 
 # -- torchrun ----------------------------------------------------------------------------------------------------------
 
+CALLS = """
+import os, sys, datetime, torch.distributed as dist
+import seq1f1b
+own = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+there = os.environ["MASTER_ADDR"] + ":" + os.environ["MASTER_PORT"]
+file = sys.argv[1]
+minute = datetime.timedelta(minutes=1)
+for given, named in [
+    (["gloo"], {"init_method": "env://"}),
+    (["cpu:gloo", "env://", minute], {"pg_options": None, "device_id": None}),
+    (["gloo"], {"init_method": "tcp://" + there, **own}),
+    (["gloo"], {"init_method": "file://" + file + ".method", **own}),
+    (["gloo"], {"store": dist.FileStore(file + ".store", 2), "timeout": minute, **own}),
+    (["gloo", None, None, own["world_size"], own["rank"]], {}),
+    (["gloo", None, minute, -1, -1, None, "name"], {}),
+]:
+    seq1f1b.init_process_group(*given, **named)
+    assert (dist.get_rank(), dist.get_world_size()) == (own["rank"], 2)
+    dist.barrier()
+    dist.destroy_process_group()
+print("all done")
+"""
+
+
+def test_what_torchs_function_takes(tmp_path: Path) -> None:
+    """Under torchrun, whose store torch takes for ``env://`` and ``tcp://`` alone."""
+    script = tmp_path / "script.py"
+    script.write_text(CALLS)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*launcher, str(script), str(tmp_path / "file")], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("all done") == 2
+
+
 SCRIPT = """
 import json, os, signal, sys, time, torch, torch.distributed as dist
 from torch import nn
