@@ -300,7 +300,7 @@ class C10dRelay:
             _C.relay_done(self.end, self._step, (1 << 32) - 2)
 
     def _forget(self) -> None:
-        self._last, self._draining = {}, False
+        self._last, self._sizes, self._draining = {}, {}, False  # settle() may come before the next step of this edge
         self._drop([len(sizes) for sizes in self._started])
 
     def close(self) -> None:

@@ -339,6 +339,41 @@ def test_engines_go_on_after_a_failure_that_one_learnt_late() -> None:
         assert list(pool.map(run, range(2))) == [None, 0.0]
 
 
+def leave_an_edge_unused(group: RankGroup, pipe: Connection) -> list[float]:
+    """A training step fails between two messages of an edge, an evaluation does not use it, a training step does."""
+    end = group.edge_end((0, 1), 1 - group.rank, group.rank == 1, EDGE)
+    begin(group, end)
+    if group.rank == 0:
+        for n in range(2):
+            send(end, n, [torch.full((5,), float(n))])
+    else:
+        core.edge_post(end, 0, 0)
+        receive(end, 0)
+    group.barrier()
+    if group.rank == 1:
+        group.fail("ValueError: no such token")
+    while _C.group_failure(group.group) is None:
+        time.sleep(0.01)
+    group.end_step(failed=True)
+    group.begin_step(training=False)
+    group.end_step(failed=False)
+    begin(group, end)
+    found = []
+    for n in range(2):
+        if group.rank == 0:
+            send(end, n, [torch.full((7,), float(n))])
+        else:
+            core.edge_post(end, n, n)
+            found.append(receive(end, n)[0].sum().item())
+    group.end_step(failed=False)
+    return found
+
+
+def test_an_edge_that_is_not_used_in_the_step_after_a_failure(tmp_path: Path) -> None:
+    with Ranks(2, leave_an_edge_unused, tmp_path, "c10d") as ranks:
+        assert [ranks.result(rank) for rank in range(2)] == [[], [0.0, 7.0]]
+
+
 # -- set-up ------------------------------------------------------------------------------------------------------------
 
 
