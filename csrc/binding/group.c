@@ -145,6 +145,19 @@ static PyObject *group_end_step(PyObject *Py_UNUSED(module), PyObject *handle)
     Py_RETURN_NONE;
 }
 
+static PyObject *group_finish_step(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_group *group;
+    int last_rank, hangup_fd;
+    if (!PyArg_ParseTuple(arguments, "O&ii", s1f_to_group, &group, &last_rank, &hangup_fd))
+        return NULL;
+    s1f_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = s1f_group_finish_step(group, last_rank, hangup_fd);
+    Py_END_ALLOW_THREADS
+    return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise_for_group(status, group);
+}
+
 /* -- progress and failures ----------------------------------------------------------------------------------------- */
 
 static PyObject *group_progress(PyObject *Py_UNUSED(module), PyObject *arguments)
@@ -325,6 +338,8 @@ PyMethodDef s1f_group_methods[] = {
     {"group_enter", group_enter, METH_VARARGS, "group_enter(group, step): comes to a step, which may not begin."},
     {"group_begin_step", group_begin_step, METH_VARARGS, "group_begin_step(group, step): begins a step."},
     {"group_end_step", group_end_step, METH_O, "group_end_step(group): leaves the step, which went well."},
+    {"group_finish_step", group_finish_step, METH_VARARGS,
+     "group_finish_step(group, last_rank, hangup_fd): waits until that rank's units are done as well."},
     {"group_progress", group_progress, METH_VARARGS, "group_progress(group, what): says what this rank does now."},
     {"group_set_progress", group_set_progress, METH_VARARGS,
      "group_set_progress(group, rank, what, age_s, waiting_for): says what a watcher has learnt of another rank."},

@@ -41,6 +41,8 @@ typedef struct {                                    /* to one round of a gather 
  * the next epoch while another one still reads them: so there are two more for that, which epochs use by turns. */
 typedef struct {
     _Alignas(CACHE_LINE) s1f_signal given; /* (epoch, round + 1) */
+    _Atomic int64_t begun;                 /* the last step that it began */
+    s1f_signal finished;                   /* the last step that it finished */
     _Atomic int64_t passed;                /* the last step in which nobody can meet this rank */
     s1f_failure failure;                   /* by which it left a step: of its `step`, 0: none */
     contribution buffers[2][2];            /* by epoch and by round */
@@ -138,6 +140,7 @@ void s1f_group_begin_step(s1f_group *group, int64_t step)
 {
     char what[S1F_WHAT_BYTES];
     group->step = group->turn = step;
+    atomic_store(&group->mailboxes[group->rank].begun, step);
     snprintf(what, sizeof what, "the start of step %lld", (long long)step);
     s1f_group_progress(group, what);
 }
@@ -145,6 +148,18 @@ void s1f_group_begin_step(s1f_group *group, int64_t step)
 void s1f_group_end_step(s1f_group *group)
 {
     group->turn = group->step + 1;
+}
+
+s1f_status s1f_group_finish_step(s1f_group *group, int32_t last_rank, int hangup_fd)
+{
+    uint64_t step = (uint64_t)group->step;
+    s1f_signal_raise(&group->mailboxes[group->rank].finished, step);
+    s1f_wait_reason reason = {.peer_rank = last_rank,
+                              .hangup_fd = hangup_fd,
+                              .purpose = "waiting for",
+                              .edge = "the end of the step",
+                              .sequence = -1};
+    return s1f_group_wait(group, &group->mailboxes[last_rank].finished, step, &reason);
 }
 
 int64_t s1f_group_step(const s1f_group *group)
@@ -462,6 +477,15 @@ s1f_status s1f_group_check_peer(s1f_group *group, const s1f_wait_reason *reason)
     return hung_up(reason->hangup_fd) ? fail_lost(group, reason) : S1F_OK;
 }
 
+/* The peer is in a later step than this rank, and has not come to the collective that this rank waits in. */
+static s1f_status fail_skipped(s1f_group *group, const s1f_wait_reason *reason, int64_t begun)
+{
+    char text[S1F_FAILURE_BYTES];
+    snprintf(text, sizeof text, "rank %d has begun step %lld without a collective that rank %d waits in",
+             (int)reason->peer_rank, (long long)begun, (int)group->rank);
+    return fail_wait(group, reason, S1F_ERR_PEER, reason->peer_rank, text);
+}
+
 static s1f_status look_around(s1f_group *group, const awaited *what, const s1f_wait_reason *reason, int64_t waited_ns)
 {
     s1f_status status;
@@ -473,6 +497,9 @@ static s1f_status look_around(s1f_group *group, const awaited *what, const s1f_w
         return s1f_fail(S1F_ERR_PEER, "rank %d ended the step: %s", (int)failure.rank, failure.text);
     if (!reason->recovering && (status = s1f_group_check(group)) != S1F_OK)
         return status;
+    int64_t begun = reason->meets ? atomic_load(&group->mailboxes[reason->peer_rank].begun) : 0;
+    if (!reason->recovering && begun > group->step && !is_over(what)) /* before, it may have given what is awaited */
+        return fail_skipped(group, reason, begun);
     if (hung_up(reason->hangup_fd)) /* what the peer did before it went still counts */
         return is_over(what) ? S1F_OK : fail_lost(group, reason);
     return check_time(group, reason, waited_ns);
@@ -613,6 +640,7 @@ s1f_status s1f_group_gather(s1f_group *group, uint32_t epoch, uint32_t round, in
         uint64_t position = position_in(epoch, round);
         s1f_wait_reason reason = {.peer_rank = rank,
                                   .recovering = recovering,
+                                  .meets = 1,
                                   .hangup_fd = hangup_fds == NULL ? -1 : hangup_fds[rank],
                                   .purpose = "waiting for",
                                   .edge = "all ranks to meet",

@@ -43,6 +43,10 @@ void s1f_group_begin_step(s1f_group *group, int64_t step);
 /* Leaves the step, which went well. What follows belongs to the next one: code between steps, and its collectives. */
 void s1f_group_end_step(s1f_group *group);
 int64_t s1f_group_step(const s1f_group *group);
+/* This rank's units of the step are done. Waits until those of last_rank are, too: the rank on which backwards end,
+ * after all that the others gave it. So nobody leaves well what it fails in. Needs a block that all ranks share.
+ * hangup_fd: as of an arena end. Blocks. */
+s1f_status s1f_group_finish_step(s1f_group *group, int32_t last_rank, int hangup_fd);
 
 /* This rank's progress: what it does now ("F2.1", "the start of step 7"; cut at 47 bytes). Also refreshes its time. */
 void s1f_group_progress(s1f_group *group, const char *what);
@@ -99,6 +103,7 @@ typedef struct {
 struct s1f_wait_reason { /* who is waited for and why: for errors */
     int32_t peer_rank;
     int32_t recovering;  /* a standing failure does not end the wait, a rank that passed the step does */
+    int32_t meets;       /* the peer comes in this step, or never */
     int32_t patient;     /* the time-out does not: somebody else looks after that */
     int hangup_fd;       /* a socket whose hang-up means that the peer died, or -1 */
     const char *purpose; /* "waiting for" */

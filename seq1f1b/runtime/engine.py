@@ -376,7 +376,7 @@ class PipelineEngine:
             return join_shards(shards, self._group, self.schedule.rank_of_stage[-1])
 
     def fail(self, reason: str) -> None:
-        """Gives up in place of this rank's next step or eval: that of the others ends with a PipelineError, this reason.
+        """Gives up in place of this rank's next step or eval, which ends on the other ranks with a PipelineError.
 
         So a loop that goes on afterwards goes on with the batch behind that one, on all ranks. While an error that came
         out of the engine is handled, as in an ``except``, this does nothing: the other ranks hear of it already.

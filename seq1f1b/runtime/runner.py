@@ -209,6 +209,8 @@ class Runner:
                     executor = None  # a look's error is no unit's
                     step.look_back()
                     executor = order.executor
+                    if step.training and self.pipeline.num_ranks > 1:
+                        self.pipeline.group.finish_units(self.pipeline.rank_of_stage[0])
                     # 4. Gradients, where they start anew after all units.
                     losses = step.losses() if step.training else []  # an error in them comes before anything is added
                     factor = self._divide(step) if gradients is not None and self.divides is not False else 1.0

@@ -229,6 +229,14 @@ class RankGroup(ABC):
         _C.group_begin_step(self.group, self.step)
         return self.step
 
+    def finish_units(self, last_rank: int) -> None:
+        """Ends the units of a training step where those of that rank, on which backwards end, have ended as well.
+
+        So nobody leaves a step well, and updates its weights, in whose last backwards that rank fails. It costs
+        nothing: that rank is also the first one that the next step needs.
+        """
+        _C.group_finish_step(self.group, last_rank, self._hangup_fds()[last_rank])
+
     def end_step(self, failed: bool) -> None:
         """Leaves a step. Does not wait for the others.
 
@@ -257,6 +265,10 @@ class RankGroup(ABC):
         _C.group_leave(self.group, self.step, *failure[:4])
         return failure
 
+    def _tell(self) -> None:
+        """Returns once the others can hear of the failure that stands, whatever this rank does next."""
+        return
+
     def give_up(self, reason: str) -> None:
         """Fails in place of this rank's next step; the other ranks' ends with this reason."""
         self.step += 1
@@ -278,6 +290,7 @@ class RankGroup(ABC):
                 self.fail(f"{type(error).__name__}: {error}")
                 self._own_text = ""
             self._acknowledged = True
+            self._tell()
             self.mark(error)
             raise
 

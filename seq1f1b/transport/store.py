@@ -68,6 +68,7 @@ class StoreRank(ProcessRank):
         self._suspects: queue.SimpleQueue[tuple[int, str, str | None]] = queue.SimpleQueue()
         self._passed = 0  # the last step of which this rank has told why nobody can meet it there
         self._read: dict[int, bytes] = {}  # others' progress as last read
+        self._begun = dict.fromkeys(range(size), 0)  # the last step that each rank began, as far as is known
         self._lost: str | None = None  # who is gone for good, in words
         self._gone: set[int] = set()  # as far as this rank's connections tell
         self._closing = False
@@ -103,7 +104,9 @@ class StoreRank(ProcessRank):
         return f"{self._generation}/{name}"
 
     def _publish_progress(self) -> None:
-        self._store.set(self._key(f"progress/{self.rank}"), pack(_C.group_get_progress(self.group, self.rank)))
+        what, age, waiting_for = _C.group_get_progress(self.group, self.rank)
+        value = what, age, waiting_for, self._begun[self.rank]
+        self._store.set(self._key(f"progress/{self.rank}"), pack(value))
 
     def _exchange_failure(self) -> None:
         """Publishes this process's failure, or learns of another's; the first one in the store stays.
@@ -127,7 +130,7 @@ class StoreRank(ProcessRank):
             if value == self._read.get(rank):  # cut off, or asleep: its age is of when it was published
                 continue
             self._read[rank] = value
-            what, age, waiting_for = unpack(value)
+            what, age, waiting_for, self._begun[rank] = unpack(value)
             if age >= 0:
                 _C.group_set_progress(self.group, rank, what, age, waiting_for)
 
@@ -163,9 +166,12 @@ class StoreRank(ProcessRank):
     # -- steps
 
     def begin_step(self, training: bool = True) -> int:
-        step = super().begin_step(training)
+        step = self._begun[self.rank] = super().begin_step(training)
         self._client.post(self._publish_progress)
         return step
+
+    def finish_units(self, last_rank: int) -> None:
+        """Nothing: what a store tells takes longer than a message. A rank that has left the step hears in the next."""
 
     def end_step(self, failed: bool) -> None:
         if not failed:
@@ -179,14 +185,16 @@ class StoreRank(ProcessRank):
 
     def _leave(self) -> Failure:
         failure = super()._leave()
+        self._tell(lambda: self._pass(failure))
+        return failure
 
+    def _tell(self, more: Callable[[], None] = lambda: None) -> None:
         def tell() -> None:
             self._exchange_failure()
-            self._pass(failure)
+            more()
 
         with contextlib.suppress(RuntimeError):  # the store may be what failed
             self._ask(tell, 5.0, recovering=True)
-        return failure
 
     def _pass(self, failure: Failure) -> None:
         """Tells the others that nobody can meet this rank in a step any more, or in one before."""
@@ -272,6 +280,9 @@ class StoreRank(ProcessRank):
                 raise self._will_not_meet(passed)
             if not recovering:
                 self.check()
+                values = self._look_who_skips(keys)
+                if values is not None:
+                    break
             elif self._lost is not None:
                 raise _C.PipelineError(self._lost)
             self._check_time(keys, time.monotonic() - start)
@@ -282,6 +293,19 @@ class StoreRank(ProcessRank):
             self._ask(lambda: store.delete(read), recovering=recovering)
         self._round += 1
         return values
+
+    def _look_who_skips(self, keys: list[str]) -> list[bytes] | None:
+        """A rank that is in a later step than this one will not come any more. Returns everyone's values if it did."""
+        later = [rank for rank, begun in self._begun.items() if begun > self._begun[self.rank]]
+        if not later:
+            return None
+        there = self._ask(lambda: [self._store.has(key) for key in keys])  # what it gave before
+        if all(there):
+            return self._ask(lambda: self._store.get_all(keys))
+        for rank in (rank for rank in later if not there[rank]):
+            step = f"has begun step {self._begun[rank]}"
+            raise self._failure(rank, f"rank {rank} {step} without a collective that rank {self.rank} waits in")
+        return None
 
     def _gather_keys(self, turn: int) -> list[str]:
         return [self._key(f"gather/{self._epoch}/{turn}/{rank}") for rank in range(self.size)]

@@ -683,6 +683,47 @@ static void meet_a_rank_that_has_left(int has_met)
     free_late_rank(late);
 }
 
+/* A rank whose units are done waits for those of the rank where backwards end, and hears if they fail. */
+static void test_finish_step(void)
+{
+    pipeline p = make_pipeline(2, -1);
+    for (int32_t rank = 0; rank < 2; rank++)
+        s1f_group_begin_step(p.groups[rank], 1);
+    CHECK_STATUS(s1f_group_finish_step(p.groups[0], 0, -1), S1F_OK, "");
+    CHECK_STATUS(s1f_group_finish_step(p.groups[1], 0, -1), S1F_OK, "");
+    for (int32_t rank = 0; rank < 2; rank++)
+        s1f_group_begin_step(p.groups[rank], 2);
+    s1f_group_set_limits(p.groups[1], SECOND / 10, 0);
+    CHECK_STATUS(s1f_group_finish_step(p.groups[1], 0, -1), S1F_ERR_TIMEOUT, "waiting for the end of the step");
+    s1f_group_clear(p.groups[0]);
+    s1f_group_fail(p.groups[0], 0, "ValueError: no such token");
+    CHECK_STATUS(s1f_group_finish_step(p.groups[1], 0, -1), S1F_ERR_PEER, "rank 0 ended the step");
+    free_pipeline(&p);
+}
+
+/* A rank that is in a later step will not come to a collective of the one before, unless it had given to it. */
+static void test_gather_that_another_skips(void)
+{
+    late_rank *late = make_late_rank();
+    char out[2 * S1F_GATHER_BYTES];
+    int32_t bytes[2];
+    pthread_t gathering;
+    for (int32_t rank = 0; rank < 2; rank++)
+        s1f_group_end_step(late->groups[rank]);
+    pthread_create(&gathering, NULL, gather_late, late);
+    while (!atomic_load(&late->stops))
+        sleep_ms(1);
+    gather_ok(late->groups[0], 0, 0, 0, "of 0", "of 1");
+    s1f_group_begin_step(late->groups[0], 2);
+    atomic_store(&late->may_go, 1);
+    pthread_join(gathering, NULL);
+    CHECK(late->status == S1F_OK);
+    CHECK_STATUS(s1f_group_gather(late->groups[1], 0, 1, 0, "of 1", 4, NULL, out, bytes), S1F_ERR_PEER,
+                 "rank 0 has begun step 2 without a collective that rank 1 waits in");
+    CHECK_STATUS(s1f_group_check(late->groups[0]), S1F_ERR_PEER, "has begun step 2");
+    free_late_rank(late);
+}
+
 /* A rank that leaves a step just before another forgets the failure of the step before is not forgotten with it. A rank
  * that is in a later step without an error is named, and has told nothing. */
 static void test_leaving_a_step_as_a_failure_is_forgotten(void)
@@ -828,6 +869,8 @@ int main(void)
     meet_a_rank_that_has_left(1);
     meet_a_rank_that_has_left(0);
     test_leaving_a_step_as_a_failure_is_forgotten();
+    test_finish_step();
+    test_gather_that_another_skips();
     test_relay();
     return check_failures();
 }

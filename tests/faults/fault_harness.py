@@ -48,6 +48,7 @@ PLACES: dict[str, tuple[float, tuple[str, ...]]] = {
     "loss raises": (3, ("step", "eval")),
     "hook raises": (4, ("step",)),
     "raises": (3, ("between", "save")),
+    "bad call": (5, ("twice", "twice", "clip", "gather", "report", "verify")),
     "wrong shape": (4, ("step", "eval")),
     "wrong dtype": (3, ("step", "eval")),
     "evaluates": (2, ("step",)),

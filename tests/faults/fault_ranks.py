@@ -62,7 +62,8 @@ class Fault:
     """What happens to one rank, and where.
 
     Attributes:
-        place: "step", "between" (before a step), "eval", "make" (set-up) or "save".
+        place: "step", "between" (before a step), "eval", "make" (set-up) or "save"; or a command that a "bad call" has:
+            "twice" (two steps in a row), "clip", "gather", "report", "verify".
         unit: in which it happens, where the place has units.
         choice: a random number, of which a kind makes what it needs.
     """
@@ -213,7 +214,7 @@ class Rank:
     def strike(self, fault: Fault) -> None:
         """Tells the harness, and does it."""
         self.pipe.send(("trap", time.monotonic()))
-        if fault.kind in ("module raises", "loss raises", "hook raises", "raises"):
+        if fault.kind in ("module raises", "loss raises", "hook raises", "raises", "bad call"):
             raise ValueError("injected")
         if fault.kind == "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
@@ -415,6 +416,43 @@ class Rank:
             self.arm(mine)
         losses = self.engine.eval(tokens, target=target)
         result.wrong = self._loss_difference(self.truth[which][0], losses)
+
+    def do_twice(self, mine: Fault | None, which: int, result: Outcome) -> None:
+        """Two steps that one rank ends before they begin: the others hear of each."""
+        assert self.engine is not None
+        tokens, target = self.batches[which]
+        for _ in range(2):
+            self.stage.calls = self.calls_of_loss = 0
+            try:
+                self.engine.step(tokens, target=target, segment_sizes=None if mine is None else [[0]] * M)
+            except (ValueError, seq1f1b.PipelineError) as error:
+                last = error
+            else:
+                result.wrong = "it has trained without a rank"
+                return
+        raise last
+
+    def do_clip(self, mine: Fault | None, _: Any, __: Outcome) -> None:
+        assert self.engine is not None
+        self.engine.clip_grad_norm_(1.0, 2.0 if mine is None else "no number")
+
+    def do_gather(self, mine: Fault | None, _: Any, __: Outcome) -> None:
+        assert self.engine is not None
+        self.engine.all_gather_object(0 if mine is None else object())
+
+    def do_report(self, mine: Fault | None, _: Any, __: Outcome) -> None:
+        assert self.engine is not None
+        if mine is not None:  # between two calls, and told to nobody: it comes to its next step without the others
+            raise ValueError("injected")
+        self.engine.report(gather=True)
+
+    def do_verify(self, mine: Fault | None, which: int, _: Outcome) -> None:
+        assert self.engine is not None
+        tokens, target = self.batches[which]
+        self.stage.calls = self.calls_of_loss = 0
+        if mine is not None:
+            self.stage.at, self.stage.trap = "F0.0", lambda: self.strike(mine)
+        self.engine.verify(tokens, target=target, show=False)
 
     def do_save(self, mine: Fault | None, folder: str, _: Outcome) -> None:
         assert self.engine is not None

@@ -50,8 +50,12 @@ def fail(world: World, call: int) -> int:
     return call if world.failed == 0 else min(world.failed, call)
 
 
-def moves(world: World, r: int, faults: Faults, calls: int) -> list[World]:
-    """Every state that the next step of a rank may lead to; [] where it waits, or has ended."""
+def moves(world: World, r: int, faults: Faults, calls: int, without: str = "") -> list[World]:
+    """Every state that the next step of a rank may lead to; [] where it waits, or has ended.
+
+    Args:
+        without: a part of the protocol to leave out: "second look" or "passed".
+    """
     me, ranks = world.ranks[r], world.ranks
     others = [rank for i, rank in enumerate(ranks) if i != r]
 
@@ -60,7 +64,7 @@ def moves(world: World, r: int, faults: Faults, calls: int) -> list[World]:
         return World((*ranks[:r], changed, *ranks[r + 1 :]), world.failed if failed is None else failed)
 
     hears = world.failed != 0 and world.failed <= me.turn
-    is_passed = any(rank.passed >= me.call for rank in others)
+    is_passed = without != "passed" and any(rank.passed >= me.call for rank in others)
 
     if me.at == "enter":
         if me.call == calls:
@@ -89,7 +93,7 @@ def moves(world: World, r: int, faults: Faults, calls: int) -> list[World]:
             found.append(to(after, acknowledged=me.acknowledged and not turn))
         return found
     if me.at == "forget":
-        return [to("look again", failed=0)]
+        return [to("give 1" if without == "second look" else "look again", failed=0)]
     if me.at == "look again":
         return [to("give 1", failed=fail(world, me.call) if is_passed else world.failed)]
     if me.at == "units":
@@ -118,7 +122,9 @@ def moves(world: World, r: int, faults: Faults, calls: int) -> list[World]:
     return [to("enter", failed=fail(world, me.call), results=(*me.results, me.at[5:]))]
 
 
-def explore(size: int, faults: Faults, calls: int) -> tuple[set[tuple[tuple[str, ...], ...]], list[World], int]:
+def explore(
+    size: int, faults: Faults, calls: int, without: str = ""
+) -> tuple[set[tuple[tuple[str, ...], ...]], list[World], int]:
     """Every way in which the calls of all ranks may end, states in which ranks wait for ever, and a count of states."""
     start = World((Rank(),) * size)
     seen, todo = {start}, [start]
@@ -126,7 +132,7 @@ def explore(size: int, faults: Faults, calls: int) -> tuple[set[tuple[tuple[str,
     stuck = []
     while todo:
         world = todo.pop()
-        after = [next_ for r in range(size) for next_ in moves(world, r, faults, calls)]
+        after = [next_ for r in range(size) for next_ in moves(world, r, faults, calls, without)]
         if not after:
             if all(rank.at == "enter" and rank.call == calls for rank in world.ranks):
                 ends.add(tuple(rank.results for rank in world.ranks))
