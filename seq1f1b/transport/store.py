@@ -204,7 +204,7 @@ class StoreRank(ProcessRank):
             self._store.raise_number(self._key("passed"), failure.step)
 
     def _look_passed(self) -> Failure | None:
-        """Of a rank that has passed this step."""
+        """The failure of a rank that has passed this step; None if there is none."""
         if self._store.number(self._key("passed")) < self.step:
             return None
         keys = [self._key(f"passed/{rank}") for rank in range(self.size) if rank != self.rank]

@@ -33,7 +33,7 @@ def _base(store: Any) -> Any:
 
 
 def place_of(store: Any) -> str:
-    """Where a store is, to be put behind it in a text; "" for a file."""
+    """Place of a store, to be put behind it in a text; "" for a file."""
     base = _base(store)
     return f" at {base.host}:{base.port}" if hasattr(base, "host") else ""
 
