@@ -405,7 +405,7 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def _autocast(enabled: bool) -> Iterator[None]:
-    devices = [device for device in ("cpu", "cuda") if torch._C._is_autocast_available(device)] if enabled else []
+    devices = [device for device in ("cpu", "cuda") if torch.amp.is_autocast_available(device)] if enabled else []
     before = [torch.is_autocast_enabled(device) for device in devices]
     for device in devices:
         torch.set_autocast_enabled(device, True)

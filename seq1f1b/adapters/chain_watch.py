@@ -27,7 +27,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _NOT_THE_USERS = (_TORCH, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _DEVICES = tuple(
-    device for device in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia") if torch._C._is_autocast_available(device)
+    device for device in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia") if torch.amp.is_autocast_available(device)
 )
 _HOOKS = [
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
@@ -156,21 +156,22 @@ def _ambient(own_modes: tuple[Any, ...]) -> dict[str, Any]:
         "torch.autograd.set_detect_anomaly": torch.is_anomaly_enabled(),
         "torch.set_float32_matmul_precision": torch.get_float32_matmul_precision(),
         "torch.nn.attention.sdpa_kernel": (
-            torch._C._get_flash_sdp_enabled(),
-            torch._C._get_mem_efficient_sdp_enabled(),
-            torch._C._get_math_sdp_enabled(),
-            torch._C._get_cudnn_sdp_enabled(),
+            _sdp.flash_sdp_enabled(),
+            _sdp.mem_efficient_sdp_enabled(),
+            _sdp.math_sdp_enabled(),
+            _sdp.cudnn_sdp_enabled(),
         ),
         "torch.backends.cudnn.flags": (
-            torch._C._get_cudnn_enabled(),
-            torch._C._get_cudnn_benchmark(),
-            torch._C._get_cudnn_deterministic(),
+            torch.backends.cudnn.enabled,
+            torch.backends.cudnn.benchmark,
+            torch.backends.cudnn.deterministic,
         ),
-        "torch.backends.mkldnn.flags": torch._C._get_mkldnn_enabled(),
+        "torch.backends.mkldnn.flags": torch.backends.mkldnn.enabled,
     }
 
 
 _DEFAULT_DTYPE = "another default dtype (torch.set_default_dtype)"
+_sdp: Any = torch.backends.cuda  # whose functions have no types
 _function_modes: Any = torch.overrides._get_current_function_mode_stack
 
 
