@@ -56,13 +56,14 @@ class PipelineState:
     def __init__(
         self, engine: PipelineEngine, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = ()
     ) -> None:
-        self._tied = engine._pipeline.tied
+        # What stands in for an engine, as in examples/compare.py, has no ties.
+        self._tied = engine._pipeline.tied if isinstance(engine, PipelineEngine) else None
         self._optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
         self._tensors: dict[str, list[Tensor]] = {}  # one, or copies of one
         self._names: dict[Tensor, str] = {}
         self._shards: dict[Tensor, tuple[int, int]] = {}  # first row, rows of the whole
         own: list[tuple[str, str, tuple[int, ...]]] = []
-        tied = self._tied.names()
+        tied = self._tied.names() if self._tied is not None else {}
         for module in engine.modules():
             for part in module.modules():
                 self._shards |= getattr(part, "row_shards", {})
@@ -107,7 +108,7 @@ class PipelineState:
             ValueError: an optimizer holds state that could not be given back. Or copies of a tied parameter have come
                 apart, so the checkpoint would hold one of several; on every rank.
         """
-        if not is_loading():
+        if self._tied is not None and not is_loading():
             self._tied.compare()
         model = {name: self._as_saved(tensors[0], tensors[0].detach()) for name, tensors in self._tensors.items()}
         has_state = any(state for optimizer in self._optimizers for state in optimizer.state.values())
