@@ -281,8 +281,13 @@ class RankGroup(ABC):
     def telling(self) -> Iterator[None]:
         """Around a collective between two steps: an error of this rank ends what the others wait for.
 
-        All ranks come to the same next step afterwards, and meet there.
+        All ranks come to the same next step afterwards, and meet there. Until then each collective ends at once: ranks
+        left the failed step after different numbers of exchanges.
         """
+        if self._acknowledged:
+            raise _C.PipelineError(
+                "a step has failed, and the ranks meet again in the next step or eval: call it first"
+            )
         try:
             yield
         except BaseException as error:

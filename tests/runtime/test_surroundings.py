@@ -1,4 +1,4 @@
-"""Ties, cuts, losses, documents, checkpoints and errors together, at random: does training equal that of one process?"""
+"""Ties, cuts, losses, documents, checkpoints, errors together, at random: does training equal that of one process?"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 import pytest
 from surroundings import LONGEST_WAIT_S, make_case, run
 
-SLICE = 40  # cases of the plain run; `pytest -m full` runs a thousand
+SLICE = 16  # cases of the plain run; `pytest -m full` runs a thousand
 
 
 def check(seeds: range) -> None:

@@ -118,7 +118,8 @@ def make_case(seed: int) -> Case:
     faults = {}
     for step in range(sum(leg.steps for leg in legs)):
         if rng.random() < 0.3:
-            faults[step] = (rng.choice(FAULTS), rng.randrange(12))
+            kind = rng.choice(FAULTS)
+            faults[step] = ("argument" if kind == "eval" and documents == "planned" else kind, rng.randrange(12))
     return Case(
         seed=seed,
         blocks=blocks,
@@ -396,8 +397,11 @@ class Moments:
 class Rank:
     """One rank's training in one leg."""
 
-    def __init__(self, case: Case, leg: Leg, group: Any, stages: Sequence[nn.Module], moments: Moments) -> None:
+    def __init__(
+        self, case: Case, leg: Leg, group: Any, stages: Sequence[nn.Module], moments: Moments, outcomes: list[bool]
+    ) -> None:
         self.case, self.leg, self.group, self.moments = case, leg, group, moments
+        self.outcomes = outcomes
         self.faults: dict[str, str] = {}
         schedule = seq1f1b.build_schedule(
             leg.schedule,
@@ -433,78 +437,73 @@ class Rank:
         self.optimizer.load_state_dict(copy.deepcopy(state))
         self.optimizer.zero_grad()
 
-    def train(self, first: int, spent: set[int]) -> None:
-        """From one step on to the leg's last. ``spent``: steps whose faults have happened."""
-        step, snapshots = first, {first: self.snapshot()}
+    def train(self, first: int, meeting: threading.Barrier) -> None:
+        """From one step on to the leg's last.
+
+        Ranks meet after every call, as scripts do that reduce something over all of them: who failed in it? Where one
+        did, all go back. A rank that left the failed call well hears of it in its next one, which fails, too.
+        """
+        step, spent = first, set[int]()
         while step < first + self.leg.steps:
+            before, fault = self.snapshot(), self.case.faults.get(step, ("", 0))
+            if step in spent:
+                fault = ("", 0)
+            is_eval = fault[0] == "eval"
+            spent.add(step)
             began = time.monotonic()
+            self.outcomes[self.group.rank] = True
             try:
-                self.step(step, spent)
-                step += 1
-                snapshots[step] = self.snapshot()
+                self.step(step, *fault)
             except Exception as error:
+                self.outcomes[self.group.rank] = False
                 if isinstance(error, Injected):
                     self.moments.failed()
                 else:
                     self.moments.heard(began, f"step {step}, rank {self.group.rank}: {error}")
-                for module in self.own:
-                    for block in module.modules():
-                        if isinstance(block, Block):
-                            block.fault = ""
+                for block in self.blocks():
+                    block.fault = ""
                 self.faults.clear()
-                step = self.agree(step)
-                self.restore(snapshots[step])
+            meeting.wait(60)
+            went_well = all(self.outcomes)
+            meeting.wait(60)
+            if went_well and not is_eval:
+                step += 1
+            else:
+                self.restore(before)
 
-    def agree(self, step: int) -> int:
-        """The step at which the rank that is furthest behind stands."""
-        for _ in range(4):
-            began = time.monotonic()
-            try:
-                return int(min(self.engine.all_gather_object(step)))
-            except Exception as error:
-                self.moments.heard(began, f"agreeing, rank {self.group.rank}: {error}")
-        raise AssertionError(f"rank {self.group.rank} does not meet the others after a fault")
+    def blocks(self) -> list[Block]:
+        return [block for module in self.own for block in module.modules() if isinstance(block, Block)]
 
-    def step(self, step: int, spent: set[int]) -> None:
+    def step(self, step: int, kind: str, number: int) -> None:
+        """One call of the engine, in which the rank of that number may fail."""
         case, engine = self.case, self.engine
-        kind, number = case.faults.get(step, ("", 0))
-        rank = number % self.leg.ranks if kind != "loss" else engine_rank_of_last(engine)
-        is_mine = kind != "" and step not in spent and rank == self.group.rank
-        if is_mine:
-            spent.add(step)
-            if kind == "between":
-                self.moments.failed()
-                engine.fail("stopped by hand")
-                raise Injected("between")
-            if kind in ("forward", "backward"):
-                blocks = [b for module in self.own for b in module.modules() if isinstance(b, Block)]
-                blocks[number % len(blocks)].fault = kind
-            elif kind == "loss":
-                self.faults["loss"] = "now"
+        rank = engine_rank_of_last(engine) if kind == "loss" else number % self.leg.ranks
+        is_mine = kind != "" and rank == self.group.rank
         batch = make_batch(case, step)
         arguments = self.arguments(batch)
-        if kind == "eval" and case.documents != "planned":
-            if is_mine:
-                self.faults["eval"] = "now"
-                arguments_of_eval = {**arguments, "kwargs": {"unknown": torch.zeros(1)}}
-            else:
-                arguments_of_eval = arguments
-            try:
-                engine.eval(batch.tokens, **{k: v for k, v in arguments_of_eval.items() if k != "loss_weight"})
-            except Exception as error:
-                if is_mine and not isinstance(error, seq1f1b.PipelineError):
-                    raise Injected("eval") from error
-                raise
+        inputs = arguments.pop("inputs", batch.tokens)
+        if is_mine and kind == "between":
+            self.moments.failed()
+            engine.fail("stopped by hand")
+            raise Injected("between")
+        if is_mine and kind in ("forward", "backward"):
+            self.blocks()[number % len(self.blocks())].fault = kind
+        elif is_mine and kind == "loss":
+            self.faults["loss"] = "now"
+        elif is_mine and kind in ("argument", "eval"):
+            inputs = batch.tokens[:, :0]
         try:
-            if kind == "argument" and is_mine:
-                engine.step(batch.tokens[:, :0], **arguments)
+            if kind == "eval":
+                given = {name: value for name, value in arguments.items() if name not in ("loss_weight", "plan")}
+                engine.eval(inputs, **given)
             else:
-                inputs = batch.tokens if case.documents != "planned" else arguments.pop("inputs")
                 engine.step(inputs, **arguments)
         except Exception as error:
             if is_mine and not isinstance(error, seq1f1b.PipelineError):
                 raise Injected(kind) from error
             raise
+        if kind == "eval":
+            return
         if case.clips:
             engine.clip_grad_norm_(0.5)
         self.optimizer.step()
@@ -546,13 +545,13 @@ def run_leg(case: Case, number: int, first: int, folder: str, moments: Moments) 
     """Trains a leg from the checkpoint in the folder on, leaves one there, and returns all weights by name."""
     leg = case.legs[number]
     stages = make_stages(case, leg.ranks * leg.stages_per_rank, case.seed + number)
-    spent: list[set[int]] = [set() for _ in range(leg.ranks)]
+    meeting, outcomes = threading.Barrier(leg.ranks), [True] * leg.ranks
 
     def work(group: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        rank = Rank(case, leg, group, stages, moments)
+        rank = Rank(case, leg, group, stages, moments, outcomes)
         if number:
             dcp.load({"train": rank.state}, checkpoint_id=f"{folder}/{number - 1}", no_dist=True)
-        rank.train(first, spent[group.rank])
+        rank.train(first, meeting)
         before = _bits(rank)
         saved = copy.deepcopy(rank.state.state_dict())
         after = _bits(rank)
