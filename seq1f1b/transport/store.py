@@ -72,6 +72,7 @@ class StoreRank(ProcessRank):
         self._lost: str | None = None  # who is gone for good, in words
         self._gone: set[int] = set()  # as far as this rank's connections tell
         self._closing = False
+        self._begins: bool | None = None  # once all ranks agree on it
         self._watching = True
         self._turns = 0
         self._hang_ups = select.poll()
@@ -315,7 +316,7 @@ class StoreRank(ProcessRank):
         for turn in range(max(0, self._round - 2), self._round):
             for key in self._gather_keys(turn):
                 self._store.delete(key)
-        for name in ("passed", *(f"passed/{rank}" for rank in range(self.size))):
+        for name in ("begins", "passed", *(f"passed/{rank}" for rank in range(self.size))):
             self._store.delete(self._key(name))
 
     def _check_time(self, keys: list[str], waited: float) -> None:
@@ -346,15 +347,33 @@ class StoreRank(ProcessRank):
 
     def begin(self) -> None:
         super().begin()
+        if not self._agree_whether_it_begins("yes"):
+            self._ask(self._exchange_failure)
+            self.check()
+            raise self._failure(self.rank, "another rank left the pipeline's set-up as it ended")
         for lifeline in self._lifelines.values():
             lifeline.begin()
+
+    def _agree_whether_it_begins(self, wish: str) -> bool:
+        """Whether the pipeline has begun, for all ranks, as one that all have come to may be given up by one of them.
+
+        The first wish stands. Whoever has begun waits for a farewell of its neighbours, which nothing else ends.
+        """
+        if self._begins is None:
+            found = self._ask(lambda: self._store.set_first(self._key("begins"), wish.encode()), recovering=True)
+            self._begins = found == b"yes"
+        return self._begins
 
     def close(self) -> None:
         """Leaves together: rank 0, with whom the store may end, waits a while for the others."""
         if self._closing:
             return
         failed = _C.group_failure(self.group) is not None
-        if failed and self._relays:
+        with contextlib.suppress(RuntimeError):  # without the store nobody says farewell
+            if self._begins is None and self._agree_whether_it_begins("no"):
+                for lifeline in self._lifelines.values():
+                    lifeline.begin()
+        if failed and self._relays and self._begins:
             with contextlib.suppress(RuntimeError):
                 self._drain_with_neighbours(min(self.timeout_s, 5.0))
         super().close()

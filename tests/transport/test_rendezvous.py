@@ -25,6 +25,7 @@ from processes import AT_ONCE, PipedProcesses, join_and_run, outcome
 from torch import nn
 
 from seq1f1b import Limits, PipelineEngine, PipelineError, transport
+from seq1f1b.transport import descriptors
 from seq1f1b.transport.store_client import SharedStore
 
 TRANSPORTS = ["shm", "c10d"]
@@ -304,6 +305,56 @@ def test_nothing_is_left_of_an_engine_whose_rank_died(tmp_path: Path) -> None:
             assert ranks.result(rank) == ("PipelineError", []), rank
 
 
+def held(expected: tuple[int, int] | None = None) -> tuple[int, int]:
+    """Descriptors and threads of this process. A thread that ends by itself may still be at the store: a while."""
+    deadline = time.monotonic() + AT_ONCE
+    while True:
+        gc.collect()
+        found = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+        if expected in (None, found) or time.monotonic() > deadline:
+            return found
+        time.sleep(0.05)
+
+
+def be_slow_in_set_up(rank: int, pipe: Connection, kind: str) -> Any:
+    """Rank 1 takes longer for its third memory of the set-up than the others wait for it."""
+    engine(transport=kind).close()
+    before, memory, left = held(), descriptors.memory, 3
+
+    def slow(size: int) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            time.sleep(4.0)
+        return memory(size)
+
+    if rank == 1:
+        descriptors.memory = slow
+    began = time.monotonic()
+    try:
+        engine(transport=kind, limits=Limits(step=1.0, first_step=1.0)).close()
+        text = ""
+    except PipelineError as error:
+        text = str(error)
+    waited = time.monotonic() - began
+    dist.barrier()
+    after = held(before)
+    made = engine(transport=kind)
+    assert step(made)[0] == ""
+    made.close()
+    return text, waited, before, after
+
+
+def test_a_rank_that_is_slow_in_the_set_up_leaves_nothing(tmp_path: Path) -> None:
+    """It finds that all have come to the last meeting, which the others have left meanwhile."""
+    with running(3, tmp_path, be_slow_in_set_up, "c10d") as ranks:
+        results = [ranks.result(rank) for rank in range(3)]
+    for rank, (text, waited, before, after) in enumerate(results):
+        assert text, f"rank {rank} has an engine without the others"
+        assert rank == 1 or ("rank 1" in text and waited < 3.5), (rank, text, waited)
+        assert after == before, (rank, before, after)
+
+
 def interrupt_set_up(rank: int, pipe: Connection, kind: str) -> Any:
     """Rank 1 gets a Ctrl-C at one line of the transport's set-up after another. Returns what stays of its attempts."""
     folder = str(Path(transport.__file__).parent)
@@ -318,10 +369,6 @@ def interrupt_set_up(rank: int, pipe: Connection, kind: str) -> Any:
         if left == 0:
             signal.raise_signal(signal.SIGINT)
         return trace
-
-    def held() -> tuple[int, int]:
-        gc.collect()
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
     engine(transport=kind).close()
     before, after, ended = held(), [], []
@@ -340,12 +387,7 @@ def interrupt_set_up(rank: int, pipe: Connection, kind: str) -> Any:
         finally:
             sys.settrace(None)
         dist.barrier()
-        deadline = time.monotonic() + AT_ONCE
-        while (
-            held() != before and time.monotonic() < deadline
-        ):  # a thread that ends by itself may still be at the store
-            time.sleep(0.05)
-        after.append(held())
+        after.append(held(before))
     made = engine(transport=kind)
     assert step(made)[0] == ""
     made.close()
