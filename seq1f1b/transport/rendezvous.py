@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 from seq1f1b import _C
 from seq1f1b.transport.incarnation import Incarnation
 from seq1f1b.transport.processes import first_line, within
@@ -19,6 +21,8 @@ SETUP_TIMEOUT = 120.0  # seconds for each part of set-up, where the caller says 
 
 _ANSWER = 2.0  # seconds in which a store answers, else nobody is told by way of it
 _LINGER = 5.0  # seconds in which others may come after a rank has failed, and still hear why
+
+_SILENCE = "_seq1f1b_silence"  # of an error: the store does not answer
 
 _T = TypeVar("_T")
 _PREFIX = "seq1f1b"
@@ -49,7 +53,9 @@ class Rendezvous:
             text = f"rank {rank} has no connection to the launcher's store: {first_line(error)}"
             if isinstance(error, TimeoutError):
                 raise _silent(rank, text) from error
-            raise (self._fail_directly(_error_of(rank, text)) or _error_of(rank, text)) from error
+            is_gone = isinstance(error, (ConnectionError, dist.DistNetworkError))
+            own = _error_of_store(rank, text) if is_gone else _error_of(rank, text)
+            raise (self._fail_directly(own) or own) from error
         try:
             self._enter()
         except BaseException:
@@ -95,6 +101,8 @@ class Rendezvous:
 
     def fail(self, error: BaseException) -> _C.PipelineError | None:
         """Ends this attempt on every rank. Returns the failure of another rank that came first."""
+        if _is_silence(error):  # nor would it answer now
+            return None
         try:
             rank, text = self._ask(lambda store: _fail(store, self.attempt, self.rank, error))
         except _C.PipelineError:
@@ -130,7 +138,8 @@ class Rendezvous:
         except TimeoutError as error:
             raise _silent(self.rank, f"the pipeline's set-up: {error}") from error
         except ConnectionError as error:
-            raise _C.PipelineError(f"the pipeline's set-up: {error}") from error
+            text = f"the pipeline's set-up: the launcher's store is lost ({error})"
+            raise _error_of_store(self.rank, text) from error
 
     def _look(self, store: SharedStore) -> list[bytes] | None:
         keys = [self._key(rank) for rank in range(self.size)]
@@ -178,8 +187,9 @@ def refuse(process_group: Any, rank: int, size: int, error: BaseException, since
             if not isinstance(error, _C.PipelineError):
                 _linger(store, rank, size)
 
-    with suppress(TimeoutError):
-        _directly(group_store, tell)
+    if not _is_silence(error):
+        with suppress(Exception):  # the store may be gone, and the error is what this rank has to say
+            _directly(group_store, tell)
 
 
 def _directly(group_store: Any, do: Callable[[], _T]) -> _T:
@@ -192,11 +202,23 @@ def _directly(group_store: Any, do: Callable[[], _T]) -> _T:
     return within(3 * _LINGER, do, "the launcher's store")
 
 
+def _error_of_store(rank: int, text: str) -> _C.PipelineError:
+    """The error of a rank that has no store, and so hears nothing of the others: who holds it is to blame."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return _error_of(rank, f"{text}: torchrun, which holds it, has ended, is stopped or cannot be reached")
+    who = "rank 0, which holds it unless a launcher does"
+    return _error_of(0, f"{text}: {who}, has ended, is stopped or cannot be reached")
+
+
 def _silent(rank: int, text: str) -> _C.PipelineError:
     """The error of a rank that gets no answer from the store."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return _error_of(rank, f"{text}: torchrun, which holds it, is stopped or cannot be reached")
-    return _error_of(0, f"{text}: rank 0, which holds it unless a launcher does, is stopped or cannot be reached")
+    error = _error_of_store(rank, text)
+    setattr(error, _SILENCE, True)
+    return error
+
+
+def _is_silence(error: BaseException) -> bool:
+    return hasattr(error, _SILENCE)
 
 
 def _linger(store: SharedStore, rank: int, size: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -75,3 +77,59 @@ def test_a_pipeline_of_threads_goes_without_the_garbage_collector() -> None:
         assert address_space() - before < 1 << 40
     finally:
         gc.enable()
+
+
+LOST = """
+import os, signal, sys, threading, torch, torch.distributed as dist, seq1f1b
+
+what, limits = sys.argv[1], seq1f1b.Limits(step=4.0, first_step=6.0)
+end = threading.Timer(40, os._exit, (9,))  # of a rank that waits for ever
+end.daemon = True
+end.start()
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+dist.barrier()
+if what == "stopped" and rank == 0:
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    engine = seq1f1b.PipelineEngine(
+        torch.nn.Linear(4, 4), num_microbatches=2, num_segments=2, loss_fn=torch.nn.functional.mse_loss,
+        transport="c10d", limits=limits,
+    )
+    x = torch.ones(2, 8, 4)
+    for number in range(1000):
+        engine.eval(x, target=x)
+        if rank == 0 and number == 50:
+            os.kill(os.getpid(), signal.SIGKILL)
+except seq1f1b.PipelineError as error:
+    print(error, flush=True)
+    if rank == 2:
+        raise
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("what", ["killed", "stopped"])
+def test_a_rank_ends_with_its_own_exit_code_once_the_store_is_lost(tmp_path: Path, what: str) -> None:
+    """Rank 0 holds the store; it is killed between two steps, or stopped before the engine is made."""
+    script = tmp_path / "script.py"
+    script.write_text(LOST)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "3"}
+    ranks = []
+    try:
+        for rank in range(3):
+            environment = {**os.environ, **place, "RANK": str(rank)}
+            command = [sys.executable, str(script), what]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            ranks.append(subprocess.Popen(command, env=environment, text=True, **pipes))
+        said = [rank.communicate(timeout=60) for rank in ranks[1:]]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert [rank.returncode for rank in ranks[1:]] == [3, 1], said
+    assert "rank 0" in said[0][0], said
+    assert "rank 0" in said[1][0] or "lost the launcher's store" in said[1][0], said  # it is no neighbour of rank 0
