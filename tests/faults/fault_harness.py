@@ -6,6 +6,8 @@ a rank a new group starts, and loads the newest complete checkpoint of the one b
 
     python tests/faults/fault_harness.py --faults 1000 --seed 1
 
+Pipelines under ``seq1f1b.launch``, and groups whose rank 0 holds the store, begin for one fault and end with it.
+
 Exits with 1 if anything was found.
 """
 
@@ -18,6 +20,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -35,12 +38,16 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import torch.distributed as dist
 from common import header
 from fault_ranks import LENGTHS, SLEEP, TIMEOUT, Fault, K, M, Outcome, P, Setup, serve
+from launched import KINDS as LAUNCHED
+from launched import MEETING, Launched
 from processes import PipedProcesses, context, shared_memory_names
 
 GRACE = 2.0  # seconds beyond the time-out in which a survivor hears of a fault
 DEADLINE = 25.0  # of one command: who has not answered then never will
 ATTEMPTS = 8  # steps in which ranks must have met again
 KILLING = ("kill", "exit")
+TOLD = ("bad call", "left well")  # after which nobody waits for a time-out
+HOLDER = ("holder stopped", "holder killed")  # rank 0, whose process holds the store
 LANES = [(kind, schedule) for kind in ("shm", "c10d") for schedule in ("seq1f1b", "seq-zb-h1")]
 # Kinds, with how often each is drawn: those that wait for a time-out cost seconds, those that kill a new group.
 PLACES: dict[str, tuple[float, tuple[str, ...]]] = {
@@ -49,6 +56,7 @@ PLACES: dict[str, tuple[float, tuple[str, ...]]] = {
     "hook raises": (4, ("step",)),
     "raises": (3, ("between", "save")),
     "bad call": (5, ("twice", "twice", "clip", "gather", "report", "verify")),
+    "left well": (4, ("step", "step", "eval")),
     "wrong shape": (4, ("step", "eval")),
     "wrong dtype": (3, ("step", "eval")),
     "evaluates": (2, ("step",)),
@@ -60,6 +68,7 @@ PLACES: dict[str, tuple[float, tuple[str, ...]]] = {
     "exit": (0.7, ("step", "step", "between", "eval", "make", "save")),
     "no descriptors": (2, ("make",)),
     "bad argument": (2, ("make",)),
+    "slow set-up": (1, ("make",)),
     "call fails": (6, ("step", "eval", "make", "make", "save")),
     "header corrupted": (4, ("step", "step", "eval")),
     "message forged": (3, ("step", "step", "eval")),
@@ -68,13 +77,19 @@ PLACES: dict[str, tuple[float, tuple[str, ...]]] = {
     "message late": (1, ("step", "eval")),
     "disk full": (2, ("save",)),
     "truncated checkpoint": (2, ("load",)),
+    "holder stopped": (0.7, ("make",)),
+    "holder killed": (0.7, ("make",)),
+    "launcher killed": (0.5, ("make", "step")),
+    "launcher terminated": (0.5, ("make", "step")),
+    "launcher interrupted": (0.5, ("make", "step")),
+    "grandchild": (0.7, ("make", "step", "step")),
 }
 ONLY_OVER_C10D = (
     "message lost",
     "message late",
 )  # in shared memory a message is a counter: only its sender can be late
 PLACE = r"\branks? \d|\bstages? \d|\[\d+\][FBIW]\d"  # what an error must name: a rank, or an edge or stage and its unit
-COLUMNS = ("hangs", "wrong", "leftovers", "errors", "checkpoints", "not recovered")
+COLUMNS = ("hangs", "wrong", "leftovers", "errors", "checkpoints", "not recovered", "aborts")
 
 
 def draw(rng: random.Random, schedule: str, kind: str) -> Fault:
@@ -90,11 +105,15 @@ def draw(rng: random.Random, schedule: str, kind: str) -> Fault:
         rank = rng.randrange(P - 1)
     elif kind == "loss raises":
         rank = P - 1
+    elif kind in HOLDER:
+        rank = 0
     unit = f"{rng.choice(passes)}{rng.randrange(M)}.{rng.randrange(K)}"
     if kind in ("header corrupted", "message forged", "message repeated"):  # in units after which a message comes
         backwards = place == "step" and rng.random() < 0.5
         rank = rng.randrange(P - 1) if backwards else rng.randrange(1, P)
         unit = f"{'I' if split else 'B'}0.{K - 1}" if backwards else "F0.0"
+    if kind == "left well":  # in the step's last unit
+        rank, unit = (P - 1, f"F{M - 1}.{K - 1}") if place == "eval" else (0, f"{'W' if split else 'B'}{M - 1}.0")
     if kind == "interrupt" and place in ("step", "eval") and rng.random() < 0.5:
         unit = "any"
     return Fault(kind, place, rank, unit, rng.randrange(len(LENGTHS)), rng.randrange(1 << 20))
@@ -176,9 +195,9 @@ class Hang(Exception):
 class Group:
     """Three processes, and what they say. After a fault that kills one of them the others are told to end."""
 
-    def __init__(self, lane: tuple[str, str], port: int, run: str, folder: Path) -> None:
+    def __init__(self, lane: tuple[str, str], port: int, run: str, folder: Path, is_held: bool = False) -> None:
         self.folder = folder
-        setup = Setup(port, run, lane[0], lane[1], str(folder))
+        setup = Setup(port, run, lane[0], lane[1], str(folder), is_held)
         self.ranks = PipedProcesses(P, serve, setup)
         self.alive = set(range(P))
         self.trapped_at: float | None = None
@@ -194,6 +213,8 @@ class Group:
         for rank in self.alive:
             with contextlib.suppress(BrokenPipeError):  # it has died: that is seen below
                 self.ranks.pipes[rank].send((command, fault, argument))
+        if fault is not None and fault.kind in HOLDER:  # it answers to nothing from here on
+            self.alive.discard(fault.rank)
         return self.collect(set(self.alive), fault)
 
     def collect(self, missing: set[int], fault: Fault | None = None) -> dict[int, Outcome]:
@@ -237,8 +258,8 @@ class Group:
         time.sleep(0.5)
         return "\n".join(f"rank {rank}:\n{(self.folder / f'stacks-{rank}.txt').read_text()}" for rank in self.alive)
 
-    def end(self) -> list[int]:
-        """Returns the ranks that did not end by themselves, and ends them."""
+    def end(self) -> tuple[list[int], dict[int, int]]:
+        """Ends all. Returns the ranks that did not end by themselves, and the exit codes of those that were alive."""
         for rank in self.alive:
             with contextlib.suppress(BrokenPipeError):
                 self.ranks.pipes[rank].send(("quit", None, None))
@@ -251,7 +272,7 @@ class Group:
                 process.kill()
                 process.join()
             self.ranks.pipes[rank].close()
-        return left
+        return left, {rank: self.ranks.processes[rank].exitcode for rank in self.alive if rank not in left}
 
     def kill(self) -> None:
         for process, pipe in zip(self.ranks.processes, self.ranks.pipes, strict=True):
@@ -287,10 +308,16 @@ class Lane:
                 break
             row, began = self.found.row(fault.kind, self.lane[0]), time.monotonic()
             try:
-                if self.group is None:
-                    self.start()
-                self.fault = fault
-                self.inject(fault)
+                if fault.kind in LAUNCHED:
+                    self.fault = fault
+                    self.launch(fault)
+                elif fault.kind in HOLDER:
+                    self.hold(fault)
+                else:
+                    if self.group is None:
+                        self.start()
+                    self.fault = fault
+                    self.inject(fault)
             except Hang as hang:
                 self.defect("hangs", f"{hang}\n{self.group.stacks() if self.group else ''}")
                 self.drop()
@@ -340,9 +367,11 @@ class Lane:
         assert self.group is not None
         self.group.tell("close")
         self.compare("after close", self.counts(), self.bare)
-        left = self.group.end()
+        left, codes = self.group.end()
         if left:
             self.defect("leftovers", f"the processes of ranks {left} do not end")
+        if any(codes.values()):
+            self.defect("aborts", f"exit codes {codes}")
         self.group = None
 
     def counts(self) -> dict[int, dict[str, Any]]:
@@ -372,7 +401,7 @@ class Lane:
             if not any(outcome.error for outcome in outcomes.values()):
                 return
             if self.fault is not None and command in ("step", "eval", "make"):
-                self.judge_errors(outcomes, set())
+                self.judge_errors(outcomes, set(), allowed=0.0 if self.fault.kind in TOLD else TIMEOUT)
         raise AssertionError(f"{command} fails {ATTEMPTS} times: {outcomes}")
 
     def save(self) -> None:
@@ -453,6 +482,45 @@ class Lane:
             self.defect("checkpoints", f"{torn.name} of {newest.name} is cut in half, and nobody sees it")
         shutil.rmtree(newest)
 
+    def hold(self, fault: Fault) -> None:
+        """In a group of its own, the rank that holds the store is stopped, or killed, while all make an engine."""
+        if self.group is not None:
+            self.leave()
+        self.fault, self.groups = fault, self.groups + 1
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.group = Group(self.lane, port, f"{self.lane} {self.groups}", self.folder, is_held=True)
+        bare = self.counts()
+        outcomes = self.group.tell("make", fault)
+        for rank, outcome in outcomes.items():
+            if not outcome.error:
+                self.defect("wrong", f"rank {rank} has an engine without rank {fault.rank}")
+        self.judge_errors(outcomes, set(), allowed=2 * TIMEOUT)  # all come, and then a part of set-up
+        self.group.ranks.processes[fault.rank].kill()
+        self.group.ranks.processes[fault.rank].join()
+        time.sleep(0.3)  # what waited for an answer of the store hears that it is gone
+        self.bare = bare
+        self.leave()
+
+    def launch(self, fault: Fault) -> None:
+        """A pipeline under ``seq1f1b.launch`` loses the process that launched it, or a rank with a child of its own."""
+        folder = self.folder / f"launched-{self.saves}"
+        self.saves += 1
+        run = Launched(folder, self.lane, fault.kind, fault.place, fault.rank, forks=fault.choice % 4 > 0)
+        wrong, heard = run.run(fault.choice % 1000 * 3e-4)
+        for text in wrong:
+            column = "aborts" if "aborts" in text else "hangs" if "has not ended" in text else "leftovers"
+            self.defect(column, text)
+        outcomes = {
+            rank: Outcome(began=each.struck, ended=each.at, error=each.error, named=each.named)
+            for rank, each in heard.items()
+            if "PipelineError" in each.error
+        }
+        if fault.kind == "grandchild" and len(heard) < P - 1:
+            self.defect("errors", f"only ranks {sorted(heard)} have heard of the death")
+        self.judge_errors(outcomes, set(), allowed=TIMEOUT + MEETING * (fault.place == "make"))
+
     # -- judgement
 
     def judge_values(self, outcomes: dict[int, Outcome]) -> None:
@@ -461,15 +529,21 @@ class Lane:
         if wrong and len(outcomes) == P and not any(outcome.error for outcome in outcomes.values()):
             self.defect("wrong", f"{wrong}")
 
-    def judge_errors(self, outcomes: dict[int, Outcome], faulty: set[int], trapped_at: float | None = None) -> None:
-        """Errors of survivors name a rank, and come in time."""
-        began = max(outcome.began for outcome in outcomes.values())
+    def judge_errors(
+        self,
+        outcomes: dict[int, Outcome],
+        faulty: set[int],
+        trapped_at: float | None = None,
+        allowed: float = TIMEOUT,
+    ) -> None:
+        """Errors of survivors name a rank, and come in time: within the time-outs that are allowed, and a while."""
+        began = max((outcome.began for outcome in outcomes.values()), default=0.0)
         for rank, outcome in outcomes.items():
             if not outcome.error or rank in faulty:
                 continue
             if outcome.named is None and not re.search(PLACE, outcome.error):
                 self.defect("errors", f"rank {rank} is told of no rank: {outcome.error}")
-            late = outcome.ended - max(began, trapped_at or 0.0) - TIMEOUT - GRACE
+            late = outcome.ended - max(began, trapped_at or 0.0) - allowed - GRACE
             if late > 0:
                 self.defect("errors", f"rank {rank} hears it {late:.1f} s too late: {outcome.error}")
 

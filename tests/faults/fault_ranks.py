@@ -34,6 +34,7 @@ from torch import Tensor, nn
 import seq1f1b
 from seq1f1b import Limits, PipelineEngine
 from seq1f1b.runtime.deferred import Deferred
+from seq1f1b.transport import descriptors
 
 P, M, K = 3, 3, 2
 CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=4)
@@ -43,6 +44,7 @@ SLEEP = TIMEOUT + 1.0  # of a rank that sleeps or is stopped
 # Calls that failing_calls.c can make fail, with their numbers there, and the errors that they may give.
 CALLS = {"mmap": 1, "memfd_create": 2, "socket": 4, "pthread_create": 8, "open": 16, "write": 32}
 ERRORS = {"mmap": "ENOMEM", "memfd_create": "EMFILE", "socket": "EMFILE", "pthread_create": "EAGAIN"}
+MEMORY = descriptors.memory
 CALLS_OF = {
     "make": ("mmap", "memfd_create", "socket", "pthread_create", "open"),
     "step": ("mmap", "open"),
@@ -97,11 +99,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Setup:
+    """Of a group.
+
+    Attributes:
+        port: of the store of the process group; its holder is the harness, or rank 0 if ``is_held``.
+    """
+
     port: int
     run: str
     transport: str
     schedule: str
     folder: str
+    is_held: bool = False
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
@@ -207,6 +216,7 @@ class Rank:
             "header corrupted",
             "message forged",
             "message repeated",
+            "slow set-up",
         )
 
     # -- faults
@@ -214,16 +224,18 @@ class Rank:
     def strike(self, fault: Fault) -> None:
         """Tells the harness, and does it."""
         self.pipe.send(("trap", time.monotonic()))
-        if fault.kind in ("module raises", "loss raises", "hook raises", "raises", "bad call"):
+        if fault.kind == "left well":
+            time.sleep(0.2)  # so long the others have nothing left to do in this step
+        if fault.kind in ("module raises", "loss raises", "hook raises", "raises", "bad call", "left well"):
             raise ValueError("injected")
         if fault.kind == "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.5)  # the interrupt ends it
-        elif fault.kind == "stop":
+        elif fault.kind in ("stop", "holder stopped"):
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault.kind == "sleep":
             time.sleep(SLEEP)
-        elif fault.kind == "kill":
+        elif fault.kind in ("kill", "holder killed"):
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.kind == "exit":
             os._exit(3)
@@ -273,6 +285,20 @@ class Rank:
         ctypes.CDLL(None).failing_calls_arm(
             ctypes.c_int(CALLS[call]), ctypes.c_long(fault.choice // 7 % 6), ctypes.c_int(getattr(errno, error))
         )
+
+    def slow_down(self, fault: Fault) -> None:
+        """One of the next memories that this rank makes for the pipeline takes long, as on a machine that swaps."""
+        left = [fault.choice % 5]
+
+        def memory(size: int) -> descriptors.Descriptor:
+            left[0] -= 1
+            if left[0] == -1:
+                self.pipe.send(("trap", time.monotonic()))
+                time.sleep(TIMEOUT * (0.6 + fault.choice % 7 * 0.2))
+                self._struck = True
+            return MEMORY(size)
+
+        descriptors.memory = memory
 
     def strike_soon(self, fault: Fault) -> None:
         """Strikes from another thread a few milliseconds later, whatever this rank does then."""
@@ -327,16 +353,19 @@ class Rank:
             lowest = os.open("/dev/null", os.O_RDONLY)
             os.close(lowest)
             resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + mine.choice % 7, limits[1]))
-        elif mine is not None and mine.kind == "sleep":
+        elif mine is not None and (mine.kind == "sleep" or (mine.kind.startswith("holder") and mine.choice % 2)):
             self.strike(mine)
         elif mine is not None and mine.kind == "call fails":
             self.make_a_call_fail(mine)
+        elif mine is not None and mine.kind == "slow set-up":
+            self.slow_down(mine)
         elif mine is not None:
             self.strike_soon(mine)
         try:
             self.engine = PipelineEngine(self.stage, num_segments=K, loss_fn=self.loss, **options)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            descriptors.memory = MEMORY
         self._trap_weights(self.engine)
         # Made here: a rank that fails between a collective of the engine and one of torch would leave the others alone.
         self.optimizer = torch.optim.SGD(self.engine.parameters(), lr=0.0, momentum=0.9)
@@ -525,7 +554,9 @@ def serve(rank: int, pipe: Connection, setup: Setup) -> None:
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.CRITICAL)  # of checkpoints that are torn
     here = Rank(rank, pipe, setup)
     signal.signal(signal.SIGINT, here.interrupt)
-    store = dist.PrefixStore(setup.run, dist.TCPStore("127.0.0.1", setup.port))
+    is_master = setup.is_held and rank == 0
+    held = dist.TCPStore("127.0.0.1", setup.port, is_master=is_master, wait_for_workers=False)
+    store = dist.PrefixStore(setup.run, held)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=P)
     pipe.send(("done", Outcome(time.monotonic(), time.monotonic())))
     while True:

@@ -1,4 +1,4 @@
-"""Does the pipeline survive random faults? A fixed slice of them; 1,000 with `pytest -m faults`."""
+"""Does the pipeline survive random faults? A fixed slice of them; 300 with `pytest -m faults`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HARNESS = Path(__file__).with_name("fault_harness.py")
 
 
 @pytest.mark.parametrize(
-    "count", [15, pytest.param(1000, marks=[pytest.mark.faults, pytest.mark.timeout(3600)])]
+    "count", [15, pytest.param(300, marks=[pytest.mark.faults, pytest.mark.timeout(3600)])]
 )  # fmt: skip
 def test_faults(tmp_path: Path, count: int) -> None:
     results = tmp_path / "faults.txt"
@@ -23,5 +23,5 @@ def test_faults(tmp_path: Path, count: int) -> None:
     assert f"{count} of {count} faults" in text and f"tests/faults/fault_harness.py --faults {count} --seed 3" in text
     (total,) = [line.split() for line in text.splitlines() if line.startswith("all ")]
     assert int(total[1]) == count and int(total[2]) < count / 4, total
-    assert set(total[3:9]) == {"0"}
+    assert set(total[3:10]) == {"0"}
     print(text)
