@@ -1,5 +1,7 @@
-/* group.c - progress, failure and small collectives in one block of memory; waiting. */
+/* group.c - progress and failure in one block of memory; waiting. Collectives are in gather.c. */
 #include "group.h"
+
+#include "group_block.h"
 
 #include <errno.h>
 #include <limits.h>
@@ -13,63 +15,10 @@
 #include <unistd.h>
 
 enum {
-    CACHE_LINE = 64,
-    WHAT_WORDS = S1F_WHAT_BYTES / 8,
     SLICE_NS = 20 * 1000 * 1000,      /* a sleeping waiter looks around this often */
     INTERRUPT_NS = 100 * 1000 * 1000, /* and asks for signals this often: that takes the GIL */
     POLL_NS = 50 * 1000,              /* between two questions whether it is done */
     SPINS_PER_CLOCK = 32
-};
-
-typedef struct { /* what a rank does; one cache line, written by that rank (or its watcher's copy), read by all */
-    _Atomic uint32_t version;    /* odd while it is written */
-    _Atomic int32_t waiting_for; /* rank + 1; 0: nobody */
-    _Atomic int64_t time_ns;     /* 0: never reported */
-    _Atomic uint64_t what[WHAT_WORDS];
-} progress_row;
-
-_Static_assert(sizeof(progress_row) == CACHE_LINE, "a row is one cache line");
-
-typedef struct {                                    /* to one round of a gather */
-    _Alignas(CACHE_LINE) _Atomic uint64_t position; /* (epoch, round + 1); 0: being written */
-    int32_t bytes;
-    char data[S1F_GATHER_BYTES];
-} contribution;
-
-/* What a rank gives to gathers. It has two buffers for rounds: a rank that writes round g + 2 has seen every rank's
- * g + 1, so all have read round g. A rank may leave an epoch's last rounds behind, fail in the next step and meet in
- * the next epoch while another one still reads them: so there are two more for that, which epochs use by turns. */
-typedef struct {
-    _Alignas(CACHE_LINE) s1f_signal given; /* (epoch, round + 1) */
-    _Atomic int64_t begun;                 /* the last step that it began */
-    s1f_signal finished;                   /* the last step that it finished */
-    _Atomic int64_t passed;                /* the last step in which nobody can meet this rank */
-    s1f_failure failure;                   /* by which it left a step: of its `step`, 0: none */
-    contribution buffers[2][2];            /* by epoch and by round */
-} mailbox;
-
-enum { FAILURE_NONE = 0, FAILURE_BEING_WRITTEN, FAILURE_STANDS };
-
-typedef struct {
-    _Atomic uint32_t failed;
-    _Atomic int32_t lost; /* rank + 1 that died: never forgotten */
-    s1f_failure failure;
-    _Atomic int64_t step; /* the first that ends; 0: none */
-} failure_block;
-
-enum { FAILURE_BLOCK_BYTES = (sizeof(failure_block) + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE };
-
-struct s1f_group {
-    failure_block *failure;
-    progress_row *rows;
-    mailbox *mailboxes;
-    int32_t num_ranks, rank;
-    int64_t step, timeout_ns, spin_ns;
-    uint32_t epoch;       /* of this rank's last gather */
-    int32_t buffer;       /* that this epoch uses */
-    _Atomic int64_t turn; /* the step that this rank is in, or enters next: a failure of it, or before it, ends it */
-    s1f_status (*interrupted)(void *context);
-    void *context;
 };
 
 int64_t s1f_now_ns(void)
@@ -300,7 +249,7 @@ s1f_status s1f_group_check(const s1f_group *group)
 
 /* -- steps that a rank has left ---------------------------------------------------------------------------------- */
 
-static void pass(s1f_group *group, int64_t step)
+void s1f_group_pass(s1f_group *group, int64_t step)
 {
     _Atomic int64_t *passed = &group->mailboxes[group->rank].passed;
     if (atomic_load(passed) < step)
@@ -312,7 +261,7 @@ void s1f_group_leave(s1f_group *group, int64_t step, const s1f_failure *failure)
     s1f_failure *own = &group->mailboxes[group->rank].failure;
     *own = *failure;
     own->step = step;
-    pass(group, step); /* before the look at what stands: see clear */
+    s1f_group_pass(group, step); /* before the look at what stands: see clear */
     s1f_group_fail_with(group, own);
 }
 
@@ -567,92 +516,4 @@ s1f_status s1f_group_poll(s1f_group *group, int (*is_done)(void *context), void 
 {
     awaited what = {.is_done = is_done, .context = context};
     return wait_until(group, &what, reason);
-}
-
-/* -- small collectives ------------------------------------------------------------------------------------------- */
-
-static uint64_t position_in(uint32_t epoch, uint32_t round)
-{
-    return ((uint64_t)epoch << 32) + round + 1;
-}
-
-static void give(s1f_group *group, uint32_t epoch, uint32_t round, const void *data, int32_t bytes)
-{
-    contribution *own = &group->mailboxes[group->rank].buffers[group->buffer][round % 2];
-    uint64_t position = position_in(epoch, round);
-    atomic_store_explicit(&own->position, 0, memory_order_relaxed);
-    atomic_thread_fence(memory_order_release);
-    own->bytes = bytes;
-    memcpy(own->data, data, (size_t)bytes);
-    atomic_store_explicit(&own->position, position, memory_order_release);
-    s1f_signal_raise(&group->mailboxes[group->rank].given, position);
-}
-
-/* Copies what a rank gave to this round. *is_there becomes 0 if it gave nothing, or writes over it already. */
-static s1f_status take(s1f_group *group, int32_t rank, uint64_t position, uint32_t round, char *out, int32_t *out_bytes,
-                       int *is_there)
-{
-    const contribution *theirs = &group->mailboxes[rank].buffers[0][round % 2];
-    out_bytes[rank] = 0;
-    if (atomic_load_explicit(&theirs->position, memory_order_acquire) != position)
-        theirs = &group->mailboxes[rank].buffers[1][round % 2];
-    *is_there = atomic_load_explicit(&theirs->position, memory_order_acquire) == position;
-    if (!*is_there)
-        return S1F_OK;
-    int32_t bytes = theirs->bytes;
-    int is_sound = bytes >= 0 && bytes <= S1F_GATHER_BYTES;
-    if (is_sound)
-        memcpy(out + (size_t)rank * S1F_GATHER_BYTES, theirs->data, (size_t)bytes);
-    atomic_thread_fence(memory_order_acquire);
-    *is_there = atomic_load_explicit(&theirs->position, memory_order_relaxed) == position;
-    if (!*is_there)
-        return S1F_OK;
-    if (!is_sound)
-        return s1f_fail(S1F_ERR_STATE, "rank %d gave %d bytes to a gather", (int)rank, (int)bytes);
-    out_bytes[rank] = bytes;
-    return S1F_OK;
-}
-
-/* What a rank is told that waited to meet one that will not come, or that is gone from where it waited. */
-static s1f_status find_why(s1f_group *group, int32_t rank, int32_t recovering)
-{
-    s1f_failure failure;
-    if (!recovering)
-        return s1f_group_check(group);
-    if (s1f_group_passed(group, group->turn, &failure))
-        return s1f_fail(S1F_ERR_PEER, "rank %d ended the step: %s", (int)failure.rank, failure.text);
-    return s1f_fail(S1F_ERR_PEER, "rank %d did not meet the others", (int)rank);
-}
-
-s1f_status s1f_group_gather(s1f_group *group, uint32_t epoch, uint32_t round, int32_t recovering, const void *data,
-                            int32_t bytes, const int *hangup_fds, char *out, int32_t *out_bytes)
-{
-    if (bytes < 0 || bytes > S1F_GATHER_BYTES)
-        return s1f_fail(S1F_ERR_ARG, "a gather takes 0 to %d bytes of a rank, not %d", (int)S1F_GATHER_BYTES,
-                        (int)bytes);
-    if (epoch != group->epoch)
-        group->buffer = !group->buffer;
-    group->epoch = epoch;
-    if (recovering)
-        pass(group, (int64_t)epoch - 1);
-    give(group, epoch, round, data, bytes);
-    for (int32_t rank = 0; rank < group->num_ranks; rank++) {
-        uint64_t position = position_in(epoch, round);
-        s1f_wait_reason reason = {.peer_rank = rank,
-                                  .recovering = recovering,
-                                  .meets = 1,
-                                  .hangup_fd = hangup_fds == NULL ? -1 : hangup_fds[rank],
-                                  .purpose = "waiting for",
-                                  .edge = "all ranks to meet",
-                                  .sequence = -1};
-        int is_there = 0;
-        s1f_status status = s1f_group_wait(group, &group->mailboxes[rank].given, position, &reason);
-        if (status == S1F_OK)
-            status = take(group, rank, position, round, out, out_bytes, &is_there);
-        if (status == S1F_OK && !is_there) /* it has left for a later epoch */
-            status = find_why(group, rank, recovering);
-        if (status != S1F_OK)
-            return status;
-    }
-    return S1F_OK;
 }
