@@ -40,6 +40,7 @@ from common import header
 from fault_ranks import LENGTHS, SLEEP, TIMEOUT, Fault, K, M, Outcome, P, Setup, serve
 from launched import KINDS as LAUNCHED
 from launched import MEETING, Launched
+from launched import TIMEOUT as LAUNCHED_TIMEOUT
 from processes import PipedProcesses, context, shared_memory_names
 
 GRACE = 2.0  # seconds beyond the time-out in which a survivor hears of a fault
@@ -519,7 +520,7 @@ class Lane:
         }
         if fault.kind == "grandchild" and len(heard) < P - 1:
             self.defect("errors", f"only ranks {sorted(heard)} have heard of the death")
-        self.judge_errors(outcomes, set(), allowed=TIMEOUT + MEETING * (fault.place == "make"))
+        self.judge_errors(outcomes, set(), allowed=LAUNCHED_TIMEOUT + MEETING * (fault.place == "make"))
 
     # -- judgement
 

@@ -7,6 +7,7 @@ runs one; the harness starts it, strikes, and reads what the ranks have left in 
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -19,15 +20,15 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 
-RANKS, TIMEOUT = 3, 1.5
+RANKS, TIMEOUT = 3, 5.0  # longer than in a group that has begun: here four interpreters do
 SIGNALS = {
     "launcher killed": signal.SIGKILL,
     "launcher terminated": signal.SIGTERM,
     "launcher interrupted": signal.SIGINT,
 }
 KINDS = (*SIGNALS, "grandchild")
-MEETING = 5.0  # seconds that ranks have to come to the engine's construction
-STARTS = 60.0  # seconds in which all ranks begin, on a busy machine
+MEETING = 8.0  # seconds that ranks have to come to the engine's construction
+STARTS = 120.0  # seconds in which all ranks begin, on a busy machine; stacks are written shortly before
 ENDS = 15.0  # seconds in which the launching process ends after a fault: launch gives ranks ten of them
 
 
@@ -49,6 +50,8 @@ def train(folder: str, transport: str, schedule: str, kind: str, place: str, fau
     from seq1f1b import Limits, PipelineEngine
 
     rank = dist.get_rank()
+    faulthandler.cancel_dump_traceback_later()  # of the launching process, in a fork of it
+    faulthandler.dump_traceback_later(STARTS - 10.0, file=(Path(folder) / f"stacks-{rank}").open("w"))
     say(folder, f"pid-{rank}", os.getpid())
     strikes = kind == "grandchild" and rank == faulty
     try:
@@ -121,7 +124,7 @@ class Launched:
         """Strikes. Returns what is wrong, and what the ranks have heard that lived on."""
         try:
             if not self._has_begun():
-                return [f"the ranks do not begin: {self._stderr()}"], {}
+                return [f"the ranks do not begin: {self._stderr()}{self._stacks()}"], {}
             struck = time.monotonic()
             if self.kind in SIGNALS:
                 time.sleep(delay_s)
@@ -170,6 +173,9 @@ class Launched:
         files = {rank: self.folder / f"heard-{rank}" for rank in range(RANKS)}
         return {rank: Heard(struck, *json.loads(file.read_text())) for rank, file in files.items() if file.exists()}
 
+    def _stacks(self) -> str:
+        return "\n".join(f"{path.name}: {path.read_text()}" for path in sorted(self.folder.glob("stacks-*")))
+
     def _stderr(self) -> str:
         return (self.folder / "stderr").read_text()[-2000:]
 
@@ -178,6 +184,7 @@ def main() -> None:
     import seq1f1b
 
     folder, transport, schedule, kind, place, rank = sys.argv[1:]
+    faulthandler.dump_traceback_later(STARTS - 10.0, file=(Path(folder) / "stacks-launcher").open("w"))
     seq1f1b.launch(train, RANKS, folder, transport, schedule, kind, place, int(rank))
 
 
