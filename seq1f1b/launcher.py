@@ -31,6 +31,7 @@ __all__ = ["launch"]
 
 _GRACE_S = 10.0  # for ranks to end by themselves, once one has failed or all were told to
 _LOOK_S = 0.05  # between two looks at who has ended
+_ALL = "all"  # the file that is there once all ranks have been started
 _UNGUARDED = 97  # exit code of a process that met launch while it imported the script
 _SET_PDEATHSIG = 1  # of prctl, in linux/prctl.h
 
@@ -84,6 +85,7 @@ def launch(fn: Callable[..., Any], num_ranks: int, *arguments: Any, backend: str
             variables = _variables(num_ranks, store.port)
             for rank in range(num_ranks):
                 ranks.start(rank, call, _Place(rank, variables, folder, backend, threads, os.getpid()))
+            open(f"{folder}/{_ALL}", "wb").close()
             return _results(ranks, folder)
         except KeyboardInterrupt:
             ranks.signal(signal.SIGINT)
@@ -351,6 +353,9 @@ def _run(call: Any, place: _Place, out: Connection, err: Connection) -> None:
     os.setsid()  # Ctrl-C in a terminal reaches the launching process alone, which passes it on once
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked rank has the launching process's handlers
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A rank that is forked while the store's thread answers another one has locks of that thread, held for ever.
+    while not os.path.exists(f"{place.folder}/{_ALL}"):
+        time.sleep(1e-3)
     _print_into(out, err)
     os.environ |= place.variables
     os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), f"{place.rank}")
