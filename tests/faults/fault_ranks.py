@@ -99,7 +99,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Setup:
-    """Of a group.
+    """What the ranks of a group are told as they begin.
 
     Attributes:
         port: of the store of the process group; its holder is the harness, or rank 0 if ``is_held``.

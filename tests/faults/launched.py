@@ -50,7 +50,6 @@ def train(folder: str, transport: str, schedule: str, kind: str, place: str, fau
     from seq1f1b import Limits, PipelineEngine
 
     rank = dist.get_rank()
-    faulthandler.cancel_dump_traceback_later()  # of the launching process, in a fork of it
     faulthandler.dump_traceback_later(STARTS - 10.0, file=(Path(folder) / f"stacks-{rank}").open("w"))
     say(folder, f"pid-{rank}", os.getpid())
     strikes = kind == "grandchild" and rank == faulty
@@ -184,7 +183,6 @@ def main() -> None:
     import seq1f1b
 
     folder, transport, schedule, kind, place, rank = sys.argv[1:]
-    faulthandler.dump_traceback_later(STARTS - 10.0, file=(Path(folder) / "stacks-launcher").open("w"))
     seq1f1b.launch(train, RANKS, folder, transport, schedule, kind, place, int(rank))
 
 
