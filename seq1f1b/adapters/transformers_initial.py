@@ -85,7 +85,7 @@ def _fill(model: Any, made: list[Tensor]) -> list[Tensor]:
     filled = {id(tensor) for tensor in made}
     before = [tensor._version for tensor in made]
     kept = [tensor for tensor in _tensors(model) if id(tensor) not in filled]
-    with one_at_a_time, _marked(model, kept):
+    with one_at_a_time, _marked(model, kept), torch.device("cpu"):  # a caller's may be meta
         model.initialize_weights()
     return [tensor for tensor, version in zip(made, before, strict=True) if tensor._version == version]
 
