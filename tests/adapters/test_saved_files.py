@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
+peft = pytest.importorskip("peft", reason="needs peft")
 
 import seq1f1b  # noqa: E402
 from seq1f1b.adapters.trainer_state import load_optimizer, save_optimizer, save_randomness  # noqa: E402
