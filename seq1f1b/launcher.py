@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import pickle
@@ -93,6 +94,7 @@ def launch(fn: Callable[..., Any], num_ranks: int, *arguments: Any, backend: str
             raise
         finally:
             ranks.end()
+            del store  # here: an error that is raised keeps this frame, and with it what it holds
 
 
 def _is_imported_by_a_rank() -> bool:
@@ -347,6 +349,8 @@ class _Said(NamedTuple):
 
 def _run(call: Any, place: _Place, out: Connection, err: Connection) -> None:
     """Runs one rank."""
+    if not isinstance(call, bytes):  # forked: what is garbage in the launching process is not this one's to end, as a
+        gc.freeze()  # store, whose end waits for a thread that is not here
     ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != place.launcher:  # it ended before
         os._exit(1)

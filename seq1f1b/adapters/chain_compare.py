@@ -379,7 +379,7 @@ def _digest(gradient: Tensor) -> Tensor:
     values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
     if values.numel() <= _BLOCK:
         return values.to("cpu", torch.float64)
-    weights = torch.randn(_BLOCK, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
+    weights = torch.randn(_BLOCK, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float64, device="cpu")
     weights = weights.to(values.device)
     whole = values.numel() // _BLOCK * _BLOCK
     rows = [part.to(torch.float64) @ weights for part in torch.split(values[:whole].view(-1, _BLOCK), _BLOCK)]

@@ -43,7 +43,8 @@ class Looking(Feature):
         if self._is_off or not arguments.is_new or several is None:
             return None
         has_values = not self._shares_tokens and not any(isinstance(p, Fsdp) for p in stage.wrappers)
-        has_values &= not any(hasattr(p, "to_local") for module in stage.modules for p in module.parameters())
+        parameters = [p for module in stage.modules for p in module.parameters()]
+        has_values &= not any(hasattr(p, "to_local") or p.is_meta for p in parameters)
         return FirstLook(self, step, sum(map(len, arguments.rows[:several])) + 1, has_values)
 
 

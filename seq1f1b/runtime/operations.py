@@ -8,6 +8,7 @@ nothing is told. A module that calls ``carry_in`` or ``carry_out`` is believed t
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,8 @@ from seq1f1b.runtime.findings import ATTENTION, MIXING, POSITIONS, RANDOMNESS, S
 from seq1f1b.runtime.model_state import uncompiled
 
 __all__: list[str] = []
+
+_STAGE = os.path.join(os.path.dirname(__file__), "stage.py")  # whose code calls the stage's modules
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,8 @@ class Operations(TorchFunctionMode):
         """Ids of the modules whose code is running, from the innermost."""
         found: dict[int, None] = {}
         frame = sys._getframe(1)
-        while frame is not None:
+        # Up to the engine, and no further: a frame whose locals are read keeps those that its code deletes later.
+        while frame is not None and frame.f_code.co_filename != _STAGE:
             owner = id(frame.f_locals.get("self"))
             if owner in self._modules:
                 found[owner] = None

@@ -84,11 +84,22 @@ def take_samples(
         rows = given[0].shape[places[0][0]] if places[0] is not None and places[0][0] >= 0 else 0
         places += [_place(t, dim, length, rows) for t in given[1:]] + [_place(t, seq_dim, length, rows) for t in named]
         if rows and all(p is not None or length not in t.shape for t, p in zip([*given, *named], places, strict=True)):
-            structure = mapped((inputs, dict(kwargs)), Tensor.detach)
+            structure = _structure((inputs, dict(kwargs)), places)
             pairs = zip([*given, *named], places, strict=True)
             tokens = [_taken(t, p, chosen, i == 0) for i, (t, p) in enumerate(pairs)]
             samples.append(Sample(structure, tokens, [p or (-1, -1) for p in places], chosen))
     return samples
+
+
+def _structure(values: Any, places: Sequence[Any]) -> Any:
+    """The arguments without what they hold of the unit's memory, which others use again."""
+    remaining = iter(places)
+
+    def copied(tensor: Tensor) -> Tensor:
+        has_tokens = next(remaining) is not None
+        return tensor.new_empty(0) if has_tokens else tensor.detach().clone()
+
+    return mapped(values, copied)
 
 
 def _place(tensor: Tensor, dim: int, length: int, rows: int | None) -> tuple[int, int] | None:
