@@ -161,9 +161,8 @@ def test_other_errors_of_a_later_stage_have_no_such_hint():
         assert "[1]F0.0" in text and "whole model" not in text
 
 
-def test_a_token_that_the_embedding_lacks_is_told_with_its_rows():
-    tokens = TOKENS.clone()
-    tokens[3, 12] = CONFIG.vocab + 5
+def told_by_a_step(tokens: Tensor, target: Tensor) -> list[str]:
+    """What each of two ranks is told where a step fails."""
 
     def run(group: Any) -> str:
         engine = PipelineEngine(
@@ -171,10 +170,16 @@ def test_a_token_that_the_embedding_lacks_is_told_with_its_rows():
             num_microbatches=2, num_segments=2, loss_fn=cross_entropy, group=group,
         )  # fmt: skip
         with pytest.raises((IndexError, seq1f1b.PipelineError)) as caught:
-            engine.step(tokens, target=seq1f1b.shift_labels(TOKENS))
+            engine.step(tokens, target=target)
         return str(caught.value)
 
-    for text in run_ranks(2, run):
+    return run_ranks(2, run)
+
+
+def test_a_token_that_the_embedding_lacks_is_told_with_its_rows():
+    tokens = TOKENS.clone()
+    tokens[3, 12] = CONFIG.vocab + 5
+    for text in told_by_a_step(tokens, seq1f1b.shift_labels(TOKENS)):
         assert (
             "[0]F1.1" in text and f"no row of its embedding: in stage 0, embedding has {CONFIG.vocab} rows" in text
         ), text
@@ -183,17 +188,7 @@ def test_a_token_that_the_embedding_lacks_is_told_with_its_rows():
 def test_a_target_that_the_loss_lacks_is_told_with_its_rule():
     target = seq1f1b.shift_labels(TOKENS)
     target[3, 12] = CONFIG.vocab + 5
-
-    def run(group: Any) -> str:
-        engine = PipelineEngine(
-            stage_of(whole_model(CONFIG), CONFIG, group.rank, 2),
-            num_microbatches=2, num_segments=2, loss_fn=cross_entropy, group=group,
-        )  # fmt: skip
-        with pytest.raises((IndexError, seq1f1b.PipelineError)) as caught:
-            engine.step(TOKENS, target=target)
-        return str(caught.value)
-
-    for text in run_ranks(2, run):
+    for text in told_by_a_step(TOKENS, target):
         assert "[1]F1.1" in text and "A target of this segment is no class of the loss" in text, text
 
 
