@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import dis
+import gc
 import linecache
 import os
 import random
@@ -255,6 +256,8 @@ class Watch:
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Calls what traces."""
+        collects = gc.isenabled()
+        gc.disable()  # a collection runs callbacks and finalizers of others above whatever forward calls
         state, self._start = RandomState(torch.device("cpu")), _ambient(self._modes)
         self._random_states = self._generators()
         before = sys.getprofile()
@@ -271,6 +274,8 @@ class Watch:
                 self.refuse(_MOVED)
             state.restore()
             self._restore()
+            if collects:
+                gc.enable()
 
     def check(self) -> None:
         """After :meth:`run`: raises for what it saw in passing."""

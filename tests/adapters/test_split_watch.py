@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import gc
 import random
 import time
 import types
@@ -359,6 +360,25 @@ def test_what_a_trace_does_not_record(name: str) -> None:
     assert (random.getstate(), np.random.get_state()[1].tolist()) == (generators[0], generators[2])
     assert torch.equal(torch.get_rng_state(), generators[1])
     assert torch.get_default_dtype() == torch.float32 and not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_collection_of_garbage_is_not_the_models() -> None:
+    """Callbacks and finalizers run above whatever allocates: what they read and draw is not of forward."""
+
+    def callback(phase: str, info: dict[str, int]) -> None:
+        called.append((phase, time.perf_counter(), random.random()))
+
+    called: list[tuple[str, float, float]] = []
+    threshold = gc.get_threshold()
+    gc.callbacks.append(callback)
+    gc.set_threshold(1)
+    try:
+        stages = seq1f1b.split(Model(), 2)
+        assert called and gc.isenabled()
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(callback)
+    assert len(stages) == 2
 
 
 # -- modules that the trace enters -------------------------------------------------------------------------------------
