@@ -83,13 +83,13 @@ def test_one_segment_is_exactly_1f1b() -> None:
         )
 
 
-@pytest.mark.parametrize("name", schedules())
 @pytest.mark.parametrize("count", ["num_ranks", "num_microbatches", "num_segments", "stages_per_rank"])
 @pytest.mark.parametrize("value", [0, -1])
-def test_counts_below_one(name: str, count: str, value: int) -> None:
+def test_counts_below_one(count: str, value: int) -> None:
     counts = {"num_ranks": 2, "num_microbatches": 2, "num_segments": 2, "stages_per_rank": 1, count: value}
-    with pytest.raises(ValueError, match=f"{count} is {value}, must be at least 1"):
-        build_schedule(name, **counts)
+    for name in schedules():
+        with pytest.raises(ValueError, match=f"{count} is {value}, must be at least 1"):
+            build_schedule(name, **counts)
 
 
 def test_counts_are_refused_before_lists_as_long_as_they_say() -> None:

@@ -289,5 +289,6 @@ def test_steps_are_planned_by_the_units_of_the_engine() -> None:
     found = costs[-1].seconds_of([Span(16, 16 * 17 / 2, 16), Span(64, 64 * 65 / 2, 64)])
     for stage, (floor, per_token) in enumerate(terms):
         for seconds, size in zip(found.forward[stage], (16, 64), strict=True):
-            assert floor + per_token * size <= seconds < 2 * (floor + per_token * size) + 5e-3
+            slept = floor + per_token * size  # a line through units some of which others delayed may tilt a little
+            assert 0.8 * slept <= seconds < 2 * slept + 5e-3
     assert max(shares[:4]) < 0.3 < 0.5 < statistics.median(shares[5:]) < 1.1  # of the steps' real times

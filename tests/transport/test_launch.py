@@ -88,6 +88,8 @@ import torch.distributed as dist
 
 import seq1f1b
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+
 
 def helper():
     time.sleep(280)
@@ -279,5 +281,6 @@ def test_ranks_end_with_the_process_that_launched_them(
         if way == "main thread":
             assert process.returncode == -number
     finally:
+        process.kill()
         for pid in filter(is_alive, pids):
             os.kill(pid, signal.SIGKILL)
