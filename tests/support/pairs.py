@@ -12,8 +12,8 @@ __all__ = ["every_pair"]
 def every_pair(grid: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Cases of a grid, one after another that which adds most: each pair of values that the grid holds is in one.
 
-    Three columns of ten values have 1,000 cases, and about 100 of them hold all pairs. What fails only where three values
-    meet is for the whole grid.
+    Three columns of ten values have 1,000 cases, and about 100 of them hold all pairs. What fails only where three
+    values meet is for the whole grid.
     """
     left = set().union(*map(_pairs, grid))
     chosen = []
