@@ -190,8 +190,11 @@ def test_saving_changes_nothing(name, options, tmp_path):
     assert equal(run.trained(), plain.trained())
 
 
-@pytest.mark.parametrize(("name", "options"), CASES)
-@pytest.mark.parametrize("saved_at", [0, JOINS])  # JOINS: some parameters have state, others none
+@pytest.mark.parametrize(
+    ("name", "options", "saved_at"),  # JOINS: some parameters have state, others none
+    [(*case, JOINS) for case in CASES]
+    + [pytest.param(*case, 0, marks=() if case[1] == ways(case[0])[0] else pytest.mark.full) for case in CASES],
+)
 def test_a_run_goes_on_as_if_nothing_had_interrupted_it(name, options, saved_at, tmp_path):
     run = Run(name, options).train(0, saved_at)
     at_save = run.trained()

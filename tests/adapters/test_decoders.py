@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import zlib
-
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
 
 import decoders  # noqa: E402
+from slices import one_in  # noqa: E402
 
 from seq1f1b.transformers import pipeline_stage  # noqa: E402
 
 PAGE = decoders.read_page()
 ON_PAGE = {name: row.what[decoders.RELEASE] for name, row in PAGE.items() if decoders.RELEASE in row.what}
-
-
-def in_thirds(names):
-    """A third, which stays the same whatever types are added, in the plain run; the others in the full one."""
-    return [pytest.param(n, marks=() if zlib.crc32(n.encode()) % 3 == 0 else pytest.mark.full) for n in names]
 
 
 def test_the_page_has_every_type():
@@ -28,7 +22,7 @@ def test_the_page_has_every_type():
     assert all(PAGE[name].why for name, what in ON_PAGE.items() if what != decoders.RIGHT)
 
 
-@pytest.mark.parametrize("name", in_thirds(decoders.NAMES))
+@pytest.mark.parametrize("name", one_in(3, decoders.NAMES))
 def test_a_type_is_as_the_page_says(name):
     found = decoders.examine(name)
     if decoders.UNBUILT in (found.what, ON_PAGE[name]):

@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -26,6 +27,7 @@ MAKERS: dict[str, Any] = {
     "NAdam": partial(optim.NAdam, lr=1e-2, weight_decay=0.1),
     "Adafactor": partial(optim.Adafactor, lr=1e-2),
 }
+SAVED_AT = (0, 1, JOINS + 1)
 PLACES = [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2)]  # ranks and stages of each
 
 
@@ -132,18 +134,23 @@ def is_same(value: Tensor, truth: Tensor, is_tied: bool) -> bool:
     return torch.allclose(value, truth, rtol=1e-9, atol=1e-12) if is_tied else torch.equal(value, truth)
 
 
-def resumes(rank: int, _: Connection, folder: str) -> tuple[list[str], int]:
-    """Names in which a rank's tensors differ from those of one rank that trained without a stop; and their number."""
+def resumes(rank: int, _: Connection, folder: str, saves: int) -> tuple[list[str], int]:
+    """Names in which a rank's tensors differ from those of one rank that trained without a stop; and their number.
+
+    Each way is saved at so many of the steps of SAVED_AT.
+    """
     groups = {count: dist.new_group(list(range(count))) for count in range(1, WORLD + 1)}
     wrong: list[str] = []
     compared = 0
-    for name, is_tied in itertools.product(MAKERS, (False, True)):
+    for number, (name, is_tied) in enumerate(itertools.product(MAKERS, (False, True))):
         whole = Run(name, is_tied, 1, 1, LoopbackGroup(1)[0], 0, spoil=False)
         whole.train(0, STEPS)
         truth = whole.kept()
         plain = plain_run(name, is_tied)
         assert all(torch.allclose(truth[key], value, rtol=1e-9, atol=1e-12) for key, value in plain.items())
-        for case, saved_at in enumerate((0, 1, JOINS + 1)):
+        for case, saved_at in enumerate(SAVED_AT):
+            if (case - number) % 3 >= saves:
+                continue
             saved, *others = (PLACES[(i + case) % len(PLACES)] for i in range(len(PLACES)))
             checkpoint = f"{folder}/{name}-{saved_at}-{is_tied}"
             for place in (saved, *others):
@@ -171,8 +178,9 @@ def join(folder: str, rank: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD, timeout=limit)
 
 
-def test_a_run_goes_on_bit_for_bit_on_any_number_of_ranks(tmp_path: Path) -> None:
-    with PipedProcesses(WORLD, join_and_run, partial(join, str(tmp_path)), resumes, str(tmp_path)) as ranks:
+@pytest.mark.parametrize("saves", [1, pytest.param(3, marks=pytest.mark.full)])
+def test_a_run_goes_on_bit_for_bit_on_any_number_of_ranks(saves: int, tmp_path: Path) -> None:
+    with PipedProcesses(WORLD, join_and_run, partial(join, str(tmp_path)), resumes, str(tmp_path), saves) as ranks:
         for rank in range(WORLD):
             wrong, compared = ranks.result(rank)
             assert not wrong, (len(wrong), compared, wrong[:10])

@@ -288,7 +288,13 @@ KINDS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "lora"), [("olmo_hybrid", None), ("falcon_h1", {}), ("gpt_oss", None), ("gpt_oss", {})]
+    ("kind", "lora"),
+    [
+        ("olmo_hybrid", None),
+        pytest.param("falcon_h1", {}, marks=pytest.mark.full),
+        pytest.param("gpt_oss", None, marks=pytest.mark.full),
+        ("gpt_oss", {}),
+    ],
 )
 def test_models_with_state_along_the_sequence_or_sinks_train_as_in_the_plain_one(on_two_ranks, tmp_path, kind, lora):
     settings = {"max_steps": 6, "eval_strategy": "epoch", "lora": lora, "model": {"kind": kind, **KINDS[kind]}}

@@ -46,8 +46,15 @@ def make_engine(model: Any, config: Config, rank: int, P: int, v: int = 1, **opt
     return StandInEngine(stages, **defaults | options)
 
 
-@pytest.mark.parametrize("queues", [1, 8])
-@pytest.mark.parametrize(("schedule", "P", "v"), [("seq1f1b", 2, 1), ("seq1f1b", 3, 1), ("seq1f1b-interleaved", 2, 2)])
+@pytest.mark.parametrize(
+    ("schedule", "P", "v", "queues"),
+    [
+        *(("seq1f1b", 2, 1, 8), ("seq1f1b", 3, 1, 1), ("seq1f1b-interleaved", 2, 2, 8)),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (
+            ("seq1f1b", 2, 1, 1), ("seq1f1b", 3, 1, 8), ("seq1f1b-interleaved", 2, 2, 1),
+        )),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("transport", [name for name, row in TRANSPORTS.items() if row.between_gpus])
 def test_gradients_are_those_of_the_whole_model(transport: str, schedule: str, P: int, v: int, queues: int) -> None:
     reset(P * queues, queues=queues)

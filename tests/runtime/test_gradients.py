@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from pairs import every_pair
+from slices import every_pair
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 
 from seq1f1b import PipelineEngine

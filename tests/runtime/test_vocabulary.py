@@ -125,7 +125,7 @@ def test_whole_grid(name, P, M, k, v, uneven):
     check(schedule.replace(weights="fill"), uneven, memory=Memory(recompute="all"), embeds=True)
 
 
-@pytest.mark.parametrize("k", range(1, 9))
+@pytest.mark.parametrize("k", [1, 3, 5, 8, *(pytest.param(k, marks=pytest.mark.full) for k in (2, 4, 6, 7))])
 def test_up_to_eight_segments(k):
     """17 rows on 2, 3 or 4 ranks: none of these divides it."""
     for P in (1, 2, 3, 4):

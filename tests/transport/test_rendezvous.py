@@ -433,6 +433,7 @@ def forge(rank: int, pipe: Connection, secret: str) -> Any:
     os.environ["SEQ1F1B_SECRET"] = secret
     made = engine(transport="c10d", limits=Limits(step=3.0))
     assert step(made)[0] == ""
+    dist.barrier()  # a rank may end its step before the other one does
     os.environ["SEQ1F1B_SECRET"] = ""
     if rank == 0:
         stranger = SharedStore(dist.group.WORLD.get_group_store(), made._group._store.prefix)
