@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -132,6 +133,7 @@ class RankGroup(ABC):
         self.step, self.training = 0, True
         self._local_size = local_size
         self._epoch = self._round = 0
+        self._exchanges = 0  # a number that the exchanges of this epoch have, and no others of the process group
         self._has_entered = False
         self._first_step = 0  # of the user's call, which may have several
         self._is_several = False
@@ -349,13 +351,18 @@ class RankGroup(ABC):
         try:
             self._gather(b"", recovering=True)
             self._forget_failure()
-            self._gather(b"", recovering=True)
+            self._number_exchanges(recovering=True)
         except _C.PipelineError as error:
             rank = getattr(error, "rank", None)
             failure = Failure(self.rank if rank is None else rank, str(error), "", "", self.step)
             self._met_failure = self._met_failure or failure
             raise
         self._acknowledged = False
+
+    def _number_exchanges(self, recovering: bool = False) -> None:
+        """Rank 0 draws it: what an exchange that failed has left on its way, or waits for, is never a later one's."""
+        numbers = self._gather(secrets.token_bytes(8), recovering)
+        self._exchanges = int.from_bytes(numbers[0], "little")
 
     def _forget_failure(self) -> None:
         if self.rank == 0:
@@ -475,7 +482,7 @@ class RankGroup(ABC):
 
     def begin(self) -> None:
         """All ranks have opened their edges, or none begins. Collective. Raises PipelineError where one has failed."""
-        self.barrier()
+        self._number_exchanges()
 
     def peer_of(self, edge: Edge) -> int:
         """The rank at the other end of an edge of this rank."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from seq1f1b.transport.descriptors import uninterrupted
 from seq1f1b.transport.processes import first_line
 
-_TAG = (1 << 31) - 2  # no edge of any generation has it, nor have gradients of tied parameters
+_TAG = (1 << 31) - 1  # no edge of any generation has it, nor have exchanges
 _incarnations: weakref.WeakKeyDictionary[Any, Incarnation] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 

@@ -43,7 +43,7 @@ class _LoopbackMemory:
         self._lock = threading.Lock()
         self._arena_bytes = arena_bytes
         self._arenas: dict[Edge, object] = {}
-        self._boxes: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {}
+        self._boxes: dict[tuple[int, int], tuple[int, queue.SimpleQueue[Tensor]]] = {}
         block_bytes = _C.group_block_bytes(size)
         self.block = private_mapping(block_bytes)
 
@@ -54,10 +54,14 @@ class _LoopbackMemory:
                 _, self._arenas[edge], _ = edge_memory(self._arena_bytes)
             return self._arenas[edge]
 
-    def box(self, source: int, destination: int) -> queue.SimpleQueue[Tensor]:
-        """Tensors on their way from one rank to another."""
+    def box(self, source: int, destination: int, exchanges: int) -> queue.SimpleQueue[Tensor]:
+        """Tensors on their way from one rank to another, in exchanges of this number."""
         with self._lock:
-            return self._boxes.setdefault((source, destination), queue.SimpleQueue())
+            number, box = self._boxes.get((source, destination), (None, None))
+            if box is None or number != exchanges:
+                box = queue.SimpleQueue()
+                self._boxes[source, destination] = exchanges, box
+            return box
 
 
 class _LoopbackReceive:
@@ -88,11 +92,11 @@ class _LoopbackRank(RankGroup):
         self._memory = memory
 
     def _begin_send(self, data: Tensor, rank: int) -> Any:
-        self._memory.box(self.rank, rank).put(data.clone())
+        self._memory.box(self.rank, rank, self._exchanges).put(data.clone())
         return _Done()
 
     def _begin_receive(self, data: Tensor, rank: int) -> Any:
-        return _LoopbackReceive(self, self._memory.box(rank, self.rank), data)
+        return _LoopbackReceive(self, self._memory.box(rank, self.rank, self._exchanges), data)
 
     def _open_end(self, edge: Edge, peer_rank: int, is_receiver: bool, text: str) -> object:
         arena = self._memory.arena(edge)

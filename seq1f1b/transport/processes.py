@@ -90,7 +90,7 @@ def first_line(error: BaseException) -> str:
 
 
 FOREVER = datetime.timedelta(days=365)  # of a helper thread; who waits for the message itself has the time-out
-_EXCHANGE_TAG = (1 << 31) - 1  # of gradients of tied parameters: no edge of any generation has it
+_EXCHANGE_TAGS = 1 << 30  # from here on, so many less two; no edge has one of them before 2^14 pipelines of a group
 _EXCHANGE = "gradients of tied parameters"
 
 
@@ -146,10 +146,13 @@ class ProcessRank(RankGroup):
         self.process_group = process_group
         _open_groups.add(self)
 
+    def _exchange_tag(self) -> int:
+        return _EXCHANGE_TAGS + self._exchanges % (_EXCHANGE_TAGS - 2)
+
     def _begin_send(self, data: Tensor, rank: int) -> Any:
-        work = dist.isend(data, group=self._process_group, group_dst=rank, tag=_EXCHANGE_TAG)
+        work = dist.isend(data, group=self._process_group, group_dst=rank, tag=self._exchange_tag())
         return _Transfer(self, rank, work)
 
     def _begin_receive(self, data: Tensor, rank: int) -> Any:
-        work = dist.irecv(data, group=self._process_group, group_src=rank, tag=_EXCHANGE_TAG)
+        work = dist.irecv(data, group=self._process_group, group_src=rank, tag=self._exchange_tag())
         return _Transfer(self, rank, work)

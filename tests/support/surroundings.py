@@ -36,6 +36,7 @@ from seq1f1b.planning.step_plan import plan_step
 from seq1f1b.testing import run_ranks
 
 VOCAB, HIDDEN, HEADS, LENGTH = 19, 16, 2, 16
+MOST_ERRORS = 20  # of a rank in a leg
 LONGEST_WAIT_S = 2.0  # of a rank that waits, from the error of another on
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"weight_decay": 0.1},
@@ -443,7 +444,7 @@ class Rank:
         Ranks meet after every call, as scripts do that reduce something over all of them: who failed in it? Where one
         did, all go back. A rank that left the failed call well hears of it in its next one, which fails, too.
         """
-        step, spent = first, set[int]()
+        step, spent, heard = first, set[int](), list[str]()
         while step < first + self.leg.steps:
             before, fault = self.snapshot(), self.case.faults.get(step, ("", 0))
             if step in spent:
@@ -456,6 +457,7 @@ class Rank:
                 self.step(step, *fault)
             except Exception as error:
                 self.outcomes[self.group.rank] = False
+                heard.append(f"{type(error).__name__}: {error}")
                 if isinstance(error, Injected):
                     self.moments.failed()
                 else:
@@ -470,6 +472,8 @@ class Rank:
                 step += 1
             else:
                 self.restore(before)
+                if len(heard) > MOST_ERRORS:  # each of few faults is heard twice at most: its own call, and the next
+                    raise AssertionError(f"step {step} fails in every call; the last errors: {heard[-3:]}")
 
     def blocks(self) -> list[Block]:
         return [block for module in self.own for block in module.modules() if isinstance(block, Block)]

@@ -29,6 +29,7 @@ from processes import AT_ONCE, PipedProcesses, join_and_run, shared_memory_names
 
 import seq1f1b  # noqa: E402
 from seq1f1b import _C, Limits, PipelineError, transport  # noqa: E402
+from seq1f1b.testing import run_ranks  # noqa: E402
 from seq1f1b.transport import LoopbackGroup, RankGroup  # noqa: E402
 from seq1f1b.transport.group import place_tensor  # noqa: E402
 from seq1f1b.transport.handshake import Handshake  # noqa: E402
@@ -372,6 +373,56 @@ def leave_an_edge_unused(group: RankGroup, pipe: Connection) -> list[float]:
 def test_an_edge_that_is_not_used_in_the_step_after_a_failure(tmp_path: Path) -> None:
     with Ranks(2, leave_an_edge_unused, tmp_path, "c10d") as ranks:
         assert [ranks.result(rank) for rank in range(2)] == [[], [0.0, 7.0]]
+
+
+def exchange_after_a_failure(group: RankGroup, pipe: Connection | None) -> list[list[float]]:
+    """Rank 1 leaves with a message on its way to it, and rank 0 waits for one that never comes.
+
+    What this and a later pipeline exchange is of another size, for which gloo would end the process.
+    """
+
+    def swap(through: RankGroup, value: float) -> list[float]:
+        mine = torch.full((5,), value + through.rank)
+        return through.exchange(mine, [1 - rank], [1 - rank], mine)[1 - rank].tolist()
+
+    def fail() -> None:
+        group.begin_step()
+        group.barrier()
+        if rank == 1:
+            time.sleep(0.2)
+            group.fail("ValueError: no such token")
+        else:
+            with pytest.raises(PipelineError, match="no such token"):
+                group.exchange(torch.zeros(3), [1], [1], torch.zeros(3))
+        group.end_step(failed=True)
+
+    rank = group.rank
+    fail()
+    group.begin_step()
+    found = [swap(group, 10.0), swap(group, 20.0)]
+    group.end_step(failed=False)
+    if pipe is None:
+        return found
+    fail()
+    later = transport.connect(None, "shm")
+    later.begin()
+    later.begin_step()
+    found.append(swap(later, 30.0))
+    later.end_step(failed=False)
+    later.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["shm", "c10d"])
+def test_exchanges_take_nothing_from_one_that_failed(kind: str, tmp_path: Path) -> None:
+    with Ranks(2, exchange_after_a_failure, tmp_path, kind) as ranks:
+        found = [ranks.result(rank) for rank in range(2)]
+    assert found == [[[10.0 * n + 1 - rank] * 5 for n in (1, 2, 3)] for rank in range(2)]
+
+
+def test_exchanges_of_threads_take_nothing_from_one_that_failed() -> None:
+    found = run_ranks(2, lambda group: exchange_after_a_failure(group, None))
+    assert found == [[[10.0 * n + 1 - rank] * 5 for n in (1, 2)] for rank in range(2)]
 
 
 # -- set-up ------------------------------------------------------------------------------------------------------------
