@@ -19,7 +19,9 @@ from seq1f1b.schedule import families
 GRID = list(dict.fromkeys(cases()))
 # CI: every family, P, M and k appears.
 BY_FAMILY = [list(group) for _, group in itertools.groupby(GRID, key=lambda case: case[0])]
-SLICE = list(dict.fromkeys([own[len(own) // 2] for own in BY_FAMILY] + [c for i, c in enumerate(GRID) if i % 149 == 12]))
+SLICE = list(
+    dict.fromkeys([own[len(own) // 2] for own in BY_FAMILY] + [c for i, c in enumerate(GRID) if i % 149 == 12])
+)
 
 
 def check(name, P, M, k, v, uneven, weights="planned"):
