@@ -792,7 +792,7 @@ def as_line(conversation: list[tuple[str, str]]) -> str:
     return json.dumps({"messages": [{"role": role, "content": text} for role, text in conversation]})
 
 
-@pytest.mark.parametrize("flags", [(), ("--pack",), ("--lora=4",)])
+@pytest.mark.parametrize("flags", [pytest.param((), marks=pytest.mark.full), ("--pack",), ("--lora=4",)])
 def test_the_example_trains_saves_and_agrees_with_the_loaded_model(tmp_path, flags):
     """It compares the two losses itself: that of the pipeline and that of each conversation run whole and alone."""
     done = finetune(tmp_path, [as_line(c) for c in CONVERSATIONS], *flags)

@@ -89,8 +89,16 @@ def verified_with(model: Any, whole: Any, eps: float | None = None, **arguments:
     return run_ranks(2, run)[0]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
-@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(
+    ("name", "is_packed"),
+    [
+        *(("llama", False), ("gpt2", True), ("qwen3_moe", False)),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("llama", True), ("gpt2", False), ("qwen3_moe", True))
+        ),
+    ],
+)
 def test_the_model_itself_with_its_own_attention_or_ours(name, is_packed):
     """Documents of a packed row are each run by themselves there."""
     model = build(name, torch.float32)

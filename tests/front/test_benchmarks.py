@@ -129,6 +129,7 @@ def test_the_split_backward_is_measured_beside_torchs():
         assert 0 < float(ours) < float(theirs)
 
 
+@pytest.mark.full  # starts processes one after another, about 35 seconds
 def test_what_moving_costs_is_measured(tmp_path):
     """Small, and under any load; a single pair is no result."""
     run = subprocess.run(
