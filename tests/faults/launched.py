@@ -183,6 +183,7 @@ def main() -> None:
     import seq1f1b
 
     folder, transport, schedule, kind, place, rank = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     seq1f1b.launch(train, RANKS, folder, transport, schedule, kind, place, int(rank))
 
 
