@@ -22,7 +22,7 @@ def test_the_page_has_every_type():
     assert all(PAGE[name].why for name, what in ON_PAGE.items() if what != decoders.RIGHT)
 
 
-@pytest.mark.parametrize("name", one_in(3, decoders.NAMES))
+@pytest.mark.parametrize("name", one_in(5, decoders.NAMES))
 def test_a_type_is_as_the_page_says(name):
     found = decoders.examine(name)
     if decoders.UNBUILT in (found.what, ON_PAGE[name]):

@@ -224,7 +224,7 @@ WORKER = {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "fo
 LONG = {"max_steps": 24, "per_device_train_batch_size": 2, "eval_strategy": "steps", "eval_steps": 12}
 
 
-@pytest.mark.parametrize("lora", [None, {}])
+@pytest.mark.parametrize("lora", [None, pytest.param({}, marks=pytest.mark.full)])
 def test_a_run_logs_what_the_plain_trainer_logs(on_two_ranks, tmp_path, lora):
     """Losses, gradient norms, rates and evaluations, with accumulation, padding and rows that fill no micro-batch."""
     settings = {**LONG, "lora": lora, "learning_rate": 3e-3 if lora is None else 2e-2}
@@ -413,7 +413,7 @@ def test_replicas_that_cannot_be_are_refused(on_two_ranks, tmp_path, count, rows
 # -- going on ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lora", [None, {"lora_dropout": 0.2}])
+@pytest.mark.parametrize("lora", [pytest.param(None, marks=pytest.mark.full), {"lora_dropout": 0.2}])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(on_two_ranks, tmp_path, lora):
     """Over the end of an epoch, with dropout, a scheduler, and the best of several evaluations."""
     settings = {

@@ -27,8 +27,13 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("sizes", "limit"), [(UNEVEN, 2), (WITH_ONE, 3)])
-@pytest.mark.parametrize("what", ["blocks", "stage"])
+@pytest.mark.parametrize(
+    ("what", "sizes", "limit"),
+    [
+        *(("stage", UNEVEN, 2), ("blocks", WITH_ONE, 3)),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("blocks", UNEVEN, 2), ("stage", WITH_ONE, 3))),
+    ],
+)
 def test_graphs_of_training_evaluation_and_outside(what: str, sizes: list[int], limit: int) -> None:
     """At most 2 per code and grad mode, 1 more for length 1, whatever the layer, segment or step; numbers are exact."""
     model = whole_model(CONFIG)

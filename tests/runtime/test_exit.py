@@ -42,8 +42,13 @@ print(f"end of rank {rank}", end="; ")
 """
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("what", ["forgets", "fails"])
+@pytest.mark.parametrize(
+    ("what", "transport"),
+    [
+        *(("forgets", "c10d"), ("fails", "shm")),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("forgets", "shm"), ("fails", "c10d"))),
+    ],
+)
 def test_every_process_exits_with_0(tmp_path: Path, what: str, transport: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
