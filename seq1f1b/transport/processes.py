@@ -90,7 +90,7 @@ def first_line(error: BaseException) -> str:
 
 
 FOREVER = datetime.timedelta(days=365)  # of a helper thread; who waits for the message itself has the time-out
-_EXCHANGE_TAGS = 1 << 30  # from here on, so many less two; no edge has one of them before 2^14 pipelines of a group
+_EXCHANGE_TAGS = 1 << 30  # from here on, so many less one, an incarnation's; edges are below for 2^14 pipelines
 _EXCHANGE = "gradients of tied parameters"
 
 
@@ -147,7 +147,7 @@ class ProcessRank(RankGroup):
         _open_groups.add(self)
 
     def _exchange_tag(self) -> int:
-        return _EXCHANGE_TAGS + self._exchanges % (_EXCHANGE_TAGS - 2)
+        return _EXCHANGE_TAGS + self._exchanges % (_EXCHANGE_TAGS - 1)
 
     def _begin_send(self, data: Tensor, rank: int) -> Any:
         work = dist.isend(data, group=self._process_group, group_dst=rank, tag=self._exchange_tag())

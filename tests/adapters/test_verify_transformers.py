@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
 
-from slices import one_in  # noqa: E402
+from slices import full_only, one_in  # noqa: E402
 from test_transformers import ARCHITECTURES, SIZES, M, batch, build, loss_fn, pipeline_stage  # noqa: E402
 
 import seq1f1b  # noqa: E402
@@ -93,10 +93,7 @@ def verified_with(model: Any, whole: Any, eps: float | None = None, **arguments:
     ("name", "is_packed"),
     [
         *(("llama", False), ("gpt2", True), ("qwen3_moe", False)),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (("llama", True), ("gpt2", False), ("qwen3_moe", True))
-        ),
+        *full_only(("llama", True), ("gpt2", False), ("qwen3_moe", True)),
     ],
 )
 def test_the_model_itself_with_its_own_attention_or_ours(name, is_packed):

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from processes import run_processes
+from slices import full_only
 from stand_in_engine import StandInEngine
 from stand_in_library import RECEIVER_FAILS, RECEIVER_LOST, SENDER_FAILS, SENDER_LOST, StandIn, stand_in
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
@@ -50,9 +51,7 @@ def make_engine(model: Any, config: Config, rank: int, P: int, v: int = 1, **opt
     ("schedule", "P", "v", "queues"),
     [
         *(("seq1f1b", 2, 1, 8), ("seq1f1b", 3, 1, 1), ("seq1f1b-interleaved", 2, 2, 8)),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in (
-            ("seq1f1b", 2, 1, 1), ("seq1f1b", 3, 1, 8), ("seq1f1b-interleaved", 2, 2, 1),
-        )),
+        *full_only(("seq1f1b", 2, 1, 1), ("seq1f1b", 3, 1, 8), ("seq1f1b-interleaved", 2, 2, 1)),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("transport", [name for name, row in TRANSPORTS.items() if row.between_gpus])

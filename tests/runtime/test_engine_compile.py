@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from slices import full_only
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -31,7 +32,7 @@ def fresh_dynamo() -> Iterator[None]:
     ("what", "sizes", "limit"),
     [
         *(("stage", UNEVEN, 2), ("blocks", WITH_ONE, 3)),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in (("blocks", UNEVEN, 2), ("stage", WITH_ONE, 3))),
+        *full_only(("blocks", UNEVEN, 2), ("stage", WITH_ONE, 3)),
     ],
 )
 def test_graphs_of_training_evaluation_and_outside(what: str, sizes: list[int], limit: int) -> None:

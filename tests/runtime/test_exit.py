@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from slices import full_only
 
 import seq1f1b
 from seq1f1b.testing import run_ranks
@@ -46,7 +47,7 @@ print(f"end of rank {rank}", end="; ")
     ("what", "transport"),
     [
         *(("forgets", "c10d"), ("fails", "shm")),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in (("forgets", "shm"), ("fails", "c10d"))),
+        *full_only(("forgets", "shm"), ("fails", "c10d")),
     ],
 )
 def test_every_process_exits_with_0(tmp_path: Path, what: str, transport: str) -> None:

@@ -17,6 +17,7 @@ import torch
 from order_runs import LENGTH, SIZES, cases
 from orders import random_order, with_moves, with_recomputation
 from processes import run_processes
+from slices import by_family
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import Tensor, nn
 
@@ -69,7 +70,7 @@ def check_equal(one, other) -> None:
 
 GRID = [case for case in dict.fromkeys(cases()) if case[2] * case[3] >= 4]
 # A case from the middle of each family's list; every other family has uneven segments.
-BY_FAMILY = [list(group) for _, group in itertools.groupby(GRID, key=lambda case: case[0])]
+BY_FAMILY = by_family(GRID)
 SLICE = [(own if i % 2 else [c for c in own if c[5]] or own)[-1 - len(own) // 4] for i, own in enumerate(BY_FAMILY)]
 
 

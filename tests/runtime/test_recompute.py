@@ -14,6 +14,7 @@ import torch
 from order_runs import CONFIG, LENGTH, SIZES, cases, run_order
 from orders import random_order, with_recomputation
 from processes import run_processes
+from slices import by_family
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -25,7 +26,7 @@ from seq1f1b.testing import run_ranks
 
 GRID = list(dict.fromkeys(cases()))
 # CI: every P, M and k appears; and of each family what lies at the first third of its list.
-BY_FAMILY = [list(group) for _, group in itertools.groupby(GRID, key=lambda case: case[0])]
+BY_FAMILY = by_family(GRID)
 SLICE = list(
     dict.fromkeys([own[len(own) // 3] for own in BY_FAMILY] + [c for i, c in enumerate(GRID) if i % 131 == 11])
 )

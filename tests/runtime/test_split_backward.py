@@ -11,6 +11,7 @@ import torch
 from order_runs import CONFIG, LENGTH, SIZES, cases, run_order
 from orders import random_order
 from processes import run_processes
+from slices import by_family
 from tiny_model import batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 
 from seq1f1b import PipelineEngine, build_schedule
@@ -18,7 +19,7 @@ from seq1f1b.schedule import families
 
 GRID = list(dict.fromkeys(cases()))
 # CI: every family, P, M and k appears.
-BY_FAMILY = [list(group) for _, group in itertools.groupby(GRID, key=lambda case: case[0])]
+BY_FAMILY = by_family(GRID)
 SLICE = list(
     dict.fromkeys([own[len(own) // 2] for own in BY_FAMILY] + [c for i, c in enumerate(GRID) if i % 149 == 12])
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
 from functools import partial
 
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from order_runs import CONFIG, LENGTH, SIZES, cases
 from orders import random_order
 from processes import PipedProcesses, join_and_run
+from slices import by_family
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import nn
 
@@ -30,7 +30,7 @@ from seq1f1b import (
 from seq1f1b.testing import run_ranks
 
 GRID = list(dict.fromkeys(cases()))
-BY_FAMILY = [list(group) for _, group in itertools.groupby(GRID, key=lambda case: case[0])]
+BY_FAMILY = by_family(GRID)
 SLICE = list(
     dict.fromkeys([own[2 * len(own) // 3] for own in BY_FAMILY] + [c for i, c in enumerate(GRID) if i % 149 == 17])
 )  # CI: every P, M and k appears; and of each family what lies at two thirds of its list

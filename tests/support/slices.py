@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 
-__all__ = ["every_pair", "one_in"]
+__all__ = ["by_family", "every_pair", "full_only", "one_in"]
+
+
+def full_only(*cases: tuple[Any, ...]) -> list[Any]:
+    """Cases that the plain run leaves out."""
+    return [pytest.param(*case, marks=pytest.mark.full) for case in cases]
+
+
+def by_family(grid: Iterable[tuple[Any, ...]]) -> list[list[tuple[Any, ...]]]:
+    """Neighbouring cases of one schedule, whose name comes first."""
+    return [list(group) for _, group in itertools.groupby(grid, key=lambda case: case[0])]
 
 
 def one_in(count: int, names: Iterable[str], *, rest: int = 0, always: Collection[str] = ()) -> list[Any]:

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import AT_ONCE, PipedProcesses, join_and_run, outcome
+from slices import full_only
 from torch import nn
 
 from seq1f1b import Limits, PipelineEngine
@@ -124,7 +125,7 @@ MOMENTS = [
 
 @pytest.mark.parametrize(
     ("kind", "failing"),
-    [("shm", 0), ("c10d", 1), *(pytest.param(*case, marks=pytest.mark.full) for case in (("shm", 1), ("c10d", 0)))],
+    [("shm", 0), ("c10d", 1), *full_only(("shm", 1), ("c10d", 0))],
 )
 def test_a_start_after_others_that_failed(kind: str, failing: int) -> None:
     """They all find the keys of those before them, whatever these had come to."""
