@@ -40,7 +40,7 @@ import seq1f1b
 from seq1f1b import Costs, Links, PipelineEngine, Schedule, ScheduleError, Unit, build_schedule
 from seq1f1b.ops.context import current
 from seq1f1b.planning.profiler import Measured, measure_stage
-from seq1f1b.runtime import deferred
+from seq1f1b.runtime import deferred, products
 from seq1f1b.runtime import stage as stage_room
 from seq1f1b.runtime.measure import SavedBytes
 from seq1f1b.schedule import StepMemory
@@ -176,7 +176,7 @@ def short_segments(rounds: int) -> None:
         times: tuple[list[float], list[float]] = ([], [])
 
         def in_place(weight=weight, x=x, dy=dy) -> None:
-            deferred._accumulate(weight, x, dy, False)
+            products.accumulate(weight, x, dy, False)
 
         def apart(other=other, x=x, dy=dy) -> None:
             with torch.no_grad():

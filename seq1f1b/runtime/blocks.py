@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from seq1f1b.runtime.arguments import Options, check_share
+from seq1f1b.runtime.compiled import is_compiled_whole
 from seq1f1b.runtime.data_parallel import without_wrapper
-from seq1f1b.runtime.deferred import runs_compiled
 from seq1f1b.runtime.parts import Feature, Part
 from seq1f1b.runtime.stage import Stage, StageStep
 from seq1f1b.runtime.unit import LiveUnit, live_unit
@@ -83,7 +83,7 @@ class Blocks:
         path = name.split(".")
         around = [".".join(path[:n]) for n in range(len(path))]
         for where in (*around, *(f"{name}.{block}" for block, _ in found.named_children())):
-            if runs_compiled(module.get_submodule(where)):
+            if is_compiled_whole(module.get_submodule(where)):
                 raise ValueError(
                     f"Memory.blocks: {where or 'the module'} of stage {index} is compiled, so its blocks cannot be "
                     "computed again in some units alone; use Memory(recompute=...), which runs the whole stage again"

@@ -202,6 +202,16 @@ def data_parallel(module: Any) -> Ddp | Fsdp | None:
     return Fsdp(module) if fsdp is not None and isinstance(module, fsdp.FSDPModule) else None
 
 
+def is_reduced(module: nn.Module) -> bool:
+    """Whether DDP, FSDP or FSDP2 was applied to the module, as a wrapper or in place: their hooks, which C++ holds,
+    wait for autograd to accumulate gradients."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    wrappers = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    return isinstance(module, (DistributedDataParallel, *wrappers)) or any(
+        str(name).startswith("__composable_api") for name in vars(module)
+    )
+
+
 def without_wrapper(module: nn.Module) -> nn.Module:
     """The user's module: DDP puts its own around it, FSDP2 does not."""
     inner = module.module if isinstance(module, DistributedDataParallel) else module

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from seq1f1b.runtime.blocks import BlockRecomputing
-from seq1f1b.runtime.deferred import Deferring
+from seq1f1b.runtime.deferred import WeightGradients
 from seq1f1b.runtime.documents import AskingForDocuments
 from seq1f1b.runtime.frozen import Constants
 from seq1f1b.runtime.measure import Measuring
@@ -16,7 +16,7 @@ __all__: list[str] = []
 
 FEATURES: tuple[type[Feature], ...] = (
     Constants,
-    Deferring,
+    WeightGradients,
     AskingForDocuments,
     BlockRecomputing,
     Recomputing,

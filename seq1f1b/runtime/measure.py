@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seq1f1b.runtime.compiled import is_compiled
 from seq1f1b.runtime.data_parallel import Fsdp
 from seq1f1b.runtime.parts import Feature, Meter, Received
 from seq1f1b.runtime.stage import StageStep
@@ -90,16 +91,6 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
     local = getattr(tensor, "_local_tensor", tensor)
     storage: torch.UntypedStorage = local.untyped_storage()
     return storage
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether the module or a part of it runs as compiled code: as a module, or by a method that was compiled."""
-    return any(
-        hasattr(part, "_orig_mod")
-        or part._compiled_call_impl is not None
-        or any(hasattr(value, "_torchdynamo_orig_callable") for value in (type(part).forward, *vars(part).values()))
-        for part in module.modules()
-    )
 
 
 class Measuring(Feature):

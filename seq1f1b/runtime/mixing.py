@@ -16,9 +16,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from seq1f1b.runtime.by_values import Look
+from seq1f1b.runtime.compiled import is_compiled
 from seq1f1b.runtime.data_parallel import Fsdp
 from seq1f1b.runtime.findings import Finding
-from seq1f1b.runtime.measure import is_compiled
 from seq1f1b.runtime.operations import Operations, findings_of, places_of, sizes_of
 from seq1f1b.runtime.parts import Feature, Part
 from seq1f1b.runtime.samples import Sample, take_samples

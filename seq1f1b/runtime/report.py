@@ -73,6 +73,8 @@ class StageReport:
         planned_activation_bytes: what the order holds of that step's mean bytes per token.
         gradient_bytes, planned_gradient_bytes: the same of the output gradients of layers that I leaves to W.
         deferred_weights: elements of the weights whose gradients the step's I left to W, in whole or in part.
+        fused_weights: elements of the weights to whose gradients the product adds itself, in W or in whole backwards;
+            autograd sums the others, with a cast and an addition in each unit.
         trained_weights: elements of all parameters that require grad.
         attention_layers: calls of ``causal_attention`` in one forward, each with a handle of its own.
     """
@@ -89,6 +91,7 @@ class StageReport:
     gradient_bytes: int | None
     planned_gradient_bytes: int | None
     deferred_weights: int
+    fused_weights: int
     trained_weights: int
     attention_layers: int = 0
 
@@ -466,6 +469,7 @@ def _stage_report(record: StepRecord, stage: int, rank: int, trained: int, layer
         gradient_bytes=None if measured is None else measured.peak_gradients,
         planned_gradient_bytes=planned[1],
         deferred_weights=record.figures[stage].get("deferred_weights", 0),
+        fused_weights=record.figures[stage].get("fused_weights", 0),
         trained_weights=trained,
         attention_layers=layers,
     )

@@ -16,7 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from seq1f1b import Memory, PipelineEngine, Schedule, build_schedule
-from seq1f1b.runtime import deferred
+from seq1f1b.runtime import deferred, products
+from seq1f1b.runtime import linear as layers
 from seq1f1b.testing import run_ranks
 
 SPLIT = Schedule.from_text("F0.0 F0.1 I0.1 I0.0 F1.0 F1.1 W0.1 W0.0 I1.1 I1.0 W1.1 W1.0")
@@ -196,10 +197,10 @@ def test_the_output_is_no_copy():
 
     x = torch.randn(2, 3, HIDDEN)
     layer = nn.Linear(HIDDEN, 12)
-    use = deferred.Use(deferred.Layer("", nn.Module(), "", layer), layer.weight, deferred.Tape({}))
+    use = layers.Use(layers.Layer("", nn.Module(), "", layer), layer.weight, deferred.Tape({}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deferred.F, "linear", noting)
-        output = deferred._linear(x, layer.bias, None, layer.weight.detach(), use)
+        patch.setattr(layers.F, "linear", noting)
+        output = layers._leave(x, layer.bias, None, layer.weight.detach(), use)
     assert output.data_ptr() == made[0].data_ptr() and not output._is_view()
     assert torch.equal(output, linear(x, layer.weight, layer.bias))
 
@@ -384,7 +385,7 @@ def test_autocast_defers_what_it_casts(noted, dtype):
 @pytest.mark.parametrize("blocks", [1, 1 << 18])
 def test_16_bit_gradients_grow_in_grad_dtype(monkeypatch, grad_dtype, blocks):
     """Also in pieces of one row, as wide weights do."""
-    monkeypatch.setattr(deferred, "_BLOCK", blocks)
+    monkeypatch.setattr(products, "_BLOCK", blocks)
     module, (x, target) = mlp().bfloat16(), data(torch.bfloat16)
 
     def run(schedule):
@@ -477,14 +478,14 @@ def test_a_step_that_fails_leaves_no_graph():
 def test_products_are_dropped_as_they_are_done(monkeypatch):
     module, (x, target) = mlp(), data()
     seen = []
-    accumulate = deferred._accumulate
+    accumulate = products.accumulate
 
     def watched(weight, x, dy, *others):
         assert all(ref() is None for ref in seen[:-1])
         seen.append(weakref.ref(dy))
         accumulate(weight, x, dy, *others)
 
-    monkeypatch.setattr(deferred, "_accumulate", watched)
+    monkeypatch.setattr(products, "accumulate", watched)
     engine_of(module).step(x, target=target)
     assert len(seen) == 2 * M * K
 

@@ -1,0 +1,121 @@
+"""Weight gradients of linear layers by the product itself: one call multiplies, and adds the result to the gradient.
+
+Autograd makes the product in the dtype of its operands, casts it to the gradient's and adds it: three passes over a
+tensor of the weight's size in every unit, two of them in float32 (``grad_dtype``). ``aten::addmm`` with a wider result
+needs one. Torch has that op on CUDA alone; elsewhere, and where it computes something else, gradients are summed as
+ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from seq1f1b.runtime.gradients import REDUCED
+
+__all__: list[str] = []
+
+WITH_WIDE_RESULT = ("cuda",)
+"""Types of devices on which ``aten::addmm.dtype_out`` adds products of 16-bit operands to float32."""
+
+_SCHEMA = (
+    "aten::addmm.dtype_out(Tensor self, Tensor mat1, Tensor mat2, ScalarType out_dtype, *, Scalar beta=1, "
+    "Scalar alpha=1, Tensor(a!) out) -> Tensor(a!)"
+)
+_BLOCK = 1 << 18  # elements of a temporary on the CPU, where a gradient is wider than its product: so it stays in cache
+
+
+def are_one_call(device: torch.device) -> bool:
+    """Whether products of 16-bit operands can be added to float32 in one call: the first answer computes one."""
+    if device.type not in WITH_WIDE_RESULT or torch.version.hip:
+        return False
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing() and not _is_proven.cache_info().currsize:
+        return False  # nothing can be read meanwhile
+    return _is_proven(device)
+
+
+@functools.cache
+def _is_proven(device: torch.device) -> bool:
+    """Whether the op exists, and computes on this device what matrix products in float64 do; says once if not."""
+    name = device.type if device.type != "cuda" else torch.cuda.get_device_name(device)
+    try:
+        wrong = [str(dtype) for dtype in REDUCED if not _is_right(device, dtype)]
+        what = f"is wrong in {', '.join(wrong)}" if wrong else ""
+    except (AttributeError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
+        what = f"cannot be called ({type(error).__name__}: {str(error).splitlines()[0]})"
+    if what:
+        warnings.warn(
+            f"torch {torch.__version__} on {name}: aten::addmm.dtype_out {what}, so each unit casts and adds its "
+            "weight gradients in calls of their own, which costs some percent of a step. Torch 2.10 to 2.13 built for "
+            "CUDA have the op",
+            stacklevel=2,
+        )
+    return not what
+
+
+def _is_right(device: torch.device, dtype: torch.dtype) -> bool:
+    if str(torch.ops.aten.addmm.dtype_out._schema) != _SCHEMA:
+        raise RuntimeError(f"its schema is {torch.ops.aten.addmm.dtype_out._schema}")
+    with torch.no_grad():
+        dy, x = (_waves(40, columns, 0.7, device).to(dtype) for columns in (48, 64))
+        total = _waves(48, 64, 0.3, device)
+        exact = total.double() + dy.double().t() @ x.double()
+        _add_wide(total, x, dy)
+        return bool((total - exact).abs().max() <= 1e-5 * exact.abs().max())
+
+
+def _waves(rows: int, columns: int, step: float, device: torch.device) -> Tensor:
+    return torch.cos(step * torch.arange(rows * columns, device=device, dtype=torch.float32)).view(rows, columns)
+
+
+def _add_wide(gradient: Tensor, x: Tensor, dy: Tensor) -> None:
+    torch.ops.aten.addmm.dtype_out(gradient, dy.t(), x, gradient.dtype, out=gradient)
+    torch.autograd.graph.increment_version(gradient)  # by which a step tells whether a gradient has been added to
+
+
+def takes(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether :func:`add` adds products of this dtype to the weight's gradient, on a device of :func:`are_one_call`."""
+    wanted = weight.grad_dtype or weight.dtype if weight.grad is None else weight.grad.dtype
+    return dtype == wanted or (dtype in REDUCED and wanted == torch.float32)
+
+
+def add(weight: nn.Parameter, x: Tensor, dy: Tensor) -> bool:
+    """Adds ``dy.t() @ x`` to the weight's gradient in one call; False: that cannot be, and nothing has been done.
+
+    Args:
+        x: (tokens, inputs).
+        dy: (tokens, outputs).
+    """
+    gradient = weight.grad
+    if not x.numel() or not dy.numel() or not takes(weight, dy.dtype):
+        return False
+    if gradient is None and (weight.grad_dtype or weight.dtype) == dy.dtype:
+        weight.grad = dy.t() @ x
+        return True
+    if gradient is None:
+        gradient = weight.grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+    if type(gradient) is not Tensor or gradient.layout != torch.strided:
+        return False
+    if gradient.dtype == dy.dtype:
+        gradient.addmm_(dy.t(), x)
+    else:
+        _add_wide(gradient, x, dy)
+    return True
+
+
+def accumulate(weight: nn.Parameter, x: Tensor, dy: Tensor, is_hooked: bool) -> None:
+    """Adds the product to the weight's gradient as autograd would; by autograd itself where hooks wait for it."""
+    if is_hooked:
+        torch.autograd.backward([weight], [(dy.t() @ x).to(weight.dtype)])
+        return
+    dtype = weight.grad_dtype or weight.dtype if weight.grad is None else weight.grad.dtype
+    if (dtype == dy.dtype or are_one_call(dy.device)) and add(weight, x, dy):
+        return
+    if weight.grad is None:
+        weight.grad = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+    rows = max(1, _BLOCK // x.shape[1]) if dy.device.type == "cpu" else dy.shape[1]
+    for i in range(0, dy.shape[1], rows):
+        weight.grad[i : i + rows].add_(dy[:, i : i + rows].t() @ x)
