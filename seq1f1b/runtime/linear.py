@@ -299,7 +299,7 @@ def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 def _uncompiled(
     name: str, parent: nn.Module | None, child: str, module: nn.Module
 ) -> Iterator[tuple[str, nn.Module | None, str, nn.Module]]:
-    """The module and its parts, none of which runs as compiled code: the name of each, its parent and its name there."""
+    """The module and its parts, but for what runs as compiled code: the name of each, its parent, its name there."""
     if runs_compiled(module):
         return
     yield name, parent, child, module
