@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity
 import seq1f1b
 
 WARM_UPS, TIMED = 3, 3
-LAST_BEGIN = 170  # seconds after which no further arm begins: what comes last is worth least
+LAST_BEGIN = 165  # seconds after which no further arm begins: what comes last is worth least
 LOSS_DIFFERENCE = 0.02
 GRADIENT_DIFFERENCE = 0.03  # of a parameter's gradient to torch alone's, by norms: both are sums in bfloat16
 KINDS = (  # of kernels, by what their names hold; the first that fits
