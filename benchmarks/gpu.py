@@ -1,7 +1,8 @@
 """A first run on a GPU: what is right there, what is fast, and what is to be the default?
 
-    python benchmarks/gpu.py                             all stages, ten minutes at most
+    python benchmarks/gpu.py                             all stages, thirteen minutes at most
     python benchmarks/gpu.py --only doctor,own           some of them
+    python benchmarks/gpu.py --only training --cases "Llama.*(torch alone|k 4$)"      some arms of the training
     python benchmarks/gpu.py --out results.jsonl         again with the same file: only what has not passed
     python benchmarks/gpu.py --rehearse                  all of it on a machine without a GPU, over stand-ins
 
@@ -44,7 +45,7 @@ STAGES = {  # seconds that a stage may take; together no more than LIMIT
     "own": 60,
     "ranks": 60,
     "speed": 60,
-    "training": 60,
+    "training": 200,
     "threads": 40,
     "primitives": 20,
     "sweep": 50,
@@ -52,7 +53,7 @@ STAGES = {  # seconds that a stage may take; together no more than LIMIT
     "ncu": 45,
     "sanitizer": 60,
 }
-LIMIT = 600  # seconds of the whole run
+LIMIT = 740  # seconds of the whole run; two models in eight arms take three minutes of it
 NEEDS_CUDA = "needs a CUDA device"  # why a case is unmeasured in a rehearsal
 
 Record = dict[str, Any]
@@ -104,12 +105,12 @@ def stage_ends(records: list[Record]) -> dict[str, Record]:
 # -- stages ----------------------------------------------------------------------------------------------------------
 
 
-def run_stage(command: Sequence[str], name: str, path: Path, seconds: float) -> str:
-    """Runs the stage and ends all of its processes; returns "passed", "failed" or "timeout"."""
+def run_stage(command: Sequence[str], name: str, path: Path, seconds: float, cases: str = "") -> str:
+    """Runs the stage, or some of its cases, and ends all of its processes; returns "passed", "failed" or "timeout"."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
     before, start = len(of_stage(path, name)), time.monotonic()
     process = subprocess.Popen(
-        [*command, "--stage", name, "--out", str(path)],
+        [*command, "--stage", name, "--out", str(path), *(["--cases", cases] if cases else [])],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=environment,
     )  # fmt: skip
     timed_out = False
@@ -121,19 +122,24 @@ def run_stage(command: Sequence[str], name: str, path: Path, seconds: float) -> 
         os.killpg(process.pid, signal.SIGKILL)
     if timed_out:
         output, _ = process.communicate()
-    cases = [record for record in of_stage(path, name)[before:] if record.get("case")]
-    bad = process.returncode != 0 or any(record["state"] == "failed" for record in cases)
+    ran = [record for record in of_stage(path, name)[before:] if record.get("case")]
+    bad = process.returncode != 0 or any(record["state"] == "failed" for record in ran)
     state = "timeout" if timed_out else "failed" if bad else "passed"
     end = {"stage": name, "state": state, "seconds": round(time.monotonic() - start, 1)}
+    if cases:
+        end["cases"] = cases
     if state != "passed":
         end["output"] = output[-3000:]
     append(path, end)
     return state
 
 
-def run_stages(stages: dict[str, float], command: Sequence[str], path: Path, limit: float, at_once: int = 1) -> None:
-    """Runs stages in order, within the limit, but for those that have passed according to the file."""
-    done = {name for name, end in stage_ends(read(path)).items() if end["state"] == "passed"}
+def run_stages(
+    stages: dict[str, float], command: Sequence[str], path: Path, limit: float, at_once: int = 1, cases: str = ""
+) -> None:
+    """Runs stages in order, within the limit, but for those that have passed whole according to the file."""
+    ends = stage_ends(read(path)).items()
+    done = {name for name, end in ends if end["state"] == "passed" and "cases" not in end}
     deadline = time.monotonic() + limit
 
     def run(name: str) -> None:
@@ -141,7 +147,7 @@ def run_stages(stages: dict[str, float], command: Sequence[str], path: Path, lim
         if name in done or left < 10:
             print(f"{name}: {'passed before' if name in done else 'no time left'}", flush=True)
             return
-        state = run_stage(command, name, path, min(stages[name], left))
+        state = run_stage(command, name, path, min(stages[name], left), cases)
         print(f"{name}: {state}, {of_stage(path, name)[-1]['seconds']} s", flush=True)
 
     with ThreadPoolExecutor(at_once) as pool:
@@ -288,11 +294,58 @@ def verdicts(records: list[Record]) -> list[tuple[str, str, str, str]]:
         default = "yes" if transport == "shm" else "if asked for"
         rows.append((part, right("ranks", f"{transport},"), ", ".join(figures), default))
     rows.append(("engine: ranks as threads", right("threads"), "", "if asked for"))
-    speeds = {name: case["tokens/s"] for name, case in found.get("training", {}).items() if "tokens/s" in case}
-    whole = speeds.pop("torch, whole sequences", 0)
-    fastest = max(speeds, key=lambda name: speeds[name], default="")
-    fast = f"{speeds[fastest] / whole:.2f} x one process of torch: {fastest}" if fastest and whole else ""
+    costs = [f"{model} {of[arm]:.3f}" for model, of in training_ratios(found).items() if (arm := "k 4") in of]
+    fast = f"time of 4 segments over torch alone: {', '.join(costs)}" if costs else ""
     return [*rows, ("training in bfloat16", right("training"), fast, "yes")]
+
+
+# -- what a segment costs --------------------------------------------------------------------------------------------
+
+ALONE, ALONE_AGAIN = "torch alone", "torch alone again"  # arms of a model: the first and the last that runs
+TARGETS = {  # of a model's arms: the most that their time may be over torch alone's
+    "Llama stage": {"k 1": 1.01, "k 4": 1.03, "k 8": 1.06, "k 16": 1.12, "k 4, seq-zb-h1": 1.04},
+    "hidden 2048": {"k 4": 1.08, "k 8": 1.16},
+}
+
+
+def ratios_to_alone(ms: dict[str, float]) -> dict[str, float]:
+    """Times of a model's arms over torch alone's, which is the mean of its first and its last time."""
+    theirs = [ms[arm] for arm in (ALONE, ALONE_AGAIN) if arm in ms]
+    return {arm: round(own * len(theirs) / sum(theirs), 3) for arm, own in ms.items()} if theirs else {}
+
+
+def training_arms(found: Cases, model: str) -> Cases:
+    """By arm, the cases of a model that were timed."""
+    cases = found.get("training", {})
+    own = {name.removeprefix(f"{model}, "): case for name, case in cases.items() if name.startswith(f"{model}, ")}
+    return {arm: case for arm, case in own.items() if "ms" in case}
+
+
+def training_ratios(found: Cases) -> dict[str, dict[str, float]]:
+    arms = {model: training_arms(found, model) for model in TARGETS}
+    return {model: ratios_to_alone({arm: case["ms"] for arm, case in own.items()}) for model, own in arms.items()}
+
+
+def training_tables(found: Cases) -> Iterator[list[tuple[str, ...]]]:
+    """By model: what the arms of the training cost."""
+    for model, ratios in training_ratios(found).items():
+        rows = [(model, "ms", "ratio", "target", "busy ms", "busy", "launches", "peak GB")]
+        for arm, case in training_arms(found, model).items():
+            ratio, target = ratios.get(arm), TARGETS[model].get(arm)
+            verdict = "" if target is None or ratio is None else "  met" if ratio <= target else "  missed"
+            rows.append((
+                arm, f"{case['ms']:.1f}", "?" if ratio is None else f"{ratio:.3f}",
+                "" if target is None else f"{target:.2f}{verdict}", f"{case['busy ms']:.1f}",
+                f"{case['busy share']:.3f}", f"{case['launches']}", f"{case['peak growth MB'] / 1e3:.2f}",
+            ))  # fmt: skip
+        if len(rows) > 1:
+            yield rows
+
+
+def aligned(table: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    rows = [[text.ljust(width) for text, width in zip(row, widths, strict=True)] for row in table]
+    return ["  ".join(row).rstrip() for row in rows]
 
 
 def report(records: list[Record], stages: Iterable[str]) -> str:
@@ -311,9 +364,8 @@ def report(records: list[Record], stages: Iterable[str]) -> str:
         counts = [states.count(state) for state in ("passed", "failed", "unmeasured")]
         end = ends.get(name, {"state": "not run", "seconds": 0})
         lines.append(f"{name:12}{counts[0]:8}{counts[1]:8}{counts[2]:12}{end['seconds']:9}  {end['state']}")
-    table = [("part", "right", "fast", "default"), *verdicts(records)]
-    widths = [max(len(row[column]) for row in table) for column in range(4)]
-    lines += ["", *("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in table)]
+    for table in (*training_tables(found), [("part", "right", "fast", "default"), *verdicts(records)]):
+        lines += ["", *aligned(table)]
     return "\n".join(lines)
 
 
@@ -359,11 +411,11 @@ def flaws_of_rehearsal(records: list[Record], stages: Iterable[str]) -> list[str
     return flaws
 
 
-def rehearse(stages: dict[str, float], path: Path, folder: Path) -> int:
+def rehearse(stages: dict[str, float], path: Path, folder: Path, cases: str = "") -> int:
     """folder: of gpu_rehearsal.py, with what it has built."""
     command = [sys.executable, "-u", str(HERE / "gpu_stages.py"), "--rehearsal", str(folder)]
     patient = {name: 3 * seconds for name, seconds in stages.items()}  # others may use this machine too
-    run_stages(patient, command, path, LIMIT, at_once=2)
+    run_stages(patient, command, path, LIMIT, at_once=2, cases=cases)
     records = read(path)
     print(report(records, stages))
     write_records(folder / "verified.json", verified_kernels(records))
@@ -376,6 +428,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="results, added to (default: gpu.jsonl; a rehearsal keeps none)")
     parser.add_argument("--only", default=",".join(STAGES), help="stages, comma-separated")
+    parser.add_argument("--cases", default="", help="with --only training: arms that hold this regular expression")
     parser.add_argument("--records", type=Path, default=RECORDS, help="table of verified kernels (%(default)s)")
     parser.add_argument("--rehearse", action="store_true", help="over stand-ins, without a GPU")
     options = parser.parse_args()
@@ -383,10 +436,12 @@ def main() -> int:
     if unknown:
         parser.error(f"no stage {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}")
     chosen = {name: float(seconds) for name, seconds in STAGES.items() if name in options.only.split(",")}
+    if options.cases and options.only != "training":
+        parser.error("--cases goes with --only training: of another stage, some cases are no verdict")
     if options.rehearse:
         with tempfile.TemporaryDirectory(prefix="seq1f1b-rehearsal-") as folder:
             subprocess.run([sys.executable, str(HERE / "gpu_rehearsal.py"), folder], check=True)
-            return rehearse(chosen, options.out or Path(folder) / "gpu.jsonl", Path(folder))
+            return rehearse(chosen, options.out or Path(folder) / "gpu.jsonl", Path(folder), options.cases)
     if missing := missing_files():
         print(missing, file=sys.stderr)
         return 2
@@ -395,7 +450,7 @@ def main() -> int:
     if not is_of_this_library(path):
         print(f"{path} has results of other .so files than those of {PACKAGE}: name a new --out", file=sys.stderr)
         return 2
-    run_stages(chosen, [sys.executable, "-u", str(HERE / "gpu_stages.py")], path, LIMIT)
+    run_stages(chosen, [sys.executable, "-u", str(HERE / "gpu_stages.py")], path, LIMIT, cases=options.cases)
     records = read(path)
     print(report(records, chosen))
     entries = verified_kernels(records)

@@ -1,27 +1,24 @@
-"""The stages of gpu.py that run the engine: against the same model run whole, over processes, and in training."""
+"""The stages of gpu.py that run the engine: against the same model run whole, over processes and in threads."""
 
 from __future__ import annotations
 
 import functools
 import json
 import os
-import statistics
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import decoder
 import gpu
 import processes
 import tiny_model
 import torch
-from gpu_cases import Case, Machine, Unmeasured, use_cudnn
+from gpu_cases import Case, Machine, Unmeasured
 from torch import Tensor, nn
 
 import seq1f1b
@@ -269,91 +266,3 @@ def threads(machine: Machine) -> Iterator[Case]:
         return {"seconds": round(time.perf_counter() - start, 1)}
 
     yield from (("steady memory", steady), ("own thread", own_thread), ("autocast", autocast), ("compiled", compiled))
-
-
-# -- training: steps of a model --------------------------------------------------------------------------------------
-
-
-def step_together(
-    engines: Sequence[Any], threads: Sequence[ThreadPoolExecutor], tokens: Tensor, target: Tensor
-) -> float:
-    """A step of every rank, each in its thread; the mean of the last one's losses. Gradients are dropped."""
-
-    def run(engine: Any) -> Any:
-        losses = engine.step(tokens, target=target)
-        for parameter in engine.parameters():
-            parameter.grad = None
-        return losses
-
-    steps = [thread.submit(run, engine) for engine, thread in zip(engines, threads, strict=True)]
-    losses = [step.result() for step in steps]
-    return float(torch.stack(losses[-1]).mean())
-
-
-def training(machine: Machine) -> Iterator[Case]:
-    shape = (
-        {"hidden": 2048, "blocks": 8, "vocab": 32000} if machine.is_cuda else {"hidden": 64, "blocks": 1, "vocab": 50}
-    )
-    length, microbatches = (16384, 4) if machine.is_cuda else (16, 2)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(shape["vocab"], (microbatches, length), generator=generator).to(machine.device)
-    target = seq1f1b.shift_labels(tokens)
-    dtype = torch.bfloat16 if machine.is_cuda else torch.float32
-
-    first_losses: list[float] = []  # of each arm: the same model
-
-    def measured(step: Callable[[], float]) -> dict[str, Any]:
-        losses = [step()]
-        first_losses.append(losses[0])
-        assert abs(losses[0] - first_losses[0]) < 0.02, first_losses
-        peak = machine.peak_bytes(lambda: losses.append(step()))
-        times = []
-        for _ in range(3):
-            machine.sync()
-            start = time.perf_counter()
-            losses.append(step())
-            machine.sync()
-            times.append(time.perf_counter() - start)
-        rate = microbatches * length / statistics.median(times)
-        return {"tokens/s": round(rate), "peak growth MB": round(peak / 1e6), "loss": round(losses[0], 4)}
-
-    def plain() -> dict[str, Any]:
-        """The whole model by torch's own attention, one micro-batch after the other."""
-        with machine.device:
-            stage = decoder.Stage(0, 1, attention="whole sequences", **shape).to(dtype)
-
-        def step() -> float:
-            losses = []
-            for x, y in zip(tokens.chunk(microbatches), target.chunk(microbatches), strict=True):
-                loss = decoder.cross_entropy(stage(x), y)
-                (loss / microbatches).backward()
-                losses.append(loss.detach())
-            stage.zero_grad()
-            return float(torch.stack(losses).mean())
-
-        return measured(step)
-
-    def pipelined(num_ranks: int, num_segments: int, kernels: str = "cuDNN") -> dict[str, Any]:
-        os.environ["SEQ1F1B_CUDA_KERNELS"] = "own" if kernels == "own" else "library"
-        use_cudnn(kernels == "cuDNN")  # as it is after some steps
-
-        def rank(group: Any) -> Any:
-            with machine.device:
-                stage = decoder.Stage(group.rank, num_ranks, **shape).to(dtype)
-            return seq1f1b.PipelineEngine(
-                stage, num_microbatches=microbatches, num_segments=num_segments,
-                loss_fn=decoder.cross_entropy, group=group,
-            )  # fmt: skip
-
-        groups = seq1f1b.LoopbackGroup(num_ranks)
-        engines = [rank(groups[index]) for index in range(num_ranks)]
-
-        with ExitStack() as stack:  # a rank keeps its thread, as a plan of cuDNN's is of one
-            threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in engines]
-            return measured(lambda: step_together(engines, threads, tokens, target))
-
-    yield "torch, whole sequences", plain
-    for num_ranks, num_segments in ((1, 1), (1, 4), (1, 8), (2, 4)):
-        yield f"{num_ranks} ranks, {num_segments} segments", functools.partial(pipelined, num_ranks, num_segments)
-    for kernels in ("flash", "own"):
-        yield f"1 ranks, 4 segments, {kernels} kernels", functools.partial(pipelined, 1, 4, kernels)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,7 +19,8 @@ from gpu_cases import Machine, run_cases
 STAGES = {  # file: its stages, each a function that yields cases
     "gpu_doctor": ["doctor"],
     "gpu_attention": ["library", "own", "primitives", "sanitizer", "tiny"],  # tiny: of sanitizer
-    "gpu_engine": ["ranks", "threads", "training"],
+    "gpu_engine": ["ranks", "threads"],
+    "gpu_training": ["training"],
     "gpu_speed": ["speed", "sweep", "ceilings", "ncu", "one_shape"],  # one_shape: of ncu
 }
 
@@ -27,6 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--stage", required=True, choices=[name for names in STAGES.values() for name in names])
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cases", default="", help="those whose names hold this regular expression")
     parser.add_argument("--rehearsal", type=Path, help="folder of gpu_rehearsal.py")
     options = parser.parse_args()
     rehearsed = nullcontext()
@@ -39,7 +42,8 @@ def main() -> None:
     file = next(file for file, names in STAGES.items() if options.stage in names)
     stage = getattr(importlib.import_module(file), options.stage)
     with rehearsed:
-        run_cases(options.stage, list(stage(machine)), options.out, machine)
+        cases = [case for case in stage(machine) if re.search(options.cases, case[0])]
+        run_cases(options.stage, cases, options.out, machine)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ stage only. Until then gradients are those of the sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor
 
 __all__: list[str] = []
@@ -32,9 +34,34 @@ def split_loss(result: tuple[Any, ...]) -> tuple[Any, Tensor | float]:
     return total, divisor
 
 
-def sum_divisors(divisors: Iterable[Tensor | float]) -> float:
+def read_at_once(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """The elements of each. One read for those of one device, because the host waits in each until the device is there.
+
+    Tensors of subclasses are read apart.
+    """
+    places: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        if type(tensor) is Tensor:
+            places.setdefault(tensor.device, []).append(tensor.detach().reshape(-1).double())
+    read = {device: iter(torch.cat(flat).tolist()) for device, flat in places.items()}
+    return [
+        list(islice(read[tensor.device], tensor.numel()))
+        if type(tensor) is Tensor
+        else [float(element) for element in tensor.detach().reshape(-1)]
+        for tensor in tensors
+    ]
+
+
+def read_divisors(divisors: Mapping[int, Tensor | float]) -> dict[int, float]:
+    """By cell, as numbers."""
+    on_device = {cell: divisor for cell, divisor in divisors.items() if isinstance(divisor, Tensor)}
+    read = {cell: own[0] for cell, own in zip(on_device, read_at_once(list(on_device.values())), strict=True)}
+    return {cell: read[cell] if cell in read else float(divisor) for cell, divisor in divisors.items()}
+
+
+def sum_divisors(divisors: Iterable[float]) -> float:
     """Raises ValueError unless the sum is finite and not negative."""
-    total = math.fsum(float(divisor) for divisor in divisors)
+    total = math.fsum(divisors)
     if not 0.0 <= total < math.inf:
         raise ValueError(f"the divisors that loss_fn returned sum to {total}, must be finite and at least 0")
     return total

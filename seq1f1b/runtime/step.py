@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from seq1f1b import _C
 from seq1f1b.runtime.arguments import Options
 from seq1f1b.runtime.batch import Batch, merge
+from seq1f1b.runtime.divided import read_divisors
 from seq1f1b.runtime.ends import FromBatch, FromStage, ToStage
 from seq1f1b.runtime.loss_step import ToLoss
 from seq1f1b.runtime.parts import Pass, Received, Sink, Source
@@ -188,7 +189,13 @@ class Step:
         if loss is None or not loss.divides:
             return None if loss is None else loss.divides, 1.0, has_auxiliary
         assert weighting is not None
-        return True, weighting.factor(self._last, loss.divisors), has_auxiliary
+        return True, weighting.factor(self._last, self._divisors), has_auxiliary
+
+    @cached_property
+    def _divisors(self) -> dict[int, float]:
+        """After the last unit: by cell, what came beside the losses. It is the only read of a step with divisors."""
+        assert self._loss is not None
+        return read_divisors(self._loss.divisors)
 
     def finish(self, factor: float) -> None:
         """After the last unit: carries the summed gradients of arguments that require grad to where they come from.
@@ -218,10 +225,10 @@ class Step:
             return []
         assert self._weighting is not None
         if self._loss is not None and self._loss.divides:
-            return divide(self._loss.losses, self._loss.divisors, self._weighting.rows)
+            return divide(self._loss.losses, self._divisors, self._weighting.rows)
         found = self._loss if self._head is None else self._head
         assert found is not None
-        return combine(found.losses, self._weighting.shares, self._device)
+        return combine(found.losses, self._weighting.shares, self._weighting.scale)
 
     def outputs(self) -> list[Any] | None:
         """Outputs of the M micro-batches on the rank of the last stage, None elsewhere."""

@@ -9,6 +9,7 @@ Lists are by [micro-batch][segment]; micro-batches may have a number of segments
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from seq1f1b.runtime.arguments import Options
 from seq1f1b.runtime.batch import Batch
-from seq1f1b.runtime.divided import sum_divisors
+from seq1f1b.runtime.divided import read_at_once, sum_divisors
 from seq1f1b.runtime.loss_look import LossLook, choose_microbatch
 from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.rows import Rows
@@ -32,13 +33,18 @@ class Weighting:
 
     Args:
         rows: tokens of the segments of every micro-batch.
+    Attributes:
+        shares: of this rank's segments in their micro-batch's loss, once :meth:`seeds` has found them.
+        scale: by cell, the same on the device, float64.
     """
+
+    scale: Tensor
 
     def __init__(self, batch: Batch, rows: Rows, options: Options, device: torch.device) -> None:
         self._batch, self.rows, self._options, self._device = batch, rows, options, device
         self._arguments = batch.arguments
         self._counts: list[float] = []  # targets of the micro-batches, where losses are means over them
-        self.shares: list[list[float]] = []  # of this rank's segments in their micro-batch's loss
+        self.shares: list[list[float]] = []
 
     def auxiliary_seeds(self) -> list[tuple[float, float]]:
         """By cell, gradients of an auxiliary loss of a segment, and of one of its micro-batch's whole sequence."""
@@ -68,7 +74,7 @@ class Weighting:
         """
         options, arguments = self._options, self._arguments
         rank, num_parts = options.sequence_parallel
-        if options.loss.reduction == "sum":
+        if options.loss.reduction == "sum" or (arguments.divides and options.count is None):  # nothing is weighed
             counts = segment_shares = all_counts = [[1.0] * len(row) for row in self.rows]
         else:
             pieces = [part_sizes(row, options.sequence_parallel) for row in self.rows]
@@ -93,7 +99,11 @@ class Weighting:
         else:
             scale = arguments.gradient_scale / (len(self.rows) if options.loss.scale_grads else 1.0)
             seeds = [weight * scale for row in self.shares for weight in row]
-        return list(torch.tensor(seeds, dtype=torch.float64, device=self._device).unbind())
+        on_host = torch.tensor(
+            [seeds, [share for row in self.shares for share in row]], dtype=torch.float64, device="cpu"
+        )
+        on_device, self.scale = on_host.to(self._device, non_blocking=True)  # else the host would wait for the device
+        return list(on_device.unbind())
 
     def _by_targets(self) -> bool:
         """Whether a segment weighs by its share of all micro-batches' targets, not of its own micro-batch's."""
@@ -109,7 +119,7 @@ class Weighting:
         num_replicas = self._options.sequence_parallel[1] if divisor is None else divisor
         return arguments.gradient_scale * num_replicas / arguments.loss_weight
 
-    def factor(self, last: Any, divisors: Mapping[int, Tensor | float]) -> float:
+    def factor(self, last: Any, divisors: Mapping[int, float]) -> float:
         """By what gradients of sums are multiplied, once the divisors of all segments are there. Collective over
         replicas."""
         if self._arguments.loss_weight is not None:
@@ -177,7 +187,7 @@ def count_targets(
         count: counts one segment's target.
     """
     if count is None:
-        return [_default_counts(target, sizes, dim) for target, sizes in zip(whole, rows, strict=True)]
+        return _default_counts(whole, rows, dim)
     split = [
         [target] if len(sizes) == 1 else split_sequence(target, sizes, dim, f"target of micro-batch {m}")
         for m, (target, sizes) in enumerate(zip(whole, rows, strict=True))
@@ -190,23 +200,34 @@ def count_targets(
     return counts
 
 
-def _default_counts(target: Any, sizes: Sequence[int], dim: int) -> list[float]:
-    what, target = type(target).__name__, next(iter(tensors_of(target)), None)
-    if target is None:
-        if len(sizes) == 1:
-            return [1.0]
-        raise TypeError(
-            f"target is a {what}: give the engine loss=Loss(weight=...), a callable that counts a segment's targets"
-        )
-    if target.is_floating_point():
-        return [float(size) for size in sizes]
+def _default_counts(targets: Sequence[Any], rows: Sequence[Sequence[int]], dim: int) -> list[list[float]]:
+    """All micro-batches' counts of elements that are not -100, by one read of the device."""
+    counts: list[list[float]] = [[] for _ in rows]
+    totals: dict[int, Tensor] = {}  # by micro-batch, up to the end of each of its segments
+    for m, (target, sizes) in enumerate(zip(targets, rows, strict=True)):
+        what, target = type(target).__name__, next(iter(tensors_of(target)), None)
+        if target is None and len(sizes) > 1:
+            raise TypeError(
+                f"target is a {what}: give the engine loss=Loss(weight=...), a callable that counts a segment's targets"
+            )
+        if target is None:
+            counts[m] = [1.0]
+        elif target.is_floating_point():
+            counts[m] = [float(size) for size in sizes]
+        else:
+            totals[m] = _totals(target != IGNORED, sizes, dim)
+    for m, ends in zip(totals, read_at_once(list(totals.values())), strict=True):
+        counts[m] = [end - start for start, end in zip([0.0, *ends[:-1]], ends, strict=True)]
+    return counts
+
+
+def _totals(counted: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    """How many of a micro-batch's targets are counted up to the end of each segment."""
     if len(sizes) == 1:
-        return [count_default(target)]
-    counted = target != IGNORED
+        return counted.sum()
     per_position = counted.movedim(dim, 0).flatten(1).sum(1) if counted.dim() > 1 else counted.long()
-    ends = torch.tensor(sizes, device="cpu").cumsum(0) - 1
-    totals = per_position.cumsum(0)[ends.to(target.device)].tolist()
-    return [float(end - start) for start, end in zip([0, *totals[:-1]], totals, strict=True)]
+    so_far = per_position.cumsum(0)
+    return torch.stack([so_far[end - 1] for end in accumulate(sizes)])  # indices on the device would be sent there
 
 
 def count_default(target: Any) -> float:
@@ -225,7 +246,7 @@ def shares(counts: list[list[float]]) -> list[list[float]]:
     ]
 
 
-def divide(losses: dict[int, Tensor], divisors: Mapping[int, Tensor | float], rows: Sequence[Any]) -> list[Tensor]:
+def divide(losses: dict[int, Tensor], divisors: Mapping[int, float], rows: Sequence[Any]) -> list[Tensor]:
     """Losses of the M micro-batches from the sums and divisors of their segments (by cell); 0 where the divisor is 0.
 
     Args:
@@ -241,17 +262,21 @@ def divide(losses: dict[int, Tensor], divisors: Mapping[int, Tensor | float], ro
     return found
 
 
-def combine(losses: dict[int, Tensor], weights: list[list[float]], device: torch.device) -> list[Tensor]:
-    """Losses of the M micro-batches from those of their segments (by cell); zero if nothing was counted."""
+def combine(losses: dict[int, Tensor], weights: list[list[float]], scale: Tensor) -> list[Tensor]:
+    """Losses of the M micro-batches from those of their segments (by cell); zero if nothing was counted.
+
+    Args:
+        scale: the weights by cell, on the device.
+    """
     counts = [len(row) for row in weights]
     if max(counts) == 1 and len(losses) == len(weights) and all(row[0] == 1.0 for row in weights):
         return [losses[m].reshape(()) for m in range(len(weights))]
     zero = None
     if len(losses) < sum(counts):
-        zero = torch.zeros_like(next(iter(losses.values()))) if losses else torch.zeros((), device=device)
+        zero = torch.zeros_like(next(iter(losses.values()))) if losses else torch.zeros((), device=scale.device)
     parts = [losses.get(i, zero) for i in range(sum(counts))]
     values = torch.stack([part.reshape(()) for part in parts if part is not None])
-    scale = torch.tensor([weight for row in weights for weight in row], dtype=values.dtype, device=device)
+    scale = scale.to(values.dtype)
     if min(counts) == max(counts):
         return list((values * scale).view(len(counts), -1).sum(1).unbind())
     return [part.sum() for part in torch.split(values * scale, counts)]

@@ -92,6 +92,13 @@ def test_only_what_has_not_passed_runs_again(tmp_path: Path, command: list[str])
     assert runs == ["fine", "wrong", "wrong"]
 
 
+def test_a_stage_with_some_of_its_cases_runs_again(tmp_path: Path, command: list[str]) -> None:
+    path = tmp_path / "results.jsonl"
+    for cases in ("one", "", ""):
+        gpu.run_stages({"fine": 60}, command, path, 200, cases=cases)
+    assert [record.get("cases") for record in gpu.read(path) if "seconds" in record] == ["one", None]
+
+
 def test_no_stage_begins_when_the_time_is_up(tmp_path: Path, command: list[str]) -> None:
     path = tmp_path / "results.jsonl"
     gpu.run_stages({"fine": 60}, command, path, 5)
@@ -102,7 +109,15 @@ def test_no_stage_begins_when_the_time_is_up(tmp_path: Path, command: list[str])
 
 
 def test_all_stages_fit_in_the_whole_run() -> None:
-    assert max(gpu.STAGES.values()) <= 60 and sum(gpu.STAGES.values()) <= gpu.LIMIT == 600
+    others = [seconds for name, seconds in gpu.STAGES.items() if name != "training"]
+    assert max(others) <= 60 and gpu.STAGES["training"] == 200
+    assert sum(gpu.STAGES.values()) <= gpu.LIMIT == 740
+
+
+def test_cases_are_chosen_in_training_alone() -> None:
+    command = [sys.executable, str(SCRIPT), "--only", "own", "--cases", "k 4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "--cases goes with --only training" in done.stderr
 
 
 def test_an_unknown_stage_is_named() -> None:
@@ -236,6 +251,36 @@ def test_the_table_has_a_verdict_on_each_part() -> None:
     assert rows['transport="copy"'] == ("?", "", "if asked for")
 
 
+def arm(name: str, ms: float) -> dict[str, Any]:
+    figures = {"ms": ms, "busy ms": ms - 1, "busy share": 0.99, "launches": 7, "peak growth MB": 1500}
+    return {"stage": "training", "case": name, "state": "passed", **figures}
+
+
+def test_the_cost_of_a_segment_is_told_beside_torch_alone() -> None:
+    """Which is the mean of its two times; an arm that failed has none."""
+    records = [
+        arm("Llama stage, torch alone", 100.0),
+        arm("Llama stage, k 4", 104.0),
+        arm("Llama stage, k 8", 110.0),
+        arm("Llama stage, torch alone again", 102.0),
+        {"stage": "training", "case": "Llama stage, k 1", "state": "failed", "why": "out of memory"},
+    ]
+    assert gpu.training_ratios(gpu.latest_cases(records))["Llama stage"] == {
+        "torch alone": 0.99, "k 4": 1.03, "k 8": 1.089, "torch alone again": 1.01,
+    }  # fmt: skip
+    said = gpu.report(records, ["training"])
+    lines = [line.split() for line in said.splitlines()]
+    assert ["k", "4", "104.0", "1.030", "1.03", "met", "103.0", "0.990", "7", "1.50"] in lines
+    assert ["k", "8", "110.0", "1.089", "1.06", "missed", "109.0", "0.990", "7", "1.50"] in lines
+    assert "hidden 2048  " not in said and "Llama stage 1.030" in said
+
+
+def test_without_torch_alone_a_segment_has_no_ratio() -> None:
+    found = gpu.latest_cases([arm("Llama stage, k 4", 104.0)])
+    ((_, row),) = gpu.training_tables(found)
+    assert row[:4] == ("k 4", "104.0", "?", "1.03")
+
+
 def test_verified_kernels_are_read_as_they_are_written(tmp_path: Path) -> None:
     path = tmp_path / "verified.json"
     path.write_text("[]")
@@ -260,8 +305,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 BREAKS = {  # stage, file of the tree, its text and what takes its place, and what the rehearsal says then
     "a file imports what is not there": (
-        "training", "benchmarks/gpu_engine.py", "import tiny_model", "import tinier_model",
-        "No module named 'tinier_model'",
+        "training", "benchmarks/gpu_training.py", "from gpu_llama import", "from gpu_lama import",
+        "No module named 'gpu_lama'",
     ),
     "a tool has no such option": (
         "ncu", "benchmarks/gpu_speed.py", '"--clock-control"', '"--clock-lock"', "no option --clock-lock",
