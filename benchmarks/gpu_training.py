@@ -181,7 +181,7 @@ def pipelined(
     machine: Machine, model: Model, arm: str, k: int, *, num_ranks: int = 1, kernels: str = "cuDNN", **options: Any
 ) -> dict[str, Any]:
     """The engine; its ranks, if there are more, are threads."""
-    os.environ["SEQ1F1B_CUDA_KERNELS"] = "own" if kernels == "own" else "library"
+    os.environ["SEQ1F1B_CUDA_KERNELS"] = {"own": "own", "flash": "library"}.get(kernels, "")
     use_cudnn(kernels == "cuDNN")  # as it is after some steps
     modules = [model.make(True, rank, num_ranks) for rank in range(num_ranks)]
     tokens, target = model.tokens, seq1f1b.shift_labels(model.tokens)
@@ -208,9 +208,9 @@ def pipelined(
             return float(torch.stack(losses).mean())
 
         found = measure(machine, model, arm, modules, step)
-        fused = getattr(engines[0].report(), "fused_weights", None)
-        if fused is not None:
-            found["fused weights"] = fused
+        reports = [stage for engine in engines for stage in engine.report().stages]
+        fused, trained = (sum(getattr(r, name) for r in reports) for name in ("fused_weights", "trained_weights"))
+        found["fused weights"] = round(fused / trained, 3)
     for engine in engines:
         engine.close()
     return found
