@@ -100,7 +100,7 @@ def test_a_kernel_that_is_no_faster_takes_what_flash_does_not(
         assert cuda_attention.way(queries(), 64, options) == ours
         with monkeypatch.context() as patch:
             patch.setattr(cuda_attention, "_has_cudnn", lambda device: True)
-            assert cuda_attention.way(queries(), 64, options) == "flash"
+            assert cuda_attention.way(queries(), 64, options) == "cudnn"
             assert cuda_attention.way(queries(), 64, options._replace(window=3)) == ours
             patch.setenv("SEQ1F1B_CUDA_KERNELS", "own")
             assert cuda_attention.way(queries(), 64, options) == "own"
