@@ -43,14 +43,15 @@ STAGES = {  # seconds that a stage may take; together no more than LIMIT
     "doctor": 60,  # imports torch and touches CUDA for the first time, so that later stages find both in memory
     "library": 60,
     "own": 60,
+    "parts": 30,
     "ranks": 60,
     "speed": 60,
     "training": 200,
     "threads": 40,
     "primitives": 20,
-    "sweep": 50,
+    "sweep": 30,
     "ceilings": 20,
-    "ncu": 45,
+    "ncu": 35,
     "sanitizer": 60,
 }
 LIMIT = 740  # seconds of the whole run; two models in eight arms take three minutes of it
@@ -266,6 +267,18 @@ def speed_text(found: Cases, operation: str, head_dim: int) -> str:
     return ", ".join(texts)
 
 
+def parts_text(found: Cases) -> str:
+    """How many times as fast as torch's ops the kernels around attention are."""
+    by_name: dict[str, list[float]] = {}
+    for name, case in found.get("parts", {}).items():
+        if "kernel" in case and "torch's ops" in case:
+            ours, theirs = milliseconds(case, ("kernel", "torch's ops"))
+            if ours > 0:
+                by_name.setdefault(name.partition(":")[0], []).append(theirs / ours)
+    texts = [f"{name} {geometric_mean(ratios):.1f}" for name, ratios in by_name.items()]
+    return f"{'; '.join(texts)} x torch's ops" if texts else ""
+
+
 def verdicts(records: list[Record]) -> list[tuple[str, str, str, str]]:
     """Part, right, fast, default."""
     found = latest_cases(records)
@@ -284,6 +297,7 @@ def verdicts(records: list[Record]) -> list[tuple[str, str, str, str]]:
                 default = "no" if key not in verified else "yes" if (verified[key] or 0) > 1 else NOT_FLASH
                 fast = speed_text(found, operation, head_dim) if dtype == "bfloat16" else ""
                 rows.append((f"{operation} {dtype} d{head_dim}", is_right(found, dtype, head_dim), fast, default))
+    rows.append(("attention_parts", right("parts"), parts_text(found), "where its check passes"))
     rows.append(("engine: one rank", right("ranks", "one rank"), "", "yes"))
     for transport, part in TRANSPORTS.items():
         figures = [

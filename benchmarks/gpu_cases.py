@@ -99,7 +99,7 @@ def own_operations(machine: Machine) -> dict[str, kernel_library.Operation]:
 def use_cudnn(is_used: bool) -> None:
     """Whether cuDNN computes all that it takes, or nothing: else it begins with shapes that came often."""
     cuda_attention.PLAN_FLOPS = 0.0 if is_used else float("inf")
-    cuda_attention._shapes = cuda_attention._Shapes()
+    cuda_attention.forget_plans()
 
 
 def stage_command(machine: Machine, stage: str, out: Path) -> list[str]:

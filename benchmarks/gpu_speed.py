@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import seq1f1b
-from seq1f1b.device import cuda_attention, kernel_library
+from seq1f1b.device import attention_ways, cuda_attention, kernel_library
 
 aten = torch.ops.aten
 IN_SEGMENTS = "cuDNN in segments"  # as cuda_attention goes by it
@@ -73,9 +73,8 @@ class Segment:
     def own_backward(
         self, operation: kernel_library.Operation, out: Tensor, lse: Tensor, kernel: int = -1
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return cuda_attention._own_backward(
-            operation, self.dout, *self.qkv, out, lse, self.options, self.dk, self.dv, kernel=kernel
-        )
+        given = attention_ways.Given(self.dout, *self.qkv, out, lse, self.options, self.dk, self.dv, store=False)
+        return attention_ways.launch_own_backward(operation, given, kernel)
 
     def timed(self, machine: Machine, name: str, run: Callable[[], Any]) -> str:
         seconds = machine.seconds(run, budget=0.12)
@@ -193,17 +192,19 @@ def speed(machine: Machine) -> Iterator[Case]:
         use_cudnn(False)
         inputs = Segment(machine, *(32, 8, 128, 4096, 65536) if machine.is_cuda else SMALL)
         out, lse = cuda_attention._forward(*inputs.qkv, inputs.options)
-        found, usual = {}, cuda_attention.KEY_RANGE
+        found, usual = {}, (cuda_attention.KEY_RANGE, cuda_attention.RANGE_BYTES)
 
         def backward() -> Any:
             return cuda_attention._backward(inputs.dout, *inputs.qkv, out, lse, inputs.options, inputs.dk, inputs.dv)
 
         for longest in (2048, 4096, 8192, 16384, 65536):
-            cuda_attention.KEY_RANGE = longest
+            cuda_attention.KEY_RANGE, cuda_attention.RANGE_BYTES = longest, 1 << 40
+            cuda_attention.forget_plans()
             found[longest] = (
                 f"{inputs.timed(machine, 'backward', backward)}, {machine.peak_bytes(backward) / 1e6:.0f} MB"
             )
-        cuda_attention.KEY_RANGE = usual
+        cuda_attention.KEY_RANGE, cuda_attention.RANGE_BYTES = usual
+        cuda_attention.forget_plans()
         return found
 
     yield "ranges of keys in the backward", key_ranges
@@ -261,10 +262,10 @@ def own_runs(machine: Machine, inputs: Segment, out: Tensor, lse: Tensor) -> dic
 
     def forward() -> Callable[[], Any]:
         operation = operations["attention_forward"]
-        own_out, own_lse = cuda_attention._own_forward(operation, *qkv, options)
+        own_out, own_lse = attention_ways.launch_own_forward(operation, *qkv, options)
         check_close("out of own kernels and of the library path", own_out, out)
         check_close("lse of own kernels and of the library path", own_lse, lse, 2**-16)  # sums in float32
-        return lambda: cuda_attention._own_forward(operation, *qkv, options)
+        return lambda: attention_ways.launch_own_forward(operation, *qkv, options)
 
     def backward() -> Callable[[], Any]:
         operation = operations["attention_backward"]
@@ -294,10 +295,10 @@ def sweep(machine: Machine) -> Iterator[Case]:
     def one(heads: int, kv_heads: int, head_dim: int, tokens: int, end: int) -> dict[str, Any]:
         operations, found = own_operations(machine), {}
         inputs = Segment(machine, heads, kv_heads, head_dim, tokens, end)
-        out, lse = cuda_attention._own_forward(operations["attention_forward"], *inputs.qkv, inputs.options)
+        out, lse = attention_ways.launch_own_forward(operations["attention_forward"], *inputs.qkv, inputs.options)
         for name, operation in operations.items():
             if name == "attention_forward":
-                run = functools.partial(cuda_attention._own_forward, operation, *inputs.qkv, inputs.options)
+                run = functools.partial(attention_ways.launch_own_forward, operation, *inputs.qkv, inputs.options)
             else:
                 run = functools.partial(inputs.own_backward, operation, out, lse)
             chosen = run()
@@ -455,7 +456,7 @@ def one_shape(machine: Machine) -> Iterator[Case]:
     def run() -> dict[str, Any]:
         inputs = Segment(machine, *SHAPES[0] if machine.is_cuda else SMALL)
         operations = own_operations(machine)
-        out, lse = cuda_attention._own_forward(operations["attention_forward"], *inputs.qkv, inputs.options)
+        out, lse = attention_ways.launch_own_forward(operations["attention_forward"], *inputs.qkv, inputs.options)
         if "attention_backward" in operations:
             inputs.own_backward(operations["attention_backward"], out, lse)
         machine.sync()

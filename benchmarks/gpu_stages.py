@@ -19,6 +19,7 @@ from gpu_cases import Machine, run_cases
 STAGES = {  # file: its stages, each a function that yields cases
     "gpu_doctor": ["doctor"],
     "gpu_attention": ["library", "own", "primitives", "sanitizer", "tiny"],  # tiny: of sanitizer
+    "gpu_parts": ["parts"],
     "gpu_engine": ["ranks", "threads"],
     "gpu_training": ["training"],
     "gpu_speed": ["speed", "sweep", "ceilings", "ncu", "one_shape"],  # one_shape: of ncu

@@ -331,6 +331,23 @@ def cuda_attention(
     stream: int,
     /,
 ) -> None: ...
+def cuda_attention_parts(
+    library: object,
+    what: str,
+    dtype: str,
+    store: bool,
+    batch: int,
+    heads: int,
+    rows: int,
+    head_dim: int,
+    v_head_dim: int,
+    parts: tuple[tuple[int, ...], ...],
+    slabs: tuple[tuple[int, ...], ...],
+    outs: tuple[tuple[int, ...], ...],
+    lse: tuple[int, int, int],
+    stream: int,
+    /,
+) -> bool: ...
 
 # ---- executor.c
 

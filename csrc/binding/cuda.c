@@ -3,6 +3,7 @@
 #include "records.h"
 
 #include "../../kernels/cuda/attention_arguments.h"
+#include "../../kernels/cuda/attention_parts_arguments.h"
 #include "../device/kernel_library.h"
 
 #include <string.h>
@@ -173,9 +174,85 @@ static PyObject *cuda_attention(PyObject *Py_UNUSED(module), PyObject *args)
     return s1f_none(status);
 }
 
+/* -- the work around attention over ranges of keys ---------------------------------------------------------------- */
+
+/* Converts a tuple of at most `most` tensors (address, stride, stride, stride, stride); returns how many, or -1 with an
+ * exception set. The last stride must be 1: else the memory is NULL, which the launcher does not take. */
+static int read_rows(PyObject *tensors, const char *name, int most, s1f_parts_rows *out)
+{
+    Py_ssize_t count = PyTuple_Check(tensors) ? PyTuple_Size(tensors) : most + 1;
+    if (count > most) {
+        PyErr_Format(PyExc_ValueError, "%s must be a tuple of at most %d tensors", name, most);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        long long batch, head, row, column;
+        PyObject *tensor = PyTuple_GetItem(tensors, i);
+        if (!PyTuple_Check(tensor)) {
+            PyErr_Format(PyExc_TypeError, "%s: a tensor is (address, stride, stride, stride, stride)", name);
+            return -1;
+        }
+        if (!PyArg_ParseTuple(tensor, "O&LLLL;a tensor is (address, stride, stride, stride, stride)", s1f_to_address,
+                              &out[i].memory, &batch, &head, &row, &column))
+            return -1;
+        out[i].strides = (s1f_strides){batch, head, row};
+        if (column != 1)
+            out[i].memory = NULL;
+    }
+    return (int)count;
+}
+
+static int to_parts_operation(PyObject *name, void *out)
+{
+    static const char *const names[S1F_NUM_PARTS_OPERATIONS] = {"merge", "add", "finish", "total"};
+    for (int32_t what = 0; what < S1F_NUM_PARTS_OPERATIONS; what++)
+        if (PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, names[what]) == 0) {
+            *(int32_t *)out = what;
+            return 1;
+        }
+    PyErr_Format(PyExc_ValueError, "no operation %R, must be merge, add, finish or total", name);
+    return 0;
+}
+
+PyDoc_STRVAR(
+    cuda_attention_parts_doc,
+    "cuda_attention_parts(library, what, dtype, store, batch, heads, rows, head_dim, v_head_dim, parts, slabs, "
+    "outs, lse, stream) -> bool\n\nLaunches \"merge\", \"add\", \"finish\" or \"total\"; False: no kernel is "
+    "for such tensors.\nparts, slabs, outs: tuples of (address, four strides); lse: three addresses.");
+
+static PyObject *cuda_attention_parts(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    s1f_cuda_library *library;
+    s1f_attention_parts arguments = {0};
+    long long batch, heads, rows, head_dim, v_head_dim;
+    PyObject *parts, *slabs, *outs;
+    void *stream = NULL;
+    if (!PyArg_ParseTuple(args, "O&O&O&pLLLLLOOO(O&O&O&)O&:cuda_attention_parts", s1f_to_cuda_library, &library,
+                          to_parts_operation, &arguments.what, to_dtype, &arguments.dtype, &arguments.store, &batch,
+                          &heads, &rows, &head_dim, &v_head_dim, &parts, &slabs, &outs, s1f_to_address,
+                          &arguments.lse[0], s1f_to_address, &arguments.lse[1], s1f_to_address, &arguments.lse[2],
+                          s1f_to_address, &stream))
+        return NULL;
+    arguments.batch = batch, arguments.heads = heads, arguments.rows = rows;
+    arguments.head_dim[0] = head_dim, arguments.head_dim[1] = v_head_dim;
+    arguments.num_parts = read_rows(parts, "parts", S1F_MOST_PARTS, arguments.parts);
+    if (arguments.num_parts < 0 || read_rows(slabs, "slabs", 2, arguments.slabs) < 0 ||
+        read_rows(outs, "outs", 2, arguments.outs) < 0)
+        return NULL;
+    const s1f_cuda_operation *operation = find_operation(library, "attention_parts");
+    if (operation == NULL)
+        return NULL;
+    s1f_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = s1f_cuda_launch(operation, &arguments, -1, stream);
+    Py_END_ALLOW_THREADS
+    return status == S1F_OK || status == S1F_ERR_ARG ? PyBool_FromLong(status == S1F_OK) : s1f_raise(status);
+}
+
 PyMethodDef s1f_cuda_methods[] = {
     {"cuda_attention_scratch", cuda_attention_scratch, METH_VARARGS, cuda_attention_scratch_doc},
     {"cuda_attention", cuda_attention, METH_VARARGS, cuda_attention_doc},
+    {"cuda_attention_parts", cuda_attention_parts, METH_VARARGS, cuda_attention_parts_doc},
     {"cuda_library_open", cuda_library_open, METH_VARARGS, cuda_library_open_doc},
     {"cuda_operation", cuda_operation, METH_VARARGS, cuda_operation_doc},
     {NULL, NULL, 0, NULL},

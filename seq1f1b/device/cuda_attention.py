@@ -1,11 +1,12 @@
 """Attention of CUDA tensors over the slabs of the KV cache, without a copy of the prefix.
 
-The CUDA kernels of this package's ops; those of the CPU are C. Five ways, by what the call needs:
+The CUDA kernels of this package's ops; those of the CPU are C. ``WAYS`` lists the ways, of which a call goes by the
+first that takes it:
 
     own        bfloat16 and float16, head_dim 64 or 128, no ALiBi: this package's kernels, where they are known to be
                right, and faster than what else there is (kernel_library.py)
     cudnn      as flash, without a window, on Hopper and newer: cuDNN's, for shapes that come often enough to pay for
-               its plan of one
+               its plan of one (``PLAN_FLOPS``); until then they go by flash
     flash      bfloat16 and float16, head_dim a multiple of 8, Ampere or newer: ``aten::_flash_attention_*``
     efficient  float32 without a window, head_dim a multiple of 4: ``aten::_efficient_attention_*``
     plain      everything else (float64, soft cap, ALiBi, documents, other heads): matrix products over ranges of keys,
@@ -14,32 +15,47 @@ The CUDA kernels of this package's ops; those of the CPU are C. Five ways, by wh
 Heads of v may have another size than those of q and k. The efficient and plain ways take them as they are; for flash
 and cuDNN the narrower ones get zeros up to the size of the wider; own does not take them.
 
-Backward goes over ranges of keys: exact, since the sums over all keys (``lse``) and ``out`` are known, and what the ops
-allocate stays of the size of a range. dK and dV add up in float32 in the cache's slab; torch's ops round each range's
-part to q's dtype before. Ours take all keys at once, for they add to the slab themselves. Sinks are no business of a
-way: out and lse get them at the end of a forward, and a backward that takes these two needs nothing else.
+cuDNN masks from the first key on, so its forward is a call over the segment's own keys and one over those before, and
+the two results are merged. Backward goes over ranges of keys: exact, since the sums over all keys (``lse``) and ``out``
+are known, and what the ops allocate stays of the size of a range. dK and dV add up in float32 in the cache's slab;
+torch's ops round each range's part to q's dtype before. Ours take all keys at once, for they add to the slab
+themselves. attention_parts.py has the launches that merge and add. Sinks are no business of a way: out and lse get them
+at the end of a forward, and a backward that takes these two needs nothing else.
 
-benchmarks/gpu.py holds all of it to float64 on a GPU; an H200 has run it (benchmarks/results/gpu-h200.txt). The tests
+All that follows from the shapes and strides of a call is decided once, in a plan (``_plan``). A call whose plan is
+known makes its views and launches.
+
+benchmarks/gpu.py holds all of it to float64 on a GPU; an H200 and an H100 have run it (benchmarks/results). The tests
 run it on the CPU, with stand-ins for the aten ops that torch's dispatcher holds to their schemas.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
+import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from seq1f1b import _C
-from seq1f1b.device import kernel_library
+from seq1f1b.device import attention_parts, attention_ways, kernel_library
+from seq1f1b.device.attention_ways import Call, Given, Options, Plan, are_rows_aligned, token_major
 
-__all__: list[str] = []
+__all__ = ["Options"]
 
-KEY_RANGE = 8192
+KEY_RANGE = 16384
 """Most keys before the segment that one call of a backward op takes."""
+
+RANGE_BYTES = 1 << 28
+"""A call takes fewer keys where dK and dV of them would be larger, counted with as many heads as queries have, for so
+the ops hold them before they add up heads that share keys: 16,384 keys of 32 query heads of 128, in 16 bits. A constant
+and not a share of what is free, because the bits of a gradient follow from the ranges.
+"""
 
 PLAIN_LOGITS = 1 << 26
 """Most logits that the plain way holds at once; it keeps a few tensors of that size."""
@@ -50,22 +66,7 @@ cuDNN then saves 1.3 ms in 1e12 operations: a shape that never comes again has c
 """
 
 MOST_SHAPES = 1024
-"""Shapes that are remembered, and so most plans: with documents of every length few come twice."""
-
-_LSE_ALIGNMENT = 32  # rows of lse that _efficient_attention_backward reads come in multiples of this
-_BOTTOM_RIGHT = 2  # custom_mask_type of the efficient ops: causal, the last query sees the last key
-
-
-class Options(NamedTuple):
-    """Which keys a query sees, and how; window 0, softcap 0 and empty tensors stand for none."""
-
-    key_docs: Tensor  # (batch, keys), int32
-    slopes: Tensor  # (heads) or (batch, heads), float32
-    docs: Tensor  # (batch, tokens) of the queries, int32
-    sinks: Tensor  # (heads), float32 or float64 as the sums
-    scale: float
-    window: int
-    softcap: float
+"""Shapes that are remembered, and so most plans, ours and cuDNN's: with documents of every length few come twice."""
 
 
 # -- the ops, with the arguments of csrc/torch/op_table.h: tensors, then the options from slopes on -------------------
@@ -141,21 +142,16 @@ def register(library: torch.library.Library, dispatch_key: str = "CUDA", **optio
         library.impl(name, kernel, dispatch_key, **options)  # type: ignore[no-untyped-call]
 
 
-# -- which way, and over which keys ----------------------------------------------------------------------------------
+# -- the ways --------------------------------------------------------------------------------------------------------
 
 
 def way(q: Tensor, v_head_dim: int, options: Options, operation: str = "attention_forward") -> str:
-    """ "own", "flash" (or cuDNN, see ``PLAN_FLOPS``), "efficient" or "plain"; see the top of this file."""
-    return "own" if _own(q, v_head_dim, options, operation) is not None else _library_way(q, v_head_dim, options)
+    """The first of ``WAYS`` that takes such a call. "cudnn" stands for flash until the shape has come often."""
+    return next(name for name, each in WAYS.items() if each.takes(q, v_head_dim, options, operation))
 
 
-def _library_way(q: Tensor, v_head_dim: int, options: Options) -> str:
-    if options.softcap or options.slopes.numel() or options.docs.numel() or q.dtype == torch.float64:
-        return "plain"
-    if q.dtype == torch.float32:
-        fits = q.shape[3] % 4 == 0 and v_head_dim % 4 == 0
-        return "efficient" if fits and not options.window and not torch.version.hip else "plain"
-    return "flash" if max(q.shape[3], v_head_dim) % 8 == 0 and _has_flash(q.device) else "plain"
+def _own_takes(q: Tensor, v_head_dim: int, options: Options, operation: str) -> bool:
+    return _own(q, v_head_dim, options, operation) is not None
 
 
 def _own(q: Tensor, v_head_dim: int, options: Options, operation: str) -> kernel_library.Operation | None:
@@ -163,16 +159,61 @@ def _own(q: Tensor, v_head_dim: int, options: Options, operation: str) -> kernel
         return None
     if q.shape[3] != v_head_dim or not _has_flash(q.device):
         return None
-    library = _library_way(q, v_head_dim, options)
-    if library == "flash" and not options.window and _has_cudnn(q.device) and kernel_library.preference() != "own":
+    by_flash = _flash_takes(q, v_head_dim, options)
+    if by_flash and not options.window and _has_cudnn(q.device) and kernel_library.preference() != "own":
         return None
-    return kernel_library.choose(operation, q, is_right_enough=library == "plain")
+    return kernel_library.choose(operation, q, is_right_enough=not by_flash)
+
+
+def _cudnn_takes(q: Tensor, v_head_dim: int, options: Options, operation: str = "") -> bool:
+    is_fast = not options.window and not math.isinf(PLAN_FLOPS) and _has_cudnn(q.device)
+    return is_fast and _flash_takes(q, v_head_dim, options)
+
+
+def _flash_takes(q: Tensor, v_head_dim: int, options: Options, operation: str = "") -> bool:
+    if q.dtype not in (torch.bfloat16, torch.float16) or _needs_products(options):
+        return False
+    return max(q.shape[3], v_head_dim) % 8 == 0 and _has_flash(q.device)
+
+
+def _efficient_takes(q: Tensor, v_head_dim: int, options: Options, operation: str = "") -> bool:
+    if q.dtype != torch.float32 or options.window or _needs_products(options) or torch.version.hip:
+        return False
+    return q.shape[3] % 4 == 0 and v_head_dim % 4 == 0
+
+
+def _plain_takes(q: Tensor, v_head_dim: int, options: Options, operation: str = "") -> bool:
+    return True
+
+
+def _needs_products(options: Options) -> bool:
+    return bool(options.softcap or options.slopes.numel() or options.docs.numel())
+
+
+class Way(NamedTuple):
+    takes: Callable[[Tensor, int, Options, str], bool]
+    forward: Callable[[Plan, Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
+    backward: Callable[[Plan, Given], tuple[Tensor, Tensor, Tensor]]
+
+
+WAYS = {
+    "own": Way(_own_takes, attention_ways.own_forward, attention_ways.own_backward),
+    "cudnn": Way(_cudnn_takes, attention_ways.cudnn_forward, attention_ways.cudnn_backward),
+    "flash": Way(_flash_takes, attention_ways.flash_forward, attention_ways.flash_backward),
+    "efficient": Way(_efficient_takes, attention_ways.efficient_forward, attention_ways.efficient_backward),
+    "plain": Way(_plain_takes, attention_ways.plain_forward, attention_ways.plain_backward),
+}
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def _has_flash(device: torch.device) -> bool:
     if torch.version.hip:  # other kernels behind the same ops
         return False
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type != "cuda" or _capability(device) >= (8, 0)
 
 
 def _has_cudnn(device: torch.device) -> bool:
@@ -180,48 +221,10 @@ def _has_cudnn(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip or torch.are_deterministic_algorithms_enabled():
         return False
     is_enabled: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    return is_enabled and torch.cuda.get_device_capability(device) >= (9, 0)
+    return is_enabled and _capability(device) >= (9, 0)
 
 
-class _Shapes(threading.local):
-    """Operations that flash computed of each shape, or whether cuDNN takes it; a thread has its own, as of plans."""
-
-    def __init__(self) -> None:
-        self.seen: dict[tuple[Any, ...], float | bool] = {}
-
-
-_shapes = _Shapes()
-
-Calls = Sequence[tuple[Tensor, bool]]
-"""Keys of calls of cuDNN's, and whether each is causal, from the first query and key on."""
-
-
-def _cudnn_takes(q: Tensor, calls: Calls, options: Options, num_products: int) -> bool:
-    """num_products: matrix products of the pass that asks: 2 forward, 5 backward."""
-    if options.window or not _has_cudnn(q.device):
-        return False
-    layouts = [(keys.shape, keys.stride(), is_causal) for keys, is_causal in calls]
-    seen, shape = _shapes.seen, (num_products, q.dtype, q.shape, q.stride(), *layouts)
-    found = seen.get(shape, 0.0)
-    if isinstance(found, bool):
-        return found
-    if len(seen) >= MOST_SHAPES:
-        for other in [other for other, of_other in seen.items() if not isinstance(of_other, bool)]:
-            del seen[other]
-    if len(seen) >= MOST_SHAPES:
-        return False
-    if found < PLAN_FLOPS * len(calls):
-        pairs = sum(keys.shape[2] / (2 if is_causal else 1) for keys, is_causal in calls)
-        seen[shape] = found + num_products * 2 * q.numel() * pairs
-        return False
-    fits = seen[shape] = all(_cudnn_fits(q, keys, is_causal) for keys, is_causal in calls)
-    return fits
-
-
-def _cudnn_fits(q: Tensor, keys: Tensor, is_causal: bool) -> bool:
-    """Whether torch hands such a call to cuDNN."""
-    params = torch.backends.cuda.SDPAParams(q, keys, keys, None, 0.0, is_causal, q.shape[1] != keys.shape[1])
-    return min(q.shape[2], keys.shape[2]) > 1 and torch.backends.cuda.can_use_cudnn_attention(params)
+# -- forward and backward over the rows of a cache -------------------------------------------------------------------
 
 
 def _forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
@@ -229,20 +232,16 @@ def _forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple
 
     keys, values: (batch, kv_heads, N, their head_dim); the last query is token N - 1.
     """
-    operation = _own(q, values.shape[3], options, "attention_forward")
-    if operation is not None:
-        return _with_sinks(*_own_forward(operation, q, keys, values, options), options.sinks, q.dtype)
-    forwards = {"flash": _flash_forward, "efficient": _efficient_forward, "plain": _plain_forward}
-    out, lse = forwards[_library_way(q, values.shape[3], options)](q, keys, values, options)
-    return _with_sinks(out, lse, options.sinks, q.dtype)
+    plan = _plan("attention_forward", (q, keys, values), options)
+    out, lse = plan.run(plan, q, keys, values, options)
+    if options.sinks.numel():
+        out, lse = _with_sinks(out, lse, options.sinks)
+    return token_major(out, q.dtype), lse.contiguous()
 
 
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Both as if each row had seen a key of the sink's logit and of value 0."""
-    if sinks.numel():
-        out = out * torch.sigmoid(lse - sinks[:, None])[..., None]
-        lse = torch.logaddexp(lse, sinks[:, None])
-    return _token_major(out, dtype), lse.contiguous()
+    return out * torch.sigmoid(lse - sinks[:, None])[..., None], torch.logaddexp(lse, sinks[:, None])
 
 
 def _sink_gradients(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -257,354 +256,227 @@ def _backward(
     dv: Tensor, store: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Adds to dk and dv, as keys and values in float32 or float64, or stores; returns dq, and dk and dv of
-    the queries' own tokens in q's dtype: later segments went backward before, so these rows are complete. All
-    token-major in memory. Last the gradients of the sinks.
+    the queries' own tokens in q's dtype: later segments went backward before, so these rows are complete, and the
+    slabs' own hold nothing of use behind the call. All token-major in memory. Last the gradients of the sinks.
     """
-    dsinks = _sink_gradients(dout, out, lse, options.sinks)
-    operation = _own(q, values.shape[3], options, "attention_backward")
-    if operation is not None:
-        return *_own_backward(operation, dout, q, keys, values, out, lse, options, dk, dv, store), dsinks
-    dq = _library_backward(dout, q, keys, values, out, lse, options, dk, dv, store)
-    own = slice(keys.shape[2] - q.shape[2], None)
-    return dq, _token_major(dk[:, :, own], q.dtype), _token_major(dv[:, :, own], q.dtype), dsinks
+    plan = _plan("attention_backward", (dout, q, keys, values, out), options)
+    dq, own_dk, own_dv = plan.run(plan, Given(dout, q, keys, values, out, lse, options, dk, dv, store))
+    return dq, own_dk, own_dv, _sink_gradients(dout, out, lse, options.sinks)
 
 
-def _library_backward(
-    dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, options: Options, dk: Tensor,
-    dv: Tensor, store: bool,
-) -> Tensor:  # fmt: skip
-    chosen = _library_way(q, values.shape[3], options)
-    backwards = {"flash": _flash_backward, "efficient": _efficient_backward, "plain": _plain_backward}
+# -- plans -----------------------------------------------------------------------------------------------------------
+
+
+class _Plans(threading.local):
+    """Plans by shape. A thread has its own, as of cuDNN's: no locks, and nothing that another thread's calls decide.
+
+    When half of ``MOST_SHAPES`` have come, those that do not come while the other half does are forgotten.
+    """
+
+    def __init__(self) -> None:
+        self.recent: dict[tuple[Any, ...], Plan] = {}
+        self.before: dict[tuple[Any, ...], Plan] = {}
+        self.of_cudnn: set[tuple[Any, ...]] = set()  # shapes of its calls; torch keeps the plans that it made
+
+    def find(self, shape: tuple[Any, ...]) -> Plan | None:
+        found = self.before.pop(shape, None)
+        if found is not None:
+            self.keep(shape, found)
+        return found
+
+    def keep(self, shape: tuple[Any, ...], plan: Plan) -> None:
+        if len(self.recent) >= max(1, MOST_SHAPES // 2) and shape not in self.recent:
+            self.recent, self.before = {}, self.recent
+        self.recent[shape] = plan
+
+
+_plans = _Plans()
+
+
+def forget_plans() -> None:
+    """In all threads. For tests and benchmarks that change what plans follow from."""
+    global _plans
+    _plans = _Plans()
+
+
+def _plan(operation: str, tensors: tuple[Tensor, ...], options: Options) -> Plan:
+    """tensors: q, keys and values of a forward; dout, q, keys, values and out of a backward."""
+    plans, first = _plans, tensors[0]
+    shape = (
+        operation, first.dtype, first.device, options.scale > 0, options.window, options.softcap > 0,
+        options.slopes.numel() > 0, options.docs.numel() > 0, torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]
+        os.environ.get("SEQ1F1B_CUDA_KERNELS"), *[(t.shape, t.stride(), t.data_ptr() % 16) for t in tensors],
+    )  # fmt: skip
+    plan = plans.recent.get(shape) or plans.find(shape)
+    if plan is None:
+        plan = _make_plan(operation, tensors, options)
+        if not (first.is_cuda and torch.cuda.is_current_stream_capturing()):  # where kernels cannot prove themselves
+            plans.keep(shape, plan)
+    if plan.wait is None:
+        return plan
+    if plan.wait > 0:
+        plan.wait -= plan.flops
+        return plan
+    by_cudnn = _plan_by_cudnn(operation, tensors, options)
+    if by_cudnn is None:
+        plan.wait = None
+        return plan
+    plans.keep(shape, by_cudnn)
+    return by_cudnn
+
+
+def _make_plan(operation: str, tensors: tuple[Tensor, ...], options: Options) -> Plan:
+    """By flash, for as long as cuDNN's plan would not pay, where it is cuDNN that takes the call."""
+    q, _, values = _queries_keys_values(tensors)
+    chosen = way(q, values.shape[3], options, operation)
+    if chosen != "cudnn":
+        return _plan_by(chosen, operation, tensors, options)
+    plan = _plan_by("flash", operation, tensors, options)
+    shapes = _shapes_of_cudnn(operation, tensors, options)
+    pairs = sum(shape.num_keys / (2 if shape.is_causal else 1) for shape in shapes)
+    plan.flops = PRODUCTS[operation] * 2 * q.numel() * pairs
+    plan.wait = PLAN_FLOPS * len(set(shapes) - _plans.of_cudnn)
+    return plan
+
+
+def _plan_by_cudnn(operation: str, tensors: tuple[Tensor, ...], options: Options) -> Plan | None:
+    """None: torch does not hand each of the calls to cuDNN, or cuDNN has plans enough."""
+    shapes = _shapes_of_cudnn(operation, tensors, options)
+    of_cudnn = _plans.of_cudnn.union(shapes)
+    if len(of_cudnn) > MOST_SHAPES or not all(_cudnn_fits(tensors, shape) for shape in set(shapes)):
+        return None
+    _plans.of_cudnn = of_cudnn
+    return _plan_by("cudnn", operation, tensors, options)
+
+
+PRODUCTS = {"attention_forward": 2, "attention_backward": 5}
+"""Matrix products of a pass."""
+
+
+class _CudnnShape(NamedTuple):
+    """For what cuDNN makes a plan."""
+
+    operation: str
+    dtype: torch.dtype
+    device: torch.device
+    q: tuple[torch.Size, tuple[int, ...]]
+    kv_heads: int
+    v_head_dim: int
+    key_strides: tuple[int, ...]
+    num_keys: int
+    is_causal: bool
+
+
+def _shapes_of_cudnn(operation: str, tensors: tuple[Tensor, ...], options: Options) -> list[_CudnnShape]:
+    """One for each call."""
+    q, keys, values = _queries_keys_values(tensors)
+    offset, tokens = keys.shape[2] - q.shape[2], q.shape[2]
+    if operation == "attention_forward":
+        calls = [(tokens, True), (offset, False)][: 2 if offset else 1]
+    else:
+        _, pieces, ranges = _ranges("cudnn", q, keys, values, options)
+        calls = [(pieces[call.piece], call.is_own) for call in ranges]
+    of_all = operation, q.dtype, q.device, (q.shape, q.stride()), keys.shape[1], values.shape[3], keys.stride()
+    return [_CudnnShape(*of_all, *call) for call in calls]
+
+
+def _cudnn_fits(tensors: tuple[Tensor, ...], shape: _CudnnShape) -> bool:
+    """Whether torch hands such a call to cuDNN."""
+    q, keys, values = _queries_keys_values(tensors)
+    width = max(q.shape[3], values.shape[3])
+    q, keys = attention_ways.padded(q, width), attention_ways.padded(keys.narrow(2, 0, shape.num_keys), width)
+    params = torch.backends.cuda.SDPAParams(q, keys, keys, None, 0.0, shape.is_causal, q.shape[1] != keys.shape[1])
+    return min(q.shape[2], shape.num_keys) > 1 and torch.backends.cuda.can_use_cudnn_attention(params)
+
+
+def _queries_keys_values(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tensors if len(tensors) == 3 else tensors[1:4]
+
+
+def _plan_by(name: str, operation: str, tensors: tuple[Tensor, ...], options: Options) -> Plan:
+    q, keys, values = _queries_keys_values(tensors)
     tokens, end = q.shape[2], keys.shape[2]
-    offset = end - tokens
-    parts = list(_ranges(offset, end, options.window, _plain_range(q) if chosen == "plain" else None))
-    dq = _token_major_zeros(q, lse.dtype) if len(parts) > 1 else None
-    written = 0  # keys before this one have their sums
-    for begin, stop, rows in parts:
-        part_q, part_k, part_v = backwards[chosen](
-            dout[:, :, rows], q[:, :, rows], keys[:, :, begin:stop], values[:, :, begin:stop], out[:, :, rows],
-            lse[:, :, rows], _of_range(options, rows, slice(begin, stop)), offset + rows.start, begin,
-        )  # fmt: skip
-        for total, part in ((dk, part_k), (dv, part_v)):
-            if store and begin >= written:
-                total[:, :, written:begin] = 0.0  # hidden by the window
-                total[:, :, begin:stop] = part
-            else:
-                total[:, :, begin:stop] += part
-        written = stop
-        if dq is None:
-            return _token_major(part_q, q.dtype)
-        dq[:, :, rows] += part_q
-    assert dq is not None
-    return dq.to(q.dtype)
+    width = max(q.shape[3], values.shape[3])
+    hidden: int = 0
+    pieces: tuple[int, ...] = (end,)
+    calls: tuple[Call, ...] = ()
+    if operation == "attention_backward" and name != "own":
+        hidden, pieces, calls = _ranges(name, q, keys, values, options)
+    elif name == "cudnn" and end > tokens:
+        pieces = end - tokens, tokens
+    elif name == "plain":
+        pieces = _lengths(_bounds(0, end, _plain_range(q)))
+    copied = tuple(not are_rows_aligned(t) for t in tensors)
+    return Plan(
+        run=WAYS[name].forward if operation == "attention_forward" else WAYS[name].backward,
+        way=name,
+        operation=_own(q, values.shape[3], options, operation) if name == "own" else None,
+        tokens=tokens,
+        copied=copied if any(copied) else None,
+        width=width if name in ("cudnn", "flash") and q.shape[3] != values.shape[3] else 0,
+        pieces=pieces,
+        hides_first=hidden > 0,
+        calls=calls,
+        sum_of_dq=_sum_of_dq(calls, tokens),
+    )
 
 
-def _ranges(offset: int, end: int, window: int, plain: int | None) -> Iterator[tuple[int, int, slice]]:
-    """Ranges [begin, stop) of keys that a segment of tokens [offset, end) sees, and the rows of it that do.
+def _sum_of_dq(calls: tuple[Call, ...], tokens: int) -> str:
+    if len(calls) <= attention_parts.MOST_PARTS and all(call.num_queries == tokens for call in calls):
+        return "total"
+    rows = sorted((call.first, call.first + call.num_queries) for call in calls[1:])
+    is_one_each = all(before[1] <= after[0] for before, after in itertools.pairwise(rows))
+    return "in place" if calls[0].is_own and is_one_each else "wide"
 
-    The ops mask from the last query and key backwards. So the segment's own keys are one range, and where a window
-    hides a range before them from the last rows, these are left out. Under a window torch's flash ops take no more
-    queries than keys, and one (they hide keys of the first ones else, whatever the window's right side): rows that
-    see a whole range, and so need no window, are a part of their own where there are more. The plain way, which takes
-    ranges of ``plain`` keys, masks by positions.
+
+def _bounds(start: int, limit: int, longest: int) -> list[tuple[int, int]]:
+    return [(begin, min(begin + longest, limit)) for begin in range(start, limit, longest)]
+
+
+def _lengths(bounds: list[tuple[int, int]]) -> tuple[int, ...]:
+    return tuple(stop - begin for begin, stop in bounds)
+
+
+def _ranges(
+    name: str, q: Tensor, keys: Tensor, values: Tensor, options: Options
+) -> tuple[int, tuple[int, ...], tuple[Call, ...]]:
+    """How many keys a window hides, the lengths of these and of all ranges behind them, and the calls of a backward.
+
+    The ops mask from the last query and key backwards. So the segment's own keys are one range, whose call comes
+    first, and where a window hides a range before them from the last rows, these are left out. Under a window torch's
+    flash ops take no more queries than keys, and one (they hide keys of the first ones else, whatever the window's
+    right side): rows that see a whole range, and so need no window, are a part of their own where there are more. The
+    plain way masks by positions, so its ranges begin and end anywhere.
     """
+    end, window, is_plain = keys.shape[2], options.window, name == "plain"
+    offset = end - q.shape[2]
     start = max(0, offset - window + 1) if window else 0
-    longest, limit = (plain, end) if plain else (KEY_RANGE, offset)
-    bounds = [(begin, min(begin + longest, limit)) for begin in range(start, limit, longest)]
-    for begin, stop in bounds if plain else [*bounds, (offset, end)]:
-        first = max(begin, offset) if plain else offset
-        last = min(end, stop + window - 1) if window else end
-        if window and not plain and last - first > stop - begin + 1 and begin + window < last:
-            yield begin, stop, slice(first - offset, begin + window - offset)
+    if is_plain:
+        bounds = _bounds(start, end, _plain_range(q))
+    else:
+        bounds = [*_bounds(start, offset, _key_range(q, values)), (offset, end)]
+    calls = []
+    for piece, (begin, stop) in enumerate(bounds, 1 if start else 0):
+        first, last = max(begin, offset), min(end, stop + window - 1) if window else end
+        is_own = not is_plain and begin == offset
+        is_split = window and not is_plain and last - first > stop - begin + 1 and begin + window < last
+        if is_split:
+            calls.append(Call(piece, begin, first - offset, begin + window - first, True, is_own))
             first = begin + window
-        yield begin, stop, slice(first - offset, last - offset)
+        calls.append(Call(piece, begin, first - offset, last - first, not is_split, is_own))
+    if not is_plain:
+        calls = calls[-1:] + calls[:-1]
+    return start, (start,) * bool(start) + _lengths(bounds), tuple(calls)
 
 
-def _of_range(options: Options, rows: slice, keys: slice) -> Options:
-    if not options.docs.numel():
-        return options
-    return options._replace(docs=options.docs[:, rows], key_docs=options.key_docs[:, keys])
+def _key_range(q: Tensor, values: Tensor) -> int:
+    """Most keys of a call of a backward op; as many as the own ones do not take more."""
+    batch, heads, tokens, head_dim = q.shape
+    bytes_per_key = batch * heads * (head_dim + values.shape[3]) * q.element_size()
+    return min(KEY_RANGE, max(tokens, RANGE_BYTES // bytes_per_key))
 
 
 def _plain_range(q: Tensor) -> int:
     batch, heads, tokens, _ = q.shape
     return max(16, PLAIN_LOGITS // (batch * heads * tokens))
-
-
-# -- layouts ---------------------------------------------------------------------------------------------------------
-
-
-def _by_kv_head(t: Tensor, kv_heads: int) -> Tensor:
-    """(batch, heads, ...) as (batch, kv_heads, heads that share one, ...)."""
-    return t.view(t.shape[0], kv_heads, t.shape[1] // kv_heads, *t.shape[2:])
-
-
-def _token_major_zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
-    batch, heads, tokens, head_dim = like.shape
-    return like.new_zeros((batch, tokens, heads, head_dim), dtype=dtype).transpose(1, 2)
-
-
-def _token_major(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy in another dtype, laid out in memory as (batch, tokens, heads, head_dim): what the ops promise."""
-    return t.transpose(1, 2).to(dtype).contiguous().transpose(1, 2)
-
-
-def _bshd(t: Tensor) -> Tensor:
-    """(batch, tokens, heads, head_dim), a view where the ops can read it: 16-byte rows, which they take for granted."""
-    t = t.transpose(1, 2)
-    unit = 16 // t.element_size()
-    strides_fit = t.stride(3) == 1 and all(t.stride(d) % unit == 0 or t.shape[d] == 1 for d in range(3))
-    if strides_fit and t.data_ptr() % 16 == 0:
-        return t
-    return t.clone(memory_format=torch.contiguous_format)
-
-
-def _of_one_size(*tensors: Tensor) -> list[Tensor]:
-    """With zeros behind the heads that are narrower than others."""
-    width = max(t.shape[3] for t in tensors)
-    return [t if t.shape[3] == width else F.pad(t, (0, width - t.shape[3])) for t in tensors]
-
-
-# -- own -------------------------------------------------------------------------------------------------------------
-
-
-def _aligned(*tensors: Tensor) -> list[Tensor]:
-    """(batch, heads, tokens, head_dim), rows at multiples of 16 bytes."""
-    return [_bshd(t).transpose(1, 2) for t in tensors]
-
-
-def _aligned_pair(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """The two with equal strides."""
-    first, second = _aligned(first, second)
-    if first.stride() == second.stride():
-        return first, second
-    return first.contiguous(), second.contiguous()
-
-
-def _own_forward(
-    operation: kernel_library.Operation, q: Tensor, keys: Tensor, values: Tensor, options: Options, kernel: int = -1
-) -> tuple[Tensor, Tensor]:
-    (q,), (keys, values) = _aligned(q), _aligned_pair(keys, values)
-    out = q.new_empty(q.transpose(1, 2).shape).transpose(1, 2)
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    kernel_library.launch_attention(
-        operation, q, keys, values, out, lse, scale=options.scale, window=options.window, softcap=options.softcap,
-        docs=options.key_docs, kernel=kernel,
-    )  # fmt: skip
-    return out, lse
-
-
-def _own_backward(
-    operation: kernel_library.Operation, dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor,
-    lse: Tensor, options: Options, dk: Tensor, dv: Tensor, store: bool = False, kernel: int = -1,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    (dout, q, out), (keys, values) = _aligned(dout, q, out), _aligned_pair(keys, values)
-    batch, heads, tokens, head_dim = q.shape
-    dq, own_dk, own_dv = (
-        q.new_empty((batch, tokens, of_heads, head_dim)).transpose(1, 2) for of_heads in (heads, *[keys.shape[1]] * 2)
-    )
-    kernel_library.launch_attention(
-        operation, q, keys, values, out, lse.contiguous(), scale=options.scale, window=options.window,
-        softcap=options.softcap, docs=options.key_docs, dout=dout, dq=dq, dk=dk, dv=dv, own_dk=own_dk, own_dv=own_dv,
-        store=store, kernel=kernel,
-    )  # fmt: skip
-    return dq, own_dk, own_dv
-
-
-# -- flash -----------------------------------------------------------------------------------------------------------
-
-
-def _flash_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    v_head_dim = values.shape[3]
-    q, keys, values = _of_one_size(q, keys, values)
-    out, lse = _flash_forward_of_one_size(q, keys, values, options)
-    return out[..., :v_head_dim], lse
-
-
-def _flash_forward_of_one_size(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    offset = keys.shape[2] - q.shape[2]
-    calls = [(keys[:, :, offset:], True), (keys[:, :, :offset], False)]
-    if _cudnn_takes(q, calls[: 2 if offset else 1], options, 2):
-        return _cudnn_forward(q, keys, values, options)
-    left, right = (options.window - 1, 0) if options.window else (None, None)
-    out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
-        _bshd(q), _bshd(keys), _bshd(values), None, None, q.shape[2], keys.shape[2], 0.0, True, False,
-        scale=options.scale, window_size_left=left, window_size_right=right,
-    )  # fmt: skip
-    return out.transpose(1, 2), lse
-
-
-def _flash_backward(
-    dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, options: Options, query: int,
-    key: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv of queries that begin at token ``query`` over keys that begin at token ``key``."""
-    head_dim, v_head_dim = q.shape[3], values.shape[3]
-    dout, q, keys, values, out = _of_one_size(dout, q, keys, values, out)
-    dq, dk, dv = _flash_backward_of_one_size(dout, q, keys, values, out, lse, options, query, key)
-    return dq[..., :head_dim], dk[..., :head_dim], dv[..., :v_head_dim]
-
-
-def _flash_backward_of_one_size(
-    dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, options: Options, query: int,
-    key: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    behind = (query + q.shape[2]) - (key + keys.shape[2])  # tokens from the last key to the last query
-    if _cudnn_takes(q, [(keys, behind == 0)], options, 5):
-        return _cudnn_backward(dout, q, keys, values, out, lse, options, behind == 0)
-    hides = options.window and behind + keys.shape[2] > options.window  # the first key from the last query
-    left, right = (options.window - 1 - behind, behind) if hides else (None, None)
-    unused = torch.empty(0, dtype=torch.int64, device=q.device)  # state of dropout
-    dq, dk, dv = torch.ops.aten._flash_attention_backward.default(
-        _bshd(dout), _bshd(q), _bshd(keys), _bshd(values), _bshd(out), lse.contiguous(), None, None, q.shape[2],
-        keys.shape[2], 0.0, behind == 0, unused, unused,
-        scale=options.scale, window_size_left=left, window_size_right=right,
-    )  # fmt: skip
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
-# -- cuDNN: it masks from the first query and key on, so a segment's own keys and those before are a call each ---------
-
-
-def _cudnn_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    (q,), (keys, values) = _aligned(q), _aligned(keys, values)
-
-    def attend(part: slice, is_causal: bool) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
-            q, keys[:, :, part], values[:, :, part], None, True, 0.0, is_causal, False, scale=options.scale
-        )
-        return out, lse.view(q.shape[:3])
-
-    offset = keys.shape[2] - q.shape[2]
-    out, lse = attend(slice(offset, None), True)
-    if not offset:
-        return out, lse
-    before, of_before = attend(slice(0, offset), False)
-    share = torch.sigmoid(lse - of_before)[..., None]  # of the own keys
-    return (out * share).addcmul_(before, 1.0 - share), torch.logaddexp(lse, of_before)
-
-
-def _cudnn_backward(
-    dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, options: Options, is_causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    dout, q, keys, values, out = _aligned(dout, q, keys, values, out)
-    unused = torch.empty((), dtype=torch.int64, device=q.device)  # state of dropout
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
-        dout, q, keys, values, out, lse.contiguous()[..., None], unused, unused, None, None, None, q.shape[2],
-        keys.shape[2], 0.0, is_causal, scale=options.scale,
-    )  # fmt: skip
-    return dq, dk, dv
-
-
-# -- memory-efficient: as many heads of keys as of queries, so one call per query head of a group --------------------
-
-
-def _groups(q: Tensor, keys: Tensor) -> list[Tensor]:
-    """Query heads that read different kv heads: for each of a group, (batch, kv_heads, tokens, ...)."""
-    return list(_by_kv_head(q, keys.shape[1]).unbind(2))
-
-
-def _ungroup(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.stack(parts, 2).flatten(1, 2)
-
-
-def _efficient_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    outs, lses = [], []
-    for group in _groups(q, keys):
-        out, lse, *_ = torch.ops.aten._efficient_attention_forward.default(
-            _bshd(group), _bshd(keys), _bshd(values), None, None, None, None, None, 0.0, _BOTTOM_RIGHT, True,
-            scale=options.scale,
-        )  # fmt: skip
-        outs.append(out.transpose(1, 2))
-        lses.append(lse[:, :, : q.shape[2]])  # the op rounds the number of rows up
-    return _ungroup(outs), _ungroup(lses)
-
-
-def _efficient_backward(
-    dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, options: Options, query: int,
-    key: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    tokens = q.shape[2]
-    mask = _BOTTOM_RIGHT if query + tokens == key + keys.shape[2] else 0
-    unused = torch.empty((), dtype=torch.int64, device=q.device)  # state of dropout
-    padded = F.pad(lse, (0, -tokens % _LSE_ALIGNMENT), value=float("inf"))
-    dqs, dk, dv = [], None, None
-    for group in zip(*(_groups(t, keys) for t in (dout, q, out, padded)), strict=True):
-        part_dout, part_q, part_out, part_lse = group
-        part_dq, part_dk, part_dv, _ = torch.ops.aten._efficient_attention_backward.default(
-            _bshd(part_dout), _bshd(part_q), _bshd(keys), _bshd(values), None, _bshd(part_out).contiguous(), None,
-            None, tokens, keys.shape[2], part_lse.contiguous(), 0.0, unused, unused, mask, False, scale=options.scale,
-        )  # fmt: skip
-        dqs.append(part_dq.transpose(1, 2))
-        dk = part_dk if dk is None else dk + part_dk
-        dv = part_dv if dv is None else dv + part_dv
-    assert dk is not None and dv is not None
-    return _ungroup(dqs), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
-# -- plain: (batch, kv_heads, group, tokens, ...) throughout, in float32 or float64 ----------------------------------
-
-
-def _wide(t: Tensor) -> Tensor:
-    return t.to(torch.float64 if t.dtype == torch.float64 else torch.float32)
-
-
-def _logits(q: Tensor, keys: Tensor, options: Options, query: int, key: int) -> tuple[Tensor, Tensor | None]:
-    """Logits, -inf where hidden, and what the soft cap leaves of the products' gradients."""
-    batch, kv_heads, _, tokens, _ = q.shape
-    logits = torch.einsum("bhgsd,bhkd->bhgsk", q, keys) * options.scale
-    slope = None
-    if options.softcap:
-        capped = torch.tanh(logits / options.softcap)
-        logits, slope = options.softcap * capped, 1 - capped.square()
-    position = torch.arange(query, query + tokens, device=q.device)
-    distance = position[:, None] - torch.arange(key, key + keys.shape[2], device=q.device)[None, :]
-    if options.slopes.numel():
-        slopes = _by_kv_head(options.slopes.expand(batch, -1), kv_heads).to(logits.dtype)
-        logits = logits - slopes[..., None, None] * distance
-    hidden = distance < 0
-    if options.window:
-        hidden = hidden | (distance >= options.window)
-    if options.docs.numel():
-        other = options.docs[:, :, None] != options.key_docs[:, None, :]
-        hidden = hidden | other[:, None, None]
-    return logits.masked_fill(hidden, float("-inf")), slope
-
-
-def _plain_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Over ranges of keys twice: first the sums, then the products with what they make of the logits."""
-    kv_heads, end = keys.shape[1], keys.shape[2]
-    query, wide = end - q.shape[2], _wide(_by_kv_head(q, kv_heads))
-    ranges = [(begin, min(begin + _plain_range(q), end)) for begin in range(0, end, _plain_range(q))]
-
-    def logits_of(begin: int, stop: int) -> Tensor:
-        part = _of_range(options, slice(None), slice(begin, stop))
-        return _logits(wide, _wide(keys[:, :, begin:stop]), part, query, begin)[0]
-
-    lse = wide.new_full(wide.shape[:4], float("-inf"))
-    for begin, stop in ranges:
-        lse = torch.logaddexp(lse, logits_of(begin, stop).logsumexp(-1))
-    out = wide.new_zeros((*wide.shape[:4], values.shape[3]))
-    for begin, stop in ranges:
-        weights = torch.exp(logits_of(begin, stop) - lse[..., None])
-        out += torch.einsum("bhgsk,bhkd->bhgsd", weights, _wide(values[:, :, begin:stop]))
-    return out.flatten(1, 2), lse.flatten(1, 2)
-
-
-def _plain_backward(
-    dout: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, options: Options, query: int,
-    key: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    kv_heads = keys.shape[1]
-    dout, q, out = (_wide(_by_kv_head(t, kv_heads)) for t in (dout, q, out))
-    keys, values = _wide(keys), _wide(values)
-    logits, slope = _logits(q, keys, options, query, key)
-    weights = torch.exp(logits - _by_kv_head(lse, kv_heads)[..., None])
-    dv = torch.einsum("bhgsk,bhgsd->bhkd", weights, dout)
-    delta = (dout * out).sum(-1, keepdim=True)
-    dlogits = weights * (torch.einsum("bhgsd,bhkd->bhgsk", dout, values) - delta) * options.scale
-    if slope is not None:
-        dlogits = dlogits * slope
-    dq = torch.einsum("bhgsk,bhkd->bhgsd", dlogits, keys)
-    dk = torch.einsum("bhgsk,bhgsd->bhkd", dlogits, q)
-    return dq.flatten(1, 2), dk, dv

@@ -4,7 +4,7 @@ By default a kernel runs only where ``presets/kernels/verified.json`` says so: c
 float64, with the very source and compiler that the library at hand was built from, and found faster there than torch's
 flash ops; for calls that these do not take, which go by matrix products up to 200 times slower, right is enough.
 ``SEQ1F1B_CUDA_KERNELS=own``, for tests and benchmarks, takes them wherever there is one for the call; ``library``
-never.
+never. The kernels of attention_parts.py need no record: they prove themselves where they run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ __all__: list[str] = []
 _PACKAGE = Path(__file__).parents[1]
 LIBRARY = _PACKAGE / "libseq1f1b_cuda.so"
 VERIFIED = _PACKAGE / "presets" / "kernels" / "verified.json"
-OPERATIONS = ("attention_forward", "attention_backward")
+ATTENTION = ("attention_forward", "attention_backward")
+PARTS = "attention_parts"  # the work around attention over ranges of keys; see attention_parts.py
+OPERATIONS = (*ATTENTION, PARTS)
 
 
 class Operation(NamedTuple):
@@ -80,7 +82,7 @@ _verified = functools.cache(verified)
 
 @functools.cache
 def operations(path: Path | None = None) -> dict[str, Operation]:
-    """The library's operations by name; none if it was not built.
+    """The library's operations by name; none if it was not built. An older one lacks ``PARTS``.
 
     Raises:
         OSError, ValueError: there is one, and it cannot be used.
@@ -91,7 +93,11 @@ def operations(path: Path | None = None) -> dict[str, Operation]:
     library = _C.cuda_library_open(str(path))
     found = {}
     for name in OPERATIONS:
-        found[name] = Operation(name, *_C.cuda_operation(library, name), library)
+        try:
+            found[name] = Operation(name, *_C.cuda_operation(library, name), library)
+        except ValueError:
+            if name != PARTS:
+                raise
     return found
 
 
@@ -199,6 +205,9 @@ def describe() -> list[str]:
         return ["own CUDA kernels: not built (no nvcc at installation, or SEQ1F1B_CUDA=0): torch's ops only"]
     lines = []
     for operation in found.values():
+        if operation.name == PARTS:
+            lines.append(_describe_parts(operation))
+            continue
         shapes = sorted({f"{kernel.dtype} d{kernel.head_dim}" for kernel in operation.kernels if kernel.head_dim})
         key = operation.name, operation.source, operation.compiler
         uses = {"default": True, "for documents and soft caps": False}
@@ -217,3 +226,12 @@ def describe() -> list[str]:
             + ("; ".join(said) or "on no architecture verified, so torch's ops are the default")
         )
     return lines
+
+
+def _describe_parts(operation: Operation) -> str:
+    dtypes = sorted({kernel.dtype for kernel in operation.kernels})
+    return (
+        f"own CUDA kernels {operation.name}: results over ranges of keys merged and added up, {', '.join(dtypes)}, "
+        f"head_dim a multiple of 8; {operation.architectures}, nvcc {operation.compiler}; default on each GPU where "
+        "they pass a check at their first use"
+    )

@@ -1,7 +1,7 @@
 """Is attention of CUDA tensors right, as far as that can be told without a GPU?
 
-All of device/cuda.py and of the cache runs here on CPU tensors, over stand-ins of aten's CUDA-only ops; what the
-real ops do is for benchmarks/gpu.py to show, on a GPU.
+All of device/cuda_attention.py and of the cache runs here on CPU tensors, over stand-ins of aten's CUDA-only ops; what
+the real ops do is for benchmarks/gpu.py to show, on a GPU.
 """
 
 from __future__ import annotations
@@ -103,7 +103,6 @@ def cudnn_calls(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> list[Call
     """cuDNN takes every shape that torch would hand to it, from its first call on."""
     monkeypatch.setattr(cuda_attention, "_has_cudnn", lambda device: not torch.are_deterministic_algorithms_enabled())
     monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda params: True)
-    monkeypatch.setattr(cuda_attention, "_shapes", cuda_attention._Shapes())
     monkeypatch.setattr(cuda_attention, "PLAN_FLOPS", 0.0)
     return calls
 
@@ -111,7 +110,7 @@ def cudnn_calls(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> list[Call
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("heads, kv_heads", HEADS)
 def test_cudnn_equals_the_formula(heads: int, kv_heads: int, dtype: torch.dtype, cudnn_calls: list[Call]) -> None:
-    """The own keys and those before, added up; a token or a key alone, which cuDNN does not take, by flash."""
+    """The own keys and those before, merged; a pass with one token or key, which cuDNN does not take, by flash."""
     qkv, dout = (random_qkv(heads, kv_heads, head_dim=8, dtype=dtype, seed=seed) for seed in (0, 1))
     for sizes, flash_forwards in ([5, 2, 5], 0), ([5, 2, 4, 1], 1), ([1, 11], 2):
         cudnn_calls.clear()
@@ -119,7 +118,7 @@ def test_cudnn_equals_the_formula(heads: int, kv_heads: int, dtype: torch.dtype,
         names = [name for name, *_ in cudnn_calls]
         assert names.count(FLASH) == flash_forwards
         assert names.count(CUDNN) == 2 * (len(sizes) - flash_forwards) - (flash_forwards < 2)
-        assert f"{CUDNN}_backward" in names
+        assert (f"{CUDNN}_backward" in names) == (flash_forwards < 2)
     whole = gradients(lambda *t: causal_attention(*t, layer=0), *qkv, dout[0])
     check(whole, {}, qkv, dout[0])
 
@@ -162,11 +161,57 @@ def test_shapes_that_come_once_are_forgotten(cudnn_calls: list[Call], monkeypatc
     monkeypatch.setattr(cuda_attention, "PLAN_FLOPS", 1e12)
     for tokens in range(2, 50):
         causal_attention(*(t[:, :, :tokens] for t in qkv), layer=0)
-    seen = cuda_attention._shapes.seen
-    assert len(seen) <= 8 and list(seen.values()).count(True) == 1
+    plans = cuda_attention._plans
+    assert len(plans.recent) + len(plans.before) <= 8 and len(plans.of_cudnn) == 1
     cudnn_calls.clear()
     causal_attention(*(t[:, :, :60] for t in qkv), layer=0)
     assert [name for name, *_ in cudnn_calls] == [CUDNN]
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_made_once_for_each_shape(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And anew when what it follows from is switched; it holds no tensor, so it keeps no memory and no address."""
+    made: list[str] = []
+    make = cuda_attention._make_plan
+    monkeypatch.setattr(cuda_attention, "_make_plan", lambda *a: made.append(a[0]) or make(*a))
+    qkv, dout = (random_qkv(4, 2, head_dim=8, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
+
+    def step() -> int:
+        made.clear()
+        segmented([5, 7], {}, [qkv], [dout[0]])
+        return len(made)
+
+    assert [step(), step(), step()] == [4, 0, 0]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert [step(), step()] == [4, 0]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "library")
+    assert [step(), step()] == [4, 0]
+    for plan in (*cuda_attention._plans.recent.values(), *cuda_attention._plans.before.values()):
+        held = [getattr(plan, name) for name in plan.__slots__]
+        assert not any(isinstance(each, Tensor) for each in held)
+
+
+@pytest.mark.parametrize(
+    "batch, heads, head_dim, tokens, dtype, wanted",
+    [
+        (1, 32, 64, 4096, torch.bfloat16, 16384),
+        (1, 32, 128, 4096, torch.bfloat16, 16384),  # over 8 heads of keys: as many as queries have count
+        (2, 32, 128, 4096, torch.bfloat16, 8192),
+        (1, 32, 128, 2048, torch.float32, 8192),
+        (16, 64, 128, 4096, torch.bfloat16, 4096),  # no fewer than the own keys, which are a call themselves
+        (1, 8, 64, 512, torch.float16, 16384),
+    ],
+)
+def test_ranges_of_keys_are_bounded_in_bytes(
+    batch: int, heads: int, head_dim: int, tokens: int, dtype: torch.dtype, wanted: int
+) -> None:
+    q, values = (torch.empty(batch, n, tokens, head_dim, dtype=dtype, device="meta") for n in (heads, heads // 4))
+    assert cuda_attention._key_range(q, values) == wanted
 
 
 # -- each way's own ---------------------------------------------------------------------------------------------------
@@ -260,6 +305,20 @@ def test_gradients_add_up_in_float32(calls: list[Call], monkeypatch: pytest.Monk
     whole = errors(gradients(lambda *t: causal_attention(*t, layer=0), *qkv, dout[0]), truth)
     for of_segments, of_whole in zip(split, whole, strict=True):  # the whole has one contribution: sqrt(2) expected
         assert of_segments <= 1.5 * of_whole
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 7}, {"window": 30}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("key_range", [2, 5, 48])
+def test_dq_is_rounded_once(
+    key_range: int, options: dict[str, Any], calls: list[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many ranges of keys add to it, and whether all rows see each."""
+    qkv, dout = (random_qkv(2, 2, tokens=96, head_dim=8, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
+    truth = gradients(lambda *t: formula(*t, **options), *(t.double() for t in (*qkv, dout[0])))
+    monkeypatch.setattr(cuda_attention, "KEY_RANGE", key_range)
+    found = errors(segmented([48, 48], options, [qkv], [dout[0]])[0], truth)
+    whole = errors(gradients(lambda *t: causal_attention(*t, layer=0, **options), *qkv, dout[0]), truth)
+    assert found[1] <= 1.5 * whole[1]  # of dq; the op rounds each range's part
 
 
 @pytest.mark.parametrize("in_step", [False, True])

@@ -2,7 +2,7 @@
 
 Truth is plain attention in fp64 of the whole sequence. The kernels get out and lse from it, rounded, not from those of
 the forward. What the emulation checks by itself (races, copies that are not waited for, bounds) makes every run here
-fail; tests/cuda/emulation.h lists it. Nothing here has run on a GPU.
+fail; tests/cuda/emulation.h lists it. On a GPU benchmarks/gpu.py runs the same kernels.
 """
 
 from __future__ import annotations

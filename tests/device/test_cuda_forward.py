@@ -1,7 +1,8 @@
 """Do the CUDA kernels compute attention? Their source, compiled for the CPU, on the emulation of tests/cuda.
 
 Truth is plain attention in fp64 of the whole sequence. What the emulation checks by itself (races, copies that are not
-waited for, bounds) makes every run here fail; tests/cuda/emulation.h lists it. Nothing here has run on a GPU.
+waited for, bounds) makes every run here fail; tests/cuda/emulation.h lists it. On a GPU benchmarks/gpu.py
+runs the same kernels.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from emulated_cuda import CudaAttention
 from torch import Tensor
 
 from seq1f1b import _C
-from seq1f1b.device import cuda_attention, kernel_library
+from seq1f1b.device import attention_parts, cuda_attention, kernel_library
 from seq1f1b.device.kernel_library import Verified
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cuda"))
@@ -100,7 +100,7 @@ def test_a_kernel_that_is_no_faster_takes_what_flash_does_not(
         assert cuda_attention.way(queries(), 64, options) == ours
         with monkeypatch.context() as patch:
             patch.setattr(cuda_attention, "_has_cudnn", lambda device: True)
-            assert cuda_attention.way(queries(), 64, options) == "flash"
+            assert cuda_attention.way(queries(), 64, options) == "cudnn"
             assert cuda_attention.way(queries(), 64, options._replace(window=3)) == ours
             patch.setenv("SEQ1F1B_CUDA_KERNELS", "own")
             assert cuda_attention.way(queries(), 64, options) == "own"
@@ -363,10 +363,14 @@ def test_it_is_of_the_sources_at_hand(built: Path) -> None:
 def test_a_launch_without_a_gpu_says_so(built: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: benchmarks/gpu.py launches on it")
-    q, lse = queries(), torch.zeros(2, 4, 5)
-    for operation in kernel_library.operations().values():
-        with pytest.raises(RuntimeError, match=r"CUDA error (35|100): (CUDA driver|no CUDA)"):
+    q, lse, error = queries(), torch.zeros(2, 4, 5), r"CUDA error (35|100): (CUDA driver|no CUDA)"
+    for name in kernel_library.ATTENTION:
+        with pytest.raises(RuntimeError, match=error):
             kernel_library.launch_attention(
-                operation, q, q, q, q, lse, scale=1.0, window=0, softcap=0.0, docs=torch.empty(0), dout=q, dq=q,
-                dk=q.float(), dv=q.float(),
+                kernel_library.operations()[name], q, q, q, q, lse, scale=1.0, window=0, softcap=0.0,
+                docs=torch.empty(0), dout=q, dq=q, dk=q.float(), dv=q.float(),
             )  # fmt: skip
+    for what in ("merge", "add", "finish", "total"):
+        use = attention_parts._Use(what, q.dtype, 64, 64, q.device)
+        with pytest.raises(RuntimeError, match=error):
+            attention_parts.prove(kernel_library.operations()[kernel_library.PARTS].library, use)

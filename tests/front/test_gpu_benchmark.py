@@ -249,6 +249,12 @@ def test_the_table_has_a_verdict_on_each_part() -> None:
     assert rows["attention_forward float16 d64"] == ("yes", "", gpu.NOT_FLASH)
     assert rows["attention_backward bfloat16 d128"][1:] == ("", "no")
     assert rows['transport="copy"'] == ("?", "", "if asked for")
+    assert rows["attention_parts"] == ("?", "", "where its check passes")
+    times = {"stage": "parts", "state": "passed", "kernel": "20 us 2500 GB/s", "torch's ops": "50 us 1000 GB/s"}
+    (right, fast, _), *_ = (
+        row[1:] for row in gpu.verdicts([times | {"case": "add: bfloat16"}]) if row[0] == "attention_parts"
+    )
+    assert (right, fast) == ("yes", "add 2.5 x torch's ops")
 
 
 def arm(name: str, ms: float) -> dict[str, Any]:

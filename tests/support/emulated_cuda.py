@@ -283,15 +283,79 @@ def extents(arguments: tuple[Any, ...]) -> Iterator[tuple[int, int, bool]]:
         yield docs, ((batch - 1) * docs_stride + end) * 4, False
 
 
+def _runs(rows: tuple[int, ...], sizes: tuple[int, int, int, int], element_bytes: int) -> list[tuple[int, int]]:
+    """Address and bytes of each piece of memory, as long as can be, that a tensor (address, four strides) fills."""
+    address, *strides, _ = rows
+    batch, heads, tokens, head_dim = sizes
+    places = itertools.product(range(batch), range(heads), range(tokens))
+    starts = sorted(sum(i * stride for i, stride in zip(place, strides, strict=True)) for place in places)
+    found: list[tuple[int, int]] = []
+    for begin in starts:
+        if found and found[-1][1] == begin:
+            found[-1] = (found[-1][0], begin + head_dim)
+        else:
+            found.append((begin, begin + head_dim))
+    return [(address + begin * element_bytes, (end - begin) * element_bytes) for begin, end in found]
+
+
+def parts_extents(arguments: tuple[Any, ...]) -> Iterator[tuple[int, int, bool]]:
+    """Address and bytes of all that a launch of attention_parts may touch, and whether it may write there."""
+    _, what, _, store, batch, heads, rows, head_dim, v_head_dim, parts, slabs, outs, lse, _ = arguments
+    for tensors, element_bytes, is_written in ((parts, 2, False), (slabs, 4, what == "add"), (outs, 2, True)):
+        of_kv = (head_dim, v_head_dim) if what in ("add", "finish") else (head_dim,) * len(tensors)
+        if tensors is slabs and what == "finish" and store:
+            continue
+        for tensor, of_head in zip(tensors, of_kv, strict=False):  # add has no outs
+            for address, size in _runs(tensor, (batch, heads, rows, of_head), element_bytes):
+                yield address, size, is_written
+    for i, address in enumerate(lse):
+        if address:
+            yield address, batch * heads * rows * 4, i == 2
+
+
+@contextmanager
+def emulated_parts(library: Path, mutation: int = 0) -> Iterator[list[str]]:
+    """The package launches attention_parts of an emulated library meanwhile, on CPU tensors; yields what it launched.
+
+    What is to be written without being read holds NaN before each launch.
+    """
+    emulated = Emulated(library)
+    launched: list[str] = []
+    launch, installed = _C.cuda_attention_parts, kernel_library.LIBRARY
+
+    def within_extents(*arguments: Any) -> bool:
+        what, store = arguments[1], arguments[3]
+        launched.append(what)
+        emulated._library.s1f_emulation_reset(c_uint64(len(launched)))
+        emulated._library.s1f_emulation_set(mutation, emulated.shared_limit)
+        for address, size, is_written in parts_extents(arguments):
+            if is_written and (what != "add" or store):
+                ctypes.memset(address, 0xFF, size)
+            emulated._library.s1f_emulation_add_extent(c_void_p(address), c_int64(size), int(is_written))
+        try:
+            return launch(*arguments)
+        except RuntimeError as error:
+            raise AssertionError(emulated._library.s1f_emulation_error().decode()) from error
+
+    kernel_library.LIBRARY, _C.cuda_attention_parts = library, within_extents
+    kernel_library.operations.cache_clear()
+    try:
+        yield launched
+    finally:
+        kernel_library.LIBRARY, _C.cuda_attention_parts = installed, launch
+        kernel_library.operations.cache_clear()
+
+
 @contextmanager
 def emulated_kernels(library: Path) -> Iterator[list[str]]:
-    """The package launches the kernels of an emulated library meanwhile, on CPU tensors; yields what it launched.
+    """The package launches the kernels of an emulated library meanwhile, on CPU tensors; yields what it launched of
+    attention.
 
     Scratch memory, and sums that are to be stored, hold NaN before each launch.
     """
     emulated = Emulated(library)
     launched: list[str] = []
-    launch, installed = _C.cuda_attention, kernel_library.LIBRARY
+    launch = _C.cuda_attention
 
     def within_extents(
         handle: object, name: str, kernel: int, arguments: Any, scratch: int, size: int, stream: int
@@ -308,10 +372,9 @@ def emulated_kernels(library: Path) -> Iterator[list[str]]:
         except RuntimeError as error:
             raise AssertionError(emulated._library.s1f_emulation_error().decode()) from error
 
-    kernel_library.LIBRARY, _C.cuda_attention = library, within_extents
-    kernel_library.operations.cache_clear()
-    try:
-        yield launched
-    finally:
-        kernel_library.LIBRARY, _C.cuda_attention = installed, launch
-        kernel_library.operations.cache_clear()
+    with emulated_parts(library):
+        _C.cuda_attention = within_extents
+        try:
+            yield launched
+        finally:
+            _C.cuda_attention = launch
