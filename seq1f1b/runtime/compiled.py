@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from types import FunctionType
+from typing import Any
+
 from torch import nn
 
 __all__: list[str] = []
@@ -14,11 +18,19 @@ def is_compiled_whole(module: nn.Module) -> bool:
 
 def runs_compiled(module: nn.Module) -> bool:
     """Whether the module itself runs as compiled code, whole or by a method; a part of it may in any case."""
-    if is_compiled_whole(module):
-        return True
-    kinds = [vars(kind) for kind in type(module).__mro__ if issubclass(kind, nn.Module) and kind is not nn.Module]
-    values = [value for names in (vars(module), *kinds) for value in names.values()]
-    return any(hasattr(value, "_torchdynamo_orig_callable") for value in values)
+    return is_compiled_whole(module) or any(map(_has_compiled, (module, *_own_kinds(type(module)))))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _own_kinds(kind: type) -> tuple[type, ...]:
+    """The classes of a module but torch's own."""
+    return tuple([base for base in kind.__mro__ if not base.__module__.startswith(("torch.nn.", "builtins"))])
+
+
+def _has_compiled(owner: Any) -> bool:
+    return any(
+        type(value) is FunctionType and hasattr(value, "_torchdynamo_orig_callable") for value in vars(owner).values()
+    )
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -40,7 +40,7 @@ class ToLoss(Sink):
         self._step, self._stage, self._arguments = step, step.stage, step.arguments
         self.divides = self._arguments.divides
         self.divisors: dict[int, Tensor | float] = {}
-        self._seeds = self._arguments.seeds
+        self._seeds: tuple[Tensor, ...] = ()  # by cell, in the dtype of the losses
         self._looked_at: tuple[Any, Any, bool] | None = None  # arguments of a loss that is looked at
         self._passed_over = ""  # a segment without targets for which the loss told nothing, in words
 
@@ -210,11 +210,10 @@ class ToLoss(Sink):
     def _seed(self, unit: LiveUnit, loss: Tensor) -> Tensor:
         if self.divides:
             return torch.full_like(loss, self._arguments.sum_seed)
-        assert self._seeds is not None
+        if not self._seeds or self._seeds[0].dtype != loss.dtype:  # the first loss of the step tells the dtype
+            assert self._arguments.seeds is not None
+            self._seeds = self._arguments.seeds.to(loss.dtype).unbind()
         seed = self._seeds[unit.cell]
-        if seed.dtype != loss.dtype:  # the first loss of the step tells the dtype
-            self._seeds = [seed.to(loss.dtype) for seed in self._seeds]
-            seed = self._seeds[unit.cell]
         return seed if seed.shape == loss.shape else seed.reshape(loss.shape)
 
 

@@ -99,7 +99,7 @@ class StageArguments:
     Attributes:
         rows: tokens of each segment of every micro-batch.
         inputs: positional arguments of the first stage.
-        seeds: gradients of the last stage's losses.
+        seeds: gradients of the last stage's losses, (cells) in float64.
         shares: what part of the micro-batch's loss each of these losses is.
         sum_seed: gradient of a loss that comes with its divisor.
         divides: whether the loss comes with a divisor; None: the first one tells.
@@ -115,7 +115,7 @@ class StageArguments:
     inputs: list[tuple[Any, ...]] | None = None
     kwargs: list[dict[str, Any]] | None = None
     targets: list[Any] | None = None
-    seeds: list[Tensor] | None = None
+    seeds: Tensor | None = None
     shares: list[float] | None = None
     sum_seed: float = 1.0
     divides: bool | None = None

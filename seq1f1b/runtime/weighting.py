@@ -63,8 +63,8 @@ class Weighting:
             seeds += [(scale * size / sum(row), scale) for size in row]
         return seeds
 
-    def seeds(self, last: Any) -> list[Tensor]:
-        """By cell, the seeds of the backwards of this rank's segments; finds their shares.
+    def seeds(self, last: Any) -> Tensor:
+        """The seeds of the backwards of this rank's segments, (cells) in float64; finds their shares.
 
         If ranks share the tokens of segments, each rank's share counts as many times as there are parts: the mean over
         the parts is to be the loss.
@@ -102,8 +102,11 @@ class Weighting:
         on_host = torch.tensor(
             [seeds, [share for row in self.shares for share in row]], dtype=torch.float64, device="cpu"
         )
-        on_device, self.scale = on_host.to(self._device, non_blocking=True)  # else the host would wait for the device
-        return list(on_device.unbind())
+        on_device: tuple[Tensor, ...] = on_host.to(
+            self._device, non_blocking=True
+        ).unbind()  # the host waits for nothing
+        own, self.scale = on_device
+        return own
 
     def _by_targets(self) -> bool:
         """Whether a segment weighs by its share of all micro-batches' targets, not of its own micro-batch's."""
