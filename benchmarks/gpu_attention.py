@@ -17,7 +17,7 @@ from gpu_cases import TOOL_FOUND_ERRORS, Case, Machine, Unmeasured, own_operatio
 from torch import Tensor
 
 import seq1f1b
-from seq1f1b.device import attention_parts, cuda_attention, kernel_library
+from seq1f1b.device import attention_parts, cuda_attention, kernel_library, proof
 from seq1f1b.device.placement import step_on
 
 # -- attention: against fp64 of the whole sequence -------------------------------------------------------------------
@@ -186,7 +186,7 @@ def tiny(machine: Machine) -> Iterator[Case]:
     def merged_and_added_up() -> dict[str, Any]:
         library = own_operations(machine)[kernel_library.PARTS].library
         for what in ("merge", "add", "finish", "total"):
-            use = attention_parts._Use(what, torch.bfloat16, 64, 64, machine.device)
+            use = proof.Use(what, torch.bfloat16, 64, 64, machine.device)
             attention_parts.prove(library, use)
         machine.sync()
         return {}

@@ -23,7 +23,7 @@ from emulated_cuda import CudaAttention
 from torch import Tensor
 
 from seq1f1b import _C
-from seq1f1b.device import attention_parts, cuda_attention, kernel_library
+from seq1f1b.device import attention_parts, cuda_attention, kernel_library, proof
 from seq1f1b.device.kernel_library import Verified
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cuda"))
@@ -371,6 +371,6 @@ def test_a_launch_without_a_gpu_says_so(built: Path) -> None:
                 docs=torch.empty(0), dout=q, dq=q, dk=q.float(), dv=q.float(),
             )  # fmt: skip
     for what in ("merge", "add", "finish", "total"):
-        use = attention_parts._Use(what, q.dtype, 64, 64, q.device)
+        use = proof.Use(what, q.dtype, 64, 64, q.device)
         with pytest.raises(RuntimeError, match=error):
             attention_parts.prove(kernel_library.operations()[kernel_library.PARTS].library, use)
