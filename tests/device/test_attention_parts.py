@@ -560,4 +560,4 @@ def test_what_doctor_says(library: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (
         line.startswith("own CUDA kernels attention_parts: ") and "bfloat16, float16, head_dim a multiple of 8" in line
     )
-    assert line.endswith("default on each GPU where they pass a check at their first use")
+    assert line.endswith("default on each GPU of Ampere or later that passes a check at the first use")
