@@ -170,7 +170,7 @@ PEERS = {  # of an operation: torch's flash ops, of which the faster counts, and
     ),
 }
 SPEED = "times as fast as torch"  # of a record of a verified kernel
-NOT_FLASH = "documents, soft cap"  # what torch's flash ops do not take
+NOT_FLASH = "documents, soft cap: where its check passes"  # what torch's flash ops do not take
 MESSAGES = "GB/s of 16 MiB messages"  # a figure of the stage of ranks
 TRANSPORTS = {"shm": "messages over host memory", "copy": 'transport="copy"', "nccl": 'transport="nccl"'}
 
@@ -224,10 +224,10 @@ def speed_ratio(found: Cases, operation: str, head_dim: int) -> float | None:
 
 
 def verified_kernels(records: list[Record]) -> list[Record]:
-    """Records for seq1f1b/presets/kernels/verified.json, by which a kernel of ours becomes the default.
+    """Records of speed for seq1f1b/presets/kernels/verified.json, of kernels that are right.
 
-    Right: see ``is_right``; what was not measured closer is no flaw. That is enough where torch's flash ops do not go;
-    where they do, ours has to be faster over all cells of its head size, each of which was checked in the same call.
+    Right: see ``is_right``; what was not measured closer is no flaw. A kernel takes calls that torch's flash ops take
+    if it is faster over all cells of its head size, each of which was checked in the same call.
     """
     found = latest_cases(records)
     doctor = found.get("doctor", {})
@@ -286,6 +286,8 @@ def verdicts(records: list[Record]) -> list[tuple[str, str, str, str]]:
         (entry["operation"], entry["dtype"], entry["head_dim"]): entry[SPEED] for entry in verified_kernels(records)
     }
 
+    built = found.get("doctor", {}).get("own kernels", {})
+
     def right(stage: str, begin: str = "") -> str:
         return state_of(case for name, case in found.get(stage, {}).items() if name.startswith(begin))
 
@@ -294,7 +296,8 @@ def verdicts(records: list[Record]) -> list[tuple[str, str, str, str]]:
         for head_dim in (128, 64):
             for dtype in ("bfloat16", "float16"):
                 key = operation, dtype, head_dim
-                default = "no" if key not in verified else "yes" if (verified[key] or 0) > 1 else NOT_FLASH
+                is_faster = (verified.get(key) or 0) > 1
+                default = "yes" if is_faster else NOT_FLASH if operation in built else "no"
                 fast = speed_text(found, operation, head_dim) if dtype == "bfloat16" else ""
                 rows.append((f"{operation} {dtype} d{head_dim}", is_right(found, dtype, head_dim), fast, default))
     rows.append(("attention_parts", right("parts"), parts_text(found), "where its check passes"))

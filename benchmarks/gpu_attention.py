@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from gpu_cases import TOOL_FOUND_ERRORS, Case, Machine, Unmeasured, own_operatio
 from torch import Tensor
 
 import seq1f1b
-from seq1f1b.device import attention_parts, cuda_attention, kernel_library
+from seq1f1b.device import attention_parts, attention_proof, cuda_attention, kernel_library, proof
 from seq1f1b.device.placement import step_on
 
 # -- attention: against fp64 of the whole sequence -------------------------------------------------------------------
@@ -125,6 +126,21 @@ def own(machine: Machine) -> Iterator[Case]:
         text = f"{str(dtype).removeprefix('torch.')} d{head_dim} kv{kv_heads} {sizes} {name}".rstrip()
         yield text, functools.partial(one, dtype, head_dim, kv_heads, sizes, every.get(name, {}))
 
+    def check(name: str, dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
+        """The one at the first use: the first time, with what CUDA loads then, and again."""
+        launch = functools.partial(kernel_library.launch_attention, own_operations(machine)[name])
+        seconds = []
+        for _ in range(2):
+            start = time.perf_counter()
+            attention_proof.prove(launch, proof.Use(name, dtype, head_dim, head_dim, machine.device))
+            seconds.append(time.perf_counter() - start)
+        return {"ms": [round(each * 1e3, 1) for each in seconds]}
+
+    uses = list(itertools.product(kernel_library.ATTENTION, proof.DTYPES, (128, 64)))
+    for name, dtype, head_dim in uses if machine.is_cuda else uses[1:2]:
+        text = f"{proof.DTYPES[dtype]} d{head_dim} check of {name} at its first use"
+        yield text, functools.partial(check, name, dtype, head_dim)
+
 
 def primitives(machine: Machine) -> Iterator[Case]:
     """Each primitive of the kernels alone, on numbers that tell which came where."""
@@ -186,7 +202,7 @@ def tiny(machine: Machine) -> Iterator[Case]:
     def merged_and_added_up() -> dict[str, Any]:
         library = own_operations(machine)[kernel_library.PARTS].library
         for what in ("merge", "add", "finish", "total"):
-            use = attention_parts._Use(what, torch.bfloat16, 64, 64, machine.device)
+            use = proof.Use(what, torch.bfloat16, 64, 64, machine.device)
             attention_parts.prove(library, use)
         machine.sync()
         return {}

@@ -13,7 +13,7 @@ import torch
 from gpu_cases import Case, Machine, own_operations
 from torch import Tensor
 
-from seq1f1b.device import attention_parts, kernel_library
+from seq1f1b.device import attention_parts, kernel_library, proof
 
 WHATS = ("merge", "add", "finish", "total")
 KERNELS, TORCH = "own", "library"  # of SEQ1F1B_CUDA_KERNELS
@@ -109,9 +109,9 @@ def parts(machine: Machine) -> Iterator[Case]:
     tokens, prefix = (4096, 16384) if machine.is_cuda else (9, 20)
     shapes = [(32, 32, 64), (32, 8, 128)] if machine.is_cuda else [(2, 1, 40)]
     names = ("merge", "add", "add, stored", "finish", "finish, stored", "total of 2", "total of 3")
-    for (heads, kv_heads, head_dim), dtype in itertools.product(shapes, attention_parts._DTYPES):
+    for (heads, kv_heads, head_dim), dtype in itertools.product(shapes, proof.DTYPES):
         for name in names:
-            text = f"{name}: {attention_parts._DTYPES[dtype]} {tokens} over {prefix}, {heads}/{kv_heads} heads of"
+            text = f"{name}: {proof.DTYPES[dtype]} {tokens} over {prefix}, {heads}/{kv_heads} heads of"
             sizes = (heads, kv_heads, head_dim, tokens, prefix)
             yield f"{text} {head_dim}", functools.partial(one, name, dtype, *sizes)
 
@@ -119,23 +119,23 @@ def parts(machine: Machine) -> Iterator[Case]:
         """The one at the first use, and that kernels which pass it are the default."""
         library = own_operations(machine)[kernel_library.PARTS].library
         seconds = {}
-        for what, dtype, head_dim in itertools.product(WHATS, attention_parts._DTYPES, (64, 128, 40, 96, 256)):
+        for what, dtype, head_dim in itertools.product(WHATS, proof.DTYPES, (64, 128, 40, 96, 256)):
             start = time.perf_counter()
-            attention_parts.prove(library, attention_parts._Use(what, dtype, head_dim, 64, machine.device))
+            attention_parts.prove(library, proof.Use(what, dtype, head_dim, 64, machine.device))
             seconds[what, dtype, head_dim] = time.perf_counter() - start
         return {"checks": len(seconds), "longest, ms": round(max(seconds.values()) * 1e3, 1)}
 
     def default() -> dict[str, Any]:
         machine.need_cuda()
         os.environ["SEQ1F1B_CUDA_KERNELS"] = ""
-        attention_parts._trust = attention_parts._Trust()
+        proofs = attention_parts._proofs
+        proofs.results.clear()
         for call, truth, _ in Segment(machine, torch.bfloat16, 4, 2, 64, 100, 50).calls().values():
             wanted = truth()
             held("a first call", call(), wanted)
-        trusted = attention_parts._trust.libraries
-        assert {use[0] for use in trusted} == set(WHATS) and None not in trusted.values(), trusted
-        assert not attention_parts._trust.lost
-        return {"kernels": len(trusted)}
+        assert {use[0] for use in proofs.results} == set(WHATS) and all(proofs.results.values()), proofs.results
+        assert not proofs.lost
+        return {"kernels": len(proofs.results)}
 
     def graph() -> dict[str, Any]:
         """Captured and replayed: a launch asks nothing of the host."""

@@ -296,7 +296,8 @@ def sweep(machine: Machine) -> Iterator[Case]:
         operations, found = own_operations(machine), {}
         inputs = Segment(machine, heads, kv_heads, head_dim, tokens, end)
         out, lse = attention_ways.launch_own_forward(operations["attention_forward"], *inputs.qkv, inputs.options)
-        for name, operation in operations.items():
+        for name in kernel_library.ATTENTION:
+            operation = operations[name]
             if name == "attention_forward":
                 run = functools.partial(attention_ways.launch_own_forward, operation, *inputs.qkv, inputs.options)
             else:

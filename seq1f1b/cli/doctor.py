@@ -51,7 +51,8 @@ def findings() -> Iterator[str]:
     if not torch.cuda.is_available():
         yield f"CUDA: no device{'' if torch.version.cuda else ', and a torch built without CUDA'}"
     yield (
-        "attention on CUDA: torch's ops, or our kernels where they are verified; run on an H200 (see benchmarks/gpu.py)"
+        "attention on CUDA: torch's ops, or our kernels where they pass a check; run on H100 and H200 alone (see "
+        "benchmarks/gpu.py)"
     )
     yield from importlib.import_module("seq1f1b.device.kernel_library").describe()
     yield f"NCCL: {found_nccl()}"

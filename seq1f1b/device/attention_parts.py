@@ -4,26 +4,24 @@ All tensors are (batch, heads, rows, head_dim). What these functions return lies
 heads, head_dim). Sums are taken in float32 and rounded once.
 
 Each function is one kernel of this package's library (kernels/cuda/sm80_attention_parts.cu), or several of torch's ops
-where that was not built or has no kernel for the call. No record says which GPUs run the kernels right: before a
-kernel is used on a device for the first time in a process, it computes one small case there, which is held to float64.
-A kernel that fails ends the use of all of them on that device, with a warning. ``SEQ1F1B_CUDA_KERNELS=library`` takes
-torch's ops alone; ``own``, for tests and benchmarks, takes the kernels without that check.
+where that was not built or has no kernel for the call. A kernel proves itself at its first use on a device (proof.py);
+one that fails ends the use of all of them there. ``SEQ1F1B_CUDA_KERNELS=library`` takes torch's ops alone; ``own``, for
+tests and benchmarks, takes the kernels without that check.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from seq1f1b import _C
-from seq1f1b.device import kernel_library
+from seq1f1b.device import kernel_library, proof
+from seq1f1b.device.proof import DTYPES, Use
 
 __all__: list[str] = []
 
@@ -99,92 +97,41 @@ def _token_major_empty(like: Tensor) -> Tensor:
 
 # -- by kernels ------------------------------------------------------------------------------------------------------
 
-_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
-
-class _Use(NamedTuple):
-    """A kernel as it was proven: of other heads or on another device it is proven again."""
-
-    what: str
-    dtype: torch.dtype
-    head_dim: int
-    v_head_dim: int
-    device: torch.device
-
-
-class _Trust:
-    """Which kernels are to be used: all that have proven themselves, and none on a device where one has failed."""
-
-    PATIENCE = 10.0  # seconds for another thread's check, which may wait for what this thread has yet to launch
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.libraries: dict[tuple[Any, ...], object | None] = {}  # by _Use; None: torch's ops
-        self.lost: set[torch.device] = set()
-
-
-_trust = _Trust()
+_proofs = proof.Proofs(
+    kernel_library.PARTS, "Torch's ops, which are slower, take the place of all kernels of that family there.",
+    ends_all=True,
+)  # fmt: skip
 
 
 def _library(what: str, dtype: torch.dtype, head_dim: int, v_head_dim: int, device: torch.device) -> object | None:
     """The library whose kernel is to be launched; None: torch's ops are."""
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         return None
     wish = kernel_library.preference()
     if wish == "library" or (wish == "" and device.type != "cuda"):
         return None
     if wish == "own":
         return _own_library(str(kernel_library.LIBRARY))
-    use = what, dtype, head_dim, v_head_dim, device
-    try:
-        library = _trust.libraries[use]
-    except KeyError:
-        return _prove_once(_Use(*use))
-    return library if device not in _trust.lost else None
+    return _proven_library(what, dtype, head_dim, v_head_dim, device)
 
 
-def _prove_once(use: _Use) -> object | None:
+def _proven_library(
+    what: str, dtype: torch.dtype, head_dim: int, v_head_dim: int, device: torch.device
+) -> object | None:
     library = _built_library(str(kernel_library.LIBRARY))
-    if library is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return None  # a graph is no place for a check, which waits for the device: a later call makes it
-    trust = _trust
-    if not trust.lock.acquire(timeout=trust.PATIENCE):
+    if library is None:
         return None
-    try:
-        if use not in trust.libraries:
-            if library is not None and use.device not in trust.lost:
-                library = library if _can_run(use) and _is_proven(library, use) else None
-            trust.libraries[use] = library
-        return trust.libraries[use] if use.device not in trust.lost else None
-    finally:
-        trust.lock.release()
+    found = _proofs.results.get((what, dtype, head_dim, v_head_dim, device))
+    if found is None:
+        use = Use(what, dtype, head_dim, v_head_dim, device)
+        found = _can_run(use) and _proofs.holds(use, functools.partial(prove, library, use))
+    return library if found else None
 
 
-def _is_proven(library: object, use: _Use) -> bool:
-    try:
-        prove(library, use)
-    except Exception as error:
-        _trust.lost.add(use.device)
-        _warn_of_failure(use, error)
-        return False
-    return True
-
-
-def _can_run(use: _Use) -> bool:
+def _can_run(use: Use) -> bool:
     if use.head_dim % 8 or use.v_head_dim % 8:
         return False
     return use.device.type != "cuda" or torch.cuda.get_device_capability(use.device) >= (8, 0)
-
-
-def _warn_of_failure(use: _Use, error: Exception) -> None:
-    name = torch.cuda.get_device_name(use.device) if use.device.type == "cuda" else "this machine"
-    warnings.warn(
-        f"the CUDA kernel {kernel_library.PARTS} {use.what} ({_DTYPES[use.dtype]}, heads of {use.head_dim} and "
-        f"{use.v_head_dim}) failed its check on {use.device}, {name}: {error}. Torch's ops, which are slower, take the "
-        f"place of all kernels of {kernel_library.PARTS} there. Install seq1f1b again to build them anew, or set "
-        "SEQ1F1B_CUDA_KERNELS=library to do without them",
-        stacklevel=2,
-    )
 
 
 @functools.cache
@@ -255,7 +202,7 @@ def _launch(
         with torch.cuda.device(index):
             return _launch(library, what, store, like, like_v, parts, slabs, outs, lse)
     return _C.cuda_attention_parts(
-        library, what, _DTYPES[like.dtype], store, batch, heads, rows, head_dim, like_v.shape[3],
+        library, what, DTYPES[like.dtype], store, batch, heads, rows, head_dim, like_v.shape[3],
         tuple([(t.data_ptr(), *t.stride()) for t in parts]),
         tuple([(t.data_ptr(), *t.stride()) for t in slabs]),
         tuple([(t.data_ptr(), *t.stride()) for t in outs]),
@@ -271,13 +218,11 @@ class _Case:
 
     BATCH, HEADS, ROWS, BEFORE, BEHIND = 2, 3, 37, 3, 2
 
-    def __init__(self, use: _Use) -> None:
-        self.use = use
-        self.random = torch.Generator("cpu").manual_seed(1)  # the program's own random numbers stay as they are
+    def __init__(self, use: Use) -> None:
+        self.use, self.random = use, proof.Numbers()
 
     def numbers(self, *sizes: int, dtype: torch.dtype) -> Tensor:
-        numbers = torch.randn(sizes, generator=self.random, dtype=torch.float32, device="cpu")
-        return numbers.to(self.use.device, dtype)
+        return self.random(*sizes).to(self.use.device, dtype)
 
     def part(self, head_dim: int, token_major: bool = True) -> Tensor:
         if token_major:
@@ -297,20 +242,15 @@ class _Case:
         return lse
 
 
-def prove(library: object, use: _Use) -> None:
+def prove(library: object, use: Use) -> None:
     """Runs the kernel on a small case, and holds it to float64.
-
-    On a stream of its own: it waits for nothing that was launched before, which may wait for another rank.
 
     Raises:
         AssertionError, RuntimeError, ...: it is wrong, or does not run.
     """
     proofs = {"merge": _prove_merge, "add": _prove_slabs, "finish": _prove_slabs, "total": _prove_total}
-    with torch.no_grad(), torch.autocast(use.device.type, enabled=False):
-        if use.device.type != "cuda":
-            return proofs[use.what](library, use, _Case(use))
-        with torch.cuda.stream(torch.cuda.Stream(use.device)):  # type: ignore[no-untyped-call]
-            proofs[use.what](library, use, _Case(use))
+    with proof.apart(use.device):
+        proofs[use.kernel](library, use, _Case(use))
 
 
 def _hold(what: str, got: Tensor, truth: Tensor) -> None:
@@ -327,7 +267,7 @@ def _hold_launched(is_launched: bool) -> None:
         raise AssertionError("its launcher does not take a case that it must")
 
 
-def _prove_merge(library: object, use: _Use, case: _Case) -> None:
+def _prove_merge(library: object, use: Use, case: _Case) -> None:
     own, before = case.part(use.head_dim), case.part(use.head_dim, token_major=False)
     own_lse, before_lse = case.lse(slice(3, 6)), case.lse(slice(5, 9))
     for part, lse in ((own, own_lse), (before, before_lse)):
@@ -341,7 +281,7 @@ def _prove_merge(library: object, use: _Use, case: _Case) -> None:
     _hold("lse", lse, (sums[0] + sums[1]).log()[..., 0])
 
 
-def _prove_slabs(library: object, use: _Use, case: _Case) -> None:
+def _prove_slabs(library: object, use: Use, case: _Case) -> None:
     for store in (False, True):
         parts = case.part(use.head_dim), case.part(use.v_head_dim, token_major=store)
         memories, slabs = zip(*(case.slab(part.shape[3]) for part in parts), strict=True)
@@ -349,8 +289,8 @@ def _prove_slabs(library: object, use: _Use, case: _Case) -> None:
             for slab in slabs:
                 slab.fill_(float("nan"))
         kept = [memory.clone() for memory in memories]
-        outs = tuple(_token_major_empty(part).fill_(float("nan")) for part in parts) if use.what == "finish" else ()
-        _hold_launched(_launch(library, use.what, store, *parts, parts, slabs, outs))
+        outs = tuple(_token_major_empty(part).fill_(float("nan")) for part in parts) if use.kernel == "finish" else ()
+        _hold_launched(_launch(library, use.kernel, store, *parts, parts, slabs, outs))
         rows = slice(case.BEFORE, case.BEFORE + case.ROWS)
         for i, (part, memory, before) in enumerate(zip(parts, memories, kept, strict=True)):
             truth = part.double() if store else part.double() + before[:, :, rows].double()
@@ -362,7 +302,7 @@ def _prove_slabs(library: object, use: _Use, case: _Case) -> None:
                 raise AssertionError(f"rows of {name} that it must not write have changed")
 
 
-def _prove_total(library: object, use: _Use, case: _Case) -> None:
+def _prove_total(library: object, use: Use, case: _Case) -> None:
     for count in (2, MOST_PARTS):
         parts = tuple(case.part(use.head_dim, token_major=i != 1) for i in range(count))
         out = _token_major_empty(parts[0]).fill_(float("nan"))

@@ -52,9 +52,10 @@ KEY_RANGE = 16384
 """Most keys before the segment that one call of a backward op takes."""
 
 RANGE_BYTES = 1 << 28
-"""A call takes fewer keys where dK and dV of them would be larger, counted with as many heads as queries have, for so
-the ops hold them before they add up heads that share keys: 16,384 keys of 32 query heads of 128, in 16 bits. A constant
-and not a share of what is free, because the bits of a gradient follow from the ranges.
+"""Most bytes of a call's dK and dV, unless the segment's own are more: such a call takes fewer keys. Counted with as
+many heads as queries have, for so the ops hold them before they add up heads that share keys: 16,384 keys of 32 query
+heads of 128, in 16 bits. A constant and not a share of what is free, because the bits of a gradient follow from the
+ranges.
 """
 
 PLAIN_LOGITS = 1 << 26

@@ -1,10 +1,11 @@
 """The package's own CUDA kernels: the library that holds them, and when attention takes one.
 
-By default a kernel runs only where ``presets/kernels/verified.json`` says so: checked on this architecture against
-float64, with the very source and compiler that the library at hand was built from, and found faster there than torch's
-flash ops; for calls that these do not take, which go by matrix products up to 200 times slower, right is enough.
-``SEQ1F1B_CUDA_KERNELS=own``, for tests and benchmarks, takes them wherever there is one for the call; ``library``
-never. The kernels of attention_parts.py need no record: they prove themselves where they run.
+Each kernel proves itself where it runs, at its first use (proof.py). Those of attention then take the calls that
+torch's flash ops do not, with documents or a soft cap, on every GPU of Ampere or later: matrix products, the only other
+way, are up to 200 times slower. Calls that flash takes too go to ours where ``presets/kernels/verified.json`` has a
+record that they are faster on this architecture, with the very source and compiler that the library at hand was built
+from. ``SEQ1F1B_CUDA_KERNELS=own``, for tests and benchmarks, takes them wherever there is one for the call, unproven;
+``library`` never.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from seq1f1b import _C
+from seq1f1b.device import attention_proof, proof
 from seq1f1b.files import read
 
 __all__: list[str] = []
@@ -43,7 +45,7 @@ class Operation(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """A record that an operation is right, on one architecture and from one library."""
+    """A record of an operation's speed, on one architecture and from one library."""
 
     architecture: str  # "sm_90"
     operation: str
@@ -58,7 +60,7 @@ SPEED = "times as fast as torch"
 
 
 def verified(path: Path = VERIFIED) -> dict[Verified, bool]:
-    """Whether each verified operation is faster than torch's flash op.
+    """Whether each operation that has a record is faster than torch's flash op.
 
     Raises:
         ValueError: the file is not as benchmarks/gpu.py writes it.
@@ -108,8 +110,18 @@ def preference() -> str:
     return wish
 
 
+_proofs = proof.Proofs(
+    "",
+    "Torch's ops take its place there: with documents or a soft cap matrix products, up to 200 times slower.",
+)
+_choices: dict[tuple[Any, ...], Operation | None] = {}  # by the arguments of _decide
+
+
 def choose(name: str, q: Tensor, is_right_enough: bool = False) -> Operation | None:
     """The operation of ours that is to be launched for such queries; None: torch's ops are.
+
+    None can also mean that nothing is known yet, while a CUDA graph is captured or another thread's check takes long: a
+    later call may get another answer.
 
     Args:
         is_right_enough: it need not be faster than torch's flash op, which does not take this call.
@@ -118,31 +130,93 @@ def choose(name: str, q: Tensor, is_right_enough: bool = False) -> Operation | N
         RuntimeError: ours are asked for by the environment, and there is no library of them.
     """
     wish = preference()
-    if wish == "library" or (wish == "" and not _verified()):
+    if wish == "library":
         return None
-    found = operations()
-    if not found and wish == "own":
-        raise RuntimeError(
-            f"SEQ1F1B_CUDA_KERNELS=own, but there is no {LIBRARY}: install again with nvcc and SEQ1F1B_CUDA=1"
-        )
-    operation, dtype, head_dim = found.get(name), str(q.dtype).removeprefix("torch."), q.shape[3]
-    if operation is None or not any((k.dtype, k.head_dim) == (dtype, head_dim) for k in operation.kernels):
+    if wish == "own":
+        found = operations()
+        if not found:
+            raise RuntimeError(
+                f"SEQ1F1B_CUDA_KERNELS=own, but there is no {LIBRARY}: install again with nvcc and SEQ1F1B_CUDA=1"
+            )
+        return _for_heads(found.get(name), q.dtype, q.shape[3])
+    key = name, q.dtype, q.shape[3], q.device, is_right_enough
+    try:
+        return _choices[key]
+    except KeyError:
+        return _decide(*key)
+
+
+def _decide(
+    name: str, dtype: torch.dtype, head_dim: int, device: torch.device, is_right_enough: bool
+) -> Operation | None:
+    operation = _wanted(name, dtype, head_dim, device, is_right_enough) if _can_run(device) else None
+    if operation is not None:
+        use = proof.Use(name, dtype, head_dim, head_dim, device)
+        launch = functools.partial(launch_attention, operation)
+        holds = _proofs.holds(use, functools.partial(attention_proof.prove, launch, use))
+        if holds is None:
+            return None
+        operation = operation if holds else None
+    _choices[name, dtype, head_dim, device, is_right_enough] = operation
+    return operation
+
+
+def _wanted(
+    name: str, dtype: torch.dtype, head_dim: int, device: torch.device, is_right_enough: bool
+) -> Operation | None:
+    """The operation that is to be used if it proves itself."""
+    if not is_right_enough and not _verified():
         return None
-    key = Verified(architecture(q.device), name, dtype, head_dim, operation.source, operation.compiler)
-    is_faster = _verified().get(key)
-    if wish == "own" or is_faster or (is_right_enough and is_faster is not None):
-        return operation
-    if is_right_enough and q.is_cuda:
-        _warn_of_products(key.architecture, dtype, head_dim)
-    return None
+    try:
+        found = operations()
+    except (OSError, ValueError) as error:
+        _warn_of_library(str(error))
+        return None
+    operation = _for_heads(found.get(name), dtype, head_dim)
+    if operation is None:
+        if is_right_enough:
+            _warn_of_products(bool(found), str(dtype).removeprefix("torch."), head_dim)
+        return None
+    return operation if is_right_enough or _is_faster(operation, dtype, head_dim, device) else None
+
+
+def _can_run(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _for_heads(operation: Operation | None, dtype: torch.dtype, head_dim: int) -> Operation | None:
+    """The operation if it has a kernel for such heads."""
+    if operation is None:
+        return None
+    wanted = str(dtype).removeprefix("torch."), head_dim
+    return operation if any((k.dtype, k.head_dim) == wanted for k in operation.kernels) else None
+
+
+def _is_faster(operation: Operation, dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
+    of_kernel = operation.name, str(dtype).removeprefix("torch."), head_dim, operation.source, operation.compiler
+    return _verified().get(Verified(architecture(device), *of_kernel), False)
 
 
 @functools.cache
-def _warn_of_products(architecture: str, dtype: str, head_dim: int) -> None:
+def _warn_of_library(error: str) -> None:
     warnings.warn(
-        f"attention with documents or a soft cap goes by matrix products here, up to 200 times slower than by this "
-        f"package's kernels, which nobody has verified on {architecture} in {dtype} with heads of {head_dim}: "
-        "SEQ1F1B_CUDA_KERNELS=own takes them all the same, and benchmarks/gpu.py verifies them",
+        f"torch's ops take the place of this package's CUDA kernels of attention, and matrix products, up to 200 times "
+        f"slower, where there are documents or a soft cap: {error}. Install seq1f1b again to build them anew, or set "
+        "SEQ1F1B_CUDA_KERNELS=library to do without them",
+        stacklevel=2,
+    )
+
+
+@functools.cache
+def _warn_of_products(is_built: bool, dtype: str, head_dim: int) -> None:
+    why = (
+        f"which are for heads of 64 or 128 in bfloat16 or float16, not for heads of {head_dim} in {dtype}: choose such"
+        if is_built
+        else "which were not built: install seq1f1b again with nvcc and SEQ1F1B_CUDA=1"
+    )
+    warnings.warn(
+        "attention with documents or a soft cap goes by matrix products, up to 200 times slower than by this package's "
+        f"CUDA kernels, {why}, or set SEQ1F1B_CUDA_KERNELS=library to do without this warning",
         stacklevel=2,
     )
 
@@ -158,7 +232,7 @@ def launch_attention(
     operation: Operation, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int,
     softcap: float, docs: Tensor, dout: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None,
     dv: Tensor | None = None, own_dk: Tensor | None = None, own_dv: Tensor | None = None,
-    store: bool = False, kernel: int = -1, num_parts: int = 0,
+    store: bool = False, kernel: int = -1, num_parts: int = 0, deterministic: bool | None = None,
 ) -> None:  # fmt: skip
     """Launches on the current stream of q's device. Rows of the tensors begin at multiples of 16 bytes.
 
@@ -172,6 +246,7 @@ def launch_attention(
         docs: (batch, N), int32; empty: none.
         kernel: index of ``operation.kernels``; -1: the launcher chooses.
         num_parts: of the keys; 0: the launcher chooses.
+        deterministic: None: as torch is set.
     """
     batch, heads, tokens, head_dim = q.shape
 
@@ -184,7 +259,7 @@ def launch_attention(
         scale, window, softcap, docs.data_ptr() if docs.numel() else 0, docs.stride(0) if docs.numel() else 0,
         rows(q), rows(k), rows(v), rows(out), lse.data_ptr(),
         rows(dout), rows(dq), rows(dk), rows(dv), rows(own_dk), rows(own_dv),
-        store, torch.are_deterministic_algorithms_enabled(), num_parts,
+        store, torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic, num_parts,
     )  # fmt: skip
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():  # the launcher asks what the current one can
         scratch_bytes = _C.cuda_attention_scratch(operation.library, operation.name, kernel, arguments)
@@ -193,6 +268,9 @@ def launch_attention(
         _C.cuda_attention(
             operation.library, operation.name, kernel, arguments, scratch.data_ptr(), scratch_bytes, stream
         )
+
+
+CHECKED = "of Ampere or later that passes a check at the first use"
 
 
 def describe() -> list[str]:
@@ -210,20 +288,15 @@ def describe() -> list[str]:
             continue
         shapes = sorted({f"{kernel.dtype} d{kernel.head_dim}" for kernel in operation.kernels if kernel.head_dim})
         key = operation.name, operation.source, operation.compiler
-        uses = {"default": True, "for documents and soft caps": False}
-        on = {
-            use: sorted(
-                f"{r.architecture} {r.dtype} d{r.head_dim}"
-                for r, is_faster in _verified().items()
-                if (r.operation, r.source, r.compiler) == key and is_faster == faster
-            )
-            for use, faster in uses.items()
-        }
-        said = [f"{use} on {', '.join(where)}" for use, where in on.items() if where]
+        where = sorted(
+            f"{r.architecture} {r.dtype} d{r.head_dim}"
+            for r, is_faster in _verified().items()
+            if (r.operation, r.source, r.compiler) == key and is_faster
+        )
+        said = f"; on {', '.join(where)} also for calls that torch's flash op takes" if where else ""
         lines.append(
             f"own CUDA kernel {operation.name}: {', '.join(shapes)}; {operation.architectures}, nvcc "
-            f"{operation.compiler}; "
-            + ("; ".join(said) or "on no architecture verified, so torch's ops are the default")
+            f"{operation.compiler}; default for documents and soft caps on each GPU {CHECKED}{said}"
         )
     return lines
 
@@ -232,6 +305,5 @@ def _describe_parts(operation: Operation) -> str:
     dtypes = sorted({kernel.dtype for kernel in operation.kernels})
     return (
         f"own CUDA kernels {operation.name}: results over ranges of keys merged and added up, {', '.join(dtypes)}, "
-        f"head_dim a multiple of 8; {operation.architectures}, nvcc {operation.compiler}; default on each GPU where "
-        "they pass a check at their first use"
+        f"head_dim a multiple of 8; {operation.architectures}, nvcc {operation.compiler}; default on each GPU {CHECKED}"
     )

@@ -21,8 +21,8 @@ from emulated_cuda import DTYPES, Mutation, build, emulated_parts
 from torch import Tensor
 
 from seq1f1b import _C
-from seq1f1b.device import attention_parts, kernel_library
-from seq1f1b.device.attention_parts import _Use
+from seq1f1b.device import attention_parts, kernel_library, proof
+from seq1f1b.device.proof import Use
 
 ROOT = Path(__file__).resolve().parents[2]
 BODY = "sm80_attention_parts.cuh"
@@ -354,10 +354,11 @@ def test_tensors_that_lie_otherwise_go_torchs_way(change: str, launched: list[st
 
 
 @pytest.fixture
-def trust(monkeypatch: pytest.MonkeyPatch) -> attention_parts._Trust:
+def proofs(monkeypatch: pytest.MonkeyPatch) -> proof.Proofs:
     """As in a new process."""
-    fresh = attention_parts._Trust()
-    monkeypatch.setattr(attention_parts, "_trust", fresh)
+    now = attention_parts._proofs
+    fresh = proof.Proofs(now.family, now.instead, ends_all=now.ends_all)
+    monkeypatch.setattr(attention_parts, "_proofs", fresh)
     monkeypatch.delenv("SEQ1F1B_CUDA_KERNELS", raising=False)
     attention_parts._built_library.cache_clear()
     attention_parts._own_library.cache_clear()
@@ -366,7 +367,7 @@ def trust(monkeypatch: pytest.MonkeyPatch) -> attention_parts._Trust:
 
 def chosen(what: str = "merge", dtype: torch.dtype = torch.bfloat16, head_dim: int = 64) -> object | None:
     """The library for a call on a device; on the CPU it is asked only for ``own``."""
-    return attention_parts._prove_once(_Use(what, dtype, head_dim, head_dim, torch.device("cpu")))
+    return attention_parts._proven_library(what, dtype, head_dim, head_dim, torch.device("cpu"))
 
 
 USES = list(itertools.product(("merge", "add", "finish", "total"), DTYPES))
@@ -374,7 +375,7 @@ USES = list(itertools.product(("merge", "add", "finish", "total"), DTYPES))
 
 @pytest.mark.parametrize("what, dtype", USES, ids=str)
 def test_kernels_that_are_right_prove_it(
-    what: str, dtype: torch.dtype, library: Path, trust: attention_parts._Trust, recwarn: pytest.WarningsRecorder
+    what: str, dtype: torch.dtype, library: Path, proofs: proof.Proofs, recwarn: pytest.WarningsRecorder
 ) -> None:
     state = torch.get_rng_state()
     with emulated_parts(library) as launched:
@@ -382,7 +383,7 @@ def test_kernels_that_are_right_prove_it(
             assert chosen(what, dtype, head_dim) is not None
         count = len(launched)
         assert set(launched) == {what} and chosen(what, dtype, 64) is not None and len(launched) == count  # once
-        attention_parts.prove(chosen(what, dtype), _Use(what, dtype, 64, 24, torch.device("cpu")))
+        attention_parts.prove(chosen(what, dtype), Use(what, dtype, 64, 24, torch.device("cpu")))
     assert not recwarn.list and torch.equal(torch.get_rng_state(), state)
 
 
@@ -394,10 +395,10 @@ def mutated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_a_kernel_that_is_wrong_is_found(mutation: Mutation, mutated: Path, trust: attention_parts._Trust) -> None:
+def test_a_kernel_that_is_wrong_is_found(mutation: Mutation, mutated: Path, proofs: proof.Proofs) -> None:
     what = mutation.name.partition(":")[0]
     with emulated_parts(mutated, MUTATIONS.index(mutation) + 1):
-        with pytest.warns(UserWarning, match=f"attention_parts {what} .bfloat16, heads of 64 and 64. failed its check"):
+        with pytest.warns(UserWarning, match=f"attention_parts {what} .bfloat16, heads of 64. failed its check"):
             assert chosen(what) is None
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -405,7 +406,7 @@ def test_a_kernel_that_is_wrong_is_found(mutation: Mutation, mutated: Path, trus
 
 
 def test_a_kernel_that_is_wrong_is_not_used(
-    mutated: Path, trust: attention_parts._Trust, monkeypatch: pytest.MonkeyPatch
+    mutated: Path, proofs: proof.Proofs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the function to the result, as on a GPU."""
     monkeypatch.setattr(attention_parts, "_library", lambda what, dtype, *heads_and_device: chosen(what, dtype))
@@ -422,7 +423,7 @@ def test_a_kernel_that_is_wrong_is_not_used(
 
 
 def test_a_launch_that_raises_ends_the_use(
-    library: Path, trust: attention_parts._Trust, monkeypatch: pytest.MonkeyPatch
+    library: Path, proofs: proof.Proofs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: Any) -> bool:
         raise RuntimeError("CUDA error 209: no kernel image is available")
@@ -435,7 +436,7 @@ def test_a_launch_that_raises_ends_the_use(
 
 
 def test_a_launcher_that_takes_nothing_ends_the_use(
-    library: Path, trust: attention_parts._Trust, monkeypatch: pytest.MonkeyPatch
+    library: Path, proofs: proof.Proofs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_library, "LIBRARY", library)
     monkeypatch.setattr(_C, "cuda_attention_parts", lambda *arguments: False)
@@ -444,7 +445,7 @@ def test_a_launcher_that_takes_nothing_ends_the_use(
 
 
 def test_nothing_is_proven_while_a_graph_is_captured(
-    library: Path, trust: attention_parts._Trust, monkeypatch: pytest.MonkeyPatch
+    library: Path, proofs: proof.Proofs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with emulated_parts(library) as launched:
@@ -454,9 +455,9 @@ def test_nothing_is_proven_while_a_graph_is_captured(
         assert chosen() is not None and launched == ["merge"]
 
 
-def test_threads_prove_once(library: Path, trust: attention_parts._Trust, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_prove_once(library: Path, proofs: proof.Proofs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_library, "LIBRARY", library)
-    proven: list[_Use] = []
+    proven: list[Use] = []
     barrier = threading.Barrier(4)
     monkeypatch.setattr(attention_parts, "prove", lambda handle, use: proven.append(use))
     found: list[object | None] = []
@@ -474,11 +475,11 @@ def test_threads_prove_once(library: Path, trust: attention_parts._Trust, monkey
 
 
 def test_a_thread_does_not_wait_for_anothers_check_for_ever(
-    library: Path, trust: attention_parts._Trust, monkeypatch: pytest.MonkeyPatch
+    library: Path, proofs: proof.Proofs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_library, "LIBRARY", library)
-    monkeypatch.setattr(attention_parts._Trust, "PATIENCE", 0.01)
-    with trust.lock:
+    monkeypatch.setattr(proof.Proofs, "PATIENCE", 0.01)
+    with proofs.lock:
         assert chosen() is None
     monkeypatch.setattr(attention_parts, "prove", lambda handle, use: None)
     assert chosen() is not None
@@ -488,7 +489,7 @@ def test_a_thread_does_not_wait_for_anothers_check_for_ever(
 
 
 def test_on_the_cpu_kernels_are_taken_only_when_asked_for(
-    library: Path, trust: attention_parts._Trust, monkeypatch: pytest.MonkeyPatch
+    library: Path, proofs: proof.Proofs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = [Inputs(torch.bfloat16, 2, 3, 5, 64).part() for _ in range(2)]
     for wish, count in (("", 0), ("library", 0), ("own", 1)):
@@ -499,7 +500,7 @@ def test_on_the_cpu_kernels_are_taken_only_when_asked_for(
 
 
 def test_a_library_that_was_not_built(
-    tmp_path: Path, trust: attention_parts._Trust, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+    tmp_path: Path, proofs: proof.Proofs, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     monkeypatch.setattr(kernel_library, "LIBRARY", tmp_path / "none.so")
     assert chosen() is None and not recwarn.list
@@ -528,7 +529,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     ids=["older", "another ABI"],
 )  # fmt: skip
 def test_a_library_without_the_operation_is_told_once(
-    macros: dict[str, str], text: str, make: Callable[..., Path], trust: attention_parts._Trust,
+    macros: dict[str, str], text: str, make: Callable[..., Path], proofs: proof.Proofs,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(kernel_library, "LIBRARY", make(**macros))
@@ -559,4 +560,4 @@ def test_what_doctor_says(library: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (
         line.startswith("own CUDA kernels attention_parts: ") and "bfloat16, float16, head_dim a multiple of 8" in line
     )
-    assert line.endswith("default on each GPU where they pass a check at their first use")
+    assert line.endswith("default on each GPU of Ampere or later that passes a check at the first use")

@@ -41,7 +41,7 @@ class Counts(NamedTuple):
 
 SIZES, WITHOUT_PREFIX, WITH_PREFIX = [8, 8, 8], 0, 1  # neither segment is the first to go backward
 
-# (way, segment, pass): before, now. Of efficient: each two query heads share one of keys, and go by a call each.
+# (way, segment, pass): before, now. Efficient has two calls where others have one: two query heads share one of keys.
 COUNTS = {
     ("cudnn", WITH_PREFIX, "forward"): (Counts(11, 62, 58), Counts(5, 18, 29)),
     ("cudnn", WITH_PREFIX, "backward"): (Counts(20, 168, 114), Counts(5, 27, 63)),
@@ -97,7 +97,7 @@ class Counter:
         return run
 
     def counts(self, op: str, run: Callable[[], None], again: Callable[[], None]) -> Counts:
-        """Of ``run`` its launches and ops, of ``again``, which does the same, the calls in Python."""
+        """Launches and ops are those of ``run``, calls in Python those of ``again``, which does the same."""
         self.launched.clear()
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             run()

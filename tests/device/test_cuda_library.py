@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from emulated_cuda import CudaAttention
 from torch import Tensor
 
 from seq1f1b import _C
-from seq1f1b.device import attention_parts, cuda_attention, kernel_library
+from seq1f1b.device import attention_parts, attention_proof, cuda_attention, kernel_library, proof
 from seq1f1b.device.kernel_library import Verified
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cuda"))
@@ -63,7 +62,12 @@ def queries(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64) -> Tensor:
 
 
 def verify(monkeypatch: pytest.MonkeyPatch, *records: Verified, is_faster: bool = True) -> None:
+    """CPU tensors stand for those of a GPU on which every kernel proves itself, and has such records."""
     monkeypatch.setattr(kernel_library, "_verified", lambda: dict.fromkeys(records, is_faster))
+    monkeypatch.setattr(kernel_library, "_choices", {})
+    monkeypatch.setattr(kernel_library, "_proofs", proof.Proofs("", ""))
+    monkeypatch.setattr(kernel_library, "_can_run", lambda device: True)
+    monkeypatch.setattr(attention_proof, "prove", lambda launch, use: None)
 
 
 RECORD = Verified("emulated", "attention_forward", "bfloat16", 64, "5a", "13.0.88")
@@ -77,7 +81,7 @@ def test_torchs_ops_are_the_default(stand_in: ctypes.CDLL, monkeypatch: pytest.M
     assert kernel_library.operations.cache_info().currsize == 0  # nor is the library opened
 
 
-def test_a_verified_kernel_is_the_default(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_is_faster_is_the_default(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     verify(monkeypatch, RECORD)
     chosen = kernel_library.choose("attention_forward", queries())
     assert chosen is not None and [kernel.name for kernel in chosen.kernels] == ["stand_in_64", "stand_in_128"]
@@ -106,17 +110,6 @@ def test_a_kernel_that_is_no_faster_takes_what_flash_does_not(
             assert cuda_attention.way(queries(), 64, options) == "own"
 
 
-def test_a_slow_way_is_told_once() -> None:
-    kernel_library._warn_of_products.cache_clear()
-    with pytest.warns(
-        UserWarning, match=r"nobody has verified on sm_80 in bfloat16 with heads of 128: SEQ1F1B_CUDA_KER"
-    ):
-        kernel_library._warn_of_products("sm_80", "bfloat16", 128)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        kernel_library._warn_of_products("sm_80", "bfloat16", 128)
-
-
 @pytest.mark.parametrize(
     "change",
     [{"architecture": "sm_90"}, {"operation": "attention_backward"}, {"dtype": "float16"}, {"head_dim": 128},
@@ -128,6 +121,7 @@ def test_a_record_of_anything_else_is_not(
 ) -> None:
     verify(monkeypatch, RECORD._replace(**change))
     assert kernel_library.choose("attention_forward", queries()) is None
+    assert kernel_library.choose("attention_forward", queries(), is_right_enough=True) is not None
 
 
 def test_the_environment_asks_for_ours(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,13 +157,15 @@ def test_a_library_that_was_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_what_doctor_says(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_library, "_verified", dict)
     (line,) = kernel_library.describe()
-    assert "bfloat16 d64, float16 d128; sm_80 sm_90 compute_80, nvcc 13.0.88; on no architecture verified" in line
+    assert "bfloat16 d64, float16 d128; sm_80 sm_90 compute_80, nvcc 13.0.88; default for documents and soft" in line
+    assert line.endswith("on each GPU of Ampere or later that passes a check at the first use")
     verify(monkeypatch, RECORD._replace(architecture="sm_90"))
-    assert kernel_library.describe()[0].endswith("default on sm_90 bfloat16 d64")
-    verify(monkeypatch, RECORD._replace(architecture="sm_90"), is_faster=False)
-    assert kernel_library.describe()[0].endswith("13.0.88; for documents and soft caps on sm_90 bfloat16 d64")
-    verify(monkeypatch, RECORD._replace(compiler="12.9"))
-    assert "on no architecture verified" in kernel_library.describe()[0]
+    assert kernel_library.describe()[0].endswith(
+        "first use; on sm_90 bfloat16 d64 also for calls that torch's flash op takes"
+    )
+    for record, is_faster in ((RECORD, False), (RECORD._replace(compiler="12.9"), True)):
+        verify(monkeypatch, record, is_faster=is_faster)
+        assert kernel_library.describe() == [line]
 
 
 # -- launches --------------------------------------------------------------------------------------------------------
@@ -268,7 +264,7 @@ def test_libraries_that_cannot_be_used(build: Callable[..., Path], tmp_path: Pat
         _C.cuda_operation(None, "attention_forward")
 
 
-# -- the table of verified kernels ------------------------------------------------------------------------------------
+# -- the table of speeds ----------------------------------------------------------------------------------------------
 
 
 def test_every_operation_is_known() -> None:
@@ -371,6 +367,6 @@ def test_a_launch_without_a_gpu_says_so(built: Path) -> None:
                 docs=torch.empty(0), dout=q, dq=q, dk=q.float(), dv=q.float(),
             )  # fmt: skip
     for what in ("merge", "add", "finish", "total"):
-        use = attention_parts._Use(what, q.dtype, 64, 64, q.device)
+        use = proof.Use(what, q.dtype, 64, 64, q.device)
         with pytest.raises(RuntimeError, match=error):
             attention_parts.prove(kernel_library.operations()[kernel_library.PARTS].library, use)

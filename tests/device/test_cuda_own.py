@@ -7,7 +7,9 @@ checks that benchmarks/gpu.py makes on a GPU.
 
 from __future__ import annotations
 
+import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from attention_runs import gradients, random_qkv, segmented
 from emulated_cuda import build, emulated_kernels, prober
 from test_cuda_attention import check
 
-from seq1f1b.device import kernel_library
+from seq1f1b.device import attention_proof, kernel_library, proof
 from seq1f1b.ops.attention import causal_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cuda"))
@@ -95,6 +97,51 @@ def test_what_ours_lack_goes_torchs_way(
         monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "library")
     check(segmented([5, 7], options, [qkv], [dout[0]])[0], options, qkv, dout[0])
     assert calls[1] == []
+
+
+# -- by default: after a check, see test_kernel_proof.py --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", kernel_library.ATTENTION)
+@pytest.mark.parametrize("dtype", proof.DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_kernels_pass_the_check_at_the_first_use(
+    head_dim: int, dtype: torch.dtype, name: str, calls: tuple[list[Call], list[str]]
+) -> None:
+    launch = functools.partial(kernel_library.launch_attention, kernel_library.operations()[name])
+    attention_proof.prove(launch, proof.Use(name, dtype, head_dim, head_dim, torch.device("cpu")))
+    assert calls[1] == [name] * len(attention_proof.CASES)
+
+
+@pytest.mark.parametrize("are_right", [True, False])
+def test_by_default_documents_are_for_kernels_that_pass_the_check(
+    are_right: bool, calls: tuple[list[Call], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU of which there is no record."""
+    monkeypatch.delenv("SEQ1F1B_CUDA_KERNELS")
+    now = kernel_library._proofs
+    monkeypatch.setattr(kernel_library, "_proofs", proof.Proofs(now.family, now.instead))
+    monkeypatch.setattr(kernel_library, "_choices", {})
+    monkeypatch.setattr(kernel_library, "_can_run", lambda device: True)
+    launch = kernel_library.launch_attention
+
+    def launch_without_documents(*tensors: Any, docs: torch.Tensor, **options: Any) -> None:
+        launch(*tensors, docs=docs[:, :0], **options)
+
+    if not are_right:
+        monkeypatch.setattr(kernel_library, "launch_attention", launch_without_documents)
+    tokens, sizes = 31 if are_right else 32, [14, 17 if are_right else 18]
+    options = {"doc_ids": torch.arange(2 * tokens).view(2, tokens) // 9}
+    heads = {"dtype": torch.float16, "head_dim": 64, "tokens": tokens}
+    qkv, dout = (random_qkv(4, 2, seed=seed, **heads) for seed in (0, 1))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        check(segmented(sizes, options, [qkv], [dout[0]])[0], options, qkv, dout[0])
+    failures = [str(warning.message) for warning in said if "failed its check" in str(warning.message)]
+    assert len(failures) == (0 if are_right else len(kernel_library.ATTENTION)), failures
+    of_aten, launched = calls
+    checks = len(attention_proof.CASES) * 2
+    assert of_aten == [] and (len(launched) == checks + 2 * len(sizes) if are_right else len(launched) < checks)
 
 
 @pytest.mark.parametrize("of", probes.CHECKS, ids=lambda check: check.__name__)

@@ -435,4 +435,4 @@ def test_doctor_in_a_process_of_its_own():
     assert max(map(len, out.splitlines())) <= 80
     words = " ".join(out.split())
     assert "bound" in words and "kernels" in words and "\nown CUDA kernel" in out
-    assert "attention on CUDA: torch's ops, or our kernels where they are verified" in words
+    assert "attention on CUDA: torch's ops, or our kernels where they pass a check" in words

@@ -1,0 +1,213 @@
+"""The small cases by which the two kernels of attention prove themselves (proof.py).
+
+A segment over a prefix, ragged in every direction: without options, with documents, with a window, and with all that
+the kernels take. The truth is computed on the CPU, by matrix products in float64. A result may be off twice as far as
+the same products are with each intermediate result rounded to 16 bits: benchmarks/gpu_attention.py asks the same of
+large cases. Memory around the results must stay as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from seq1f1b.device.proof import Numbers, Use, apart
+
+__all__: list[str] = []
+
+BATCH, HEADS, KV_HEADS, PREFIX, TOKENS, BEHIND = 2, 4, 2, 68, 70, 3
+KEYS = PREFIX + TOKENS  # a few more than whole tiles of the kernels, as the queries are
+DOCUMENTS = ((0, 41, 90, 131), (0, 100))  # first tokens, by row of the batch
+SPREAD = 32.0
+"""How far one element may be off, in root mean squares of what all may be off."""
+
+LSE_ERROR = 1e-4
+"""As a part of 1 + lse: sums in float32, of logits up to 10, by approximations of 2^-20."""
+
+Launch = Callable[..., None]
+"""kernel_library.launch_attention of one operation."""
+
+
+class Options(NamedTuple):
+    name: str
+    has_documents: bool = False
+    window: int = 0
+    softcap: float = 0.0
+    scale: float | None = None
+    store: bool = False  # else backward adds to sums
+    deterministic: bool = False
+    num_parts: int = 1
+
+
+CASES = (
+    Options("a segment", num_parts=2),
+    Options("documents", has_documents=True, store=True, deterministic=True),
+    Options("a window", window=45),
+    Options("documents, a window and a soft cap", True, 70, 2.0, 0.3, store=True, deterministic=True, num_parts=2),
+)
+
+
+def prove(launch: Launch, use: Use) -> None:
+    """Runs attention_forward or attention_backward on the small cases, and holds the results to float64.
+
+    Raises:
+        AssertionError, RuntimeError, ...: it is wrong, or does not run.
+    """
+    with apart(use.device):
+        for options in CASES:
+            case = _Case(use, options)
+            (_prove_forward if use.kernel == "attention_forward" else _prove_backward)(launch, case)
+
+
+class _Rows(NamedTuple):
+    """Rows of a tensor, and the memory that they are a part of: NaN around them."""
+
+    memory: Tensor
+    rows: Tensor
+
+    def holding(self, values: Tensor | None) -> _Rows:
+        if values is not None:
+            self.rows.copy_(values)
+        return self
+
+    def are_alone(self) -> bool:
+        """Whether memory around them still is NaN. They become NaN too."""
+        self.rows.fill_(float("nan"))
+        return bool(self.memory.isnan().all())
+
+
+class _Case:
+    """Inputs on the CPU, and their way to the device, where nothing but themselves may be read or written."""
+
+    def __init__(self, use: Use, options: Options) -> None:
+        self.use, self.options, self.numbers = use, options, Numbers()
+        self.q, self.dout = (self._numbers(HEADS, TOKENS) for _ in range(2))
+        self.k, self.v = (self._numbers(KV_HEADS, KEYS) for _ in range(2))
+        self.scale = options.scale or use.head_dim**-0.5
+        self.docs = torch.zeros(BATCH, KEYS, dtype=torch.int32, device="cpu")
+        for row, starts in zip(self.docs, DOCUMENTS if options.has_documents else (), strict=False):
+            for start in starts:
+                row[start:] = start
+
+    def _numbers(self, heads: int, tokens: int) -> Tensor:
+        return self.numbers(BATCH, heads, tokens, self.use.head_dim).to(self.use.dtype)
+
+    @functools.cached_property
+    def hidden(self) -> Tensor:
+        """(batch, 1, 1, queries, keys)"""
+        position = torch.arange(KEYS, device="cpu")
+        distance = position[PREFIX:, None] - position
+        hidden = (distance < 0) | (distance >= (self.options.window or KEYS))
+        other = self.docs[:, PREFIX:, None] != self.docs[:, None, :]
+        return (hidden | other)[:, None, None]
+
+    def results(self, wide: torch.dtype, rounded: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+        """out, lse, dq, dk and dv by matrix products in dtype ``wide``; each intermediate result is ``rounded``. What
+        is not asked for is not computed."""
+        group = HEADS // KV_HEADS
+        by_kv_head = BATCH, KV_HEADS, group, TOKENS, self.use.head_dim
+        q, dout = (t.to(wide).view(by_kv_head) for t in (self.q, self.dout))
+        k, v = (t.to(wide)[:, :, None] for t in (self.k, self.v))
+        logits, softcap = rounded(rounded(q @ k.mT) * self.scale), self.options.softcap
+        slope = None
+        if softcap:
+            capped = rounded(torch.tanh(rounded(logits / softcap)))
+            logits, slope = rounded(softcap * capped), 1.0 - capped.square()
+        logits = logits.masked_fill(self.hidden, float("-inf"))
+        weights = rounded(torch.softmax(logits, -1))
+        yield rounded(weights @ v).flatten(1, 2)
+        yield logits.logsumexp(-1).flatten(1, 2)
+        dweights = rounded(dout @ v.mT)
+        dlogits = rounded(weights * (dweights - (weights * dweights).sum(-1, keepdim=True)))
+        if slope is not None:
+            dlogits = rounded(dlogits * slope)
+        dlogits = rounded(dlogits * self.scale)
+        yield rounded(dlogits @ k).flatten(1, 2)
+        yield rounded(rounded(dlogits.mT @ q).sum(2))
+        yield rounded(rounded(weights.mT @ dout).sum(2))
+
+    def truth(self) -> Iterator[Tensor]:
+        return self.results(torch.float64, lambda t: t)
+
+    def in_16_bits(self) -> Iterator[Tensor]:
+        return self.results(torch.float32, lambda t: t.to(self.use.dtype).float())
+
+    def queries(self, values: Tensor | None = None, heads: int = HEADS) -> _Rows:
+        """Rows of the queries' tokens, token-major. They hold the values; without any, NaN."""
+        memory = self._memory(self.use.dtype, BATCH, BEHIND + TOKENS + BEHIND, heads, self.use.head_dim)
+        return _Rows(memory, memory[:, BEHIND:-BEHIND].transpose(1, 2)).holding(values)
+
+    def slab(self, values: Tensor | None, dtype: torch.dtype) -> _Rows:
+        """Rows of all keys, in a slab that is longer."""
+        memory = self._memory(dtype, BATCH, KV_HEADS, KEYS + BEHIND, self.use.head_dim)
+        return _Rows(memory, memory[:, :, :KEYS]).holding(values)
+
+    def lse(self, values: Tensor | None = None) -> _Rows:
+        count = BATCH * HEADS * TOKENS
+        memory = self._memory(torch.float32, 4 + count + 4)
+        return _Rows(memory, memory[4 : 4 + count].view(BATCH, HEADS, TOKENS)).holding(values)
+
+    def _memory(self, dtype: torch.dtype, *sizes: int) -> Tensor:
+        return torch.full(sizes, float("nan"), dtype=dtype, device=self.use.device)
+
+    def launch(self, launch: Launch, out: Tensor, lse: Tensor, **of_backward: Any) -> None:
+        docs = self.docs.to(self.use.device) if self.options.has_documents else self.docs[:, :0]
+        launch(
+            self.queries(self.q).rows, self.slab(self.k, self.use.dtype).rows, self.slab(self.v, self.use.dtype).rows,
+            out, lse,
+            scale=self.scale, window=self.options.window, softcap=self.options.softcap, docs=docs,
+            num_parts=self.options.num_parts, **of_backward,
+        )  # fmt: skip
+
+    def hold(self, name: str, got: Tensor, truth: Tensor, in_16_bits: Tensor) -> None:
+        got = got.cpu().double()
+        size = truth.norm()
+        limit = 2.0 * (in_16_bits - truth).norm() / size + torch.finfo(self.use.dtype).eps / 16
+        error = (got - truth).norm() / size
+        if not error <= limit:
+            raise AssertionError(f"{name} of {self.options.name} is off by {error:.1e} of its norm, not {limit:.1e}")
+        furthest = (got - truth).abs().max() / truth.square().mean().sqrt()
+        if not furthest <= SPREAD * limit:
+            raise AssertionError(f"an element of {name} of {self.options.name} is off by {furthest:.1e} of their size")
+
+    def hold_around(self, name: str, of: _Rows) -> None:
+        if not of.are_alone():
+            raise AssertionError(f"memory around {name} of {self.options.name} was written")
+
+
+def _prove_forward(launch: Launch, case: _Case) -> None:
+    out, lse = case.queries(), case.lse()
+    case.launch(launch, out.rows, lse.rows)
+    true_out, true_lse = itertools.islice(case.truth(), 2)
+    case.hold("out", out.rows, true_out, next(case.in_16_bits()))
+    error = ((lse.rows.cpu() - true_lse).abs() / (1.0 + true_lse.abs())).max()
+    if not error <= LSE_ERROR:
+        raise AssertionError(f"lse of {case.options.name} is off by {error:.1e}")
+    case.hold_around("out", out)
+    case.hold_around("lse", lse)
+
+
+def _prove_backward(launch: Launch, case: _Case) -> None:
+    store, dtype = case.options.store, case.use.dtype
+    (out, lse, *truths), (_, _, *in_16_bits) = case.truth(), case.in_16_bits()
+    dq, own = case.queries(), [case.queries(heads=KV_HEADS) for _ in range(2)]
+    before = [case.numbers(BATCH, KV_HEADS, KEYS, case.use.head_dim) for _ in range(2)]
+    sums = [case.slab(None if store else values, torch.float32) for values in before]
+    case.launch(
+        launch, case.queries(out).rows, case.lse(lse).rows, dout=case.queries(case.dout).rows, dq=dq.rows,
+        dk=sums[0].rows, dv=sums[1].rows, own_dk=own[0].rows, own_dv=own[1].rows, store=store,
+        deterministic=case.options.deterministic,
+    )  # fmt: skip
+    case.hold("dq", dq.rows, truths[0], in_16_bits[0])
+    case.hold_around("dq", dq)
+    for i, (name, slab, of_own) in enumerate(zip(("dk", "dv"), sums, own, strict=True)):
+        truth, peer = (of[1 + i] if store else before[i] + of[1 + i] for of in (truths, in_16_bits))
+        got = torch.cat([slab.rows[:, :, :PREFIX], of_own.rows.float()], 2)
+        case.hold(name, got, truth, peer.to(dtype))
+        case.hold_around(name, slab)
+        case.hold_around(f"the segment's {name}", of_own)

@@ -1,0 +1,120 @@
+"""Kernels that prove themselves: each computes a small case at its first use, which is held to float64.
+
+No record can say that a kernel is right on a GPU that nobody had, or from a compiler that came later. So a kernel of
+this package is used where it has just been seen to be right: once in a process for each kernel, dtype, head size and
+device. A warning names one that is wrong, and it is not used again.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__: list[str] = []
+
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+class Use(NamedTuple):
+    """A kernel as it was proven: in another dtype, of other heads or on another device it is proven again."""
+
+    kernel: str
+    dtype: torch.dtype
+    head_dim: int
+    v_head_dim: int
+    device: torch.device
+
+    def __str__(self) -> str:
+        heads = self.head_dim if self.head_dim == self.v_head_dim else f"{self.head_dim} and {self.v_head_dim}"
+        return f"{self.kernel} ({DTYPES[self.dtype]}, heads of {heads})"
+
+
+class Proofs:
+    """Which kernels of a family have proven themselves in this process.
+
+    Args:
+        family: its name, for the warning of a kernel that failed; empty if each kernel's is enough.
+        instead: for that warning: what takes the kernel's place, a sentence.
+        ends_all: a kernel that fails ends the use of the whole family on its device.
+    """
+
+    PATIENCE = 10.0  # seconds for another thread's check, which may wait for what this thread has yet to launch
+
+    def __init__(self, family: str, instead: str, *, ends_all: bool = False) -> None:
+        self.family, self.instead, self.ends_all = family, instead, ends_all
+        self.lock = threading.Lock()
+        self.results: dict[tuple[Any, ...], bool] = {}  # by Use
+        self.lost: set[torch.device] = set()
+
+    def holds(self, use: Use, prove: Callable[[], None]) -> bool | None:
+        """Whether the kernel has proven itself, now or before.
+
+        Args:
+            prove: raises if the kernel is wrong or does not run.
+        Returns:
+            None: not known yet. The kernel is not to be used in this call, and a later one finds out.
+        """
+        found = self.results.get(use)
+        if found is not None:
+            return found
+        if is_capturing() or not self.lock.acquire(timeout=self.PATIENCE):
+            return None
+        try:
+            if use not in self.results:
+                self.results[use] = use.device not in self.lost and self._proves_itself(use, prove)
+            return self.results[use]
+        finally:
+            self.lock.release()
+
+    def _proves_itself(self, use: Use, prove: Callable[[], None]) -> bool:
+        try:
+            prove()
+        except Exception as error:
+            if self.ends_all:
+                self.lost.add(use.device)
+                self.results.update({other: False for other in self.results if other[-1] == use.device})
+            _warn_of_failure(f"{self.family} {use}".lstrip(), use.device, error, self.instead)
+            return False
+        return True
+
+
+def _warn_of_failure(kernel: str, device: torch.device, error: Exception, instead: str) -> None:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine"
+    warnings.warn(
+        f"the CUDA kernel {kernel} failed its check on {device}, {name}: {error}. {instead} Install seq1f1b again to "
+        "build its kernels anew, or set SEQ1F1B_CUDA_KERNELS=library to do without them",
+        stacklevel=2,
+    )
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is captured here: no place for a check, which waits for the device."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def apart(device: torch.device) -> Iterator[None]:
+    """A check runs so: without gradients or autocast, and on a stream of its own, so that it waits for nothing that was
+    launched before, which may wait for another rank."""
+    of_device = torch.autocast(device.type, enabled=False)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), of_device:
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            yield
+
+
+class Numbers:
+    """Random numbers for a case, equal in each process. The program's own generators stay as they are."""
+
+    def __init__(self) -> None:
+        self.random = torch.Generator("cpu").manual_seed(1)
+
+    def __call__(self, *sizes: int) -> Tensor:
+        """In float32 and on the CPU, whatever torch's defaults are."""
+        return torch.randn(sizes, generator=self.random, dtype=torch.float32, device="cpu")

@@ -1,0 +1,399 @@
+"""Do the kernels of attention prove themselves where they run, and are they used only then? CPU tensors stand for those
+of a GPU, and torch's elementary operations for kernels that are right; test_cuda_own.py has the emulated ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seq1f1b.device import attention_proof, kernel_library, proof
+from seq1f1b.device.kernel_library import ATTENTION, Operation, Verified
+
+FORWARD, BACKWARD = ATTENTION
+CPU = torch.device("cpu")
+RECORD = Verified("emulated", FORWARD, "bfloat16", 64, "5a", "13.0.88")
+KERNELS = tuple(itertools.product(("bfloat16", "float16"), (64, 128)))
+
+
+class Kernel:
+    """As much of _C.CudaKernel as the choice asks for."""
+
+    def __init__(self, dtype: str, head_dim: int) -> None:
+        self.dtype, self.head_dim = dtype, head_dim
+
+
+def operation(name: str) -> Operation:
+    return Operation(name, "5a", "13.0.88", "sm_80", tuple(Kernel(*each) for each in KERNELS), object())  # type: ignore[arg-type]
+
+
+def right(operation: Operation, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int,
+          softcap: float, docs: Tensor, dout: Tensor | None = None, dq: Any = None, dk: Any = None, dv: Any = None,
+          own_dk: Any = None, own_dv: Any = None, store: bool = False, **_: Any) -> None:  # fmt: skip
+    """In place of kernel_library.launch_attention: by autograd, in float64."""
+    tokens, keys = q.shape[2], k.shape[2]
+    with torch.enable_grad():
+        leaves = [t.double().detach().requires_grad_(dout is not None) for t in (q, k, v)]
+        all_k, all_v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in leaves[1:])
+        logits = leaves[0] @ all_k.mT * scale
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        position = torch.arange(keys, device=q.device)
+        distance = position[keys - tokens :, None] - position
+        hidden = ((distance < 0) | (distance >= (window or keys))).expand(q.shape[0], 1, -1, -1)
+        if docs.numel():
+            hidden = hidden | (docs[:, None, keys - tokens :, None] != docs[:, None, None, :])
+        logits = logits.masked_fill(hidden, -math.inf)
+        results = logits.softmax(-1) @ all_v
+        if dout is None:
+            out.copy_(results.detach())
+            lse.copy_(logits.detach().logsumexp(-1))
+            return
+        grads = torch.autograd.grad(results, leaves, dout.double())
+    dq.copy_(grads[0])
+    for slab, own, grad in ((dk, own_dk, grads[1]), (dv, own_dv, grads[2])):
+        total = grad if store else slab.double() + grad
+        slab.copy_(total)
+        own.copy_(total[:, :, keys - tokens :])
+
+
+Launch = Callable[..., None]
+
+
+class Flaws:
+    """Launches that are not right, by name; each gets what launch_attention gets."""
+
+    @staticmethod
+    def another_scale(*tensors: Any, scale: float, **options: Any) -> None:
+        right(*tensors, scale=scale * 1.03, **options)
+
+    @staticmethod
+    def a_window_longer_by_one(*tensors: Any, window: int, **options: Any) -> None:
+        right(*tensors, window=window and window + 1, **options)
+
+    @staticmethod
+    def a_window_shorter_by_one(*tensors: Any, window: int, **options: Any) -> None:
+        right(*tensors, window=window and window - 1, **options)
+
+    @staticmethod
+    def no_window(*tensors: Any, window: int, **options: Any) -> None:
+        right(*tensors, window=0, **options)
+
+    @staticmethod
+    def no_soft_cap(*tensors: Any, softcap: float, **options: Any) -> None:
+        right(*tensors, softcap=0.0, **options)
+
+    @staticmethod
+    def no_documents(*tensors: Any, docs: Tensor, **options: Any) -> None:
+        right(*tensors, docs=docs[:, :0], **options)
+
+    @staticmethod
+    def a_document_that_begins_late(*tensors: Any, docs: Tensor, **options: Any) -> None:
+        docs = docs.clone()
+        if docs.numel():
+            docs[1, 100] = docs[1, 99]
+        right(*tensors, docs=docs, **options)
+
+    @staticmethod
+    def documents_of_one_row_for_all(*tensors: Any, docs: Tensor, **options: Any) -> None:
+        right(*tensors, docs=docs[:1].expand_as(docs), **options)
+
+    @staticmethod
+    def one_element_off(*tensors: Any, **options: Any) -> None:
+        right(*tensors, **options)
+        for result in results_of(tensors, options):
+            result[1, 1, -1, 5] += 3.0
+
+    @staticmethod
+    def nothing_is_written(*tensors: Any, **options: Any) -> None:
+        pass
+
+    @staticmethod
+    def a_row_behind_is_written(*tensors: Any, **options: Any) -> None:
+        right(*tensors, **options)
+        for result in results_of(tensors, options):
+            result.as_strided((1,), (1,), result.storage_offset() + result.shape[2] * result.stride(2)).zero_()
+
+    @staticmethod
+    def a_launch_fails(*tensors: Any, **options: Any) -> None:
+        raise RuntimeError("CUDA error 209: no kernel image is available")
+
+
+def results_of(tensors: tuple[Any, ...], options: dict[str, Any]) -> list[Tensor]:
+    return [options["dq"], options["dk"], options["own_dv"]] if "dq" in options else [tensors[4]]
+
+
+class BackwardFlaws:
+    @staticmethod
+    def sums_are_not_added_to(*tensors: Any, store: bool, **options: Any) -> None:
+        right(*tensors, store=True, **options)
+
+    @staticmethod
+    def sums_are_read_where_there_are_none(*tensors: Any, store: bool, **options: Any) -> None:
+        right(*tensors, store=False, **options)
+
+    @staticmethod
+    def own_rows_lack_the_sums(*tensors: Any, own_dk: Tensor, dk: Tensor, **options: Any) -> None:
+        before = dk.clone()
+        right(*tensors, own_dk=own_dk, dk=dk, **options)
+        own_dk.sub_(before[:, :, -own_dk.shape[2] :].nan_to_num(0.0))
+
+    @staticmethod
+    def the_deterministic_one_is_wrong(*tensors: Any, deterministic: bool, **options: Any) -> None:
+        right(*tensors, **options)
+        options["dq"].mul_(0.9 if deterministic else 1.0)
+
+    @staticmethod
+    def more_parts_are_wrong(*tensors: Any, num_parts: int, **options: Any) -> None:
+        right(*tensors, **options)
+        options["dv"].mul_(0.9 if num_parts > 1 else 1.0)
+
+
+class ForwardFlaws:
+    @staticmethod
+    def lse_of_base_2(*tensors: Any, **options: Any) -> None:
+        right(*tensors, **options)
+        tensors[5].div_(math.log(2))
+
+    @staticmethod
+    def a_row_before_lse_is_written(*tensors: Any, **options: Any) -> None:
+        right(*tensors, **options)
+        tensors[5].as_strided((1,), (1,), tensors[5].storage_offset() - 1).zero_()
+
+
+def flaws() -> list[Any]:
+    of = {FORWARD: (Flaws, ForwardFlaws), BACKWARD: (Flaws, BackwardFlaws)}
+    pairs = [(name, launch) for name in ATTENTION for group in of[name] for launch in vars(group).items()]
+    return [
+        pytest.param(name, launch.__func__, id=f"{name.removeprefix('attention_')}: {of_launch.replace('_', ' ')}")
+        for name, (of_launch, launch) in pairs
+        if isinstance(launch, staticmethod)
+    ]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Operation]]:
+    """A new process and a built library, the operations of which it yields."""
+    found = {name: operation(name) for name in ATTENTION}
+    monkeypatch.delenv("SEQ1F1B_CUDA_KERNELS", raising=False)
+    now = kernel_library._proofs
+    for name, value in {
+        "operations": lambda: found, "launch_attention": right, "_can_run": lambda device: True, "_choices": {},
+        "_proofs": proof.Proofs(now.family, now.instead, ends_all=now.ends_all), "_verified": dict,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(kernel_library, name, value)
+    kernel_library._warn_of_products.cache_clear()
+    kernel_library._warn_of_library.cache_clear()
+    yield found
+    kernel_library._warn_of_products.cache_clear()
+    kernel_library._warn_of_library.cache_clear()
+
+
+def choose(
+    name: str = FORWARD, dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, is_right_enough: bool = True
+) -> Operation | None:
+    """For documents, or as for a call that flash takes too."""
+    return kernel_library.choose(name, torch.empty(2, 4, 5, head_dim, dtype=dtype), is_right_enough)
+
+
+@pytest.fixture
+def counted(gpu: dict[str, Operation], monkeypatch: pytest.MonkeyPatch) -> list[proof.Use]:
+    """Checks that were made; all pass."""
+    uses: list[proof.Use] = []
+    monkeypatch.setattr(attention_proof, "prove", lambda launch, use: uses.append(use))
+    return uses
+
+
+# -- the check -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("dtype", proof.DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_kernel_that_is_right_is_used(
+    head_dim: int, dtype: torch.dtype, name: str, gpu: dict[str, Operation], recwarn: pytest.WarningsRecorder
+) -> None:
+    state = torch.get_rng_state()
+    for _ in range(2):
+        assert choose(name, dtype, head_dim) is gpu[name]
+    assert kernel_library._proofs.results == {(name, dtype, head_dim, head_dim, CPU): True}
+    assert not recwarn.list and torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name, launch", flaws())
+def test_a_kernel_that_is_wrong_is_told_once_and_not_used(
+    name: str, launch: Launch, gpu: dict[str, Operation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_library, "launch_attention", launch)
+    with pytest.warns(UserWarning, match=f"the CUDA kernel {name} .bfloat16, heads of 64. failed its check on") as said:
+        assert [choose(name), choose(name), choose(name, is_right_enough=False)] == [None] * 3
+    (text,) = (str(warning.message) for warning in said)
+    assert "on cpu, this machine: " in text and "matrix products, up to 200 times slower" in text
+    assert "Install seq1f1b again" in text and "SEQ1F1B_CUDA_KERNELS=library" in text
+    monkeypatch.setattr(kernel_library, "launch_attention", right)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose(name) is None  # never again
+        other = BACKWARD if name == FORWARD else FORWARD
+        assert choose(other) is gpu[other] and choose(name, torch.float16) is gpu[name]
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_a_program_of_any_state_can_check(name: str, gpu: dict[str, Operation]) -> None:
+    """Under another default dtype and device, autocast and, forward, inference mode; and below autograd, as in ops."""
+    q = torch.empty(2, 4, 5, 64, dtype=torch.bfloat16)
+    below = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        with torch.autocast("cpu", torch.bfloat16), torch.inference_mode(name == FORWARD), below:
+            assert kernel_library.choose(name, q, is_right_enough=True) is gpu[name]
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
+# -- when it is made --------------------------------------------------------------------------------------------------
+
+
+def test_a_check_is_made_once_for_each_use(gpu: dict[str, Operation], counted: list[proof.Use]) -> None:
+    uses = [(n, d, h) for n in ATTENTION for d in proof.DTYPES for h in (64, 128)]
+    for _ in range(2):
+        for use in uses:
+            assert choose(*use) is gpu[use[0]]
+    assert counted == [(*use, use[2], CPU) for use in uses]
+
+
+def test_nothing_is_checked_while_a_graph_is_captured(
+    gpu: dict[str, Operation], counted: list[proof.Use], monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(proof, "is_capturing", lambda: True)
+    assert choose() is None and not counted
+    monkeypatch.setattr(proof, "is_capturing", lambda: False)
+    assert choose() is gpu[FORWARD] and len(counted) == 1
+    monkeypatch.setattr(proof, "is_capturing", lambda: True)
+    assert choose() is gpu[FORWARD] and not recwarn.list
+
+
+def test_threads_check_once(gpu: dict[str, Operation], counted: list[proof.Use]) -> None:
+    barrier, found = threading.Barrier(4), []
+
+    def ask() -> None:
+        barrier.wait(10)
+        found.append(choose())
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert found == [gpu[FORWARD]] * 4 and len(counted) == 1
+
+
+def test_a_thread_does_not_wait_for_anothers_check_for_ever(
+    gpu: dict[str, Operation], counted: list[proof.Use], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof.Proofs, "PATIENCE", 0.01)
+    with kernel_library._proofs.lock:
+        assert choose() is None
+    assert choose() is gpu[FORWARD] and len(counted) == 1
+
+
+@pytest.mark.parametrize("ends_all", [False, True])
+def test_a_kernel_that_fails_ends_the_use_of_its_family_if_that_is_asked(ends_all: bool) -> None:
+    proofs = proof.Proofs("of a family", "Others do.", ends_all=ends_all)
+    uses = [proof.Use(f"kernel {i}", torch.float16, 64, 24, CPU) for i in range(3)]
+    assert proofs.holds(uses[0], lambda: None) is True
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    words = r"kernel of a family kernel 1 .float16, heads of 64 and 24. failed .*: no. Others do. Install"
+    with pytest.warns(UserWarning, match=words):
+        assert proofs.holds(uses[1], fail) is False
+    assert [proofs.holds(use, lambda: None) for use in uses] == [not ends_all, False, not ends_all]
+    other = uses[1]._replace(device=torch.device("meta"))
+    assert proofs.holds(other, lambda: None) is True
+
+
+# -- which calls the kernels take -------------------------------------------------------------------------------------
+
+
+def test_calls_that_flash_takes_need_a_record_and_a_check(
+    gpu: dict[str, Operation], counted: list[proof.Use], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for faster, wanted in (({}, None), ({RECORD: False}, None), ({RECORD: True}, gpu[FORWARD])):
+        monkeypatch.setattr(kernel_library, "_choices", {})
+        monkeypatch.setattr(kernel_library, "_verified", lambda faster=faster: faster)
+        assert choose(is_right_enough=False) is wanted
+        assert len(counted) == (wanted is not None)
+    assert choose(BACKWARD, is_right_enough=False) is None  # has no record
+
+
+def test_a_record_without_a_check_is_not_enough(gpu: dict[str, Operation], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_library, "_verified", lambda: {RECORD: True})
+    monkeypatch.setattr(kernel_library, "launch_attention", Flaws.no_documents)
+    with pytest.warns(UserWarning, match="out of documents is off by"):
+        assert choose(is_right_enough=False) is None
+
+
+def test_the_environment_decides_without_a_check(
+    gpu: dict[str, Operation], counted: list[proof.Use], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "own")
+    assert choose() is choose(is_right_enough=False) is gpu[FORWARD]
+    assert choose(head_dim=96) is None
+    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "library")
+    assert choose() is None and not counted
+
+
+def test_older_gpus_and_cpus_have_none(
+    gpu: dict[str, Operation], counted: list[proof.Use], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    for capability, wanted in (((7, 5), False), ((8, 0), True), ((8, 9), True), ((12, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert kernel_library._can_run(torch.device("cuda", 0)) is wanted
+    assert not kernel_library._can_run(CPU)
+
+
+def test_heads_for_which_there_is_no_kernel_are_told_once(gpu: dict[str, Operation], counted: list[proof.Use]) -> None:
+    words = "goes by matrix products, .* heads of 64 or 128 in bfloat16 or float16, not for heads of 96 in bfloat16"
+    with pytest.warns(UserWarning, match=words) as said:
+        assert choose(head_dim=96) is choose(BACKWARD, head_dim=96) is None
+    assert choose(head_dim=96, is_right_enough=False) is None and len(said) == 1 and not counted
+
+
+def test_a_library_that_was_not_built_is_told_once(gpu: dict[str, Operation], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_library, "operations", dict)
+    with pytest.warns(UserWarning, match="were not built: install seq1f1b again with nvcc and SEQ1F1B_CUDA=1") as said:
+        assert choose() is choose(BACKWARD) is choose() is None
+    assert choose(is_right_enough=False) is None and len(said) == 1
+
+
+def test_a_library_that_lacks_an_operation_is_told_once(
+    gpu: dict[str, Operation], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is of another version: training goes on without it."""
+
+    def lacking() -> dict[str, Operation]:
+        raise ValueError("old.so has no operation attention_backward")
+
+    monkeypatch.setattr(kernel_library, "operations", lacking)
+    monkeypatch.setattr(kernel_library, "_verified", lambda: {RECORD: True})
+    with pytest.warns(UserWarning, match=r"old.so has no operation attention_backward. Install seq1f1b again") as said:
+        assert choose() is choose(BACKWARD) is choose(is_right_enough=False) is None
+    assert len(said) == 1
+    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "own")
+    with pytest.raises(ValueError, match=r"old.so has no operation"):
+        choose()
