@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from seq1f1b.runtime import products
-from seq1f1b.runtime.linear import Adding, Layers, Use
+from seq1f1b.runtime.layer import Adding
+from seq1f1b.runtime.layers import Layers
+from seq1f1b.runtime.linear import Use
 from seq1f1b.runtime.parts import Feature, Part, Pass, Received
 from seq1f1b.runtime.stage import Stage, StageStep
 from seq1f1b.runtime.unit import LiveUnit
@@ -61,9 +63,7 @@ class Deferred(Part):
 
     def in_step(self, others: Sequence[nn.Module]) -> AbstractContextManager[None]:
         losses = [module for module in self._stage.modules if module is not self._stage.module]
-        if self._adds:
-            return self._layers.replaced(self._stage.module, losses, others)
-        return self._layers.replaced(self._stage.module, [], [*others, *losses])
+        return self._layers.replaced(self._stage.module, losses, others, adds=self._adds)
 
     def begin(self, unit: LiveUnit) -> None:
         if unit.cell in self._step.order.split:

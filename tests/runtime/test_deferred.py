@@ -197,7 +197,7 @@ def test_the_output_is_no_copy():
 
     x = torch.randn(2, 3, HIDDEN)
     layer = nn.Linear(HIDDEN, 12)
-    use = layers.Use(layers.Layer("", nn.Module(), "", layer), layer.weight, deferred.Tape({}))
+    use = layers.Use(layers.Linear("", nn.Module(), "", layer), layer.weight, deferred.Tape({}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layers.F, "linear", noting)
         output = layers._leave(x, layer.bias, None, layer.weight.detach(), use)

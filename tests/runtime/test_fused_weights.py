@@ -23,7 +23,8 @@ from wide_products import Shape, wide_products
 
 from seq1f1b import Memory, PipelineEngine, build_schedule
 from seq1f1b.runtime import products
-from seq1f1b.runtime.linear import Layers
+from seq1f1b.runtime.embedding import _distinct
+from seq1f1b.runtime.layers import Layers
 
 M, K, TOKENS, HIDDEN = 2, 2, 6, 8
 UNITS = M * K
@@ -355,6 +356,98 @@ def test_experts_without_tokens(calls: list[Shape]) -> None:
     assert len(calls) == UNITS
 
 
+# -- embeddings --------------------------------------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    """A table that is many times as long as a unit has tokens."""
+
+    def __init__(self, rows: int, **options: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, HIDDEN, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x).relu()
+
+
+TABLES = {
+    "many rows": (400, {}),
+    "few rows": (20, {}),
+    "padding": (400, {"padding_idx": 3}),
+    "padding of few": (20, {"padding_idx": 3}),
+    "scaled by frequency": (400, {"scale_grad_by_freq": True}),
+    "clipped": (400, {"max_norm": 1.0}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("which", TABLES)
+def test_embeddings_add_the_rows_of_their_tokens(calls: list[Shape], which: str, dtype: torch.dtype) -> None:
+    """As autograd does, which makes the whole table's gradient; over two steps, with tokens that come often."""
+    rows, options = TABLES[which]
+    torch.manual_seed(0)
+    x = torch.randint(rows, (2 * M, TOKENS))
+    x[:, ::3] = 3
+    x[:, 1] = 0
+    x[0] = rows - 1
+    target = torch.zeros(2 * M, TOKENS, HIDDEN)
+
+    def run() -> tuple[dict[str, Tensor], int]:
+        torch.manual_seed(0)
+        module = Words(rows, **options).to(dtype)
+        engine = engine_of(module)
+        for _ in range(2):
+            engine.step(x, target=target)
+        return {name: p.grad for name, p in module.named_parameters()}, engine.report().stages[0].fused_weights
+
+    found, fused = run()
+    assert fused == (0 if which in ("scaled by frequency", "clipped") else rows * HIDDEN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "WITH_WIDE_RESULT", ())
+        truth, _ = run()
+    assert gradient_error(found, truth) <= (1e-12 if dtype == torch.float64 else 1e-2)
+    assert torch.equal(found["table.weight"].ne(0), truth["table.weight"].ne(0))
+
+
+def test_distinct_ids_are_found_without_a_count() -> None:
+    ids = torch.tensor([7, 2, 7, 7, 0, 2])
+    rows, numbers = _distinct(ids)
+    assert rows[:3].tolist() == [0, 2, 7] and torch.equal(rows[numbers], ids)
+    assert len(rows) == len(ids) and int(rows.max()) < 8
+
+
+def test_a_sparse_embedding_is_autograds(calls: list[Shape]) -> None:
+    module = Words(400, sparse=True)
+    engine_of(module).step(torch.randint(400, (2 * M, TOKENS)), target=torch.zeros(2 * M, TOKENS, HIDDEN))
+    assert module.table.weight.grad is not None and module.table.weight.grad.is_sparse
+
+
+def test_a_table_that_the_head_shares(calls: list[Shape]) -> None:
+    """Both add to one gradient."""
+
+    class Both(Words):
+        def __init__(self) -> None:
+            super().__init__(400)
+            self.head = nn.Linear(HIDDEN, 400, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(super().forward(x))
+
+    def run(schedule: str) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        module, x = Both().bfloat16(), torch.randint(400, (2 * M, TOKENS))
+        engine_of(module, schedule=schedule).step(x, target=torch.zeros(2 * M, TOKENS, 400))
+        return {name: p.grad for name, p in module.named_parameters()}
+
+    found = {schedule: run(schedule) for schedule in ("seq1f1b", "seq-zb-h1")}
+    assert len(calls) == 2 * UNITS
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "WITH_WIDE_RESULT", ())
+        for schedule, gradient in found.items():
+            assert gradient_error(gradient, run(schedule)) <= 1e-2
+
+
 # -- data parallelism, compiled code -----------------------------------------------------------------------------------
 
 
@@ -389,7 +482,7 @@ def test_fsdp2_sees_what_autograd_accumulates(calls: list[Shape], one_replica: N
 
 
 def _places_of(module: nn.Module) -> Any:
-    from seq1f1b.runtime.linear import _places
+    from seq1f1b.runtime.layers import _places
 
     return _places(module, ())
 
@@ -466,7 +559,7 @@ def test_a_compiled_function_that_is_given_a_layer_is_compiled_once(calls: list[
 def test_layers_keep_their_forwards_over_steps_and_lose_them_after() -> None:
     stage, layers, seen = mlp(), Layers(), []
     for _ in range(2):
-        with layers.replaced(stage, [], []):
+        with layers.replaced(stage, [], [], adds=True):
             seen.append([part.__dict__["forward"] for part in stage if isinstance(part, nn.Linear)])
         assert all("forward" not in part.__dict__ for part in stage)
     assert all(a is b for a, b in zip(*seen, strict=True))
