@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 from seq1f1b.device import attention_parts, kernel_library, proof
 
 WHATS = ("merge", "add", "finish", "total")
-KERNELS, TORCH = "own", "library"  # of SEQ1F1B_CUDA_KERNELS
+KERNELS, TORCH = "own", "library"  # for kernel_library.use_kernels
 
 
 class Segment:
@@ -98,7 +97,7 @@ def parts(machine: Machine) -> Iterator[Case]:
         call, truth, size = Segment(machine, dtype, *sizes).calls()[name]
         found = {}
         for way, says in ((KERNELS, "kernel"), (TORCH, "torch's ops")):
-            os.environ["SEQ1F1B_CUDA_KERNELS"] = way
+            kernel_library.use_kernels(way)
             machine.poison()
             wanted = truth()  # before: add changes what it adds to
             held(f"{name} by {says}", call(), wanted)
@@ -127,7 +126,7 @@ def parts(machine: Machine) -> Iterator[Case]:
 
     def default() -> dict[str, Any]:
         machine.need_cuda()
-        os.environ["SEQ1F1B_CUDA_KERNELS"] = ""
+        kernel_library.use_kernels("")
         proofs = attention_parts._proofs
         proofs.results.clear()
         for call, truth, _ in Segment(machine, torch.bfloat16, 4, 2, 64, 100, 50).calls().values():
@@ -140,7 +139,7 @@ def parts(machine: Machine) -> Iterator[Case]:
     def graph() -> dict[str, Any]:
         """Captured and replayed: a launch asks nothing of the host."""
         machine.need_cuda()
-        os.environ["SEQ1F1B_CUDA_KERNELS"] = KERNELS
+        kernel_library.use_kernels(KERNELS)
         segment = Segment(machine, torch.bfloat16, 4, 2, 64, 100, 50)
         for name, (call, truth, _) in segment.calls().items():
             call()
@@ -160,7 +159,7 @@ def parts(machine: Machine) -> Iterator[Case]:
         segment = Segment(machine, torch.bfloat16, 4, 2, 64, 16, 16)
         repeats = 300 if machine.is_cuda else 1
         for way, says in ((KERNELS, "kernel"), (TORCH, "torch's ops")):
-            os.environ["SEQ1F1B_CUDA_KERNELS"] = way
+            kernel_library.use_kernels(way)
             for name, (call, _, _) in segment.calls().items():
                 call()
                 machine.sync()

@@ -34,7 +34,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -307,7 +306,7 @@ def _plan(operation: str, tensors: tuple[Tensor, ...], options: Options) -> Plan
         operation, first.dtype, first.device, options.scale > 0, options.window, options.softcap > 0,
         options.slopes.numel() > 0, options.docs.numel() > 0, torch.are_deterministic_algorithms_enabled(),
         torch.backends.cuda.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]
-        os.environ.get("SEQ1F1B_CUDA_KERNELS"), *[(t.shape, t.stride(), t.data_ptr() % 16) for t in tensors],
+        kernel_library.preferred, *[(t.shape, t.stride(), t.data_ptr() % 16) for t in tensors],
     )  # fmt: skip
     plan = plans.recent.get(shape) or plans.find(shape)
     if plan is None:

@@ -5,7 +5,7 @@ torch's flash ops do not, with documents or a soft cap, on every GPU of Ampere o
 way, are up to 200 times slower. Calls that flash takes too go to ours where ``presets/kernels/verified.json`` has a
 record that they are faster on this architecture, with the very source and compiler that the library at hand was built
 from. ``SEQ1F1B_CUDA_KERNELS=own``, for tests and benchmarks, takes them wherever there is one for the call, unproven;
-``library`` never.
+``library`` never. The environment is read once, when this module is imported; ``use_kernels`` changes the choice later.
 """
 
 from __future__ import annotations
@@ -103,11 +103,26 @@ def operations(path: Path | None = None) -> dict[str, Operation]:
     return found
 
 
+preferred = os.environ.get("SEQ1F1B_CUDA_KERNELS", "")
+"""What is asked for; read it by ``preference()``, and set it by ``use_kernels()``."""
+
+
 def preference() -> str:
-    wish = os.environ.get("SEQ1F1B_CUDA_KERNELS", "")
-    if wish not in ("", "own", "library"):
-        raise ValueError(f"SEQ1F1B_CUDA_KERNELS is {wish!r}, must be 'own', 'library' or unset")
-    return wish
+    """'own', 'library' or '': the check and the records decide.
+
+    Raises:
+        ValueError: the environment asks for something else.
+    """
+    if preferred not in ("", "own", "library"):
+        raise ValueError(f"SEQ1F1B_CUDA_KERNELS is {preferred!r}, must be 'own', 'library' or unset")
+    return preferred
+
+
+def use_kernels(wish: str) -> None:
+    """As if SEQ1F1B_CUDA_KERNELS had been ``wish`` from the start. For tests and benchmarks; processes that are started
+    later take the variable of the environment."""
+    global preferred
+    preferred = wish
 
 
 _proofs = proof.Proofs(

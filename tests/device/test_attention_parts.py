@@ -57,7 +57,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def launched(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The emulated kernels, and what is launched of them."""
-    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "own")
+    monkeypatch.setattr(kernel_library, "preferred", "own")
     with emulated_parts(library) as names:
         yield names
 
@@ -66,7 +66,7 @@ def launched(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[st
 def kind(request: pytest.FixtureRequest, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Both ways to compute, and that the kernels were launched, once for each call."""
     if request.param == "torch":
-        monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "library")
+        monkeypatch.setattr(kernel_library, "preferred", "library")
     yield request.param
     assert bool(launched) == (request.param == "kernels")
 
@@ -168,7 +168,7 @@ class TestEachShape:
                 slab.fill_(math.nan)
         kept = [memory.clone() for memory in memories]
         for way, wanted in (("own", 0 if store and all(map(is_token_major, parts)) else 1), ("library", 0)):
-            monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", way)
+            monkeypatch.setattr(kernel_library, "preferred", way)
             launched.clear()
             sums = attention_parts.finish(*slabs, *parts, store)
             for part, slab, memory, before, got in zip(parts, slabs, memories, kept, sums, strict=True):
@@ -185,7 +185,7 @@ class TestEachShape:
         inputs = Inputs(dtype, *sizes)
         parts = [inputs.part(("tokens", "heads", "space")[i % 3]) for i in range(count)]
         for way in ("own", "library"):
-            monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", way)
+            monkeypatch.setattr(kernel_library, "preferred", way)
             launched.clear()
             got = attention_parts.total(parts)
             check(got, sum(part.double() for part in parts))
@@ -359,7 +359,7 @@ def proofs(monkeypatch: pytest.MonkeyPatch) -> proof.Proofs:
     now = attention_parts._proofs
     fresh = proof.Proofs(now.family, now.instead, ends_all=now.ends_all)
     monkeypatch.setattr(attention_parts, "_proofs", fresh)
-    monkeypatch.delenv("SEQ1F1B_CUDA_KERNELS", raising=False)
+    monkeypatch.setattr(kernel_library, "preferred", "")
     attention_parts._built_library.cache_clear()
     attention_parts._own_library.cache_clear()
     return fresh
@@ -493,7 +493,7 @@ def test_on_the_cpu_kernels_are_taken_only_when_asked_for(
 ) -> None:
     parts = [Inputs(torch.bfloat16, 2, 3, 5, 64).part() for _ in range(2)]
     for wish, count in (("", 0), ("library", 0), ("own", 1)):
-        monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", wish)
+        monkeypatch.setattr(kernel_library, "preferred", wish)
         with emulated_parts(library) as launched:
             attention_parts.total(parts)
             assert len(launched) == count, wish
@@ -504,7 +504,7 @@ def test_a_library_that_was_not_built(
 ) -> None:
     monkeypatch.setattr(kernel_library, "LIBRARY", tmp_path / "none.so")
     assert chosen() is None and not recwarn.list
-    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "own")
+    monkeypatch.setattr(kernel_library, "preferred", "own")
     with pytest.raises(RuntimeError, match=r"there is no .*none.so: install again with nvcc and SEQ1F1B_CUDA=1"):
         attention_parts.total([Inputs(torch.bfloat16, 2, 3, 5, 64).part("heads")])
 
@@ -536,10 +536,10 @@ def test_a_library_without_the_operation_is_told_once(
     with pytest.warns(UserWarning, match=f"take the place of the CUDA kernels attention_parts: .*{text}") as said:
         assert [chosen(), chosen("add"), chosen()] == [None] * 3
     assert len(said) == 1 and "SEQ1F1B_CUDA_KERNELS=library" in str(said[0].message)
-    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "own")
+    monkeypatch.setattr(kernel_library, "preferred", "own")
     with pytest.raises(ValueError, match=text):
         attention_parts.total([Inputs(torch.bfloat16, 2, 3, 5, 64).part("heads")])
-    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "library")
+    monkeypatch.setattr(kernel_library, "preferred", "library")
     attention_parts.total([Inputs(torch.bfloat16, 2, 3, 5, 64).part("heads")])
 
 

@@ -24,7 +24,7 @@ import seq1f1b
 import seq1f1b.runtime.engine
 import seq1f1b.transport
 from seq1f1b import _C
-from seq1f1b.device import cuda_attention, placement
+from seq1f1b.device import cuda_attention, kernel_library, placement
 from seq1f1b.ops.attention import causal_attention, layer_handle, positions
 from seq1f1b.runtime.step import Step
 from seq1f1b.testing import run_ranks
@@ -189,7 +189,7 @@ def test_a_plan_is_made_once_for_each_shape(calls: list[Call], monkeypatch: pyte
         assert [step(), step()] == [4, 0]
     finally:
         torch.use_deterministic_algorithms(False)
-    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "library")
+    monkeypatch.setattr(kernel_library, "preferred", "library")
     assert [step(), step()] == [4, 0]
     for plan in (*cuda_attention._plans.recent.values(), *cuda_attention._plans.before.values()):
         held = [getattr(plan, name) for name in plan.__slots__]

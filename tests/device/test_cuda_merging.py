@@ -31,7 +31,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_segments_equal_the_formula(
     dtype: torch.dtype, way: str, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "own")
+    monkeypatch.setattr(kernel_library, "preferred", "own")
     monkeypatch.setattr(kernel_library, "choose", lambda *arguments, **options: None)  # this library has no attention
     monkeypatch.setattr(cuda_attention, "_has_cudnn", lambda device: way == "cudnn")
     monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda params: True)
