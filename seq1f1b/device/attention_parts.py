@@ -198,7 +198,7 @@ def _launch(
     """Launches on the current stream of the tensors' device; False: there is no kernel for tensors that lie so."""
     batch, heads, rows, head_dim = like.shape
     index = like.get_device()
-    if index >= 0 and index != torch.cuda.current_device():
+    if not kernel_library.is_current(index):
         with torch.cuda.device(index):
             return _launch(library, what, store, like, like_v, parts, slabs, outs, lse)
     return _C.cuda_attention_parts(
@@ -206,7 +206,7 @@ def _launch(
         tuple([(t.data_ptr(), *t.stride()) for t in parts]),
         tuple([(t.data_ptr(), *t.stride()) for t in slabs]),
         tuple([(t.data_ptr(), *t.stride()) for t in outs]),
-        lse, torch.cuda.current_stream().cuda_stream if index >= 0 else 0,
+        lse, kernel_library.raw_stream(index),
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -243,6 +244,23 @@ def architecture(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
+# The functions behind torch.cuda's, which take microseconds more in each launch; torch's build for CPUs lacks them.
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def is_current(index: int) -> bool:
+    """Whether the CUDA device of this index is the current one; -1, which stands for the CPU, always is."""
+    return index < 0 or index == _current_device()
+
+
+def raw_stream(index: int) -> int:
+    """The address of the current stream of a CUDA device; 0, which no launch reads, for the CPU's index -1."""
+    if index < 0:
+        return 0
+    return torch.cuda.current_stream(index).cuda_stream if _raw_stream is None else _raw_stream(index)
+
+
 def launch_attention(
     operation: Operation, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int,
     softcap: float, docs: Tensor, dout: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None,
@@ -276,12 +294,12 @@ def launch_attention(
         rows(dout), rows(dq), rows(dk), rows(dv), rows(own_dk), rows(own_dv),
         store, torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic, num_parts,
     )  # fmt: skip
-    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():  # the launcher asks what the current one can
+    index = q.get_device()
+    with nullcontext() if is_current(index) else torch.cuda.device(index):  # the launcher asks what the current one can
         scratch_bytes = _C.cuda_attention_scratch(operation.library, operation.name, kernel, arguments)
-        stream = torch.cuda.current_stream().cuda_stream if q.is_cuda else 0
         scratch = q.new_empty(scratch_bytes, dtype=torch.uint8)  # given back to the stream's pool behind the launch
         _C.cuda_attention(
-            operation.library, operation.name, kernel, arguments, scratch.data_ptr(), scratch_bytes, stream
+            operation.library, operation.name, kernel, arguments, scratch.data_ptr(), scratch_bytes, raw_stream(index)
         )
 
 

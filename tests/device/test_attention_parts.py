@@ -350,6 +350,31 @@ def test_tensors_that_lie_otherwise_go_torchs_way(change: str, launched: list[st
         attention_parts.total([part.clone(), part.clone()])
 
 
+def test_a_launch_on_another_device_than_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes the tensors' device the current one meanwhile, and takes the stream that is current there."""
+    asked: list[Any] = []
+    current = [0]
+
+    class Guard:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            self.before, current[0] = current[0], self.index
+
+        def __exit__(self, *_: object) -> None:
+            current[0] = self.before
+
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    monkeypatch.setattr(kernel_library, "_current_device", lambda: current[0])
+    monkeypatch.setattr(kernel_library, "_raw_stream", lambda index: 0x5000 + index)
+    monkeypatch.setattr(Tensor, "get_device", lambda self: 1)
+    monkeypatch.setattr(_C, "cuda_attention_parts", lambda *a: asked.append((current[0], a[-1])) or True)
+    part = Inputs(torch.bfloat16, 1, 1, 1, 8).part()
+    assert attention_parts._launch(object(), "total", False, part, part, (part,), (), (part,))
+    assert asked == [(1, 0x5001)] and current == [0]
+
+
 # -- the check at the first use ---------------------------------------------------------------------------------------
 
 
