@@ -137,7 +137,7 @@ def choose(name: str, q: Tensor, is_right_enough: bool = False) -> Operation | N
     """The operation of ours that is to be launched for such queries; None: torch's ops are.
 
     None can also mean that nothing is known yet, while a CUDA graph is captured or another thread's check takes long: a
-    later call may get another answer.
+    later call may get another answer (``is_final``).
 
     Args:
         is_right_enough: it need not be faster than torch's flash op, which does not take this call.
@@ -160,6 +160,11 @@ def choose(name: str, q: Tensor, is_right_enough: bool = False) -> Operation | N
         return _choices[key]
     except KeyError:
         return _decide(*key)
+
+
+def is_final(name: str, q: Tensor, is_right_enough: bool = False) -> bool:
+    """Whether ``choose``, which was asked the same before, will not answer otherwise later."""
+    return bool(preference()) or (name, q.dtype, q.shape[3], q.device, is_right_enough) in _choices
 
 
 def _decide(

@@ -24,7 +24,7 @@ import seq1f1b
 import seq1f1b.runtime.engine
 import seq1f1b.transport
 from seq1f1b import _C
-from seq1f1b.device import cuda_attention, kernel_library, placement
+from seq1f1b.device import attention_proof, cuda_attention, kernel_library, placement, proof
 from seq1f1b.ops.attention import causal_attention, layer_handle, positions
 from seq1f1b.runtime.step import Step
 from seq1f1b.testing import run_ranks
@@ -194,6 +194,32 @@ def test_a_plan_is_made_once_for_each_shape(calls: list[Call], monkeypatch: pyte
     for plan in (*cuda_attention._plans.recent.values(), *cuda_attention._plans.before.values()):
         held = [getattr(plan, name) for name in plan.__slots__]
         assert not any(isinstance(each, Tensor) for each in held)
+
+
+def test_a_plan_is_not_kept_while_a_kernel_has_yet_to_prove_itself(
+    calls: list[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread's check takes long: this thread's calls go by matrix products meanwhile, and not for ever."""
+    operation = kernel_library.Operation("attention_forward", "", "", "", (), None)
+    proofs = proof.Proofs("", "")
+    for name, value in {
+        "preferred": "", "_choices": {}, "_proofs": proofs, "_can_run": lambda device: True,
+        "_wanted": lambda *of_call: operation,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(kernel_library, name, value)
+    monkeypatch.setattr(proof.Proofs, "PATIENCE", 0.01)
+    monkeypatch.setattr(attention_proof, "prove", lambda launch, use: None)
+    q, keys, values = random_qkv(4, 2, head_dim=64, tokens=5, dtype=torch.bfloat16)
+    empty = torch.empty(0)
+    options = cuda_attention.Options(empty, empty, empty, empty, 0.125, 0, 20.0)
+
+    def plan() -> Any:
+        return cuda_attention._plan("attention_forward", (q, keys, values), options)
+
+    with proofs.lock:
+        assert plan().way == "plain"
+    found = plan()
+    assert found.way == "own" and found.operation is operation and plan() is found
 
 
 @pytest.mark.parametrize(
