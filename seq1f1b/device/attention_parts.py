@@ -1,4 +1,5 @@
-"""What attention over a prefix needs beside attention: results over ranges of keys merged, their gradients added up.
+"""What attention over a prefix needs beside attention: keys and values written to the cache, results over ranges of
+keys merged, and their gradients added up.
 
 All tensors are (batch, heads, rows, head_dim). What these functions return lies in token-major memory: (batch, rows,
 heads, head_dim). Sums are taken in float32 and rounded once.
@@ -27,6 +28,15 @@ __all__: list[str] = []
 
 MOST_PARTS = 8
 """Most tensors whose total one launch computes."""
+
+
+def copy(k: Tensor, v: Tensor, to_k: Tensor, to_v: Tensor) -> None:
+    """Writes k and v to rows of slabs of their dtype. A zero loses its sign by the kernel, which adds it to another."""
+    library = _library("finish", k.dtype, k.shape[3], v.shape[3], k.device)
+    if library is not None and _launch(library, "finish", True, k, v, (k, v), (), (to_k, to_v)):
+        return
+    to_k.copy_(k)
+    to_v.copy_(v)
 
 
 def merge(own: Tensor, own_lse: Tensor, before: Tensor, before_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,11 +239,9 @@ class _Case:
             return self.numbers(self.BATCH, self.ROWS, self.HEADS, head_dim, dtype=self.use.dtype).transpose(1, 2)
         return self.numbers(self.BATCH, self.HEADS, self.ROWS, head_dim, dtype=self.use.dtype)
 
-    def slab(self, head_dim: int) -> tuple[Tensor, Tensor]:
+    def slab(self, head_dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Memory, and the rows of it that the parts are for."""
-        memory = self.numbers(
-            self.BATCH, self.HEADS, self.BEFORE + self.ROWS + self.BEHIND, head_dim, dtype=torch.float32
-        )
+        memory = self.numbers(self.BATCH, self.HEADS, self.BEFORE + self.ROWS + self.BEHIND, head_dim, dtype=dtype)
         return memory, memory[:, :, self.BEFORE : self.BEFORE + self.ROWS]
 
     def lse(self, none: slice) -> Tensor:
@@ -300,6 +308,19 @@ def _prove_slabs(library: object, use: Use, case: _Case) -> None:
                 before[:, :, rows] = memory[:, :, rows]
             if not torch.equal(memory.nan_to_num(7.0), before.nan_to_num(7.0)):
                 raise AssertionError(f"rows of {name} that it must not write have changed")
+    if use.kernel == "finish":
+        _prove_copy(library, case)
+
+
+def _prove_copy(library: object, case: _Case) -> None:
+    parts = case.part(case.use.head_dim), case.part(case.use.v_head_dim)
+    memories, rows = zip(*(case.slab(part.shape[3], case.use.dtype) for part in parts), strict=True)
+    wanted = [memory.clone() for memory in memories]
+    _hold_launched(_launch(library, "finish", True, *parts, parts, (), rows))
+    for name, part, memory, whole in zip("kv", parts, memories, wanted, strict=True):
+        whole[:, :, case.BEFORE : case.BEFORE + case.ROWS] = part
+        if not torch.equal(memory, whole):
+            raise AssertionError(f"a copy of {name} is wrong")
 
 
 def _prove_total(library: object, use: Use, case: _Case) -> None:

@@ -84,7 +84,9 @@ def causal_attention_backward(
 
 
 def segment_attention(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    keys, values, key_docs = torch.ops.seq1f1b.cache_write.default(k, v, options[1], layer)
+    keys, values, key_docs, to_k, to_v = torch.ops.seq1f1b.cache_write.default(k, v, options[1], layer)
+    if to_k.shape[2]:  # none where a forward runs again
+        attention_parts.copy(k, v, to_k, to_v)
     return _forward(q, keys, values, Options(key_docs, *options))
 
 

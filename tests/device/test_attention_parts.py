@@ -136,6 +136,21 @@ class TestEachShape:
         assert len(launched) == (kind == "kernels")
 
     @pytest.mark.parametrize("layout", ["tokens", "heads", "space"])
+    def test_copy(
+        self, layout: str, sizes: tuple[int, ...], dtype: torch.dtype, kind: str, launched: list[str]
+    ) -> None:
+        """To rows of slabs, and to nothing around them."""
+        inputs = Inputs(dtype, *sizes)
+        parts = inputs.part(layout), inputs.part(layout, head_dim=24)
+        memories = [inputs.slab(part.shape[3])[0].to(dtype) for part in parts]
+        wanted = [memory.clone() for memory in memories]
+        attention_parts.copy(*parts, *[memory[:, :, 2 : 2 + sizes[2]] for memory in memories])
+        for part, memory, whole in zip(parts, memories, wanted, strict=True):
+            whole[:, :, 2 : 2 + sizes[2]] = part
+            assert torch.equal(memory, whole)
+        assert launched == ["finish"] * (kind == "kernels")
+
+    @pytest.mark.parametrize("layout", ["tokens", "heads", "space"])
     @pytest.mark.parametrize("store", [False, True], ids=["add", "store"])
     def test_add(
         self, store: bool, layout: str, sizes: tuple[int, ...], dtype: torch.dtype, kind: str, launched: list[str]
@@ -218,6 +233,8 @@ def test_other_dtypes_go_torchs_way(dtype: torch.dtype, launched: list[str]) -> 
     attention_parts.add(*slabs, parts[0], parts[1], False)
     assert torch.equal(slabs[1], parts[1]) and not launched
     assert torch.equal(attention_parts.finish(*slabs, parts[0], parts[1], False)[0], parts[0] * 2)
+    attention_parts.copy(parts[0], parts[1], *slabs)
+    assert torch.equal(slabs[0], parts[0]) and torch.equal(slabs[1], parts[1]) and not launched
     lse = torch.zeros(2, 3, 5, dtype=dtype)
     out, of_both = attention_parts.merge(parts[0], lse, parts[1], lse)
     torch.testing.assert_close(out, (parts[0] + parts[1]) / 2)
@@ -346,6 +363,9 @@ def test_tensors_that_lie_otherwise_go_torchs_way(change: str, launched: list[st
     slabs = [torch.zeros(2, 3, 5, head_dim) for _ in range(2)]
     attention_parts.add(*slabs, other, part, False)
     assert torch.equal(slabs[1], part.float())
+    to_k, to_v = torch.empty(2, 2, 3, 5, head_dim, dtype=torch.bfloat16)
+    attention_parts.copy(part, other, to_k, to_v)
+    assert torch.equal(to_k, part) and torch.equal(to_v, other)
     with emulated_parts(kernel_library.LIBRARY):  # a kernel that is asked for less is launched
         attention_parts.total([part.clone(), part.clone()])
 

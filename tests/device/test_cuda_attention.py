@@ -429,6 +429,27 @@ def test_errors_of_the_cache(calls: list[Call]) -> None:
             torch.ops.seq1f1b.cache_write(k, v, torch.empty(0, device="meta"), layer_handle(2))
 
 
+@pytest.mark.parametrize("doc_ids", [torch.empty(0), torch.zeros(2, 7, dtype=torch.int32)], ids=["", "documents"])
+def test_the_cache_says_which_rows_are_still_to_be_written(doc_ids: Tensor, calls: list[Call]) -> None:
+    """Those of the segment; none when its forward runs again. Values may have heads of another size."""
+    k, v = torch.randn(2, 3, 7, 8), torch.randn(2, 3, 7, 5)
+    step, cache_write = SimulatedStep([5, 7]), torch.ops.seq1f1b.cache_write
+    for segment, tokens in enumerate(step.sizes):
+        with step.unit("F", 0, segment):
+            keys, values, docs, to_k, to_v = cache_write(
+                k[:, :, :tokens], v[:, :, :tokens], doc_ids[:, :tokens] if doc_ids.numel() else doc_ids, layer_handle(0)
+            )
+            assert keys.shape[2] == values.shape[2] == (5, 12)[segment]
+            assert docs.shape == (2, (5, 12)[segment] if doc_ids.numel() else 0) and not docs.any()
+            for to, all_rows, own in ((to_k, keys, k), (to_v, values, v)):
+                assert to.shape == (2, 3, tokens, own.shape[3])
+                to.copy_(own[:, :, :tokens])
+                assert torch.equal(all_rows[:, :, -tokens:], own[:, :, :tokens])
+    with step.unit("B", 0, 1):
+        keys, _, _, to_k, to_v = cache_write(k, v, doc_ids, layer_handle(0))
+        assert to_k.shape == (2, 3, 0, 8) and to_v.shape == (2, 3, 0, 5) and torch.equal(keys[:, :, 5:], k)
+
+
 def test_slabs_are_allocated_once(calls: list[Call]) -> None:
     cache = _C.kv_cache_create()
     held = []
