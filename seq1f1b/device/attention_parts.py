@@ -59,27 +59,31 @@ def merge(own: Tensor, own_lse: Tensor, before: Tensor, before_lse: Tensor) -> t
     return _merge_by_torch(own, own_lse, before, before_lse)
 
 
-def add(dk: Tensor, dv: Tensor, part_k: Tensor, part_v: Tensor, store: bool) -> None:
-    """Adds the parts to rows of the slabs dk and dv; with ``store`` writes them there, and reads nothing."""
-    library = _library("add", part_k.dtype, part_k.shape[3], part_v.shape[3], dk.device)
-    fits = library is not None and _are_slabs(dk, dv, part_k, part_v)
-    if fits and _launch(library, "add", store, part_k, part_v, (part_k, part_v), (dk, dv), ()):
+def add(dk: Tensor, dv: Tensor, part_k: Tensor, part_v: Tensor, store: bool, begin: int = 0) -> None:
+    """Adds the parts to rows of the slabs dk and dv, from row ``begin`` on; with ``store`` writes them there, and reads
+    nothing."""
+    library = _library("add", part_k.dtype, part_k.shape[3], part_v.shape[3], part_k.device)
+    fits = library is not None and _are_slabs(dk, dv, part_k, part_v, begin)
+    if fits and _launch(library, "add", store, part_k, part_v, (part_k, part_v), (dk, dv), (), begin=begin):
         return
-    _add_by_torch(dk, dv, part_k, part_v, store)
+    _add_by_torch(*_rows_from(begin, dk, dv, part_k), part_k, part_v, store)
 
 
-def finish(dk: Tensor, dv: Tensor, part_k: Tensor, part_v: Tensor, store: bool) -> tuple[Tensor, Tensor]:
-    """Sums of dk and part_k, and of dv and part_v, in the parts' dtype and token-major memory; dk and dv stay as they
-    are. With ``store`` these hold nothing yet, and the parts are the sums: parts that lie so are returned themselves.
+def finish(
+    dk: Tensor, dv: Tensor, part_k: Tensor, part_v: Tensor, store: bool, begin: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Sums of part_k and as many rows of dk, from row ``begin`` on, and of part_v and those of dv, in the parts' dtype
+    and token-major memory; dk and dv stay as they are. With ``store`` these hold nothing yet, and the parts are the
+    sums: parts that lie so are returned themselves.
     """
     if store and _is_token_major(part_k) and _is_token_major(part_v):
         return part_k, part_v
-    library = _library("finish", part_k.dtype, part_k.shape[3], part_v.shape[3], dk.device)
-    if library is not None and _are_slabs(dk, dv, part_k, part_v):
-        own_dk, own_dv = _token_major_empty(part_k), _token_major_empty(part_v)
-        if _launch(library, "finish", store, part_k, part_v, (part_k, part_v), (dk, dv), (own_dk, own_dv)):
-            return own_dk, own_dv
-    return _finish_by_torch(dk, dv, part_k, part_v, store)
+    library = _library("finish", part_k.dtype, part_k.shape[3], part_v.shape[3], part_k.device)
+    if library is not None and _are_slabs(dk, dv, part_k, part_v, begin):
+        parts, own = (part_k, part_v), (_token_major_empty(part_k), _token_major_empty(part_v))
+        if _launch(library, "finish", store, part_k, part_v, parts, (dk, dv), own, begin=begin):
+            return own
+    return _finish_by_torch(*_rows_from(begin, dk, dv, part_k), part_k, part_v, store)
 
 
 def total(parts: Sequence[Tensor]) -> Tensor:
@@ -117,6 +121,9 @@ def _library(what: str, dtype: torch.dtype, head_dim: int, v_head_dim: int, devi
     """The library whose kernel is to be launched; None: torch's ops are."""
     if dtype not in DTYPES:
         return None
+    wish = kernel_library.preferred
+    if not wish and _proofs.results.get((what, dtype, head_dim, v_head_dim, device)):  # nearly always, on a GPU
+        return _built_library(str(kernel_library.LIBRARY))
     wish = kernel_library.preference()
     if wish == "library" or (wish == "" and device.type != "cuda"):
         return None
@@ -191,31 +198,39 @@ def _are_results(own: Tensor, own_lse: Tensor, before: Tensor, before_lse: Tenso
     )
 
 
-def _are_slabs(dk: Tensor, dv: Tensor, part_k: Tensor, part_v: Tensor) -> bool:
+def _are_slabs(dk: Tensor, dv: Tensor, part_k: Tensor, part_v: Tensor, begin: int) -> bool:
+    """Whether the parts are alike, and find their rows in the slabs from ``begin`` on."""
+    batch, heads, rows, head_dim = part_k.shape
+    v_head_dim, end = part_v.shape[3], begin + rows
+    of_dk, of_dv = dk.shape, dv.shape
     return (
         dk.dtype == dv.dtype == torch.float32
         and part_k.dtype == part_v.dtype
-        and dk.shape == part_k.shape
-        and dv.shape == part_v.shape
-        and dk.shape[:3] == dv.shape[:3]
+        and part_v.shape == (batch, heads, rows, v_head_dim)
+        and of_dk == (batch, heads, of_dk[2], head_dim)
+        and of_dv == (batch, heads, of_dk[2], v_head_dim)
+        and 0 <= begin <= end <= of_dk[2]
     )
 
 
 def _launch(
     library: object, what: str, store: bool, like: Tensor, like_v: Tensor, parts: tuple[Tensor, ...],
-    slabs: tuple[Tensor, ...], outs: tuple[Tensor, ...], lse: tuple[int, int, int] = (0, 0, 0),
+    slabs: tuple[Tensor, ...], outs: tuple[Tensor, ...], lse: tuple[int, int, int] = (0, 0, 0), begin: int = 0,
 ) -> bool:  # fmt: skip
-    """Launches on the current stream of the tensors' device; False: there is no kernel for tensors that lie so."""
+    """Launches on the current stream of the tensors' device; False: there is no kernel for tensors that lie so.
+
+    The slabs' rows are meant from row ``begin`` on.
+    """
     batch, heads, rows, head_dim = like.shape
     index = like.get_device()
     if not kernel_library.is_current(index):
         with torch.cuda.device(index):
-            return _launch(library, what, store, like, like_v, parts, slabs, outs, lse)
+            return _launch(library, what, store, like, like_v, parts, slabs, outs, lse, begin)
     return _C.cuda_attention_parts(
         library, what, DTYPES[like.dtype], store, batch, heads, rows, head_dim, like_v.shape[3],
         tuple([(t.data_ptr(), *t.stride()) for t in parts]),
-        tuple([(t.data_ptr(), *t.stride()) for t in slabs]),
-        tuple([(t.data_ptr(), *t.stride()) for t in outs]),
+        tuple([(t.data_ptr() + begin * t.stride(2) * 4, *t.stride()) for t in slabs]) if slabs else (),
+        tuple([(t.data_ptr(), *t.stride()) for t in outs]) if outs else (),
         lse, kernel_library.raw_stream(index),
     )  # fmt: skip
 
@@ -344,6 +359,12 @@ def _merge_by_torch(own: Tensor, own_lse: Tensor, before: Tensor, before_lse: Te
     out = _token_major_empty(own)
     torch.addcmul(own * share, before, 1.0 - share, out=out)
     return out, torch.logaddexp(own_lse, before_lse).contiguous()
+
+
+def _rows_from(begin: int, dk: Tensor, dv: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+    """As many rows as the part has."""
+    rows = part.shape[2]
+    return (dk, dv) if rows == dk.shape[2] else (dk.narrow(2, begin, rows), dv.narrow(2, begin, rows))
 
 
 def _add_by_torch(dk: Tensor, dv: Tensor, part_k: Tensor, part_v: Tensor, store: bool) -> None:

@@ -162,7 +162,8 @@ class TestEachShape:
         if store:
             for slab in slabs:
                 slab.fill_(math.nan)
-        attention_parts.add(*slabs, *parts, store)
+        where = (*slabs, *parts, store) if layout == "tokens" else (*memories, *parts, store, 2)
+        attention_parts.add(*where)
         for part, memory, before in zip(parts, memories, kept, strict=True):
             rows = before[:, :, 2 : 2 + sizes[2]]
             rows.copy_(part.float() if store else rows + part.float())
@@ -185,7 +186,8 @@ class TestEachShape:
         for way, wanted in (("own", 0 if store and all(map(is_token_major, parts)) else 1), ("library", 0)):
             monkeypatch.setattr(kernel_library, "preferred", way)
             launched.clear()
-            sums = attention_parts.finish(*slabs, *parts, store)
+            where = (*slabs, *parts, store) if layout == "tokens" else (*memories, *parts, store, 2)
+            sums = attention_parts.finish(*where)
             for part, slab, memory, before, got in zip(parts, slabs, memories, kept, sums, strict=True):
                 check(got, part.double() if store else part.double() + slab.double())
                 assert got.dtype == dtype and is_token_major(got)
@@ -239,6 +241,15 @@ def test_other_dtypes_go_torchs_way(dtype: torch.dtype, launched: list[str]) -> 
     out, of_both = attention_parts.merge(parts[0], lse, parts[1], lse)
     torch.testing.assert_close(out, (parts[0] + parts[1]) / 2)
     torch.testing.assert_close(of_both, lse + math.log(2))
+
+
+@pytest.mark.parametrize("begin", [-1, 3])
+def test_rows_that_a_slab_does_not_have(begin: int, launched: list[str]) -> None:
+    inputs = Inputs(torch.bfloat16, 2, 3, 5, 16)
+    parts, slabs = [inputs.part() for _ in range(2)], [torch.zeros(2, 3, 7, 16) for _ in range(2)]
+    with pytest.raises((RuntimeError, IndexError), match=r"start|range"):
+        attention_parts.add(*slabs, *parts, False, begin)
+    assert not launched and not slabs[0].any()
 
 
 # -- what no kernel takes --------------------------------------------------------------------------------------------
