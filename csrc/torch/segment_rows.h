@@ -16,7 +16,7 @@ void s1f_slab_strides(int64_t kv_heads, int64_t sequence_length, int64_t head_di
  * done so: rows->is_written. */
 s1f_status s1f_segment_rows(const s1f_current_unit *unit, int64_t key, const s1f_layer_shape *shape,
                             const s1f_op_tensor *docs, s1f_kv_rows *rows);
-/* The same, with k and v written. */
+/* As s1f_segment_rows; k and v are written, too. */
 s1f_status s1f_segment_write(const s1f_current_unit *unit, int64_t key, const s1f_layer_shape *shape,
                              const s1f_op_tensor *k, const s1f_op_tensor *v, const s1f_op_tensor *docs,
                              s1f_kv_rows *rows);
