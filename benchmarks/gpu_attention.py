@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,7 +28,7 @@ def attention_errors(
     kernels: str, key_range: int = cuda_attention.KEY_RANGE, by_cudnn: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Errors of segments and of the whole, forward and backward, and whether a second run gives the same bits."""
-    os.environ["SEQ1F1B_CUDA_KERNELS"] = kernels
+    kernel_library.use_kernels(kernels)
     heads, cuda_attention.KEY_RANGE = 8, key_range
     use_cudnn(by_cudnn)
     options = {k: v.to(machine.device) if isinstance(v, Tensor) else v for k, v in options.items()}
@@ -183,7 +182,7 @@ def tiny(machine: Machine) -> Iterator[Case]:
     """Each of our kernels once, on few tokens: for the tools that watch every access."""
 
     def one() -> dict[str, Any]:
-        os.environ["SEQ1F1B_CUDA_KERNELS"] = "own"
+        kernel_library.use_kernels("own")
         tokens = 200 if machine.is_cuda else 80
         options = {"window": 70, "softcap": 20.0, "doc_ids": attention_options(tokens)["documents"]["doc_ids"]}
         options["doc_ids"] = options["doc_ids"].to(machine.device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 from seq1f1b.device import attention_parts, kernel_library, proof
 
 WHATS = ("merge", "add", "finish", "total")
-KERNELS, TORCH = "own", "library"  # of SEQ1F1B_CUDA_KERNELS
+KERNELS, TORCH = "own", "library"  # for kernel_library.use_kernels
 
 
 class Segment:
@@ -35,6 +34,7 @@ class Segment:
         self.prefix_parts, self.parts = (
             [self.part(count, kv_heads, head_dim) for _ in range(2)] for count in (prefix, tokens)
         )
+        self.rows_of_cache = [slab.to(dtype)[:, :, prefix:] for slab in slabs]
 
     def part(self, tokens: int, heads: int, head_dim: int) -> Tensor:
         numbers = torch.randn(1, tokens, heads, head_dim, device=self.machine.device)
@@ -61,12 +61,17 @@ class Segment:
         def finish(parts: list[Tensor], store: bool) -> tuple[Tensor, Tensor]:
             return attention_parts.finish(*self.rows, *parts, store)
 
+        def copied() -> list[Tensor]:
+            attention_parts.copy(*self.parts, *self.rows_of_cache)
+            return self.rows_of_cache
+
         other = [part.contiguous() for part in self.parts]  # heads first, or there is nothing to do
         return {
             "merge": (
                 lambda: attention_parts.merge(own, self.own_lse, before, self.before_lse), merged,
                 3 * results + 3 * self.own_lse.numel() * 4,
             ),
+            "copy": (copied, lambda: [part.double() for part in self.parts], of_parts * 4),
             "add": (lambda: add(False), lambda: added(self.prefix, self.prefix_parts, False), of_prefix * 10),
             "add, stored": (lambda: add(True), lambda: added(self.prefix, self.prefix_parts, True), of_prefix * 6),
             "finish": (
@@ -98,7 +103,7 @@ def parts(machine: Machine) -> Iterator[Case]:
         call, truth, size = Segment(machine, dtype, *sizes).calls()[name]
         found = {}
         for way, says in ((KERNELS, "kernel"), (TORCH, "torch's ops")):
-            os.environ["SEQ1F1B_CUDA_KERNELS"] = way
+            kernel_library.use_kernels(way)
             machine.poison()
             wanted = truth()  # before: add changes what it adds to
             held(f"{name} by {says}", call(), wanted)
@@ -108,7 +113,7 @@ def parts(machine: Machine) -> Iterator[Case]:
 
     tokens, prefix = (4096, 16384) if machine.is_cuda else (9, 20)
     shapes = [(32, 32, 64), (32, 8, 128)] if machine.is_cuda else [(2, 1, 40)]
-    names = ("merge", "add", "add, stored", "finish", "finish, stored", "total of 2", "total of 3")
+    names = ("merge", "copy", "add", "add, stored", "finish", "finish, stored", "total of 2", "total of 3")
     for (heads, kv_heads, head_dim), dtype in itertools.product(shapes, proof.DTYPES):
         for name in names:
             text = f"{name}: {proof.DTYPES[dtype]} {tokens} over {prefix}, {heads}/{kv_heads} heads of"
@@ -127,7 +132,7 @@ def parts(machine: Machine) -> Iterator[Case]:
 
     def default() -> dict[str, Any]:
         machine.need_cuda()
-        os.environ["SEQ1F1B_CUDA_KERNELS"] = ""
+        kernel_library.use_kernels("")
         proofs = attention_parts._proofs
         proofs.results.clear()
         for call, truth, _ in Segment(machine, torch.bfloat16, 4, 2, 64, 100, 50).calls().values():
@@ -140,7 +145,7 @@ def parts(machine: Machine) -> Iterator[Case]:
     def graph() -> dict[str, Any]:
         """Captured and replayed: a launch asks nothing of the host."""
         machine.need_cuda()
-        os.environ["SEQ1F1B_CUDA_KERNELS"] = KERNELS
+        kernel_library.use_kernels(KERNELS)
         segment = Segment(machine, torch.bfloat16, 4, 2, 64, 100, 50)
         for name, (call, truth, _) in segment.calls().items():
             call()
@@ -160,7 +165,7 @@ def parts(machine: Machine) -> Iterator[Case]:
         segment = Segment(machine, torch.bfloat16, 4, 2, 64, 16, 16)
         repeats = 300 if machine.is_cuda else 1
         for way, says in ((KERNELS, "kernel"), (TORCH, "torch's ops")):
-            os.environ["SEQ1F1B_CUDA_KERNELS"] = way
+            kernel_library.use_kernels(way)
             for name, (call, _, _) in segment.calls().items():
                 call()
                 machine.sync()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import functools
 import importlib.util
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -86,7 +85,7 @@ def speed(machine: Machine) -> Iterator[Case]:
     def cell(heads: int, kv_heads: int, head_dim: int, tokens: int, end: int) -> dict[str, Any]:
         """ms and TFLOP/s of the library path by flash and by cuDNN, of our kernels where they are right, and of torch's
         ops alone."""
-        os.environ["SEQ1F1B_CUDA_KERNELS"] = "library"
+        kernel_library.use_kernels("library")
         use_cudnn(False)
         inputs = Segment(machine, heads, kv_heads, head_dim, tokens, end)
         options = inputs.options
@@ -139,7 +138,7 @@ def speed(machine: Machine) -> Iterator[Case]:
         chosen = inputs.options._replace(**options)
         results = []
         for kernels in ("library", "own"):
-            os.environ["SEQ1F1B_CUDA_KERNELS"] = kernels
+            kernel_library.use_kernels(kernels)
             out, lse = cuda_attention._forward(*inputs.qkv, chosen)
             results.append(out)
 
@@ -168,7 +167,7 @@ def speed(machine: Machine) -> Iterator[Case]:
         machine.need_cuda()
         if not cuda_attention._has_cudnn(machine.device):
             raise Unmeasured("cuDNN's attention is for Hopper and newer")
-        os.environ["SEQ1F1B_CUDA_KERNELS"] = "library"
+        kernel_library.use_kernels("library")
         use_cudnn(True)
         found: dict[str, list[float]] = {"forward": [], "backward": []}
         for end in (9008, 9016, 9001, 9024):

@@ -7,7 +7,6 @@ a model and a run: torch alone runs first and last, and its time is the mean of 
 from __future__ import annotations
 
 import gc
-import os
 import statistics
 import time
 from collections import Counter
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
 import seq1f1b
+from seq1f1b.device import kernel_library
 
 WARM_UPS, TIMED = 3, 3
 LAST_BEGIN = 165  # seconds after which no further arm begins: what comes last is worth least
@@ -181,7 +181,7 @@ def pipelined(
     machine: Machine, model: Model, arm: str, k: int, *, num_ranks: int = 1, kernels: str = "cuDNN", **options: Any
 ) -> dict[str, Any]:
     """The engine; its ranks, if there are more, are threads."""
-    os.environ["SEQ1F1B_CUDA_KERNELS"] = {"own": "own", "flash": "library"}.get(kernels, "")
+    kernel_library.use_kernels({"own": "own", "flash": "library"}.get(kernels, ""))
     use_cudnn(kernels == "cuDNN")  # as it is after some steps
     modules = [model.make(True, rank, num_ranks) for rank in range(num_ranks)]
     tokens, target = model.tokens, seq1f1b.shift_labels(model.tokens)

@@ -36,23 +36,24 @@ static s1f_status check_devices(s1f_op_call *call, int num_tensors)
     return S1F_OK;
 }
 
-/* The output becomes a view of rows of ours, borrowed: it is for use before the unit ends. */
-static s1f_status view_rows(s1f_op_call *call, int index, void *memory, int32_t dtype, int64_t ndim,
+/* The output becomes a view of rows of ours, from element `offset` on, borrowed: it is for use before the unit ends. */
+static s1f_status view_rows(s1f_op_call *call, int index, void *memory, int64_t offset, int32_t dtype, int64_t ndim,
                             const int64_t *sizes, const int64_t *strides)
 {
-    return s1f_op_view(memory, dtype, ndim, sizes, strides, 0, &call->inputs[0], &call->outputs[index].handle);
+    return s1f_op_view(memory, dtype, ndim, sizes, strides, offset, &call->inputs[0], &call->outputs[index].handle);
 }
 
-/* Outputs `index` and the one after it: rows [0, end of the segment) of k and v, or dk and dv. */
+/* Outputs `index` and the one after it: rows [begin, end) of k and v, or dk and dv. */
 static s1f_status view_pair(s1f_op_call *call, int index, void *k, void *v, int32_t dtype, const s1f_layer_shape *shape,
-                            const s1f_current_unit *unit, int64_t rows_per_head)
+                            int64_t begin, int64_t end, int64_t rows_per_head)
 {
-    int64_t sizes[4] = {shape->batch, shape->kv_heads, unit->offset + unit->length, shape->head_dim}, strides[4];
+    int64_t sizes[4] = {shape->batch, shape->kv_heads, end - begin, shape->head_dim}, strides[4];
     s1f_slab_strides(shape->kv_heads, rows_per_head, shape->head_dim, strides);
-    s1f_status status = view_rows(call, index, k, dtype, 4, sizes, strides);
+    s1f_status status = view_rows(call, index, k, begin * shape->head_dim, dtype, 4, sizes, strides);
     sizes[3] = shape->v_head_dim;
     s1f_slab_strides(shape->kv_heads, rows_per_head, shape->v_head_dim, strides);
-    return status == S1F_OK ? view_rows(call, index + 1, v, dtype, 4, sizes, strides) : status;
+    return status == S1F_OK ? view_rows(call, index + 1, v, begin * shape->v_head_dim, dtype, 4, sizes, strides)
+                            : status;
 }
 
 /* (batch, end of the segment), or (batch, 0) without document ids. */
@@ -61,7 +62,7 @@ static s1f_status view_docs(s1f_op_call *call, int index, const s1f_kv_rows *row
 {
     int64_t sizes[2] = {shape->batch, rows->docs != NULL ? unit->offset + unit->length : 0};
     int64_t strides[2] = {rows->sequence_length, 1};
-    return view_rows(call, index, rows->docs != NULL ? (void *)rows->docs : rows->k, S1F_INT32, 2, sizes, strides);
+    return view_rows(call, index, rows->docs != NULL ? (void *)rows->docs : rows->k, 0, S1F_INT32, 2, sizes, strides);
 }
 
 s1f_status s1f_op_cache_write(s1f_op_call *call)
@@ -96,10 +97,15 @@ s1f_status s1f_op_cache_write(s1f_op_call *call)
         .memory = &torch_memory,
         .device = (int64_t)k->device_type << 32 | (uint32_t)k->device_index,
     };
-    status = s1f_segment_write(unit, key, &shape, k, v, docs, &rows);
+    int64_t begin = unit->offset, end = unit->offset + unit->length;
+    status = s1f_segment_rows(unit, key, &shape, docs, &rows);
     if (status == S1F_OK)
-        status = view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, unit, rows.sequence_length);
-    return status == S1F_OK ? view_docs(call, 2, &rows, &shape, unit) : status;
+        status = view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, 0, end, rows.sequence_length);
+    if (status == S1F_OK)
+        status = view_docs(call, 2, &rows, &shape, unit);
+    return status == S1F_OK ? view_pair(call, 3, rows.k, rows.v, shape.dtype, &shape, begin,
+                                        rows.is_written ? begin : end, rows.sequence_length)
+                            : status;
 }
 
 s1f_status s1f_op_cache_read(s1f_op_call *call)
@@ -120,13 +126,14 @@ s1f_status s1f_op_cache_read(s1f_op_call *call)
         status = s1f_kv_cache_read(unit->cache, unit, key, &shape, &rows, &grads);
     if (status == S1F_OK)
         status = s1f_segment_check_layer(q, out, s1f_op_int(call->scalars[0]), key, &shape);
+    if (status != S1F_OK)
+        return status;
+    int64_t end = unit->offset + unit->length, held = grads.first ? 0 : end, one = 1;
+    int32_t of_sums = s1f_dtype_of_sums(shape.dtype);
+    status = view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, 0, end, rows.sequence_length);
     if (status == S1F_OK)
-        status = view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, unit, rows.sequence_length);
-    if (status == S1F_OK)
-        status =
-            view_pair(call, 2, grads.dk, grads.dv, s1f_dtype_of_sums(shape.dtype), &shape, unit, rows.sequence_length);
+        status = view_pair(call, 2, grads.dk, grads.dv, of_sums, &shape, 0, end, rows.sequence_length);
     if (status == S1F_OK)
         status = view_docs(call, 4, &rows, &shape, unit);
-    int64_t held = grads.first ? 0 : unit->offset + unit->length, one = 1;
-    return status == S1F_OK ? view_rows(call, 5, grads.dk, s1f_dtype_of_sums(shape.dtype), 1, &held, &one) : status;
+    return status == S1F_OK ? view_rows(call, 5, grads.dk, 0, of_sums, 1, &held, &one) : status;
 }

@@ -16,7 +16,8 @@
     X(segment_attention_backward, 8, 4, 0,                                                                             \
       "(Tensor dout, Tensor q, Tensor out, Tensor lse, Tensor layer, " S1F_OPTIONS                                     \
       ", SymInt kv_heads) -> (Tensor, Tensor, Tensor, Tensor)")                                                        \
-    X(cache_write, 4, 3, 1, "(Tensor k, Tensor v, Tensor doc_ids, Tensor layer) -> (Tensor, Tensor, Tensor)")          \
+    X(cache_write, 4, 5, 1,                                                                                            \
+      "(Tensor k, Tensor v, Tensor doc_ids, Tensor layer) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")                \
     X(cache_read, 3, 6, 1,                                                                                             \
       "(Tensor q, Tensor out, Tensor layer, SymInt kv_heads) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")     \
     X(positions, 2, 1, 0, "(Tensor x, Tensor doc_ids, SymInt dim, SymInt rank, SymInt num_parts) -> Tensor")

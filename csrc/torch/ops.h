@@ -6,7 +6,9 @@
  *   segment_attention(q, k, v, layer, slopes, doc_ids, sinks, scale, window, softcap) -> (out, lse)
  *   segment_attention_backward(dout, q, out, lse, layer, slopes, doc_ids, sinks, scale, window, softcap, kv_heads)
  *     -> (dq, dk, dv, dsinks)
- *   cache_write(k, v, doc_ids, layer) -> (keys, values, doc_ids) of tokens [0, end of the segment)
+ *   cache_write(k, v, doc_ids, layer) -> (keys, values, doc_ids, to_k, to_v), the first three of tokens [0, end of the
+ *     segment), document ids written. The caller writes k and v to the last two, the segment's own rows, before they
+ *     are read; these have no tokens where a forward that runs again finds its rows written
  *   cache_read(q, out, layer, kv_heads) -> (keys, values, dk, dv, doc_ids, held) of them; held: as many elements as dk
  *     and dv have tokens whose sums they hold: all, to be added to, or before the first contribution none
  *   positions(x, doc_ids, dim, rank, num_parts) -> int64 positions of x's tokens, part `rank` of the segment's;

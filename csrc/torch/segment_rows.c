@@ -29,9 +29,8 @@ void s1f_slab_strides(int64_t kv_heads, int64_t sequence_length, int64_t head_di
     s1f_row_major(4, sizes, strides);
 }
 
-s1f_status s1f_segment_write(const s1f_current_unit *unit, int64_t key, const s1f_layer_shape *shape,
-                             const s1f_op_tensor *k, const s1f_op_tensor *v, const s1f_op_tensor *docs,
-                             s1f_kv_rows *rows)
+s1f_status s1f_segment_rows(const s1f_current_unit *unit, int64_t key, const s1f_layer_shape *shape,
+                            const s1f_op_tensor *docs, s1f_kv_rows *rows)
 {
     if (unit->num_documents > 1 && docs->numel == 0)
         return s1f_fail(S1F_ERR_ARG,
@@ -40,16 +39,25 @@ s1f_status s1f_segment_write(const s1f_current_unit *unit, int64_t key, const s1
                         "docs/how-to/documents.md shows; zeros if they are to see each other",
                         (long long)key, (long long)unit->num_documents);
     s1f_status status = s1f_kv_cache_write(unit->cache, unit, key, shape, rows);
+    if (status != S1F_OK || rows->is_written || rows->docs == NULL)
+        return status;
+    int64_t doc_strides[2] = {rows->sequence_length, 1};
+    return s1f_op_copy_into(rows->docs, doc_strides, unit->offset, docs);
+}
+
+s1f_status s1f_segment_write(const s1f_current_unit *unit, int64_t key, const s1f_layer_shape *shape,
+                             const s1f_op_tensor *k, const s1f_op_tensor *v, const s1f_op_tensor *docs,
+                             s1f_kv_rows *rows)
+{
+    s1f_status status = s1f_segment_rows(unit, key, shape, docs, rows);
     if (status != S1F_OK || rows->is_written)
         return status;
-    int64_t k_strides[4], v_strides[4], doc_strides[2] = {rows->sequence_length, 1};
+    int64_t k_strides[4], v_strides[4];
     s1f_slab_strides(shape->kv_heads, rows->sequence_length, shape->head_dim, k_strides);
     s1f_slab_strides(shape->kv_heads, rows->sequence_length, shape->v_head_dim, v_strides);
     status = s1f_op_copy_into(rows->k, k_strides, unit->offset * shape->head_dim, k);
     if (status == S1F_OK)
         status = s1f_op_copy_into(rows->v, v_strides, unit->offset * shape->v_head_dim, v);
-    if (status == S1F_OK && rows->docs != NULL)
-        status = s1f_op_copy_into(rows->docs, doc_strides, unit->offset, docs);
     return status;
 }
 

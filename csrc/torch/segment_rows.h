@@ -12,7 +12,11 @@ s1f_status s1f_current_segment(const s1f_op_tensor *layer, int64_t tokens, const
 /* Strides of [batch][kv_heads][sequence_length][head_dim]. */
 void s1f_slab_strides(int64_t kv_heads, int64_t sequence_length, int64_t head_dim, int64_t strides[4]);
 
-/* k, v and docs go to the segment's rows of the layer's slab, unless its F has written them already. */
+/* The segment's rows of the layer's slab, those of docs written. The caller writes k and v, unless the segment's F has
+ * done so: rows->is_written. */
+s1f_status s1f_segment_rows(const s1f_current_unit *unit, int64_t key, const s1f_layer_shape *shape,
+                            const s1f_op_tensor *docs, s1f_kv_rows *rows);
+/* As s1f_segment_rows; k and v are written, too. */
 s1f_status s1f_segment_write(const s1f_current_unit *unit, int64_t key, const s1f_layer_shape *shape,
                              const s1f_op_tensor *k, const s1f_op_tensor *v, const s1f_op_tensor *docs,
                              s1f_kv_rows *rows);

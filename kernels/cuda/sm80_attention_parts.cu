@@ -39,7 +39,7 @@ struct entry {
 constexpr entry entries[] = {ALL(POINTER)};
 constexpr int NUM_ENTRIES = sizeof entries / sizeof entries[0];
 
-/* -- checks: the rules of attention_parts_arguments.h ---------------------------------------------------------------- */
+/* -- checks: the rules of attention_parts_arguments.h -------------------------------------------------------------- */
 
 bool begins_at_chunks(const s1f_attention_parts &a, const s1f_parts_rows &rows, int element_bytes)
 {
@@ -85,7 +85,7 @@ int64_t scratch_bytes(const void *, int32_t)
     return 0;
 }
 
-/* -- launch ---------------------------------------------------------------------------------------------------------- */
+/* -- launch -------------------------------------------------------------------------------------------------------- */
 
 int32_t launch_parts(const void *arguments, int32_t asked, void *stream)
 {

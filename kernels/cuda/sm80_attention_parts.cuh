@@ -2,11 +2,11 @@
  *
  * They read and write each element once and compute next to nothing, so memory alone limits them. Each thread takes a
  * few neighbouring elements of one row. Threads go over a batch entry in the order (row, head, column), that of
- * token-major memory, which is how attention leaves its results; a slab, whose heads lie apart, is touched in whole rows
- * of a head. All loads of a thread come before its first sum, so that they are under way at once.
+ * token-major memory, which is how attention leaves its results; a slab, whose heads lie apart, is touched in whole
+ * rows of a head. All loads of a thread come before its first sum, so that they are under way at once.
  *
- * Widths    8 elements where all tensors have 16 bits: 16 bytes. 4 where a slab of floats takes part: 16 bytes of it, so
- *           that the accesses of a warp to the slab have no gaps between them */
+ * Widths    8 elements where all tensors have 16 bits: 16 bytes. 4 where a slab of floats takes part: 16 bytes of it,
+ *           so that the accesses of a warp to the slab have no gaps between them */
 #ifndef S1F_SM80_ATTENTION_PARTS_CUH
 #define S1F_SM80_ATTENTION_PARTS_CUH
 

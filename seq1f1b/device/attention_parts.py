@@ -1,4 +1,5 @@
-"""What attention over a prefix needs beside attention: results over ranges of keys merged, their gradients added up.
+"""What attention over a prefix needs beside attention: keys and values written to the cache, results over ranges of
+keys merged, and their gradients added up.
 
 All tensors are (batch, heads, rows, head_dim). What these functions return lies in token-major memory: (batch, rows,
 heads, head_dim). Sums are taken in float32 and rounded once.
@@ -29,6 +30,15 @@ MOST_PARTS = 8
 """Most tensors whose total one launch computes."""
 
 
+def copy(k: Tensor, v: Tensor, to_k: Tensor, to_v: Tensor) -> None:
+    """Writes k and v to rows of slabs of their dtype. A zero loses its sign by the kernel, which adds it to another."""
+    library = _library("finish", k.dtype, k.shape[3], v.shape[3], k.device)
+    if library is not None and _launch(library, "finish", True, k, v, (k, v), (), (to_k, to_v)):
+        return
+    to_k.copy_(k)
+    to_v.copy_(v)
+
+
 def merge(own: Tensor, own_lse: Tensor, before: Tensor, before_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over two disjoint sets of keys from the attention over each.
 
@@ -49,27 +59,31 @@ def merge(own: Tensor, own_lse: Tensor, before: Tensor, before_lse: Tensor) -> t
     return _merge_by_torch(own, own_lse, before, before_lse)
 
 
-def add(dk: Tensor, dv: Tensor, part_k: Tensor, part_v: Tensor, store: bool) -> None:
-    """Adds the parts to rows of the slabs dk and dv; with ``store`` writes them there, and reads nothing."""
-    library = _library("add", part_k.dtype, part_k.shape[3], part_v.shape[3], dk.device)
-    fits = library is not None and _are_slabs(dk, dv, part_k, part_v)
-    if fits and _launch(library, "add", store, part_k, part_v, (part_k, part_v), (dk, dv), ()):
+def add(dk: Tensor, dv: Tensor, part_k: Tensor, part_v: Tensor, store: bool, begin: int = 0) -> None:
+    """Adds the parts to rows of the slabs dk and dv, from row ``begin`` on; with ``store`` writes them there, and reads
+    nothing."""
+    library = _library("add", part_k.dtype, part_k.shape[3], part_v.shape[3], part_k.device)
+    fits = library is not None and _are_slabs(dk, dv, part_k, part_v, begin)
+    if fits and _launch(library, "add", store, part_k, part_v, (part_k, part_v), (dk, dv), (), begin=begin):
         return
-    _add_by_torch(dk, dv, part_k, part_v, store)
+    _add_by_torch(*_rows_from(begin, dk, dv, part_k), part_k, part_v, store)
 
 
-def finish(dk: Tensor, dv: Tensor, part_k: Tensor, part_v: Tensor, store: bool) -> tuple[Tensor, Tensor]:
-    """Sums of dk and part_k, and of dv and part_v, in the parts' dtype and token-major memory; dk and dv stay as they
-    are. With ``store`` these hold nothing yet, and the parts are the sums: parts that lie so are returned themselves.
+def finish(
+    dk: Tensor, dv: Tensor, part_k: Tensor, part_v: Tensor, store: bool, begin: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Sums of part_k and as many rows of dk, from row ``begin`` on, and of part_v and those of dv, in the parts' dtype
+    and token-major memory; dk and dv stay as they are. With ``store`` these hold nothing yet, and the parts are the
+    sums: parts that lie so are returned themselves.
     """
     if store and _is_token_major(part_k) and _is_token_major(part_v):
         return part_k, part_v
-    library = _library("finish", part_k.dtype, part_k.shape[3], part_v.shape[3], dk.device)
-    if library is not None and _are_slabs(dk, dv, part_k, part_v):
-        own_dk, own_dv = _token_major_empty(part_k), _token_major_empty(part_v)
-        if _launch(library, "finish", store, part_k, part_v, (part_k, part_v), (dk, dv), (own_dk, own_dv)):
-            return own_dk, own_dv
-    return _finish_by_torch(dk, dv, part_k, part_v, store)
+    library = _library("finish", part_k.dtype, part_k.shape[3], part_v.shape[3], part_k.device)
+    if library is not None and _are_slabs(dk, dv, part_k, part_v, begin):
+        parts, own = (part_k, part_v), (_token_major_empty(part_k), _token_major_empty(part_v))
+        if _launch(library, "finish", store, part_k, part_v, parts, (dk, dv), own, begin=begin):
+            return own
+    return _finish_by_torch(*_rows_from(begin, dk, dv, part_k), part_k, part_v, store)
 
 
 def total(parts: Sequence[Tensor]) -> Tensor:
@@ -107,6 +121,9 @@ def _library(what: str, dtype: torch.dtype, head_dim: int, v_head_dim: int, devi
     """The library whose kernel is to be launched; None: torch's ops are."""
     if dtype not in DTYPES:
         return None
+    wish = kernel_library.preferred
+    if not wish and _proofs.results.get((what, dtype, head_dim, v_head_dim, device)):  # nearly always, on a GPU
+        return _built_library(str(kernel_library.LIBRARY))
     wish = kernel_library.preference()
     if wish == "library" or (wish == "" and device.type != "cuda"):
         return None
@@ -181,32 +198,40 @@ def _are_results(own: Tensor, own_lse: Tensor, before: Tensor, before_lse: Tenso
     )
 
 
-def _are_slabs(dk: Tensor, dv: Tensor, part_k: Tensor, part_v: Tensor) -> bool:
+def _are_slabs(dk: Tensor, dv: Tensor, part_k: Tensor, part_v: Tensor, begin: int) -> bool:
+    """Whether the parts are alike, and find their rows in the slabs from ``begin`` on."""
+    batch, heads, rows, head_dim = part_k.shape
+    v_head_dim, end = part_v.shape[3], begin + rows
+    of_dk, of_dv = dk.shape, dv.shape
     return (
         dk.dtype == dv.dtype == torch.float32
         and part_k.dtype == part_v.dtype
-        and dk.shape == part_k.shape
-        and dv.shape == part_v.shape
-        and dk.shape[:3] == dv.shape[:3]
+        and part_v.shape == (batch, heads, rows, v_head_dim)
+        and of_dk == (batch, heads, of_dk[2], head_dim)
+        and of_dv == (batch, heads, of_dk[2], v_head_dim)
+        and 0 <= begin <= end <= of_dk[2]
     )
 
 
 def _launch(
     library: object, what: str, store: bool, like: Tensor, like_v: Tensor, parts: tuple[Tensor, ...],
-    slabs: tuple[Tensor, ...], outs: tuple[Tensor, ...], lse: tuple[int, int, int] = (0, 0, 0),
+    slabs: tuple[Tensor, ...], outs: tuple[Tensor, ...], lse: tuple[int, int, int] = (0, 0, 0), begin: int = 0,
 ) -> bool:  # fmt: skip
-    """Launches on the current stream of the tensors' device; False: there is no kernel for tensors that lie so."""
+    """Launches on the current stream of the tensors' device; False: there is no kernel for tensors that lie so.
+
+    The slabs' rows are meant from row ``begin`` on.
+    """
     batch, heads, rows, head_dim = like.shape
     index = like.get_device()
-    if index >= 0 and index != torch.cuda.current_device():
+    if not kernel_library.is_current(index):
         with torch.cuda.device(index):
-            return _launch(library, what, store, like, like_v, parts, slabs, outs, lse)
+            return _launch(library, what, store, like, like_v, parts, slabs, outs, lse, begin)
     return _C.cuda_attention_parts(
         library, what, DTYPES[like.dtype], store, batch, heads, rows, head_dim, like_v.shape[3],
         tuple([(t.data_ptr(), *t.stride()) for t in parts]),
-        tuple([(t.data_ptr(), *t.stride()) for t in slabs]),
-        tuple([(t.data_ptr(), *t.stride()) for t in outs]),
-        lse, torch.cuda.current_stream().cuda_stream if index >= 0 else 0,
+        tuple([(t.data_ptr() + begin * t.stride(2) * 4, *t.stride()) for t in slabs]) if slabs else (),
+        tuple([(t.data_ptr(), *t.stride()) for t in outs]) if outs else (),
+        lse, kernel_library.raw_stream(index),
     )  # fmt: skip
 
 
@@ -229,11 +254,9 @@ class _Case:
             return self.numbers(self.BATCH, self.ROWS, self.HEADS, head_dim, dtype=self.use.dtype).transpose(1, 2)
         return self.numbers(self.BATCH, self.HEADS, self.ROWS, head_dim, dtype=self.use.dtype)
 
-    def slab(self, head_dim: int) -> tuple[Tensor, Tensor]:
+    def slab(self, head_dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Memory, and the rows of it that the parts are for."""
-        memory = self.numbers(
-            self.BATCH, self.HEADS, self.BEFORE + self.ROWS + self.BEHIND, head_dim, dtype=torch.float32
-        )
+        memory = self.numbers(self.BATCH, self.HEADS, self.BEFORE + self.ROWS + self.BEHIND, head_dim, dtype=dtype)
         return memory, memory[:, :, self.BEFORE : self.BEFORE + self.ROWS]
 
     def lse(self, none: slice) -> Tensor:
@@ -300,6 +323,19 @@ def _prove_slabs(library: object, use: Use, case: _Case) -> None:
                 before[:, :, rows] = memory[:, :, rows]
             if not torch.equal(memory.nan_to_num(7.0), before.nan_to_num(7.0)):
                 raise AssertionError(f"rows of {name} that it must not write have changed")
+    if use.kernel == "finish":
+        _prove_copy(library, case)
+
+
+def _prove_copy(library: object, case: _Case) -> None:
+    parts = case.part(case.use.head_dim), case.part(case.use.v_head_dim)
+    memories, rows = zip(*(case.slab(part.shape[3], case.use.dtype) for part in parts), strict=True)
+    wanted = [memory.clone() for memory in memories]
+    _hold_launched(_launch(library, "finish", True, *parts, parts, (), rows))
+    for name, part, memory, whole in zip("kv", parts, memories, wanted, strict=True):
+        whole[:, :, case.BEFORE : case.BEFORE + case.ROWS] = part
+        if not torch.equal(memory, whole):
+            raise AssertionError(f"a copy of {name} is wrong")
 
 
 def _prove_total(library: object, use: Use, case: _Case) -> None:
@@ -323,6 +359,12 @@ def _merge_by_torch(own: Tensor, own_lse: Tensor, before: Tensor, before_lse: Te
     out = _token_major_empty(own)
     torch.addcmul(own * share, before, 1.0 - share, out=out)
     return out, torch.logaddexp(own_lse, before_lse).contiguous()
+
+
+def _rows_from(begin: int, dk: Tensor, dv: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+    """As many rows as the part has."""
+    rows = part.shape[2]
+    return (dk, dv) if rows == dk.shape[2] else (dk.narrow(2, begin, rows), dv.narrow(2, begin, rows))
 
 
 def _add_by_torch(dk: Tensor, dv: Tensor, part_k: Tensor, part_v: Tensor, store: bool) -> None:

@@ -143,22 +143,22 @@ def _over_ranges(plan: Plan, given: Given, keys: Tensor, values: Tensor, part: P
     last time, and so not written: earlier segments see none of these rows.
     """
     dtype, dk, dv, store = given.q.dtype, given.dk, given.dv, given.store
-    ranges = [(keys, values, dk, dv)]
+    of_keys: tuple[Tensor, ...] = (keys,)
+    of_values: tuple[Tensor, ...] = (values,)
     if len(plan.pieces) > 1:
-        ranges = list(zip(*[t.split_with_sizes(plan.pieces, 2) for t in ranges[0]], strict=True))
+        of_keys, of_values = keys.split_with_sizes(plan.pieces, 2), values.split_with_sizes(plan.pieces, 2)
     if plan.hides_first and store:
-        ranges[0][2].zero_()
-        ranges[0][3].zero_()
+        dk.narrow(2, 0, plan.pieces[0]).zero_()
+        dv.narrow(2, 0, plan.pieces[0]).zero_()
     own: tuple[Tensor, Tensor] | None = None
     parts: list[Tensor] = []
     dq = _token_major_zeros(given.q, given.lse.dtype) if plan.sum_of_dq == "wide" else None
     for call in plan.calls:
-        of_keys, of_values, to_dk, to_dv = ranges[call.piece]
-        part_q, part_k, part_v = part(call, of_keys, of_values)
+        part_q, part_k, part_v = part(call, of_keys[call.piece], of_values[call.piece])
         if call.is_own:
-            own = attention_parts.finish(to_dk, to_dv, part_k, part_v, store)
+            own = attention_parts.finish(dk, dv, part_k, part_v, store, call.begin)
         else:
-            attention_parts.add(to_dk, to_dv, part_k, part_v, store and call.comes_first)
+            attention_parts.add(dk, dv, part_k, part_v, store and call.comes_first, call.begin)
         del part_k, part_v  # before the next call makes as many
         if plan.sum_of_dq == "total":
             parts.append(part_q)

@@ -34,7 +34,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -85,7 +84,9 @@ def causal_attention_backward(
 
 
 def segment_attention(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    keys, values, key_docs = torch.ops.seq1f1b.cache_write.default(k, v, options[1], layer)
+    keys, values, key_docs, to_k, to_v = torch.ops.seq1f1b.cache_write.default(k, v, options[1], layer)
+    if to_k.shape[2]:  # none where a forward runs again
+        attention_parts.copy(k, v, to_k, to_v)
     return _forward(q, keys, values, Options(key_docs, *options))
 
 
@@ -156,6 +157,18 @@ def _own_takes(q: Tensor, v_head_dim: int, options: Options, operation: str) -> 
 
 
 def _own(q: Tensor, v_head_dim: int, options: Options, operation: str) -> kernel_library.Operation | None:
+    is_right_enough = _asks_for_own(q, v_head_dim, options)
+    return None if is_right_enough is None else kernel_library.choose(operation, q, is_right_enough)
+
+
+def _is_own_final(q: Tensor, v_head_dim: int, options: Options, operation: str) -> bool:
+    """Whether ``_own``, which was asked the same before, will not answer otherwise later."""
+    is_right_enough = _asks_for_own(q, v_head_dim, options)
+    return is_right_enough is None or kernel_library.is_final(operation, q, is_right_enough)
+
+
+def _asks_for_own(q: Tensor, v_head_dim: int, options: Options) -> bool | None:
+    """None: such calls are not for our kernels; True: right ones are enough, as flash does not take such calls."""
     if q.dtype not in (torch.bfloat16, torch.float16) or options.slopes.numel() or options.scale <= 0:
         return None
     if q.shape[3] != v_head_dim or not _has_flash(q.device):
@@ -163,7 +176,7 @@ def _own(q: Tensor, v_head_dim: int, options: Options, operation: str) -> kernel
     by_flash = _flash_takes(q, v_head_dim, options)
     if by_flash and not options.window and _has_cudnn(q.device) and kernel_library.preference() != "own":
         return None
-    return kernel_library.choose(operation, q, is_right_enough=not by_flash)
+    return not by_flash
 
 
 def _cudnn_takes(q: Tensor, v_head_dim: int, options: Options, operation: str = "") -> bool:
@@ -307,12 +320,13 @@ def _plan(operation: str, tensors: tuple[Tensor, ...], options: Options) -> Plan
         operation, first.dtype, first.device, options.scale > 0, options.window, options.softcap > 0,
         options.slopes.numel() > 0, options.docs.numel() > 0, torch.are_deterministic_algorithms_enabled(),
         torch.backends.cuda.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]
-        os.environ.get("SEQ1F1B_CUDA_KERNELS"), *[(t.shape, t.stride(), t.data_ptr() % 16) for t in tensors],
+        kernel_library.preferred, *[(t.shape, t.stride(), t.data_ptr() % 16) for t in tensors],
     )  # fmt: skip
     plan = plans.recent.get(shape) or plans.find(shape)
     if plan is None:
         plan = _make_plan(operation, tensors, options)
-        if not (first.is_cuda and torch.cuda.is_current_stream_capturing()):  # where kernels cannot prove themselves
+        q, _, values = _queries_keys_values(tensors)
+        if _is_own_final(q, values.shape[3], options, operation):  # not so while a kernel has yet to prove itself
             plans.keep(shape, plan)
     if plan.wait is None:
         return plan

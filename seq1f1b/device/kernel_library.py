@@ -5,7 +5,7 @@ torch's flash ops do not, with documents or a soft cap, on every GPU of Ampere o
 way, are up to 200 times slower. Calls that flash takes too go to ours where ``presets/kernels/verified.json`` has a
 record that they are faster on this architecture, with the very source and compiler that the library at hand was built
 from. ``SEQ1F1B_CUDA_KERNELS=own``, for tests and benchmarks, takes them wherever there is one for the call, unproven;
-``library`` never.
+``library`` never. The environment is read once, when this module is imported; ``use_kernels`` changes the choice later.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,11 +104,26 @@ def operations(path: Path | None = None) -> dict[str, Operation]:
     return found
 
 
+preferred = os.environ.get("SEQ1F1B_CUDA_KERNELS", "")
+"""What is asked for; read it by ``preference()``, and set it by ``use_kernels()``."""
+
+
 def preference() -> str:
-    wish = os.environ.get("SEQ1F1B_CUDA_KERNELS", "")
-    if wish not in ("", "own", "library"):
-        raise ValueError(f"SEQ1F1B_CUDA_KERNELS is {wish!r}, must be 'own', 'library' or unset")
-    return wish
+    """'own', 'library' or '': the check and the records decide.
+
+    Raises:
+        ValueError: the environment asks for something else.
+    """
+    if preferred not in ("", "own", "library"):
+        raise ValueError(f"SEQ1F1B_CUDA_KERNELS is {preferred!r}, must be 'own', 'library' or unset")
+    return preferred
+
+
+def use_kernels(wish: str) -> None:
+    """As if SEQ1F1B_CUDA_KERNELS had been ``wish`` from the start. For tests and benchmarks; processes that are started
+    later take the variable of the environment."""
+    global preferred
+    preferred = wish
 
 
 _proofs = proof.Proofs(
@@ -121,7 +137,7 @@ def choose(name: str, q: Tensor, is_right_enough: bool = False) -> Operation | N
     """The operation of ours that is to be launched for such queries; None: torch's ops are.
 
     None can also mean that nothing is known yet, while a CUDA graph is captured or another thread's check takes long: a
-    later call may get another answer.
+    later call may get another answer (``is_final``).
 
     Args:
         is_right_enough: it need not be faster than torch's flash op, which does not take this call.
@@ -144,6 +160,11 @@ def choose(name: str, q: Tensor, is_right_enough: bool = False) -> Operation | N
         return _choices[key]
     except KeyError:
         return _decide(*key)
+
+
+def is_final(name: str, q: Tensor, is_right_enough: bool = False) -> bool:
+    """Whether ``choose``, which was asked the same before, will not answer otherwise later."""
+    return bool(preference()) or (name, q.dtype, q.shape[3], q.device, is_right_enough) in _choices
 
 
 def _decide(
@@ -228,6 +249,23 @@ def architecture(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
+# The functions behind torch.cuda's, which take microseconds more in each launch; torch's build for CPUs lacks them.
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def is_current(index: int) -> bool:
+    """Whether the CUDA device of this index is the current one; -1, which stands for the CPU, always is."""
+    return index < 0 or index == _current_device()
+
+
+def raw_stream(index: int) -> int:
+    """The address of the current stream of a CUDA device; 0, which no launch reads, for the CPU's index -1."""
+    if index < 0:
+        return 0
+    return torch.cuda.current_stream(index).cuda_stream if _raw_stream is None else _raw_stream(index)
+
+
 def launch_attention(
     operation: Operation, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int,
     softcap: float, docs: Tensor, dout: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None,
@@ -261,12 +299,12 @@ def launch_attention(
         rows(dout), rows(dq), rows(dk), rows(dv), rows(own_dk), rows(own_dv),
         store, torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic, num_parts,
     )  # fmt: skip
-    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():  # the launcher asks what the current one can
+    index = q.get_device()
+    with nullcontext() if is_current(index) else torch.cuda.device(index):  # the launcher asks what the current one can
         scratch_bytes = _C.cuda_attention_scratch(operation.library, operation.name, kernel, arguments)
-        stream = torch.cuda.current_stream().cuda_stream if q.is_cuda else 0
         scratch = q.new_empty(scratch_bytes, dtype=torch.uint8)  # given back to the stream's pool behind the launch
         _C.cuda_attention(
-            operation.library, operation.name, kernel, arguments, scratch.data_ptr(), scratch_bytes, stream
+            operation.library, operation.name, kernel, arguments, scratch.data_ptr(), scratch_bytes, raw_stream(index)
         )
 
 

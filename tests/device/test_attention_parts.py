@@ -57,7 +57,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def launched(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The emulated kernels, and what is launched of them."""
-    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "own")
+    monkeypatch.setattr(kernel_library, "preferred", "own")
     with emulated_parts(library) as names:
         yield names
 
@@ -66,7 +66,7 @@ def launched(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[st
 def kind(request: pytest.FixtureRequest, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Both ways to compute, and that the kernels were launched, once for each call."""
     if request.param == "torch":
-        monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "library")
+        monkeypatch.setattr(kernel_library, "preferred", "library")
     yield request.param
     assert bool(launched) == (request.param == "kernels")
 
@@ -136,6 +136,21 @@ class TestEachShape:
         assert len(launched) == (kind == "kernels")
 
     @pytest.mark.parametrize("layout", ["tokens", "heads", "space"])
+    def test_copy(
+        self, layout: str, sizes: tuple[int, ...], dtype: torch.dtype, kind: str, launched: list[str]
+    ) -> None:
+        """To rows of slabs, and to nothing around them."""
+        inputs = Inputs(dtype, *sizes)
+        parts = inputs.part(layout), inputs.part(layout, head_dim=24)
+        memories = [inputs.slab(part.shape[3])[0].to(dtype) for part in parts]
+        wanted = [memory.clone() for memory in memories]
+        attention_parts.copy(*parts, *[memory[:, :, 2 : 2 + sizes[2]] for memory in memories])
+        for part, memory, whole in zip(parts, memories, wanted, strict=True):
+            whole[:, :, 2 : 2 + sizes[2]] = part
+            assert torch.equal(memory, whole)
+        assert launched == ["finish"] * (kind == "kernels")
+
+    @pytest.mark.parametrize("layout", ["tokens", "heads", "space"])
     @pytest.mark.parametrize("store", [False, True], ids=["add", "store"])
     def test_add(
         self, store: bool, layout: str, sizes: tuple[int, ...], dtype: torch.dtype, kind: str, launched: list[str]
@@ -147,7 +162,8 @@ class TestEachShape:
         if store:
             for slab in slabs:
                 slab.fill_(math.nan)
-        attention_parts.add(*slabs, *parts, store)
+        where = (*slabs, *parts, store) if layout == "tokens" else (*memories, *parts, store, 2)
+        attention_parts.add(*where)
         for part, memory, before in zip(parts, memories, kept, strict=True):
             rows = before[:, :, 2 : 2 + sizes[2]]
             rows.copy_(part.float() if store else rows + part.float())
@@ -168,9 +184,10 @@ class TestEachShape:
                 slab.fill_(math.nan)
         kept = [memory.clone() for memory in memories]
         for way, wanted in (("own", 0 if store and all(map(is_token_major, parts)) else 1), ("library", 0)):
-            monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", way)
+            monkeypatch.setattr(kernel_library, "preferred", way)
             launched.clear()
-            sums = attention_parts.finish(*slabs, *parts, store)
+            where = (*slabs, *parts, store) if layout == "tokens" else (*memories, *parts, store, 2)
+            sums = attention_parts.finish(*where)
             for part, slab, memory, before, got in zip(parts, slabs, memories, kept, sums, strict=True):
                 check(got, part.double() if store else part.double() + slab.double())
                 assert got.dtype == dtype and is_token_major(got)
@@ -185,7 +202,7 @@ class TestEachShape:
         inputs = Inputs(dtype, *sizes)
         parts = [inputs.part(("tokens", "heads", "space")[i % 3]) for i in range(count)]
         for way in ("own", "library"):
-            monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", way)
+            monkeypatch.setattr(kernel_library, "preferred", way)
             launched.clear()
             got = attention_parts.total(parts)
             check(got, sum(part.double() for part in parts))
@@ -218,10 +235,21 @@ def test_other_dtypes_go_torchs_way(dtype: torch.dtype, launched: list[str]) -> 
     attention_parts.add(*slabs, parts[0], parts[1], False)
     assert torch.equal(slabs[1], parts[1]) and not launched
     assert torch.equal(attention_parts.finish(*slabs, parts[0], parts[1], False)[0], parts[0] * 2)
+    attention_parts.copy(parts[0], parts[1], *slabs)
+    assert torch.equal(slabs[0], parts[0]) and torch.equal(slabs[1], parts[1]) and not launched
     lse = torch.zeros(2, 3, 5, dtype=dtype)
     out, of_both = attention_parts.merge(parts[0], lse, parts[1], lse)
     torch.testing.assert_close(out, (parts[0] + parts[1]) / 2)
     torch.testing.assert_close(of_both, lse + math.log(2))
+
+
+@pytest.mark.parametrize("begin", [-1, 3])
+def test_rows_that_a_slab_does_not_have(begin: int, launched: list[str]) -> None:
+    inputs = Inputs(torch.bfloat16, 2, 3, 5, 16)
+    parts, slabs = [inputs.part() for _ in range(2)], [torch.zeros(2, 3, 7, 16) for _ in range(2)]
+    with pytest.raises((RuntimeError, IndexError), match=r"start|range"):
+        attention_parts.add(*slabs, *parts, False, begin)
+    assert not launched and not slabs[0].any()
 
 
 # -- what no kernel takes --------------------------------------------------------------------------------------------
@@ -346,8 +374,36 @@ def test_tensors_that_lie_otherwise_go_torchs_way(change: str, launched: list[st
     slabs = [torch.zeros(2, 3, 5, head_dim) for _ in range(2)]
     attention_parts.add(*slabs, other, part, False)
     assert torch.equal(slabs[1], part.float())
+    to_k, to_v = torch.empty(2, 2, 3, 5, head_dim, dtype=torch.bfloat16)
+    attention_parts.copy(part, other, to_k, to_v)
+    assert torch.equal(to_k, part) and torch.equal(to_v, other)
     with emulated_parts(kernel_library.LIBRARY):  # a kernel that is asked for less is launched
         attention_parts.total([part.clone(), part.clone()])
+
+
+def test_a_launch_on_another_device_than_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes the tensors' device the current one meanwhile, and takes the stream that is current there."""
+    asked: list[Any] = []
+    current = [0]
+
+    class Guard:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            self.before, current[0] = current[0], self.index
+
+        def __exit__(self, *_: object) -> None:
+            current[0] = self.before
+
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    monkeypatch.setattr(kernel_library, "_current_device", lambda: current[0])
+    monkeypatch.setattr(kernel_library, "_raw_stream", lambda index: 0x5000 + index)
+    monkeypatch.setattr(Tensor, "get_device", lambda self: 1)
+    monkeypatch.setattr(_C, "cuda_attention_parts", lambda *a: asked.append((current[0], a[-1])) or True)
+    part = Inputs(torch.bfloat16, 1, 1, 1, 8).part()
+    assert attention_parts._launch(object(), "total", False, part, part, (part,), (), (part,))
+    assert asked == [(1, 0x5001)] and current == [0]
 
 
 # -- the check at the first use ---------------------------------------------------------------------------------------
@@ -359,7 +415,7 @@ def proofs(monkeypatch: pytest.MonkeyPatch) -> proof.Proofs:
     now = attention_parts._proofs
     fresh = proof.Proofs(now.family, now.instead, ends_all=now.ends_all)
     monkeypatch.setattr(attention_parts, "_proofs", fresh)
-    monkeypatch.delenv("SEQ1F1B_CUDA_KERNELS", raising=False)
+    monkeypatch.setattr(kernel_library, "preferred", "")
     attention_parts._built_library.cache_clear()
     attention_parts._own_library.cache_clear()
     return fresh
@@ -493,7 +549,7 @@ def test_on_the_cpu_kernels_are_taken_only_when_asked_for(
 ) -> None:
     parts = [Inputs(torch.bfloat16, 2, 3, 5, 64).part() for _ in range(2)]
     for wish, count in (("", 0), ("library", 0), ("own", 1)):
-        monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", wish)
+        monkeypatch.setattr(kernel_library, "preferred", wish)
         with emulated_parts(library) as launched:
             attention_parts.total(parts)
             assert len(launched) == count, wish
@@ -504,7 +560,7 @@ def test_a_library_that_was_not_built(
 ) -> None:
     monkeypatch.setattr(kernel_library, "LIBRARY", tmp_path / "none.so")
     assert chosen() is None and not recwarn.list
-    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "own")
+    monkeypatch.setattr(kernel_library, "preferred", "own")
     with pytest.raises(RuntimeError, match=r"there is no .*none.so: install again with nvcc and SEQ1F1B_CUDA=1"):
         attention_parts.total([Inputs(torch.bfloat16, 2, 3, 5, 64).part("heads")])
 
@@ -536,10 +592,10 @@ def test_a_library_without_the_operation_is_told_once(
     with pytest.warns(UserWarning, match=f"take the place of the CUDA kernels attention_parts: .*{text}") as said:
         assert [chosen(), chosen("add"), chosen()] == [None] * 3
     assert len(said) == 1 and "SEQ1F1B_CUDA_KERNELS=library" in str(said[0].message)
-    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "own")
+    monkeypatch.setattr(kernel_library, "preferred", "own")
     with pytest.raises(ValueError, match=text):
         attention_parts.total([Inputs(torch.bfloat16, 2, 3, 5, 64).part("heads")])
-    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "library")
+    monkeypatch.setattr(kernel_library, "preferred", "library")
     attention_parts.total([Inputs(torch.bfloat16, 2, 3, 5, 64).part("heads")])
 
 

@@ -24,7 +24,7 @@ import seq1f1b
 import seq1f1b.runtime.engine
 import seq1f1b.transport
 from seq1f1b import _C
-from seq1f1b.device import cuda_attention, placement
+from seq1f1b.device import attention_proof, cuda_attention, kernel_library, placement, proof
 from seq1f1b.ops.attention import causal_attention, layer_handle, positions
 from seq1f1b.runtime.step import Step
 from seq1f1b.testing import run_ranks
@@ -189,11 +189,37 @@ def test_a_plan_is_made_once_for_each_shape(calls: list[Call], monkeypatch: pyte
         assert [step(), step()] == [4, 0]
     finally:
         torch.use_deterministic_algorithms(False)
-    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "library")
+    monkeypatch.setattr(kernel_library, "preferred", "library")
     assert [step(), step()] == [4, 0]
     for plan in (*cuda_attention._plans.recent.values(), *cuda_attention._plans.before.values()):
         held = [getattr(plan, name) for name in plan.__slots__]
         assert not any(isinstance(each, Tensor) for each in held)
+
+
+def test_a_plan_is_not_kept_while_a_kernel_has_yet_to_prove_itself(
+    calls: list[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread's check takes long: this thread's calls go by matrix products meanwhile, and not for ever."""
+    operation = kernel_library.Operation("attention_forward", "", "", "", (), None)
+    proofs = proof.Proofs("", "")
+    for name, value in {
+        "preferred": "", "_choices": {}, "_proofs": proofs, "_can_run": lambda device: True,
+        "_wanted": lambda *of_call: operation,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(kernel_library, name, value)
+    monkeypatch.setattr(proof.Proofs, "PATIENCE", 0.01)
+    monkeypatch.setattr(attention_proof, "prove", lambda launch, use: None)
+    q, keys, values = random_qkv(4, 2, head_dim=64, tokens=5, dtype=torch.bfloat16)
+    empty = torch.empty(0)
+    options = cuda_attention.Options(empty, empty, empty, empty, 0.125, 0, 20.0)
+
+    def plan() -> Any:
+        return cuda_attention._plan("attention_forward", (q, keys, values), options)
+
+    with proofs.lock:
+        assert plan().way == "plain"
+    found = plan()
+    assert found.way == "own" and found.operation is operation and plan() is found
 
 
 @pytest.mark.parametrize(
@@ -401,6 +427,27 @@ def test_errors_of_the_cache(calls: list[Call]) -> None:
             torch.ops.seq1f1b.cache_write(k, v[:, :1], torch.empty(0), layer_handle(2))
         with pytest.raises(RuntimeError, match="must be on one device"):
             torch.ops.seq1f1b.cache_write(k, v, torch.empty(0, device="meta"), layer_handle(2))
+
+
+@pytest.mark.parametrize("doc_ids", [torch.empty(0), torch.zeros(2, 7, dtype=torch.int32)], ids=["", "documents"])
+def test_the_cache_says_which_rows_are_still_to_be_written(doc_ids: Tensor, calls: list[Call]) -> None:
+    """Those of the segment; none when its forward runs again. Values may have heads of another size."""
+    k, v = torch.randn(2, 3, 7, 8), torch.randn(2, 3, 7, 5)
+    step, cache_write = SimulatedStep([5, 7]), torch.ops.seq1f1b.cache_write
+    for segment, tokens in enumerate(step.sizes):
+        with step.unit("F", 0, segment):
+            keys, values, docs, to_k, to_v = cache_write(
+                k[:, :, :tokens], v[:, :, :tokens], doc_ids[:, :tokens] if doc_ids.numel() else doc_ids, layer_handle(0)
+            )
+            assert keys.shape[2] == values.shape[2] == (5, 12)[segment]
+            assert docs.shape == (2, (5, 12)[segment] if doc_ids.numel() else 0) and not docs.any()
+            for to, all_rows, own in ((to_k, keys, k), (to_v, values, v)):
+                assert to.shape == (2, 3, tokens, own.shape[3])
+                to.copy_(own[:, :, :tokens])
+                assert torch.equal(all_rows[:, :, -tokens:], own[:, :, :tokens])
+    with step.unit("B", 0, 1):
+        keys, _, _, to_k, to_v = cache_write(k, v, doc_ids, layer_handle(0))
+        assert to_k.shape == (2, 3, 0, 8) and to_v.shape == (2, 3, 0, 5) and torch.equal(keys[:, :, 5:], k)
 
 
 def test_slabs_are_allocated_once(calls: list[Call]) -> None:

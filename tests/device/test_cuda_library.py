@@ -51,7 +51,7 @@ def stand_in(build: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> cty
     library = build()
     monkeypatch.setattr(kernel_library, "LIBRARY", library)
     monkeypatch.setattr(kernel_library, "OPERATIONS", ("attention_forward",))
-    monkeypatch.delenv("SEQ1F1B_CUDA_KERNELS", raising=False)
+    monkeypatch.setattr(kernel_library, "preferred", "")
     kernel_library.operations.cache_clear()
     yield ctypes.CDLL(str(library))
     kernel_library.operations.cache_clear()
@@ -85,7 +85,7 @@ def test_a_kernel_that_is_faster_is_the_default(stand_in: ctypes.CDLL, monkeypat
     verify(monkeypatch, RECORD)
     chosen = kernel_library.choose("attention_forward", queries())
     assert chosen is not None and [kernel.name for kernel in chosen.kernels] == ["stand_in_64", "stand_in_128"]
-    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "library")
+    monkeypatch.setattr(kernel_library, "preferred", "library")
     assert kernel_library.choose("attention_forward", queries()) is None
 
 
@@ -106,7 +106,7 @@ def test_a_kernel_that_is_no_faster_takes_what_flash_does_not(
             patch.setattr(cuda_attention, "_has_cudnn", lambda device: True)
             assert cuda_attention.way(queries(), 64, options) == "cudnn"
             assert cuda_attention.way(queries(), 64, options._replace(window=3)) == ours
-            patch.setenv("SEQ1F1B_CUDA_KERNELS", "own")
+            patch.setattr(kernel_library, "preferred", "own")
             assert cuda_attention.way(queries(), 64, options) == "own"
 
 
@@ -125,7 +125,7 @@ def test_a_record_of_anything_else_is_not(
 
 
 def test_the_environment_asks_for_ours(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "own")
+    monkeypatch.setattr(kernel_library, "preferred", "own")
     assert kernel_library.choose("attention_forward", queries()) is not None
     assert kernel_library.choose("attention_forward", queries(torch.float16)) is None  # there is none of that size
     assert kernel_library.choose("attention_backward", queries()) is None
@@ -137,9 +137,20 @@ def test_the_environment_asks_for_ours(stand_in: ctypes.CDLL, monkeypatch: pytes
     assert cuda_attention.way(queries(), 32, options) == "flash"
     assert cuda_attention.way(queries(torch.float32), 64, options) == "efficient"
 
-    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "mine")
+    monkeypatch.setattr(kernel_library, "preferred", "mine")
     with pytest.raises(ValueError, match=r"SEQ1F1B_CUDA_KERNELS is 'mine', must be 'own', 'library' or unset"):
         kernel_library.choose("attention_forward", queries())
+
+
+def test_the_environment_is_read_when_a_process_begins() -> None:
+    """Once; a wrong value is said at the first use, for most processes have none."""
+    program = (
+        "import os, torch; from seq1f1b.device import kernel_library; os.environ['SEQ1F1B_CUDA_KERNELS'] = 'own'; "
+        "kernel_library.choose('attention_forward', torch.empty(1, 1, 1, 64))"
+    )
+    environment = {**os.environ, "SEQ1F1B_CUDA_KERNELS": "yours"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environment)
+    assert "ValueError: SEQ1F1B_CUDA_KERNELS is 'yours', must be 'own', 'library' or unset" in done.stderr
 
 
 def test_a_library_that_was_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -148,7 +159,7 @@ def test_a_library_that_was_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path:
     verify(monkeypatch, RECORD)
     assert kernel_library.choose("attention_forward", queries()) is None
     assert "not built (no nvcc at installation" in kernel_library.describe()[0]
-    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "own")
+    monkeypatch.setattr(kernel_library, "preferred", "own")
     with pytest.raises(RuntimeError, match=r"there is no .*none.so: install again with nvcc and SEQ1F1B_CUDA=1"):
         kernel_library.choose("attention_forward", queries())
     kernel_library.operations.cache_clear()

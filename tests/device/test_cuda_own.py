@@ -54,7 +54,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def calls(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Call], list[str]]]:
     """The emulated kernels in place of torch's ops: what was called of either."""
-    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "own")
+    monkeypatch.setattr(kernel_library, "preferred", "own")
     with emulated_kernels(library) as launched, cuda_kernels_on_the_cpu() as of_aten:
         yield of_aten, launched
 
@@ -94,7 +94,7 @@ def test_what_ours_lack_goes_torchs_way(
     qkv, dout = (random_qkv(4, 2, seed=seed, **sizes) for seed in (0, 1))
     options = {"alibi_slopes": torch.rand(4)} if name == "alibi" else {}
     if name == "library":
-        monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "library")
+        monkeypatch.setattr(kernel_library, "preferred", "library")
     check(segmented([5, 7], options, [qkv], [dout[0]])[0], options, qkv, dout[0])
     assert calls[1] == []
 
@@ -118,7 +118,7 @@ def test_by_default_documents_are_for_kernels_that_pass_the_check(
     are_right: bool, calls: tuple[list[Call], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU of which there is no record."""
-    monkeypatch.delenv("SEQ1F1B_CUDA_KERNELS")
+    monkeypatch.setattr(kernel_library, "preferred", "")
     now = kernel_library._proofs
     monkeypatch.setattr(kernel_library, "_proofs", proof.Proofs(now.family, now.instead))
     monkeypatch.setattr(kernel_library, "_choices", {})

@@ -184,7 +184,7 @@ def flaws() -> list[Any]:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Operation]]:
     """A new process and a built library, the operations of which it yields."""
     found = {name: operation(name) for name in ATTENTION}
-    monkeypatch.delenv("SEQ1F1B_CUDA_KERNELS", raising=False)
+    monkeypatch.setattr(kernel_library, "preferred", "")
     now = kernel_library._proofs
     for name, value in {
         "operations": lambda: found, "launch_attention": right, "_can_run": lambda device: True, "_choices": {},
@@ -350,10 +350,10 @@ def test_a_record_without_a_check_is_not_enough(gpu: dict[str, Operation], monke
 def test_the_environment_decides_without_a_check(
     gpu: dict[str, Operation], counted: list[proof.Use], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "own")
+    monkeypatch.setattr(kernel_library, "preferred", "own")
     assert choose() is choose(is_right_enough=False) is gpu[FORWARD]
     assert choose(head_dim=96) is None
-    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "library")
+    monkeypatch.setattr(kernel_library, "preferred", "library")
     assert choose() is None and not counted
 
 
@@ -394,6 +394,6 @@ def test_a_library_that_lacks_an_operation_is_told_once(
     with pytest.warns(UserWarning, match=r"old.so has no operation attention_backward. Install seq1f1b again") as said:
         assert choose() is choose(BACKWARD) is choose(is_right_enough=False) is None
     assert len(said) == 1
-    monkeypatch.setenv("SEQ1F1B_CUDA_KERNELS", "own")
+    monkeypatch.setattr(kernel_library, "preferred", "own")
     with pytest.raises(ValueError, match=r"old.so has no operation"):
         choose()
