@@ -62,7 +62,7 @@ class Layers:
 
 
 class Place(NamedTuple):
-    """Where a layer stands."""
+    """A layer and the place at which it stands."""
 
     name: str
     parent: nn.Module | None  # None: the layer is the stage

@@ -54,7 +54,7 @@ def data(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def gradients(module: nn.Module, **options: Any) -> dict[str, Tensor]:
-    """Of one step."""
+    """The gradients of one step."""
     x, target = data(next(module.parameters()).dtype)
     engine = engine_of(module, **options)
     engine.step(x, target=target)
