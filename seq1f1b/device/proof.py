@@ -1,8 +1,8 @@
-"""Kernels that prove themselves: each computes a small case at its first use, which is held to float64.
+"""What proves itself: a kernel, or a way by torch's ops, computes a small case at its first use, held to float64.
 
-No record can say that a kernel is right on a GPU that nobody had, or from a compiler that came later. So a kernel of
-this package is used where it has just been seen to be right: once in a process for each kernel, dtype, head size and
-device. A warning names one that is wrong, and it is not used again.
+No record can say that a kernel is right on a GPU that nobody had, or from a compiler that came later. So it is used
+where it has just been seen to be right: once in a process for each kernel, dtype, head size and device. A warning names
+one that is wrong, and it is not used again.
 """
 
 from __future__ import annotations
@@ -35,24 +35,38 @@ class Use(NamedTuple):
         return f"{self.kernel} ({DTYPES[self.dtype]}, heads of {heads})"
 
 
+class WayUse(NamedTuple):
+    """A way by torch's ops as it was proven."""
+
+    way: str
+    device: torch.device
+
+    def __str__(self) -> str:
+        return self.way
+
+
+REBUILD = "Install seq1f1b again to build its kernels anew, or set SEQ1F1B_CUDA_KERNELS=library to do without them"
+
+
 class Proofs:
     """Which kernels of a family have proven themselves in this process.
 
     Args:
         family: its name, for the warning of a kernel that failed; empty if each kernel's is enough.
         instead: for that warning: what takes the kernel's place, a sentence.
+        remedy: for that warning, the same.
         ends_all: a kernel that fails ends the use of the whole family on its device.
     """
 
     PATIENCE = 10.0  # seconds for another thread's check, which may wait for what this thread has yet to launch
 
-    def __init__(self, family: str, instead: str, *, ends_all: bool = False) -> None:
-        self.family, self.instead, self.ends_all = family, instead, ends_all
+    def __init__(self, family: str, instead: str, *, remedy: str = REBUILD, ends_all: bool = False) -> None:
+        self.family, self.instead, self.remedy, self.ends_all = family, instead, remedy, ends_all
         self.lock = threading.Lock()
         self.results: dict[tuple[Any, ...], bool] = {}  # by Use
         self.lost: set[torch.device] = set()
 
-    def holds(self, use: Use, prove: Callable[[], None]) -> bool | None:
+    def holds(self, use: Use | WayUse, prove: Callable[[], None]) -> bool | None:
         """Whether the kernel has proven itself, now or before.
 
         Args:
@@ -72,25 +86,24 @@ class Proofs:
         finally:
             self.lock.release()
 
-    def _proves_itself(self, use: Use, prove: Callable[[], None]) -> bool:
+    def _proves_itself(self, use: Use | WayUse, prove: Callable[[], None]) -> bool:
         try:
             prove()
         except Exception as error:
             if self.ends_all:
                 self.lost.add(use.device)
                 self.results.update({other: False for other in self.results if other[-1] == use.device})
-            _warn_of_failure(f"{self.family} {use}".lstrip(), use.device, error, self.instead)
+            self._warn(use, error)
             return False
         return True
 
-
-def _warn_of_failure(kernel: str, device: torch.device, error: Exception, instead: str) -> None:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine"
-    warnings.warn(
-        f"the CUDA kernel {kernel} failed its check on {device}, {name}: {error}. {instead} Install seq1f1b again to "
-        "build its kernels anew, or set SEQ1F1B_CUDA_KERNELS=library to do without them",
-        stacklevel=2,
-    )
+    def _warn(self, use: Use | WayUse, error: Exception) -> None:
+        name = torch.cuda.get_device_name(use.device) if use.device.type == "cuda" else "this machine"
+        what = f"the CUDA kernel {self.family} {use}".replace("  ", " ") if isinstance(use, Use) else str(use)
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        warnings.warn(
+            f"{what} failed its check on {use.device}, {name}: {first}. {self.instead} {self.remedy}", stacklevel=2
+        )
 
 
 def is_capturing() -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from seq1f1b.runtime import products
 from seq1f1b.runtime.layer import Layer, To
 
 __all__: list[str] = []
@@ -26,7 +27,9 @@ class Embedding(Layer):
     waits = False
 
     def takes(self, dtype: torch.dtype) -> bool:
-        return not (self.module.sparse or self.module.scale_grad_by_freq or self.module.max_norm is not None)
+        module = self.module
+        is_sum = not (module.sparse or module.scale_grad_by_freq or module.max_norm is not None)
+        return is_sum and products.is_proven("the sum of an embedding's rows", module.weight.device, _prove)
 
     def forward(self, input: Tensor) -> Tensor:
         module = self.module
@@ -87,24 +90,28 @@ def add_rows(weight: nn.Parameter, ids: Tensor, dy: Tensor, padding: int) -> boo
         gradient.add_(dense(dy, ids, num_rows, padding))
         return True
     ids, dy = ids.reshape(-1), dy.reshape(-1, dy.shape[-1])
-    rows, numbers = _distinct(ids)
+    in_order = ids.sort().values
+    numbers = torch.searchsorted(in_order, ids)  # where each token's id comes first: equal tokens have one number
     if padding >= 0:
         numbers = numbers.masked_fill(ids == padding, len(ids))
     # One row more than tokens, for the padding's. Float32, for a sum of few of many is not to be rounded.
     sums = dense(dy.to(torch.promote_types(dy.dtype, torch.float32)), numbers, len(ids) + 1, len(ids))
-    gradient.index_add_(0, rows, sums[:-1].to(gradient.dtype))
+    # An id's sum stands where it comes first, zeros where it comes again: to count them would wait for the device.
+    gradient.index_add_(0, in_order, sums[:-1].to(gradient.dtype))
     return True
 
 
-def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """As many rows as tokens, the distinct ids first, and the number of each token's id among them.
-
-    Found on the device: to ask how many there are would wait for it. What follows the distinct ones are any rows.
-    """
-    in_order, places = ids.sort(stable=True)
-    is_new = torch.ones_like(ids)
-    is_new[1:] = in_order[1:] != in_order[:-1]
-    numbers_in_order = is_new.cumsum(0) - 1
-    numbers = torch.empty_like(ids).scatter_(0, places, numbers_in_order)
-    rows = torch.arange(len(ids), device=ids.device, dtype=ids.dtype)
-    return rows.scatter_(0, numbers_in_order, in_order), numbers
+def _prove(device: torch.device) -> None:
+    """Raises where rows that are added are not those of the whole table's gradient."""
+    ids = torch.arange(24, device=device).square() % 11 + torch.arange(24, device=device) % 3 * 60
+    dy = torch.cos(torch.arange(24 * 16, device=device, dtype=torch.float32)).view(24, 16).to(torch.bfloat16)
+    for padding in (-1, 64):
+        weight = nn.Parameter(torch.zeros(200, 16, device=device))
+        weight.grad = torch.ones_like(weight)
+        if not add_rows(weight, ids, dy, padding):
+            raise AssertionError("rows are not added")
+        exact = torch.ones(200, 16, device=device, dtype=torch.float64)
+        for number, row in zip(ids.tolist(), dy.double(), strict=True):
+            exact[number] += row * (number != padding)
+        if not bool((weight.grad - exact).abs().max() <= 1e-5 * exact.abs().max()):
+            raise AssertionError(f"sums of rows are wrong (padding {padding})")

@@ -114,7 +114,7 @@ class Layer:
 
 
 class To:
-    """Where a layer's backward adds. A plain object: autograd does not look for the weight inside.
+    """The weight to whose gradient a layer's backward adds. A plain object: autograd does not look inside.
 
     The layer gives its weight to ``apply`` as the first tensor, so the graph leads to it as ever.
     """

@@ -8,12 +8,13 @@ ever.
 
 from __future__ import annotations
 
-import functools
-import warnings
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from seq1f1b.device import proof
 from seq1f1b.runtime.gradients import REDUCED
 
 __all__: list[str] = []
@@ -27,44 +28,40 @@ _SCHEMA = (
 )
 _BLOCK = 1 << 18  # elements of a temporary on the CPU, where a gradient is wider than its product: so it stays in cache
 
+_proofs = proof.Proofs(
+    "",
+    "Autograd makes these gradients in each unit, casts and adds them, which costs some percent of a step.",
+    remedy="Torch 2.10 to 2.13 built for CUDA are known to do it right",
+)
+
 
 def are_one_call(device: torch.device) -> bool:
-    """Whether products of 16-bit operands can be added to float32 in one call: the first answer computes one."""
+    """Whether products of 16-bit operands can be added to float32 in one call: the first answer computes some."""
+    return is_proven("torch's op aten::addmm.dtype_out", device, _prove)
+
+
+def is_proven(way: str, device: torch.device, prove: Callable[[torch.device], None]) -> bool:
+    """Whether a way of adding to gradients is for the device, and has computed there what it should."""
     if device.type not in WITH_WIDE_RESULT or torch.version.hip:
         return False
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing() and not _is_proven.cache_info().currsize:
-        return False  # nothing can be read meanwhile
-    return _is_proven(device)
+    return bool(_proofs.holds(proof.WayUse(way, device), partial(_apart, device, prove)))
 
 
-@functools.cache
-def _is_proven(device: torch.device) -> bool:
-    """Whether the op exists, and computes on this device what matrix products in float64 do; says once if not."""
-    name = device.type if device.type != "cuda" else torch.cuda.get_device_name(device)
-    try:
-        wrong = [str(dtype) for dtype in REDUCED if not _is_right(device, dtype)]
-        what = f"is wrong in {', '.join(wrong)}" if wrong else ""
-    except (AttributeError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
-        what = f"cannot be called ({type(error).__name__}: {str(error).splitlines()[0]})"
-    if what:
-        warnings.warn(
-            f"torch {torch.__version__} on {name}: aten::addmm.dtype_out {what}, so each unit casts and adds its "
-            "weight gradients in calls of their own, which costs some percent of a step. Torch 2.10 to 2.13 built for "
-            "CUDA have the op",
-            stacklevel=2,
-        )
-    return not what
+def _apart(device: torch.device, prove: Callable[[torch.device], None]) -> None:
+    with proof.apart(device):
+        prove(device)
 
 
-def _is_right(device: torch.device, dtype: torch.dtype) -> bool:
+def _prove(device: torch.device) -> None:
     if str(torch.ops.aten.addmm.dtype_out._schema) != _SCHEMA:
         raise RuntimeError(f"its schema is {torch.ops.aten.addmm.dtype_out._schema}")
-    with torch.no_grad():
+    for dtype in REDUCED:
         dy, x = (_waves(40, columns, 0.7, device).to(dtype) for columns in (48, 64))
         total = _waves(48, 64, 0.3, device)
         exact = total.double() + dy.double().t() @ x.double()
         _add_wide(total, x, dy)
-        return bool((total - exact).abs().max() <= 1e-5 * exact.abs().max())
+        if not bool((total - exact).abs().max() <= 1e-5 * exact.abs().max()):
+            raise AssertionError(f"sums of products in {dtype} are wrong")
 
 
 def _waves(rows: int, columns: int, step: float, device: torch.device) -> Tensor:

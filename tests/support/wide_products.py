@@ -37,11 +37,11 @@ def wide_products(scale: float = 1.0) -> Iterator[list[Shape]]:
 
     library = torch.library.Library("aten", "IMPL")
     library.impl("addmm.dtype_out", addmm, "CPU")
-    products._is_proven.cache_clear()
+    products._proofs.results.clear()
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(products, "WITH_WIDE_RESULT", ("cuda", "cpu"))
             yield calls
     finally:
-        products._is_proven.cache_clear()
+        products._proofs.results.clear()
         library._destroy()
