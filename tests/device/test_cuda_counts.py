@@ -22,6 +22,7 @@ import pytest
 import torch
 from aten_stand_ins import cuda_kernels_on_the_cpu
 from attention_runs import random_qkv
+from op_counts import ancestors, is_launch
 from simulated_step import SimulatedStep
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -59,15 +60,6 @@ COUNTS = {
 DTYPES = {"efficient": torch.float32}
 
 STAND_INS = {f"aten::{name}" for name in aten_stand_ins._OPS}
-NO_WORK = {  # views, allocations, and ops that call others for their work
-    f"aten::{name}"
-    for name in (
-        "_to_copy", "alias", "as_strided", "clone", "constant_pad_nd", "contiguous", "detach", "empty", "empty_like",
-        "empty_strided", "expand", "flatten", "narrow", "new_empty", "new_empty_strided", "new_zeros", "pad", "permute",
-        "reshape", "resize_", "result_type", "select", "slice", "split", "split_with_sizes", "squeeze", "to",
-        "transpose", "unbind", "unflatten", "unsqueeze", "view", "zeros",
-    )
-}  # fmt: skip
 
 
 class Counter:
@@ -116,23 +108,9 @@ class Counter:
         return Counts(launched + sum(is_launch(event) for event in found), len(found), calls)
 
 
-def ancestors(event: Any) -> Iterator[Any]:
-    while event is not None:
-        yield event
-        event = event.cpu_parent
-
-
 def is_within(event: Any, op: str) -> bool:
     names = [each.name for each in ancestors(event)]
     return f"seq1f1b::{op}" in names and not STAND_INS.intersection(names[1:])
-
-
-def is_launch(event: Any) -> bool:
-    return works(event.name) and not any(works(each.name) for each in ancestors(event.cpu_parent))
-
-
-def works(name: str) -> bool:
-    return name.startswith("aten::") and name not in NO_WORK
 
 
 @pytest.fixture
