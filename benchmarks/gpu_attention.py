@@ -17,7 +17,8 @@ from gpu_cases import TOOL_FOUND_ERRORS, Case, Machine, Unmeasured, own_operatio
 from torch import Tensor
 
 import seq1f1b
-from seq1f1b.device import attention_parts, attention_proof, cuda_attention, kernel_library, proof
+from seq1f1b import proof
+from seq1f1b.device import attention_parts, attention_proof, cuda_attention, kernel_library
 from seq1f1b.device.placement import step_on
 
 # -- attention: against fp64 of the whole sequence -------------------------------------------------------------------

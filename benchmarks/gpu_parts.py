@@ -12,7 +12,8 @@ import torch
 from gpu_cases import Case, Machine, own_operations
 from torch import Tensor
 
-from seq1f1b.device import attention_parts, kernel_library, proof
+from seq1f1b import proof
+from seq1f1b.device import attention_parts, kernel_library
 
 WHATS = ("merge", "add", "finish", "total")
 KERNELS, TORCH = "own", "library"  # for kernel_library.use_kernels

@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from seq1f1b import _C
-from seq1f1b.device import kernel_library, proof
-from seq1f1b.device.proof import DTYPES, Use
+from seq1f1b import _C, proof
+from seq1f1b.device import kernel_library
+from seq1f1b.proof import DTYPES, Use
 
 __all__: list[str] = []
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seq1f1b.device.proof import Numbers, Use, apart
+from seq1f1b.proof import Numbers, Use, apart
 
 __all__: list[str] = []
 

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seq1f1b import _C
-from seq1f1b.device import attention_proof, proof
+from seq1f1b import _C, proof
+from seq1f1b.device import attention_proof
 from seq1f1b.files import read
 
 __all__: list[str] = []

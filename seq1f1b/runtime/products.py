@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from seq1f1b.device import proof
+from seq1f1b import proof
 from seq1f1b.runtime.gradients import REDUCED
 
 __all__: list[str] = []

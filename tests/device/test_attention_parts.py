@@ -20,9 +20,9 @@ import torch
 from emulated_cuda import DTYPES, Mutation, build, emulated_parts
 from torch import Tensor
 
-from seq1f1b import _C
-from seq1f1b.device import attention_parts, kernel_library, proof
-from seq1f1b.device.proof import Use
+from seq1f1b import _C, proof
+from seq1f1b.device import attention_parts, kernel_library
+from seq1f1b.proof import Use
 
 ROOT = Path(__file__).resolve().parents[2]
 BODY = "sm80_attention_parts.cuh"

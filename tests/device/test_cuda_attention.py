@@ -23,8 +23,8 @@ from torch import Tensor
 import seq1f1b
 import seq1f1b.runtime.engine
 import seq1f1b.transport
-from seq1f1b import _C
-from seq1f1b.device import attention_proof, cuda_attention, kernel_library, placement, proof
+from seq1f1b import _C, proof
+from seq1f1b.device import attention_proof, cuda_attention, kernel_library, placement
 from seq1f1b.ops.attention import causal_attention, layer_handle, positions
 from seq1f1b.runtime.step import Step
 from seq1f1b.testing import run_ranks

@@ -21,8 +21,8 @@ import torch
 from emulated_cuda import CudaAttention
 from torch import Tensor
 
-from seq1f1b import _C
-from seq1f1b.device import attention_parts, attention_proof, cuda_attention, kernel_library, proof
+from seq1f1b import _C, proof
+from seq1f1b.device import attention_parts, attention_proof, cuda_attention, kernel_library
 from seq1f1b.device.kernel_library import Verified
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cuda"))

@@ -21,7 +21,8 @@ from attention_runs import gradients, random_qkv, segmented
 from emulated_cuda import build, emulated_kernels, prober
 from test_cuda_attention import check
 
-from seq1f1b.device import attention_proof, kernel_library, proof
+from seq1f1b import proof
+from seq1f1b.device import attention_proof, kernel_library
 from seq1f1b.ops.attention import causal_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cuda"))

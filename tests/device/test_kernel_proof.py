@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from seq1f1b.device import attention_proof, kernel_library, proof
+from seq1f1b import proof
+from seq1f1b.device import attention_proof, kernel_library
 from seq1f1b.device.kernel_library import ATTENTION, Operation, Verified
 
 FORWARD, BACKWARD = ATTENTION
