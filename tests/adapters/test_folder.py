@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from processes import run_processes
+from slices import every_pair, slice_of
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
@@ -67,9 +69,10 @@ def batch() -> Tensor:
     return torch.randint(67, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("shards", ["5GB", "20KB"])
-@pytest.mark.parametrize("dtype", [None, torch.float32])
-@pytest.mark.parametrize("name", MODELS)
+GRID = list(itertools.product(MODELS, [None, torch.float32], ["5GB", "20KB"]))
+
+
+@pytest.mark.parametrize(("name", "dtype", "shards"), slice_of(GRID, every_pair(GRID)))
 def test_each_stage_holds_what_from_pretrained_reads(tmp_path, name, dtype, shards):
     write(tmp_path, name, shards=shards)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shards == "20KB")

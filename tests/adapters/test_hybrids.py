@@ -23,7 +23,7 @@ if not hasattr(transformers.Cache, "get_conv_state"):
     )
 
 from decoders import SMALL, get_of  # noqa: E402
-from slices import one_in  # noqa: E402
+from slices import each_value, every_pair, one_in, slice_of  # noqa: E402
 from test_transformers import (  # noqa: E402
     COMMON,
     SIZES,
@@ -132,7 +132,7 @@ def test_losses_and_gradients_are_those_of_the_whole_model(name):
     check_pipeline(model, want_losses, want)
 
 
-@pytest.mark.parametrize("name", one_in(2, HYBRIDS | OTHERS, rest=1, always=SLICE))
+@pytest.mark.parametrize("name", one_in(2, HYBRIDS | OTHERS, rest=1))
 def test_packed_documents_are_as_each_alone(name):
     model = build(name)
     with Float64():
@@ -170,16 +170,15 @@ def test_segments_may_be_of_one_token(name, sizes):
     check(list(stages), want)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"memory": Memory(recompute="all")},
-        {"schedule": "seq-zb-h1"},
-    ],
-    ids=["recompute", "split backward"],
-)
-@pytest.mark.parametrize("name", SLICE)
+OTHER_ORDERS = [
+    (name, options, packed)
+    for name in SLICE
+    for options in ({"memory": Memory(recompute="all")}, {"schedule": "seq-zb-h1"})
+    for packed in (False, True)
+]
+
+
+@pytest.mark.parametrize(("name", "options", "packed"), slice_of(OTHER_ORDERS, every_pair(OTHER_ORDERS)))
 def test_other_orders_and_recomputation(name, options, packed):
     model = build(name)
     with Float64():
@@ -209,8 +208,7 @@ def test_two_stages_per_rank(name):
     check([stage for of_rank in stages for stage in of_rank], want)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", SLICE)
+@pytest.mark.parametrize(("name", "packed"), each_value(SLICE, [False, True]))
 def test_gradient_checkpointing_changes_nothing(name, packed):
     kwargs = {"doc_ids": doc_ids()} if packed else None
     _, plain, _ = run_pipeline(build(name, torch.float32), kwargs=kwargs)
@@ -232,10 +230,11 @@ def test_documents_that_a_layer_would_not_know_in_its_backward_are_refused():
         assert stage(batch()[0], doc_ids=doc_ids()).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("name", "how"),  # the gradient of a router's bias in gpt_oss sums to 0, so single roundings in float32 decide
-    [(n, how) for n in SLICE for how in ("autocast", "bfloat16", "float32") if (n, how) != ("gpt_oss", "float32")],
-)
+# The gradient of a router's bias in gpt_oss sums to 0, so single roundings in float32 decide.
+NARROW = [(n, how) for n in SLICE for how in ("autocast", "bfloat16", "float32") if (n, how) != ("gpt_oss", "float32")]
+
+
+@pytest.mark.parametrize(("name", "how"), slice_of(NARROW, NARROW[::2]))
 def test_narrow_dtypes_are_as_near_to_float64_as_the_whole_model(name, how):
     """Twice the error of the whole model at most, and a rounding of each gradient's norm."""
     dtype = torch.bfloat16 if how == "bfloat16" else torch.float32

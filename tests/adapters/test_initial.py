@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from slices import slice_of
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
@@ -31,8 +32,9 @@ PLAIN = [  # types whose buffers are made in ways of their own
     "minimax",  # decays, likewise
     "modernbert-decoder",  # initializes its head from above
 ]
-TYPES = [pytest.param(name, marks=() if name in PLAIN else pytest.mark.full) for name in RIGHT]
 DTYPES = [torch.float32, torch.bfloat16]
+GRID = [(name, dtype) for name in RIGHT for dtype in DTYPES]
+SLICE = [(name, DTYPES[i % 2]) for i, name in enumerate(PLAIN)]
 
 
 @contextmanager
@@ -87,8 +89,7 @@ def assert_no_tensor_without_memory(stage: nn.Module) -> None:
             assert not isinstance(value, Tensor) or not value.is_meta, f"{path}.{key}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(("name", "dtype"), slice_of(GRID, SLICE))
 def test_a_stage_without_memory_gets_the_buffers_of_from_pretrained(tmp_path, name, dtype):
     model = small(name, dtype)
     want, found = computed(tmp_path, model, dtype), set()
@@ -107,8 +108,7 @@ def test_a_stage_without_memory_gets_the_buffers_of_from_pretrained(tmp_path, na
     assert found == want.keys()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(("name", "dtype"), slice_of(GRID, SLICE))
 def test_a_stage_of_a_folder_has_all_that_from_pretrained_gives(tmp_path, name, dtype):
     model = small(name)
     if type(model.config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:

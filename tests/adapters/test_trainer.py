@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import PipedProcesses
+from slices import each_value
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
@@ -457,8 +458,7 @@ def resume(folder: str, checkpoint: Any) -> tuple[str, str, float]:
     return found
 
 
-@pytest.mark.parametrize("lora", [None, {}])
-@pytest.mark.parametrize("only_model", [False, True])
+@pytest.mark.parametrize(("only_model", "lora"), each_value([False, True], [None, {}]))
 def test_a_checkpoint_of_the_plain_trainer_is_not_resumed_in_part(tmp_path, lora, only_model):
     """Its weights can be taken: the way that the error names."""
     settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "lora": lora, "save_only_model": only_model}

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from processes import run_processes
+from slices import each_value, full_only, one_in
 from tiny_model import gradient_error
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -223,7 +224,7 @@ def test_losses_and_gradients_are_those_of_the_whole_model(name):
     check_pipeline(model, want_losses, want)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", one_in(3, ARCHITECTURES, always=["llama", "gpt2"]))
 def test_packed_documents_are_as_each_alone(name):
     model = build(name)
     with Float64():
@@ -389,7 +390,7 @@ def train_tied(rank: int, world: int, transport: str, folder: str) -> None:
         torch.testing.assert_close(parameter, want[names.get(id(parameter), name)], rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("transport", ["shm", *full_only(("c10d",))])
 def test_processes_train_a_tied_model_as_one_does(transport, tmp_path):
     run_processes(2, train_tied, transport, str(tmp_path))
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -425,7 +426,8 @@ def test_the_checkpoint_is_one_that_from_pretrained_loads(tmp_path, name, tied):
 
 
 @pytest.mark.parametrize(
-    ("name", "tied"), [("llama", False), ("llama", True), ("phi", False), ("gpt_neox", False), ("gpt2", True)]
+    ("name", "tied"),
+    [("llama", True), ("phi", False), ("gpt2", True), *full_only(("llama", False), ("gpt_neox", False))],
 )
 def test_a_vocabulary_that_lies_on_all_ranks(tmp_path, name, tied):
     """Saved as the whole model, loaded by another number of ranks; a tied one, and one with a bias, too."""
@@ -642,8 +644,7 @@ def sharing(name: str) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().train()
 
 
-@pytest.mark.parametrize("balance", [[5], [2, 3], [1, 1, 2, 1]])
-@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize(("name", "balance"), each_value(list(STREAMS), [[5], [2, 3], [1, 1, 2, 1]]))
 def test_layers_take_inputs_of_the_embedding_and_keys_and_values_of_others_over_any_stages(name, balance):
     """Each stage hands on what later ones take."""
     model = sharing(name)
@@ -792,7 +793,7 @@ def as_line(conversation: list[tuple[str, str]]) -> str:
     return json.dumps({"messages": [{"role": role, "content": text} for role, text in conversation]})
 
 
-@pytest.mark.parametrize("flags", [pytest.param((), marks=pytest.mark.full), ("--pack",), ("--lora=4",)])
+@pytest.mark.parametrize("flags", [("--pack", "--lora=4"), *full_only(((),), (("--pack",),), (("--lora=4",),))])
 def test_the_example_trains_saves_and_agrees_with_the_loaded_model(tmp_path, flags):
     """It compares the two losses itself: that of the pipeline and that of each conversation run whole and alone."""
     done = finetune(tmp_path, [as_line(c) for c in CONVERSATIONS], *flags)

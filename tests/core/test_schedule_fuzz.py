@@ -87,7 +87,7 @@ def read_csv(text: str, num_segments: int) -> None:
         check_schedule(schedule)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(st.one_of(any_text, near_text(units, blanks)))
 def test_any_text(text: str) -> None:
     read_text(text)

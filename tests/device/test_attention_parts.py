@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_cuda import DTYPES, Mutation, build, emulated_parts
+from slices import slice_of
 from torch import Tensor
 
 from seq1f1b import _C, proof
@@ -44,6 +45,8 @@ SHAPES = [  # batch, heads, rows, head_dim
     (1, 1, 9, 256),
     (3, 5, 2, 8),
 ]
+GRID = [(sizes, dtype) for sizes in SHAPES for dtype in DTYPES]
+ALTERNATING = list(zip(SHAPES, itertools.cycle(DTYPES)))
 KINDS = ("kernels", "torch")
 
 
@@ -114,8 +117,7 @@ def check(got: Tensor, truth: Tensor) -> None:
     torch.testing.assert_close(got.double(), truth, rtol=half_a_step * 1.01, atol=2e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+@pytest.mark.parametrize("sizes, dtype", slice_of(GRID, ALTERNATING), ids=str)
 class TestEachShape:
     @pytest.mark.parametrize("layouts", [("tokens", "tokens"), ("heads", "space")], ids=str)
     def test_merge(

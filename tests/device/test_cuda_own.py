@@ -19,6 +19,7 @@ import torch
 from aten_stand_ins import Call, cuda_kernels_on_the_cpu
 from attention_runs import gradients, random_qkv, segmented
 from emulated_cuda import build, emulated_kernels, prober
+from slices import each_value
 from test_cuda_attention import check
 
 from seq1f1b import proof
@@ -60,8 +61,9 @@ def calls(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list
         yield of_aten, launched
 
 
-@pytest.mark.parametrize("dtype, head_dim", [(torch.bfloat16, 64), (torch.float16, 128)], ids=str)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name, dtype, head_dim", each_value(list(OPTIONS), [(torch.bfloat16, 64), (torch.float16, 128)]), ids=str
+)
 def test_segments_equal_the_formula(
     name: str, dtype: torch.dtype, head_dim: int, calls: tuple[list[Call], list[str]]
 ) -> None:

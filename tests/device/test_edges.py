@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from processes import run_processes
-from slices import full_only
+from slices import each_value
 from stand_in_engine import StandInEngine
 from stand_in_library import RECEIVER_FAILS, RECEIVER_LOST, SENDER_FAILS, SENDER_LOST, StandIn, stand_in
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
@@ -47,14 +47,11 @@ def make_engine(model: Any, config: Config, rank: int, P: int, v: int = 1, **opt
     return StandInEngine(stages, **defaults | options)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "P", "v", "queues"),
-    [
-        *(("seq1f1b", 2, 1, 8), ("seq1f1b", 3, 1, 1), ("seq1f1b-interleaved", 2, 2, 8)),
-        *full_only(("seq1f1b", 2, 1, 1), ("seq1f1b", 3, 1, 8), ("seq1f1b-interleaved", 2, 2, 1)),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("transport", [name for name, row in TRANSPORTS.items() if row.between_gpus])
+ORDERS = [("seq1f1b", 2, 1), ("seq1f1b", 3, 1), ("seq1f1b-interleaved", 2, 2)]
+BETWEEN_GPUS = [name for name, row in TRANSPORTS.items() if row.between_gpus]
+
+
+@pytest.mark.parametrize(("transport", "schedule", "P", "v", "queues"), each_value(BETWEEN_GPUS, ORDERS, [8, 1]))
 def test_gradients_are_those_of_the_whole_model(transport: str, schedule: str, P: int, v: int, queues: int) -> None:
     reset(P * queues, queues=queues)
     config = Config(kv_heads=2)

@@ -12,8 +12,13 @@ HARNESS = Path(__file__).with_name("fault_harness.py")
 
 
 @pytest.mark.parametrize(
-    "count", [15, pytest.param(300, marks=[pytest.mark.faults, pytest.mark.timeout(3600)])]
-)  # fmt: skip
+    "count",
+    [
+        10,
+        pytest.param(15, marks=pytest.mark.full),
+        pytest.param(300, marks=[pytest.mark.faults, pytest.mark.timeout(3600)]),
+    ],
+)
 def test_faults(tmp_path: Path, count: int) -> None:
     results = tmp_path / "faults.txt"
     command = [sys.executable, str(HARNESS), "--faults", str(count), "--seed", "3", "--results", str(results)]

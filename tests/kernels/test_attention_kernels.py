@@ -20,6 +20,7 @@ import torch
 from attention_runs import formula, gradients, random_qkv, segmented
 from core_extension import core
 from simulated_step import SimulatedStep
+from slices import each_value, every_pair, slice_of
 from torch import Tensor
 
 from seq1f1b import _C
@@ -115,8 +116,7 @@ def errors(got: Tensor, truth: Tensor) -> tuple[float, float]:
     return difference.abs().max().item(), difference.square().mean().sqrt().item()
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name, dtype", each_value(list(OPTIONS), [BF16, FP16]), ids=str)
 def test_16_bit_errors(isa: str, name: str, dtype: torch.dtype) -> None:
     """Within 1.5 times that of a 16-bit reference of the whole sequence; in segments within 1.25 times that unsplit."""
     qkv, dout = inputs(dtype)
@@ -151,9 +151,15 @@ def assert_same(results: list[list[Tensor]]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
-@pytest.mark.parametrize("name", ["none", "window above a block", "documents", "all"])
-@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (HEADS, KV_HEADS)])
+THREADED = [
+    (*heads, name, dtype)
+    for heads in ((1, 1), (HEADS, KV_HEADS))
+    for name in ("none", "window above a block", "documents", "all")
+    for dtype in (torch.float32, BF16)
+]
+
+
+@pytest.mark.parametrize("heads, kv_heads, name, dtype", slice_of(THREADED, every_pair(THREADED)), ids=str)
 def test_bit_equal_over_threads_and_runs(isa: str, heads: int, kv_heads: int, name: str, dtype: torch.dtype) -> None:
     qkv, dout = inputs(dtype)
     qkv, dout = [qkv[0][:, :heads], qkv[1][:, :kv_heads], qkv[2][:, :kv_heads]], dout[:, :heads]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from simulated_step import SimulatedStep
+from slices import full_only
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -182,7 +183,7 @@ def test_export_and_fake_tensors() -> None:
 
 
 @pytest.mark.parametrize(
-    "num_ranks, checkpointed, compiled", [(1, True, "blocks"), (2, False, "blocks"), (2, True, "stage")]
+    "num_ranks, checkpointed, compiled", [(2, False, "blocks"), (2, True, "stage"), *full_only((1, True, "blocks"))]
 )
 def test_an_engine_over_compiled_modules(num_ranks: int, checkpointed: bool, compiled: str) -> None:
     """Block by block, and a whole stage in one graph."""

@@ -85,7 +85,7 @@ def test_wrapped_stages() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs the extra transformers")
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3", marks=pytest.mark.full)])
 def test_a_stage_of_transformers_with_more_layers_than_dynamo_would_compile_one_by_one(kind: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from processes import run_processes
 from replicas import wrap
+from slices import each_value
 from tiny_model import Config, cross_entropy, gradient_error, stage_of, whole_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -129,8 +130,7 @@ def check(rng: random.Random, num_ranks: int, schedule: str, keeps_all: bool, se
     return plan.remedied
 
 
-@pytest.mark.parametrize("schedule", ["seq1f1b", "seq-zb-h1", "auto"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("num_ranks", "schedule"), each_value([1, 2, 3, 4], ["seq1f1b", "seq-zb-h1", "auto"]))
 def test_planned_steps_train_as_each_document_alone(num_ranks: int, schedule: str) -> None:
     rng = random.Random(f"{num_ranks} {schedule}")
     redone = [check(rng, num_ranks, schedule, seed % 2 == 0, seed) for seed in range(6)]

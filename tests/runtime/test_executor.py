@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from slices import each_value
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import Tensor, nn
 
@@ -44,8 +45,7 @@ class Recorded(nn.Module):
         return y
 
 
-@pytest.mark.parametrize(("name", "P", "M", "k", "prefetch"), SHAPES)
-@pytest.mark.parametrize("training", [True, False], ids=["step", "eval"])
+@pytest.mark.parametrize(("training", "name", "P", "M", "k", "prefetch"), each_value([True, False], SHAPES))
 def test_the_walk(name: str, P: int, M: int, k: int, prefetch: int, training: bool) -> None:
     tokens, target = batch(CONFIG, M, LENGTH, size=1)
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import AT_ONCE, PipedProcesses, join_and_run, outcome, shared_memory_names
+from slices import each_value
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor, nn
 
@@ -125,8 +126,10 @@ def step_into_a_trap(
 TRANSPORTS = ["shm", "c10d"]
 
 
-@pytest.mark.parametrize("kind", TRANSPORTS)
-@pytest.mark.parametrize(("trapped", "at"), [(0, "F1.1"), (1, "B0.1"), (2, "F2.0"), (0, "W0.0"), (1, "W1.1")])
+@pytest.mark.parametrize(
+    ("trapped", "at", "kind"),
+    each_value([(0, "F1.1"), (1, "B0.1"), (2, "F2.0"), (0, "W0.0"), (1, "W1.1")], list(TRANSPORTS)),
+)
 def test_a_rank_that_raises(tmp_path: Path, kind: str, trapped: int, at: str) -> None:
     """Before W of a unit its products wait: no later step may find them."""
     options = {"schedule": "seq-zb-h1"} if at[0] == "W" else {}
@@ -203,12 +206,12 @@ def test_a_rank_that_is_killed(tmp_path: Path, kind: str, at: str) -> None:
     assert shared_memory_names() <= before
 
 
-@pytest.mark.parametrize("kind", TRANSPORTS)
 @pytest.mark.parametrize(
-    "limits",
+    ("limits", "kind"),
     # Over c10d progress is published five times a second: a limit has to be well above that to name the unit.
-    [{"limits": Limits(step=2.0, first_step=100.0)}, {"limits": Limits(step=2.0, first_step=2.0)}],
-    ids=["a known shape", "a new shape"],
+    each_value(
+        [{"limits": Limits(step=2.0, first_step=100.0)}, {"limits": Limits(step=2.0, first_step=2.0)}], TRANSPORTS
+    ),
 )
 def test_a_rank_that_sleeps(tmp_path: Path, kind: str, limits: dict) -> None:
     """Named with its unit and seconds by those who wait for it, directly or not."""
@@ -416,10 +419,13 @@ class Jittery(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("prefetch", [0, 1])
-@pytest.mark.parametrize(("ranks", "M", "k", "name"), [
-    (2, 5, 1, "1f1b"), (2, 1, 7, "seq1f1b"), (3, 4, 3, "seq1f1b"), (4, 2, 4, "seq1f1b"), (4, 6, 2, "gpipe"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranks", "M", "k", "name", "prefetch"),
+    each_value(
+        [(2, 5, 1, "1f1b"), (2, 1, 7, "seq1f1b"), (3, 4, 3, "seq1f1b"), (4, 2, 4, "seq1f1b"), (4, 6, 2, "gpipe")],
+        [0, 1],
+    ),
+)
 def test_random_delays_change_nothing(ranks: int, M: int, k: int, name: str, prefetch: int) -> None:
     """Whoever is late, no rank waits for ever and every gradient has the same bits."""
     tokens, target = batch(CONFIG, M, LENGTH, size=1)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from processes import run_processes
+from slices import one_in
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -440,16 +441,22 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize("what", RIGHT)
 def test_a_right_model_is_not_blamed(what, looks):
-    """By the values, in three dtypes; and in float64 its gradients in segments are those of the whole."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        if dtype is not torch.bfloat16 or what != "in half precision":
-            assert told(made(RIGHT[what]).to(dtype)) == []
-            assert looks.pop() == [] and not looks
+    """By the values; and in float64 its gradients in segments are those of the whole."""
+    assert told(made(RIGHT[what]).to(torch.float32)) == []
+    assert looks.pop() == [] and not looks
     tokens, target = batch()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result = engine_of(made(RIGHT[what])).verify(tokens, target=target, show=False)
     assert result.ok, str(result)
+
+
+@pytest.mark.parametrize("what", one_in(2, RIGHT, always=["in half precision"]))
+def test_a_right_model_is_not_blamed_in_other_dtypes(what, looks):
+    for dtype in (torch.bfloat16, torch.float64):
+        if dtype is not torch.bfloat16 or what != "in half precision":
+            assert told(made(RIGHT[what]).to(dtype)) == []
+            assert looks.pop() == [] and not looks
 
 
 def documents(self: Any, x: Tensor, doc_ids: Tensor) -> Tensor:

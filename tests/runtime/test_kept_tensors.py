@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from processes import run_processes
+from slices import slice_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -220,21 +221,17 @@ def keep_own(module: Keeps) -> None:
     module.keeps_own = True
 
 
-@pytest.mark.parametrize(
-    "hook",
-    [
-        hook_input, hook_output, hook_input_view, hook_gradients, hook_gradient_itself, hook_inner_gradients,
-        hook_tensors, keep_own,
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize(
-    ("schedule", "per_rank", "options"),
-    [
-        ("seq1f1b", 1, {}),
-        ("seq-zbv", 2, {}),
-        ("seq1f1b-interleaved", 2, {"memory": Memory(recompute="all")}),
-    ],
-)  # fmt: skip
+HOOKS = [
+    hook_input, hook_output, hook_input_view, hook_gradients, hook_gradient_itself, hook_inner_gradients,
+    hook_tensors, keep_own,
+]  # fmt: skip
+ORDERS: list[tuple[str, int, Any]] = [
+    ("seq1f1b", 1, {}), ("seq-zbv", 2, {}), ("seq1f1b-interleaved", 2, {"memory": Memory(recompute="all")}),
+]  # fmt: skip
+GRID = [(*order, hook) for hook in HOOKS for order in ORDERS]
+
+
+@pytest.mark.parametrize(("schedule", "per_rank", "options", "hook"), slice_of(GRID, GRID[::2]))
 def test_what_is_kept_stays(hook: Callable[[Keeps], None], schedule: str, per_rank: int, options: Any) -> None:
     torch.manual_seed(0)
     stages = [Keeps(i) for i in range(2 * per_rank)]

@@ -7,7 +7,7 @@ import warnings
 import pytest
 from surroundings import LONGEST_WAIT_S, make_case, run
 
-SLICE = 8  # cases of the plain run; `pytest -m full` runs a thousand
+SLICE = 4  # cases of the plain run; `pytest -m full` runs a thousand
 
 
 def check(seeds: range) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from exact_cases import costs_of_7b
+from slices import each_value
 
 from seq1f1b import Costs, Links, Schedule, ScheduleError, build_schedule
 from seq1f1b.schedule import StepMemory, families
@@ -131,8 +132,7 @@ def test_a_whole_backward_in_a_v_leaves_the_slowest_rank_no_bubble() -> None:
     assert max(simulation.peak) <= 8  # what 1F1B holds
 
 
-@pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize("name", ["10, 21, 3", "32k", "128k"])
+@pytest.mark.parametrize(("name", "k"), each_value(["10, 21, 3", "32k", "128k"], [1, 4]))
 def test_never_longer_than_the_best_named_order_in_its_memory(name: str, k: int) -> None:
     """P 4, M 8, one or two stages per rank, under the memory of each family in turn."""
     P, M = 4, 8

@@ -9,12 +9,30 @@ from typing import Any
 
 import pytest
 
-__all__ = ["by_family", "every_pair", "full_only", "one_in"]
+__all__ = ["by_family", "each_value", "every_pair", "full_only", "one_in", "slice_of"]
 
 
 def full_only(*cases: tuple[Any, ...]) -> list[Any]:
     """Cases that the plain run leaves out."""
     return [pytest.param(*case, marks=pytest.mark.full) for case in cases]
+
+
+def slice_of(grid: Iterable[tuple[Any, ...]], kept: Collection[tuple[Any, ...]]) -> list[Any]:
+    """All cases of a grid. Those that are not kept are for the full run."""
+    return [pytest.param(*case, marks=() if case in kept else pytest.mark.full) for case in grid]
+
+
+def each_value(*columns: Sequence[Any]) -> list[Any]:
+    """All cases of columns that are crossed. The plain run has as many as the longest column, so each value once.
+
+    A value that is a tuple fills several parameters.
+    """
+
+    def flat(case: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple(itertools.chain(*(value if isinstance(value, tuple) else (value,) for value in case)))
+
+    kept = [flat(column[i % len(column)] for column in columns) for i in range(max(map(len, columns)))]
+    return slice_of(map(flat, itertools.product(*columns)), kept)
 
 
 def by_family(grid: Iterable[tuple[Any, ...]]) -> list[list[tuple[Any, ...]]]:

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import AT_ONCE, PipedProcesses, join_and_run, outcome
+from slices import each_value, full_only
 from torch import nn
 
 from seq1f1b import Limits, PipelineEngine, PipelineError, transport
@@ -67,14 +68,16 @@ def make_wrongly(rank: int, pipe: Connection, kind: str, options: dict[str, Any]
     return found, waited, ended
 
 
-@pytest.mark.parametrize("kind", TRANSPORTS)
 @pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"seq_dim": 0}, "ValueError: seq_dim is 0, must be at least 1"),
-        ({"num_microbatches": None}, "TypeError: PipelineEngine needs num_microbatches=, or a plan as schedule="),
-        ({"num_microbatches": None, "schedule": Path("/no/such/plan")}, "FileNotFoundError"),
-    ],
+    ("options", "error", "kind"),
+    each_value(
+        [
+            ({"seq_dim": 0}, "ValueError: seq_dim is 0, must be at least 1"),
+            ({"num_microbatches": None}, "TypeError: PipelineEngine needs num_microbatches=, or a plan as schedule="),
+            ({"num_microbatches": None, "schedule": Path("/no/such/plan")}, "FileNotFoundError"),
+        ],
+        TRANSPORTS,
+    ),
 )
 def test_a_rank_that_fails_before_it_comes(tmp_path: Path, kind: str, options: dict[str, Any], error: str) -> None:
     """The others wait with time-outs of minutes, and hear it at once."""
@@ -140,7 +143,7 @@ def come_late(rank: int, pipe: Connection, kind: str) -> Any:
     return found, None
 
 
-@pytest.mark.parametrize("kind", TRANSPORTS)
+@pytest.mark.parametrize("kind", ["c10d", *full_only(("shm",))])
 def test_a_rank_that_does_not_come_is_named_and_may_come_late(tmp_path: Path, kind: str) -> None:
     with running(3, tmp_path, come_late, kind) as ranks:
         results = [ranks.result(rank) for rank in range(3)]
@@ -171,8 +174,7 @@ def recover_late(rank: int, pipe: Connection, kind: str, late: float) -> Any:
     return found, done
 
 
-@pytest.mark.parametrize("late", [2.0, 8.0])
-@pytest.mark.parametrize("kind", TRANSPORTS)
+@pytest.mark.parametrize(("kind", "late"), each_value(TRANSPORTS, [2.0, 8.0]))
 def test_a_rank_that_is_late_by_several_time_outs_joins_again(tmp_path: Path, kind: str, late: float) -> None:
     with running(3, tmp_path, recover_late, kind, late) as ranks:
         results = [ranks.result(rank) for rank in range(3)]
@@ -394,7 +396,7 @@ def interrupt_set_up(rank: int, pipe: Connection, kind: str) -> Any:
     return before, after, ended
 
 
-@pytest.mark.parametrize("kind", TRANSPORTS)
+@pytest.mark.parametrize("kind", ["shm", *full_only(("c10d",))])
 def test_an_interrupt_in_the_set_up_leaves_nothing(tmp_path: Path, kind: str) -> None:
     """An interrupt may come when there is a thread or a socket, and nobody yet to close it."""
     with running(2, tmp_path, interrupt_set_up, kind) as ranks:

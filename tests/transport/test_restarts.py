@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import AT_ONCE, PipedProcesses, join_and_run, outcome
-from slices import full_only
+from slices import every_pair, full_only, slice_of
 from torch import nn
 
 from seq1f1b import Limits, PipelineEngine
@@ -209,9 +210,10 @@ def leave(store: dist.Store, size: int, kinds: str) -> None:
             shared.delete(f"token/{rank}")
 
 
-@pytest.mark.parametrize("secret", ["", "of this run"])
-@pytest.mark.parametrize("size", [1, 2, 5])
-@pytest.mark.parametrize("left", ["", "t", "v", "tv", "tvp"])
+NAMED = list(itertools.product(["", "t", "v", "tv", "tvp"], [1, 2, 5], ["", "of this run"]))
+
+
+@pytest.mark.parametrize(("left", "size", "secret"), slice_of(NAMED, every_pair(NAMED)))
 def test_ranks_agree_on_a_name_that_no_start_has_had(
     size: int, left: str, secret: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,7 +313,9 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("kind", "how", "failing"), [("c10d", "kill", 0), ("shm", "raise", 1), ("c10d", "hang", 1)])
+@pytest.mark.parametrize(
+    ("kind", "how", "failing"), [("shm", "raise", 1), ("c10d", "hang", 1), *full_only(("c10d", "kill", 0))]
+)
 def test_torchrun_restarts_a_job(tmp_path: Path, kind: str, how: str, failing: int) -> None:
     """The first start after the one that failed trains."""
     script = tmp_path / "script.py"
