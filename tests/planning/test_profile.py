@@ -328,12 +328,15 @@ def test_what_moving_takes_of_the_units_is_measured(tmp_path):
             return Slow.apply(x, self.weight)
 
     arguments = {"seq_len": 128, "segments": (1, 2), "repeats": 3, "offload": tmp_path}
-    measured = measure_stage(Stage(), lambda tokens: torch.randn(2, tokens, 64), **arguments)
-    made = make_profile(SHAPE, [measured], seq_len=128, threads=1, dtype="float32", seconds=1.0)
-    moved = made.layer.moved_token_bytes * 128
-    assert moved == 2 * 128 * 64 * 4
-    assert made.move_out * moved == pytest.approx(2 * 0.02, rel=0.5)
-    assert made.move_in * moved == pytest.approx(2 * 0.04, rel=0.5)
+    for _ in range(4):  # others on the machine make some of the sleeps longer
+        measured = measure_stage(Stage(), lambda tokens: torch.randn(2, tokens, 64), **arguments)
+        made = make_profile(SHAPE, [measured], seq_len=128, threads=1, dtype="float32", seconds=1.0)
+        moved = made.layer.moved_token_bytes * 128
+        assert moved == 2 * 128 * 64 * 4
+        found = [made.move_out * moved, made.move_in * moved]
+        if found == pytest.approx([2 * 0.02, 2 * 0.04], rel=0.5):
+            break
+    assert found == pytest.approx([2 * 0.02, 2 * 0.04], rel=0.5)
 
 
 def test_moving_takes_the_time_that_was_measured():
