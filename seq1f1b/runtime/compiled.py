@@ -18,7 +18,8 @@ def is_compiled_whole(module: nn.Module) -> bool:
 
 def runs_compiled(module: nn.Module) -> bool:
     """Whether the module itself runs as compiled code, whole or by a method; a part of it may in any case."""
-    return is_compiled_whole(module) or any(map(_has_compiled, (module, *_own_kinds(type(module)))))  # type: ignore[arg-type]
+    kind: Any = type(module)
+    return is_compiled_whole(module) or any(map(_has_compiled, (module, *_own_kinds(kind))))
 
 
 @functools.cache

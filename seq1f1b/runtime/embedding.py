@@ -82,7 +82,7 @@ def add_rows(weight: nn.Parameter, ids: Tensor, dy: Tensor, padding: int) -> boo
         return False
     gradient, num_rows = weight.grad, weight.shape[0]
     if gradient is None:
-        dtype = weight.grad_dtype or weight.dtype
+        dtype = products.dtype_of_sum(weight)
         gradient = weight.grad = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
     if type(gradient) is not Tensor or gradient.layout != torch.strided:
         return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ class Layers:
 
     @contextmanager
     def replaced(
-        self, stage: Any, losses: Sequence[nn.Module], others: Iterable[nn.Module], *, adds: bool
+        self, stage: Any, losses: Sequence[nn.Module], others: Sequence[nn.Module], *, adds: bool
     ) -> Iterator[None]:
         """Within, the layers run as this file says. Compiled modules stay as they are.
 

@@ -75,8 +75,13 @@ def _add_wide(gradient: Tensor, x: Tensor, dy: Tensor) -> None:
 
 def takes(weight: Tensor, dtype: torch.dtype) -> bool:
     """Whether :func:`add` adds products of this dtype to the weight's gradient, on a device of :func:`are_one_call`."""
-    wanted = weight.grad_dtype or weight.dtype if weight.grad is None else weight.grad.dtype
+    wanted = dtype_of_sum(weight)
     return dtype == wanted or (dtype in REDUCED and wanted == torch.float32)
+
+
+def dtype_of_sum(weight: Tensor) -> torch.dtype:
+    """The dtype of the weight's gradient: of the one that is there, or of the first one to come."""
+    return weight.grad_dtype or weight.dtype if weight.grad is None else weight.grad.dtype
 
 
 def add(weight: nn.Parameter, x: Tensor, dy: Tensor) -> bool:
@@ -89,7 +94,7 @@ def add(weight: nn.Parameter, x: Tensor, dy: Tensor) -> bool:
     gradient = weight.grad
     if not x.numel() or not dy.numel() or not takes(weight, dy.dtype):
         return False
-    if gradient is None and (weight.grad_dtype or weight.dtype) == dy.dtype:
+    if gradient is None and dtype_of_sum(weight) == dy.dtype:
         weight.grad = dy.t() @ x
         return True
     if gradient is None:
@@ -108,7 +113,7 @@ def accumulate(weight: nn.Parameter, x: Tensor, dy: Tensor, is_hooked: bool) -> 
     if is_hooked:
         torch.autograd.backward([weight], [(dy.t() @ x).to(weight.dtype)])
         return
-    dtype = weight.grad_dtype or weight.dtype if weight.grad is None else weight.grad.dtype
+    dtype = dtype_of_sum(weight)
     if (dtype == dy.dtype or are_one_call(dy.device)) and add(weight, x, dy):
         return
     if weight.grad is None:

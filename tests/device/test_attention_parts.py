@@ -9,7 +9,6 @@ import itertools
 import math
 import shutil
 import subprocess
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from at_once import at_once
 from emulated_cuda import DTYPES, Mutation, build, emulated_parts
 from slices import slice_of
 from torch import Tensor
@@ -516,19 +516,8 @@ def test_nothing_is_proven_while_a_graph_is_captured(
 def test_threads_prove_once(library: Path, proofs: proof.Proofs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_library, "LIBRARY", library)
     proven: list[Use] = []
-    barrier = threading.Barrier(4)
     monkeypatch.setattr(attention_parts, "prove", lambda handle, use: proven.append(use))
-    found: list[object | None] = []
-
-    def ask() -> None:
-        barrier.wait(10)
-        found.append(chosen())
-
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
+    found = at_once(4, chosen)
     assert len(proven) == 1 and len(found) == 4 and None not in found
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from at_once import at_once
 from torch import Tensor
 
 from seq1f1b import proof
@@ -287,17 +287,7 @@ def test_nothing_is_checked_while_a_graph_is_captured(
 
 
 def test_threads_check_once(gpu: dict[str, Operation], counted: list[proof.Use]) -> None:
-    barrier, found = threading.Barrier(4), []
-
-    def ask() -> None:
-        barrier.wait(10)
-        found.append(choose())
-
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
+    found = at_once(4, choose)
     assert found == [gpu[FORWARD]] * 4 and len(counted) == 1
 
 
