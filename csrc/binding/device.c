@@ -1,4 +1,4 @@
-/* device.c - conversions for edges between GPUs: devices, watchdogs, NCCL and the ends.
+/* device.c - conversions for GPUs and the edges between them: devices, watchdogs, NCCL and the ends.
  *
  * A handle keeps the arguments that it was made from, and with them what it borrows: a watchdog its group and device,
  * an end its control edge and watchdog. */
@@ -27,8 +27,26 @@ static PyObject *device_begin_step(PyObject *Py_UNUSED(module), PyObject *argume
     s1f_cu_stream stream;
     if (!PyArg_ParseTuple(arguments, "O&O&", s1f_to_device, &device, s1f_to_address, &stream))
         return NULL;
-    s1f_device_begin_step(device, stream);
-    Py_RETURN_NONE;
+    s1f_status status = s1f_device_begin_step(device, stream);
+    return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise(status);
+}
+
+static PyObject *device_restart_unit(PyObject *Py_UNUSED(module), PyObject *handle)
+{
+    s1f_device *device;
+    if (!s1f_to_device(handle, &device))
+        return NULL;
+    s1f_status status = s1f_device_restart_unit(device);
+    return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise(status);
+}
+
+static PyObject *device_end_unit(PyObject *Py_UNUSED(module), PyObject *handle)
+{
+    s1f_device *device;
+    if (!s1f_to_device(handle, &device))
+        return NULL;
+    s1f_status status = s1f_device_end_unit(device);
+    return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise(status);
 }
 
 static PyObject *device_free_bytes(PyObject *Py_UNUSED(module), PyObject *handle)
@@ -158,6 +176,9 @@ PyMethodDef s1f_device_methods[] = {
      "device_create(driver_path, ordinal): a GPU by the CUDA driver's library; None: the system's."},
     {"device_begin_step", device_begin_step, METH_VARARGS,
      "device_begin_step(device, stream): the CUstream on which the next step's units compute."},
+    {"device_restart_unit", device_restart_unit, METH_O,
+     "device_restart_unit(device): the unit that runs begins only now."},
+    {"device_end_unit", device_end_unit, METH_O, "device_end_unit(device): all work of the unit has been started."},
     {"device_free_bytes", device_free_bytes, METH_O, "device_free_bytes(device): free memory of the GPU."},
     {"watchdog_create", watchdog_create, METH_VARARGS,
      "watchdog_create(group, device, timeout_s): a thread that looks after the rank's transfers."},

@@ -292,6 +292,31 @@ static s1f_status begin_callback(void *context)
     return handle->device == NULL ? S1F_OK : s1f_device_begin_unit(handle->device);
 }
 
+static s1f_status end_callback(void *context)
+{
+    executor_handle *handle = context;
+    return handle->device == NULL ? S1F_OK : s1f_device_end_unit(handle->device);
+}
+
+static s1f_status settle_callback(void *context, int64_t *start_ns)
+{
+    s1f_device *device = ((executor_handle *)context)->device;
+    s1f_status status = s1f_device_settle_times(device);
+    *start_ns = device->first_ns;
+    return status;
+}
+
+static s1f_status times_callback(void *context, int64_t number, int64_t *start_ns, int64_t *end_ns)
+{
+    executor_handle *handle = context;
+    if (number >= handle->device->num_units)
+        return s1f_fail(S1F_ERR_STATE, "the device knows the times of %lld units: another step has run since",
+                        (long long)handle->device->num_units);
+    const s1f_device_unit *unit = &handle->device->units[number];
+    s1f_status status = s1f_device_time_of(handle->device, unit->start, start_ns);
+    return status == S1F_OK ? s1f_device_time_of(handle->device, unit->end, end_ns) : status;
+}
+
 static void release_callback(void *context, void *keep)
 {
     executor_handle *handle = context;
@@ -395,7 +420,10 @@ static PyObject *executor_create(PyObject *Py_UNUSED(module), PyObject *argument
                            .fill = fills ? fill_callback : NULL,
                            .segment_sizes = sizes_callback,
                            .leave_place = leave_callback,
-                           .begin_unit = begin_callback};
+                           .begin_unit = begin_callback,
+                           .end_unit = end_callback,
+                           .settle_times = settle_callback,
+                           .unit_times = times_callback};
     s1f_status status =
         s1f_executor_create(program, rank, group, cache, pointers, thread_scope, &compute, &handle->executor);
     if (status != S1F_OK) {
@@ -450,6 +478,20 @@ static PyObject *executor_step(PyObject *Py_UNUSED(module), PyObject *arguments)
     if (status != S1F_OK)
         return s1f_raise_for_group(status, handle->group);
     Py_RETURN_NONE;
+}
+
+static PyObject *executor_settle(PyObject *Py_UNUSED(module), PyObject *capsule)
+{
+    executor_handle *handle;
+    s1f_status status = S1F_OK;
+    if (!to_executor(capsule, &handle))
+        return NULL;
+    if (handle->device != NULL) {
+        Py_BEGIN_ALLOW_THREADS
+        status = s1f_executor_settle_times(handle->executor);
+        Py_END_ALLOW_THREADS
+    }
+    return status == S1F_OK ? PyBool_FromLong(handle->device != NULL) : s1f_raise(status);
 }
 
 static PyObject *executor_last_unit(PyObject *Py_UNUSED(module), PyObject *capsule)
@@ -586,6 +628,9 @@ PyMethodDef s1f_executor_methods[] = {
      "run(pass, stage, cell, received) -> tensors to send. cell: number of the segment within its stage, counted over "
      "all micro-batches. received: None, or a tuple of what make_views made of each message, in the order of the "
      "program's WAITs. fill(stage, cell) -> whether anything is left: runs a part of this W."},
+    {"executor_settle", executor_settle, METH_O,
+     "executor_settle(executor) -> whether units ran on a GPU: waits for the end of the last step there, and makes its "
+     "times those of the GPU"},
     {"executor_fills", executor_fills, METH_O,
      "executor_fills(executor) -> [(unit, start_ns, end_ns)]: the parts of W that ran in waits of the last step"},
     {"executor_last_unit", executor_last_unit, METH_O, "(pass, stage, microbatch, segment) the last step ended at"},

@@ -1,7 +1,11 @@
-/* device.c - a GPU's context and the event that marks where a unit starts. */
+/* device.c - a GPU's context, and the events that tell when units ran. */
 #include "device.h"
 
+#include "../run/group.h"
+
 #include <stdlib.h>
+
+enum { CLOCK_READINGS = 5 }; /* to join two clocks; the closest counts */
 
 s1f_status s1f_device_enter(const s1f_device *device)
 {
@@ -12,6 +16,11 @@ void s1f_device_leave(const s1f_device *device)
 {
     s1f_cu_context context;
     device->driver->context_pop(&context);
+}
+
+static s1f_status make_event(const s1f_device *device, s1f_cu_event *event)
+{
+    return s1f_driver_status(device->driver, device->driver->event_create(event, S1F_CU_EVENT_TIMED), "cuEventCreate");
 }
 
 s1f_status s1f_device_create(const char *driver_path, int32_t ordinal, s1f_device **out)
@@ -30,8 +39,9 @@ s1f_status s1f_device_create(const char *driver_path, int32_t ordinal, s1f_devic
         status = s1f_driver_status(driver, driver->context_retain(&device->context, device->device),
                                    "cuDevicePrimaryCtxRetain");
     if (status == S1F_OK && (status = s1f_device_enter(device)) == S1F_OK) {
-        status = s1f_driver_status(driver, driver->event_create(&device->unit_start, S1F_CU_EVENT_DISABLE_TIMING),
-                                   "cuEventCreate");
+        status = make_event(device, &device->first);
+        if (status == S1F_OK)
+            status = make_event(device, &device->last);
         s1f_device_leave(device);
     }
     if (status != S1F_OK) {
@@ -42,23 +52,69 @@ s1f_status s1f_device_create(const char *driver_path, int32_t ordinal, s1f_devic
     return S1F_OK;
 }
 
+static void destroy_event(const s1f_device *device, s1f_cu_event event)
+{
+    if (event != NULL)
+        device->driver->event_destroy(event);
+}
+
 void s1f_device_free(s1f_device *device)
 {
     if (device == NULL)
         return;
-    if (device->unit_start != NULL && s1f_device_enter(device) == S1F_OK) {
-        device->driver->event_destroy(device->unit_start);
+    if (device->context != NULL && s1f_device_enter(device) == S1F_OK) {
+        destroy_event(device, device->first);
+        destroy_event(device, device->last);
+        for (int64_t i = 0; i < device->capacity; i++) {
+            destroy_event(device, device->units[i].start);
+            destroy_event(device, device->units[i].end);
+        }
         s1f_device_leave(device);
     }
     if (device->context != NULL)
         device->driver->context_release(device->device);
+    free(device->units);
     free(device);
 }
 
-void s1f_device_begin_step(s1f_device *device, s1f_cu_stream compute)
+/* -- when units run ------------------------------------------------------------------------------------------------ */
+
+static s1f_status record(const s1f_device *device, s1f_cu_event event)
+{
+    return s1f_driver_status(device->driver, device->driver->event_record(event, device->compute), "cuEventRecord");
+}
+
+static s1f_status enter_and_record(const s1f_device *device, s1f_cu_event event)
+{
+    s1f_status status = s1f_device_enter(device);
+    if (status != S1F_OK)
+        return status;
+    status = record(device, event);
+    s1f_device_leave(device);
+    return status;
+}
+
+s1f_status s1f_device_begin_step(s1f_device *device, s1f_cu_stream compute)
 {
     device->compute = compute;
-    device->unit_started = 0;
+    device->num_units = 0;
+    device->is_open = 0;
+    return enter_and_record(device, device->first);
+}
+
+/* Room and events for one unit more. */
+static s1f_status make_room(s1f_device *device)
+{
+    if (device->num_units == device->capacity) {
+        s1f_device_unit *units = realloc(device->units, ((size_t)device->capacity + 1) * sizeof *units);
+        if (units == NULL)
+            return s1f_fail(S1F_ERR_MEMORY, "no memory for the times of %lld units", (long long)device->capacity + 1);
+        device->units = units;
+        units[device->capacity++] = (s1f_device_unit){0};
+    }
+    s1f_device_unit *unit = &device->units[device->num_units];
+    s1f_status status = unit->start != NULL ? S1F_OK : make_event(device, &unit->start);
+    return status != S1F_OK || unit->end != NULL ? status : make_event(device, &unit->end);
 }
 
 s1f_status s1f_device_begin_unit(s1f_device *device)
@@ -66,9 +122,90 @@ s1f_status s1f_device_begin_unit(s1f_device *device)
     s1f_status status = s1f_device_enter(device);
     if (status != S1F_OK)
         return status;
-    status = s1f_driver_status(device->driver, device->driver->event_record(device->unit_start, device->compute),
-                               "cuEventRecord");
-    device->unit_started = 1;
+    status = make_room(device);
+    if (status == S1F_OK)
+        status = record(device, device->units[device->num_units].start);
+    if (status == S1F_OK) {
+        device->num_units++;
+        device->is_open = 1;
+    }
+    s1f_device_leave(device);
+    return status;
+}
+
+s1f_status s1f_device_restart_unit(s1f_device *device)
+{
+    return device->is_open ? enter_and_record(device, device->units[device->num_units - 1].start) : S1F_OK;
+}
+
+s1f_status s1f_device_end_unit(s1f_device *device)
+{
+    if (!device->is_open)
+        return S1F_OK;
+    device->is_open = 0;
+    return enter_and_record(device, device->units[device->num_units - 1].end);
+}
+
+s1f_cu_event s1f_device_unit_start(const s1f_device *device)
+{
+    return device->num_units == 0 ? NULL : device->units[device->num_units - 1].start;
+}
+
+/* -- reading the times --------------------------------------------------------------------------------------------- */
+
+static s1f_status elapsed_ns(const s1f_device *device, s1f_cu_event event, int64_t *ns)
+{
+    float milliseconds = 0;
+    s1f_status status = s1f_driver_status(
+        device->driver, device->driver->event_elapsed(&milliseconds, device->first, event), "cuEventElapsedTime");
+    *ns = (int64_t)((double)milliseconds * 1e6);
+    return status;
+}
+
+/* Records an event on the idle stream and looks until it is seen: it happened between two readings of the host's
+ * clock. */
+static s1f_status join_clocks(s1f_device *device, int64_t *closest_ns)
+{
+    int64_t before = s1f_now_ns(), since;
+    s1f_cu_result seen;
+    s1f_status status = record(device, device->last);
+    if (status != S1F_OK)
+        return status;
+    do {
+        seen = device->driver->event_query(device->last);
+    } while (seen == S1F_CU_ERROR_NOT_READY);
+    int64_t after = s1f_now_ns();
+    status = s1f_driver_status(device->driver, seen, "cuEventQuery");
+    if (status == S1F_OK)
+        status = elapsed_ns(device, device->last, &since);
+    if (status == S1F_OK && after - before < *closest_ns) {
+        *closest_ns = after - before;
+        device->first_ns = before + (after - before) / 2 - since;
+    }
+    return status;
+}
+
+s1f_status s1f_device_settle_times(s1f_device *device)
+{
+    int64_t closest_ns = INT64_MAX;
+    s1f_status status = s1f_device_enter(device);
+    if (status != S1F_OK)
+        return status;
+    status =
+        s1f_driver_status(device->driver, device->driver->stream_synchronize(device->compute), "cuStreamSynchronize");
+    for (int i = 0; status == S1F_OK && i < CLOCK_READINGS; i++)
+        status = join_clocks(device, &closest_ns);
+    s1f_device_leave(device);
+    return status;
+}
+
+s1f_status s1f_device_time_of(const s1f_device *device, s1f_cu_event event, int64_t *ns)
+{
+    s1f_status status = s1f_device_enter(device);
+    if (status != S1F_OK)
+        return status;
+    status = elapsed_ns(device, event, ns);
+    *ns += device->first_ns;
     s1f_device_leave(device);
     return status;
 }

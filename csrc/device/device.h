@@ -1,17 +1,29 @@
-/* device.h - one GPU as a rank's transports see it: its context, the stream that computes, and where a unit starts. */
+/* device.h - one GPU as a rank sees it: its context, the stream that computes, and when each unit ran there.
+ *
+ * Times of units are timed events on the stream that computes: a unit's start comes after all that it waits for, its
+ * end after all that it has started. Nothing waits for them within a step. They are read after it, as nanoseconds of
+ * the host's monotonic clock, so that ranks can be compared: an event that is recorded and seen at once joins the two
+ * clocks. */
 #ifndef S1F_DEVICE_H
 #define S1F_DEVICE_H
 
 #include "driver.h"
+
+typedef struct { /* one unit of the step; events are made once and used again by every step */
+    s1f_cu_event start, end;
+} s1f_device_unit;
 
 typedef struct {
     const s1f_driver *driver;
     int32_t ordinal;
     int device; /* CUdevice */
     s1f_cu_context context;
-    s1f_cu_stream compute;   /* the stream of the caller's kernels; NULL: the default stream */
-    s1f_cu_event unit_start; /* recorded there before each unit */
-    int32_t unit_started;    /* in this step */
+    s1f_cu_stream compute;    /* the stream of the caller's kernels; NULL: the default stream */
+    s1f_cu_event first, last; /* recorded there at the step's begin, and when its times are read */
+    int64_t first_ns;         /* when the first happened, on the host's clock, once times are settled */
+    s1f_device_unit *units;   /* of the step, in the order in which they began */
+    int64_t num_units, capacity;
+    int32_t is_open; /* the last of them has no end yet */
 } s1f_device;
 
 /* Retains the GPU's primary context, the one that torch uses. driver_path NULL: the system's driver. */
@@ -23,9 +35,19 @@ s1f_status s1f_device_enter(const s1f_device *device);
 void s1f_device_leave(const s1f_device *device);
 
 /* The stream on which the units of the next step compute. */
-void s1f_device_begin_step(s1f_device *device, s1f_cu_stream compute);
-/* Called before the work of each unit is started. */
+s1f_status s1f_device_begin_step(s1f_device *device, s1f_cu_stream compute);
+/* Called before the work of each unit is started, and after. A unit that is begun again before its end begins only
+ * then: its start moves. One whose end has been told already keeps that. */
 s1f_status s1f_device_begin_unit(s1f_device *device);
+s1f_status s1f_device_restart_unit(s1f_device *device);
+s1f_status s1f_device_end_unit(s1f_device *device);
+/* The event at the start of the last unit that has begun in this step; NULL: there is none yet. */
+s1f_cu_event s1f_device_unit_start(const s1f_device *device);
+
+/* After a step: waits until all of it has happened, and joins the clocks. */
+s1f_status s1f_device_settle_times(s1f_device *device);
+/* After that: when a timed event of the step happened, on the host's monotonic clock. */
+s1f_status s1f_device_time_of(const s1f_device *device, s1f_cu_event event, int64_t *ns);
 
 /* Bytes that are free on the GPU. */
 s1f_status s1f_device_free_bytes(const s1f_device *device, int64_t *bytes);

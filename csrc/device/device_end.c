@@ -99,7 +99,10 @@ static s1f_status begin_transfer(s1f_device_end *end, const s1f_message *message
     if (transfer->started == NULL)
         status = checked(end, driver->event_create(&transfer->started, S1F_CU_EVENT_DISABLE_TIMING), "cuEventCreate");
     if (status == S1F_OK && transfer->done == NULL)
-        status = checked(end, driver->event_create(&transfer->done, S1F_CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+        status = checked(end,
+                         driver->event_create(&transfer->done,
+                                              end->head.is_receiver ? S1F_CU_EVENT_TIMED : S1F_CU_EVENT_DISABLE_TIMING),
+                         "cuEventCreate");
     transfer->unit = (s1f_unit){message->pass, message->source_stage, message->microbatch, message->segment};
     transfer->is_over = message->payload_bytes == 0 || !message->on_device;
     *out = transfer;
@@ -288,8 +291,9 @@ static s1f_status start_receive(s1f_device_end *end, s1f_device_place *place, in
     s1f_status status = begin_transfer(end, place->message, &transfer);
     if (status == S1F_OK)
         status = checked(end, driver->stream_wait_event(end->stream, place->freed, 0), "cuStreamWaitEvent");
-    if (status == S1F_OK && end->device->unit_started)
-        status = checked(end, driver->stream_wait_event(end->stream, end->device->unit_start, 0), "cuStreamWaitEvent");
+    s1f_cu_event unit_start = s1f_device_unit_start(end->device);
+    if (status == S1F_OK && unit_start != NULL)
+        status = checked(end, driver->stream_wait_event(end->stream, unit_start, 0), "cuStreamWaitEvent");
     if (status == S1F_OK)
         status = checked(end, driver->event_record(transfer->started, end->stream), "cuEventRecord");
     if (status == S1F_OK && !transfer->is_over)
@@ -342,6 +346,12 @@ static s1f_status device_wait(s1f_edge_end *head, int64_t sequence, int32_t numb
     *message = end->places[number].message;
     *payload = (const void *)(uintptr_t)end->places[number].address;
     return leave(end, status);
+}
+
+static s1f_status device_arrived(s1f_edge_end *head, int64_t sequence, int64_t *ns)
+{
+    s1f_device_end *end = (s1f_device_end *)head;
+    return s1f_device_time_of(end->device, end->transfers[sequence].done, ns);
 }
 
 static s1f_status start_send(s1f_device_end *end, int32_t number, const s1f_message *message,
@@ -536,6 +546,7 @@ const s1f_transport s1f_device_transport = {
     .post = device_post,
     .receive = device_receive,
     .wait = device_wait,
+    .arrived = device_arrived,
     .send = device_send,
     .count_sent = device_count_sent,
     .finish = device_finish,

@@ -19,7 +19,7 @@ typedef struct {
 
 enum { S1F_CU_SUCCESS = 0, S1F_CU_ERROR_OUT_OF_MEMORY = 2, S1F_CU_ERROR_NOT_READY = 600 };
 enum { S1F_CU_STREAM_NON_BLOCKING = 1 };
-enum { S1F_CU_EVENT_DISABLE_TIMING = 2, S1F_CU_EVENT_INTERPROCESS = 4 };
+enum { S1F_CU_EVENT_TIMED = 0, S1F_CU_EVENT_DISABLE_TIMING = 2, S1F_CU_EVENT_INTERPROCESS = 4 };
 enum { S1F_CU_IPC_LAZY_PEER_ACCESS = 1, S1F_CU_CAPTURE_RELAXED = 2 };
 
 /* X(name in the table, symbol, arguments) */
@@ -42,6 +42,7 @@ enum { S1F_CU_IPC_LAZY_PEER_ACCESS = 1, S1F_CU_CAPTURE_RELAXED = 2 };
     X(event_destroy, cuEventDestroy_v2, (s1f_cu_event event))                                                          \
     X(event_record, cuEventRecord, (s1f_cu_event event, s1f_cu_stream stream))                                         \
     X(event_query, cuEventQuery, (s1f_cu_event event))                                                                 \
+    X(event_elapsed, cuEventElapsedTime, (float *milliseconds, s1f_cu_event start, s1f_cu_event end))                  \
     X(memory_allocate, cuMemAlloc_v2, (s1f_cu_address * address, size_t bytes))                                        \
     X(memory_free, cuMemFree_v2, (s1f_cu_address address))                                                             \
     X(memory_info, cuMemGetInfo_v2, (size_t * free, size_t * total))                                                   \

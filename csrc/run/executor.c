@@ -34,6 +34,7 @@ struct s1f_executor {
     int64_t step;
     int32_t training;
     int64_t *sizes, *offsets;    /* of the segments, [column]; sizes[0] == 0: not known yet */
+    int32_t is_settled;          /* the spans are the device's */
     s1f_stage_measure *measures; /* per stage */
     int32_t *live_units;         /* per stage */
     int64_t *live_tokens;
@@ -418,6 +419,8 @@ static s1f_status run(s1f_executor *executor, int64_t i)
         executor->next_weight++;
     s1f_status status = run_unit(executor, &executor->instructions[i]);
     executor->num_inputs = 0;
+    if (status == S1F_OK && executor->compute.end_unit != NULL)
+        status = executor->compute.end_unit(executor->compute.context);
     return status == S1F_OK ? release_all_sent(executor) : status;
 }
 
@@ -527,6 +530,7 @@ s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t train
     executor->sizes[0] = 0;
     executor->num_inputs = executor->num_unsent = 0;
     executor->next_weight = executor->num_fills = 0;
+    executor->is_settled = executor->compute.settle_times == NULL;
     executor->result = (s1f_result){0};
     for (int32_t i = 0; i < executor->num_edges; i++)
         executor->edge_states[i].first = executor->edge_states[i].end = 0;
@@ -552,6 +556,38 @@ s1f_unit s1f_executor_last_unit(const s1f_executor *executor)
     while (--i > 0 && executor->spans[i].start_ns == 0)
         continue;
     return executor->instructions[i].unit;
+}
+
+/* When a message had come, or, of one that came to the host, when the host had it. */
+static s1f_status arrival(const s1f_executor *executor, int64_t i, int64_t *ns)
+{
+    const s1f_instruction *instruction = &executor->instructions[i];
+    s1f_edge_end *end = executor->ends[instruction->edge];
+    *ns = executor->spans[i].end_ns;
+    return end->transport->arrived == NULL ? S1F_OK : end->transport->arrived(end, instruction->sequence, ns);
+}
+
+s1f_status s1f_executor_settle_times(s1f_executor *executor)
+{
+    const s1f_compute *compute = &executor->compute;
+    int64_t at = 0, number = 0;
+    s1f_status status = executor->is_settled ? S1F_OK : compute->settle_times(compute->context, &at);
+    for (int64_t i = 0; status == S1F_OK && !executor->is_settled && i < executor->num_instructions; i++) {
+        s1f_span *span = &executor->spans[i], found = {at, at};
+        const s1f_instruction *instruction = &executor->instructions[i];
+        if (instruction->opcode == S1F_OP_RUN)
+            status = compute->unit_times(compute->context, number++, &found.start_ns, &found.end_ns);
+        else if (instruction->opcode == S1F_OP_WAIT)
+            status = arrival(executor, i, &found.end_ns);
+        else if (instruction->opcode == S1F_OP_SEND && executor->ends[instruction->edge]->transport->arrived == NULL)
+            found.end_ns = span->end_ns; /* the host waited for the unit, and copied */
+        found.start_ns = found.start_ns < at ? at : found.start_ns;
+        found.end_ns = found.end_ns < found.start_ns ? found.start_ns : found.end_ns;
+        *span = found;
+        at = found.end_ns;
+    }
+    executor->is_settled |= status == S1F_OK;
+    return status;
 }
 
 const s1f_span *s1f_executor_spans(const s1f_executor *executor, int64_t *count)

@@ -40,8 +40,13 @@ typedef struct {
     /* The place of an edge is about to be free for the next message. Whoever still reads the last one must be given
      * memory of his own before this returns. NULL: nobody does. */
     s1f_status (*leave_place)(void *context, int32_t edge, int32_t place);
-    /* Called before each unit, while it is not yet the current one. NULL: nothing to do. */
+    /* Called before each unit, while it is not yet the current one, and after it. NULL: nothing to do. */
     s1f_status (*begin_unit)(void *context);
+    s1f_status (*end_unit)(void *context);
+    /* Of a device that works behind the host, after a step: waits for its end, and says when the device came to the
+     * step and when its n-th unit ran, on the monotonic clock. NULL: units ran when they were called. */
+    s1f_status (*settle_times)(void *context, int64_t *start_ns);
+    s1f_status (*unit_times)(void *context, int64_t number, int64_t *start_ns, int64_t *end_ns);
 } s1f_compute;
 
 typedef struct { /* one walked instruction, on the monotonic clock */
@@ -78,6 +83,9 @@ s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t train
 
 /* The unit of the last instruction that began in the last step: where a step that failed stood. */
 s1f_unit s1f_executor_last_unit(const s1f_executor *executor);
+/* After a step of a device: makes the spans those of the device, once. A WAIT ends when its message has come there, and
+ * begins, as a RUN may, when what came before has ended: what is left between the two is what the host was late. */
+s1f_status s1f_executor_settle_times(s1f_executor *executor);
 /* Spans of the last step, one per instruction of the rank's program; a step that failed leaves zeros at its end.
  * Borrowed. */
 const s1f_span *s1f_executor_spans(const s1f_executor *executor, int64_t *count);

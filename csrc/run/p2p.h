@@ -62,6 +62,9 @@ typedef struct { /* a transport: how messages move. One static table per transpo
     int (*has_come)(s1f_edge_end *end, int64_t sequence);                      /* NULL: cannot tell */
     s1f_status (*wait)(s1f_edge_end *end, int64_t sequence, int32_t place, const s1f_message **message,
                        const void **payload);
+    /* After the step, once the device's times are settled: when message `sequence` had come, on the monotonic clock.
+     * NULL: when WAIT had returned. */
+    s1f_status (*arrived)(s1f_edge_end *end, int64_t sequence, int64_t *ns);
     s1f_status (*send)(s1f_edge_end *end, int64_t sequence, int32_t place, const s1f_message *message,
                        const void *const *tensors);
     s1f_status (*count_sent)(s1f_edge_end *end, int64_t *count); /* NULL: `send` has read the data when it returns */

@@ -66,8 +66,8 @@ class DeviceEdges:
     def __init__(self, transport: str, group: RankGroup, device: torch.device) -> None:
         self.transport, self._group, self._torch_device = transport, group, device
         self._ends: dict[Edge, object] = {}
-        self._device = _C.device_create(self.driver, self.ordinal())
-        self._watchdog = _C.watchdog_create(group.group, self._device, group.timeout_s)
+        self.gpu = _C.device_create(self.driver, self.ordinal())
+        self._watchdog = _C.watchdog_create(group.group, self.gpu, group.timeout_s)
 
     def ordinal(self) -> int:
         """Number of the GPU, as the driver counts. Raises ValueError if the stages are not on one."""
@@ -114,16 +114,13 @@ class DeviceEdges:
             _C.nccl_connect(end)
         return self._ends
 
-    def set_on(self, executor: object) -> None:
-        _C.executor_set_device(executor, self._device)
-
     def begin_step(self, timeout_s: float) -> None:
         _C.watchdog_set_timeout(self._watchdog, timeout_s)
-        _C.device_begin_step(self._device, self.stream())
+        _C.device_begin_step(self.gpu, self.stream())
 
     def free_bytes(self) -> int:
         """Memory of the GPU that is free now."""
-        return _C.device_free_bytes(self._device)
+        return _C.device_free_bytes(self.gpu)
 
     def close(self) -> None:
         """Leaves together with the other ranks, where these still can."""

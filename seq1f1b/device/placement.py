@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seq1f1b import _C
+
 __all__: list[str] = []
 
 
@@ -51,11 +53,19 @@ def move(value: Any, device: torch.device) -> Any:
     return value
 
 
-def through_host(run: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+def open_gpu(device: torch.device) -> object:
+    """The C core's handle of the GPU, on which it takes the times of units."""
+    return _C.device_create(None, torch.cuda.current_device() if device.index is None else device.index)
+
+
+def through_host(run: Callable[..., Any], device: torch.device, gpu: object) -> Callable[..., Any]:
     """A unit's callback whose messages come from host memory and go there.
 
     Both copies block: what is sent has been computed when the transport reads it, and a place has been read when it is
-    written again.
+    written again. They are no part of the unit's time.
+
+    Args:
+        gpu: the core's handle.
     """
 
     def unit(kind: int, stage: int, cell: int, received: Any) -> Any:
@@ -64,8 +74,12 @@ def through_host(run: Callable[..., Any], device: torch.device) -> Callable[...,
                 ([None if t is None else t.to(device) for t in tensors], requires_grad)
                 for tensors, requires_grad in received
             )
+            _C.device_restart_unit(gpu)
         sent = run(kind, stage, cell, received)
-        return None if sent is None else tuple([None if t is None else _to_host(t) for t in sent])
+        if sent is None:
+            return None
+        _C.device_end_unit(gpu)
+        return tuple([None if t is None else _to_host(t) for t in sent])
 
     return unit
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -461,7 +462,13 @@ class PipelineEngine:
                 "the group's size and num_microbatches, num_segments must agree with it"
             )
         schedule.check()
-        return with_options(schedule, self._options)
+        if schedule.fills and self.device.type != "cpu":
+            warnings.warn(
+                f'weights="fill" runs W while the host waits for a message, but stages on {self.device} work behind '
+                'it: the order runs as it is planned (weights="planned")',
+                stacklevel=4,  # where the engine is made
+            )
+        return with_options(schedule, self._options, self.device)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,9 @@ class Idle:
         microbatches: what is added where every unit takes its measured time, as in ``PipelineReport.simulated``.
             Documents that are packed differently are here, and a machine that does other work.
         host: what is added where every unit comes later by the engine's own time, spread evenly over a rank's units,
-            and where a rank enters the step as late as it did. What Python does inside a unit is part of the unit.
+            and where a rank enters the step as late as it did. What Python does inside a unit is part of the unit. On a
+            GPU the engine's own time is that in which the host was late: all that a unit needs was there, what came
+            before it had ended, and the host had not started it.
         transfer: what the measured step idles beyond that: messages on their way, their copies, places that are not
             free, ranks that wake late from a wait, and waits for the tier (``Report.tier``).
 
@@ -73,6 +75,7 @@ class StepTimes:
         sizes: tokens of each segment.
         layers: of each stage; 0 where their number is not known, () where none is.
         is_tuned: whether the engine itself looks for the order and its segments.
+        on_device: whether these are times of GPUs, whose own time is that in which they wait for their host.
     """
 
     schedule: Schedule
@@ -83,6 +86,7 @@ class StepTimes:
     sizes: tuple[int, ...]
     layers: tuple[int, ...] = ()
     is_tuned: bool = False
+    on_device: bool = False
 
     def alike(self, *alike: str) -> dict[tuple[object, ...], list[float]]:
         """Seconds of the units that are alike in these fields."""
@@ -293,6 +297,11 @@ def _of_host(times: StepTimes) -> str:
         )
     count = sum(map(len, times.units))
     unit, own = sum(map(sum, times.units)) * 1e3 / count, sum(times.own) * 1e3 / count
+    if times.on_device:
+        return (
+            f"its host is late: the GPU waits {own:.2g} ms before each unit until it is started, and a unit takes only "
+            f"{unit:.3g} ms: take fewer segments (now {times.schedule.num_segments}) or larger micro-batches"
+        )
     return (
         f"the engine needs {own:.2g} ms around each unit, and a unit takes only {unit:.3g} ms: take fewer segments "
         f"(now {times.schedule.num_segments}) or larger micro-batches"

@@ -12,6 +12,7 @@ from torch import nn
 
 from seq1f1b import _C
 from seq1f1b.device.edges import DeviceEdges
+from seq1f1b.device.placement import open_gpu
 from seq1f1b.runtime.arguments import Agreement, Options
 from seq1f1b.runtime.data_parallel import without_wrapper
 from seq1f1b.runtime.offload import Tier
@@ -45,6 +46,7 @@ class Pipeline:
     Attributes:
         modules: by stage.
         edges: of this rank, once they are open.
+        gpu: the core's handle of the GPU on which the stages lie, once edges are open; None: they lie on the CPU.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Pipeline:
         self.tied = TiedParameters([(place, without_wrapper(m)) for place, m in self.placed_modules()], group)
         self.edges: tuple[EdgeReport, ...] = ()
         self.device_edges: DeviceEdges | None = None
+        self.gpu: Any = None
         self._ends: dict[Edge, Any] = {}
         self._closed = self._running = False
 
@@ -138,6 +141,9 @@ class Pipeline:
         if self._options.device_transport is not None:
             self.device_edges = device_edges(self._options.device_transport, self.group, self.device)
             self._ends = self.device_edges.open(self._ends, is_receiver)
+            self.gpu = self.device_edges.gpu
+        elif self.device.type != "cpu":
+            self.gpu = open_gpu(self.device)
 
     def make_executor(self, program: Any, cache: Any, *, fills: bool) -> Any:
         """Makes the executor that walks a program over the open edges.
@@ -151,8 +157,8 @@ class Pipeline:
         executor = _C.executor_create(
             program, self.rank, self.group.group, cache, ends, is_thread, _DTYPE_CODES, fills, leave_place
         )
-        if self.device_edges is not None:
-            self.device_edges.set_on(executor)
+        if self.gpu is not None:
+            _C.executor_set_device(executor, self.gpu)
         if self.tier is not None:
             _C.executor_set_tier(executor, self.tier.handle)
         return executor

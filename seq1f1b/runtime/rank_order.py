@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from seq1f1b.runtime.arguments import Builder, Options
 from seq1f1b.schedule import Schedule
 
@@ -37,9 +39,15 @@ def build(
     return schedule
 
 
-def with_options(schedule: Schedule, options: Options) -> Schedule:
-    """The order, with the units that an engine's options add to it."""
+def with_options(schedule: Schedule, options: Options, device: torch.device) -> Schedule:
+    """The order, with the units that an engine's options add to it, as the device of the stages runs it.
+
+    A GPU works behind the host: what the host does while it waits for a message tells nothing of where the GPU waits.
+    So W does not run in waits there.
+    """
     schedule = schedule.recompute(options.memory.recompute)
+    if schedule.fills and device.type != "cpu":
+        schedule = schedule.replace(weights="planned")
     if schedule.fills and "W" not in schedule.kinds:
         schedule = schedule.defer_weights()
     return _with_moves(_with_shards(schedule, options), options)

@@ -35,7 +35,7 @@ class StepRecord:
     Attributes:
         sizes: tokens of segments, as the executor took them.
         length: tokens of the longest micro-batch.
-        seconds: that all units took.
+        seconds: until the host had called all units.
         activations: of the stages where they were measured, in this step or before.
         figures: of each stage, what its parts tell, by name.
         logit_bytes: of this rank's shard of the vocabulary, at their peak.
@@ -53,6 +53,13 @@ class StepRecord:
     figures: dict[int, dict[str, Any]]
     logit_bytes: int
     look_seconds: float = 0.0
+
+    def step_seconds(self, rank: int) -> float:
+        """Seconds that all units took: on a GPU, until the last of them had run there, for which this waits."""
+        if not _C.executor_settle(self.order.executor):
+            return self.seconds
+        total = _C.executor_totals(self.order.executor, rank)
+        return (total.end_ns - total.start_ns) * 1e-9
 
     def total(self, name: str) -> int:
         """Sum of a figure over this rank's stages."""
@@ -115,11 +122,16 @@ class EdgeReport:
 @sendable
 @dataclass(frozen=True)
 class Report:
-    """One rank's last step. Times in seconds, of the host: work that a CUDA device does later is not in them.
+    """One rank's last step. Times in seconds.
+
+    They are times of the host where stages lie on the CPU. On a GPU they are times of the GPU, by events on the stream
+    that computes: what is neither ``busy`` nor ``wait`` nor ``send`` nor ``tier`` is the time in which the GPU had all
+    that a unit needs and waited for the host to start it. Reading them waits for the step's end.
 
     Attributes:
-        start: of the step's first instruction, on the machine's monotonic clock.
-        seconds: the whole step, from the first instruction to the last: busy + wait + send + the engine's own.
+        start: of the step, on the machine's monotonic clock: of its first instruction, or when the GPU came to it.
+        seconds: the whole step, from its start to the end of the last instruction: busy + wait + send + the engine's
+            own.
         busy: in the units, parts of W in waits included.
         wait: for messages, without what filled the waits.
         send: for credits and copies.
@@ -137,6 +149,7 @@ class Report:
         logit_bytes: most that this rank's shard of the vocabulary held of logits at once, between S and T.
         look_seconds: of the last look at this rank's stages by values, at the end of a first step and no part of its
             ``seconds``; 0 if there was none.
+        clock: whose times these are, "host" or "device".
     """
 
     rank: int
@@ -164,6 +177,7 @@ class Report:
     logit_bytes: int = 0
     recomputed_blocks: int = 0
     look_seconds: float = 0.0
+    clock: str = "host"
 
     @property
     def moved_units(self) -> int:
@@ -269,6 +283,7 @@ class PipelineReport:
             sizes=self.ranks[0].segment_sizes,
             layers=tuple(layers[index] for index in sorted(layers)),
             is_tuned=bool(self.tuning),
+            on_device=all(r.clock == "device" for r in self.ranks),
         )
 
     def __str__(self) -> str:
@@ -394,6 +409,7 @@ def _unit_seconds(report: Report) -> dict[Unit, float]:
 def _rank_report(
     record: StepRecord, rank: int, cache: Any, edges: tuple[EdgeReport, ...], trained: Mapping[int, int]
 ) -> Report:
+    is_on_gpu = _C.executor_settle(record.order.executor)
     total = _C.executor_totals(record.order.executor, rank)
     seconds = (total.end_ns - total.start_ns) * 1e-9
     timeline = tuple(
@@ -436,6 +452,7 @@ def _rank_report(
         logit_bytes=record.logit_bytes,
         recomputed_blocks=record.total("blocks_again"),
         look_seconds=record.look_seconds,
+        clock="device" if is_on_gpu else "host",
     )
 
 

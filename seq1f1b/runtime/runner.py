@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from seq1f1b import _C
@@ -111,6 +112,7 @@ class Runner:
                 'schedule="tuned" would find another order in each replica, and stages under DDP or FSDP2 take one: '
                 "tune the stages alone, write engine.plan() to a file, and give that as schedule"
             )
+        self._check_clock()
         return Tuner(
             self.setting,
             stages_per_rank=len(self.stages),
@@ -163,7 +165,7 @@ class Runner:
         expected = (pipeline.num_ranks, pipeline.rank_of_stage)
         if found != expected:
             raise ValueError(f"the plan is for (ranks, ranks of the stages) = {found}, the engine has {expected}")
-        return with_options(schedule, self.options)
+        return with_options(schedule, self.options, pipeline.device)
 
     def settle(self, arguments: StepArguments) -> None:
         """Takes the setting of a tuned evaluation, for a caller that runs these arguments by itself. Collective."""
@@ -294,8 +296,9 @@ class Runner:
         if pipeline.device_edges is not None:
             pipeline.device_edges.begin_step(pipeline.group.timeout_s)
             run, place_views = pipeline.device_edges.around(run), pipeline.device_edges.place_views()
-        elif pipeline.device.type != "cpu":
-            run = through_host(run, pipeline.device)
+        elif pipeline.gpu is not None:
+            _C.device_begin_step(pipeline.gpu, torch.cuda.current_stream(pipeline.device).cuda_stream)
+            run = through_host(run, pipeline.device, pipeline.gpu)
         start = time.perf_counter()
         with inside_step(), step_on(pipeline.device), step.around_units():
             _C.executor_step(
@@ -358,8 +361,17 @@ class Runner:
             raise RuntimeError('the engine is not tuned: its order is what it was given; give schedule="tuned"')
         return self.tuner.found()
 
+    def _check_clock(self) -> None:
+        pipeline = self.pipeline
+        if pipeline.device.type != "cpu" and pipeline.group.is_thread and pipeline.num_ranks > 1:
+            raise ValueError(
+                f"the times of a step on {pipeline.device} are those of a stream, and ranks that are threads of one "
+                "process share it: run ranks as processes"
+            )
+
     def report(self, gather: Callable[[Any], list[Any]] | None = None) -> Any:
         """What the last step measured, see :meth:`seq1f1b.PipelineEngine.report`."""
+        self._check_clock()
         return make_report(
             self.last_step,
             rank=self.pipeline.rank,

@@ -112,7 +112,7 @@ class Tuner:
         self._stages_per_rank, self._group, self._report = stages_per_rank, group, report
         self._settings: dict[str, Setting] = {}  # of this search
         self._made = 0
-        self._reads_units = False
+        self._reads_units = self._reads_seconds = False
         self._stamp = 0
         self._kept: tuple[int, Setting] | None = None  # for a length
         self._ran = first
@@ -142,7 +142,7 @@ class Tuner:
         if torch.are_deterministic_algorithms_enabled():
             self._told = "torch.use_deterministic_algorithms is on: nothing is tuned"
             return self.first
-        own = None if record is None else (record.length, record.seconds, *self._figures())
+        own = None if record is None else (record.length, self._seconds(record), *self._figures())
         everyones = self._group.all_gather_object((self._stamp, length, own))
         measured = [figures for *_, figures in everyones if figures is not None]
         if len({stamp for stamp, *_ in everyones}) > 1:  # a step failed on some ranks alone
@@ -196,6 +196,10 @@ class Tuner:
             weights="fill" if choice.fills else "planned",
         )
 
+    def _seconds(self, record: StepRecord) -> float:
+        """Of a step; 0.0 where nobody asks, for a GPU's are waited for."""
+        return record.step_seconds(self._group.rank) if self._reads_seconds else 0.0
+
     def _figures(self) -> Iterator[Any]:
         if self._reads_units:
             report = self._report()
@@ -229,7 +233,7 @@ class Tuner:
         if schedule.rank_of_stage != first.schedule.rank_of_stage:
             raise ValueError(f"{choice.family} holds its stages on other ranks")
         options = self._options(choice)
-        return Setting(number, with_options(schedule, options), options, choice)
+        return Setting(number, with_options(schedule, options, self._device), options, choice)
 
     def _options(self, choice: Choice) -> Options:
         sizes = self.first.options.segment_sizes if choice.balance == 0 else equal_time(choice)
@@ -239,7 +243,7 @@ class Tuner:
 
     def _search(self) -> Walk:
         self._settings.clear()
-        self._reads_units = False
+        self._reads_units = self._reads_seconds = False
         yield None
         measured = yield None
         length = measured[0][0]
@@ -261,11 +265,13 @@ class Tuner:
         tried: list[Choice | None] = [None, *(Choice(*choice) for choice in choices)]
         for choice in tried:
             yield choice
+        self._reads_seconds = True
         seconds: dict[str, list[float]] = defaultdict(list)
         for _ in range(ROUNDS):
             for choice in tried:
                 measured = yield choice
                 seconds[repr(choice)].append(max(own[1] for own in measured) * length / measured[0][0])
+        self._reads_seconds = False
         found = {name: median(each) for name, each in seconds.items()}
         best = min(tried, key=lambda choice: found[repr(choice)])
         if found[repr(best)] > (1 - LEAST_GAIN) * found[repr(None)]:
@@ -342,7 +348,7 @@ class Tuner:
             tables = costs.tables(sizes, "FIW" if costs.splits else "FBB")
             if not costs.splits:  # of a whole backward it is the sum of I and W that counts
                 tables[1:] = [[[seconds / 2 for seconds in row] for row in table] for table in tables[1:]]
-            for fills in (False, True) if costs.splits else (False,):
+            for fills in (False, True) if costs.splits and self._device.type == "cpu" else (False,):
                 yield Choice("auto", {"costs": tables, "backward": backward, **placement}, k, fills, balance)
 
     def _words(

@@ -29,7 +29,10 @@ enum {
     MAX_BUFFERS = 256,
     MAX_UNITS = 4096,
     ARENA_BYTES = 4 << 20,
-    SEQUENCE = 24
+    SEQUENCE = 24,
+    STALL_NS = 200 * 1000 * 1000, /* for which a unit waits on its GPU */
+    LATE_NS = 80 * 1000 * 1000,   /* by which a host starts one late */
+    CLOCKS_NS = 20 * 1000 * 1000  /* by which two clocks may differ on a busy machine */
 };
 static const char LIBRARY[] = ""; /* this program: the stand-ins are linked with it */
 
@@ -66,8 +69,8 @@ typedef struct { /* one rank */
     CUdeviceptr handed[32][16][16]; /* [stage][microbatch][segment]: result kept for a stage of the same rank */
     unit_work *work;
     int64_t num_run, num_work, step;
-    int64_t fail_at, sleep_at,
-        stall_at;      /* unit that fails, that the host starts late, that waits on the GPU; -1: none */
+    /* unit that fails, that the host does not start or starts late, that waits on the GPU; -1: none */
+    int64_t fail_at, sleep_at, late_at, stall_at;
     CUdeviceptr stall; /* for this word to be 1 */
     s1f_status status;
     char error[1024];
@@ -78,6 +81,7 @@ struct unit_work {        /* one unit, until it has run on the GPU */
     int32_t *output;      /* NULL: none */
     int32_t expected, value;
     int64_t length;
+    int64_t start_ns, end_ns; /* when it ran */
 };
 
 typedef struct pipeline {
@@ -108,6 +112,7 @@ static int32_t value_of(int32_t is_forward, int32_t stage, int32_t microbatch, i
 static void run_on_gpu(void *argument)
 {
     unit_work *work = argument;
+    work->start_ns = s1f_now_ns();
     for (int64_t i = 0; work->input != NULL && i < work->length; i++)
         if (work->input[i] != work->expected) {
             atomic_fetch_add(&wrong_inputs, 1);
@@ -115,6 +120,7 @@ static void run_on_gpu(void *argument)
         }
     for (int64_t i = 0; work->output != NULL && i < work->length; i++)
         work->output[i] = work->value;
+    work->end_ns = s1f_now_ns();
     atomic_fetch_add(&units_on_gpu, 1);
 }
 
@@ -153,6 +159,10 @@ static s1f_status run(void *context, const s1f_current_unit *current, const s1f_
     const s1f_group *group = p->groups[state->rank]; /* another rank gives up, long before a minute has passed */
     for (int32_t tenths = 0; n == state->sleep_at && tenths < 600 && !s1f_group_has_failed(group); tenths++)
         nanosleep(&(struct timespec){.tv_nsec = 100000000}, NULL);
+    if (n == state->late_at) {
+        nanosleep(&(struct timespec){.tv_nsec = LATE_NS}, NULL);
+        CHECK_STATUS(s1f_device_restart_unit(state->device), S1F_OK, "");
+    }
     CHECK_STATUS(s1f_device_enter(state->device), S1F_OK, "");
     unit_work *work = &state->work[state->num_work++ % MAX_UNITS]; /* hosts are up to a step ahead */
     *work = (unit_work){.length = current->length,
@@ -193,6 +203,28 @@ static s1f_status begin_unit(void *context)
 {
     const rank_state *state = context;
     return s1f_device_begin_unit(state->device);
+}
+
+static s1f_status end_unit(void *context)
+{
+    const rank_state *state = context;
+    return s1f_device_end_unit(state->device);
+}
+
+static s1f_status settle_times(void *context, int64_t *start_ns)
+{
+    const rank_state *state = context;
+    s1f_status status = s1f_device_settle_times(state->device);
+    *start_ns = state->device->first_ns;
+    return status;
+}
+
+static s1f_status unit_times(void *context, int64_t number, int64_t *start_ns, int64_t *end_ns)
+{
+    const rank_state *state = context;
+    const s1f_device_unit *unit = &state->device->units[number];
+    s1f_status status = s1f_device_time_of(state->device, unit->start, start_ns);
+    return status == S1F_OK ? s1f_device_time_of(state->device, unit->end, end_ns) : status;
 }
 
 static s1f_status segment_sizes(void *context, int64_t sequence_length, int64_t *sizes)
@@ -253,8 +285,14 @@ static void join_pipeline(rank_state *state)
     for (int32_t i = 0; i < p->num_edges && p->set.transport == BY_NCCL; i++)
         if (p->ends[rank][i] != NULL)
             CHECK_STATUS(s1f_nccl_end_connect(p->ends[rank][i]), S1F_OK, "");
-    s1f_compute compute = {
-        .context = state, .run = run, .release = release, .segment_sizes = segment_sizes, .begin_unit = begin_unit};
+    s1f_compute compute = {.context = state,
+                           .run = run,
+                           .release = release,
+                           .segment_sizes = segment_sizes,
+                           .begin_unit = begin_unit,
+                           .end_unit = end_unit,
+                           .settle_times = settle_times,
+                           .unit_times = unit_times};
     CHECK_STATUS(s1f_kv_cache_create(&state->cache), S1F_OK, "");
     CHECK_STATUS(s1f_executor_create(p->program, rank, p->groups[rank], state->cache, p->ends[rank], 1, &compute,
                                      &state->executor),
@@ -304,7 +342,8 @@ static void make_pipeline(setting set, pipeline *p)
     p->block = aligned_alloc(64, block_bytes);
     memset(p->block, 0, block_bytes);
     for (int32_t rank = 0; rank < set.num_ranks; rank++) {
-        p->states[rank] = (rank_state){.p = p, .rank = rank, .fail_at = -1, .sleep_at = -1, .stall_at = -1};
+        p->states[rank] =
+            (rank_state){.p = p, .rank = rank, .fail_at = -1, .sleep_at = -1, .late_at = -1, .stall_at = -1};
         CHECK(s1f_group_create(p->block, set.num_ranks, rank, NULL, NULL, &p->groups[rank]) == S1F_OK);
         s1f_group_set_limits(p->groups[rank], (int64_t)(set.timeout_s * 1e9), 0);
         s1f_group_progress(p->groups[rank], "set-up");
@@ -395,7 +434,7 @@ static void step_of_rank(rank_state *state)
     state->num_run = 0;
     segment_sizes(state, SEQUENCE, sizes);
     s1f_group_begin_step(group, state->step);
-    s1f_device_begin_step(state->device, state->compute);
+    CHECK_STATUS(s1f_device_begin_step(state->device, state->compute), S1F_OK, "");
     state->status = s1f_executor_step(state->executor, state->step, 1, SEQUENCE, sizes);
     if (state->status != S1F_OK) {
         snprintf(state->error, sizeof state->error, "%s", s1f_last_error());
@@ -554,7 +593,7 @@ static void test_faults_of_hosts(void)
         for (int late = 0; late < 2; late++) {
             setting set = THREE_RANKS;
             set.transport = (transport_kind)transport;
-            set.timeout_s = late ? 2 : 60; /* nobody else is to be late, however busy the machine is */
+            set.timeout_s = late ? 4 : 60; /* nobody else is to be late, however busy the machine is */
             pipeline p;
             make_pipeline(set, &p);
             step(&p, 1);
@@ -601,6 +640,80 @@ static void test_a_unit_that_stalls(void)
     }
 }
 
+/* -- times --------------------------------------------------------------------------------------------------------- */
+
+static void *end_stall_later(void *state)
+{
+    nanosleep(&(struct timespec){.tv_nsec = STALL_NS}, NULL);
+    end_stall(state);
+    return NULL;
+}
+
+/* The spans of a rank are in turn, and each unit's holds the time in which its work ran. Returns the spans. */
+static const s1f_span *check_spans(rank_state *state, const s1f_instruction **instructions, int64_t *count)
+{
+    CHECK_STATUS(s1f_executor_settle_times(state->executor), S1F_OK, "");
+    const s1f_span *spans = s1f_executor_spans(state->executor, count);
+    *instructions = s1f_program_instructions(state->p->program, state->rank, count);
+    int64_t number = state->num_work - state->num_run;
+    for (int64_t i = 0; i < *count; i++) {
+        CHECK(spans[i].start_ns <= spans[i].end_ns && (i == 0 || spans[i - 1].end_ns <= spans[i].start_ns));
+        if ((*instructions)[i].opcode != S1F_OP_RUN)
+            continue;
+        const unit_work *work = &state->work[number++ % MAX_UNITS];
+        CHECK(spans[i].start_ns <= work->start_ns + CLOCKS_NS && work->end_ns <= spans[i].end_ns + CLOCKS_NS);
+    }
+    return spans;
+}
+
+static int64_t length_of(s1f_span span)
+{
+    return span.end_ns - span.start_ns;
+}
+
+/* A unit that is long on the GPU, one that waits for it there, and one that its host starts late: three causes, which
+ * the host's clock cannot tell apart. Rank 1 waits for F0 of rank 0, and starts F1 late. */
+static void test_times(void)
+{
+    for (int transport = BY_NCCL; transport <= BY_COPIES_OF_PROCESSES; transport++) {
+        setting set = THREE_RANKS;
+        set.num_ranks = 2;
+        set.num_segments = 1;
+        set.transport = (transport_kind)transport;
+        set.timeout_s = 60;
+        pipeline p;
+        make_pipeline(set, &p);
+        step(&p, 1);
+        p.states[0].stall_at = 0;
+        p.states[1].late_at = 2; /* its units: F0 B0 F1 B1 ... */
+        pthread_t thread;
+        CHECK(pthread_create(&thread, NULL, end_stall_later, &p.states[0]) == 0);
+        step(&p, 2);
+        pthread_join(thread, NULL);
+        for (int32_t rank = 0; rank < 2; rank++) {
+            const s1f_instruction *instructions;
+            int64_t count, number = 0, idle_ns = 0, wait_ns = 0, at = p.states[rank].device->first_ns;
+            const s1f_span *spans = check_spans(&p.states[rank], &instructions, &count);
+            for (int64_t i = 0; i < count; at = spans[i++].end_ns) {
+                int is_unit = instructions[i].opcode == S1F_OP_RUN;
+                wait_ns += instructions[i].opcode == S1F_OP_WAIT ? length_of(spans[i]) : 0;
+                idle_ns += spans[i].start_ns - at;
+                if (is_unit && rank == 0 && number == 0)
+                    CHECK(length_of(spans[i]) >= STALL_NS - CLOCKS_NS);
+                else if (is_unit)
+                    CHECK(length_of(spans[i]) < STALL_NS / 2);
+                number += is_unit;
+            }
+            if (rank == 1)
+                CHECK(wait_ns >= STALL_NS - CLOCKS_NS && idle_ns >= LATE_NS - CLOCKS_NS);
+            s1f_span first = spans[0], last = spans[count - 1];
+            CHECK_STATUS(s1f_executor_settle_times(p.states[rank].executor), S1F_OK, "");
+            CHECK(memcmp(&first, &spans[0], sizeof first) == 0 && memcmp(&last, &spans[count - 1], sizeof last) == 0);
+        }
+        free_pipeline(&p);
+    }
+}
+
 int main(int argc, char **argv)
 {
     int is_slow = argc > 1 && strcmp(argv[1], "valgrind") == 0;
@@ -608,5 +721,6 @@ int main(int argc, char **argv)
     test_faults_of_transfers();
     test_faults_of_hosts();
     test_a_unit_that_stalls();
+    test_times();
     return check_failures();
 }
