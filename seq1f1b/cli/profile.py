@@ -53,6 +53,12 @@ def add(commands: Any) -> None:
         help="processes that measure at the same time, as ranks share a machine (default: 1)",
     )
     command.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: this machine's GPUs, which the processes take in turn (default: cpu)",
+    )
+    command.add_argument(
         "--layers", type=int, default=2, metavar="N", help="layers of the stage that is measured (default: 2)"
     )
     command.add_argument(
@@ -76,6 +82,7 @@ def run(options: argparse.Namespace) -> int:
         "processes": options.processes,
         "threads": options.threads,
         "bf16": options.dtype == "bf16",
+        "device": options.device,
         "offload": options.offload,
     }
     print(f"seq1f1b: measuring, about {duration(decoder.expected_seconds(model, **settings))}", file=sys.stderr)

@@ -6,7 +6,7 @@ slow as two copies over PCIe that the host waits for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,6 +80,20 @@ def through_host(run: Callable[..., Any], device: torch.device, gpu: object) -> 
             return None
         _C.device_end_unit(gpu)
         return tuple([None if t is None else _to_host(t) for t in sent])
+
+    return unit
+
+
+def in_ranges(run: Callable[..., Any], texts: Mapping[tuple[int, int, int], str]) -> Callable[..., Any]:
+    """A unit's callback within a range of NVTX that has the unit's text, as Nsight Systems shows it.
+
+    Args:
+        texts: by number of the pass, stage and cell.
+    """
+
+    def unit(kind: int, stage: int, cell: int, received: Any) -> Any:
+        with torch.cuda.nvtx.range(texts[kind, stage, cell]):
+            return run(kind, stage, cell, received)
 
     return unit
 

@@ -93,6 +93,7 @@ def profile_model(
     seq_len: int,
     layers: int = 2,
     repeats: int = 5,
+    device: torch.device | str = "cpu",
     offload: str | os.PathLike[str] | None = None,
     wait: Callable[[], object] = lambda: None,
     progress: Callable[[], object] = lambda: None,
@@ -101,6 +102,7 @@ def profile_model(
     head and loss.
 
     Args:
+        device: where the stages lie.
         offload: a directory, whose rates as a tier are measured as well.
     Returns:
         What ``make_profile`` takes, by name; no ends where the shape has no vocabulary.
@@ -108,7 +110,7 @@ def profile_model(
         ValueError: the shape is unsound, its head size is odd, or it has experts; or as ``measure_stage``.
     """
     check_decoder(model, seq_len)
-    with torch.device("cpu"):
+    with torch.device(device):
         blocks = nn.Sequential(*(_Block(model, i) for i in range(layers)))
     settings: dict[str, Any] = {
         "seq_len": seq_len,
@@ -119,17 +121,17 @@ def profile_model(
     }
 
     def hidden(tokens: int) -> Tensor:
-        return torch.randn(1, tokens, model.hidden, device="cpu")
+        return torch.randn(1, tokens, model.hidden, device=device)
 
     def words(tokens: int) -> Tensor:
-        return torch.randint(model.vocab, (1, tokens), device="cpu")
+        return torch.randint(model.vocab, (1, tokens), device=device)
 
     found = {"layer": measure_stage(blocks, hidden, layers=layers, **settings)}
     if layers > 1:
         few = few_cuts(cuts_of(seq_len, SEGMENTS))
         found["single"] = measure_stage(blocks[:1], hidden, segments=few, **{**settings, "offload": None})
     if model.vocab:
-        with torch.device("cpu"):
+        with torch.device(device):
             embedding = nn.Embedding(model.vocab, model.hidden)
             head = nn.Sequential(nn.RMSNorm(model.hidden), nn.Linear(model.hidden, model.vocab, bias=False))
         found["embedding"] = measure_stage(embedding, words, **settings)
@@ -165,6 +167,7 @@ def expected_seconds(
     processes: int = 1,
     threads: int = 1,
     bf16: bool = False,
+    device: str = "cpu",
     offload: str | os.PathLike[str] | None = None,
 ) -> float:
     """About how long :func:`profile_decoder` takes: its FLOP at the rate of a matrix product, timed here and now.
@@ -174,24 +177,27 @@ def expected_seconds(
     Raises:
         ValueError, OSError: as :func:`profile_decoder`.
     """
+    _check_device(device)
     _check_tier(offload)
     _check_counts(processes=processes, threads=threads, layers=layers, repeats=repeats)
     check_decoder(model, seq_len)
     rows, inner = min(seq_len, 512), max(model.hidden, model.ffn)
-    x, weight = torch.randn(rows, model.hidden, device="cpu"), torch.randn(model.hidden, inner, device="cpu")
+    x, weight = torch.randn(rows, model.hidden, device=device), torch.randn(model.hidden, inner, device=device)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        with torch.autocast(device, torch.bfloat16, enabled=bf16):
             times = []
             for _ in range(4):
                 begin = time.perf_counter()
                 x @ weight
+                if device == "cuda":
+                    torch.cuda.synchronize()
                 times.append(time.perf_counter() - begin)
     finally:
         torch.set_num_threads(before)
     rate = 2.0 * rows * model.hidden * inner / min(times)
-    sharing = max(1.0, processes * threads / (os.cpu_count() or 1))
+    sharing = max(1.0, processes / torch.cuda.device_count() if device == "cuda" else processes * threads / _cores())
     work = sum(_work_in_order(model, seq_len, layers, repeats, offload is not None))
     return _STARTUP + _BESIDE_PRODUCTS * sharing * work / rate
 
@@ -200,30 +206,37 @@ def expected_seconds(
 
 _barrier: Any = None  # shared by the worker processes of profile_decoder, set as each of them starts
 _done: Any = None  # FLOP that the first of them to get there has measured
+_number = 0  # of this worker
 
 
-def _start_worker(barrier: Any, done: Any, threads: int) -> None:
-    global _barrier, _done
+def _start_worker(barrier: Any, done: Any, started: Any, threads: int) -> None:
+    global _barrier, _done, _number
     _barrier, _done = barrier, done
+    with started.get_lock():
+        _number = started.value
+        started.value += 1
     torch.set_num_threads(threads)
 
 
 def _work(
-    model: ModelShape, seq_len: int, layers: int, repeats: int, bf16: bool, offload: str | None
+    model: ModelShape, seq_len: int, layers: int, repeats: int, bf16: bool, device: str, offload: str | None
 ) -> dict[str, Measured]:
     torch.manual_seed(0)
+    if device == "cuda":
+        torch.cuda.set_device(_number % torch.cuda.device_count())
     done = itertools.accumulate(_work_in_order(model, seq_len, layers, repeats, offload is not None))
 
     def progress() -> None:
         _done.value = max(_done.value, next(done))
 
     try:
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        with torch.autocast(device, torch.bfloat16, enabled=bf16):
             return profile_model(
                 model,
                 seq_len=seq_len,
                 layers=layers,
                 repeats=repeats,
+                device=device,
                 offload=offload,
                 wait=_barrier.wait,
                 progress=progress,
@@ -231,6 +244,17 @@ def _work(
     except BaseException:
         _barrier.abort()  # the others wait for this one
         raise
+
+
+def _cores() -> int:
+    return os.cpu_count() or 1
+
+
+def _check_device(device: str) -> None:
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f'device is {device!r}, must be "cpu" or "cuda"')
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError('device is "cuda", and torch finds no GPU: measure on the machine that will train')
 
 
 def _check_counts(**counts: int) -> None:
@@ -254,6 +278,7 @@ def profile_decoder(
     processes: int = 1,
     threads: int = 1,
     bf16: bool = False,
+    device: str = "cpu",
     offload: str | os.PathLike[str] | None = None,
     progress: Callable[[float], object] | None = None,
 ) -> Profile:
@@ -265,22 +290,24 @@ def profile_decoder(
     Args:
         threads: of each process.
         bf16: measure under autocast.
+        device: "cpu" or "cuda"; processes take this machine's GPUs in turn.
         offload: a directory, whose rates as a tier are measured as well: all processes move units there at once.
         progress: called now and then with the share of the work that is done.
     Raises:
-        ValueError: a count below 1; or as :func:`profile_model`.
+        ValueError: a count below 1, no GPU where one is asked for; or as :func:`profile_model`.
         OSError: the directory takes no file, or fails.
     """
+    _check_device(device)
     _check_counts(processes=processes, threads=threads, layers=layers, repeats=repeats)
     check_decoder(model, seq_len)
     _check_tier(offload)
     total = sum(_work_in_order(model, seq_len, layers, repeats, offload is not None))
     begin = time.perf_counter()
     context = multiprocessing.get_context("spawn")
-    barrier, done = context.Barrier(processes), context.Value("d", 0.0)
-    with ProcessPoolExecutor(processes, context, _start_worker, (barrier, done, threads)) as pool:
+    barrier, done, started = context.Barrier(processes), context.Value("d", 0.0), context.Value("i", 0)
+    with ProcessPoolExecutor(processes, context, _start_worker, (barrier, done, started, threads)) as pool:
         where = None if offload is None else os.fspath(offload)
-        tasks = [pool.submit(_work, model, seq_len, layers, repeats, bf16, where) for _ in range(processes)]
+        tasks = [pool.submit(_work, model, seq_len, layers, repeats, bf16, device, where) for _ in range(processes)]
         while wait(tasks, timeout=0.5).not_done:
             if progress is not None:
                 progress(done.value / total)
@@ -296,4 +323,5 @@ def profile_decoder(
         threads=threads,
         dtype="bfloat16 autocast" if bf16 else "float32",
         seconds=time.perf_counter() - begin,
+        device=device,
     )

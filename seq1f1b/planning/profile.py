@@ -145,6 +145,7 @@ class Profile:
 
     Attributes:
         machine, torch, threads, dtype: where, and of the products ("bfloat16 autocast": weights are float32).
+        device: "cpu", or "cuda": times are those of the GPU, not of its host.
         processes: that measured the same at the same time.
         seconds: that measuring took.
         seq_len: longest sequence that was measured.
@@ -179,6 +180,7 @@ class Profile:
     move_out: float | None = None
     move_in: float | None = None
     unit: PassSeconds = _NOTHING
+    device: str = "cpu"
 
     def parts(self) -> dict[str, Part]:
         """Those that there are, by name."""

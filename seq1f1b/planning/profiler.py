@@ -120,7 +120,7 @@ def measure_stage(
         loss_fn, make_target: of the last stage; the target is made as the inputs are.
         segments: numbers of segments to cut into; those with fewer than 16 tokens each are left out.
         repeats: measured steps of each, of which the half counts that other processes disturbed least: by the time that
-            this thread did not run.
+            this thread did not run; on a GPU, the shorter half.
         offload: a directory. One cut more, of a middle number of segments, is run with units that move to a tier there.
         wait: called before each, to keep several processes together.
         progress: called when a number of segments is through.
@@ -241,12 +241,15 @@ def _measure_cut(case: _Case, k: int, way: str, result: Measured) -> Measured:
         else case.make_target(case.seq_len)
     )
     steps: list[tuple[float, float, Any]] = []  # seconds lost to other processes, of the step, and its report
+    device = inputs[0].device
     try:
         for repetition in range(WARM_UP + case.repeats):
             case.wait()
             moved_before = _moved_so_far(engine)
+            _wait_for(device)
             sink.bytes, ran, begin = 0, time.thread_time(), time.perf_counter()
             engine.step(inputs, target=target)
+            _wait_for(device)
             whole, report = time.perf_counter() - begin, engine.report()
             held = engine.last_step.activations.get(int(feeds)) if engine.last_step is not None else None
             if repetition == 0 and held is not None:  # the first step of a shape counts the bytes of graphs
@@ -256,7 +259,8 @@ def _measure_cut(case: _Case, k: int, way: str, result: Measured) -> Measured:
                     result.saved.append((case.seq_len, k, held.peak_saved))
             if repetition < WARM_UP:
                 continue
-            steps.append((whole - (time.thread_time() - ran), whole, report))
+            lost = whole if device.type != "cpu" else whole - (time.thread_time() - ran)
+            steps.append((lost, whole, report))
             moved = [after - before for after, before in zip(_moved_so_far(engine), moved_before, strict=True)]
             if all(moved):
                 result.tier.append((moved[0] / moved[2] * 1e9, moved[1] / moved[3] * 1e9))
@@ -285,6 +289,11 @@ def _measure_cut(case: _Case, k: int, way: str, result: Measured) -> Measured:
         )
     finally:
         engine.close()
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _moving(report: Any, sizes: Sequence[int], units: Any) -> tuple[float, float]:
@@ -439,6 +448,7 @@ def make_profile(
     threads: int,
     dtype: str,
     seconds: float,
+    device: str = "cpu",
 ) -> Profile:
     """A profile of what :func:`measure_stage` found, one entry of a list for each process that ran at the time.
 
@@ -448,7 +458,8 @@ def make_profile(
     all_ = _joined(layer)
     unit = _NOTHING if single is None else beyond_layers(layer, single)
     return Profile(
-        machine=f"{_processor()}, {os.cpu_count()} cores",
+        machine=f"{_processor()}, {os.cpu_count()} cores" if device == "cpu" else torch.cuda.get_device_name(),
+        device=device,
         torch=torch.__version__,
         threads=threads,
         processes=len(layer),

@@ -1,4 +1,4 @@
-"""Bytes that a pass of a stage allocates beside what its graph keeps: measured on the CPU."""
+"""Bytes that a pass of a stage allocates beside what its graph keeps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def measure_workspace(
     inputs: tuple[Tensor, ...],
     loss: Callable[[Any], Tensor] | None,
 ) -> Workspace:
-    """Runs a forward and its backward, and again with the backward as I; zeros elsewhere than on the CPU.
+    """Runs a forward and its backward, and again with the backward as I.
 
     Gradients of the inputs count, those of the parameters do not: they are there already, as in a step's later units.
 
@@ -44,8 +44,6 @@ def measure_workspace(
         inputs: of one segment, outside of a step; leaves.
         loss: of the stage's output, for a last stage.
     """
-    if any(x.device.type != "cpu" for x in inputs):
-        return Workspace(0.0, 0.0, 0.0)
     _pass_bytes(stage, inputs, loss, nullcontext())  # makes the gradients of the parameters
     forward, backward = _pass_bytes(stage, inputs, loss, nullcontext())
     return Workspace(forward, backward, _pass_bytes(stage, inputs, loss, _leaving_weights(stage))[1])
@@ -60,11 +58,12 @@ def _pass_bytes(
     """Bytes that a forward gives back, and that its backward holds beyond what was there."""
     backward = 0.0
     with way:
-        output, most, end = _allocated(lambda: stage(*inputs) if loss is None else loss(stage(*inputs)))
+        device = inputs[0].device
+        output, most, end = _allocated(lambda: stage(*inputs) if loss is None else loss(stage(*inputs)), device)
         roots = [x for x in (output if isinstance(output, tuple) else (output,)) if x.requires_grad]
         if roots:
             back = partial(torch.autograd.backward, roots, [torch.ones_like(x) for x in roots])
-            backward = _allocated(back)[1]
+            backward = _allocated(back, device)[1]
     for x in inputs:
         x.grad = None
     return most - end, backward
@@ -93,8 +92,14 @@ def _leaving_weights(stage: nn.Module) -> Iterator[None]:
             layer.weight.requires_grad_()
 
 
-def _allocated(run: Callable[[], Any]) -> tuple[Any, float, float]:
+def _allocated(run: Callable[[], Any], device: torch.device) -> tuple[Any, float, float]:
     """Runs it; returns its result, the most bytes allocated beyond those at its begin, and those at its end."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = run()
+        peak, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        return result, float(peak - before), float(after - before)
     with (
         _without_noise(),
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler,

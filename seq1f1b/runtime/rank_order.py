@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from seq1f1b import _C
 from seq1f1b.runtime.arguments import Builder, Options
 from seq1f1b.schedule import Schedule
 
@@ -83,6 +84,7 @@ class StageOrder:
 
     Attributes:
         places: micro-batch and segment of each cell, and whether it is the last of its micro-batch.
+        units: letter of the pass and cell, in the order in which they run.
         forwards: cells in the order of their F.
         split: those whose backward is I and W.
         recomputed, moved: those with an R, and with O, A and L.
@@ -90,10 +92,10 @@ class StageOrder:
     """
 
     def __init__(self, units: Iterable[tuple[str, int]], places: list[tuple[int, int, bool]]) -> None:
-        self.places = places
+        self.places, self.units = places, tuple(units)
         of: dict[str, list[int]] = {letter: [] for letter in "FWRO"}
         self.last_gradients = ("", -1)
-        for letter, cell in units:
+        for letter, cell in self.units:
             if letter in of:
                 of[letter].append(cell)
             if letter in "BW":
@@ -124,6 +126,15 @@ class RankOrder:
             own.setdefault(stage, []).append((letter, cell))
             self.last_cells[letter] = cell
         self.stages = {stage: StageOrder(units, places) for stage, units in own.items()}
+
+    @cached_property
+    def texts(self) -> dict[tuple[int, int, int], str]:
+        """Texts of this rank's units, with their stages, by number of the pass, stage and cell."""
+        return {
+            (_C.PASSES.index(letter), index, cell): f"[{index}]{letter}{stage.places[cell][0]}.{stage.places[cell][1]}"
+            for index, stage in self.stages.items()
+            for letter, cell in stage.units
+        }
 
     @cached_property
     def digest(self) -> str:

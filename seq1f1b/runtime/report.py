@@ -13,7 +13,10 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+import torch
+
 from seq1f1b import _C
+from seq1f1b.partition import ModelShape
 from seq1f1b.runtime.idle import CAUSES, Idle, StepTimes, advice, ideal_text, idle_of_ranks, mean_idle
 from seq1f1b.runtime.measure import Activations
 from seq1f1b.runtime.rank_order import RankOrder
@@ -40,6 +43,8 @@ class StepRecord:
         figures: of each stage, what its parts tell, by name.
         logit_bytes: of this rank's shard of the vocabulary, at their peak.
         look_seconds: of the last first look at this rank's stages, in this step or before.
+        tokens: of all sequences, where the first stage is.
+        device: of the stages.
     """
 
     training: bool
@@ -52,7 +57,9 @@ class StepRecord:
     activations: dict[int, Activations]
     figures: dict[int, dict[str, Any]]
     logit_bytes: int
-    look_seconds: float = 0.0
+    look_seconds: float
+    tokens: int
+    device: torch.device
 
     def step_seconds(self, rank: int) -> float:
         """Seconds that all units took: on a GPU, until the last of them had run there, for which this waits."""
@@ -150,6 +157,10 @@ class Report:
         look_seconds: of the last look at this rank's stages by values, at the end of a first step and no part of its
             ``seconds``; 0 if there was none.
         clock: whose times these are, "host" or "device".
+        tokens: of all sequences of the step, on the rank of the first stage; 0 elsewhere.
+        device_peak_bytes, device_reserved_bytes: most that this process's tensors have held on its GPU so far, and what
+            torch's allocator has taken for them at most; 0 on the CPU. ``torch.cuda.reset_peak_memory_stats`` begins
+            anew.
     """
 
     rank: int
@@ -178,6 +189,9 @@ class Report:
     recomputed_blocks: int = 0
     look_seconds: float = 0.0
     clock: str = "host"
+    tokens: int = 0
+    device_peak_bytes: int = 0
+    device_reserved_bytes: int = 0
 
     @property
     def moved_units(self) -> int:
@@ -246,16 +260,46 @@ class PipelineReport:
                 seconds[unit.segment] += end - start
         return tuple(seconds)
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of the step over its makespan; 0 in a report that an older version saved."""
+        return sum(rank.tokens for rank in self.ranks) / self.makespan
+
+    def flops_utilization(self, model: ModelShape, peak: float) -> float:
+        """Model FLOP of the step over what the ranks could have computed in it (MFU).
+
+        Forward and backward count three forwards of the model, attention with its causal mask; what recomputation runs
+        again does not count.
+
+        Args:
+            peak: FLOP per second of one rank's device, in the dtype of the products.
+        Raises:
+            ValueError: ``peak`` is not positive, or the shape is unsound.
+        """
+        if not peak > 0:
+            raise ValueError(f"peak is {peak}, must be the FLOP per second of a device")
+        schedule, sizes = self.simulated.schedule, self.ranks[0].segment_sizes
+        lengths = [sum(sizes)] * schedule.num_microbatches
+        if schedule.rows is not None:
+            lengths = [sum(sizes[a:b]) for a, b in pairwise(schedule.first_cells)]
+        sequences = sum(rank.tokens for rank in self.ranks) / sum(lengths)
+        whole = 3.0 * sequences * sum(model.flops(0, length) for length in lengths)
+        return whole / (self.makespan * len(self.ranks) * peak)
+
     def scalars(self) -> dict[str, float]:
         """Figures for a log, such as TensorBoard's or wandb's, by name.
 
-        They are the seconds of the step, the bubble, the share of the step that each cause of idle time adds
-        (``"idle/schedule"``), and over the ranks the most bytes of their processes and of live units' activations.
+        They are the seconds of the step, its tokens per second, the bubble, the share of the step that each cause of
+        idle time adds (``"idle/schedule"``), and over the ranks the most bytes of their processes, of their GPUs'
+        tensors and of live units' activations.
         """
         mean = mean_idle(self.idle)
-        found = {"seconds": self.makespan, "bubble": self.bubble}
+        found = {"seconds": self.makespan, "tokens_per_second": self.tokens_per_second, "bubble": self.bubble}
         found |= {f"idle/{name}": getattr(mean, name) / self.makespan for name in CAUSES}
         found["process_peak_bytes"] = float(max(rank.process_peak_bytes for rank in self.ranks))
+        if any(rank.device_peak_bytes for rank in self.ranks):
+            found["device_peak_bytes"] = float(max(rank.device_peak_bytes for rank in self.ranks))
+            found["device_reserved_bytes"] = float(max(rank.device_reserved_bytes for rank in self.ranks))
         held = [sum(stage.activation_bytes or 0 for stage in rank.stages) for rank in self.ranks]
         return found | ({"activation_bytes": float(max(held))} if any(held) else {})
 
@@ -453,6 +497,9 @@ def _rank_report(
         recomputed_blocks=record.total("blocks_again"),
         look_seconds=record.look_seconds,
         clock="device" if is_on_gpu else "host",
+        tokens=record.tokens,
+        device_peak_bytes=torch.cuda.max_memory_allocated(record.device) if record.device.type == "cuda" else 0,
+        device_reserved_bytes=torch.cuda.max_memory_reserved(record.device) if record.device.type == "cuda" else 0,
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from seq1f1b import _C
-from seq1f1b.device.placement import step_on, through_host
+from seq1f1b.device.placement import in_ranges, step_on, through_host
 from seq1f1b.ops.context import inside_step
 from seq1f1b.plan import TunedOrder
 from seq1f1b.runtime.arguments import Disagreement, Options
@@ -207,7 +207,7 @@ class Runner:
                     if gradients is not None:
                         around.enter_context(gradients.kept_on_errors())
                     executor = order.executor
-                    seconds = self._run_units(step, executor, number)
+                    seconds = self._run_units(step, order, number)
                     executor = None  # a look's error is no unit's
                     step.look_back()
                     executor = order.executor
@@ -289,10 +289,12 @@ class Runner:
             look_at_targets(samples)
         return number
 
-    def _run_units(self, step: Step, executor: Any, number: int) -> float:
+    def _run_units(self, step: Step, order: RankOrder, number: int) -> float:
         """Returns the seconds that all units took."""
         pipeline = self.pipeline
         run, place_views = step.run, pipeline.group.place_views
+        if pipeline.device.type == "cuda":
+            run = in_ranges(run, order.texts)
         if pipeline.device_edges is not None:
             pipeline.device_edges.begin_step(pipeline.group.timeout_s)
             run, place_views = pipeline.device_edges.around(run), pipeline.device_edges.place_views()
@@ -302,7 +304,7 @@ class Runner:
         start = time.perf_counter()
         with inside_step(), step_on(pipeline.device), step.around_units():
             _C.executor_step(
-                executor,
+                order.executor,
                 number,
                 step.training,
                 step.length,
@@ -353,6 +355,8 @@ class Runner:
             figures=figures,
             logit_bytes=step.logit_bytes(),
             look_seconds=sum(self._look_seconds.values()),
+            tokens=step.tokens,
+            device=self.pipeline.device,
         )
 
     def found_order(self) -> TunedOrder:

@@ -54,6 +54,7 @@ class Step:
         self._batch, self._order, self._options, self._stages = batch, order, options, stages
         self._device, self._enter_shape, self._head, self._embedding = device, enter_shape, head, embedding
         self.training, self.length = batch.arguments.training, 0
+        self.tokens = 0  # of all sequences, where the first stage is
         self.sizes = [0] * options.num_segments  # as the executor takes them: alike for all, or in a row
         self._autocast = torch.is_autocast_enabled(device.type)
         self._last = next((stage for stage in stages.values() if stage.is_last), None)
@@ -81,6 +82,9 @@ class Step:
         batch, options = self._batch, self._options
         rows, self.sizes, inputs, kwargs, targets = batch.split(length)
         self.length = length
+        if 0 in self._stages and inputs is not None:
+            every = [size for row in rows for size in row]
+            self.tokens = sum(_sequences(given) * size for given, size in zip(inputs, every, strict=True))
         is_known = self._enter_shape((self.training, length, options.num_segments))
         if self._embedding is not None:
             assert inputs is not None
@@ -246,6 +250,11 @@ class Step:
     def logit_bytes(self) -> int:
         """Most bytes of logits that this rank's shard of the vocabulary held at once."""
         return 0 if self._head is None else self._head.peak_bytes
+
+
+def _sequences(given: tuple[Any, ...]) -> int:
+    """Of a segment's inputs: the batch is their first dimension."""
+    return next((len(value) for value in given if isinstance(value, Tensor) and value.dim()), 0)
 
 
 def _missing(letter: str, cell: int, received: Received) -> Any:

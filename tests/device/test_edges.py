@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -112,6 +113,45 @@ def test_a_step_neither_allocates_nor_waits(transport: str) -> None:
 
     for counts in run_ranks(2, run):
         assert counts[1] == counts[4] and counts[1][0] > 0
+
+
+@pytest.mark.parametrize("transport", BETWEEN_GPUS)
+def test_a_report_has_the_times_of_the_gpu(transport: str) -> None:
+    """A forward of 50 ms is one there, and the stage behind it waits that long."""
+    reset(6)
+    config = Config()
+    model = whole_model(config)
+    tokens, target = batch(config, 4, LENGTH)
+
+    def run(group):
+        engine = make_engine(model, config, group.rank, 2, group=group, transport=transport)
+        engine.step(tokens, target=target)
+        before = stand_in().count("cuEventElapsedTime")
+        engine.step(tokens, target=target)
+        engine.all_gather_object(None)
+        unread = stand_in().count("cuEventElapsedTime") == before
+        engine.all_gather_object(None)
+        handle = engine.modules()[0].register_forward_pre_hook(lambda *_: time.sleep(0.05 * (group.rank == 0)))
+        engine.step(tokens, target=target)
+        handle.remove()
+        report = engine.report(gather=True)
+        engine.close()
+        return unread, report
+
+    (unread, report), (_, same) = run_ranks(2, run)
+    first, second = report.ranks
+    assert unread  # a step that nobody asks about reads no event
+    assert str(report) == str(same) and {rank.clock for rank in report.ranks} == {"device"}
+    for rank in report.ranks:
+        spans = [span for _, *span in rank.timeline]
+        assert all(a <= b for a, b in spans)
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
+        assert rank.busy == pytest.approx(sum(b - a for a, b in spans))
+        assert rank.seconds >= rank.busy + rank.wait - 1e-6
+    forwards = [b - a for unit, a, b in first.timeline if unit.kind == "F"]
+    assert len(forwards) == 8 and min(forwards) > 0.05
+    assert second.wait > 0.05 and report.makespan > 8 * 0.05
+    assert report.tokens_per_second == pytest.approx(tokens.numel() / report.makespan)
 
 
 FAULTS = {

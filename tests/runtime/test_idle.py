@@ -268,6 +268,13 @@ def report():
     return run_ranks(2, run)[0]
 
 
+def test_a_late_host_is_told_with_its_remedy():
+    """A GPU that waits for its host before each unit."""
+    times = dataclasses.replace(step_of(own=4.0), on_device=True)
+    assert "its host is late: the GPU waits" in advice(times, idle_of_ranks(times))
+    assert "take fewer segments (now 4)" in advice(times, idle_of_ranks(times))
+
+
 def test_the_report_of_an_engine(report):
     for each in report:
         for rank, idle in zip(each.ranks, each.idle, strict=True):
@@ -277,6 +284,12 @@ def test_the_report_of_an_engine(report):
         scalars = each.scalars()
         assert sum(scalars[f"idle/{cause}"] for cause in CAUSES) == pytest.approx(scalars["bubble"], abs=1e-6)
         assert scalars["seconds"] == each.makespan and scalars["process_peak_bytes"] > 1e6
+        assert each.tokens_per_second == pytest.approx(3 * 8 / each.makespan)
+        shape = seq1f1b.ModelShape(hidden=4, layers=3, heads=2, kv_heads=1, ffn=6, vocab=5)
+        products = 3 * (2 * (4 * 4 + 2 * 4 * 2 + 4 * 4) + 6 * 4 * 6) + 2 * 4 * 5  # of a token: weights, twice
+        attention = 3 * 4 * 4 * 36  # of a sequence: scores and sums over 36 pairs
+        forward = 3 * (8 * products + attention)
+        assert each.flops_utilization(shape, 1e6) == pytest.approx(3 * forward / (each.makespan * 2 * 1e6))
         lines = str(each).splitlines()
         assert lines[1].split() == ["rank", "busy", "s", "busy", *CAUSES]
         assert [line.split()[0] for line in lines[2:4]] == ["0", "1"] and lines[5:] == [each.advice]
