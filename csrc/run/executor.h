@@ -43,7 +43,7 @@ typedef struct {
     /* Called before each unit, while it is not yet the current one, and after it. NULL: nothing to do. */
     s1f_status (*begin_unit)(void *context);
     s1f_status (*end_unit)(void *context);
-    /* Of a device that works behind the host, after a step: waits for its end, and says when the device came to the
+    /* A device may work behind the host. After a step: waits for its end there, and says when the device came to the
      * step and when its n-th unit ran, on the monotonic clock. NULL: units ran when they were called. */
     s1f_status (*settle_times)(void *context, int64_t *start_ns);
     s1f_status (*unit_times)(void *context, int64_t number, int64_t *start_ns, int64_t *end_ns);

@@ -253,7 +253,7 @@ class Step:
 
 
 def _sequences(given: tuple[Any, ...]) -> int:
-    """Of a segment's inputs: the batch is their first dimension."""
+    """Sequences in a segment's inputs, whose first dimension is the batch."""
     return next((len(value) for value in given if isinstance(value, Tensor) and value.dim()), 0)
 
 

@@ -197,7 +197,7 @@ class Tuner:
         )
 
     def _seconds(self, record: StepRecord) -> float:
-        """Of a step; 0.0 where nobody asks, for a GPU's are waited for."""
+        """Seconds of a step; 0.0 where nobody asks, for a GPU's are waited for."""
         return record.step_seconds(self._group.rank) if self._reads_seconds else 0.0
 
     def _figures(self) -> Iterator[Any]:
