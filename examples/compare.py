@@ -25,15 +25,16 @@ class TorchPipeline:
     def __init__(self, stage: nn.Module, *, num_microbatches: int, loss_fn: Any) -> None:
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.module = stage
-        pipeline_stage = PipelineStage(stage, self.rank, self.num_ranks, torch.device("cpu"))
+        self.device = next(stage.parameters()).device
+        pipeline_stage = PipelineStage(stage, self.rank, self.num_ranks, self.device)
         self.schedule = Schedule1F1B(pipeline_stage, num_microbatches, loss_fn=loss_fn)
 
     def step(self, inputs: Tensor, *, target: Tensor) -> list[Tensor]:
         first, last = self.rank == 0, self.rank == self.num_ranks - 1
         losses: list[Tensor] = []
         self.schedule.step(
-            *([inputs] if first else []),
-            target=target if last else None,
+            *([inputs.to(self.device)] if first else []),
+            target=target.to(self.device) if last else None,
             losses=losses if last else None,
             return_outputs=False,
         )
@@ -61,8 +62,17 @@ class Growth:
 
 @contextmanager
 def peak_growth(measure: bool) -> Iterator[Growth]:
-    """How much this process's resident memory grows at most while the block runs. Linux; nan elsewhere."""
+    """How much this process's resident memory, or what its tensors hold of its GPU, grows at most while the block runs.
+
+    Resident memory is Linux's; nan elsewhere.
+    """
     growth = Growth()
+    if measure and torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        yield growth
+        growth.mebibytes = (torch.cuda.max_memory_allocated() - before) / 2**20
+        return
     if not measure or not Path("/proc/self/clear_refs").exists():
         yield growth
         return

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import seq1f1b
+
 T = TypeVar("T")
 
 
@@ -41,14 +43,14 @@ class Place:
     group: of the pipeline; None: all processes.
     """
 
-    def __init__(self, num_replicas: int = 1) -> None:
+    def __init__(self, num_replicas: int = 1, kind: str = "cpu") -> None:
         self.num_replicas, self.num_stages = num_replicas, num_ranks() // num_replicas
         if self.num_replicas * self.num_stages != num_ranks():
             raise PlaceError(f"{num_ranks()} processes are no multiple of --data-parallel {num_replicas}")
         self.replica, self.stage = divmod(rank(), self.num_stages)
         self.group = self._mesh = None
         if num_replicas > 1:
-            self._mesh = init_device_mesh("cpu", (num_replicas, self.num_stages), mesh_dim_names=("replica", "stage"))
+            self._mesh = init_device_mesh(kind, (num_replicas, self.num_stages), mesh_dim_names=("replica", "stage"))
             self.group = self._mesh.get_group("stage")
 
     def share(self, batch: Tensor) -> Tensor:
@@ -66,6 +68,21 @@ def rank() -> int:
 
 def num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def join(kind: str, *, by_nccl: bool) -> None:
+    """Meets the other processes, if torchrun started this one.
+
+    by_nccl: whether tensors on GPUs go from process to process by other ways than the engine's.
+    """
+    device(kind)  # before NCCL, which takes the GPU that is chosen then
+    if "RANK" not in os.environ:
+        return
+    by_nccl &= kind == "cuda"
+    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if by_nccl and gpus < processes:
+        raise PlaceError(f"--compare and --data-parallel go by NCCL, a GPU for each process: {processes} share {gpus}")
+    seq1f1b.init_process_group("cpu:gloo,cuda:nccl" if by_nccl else "gloo")
 
 
 def device(kind: str) -> torch.device:

@@ -155,8 +155,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if args.batch % (args.microbatches * args.data_parallel):
         times = f" times --data-parallel {args.data_parallel}" if args.data_parallel > 1 else ""
         parser.error(f"--batch {args.batch} is no multiple of --microbatches {args.microbatches}{times}")
-    if args.device == "cuda" and (args.compare or args.data_parallel > 1 or args.offload):
-        parser.error("--device cuda: leave out --compare, --data-parallel and --offload")
+    if args.device == "cuda" and args.offload:
+        parser.error("--device cuda: leave out --offload")
     if args.compare and args.data_parallel > 1:
         parser.error("--compare takes one replica: leave out --data-parallel")
     if args.profile is not None and not args.documents and args.batch != args.microbatches * args.data_parallel:
@@ -261,7 +261,7 @@ def mean(losses: list[Tensor]) -> float:
 
 def train(args: argparse.Namespace) -> bool:
     """The whole run, on one rank. False if ``--compare`` found losses that disagree."""
-    rank, place = ranks.rank(), ranks.Place(args.data_parallel)
+    rank, place = ranks.rank(), ranks.Place(args.data_parallel, args.device)
     corpus = data.Corpus(args.data, args.field, args.max_bytes)
     folder = ranks.on_first_rank(lambda: data.prepare(corpus, args.cache, vocab=args.vocab))
     tokens = data.Tokens(folder, seq_len=args.seq_len)
@@ -296,7 +296,7 @@ def train(args: argparse.Namespace) -> bool:
     trainers = [Trainer(engine, dict(engine.named_parameters()), place, args, "log.jsonl", start)]
     if args.compare:
         theirs = build_stage(config, place.stage, place.num_stages, seed=args.seed, attend=of_whole_sequences)
-        pipeline = compare.TorchPipeline(theirs, num_microbatches=args.microbatches, loss_fn=cross_entropy)
+        pipeline = compare.TorchPipeline(theirs.to(device), num_microbatches=args.microbatches, loss_fn=cross_entropy)
         trainers.append(Trainer(pipeline, dict(theirs.named_parameters()), place, args, "log_torch.jsonl", start))
     run = {"arguments": remembered(args), "model": asdict(config)}
 
@@ -396,7 +396,13 @@ def cost_of(args: argparse.Namespace, config: Config, engine: seq1f1b.PipelineEn
     """What a unit costs: as --profile measured it, or as a machine of this kind would take."""
     order, machine = engine.schedule, load_hardware("cpu-zen5")
     if args.profile is not None:
-        machine = ProfiledHardware.of(Profile.load(args.profile), machine)  # links of a CPU's processes
+        profile = Profile.load(args.profile)
+        if profile.device != args.device:
+            raise data.DataError(
+                f"{args.profile} was measured with --device {profile.device}, this run has --device {args.device}: "
+                f"measure again by seq1f1b profile --device {args.device}"
+            )
+        machine = ProfiledHardware.of(profile, machine)  # links of a CPU's processes
     return CostModel(
         config.shape,
         machine,
@@ -459,12 +465,11 @@ def open_run_folder(args: argparse.Namespace, tokens: Path) -> None:
 @record  # torchrun then ends with the error of the rank that failed first
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    if "RANK" in os.environ:  # started by torchrun
-        seq1f1b.init_process_group("gloo")
-    elif args.compare:
+    if args.compare and "RANK" not in os.environ:
         raise SystemExit("--compare needs several processes: torchrun --standalone --nproc-per-node 2 ...")
-    torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // ranks.num_ranks()))
     try:
+        ranks.join(args.device, by_nccl=args.compare or args.data_parallel > 1)
+        torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // ranks.num_ranks()))
         return 0 if train(args) else 1
     except (data.DataError, checkpoint.CheckpointError, ranks.PlaceError, OSError) as error:
         print(f"train_gpt: {error}", file=sys.stderr)
