@@ -208,8 +208,8 @@ def pipelined(
             return float(torch.stack(losses).mean())
 
         found = measure(machine, model, arm, modules, step)
-        reports = [stage for engine in engines for stage in engine.report().stages]
-        fused, trained = (sum(getattr(r, name) for r in reports) for name in ("fused_weights", "trained_weights"))
+        fused = sum(engine.last_step.total("fused_weights") for engine in engines if engine.last_step is not None)
+        trained = sum(p.numel() for engine in engines for p in engine.parameters() if p.requires_grad)
         found["fused weights"] = round(fused / trained, 3)
     for engine in engines:
         engine.close()
