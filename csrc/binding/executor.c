@@ -23,7 +23,8 @@ typedef struct {
     PyObject *arguments, *device_handle, *tier; /* keep what the executor and the next six borrow */
     const s1f_program *program;
     s1f_group *group;
-    s1f_device *device; /* the GPU on which units compute, NULL: none */
+    s1f_device *device;  /* the GPU on which units compute, NULL: none */
+    int64_t device_step; /* its count when the last step began */
     PyObject *ends;
     PyObject *dtype_codes; /* {torch.dtype: s1f_dtype} */
     PyObject *leave;       /* (tensors) -> whether any lies elsewhere now */
@@ -300,7 +301,11 @@ static s1f_status end_callback(void *context)
 
 static s1f_status settle_callback(void *context, int64_t *start_ns)
 {
-    s1f_device *device = ((executor_handle *)context)->device;
+    const executor_handle *handle = context;
+    s1f_device *device = handle->device;
+    if (device->num_steps != handle->device_step)
+        return s1f_fail(S1F_ERR_STATE, "the step's times on the GPU are gone, for another step has begun there since: "
+                                       "read a report before the next step, eval or verify");
     s1f_status status = s1f_device_settle_times(device);
     *start_ns = device->first_ns;
     return status;
@@ -310,8 +315,7 @@ static s1f_status times_callback(void *context, int64_t number, int64_t *start_n
 {
     executor_handle *handle = context;
     if (number >= handle->device->num_units)
-        return s1f_fail(S1F_ERR_STATE, "the device knows the times of %lld units: another step has run since",
-                        (long long)handle->device->num_units);
+        return s1f_fail(S1F_ERR_STATE, "the GPU has run %lld units of the step", (long long)handle->device->num_units);
     const s1f_device_unit *unit = &handle->device->units[number];
     s1f_status status = s1f_device_time_of(handle->device, unit->start, start_ns);
     return status == S1F_OK ? s1f_device_time_of(handle->device, unit->end, end_ns) : status;
@@ -456,6 +460,7 @@ static PyObject *executor_step(PyObject *Py_UNUSED(module), PyObject *arguments)
         PyMem_Free(sizes.values);
         return NULL;
     }
+    handle->device_step = handle->device == NULL ? 0 : handle->device->num_steps;
     handle->run = run;
     handle->fill = fill;
     handle->segment_sizes = segment_sizes;

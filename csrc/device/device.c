@@ -99,6 +99,7 @@ s1f_status s1f_device_begin_step(s1f_device *device, s1f_cu_stream compute)
     device->compute = compute;
     device->num_units = 0;
     device->is_open = 0;
+    device->num_steps++;
     return enter_and_record(device, device->first);
 }
 

@@ -23,7 +23,8 @@ typedef struct {
     int64_t first_ns;         /* when the first happened, on the host's clock, once times are settled */
     s1f_device_unit *units;   /* of the step, in the order in which they began */
     int64_t num_units, capacity;
-    int32_t is_open; /* the last of them has no end yet */
+    int32_t is_open;   /* the last of them has no end yet */
+    int64_t num_steps; /* that have begun */
 } s1f_device;
 
 /* Retains the GPU's primary context, the one that torch uses. driver_path NULL: the system's driver. */
