@@ -69,7 +69,8 @@ def attention_options(tokens: int) -> dict[str, dict[str, Any]]:
     slopes = 2.0 ** -torch.arange(1, 9)
     every: dict[str, dict[str, Any]] = {
         "window": {"window": tokens // 5}, "softcap": {"softcap": 20.0}, "alibi": {"alibi_slopes": slopes},
-        "documents": {"doc_ids": docs}, "scale": {"scale": 0.3},
+        "documents": {"doc_ids": docs}, "documents, window": {"doc_ids": docs, "window": tokens // 7},
+        "scale": {"scale": 0.3},
     }  # fmt: skip
     return every | {"all": {name: value for options in every.values() for name, value in options.items()}}
 
@@ -87,6 +88,7 @@ def library(machine: Machine) -> Iterator[Case]:
     shapes += [(bf16, 128, kv_heads, sizes, "") for kv_heads in (8, 2, 1) for sizes in (halves, odd, many)]
     shapes += [(dtype, 64, 2, odd, name) for name in every for dtype in (bf16, fp32)]
     shapes += [(bf16, head_dim, 2, odd, "") for head_dim in (32, 40, 80, 96, 192, 256, 36)]
+    shapes += [(bf16, head_dim, 2, sizes, "documents") for head_dim in (40, 128, 192, 256) for sizes in (odd, many)]
     shapes += [(fp32, head_dim, kv_heads, odd, "") for head_dim in (128, 36, 30) for kv_heads in (8, 1)]
     shapes += [(fp16, 128, 2, [tokens - 1, 1], ""), (bf16, 64, 2, [1, tokens - 1], "window")]
     for dtype, head_dim, kv_heads, sizes, name in shapes if machine.is_cuda else shapes[::5]:
@@ -122,7 +124,7 @@ def own(machine: Machine) -> Iterator[Case]:
         shapes += [(dtype, head_dim, kv_heads, odd, "") for kv_heads in (8, 2, 1)]
         shapes += [(dtype, head_dim, 2, odd, name) for name in every]
         shapes += [(dtype, head_dim, 2, sizes, "") for sizes in ([tokens], many, [tokens - 1, 1], [1, tokens - 1])]
-    for dtype, head_dim, kv_heads, sizes, name in shapes if machine.is_cuda else [shapes[31]]:
+    for dtype, head_dim, kv_heads, sizes, name in shapes if machine.is_cuda else [shapes[34]]:
         text = f"{str(dtype).removeprefix('torch.')} d{head_dim} kv{kv_heads} {sizes} {name}".rstrip()
         yield text, functools.partial(one, dtype, head_dim, kv_heads, sizes, every.get(name, {}))
 

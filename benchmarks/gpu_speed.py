@@ -162,6 +162,10 @@ def speed(machine: Machine) -> Iterator[Case]:
     for name, of_name in options.items():
         yield f"{name}, 32/8 heads of 128, 8192 tokens", functools.partial(with_options, of_name)
 
+    for shape, count in (((32, 8, 128, 8192, 8192), 5), ((32, 8, 128, 4096, 16384), 7), ((32, 8, 64, 8192, 8192), 64)):
+        name = f"{count} documents by torch's flash ops, heads of {shape[2]}, {shape[3]} tokens of {shape[4]}"
+        yield name, functools.partial(over_documents, machine, shape if machine.is_cuda else SMALL, count)
+
     def plans() -> dict[str, Any]:
         """Milliseconds that cuDNN takes for the first call of a shape, beside the second."""
         machine.need_cuda()
@@ -224,6 +228,45 @@ def speed(machine: Machine) -> Iterator[Case]:
         return {"us, forward and backward": round((time.perf_counter() - start) / repeats * 1e6)}
 
     yield "cost of a call", call
+
+
+def over_documents(machine: Machine, shape: tuple[int, int, int, int, int], count: int) -> dict[str, Any]:
+    """Documents by torch's flash ops and by our kernels, beside flash over the whole sequence without documents: by
+    time, and by TFLOP/s of what is seen."""
+    inputs = Segment(machine, *shape)
+    heads, _, head_dim, tokens, end = shape
+    docs = torch.arange(end, device=machine.device, dtype=torch.int32)[None] * count // end
+    starts = torch.searchsorted(docs[0].contiguous(), docs[0].contiguous())
+    pairs = int((torch.arange(end, device=machine.device) - starts + 1)[end - tokens :].sum())
+    with_documents = inputs.options._replace(docs=docs[:, end - tokens :], key_docs=docs)
+    use_cudnn(False)
+    found: dict[str, Any] = {}
+    rates: dict[str, float] = {}
+    results = []
+    of_documents = 4.0 * heads * head_dim * pairs
+    cases = (("library", inputs.options, inputs.flops), ("library", with_documents, of_documents),
+             ("own", with_documents, of_documents))  # fmt: skip
+    for kernels, options, flops in cases:
+        kernel_library.use_kernels(kernels)
+        out, lse = cuda_attention._forward(*inputs.qkv, options)
+        way = cuda_attention.way(inputs.q, head_dim, options)
+        results += [out] if options is with_documents else []
+
+        def backward(out: Tensor = out, lse: Tensor = lse, options: Any = options) -> Any:
+            return cuda_attention._backward(inputs.dout, *inputs.qkv, out, lse, options, inputs.dk, inputs.dv)
+
+        forward = functools.partial(cuda_attention._forward, *inputs.qkv, options)
+        for name, run, share in (("forward", forward, 1.0), ("backward", backward, 2.5)):
+            seconds = machine.seconds(run, budget=0.12)
+            rates[f"{way} {name}"] = share * flops / seconds / 1e12
+            found[f"{way} {name}"] = f"{seconds * 1e3:.3f} ms {share * flops / seconds / 1e12:.0f} TFLOP/s"
+    check_close("out over documents by own kernels and by torch's flash ops", *results)
+    for name in ("forward", "backward"):
+        if f"documents {name}" in rates:
+            found[f"{name}: documents' rate beside flash's"] = round(
+                rates[f"documents {name}"] / rates[f"flash {name}"], 3
+            )
+    return found
 
 
 def cells(machine: Machine) -> list[tuple[int, int, int, int, int]]:

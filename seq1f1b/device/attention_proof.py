@@ -51,15 +51,23 @@ CASES = (
     Options("documents, a window and a soft cap", True, 70, 2.0, 0.3, store=True, deterministic=True, num_parts=2),
 )
 
+DOCUMENT_CASES = (
+    CASES[1],
+    Options("documents that are added to", has_documents=True),
+    Options("documents and a window", True, 45, scale=0.3),
+    Options("documents and a window of one tile, stored", True, 64, store=True),
+)
+"""For what takes documents, and neither a soft cap nor calls without documents."""
 
-def prove(launch: Launch, use: Use) -> None:
+
+def prove(launch: Launch, use: Use, cases: tuple[Options, ...] = CASES) -> None:
     """Runs attention_forward or attention_backward on the small cases, and holds the results to float64.
 
     Raises:
         AssertionError, RuntimeError, ...: it is wrong, or does not run.
     """
     with apart(use.device):
-        for options in CASES:
+        for options in cases:
             case = _Case(use, options)
             (_prove_forward if use.kernel == "attention_forward" else _prove_backward)(launch, case)
 

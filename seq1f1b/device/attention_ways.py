@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seq1f1b.device import attention_parts, kernel_library
+from seq1f1b.device.document_layout import Layout
 
 __all__: list[str] = []
 
@@ -35,6 +36,8 @@ class Options(NamedTuple):
     scale: float
     window: int
     softcap: float
+    in_pieces: bool = False  # tokens of a document are known not to follow one another
+    layout: Layout | None = None  # of the documents, where the way needs it
 
 
 class Call(NamedTuple):
@@ -62,8 +65,58 @@ class Plan:
     hides_first: bool  # the window hides the first of them from all queries
     calls: tuple[Call, ...]
     sum_of_dq: str  # "total" of all calls' parts, "in place" of the first's, or "wide": one by one in float32
+    key_range: int = 0  # most keys before the segment that a call of the documents' backward takes
     wait: float | None = None  # operations still to come before cuDNN's own plan pays; None: decided
     flops: float = 0.0  # of one call
+
+
+# -- ranges of keys --------------------------------------------------------------------------------------------------
+
+
+def bounds(start: int, limit: int, longest: int) -> list[tuple[int, int]]:
+    return [(begin, min(begin + longest, limit)) for begin in range(start, limit, longest)]
+
+
+def lengths(of_bounds: list[tuple[int, int]]) -> tuple[int, ...]:
+    return tuple(stop - begin for begin, stop in of_bounds)
+
+
+def ranges(
+    start: int, offset: int, end: int, window: int, longest: int, is_plain: bool = False
+) -> tuple[tuple[int, ...], tuple[Call, ...]]:
+    """Lengths of the keys before ``start`` and of all ranges behind them, and the calls of a backward.
+
+    The queries are tokens ``offset`` to ``end``; they see no key before ``start``. The ops mask from the last query and
+    key backwards. So the segment's own keys are one range, whose call comes first, and where a window hides a range
+    before them from the last rows, these are left out. Under a window torch's flash ops take no more queries than keys,
+    and one (they hide keys of the first ones else, whatever the window's right side): rows that see a whole range, and
+    so need no window, are a part of their own where there are more. The plain way masks by positions, so its ranges
+    begin and end anywhere.
+    """
+    if is_plain:
+        of_bounds = bounds(start, end, longest)
+    else:
+        of_bounds = [*bounds(start, offset, longest), (offset, end)]
+    calls = []
+    for piece, (begin, stop) in enumerate(of_bounds, 1 if start else 0):
+        first, last = max(begin, offset), min(end, stop + window - 1) if window else end
+        is_own = not is_plain and begin == offset
+        is_split = window and not is_plain and last - first > stop - begin + 1 and begin + window < last
+        if is_split:
+            calls.append(Call(piece, begin, first - offset, begin + window - first, True, is_own))
+            first = begin + window
+        calls.append(Call(piece, begin, first - offset, last - first, not is_split, is_own))
+    if not is_plain:
+        calls = calls[-1:] + calls[:-1]
+    return (start,) * bool(start) + lengths(of_bounds), tuple(calls)
+
+
+def sum_of_dq(calls: tuple[Call, ...], tokens: int) -> str:
+    if len(calls) <= attention_parts.MOST_PARTS and all(call.num_queries == tokens for call in calls):
+        return "total"
+    rows = sorted((call.first, call.first + call.num_queries) for call in calls[1:])
+    is_one_each = all(before[1] <= after[0] for before, after in itertools.pairwise(rows))
+    return "in place" if calls[0].is_own and is_one_each else "wide"
 
 
 # -- layouts ---------------------------------------------------------------------------------------------------------
@@ -104,7 +157,7 @@ def padded(t: Tensor, width: int) -> Tensor:
     return t if t.shape[3] == width else F.pad(t, (0, width - t.shape[3]))
 
 
-def _readable(plan: Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
+def readable(plan: Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors of the plan as the way's ops can read them."""
     if plan.width:
         return tuple([aligned(padded(t, plan.width)) for t in tensors])
@@ -136,7 +189,7 @@ Part = Callable[[Call, Tensor, Tensor], Gradients]
 """dq, dk and dv of a call, from the keys and values of its range."""
 
 
-def _over_ranges(plan: Plan, given: Given, keys: Tensor, values: Tensor, part: Part) -> Gradients:
+def over_ranges(plan: Plan, given: Given, keys: Tensor, values: Tensor, part: Part) -> Gradients:
     """dq, and the own tokens' dk and dv, in q's dtype and token-major memory.
 
     Later segments went backward before, so the own tokens' rows of the slabs are complete. They are read here for the
@@ -241,7 +294,7 @@ def launch_own_backward(operation: kernel_library.Operation, given: Given, kerne
 
 def cudnn_forward(plan: Plan, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     v_head_dim, scale = values.shape[3], options.scale
-    q, keys, values = _readable(plan, q, keys, values)
+    q, keys, values = readable(plan, q, keys, values)
     attend, sums = torch.ops.aten._scaled_dot_product_cudnn_attention.default, q.shape[:3]
     if len(plan.pieces) == 1:
         found = attend(q, keys, values, None, True, 0.0, True, False, scale=scale)
@@ -257,35 +310,35 @@ def cudnn_forward(plan: Plan, q: Tensor, keys: Tensor, values: Tensor, options: 
 
 def cudnn_backward(plan: Plan, given: Given) -> Gradients:
     keys, values, scale, tokens = given.keys, given.values, given.options.scale, plan.tokens
-    dout, q, keys, values, out = _readable_backward(plan, given)
+    dout, q, keys, values, out = readable_backward(plan, given)
     lse = given.lse.contiguous().unsqueeze(3)
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # state of dropout
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
     def part(call: Call, keys: Tensor, values: Tensor) -> Gradients:
-        keys, values = _readable_range(plan, keys, values)
+        keys, values = readable_range(plan, keys, values)
         dq, dk, dv = attend(
             dout, q, keys, values, out, lse, unused, unused, None, None, None, tokens, keys.shape[2], 0.0, call.is_own,
             scale=scale,
         )  # fmt: skip
-        return _narrowed(plan, given, dq, dk, dv)
+        return narrowed(plan, given, dq, dk, dv)
 
-    return _over_ranges(plan, given, keys, values, part)
+    return over_ranges(plan, given, keys, values, part)
 
 
-def _readable_backward(plan: Plan, given: Given) -> tuple[Tensor, ...]:
+def readable_backward(plan: Plan, given: Given) -> tuple[Tensor, ...]:
     """dout, q, keys, values and out; keys and values get their zeros range by range."""
     if not plan.width:
-        return _readable(plan, *given[:5])
-    dout, q, out = _readable(plan, given.dout, given.q, given.out)
+        return readable(plan, *given[:5])
+    dout, q, out = readable(plan, given.dout, given.q, given.out)
     return dout, q, given.keys, given.values, out
 
 
-def _readable_range(plan: Plan, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-    return _readable(plan, keys, values) if plan.width else (keys, values)
+def readable_range(plan: Plan, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+    return readable(plan, keys, values) if plan.width else (keys, values)
 
 
-def _narrowed(plan: Plan, given: Given, dq: Tensor, dk: Tensor, dv: Tensor) -> Gradients:
+def narrowed(plan: Plan, given: Given, dq: Tensor, dk: Tensor, dv: Tensor) -> Gradients:
     """Without the zeros."""
     if not plan.width:
         return dq, dk, dv
@@ -298,7 +351,7 @@ def _narrowed(plan: Plan, given: Given, dq: Tensor, dk: Tensor, dv: Tensor) -> G
 
 def flash_forward(plan: Plan, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     v_head_dim, window = values.shape[3], options.window
-    q, keys, values = _readable(plan, q, keys, values)
+    q, keys, values = readable(plan, q, keys, values)
     left, right = (window - 1, 0) if window else (None, None)
     found = torch.ops.aten._flash_attention_forward.default(
         q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), None, None, q.shape[2], keys.shape[2], 0.0,
@@ -308,8 +361,13 @@ def flash_forward(plan: Plan, q: Tensor, keys: Tensor, values: Tensor, options: 
     return (out[..., :v_head_dim] if plan.width else out), found[1]
 
 
-def flash_backward(plan: Plan, given: Given) -> Gradients:
-    dout, q, keys, values, out = _readable_backward(plan, given)
+OwnPart = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Gradients]
+"""dq, dk and dv from dout, q, keys, values and out, all of the segment, as flash takes them."""
+
+
+def flash_backward(plan: Plan, given: Given, own: OwnPart | None = None) -> Gradients:
+    """own: takes the place of the call over the segment's own keys."""
+    dout, q, keys, values, out = readable_backward(plan, given)
     dout, q, out = dout.transpose(1, 2), q.transpose(1, 2), out.transpose(1, 2)
     lse, options, end = given.lse.contiguous(), given.options, keys.shape[2]
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # state of dropout
@@ -317,7 +375,9 @@ def flash_backward(plan: Plan, given: Given) -> Gradients:
 
     def part(call: Call, keys: Tensor, values: Tensor) -> Gradients:
         """Masked from the last query and key backwards, as the op does."""
-        keys, values = _readable_range(plan, keys, values)
+        keys, values = readable_range(plan, keys, values)
+        if own is not None and call.is_own:
+            return narrowed(plan, given, *own(dout, q, keys.transpose(1, 2), values.transpose(1, 2), out))
         of_dout, of_q, of_out = _rows_of(plan, call, dout, q, out, dim=1)
         (of_lse,) = _rows_of(plan, call, lse)
         num_keys, window = keys.shape[2], options.window
@@ -331,9 +391,9 @@ def flash_backward(plan: Plan, given: Given) -> Gradients:
             call.num_queries, num_keys, 0.0, behind == 0, unused, unused, scale=options.scale, window_size_left=left,
             window_size_right=right,
         )  # fmt: skip
-        return _narrowed(plan, given, dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2))
+        return narrowed(plan, given, dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2))
 
-    return _over_ranges(plan, given, keys, values, part)
+    return over_ranges(plan, given, keys, values, part)
 
 
 # -- memory-efficient: as many heads of keys as of queries, so one call per query head of a group --------------------
@@ -349,7 +409,7 @@ def _ungroup(parts: list[Tensor]) -> Tensor:
 
 
 def efficient_forward(plan: Plan, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    q, keys, values = _readable(plan, q, keys, values)
+    q, keys, values = readable(plan, q, keys, values)
     outs, lses, kv_heads = [], [], keys.shape[1]
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     for group in _groups(q, kv_heads):
@@ -363,7 +423,7 @@ def efficient_forward(plan: Plan, q: Tensor, keys: Tensor, values: Tensor, optio
 
 
 def efficient_backward(plan: Plan, given: Given) -> Gradients:
-    dout, q, keys, values, out = _readable_backward(plan, given)
+    dout, q, keys, values, out = readable_backward(plan, given)
     kv_heads, padding, scale = keys.shape[1], -plan.tokens % _LSE_ALIGNMENT, given.options.scale
     lse = F.pad(given.lse, (0, padding), value=float("inf")) if padding else given.lse
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # state of dropout
@@ -388,7 +448,7 @@ def efficient_backward(plan: Plan, given: Given) -> Gradients:
         assert dk is not None and dv is not None
         return _ungroup(dqs), dk.transpose(1, 2), dv.transpose(1, 2)
 
-    return _over_ranges(plan, given, keys, values, part)
+    return over_ranges(plan, given, keys, values, part)
 
 
 # -- plain: (batch, kv_heads, group, tokens, ...) throughout, in float32 or float64 ----------------------------------
@@ -464,4 +524,4 @@ def plain_backward(plan: Plan, given: Given) -> Gradients:
         dk = torch.einsum("bhgsk,bhgsd->bhkd", dlogits, q)
         return dq.flatten(1, 2), dk, dv
 
-    return _over_ranges(plan, given, given.keys, given.values, part)
+    return over_ranges(plan, given, given.keys, given.values, part)

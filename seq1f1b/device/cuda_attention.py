@@ -8,12 +8,15 @@ first that takes it:
     cudnn      as flash, without a window, on Hopper and newer: cuDNN's, for shapes that come often enough to pay for
                its plan of one (``PLAN_FLOPS``); until then they go by flash
     flash      bfloat16 and float16, head_dim a multiple of 8, Ampere or newer: ``aten::_flash_attention_*``
+    documents  as flash, with documents: the same ops over sequences of many lengths, where they have proven themselves
+               (attention_documents.py); no GPU has run them so yet
     efficient  float32 without a window, head_dim a multiple of 4: ``aten::_efficient_attention_*``
-    plain      everything else (float64, soft cap, ALiBi, documents, other heads): matrix products over ranges of keys,
-               up to 200 times slower, in bounded memory
+    plain      everything else (float64, ALiBi, a soft cap that own does not take, documents in float32 or whose tokens
+               do not follow one another, other heads): matrix products over ranges of keys, up to 200 times slower, in
+               bounded memory
 
-Heads of v may have another size than those of q and k. The efficient and plain ways take them as they are; for flash
-and cuDNN the narrower ones get zeros up to the size of the wider; own does not take them.
+Heads of v may have another size than those of q and k. The efficient and plain ways take them as they are; for flash,
+documents and cuDNN the narrower ones get zeros up to the size of the wider; own does not take them.
 
 cuDNN masks from the first key on, so its forward is a call over the segment's own keys and one over those before, and
 the two results are merged. Backward goes over ranges of keys: exact, since the sums over all keys (``lse``) and ``out``
@@ -32,7 +35,6 @@ run it on the CPU, with stand-ins for the aten ops that torch's dispatcher holds
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import threading
 from collections.abc import Callable
@@ -42,7 +44,7 @@ import torch
 from torch import Tensor
 
 from seq1f1b import _C
-from seq1f1b.device import attention_parts, attention_ways, kernel_library
+from seq1f1b.device import attention_documents, attention_parts, attention_ways, document_layout, kernel_library
 from seq1f1b.device.attention_ways import Call, Given, Options, Plan, are_rows_aligned, token_major
 
 __all__ = ["Options"]
@@ -157,18 +159,24 @@ def _own_takes(q: Tensor, v_head_dim: int, options: Options, operation: str) -> 
 
 
 def _own(q: Tensor, v_head_dim: int, options: Options, operation: str) -> kernel_library.Operation | None:
-    is_right_enough = _asks_for_own(q, v_head_dim, options)
+    is_right_enough = _asks_for_own(q, v_head_dim, options, operation)
     return None if is_right_enough is None else kernel_library.choose(operation, q, is_right_enough)
 
 
-def _is_own_final(q: Tensor, v_head_dim: int, options: Options, operation: str) -> bool:
-    """Whether ``_own``, which was asked the same before, will not answer otherwise later."""
-    is_right_enough = _asks_for_own(q, v_head_dim, options)
+def _is_final(q: Tensor, v_head_dim: int, options: Options, operation: str) -> bool:
+    """Whether ``_own`` and ``_documents_takes``, which were asked the same before, will not answer otherwise later."""
+    width = max(q.shape[3], v_head_dim)
+    for_documents = _is_for_documents(q, v_head_dim, options)
+    if for_documents and not attention_documents.is_final(q.dtype, width, q.device):
+        return False
+    is_right_enough = _asks_for_own(q, v_head_dim, options, operation)
     return is_right_enough is None or kernel_library.is_final(operation, q, is_right_enough)
 
 
-def _asks_for_own(q: Tensor, v_head_dim: int, options: Options) -> bool | None:
-    """None: such calls are not for our kernels; True: right ones are enough, as flash does not take such calls."""
+def _asks_for_own(q: Tensor, v_head_dim: int, options: Options, operation: str) -> bool | None:
+    """None: such calls are not for our kernels; True: right ones are enough. They are where torch's flash ops do not
+    take the call, and for documents also where they have a record of their speed: it is near that of flash, and they
+    ask nothing of the host."""
     if q.dtype not in (torch.bfloat16, torch.float16) or options.slopes.numel() or options.scale <= 0:
         return None
     if q.shape[3] != v_head_dim or not _has_flash(q.device):
@@ -176,7 +184,9 @@ def _asks_for_own(q: Tensor, v_head_dim: int, options: Options) -> bool | None:
     by_flash = _flash_takes(q, v_head_dim, options)
     if by_flash and not options.window and _has_cudnn(q.device) and kernel_library.preference() != "own":
         return None
-    return not by_flash
+    if by_flash:
+        return False
+    return kernel_library.is_recorded(operation, q) or not _documents_takes(q, v_head_dim, options)
 
 
 def _cudnn_takes(q: Tensor, v_head_dim: int, options: Options, operation: str = "") -> bool:
@@ -188,6 +198,19 @@ def _flash_takes(q: Tensor, v_head_dim: int, options: Options, operation: str = 
     if q.dtype not in (torch.bfloat16, torch.float16) or _needs_products(options):
         return False
     return max(q.shape[3], v_head_dim) % 8 == 0 and _has_flash(q.device)
+
+
+def _is_for_documents(q: Tensor, v_head_dim: int, options: Options) -> bool:
+    if not options.docs.numel() or options.in_pieces or options.softcap or options.slopes.numel():
+        return False
+    is_known_dtype = q.dtype in (torch.bfloat16, torch.float16)
+    return is_known_dtype and max(q.shape[3], v_head_dim) % 8 == 0 and _has_flash(q.device)
+
+
+def _documents_takes(q: Tensor, v_head_dim: int, options: Options, operation: str = "") -> bool:
+    if not _is_for_documents(q, v_head_dim, options):
+        return False
+    return bool(attention_documents.is_right(q.dtype, max(q.shape[3], v_head_dim), q.device))
 
 
 def _efficient_takes(q: Tensor, v_head_dim: int, options: Options, operation: str = "") -> bool:
@@ -214,6 +237,7 @@ WAYS = {
     "own": Way(_own_takes, attention_ways.own_forward, attention_ways.own_backward),
     "cudnn": Way(_cudnn_takes, attention_ways.cudnn_forward, attention_ways.cudnn_backward),
     "flash": Way(_flash_takes, attention_ways.flash_forward, attention_ways.flash_backward),
+    "documents": Way(_documents_takes, attention_documents.forward, attention_documents.backward),
     "efficient": Way(_efficient_takes, attention_ways.efficient_forward, attention_ways.efficient_backward),
     "plain": Way(_plain_takes, attention_ways.plain_forward, attention_ways.plain_backward),
 }
@@ -247,6 +271,8 @@ def _forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple
     keys, values: (batch, kv_heads, N, their head_dim); the last query is token N - 1.
     """
     plan = _plan("attention_forward", (q, keys, values), options)
+    if plan.way == "documents":
+        plan, options = _with_layout(plan, "attention_forward", (q, keys, values), options)
     out, lse = plan.run(plan, q, keys, values, options)
     if options.sinks.numel():
         out, lse = _with_sinks(out, lse, options.sinks)
@@ -274,6 +300,8 @@ def _backward(
     slabs' own hold nothing of use behind the call. All token-major in memory. Last the gradients of the sinks.
     """
     plan = _plan("attention_backward", (dout, q, keys, values, out), options)
+    if plan.way == "documents":
+        plan, options = _with_layout(plan, "attention_backward", (dout, q, keys, values, out), options)
     dq, own_dk, own_dv = plan.run(plan, Given(dout, q, keys, values, out, lse, options, dk, dv, store))
     return dq, own_dk, own_dv, _sink_gradients(dout, out, lse, options.sinks)
 
@@ -311,6 +339,16 @@ def forget_plans() -> None:
     """In all threads. For tests and benchmarks that change what plans follow from."""
     global _plans
     _plans = _Plans()
+    document_layout.forget()
+
+
+def _with_layout(plan: Plan, operation: str, tensors: tuple[Tensor, ...], options: Options) -> tuple[Plan, Options]:
+    """The plan, and the options with the documents' layout; another way's plan where there is none."""
+    layout = document_layout.layout_of(options.docs, options.key_docs)
+    if layout is not None:
+        return plan, options._replace(layout=layout)
+    options = options._replace(in_pieces=True)
+    return _plan(operation, tensors, options), options
 
 
 def _plan(operation: str, tensors: tuple[Tensor, ...], options: Options) -> Plan:
@@ -318,7 +356,8 @@ def _plan(operation: str, tensors: tuple[Tensor, ...], options: Options) -> Plan
     plans, first = _plans, tensors[0]
     shape = (
         operation, first.dtype, first.device, options.scale > 0, options.window, options.softcap > 0,
-        options.slopes.numel() > 0, options.docs.numel() > 0, torch.are_deterministic_algorithms_enabled(),
+        options.slopes.numel() > 0, options.docs.numel() > 0, options.in_pieces,
+        torch.are_deterministic_algorithms_enabled(),
         torch.backends.cuda.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]
         kernel_library.preferred, *[(t.shape, t.stride(), t.data_ptr() % 16) for t in tensors],
     )  # fmt: skip
@@ -326,7 +365,7 @@ def _plan(operation: str, tensors: tuple[Tensor, ...], options: Options) -> Plan
     if plan is None:
         plan = _make_plan(operation, tensors, options)
         q, _, values = _queries_keys_values(tensors)
-        if _is_own_final(q, values.shape[3], options, operation):  # not so while a kernel has yet to prove itself
+        if _is_final(q, values.shape[3], options, operation):  # not so while a kernel has yet to prove itself
             plans.keep(shape, plan)
     if plan.wait is None:
         return plan
@@ -416,12 +455,12 @@ def _plan_by(name: str, operation: str, tensors: tuple[Tensor, ...], options: Op
     hidden: int = 0
     pieces: tuple[int, ...] = (end,)
     calls: tuple[Call, ...] = ()
-    if operation == "attention_backward" and name != "own":
+    if operation == "attention_backward" and name not in ("own", "documents"):
         hidden, pieces, calls = _ranges(name, q, keys, values, options)
     elif name == "cudnn" and end > tokens:
         pieces = end - tokens, tokens
     elif name == "plain":
-        pieces = _lengths(_bounds(0, end, _plain_range(q)))
+        pieces = attention_ways.lengths(attention_ways.bounds(0, end, _plain_range(q)))
     copied = tuple(not are_rows_aligned(t) for t in tensors)
     return Plan(
         run=WAYS[name].forward if operation == "attention_forward" else WAYS[name].backward,
@@ -429,60 +468,24 @@ def _plan_by(name: str, operation: str, tensors: tuple[Tensor, ...], options: Op
         operation=_own(q, values.shape[3], options, operation) if name == "own" else None,
         tokens=tokens,
         copied=copied if any(copied) else None,
-        width=width if name in ("cudnn", "flash") and q.shape[3] != values.shape[3] else 0,
+        width=width if name in ("cudnn", "flash", "documents") and q.shape[3] != values.shape[3] else 0,
         pieces=pieces,
         hides_first=hidden > 0,
         calls=calls,
-        sum_of_dq=_sum_of_dq(calls, tokens),
+        sum_of_dq=attention_ways.sum_of_dq(calls, tokens),
+        key_range=_key_range(q, values) if name == "documents" else 0,
     )
-
-
-def _sum_of_dq(calls: tuple[Call, ...], tokens: int) -> str:
-    if len(calls) <= attention_parts.MOST_PARTS and all(call.num_queries == tokens for call in calls):
-        return "total"
-    rows = sorted((call.first, call.first + call.num_queries) for call in calls[1:])
-    is_one_each = all(before[1] <= after[0] for before, after in itertools.pairwise(rows))
-    return "in place" if calls[0].is_own and is_one_each else "wide"
-
-
-def _bounds(start: int, limit: int, longest: int) -> list[tuple[int, int]]:
-    return [(begin, min(begin + longest, limit)) for begin in range(start, limit, longest)]
-
-
-def _lengths(bounds: list[tuple[int, int]]) -> tuple[int, ...]:
-    return tuple(stop - begin for begin, stop in bounds)
 
 
 def _ranges(
     name: str, q: Tensor, keys: Tensor, values: Tensor, options: Options
 ) -> tuple[int, tuple[int, ...], tuple[Call, ...]]:
-    """How many keys a window hides, the lengths of these and of all ranges behind them, and the calls of a backward.
-
-    The ops mask from the last query and key backwards. So the segment's own keys are one range, whose call comes
-    first, and where a window hides a range before them from the last rows, these are left out. Under a window torch's
-    flash ops take no more queries than keys, and one (they hide keys of the first ones else, whatever the window's
-    right side): rows that see a whole range, and so need no window, are a part of their own where there are more. The
-    plain way masks by positions, so its ranges begin and end anywhere.
-    """
-    end, window, is_plain = keys.shape[2], options.window, name == "plain"
+    """How many keys a window hides, the lengths of these and of all ranges behind them, and the calls of a backward."""
+    end, is_plain = keys.shape[2], name == "plain"
     offset = end - q.shape[2]
-    start = max(0, offset - window + 1) if window else 0
-    if is_plain:
-        bounds = _bounds(start, end, _plain_range(q))
-    else:
-        bounds = [*_bounds(start, offset, _key_range(q, values)), (offset, end)]
-    calls = []
-    for piece, (begin, stop) in enumerate(bounds, 1 if start else 0):
-        first, last = max(begin, offset), min(end, stop + window - 1) if window else end
-        is_own = not is_plain and begin == offset
-        is_split = window and not is_plain and last - first > stop - begin + 1 and begin + window < last
-        if is_split:
-            calls.append(Call(piece, begin, first - offset, begin + window - first, True, is_own))
-            first = begin + window
-        calls.append(Call(piece, begin, first - offset, last - first, not is_split, is_own))
-    if not is_plain:
-        calls = calls[-1:] + calls[:-1]
-    return start, (start,) * bool(start) + _lengths(bounds), tuple(calls)
+    start = max(0, offset - options.window + 1) if options.window else 0
+    longest = _plain_range(q) if is_plain else _key_range(q, values)
+    return start, *attention_ways.ranges(start, offset, end, options.window, longest, is_plain)
 
 
 def _key_range(q: Tensor, values: Tensor) -> int:

@@ -1,11 +1,14 @@
 """The package's own CUDA kernels: the library that holds them, and when attention takes one.
 
-Each kernel proves itself where it runs, at its first use (proof.py). Those of attention then take the calls that
-torch's flash ops do not, with documents or a soft cap, on every GPU of Ampere or later: matrix products, the only other
-way, are up to 200 times slower. Calls that flash takes too go to ours where ``presets/kernels/verified.json`` has a
-record that they are faster on this architecture, with the very source and compiler that the library at hand was built
-from. ``SEQ1F1B_CUDA_KERNELS=own``, for tests and benchmarks, takes them wherever there is one for the call, unproven;
-``library`` never. The environment is read once, when this module is imported; ``use_kernels`` changes the choice later.
+Each kernel proves itself where it runs, at its first use (proof.py). Those of attention then take the calls with a
+soft cap on every GPU of Ampere or later: matrix products, the only other way, are up to 200 times slower. Calls that
+torch's flash ops take too go to ours where ``presets/kernels/verified.json`` has a record that they are faster on this
+architecture, with the very source and compiler that the library at hand was built from. Calls with documents do where
+there is a record at all, or where torch's flash ops have failed their check for these (attention_documents.py): over
+documents nobody has measured them yet, and a kernel with a record is known to be nearly as fast, and asks nothing of
+the host. ``SEQ1F1B_CUDA_KERNELS=own``, for tests and benchmarks, takes our kernels wherever there is one for the call,
+unproven; ``library`` never. The environment is read once, when this module is imported; ``use_kernels`` changes the
+choice later.
 """
 
 from __future__ import annotations
@@ -128,7 +131,8 @@ def use_kernels(wish: str) -> None:
 
 _proofs = proof.Proofs(
     "",
-    "Torch's ops take its place there: with documents or a soft cap matrix products, up to 200 times slower.",
+    "Torch's ops take its place there: with a soft cap, and with documents that torch's flash ops do not take, matrix "
+    "products, up to 200 times slower.",
 )
 _choices: dict[tuple[Any, ...], Operation | None] = {}  # by the arguments of _decide
 
@@ -165,6 +169,15 @@ def choose(name: str, q: Tensor, is_right_enough: bool = False) -> Operation | N
 def is_final(name: str, q: Tensor, is_right_enough: bool = False) -> bool:
     """Whether ``choose``, which was asked the same before, will not answer otherwise later."""
     return bool(preference()) or (name, q.dtype, q.shape[3], q.device, is_right_enough) in _choices
+
+
+def is_recorded(name: str, q: Tensor) -> bool:
+    """Whether the operation at hand has a record for such queries on this architecture, whatever its speed."""
+    try:
+        operation = _for_heads(operations().get(name), q.dtype, q.shape[3])
+    except (OSError, ValueError):
+        return False
+    return operation is not None and _record_of(operation, q.dtype, q.shape[3], q.device) in _verified()
 
 
 def _decide(
@@ -214,8 +227,12 @@ def _for_heads(operation: Operation | None, dtype: torch.dtype, head_dim: int) -
 
 
 def _is_faster(operation: Operation, dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
+    return _verified().get(_record_of(operation, dtype, head_dim, device), False)
+
+
+def _record_of(operation: Operation, dtype: torch.dtype, head_dim: int, device: torch.device) -> Verified:
     of_kernel = operation.name, str(dtype).removeprefix("torch."), head_dim, operation.source, operation.compiler
-    return _verified().get(Verified(architecture(device), *of_kernel), False)
+    return Verified(architecture(device), *of_kernel)
 
 
 @functools.cache
@@ -334,7 +351,8 @@ def describe() -> list[str]:
         said = f"; on {', '.join(where)} also for calls that torch's flash op takes" if where else ""
         lines.append(
             f"own CUDA kernel {operation.name}: {', '.join(shapes)}; {operation.architectures}, nvcc "
-            f"{operation.compiler}; default for documents and soft caps on each GPU {CHECKED}{said}"
+            f"{operation.compiler}; default for soft caps, and for documents that torch's flash ops do "
+            f"not take, on each GPU {CHECKED}{said}"
         )
     return lines
 

@@ -71,6 +71,7 @@ def causal_attention(
         softcap: logits become ``softcap * tanh(logits / softcap)``; default none.
         alibi_slopes: (heads) or (batch, heads); ``slope * (position of the query - of the key)`` is subtracted.
         doc_ids: (batch, tokens) integers of the segment's tokens, -2^31..2^31 - 1; a query sees its own document only.
+            On CUDA give int32, and let a document's tokens follow one another: else it may be slower by far.
         sinks: (heads), floating; of each head a logit that takes part in the softmax's sum and has no value, with
             gradient. Soft cap and scale do not apply to it.
     Returns:

@@ -14,6 +14,7 @@ from torch import Tensor
 from seq1f1b import _C
 from seq1f1b.runtime.arguments import Options
 from seq1f1b.runtime.batch import Batch, merge
+from seq1f1b.runtime.counted_documents import DocumentCounts
 from seq1f1b.runtime.divided import read_divisors
 from seq1f1b.runtime.ends import FromBatch, FromStage, ToStage
 from seq1f1b.runtime.loss_step import ToLoss
@@ -89,7 +90,8 @@ class Step:
         if self._embedding is not None:
             assert inputs is not None
             self._embedding.inputs = inputs
-        weighting = self._weighting = Weighting(batch, rows, options, self._device)
+        documents = DocumentCounts(kwargs, rows)
+        weighting = self._weighting = Weighting(batch, rows, options, self._device, documents)
         common = StageArguments(
             training=self.training,
             rows=rows,
@@ -105,6 +107,7 @@ class Step:
             if stage.is_last:
                 own = replace(own, **self._of_last(stage, weighting, targets, is_known))
             self._parts[index] = stage.begin(self._order.stages[index], own)
+        documents.read()
         for index, part in self._parts.items():
             part.connect(self._source(index, part, inputs), self._sink(index, part))
             self._passes[index] = self._passes_of(part)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from seq1f1b.runtime.arguments import Options
 from seq1f1b.runtime.batch import Batch
+from seq1f1b.runtime.counted_documents import DocumentCounts
 from seq1f1b.runtime.divided import read_at_once, sum_divisors
 from seq1f1b.runtime.loss_look import LossLook, choose_microbatch
 from seq1f1b.runtime.nested import tensors_of
@@ -33,6 +34,7 @@ class Weighting:
 
     Args:
         rows: tokens of the segments of every micro-batch.
+        documents: read beside the targets' counts.
     Attributes:
         shares: of this rank's segments in their micro-batch's loss, once :meth:`seeds` has found them.
         scale: by cell, the same on the device, float64.
@@ -40,8 +42,11 @@ class Weighting:
 
     scale: Tensor
 
-    def __init__(self, batch: Batch, rows: Rows, options: Options, device: torch.device) -> None:
+    def __init__(
+        self, batch: Batch, rows: Rows, options: Options, device: torch.device, documents: DocumentCounts
+    ) -> None:
         self._batch, self.rows, self._options, self._device = batch, rows, options, device
+        self._documents = documents
         self._arguments = batch.arguments
         self._counts: list[float] = []  # targets of the micro-batches, where losses are means over them
         self.shares: list[list[float]] = []
@@ -78,7 +83,7 @@ class Weighting:
             counts = segment_shares = all_counts = [[1.0] * len(row) for row in self.rows]
         else:
             pieces = [part_sizes(row, options.sequence_parallel) for row in self.rows]
-            all_counts = count_targets(self._batch.target, pieces, options.seq_dim, options.count)
+            all_counts = count_targets(self._batch.target, pieces, options.seq_dim, options.count, self._documents)
             counts, segment_shares = (
                 [row[rank::num_parts] for row in rows] for rows in (all_counts, shares(all_counts))
             )
@@ -180,6 +185,7 @@ def count_targets(
     rows: Sequence[Sequence[int]],
     dim: int,
     count: Callable[[Any], float] | None,
+    documents: DocumentCounts | None = None,
 ) -> list[list[float]]:
     """Counts the targets of each [micro-batch][segment]: elements that are not -100, or what ``count`` says.
 
@@ -188,9 +194,10 @@ def count_targets(
         rows: tokens of each segment, or of each part of each segment, of every micro-batch.
         dim: the sequence dimension of the targets.
         count: counts one segment's target.
+        documents: what else is read, where there is a read.
     """
     if count is None:
-        return _default_counts(whole, rows, dim)
+        return _default_counts(whole, rows, dim, documents)
     split = [
         [target] if len(sizes) == 1 else split_sequence(target, sizes, dim, f"target of micro-batch {m}")
         for m, (target, sizes) in enumerate(zip(whole, rows, strict=True))
@@ -203,7 +210,9 @@ def count_targets(
     return counts
 
 
-def _default_counts(targets: Sequence[Any], rows: Sequence[Sequence[int]], dim: int) -> list[list[float]]:
+def _default_counts(
+    targets: Sequence[Any], rows: Sequence[Sequence[int]], dim: int, documents: DocumentCounts | None
+) -> list[list[float]]:
     """All micro-batches' counts of elements that are not -100, by one read of the device."""
     counts: list[list[float]] = [[] for _ in rows]
     totals: dict[int, Tensor] = {}  # by micro-batch, up to the end of each of its segments
@@ -219,7 +228,10 @@ def _default_counts(targets: Sequence[Any], rows: Sequence[Sequence[int]], dim: 
             counts[m] = [float(size) for size in sizes]
         else:
             totals[m] = _totals(target != IGNORED, sizes, dim)
-    for m, ends in zip(totals, read_at_once(list(totals.values())), strict=True):
+    read = read_at_once([*totals.values(), *(documents.tensors if documents is not None else ())])
+    if documents is not None:
+        documents.take(read[len(totals) :])
+    for m, ends in zip(totals, read, strict=False):
         counts[m] = [end - start for start, end in zip([0.0, *ends[:-1]], ends, strict=True)]
     return counts
 

@@ -73,7 +73,8 @@ def test_segments_equal_the_formula(
     whole = gradients(lambda *t: causal_attention(*t, layer=0, **OPTIONS[name]), *qkv, dout[0])
     check(whole, OPTIONS[name], qkv, dout[0])
     used = {call[0] for call in calls}
-    plain = name in ("softcap", "slopes", "slopes per batch", "documents", "all") or dtype == torch.float64
+    plain = name in ("softcap", "slopes", "slopes per batch", "all") or dtype == torch.float64
+    plain |= dtype == torch.float32 and name == "documents"
     plain |= dtype == torch.float32 and name.startswith("window")
     family = "_efficient" if dtype == torch.float32 else "_flash"
     assert used == (set() if plain else {f"{family}_attention_forward", f"{family}_attention_backward"})

@@ -168,7 +168,7 @@ def test_a_library_that_was_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_what_doctor_says(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_library, "_verified", dict)
     (line,) = kernel_library.describe()
-    assert "bfloat16 d64, float16 d128; sm_80 sm_90 compute_80, nvcc 13.0.88; default for documents and soft" in line
+    assert "bfloat16 d64, float16 d128; sm_80 sm_90 compute_80, nvcc 13.0.88; default for soft caps" in line
     assert line.endswith("on each GPU of Ampere or later that passes a check at the first use")
     verify(monkeypatch, RECORD._replace(architecture="sm_90"))
     assert kernel_library.describe()[0].endswith(

@@ -23,7 +23,7 @@ from slices import each_value
 from test_cuda_attention import check
 
 from seq1f1b import proof
-from seq1f1b.device import attention_proof, kernel_library
+from seq1f1b.device import attention_documents, attention_proof, kernel_library
 from seq1f1b.ops.attention import causal_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cuda"))
@@ -120,7 +120,8 @@ def test_the_kernels_pass_the_check_at_the_first_use(
 def test_by_default_documents_are_for_kernels_that_pass_the_check(
     are_right: bool, calls: tuple[list[Call], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU of which there is no record."""
+    """As on a GPU of which there is no record, and where torch's flash ops have failed theirs."""
+    monkeypatch.setattr(attention_documents, "is_right", lambda dtype, head_dim, device: False)
     monkeypatch.setattr(kernel_library, "preferred", "")
     now = kernel_library._proofs
     monkeypatch.setattr(kernel_library, "_proofs", proof.Proofs(now.family, now.instead))

@@ -7,6 +7,7 @@ registered, holds calls and results to the schemas of the installed torch.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,10 +93,12 @@ def _flash_forward(
     window_size_right: int | None = None, seqused_k: Any = None, alibi_slopes: Any = None, block_table: Any = None,
     num_splits: Any = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    if cum_seq_q is not None:  # one packed sequence: (tokens, heads, head_dim)
-        assert (cum_seq_q.tolist(), cum_seq_k.tolist()) == ([0, max_q], [0, max_k])
-        whole = _flash_forward(q[None], k[None], v[None], None, None, max_q, max_k, dropout_p, is_causal, False)
-        return whole[0][0], whole[1][0], *whole[2:]
+    assert seqused_k is None and block_table is None
+    if cum_seq_q is not None:
+        return _varlen_forward(
+            q, k, v, (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p), is_causal, scale, window_size_left,
+            window_size_right,
+        )  # fmt: skip
     _check_flash(q, k, v, (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p))
     assert alibi_slopes is None, "torch's build refuses them"
     seen = _flash_window(q, k, is_causal, window_size_left, window_size_right)
@@ -110,10 +113,10 @@ def _flash_backward(
     window_size_left: int | None = None, window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     if cum_seq_q is not None:
-        assert (cum_seq_q.tolist(), cum_seq_k.tolist()) == ([0, max_q], [0, max_k])
-        of_one = [t[None] for t in (dout, q, k, v, out, lse)]
-        grads = _flash_backward(*of_one, None, None, max_q, max_k, dropout_p, is_causal, rng_state, unused)
-        return tuple(g[0] for g in grads)
+        return _varlen_backward(
+            dout, q, k, v, out, lse, (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p), is_causal, scale,
+            window_size_left, window_size_right,
+        )  # fmt: skip
     _check_flash(q, k, v, (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p))
     assert dout.dtype == out.dtype == q.dtype and dout.shape == out.shape == q.shape
     assert lse.shape == (q.shape[0], q.shape[2], q.shape[1]) and lse.dtype == torch.float32 and lse.is_contiguous()
@@ -122,6 +125,75 @@ def _flash_backward(
     group = q.shape[2] // k.shape[2]
     dk, dv = (g.to(q.dtype).unflatten(2, (k.shape[2], group)).sum(3) for g in (dk, dv))  # rounds each query head's
     return dq.to(q.dtype), dk, dv
+
+
+# Sequences of many lengths: (all tokens, heads, head_dim), sequence i in rows cum_seq[i] to cum_seq[i + 1]. The kernels
+# visit tiles up to max_q and max_k alone, and rows of no sequence: these stay as the memory was, here NaN.
+
+
+def _sequences(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> list[tuple[slice, slice]]:
+    """Rows of queries and keys of each sequence, and the checks of the op. rest: as ``_check_flash``."""
+    cum_seq_q, cum_seq_k, max_q, max_k, dropout_p = rest
+    assert q.dim() == k.dim() == v.dim() == 3 and dropout_p == 0.0
+    assert q.shape[1] % k.shape[1] == 0 and k.shape == v.shape and q.shape[2] == k.shape[2]
+    assert q.dtype in (torch.bfloat16, torch.float16) and k.dtype == v.dtype == q.dtype
+    assert q.shape[2] % 8 == 0 and q.shape[2] <= 256
+    _check_rows(q[None], k[None], v[None])
+    for cum, total in ((cum_seq_q, len(q)), (cum_seq_k, len(k))):
+        assert cum.dtype == torch.int32 and cum.dim() == 1 and cum.is_contiguous()
+        assert cum.shape == cum_seq_q.shape and cum[0] >= 0 and cum[-1] <= total and (cum.diff() >= 0).all()
+    slices = [[slice(*ends) for ends in itertools.pairwise(cum.tolist())] for cum in (cum_seq_q, cum_seq_k)]
+    assert all(rows.stop - rows.start <= max_q for rows in slices[0]), "queries beyond max_q are not computed"
+    assert all(rows.stop - rows.start <= max_k for rows in slices[1]), "keys beyond max_k are not seen"
+    assert max_q > 1 or q.shape[1] == k.shape[1], "one query a sequence: the op moves heads about"
+    return list(zip(*slices, strict=True))
+
+
+def _seen_in(queries: int, keys: int, longest: int, causal: bool, left: int | None, right: int | None) -> Tensor:
+    """As ``_flash_window``; what counts as a side of no length follows from the longest sequence."""
+    left, right = (-1 if side is None or side >= longest else side for side in (left, right))
+    right = 0 if causal else right
+    if left >= 0 > right:
+        right = longest
+    if right > 0 > left:
+        left = longest
+    return _visible(queries, keys, left, right)
+
+
+def _varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...], causal: bool, scale: float | None, left: int | None,
+    right: int | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    out, lse = torch.full_like(q, math.nan), torch.full((q.shape[1], len(q)), math.nan)
+    for rows, of_keys in _sequences(q, k, v, rest):
+        queries, keys = q[None, rows], (k[None, of_keys], v[None, of_keys])
+        if not queries.shape[1]:
+            continue
+        seen = _seen_in(queries.shape[1], keys[0].shape[1], rest[3], causal and rest[2] > 1, left, right)
+        of_out, of_lse = _forward(queries, *keys, seen, q.shape[2] ** -0.5 if scale is None else scale)
+        out[rows], lse[:, rows] = of_out[0].to(q.dtype), of_lse[0].float()
+    nothing = torch.empty(0, dtype=torch.uint64)
+    return out, lse, nothing, nothing.clone(), q.new_empty(0)
+
+
+def _varlen_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: tuple[Any, ...], causal: bool,
+    scale: float | None, left: int | None, right: int | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    assert dout.dtype == out.dtype == q.dtype and dout.shape == out.shape == q.shape
+    assert lse.shape == (q.shape[1], len(q)) and lse.dtype == torch.float32 and lse.is_contiguous()
+    dq, dk, dv = (torch.full_like(t, math.nan) for t in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    for rows, of_keys in _sequences(q, k, v, rest):
+        queries, keys = q[None, rows], (k[None, of_keys], v[None, of_keys])
+        seen = _seen_in(queries.shape[1], keys[0].shape[1], rest[3], causal, left, right)
+        assert seen.any(1).all(), "a row that sees no key"
+        of_rows = dout[None, rows], queries, *keys, out[None, rows], lse[None, :, rows]
+        grads = _backward(*of_rows, seen, q.shape[2] ** -0.5 if scale is None else scale)
+        dq[rows] = grads[0][0].to(q.dtype)
+        for to, grad in ((dk, grads[1]), (dv, grads[2])):
+            to[of_keys] = grad[0].to(q.dtype).unflatten(1, (k.shape[1], group)).sum(2)
+    return dq, dk, dv
 
 
 def _efficient_mask(q: Tensor, k: Tensor, custom_mask_type: int) -> Tensor:

@@ -1,0 +1,203 @@
+"""Attention over packed documents by torch's flash ops, which take sequences of many lengths in one call.
+
+The documents of a segment are such sequences (``cum_seq_q``, ``cum_seq_k``). Each is causal, its last query sees its
+last key. A row of the batch is a call of its own, for the slabs of the KV cache have other rows' keys in between.
+
+    forward   the first document goes on from an earlier segment: its keys begin there, or where the window does. All
+              others have as many keys as queries. So one call computes a row, and no result is merged.
+    backward  one call over the segment's own keys, all documents as long in keys as in queries. The keys before the
+              segment concern its first document alone, and are taken as the way "flash" takes them: in ranges, each
+              seen by that document's queries.
+
+So every sequence of a call has queries and keys, and they cover all rows of the tensors: the ops leave no element
+unwritten. Where documents lie is asked of document_layout.py. No GPU has run this way: it is used where it has proven
+itself (``is_right``), at its first use in each dtype and head size.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from seq1f1b import proof
+from seq1f1b.device import attention_proof, attention_ways
+from seq1f1b.device.attention_ways import Given, Gradients, Options, Plan
+from seq1f1b.device.document_layout import Layout, Row, read
+
+__all__: list[str] = []
+
+_FEWEST = 2
+"""Least that the op is told of the longest sequence: for one query it leaves the mask out and moves heads about."""
+
+
+def forward(plan: Plan, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    layout = _layout(options)
+    outs, sums = [], []
+    for index, row in enumerate(layout.rows):
+        of_row = [t.narrow(0, index, 1) for t in (q, keys, values)]
+        out, lse = _forward_of_row(plan, options, layout, index, row, *of_row)
+        outs.append(out)
+        sums.append(lse)
+    out = outs[0][None] if len(outs) == 1 else torch.stack(outs)
+    out = out.transpose(1, 2)
+    if plan.width:
+        out = out[..., : values.shape[3]]
+    return out, sums[0][None] if len(sums) == 1 else torch.stack(sums)
+
+
+def _forward_of_row(
+    plan: Plan, options: Options, layout: Layout, index: int, row: Row, q: Tensor, keys: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor]:
+    """out (tokens, heads, head_dim) and lse (heads, tokens)."""
+    offset, end = layout.offset, keys.shape[2]
+    start = _first_key(row, offset, options.window)
+    before = offset - start
+    q, keys, values = attention_ways.readable(
+        plan, q, keys.narrow(2, start, end - start), values.narrow(2, start, end - start)
+    )
+    longest = max(row.longest, _FEWEST)
+    left, right = (options.window - 1, 0) if options.window else (None, None)
+    found = torch.ops.aten._flash_attention_forward.default(
+        *_packed(q, keys, values), layout.bounds(options.docs)[index], layout.key_bounds(options.docs, index, before),
+        longest, max(longest, before + row.num_first), 0.0, True, False, scale=options.scale, window_size_left=left,
+        window_size_right=right,
+    )  # fmt: skip
+    return found[0], found[1]
+
+
+def backward(plan: Plan, given: Given) -> Gradients:
+    rows = [
+        _backward_of_row(plan, _layout(given.options), index, _of_row(given, index)) for index in range(len(given.q))
+    ]
+    if len(rows) == 1:
+        return rows[0]
+    dq, dk, dv = (
+        torch.cat([t.transpose(1, 2) for t in of_rows]).transpose(1, 2) for of_rows in zip(*rows, strict=True)
+    )
+    return dq, dk, dv
+
+
+def _backward_of_row(plan: Plan, layout: Layout, index: int, given: Given) -> Gradients:
+    row, options = layout.rows[index], given.options
+    bounds, longest = layout.bounds(options.docs)[index], max(row.longest, _FEWEST)
+    left, right = (options.window - 1, 0) if options.window else (None, None)
+
+    def own(*tensors: Tensor) -> Gradients:
+        unused = torch.empty(0, dtype=torch.int64, device=bounds.device)  # state of dropout
+        grads = torch.ops.aten._flash_attention_backward.default(
+            *[t[0] for t in tensors], given.lse[0].contiguous(), bounds, bounds, longest, longest, 0.0, True, unused,
+            unused, scale=options.scale, window_size_left=left, window_size_right=right,
+        )  # fmt: skip
+        dq, dk, dv = (t[None].transpose(1, 2) for t in grads)
+        return dq, dk, dv
+
+    return attention_ways.flash_backward(_plan_of_row(plan, layout.offset, row, options.window), given, own)
+
+
+def _plan_of_row(plan: Plan, offset: int, row: Row, window: int) -> Plan:
+    """The backward of a row: its own keys for all queries, the keys before them for those of the first document."""
+    start = _first_key(row, offset, window)
+    pieces, (own, *others) = attention_ways.ranges(start, offset, offset + row.num_first, window, plan.key_range)
+    calls = own._replace(num_queries=plan.tokens), *others
+    return replace(
+        plan, pieces=(*pieces[:-1], plan.tokens), hides_first=start > 0, calls=calls,
+        sum_of_dq=attention_ways.sum_of_dq(calls, plan.tokens),
+    )  # fmt: skip
+
+
+def _first_key(row: Row, offset: int, window: int) -> int:
+    """The first key that the segment's first query sees."""
+    start = min(row.start, offset)
+    return max(start, offset - window + 1) if window else start
+
+
+def _layout(options: Options) -> Layout:
+    assert options.layout is not None
+    return options.layout
+
+
+def _packed(*tensors: Tensor) -> list[Tensor]:
+    """(1, heads, tokens, head_dim) as the op takes it: (tokens, heads, head_dim)."""
+    return [t[0].transpose(0, 1) for t in tensors]
+
+
+def _of_row(given: Given, index: int) -> Given:
+    dout, q, keys, values, out, lse, dk, dv = (t.narrow(0, index, 1) for t in (*given[:6], given.dk, given.dv))
+    return Given(dout, q, keys, values, out, lse, given.options, dk, dv, given.store)
+
+
+# -- the check at the first use --------------------------------------------------------------------------------------
+
+_proofs = proof.Proofs(
+    "",
+    "This package's kernels or matrix products, up to 200 times slower, take its place there.",
+    remedy="Install seq1f1b with nvcc and SEQ1F1B_CUDA=1 to have its kernels, which take documents too",
+)
+
+
+def is_right(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool | None:
+    """Whether the way has proven itself, now or before; None: not known yet, and not to be used in this call.
+
+    Args:
+        head_dim: as the op gets it, the wider one of queries and values.
+    """
+    if device.type != "cuda":  # in tests, which hold it to float64 themselves
+        return True
+    return _proofs.holds(_use(dtype, head_dim, device), functools.partial(prove, dtype, head_dim, device))
+
+
+def is_final(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
+    """Whether ``is_right``, which was asked the same before, will not answer otherwise later."""
+    return device.type != "cuda" or _use(dtype, head_dim, device) in _proofs.results
+
+
+def _use(dtype: torch.dtype, head_dim: int, device: torch.device) -> proof.WayUse:
+    of_heads = f"({proof.DTYPES[dtype]}, heads of {head_dim})"
+    return proof.WayUse(f"attention over documents by torch's flash ops {of_heads}", device)
+
+
+def prove(dtype: torch.dtype, head_dim: int, device: torch.device) -> None:
+    """Runs forward and backward on the small cases of attention_proof.py that have no soft cap.
+
+    Raises:
+        AssertionError, RuntimeError, ...: it is wrong, or does not run.
+    """
+    launches = {"attention_forward": _launch_forward, "attention_backward": _launch_backward}
+    for name, launch in launches.items():
+        use = proof.Use(name, dtype, head_dim, head_dim, device)
+        attention_proof.prove(launch, use, attention_proof.DOCUMENT_CASES)
+
+
+def _launch_forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, docs: Tensor, scale: float, window: int, **_: object
+) -> None:
+    """As kernel_library.launch_attention."""
+    options = _options(q, docs, scale, window)
+    got = forward(_plan(q, k), q, k, v, options)
+    out.copy_(got[0])
+    lse.copy_(got[1])
+
+
+def _launch_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, docs: Tensor, scale: float, window: int, store: bool,
+    dout: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, own_dk: Tensor, own_dv: Tensor, **_: object,
+) -> None:  # fmt: skip
+    given = Given(dout, q, k, v, out, lse, _options(q, docs, scale, window), dk, dv, store)
+    for to, got in zip((dq, own_dk, own_dv), backward(_plan(q, k), given), strict=True):
+        to.copy_(got)
+
+
+def _plan(q: Tensor, k: Tensor) -> Plan:
+    """Ranges of fewer keys than there are before the segment."""
+    return Plan(
+        run=forward, way="documents", operation=None, tokens=q.shape[2], copied=None, width=0, pieces=(k.shape[2],),
+        hides_first=False, calls=(), sum_of_dq="total", key_range=40,
+    )  # fmt: skip
+
+
+def _options(q: Tensor, docs: Tensor, scale: float, window: int) -> Options:
+    none, own = q.new_empty(0), docs[:, docs.shape[1] - q.shape[2] :]
+    return Options(docs, none, own, none, scale, window, 0.0, layout=read(docs, q.shape[2]))
