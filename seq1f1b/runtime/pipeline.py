@@ -142,7 +142,7 @@ class Pipeline:
             self.device_edges = device_edges(self._options.device_transport, self.group, self.device)
             self._ends = self.device_edges.open(self._ends, is_receiver)
             self.gpu = self.device_edges.gpu
-        elif self.device.type != "cpu":
+        elif self.device.type == "cuda":
             self.gpu = open_gpu(self.device)
 
     def make_executor(self, program: Any, cache: Any, *, fills: bool) -> Any:

@@ -17,6 +17,7 @@ import torch
 from aten_stand_ins import SCHEMAS, Call, cuda_kernels_on_the_cpu, schema_drift
 from attention_runs import OPTIONS, errors, formula, gradients, random_qkv, segmented
 from simulated_step import SimulatedStep
+from stand_in_library import stand_in
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor
 
@@ -518,11 +519,11 @@ def test_messages_through_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = whole_model(config)
     tokens, target = batch(config, 3, 20)
 
-    run, copied_units = Step.run, []
+    run, copied_units, gpu = Step.run, [], _C.device_create(stand_in().path, 0)
 
     def run_copied(step: Step, *arguments: Any) -> Any:
         copied_units.append(arguments)
-        return placement.through_host(functools.partial(run, step), torch.device("cpu"))(*arguments)
+        return placement.through_host(functools.partial(run, step), torch.device("cpu"), gpu)(*arguments)
 
     def rank(group: Any) -> Any:
         engine = seq1f1b.PipelineEngine(
