@@ -26,22 +26,21 @@ from seq1f1b.device.placement import step_on
 
 def attention_errors(
     machine: Machine, dtype: torch.dtype, head_dim: int, kv_heads: int, sizes: list[int], options: dict[str, Any],
-    kernels: str, key_range: int = cuda_attention.KEY_RANGE, by_cudnn: bool = False,
+    kernels: str, key_range: int = cuda_attention.KEY_RANGE, by_cudnn: bool = False, v_head_dim: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Errors of segments and of the whole, forward and backward, and whether a second run gives the same bits."""
     kernel_library.use_kernels(kernels)
     heads, cuda_attention.KEY_RANGE = 8, key_range
     use_cudnn(by_cudnn)
     options = {k: v.to(machine.device) if isinstance(v, Tensor) else v for k, v in options.items()}
-    qkv, (dout, *_) = (
-        [
-            t.to(machine.device)
-            for t in attention_runs.random_qkv(
-                heads, kv_heads, tokens=sum(sizes), head_dim=head_dim, seed=seed, dtype=dtype
-            )
-        ]
-        for seed in (0, 1)
-    )
+
+    def drawn(seed: int, head_dim: int) -> list[Tensor]:
+        made = attention_runs.random_qkv(
+            heads, kv_heads, tokens=sum(sizes), head_dim=head_dim, v_head_dim=v_head_dim, seed=seed, dtype=dtype
+        )
+        return [t.to(machine.device) for t in made]
+
+    qkv, (dout, *_) = drawn(0, head_dim), drawn(1, v_head_dim or head_dim)
     whole = functools.partial(seq1f1b.causal_attention, layer=0, **options)
     truth = attention_runs.gradients(
         lambda *t: attention_runs.formula(*t, **options), *(t.double() for t in (*qkv, dout))
@@ -70,7 +69,7 @@ def attention_options(tokens: int) -> dict[str, dict[str, Any]]:
     every: dict[str, dict[str, Any]] = {
         "window": {"window": tokens // 5}, "softcap": {"softcap": 20.0}, "alibi": {"alibi_slopes": slopes},
         "documents": {"doc_ids": docs}, "documents, window": {"doc_ids": docs, "window": tokens // 7},
-        "scale": {"scale": 0.3},
+        "scale": {"scale": 0.3}, "sinks": {"sinks": torch.linspace(-2.0, 2.0, 8)},
     }  # fmt: skip
     return every | {"all": {name: value for options in every.values() for name, value in options.items()}}
 
@@ -97,9 +96,20 @@ def library(machine: Machine) -> Iterator[Case]:
         yield text, functools.partial(attention_errors, *arguments)
         if sizes == odd and head_dim == 64:
             yield f"{text}, backward by {few_keys} keys", functools.partial(attention_errors, *arguments, few_keys)
-        if name == "" and dtype in (bf16, fp16):
+        if name in ("", "sinks") and dtype in (bf16, fp16):
             cudnn = functools.partial(attention_errors, *arguments, by_cudnn=True)
             yield f"{text}, cuDNN where it takes the shape", cudnn
+    for head_dim, v_head_dim, name in (
+        (192, 128, ""),
+        (128, 64, "sinks"),
+        (64, 128, "window"),
+        (192, 128, "documents"),
+    ):
+        arguments = (machine, bf16, head_dim, 2, odd, every.get(name, {}), "library")
+        for by_cudnn in (False, True):
+            run = functools.partial(attention_errors, *arguments, v_head_dim=v_head_dim, by_cudnn=by_cudnn)
+            text = f"bfloat16 d{head_dim}, values d{v_head_dim} kv2 {odd} {name}".rstrip()
+            yield f"{text}{', cuDNN where it takes the shape' * by_cudnn}", run
 
 
 # -- the package's own kernels ---------------------------------------------------------------------------------------
