@@ -122,6 +122,24 @@ static s1f_status end_transfer(s1f_device_end *end)
     return leave(end, status);
 }
 
+/* Waits for the GPU or for NCCL. An end that proves itself has a deadline of its own. */
+static s1f_status wait_for(s1f_device_end *end, int (*is_done)(void *context), const s1f_wait_reason *reason)
+{
+    if (end->deadline_ns == 0)
+        return s1f_group_poll(end->head.group, is_done, end, reason);
+    struct timespec pause = {.tv_nsec = 50 * 1000};
+    s1f_status status = S1F_OK;
+    while (status == S1F_OK && !is_done(end)) {
+        if (s1f_now_ns() > end->deadline_ns)
+            return s1f_fail(S1F_ERR_STATE, "it does not come to an end (%s)", reason->purpose);
+        nanosleep(&pause, NULL);
+        status = s1f_group_check_peer(end->head.group, reason);
+        if (status == S1F_OK)
+            status = s1f_group_check(end->head.group);
+    }
+    return status;
+}
+
 s1f_wait_reason s1f_device_end_reason(const s1f_device_end *end, const char *purpose, int64_t sequence)
 {
     return (s1f_wait_reason){.peer_rank = end->head.peer_rank,
@@ -151,7 +169,7 @@ void s1f_device_end_fail(s1f_device_end *end, int64_t sequence, const char *why)
 /* An error of the mover is everybody's: the peer of a transfer that failed would wait for it. */
 static s1f_status moved(s1f_device_end *end, s1f_status status)
 {
-    if (status != S1F_ERR_STATE)
+    if (status != S1F_ERR_STATE || end->deadline_ns != 0)
         return status;
     char why[256];
     snprintf(why, sizeof why, "%s", s1f_last_error());
@@ -179,7 +197,7 @@ s1f_status s1f_device_end_settle(s1f_device_end *end, const char *purpose, int64
         return status;
     for (int64_t until = s1f_now_ns() + ENQUEUE_NS; !is_settled(end) && s1f_now_ns() < until;)
         sched_yield();
-    status = s1f_group_poll(end->head.group, is_settled, end, &reason);
+    status = wait_for(end, is_settled, &reason);
     s1f_device_leave(end->device);
     if (status != S1F_OK || (status = enter(end)) != S1F_OK)
         return status;
@@ -224,6 +242,101 @@ s1f_status s1f_device_place_grow(s1f_device_end *end, s1f_device_place *place, i
     place->capacity = bytes;
     place->generation++;
     return S1F_OK;
+}
+
+/* The place of a message that has come, and with it the others of the edge that hold nothing, of the same size: so later
+ * messages find them large enough. */
+static s1f_status reserve(s1f_device_end *end, s1f_device_place *place, int64_t bytes)
+{
+    int grows = bytes > place->capacity;
+    s1f_status status = s1f_device_place_grow(end, place, bytes);
+    for (int32_t i = 0; grows && end->mover->post == NULL && status == S1F_OK && i < end->num_places; i++)
+        if (end->places[i].message == NULL) /* posted, or never used */
+            status = s1f_device_place_grow(end, &end->places[i], bytes);
+    return status;
+}
+
+/* Places into which the sender writes cannot change once they are posted: they wait for the end of the step, when all
+ * that was sent has come. */
+static s1f_status reserve_all(s1f_device_end *end)
+{
+    s1f_status status = s1f_device_enter(end->device);
+    if (status != S1F_OK)
+        return status;
+    for (int32_t i = 0; status == S1F_OK && i < end->num_places; i++)
+        status = s1f_device_place_grow(end, &end->places[i], end->largest);
+    s1f_device_leave(end->device);
+    return status;
+}
+
+static int fits_all(const s1f_device_end *end)
+{
+    for (int32_t i = 0; i < end->num_places; i++)
+        if (end->places[i].capacity < end->largest)
+            return 0;
+    return 1;
+}
+
+s1f_status s1f_device_end_forget(s1f_device_end *end)
+{
+    const s1f_driver *driver = end->device->driver;
+    s1f_status status = s1f_device_enter(end->device);
+    if (status != S1F_OK)
+        return status;
+    if (end->mover->forget != NULL)
+        end->mover->forget(end);
+    status = checked(end, driver->stream_synchronize(end->device->compute), "cuStreamSynchronize");
+    for (int32_t i = 0; status == S1F_OK && i < end->num_places; i++) {
+        if (end->places[i].capacity > 0)
+            status = checked(end, driver->memory_free(end->places[i].address), "cuMemFree");
+        end->places[i].capacity = 0;
+        end->places[i].message = NULL;
+    }
+    while (status == S1F_OK && end->num_retired > 0)
+        status = checked(end, driver->memory_free(end->retired[--end->num_retired]), "cuMemFree");
+    end->largest = 0;
+    s1f_device_leave(end->device);
+    return status;
+}
+
+s1f_status s1f_device_end_to_host(s1f_device_end *end, s1f_message *message, const void **tensors)
+{
+    const s1f_driver *driver = end->device->driver;
+    if (message->payload_bytes > end->staging_bytes) {
+        free(end->staging);
+        end->staging = malloc((size_t)message->payload_bytes);
+        end->staging_bytes = end->staging == NULL ? 0 : message->payload_bytes;
+        if (end->staging == NULL)
+            return s1f_fail(S1F_ERR_MEMORY, "no host memory for a message of %lld bytes",
+                            (long long)message->payload_bytes);
+    }
+    s1f_status status = checked(end, driver->event_record(end->ready, end->device->compute), "cuEventRecord");
+    if (status == S1F_OK)
+        status = checked(end, driver->stream_wait_event(end->stream, end->ready, 0), "cuStreamWaitEvent");
+    for (int32_t i = 0; status == S1F_OK && i < message->num_tensors; i++) {
+        const s1f_tensor_header *tensor = &message->tensors[i];
+        char *host = end->staging + tensor->offset;
+        if (tensor->bytes > 0)
+            status = checked(
+                end,
+                driver->copy_to_host(host, (s1f_cu_address)(uintptr_t)tensors[i], (size_t)tensor->bytes, end->stream),
+                "cuMemcpyDtoHAsync");
+        tensors[i] = host;
+    }
+    message->on_device = 0;
+    return status == S1F_OK ? checked(end, driver->stream_synchronize(end->stream), "cuStreamSynchronize") : status;
+}
+
+s1f_status s1f_device_end_from_host(s1f_device_end *end, int32_t number, const void *payload)
+{
+    const s1f_driver *driver = end->device->driver;
+    const s1f_device_place *place = &end->places[number];
+    int64_t bytes = place->message->payload_bytes;
+    s1f_status status = checked(end, driver->stream_wait_event(end->stream, place->freed, 0), "cuStreamWaitEvent");
+    if (status == S1F_OK && bytes > 0)
+        status = checked(end, driver->copy_from_host(place->address, payload, (size_t)bytes, end->stream),
+                         "cuMemcpyHtoDAsync");
+    return status == S1F_OK ? checked(end, driver->stream_synchronize(end->stream), "cuStreamSynchronize") : status;
 }
 
 /* -- the transport ------------------------------------------------------------------------------------------------- */
@@ -275,6 +388,7 @@ static s1f_status device_post(s1f_edge_end *head, int64_t sequence, int32_t numb
     if (status != S1F_OK || (status = enter(end)) != S1F_OK)
         return status;
     s1f_device_place *place = &end->places[number];
+    place->message = NULL;
     status = checked(end, driver->event_record(place->freed, end->device->compute), "cuEventRecord");
     status = leave(end, status);
     if (status == S1F_OK && end->mover->post != NULL && (status = s1f_device_enter(end->device)) == S1F_OK) {
@@ -301,12 +415,9 @@ static s1f_status start_receive(s1f_device_end *end, s1f_device_place *place, in
     return status;
 }
 
-static s1f_status device_receive(s1f_edge_end *head, int64_t sequence, int32_t number)
+static s1f_status take(s1f_device_end *end, int64_t sequence, int32_t number)
 {
-    s1f_device_end *end = (s1f_device_end *)head;
-    s1f_status status = check_place(end, number);
-    if (status != S1F_OK)
-        return status;
+    s1f_status status = S1F_OK;
     if (sequence != end->started)
         return s1f_fail(S1F_ERR_STATE, "received out of turn: message %lld is next", (long long)end->started);
     s1f_device_place *place = &end->places[number];
@@ -317,7 +428,8 @@ static s1f_status device_receive(s1f_edge_end *head, int64_t sequence, int32_t n
         status = s1f_fail(S1F_ERR_STATE, "the sender put it into host memory: do all ranks compute on a GPU?");
     if (status != S1F_OK || (status = s1f_device_enter(end->device)) != S1F_OK)
         return status;
-    status = s1f_device_place_grow(end, place, place->message->payload_bytes);
+    end->largest = place->message->payload_bytes > end->largest ? place->message->payload_bytes : end->largest;
+    status = reserve(end, place, place->message->payload_bytes);
     if (status == S1F_OK && !place->message->on_device)
         status = end->mover->receive_staged(end, number, place->host_payload);
     s1f_device_leave(end->device);
@@ -329,11 +441,26 @@ static s1f_status device_receive(s1f_edge_end *head, int64_t sequence, int32_t n
     return status == S1F_OK ? end_transfer(end) : status;
 }
 
+static s1f_status device_receive(s1f_edge_end *head, int64_t sequence, int32_t number)
+{
+    s1f_device_end *end = (s1f_device_end *)head;
+    s1f_status status = check_place(end, number);
+    return status != S1F_OK || end->mover->is_late ? status : take(end, sequence, number);
+}
+
+static int device_has_come(s1f_edge_end *head, int64_t sequence)
+{
+    s1f_device_end *end = (s1f_device_end *)head;
+    return !end->mover->is_late || s1f_p2p_has_come(end->control, sequence);
+}
+
 static s1f_status device_wait(s1f_edge_end *head, int64_t sequence, int32_t number, const s1f_message **message,
                               const void **payload)
 {
     s1f_device_end *end = (s1f_device_end *)head;
     s1f_status status = check_place(end, number);
+    if (status == S1F_OK && end->mover->is_late)
+        status = take(end, sequence, number);
     if (status == S1F_OK && sequence >= end->started)
         status = s1f_fail(S1F_ERR_STATE, "waited for before its receive was started: the program was lowered without "
                                          "receives");
@@ -443,6 +570,8 @@ static s1f_status device_finish(s1f_edge_end *head, int32_t failed)
         return status;
     if (failed)
         s1f_device_end_abort(end);
+    if (failed && end->mover->release != NULL)
+        end->mover->release(end);
     if (!head->is_receiver && end->started > 0) /* the stream's last transfer is the edge's */
         status = checked(
             end, end->device->driver->stream_wait_event(end->device->compute, end->transfers[end->started - 1].done, 0),
@@ -457,18 +586,24 @@ static s1f_status device_finish(s1f_edge_end *head, int32_t failed)
         return status;
     status = s1f_group_poll(head->group, has_all, end, &reason);
     s1f_device_leave(end->device);
-    return status == S1F_OK ? s1f_group_check(head->group) : status;
+    if (status == S1F_OK)
+        status = s1f_group_check(head->group);
+    return status == S1F_OK && end->mover->post != NULL && !fits_all(end) ? reserve_all(end) : status;
+}
+
+int s1f_device_end_is_idle(s1f_device_end *end)
+{
+    count_over(end);
+    return end->over == end->started;
 }
 
 /* Waits a while until nothing of the end is under way: aborted transfers end as well. */
 static int is_idle(s1f_device_end *end)
 {
     struct timespec pause = {.tv_nsec = 1000 * 1000};
-    for (int64_t until = s1f_now_ns() + FAREWELL_NS; s1f_now_ns() < until; nanosleep(&pause, NULL)) {
-        count_over(end);
-        if (end->over == end->started)
+    for (int64_t until = s1f_now_ns() + FAREWELL_NS; s1f_now_ns() < until; nanosleep(&pause, NULL))
+        if (s1f_device_end_is_idle(end))
             return 1;
-    }
     return 0;
 }
 
@@ -535,6 +670,7 @@ static void device_free(s1f_edge_end *head)
         s1f_device_leave(end->device);
     free(end->places);
     free(end->retired);
+    free(end->staging);
     free(end->transfers);
     free(end);
 }
@@ -545,6 +681,7 @@ const s1f_transport s1f_device_transport = {
     .begin_step = device_begin_step,
     .post = device_post,
     .receive = device_receive,
+    .has_come = device_has_come,
     .wait = device_wait,
     .arrived = device_arrived,
     .send = device_send,
@@ -575,6 +712,7 @@ s1f_status s1f_device_end_init(s1f_device_end *end, const s1f_mover *mover, s1f_
         status = checked(end, driver->event_create(&end->ready, S1F_CU_EVENT_DISABLE_TIMING), "cuEventCreate");
     s1f_device_leave(end->device);
     pthread_mutex_lock(&watchdog->lock);
+    end->deadline_ns = watchdog->proof_ns > 0 ? s1f_now_ns() + watchdog->proof_ns : 0;
     end->next = watchdog->ends;
     watchdog->ends = end;
     pthread_mutex_unlock(&watchdog->lock);

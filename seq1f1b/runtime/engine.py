@@ -435,19 +435,25 @@ class PipelineEngine:
         own = [i for i, rank in enumerate(schedule.rank_of_stage) if rank == group.rank]
         places = places_of(zip(own, modules, strict=False)) if self._needs_whole_model else []
         check = partial(check_places, rank_of_stage=schedule.rank_of_stage)
-        agreement = Agreement(group, agreement_of(options, schedule, source), places, check)
+        agreement = Agreement(group, agreement_of(options, schedule, source, self.device), places, check)
         if not group.is_thread:  # engines of threads may be made one after the other: they meet in a step
             agreement.check()
-        pipeline = self._pipeline = Pipeline(modules, self.device, options, group, schedule, agreement)
+        pipeline = self._pipeline = Pipeline(
+            modules, self.device, options, group, schedule, agreement, self._device_edges_class
+        )
         self.num_stages, self.stages = pipeline.num_stages, list(pipeline.modules)
         self.has_first, self.has_last = pipeline.has_first, pipeline.has_last
         builder = None if isinstance(source, Schedule) else source
         self._runner = Runner(pipeline, options, schedule, builder, is_tuned=source is first_order)
-        pipeline.connect(pipeline.lower(schedule), self._device_edges_class)
-        self.edges = pipeline.edges
-        self._runner.order(training=True)
+        pipeline.connect(pipeline.lower(schedule))
+        if not pipeline.is_between_gpus:
+            self._runner.order(training=True)
         if not group.is_thread:
             group.begin()
+        if pipeline.is_between_gpus:  # their proof is the first thing that the edges carry
+            pipeline.connect_gpus()
+            self._runner.order(training=True)
+        self.edges = pipeline.edges
 
     def _make_schedule(self, source: Schedule | Builder, stages_per_rank: int) -> Schedule:
         num_segments = self._options.num_segments
