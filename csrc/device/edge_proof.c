@@ -47,6 +47,11 @@ static s1f_status wait_for(s1f_device_end *end, int (*is_done)(s1f_device_end *e
         s1f_status status = s1f_group_check_peer(end->head.group, &reason);
         if (status == S1F_OK)
             status = s1f_group_check(end->head.group);
+        if (status == S1F_OK && end->mover->settled != NULL) { /* NCCL says here that a transfer has failed */
+            s1f_device_end_lock(end);
+            status = end->mover->settled(end) < 0 ? S1F_ERR_STATE : S1F_OK;
+            s1f_device_end_unlock(end);
+        }
         if (status != S1F_OK)
             return status;
         if (s1f_now_ns() > end->deadline_ns)

@@ -7,6 +7,7 @@ do. What an end shows, and within which time, is C (``csrc/device/edge_proof.h``
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +19,8 @@ from seq1f1b.transport.group import Edge
 
 __all__: list[str] = []
 
-_stuck: list[object] = []  # ends whose copies do not end: whatever would free them would wait for ever
+
+_LATE = ("its transfer has been under way", "no header has come", "it does not come to an end")  # csrc/device
 
 
 class Chosen(NamedTuple):
@@ -65,11 +67,12 @@ class Attempt:
 
     def _agree(self, beside: Any = None) -> list[Any]:
         found = self._group.all_gather_object((self.refused, beside))
+        reasons: dict[Edge, list[str]] = {}
         for theirs, _ in found:
             for edge, reason in theirs.items():
-                self.refused.setdefault(edge, reason)
-        for theirs, _ in reversed(found):  # the lowest rank's words, on all
-            self.refused |= theirs
+                reasons.setdefault(edge, []).append(reason)
+        # The same words on all ranks; an end that has waited in vain does not know why.
+        self.refused = {edge: min(texts, key=lambda text: text.startswith(_LATE)) for edge, texts in reasons.items()}
         return [each for _, each in found]
 
     def make(self) -> None:
@@ -113,10 +116,10 @@ class Attempt:
         """The ends of edges that have proven themselves; and edges whose transfers do not end. All others are closed."""
         failed = [edge for edge in self._edges if edge in self.refused and edge in self.ends]
         stuck = [edge for edge in failed if not _C.edge_proof_give_up(self.ends[edge])]
-        _stuck.extend(self.ends[edge] for edge in stuck)
         all_stuck = sorted(set().union(*self._agree(stuck)))
         if all_stuck:
-            _stuck.extend(self.ends.values())  # closing waits for the GPU
+            for end in self.ends.values():  # to free them would wait for the GPU, for ever
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(end))
             return {}, all_stuck
         for senders in (True, False):  # who opened the other's memory goes first
             for edge in self._edges:

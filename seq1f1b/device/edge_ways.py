@@ -78,7 +78,10 @@ class Copies(Way):
     )
 
     def make(self, edge: Edge, control: object, offered: bytes) -> object:
-        return _C.copy_end(control, self._watchdog, self._group.is_thread)
+        return _C.copy_end(control, self._watchdog, self._is_one_process())
+
+    def _is_one_process(self) -> bool:
+        return self._group.is_thread
 
 
 class Nccl(Way):

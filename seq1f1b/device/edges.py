@@ -130,7 +130,7 @@ class DeviceEdges:
         finally:
             _C.watchdog_prove(self._watchdog, 0.0)
         self._ends, self.chosen = proof.ends, proof.chosen
-        return self._ends
+        return dict(self._ends)  # the caller lets go of its own before close() ends them
 
     def _check_reach(self, way: Way, controls: Mapping[Edge, object]) -> None:
         for edge in controls:

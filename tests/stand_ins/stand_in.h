@@ -111,6 +111,15 @@ STAND_IN_API void stand_in_break_communicators(int32_t device, int32_t peer, int
  * driver), number `index` (0: the next) does nothing but return `result`. Only one such request is kept. */
 STAND_IN_API void stand_in_fail_call(const char *function, int64_t index, int32_t result);
 
+/* From now on what moves `bytes` bytes (below 0: any) by a function whose name begins with `function` ("cuMemcpyAsync",
+ * "nccl") is damaged in this way. One such request is kept; function "": none. */
+typedef enum {
+    STAND_IN_CORRUPT = 0, /* its last byte arrives wrong */
+    STAND_IN_SHORT = 1,   /* its second half does not arrive */
+    STAND_IN_STALLED = 2, /* a copy that does not begin */
+} stand_in_damage_kind;
+STAND_IN_API void stand_in_damage(const char *function, int64_t bytes, stand_in_damage_kind kind);
+
 /* Ends the worker thread and frees everything; also done when the program ends or the library is closed. */
 STAND_IN_API void stand_in_stop(void);
 
