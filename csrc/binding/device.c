@@ -8,6 +8,7 @@
 #include "../device/edge_proof.h"
 #include "../device/host_end.h"
 #include "../device/nccl_end.h"
+#include "../device/staging_end.h"
 #include "../run/executor.h"
 
 #include <string.h>
@@ -193,6 +194,17 @@ static PyObject *host_end(PyObject *Py_UNUSED(module), PyObject *arguments)
     return s1f_new_edge_end(status, end, arguments);
 }
 
+static PyObject *staging_end(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_edge_end *control, *ring, *end = NULL;
+    s1f_watchdog *watchdog;
+    if (!PyArg_ParseTuple(arguments, "O&O&O&", s1f_to_edge_end, &control, s1f_to_edge_end, &ring, s1f_to_watchdog,
+                          &watchdog))
+        return NULL;
+    s1f_status status = s1f_staging_end_create(control, ring, watchdog, &end);
+    return s1f_new_edge_end(status, end, arguments);
+}
+
 static PyObject *device_end_forget(PyObject *Py_UNUSED(module), PyObject *handle)
 {
     s1f_edge_end *end;
@@ -294,6 +306,8 @@ PyMethodDef s1f_device_methods[] = {
      "copy_end(control, watchdog, in_process): an end whose sender's copy engine writes into the receiver's memory."},
     {"host_end", host_end, METH_VARARGS,
      "host_end(control, watchdog): an end whose messages go through pageable host memory, over its control edge."},
+    {"staging_end", staging_end, METH_VARARGS,
+     "staging_end(control, ring, watchdog): an end whose messages go through pinned memory, that of another arena end."},
     {"device_end_forget", device_end_forget, METH_O,
      "device_end_forget(end): gives back the memory of its places; the sender's end goes first."},
     {"edge_end_text", edge_end_text, METH_O, "edge_end_text(end): names the edge in errors."},

@@ -374,6 +374,8 @@ static s1f_status device_begin_step(s1f_edge_end *head, int32_t num_places)
     if (status != S1F_OK || (status = enter(end)) != S1F_OK)
         return status;
     status = set_places(end, num_places);
+    if (status == S1F_OK && end->step_start != NULL)
+        status = checked(end, end->device->driver->event_record(end->step_start, end->stream), "cuEventRecord");
     end->started = end->over = end->seen_over = 0;
     end->seen_started = 0;
     end->is_finished = 0;
@@ -432,6 +434,8 @@ static s1f_status take(s1f_device_end *end, int64_t sequence, int32_t number)
     status = reserve(end, place, place->message->payload_bytes);
     if (status == S1F_OK && !place->message->on_device)
         status = end->mover->receive_staged(end, number, place->host_payload);
+    else if (status == S1F_OK && end->mover->prepare_receive != NULL)
+        status = end->mover->prepare_receive(end, number);
     s1f_device_leave(end->device);
     if (status != S1F_OK || (status = enter(end)) != S1F_OK)
         return status;
@@ -630,6 +634,8 @@ static void destroy_events(s1f_device_end *end)
     }
     if (end->ready != NULL)
         driver->event_destroy(end->ready);
+    if (end->step_start != NULL)
+        driver->event_destroy(end->step_start);
     if (end->stream != NULL)
         driver->stream_destroy(end->stream);
     end->started = end->over = end->capacity = 0;
@@ -710,6 +716,8 @@ s1f_status s1f_device_end_init(s1f_device_end *end, const s1f_mover *mover, s1f_
                      "cuStreamCreateWithPriority");
     if (status == S1F_OK && !end->head.is_receiver)
         status = checked(end, driver->event_create(&end->ready, S1F_CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+    if (status == S1F_OK && mover->release != NULL)
+        status = checked(end, driver->event_create(&end->step_start, S1F_CU_EVENT_DISABLE_TIMING), "cuEventCreate");
     s1f_device_leave(end->device);
     pthread_mutex_lock(&watchdog->lock);
     end->deadline_ns = watchdog->proof_ns > 0 ? s1f_now_ns() + watchdog->proof_ns : 0;

@@ -53,6 +53,7 @@ typedef struct { /* how bytes move. Called with the GPU's context current. */
      * it. */
     s1f_status (*prepare_send)(s1f_device_end *end, int64_t sequence, int32_t place, s1f_message *message,
                                const void **tensors);
+    s1f_status (*prepare_receive)(s1f_device_end *end, int32_t place); /* its header has come; may wait; or NULL */
     /* Enqueue on end->stream, under the watchdog's lock. */
     s1f_status (*receive)(s1f_device_end *end, int32_t place, const s1f_message *message);
     s1f_status (*send)(s1f_device_end *end, int32_t place, const s1f_message *message, const void *const *tensors);
@@ -76,7 +77,8 @@ struct s1f_device_end { /* head of each mover's own struct */
     s1f_watchdog *watchdog;
     s1f_device *device;
     s1f_cu_stream stream;
-    s1f_cu_event ready; /* sender: the result is computed */
+    s1f_cu_event ready;      /* sender: the result is computed */
+    s1f_cu_event step_start; /* on its stream; where the mover has `release` */
     s1f_device_place *places;
     int32_t num_places;
     s1f_transfer *transfers; /* by message */

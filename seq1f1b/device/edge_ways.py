@@ -7,12 +7,13 @@ import ctypes
 import functools
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from seq1f1b import _C
 from seq1f1b.transport import RankGroup
 from seq1f1b.transport.group import Edge
+from seq1f1b.transport.table import TRANSPORTS
 
 __all__: list[str] = []
 
@@ -51,8 +52,8 @@ class Way:
     is_one_sided = True
     needs = ""
 
-    def __init__(self, group: RankGroup, watchdog: object) -> None:
-        self._group, self._watchdog = group, watchdog
+    def __init__(self, group: RankGroup, watchdog: object, is_receiver: Mapping[Edge, bool]) -> None:
+        self._group, self._watchdog, self._is_receiver = group, watchdog, is_receiver
 
     def offer(self, edges: Sequence[Edge]) -> dict[Edge, bytes]:
         """What all ranks are told before the ends are made: of edges that this rank sends on."""
@@ -71,7 +72,7 @@ class Way:
 
 class Copies(Way):
     name = "copy"
-    over = ("loopback", "shm")
+    over = TRANSPORTS["copy"].over
     needs = (
         "CUDA IPC needs processes of one host that share its IPC namespace (docker run --ipc=host) and GPUs that reach "
         "each other (nvidia-smi topo -p2p r); wrong bytes point to an IOMMU, or to PCIe ACS, that is switched on"
@@ -86,6 +87,7 @@ class Copies(Way):
 
 class Nccl(Way):
     name = "nccl"
+    over = TRANSPORTS["nccl"].over
     is_one_sided = False
     needs = (
         "NCCL says more with NCCL_DEBUG=INFO; in a container it needs room in /dev/shm (docker run --shm-size=1g), "
@@ -110,6 +112,24 @@ class Nccl(Way):
         _C.nccl_leave(end)
 
 
+class Staging(Way):
+    """Pinned memory that both processes map: the host waits for nothing."""
+
+    name = "staging"
+    over = TRANSPORTS["staging"].over
+    needs = (
+        "it pins host memory, for each edge as much as its places hold: look at the container's memory limit; and the "
+        "GPU must take stream memory operations (cuStreamWaitValue64)"
+    )
+    _RING = 64  # channels from here on are no edges, but rings beside them
+
+    def make(self, edge: Edge, control: object, offered: bytes) -> object:
+        ring = Edge(edge.source, edge.destination, edge.channel + self._RING)
+        peer, is_receiver = self._group.peer_of(edge), self._is_receiver[edge]
+        memory = self._group.edge_end(ring, peer, is_receiver, _C.edge_end_text(control))
+        return _C.staging_end(control, memory, self._watchdog)
+
+
 class Host(Way):
     """The last resort: pageable host memory, and copies that the host waits for."""
 
@@ -120,5 +140,5 @@ class Host(Way):
         return _C.host_end(control, self._watchdog)
 
 
-WAYS: tuple[type[Way], ...] = (Copies, Nccl, Host)
+WAYS: tuple[type[Way], ...] = (Copies, Nccl, Staging, Host)
 """In the order in which ``transport="auto"`` tries them."""

@@ -109,7 +109,7 @@ class DeviceEdges:
         identities = self._group.all_gather_object(self.identity())
         if self._group.rank == 0:
             warn_of_shared_gpus(identities)
-        self._ways = {kind.name: kind(self._group, self._watchdog) for kind in WAYS}
+        self._ways = {kind.name: kind(self._group, self._watchdog, is_receiver) for kind in WAYS}
         asked = None if self.transport == "auto" else self.transport
         if asked is not None:
             self._check_reach(self._ways[asked], controls)

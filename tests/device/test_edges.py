@@ -88,7 +88,7 @@ def test_gradients_are_those_of_the_whole_model(transport: str, schedule: str, P
     assert gradient_error(gradients, truth) < 1e-10
     del results
     gc.collect()
-    for kind in ("allocations", "communicators", "streams", "events"):
+    for kind in ("allocations", "communicators", "streams", "events", "registrations"):
         assert stand_in().count(f"live_{kind}") == 0
 
 
@@ -203,7 +203,8 @@ def two_processes(rank: int, world: int, folder: str) -> None:
     config = Config(kv_heads=2)
     model = whole_model(config)
     tokens, target = batch(config, 4, LENGTH)
-    engine = make_engine(model, config, rank, world, segment_sizes=[9, 7], transport="copy", limits=Limits(step=30.0))
+    engine = make_engine(model, config, rank, world, segment_sizes=[9, 7], limits=Limits(step=30.0))
+    assert {edge.transport for edge in engine.edges} == {"copy"}  # the first that proves itself
     for _ in range(4):
         for p in engine.parameters():
             p.grad = None

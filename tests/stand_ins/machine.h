@@ -60,6 +60,9 @@ enum { MAX_DEVICES = 16, MAX_QUEUES = 32 };
     X(cuMemcpyDtoHAsync_v2)                                                                                            \
     X(cuMemcpyHtoDAsync_v2)                                                                                            \
     X(cuMemsetD8Async)                                                                                                 \
+    X(cuMemHostRegister_v2)                                                                                            \
+    X(cuMemHostUnregister)                                                                                             \
+    X(cuMemHostGetDevicePointer_v2)                                                                                    \
     X(cuIpcGetMemHandle)                                                                                               \
     X(cuIpcOpenMemHandle_v2)                                                                                           \
     X(cuIpcCloseMemHandle)                                                                                             \
@@ -158,6 +161,7 @@ void release_lock(pthread_mutex_t **lock);
     X(live_events)                                                                                                     \
     X(interprocess_events)                                                                                             \
     X(live_communicators)                                                                                              \
+    X(live_registrations)                                                                                              \
     X(open_handles)
 
 /* -- operations -------------------------------------------------------------------------------------------------- */

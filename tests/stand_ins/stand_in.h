@@ -66,7 +66,8 @@ STAND_IN_API int stand_in_set(const char *option, int64_t value);
  *   synchronisations, injected_synchronisations     times that a host waited for a device, or might have
  *   interprocess_events                             events made with CU_EVENT_INTERPROCESS
  *   live_allocations, live_bytes, live_streams,
- *   live_events, live_communicators, open_handles   not yet freed, destroyed or closed */
+ *   live_events, live_communicators, open_handles,
+ *   live_registrations                              not yet freed, destroyed, closed or unregistered */
 STAND_IN_API int64_t stand_in_count(const char *counter);
 
 /* The misuse so far: its number, and one as text, valid until reset; NULL beyond the last or the first ten thousand. */
