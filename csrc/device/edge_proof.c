@@ -98,6 +98,37 @@ s1f_status s1f_edge_proof_post(s1f_edge_end *head, int64_t sequence, int64_t byt
     return status;
 }
 
+/* A transfer that failed half-way has put work on the stream: it counts until that has ended. (NCCL's is aborted.) */
+static void count_begun(s1f_device_end *end)
+{
+    if (end->mover->settled != NULL || end->started >= end->capacity || end->transfers[end->started].done == NULL)
+        return;
+    s1f_transfer *transfer = &end->transfers[end->started];
+    if (end->device->driver->event_record(transfer->done, end->stream) == S1F_CU_SUCCESS) {
+        transfer->is_over = 0;
+        end->started++;
+    }
+}
+
+int s1f_edge_proof_give_up(s1f_edge_end *head)
+{
+    s1f_device_end *end = (s1f_device_end *)head;
+    struct timespec pause = {.tv_nsec = 1000 * 1000};
+    int idle = 0;
+    if (s1f_device_enter(end->device) != S1F_OK)
+        return 0;
+    s1f_device_end_lock(end);
+    count_begun(end);
+    s1f_device_end_abort(end);
+    if (end->mover->release != NULL)
+        end->mover->release(end);
+    s1f_device_end_unlock(end);
+    for (int64_t until = s1f_now_ns() + GIVE_UP_NS; !(idle = s1f_device_end_is_idle(end)) && s1f_now_ns() < until;)
+        nanosleep(&pause, NULL);
+    s1f_device_leave(end->device);
+    return idle;
+}
+
 s1f_status s1f_edge_proof_send(s1f_edge_end *head, int64_t sequence, int64_t bytes, int64_t *ns)
 {
     s1f_device_end *end = (s1f_device_end *)head;
@@ -126,7 +157,8 @@ s1f_status s1f_edge_proof_send(s1f_edge_end *head, int64_t sequence, int64_t byt
     if (status == S1F_OK)
         status = wait_for(end, is_over, sequence, "its transfer has been under way");
     *ns = s1f_now_ns() - began;
-    if (has_memory && s1f_device_end_is_idle(end)) /* else it is still read: lost */
+    int is_unread = status == S1F_OK || s1f_edge_proof_give_up(head);
+    if (has_memory && is_unread) /* else it is lost */
         driver->memory_free(memory);
     free(sent);
     s1f_device_leave(end->device);
@@ -184,24 +216,6 @@ s1f_status s1f_edge_proof_receive(s1f_edge_end *head, int64_t sequence, int64_t 
         status = compare(end, sequence, bytes, payload);
     s1f_device_leave(end->device);
     return status;
-}
-
-int s1f_edge_proof_give_up(s1f_edge_end *head)
-{
-    s1f_device_end *end = (s1f_device_end *)head;
-    struct timespec pause = {.tv_nsec = 1000 * 1000};
-    int idle = 0;
-    if (s1f_device_enter(end->device) != S1F_OK)
-        return 0;
-    s1f_device_end_lock(end);
-    s1f_device_end_abort(end);
-    if (end->mover->release != NULL)
-        end->mover->release(end);
-    s1f_device_end_unlock(end);
-    for (int64_t until = s1f_now_ns() + GIVE_UP_NS; !(idle = s1f_device_end_is_idle(end)) && s1f_now_ns() < until;)
-        nanosleep(&pause, NULL);
-    s1f_device_leave(end->device);
-    return idle;
 }
 
 void s1f_edge_proof_end(s1f_edge_end *head)

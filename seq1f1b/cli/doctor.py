@@ -56,7 +56,7 @@ def findings() -> Iterator[str]:
     )
     yield from importlib.import_module("seq1f1b.device.kernel_library").describe()
     yield f"NCCL: {found_nccl()}"
-    yield "messages between GPUs: each edge proves copies, NCCL or host memory at set-up; never yet run between two GPUs"
+    yield "messages between GPUs: an edge tries copies, NCCL and host memory at set-up; never yet run between two GPUs"
     for package, loss in PACKAGES:
         found = importlib.util.find_spec(package) is not None
         yield f"{package}: {'found' if found else 'not found: ' + loss}"

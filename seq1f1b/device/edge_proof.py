@@ -1,8 +1,8 @@
 """Finds, together with all other ranks, the way that carries each edge between GPUs: the first that proves itself.
 
-A way is tried on all edges that still have none at once. Between two parts of an attempt the ranks exchange what failed,
-so that both ends of an edge, and all ranks, know the same and go on alike; nobody waits for what another rank will not
-do. What an end shows, and within which time, is C (``csrc/device/edge_proof.h``).
+A way is tried on all edges that still have none at once. Between two parts of an attempt the ranks exchange what
+failed, so that both ends of an edge, and all ranks, know the same and go on alike; nobody waits for what another rank
+will not do. What an end shows, and within which time, is C (``csrc/device/edge_proof.h``).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Attempt:
         self._agree()
 
     def end(self) -> tuple[dict[Edge, Any], list[Edge]]:
-        """The ends of edges that have proven themselves; and edges whose transfers do not end. All others are closed."""
+        """The ends that have proven themselves; and edges whose transfers do not end. All other ends are closed."""
         failed = [edge for edge in self._edges if edge in self.refused and edge in self.ends]
         stuck = [edge for edge in failed if not _C.edge_proof_give_up(self.ends[edge])]
         all_stuck = sorted(set().union(*self._agree(stuck)))

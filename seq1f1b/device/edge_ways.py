@@ -134,7 +134,9 @@ class Host(Way):
     """The last resort: pageable host memory, and copies that the host waits for."""
 
     name = "host"
-    needs = "this way needs no more than copies between the GPU and the host: look at the GPU itself (nvidia-smi, dmesg)"
+    needs = (
+        "this way needs no more than copies between the GPU and the host: look at the GPU itself (nvidia-smi, dmesg)"
+    )
 
     def make(self, edge: Edge, control: object, offered: bytes) -> object:
         return _C.host_end(control, self._watchdog)

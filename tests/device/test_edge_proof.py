@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import warnings
@@ -19,6 +20,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from seq1f1b import PipelineError
 from seq1f1b.device import edge_proof, edge_ways
+from seq1f1b.runtime.arguments import Disagreement, agreement_of, check_agreement
 from seq1f1b.testing import run_ranks
 
 CONFIG = Config(kv_heads=2)
@@ -139,7 +141,8 @@ NCCL = {
 
 @pytest.mark.parametrize("defect", NCCL)
 def test_nccl_that_fails_leaves_its_edge_to_the_host(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edge_ways.Copies, "over", ())  # as between hosts
+    for way in (edge_ways.Copies, edge_ways.Staging):  # as between hosts
+        monkeypatch.setattr(way, "over", ())
     monkeypatch.setattr(StandInEdges, "proof_limit_s", 0.4)
     plant, reason = NCCL[defect]
     plant(monkeypatch)
@@ -150,6 +153,41 @@ def test_nccl_that_fails_leaves_its_edge_to_the_host(defect: str, monkeypatch: p
     for part in (" of stage ", "transport='nccl' failed its proof and is not used", reason, "NCCL_DEBUG=INFO"):
         assert part in found.warned[0], found.warned
     assert stand_in().drain()  # what was aborted has ended
+
+
+def copy_short_of_staging(patch: pytest.MonkeyPatch) -> None:
+    for way, function in ((edge_ways.Staging, "cuMemcpyDtoH"), (edge_ways.Host, "")):
+        make = way.make
+
+        def damaging(own: Any, *rest: Any, make: Any = make, function: str = function) -> object:
+            stand_in().damage(function, LARGEST, SHORT)
+            return make(own, *rest)
+
+        patch.setattr(way, "make", damaging)
+
+
+STAGING = {
+    "pinning": (refuse("cuMemHostRegister", 2), "cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"),
+    "the address": (refuse("cuMemHostGetDevicePointer", 1), "cuMemHostGetDevicePointer: CUDA_ERROR_INVALID_VALUE"),
+    "waiting": (refuse("cuStreamWaitValue64", 801), "cuStreamWaitValue64"),
+    "writing": (refuse("cuStreamWriteValue64", 801), "cuStreamWriteValue64"),
+    "bytes": (copy_short_of_staging, "of 65536 bytes arrived wrong, the first is byte 32768"),
+}
+
+
+@pytest.mark.parametrize("defect", STAGING)
+def test_staging_that_fails_leaves_its_edge_to_the_host(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for way in (edge_ways.Copies, edge_ways.Nccl):
+        monkeypatch.setattr(way, "over", ())
+    plant, reason = STAGING[defect]
+    plant(monkeypatch)
+    found = settle()
+    assert found.errors == ["", ""]
+    assert found.carried[0] == found.carried[1] and "host" in found.carried[0].values()
+    assert len(found.warned) == 1
+    for part in (" of stage ", "transport='staging' failed its proof and is not used", reason, "memory limit"):
+        assert part in found.warned[0], found.warned
+    assert stand_in().complaints() == [] and stand_in().count("live_registrations") == 0
 
 
 def test_copies_that_stall_are_an_error_that_names_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +232,7 @@ def test_a_rank_that_fails_ends_the_proof_of_all(monkeypatch: pytest.MonkeyPatch
 
 def test_edges_of_several_ways_train_one_model() -> None:
     """One edge by each: gradients are those of the whole model, and the second step allocates nothing."""
-    refused = {"copy": {(0, 1), (1, 0), (1, 2)}, "nccl": {(1, 0), (1, 2)}}
+    refused = {"copy": {(0, 1), (1, 0), (1, 2)}, "nccl": {(1, 0), (1, 2)}, "staging": {(1, 0)}}
     P, model = 3, whole_model(CONFIG)
     tokens, target = batch(CONFIG, 4, 16)
 
@@ -216,7 +254,7 @@ def test_edges_of_several_ways_train_one_model() -> None:
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for way in (edge_ways.Copies, edge_ways.Nccl):
+        for way in (edge_ways.Copies, edge_ways.Nccl, edge_ways.Staging):
             make = way.make
 
             def refuse_some(own: Any, edge: Any, *rest: Any, make: Any = make) -> object:
@@ -227,7 +265,7 @@ def test_edges_of_several_ways_train_one_model() -> None:
             patch.setattr(way, "make", refuse_some)
         results = run_ranks(P, run)
     carried = {edge: way for theirs, *_ in results for edge, way in theirs.items()}
-    assert carried == {(0, 1): "nccl", (1, 0): "host", (1, 2): "host", (2, 1): "copy"}
+    assert carried == {(0, 1): "nccl", (1, 0): "host", (1, 2): "staging", (2, 1): "copy"}
     gradients = {name: g for _, theirs, _ in results for name, g in theirs.items()}
     assert gradient_error(gradients, run_whole(model, tokens, target, 4)[1]) < 1e-10
     for *_, allocations in results:
@@ -273,22 +311,17 @@ def dies_in_its_proof(rank: int, world: int, folder: str) -> None:
 
 
 def test_a_process_that_dies_in_the_proof_is_named(tmp_path: Path) -> None:
-    try:
+    with contextlib.suppress(ProcessExitedException):
         run_processes(2, dies_in_its_proof, str(tmp_path))
-    except ProcessExitedException:
-        pass
     assert (tmp_path / "told").exists()
 
 
 def test_gpus_and_cpus_in_one_pipeline_are_refused() -> None:
-    from seq1f1b.runtime.arguments import Disagreement, Options, agreement_of, check_agreement
-
     given: dict[str, Any] = {"num_microbatches": 2, "loss_fn": None}
     everyones = []
     for kind in ("cuda", "cpu"):
         engine = StandInEngine(torch.nn.Linear(1, 1), **given)
         everyones.append(agreement_of(engine._options, engine.schedule, engine.schedule, torch.device(kind)))
         engine.close()
-    assert isinstance(engine._options, Options)
     with pytest.raises(Disagreement, match=r'stages differs .*: cuda on rank 0; cpu \(which transport="shm" or "c10d"'):
         check_agreement(everyones)
