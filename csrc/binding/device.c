@@ -307,7 +307,7 @@ PyMethodDef s1f_device_methods[] = {
     {"host_end", host_end, METH_VARARGS,
      "host_end(control, watchdog): an end whose messages go through pageable host memory, over its control edge."},
     {"staging_end", staging_end, METH_VARARGS,
-     "staging_end(control, ring, watchdog): an end whose messages go through pinned memory, that of another arena end."},
+     "staging_end(control, ring, watchdog): an end whose messages go through pinned memory, the ring's."},
     {"device_end_forget", device_end_forget, METH_O,
      "device_end_forget(end): gives back the memory of its places; the sender's end goes first."},
     {"edge_end_text", edge_end_text, METH_O, "edge_end_text(end): names the edge in errors."},

@@ -19,7 +19,8 @@
  *
  * Places are memory of the GPU. The first message of a size reserves all places of its edge that hold nothing: no later
  * one of its step allocates beside another edge's receive, and from the second step of a shape on nothing is allocated.
- * Movers whose sender writes into a place reserve the rest at the step's end. The watchdog (watchdog.h) looks after what the host does not wait for. */
+ * Movers whose sender writes into a place reserve the rest at the step's end. The watchdog (watchdog.h) looks after
+ * what the host does not wait for. */
 #ifndef S1F_DEVICE_END_H
 #define S1F_DEVICE_END_H
 
@@ -121,6 +122,11 @@ s1f_wait_reason s1f_device_end_reason(const s1f_device_end *end, const char *pur
 s1f_status s1f_device_end_settle(s1f_device_end *end, const char *purpose, int64_t sequence);
 /* Makes a place hold at least so many bytes; what it held is lost. May wait for the GPU. */
 s1f_status s1f_device_place_grow(s1f_device_end *end, s1f_device_place *place, int64_t bytes);
+/* For a message that has come: its place, and the others of the edge that hold nothing. So later ones find room. */
+s1f_status s1f_device_place_reserve(s1f_device_end *end, s1f_device_place *place, int64_t bytes);
+/* All places for the largest message so far. Those into which the sender writes cannot change once they are posted, so
+ * they wait for the end of the step, when all that was sent has come. */
+s1f_status s1f_device_end_reserve(s1f_device_end *end);
 /* A message by way of pageable host memory, with copies that the host waits for: from the GPU, where *message and
  * tensors[] then name host memory; and into a place. */
 s1f_status s1f_device_end_to_host(s1f_device_end *end, s1f_message *message, const void **tensors);

@@ -8,8 +8,8 @@
  *     RECEIVE n  stream: waits until `written` says n; copies; writes n to `drained`
  *
  * n is (step, message), so that no step waits for what another one left. The words lie in pinned memory: where a step
- * has failed, each end lets its own stream go on by writing the word that this one waits for (`release`). The ring grows
- * with the largest message, in the first step of a shape, and is pinned by each process for itself. */
+ * has failed, each end lets its own stream go on by writing the word that this one waits for (`release`). The ring
+ * grows with the largest message, in the first step of a shape, and each process pins it for itself. */
 #ifndef S1F_STAGING_END_H
 #define S1F_STAGING_END_H
 

@@ -71,7 +71,7 @@ class Attempt:
         for theirs, _ in found:
             for edge, reason in theirs.items():
                 reasons.setdefault(edge, []).append(reason)
-        # The same words on all ranks; an end that has waited in vain does not know why.
+        # All ranks use one of the texts: not that of an end which has waited in vain, and does not know why.
         self.refused = {edge: min(texts, key=lambda text: text.startswith(_LATE)) for edge, texts in reasons.items()}
         return [each for _, each in found]
 

@@ -1,4 +1,4 @@
-"""Edges between GPUs, each by the way that proves itself there: copies, NCCL, or the host's memory.
+"""Edges between GPUs, each by the way that proves itself there: copies, NCCL, or host memory.
 
 Only set-up is here; how host, streams and events are ordered is C (``csrc/device/device_end.h``). Headers and
 credits go over the edges of host memory that :mod:`seq1f1b.transport` opens. Copies and NCCL have run between processes
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from seq1f1b import _C
+from seq1f1b.device import kernel_library
 from seq1f1b.device.edge_proof import Chosen, Proof, warn_of_shared_gpus
 from seq1f1b.device.edge_ways import WAYS, Way
 from seq1f1b.transport import RankGroup
@@ -97,6 +98,8 @@ class DeviceEdges:
         so for a receive that waits for its sender."""
         first = torch.ones(1024, device=self._torch_device)
         (first + first).sum().item()
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # whoever uses a kernel is told what is wrong
+            kernel_library.operations()
 
     def open(self, controls: Mapping[Edge, object], is_receiver: Mapping[Edge, bool]) -> dict[Edge, Any]:
         """Ends over the given ones, which carry headers. Collective: all ranks of the pipeline are here at once.

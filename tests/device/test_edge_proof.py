@@ -94,7 +94,7 @@ def break_as_they_connect(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(edge_ways.Nccl, "connect", breaking)
 
 
-# Of one edge's copies, and what the warning says of it.
+# What fails in copies of one edge, or of all, and what the warning says of it.
 COPIES = {
     "export of memory": (refuse("cuIpcGetMemHandle", 801), "cuIpcGetMemHandle"),
     "export of an event": (refuse("cuIpcGetEventHandle", 801), "cuIpcGetEventHandle"),

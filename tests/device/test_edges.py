@@ -203,6 +203,12 @@ def two_processes(rank: int, world: int, folder: str) -> None:
     config = Config(kv_heads=2)
     model = whole_model(config)
     tokens, target = batch(config, 4, LENGTH)
+    staged = make_engine(model, config, rank, world, segment_sizes=[9, 7], transport="staging")
+    for _ in range(2):
+        losses = staged.step(tokens, target=target)
+    if rank == 1:
+        assert all(map(torch.allclose, losses, run_whole(model, tokens, target, 4)[0]))
+    staged.close()
     engine = make_engine(model, config, rank, world, segment_sizes=[9, 7], limits=Limits(step=30.0))
     assert {edge.transport for edge in engine.edges} == {"copy"}  # the first that proves itself
     for _ in range(4):
