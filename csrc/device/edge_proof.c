@@ -83,6 +83,9 @@ static s1f_status begin_call(s1f_device_end *end)
 
 s1f_status s1f_edge_proof_begin(s1f_edge_end *head)
 {
+    s1f_device_end *end = (s1f_device_end *)head;
+    end->deadline_ns =
+        s1f_now_ns() + end->watchdog->proof_ns; /* of connecting, which may have waited for other edges */
     return s1f_p2p_begin_step(head, 1);
 }
 

@@ -39,15 +39,24 @@ class Chosen(NamedTuple):
 class Attempt:
     """One way on the edges that are to try it. Every method is collective.
 
+    Args:
+        rounds: all edges of the pipeline, so that a rank has one in each round at most: where both ends must be there
+            at once, one that fails keeps nobody from another edge.
     Attributes:
         refused: why an edge cannot go this way; equal on all ranks after each exchange.
     """
 
     def __init__(
-        self, group: RankGroup, way: Way, edges: Sequence[Edge], controls: Mapping[Edge, object], sends: set[Edge]
+        self,
+        group: RankGroup,
+        way: Way,
+        edges: Sequence[Edge],
+        controls: Mapping[Edge, object],
+        sends: set[Edge],
+        rounds: Sequence[set[Edge]],
     ) -> None:
         self._group, self._way, self._controls = group, way, controls
-        self._edges, self._sends = edges, sends
+        self._edges, self._sends, self._rounds = edges, sends, rounds
         self.ends: dict[Edge, Any] = {}
         self.refused: dict[Edge, str] = {}
         self.seconds: dict[Edge, float] = {}  # of the last message, on this rank
@@ -90,8 +99,12 @@ class Attempt:
 
         self._each(self._edges, make)
         self._agree()
-        self._each(self._edges, lambda edge: _C.edge_proof_begin(self.ends[edge]))
-        self._each(self._edges, lambda edge: self._way.connect(self.ends[edge]))
+
+        def connect(edge: Edge) -> None:
+            _C.edge_proof_begin(self.ends[edge])
+            self._way.connect(self.ends[edge])
+
+        self._each(self._edges, connect)
         self._agree()
 
     def send(self, sequence: int, sizes: Mapping[Edge, int]) -> None:
@@ -108,9 +121,11 @@ class Attempt:
             self._each(sorted(self._sends & set(self._edges)), move)
             self._agree()
             self._each(receivers, move)
-        else:  # both ends at once, and all ranks in one order of edges
-            self._each(self._edges, move)
-        self._agree()
+            self._agree()
+            return
+        for together in self._rounds:
+            self._each(together & set(self._edges), move)
+            self._agree()
 
     def end(self) -> tuple[dict[Edge, Any], list[Edge]]:
         """The ends that have proven themselves; and edges whose transfers do not end. All other ends are closed."""
@@ -174,12 +189,13 @@ class Proof:
         )
         room: dict[Edge, int] = {}
         self._texts: dict[Edge, str] = {}
-        self._of_edge: dict[Edge, int] = {}  # the lowest rank at an edge
+        self._ranks: dict[Edge, list[int]] = {}  # at an edge
         for rank, (theirs, texts) in enumerate(everyones):
             room |= {edge: min(theirs, room.get(edge, theirs)) for edge in texts}
             self._texts |= texts
             for edge in texts:
-                self._of_edge.setdefault(edge, rank)
+                self._ranks.setdefault(edge, []).append(rank)
+        self._rounds = _rounds_of(self._ranks)
         self._most = {edge: min(self._sizes[-1], max(1, room[edge])) for edge in room}
         for way in self._ways:
             mine = [edge for edge in sorted(self._controls) if edge not in self.ends and self._can(way, edge)]
@@ -196,7 +212,7 @@ class Proof:
     def _try(self, way: Way, edges: list[Edge]) -> None:
         self._group.begin_step(training=False)
         self._begin_step()
-        attempt = Attempt(self._group, way, edges, self._controls, self._sends)
+        attempt = Attempt(self._group, way, edges, self._controls, self._sends, self._rounds)
         attempt.make()
         for sequence, size in enumerate(self._sizes):
             attempt.send(sequence, {edge: min(size, self._most[edge]) for edge in edges})
@@ -241,7 +257,7 @@ class Proof:
 
     def _warn(self, way: Way, refused: Mapping[Edge, str]) -> None:
         """One warning of the whole pipeline, by a rank that is at one of the edges."""
-        if not refused or self._of_edge[min(refused)] != self._group.rank:
+        if not refused or self._ranks[min(refused)][0] != self._group.rank:
             return
         edge = min(refused)
         others = f" (and {len(refused) - 1} more edges)" if len(refused) > 1 else ""
@@ -253,6 +269,18 @@ class Proof:
 
     def _other(self, way: Way) -> str:
         return " or ".join(f'"{name}"' for name in ("nccl", "shm") if name != way.name)
+
+
+def _rounds_of(ranks: Mapping[Edge, Sequence[int]]) -> list[set[Edge]]:
+    """Edges, in order, each in the first round in which neither of its ranks has one yet."""
+    rounds: list[tuple[set[Edge], set[int]]] = []
+    for edge in sorted(ranks):
+        found = next((each for each in rounds if each[1].isdisjoint(ranks[edge])), None)
+        if found is None:
+            rounds.append(found := (set(), set()))
+        found[0].add(edge)
+        found[1].update(ranks[edge])
+    return [edges for edges, _ in rounds]
 
 
 def warn_of_shared_gpus(found: Sequence[tuple[str, int]]) -> None:
