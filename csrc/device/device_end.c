@@ -314,12 +314,6 @@ static s1f_status device_receive(s1f_edge_end *head, int64_t sequence, int32_t n
     return status != S1F_OK || end->mover->is_late ? status : take(end, sequence, number);
 }
 
-static int device_has_come(s1f_edge_end *head, int64_t sequence)
-{
-    s1f_device_end *end = (s1f_device_end *)head;
-    return !end->mover->is_late || s1f_p2p_has_come(end->control, sequence);
-}
-
 static s1f_status device_wait(s1f_edge_end *head, int64_t sequence, int32_t number, const s1f_message **message,
                               const void **payload)
 {
@@ -549,7 +543,6 @@ const s1f_transport s1f_device_transport = {
     .begin_step = device_begin_step,
     .post = device_post,
     .receive = device_receive,
-    .has_come = device_has_come,
     .wait = device_wait,
     .arrived = device_arrived,
     .send = device_send,

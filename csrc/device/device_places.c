@@ -78,7 +78,8 @@ s1f_status s1f_device_end_reserve(s1f_device_end *end)
     if (status != S1F_OK)
         return status;
     for (int32_t i = 0; status == S1F_OK && i < end->num_places; i++)
-        status = s1f_device_place_grow(end, &end->places[i], end->largest);
+        if (end->is_shared || end->places[i].capacity == 0) /* a tensor may lie in memory that would be freed here */
+            status = s1f_device_place_grow(end, &end->places[i], end->largest);
     s1f_device_leave(end->device);
     return status;
 }

@@ -20,6 +20,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from seq1f1b import PipelineError
 from seq1f1b.device import edge_proof, edge_ways
+from seq1f1b.device.edges import DeviceEdges
 from seq1f1b.runtime.arguments import Disagreement, agreement_of, check_agreement
 from seq1f1b.testing import run_ranks
 
@@ -283,6 +284,14 @@ def test_short_memory_makes_the_proof_smaller_and_the_report_says_so() -> None:
     found = settle(transport="nccl")
     assert found.errors == ["", ""]
     assert all("as memory is short" in why for whys in found.whys for why in whys)
+
+
+@pytest.mark.full
+def test_messages_of_the_real_sizes_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StandInEdges, "proof_sizes", DeviceEdges.proof_sizes)
+    found = settle()
+    assert [set(carried.values()) for carried in found.carried] == [{"copy"}, {"copy"}] and found.warned == []
+    assert stand_in().complaints() == [] and stand_in().count("live_bytes") == 0
 
 
 def test_ranks_that_share_a_gpu_are_warned_of() -> None:

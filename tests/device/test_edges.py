@@ -94,7 +94,7 @@ def test_gradients_are_those_of_the_whole_model(transport: str, schedule: str, P
 
 @pytest.mark.parametrize("transport", [name for name, row in TRANSPORTS.items() if row.between_gpus])
 def test_a_step_neither_allocates_nor_waits(transport: str) -> None:
-    """From the third step on the only waits are the stand-in engine's own."""
+    """From the second step on nothing is allocated, and from the third on the only waits are the stand-in engine's."""
     reset(5)
     config = Config()
     model = whole_model(config)
@@ -113,6 +113,7 @@ def test_a_step_neither_allocates_nor_waits(transport: str) -> None:
 
     for counts in run_ranks(2, run):
         assert counts[1] == counts[4] and counts[1][0] > 0
+        assert counts[0][0] == counts[4][0]  # the first step of a shape reserves all places
 
 
 @pytest.mark.parametrize("transport", BETWEEN_GPUS)
