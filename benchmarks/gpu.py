@@ -173,7 +173,13 @@ PEERS = {  # of an operation: torch's flash ops, of which the faster counts, and
 SPEED = "times as fast as torch"  # of a record of a verified kernel
 NOT_FLASH = "documents, soft cap: where its check passes"  # what torch's flash ops do not take
 MESSAGES = "GB/s of 16 MiB messages"  # a figure of the stage of ranks
-TRANSPORTS = {"shm": "messages over host memory", "copy": 'transport="copy"', "nccl": 'transport="nccl"'}
+TRANSPORTS = {  # of which "auto" takes one, by a proof
+    "auto": 'transport="auto"',
+    "copy": 'transport="copy"',
+    "nccl": 'transport="nccl"',
+    "staging": 'transport="staging"',
+    "shm": "messages over pageable host memory",
+}
 
 
 def milliseconds(case: Record, names: Iterable[str]) -> list[float]:
@@ -309,7 +315,7 @@ def verdicts(records: list[Record]) -> list[tuple[str, str, str, str]]:
             for name, case in found.get("ranks", {}).items()
             if name.startswith(f"{transport},") and MESSAGES in case
         ]
-        default = "yes" if transport == "shm" else "if asked for"
+        default = "yes" if transport == "auto" else "if asked for"
         rows.append((part, right("ranks", f"{transport},"), ", ".join(figures), default))
     rows.append(("engine: ranks as threads", right("threads"), "", "if asked for"))
     costs = [f"{model} {of[arm]:.3f}" for model, of in training_ratios(found).items() if (arm := "k 4") in of]

@@ -193,7 +193,8 @@ def ranks(machine: Machine) -> Iterator[Case]:
             os.environ.pop("NCCL_MAX_CTAS", None)
 
     for dtype in (torch.bfloat16, torch.float32) if machine.is_cuda else (torch.float32,):
-        for transport in ("shm", "copy", "nccl", "c10d") if machine.is_cuda else ("shm", "copy", "nccl"):
+        everything = ("shm", "copy", "nccl", "c10d", "auto", "staging")
+        for transport in everything if machine.is_cuda else ("shm", "copy", "nccl"):
             yield f"{transport}, {dtype}", functools.partial(pair, transport, dtype)
     for most_ctas in (8, 32):  # the package asks for 2
         yield f"nccl, at most {most_ctas} CTAs", functools.partial(pair, "nccl", torch.bfloat16, most_ctas)

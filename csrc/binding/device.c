@@ -5,7 +5,10 @@
 #include "binding.h"
 
 #include "../device/copy_end.h"
+#include "../device/edge_proof.h"
+#include "../device/host_end.h"
 #include "../device/nccl_end.h"
+#include "../device/staging_end.h"
 #include "../run/executor.h"
 
 #include <string.h>
@@ -78,6 +81,16 @@ static PyObject *watchdog_set_timeout(PyObject *Py_UNUSED(module), PyObject *arg
     if (!PyArg_ParseTuple(arguments, "O&d", s1f_to_watchdog, &watchdog, &timeout_s))
         return NULL;
     s1f_watchdog_set_timeout(watchdog, (int64_t)(timeout_s * 1e9));
+    Py_RETURN_NONE;
+}
+
+static PyObject *watchdog_prove(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_watchdog *watchdog;
+    double limit_s;
+    if (!PyArg_ParseTuple(arguments, "O&d", s1f_to_watchdog, &watchdog, &limit_s))
+        return NULL;
+    s1f_watchdog_prove(watchdog, (int64_t)(limit_s * 1e9));
     Py_RETURN_NONE;
 }
 
@@ -171,6 +184,103 @@ static PyObject *copy_end(PyObject *Py_UNUSED(module), PyObject *arguments)
     return s1f_new_edge_end(status, end, arguments);
 }
 
+static PyObject *host_end(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_edge_end *control, *end = NULL;
+    s1f_watchdog *watchdog;
+    if (!PyArg_ParseTuple(arguments, "O&O&", s1f_to_edge_end, &control, s1f_to_watchdog, &watchdog))
+        return NULL;
+    s1f_status status = s1f_host_end_create(control, watchdog, &end);
+    return s1f_new_edge_end(status, end, arguments);
+}
+
+static PyObject *staging_end(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_edge_end *control, *ring, *end = NULL;
+    s1f_watchdog *watchdog;
+    if (!PyArg_ParseTuple(arguments, "O&O&O&", s1f_to_edge_end, &control, s1f_to_edge_end, &ring, s1f_to_watchdog,
+                          &watchdog))
+        return NULL;
+    s1f_status status = s1f_staging_end_create(control, ring, watchdog, &end);
+    return s1f_new_edge_end(status, end, arguments);
+}
+
+static PyObject *device_end_forget(PyObject *Py_UNUSED(module), PyObject *handle)
+{
+    s1f_edge_end *end;
+    s1f_status status;
+    if (!s1f_to_edge_end(handle, &end))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = s1f_device_end_forget((s1f_device_end *)end);
+    Py_END_ALLOW_THREADS
+    return s1f_none(status);
+}
+
+static PyObject *edge_end_text(PyObject *Py_UNUSED(module), PyObject *handle)
+{
+    s1f_edge_end *end;
+    return s1f_to_edge_end(handle, &end) ? PyUnicode_FromString(end->text) : NULL;
+}
+
+/* -- proofs -------------------------------------------------------------------------------------------------------- */
+
+static PyObject *edge_proof_begin(PyObject *Py_UNUSED(module), PyObject *handle)
+{
+    s1f_edge_end *end;
+    if (!s1f_to_edge_end(handle, &end))
+        return NULL;
+    return s1f_none(s1f_edge_proof_begin(end));
+}
+
+static PyObject *edge_proof_post(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_edge_end *end;
+    int64_t sequence, bytes;
+    s1f_status status;
+    if (!PyArg_ParseTuple(arguments, "O&O&O&", s1f_to_edge_end, &end, s1f_to_int64, &sequence, s1f_to_int64, &bytes))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = s1f_edge_proof_post(end, sequence, bytes);
+    Py_END_ALLOW_THREADS
+    return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise_for_group(status, end->group);
+}
+
+static PyObject *edge_proof_move(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_edge_end *end;
+    int64_t sequence, bytes, ns = 0;
+    s1f_status status;
+    if (!PyArg_ParseTuple(arguments, "O&O&O&", s1f_to_edge_end, &end, s1f_to_int64, &sequence, s1f_to_int64, &bytes))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = end->is_receiver ? s1f_edge_proof_receive(end, sequence, bytes, &ns)
+                              : s1f_edge_proof_send(end, sequence, bytes, &ns);
+    Py_END_ALLOW_THREADS
+    return status == S1F_OK ? PyFloat_FromDouble((double)ns * 1e-9) : s1f_raise_for_group(status, end->group);
+}
+
+static PyObject *edge_proof_give_up(PyObject *Py_UNUSED(module), PyObject *handle)
+{
+    s1f_edge_end *end;
+    int idle;
+    if (!s1f_to_edge_end(handle, &end))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    idle = s1f_edge_proof_give_up(end);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(idle);
+}
+
+static PyObject *edge_proof_end(PyObject *Py_UNUSED(module), PyObject *handle)
+{
+    s1f_edge_end *end;
+    if (!s1f_to_edge_end(handle, &end))
+        return NULL;
+    s1f_edge_proof_end(end);
+    Py_RETURN_NONE;
+}
+
 PyMethodDef s1f_device_methods[] = {
     {"device_create", device_create, METH_VARARGS,
      "device_create(driver_path, ordinal): a GPU by the CUDA driver's library; None: the system's."},
@@ -183,6 +293,8 @@ PyMethodDef s1f_device_methods[] = {
     {"watchdog_create", watchdog_create, METH_VARARGS,
      "watchdog_create(group, device, timeout_s): a thread that looks after the rank's transfers."},
     {"watchdog_set_timeout", watchdog_set_timeout, METH_VARARGS, "watchdog_set_timeout(watchdog, timeout_s)"},
+    {"watchdog_prove", watchdog_prove, METH_VARARGS,
+     "watchdog_prove(watchdog, limit_s): ends that are made now prove themselves, each call in so long; 0: no more."},
     {"nccl_find", nccl_find, METH_VARARGS,
      "nccl_find(path): (version, path) of NCCL; None: the copy that the process has loaded, or the loader's."},
     {"nccl_unique_id", nccl_unique_id, METH_VARARGS, "nccl_unique_id(path): 128 bytes for one communicator."},
@@ -192,6 +304,20 @@ PyMethodDef s1f_device_methods[] = {
     {"nccl_leave", nccl_leave, METH_O, "nccl_leave(end): starts to end its communicator; before any end is dropped."},
     {"copy_end", copy_end, METH_VARARGS,
      "copy_end(control, watchdog, in_process): an end whose sender's copy engine writes into the receiver's memory."},
+    {"host_end", host_end, METH_VARARGS,
+     "host_end(control, watchdog): an end whose messages go through pageable host memory, over its control edge."},
+    {"staging_end", staging_end, METH_VARARGS,
+     "staging_end(control, ring, watchdog): an end whose messages go through pinned memory, the ring's."},
+    {"device_end_forget", device_end_forget, METH_O,
+     "device_end_forget(end): gives back the memory of its places; the sender's end goes first."},
+    {"edge_end_text", edge_end_text, METH_O, "edge_end_text(end): names the edge in errors."},
+    {"edge_proof_begin", edge_proof_begin, METH_O, "edge_proof_begin(end): an end that proves itself enters the step."},
+    {"edge_proof_post", edge_proof_post, METH_VARARGS, "edge_proof_post(end, sequence, bytes): at the receiver."},
+    {"edge_proof_move", edge_proof_move, METH_VARARGS,
+     "edge_proof_move(end, sequence, bytes): sends known bytes, or receives and compares them; seconds."},
+    {"edge_proof_give_up", edge_proof_give_up, METH_O,
+     "edge_proof_give_up(end): aborts what is under way; whether that has ended."},
+    {"edge_proof_end", edge_proof_end, METH_O, "edge_proof_end(end): what fails from here on ends the step."},
     {"device_end_close", device_end_close, METH_O,
      "device_end_close(end): ends its transfers; tensors that lie in its memory stay valid."},
     {NULL, NULL, 0, NULL},

@@ -40,9 +40,6 @@ typedef struct {
     s1f_device_end base;
     copy_place *places;
     int32_t num_places;
-    int64_t largest; /* payload so far */
-    char *staging;
-    int64_t staging_bytes;
 } copy_end;
 
 static s1f_status checked(const copy_end *end, s1f_cu_result result, const char *what)
@@ -94,30 +91,17 @@ static s1f_status copy_post(s1f_device_end *base, int32_t number)
     const s1f_driver *driver = base->device->driver;
     s1f_device_place *place = &base->places[number];
     posted_note *note = &notes_of(end, number)->posted;
-    s1f_status status = s1f_device_place_grow(base, place, end->largest);
-    if (status == S1F_OK && place->generation != note->generation && end->base.is_shared)
+    s1f_status status = s1f_device_place_grow(base, place, base->largest);
+    int is_new = place->capacity > 0 && place->generation != note->generation;
+    if (status == S1F_OK && is_new && end->base.is_shared)
         status = checked(end, driver->ipc_export_memory(&note->memory.handle, place->address), "cuIpcGetMemHandle");
-    if (status == S1F_OK && place->generation != note->generation)
+    if (status == S1F_OK && is_new)
         status = name_event(end, place->freed, &note->freed);
     note->memory.pointer = place->address;
     note->capacity = place->capacity;
-    if (status == S1F_OK)
+    if (status == S1F_OK && is_new)
         note->generation = place->generation;
     return status;
-}
-
-static s1f_status copy_receive_staged(s1f_device_end *base, int32_t number, const void *payload)
-{
-    copy_end *end = (copy_end *)base;
-    const s1f_driver *driver = base->device->driver;
-    const s1f_device_place *place = &base->places[number];
-    int64_t bytes = place->message->payload_bytes;
-    end->largest = bytes > end->largest ? bytes : end->largest;
-    s1f_status status = checked(end, driver->stream_wait_event(base->stream, place->freed, 0), "cuStreamWaitEvent");
-    if (status == S1F_OK && bytes > 0)
-        status = checked(end, driver->copy_from_host(place->address, payload, (size_t)bytes, base->stream),
-                         "cuMemcpyHtoDAsync");
-    return status == S1F_OK ? checked(end, driver->stream_synchronize(base->stream), "cuStreamSynchronize") : status;
 }
 
 static s1f_status copy_receive(s1f_device_end *base, int32_t number, const s1f_message *message)
@@ -126,7 +110,7 @@ static s1f_status copy_receive(s1f_device_end *base, int32_t number, const s1f_m
     s1f_status status = reserve_places(end);
     if (status != S1F_OK)
         return status;
-    end->largest = message->payload_bytes > end->largest ? message->payload_bytes : end->largest;
+    (void)message;
     status = find_event(end, &notes_of(end, number)->sent.copied, &end->places[number].copied);
     return status == S1F_OK
                ? checked(end, base->device->driver->stream_wait_event(base->stream, end->places[number].copied, 0),
@@ -135,35 +119,6 @@ static s1f_status copy_receive(s1f_device_end *base, int32_t number, const s1f_m
 }
 
 /* -- sender -------------------------------------------------------------------------------------------------------- */
-
-static s1f_status stage(copy_end *end, s1f_message *message, const void **tensors)
-{
-    s1f_device_end *base = &end->base;
-    const s1f_driver *driver = base->device->driver;
-    if (message->payload_bytes > end->staging_bytes) {
-        free(end->staging);
-        end->staging = malloc((size_t)message->payload_bytes);
-        end->staging_bytes = end->staging == NULL ? 0 : message->payload_bytes;
-        if (end->staging == NULL)
-            return s1f_fail(S1F_ERR_MEMORY, "no host memory for a message of %lld bytes",
-                            (long long)message->payload_bytes);
-    }
-    s1f_status status = checked(end, driver->event_record(base->ready, base->device->compute), "cuEventRecord");
-    if (status == S1F_OK)
-        status = checked(end, driver->stream_wait_event(base->stream, base->ready, 0), "cuStreamWaitEvent");
-    for (int32_t i = 0; status == S1F_OK && i < message->num_tensors; i++) {
-        const s1f_tensor_header *tensor = &message->tensors[i];
-        char *host = end->staging + tensor->offset;
-        if (tensor->bytes > 0)
-            status = checked(
-                end,
-                driver->copy_to_host(host, (s1f_cu_address)(uintptr_t)tensors[i], (size_t)tensor->bytes, base->stream),
-                "cuMemcpyDtoHAsync");
-        tensors[i] = host;
-    }
-    message->on_device = 0;
-    return status == S1F_OK ? checked(end, driver->stream_synchronize(base->stream), "cuStreamSynchronize") : status;
-}
 
 /* The receiver's place, opened here once per memory that it has had. */
 static s1f_status find_target(copy_end *end, const posted_note *note, copy_place *place)
@@ -197,7 +152,7 @@ static s1f_status copy_prepare_send(s1f_device_end *base, int64_t sequence, int3
     place_notes *notes = notes_of(end, number);
     copy_place *place = &end->places[number];
     if (message->payload_bytes > notes->posted.capacity)
-        return stage(end, message, tensors);
+        return s1f_device_end_to_host(base, message, tensors);
     if (message->payload_bytes > 0)
         status = find_target(end, &notes->posted, place);
     unsigned int flags = S1F_CU_EVENT_DISABLE_TIMING | (base->is_shared ? S1F_CU_EVENT_INTERPROCESS : 0);
@@ -226,10 +181,22 @@ static s1f_status copy_send(s1f_device_end *base, int32_t number, const s1f_mess
 
 /* -- both ---------------------------------------------------------------------------------------------------------- */
 
+static void copy_forget(s1f_device_end *base)
+{
+    copy_end *end = (copy_end *)base;
+    for (int32_t i = 0; i < end->num_places; i++) {
+        copy_place *place = &end->places[i];
+        if (place->generation != 0 && base->is_shared)
+            base->device->driver->ipc_close_memory(place->target);
+        place->generation = 0;
+    }
+}
+
 static void copy_close(s1f_device_end *base)
 {
     copy_end *end = (copy_end *)base;
     const s1f_driver *driver = base->device->driver;
+    copy_forget(base);
     for (int32_t i = 0; i < end->num_places; i++) {
         copy_place *place = &end->places[i];
         int owns_copied = !base->head.is_receiver || end->base.is_shared;
@@ -237,21 +204,19 @@ static void copy_close(s1f_device_end *base)
             driver->event_destroy(place->copied);
         if (place->freed != NULL && end->base.is_shared)
             driver->event_destroy(place->freed);
-        if (place->generation != 0 && end->base.is_shared)
-            driver->ipc_close_memory(place->target);
     }
     free(end->places);
-    free(end->staging);
 }
 
 static const s1f_mover copy_mover = {
     .name = "copy",
     .post = copy_post,
-    .receive_staged = copy_receive_staged,
+    .receive_staged = s1f_device_end_from_host,
     .prepare_send = copy_prepare_send,
     .receive = copy_receive,
     .send = copy_send,
     .is_one_sided = 1,
+    .forget = copy_forget,
     .close = copy_close,
 };
 

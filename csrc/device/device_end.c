@@ -11,9 +11,6 @@
 #include <time.h>
 
 static const int64_t FAREWELL_NS = INT64_C(5) * 1000 * 1000 * 1000; /* for transfers still under way at the end */
-/* Memory of another size may lie in one block with other memory, all of which its handle would share (CUDA C++
- * Programming Guide, "Interprocess Communication"). */
-static const int64_t SHARED_BLOCK_BYTES = 2 << 20;
 /* NCCL enqueues a call of a nonblocking communicator in a thread of its own, in less time than a sleep takes. Until it
  * has, no event may be recorded on the stream (NCCL user guide, "Nonblocking Group Operation"). */
 static const int64_t ENQUEUE_NS = 200 * 1000;
@@ -122,6 +119,24 @@ static s1f_status end_transfer(s1f_device_end *end)
     return leave(end, status);
 }
 
+/* Waits for the GPU or for NCCL. An end that proves itself has a deadline of its own. */
+static s1f_status wait_for(s1f_device_end *end, int (*is_done)(void *context), const s1f_wait_reason *reason)
+{
+    if (end->deadline_ns == 0)
+        return s1f_group_poll(end->head.group, is_done, end, reason);
+    struct timespec pause = {.tv_nsec = 50 * 1000};
+    s1f_status status = S1F_OK;
+    while (status == S1F_OK && !is_done(end)) {
+        if (s1f_now_ns() > end->deadline_ns)
+            return s1f_fail(S1F_ERR_STATE, "it does not come to an end (%s)", reason->purpose);
+        nanosleep(&pause, NULL);
+        status = s1f_group_check_peer(end->head.group, reason);
+        if (status == S1F_OK)
+            status = s1f_group_check(end->head.group);
+    }
+    return status;
+}
+
 s1f_wait_reason s1f_device_end_reason(const s1f_device_end *end, const char *purpose, int64_t sequence)
 {
     return (s1f_wait_reason){.peer_rank = end->head.peer_rank,
@@ -151,7 +166,7 @@ void s1f_device_end_fail(s1f_device_end *end, int64_t sequence, const char *why)
 /* An error of the mover is everybody's: the peer of a transfer that failed would wait for it. */
 static s1f_status moved(s1f_device_end *end, s1f_status status)
 {
-    if (status != S1F_ERR_STATE)
+    if (status != S1F_ERR_STATE || end->deadline_ns != 0)
         return status;
     char why[256];
     snprintf(why, sizeof why, "%s", s1f_last_error());
@@ -179,51 +194,11 @@ s1f_status s1f_device_end_settle(s1f_device_end *end, const char *purpose, int64
         return status;
     for (int64_t until = s1f_now_ns() + ENQUEUE_NS; !is_settled(end) && s1f_now_ns() < until;)
         sched_yield();
-    status = s1f_group_poll(end->head.group, is_settled, end, &reason);
+    status = wait_for(end, is_settled, &reason);
     s1f_device_leave(end->device);
     if (status != S1F_OK || (status = enter(end)) != S1F_OK)
         return status;
     return leave(end, end->mover->settled(end) < 0 ? moved(end, S1F_ERR_STATE) : S1F_OK);
-}
-
-static s1f_status give_up_memory(s1f_device_end *end, s1f_device_place *place)
-{
-    const s1f_driver *driver = end->device->driver;
-    if (end->is_shared) {
-        s1f_cu_address *grown = realloc(end->retired, (size_t)(end->num_retired + 1) * sizeof *grown);
-        if (grown == NULL)
-            return s1f_fail(S1F_ERR_MEMORY, "no memory for a list of %d", (int)end->num_retired + 1);
-        end->retired = grown;
-        grown[end->num_retired++] = place->address;
-        place->capacity = 0;
-        return S1F_OK;
-    }
-    /* Those who read it have been started on the stream that computes. */
-    s1f_status status = checked(end, driver->stream_synchronize(end->device->compute), "cuStreamSynchronize");
-    if (status == S1F_OK)
-        status = checked(end, driver->memory_free(place->address), "cuMemFree");
-    place->capacity = 0;
-    return status;
-}
-
-s1f_status s1f_device_place_grow(s1f_device_end *end, s1f_device_place *place, int64_t bytes)
-{
-    const s1f_driver *driver = end->device->driver;
-    if (bytes <= place->capacity)
-        return S1F_OK;
-    if (end->is_shared) {
-        if (bytes < place->capacity + place->capacity / 2)
-            bytes = place->capacity + place->capacity / 2; /* so that what is retired stays a fraction */
-        bytes = (bytes + SHARED_BLOCK_BYTES - 1) / SHARED_BLOCK_BYTES * SHARED_BLOCK_BYTES;
-    }
-    s1f_status status = place->capacity > 0 ? give_up_memory(end, place) : S1F_OK;
-    if (status == S1F_OK)
-        status = checked(end, driver->memory_allocate(&place->address, (size_t)bytes), "cuMemAlloc");
-    if (status != S1F_OK)
-        return s1f_fail_prefixed(status, "%lld bytes for a message: ", (long long)bytes);
-    place->capacity = bytes;
-    place->generation++;
-    return S1F_OK;
 }
 
 /* -- the transport ------------------------------------------------------------------------------------------------- */
@@ -261,6 +236,8 @@ static s1f_status device_begin_step(s1f_edge_end *head, int32_t num_places)
     if (status != S1F_OK || (status = enter(end)) != S1F_OK)
         return status;
     status = set_places(end, num_places);
+    if (status == S1F_OK && end->step_start != NULL)
+        status = checked(end, end->device->driver->event_record(end->step_start, end->stream), "cuEventRecord");
     end->started = end->over = end->seen_over = 0;
     end->seen_started = 0;
     end->is_finished = 0;
@@ -275,6 +252,7 @@ static s1f_status device_post(s1f_edge_end *head, int64_t sequence, int32_t numb
     if (status != S1F_OK || (status = enter(end)) != S1F_OK)
         return status;
     s1f_device_place *place = &end->places[number];
+    place->message = NULL;
     status = checked(end, driver->event_record(place->freed, end->device->compute), "cuEventRecord");
     status = leave(end, status);
     if (status == S1F_OK && end->mover->post != NULL && (status = s1f_device_enter(end->device)) == S1F_OK) {
@@ -301,12 +279,9 @@ static s1f_status start_receive(s1f_device_end *end, s1f_device_place *place, in
     return status;
 }
 
-static s1f_status device_receive(s1f_edge_end *head, int64_t sequence, int32_t number)
+static s1f_status take(s1f_device_end *end, int64_t sequence, int32_t number)
 {
-    s1f_device_end *end = (s1f_device_end *)head;
-    s1f_status status = check_place(end, number);
-    if (status != S1F_OK)
-        return status;
+    s1f_status status = S1F_OK;
     if (sequence != end->started)
         return s1f_fail(S1F_ERR_STATE, "received out of turn: message %lld is next", (long long)end->started);
     s1f_device_place *place = &end->places[number];
@@ -317,9 +292,12 @@ static s1f_status device_receive(s1f_edge_end *head, int64_t sequence, int32_t n
         status = s1f_fail(S1F_ERR_STATE, "the sender put it into host memory: do all ranks compute on a GPU?");
     if (status != S1F_OK || (status = s1f_device_enter(end->device)) != S1F_OK)
         return status;
-    status = s1f_device_place_grow(end, place, place->message->payload_bytes);
+    end->largest = place->message->payload_bytes > end->largest ? place->message->payload_bytes : end->largest;
+    status = s1f_device_place_reserve(end, place, place->message->payload_bytes);
     if (status == S1F_OK && !place->message->on_device)
         status = end->mover->receive_staged(end, number, place->host_payload);
+    else if (status == S1F_OK && end->mover->prepare_receive != NULL)
+        status = end->mover->prepare_receive(end, number);
     s1f_device_leave(end->device);
     if (status != S1F_OK || (status = enter(end)) != S1F_OK)
         return status;
@@ -329,11 +307,20 @@ static s1f_status device_receive(s1f_edge_end *head, int64_t sequence, int32_t n
     return status == S1F_OK ? end_transfer(end) : status;
 }
 
+static s1f_status device_receive(s1f_edge_end *head, int64_t sequence, int32_t number)
+{
+    s1f_device_end *end = (s1f_device_end *)head;
+    s1f_status status = check_place(end, number);
+    return status != S1F_OK || end->mover->is_late ? status : take(end, sequence, number);
+}
+
 static s1f_status device_wait(s1f_edge_end *head, int64_t sequence, int32_t number, const s1f_message **message,
                               const void **payload)
 {
     s1f_device_end *end = (s1f_device_end *)head;
     s1f_status status = check_place(end, number);
+    if (status == S1F_OK && end->mover->is_late)
+        status = take(end, sequence, number);
     if (status == S1F_OK && sequence >= end->started)
         status = s1f_fail(S1F_ERR_STATE, "waited for before its receive was started: the program was lowered without "
                                          "receives");
@@ -443,6 +430,8 @@ static s1f_status device_finish(s1f_edge_end *head, int32_t failed)
         return status;
     if (failed)
         s1f_device_end_abort(end);
+    if (failed && end->mover->release != NULL)
+        end->mover->release(end);
     if (!head->is_receiver && end->started > 0) /* the stream's last transfer is the edge's */
         status = checked(
             end, end->device->driver->stream_wait_event(end->device->compute, end->transfers[end->started - 1].done, 0),
@@ -457,18 +446,24 @@ static s1f_status device_finish(s1f_edge_end *head, int32_t failed)
         return status;
     status = s1f_group_poll(head->group, has_all, end, &reason);
     s1f_device_leave(end->device);
-    return status == S1F_OK ? s1f_group_check(head->group) : status;
+    if (status == S1F_OK)
+        status = s1f_group_check(head->group);
+    return status == S1F_OK && end->mover->post != NULL ? s1f_device_end_reserve(end) : status;
+}
+
+int s1f_device_end_is_idle(s1f_device_end *end)
+{
+    count_over(end);
+    return end->over == end->started;
 }
 
 /* Waits a while until nothing of the end is under way: aborted transfers end as well. */
 static int is_idle(s1f_device_end *end)
 {
     struct timespec pause = {.tv_nsec = 1000 * 1000};
-    for (int64_t until = s1f_now_ns() + FAREWELL_NS; s1f_now_ns() < until; nanosleep(&pause, NULL)) {
-        count_over(end);
-        if (end->over == end->started)
+    for (int64_t until = s1f_now_ns() + FAREWELL_NS; s1f_now_ns() < until; nanosleep(&pause, NULL))
+        if (s1f_device_end_is_idle(end))
             return 1;
-    }
     return 0;
 }
 
@@ -495,6 +490,8 @@ static void destroy_events(s1f_device_end *end)
     }
     if (end->ready != NULL)
         driver->event_destroy(end->ready);
+    if (end->step_start != NULL)
+        driver->event_destroy(end->step_start);
     if (end->stream != NULL)
         driver->stream_destroy(end->stream);
     end->started = end->over = end->capacity = 0;
@@ -535,6 +532,7 @@ static void device_free(s1f_edge_end *head)
         s1f_device_leave(end->device);
     free(end->places);
     free(end->retired);
+    free(end->staging);
     free(end->transfers);
     free(end);
 }
@@ -573,8 +571,11 @@ s1f_status s1f_device_end_init(s1f_device_end *end, const s1f_mover *mover, s1f_
                      "cuStreamCreateWithPriority");
     if (status == S1F_OK && !end->head.is_receiver)
         status = checked(end, driver->event_create(&end->ready, S1F_CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+    if (status == S1F_OK && mover->release != NULL)
+        status = checked(end, driver->event_create(&end->step_start, S1F_CU_EVENT_DISABLE_TIMING), "cuEventCreate");
     s1f_device_leave(end->device);
     pthread_mutex_lock(&watchdog->lock);
+    end->deadline_ns = watchdog->proof_ns > 0 ? s1f_now_ns() + watchdog->proof_ns : 0;
     end->next = watchdog->ends;
     watchdog->ends = end;
     pthread_mutex_unlock(&watchdog->lock);

@@ -17,8 +17,10 @@
  * is enqueued, before anything else. So each receive on a GPU ends without this host, and calls that wait for the whole
  * GPU (an allocation, loading a kernel) delay a step but cannot stop it for ever.
  *
- * Places are memory of the GPU that grows to the largest message; from the second step of a shape on nothing is
- * allocated. The watchdog (watchdog.h) looks after what the host does not wait for. */
+ * Places are memory of the GPU. The first message of a size reserves all places of its edge that hold nothing: no later
+ * one of its step allocates beside another edge's receive, and from the second step of a shape on nothing is allocated.
+ * Movers whose sender writes into a place reserve the rest at the step's end. The watchdog (watchdog.h) looks after
+ * what the host does not wait for. */
 #ifndef S1F_DEVICE_END_H
 #define S1F_DEVICE_END_H
 
@@ -52,15 +54,21 @@ typedef struct { /* how bytes move. Called with the GPU's context current. */
      * it. */
     s1f_status (*prepare_send)(s1f_device_end *end, int64_t sequence, int32_t place, s1f_message *message,
                                const void **tensors);
+    s1f_status (*prepare_receive)(s1f_device_end *end, int32_t place); /* its header has come; may wait; or NULL */
     /* Enqueue on end->stream, under the watchdog's lock. */
     s1f_status (*receive)(s1f_device_end *end, int32_t place, const s1f_message *message);
     s1f_status (*send)(s1f_device_end *end, int32_t place, const s1f_message *message, const void *const *tensors);
     int32_t is_one_sided; /* the send needs no receive, and its event has to be recorded when the header is read */
+    int32_t is_late;      /* all comes over the host, which waits for it no sooner than WAIT */
     /* 1 once the last call is enqueued, which may need the peer; -1, with an error recorded: it failed. NULL: at once.
      * Under the lock. */
     int (*settled)(s1f_device_end *end);
     void (*abort)(s1f_device_end *end); /* ends what is under way, from any thread, once, under the lock; may be NULL */
-    void (*close)(s1f_device_end *end); /* nothing is under way */
+    /* Lets streams go on that wait for the peer in a step which has failed, again and again until all ranks have left
+     * it; the end can be used afterwards. Under the lock; may be NULL. */
+    void (*release)(s1f_device_end *end);
+    void (*forget)(s1f_device_end *end); /* closes what it opened of the peer's memory; nothing is under way; or NULL */
+    void (*close)(s1f_device_end *end);  /* nothing is under way */
 } s1f_mover;
 
 struct s1f_device_end { /* head of each mover's own struct */
@@ -70,7 +78,8 @@ struct s1f_device_end { /* head of each mover's own struct */
     s1f_watchdog *watchdog;
     s1f_device *device;
     s1f_cu_stream stream;
-    s1f_cu_event ready; /* sender: the result is computed */
+    s1f_cu_event ready;      /* sender: the result is computed */
+    s1f_cu_event step_start; /* on its stream; where the mover has `release` */
     s1f_device_place *places;
     int32_t num_places;
     s1f_transfer *transfers; /* by message */
@@ -78,6 +87,10 @@ struct s1f_device_end { /* head of each mover's own struct */
     int32_t is_shared; /* another process opens its memory and events: what a place outgrew stays to the end */
     s1f_cu_address *retired;
     int32_t num_retired;
+    int64_t largest; /* receiver: payload so far */
+    char *staging;   /* host memory of a message */
+    int64_t staging_bytes;
+    int64_t deadline_ns; /* not 0: the end proves itself until then (edge_proof.h), and what fails is its own */
     int hangup_fd;
     int32_t is_aborted, is_finished, is_closed;
     struct s1f_device_end *next; /* of the watchdog's */
@@ -109,5 +122,19 @@ s1f_wait_reason s1f_device_end_reason(const s1f_device_end *end, const char *pur
 s1f_status s1f_device_end_settle(s1f_device_end *end, const char *purpose, int64_t sequence);
 /* Makes a place hold at least so many bytes; what it held is lost. May wait for the GPU. */
 s1f_status s1f_device_place_grow(s1f_device_end *end, s1f_device_place *place, int64_t bytes);
+/* For a message that has come: its place, and the others of the edge that hold nothing. So later ones find room. */
+s1f_status s1f_device_place_reserve(s1f_device_end *end, s1f_device_place *place, int64_t bytes);
+/* All places for the largest message so far. Those into which the sender writes cannot change once they are posted, so
+ * they wait for the end of the step, when all that was sent has come. */
+s1f_status s1f_device_end_reserve(s1f_device_end *end);
+/* A message by way of pageable host memory, with copies that the host waits for: from the GPU, where *message and
+ * tensors[] then name host memory; and into a place. */
+s1f_status s1f_device_end_to_host(s1f_device_end *end, s1f_message *message, const void **tensors);
+s1f_status s1f_device_end_from_host(s1f_device_end *end, int32_t place, const void *payload);
+/* 1 once all that the end began on its stream has ended. */
+int s1f_device_end_is_idle(s1f_device_end *end);
+/* Gives back what places hold, and what was opened of the peer's: the sender's end first, then the receiver's. Nothing
+ * is under way. */
+s1f_status s1f_device_end_forget(s1f_device_end *end);
 
 #endif

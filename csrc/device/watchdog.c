@@ -39,7 +39,7 @@ static void watch_end(s1f_watchdog *watchdog, s1f_device_end *end, int64_t now)
 {
     s1f_wait_reason reason =
         s1f_device_end_reason(end, "watching", end->seen_over < end->started ? end->seen_over : -1);
-    if (end->is_aborted || s1f_group_check_peer(watchdog->group, &reason) != S1F_OK)
+    if (end->is_aborted || s1f_group_check_peer(watchdog->group, &reason) != S1F_OK || end->deadline_ns != 0)
         return;
     if (end->mover->settled != NULL && end->mover->settled(end) < 0) {
         s1f_device_end_fail(end, reason.sequence, s1f_last_error());
@@ -61,8 +61,11 @@ static void *watch(void *context)
         for (s1f_device_end *end = watchdog->ends; end != NULL; end = end->next)
             watch_end(watchdog, end, now);
         if (watchdog->ends != NULL && s1f_group_has_failed(watchdog->group))
-            for (s1f_device_end *end = watchdog->ends; end != NULL; end = end->next)
+            for (s1f_device_end *end = watchdog->ends; end != NULL; end = end->next) {
                 s1f_device_end_abort(end);
+                if (end->mover->release != NULL)
+                    end->mover->release(end);
+            }
         struct timespec until = {.tv_sec = then / 1000000000, .tv_nsec = then % 1000000000};
         while (!watchdog->is_ending && pthread_cond_timedwait(&watchdog->ending, &watchdog->lock, &until) != ETIMEDOUT)
             continue;
@@ -100,6 +103,13 @@ void s1f_watchdog_set_timeout(s1f_watchdog *watchdog, int64_t timeout_ns)
 {
     pthread_mutex_lock(&watchdog->lock);
     watchdog->timeout_ns = timeout_ns;
+    pthread_mutex_unlock(&watchdog->lock);
+}
+
+void s1f_watchdog_prove(s1f_watchdog *watchdog, int64_t proof_ns)
+{
+    pthread_mutex_lock(&watchdog->lock);
+    watchdog->proof_ns = proof_ns;
     pthread_mutex_unlock(&watchdog->lock);
 }
 

@@ -21,6 +21,7 @@ typedef struct { /* for device_end.c and watchdog.c alone */
     pthread_cond_t ending;
     int32_t is_ending, has_thread;
     int64_t timeout_ns, progress_ns;
+    int64_t proof_ns; /* not 0: ends that are made now prove themselves, each call within so long (edge_proof.h) */
     struct s1f_device_end *ends;
 } s1f_watchdog;
 
@@ -29,5 +30,7 @@ typedef struct { /* for device_end.c and watchdog.c alone */
 s1f_status s1f_watchdog_create(s1f_group *group, s1f_device *device, int64_t timeout_ns, s1f_watchdog **out);
 void s1f_watchdog_free(s1f_watchdog *watchdog); /* after its ends; NULL is fine */
 void s1f_watchdog_set_timeout(s1f_watchdog *watchdog, int64_t timeout_ns);
+/* Ends that are made from now on prove themselves; 0: they do not. */
+void s1f_watchdog_prove(s1f_watchdog *watchdog, int64_t proof_ns);
 
 #endif

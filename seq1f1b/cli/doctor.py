@@ -56,14 +56,14 @@ def findings() -> Iterator[str]:
     )
     yield from importlib.import_module("seq1f1b.device.kernel_library").describe()
     yield f"NCCL: {found_nccl()}"
-    yield "messages between GPUs: through host memory, or transport='copy' or 'nccl'; never yet run between two GPUs"
+    yield "messages between GPUs: an edge tries copies, NCCL and host memory at set-up; never yet run between two GPUs"
     for package, loss in PACKAGES:
         found = importlib.util.find_spec(package) is not None
         yield f"{package}: {'found' if found else 'not found: ' + loss}"
 
 
 def found_nccl() -> str:
-    from seq1f1b.device.edges import find_nccl
+    from seq1f1b.device.edge_ways import find_nccl
 
     try:
         version, path = _C.nccl_find(find_nccl())

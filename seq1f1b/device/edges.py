@@ -1,50 +1,29 @@
-"""Edges whose payloads stay in the memory of GPUs: by NCCL, or by copies between ranks of one host.
+"""Edges between GPUs, each by the way that proves itself there: copies, NCCL, or host memory.
 
 Only set-up is here; how host, streams and events are ordered is C (``csrc/device/device_end.h``). Headers and
-credits go over the edges of host memory that :mod:`seq1f1b.transport` opens. Processes of one GPU
-have run this, never two GPUs; tests run it over stand-ins for the CUDA driver and for NCCL.
+credits go over the edges of host memory that :mod:`seq1f1b.transport` opens. Copies and NCCL have run between processes
+of one GPU, never between two GPUs; the proof, and what follows from it, over stand-ins for driver and NCCL alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from seq1f1b import _C
+from seq1f1b.device import kernel_library
+from seq1f1b.device.edge_proof import Chosen, Proof, warn_of_shared_gpus
+from seq1f1b.device.edge_ways import WAYS, Way
 from seq1f1b.transport import RankGroup
 from seq1f1b.transport.group import Edge
-from seq1f1b.transport.table import TRANSPORTS
 
 __all__: list[str] = []
-
-
-def find_nccl() -> str | None:
-    """Path of the NCCL to use; None: the copy that torch has loaded, or the loader's.
-
-    ``SEQ1F1B_NCCL`` names one; else torch's, so that the process has a single copy, else that of the Python package
-    ``nvidia-nccl``.
-    """
-    if named := os.environ.get("SEQ1F1B_NCCL"):
-        return named
-    with contextlib.suppress(OSError):
-        ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD)
-        return None
-    with contextlib.suppress(ModuleNotFoundError):
-        package = importlib.util.find_spec("nvidia.nccl")
-        for folder in (package.submodule_search_locations if package else None) or ():
-            library = Path(folder) / "lib" / "libnccl.so.2"
-            if library.exists():
-                return str(library)
-    return None
 
 
 def _warn_of_few_queues(num_streams: int) -> None:
@@ -59,15 +38,33 @@ def _warn_of_few_queues(num_streams: int) -> None:
 
 
 class DeviceEdges:
-    """One rank's ends of the edges of a pipeline on GPUs."""
+    """One rank's ends of the edges of a pipeline on GPUs.
+
+    Args:
+        transport: ``"auto"``, or the name of one way, which every edge then goes.
+    Attributes:
+        chosen: what carries each edge of this rank, its bytes per second and why, once they are open.
+    """
 
     driver: str | None = None  # library; None: the system's libcuda
+    proof_sizes: tuple[int, ...] = (1, (1 << 20) - 1, 64 << 20)
+    proof_limit_s = 20.0  # for one message, or one connection
 
     def __init__(self, transport: str, group: RankGroup, device: torch.device) -> None:
         self.transport, self._group, self._torch_device = transport, group, device
-        self._ends: dict[Edge, object] = {}
+        self.chosen: dict[Edge, Chosen] = {}
+        self._ends: dict[Edge, Any] = {}
+        self._ways: dict[str, Way] = {}
         self.gpu = _C.device_create(self.driver, self.ordinal())
         self._watchdog = _C.watchdog_create(group.group, self.gpu, group.timeout_s)
+
+    @staticmethod
+    def serve(device: torch.device, group: RankGroup) -> bool:
+        """Whether ``transport="auto"`` leaves messages to these edges. The same on all ranks.
+
+        Ranks that are threads may make their engines one after the other, and nothing can be proven then.
+        """
+        return device.type == "cuda" and group.size > 1 and not group.is_thread
 
     def ordinal(self) -> int:
         """Number of the GPU, as the driver counts. Raises ValueError if the stages are not on one."""
@@ -78,6 +75,12 @@ class DeviceEdges:
             )
         index = self._torch_device.index
         return torch.cuda.current_device() if index is None else index
+
+    def identity(self) -> tuple[str, int]:
+        """What no other GPU is called, and how many GPUs this rank sees."""
+        properties = torch.cuda.get_device_properties(self._torch_device)
+        uuid = getattr(properties, "uuid", None)  # torch before 2.5 has none
+        return f"{uuid or f'{os.uname().nodename} {self.ordinal()}'}", torch.cuda.device_count()
 
     def stream(self) -> int:
         """The CUstream on which units compute."""
@@ -90,29 +93,56 @@ class DeviceEdges:
         """What the executor calls for every unit, from what runs one."""
         return run
 
-    def open(self, controls: Mapping[Edge, object], is_receiver: Mapping[Edge, bool]) -> dict[Edge, object]:
-        """Ends over the given ones, which carry headers. Collective: all ranks of the pipeline are here at once."""
+    def warm(self) -> None:
+        """Has torch's context, its kernels' module and the allocator ready: loading them waits for the whole GPU, and
+        so for a receive that waits for its sender."""
+        first = torch.ones(1024, device=self._torch_device)
+        (first + first).sum().item()
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # whoever uses a kernel is told what is wrong
+            kernel_library.operations()
+
+    def open(self, controls: Mapping[Edge, object], is_receiver: Mapping[Edge, bool]) -> dict[Edge, Any]:
+        """Ends over the given ones, which carry headers. Collective: all ranks of the pipeline are here at once.
+
+        Raises:
+            ValueError: the transport does not reach a peer.
+            RuntimeError: on all ranks: an edge fails its proof, and no other way is left, or one was asked for by name.
+        """
         _warn_of_few_queues(len(controls))
+        identities = self._group.all_gather_object(self.identity())
+        if self._group.rank == 0:
+            warn_of_shared_gpus(identities)
+        self._ways = {kind.name: kind(self._group, self._watchdog, is_receiver) for kind in WAYS}
+        asked = None if self.transport == "auto" else self.transport
+        if asked is not None:
+            self._check_reach(self._ways[asked], controls)
+        self.warm()
+        proof = Proof(
+            self._group,
+            [way for name, way in self._ways.items() if asked in (None, name)],
+            controls,
+            is_receiver,
+            asked=asked,
+            begin_step=lambda: self.begin_step(self._group.timeout_s),
+            room=self.free_bytes() // 2 // (1 + sum(is_receiver.values())),
+            sizes=self.proof_sizes,
+        )
+        _C.watchdog_prove(self._watchdog, min(self.proof_limit_s, self._group.timeout_s / 2))
+        try:
+            proof.run()
+        finally:
+            _C.watchdog_prove(self._watchdog, 0.0)
+        self._ends, self.chosen = proof.ends, proof.chosen
+        return dict(self._ends)  # the caller lets go of its own before close() ends them
+
+    def _check_reach(self, way: Way, controls: Mapping[Edge, object]) -> None:
         for edge in controls:
             other = self._group.transport_to(self._group.peer_of(edge))
-            if other not in TRANSPORTS[self.transport].over:
+            if other not in way.over:
                 raise ValueError(
-                    f'transport="{self.transport}" is for ranks of one host; the edge of stage {edge[0]} to {edge[1]} '
-                    f'goes over {other}: use "nccl"'
+                    f'transport="{way.name}" is for ranks of one host; the edge of stage {edge[0]} to {edge[1]} '
+                    f'goes over {other}: use "auto" or "nccl"'
                 )
-        if self.transport == "copy":
-            in_process = self._group.is_thread
-            self._ends = {edge: _C.copy_end(control, self._watchdog, in_process) for edge, control in controls.items()}
-            return self._ends
-        path = find_nccl()
-        mine = {edge: _C.nccl_unique_id(path) for edge in controls if not is_receiver[edge]}
-        ids: dict[Edge, bytes] = {}
-        for theirs in self._group.all_gather_object((_C.nccl_find(path)[0], mine)):
-            ids |= theirs[1]
-        self._ends = {edge: _C.nccl_end(path, ids[edge], control, self._watchdog) for edge, control in controls.items()}
-        for end in self._ends.values():  # all communicators are on their way, so no order among edges can block
-            _C.nccl_connect(end)
-        return self._ends
 
     def begin_step(self, timeout_s: float) -> None:
         _C.watchdog_set_timeout(self._watchdog, timeout_s)
@@ -125,13 +155,11 @@ class DeviceEdges:
     def close(self) -> None:
         """Leaves together with the other ranks, where these still can."""
         self._meet()  # a receiver whose last message is on its way takes a sender that left for one that is lost
-        copies = self.transport == "copy"  # each end uses events, and a sender memory, that the other one owns
-        for end in () if copies else self._ends.values():
-            _C.nccl_leave(end)
+        for edge, end in self._ends.items():
+            self._ways[self.chosen[edge].transport].leave(end)
         for end in self._ends.values():
             _C.device_end_close(end)
-        if copies:
-            self._meet()
+        self._meet()  # an end may use events, and a sender memory, that the other one owns
         self._ends.clear()
 
     def _meet(self) -> None:

@@ -1,7 +1,7 @@
 """Placement of a step on the GPU that its stages lie on. Stages on the CPU need none of this.
 
-Messages between stages go through host memory, whatever transport is behind an edge: correct on every machine, and as
-slow as two copies over PCIe that the host waits for.
+With a transport of host memory, as ``"shm"`` and ``"c10d"`` are and as ranks have that are threads, messages between
+stages go through it: correct on every machine, and as slow as two copies over PCIe that the host waits for.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ class Options:
 
     @property
     def device_transport(self) -> str | None:
-        """The transport whose messages stay on GPUs, None for those of host memory."""
+        """The transport between GPUs that was asked for by name, if one was."""
         return self.transport if TRANSPORTS[self.transport].between_gpus else None
 
     def sizes_of(self, length: int, documents: Sequence[int] | None = None) -> list[int]:
@@ -409,16 +409,25 @@ class Disagreement(ValueError):
     """The ranks of a pipeline were given different arguments. Every rank raises the same."""
 
 
-def agreement_of(options: Options, schedule: Schedule, source: Schedule | Builder) -> dict[str, tuple[str, str]]:
-    """Arguments that all ranks of a pipeline must agree on; for each, what is compared and how an error shows it."""
+def agreement_of(
+    options: Options, schedule: Schedule, source: Schedule | Builder, device: torch.device
+) -> dict[str, tuple[str, str]]:
+    """Arguments that all ranks of a pipeline must agree on; for each, what is compared and how an error shows it.
+
+    Args:
+        device: of the stages: messages between GPUs need one on every rank.
+    """
     found = {"version": __version__, **_agreed_of(options)}
     found |= {"prefetch": schedule.places_text, "weights": repr("fill" if schedule.fills else "planned")}
     if isinstance(source, partial) and source.func is build_schedule and source.args:
         shown = repr(source.args[0])
     else:
         shown = "a Schedule" if isinstance(source, Schedule) else "a callable"
+    shown_device = "cuda" if device.type == "cuda" else 'cpu (which transport="shm" or "c10d" joins with GPUs)'
+    compares_devices = options.transport == "auto" or options.device_transport is not None
     return {name: (text, text) for name, text in found.items()} | {
-        "schedule": (schedule.digest, f"{shown} (order {schedule.digest})")
+        "schedule": (schedule.digest, f"{shown} (order {schedule.digest})"),
+        "the device of the stages": (device.type if compares_devices else "", shown_device),
     }
 
 

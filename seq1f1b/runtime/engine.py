@@ -89,10 +89,12 @@ class PipelineEngine:
         group: a ProcessGroup, ``LoopbackGroup(P)[rank]``, or None: the default group if there is one, else P = 1. Its
             ranks must be given the same counts, schedule, sizes and loss options; otherwise every rank raises an error
             that names the argument and the values.
-        transport: ``"auto"``: shared memory between ranks of one host, the process group between hosts; ``"shm"`` or
-            ``"c10d"``: that on every edge. Messages of CUDA stages go through host memory; ``"nccl"``, or ``"copy"``
-            within a host, leave them on the GPUs: these two have run between processes of one GPU, never between two.
-            ``engine.edges`` says which one carries each.
+        transport: ``"auto"``: shared memory between ranks of one host, the process group between hosts; between stages
+            on CUDA devices the first way that proves itself at set-up: within a host copies between the GPUs, NCCL,
+            pinned host memory, host memory; between hosts NCCL, host memory. ``"copy"``, ``"nccl"`` or ``"staging"``:
+            that one, whose failure is an error. ``"shm"`` or ``"c10d"``: that on every edge, where messages of CUDA
+            stages go through host memory. ``engine.edges`` says which one carries each edge, and why. No two GPUs have
+            run any of these yet.
         limits: seconds that a rank waits for others, see :class:`seq1f1b.Limits`.
         grad_dtype: accumulates gradients of 16-bit parameters in this dtype during a step, unless they are under DDP or
             FSDP2; None: in their own.
@@ -435,19 +437,25 @@ class PipelineEngine:
         own = [i for i, rank in enumerate(schedule.rank_of_stage) if rank == group.rank]
         places = places_of(zip(own, modules, strict=False)) if self._needs_whole_model else []
         check = partial(check_places, rank_of_stage=schedule.rank_of_stage)
-        agreement = Agreement(group, agreement_of(options, schedule, source), places, check)
+        agreement = Agreement(group, agreement_of(options, schedule, source, self.device), places, check)
         if not group.is_thread:  # engines of threads may be made one after the other: they meet in a step
             agreement.check()
-        pipeline = self._pipeline = Pipeline(modules, self.device, options, group, schedule, agreement)
+        pipeline = self._pipeline = Pipeline(
+            modules, self.device, options, group, schedule, agreement, self._device_edges_class
+        )
         self.num_stages, self.stages = pipeline.num_stages, list(pipeline.modules)
         self.has_first, self.has_last = pipeline.has_first, pipeline.has_last
         builder = None if isinstance(source, Schedule) else source
         self._runner = Runner(pipeline, options, schedule, builder, is_tuned=source is first_order)
-        pipeline.connect(pipeline.lower(schedule), self._device_edges_class)
-        self.edges = pipeline.edges
-        self._runner.order(training=True)
+        pipeline.connect(pipeline.lower(schedule))
+        if not pipeline.is_between_gpus:
+            self._runner.order(training=True)
         if not group.is_thread:
             group.begin()
+        if pipeline.is_between_gpus:  # their proof is the first thing that the edges carry
+            pipeline.connect_gpus()
+            self._runner.order(training=True)
+        self.edges = pipeline.edges
 
     def _make_schedule(self, source: Schedule | Builder, stages_per_rank: int) -> Schedule:
         num_segments = self._options.num_segments

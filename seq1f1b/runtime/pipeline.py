@@ -57,6 +57,7 @@ class Pipeline:
         group: RankGroup,
         schedule: Schedule,
         agreement: Agreement,
+        device_edges: type[DeviceEdges] = DeviceEdges,
     ) -> None:
         self.group, self.device, self._options, self.agreement = group, device, options, agreement
         self.rank, self.num_ranks = group.rank, group.size
@@ -75,6 +76,10 @@ class Pipeline:
         self.edges: tuple[EdgeReport, ...] = ()
         self.device_edges: DeviceEdges | None = None
         self.gpu: Any = None
+        self._device_transport = options.device_transport
+        if options.transport == "auto" and device_edges.serve(device, group):
+            self._device_transport = "auto"
+        self._device_edges_class, self._is_receiver = device_edges, dict[Edge, bool]()
         self._ends: dict[Edge, Any] = {}
         self._closed = self._running = False
 
@@ -119,31 +124,46 @@ class Pipeline:
             raise ValueError(f"Memory.offload moves what stages on the CPU save, and this one is on {self.device}")
         return Tier(directory, self.group.group, options.num_microbatches * options.num_segments)
 
+    @property
+    def is_between_gpus(self) -> bool:
+        """Whether messages of this pipeline go over edges between GPUs."""
+        return self._device_transport is not None
+
     def lower(self, schedule: Schedule) -> Any:
         """The program of an order, as ranks with these edges run it."""
-        between_gpus = self._options.device_transport is not None
-        return schedule.lower(between_gpus, self.rank)
+        return schedule.lower(self.is_between_gpus, self.rank)
 
-    def connect(self, program: Any, device_edges: type[DeviceEdges]) -> None:
+    def connect(self, program: Any) -> None:
         """Opens every edge of the program; all ranks in the same order."""
-        edges, is_receiver = [], {}
         for found in _C.program_edges(program):
             edge = _edge_of(found)
             text = f"{_CHANNELS[edge.channel]} of stage {edge.source} to stage {edge.destination}"
             if self.rank in (found.source_rank, found.destination_rank):
                 receiver = self.rank == found.destination_rank
                 peer = found.source_rank if receiver else found.destination_rank
-                is_receiver[edge] = receiver
+                self._is_receiver[edge] = receiver
                 self._ends[edge] = self.group.edge_end(edge, peer, receiver, text)
-                transport = self._options.device_transport or self.group.transport_to(peer)
-                edges.append(EdgeReport(edge.source, edge.destination, peer, transport))
-        self.edges = tuple(edges)
-        if self._options.device_transport is not None:
-            self.device_edges = device_edges(self._options.device_transport, self.group, self.device)
-            self._ends = self.device_edges.open(self._ends, is_receiver)
-            self.gpu = self.device_edges.gpu
-        elif self.device.type == "cuda":
+        self.edges = tuple(self._edge_reports())
+        if self.device.type == "cuda" and not self.is_between_gpus:
             self.gpu = open_gpu(self.device)
+
+    def connect_gpus(self) -> None:
+        """Finds what carries each edge between GPUs, once all ranks have opened theirs. Collective."""
+        if self._device_transport is None:
+            return
+        self.device_edges = self._device_edges_class(self._device_transport, self.group, self.device)
+        self._ends = self.device_edges.open(self._ends, self._is_receiver)
+        self.gpu = self.device_edges.gpu
+        self.edges = tuple(self._edge_reports())
+
+    def _edge_reports(self) -> Iterator[EdgeReport]:
+        chosen = {} if self.device_edges is None else self.device_edges.chosen
+        for edge in self._ends:
+            peer, found = self.group.peer_of(edge), chosen.get(edge)
+            if found is None:
+                yield EdgeReport(edge.source, edge.destination, peer, self.group.transport_to(peer))
+            else:
+                yield EdgeReport(edge.source, edge.destination, peer, *found)
 
     def make_executor(self, program: Any, cache: Any, *, fills: bool) -> Any:
         """Makes the executor that walks a program over the open edges.

@@ -117,13 +117,18 @@ class EdgeReport:
 
     Attributes:
         peer_rank: the rank at the other end.
-        transport: "shm" (memory that both ranks map), "c10d" (the process group), or "loopback" (threads).
+        transport: "shm" (memory that both ranks map), "c10d" (the process group), or "loopback" (threads). Between
+            GPUs "copy", "nccl", "staging" (pinned host memory), or "host" (host memory, over one of the others).
+        rate: between GPUs: bytes per second of the largest message of the proof at set-up, sent alone; else 0.
+        why: between GPUs: why this transport, in words.
     """
 
     source_stage: int
     destination_stage: int
     peer_rank: int
     transport: str
+    rate: float = 0.0
+    why: str = ""
 
 
 @sendable

@@ -24,7 +24,7 @@ from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, 
 from torch.multiprocessing import ProcessExitedException
 
 from seq1f1b import _C, Limits, LoopbackGroup, PipelineEngine, PipelineError
-from seq1f1b.device import edges
+from seq1f1b.device import edge_ways, edges
 from seq1f1b.testing import run_ranks
 from seq1f1b.transport.table import TRANSPORTS
 
@@ -88,13 +88,13 @@ def test_gradients_are_those_of_the_whole_model(transport: str, schedule: str, P
     assert gradient_error(gradients, truth) < 1e-10
     del results
     gc.collect()
-    for kind in ("allocations", "communicators", "streams", "events"):
+    for kind in ("allocations", "communicators", "streams", "events", "registrations"):
         assert stand_in().count(f"live_{kind}") == 0
 
 
 @pytest.mark.parametrize("transport", [name for name, row in TRANSPORTS.items() if row.between_gpus])
 def test_a_step_neither_allocates_nor_waits(transport: str) -> None:
-    """From the third step on the only waits are the stand-in engine's own."""
+    """From the second step on nothing is allocated, and from the third on the only waits are the stand-in engine's."""
     reset(5)
     config = Config()
     model = whole_model(config)
@@ -113,6 +113,7 @@ def test_a_step_neither_allocates_nor_waits(transport: str) -> None:
 
     for counts in run_ranks(2, run):
         assert counts[1] == counts[4] and counts[1][0] > 0
+        assert counts[0][0] == counts[4][0]  # the first step of a shape reserves all places
 
 
 @pytest.mark.parametrize("transport", BETWEEN_GPUS)
@@ -203,7 +204,14 @@ def two_processes(rank: int, world: int, folder: str) -> None:
     config = Config(kv_heads=2)
     model = whole_model(config)
     tokens, target = batch(config, 4, LENGTH)
-    engine = make_engine(model, config, rank, world, segment_sizes=[9, 7], transport="copy", limits=Limits(step=30.0))
+    staged = make_engine(model, config, rank, world, segment_sizes=[9, 7], transport="staging")
+    for _ in range(2):
+        losses = staged.step(tokens, target=target)
+    if rank == 1:
+        assert all(map(torch.allclose, losses, run_whole(model, tokens, target, 4)[0]))
+    staged.close()
+    engine = make_engine(model, config, rank, world, segment_sizes=[9, 7], limits=Limits(step=30.0))
+    assert {edge.transport for edge in engine.edges} == {"copy"}  # the first that proves itself
     for _ in range(4):
         for p in engine.parameters():
             p.grad = None
@@ -277,7 +285,7 @@ def test_missing_libraries_are_named(tmp_path: Path) -> None:
 def test_the_real_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its version and ids; and what it says of a communicator where there is no GPU."""
     monkeypatch.delenv("SEQ1F1B_NCCL")
-    path = edges.find_nccl()
+    path = edge_ways.find_nccl()
     version, found = _C.nccl_find(path)
     assert version >= 21800 and found.endswith("libnccl.so.2")
     first, second = _C.nccl_unique_id(path), _C.nccl_unique_id(path)

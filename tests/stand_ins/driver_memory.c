@@ -30,6 +30,14 @@ typedef struct {
 } ipc_handle;
 _Static_assert(sizeof(ipc_handle) <= sizeof(CUipcMemHandle), "a handle is 64 bytes");
 
+typedef struct registration { /* pinned host memory: of one device each, as ranks may be threads */
+    struct registration *next;
+    char *address;
+    size_t bytes;
+    int32_t device;
+} registration;
+
+static registration *registrations;
 static allocation *allocations;
 static int64_t num_allocations; /* over the life of the process: ids never repeat */
 
@@ -42,6 +50,14 @@ static allocation *find_allocation(const void *address)
         if (wanted >= a->address && wanted < a->address + a->bytes)
             return a;
     return NULL;
+}
+
+static int is_registered(const char *first, size_t bytes)
+{
+    for (registration *r = registrations; r != NULL; r = r->next)
+        if (first >= r->address && first + bytes <= r->address + r->bytes)
+            return 1;
+    return 0;
 }
 
 int find_span(api_call call, const void *address, size_t bytes, int host_allowed, span *out)
@@ -66,7 +82,7 @@ int find_span(api_call call, const void *address, size_t bytes, int host_allowed
             misuse(call, "%zu bytes that begin %zu before an allocation", bytes, (size_t)(a->address - first));
             return 0;
         }
-    if (address == NULL || (!host_allowed && !machine.options.foreign_memory)) {
+    if (address == NULL || (!host_allowed && !machine.options.foreign_memory && !is_registered(first, bytes))) {
         misuse(call, "%zu bytes at %p, which is not device memory", bytes, address);
         return 0;
     }
@@ -119,6 +135,7 @@ void memory_reset(void)
     for (allocation *a = allocations; a != NULL; a = a->next)
         give_back(a);
     allocations = NULL;
+    registrations = NULL;
 }
 
 static void *take_memory(size_t bytes, int32_t *fd)
@@ -264,6 +281,52 @@ CUresult cuMemsetD8Async(CUdeviceptr destination, unsigned char value, size_t by
     op->destination = to;
     op->value = value;
     enqueue(op, stream);
+    return CUDA_SUCCESS;
+}
+
+/* -- pinned host memory ------------------------------------------------------------------------------------------ */
+
+CUresult cuMemHostRegister_v2(void *memory, size_t bytes, unsigned int flags)
+{
+    ENTER(cuMemHostRegister_v2, CUDA_ERROR_NOT_PERMITTED);
+    NEEDS_ARGUMENT(memory != NULL && bytes > 0 && flags <= 15);
+    NEEDS_CONTEXT(index);
+    for (registration *r = registrations; r != NULL; r = r->next)
+        if (r->device == index && (char *)memory < r->address + r->bytes && r->address < (char *)memory + bytes) {
+            misuse(this_call, "%zu bytes at %p, of which some are registered already", bytes, memory);
+            return CUDA_ERROR_INVALID_VALUE;
+        }
+    registration *added = keep(sizeof *added);
+    *added = (registration){.next = registrations, .address = memory, .bytes = bytes, .device = index};
+    registrations = added;
+    machine.counters.live_registrations++;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemHostUnregister(void *memory)
+{
+    ENTER(cuMemHostUnregister, CUDA_ERROR_NOT_PERMITTED);
+    NEEDS_CONTEXT(index);
+    registration **link = &registrations;
+    while (*link != NULL && ((*link)->device != index || (*link)->address != (char *)memory))
+        link = &(*link)->next;
+    if (*link == NULL) {
+        misuse(this_call, "%p is not registered by device %d", memory, index);
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    *link = (*link)->next;
+    machine.counters.live_registrations--;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *address, void *memory, unsigned int flags)
+{
+    ENTER(cuMemHostGetDevicePointer_v2, CUDA_ERROR_NOT_PERMITTED);
+    NEEDS_ARGUMENT(address != NULL && flags == 0);
+    NEEDS_CONTEXT(index);
+    (void)index;
+    NEEDS_ARGUMENT(is_registered(memory, 1));
+    *address = (CUdeviceptr)(uintptr_t)memory;
     return CUDA_SUCCESS;
 }
 

@@ -178,6 +178,21 @@ int call_fails(api_call call)
     return 1;
 }
 
+int is_damaged(api_call call, size_t bytes, stand_in_damage_kind kind)
+{
+    const char *wanted = machine.damaged_call;
+    return wanted[0] != '\0' && machine.damage == kind && strncmp(call_name(call), wanted, strlen(wanted)) == 0 &&
+           (machine.damaged_bytes < 0 || (size_t)machine.damaged_bytes == bytes);
+}
+
+void damage(api_call call, char *arrived, size_t bytes)
+{
+    if (is_damaged(call, bytes, STAND_IN_CORRUPT))
+        arrived[bytes - 1] ^= 1;
+    if (is_damaged(call, bytes, STAND_IN_SHORT))
+        memset(arrived + bytes / 2, 0xFF, bytes - bytes / 2);
+}
+
 /* -- what can run ------------------------------------------------------------------------------------------------ */
 
 int reached(marker point)
@@ -269,6 +284,7 @@ static int can_run(operation *op)
     case WAIT_EVENT: return reached(op->awaited);
     case WAIT_VALUE: return !span_lives(op, &op->source) || value_holds(op);
     case NCCL: return nccl_can_run(op);
+    case COPY: return !is_damaged(op->call, op->destination.bytes, STAND_IN_STALLED);
     default: return 1;
     }
 }
@@ -561,6 +577,8 @@ static int fill_or_copy(operation *op)
         memset(to->address, (int)op->value, to->bytes);
     else if (valid && to->bytes > 0)
         memmove(to->address, from->address, to->bytes);
+    if (valid && to->bytes > 0 && op->kind == COPY)
+        damage(op->call, to->address, to->bytes);
     return 1;
 }
 
@@ -767,6 +785,15 @@ void stand_in_fail_call(const char *function, int64_t index, int32_t result)
     snprintf(machine.failing_call, sizeof machine.failing_call, "%s", function);
     machine.failing_in = index;
     machine.failing_result = result;
+}
+
+void stand_in_damage(const char *function, int64_t bytes, stand_in_damage_kind kind)
+{
+    LOCKED;
+    snprintf(machine.damaged_call, sizeof machine.damaged_call, "%s", function);
+    machine.damaged_bytes = bytes;
+    machine.damage = kind;
+    machine.runnable_changed = 1;
 }
 
 int64_t stand_in_misuses(void)

@@ -60,6 +60,9 @@ enum { MAX_DEVICES = 16, MAX_QUEUES = 32 };
     X(cuMemcpyDtoHAsync_v2)                                                                                            \
     X(cuMemcpyHtoDAsync_v2)                                                                                            \
     X(cuMemsetD8Async)                                                                                                 \
+    X(cuMemHostRegister_v2)                                                                                            \
+    X(cuMemHostUnregister)                                                                                             \
+    X(cuMemHostGetDevicePointer_v2)                                                                                    \
     X(cuIpcGetMemHandle)                                                                                               \
     X(cuIpcOpenMemHandle_v2)                                                                                           \
     X(cuIpcCloseMemHandle)                                                                                             \
@@ -158,6 +161,7 @@ void release_lock(pthread_mutex_t **lock);
     X(live_events)                                                                                                     \
     X(interprocess_events)                                                                                             \
     X(live_communicators)                                                                                              \
+    X(live_registrations)                                                                                              \
     X(open_handles)
 
 /* -- operations -------------------------------------------------------------------------------------------------- */
@@ -262,6 +266,9 @@ typedef struct {
     char failing_call[64]; /* how the names of calls begin of which one is to fail */
     int64_t failing_in;    /* after so many more */
     int32_t failing_result;
+    char damaged_call[64]; /* how the names begin of calls whose bytes are damaged */
+    int64_t damaged_bytes; /* how many those are, below 0: any */
+    stand_in_damage_kind damage;
     device devices[MAX_DEVICES];
     int32_t initialised; /* cuInit was called */
     int32_t num_streams, num_events;
@@ -312,6 +319,10 @@ CUstream new_stream(int32_t device_index, unsigned int flags);
 void driver_reset(void); /* driver.c */
 /* In a function that a device runs no call of the API is allowed. Called without the lock. */
 int called_from_device(api_call call);
+/* A test wants what this call moves to be damaged in this way. */
+int is_damaged(api_call call, size_t bytes, stand_in_damage_kind kind);
+/* Damages what has arrived, if a test wants that. */
+void damage(api_call call, char *arrived, size_t bytes);
 /* A test wants this call to fail, with machine.failing_result. */
 int call_fails(api_call call);
 

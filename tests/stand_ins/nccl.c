@@ -753,6 +753,7 @@ static void pass(operation *op, nccl_message *m, nccl_message *other)
                (send->buffered != NULL || span_lives(op, &send->memory))) {
         memmove(receive->memory.address, send->buffered != NULL ? send->buffered : send->memory.address,
                 send->memory.bytes);
+        damage(op->call, receive->memory.address, receive->memory.bytes);
     }
     machine.counters.send += send->buffered == NULL;
     machine.counters.receive++;

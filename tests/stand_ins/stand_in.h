@@ -66,7 +66,8 @@ STAND_IN_API int stand_in_set(const char *option, int64_t value);
  *   synchronisations, injected_synchronisations     times that a host waited for a device, or might have
  *   interprocess_events                             events made with CU_EVENT_INTERPROCESS
  *   live_allocations, live_bytes, live_streams,
- *   live_events, live_communicators, open_handles   not yet freed, destroyed or closed */
+ *   live_events, live_communicators, open_handles,
+ *   live_registrations                              not yet freed, destroyed, closed or unregistered */
 STAND_IN_API int64_t stand_in_count(const char *counter);
 
 /* The misuse so far: its number, and one as text, valid until reset; NULL beyond the last or the first ten thousand. */
@@ -110,6 +111,15 @@ STAND_IN_API void stand_in_break_communicators(int32_t device, int32_t peer, int
 /* Among the calls from now on to functions whose names begin with `function` ("cuMemAlloc_v2"; "cu": any of the
  * driver), number `index` (0: the next) does nothing but return `result`. Only one such request is kept. */
 STAND_IN_API void stand_in_fail_call(const char *function, int64_t index, int32_t result);
+
+/* From now on what moves `bytes` bytes (below 0: any) by a function whose name begins with `function` ("cuMemcpyAsync",
+ * "nccl") is damaged in this way. One such request is kept; function "": none. */
+typedef enum {
+    STAND_IN_CORRUPT = 0, /* its last byte arrives wrong */
+    STAND_IN_SHORT = 1,   /* its second half does not arrive */
+    STAND_IN_STALLED = 2, /* a copy that does not begin */
+} stand_in_damage_kind;
+STAND_IN_API void stand_in_damage(const char *function, int64_t bytes, stand_in_damage_kind kind);
 
 /* Ends the worker thread and frees everything; also done when the program ends or the library is closed. */
 STAND_IN_API void stand_in_stop(void);

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from stand_in_library import stand_in
 
 from seq1f1b import PipelineEngine
 from seq1f1b.device.edges import DeviceEdges
+from seq1f1b.transport import RankGroup
 
 
 class StandInEdges(DeviceEdges):
+    proof_sizes = (1, 1023, 1 << 16)
+
     def __init__(self, *arguments: Any) -> None:
         self.driver = stand_in().path
         super().__init__(*arguments)
@@ -29,6 +33,16 @@ class StandInEdges(DeviceEdges):
 
     def ordinal(self) -> int:
         return self._group.rank
+
+    @staticmethod
+    def serve(device: torch.device, group: RankGroup) -> bool:
+        return True
+
+    def identity(self) -> tuple[str, int]:
+        return f"stand-in {self.ordinal()}", 8
+
+    def warm(self) -> None:
+        """Nothing: kernels are torch's on the CPU."""
 
     def stream(self) -> int:
         return 0

@@ -15,6 +15,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "stand_ins"
 SENDER_LOST, RECEIVER_LOST, SENDER_FAILS, RECEIVER_FAILS = range(4)
+CORRUPT, SHORT, STALLED = range(3)
 
 
 def build(folder: Path) -> Path:
@@ -98,6 +99,9 @@ class StandIn:
 
     def fail_call(self, function: str, index: int, result: int) -> None:
         self.library.stand_in_fail_call(function.encode(), ctypes.c_int64(index), result)
+
+    def damage(self, function: str, size: int, kind: int) -> None:
+        self.library.stand_in_damage(function.encode(), ctypes.c_int64(size), kind)
 
     def name_thread(self, name: str) -> None:
         self.library.stand_in_name_thread(name.encode())

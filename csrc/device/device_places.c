@@ -1,0 +1,147 @@
+/* device_places.c - memory of the places of an edge between GPUs, and a message's way through host memory. */
+#include "device_end.h"
+
+#include <stdlib.h>
+
+/* Memory of another size may lie in one block with other memory, all of which its handle would share (CUDA C++
+ * Programming Guide, "Interprocess Communication"). */
+static const int64_t SHARED_BLOCK_BYTES = 2 << 20;
+
+static s1f_status checked(const s1f_device_end *end, s1f_cu_result result, const char *what)
+{
+    return s1f_driver_status(end->device->driver, result, what);
+}
+
+static s1f_status give_up_memory(s1f_device_end *end, s1f_device_place *place)
+{
+    const s1f_driver *driver = end->device->driver;
+    if (end->is_shared) {
+        s1f_cu_address *grown = realloc(end->retired, (size_t)(end->num_retired + 1) * sizeof *grown);
+        if (grown == NULL)
+            return s1f_fail(S1F_ERR_MEMORY, "no memory for a list of %d", (int)end->num_retired + 1);
+        end->retired = grown;
+        grown[end->num_retired++] = place->address;
+        place->capacity = 0;
+        return S1F_OK;
+    }
+    /* Those who read it have been started on the stream that computes. */
+    s1f_status status = checked(end, driver->stream_synchronize(end->device->compute), "cuStreamSynchronize");
+    if (status == S1F_OK)
+        status = checked(end, driver->memory_free(place->address), "cuMemFree");
+    place->capacity = 0;
+    return status;
+}
+
+s1f_status s1f_device_place_grow(s1f_device_end *end, s1f_device_place *place, int64_t bytes)
+{
+    const s1f_driver *driver = end->device->driver;
+    if (bytes <= place->capacity)
+        return S1F_OK;
+    if (end->is_shared) {
+        if (bytes < place->capacity + place->capacity / 2)
+            bytes = place->capacity + place->capacity / 2; /* so that what is retired stays a fraction */
+        bytes = (bytes + SHARED_BLOCK_BYTES - 1) / SHARED_BLOCK_BYTES * SHARED_BLOCK_BYTES;
+    }
+    s1f_status status = place->capacity > 0 ? give_up_memory(end, place) : S1F_OK;
+    if (status == S1F_OK)
+        status = checked(end, driver->memory_allocate(&place->address, (size_t)bytes), "cuMemAlloc");
+    if (status != S1F_OK)
+        return s1f_fail_prefixed(status, "%lld bytes for a message: ", (long long)bytes);
+    place->capacity = bytes;
+    place->generation++;
+    return S1F_OK;
+}
+
+s1f_status s1f_device_place_reserve(s1f_device_end *end, s1f_device_place *place, int64_t bytes)
+{
+    int grows = bytes > place->capacity;
+    s1f_status status = s1f_device_place_grow(end, place, bytes);
+    for (int32_t i = 0; grows && end->mover->post == NULL && status == S1F_OK && i < end->num_places; i++)
+        if (end->places[i].message == NULL) /* posted, or never used */
+            status = s1f_device_place_grow(end, &end->places[i], bytes);
+    return status;
+}
+
+static int fits_all(const s1f_device_end *end)
+{
+    for (int32_t i = 0; i < end->num_places; i++)
+        if (end->places[i].capacity < end->largest)
+            return 0;
+    return 1;
+}
+
+s1f_status s1f_device_end_reserve(s1f_device_end *end)
+{
+    if (fits_all(end))
+        return S1F_OK;
+    s1f_status status = s1f_device_enter(end->device);
+    if (status != S1F_OK)
+        return status;
+    for (int32_t i = 0; status == S1F_OK && i < end->num_places; i++)
+        if (end->is_shared || end->places[i].capacity == 0) /* a tensor may lie in memory that would be freed here */
+            status = s1f_device_place_grow(end, &end->places[i], end->largest);
+    s1f_device_leave(end->device);
+    return status;
+}
+
+s1f_status s1f_device_end_forget(s1f_device_end *end)
+{
+    const s1f_driver *driver = end->device->driver;
+    s1f_status status = s1f_device_enter(end->device);
+    if (status != S1F_OK)
+        return status;
+    if (end->mover->forget != NULL)
+        end->mover->forget(end);
+    status = checked(end, driver->stream_synchronize(end->device->compute), "cuStreamSynchronize");
+    for (int32_t i = 0; status == S1F_OK && i < end->num_places; i++) {
+        if (end->places[i].capacity > 0)
+            status = checked(end, driver->memory_free(end->places[i].address), "cuMemFree");
+        end->places[i].capacity = 0;
+        end->places[i].message = NULL;
+    }
+    while (status == S1F_OK && end->num_retired > 0)
+        status = checked(end, driver->memory_free(end->retired[--end->num_retired]), "cuMemFree");
+    end->largest = 0;
+    s1f_device_leave(end->device);
+    return status;
+}
+
+s1f_status s1f_device_end_to_host(s1f_device_end *end, s1f_message *message, const void **tensors)
+{
+    const s1f_driver *driver = end->device->driver;
+    if (message->payload_bytes > end->staging_bytes) {
+        free(end->staging);
+        end->staging = malloc((size_t)message->payload_bytes);
+        end->staging_bytes = end->staging == NULL ? 0 : message->payload_bytes;
+        if (end->staging == NULL)
+            return s1f_fail(S1F_ERR_MEMORY, "no host memory for a message of %lld bytes",
+                            (long long)message->payload_bytes);
+    }
+    s1f_status status = checked(end, driver->event_record(end->ready, end->device->compute), "cuEventRecord");
+    if (status == S1F_OK)
+        status = checked(end, driver->stream_wait_event(end->stream, end->ready, 0), "cuStreamWaitEvent");
+    for (int32_t i = 0; status == S1F_OK && i < message->num_tensors; i++) {
+        const s1f_tensor_header *tensor = &message->tensors[i];
+        char *host = end->staging + tensor->offset;
+        if (tensor->bytes > 0)
+            status = checked(
+                end,
+                driver->copy_to_host(host, (s1f_cu_address)(uintptr_t)tensors[i], (size_t)tensor->bytes, end->stream),
+                "cuMemcpyDtoHAsync");
+        tensors[i] = host;
+    }
+    message->on_device = 0;
+    return status == S1F_OK ? checked(end, driver->stream_synchronize(end->stream), "cuStreamSynchronize") : status;
+}
+
+s1f_status s1f_device_end_from_host(s1f_device_end *end, int32_t number, const void *payload)
+{
+    const s1f_driver *driver = end->device->driver;
+    const s1f_device_place *place = &end->places[number];
+    int64_t bytes = place->message->payload_bytes;
+    s1f_status status = checked(end, driver->stream_wait_event(end->stream, place->freed, 0), "cuStreamWaitEvent");
+    if (status == S1F_OK && bytes > 0)
+        status = checked(end, driver->copy_from_host(place->address, payload, (size_t)bytes, end->stream),
+                         "cuMemcpyHtoDAsync");
+    return status == S1F_OK ? checked(end, driver->stream_synchronize(end->stream), "cuStreamSynchronize") : status;
+}

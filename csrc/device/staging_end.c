@@ -1,0 +1,232 @@
+/* staging_end.c - moving payloads by copies to and from pinned memory that two processes share. */
+#include "staging_end.h"
+
+#include "../run/arena.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MOST_SLOTS = 4096, SLOT_ALIGNMENT = 65536, PINNED_BLOCK = 2 << 20 };
+
+typedef struct { /* the ring's first bytes, by slot */
+    _Atomic uint64_t written[MOST_SLOTS], drained[MOST_SLOTS];
+} ring_words;
+
+typedef struct {
+    s1f_device_end base;
+    ring_words *words;
+    s1f_cu_address device_words;              /* as the GPU sees them */
+    int64_t ring_bytes, stride, pinned_bytes; /* of a slot: its room, and what of it is pinned */
+    int32_t num_pinned;                       /* slots */
+    uint64_t last[MOST_SLOTS];                /* sender: what each slot held last */
+} staging_end;
+
+_Static_assert(sizeof(ring_words) % SLOT_ALIGNMENT == 0, "slots begin on pages");
+
+static s1f_status checked(const staging_end *end, s1f_cu_result result, const char *what)
+{
+    return s1f_driver_status(end->base.device->driver, result, what);
+}
+
+static uint64_t position_of(const staging_end *end, int64_t sequence)
+{
+    return ((uint64_t)s1f_group_step(end->base.head.group) << 32) + (uint64_t)sequence + 1;
+}
+
+static char *slot_of(const staging_end *end, int32_t slot)
+{
+    return (char *)(end->words + 1) + slot * end->stride;
+}
+
+static s1f_cu_address word_address(const staging_end *end, const _Atomic uint64_t *word)
+{
+    return end->device_words + (uint64_t)((const char *)word - (const char *)end->words);
+}
+
+static void unpin_slots(staging_end *end)
+{
+    while (end->num_pinned > 0)
+        end->base.device->driver->host_unregister(slot_of(end, --end->num_pinned));
+    end->pinned_bytes = 0;
+}
+
+/* Room of a slot, the same at both ends: it depends on the number of places in a few large steps only. */
+static int64_t stride_for(const staging_end *end, int32_t num_places)
+{
+    int64_t num_slots = 8;
+    while (num_slots < num_places)
+        num_slots *= 8;
+    return (end->ring_bytes - (int64_t)sizeof(ring_words)) / num_slots / SLOT_ALIGNMENT * SLOT_ALIGNMENT;
+}
+
+/* Pins as much of every slot as a message takes. What the end has begun goes on meanwhile, and is waited for. */
+static s1f_status pin_slots(staging_end *end, int64_t bytes)
+{
+    const s1f_driver *driver = end->base.device->driver;
+    int32_t num_places = end->base.num_places;
+    int64_t stride = num_places <= MOST_SLOTS ? stride_for(end, num_places) : 0;
+    if (bytes > stride)
+        return s1f_fail(S1F_ERR_ARG,
+                        "%lld bytes do not fit in one of %d slots in the edge's %lld bytes of address space",
+                        (long long)bytes, (int)num_places, (long long)end->ring_bytes);
+    if (stride == end->stride && bytes <= end->pinned_bytes && num_places <= end->num_pinned)
+        return S1F_OK;
+    s1f_status status = checked(end, driver->stream_synchronize(end->base.stream), "cuStreamSynchronize");
+    if (status != S1F_OK)
+        return status;
+    bytes = bytes > end->pinned_bytes || stride != end->stride ? bytes : end->pinned_bytes;
+    bytes = (bytes + PINNED_BLOCK - 1) / PINNED_BLOCK * PINNED_BLOCK;
+    bytes = bytes < stride ? bytes : stride;
+    unpin_slots(end);
+    end->stride = stride;
+    for (int32_t i = 0; status == S1F_OK && i < num_places; i++) {
+        status = checked(end, driver->host_register(slot_of(end, i), (size_t)bytes, S1F_CU_HOST_REGISTER_PORTABLE),
+                         "cuMemHostRegister");
+        end->num_pinned += status == S1F_OK;
+    }
+    end->pinned_bytes = bytes;
+    if (status != S1F_OK) {
+        unpin_slots(end);
+        return s1f_fail_prefixed(status, "pinning %d times %lld bytes of host memory: ", (int)num_places,
+                                 (long long)bytes);
+    }
+    return S1F_OK;
+}
+
+static s1f_status staging_prepare_send(s1f_device_end *base, int64_t sequence, int32_t number, s1f_message *message,
+                                       const void **tensors)
+{
+    (void)number;
+    (void)tensors;
+    s1f_status status = s1f_arena_wait_posted(base->control, sequence);
+    return status == S1F_OK && message->payload_bytes > 0 ? pin_slots((staging_end *)base, message->payload_bytes)
+                                                          : status;
+}
+
+static s1f_status staging_prepare_receive(s1f_device_end *base, int32_t number)
+{
+    int64_t bytes = base->places[number].message->payload_bytes;
+    return bytes > 0 ? pin_slots((staging_end *)base, bytes) : S1F_OK;
+}
+
+static s1f_status staging_send(s1f_device_end *base, int32_t number, const s1f_message *message,
+                               const void *const *tensors)
+{
+    staging_end *end = (staging_end *)base;
+    const s1f_driver *driver = base->device->driver;
+    uint64_t position = position_of(end, message->sequence);
+    s1f_status status = S1F_OK;
+    if (end->last[number] >> 32 == position >> 32) /* what an earlier step left there has been received */
+        status = checked(end,
+                         driver->stream_wait_value(base->stream, word_address(end, &end->words->drained[number]),
+                                                   end->last[number], S1F_CU_WAIT_GEQ),
+                         "cuStreamWaitValue64");
+    for (int32_t i = 0; status == S1F_OK && i < message->num_tensors; i++) {
+        const s1f_tensor_header *tensor = &message->tensors[i];
+        if (tensor->bytes > 0)
+            status = checked(end,
+                             driver->copy_to_host(slot_of(end, number) + tensor->offset,
+                                                  (s1f_cu_address)(uintptr_t)tensors[i], (size_t)tensor->bytes,
+                                                  base->stream),
+                             "cuMemcpyDtoHAsync");
+    }
+    if (status == S1F_OK)
+        status = checked(
+            end, driver->stream_write_value(base->stream, word_address(end, &end->words->written[number]), position, 0),
+            "cuStreamWriteValue64");
+    end->last[number] = position;
+    return status;
+}
+
+static s1f_status staging_receive(s1f_device_end *base, int32_t number, const s1f_message *message)
+{
+    staging_end *end = (staging_end *)base;
+    const s1f_driver *driver = base->device->driver;
+    uint64_t position = position_of(end, message->sequence);
+    s1f_status status = checked(end,
+                                driver->stream_wait_value(base->stream, word_address(end, &end->words->written[number]),
+                                                          position, S1F_CU_WAIT_GEQ),
+                                "cuStreamWaitValue64");
+    if (status == S1F_OK)
+        status = checked(end,
+                         driver->copy_from_host(base->places[number].address, slot_of(end, number),
+                                                (size_t)message->payload_bytes, base->stream),
+                         "cuMemcpyHtoDAsync");
+    if (status == S1F_OK)
+        status = checked(
+            end, driver->stream_write_value(base->stream, word_address(end, &end->words->drained[number]), position, 0),
+            "cuStreamWriteValue64");
+    return status;
+}
+
+/* Only the words that this end's stream waits for, and only once all of earlier steps has ended there: a peer may still
+ * be in the step before, which goes well, and what it waits for is not promised too early. */
+static void staging_release(s1f_device_end *base)
+{
+    staging_end *end = (staging_end *)base;
+    uint64_t all = (uint64_t)s1f_group_step(base->head.group) << 32 | UINT32_MAX;
+    if (base->is_closed || base->device->driver->event_query(base->step_start) != S1F_CU_SUCCESS)
+        return;
+    for (int32_t i = 0; i < base->num_places && i < MOST_SLOTS; i++) {
+        _Atomic uint64_t *word = base->head.is_receiver ? &end->words->written[i] : &end->words->drained[i];
+        if (atomic_load(word) < all)
+            atomic_store(word, all);
+    }
+}
+
+static void staging_close(s1f_device_end *base)
+{
+    staging_end *end = (staging_end *)base;
+    unpin_slots(end);
+    if (end->device_words != 0)
+        base->device->driver->host_unregister(end->words);
+    end->device_words = 0;
+}
+
+static const s1f_mover staging_mover = {
+    .name = "staging",
+    .prepare_send = staging_prepare_send,
+    .prepare_receive = staging_prepare_receive,
+    .receive = staging_receive,
+    .send = staging_send,
+    .is_one_sided = 1,
+    .release = staging_release,
+    .close = staging_close,
+};
+
+static s1f_status pin_words(staging_end *end)
+{
+    const s1f_driver *driver = end->base.device->driver;
+    s1f_status status = s1f_device_enter(end->base.device);
+    if (status != S1F_OK)
+        return status;
+    status = checked(end,
+                     driver->host_register(end->words, sizeof *end->words,
+                                           S1F_CU_HOST_REGISTER_PORTABLE | S1F_CU_HOST_REGISTER_MAPPED),
+                     "cuMemHostRegister");
+    if (status == S1F_OK) {
+        status = checked(end, driver->host_address(&end->device_words, end->words, 0), "cuMemHostGetDevicePointer");
+        if (status != S1F_OK)
+            driver->host_unregister(end->words);
+    }
+    s1f_device_leave(end->base.device);
+    return status;
+}
+
+s1f_status s1f_staging_end_create(s1f_edge_end *control, s1f_edge_end *ring, s1f_watchdog *watchdog, s1f_edge_end **out)
+{
+    staging_end *end = calloc(1, sizeof *end);
+    if (end == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for an end of an edge");
+    end->words = s1f_arena_memory(ring, &end->ring_bytes);
+    s1f_status status = s1f_device_end_init(&end->base, &staging_mover, control, watchdog);
+    if (status == S1F_OK)
+        status = pin_words(end);
+    if (status != S1F_OK) {
+        s1f_edge_end_free(&end->base.head);
+        return status;
+    }
+    *out = &end->base.head;
+    return S1F_OK;
+}

@@ -1,0 +1,337 @@
+"""Does each edge between GPUs (stand-ins) take the first way that proves itself, whatever is wrong with the others?"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from processes import run_processes
+from stand_in_engine import StandInEdges, StandInEngine
+from stand_in_library import CORRUPT, RECEIVER_FAILS, RECEIVER_LOST, SENDER_LOST, SHORT, STALLED, stand_in
+from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from torch.multiprocessing import ProcessExitedException
+
+from seq1f1b import PipelineError
+from seq1f1b.device import edge_proof, edge_ways
+from seq1f1b.device.edges import DeviceEdges
+from seq1f1b.runtime.arguments import Disagreement, agreement_of, check_agreement
+from seq1f1b.testing import run_ranks
+
+CONFIG = Config(kv_heads=2)
+FIRST, SECOND, LARGEST = StandInEdges.proof_sizes
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("SEQ1F1B_NCCL", stand_in().path)
+    monkeypatch.setattr(edge_ways.Copies, "_is_one_process", lambda way: False)  # threads that use handles all the same
+    gc.collect()
+    stand_in().reset(3, foreign_memory=1)
+    yield
+    stand_in().damage("", 0, CORRUPT)  # nothing that a test has stopped stays
+
+
+class Outcome(NamedTuple):
+    """By rank: the transport of each edge, and why; or the error. And the warnings of all."""
+
+    carried: list[dict[tuple[int, int], str]]
+    whys: list[list[str]]
+    errors: list[str]
+    warned: list[str]
+
+
+def settle(P: int = 2, transport: str = "auto") -> Outcome:
+    """Engines are made, and closed."""
+    model = whole_model(CONFIG)
+
+    def run(group: Any) -> Any:
+        stage = stage_of(model, CONFIG, group.rank, P)
+        options: dict[str, Any] = {"num_microbatches": 4, "num_segments": 2, "loss_fn": cross_entropy}
+        try:
+            engine = StandInEngine(stage, group=group, transport=transport, **options)
+        except RuntimeError as error:
+            return {}, [], str(error)
+        edges = engine.edges
+        engine.close()
+        assert all(e.rate > 0 for e in edges)
+        return {(e.source_stage, e.destination_stage): e.transport for e in edges}, [e.why for e in edges], ""
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        carried, whys, errors = zip(*run_ranks(P, run), strict=True)
+    warned = [str(w.message) for w in caught if "transport=" in str(w.message)]
+    return Outcome(list(carried), list(whys), list(errors), warned)
+
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def refuse(function: str, result: int) -> Plant:
+    return lambda patch: stand_in().fail_call(function, 0, result)
+
+
+def damage(function: str, size: int, kind: int) -> Plant:
+    return lambda patch: stand_in().damage(function, size, kind)
+
+
+def lose(kind: int, index: int) -> Plant:
+    return lambda patch: stand_in().fault(kind, 0, 1, index)
+
+
+def break_as_they_connect(patch: pytest.MonkeyPatch) -> None:
+    connect = edge_ways.Nccl.connect
+
+    def breaking(way: edge_ways.Nccl, end: object) -> None:
+        stand_in().break_communicators(0, 1, 6)
+        connect(way, end)
+
+    patch.setattr(edge_ways.Nccl, "connect", breaking)
+
+
+# What fails in copies of one edge, or of all, and what the warning says of it.
+COPIES = {
+    "export of memory": (refuse("cuIpcGetMemHandle", 801), "cuIpcGetMemHandle"),
+    "export of an event": (refuse("cuIpcGetEventHandle", 801), "cuIpcGetEventHandle"),
+    "opening memory": (refuse("cuIpcOpenMemHandle", 205), "cuIpcOpenMemHandle: CUDA_ERROR_MAP_FAILED"),
+    "opening an event": (refuse("cuIpcOpenEventHandle", 801), "cuIpcOpenEventHandle"),
+    "memory of a place": (refuse("cuMemAlloc_v2", 2), "bytes for a message: cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY"),
+    "the copy": (refuse("cuMemcpyAsync", 1), "cuMemcpyAsync: CUDA_ERROR_INVALID_VALUE"),
+    "bytes, the smallest": (damage("cuMemcpyAsync", FIRST, CORRUPT), "1 of 1 bytes arrived wrong"),
+    "bytes, unaligned": (damage("cuMemcpyAsync", SECOND, CORRUPT), "1 of 1023 bytes arrived wrong"),
+    "bytes, the largest": (damage("cuMemcpyAsync", LARGEST, CORRUPT), "1 of 65536 bytes arrived wrong"),
+    "a short copy": (damage("cuMemcpyAsync", LARGEST, SHORT), "the first is byte 32768"),
+}
+
+
+@pytest.mark.parametrize("defect", COPIES)
+def test_copies_that_fail_leave_their_edge_to_nccl(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends take the same way, and one warning names edge, reason and remedy."""
+    plant, reason = COPIES[defect]
+    plant(monkeypatch)
+    found = settle()
+    assert found.errors == ["", ""]
+    assert found.carried[0] == found.carried[1]
+    ways = sorted(found.carried[0].values())
+    assert ways == (["nccl", "nccl"] if "bytes" in defect or "short" in defect else ["copy", "nccl"])
+    assert len(found.warned) == 1
+    for part in (" of stage ", "transport='copy' failed its proof and is not used", reason, "docker run --ipc=host"):
+        assert part in found.warned[0], found.warned
+    assert any(f"copy: {reason[:12]}" in why or reason in why for why in found.whys[0])
+    assert stand_in().misuses == []
+
+
+NCCL = {
+    "the library": (lambda patch: patch.setenv("SEQ1F1B_NCCL", "libnothing.so"), "no NCCL"),
+    "an id": (refuse("ncclGetUniqueId", 2), "ncclGetUniqueId: unhandled system error"),
+    "creation": (refuse("ncclCommInitRankConfig", 2), "ncclCommInitRankConfig: unhandled system error"),
+    "connecting": (break_as_they_connect, "remote process exited"),
+    "a call": (refuse("ncclGroupEnd", 3), "ncclGroupEnd: internal error"),
+    "the other process": (lose(RECEIVER_FAILS, 1), "remote process exited"),
+    "a stalled send": (lose(SENDER_LOST, 0), "its transfer has been under way for 0."),
+    "a stalled receive": (lose(RECEIVER_LOST, 2), "its transfer has been under way for 0."),
+    "bytes": (damage("nccl", SECOND, CORRUPT), "1 of 1023 bytes arrived wrong"),
+}
+
+
+@pytest.mark.parametrize("defect", NCCL)
+def test_nccl_that_fails_leaves_its_edge_to_the_host(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for way in (edge_ways.Copies, edge_ways.Staging):  # as between hosts
+        monkeypatch.setattr(way, "over", ())
+    if defect in ("a call", "the other process", "a stalled send", "a stalled receive"):  # somebody waits in vain
+        monkeypatch.setattr(StandInEdges, "proof_limit_s", 0.4)
+    plant, reason = NCCL[defect]
+    plant(monkeypatch)
+    found = settle()
+    assert found.errors == ["", ""]
+    assert found.carried[0] == found.carried[1] and "host" in found.carried[0].values()
+    assert len(found.warned) == 1
+    for part in (" of stage ", "transport='nccl' failed its proof and is not used", reason, "NCCL_DEBUG=INFO"):
+        assert part in found.warned[0], found.warned
+    assert stand_in().drain()  # what was aborted has ended
+
+
+def copy_short_of_staging(patch: pytest.MonkeyPatch) -> None:
+    for way, function in ((edge_ways.Staging, "cuMemcpyDtoH"), (edge_ways.Host, "")):
+        make = way.make
+
+        def damaging(own: Any, *rest: Any, make: Any = make, function: str = function) -> object:
+            stand_in().damage(function, LARGEST, SHORT)
+            return make(own, *rest)
+
+        patch.setattr(way, "make", damaging)
+
+
+STAGING = {
+    "pinning": (refuse("cuMemHostRegister", 2), "cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"),
+    "the address": (refuse("cuMemHostGetDevicePointer", 1), "cuMemHostGetDevicePointer: CUDA_ERROR_INVALID_VALUE"),
+    "waiting": (refuse("cuStreamWaitValue64", 801), "cuStreamWaitValue64"),
+    "writing": (refuse("cuStreamWriteValue64", 801), "cuStreamWriteValue64"),
+    "bytes": (copy_short_of_staging, "of 65536 bytes arrived wrong, the first is byte 32768"),
+}
+
+
+@pytest.mark.parametrize("defect", STAGING)
+def test_staging_that_fails_leaves_its_edge_to_the_host(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for way in (edge_ways.Copies, edge_ways.Nccl):
+        monkeypatch.setattr(way, "over", ())
+    plant, reason = STAGING[defect]
+    plant(monkeypatch)
+    found = settle()
+    assert found.errors == ["", ""]
+    assert found.carried[0] == found.carried[1] and "host" in found.carried[0].values()
+    assert len(found.warned) == 1
+    for part in (" of stage ", "transport='staging' failed its proof and is not used", reason, "memory limit"):
+        assert part in found.warned[0], found.warned
+    assert stand_in().complaints() == [] and stand_in().count("live_registrations") == 0
+
+
+def test_copies_that_stall_are_an_error_that_names_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They cannot be aborted: every rank hears it, and none goes on beside them."""
+    monkeypatch.setattr(StandInEdges, "proof_limit_s", 0.2)
+    stand_in().damage("cuMemcpyAsync", SECOND, STALLED)
+    for error in settle().errors:
+        assert "of stage 0 to stage 1: messages by transport='copy' do not arrive (its transfer has been" in error
+        assert 'start again with another transport=, as "nccl" or "shm"' in error
+
+
+@pytest.mark.parametrize("transport", ["copy", "nccl"])
+def test_a_transport_asked_for_by_name_is_not_replaced(transport: str) -> None:
+    stand_in().damage("cuMemcpyAsync" if transport == "copy" else "nccl", SECOND, CORRUPT)
+    found = settle(transport=transport)
+    assert found.warned == [] and found.carried == [{}, {}]
+    for error in found.errors:
+        assert f"of stage 0 to stage 1: transport={transport!r} failed its proof: 1 of 1023 bytes" in error
+        assert 'use transport="auto"' in error
+
+
+def test_no_way_at_all_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in().damage("cuMemcpy", -1, SHORT)  # to and from the host, too
+    monkeypatch.setenv("SEQ1F1B_NCCL", "libnothing.so")
+    for error in settle(P=3).errors:
+        assert "of stage 0 to stage 1: no transport carries its messages between GPUs" in error
+
+
+def test_a_rank_that_fails_ends_the_proof_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = edge_proof.Attempt.send
+
+    def fail_one(attempt: Any, sequence: int, sizes: Any) -> None:
+        if sequence == 1 and attempt._group.rank == 1:
+            raise RuntimeError("something else")
+        send(attempt, sequence, sizes)
+
+    monkeypatch.setattr(edge_proof.Attempt, "send", fail_one)
+    errors = settle(P=3).errors
+    assert errors[1] == "something else"
+    assert all("rank 1 ended" in error and "something else" in error for error in (errors[0], errors[2]))
+
+
+def test_edges_of_several_ways_train_one_model() -> None:
+    """One edge by each: gradients are those of the whole model, and the second step allocates nothing."""
+    refused = {"copy": {(0, 1), (1, 0), (1, 2)}, "nccl": {(1, 0), (1, 2)}, "staging": {(1, 0)}}
+    P, model = 3, whole_model(CONFIG)
+    tokens, target = batch(CONFIG, 4, 16)
+
+    def run(group: Any) -> Any:
+        stage = stage_of(model, CONFIG, group.rank, P)
+        engine = StandInEngine(stage, num_microbatches=4, num_segments=2, loss_fn=cross_entropy, group=group)
+        allocations = []
+        for _ in range(3):
+            for p in engine.parameters():
+                p.grad = None
+            engine.step(tokens, target=target)
+            engine.all_gather_object(None)
+            allocations.append(stand_in().count("cuMemAlloc_v2"))
+            engine.all_gather_object(None)
+        carried = {(e.source_stage, e.destination_stage): e.transport for e in engine.edges}
+        gradients = {name: p.grad for name, p in engine.named_parameters()}
+        engine.close()
+        return carried, gradients, allocations
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for way in (edge_ways.Copies, edge_ways.Nccl, edge_ways.Staging):
+            make = way.make
+
+            def refuse_some(own: Any, edge: Any, *rest: Any, make: Any = make) -> object:
+                if edge[:2] in refused[own.name]:
+                    raise RuntimeError("not here")
+                return make(own, edge, *rest)
+
+            patch.setattr(way, "make", refuse_some)
+        results = run_ranks(P, run)
+    carried = {edge: way for theirs, *_ in results for edge, way in theirs.items()}
+    assert carried == {(0, 1): "nccl", (1, 0): "host", (1, 2): "staging", (2, 1): "copy"}
+    gradients = {name: g for _, theirs, _ in results for name, g in theirs.items()}
+    assert gradient_error(gradients, run_whole(model, tokens, target, 4)[1]) < 1e-10
+    for *_, allocations in results:
+        assert allocations[0] == allocations[2]
+    assert stand_in().complaints() == []
+
+
+def test_short_memory_makes_the_proof_smaller_and_the_report_says_so() -> None:
+    stand_in().set("memory_bytes", 300_000)
+    stand_in().set("foreign_memory", 1)
+    found = settle(transport="nccl")
+    assert found.errors == ["", ""]
+    stand_in().reset(3, foreign_memory=1, memory_bytes=160_000)
+    found = settle(transport="nccl")
+    assert found.errors == ["", ""]
+    assert all("as memory is short" in why for whys in found.whys for why in whys)
+
+
+@pytest.mark.full
+def test_messages_of_the_real_sizes_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StandInEdges, "proof_sizes", DeviceEdges.proof_sizes)
+    found = settle()
+    assert [set(carried.values()) for carried in found.carried] == [{"copy"}, {"copy"}] and found.warned == []
+    assert stand_in().complaints() == [] and stand_in().count("live_bytes") == 0
+
+
+def test_ranks_that_share_a_gpu_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match="ranks 1, 3 share one GPU, and 4 are visible: give each rank its own"):
+        edge_proof.warn_of_shared_gpus([("a", 4), ("b", 4), ("c", 4), ("b", 4)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        edge_proof.warn_of_shared_gpus([("a", 1), ("a", 1)])  # no other is there
+        edge_proof.warn_of_shared_gpus([("a", 2), ("b", 2)])
+
+
+def dies_in_its_proof(rank: int, world: int, folder: str) -> None:
+    stand_in().reset(rank, foreign_memory=1, shared_memory=1)
+    stage = stage_of(whole_model(CONFIG), CONFIG, rank, world)
+    send = edge_proof.Attempt.send
+
+    def die(attempt: Any, sequence: int, sizes: Any) -> None:
+        if sequence == 1 and rank == 1:
+            os._exit(0)
+        send(attempt, sequence, sizes)
+
+    edge_proof.Attempt.send = die  # type: ignore[method-assign]
+    with pytest.raises(PipelineError, match="rank 1 is gone"):
+        StandInEngine(stage, num_microbatches=4, loss_fn=cross_entropy)
+    Path(folder, "told").touch()
+    os._exit(0)
+
+
+def test_a_process_that_dies_in_the_proof_is_named(tmp_path: Path) -> None:
+    with contextlib.suppress(ProcessExitedException):
+        run_processes(2, dies_in_its_proof, str(tmp_path))
+    assert (tmp_path / "told").exists()
+
+
+def test_gpus_and_cpus_in_one_pipeline_are_refused() -> None:
+    given: dict[str, Any] = {"num_microbatches": 2, "loss_fn": None}
+    everyones = []
+    for kind in ("cuda", "cpu"):
+        engine = StandInEngine(torch.nn.Linear(1, 1), **given)
+        everyones.append(agreement_of(engine._options, engine.schedule, engine.schedule, torch.device(kind)))
+        engine.close()
+    with pytest.raises(Disagreement, match=r'stages differs .*: cuda on rank 0; cpu \(which transport="shm" or "c10d"'):
+        check_agreement(everyones)
