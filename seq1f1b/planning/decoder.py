@@ -266,7 +266,7 @@ def _check_counts(**counts: int) -> None:
 def _check_tier(directory: str | os.PathLike[str] | None) -> None:
     """Raises where no tier can be made, before anything is measured."""
     if directory is not None:
-        _C.tier_create(os.fspath(directory))
+        _C.file_tier(os.fspath(directory))
 
 
 def profile_decoder(
