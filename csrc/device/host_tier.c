@@ -283,7 +283,7 @@ static s1f_status came_back(s1f_tier *head, int64_t number, int64_t *ns)
 
 /* -- steps --------------------------------------------------------------------------------------------------------- */
 
-/* Units may compute on another stream now, which has not waited for the last copies. */
+/* Units may compute on another stream now, which has not waited for the copies that read the room last. */
 static s1f_status begin_step(s1f_tier *head, int64_t most_loads)
 {
     host_tier *tier = of(head);
@@ -300,12 +300,9 @@ static s1f_status begin_step(s1f_tier *head, int64_t most_loads)
     s1f_status status = enter(tier, &mode);
     if (status != S1F_OK)
         return status;
-    for (int way = OUT; way <= IN && status == S1F_OK; way++) {
-        status = check(tier, driver->event_record(tier->given, tier->streams[way]), "cuEventRecord");
-        if (status == S1F_OK)
-            status =
-                check(tier, driver->stream_wait_event(tier->streams[1 - way], tier->given, 0), "cuStreamWaitEvent");
-    }
+    status = check(tier, driver->event_record(tier->given, tier->streams[IN]), "cuEventRecord");
+    if (status == S1F_OK)
+        status = check(tier, driver->stream_wait_event(tier->streams[OUT], tier->given, 0), "cuStreamWaitEvent");
     leave(tier, mode);
     return status;
 }
