@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+import os
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 __all__ = ["HOST"]
 
@@ -18,6 +19,10 @@ class _Place(enum.Enum):
 
 HOST: Final = _Place.HOST
 """Pinned host memory, as the place to which ``Memory(offload=seq1f1b.HOST)`` moves what units on a GPU save."""
+
+
+Offload: TypeAlias = "str | os.PathLike[str] | Literal[_Place.HOST] | None"
+"""Where units may move to: a directory for a file, pinned host memory, nowhere."""
 
 
 class State(enum.Enum):
@@ -60,16 +65,16 @@ _ROWS = {
         _YES,
         _NO,
         _NO,
-        "a file takes what stages on the CPU save, and this one is on {device}: give Memory(offload=seq1f1b.HOST), which "
-        "moves it to pinned host memory",
+        "a file takes what stages on the CPU save, and this one is on {device}: give Memory(offload=seq1f1b.HOST), "
+        "which moves it to pinned host memory",
     ),
     "host": Row(
         "`Memory(offload=seq1f1b.HOST)`: pinned host memory",
         _NO,
         _STAND_INS,
         _STAND_INS,
-        "pinned host memory takes what stages on a GPU save, and this one is on {device}: give Memory(offload=FOLDER), a "
-        "directory on a fast disk",
+        "pinned host memory takes what stages on a GPU save, and this one is on {device}: give Memory(offload=FOLDER), "
+        "a directory on a fast disk",
     ),
     "through host": Row('messages through host memory: `transport="auto"`, `"shm"`, `"c10d"`', _YES, _YES, _STAND_INS),
     "between gpus": Row(

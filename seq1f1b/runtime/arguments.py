@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from seq1f1b.runtime.splitting import Rule, TokenPart, check_rules
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead, embedding_of, head_of
 from seq1f1b.schedule import Schedule, Unit, build_schedule, check_units, schedules
 from seq1f1b.transport.table import TRANSPORTS
-from seq1f1b.where import HOST, _Place
+from seq1f1b.where import HOST, Offload
 
 __all__ = ["Limits", "Loss", "Memory"]
 
@@ -142,7 +142,7 @@ class Memory:
     recompute: str | Callable[[Unit], bool] = field(default="none", metadata=_alike(_word))
     check: bool = False
     blocks: tuple[str, float | Callable[[Unit], float]] | None = None
-    offload: str | os.PathLike[str] | Literal[_Place.HOST] | None = field(  # each rank may have its own directory
+    offload: Offload = field(  # each rank may have its own directory
         default=None,
         metadata=_alike(lambda where: repr(where) if where is None or where is HOST else "a directory"),
     )

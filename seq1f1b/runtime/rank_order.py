@@ -72,7 +72,8 @@ def _with_moves(schedule: Schedule, options: Options) -> Schedule:
     if memory.offload is None:
         if moves:
             raise ValueError(
-                "the schedule moves units (O, A, L): say by Memory(offload=...) in which directory they lie, or seq1f1b.HOST"
+                "the schedule moves units (O, A, L): say by Memory(offload=...) in which directory they lie, or "
+                "seq1f1b.HOST on GPUs"
             )
         return schedule
     default = "none" if moves else "all"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from stand_in_library import stand_in
-
 import torch
+from stand_in_library import stand_in
 
 from seq1f1b import PipelineEngine
 from seq1f1b.device.edges import DeviceEdges
