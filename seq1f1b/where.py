@@ -22,7 +22,7 @@ HOST: Final = _Place.HOST
 
 
 Offload: TypeAlias = "str | os.PathLike[str] | Literal[_Place.HOST] | None"
-"""Where units may move to: a directory for a file, pinned host memory, nowhere."""
+"""Places to which units may move: a directory for a file, pinned host memory, nowhere."""
 
 
 class State(enum.Enum):

@@ -127,7 +127,7 @@ static PyObject *tier_step(PyObject *Py_UNUSED(module), PyObject *handle)
 PyMethodDef s1f_tier_methods[] = {
     {"file_tier", file_tier, METH_VARARGS, "file_tier(directory): a tier whose file lies there, without a name."},
     {"host_tier", host_tier, METH_VARARGS,
-     "host_tier(device, host_ranks, root): a tier of pinned memory for this GPU. root: where /proc and /sys lie, \"\"."},
+     "host_tier(device, host_ranks, root): a tier of pinned memory for a GPU. root: where /proc and /sys lie, \"\"."},
     {"tier_begin_step", tier_begin_step, METH_VARARGS,
      "tier_begin_step(tier, most_loads): before the units; so many loads are out at once in the step."},
     {"tier_out", tier_out, METH_VARARGS,

@@ -10,8 +10,8 @@ typedef struct {
 } s1f_host_room;
 
 /* The least of the host's free memory and of what every control group of this process leaves, versions 1 and 2. A
- * sixteenth of what limits is left for others: where memory ends, a control group kills. root: the folder in which /proc
- * and /sys lie, "" for the machine's own. */
+ * sixteenth of what limits is left for others: where memory ends, a control group kills. root: the folder in which
+ * /proc and /sys lie, "" for the machine's own. */
 void s1f_host_room_find(const char *root, s1f_host_room *out);
 
 /* Lets memory that this thread takes come from the node of a PCI device ("0000:17:00.0") until the call that ends it.

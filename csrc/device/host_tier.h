@@ -14,8 +14,8 @@
 #include "device.h"
 
 /* device is borrowed; s1f_device_begin_step names the stream that computes. host_ranks: ranks of the pipeline on this
- * host, which are taken to pin as much as this one. root: see host_memory.h. *out is owned by the caller (s1f_tier_free,
- * which waits for the copies that run) and untouched on error.
+ * host, which are taken to pin as much as this one. root: see host_memory.h. *out is the caller's (s1f_tier_free, which
+ * waits for the copies that run) and untouched on error.
  * s1f_tier_out is S1F_ERR_MEMORY where host memory is short, or cannot be pinned: values and remedy. */
 s1f_status s1f_host_tier_create(s1f_device *device, int32_t host_ranks, const char *root, s1f_tier **out);
 

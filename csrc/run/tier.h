@@ -63,7 +63,7 @@ int64_t s1f_tier_rounded(int64_t bytes);
 
 void s1f_tier_free(s1f_tier *tier); /* NULL is fine; a forked process leaves the tier as it is */
 void s1f_tier_get_facts(s1f_tier *tier, s1f_tier_facts *out);
-/* The same of the last step alone: bytes and ns are those of its transfers. */
+/* Facts of the last step alone: bytes and ns are those of its transfers. */
 void s1f_tier_get_step(s1f_tier *tier, s1f_tier_facts *out);
 
 /* Before the units of a step. most_loads: that are out at once in it, for a tier that looks ahead. S1F_ERR_STATE: the
@@ -77,8 +77,8 @@ s1f_status s1f_tier_in(s1f_tier *tier, int64_t load, const s1f_tier_part *parts,
  * host wait for nothing. S1F_ERR_SYSTEM where this or an earlier transfer has failed: what, where, and what to do. A
  * host that waits ends as every wait of the group does where another rank fails (S1F_ERR_PEER), or on a signal. */
 s1f_status s1f_tier_wait(s1f_tier *tier, s1f_group *group, int64_t load);
-/* After a step whose times on a GPU are settled (device.h): when a load was back, on the monotonic clock; *ns is left as
- * it is where the host has waited. */
+/* After a step whose times on a GPU are settled (device.h): when a load was back, on the monotonic clock; *ns is left
+ * as it is where the host has waited. */
 s1f_status s1f_tier_came_back(s1f_tier *tier, int64_t load, int64_t *ns);
 /* Forgets all loads and a failure. Returns when no memory of theirs is touched any more. */
 void s1f_tier_reset(s1f_tier *tier);

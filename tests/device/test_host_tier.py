@@ -48,7 +48,7 @@ def zero(engine: StandInEngine) -> None:
 
 
 def train(num_ranks: int, memory: Memory, steps: int = 2, **options: Any) -> list[Any]:
-    """Of each rank: gradients and losses of all steps, the last report, and the facts of its tier."""
+    """For each rank, gradients and losses of all steps, the last report, and the facts of its tier."""
     model = whole_model(CONFIG)
     tokens, target = batch(CONFIG, 8, LENGTH)
 
