@@ -85,7 +85,12 @@ def make_parser() -> argparse.ArgumentParser:
     pipeline.add_argument(
         "--recompute", action="store_true", help="run forwards again before backwards, and save only their input"
     )
-    pipeline.add_argument("--offload", metavar="DIR", help="move what forwards save to a file on this disk and back")
+    pipeline.add_argument(
+        "--offload",
+        metavar="DIR",
+        help="move what forwards save to a file on this disk and back; "
+        "with --device cuda: host, for pinned host memory",
+    )
     pipeline.add_argument(
         "--data-parallel", type=int, default=1, help="replicas of the pipeline, each over its share of the processes"
     )
@@ -155,8 +160,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if args.batch % (args.microbatches * args.data_parallel):
         times = f" times --data-parallel {args.data_parallel}" if args.data_parallel > 1 else ""
         parser.error(f"--batch {args.batch} is no multiple of --microbatches {args.microbatches}{times}")
-    if args.device == "cuda" and args.offload:
-        parser.error("--device cuda: leave out --offload")
+    if args.offload is not None and (args.device == "cuda") != (args.offload == "host"):
+        parser.error(f"--offload {args.offload}: with --device cuda it is host, without it a directory")
     if args.compare and args.data_parallel > 1:
         parser.error("--compare takes one replica: leave out --data-parallel")
     if args.profile is not None and not args.documents and args.batch != args.microbatches * args.data_parallel:
@@ -283,7 +288,10 @@ def train(args: argparse.Namespace) -> bool:
         num_segments=args.segments,
         segment_sizes=None if args.even else config.shape,
         arg_rules={"doc_ids": "slice"},
-        memory=seq1f1b.Memory(recompute="all" if args.recompute else "none", offload=args.offload),
+        memory=seq1f1b.Memory(
+            recompute="all" if args.recompute else "none",
+            offload=seq1f1b.HOST if args.offload == "host" else args.offload,
+        ),
         loss_fn=None if loss is None else place.sharded(loss),
         group=place.group,
     )

@@ -13,6 +13,7 @@ from seq1f1b.extras import torch_remedy
 from seq1f1b.partition import ModelShape, check_segment_sizes, partition_sequence
 from seq1f1b.schedule import Schedule, Simulation, Unit, build_schedule, schedules
 from seq1f1b.simulation import Costs, Links, Noise
+from seq1f1b.where import HOST
 
 if TYPE_CHECKING:
     from seq1f1b.adapters.chain import split
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from seq1f1b.transport import LoopbackGroup, init_process_group
 
 __all__ = [
+    "HOST",
     "Costs",
     "Limits",
     "Links",

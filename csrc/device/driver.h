@@ -30,6 +30,7 @@ enum { S1F_CU_IPC_LAZY_PEER_ACCESS = 1, S1F_CU_CAPTURE_RELAXED = 2 };
     X(error_name, cuGetErrorName, (s1f_cu_result error, const char **name))                                            \
     X(error_string, cuGetErrorString, (s1f_cu_result error, const char **text))                                        \
     X(device_get, cuDeviceGet, (int *device, int ordinal))                                                             \
+    X(device_pci_address, cuDeviceGetPCIBusId, (char *address, int bytes, int device))                                 \
     X(context_retain, cuDevicePrimaryCtxRetain, (s1f_cu_context * context, int device))                                \
     X(context_release, cuDevicePrimaryCtxRelease_v2, (int device))                                                     \
     X(context_push, cuCtxPushCurrent_v2, (s1f_cu_context context))                                                     \
@@ -46,6 +47,8 @@ enum { S1F_CU_IPC_LAZY_PEER_ACCESS = 1, S1F_CU_CAPTURE_RELAXED = 2 };
     X(event_elapsed, cuEventElapsedTime, (float *milliseconds, s1f_cu_event start, s1f_cu_event end))                  \
     X(memory_allocate, cuMemAlloc_v2, (s1f_cu_address * address, size_t bytes))                                        \
     X(memory_free, cuMemFree_v2, (s1f_cu_address address))                                                             \
+    X(host_allocate, cuMemHostAlloc, (void **memory, size_t bytes, unsigned int flags))                                \
+    X(host_free, cuMemFreeHost, (void *memory))                                                                        \
     X(memory_info, cuMemGetInfo_v2, (size_t * free, size_t * total))                                                   \
     X(copy, cuMemcpyAsync, (s1f_cu_address destination, s1f_cu_address source, size_t bytes, s1f_cu_stream stream))    \
     X(copy_to_host, cuMemcpyDtoHAsync_v2, (void *host, s1f_cu_address source, size_t bytes, s1f_cu_stream stream))     \

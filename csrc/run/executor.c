@@ -579,6 +579,9 @@ s1f_status s1f_executor_settle_times(s1f_executor *executor)
             status = compute->unit_times(compute->context, number++, &found.start_ns, &found.end_ns);
         else if (instruction->opcode == S1F_OP_WAIT)
             status = arrival(executor, i, &found.end_ns);
+        else if (instruction->opcode == S1F_OP_BACK)
+            status =
+                s1f_tier_came_back(executor->tier, s1f_cell_of_all(&executor->shape, instruction->unit), &found.end_ns);
         else if (instruction->opcode == S1F_OP_SEND && executor->ends[instruction->edge]->transport->arrived == NULL)
             found.end_ns = span->end_ns; /* the host waited for the unit, and copied */
         found.start_ns = found.start_ns < at ? at : found.start_ns;

@@ -1,13 +1,12 @@
-/* tier.h - a second place for what units have saved: a file that one thread writes and reads beside the units.
+/* tier.h - a second place for what units have saved: they go there beside the units, and come back.
  *
- * The file has no name, so that nothing of it stays when the process ends, however it ends. Where the file system takes
- * it, transfers go past the page cache; elsewhere its pages are given up at once. What moves is a *load*: the parts of
- * one unit, under a number of the caller's. A load is out from s1f_tier_out to the s1f_tier_wait that follows
- * s1f_tier_in; its room in the file then serves another one, so the file is as large as most loads that are out at
- * once.
+ * There are two kinds: a file (file_tier.h) for memory of the host, pinned host memory (device/host_tier.h) for that of
+ * a GPU. What moves is a *load*: the parts of one unit, under a number of the caller's. A load is out from s1f_tier_out
+ * to the s1f_tier_wait that follows s1f_tier_in; its room then serves another one. Each load takes the first gap that
+ * holds it, so a tier is as large as most loads that are out at once, and equal steps find the same room in it.
  *
- * Transfers take place one after the other in the order in which they were asked for. Memory of a part is the tier's
- * from the call until the wait has returned, or the tier was reset. Used by one thread. */
+ * Transfers of each way take place one after the other in the order in which they were asked for. Memory of a part is
+ * the tier's from the call until the wait has returned, or the tier was reset. Used by one thread. */
 #ifndef S1F_TIER_H
 #define S1F_TIER_H
 
@@ -16,36 +15,71 @@
 typedef struct s1f_tier s1f_tier;
 
 typedef struct {
-    void *
-        data; /* on the way out: only read. On the way in: on a multiple of S1F_TIER_ALIGNMENT, and what lies behind the
-                   part up to the next multiple is overwritten as well */
+    void *data; /* on the way out: only read. On the way in: on a multiple of the kind's alignment, and what lies
+                   behind the part up to the next multiple is overwritten as well */
     int64_t bytes;
 } s1f_tier_part;
-enum { S1F_TIER_ALIGNMENT = 4096 }; /* bytes: of transfers that go past the page cache */
+enum { S1F_TIER_ALIGNMENT = 4096 }; /* bytes: of a part's room in a tier, and of memory that a file is read into */
+
+typedef struct s1f_tier_load {
+    int64_t number, offset, bytes; /* its room in the tier; the room of each part is on a multiple of the alignment */
+    uint64_t ticket;               /* the kind's: of what was asked last */
+    int32_t comes_in, is_awaited;  /* asked last; and s1f_tier_wait has returned for that */
+    int32_t num_parts;
+    struct s1f_tier_load *next;     /* by offset */
+    struct s1f_tier_load *next_job; /* the kind's */
+    s1f_tier_part parts[];
+} s1f_tier_load;
 
 typedef struct {
-    char file_system[24]; /* "ext4" */
-    int32_t is_direct;    /* transfers go past the page cache */
-    int32_t is_memory;    /* the file system lies in memory */
-    int64_t file_bytes;
+    char medium[24];   /* "ext4"; "pinned memory" */
+    int32_t is_direct; /* transfers go past the page cache */
+    int32_t is_memory; /* the medium lies in memory of the host */
+    int64_t room_bytes, num_growths;
     int64_t bytes_out, bytes_in; /* of all transfers that have ended well */
     int64_t ns_out, ns_in;       /* that these took, without the time in which they waited for others */
 } s1f_tier_facts;
 
-/* Makes the file in this directory, tries one block of it, and starts the thread. S1F_ERR_SYSTEM names directory and
- * cause. *out is owned by the caller and untouched on error. */
-s1f_status s1f_tier_create(const char *directory, s1f_tier **out);
-/* Ends the thread, after the transfer that runs. NULL is fine; a forked process leaves the tier as it is. */
-void s1f_tier_free(s1f_tier *tier);
-void s1f_tier_get_facts(s1f_tier *tier, s1f_tier_facts *out);
+typedef struct {       /* one static table per kind. NULL: nothing to do */
+    int32_t alignment; /* of memory that parts come back into */
+    void (*get_facts)(s1f_tier *tier, s1f_tier_facts *out);
+    s1f_status (*begin_step)(s1f_tier *tier, int64_t most_loads);
+    /* Room for a load, up to the end of its place, and the transfer. */
+    s1f_status (*begin)(s1f_tier *tier, s1f_tier_load *load);
+    s1f_status (*wait)(s1f_tier *tier, s1f_group *group, s1f_tier_load *load);
+    s1f_status (*came_back)(s1f_tier *tier, int64_t number, int64_t *ns);
+    void (*reset)(s1f_tier *tier); /* afterwards nothing touches memory of a load */
+    void (*free)(s1f_tier *tier);
+} s1f_tier_kind;
 
-/* Begins to write the load, or to read it back into parts of the same sizes. S1F_ERR_STATE: the number is out already,
- * or it is not, or nobody has waited for it; S1F_ERR_ARG: sizes differ; S1F_ERR_MEMORY. */
+struct s1f_tier { /* head of every kind's own struct */
+    const s1f_tier_kind *kind;
+    s1f_tier_load *loads;
+    s1f_tier_facts before; /* the step */
+};
+
+/* For kinds: bytes up to the next multiple of the alignment. */
+int64_t s1f_tier_rounded(int64_t bytes);
+
+void s1f_tier_free(s1f_tier *tier); /* NULL is fine; a forked process leaves the tier as it is */
+void s1f_tier_get_facts(s1f_tier *tier, s1f_tier_facts *out);
+/* Facts of the last step alone: bytes and ns are those of its transfers. */
+void s1f_tier_get_step(s1f_tier *tier, s1f_tier_facts *out);
+
+/* Before the units of a step. most_loads: that are out at once in it, for a tier that looks ahead. S1F_ERR_STATE: the
+ * tier is of no use any more. */
+s1f_status s1f_tier_begin_step(s1f_tier *tier, int64_t most_loads);
+/* Begins to take the load out, or to bring it back into parts of the same sizes. S1F_ERR_STATE: the number is out
+ * already, or it is not, or nobody has waited for it; S1F_ERR_ARG: sizes differ; S1F_ERR_MEMORY: no room can be had. */
 s1f_status s1f_tier_out(s1f_tier *tier, int64_t load, const s1f_tier_part *parts, int32_t num_parts);
 s1f_status s1f_tier_in(s1f_tier *tier, int64_t load, const s1f_tier_part *parts, int32_t num_parts);
-/* Waits for what was asked last of the load. S1F_ERR_SYSTEM where this or an earlier transfer has failed: what, where,
- * and what to do. Ends as every wait of the group does where another rank fails (S1F_ERR_PEER), or on a signal. */
+/* Waits for what was asked last of the load: the host, or the stream on which a GPU's units compute, which makes the
+ * host wait for nothing. S1F_ERR_SYSTEM where this or an earlier transfer has failed: what, where, and what to do. A
+ * host that waits ends as every wait of the group does where another rank fails (S1F_ERR_PEER), or on a signal. */
 s1f_status s1f_tier_wait(s1f_tier *tier, s1f_group *group, int64_t load);
+/* After a step whose times on a GPU are settled (device.h): when a load was back, on the monotonic clock; *ns is left
+ * as it is where the host has waited. */
+s1f_status s1f_tier_came_back(s1f_tier *tier, int64_t load, int64_t *ns);
 /* Forgets all loads and a failure. Returns when no memory of theirs is touched any more. */
 void s1f_tier_reset(s1f_tier *tier);
 

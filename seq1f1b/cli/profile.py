@@ -12,6 +12,7 @@ from seq1f1b.cli.values import argument, read_tokens
 from seq1f1b.partition import ModelShape, make_model
 from seq1f1b.planning.hardware import load_model, presets
 from seq1f1b.planning.profile import Profile
+from seq1f1b.where import HOST
 
 __all__ = ["add", "run"]
 
@@ -65,7 +66,10 @@ def add(commands: Any) -> None:
         "--repeats", type=int, default=5, metavar="N", help="measured steps for each number of segments (default: 5)"
     )
     command.add_argument(
-        "--offload", metavar="DIR", help="also measure how fast a file there takes what units save, and gives it back"
+        "--offload",
+        metavar="DIR",
+        help="also measure how fast a file there takes what units save, and gives it back; host: pinned host memory, "
+        "with --device cuda",
     )
     command.add_argument(
         "--output", metavar="FILE", required=True, help="the profile to write, for plan --profile FILE"
@@ -83,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
         "threads": options.threads,
         "bf16": options.dtype == "bf16",
         "device": options.device,
-        "offload": options.offload,
+        "offload": HOST if options.offload == "host" else options.offload,
     }
     print(f"seq1f1b: measuring, about {duration(decoder.expected_seconds(model, **settings))}", file=sys.stderr)
     with progress_bar(1.0, "the work", every=0.1) as progress:

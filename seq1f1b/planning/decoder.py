@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import seq1f1b.ops.attention as ops
-from seq1f1b import _C
+from seq1f1b import _C, where
 from seq1f1b.partition import ModelShape
 from seq1f1b.planning.profile import Profile
 from seq1f1b.planning.profiler import (
@@ -31,6 +31,7 @@ from seq1f1b.planning.profiler import (
     measure_stage,
     moved_cut,
 )
+from seq1f1b.where import HOST, Offload
 
 __all__ = ["check_decoder", "expected_seconds", "profile_decoder", "profile_model"]
 
@@ -94,7 +95,7 @@ def profile_model(
     layers: int = 2,
     repeats: int = 5,
     device: torch.device | str = "cpu",
-    offload: str | os.PathLike[str] | None = None,
+    offload: Offload = None,
     wait: Callable[[], object] = lambda: None,
     progress: Callable[[], object] = lambda: None,
 ) -> dict[str, Measured]:
@@ -103,7 +104,7 @@ def profile_model(
 
     Args:
         device: where the stages lie.
-        offload: a directory, whose rates as a tier are measured as well.
+        offload: a directory, or ``seq1f1b.HOST`` on GPUs, whose rates as a tier are measured as well.
     Returns:
         What ``make_profile`` takes, by name; no ends where the shape has no vocabulary.
     Raises:
@@ -168,7 +169,7 @@ def expected_seconds(
     threads: int = 1,
     bf16: bool = False,
     device: str = "cpu",
-    offload: str | os.PathLike[str] | None = None,
+    offload: Offload = None,
 ) -> float:
     """About how long :func:`profile_decoder` takes: its FLOP at the rate of a matrix product, timed here and now.
 
@@ -178,7 +179,7 @@ def expected_seconds(
         ValueError, OSError: as :func:`profile_decoder`.
     """
     _check_device(device)
-    _check_tier(offload)
+    _check_tier(offload, device)
     _check_counts(processes=processes, threads=threads, layers=layers, repeats=repeats)
     check_decoder(model, seq_len)
     rows, inner = min(seq_len, 512), max(model.hidden, model.ffn)
@@ -219,7 +220,7 @@ def _start_worker(barrier: Any, done: Any, started: Any, threads: int) -> None:
 
 
 def _work(
-    model: ModelShape, seq_len: int, layers: int, repeats: int, bf16: bool, device: str, offload: str | None
+    model: ModelShape, seq_len: int, layers: int, repeats: int, bf16: bool, device: str, offload: Offload
 ) -> dict[str, Measured]:
     torch.manual_seed(0)
     if device == "cuda":
@@ -263,10 +264,13 @@ def _check_counts(**counts: int) -> None:
             raise ValueError(f"{name} is {value}, must be at least 1")
 
 
-def _check_tier(directory: str | os.PathLike[str] | None) -> None:
+def _check_tier(offload: Offload, device: str) -> None:
     """Raises where no tier can be made, before anything is measured."""
-    if directory is not None:
-        _C.tier_create(os.fspath(directory))
+    if offload is None:
+        return
+    where.check("host" if offload is HOST else "folder", f"offload={offload!r}", device)
+    if offload is not HOST:
+        _C.file_tier(os.fspath(offload))
 
 
 def profile_decoder(
@@ -279,7 +283,7 @@ def profile_decoder(
     threads: int = 1,
     bf16: bool = False,
     device: str = "cpu",
-    offload: str | os.PathLike[str] | None = None,
+    offload: Offload = None,
     progress: Callable[[float], object] | None = None,
 ) -> Profile:
     """Runs :func:`profile_model` in several processes at the same time.
@@ -291,7 +295,8 @@ def profile_decoder(
         threads: of each process.
         bf16: measure under autocast.
         device: "cpu" or "cuda"; processes take this machine's GPUs in turn.
-        offload: a directory, whose rates as a tier are measured as well: all processes move units there at once.
+        offload: a directory, or ``seq1f1b.HOST`` on GPUs, whose rates as a
+            tier are measured as well: all processes move units there at once.
         progress: called now and then with the share of the work that is done.
     Raises:
         ValueError: a count below 1, no GPU where one is asked for; or as :func:`profile_model`.
@@ -300,14 +305,14 @@ def profile_decoder(
     _check_device(device)
     _check_counts(processes=processes, threads=threads, layers=layers, repeats=repeats)
     check_decoder(model, seq_len)
-    _check_tier(offload)
+    _check_tier(offload, device)
     total = sum(_work_in_order(model, seq_len, layers, repeats, offload is not None))
     begin = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     barrier, done, started = context.Barrier(processes), context.Value("d", 0.0), context.Value("i", 0)
     with ProcessPoolExecutor(processes, context, _start_worker, (barrier, done, started, threads)) as pool:
-        where = None if offload is None else os.fspath(offload)
-        tasks = [pool.submit(_work, model, seq_len, layers, repeats, bf16, device, where) for _ in range(processes)]
+        place = offload if offload is None or offload is HOST else os.fspath(offload)
+        tasks = [pool.submit(_work, model, seq_len, layers, repeats, bf16, device, place) for _ in range(processes)]
         while wait(tasks, timeout=0.5).not_done:
             if progress is not None:
                 progress(done.value / total)

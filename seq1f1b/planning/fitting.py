@@ -180,6 +180,8 @@ def fit_under(
 ) -> Schedule:
     """Lets units of an order recompute or move until no rank holds more than ``cap``, or no unit is left.
 
+    Units move only as far as the machine's host memory takes them: else none do, and the other remedies are left.
+
     Args:
         ranks: its bytes as it is.
     """
@@ -187,4 +189,28 @@ def fit_under(
     held, share = schedule.peak_memory(memory, given).total, 1 + costs.cost.hardware.allocator_reserve
     left = [math.floor((cap - rank.total) / share) for rank in ranks]
     room = [max(0, x + y) for x, y in zip(held, left, strict=True)]
-    return schedule.fit(memory, room, remedies, given)
+    fitted = schedule.fit(memory, room, remedies, given)
+    most = costs.cost.hardware.host_share
+    if most and "L" in fitted.kinds and max(away_bytes(fitted, costs)) > most:
+        others = [remedy for remedy in remedies if remedy != "offload"]
+        return fit_under(cap, schedule, ranks, costs, others) if others else schedule
+    return fitted
+
+
+def away_bytes(schedule: Schedule, costs: UnitCosts) -> list[int]:
+    """Most bytes that each rank's moved units have in the tier at once: from O to the backward."""
+    saved: Any = costs.memory(schedule).activations
+    rows = [costs.microbatches(row) for row in saved]
+    most = []
+    for rank in range(schedule.num_ranks):
+        away: dict[tuple[int, int, int], int] = {}
+        held = peak = 0
+        for letter, stage, m, s in schedule.units_of(rank):
+            if letter == "O":
+                away[stage, m, s] = rows[stage][min(m, len(rows[stage]) - 1)][s]
+                held += away[stage, m, s]
+                peak = max(peak, held)
+            elif letter in "BI":
+                held -= away.pop((stage, m, s), 0)
+        most.append(peak)
+    return most

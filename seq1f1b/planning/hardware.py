@@ -30,6 +30,8 @@ class Hardware:
         node_size: devices of a node; inside_*, between_*: links within a node and between nodes, per device.
         tier_bandwidth: to where what units save may move, and back, each way: pinned host memory of a GPU, a file of a
             CPU; 0: none.
+        host_memory: bytes of a node's host memory that its devices may pin for such a tier, all together; 0: the
+            machine is a CPU, or not described, and its tier is a file.
         move_out, move_in: seconds of a rank's own for a byte that it sends there, and that it brings back.
         link_efficiency: share of a link's rate that messages and collectives reach.
         release_tokens: sequences of so many tokens or more give pages of the cache back as backwards end; 0: none do.
@@ -66,6 +68,7 @@ class Hardware:
     inside_send: float
     between_send: float
     tier_bandwidth: float
+    host_memory: float
     move_out: float
     move_in: float
     link_efficiency: float
@@ -97,6 +100,16 @@ class Hardware:
     optimizer_bytes: float
     spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def host_share(self) -> float:
+        """Bytes of pinned host memory that each device of a full node may have; 0: its tier is none of host memory."""
+        return self.host_memory / self.node_size
+
+    @property
+    def device_type(self) -> str:
+        """What torch calls the devices: ``"cuda"`` or ``"cpu"``."""
+        return "cuda" if self.host_memory else "cpu"
 
 
 @dataclass(frozen=True)
@@ -262,6 +275,6 @@ _MAY_BE_ZERO = frozenset(
         *("launch", "forward_kernels", "input_kernels", "weight_kernels", "unit_overhead", "split_backward_extra"),
         *("tensor_exposed", "expert_exposed", "data_exposed", "inside_latency", "between_latency"),
         *("allocator_reserve", "context_bytes", "optimizer_bytes", "release_tokens"),
-        *("tier_bandwidth", "move_out", "move_in"),
+        *("tier_bandwidth", "host_memory", "move_out", "move_in"),
     }
 )

@@ -24,6 +24,7 @@ from seq1f1b.runtime.arguments import Memory
 from seq1f1b.runtime.engine import LoneEngine, PipelineEngine
 from seq1f1b.schedule import Schedule, Unit, build_schedule
 from seq1f1b.transport import LoopbackGroup
+from seq1f1b.where import Offload
 
 __all__ = [
     "Measured",
@@ -102,7 +103,7 @@ def measure_stage(
     make_target: Callable[[int], Tensor] | None = None,
     segments: Sequence[int] = SEGMENTS,
     repeats: int = 5,
-    offload: str | os.PathLike[str] | None = None,
+    offload: Offload = None,
     wait: Callable[[], object] = lambda: None,
     progress: Callable[[], object] = lambda: None,
 ) -> Measured:
@@ -121,7 +122,8 @@ def measure_stage(
         segments: numbers of segments to cut into; those with fewer than 16 tokens each are left out.
         repeats: measured steps of each, of which the half counts that other processes disturbed least: by the time that
             this thread did not run; on a GPU, the shorter half.
-        offload: a directory. One cut more, of a middle number of segments, is run with units that move to a tier there.
+        offload: a directory, or ``seq1f1b.HOST``. One cut more, of a middle number of segments, is run with units that
+            move to a tier there.
         wait: called before each, to keep several processes together.
         progress: called when a number of segments is through.
     Raises:
@@ -190,7 +192,7 @@ class _Case(NamedTuple):
     make_target: Callable[[int], Tensor] | None
     seq_len: int
     repeats: int
-    offload: str | os.PathLike[str] | None
+    offload: Offload
     wait: Callable[[], object]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from seq1f1b import where
 from seq1f1b.files import nearest_name
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout, Plan
@@ -37,6 +38,12 @@ _OTHERS = {
 """Families that are tried by name alone, and why."""
 
 
+_MOVES = {  # by the tier
+    "folder": "to a file, by Memory(offload=FOLDER) of the engine",
+    "host": "to pinned host memory, by Memory(offload=seq1f1b.HOST) of the engine, which no GPU has run yet",
+}
+
+
 @dataclass(frozen=True)
 class PlanSearch:
     """Result of a search for plans.
@@ -49,6 +56,7 @@ class PlanSearch:
         next_step: what would help next, in one line.
         device: bytes of memory of one device.
         rates: where the seconds come from, in words.
+        tier: short name of where units may move on such a machine, of ``seq1f1b/where.py``.
     """
 
     plans: tuple[Plan, ...]
@@ -59,6 +67,7 @@ class PlanSearch:
     next_step: str
     device: float
     rates: str
+    tier: str | None = None
 
     def to_json(self) -> str:
         """All of it."""
@@ -120,6 +129,8 @@ class PlanSearch:
             f"{term.change_at_low:+.2g} s .. {term.change_at_high:+.2g} s"
             for term in self.uncertain[:3]
         ]
+        if any("L" in row for row in first.units):
+            lines += _list("units of plan 1 move:", [_MOVES[self.tier or "folder"]])
         lines += _list("next:", [self.next_step])
         if verbose:
             lines += ["left out:", *(f"   {name}: {reason}" for name, reason in self.fallen.items())]
@@ -320,6 +331,7 @@ def search_plans(
         next_step,
         hardware.memory,
         "measured units" if is_measured else "assumed rates",
+        where.tier_of(hardware.device_type),
     )
 
 
@@ -545,6 +557,8 @@ def _wanted_remedies(remedies: Sequence[str], hardware: Hardware) -> list[tuple[
     for remedy in remedies:
         if remedy not in REMEDIES:
             raise ValueError(f"remedies hold {remedy!r}, must be of {', '.join(REMEDIES)}")
+    if "offload" in remedies and where.tier_of(hardware.device_type) is None:
+        raise ValueError(f"units cannot move: the engine has no tier on {hardware.device_type}")
     if "offload" in remedies and not hardware.tier_bandwidth:
         raise ValueError(
             f"units cannot move: {hardware.name} states no tier. Set its tier_bandwidth, bytes per second each way"

@@ -21,6 +21,7 @@ from seq1f1b.runtime.splitting import Rule, TokenPart, check_rules
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead, embedding_of, head_of
 from seq1f1b.schedule import Schedule, Unit, build_schedule, check_units, schedules
 from seq1f1b.transport.table import TRANSPORTS
+from seq1f1b.where import HOST, Offload
 
 __all__ = ["Limits", "Loss", "Memory"]
 
@@ -126,9 +127,11 @@ class Memory:
             in 0..1 or a callable of a unit, that units compute again block by block within their backward. The list is
             a ModuleList, ModuleDict or Sequential of modules that each run once in a forward; the first ones are
             computed again. Units of ``recompute`` run again whole.
-        offload: a directory on a fast disk. What units save goes to a file there while other units run, and comes back
-            before their backward reads it: its memory is free meanwhile. The file has no name and is gone with the
-            process. Each rank may have a directory of its own. For stages on the CPU. None: nothing moves.
+        offload: where what units save goes while other units run; it comes back before their backward reads it, and its
+            memory is free meanwhile. For stages on the CPU a directory on a fast disk, for a file without a name that
+            is gone with the process; each rank may have a directory of its own. For stages on a GPU
+            ``seq1f1b.HOST``, pinned host memory, which tests have run over a stand-in for the CUDA driver and no GPU
+            has. None: nothing moves.
         units: which units move: ``"all"``, ``"none"`` or a callable of a unit, see :meth:`seq1f1b.Schedule.offload`.
             None: those that the schedule itself moves, by O, A and L, or all if it moves none. Units that are
             recomputed stay.
@@ -139,8 +142,9 @@ class Memory:
     recompute: str | Callable[[Unit], bool] = field(default="none", metadata=_alike(_word))
     check: bool = False
     blocks: tuple[str, float | Callable[[Unit], float]] | None = None
-    offload: str | os.PathLike[str] | None = field(  # each rank may have its own
-        default=None, metadata=_alike(lambda path: "None" if path is None else "a directory")
+    offload: Offload = field(  # each rank may have its own directory
+        default=None,
+        metadata=_alike(lambda where: repr(where) if where is None or where is HOST else "a directory"),
     )
     units: str | Callable[[Unit], bool] | None = field(default=None, metadata=_alike(_word))
 
@@ -148,12 +152,14 @@ class Memory:
         check_units("Memory.recompute", self.recompute)
         _check_bool("Memory.check", self.check)
         _check_blocks(self.blocks)
-        if self.offload is not None and not isinstance(self.offload, (str, os.PathLike)):
-            raise TypeError(f"Memory.offload must be a directory, got {type(self.offload).__name__}")
+        if self.offload is not None and self.offload is not HOST and not isinstance(self.offload, (str, os.PathLike)):
+            raise TypeError(f"Memory.offload must be a directory or seq1f1b.HOST, got {type(self.offload).__name__}")
         if self.units is not None:
             check_units("Memory.units", self.units)
             if self.offload is None:
-                raise ValueError("Memory.units says which units move; say where by offload=, a directory")
+                raise ValueError(
+                    "Memory.units says which units move; say where by offload=, a directory or seq1f1b.HOST"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

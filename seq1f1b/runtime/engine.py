@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from seq1f1b.device.edges import DeviceEdges
+from seq1f1b.device.host_tier import HostTier
 from seq1f1b.device.placement import common_device
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Plan, TunedOrder
@@ -113,6 +114,7 @@ class PipelineEngine:
     """
 
     _device_edges_class = DeviceEdges
+    _host_tier_class = HostTier
     _needs_whole_model = True  # False: one stage of a model may run alone
 
     def __init__(
@@ -441,7 +443,14 @@ class PipelineEngine:
         if not group.is_thread:  # engines of threads may be made one after the other: they meet in a step
             agreement.check()
         pipeline = self._pipeline = Pipeline(
-            modules, self.device, options, group, schedule, agreement, self._device_edges_class
+            modules,
+            self.device,
+            options,
+            group,
+            schedule,
+            agreement,
+            self._device_edges_class,
+            self._host_tier_class,
         )
         self.num_stages, self.stages = pipeline.num_stages, list(pipeline.modules)
         self.has_first, self.has_last = pipeline.has_first, pipeline.has_last

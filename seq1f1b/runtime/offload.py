@@ -1,7 +1,9 @@
-"""Offload: what F of a unit has saved goes to a tier, a file, and comes back before its backward reads it.
+"""Offload: what F of a unit has saved goes to a tier and comes back before its backward reads it.
 
 The order says when (``csrc/core/unit.h``): it begins to go at O, is gone at A, begins to come back at L, and is back
-before the backward. A thread of the C core moves the bytes (``csrc/run/tier.h``). Nothing here decides.
+before the backward. The C core moves the bytes (``csrc/run/tier.h``): a thread of it to a file, or a GPU's copy engines
+to pinned host memory. There a wait holds up the stream that computes, and not the host: a tensor is dropped as soon as
+that stream is to wait for the copy, and what it was in serves only what is started there later. Nothing here decides.
 """
 
 from __future__ import annotations
@@ -31,27 +33,29 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class Tier:
-    """The tier of one rank.
+    """The tier of one rank, around a handle of the core's.
 
     Args:
-        directory: where its file lies.
+        device: whose tensors move.
+        alignment: bytes, of the memory into which they come back.
         group: the handle of the rank's group, whose failures end a wait.
         num_cells: segments of all micro-batches; an order of rows sets its own.
-    Raises:
-        OSError: no file can be made, written and read there.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], group: object, num_cells: int) -> None:
-        self.handle: Any = _C.tier_create(os.fspath(directory))
+    def __init__(self, handle: object, device: torch.device, alignment: int, group: object, num_cells: int) -> None:
+        self.handle: Any = handle
+        self.device, self.alignment = device, alignment
         self._group, self.num_cells = group, num_cells
-        facts = _C.tier_facts(self.handle)
-        if facts.is_memory:
-            warnings.warn(
-                f"Memory.offload={os.fspath(directory)!r} lies in memory ({facts.file_system}): "
-                "what moves there frees none",
-                RuntimeWarning,
-                stacklevel=5,  # where the engine is made
-            )
+
+    def begin_step(self, num_cells: int, most_loads: int) -> None:
+        """Before the units of a step. Raises RuntimeError if the tier is of no use any more.
+
+        Args:
+            num_cells: of its order.
+            most_loads: units that are away at once.
+        """
+        self.num_cells = num_cells
+        _C.tier_begin_step(self.handle, most_loads)
 
     def number(self, stage: int, cell: int) -> int:
         """The unit's cell of all stages, by which the executor waits for it as well."""
@@ -71,13 +75,34 @@ class Tier:
         facts = _C.tier_facts(self.handle)
         return facts.bytes_out, facts.bytes_in, facts.ns_out, facts.ns_in
 
+    def step_facts(self) -> _C.TierFacts | None:
+        """What has moved in the last step, as far as it has ended; None once the tier is closed."""
+        return None if self.handle is None else _C.tier_step(self.handle)
+
     def close(self) -> None:
-        """Gives up the file, once the executors have, too."""
+        """Gives up its room, once the executors have, too."""
         self.handle = None
 
     def reset(self) -> None:
         """Ends what is under way. Until then memory that was given to it must stay."""
         _C.tier_reset(self.handle)
+
+
+def file_tier(directory: str | os.PathLike[str], group: object, num_cells: int) -> Tier:
+    """A tier that is a file, for what stages on the CPU save.
+
+    Raises:
+        OSError: no file can be made, written and read in the directory.
+    """
+    handle = _C.file_tier(os.fspath(directory))
+    facts = _C.tier_facts(handle)
+    if facts.is_memory:
+        warnings.warn(
+            f"Memory.offload={os.fspath(directory)!r} lies in memory ({facts.medium}): what moves there frees none",
+            RuntimeWarning,
+            stacklevel=6,  # where the engine is made
+        )
+    return Tier(handle, torch.device("cpu"), _C.TIER_ALIGNMENT, group, num_cells)
 
 
 class Offloading(Feature):
@@ -106,7 +131,8 @@ class Moves(Part):
     def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> AbstractContextManager[Any] | None:
         if unit.cell not in self._step.order.moved:
             return None
-        unit.away = Away(self._stage.modules if self._step.measure is not None else (), inputs)
+        modules = self._stage.modules if self._step.measure is not None else ()
+        unit.away = Away(modules, inputs, self._tier.device)
         return unit.away  # type: ignore[no-any-return]
 
     def move_out(self, cell: int, received: Received) -> None:
@@ -156,7 +182,7 @@ class Saved:
     def place(self, storage: torch.UntypedStorage, skipped: int) -> None:
         """The tensor lies in this storage now, as it lay in its own, behind so many bytes."""
         itemsize = self._dtype.itemsize
-        tensor = torch.empty(0, dtype=self._dtype, device="cpu")
+        tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
         self.tensor = tensor.set_(storage, skipped // itemsize + self._offset, self._size, self._stride)
         self._version = self.tensor._version
 
@@ -169,15 +195,16 @@ class Away(SavedBytes):
     one of its tensors was changed in place after it was saved, which is an error only if the backward reads it.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], excluded: Iterable[Any]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], excluded: Iterable[Any], device: torch.device) -> None:
         super().__init__(modules, excluded)  # for the count alone
+        self._device = device  # what lies elsewhere stays
         self._saved: list[weakref.ref[Saved]] = []
         self._moved: list[tuple[int, list[Saved]]] = []  # bytes of a storage, and the tensors in it
         self.moved_bytes = 0
         self.away_bytes = 0  # of these, that are in the tier alone
 
     def pack(self, tensor: Tensor) -> Any:
-        if type(tensor) not in _PLAIN or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        if type(tensor) not in _PLAIN or tensor.device != self._device or tensor.layout != torch.strided:
             return super().pack(tensor)
         if tensor.is_conj() or tensor.is_neg():
             return super().pack(tensor)
@@ -215,7 +242,7 @@ class Away(SavedBytes):
         tier.out(number, storages)
 
     def gone(self, tier: Tier, number: int) -> None:
-        """A: waits until it is out, and lets go of its memory."""
+        """A: waits until it is out, or lets what computes wait, and lets go of its memory."""
         tier.wait(number)
         self.away_bytes = self.moved_bytes
         for _, own in self._moved:
@@ -224,12 +251,13 @@ class Away(SavedBytes):
                 saved.tensor = None
 
     def load(self, tier: Tier, number: int) -> None:
-        """L: asks for memory, and begins to read."""
+        """L: asks for memory, and begins to bring it back."""
         addresses = []
         self.away_bytes = 0
         for size, own in self._moved:
-            room = torch.empty(size + 2 * _C.TIER_ALIGNMENT, dtype=torch.uint8, device="cpu")
-            skipped = -room.data_ptr() % _C.TIER_ALIGNMENT
+            more = 2 * tier.alignment if tier.alignment > 1 else 0
+            room = torch.empty(size + more, dtype=torch.uint8, device=self._device)
+            skipped = -room.data_ptr() % tier.alignment
             addresses.append(room.data_ptr() + skipped)
             for saved in own:
                 saved.place(room.untyped_storage(), skipped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from seq1f1b import _C
+from seq1f1b import _C, where
 from seq1f1b.device.edges import DeviceEdges
+from seq1f1b.device.host_tier import HostTier
 from seq1f1b.device.placement import open_gpu
 from seq1f1b.runtime.arguments import Agreement, Options
 from seq1f1b.runtime.data_parallel import without_wrapper
-from seq1f1b.runtime.offload import Tier
+from seq1f1b.runtime.offload import Tier, file_tier
 from seq1f1b.runtime.report import EdgeReport
 from seq1f1b.runtime.tied import TiedParameters
 from seq1f1b.schedule import Schedule
@@ -58,6 +60,7 @@ class Pipeline:
         schedule: Schedule,
         agreement: Agreement,
         device_edges: type[DeviceEdges] = DeviceEdges,
+        host_tier: type[HostTier] = HostTier,
     ) -> None:
         self.group, self.device, self._options, self.agreement = group, device, options, agreement
         self.rank, self.num_ranks = group.rank, group.size
@@ -71,7 +74,7 @@ class Pipeline:
         for shard in (options.head, options.embedding_shard):
             if shard is not None:
                 shard.check_place(self.rank, self.num_ranks)
-        self.tier = self._make_tier()
+        self.tier = self._make_tier(host_tier)
         self.tied = TiedParameters([(place, without_wrapper(m)) for place, m in self.placed_modules()], group)
         self.edges: tuple[EdgeReport, ...] = ()
         self.device_edges: DeviceEdges | None = None
@@ -116,13 +119,16 @@ class Pipeline:
                     seen.add(id(parameter))
                     yield tied.get(id(parameter), name), parameter
 
-    def _make_tier(self) -> Tier | None:
-        options, directory = self._options, self._options.memory.offload
-        if directory is None:
+    def _make_tier(self, host_tier: type[HostTier]) -> Tier | None:
+        options, place = self._options, self._options.memory.offload
+        num_cells = options.num_microbatches * options.num_segments
+        if place is None:
             return None
-        if self.device.type != "cpu":
-            raise ValueError(f"Memory.offload moves what stages on the CPU save, and this one is on {self.device}")
-        return Tier(directory, self.group.group, options.num_microbatches * options.num_segments)
+        if place is where.HOST:
+            host_tier.check(self.device)
+            return host_tier(self.device, self.group, num_cells)
+        where.check("folder", f"Memory.offload={os.fspath(place)!r}", self.device)
+        return file_tier(place, self.group.group, num_cells)
 
     @property
     def is_between_gpus(self) -> bool:
@@ -145,7 +151,12 @@ class Pipeline:
                 self._ends[edge] = self.group.edge_end(edge, peer, receiver, text)
         self.edges = tuple(self._edge_reports())
         if self.device.type == "cuda" and not self.is_between_gpus:
-            self.gpu = open_gpu(self.device)
+            self._take_gpu(open_gpu(self.device))
+
+    def _take_gpu(self, gpu: Any) -> None:
+        self.gpu = gpu
+        if isinstance(self.tier, HostTier):
+            self.tier.open(gpu)
 
     def connect_gpus(self) -> None:
         """Finds what carries each edge between GPUs, once all ranks have opened theirs. Collective."""
@@ -153,7 +164,7 @@ class Pipeline:
             return
         self.device_edges = self._device_edges_class(self._device_transport, self.group, self.device)
         self._ends = self.device_edges.open(self._ends, self._is_receiver)
-        self.gpu = self.device_edges.gpu
+        self._take_gpu(self.device_edges.gpu)
         self.edges = tuple(self._edge_reports())
 
     def _edge_reports(self) -> Iterator[EdgeReport]:

@@ -72,7 +72,8 @@ def _with_moves(schedule: Schedule, options: Options) -> Schedule:
     if memory.offload is None:
         if moves:
             raise ValueError(
-                "the schedule moves units (O, A, L): say by Memory(offload=...) in which directory they lie"
+                "the schedule moves units (O, A, L): say by Memory(offload=...) in which directory they lie, or "
+                "seq1f1b.HOST on GPUs"
             )
         return schedule
     default = "none" if moves else "all"
@@ -114,7 +115,7 @@ class RankOrder:
     """
 
     def __init__(self, schedule: Schedule, rank: int, program: Any, executor: Any) -> None:
-        self.schedule, self.program, self.executor = schedule, program, executor
+        self.schedule, self.program, self.executor, self._rank = schedule, program, executor, rank
         segments, first = schedule.segments_of, schedule.first_cells
         self.num_cells = first[-1]
         self.recomputes = "R" in schedule.kinds
@@ -126,6 +127,17 @@ class RankOrder:
             own.setdefault(stage, []).append((letter, cell))
             self.last_cells[letter] = cell
         self.stages = {stage: StageOrder(units, places) for stage, units in own.items()}
+
+    @cached_property
+    def most_away(self) -> int:
+        """Units of this rank that are away, or on their way, at once: from O to the backward."""
+        away, most = 0, 0
+        moved = {(index, cell) for index, stage in self.stages.items() for cell in stage.moved}
+        for letter, stage, microbatch, segment in self.schedule.units_of(self._rank):
+            if (stage, self.schedule.first_cells[microbatch] + segment) in moved:
+                away += (letter == "O") - (letter in "BI")
+                most = max(most, away)
+        return most
 
     @cached_property
     def texts(self) -> dict[tuple[int, int, int], str]:

@@ -19,6 +19,7 @@ from seq1f1b import _C
 from seq1f1b.partition import ModelShape
 from seq1f1b.runtime.idle import CAUSES, Idle, StepTimes, advice, ideal_text, idle_of_ranks, mean_idle
 from seq1f1b.runtime.measure import Activations
+from seq1f1b.runtime.offload import Tier
 from seq1f1b.runtime.rank_order import RankOrder
 from seq1f1b.schedule import Links, Schedule, Simulation, StepMemory
 from seq1f1b.transport.values import pack, sendable, unpack
@@ -45,6 +46,7 @@ class StepRecord:
         look_seconds: of the last first look at this rank's stages, in this step or before.
         tokens: of all sequences, where the first stage is.
         device: of the stages.
+        tier: of the rank; None: there is none.
     """
 
     training: bool
@@ -60,6 +62,7 @@ class StepRecord:
     look_seconds: float
     tokens: int
     device: torch.device
+    tier: Tier | None
 
     def step_seconds(self, rank: int) -> float:
         """Seconds that all units took: on a GPU, until the last of them had run there, for which this waits."""
@@ -149,6 +152,8 @@ class Report:
         send: for credits and copies.
         tier: for what moves to the tier and back, in A and before the backwards that read it.
         moved_bytes: sent to the tier, and brought back.
+        move_out_rate, move_in_rate: bytes per second of these transfers, without the time in which they waited; 0 if
+            nothing moved.
         recomputed_blocks: blocks that kept and moved units computed again in their backward, summed over the units.
         bubble: share of ``seconds`` in which this rank is not ``busy``; :class:`PipelineReport` has that of all ranks.
         kv_bytes, grad_bytes: held by the slabs of keys and values, and of their gradients. The planned ones are slots
@@ -197,6 +202,8 @@ class Report:
     tokens: int = 0
     device_peak_bytes: int = 0
     device_reserved_bytes: int = 0
+    move_out_rate: float = 0.0
+    move_in_rate: float = 0.0
 
     @property
     def moved_units(self) -> int:
@@ -344,7 +351,7 @@ class PipelineReport:
             rows.append((str(rank.rank), f"{busy:.4g}", f"{busy / self.makespan:.1%}", *idle.shares(self.makespan)))
         moves = [
             f"rank {r.rank} kept {r.kept_units} units, recomputed {r.recomputed_units} and moved {r.moved_units} "
-            f"({r.moved_bytes / 2**20:.4g} MiB), for which it waited {r.tier:.3g} s"
+            f"({r.moved_bytes / 2**20:.4g} MiB{_rates(r)}), for which it waited {r.tier:.3g} s"
             + f"; beside it {r.recomputed_blocks} blocks were computed again" * bool(r.recomputed_blocks)
             + "\n"
             for r in self.ranks
@@ -447,6 +454,13 @@ def _of_ranks(ranks: tuple[Report, ...], schedule: Schedule) -> PipelineReport:
     return PipelineReport(ranks, makespan, 1.0 - busy / (makespan * len(ranks)), simulated)
 
 
+def _rates(report: Report) -> str:
+    """Rates of what a rank has moved, out and back."""
+    if not report.move_out_rate or not report.move_in_rate:
+        return ""
+    return f" at {report.move_out_rate / 1e9:.3g} GB/s out and {report.move_in_rate / 1e9:.3g} back"
+
+
 def _unit_seconds(report: Report) -> dict[Unit, float]:
     """Seconds of every unit in run order, in and out of waits. A only waits."""
     seconds = {unit: (end - start) * (unit.kind != "A") for unit, start, end in report.timeline}
@@ -459,6 +473,7 @@ def _rank_report(
     record: StepRecord, rank: int, cache: Any, edges: tuple[EdgeReport, ...], trained: Mapping[int, int]
 ) -> Report:
     is_on_gpu = _C.executor_settle(record.order.executor)
+    moved = None if record.tier is None else record.tier.step_facts()
     total = _C.executor_totals(record.order.executor, rank)
     seconds = (total.end_ns - total.start_ns) * 1e-9
     timeline = tuple(
@@ -504,6 +519,8 @@ def _rank_report(
         clock="device" if is_on_gpu else "host",
         tokens=record.tokens,
         device_peak_bytes=torch.cuda.max_memory_allocated(record.device) if record.device.type == "cuda" else 0,
+        move_out_rate=0.0 if moved is None or not moved.ns_out else moved.bytes_out / moved.ns_out * 1e9,
+        move_in_rate=0.0 if moved is None or not moved.ns_in else moved.bytes_in / moved.ns_in * 1e9,
         device_reserved_bytes=torch.cuda.max_memory_reserved(record.device) if record.device.type == "cuda" else 0,
     )
 

@@ -201,7 +201,6 @@ class Runner:
                     number = self._meet(arguments, order, number)
                     # 3. The units, and what surrounds them all.
                     if self.pipeline.tier is not None:
-                        self.pipeline.tier.num_cells = order.num_cells
                         around.callback(self.pipeline.tier.reset)
                     gradients = self._step_gradients(arguments.gradient_divisor) if step.training else None
                     if gradients is not None:
@@ -301,6 +300,8 @@ class Runner:
         elif pipeline.gpu is not None:
             _C.device_begin_step(pipeline.gpu, torch.cuda.current_stream(pipeline.device).cuda_stream)
             run = through_host(run, pipeline.device, pipeline.gpu)
+        if pipeline.tier is not None:
+            pipeline.tier.begin_step(order.num_cells, order.most_away)
         start = time.perf_counter()
         with inside_step(), step_on(pipeline.device), step.around_units():
             _C.executor_step(
@@ -357,6 +358,7 @@ class Runner:
             look_seconds=sum(self._look_seconds.values()),
             tokens=step.tokens,
             device=self.pipeline.device,
+            tier=self.pipeline.tier,
         )
 
     def found_order(self) -> TunedOrder:

@@ -145,6 +145,11 @@ class RankGroup(ABC):
         self._peers: dict[Edge, int] = {}
         self.set_limits(300.0)
 
+    @property
+    def local_size(self) -> int:
+        """Ranks of this host."""
+        return self._local_size
+
     # -- limits, progress, failure
 
     def set_limits(self, timeout_s: float, spin_us: float | None = None) -> None:

@@ -1,5 +1,5 @@
 /* Does the tier keep to its memory, whatever fails, and give its room to the next load? */
-#include "../../csrc/run/tier.h"
+#include "../../csrc/run/file_tier.h"
 #include "check.h"
 
 #include <stdlib.h>
@@ -48,7 +48,7 @@ static s1f_status whole_life(void)
 {
     s1f_tier *tier = NULL;
     void *rooms = NULL;
-    s1f_status status = s1f_tier_create(directory, &tier);
+    s1f_status status = s1f_file_tier_create(directory, &tier);
     CHECK((status == S1F_OK) == (tier != NULL));
     if (status == S1F_OK && posix_memalign(&rooms, S1F_TIER_ALIGNMENT, 3 * ROOM) != 0)
         status = s1f_fail(S1F_ERR_MEMORY, "no memory for the test");
@@ -57,7 +57,7 @@ static s1f_status whole_life(void)
     if (status == S1F_OK) {
         s1f_tier_facts facts;
         s1f_tier_get_facts(tier, &facts);
-        CHECK(facts.file_bytes == 5 * S1F_TIER_ALIGNMENT);
+        CHECK(facts.room_bytes == 5 * S1F_TIER_ALIGNMENT);
         CHECK(facts.bytes_out == 3 * (5001 + 2 * S1F_TIER_ALIGNMENT) && facts.bytes_in == facts.bytes_out);
         CHECK(facts.ns_out > 0 && facts.ns_in > 0);
     }
@@ -88,7 +88,7 @@ static void test_reset_while_busy(void)
     enum { PARTS = 64, BYTES = 1 << 20 };
     s1f_tier *tier = NULL;
     s1f_tier_part parts[PARTS];
-    CHECK_STATUS(s1f_tier_create(directory, &tier), S1F_OK, "");
+    CHECK_STATUS(s1f_file_tier_create(directory, &tier), S1F_OK, "");
     for (int round = 0; round < 3; round++) {
         char *bytes = calloc(1, BYTES);
         for (int i = 0; i < PARTS; i++)
@@ -106,8 +106,8 @@ static void test_reset_while_busy(void)
 static void test_what_is_no_directory(void)
 {
     s1f_tier *tier = NULL;
-    CHECK_STATUS(s1f_tier_create("/nowhere", &tier), S1F_ERR_SYSTEM, "/nowhere: no file can be made there");
-    CHECK_STATUS(s1f_tier_create("/proc", &tier), S1F_ERR_SYSTEM, "/proc: no file can be made there");
+    CHECK_STATUS(s1f_file_tier_create("/nowhere", &tier), S1F_ERR_SYSTEM, "/nowhere: no file can be made there");
+    CHECK_STATUS(s1f_file_tier_create("/proc", &tier), S1F_ERR_SYSTEM, "/proc: no file can be made there");
     CHECK(tier == NULL);
     s1f_tier_free(NULL);
 }

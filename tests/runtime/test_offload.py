@@ -200,8 +200,13 @@ def test_compiled_blocks(tmp_path: Path) -> None:
 # -- what moves --------------------------------------------------------------------------------------------------------
 
 
+CPU = torch.device("cpu")
+
+
 class InMemory:
     """A tier that holds copies in memory."""
+
+    alignment = 4096
 
     def __init__(self) -> None:
         self.copies: list[bytes] = []
@@ -220,7 +225,7 @@ class InMemory:
 
 def moved(forward, *inputs: Tensor, held=()):
     """Runs a forward whose saved tensors go out, are gone and come back; the bytes that moved, and the output."""
-    away, tier = Away([], inputs), InMemory()
+    away, tier = Away([], inputs, CPU), InMemory()
     with away:
         output = forward(*inputs)
     away.out(tier, 0)
@@ -267,7 +272,7 @@ def test_small_tensors_stay() -> None:
 def test_memory_is_free_from_g_on_and_freed_use_by_use() -> None:
     """A graph keeps no tensor while its unit is away; afterwards each goes after its last use."""
     x = torch.randn(64, 64, requires_grad=True)
-    away, tier = Away([], [x]), InMemory()
+    away, tier = Away([], [x], CPU), InMemory()
     with away:
         y = x
         for _ in range(4):
@@ -445,7 +450,7 @@ def test_arguments(tmp_path: Path) -> None:
         engine(memory=Memory(offload=tmp_path / "file"))
     with pytest.raises(OSError, match="offload directory /proc: no file can be made there"):
         engine(memory=Memory(offload="/proc"))
-    with pytest.raises(TypeError, match="offload must be a directory, got int"):
+    with pytest.raises(TypeError, match=r"offload must be a directory or seq1f1b\.HOST, got int"):
         engine(memory=Memory(offload=3))
     with pytest.raises(ValueError, match=r"Memory\.units says which units move; say where by offload="):
         engine(memory=Memory(units="all"))

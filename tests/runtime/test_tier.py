@@ -32,7 +32,7 @@ class Loads:
     """A tier, and what lies in it."""
 
     def __init__(self, directory: Path) -> None:
-        self.tier, self.group = _C.tier_create(str(directory)), LoopbackGroup(1)[0]
+        self.tier, self.group = _C.file_tier(str(directory)), LoopbackGroup(1)[0]
         self.out_there: dict[int, list[Tensor]] = {}
 
     def out(self, number: int, sizes: list[int]) -> None:
@@ -75,7 +75,7 @@ def test_the_file_is_as_large_as_most_that_is_out_at_once(tmp_path: Path) -> Non
         if number >= 3:
             loads.back(number - 3)
     facts = _C.tier_facts(loads.tier)
-    assert (facts.file_bytes, facts.bytes_out, facts.bytes_in) == (4 * 4 * 4096, 40 * 10_003, 37 * 10_003)
+    assert (facts.room_bytes, facts.bytes_out, facts.bytes_in) == (4 * 4 * 4096, 40 * 10_003, 37 * 10_003)
 
 
 def test_transfers_are_timed_and_a_wait_between_them_is_not(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_a_forked_process_leaves_the_tier_alone(tmp_path: Path) -> None:
     code = (
         "import os, sys\n"
         "from seq1f1b import _C\n"
-        "tier = _C.tier_create(sys.argv[1])\n"
+        "tier = _C.file_tier(sys.argv[1])\n"
         "child = os.fork()\n"
         "if child == 0:\n"
         "    del tier\n"
@@ -312,7 +312,7 @@ def test_a_file_system_without_files_that_have_no_name(tmp_path: Path) -> None:
         "import ctypes, errno, os, sys\n"
         "from seq1f1b import _C\n"
         "ctypes.CDLL(None).failing_calls_arm(16, ctypes.c_long(0), errno.EOPNOTSUPP)\n"
-        "tier = _C.tier_create(sys.argv[1])\n"
+        "tier = _C.file_tier(sys.argv[1])\n"
         "print(ctypes.CDLL(None).failing_calls_disarm(), os.listdir(sys.argv[1]))\n"
     )
     done = subprocess.run(

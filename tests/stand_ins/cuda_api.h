@@ -94,6 +94,7 @@ CUresult cuGetProcAddress_v2(const char *symbol, void **function, int version, c
 
 CUresult cuDeviceGet(CUdevice *device, int ordinal);
 CUresult cuDeviceGetCount(int *count);
+CUresult cuDeviceGetPCIBusId(char *address, int bytes, CUdevice device);
 CUresult cuDeviceGetName(char *name, int bytes, CUdevice device);
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device);
 CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer);
@@ -128,6 +129,8 @@ CUresult cuEventDestroy_v2(CUevent event);
 
 CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes);
 CUresult cuMemFree_v2(CUdeviceptr address);
+CUresult cuMemHostAlloc(void **memory, size_t bytes, unsigned int flags);
+CUresult cuMemFreeHost(void *memory);
 CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes);
 CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *bytes, CUdeviceptr address);
 CUresult cuMemcpyAsync(CUdeviceptr destination, CUdeviceptr source, size_t bytes, CUstream stream);

@@ -188,6 +188,16 @@ CUresult cuDeviceGetName(char *name, int bytes, CUdevice index)
     return CUDA_SUCCESS;
 }
 
+CUresult cuDeviceGetPCIBusId(char *address, int bytes, CUdevice index)
+{
+    ENTER(cuDeviceGetPCIBusId, CUDA_ERROR_NOT_PERMITTED);
+    NEEDS_INIT();
+    NEEDS_ARGUMENT(address != NULL && bytes >= 13);
+    NEEDS_DEVICE(index);
+    snprintf(address, (size_t)bytes, "0000:%02X:00.0", index + 0xA0);
+    return CUDA_SUCCESS;
+}
+
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice index)
 {
     ENTER(cuDeviceGetAttribute, CUDA_ERROR_NOT_PERMITTED);

@@ -47,6 +47,7 @@ CUcontext current_context(void);
 int unsafe_in_capture(api_call call); /* notes the misuse */
 /* Comes between a launch and its stream: lazy module loading, for one, synchronises the device. */
 CUresult before_launch(api_call call, const struct CUstream_st *stream);
+int marker_reached(const void *argument); /* of a marker, for wait_until */
 void memory_reset(void);
 void boards_reset(void);
 

@@ -147,6 +147,40 @@ static void *take_memory(size_t bytes, int32_t *fd)
     return posix_memalign(&memory, ALIGNMENT, bytes) == 0 ? memory : NULL;
 }
 
+CUresult cuMemHostAlloc(void **memory, size_t bytes, unsigned int flags)
+{
+    ENTER(cuMemHostAlloc, CUDA_ERROR_NOT_PERMITTED);
+    NEEDS_ARGUMENT(memory != NULL && bytes > 0 && flags == 0);
+    NEEDS_CONTEXT(index);
+    (void)index;
+    UNSAFE_IN_CAPTURE();
+    if (bytes > (size_t)(machine.options.pinned_bytes - machine.counters.live_pinned_bytes))
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    if (posix_memalign(memory, ALIGNMENT, bytes) != 0)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    memset(*memory, 0xFF, bytes);
+    add_allocation((allocation){.address = *memory, .bytes = bytes, .device = -1, .fd = -1});
+    machine.counters.live_pinned_bytes += (int64_t)bytes;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemFreeHost(void *memory)
+{
+    ENTER(cuMemFreeHost, CUDA_ERROR_NOT_PERMITTED);
+    NEEDS_INIT();
+    UNSAFE_IN_CAPTURE();
+    allocation *entry = find_allocation(memory);
+    if (entry == NULL || entry->address != memory || entry->device >= 0) {
+        misuse(this_call, "%p is not what cuMemHostAlloc gave, or freed already", memory);
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    memset(entry->address, 0xFF, entry->bytes);
+    machine.counters.live_pinned_bytes -= (int64_t)entry->bytes;
+    remove_allocation(entry);
+    give_back(entry);
+    return CUDA_SUCCESS;
+}
+
 CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
 {
     ENTER(cuMemAlloc_v2, CUDA_ERROR_NOT_PERMITTED);
@@ -180,7 +214,7 @@ CUresult cuMemFree_v2(CUdeviceptr address)
         return CUDA_SUCCESS;
     UNSAFE_IN_CAPTURE();
     allocation *entry = find_allocation((const void *)(uintptr_t)address);
-    if (entry == NULL || entry->address != (char *)(uintptr_t)address || entry->imported) {
+    if (entry == NULL || entry->address != (char *)(uintptr_t)address || entry->imported || entry->device < 0) {
         misuse(this_call, "%p is not what cuMemAlloc gave, or freed already", (void *)(uintptr_t)address);
         return CUDA_ERROR_INVALID_VALUE;
     }
@@ -239,10 +273,17 @@ static CUresult copy(api_call call, const void *destination, int to_host, const 
     op->destination = to;
     op->source = from;
     enqueue(op, stream);
-    return CUDA_SUCCESS;
+    int is_pageable = (to_host && to.allocation == 0 && !is_registered(to.address, bytes)) ||
+                      (from_host && from.allocation == 0 && !is_registered(from.address, bytes));
+    if (!is_pageable || !machine.options.pageable_waits)
+        return CUDA_SUCCESS;
+    machine.counters.pageable_copies++;
+    list_synchronisation(call_name(call), stream->device);
+    marker end = {.stream = stream, .issue = op->issue};
+    return wait_until(call_name(call), marker_reached, &end) ? CUDA_SUCCESS : CUDA_ERROR_LAUNCH_TIMEOUT;
 }
 
-/* Host memory counts as pinned in every copy: it is read and written when the copy runs. */
+/* Host memory is read and written when the copy runs; where it is not pinned the host waits for that, if so wanted. */
 CUresult cuMemcpyAsync(CUdeviceptr destination, CUdeviceptr source, size_t bytes, CUstream stream)
 {
     ENTER(cuMemcpyAsync, CUDA_ERROR_NOT_PERMITTED);

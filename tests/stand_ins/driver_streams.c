@@ -118,7 +118,7 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags)
     return CUDA_SUCCESS;
 }
 
-static int marker_reached(const void *argument)
+int marker_reached(const void *argument)
 {
     const marker *point = argument;
     return reached(*point);
@@ -278,10 +278,11 @@ CUresult cuEventRecord(CUevent event, CUstream stream)
     check_no_group_in_progress(this_call, stream);
     operation *op = new_operation(RECORD, this_call);
     op->event = event;
+    op->clock = keep(sizeof *op->clock);
     if (event->board != NULL)
         op->record = __atomic_add_fetch(&event->board->recorded, 1, __ATOMIC_ACQ_REL);
     enqueue(op, stream);
-    event->recorded = (marker){.stream = stream, .issue = op->issue};
+    event->recorded = (marker){.stream = stream, .issue = op->issue, .clock = op->clock};
     return CUDA_SUCCESS;
 }
 
@@ -314,7 +315,10 @@ CUresult cuEventElapsedTime(float *milliseconds, CUevent start, CUevent end)
         return CUDA_ERROR_INVALID_HANDLE;
     if (!reached(start->recorded) || !reached(end->recorded))
         return CUDA_ERROR_NOT_READY;
-    *milliseconds = (float)(end->reached_ns - start->reached_ns) * 1e-6f;
+    int64_t ns = end->reached_ns - start->reached_ns;
+    if (machine.options.virtual_clock)
+        ns = *end->recorded.clock - *start->recorded.clock;
+    *milliseconds = (float)ns * 1e-6f;
     return CUDA_SUCCESS;
 }
 

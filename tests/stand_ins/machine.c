@@ -357,8 +357,8 @@ __attribute__((format(printf, 2, 3))) static void add_text(writer *out, const ch
 
 static void describe_head(operation *head, void *argument)
 {
-    static const char *const kinds[] = {"copy",       "memset",      "event record",  "event wait",
-                                        "value wait", "value write", "host function", "NCCL"};
+    static const char *const kinds[] = {"copy",        "memset",        "event record", "event wait", "value wait",
+                                        "value write", "host function", "work",         "NCCL"};
     char detail[512] = "";
     if (!null_stream_allows(head))
         snprintf(detail, sizeof detail, ": the null stream and blocking streams wait for each other");
@@ -598,15 +598,22 @@ static void execute(operation *op)
         if (!fill_or_copy(op))
             return;
         *(op->kind == COPY ? &machine.counters.copy : &machine.counters.memset) += 1;
+        if (op->kind == COPY)
+            op->stream->clock += (int64_t)op->destination.bytes * machine.options.copy_ns_per_kib / 1024;
         break;
     case RECORD:
         if (op->event->board != NULL)
             end_record(op->event->board, op->record);
         else if (op->event->recorded.issue == op->issue)
             op->event->reached_ns = now_ns();
+        *op->clock = op->stream->clock;
         machine.counters.record++;
         break;
-    case WAIT_EVENT: machine.counters.wait_event++; break;
+    case WAIT_EVENT:
+        if (op->awaited.clock != NULL && *op->awaited.clock > op->stream->clock)
+            op->stream->clock = *op->awaited.clock;
+        machine.counters.wait_event++;
+        break;
     case WAIT_VALUE: machine.counters.wait_value++; break;
     case WRITE_VALUE:
         if (span_lives(op, &op->destination))
@@ -621,6 +628,7 @@ static void execute(operation *op)
         worker_busy = 0;
         machine.counters.host_function++;
         break;
+    case WORK: op->stream->clock += (int64_t)op->value; break;
     case NCCL:
         if (!nccl_run(op)) {
             op->delay = draw_delay();
@@ -794,6 +802,27 @@ void stand_in_damage(const char *function, int64_t bytes, stand_in_damage_kind k
     machine.damaged_bytes = bytes;
     machine.damage = kind;
     machine.runnable_changed = 1;
+}
+
+int64_t stand_in_clock(void *stream)
+{
+    LOCKED;
+    CUresult error;
+    CUstream found = find_stream(CALL_cuStreamQuery, stream, &error);
+    return found == NULL ? -1 : found->clock;
+}
+
+int stand_in_work(void *stream, int64_t ns)
+{
+    LOCKED;
+    CUresult error;
+    CUstream found = find_stream(CALL_cuLaunchHostFunc, stream, &error);
+    if (found == NULL)
+        return (int)error;
+    operation *op = new_operation(WORK, CALL_cuLaunchHostFunc);
+    op->value = (uint64_t)ns;
+    enqueue(op, found);
+    return 0;
 }
 
 int64_t stand_in_misuses(void)

@@ -22,6 +22,7 @@ enum { MAX_DEVICES = 16, MAX_QUEUES = 32 };
     X(cuGetProcAddress_v2)                                                                                             \
     X(cuDeviceGet)                                                                                                     \
     X(cuDeviceGetCount)                                                                                                \
+    X(cuDeviceGetPCIBusId)                                                                                             \
     X(cuDeviceGetName)                                                                                                 \
     X(cuDeviceGetAttribute)                                                                                            \
     X(cuDeviceCanAccessPeer)                                                                                           \
@@ -53,6 +54,8 @@ enum { MAX_DEVICES = 16, MAX_QUEUES = 32 };
     X(cuEventDestroy_v2)                                                                                               \
     X(cuMemAlloc_v2)                                                                                                   \
     X(cuMemFree_v2)                                                                                                    \
+    X(cuMemHostAlloc)                                                                                                  \
+    X(cuMemFreeHost)                                                                                                   \
     X(cuMemGetInfo_v2)                                                                                                 \
     X(cuMemGetAddressRange_v2)                                                                                         \
     X(cuMemcpyAsync)                                                                                                   \
@@ -130,6 +133,10 @@ void release_lock(pthread_mutex_t **lock);
     X(delay_percent, 50, 0, 100)                                                                                       \
     X(paused, 0, 0, 1)                                                                                                 \
     X(injected_sync_permille, 0, 0, 1000)                                                                              \
+    X(pinned_bytes, 1LL << 34, 0, INT64_MAX)                                                                           \
+    X(pageable_waits, 0, 0, 1)                                                                                         \
+    X(virtual_clock, 0, 0, 1)                                                                                          \
+    X(copy_ns_per_kib, 0, 0, INT32_MAX)                                                                                \
     X(synchronous_memory, 0, 0, 1)                                                                                     \
     X(foreign_memory, 0, 0, 1)                                                                                         \
     X(shared_memory, 0, 0, 1)                                                                                          \
@@ -157,6 +164,8 @@ void release_lock(pthread_mutex_t **lock);
     X(injected_synchronisations)                                                                                       \
     X(live_allocations)                                                                                                \
     X(live_bytes)                                                                                                      \
+    X(live_pinned_bytes)                                                                                               \
+    X(pageable_copies)                                                                                                 \
     X(live_streams)                                                                                                    \
     X(live_events)                                                                                                     \
     X(interprocess_events)                                                                                             \
@@ -166,7 +175,7 @@ void release_lock(pthread_mutex_t **lock);
 
 /* -- operations -------------------------------------------------------------------------------------------------- */
 
-typedef enum { COPY, MEMSET, RECORD, WAIT_EVENT, WAIT_VALUE, WRITE_VALUE, HOST_FUNCTION, NCCL } operation_kind;
+typedef enum { COPY, MEMSET, RECORD, WAIT_EVENT, WAIT_VALUE, WRITE_VALUE, HOST_FUNCTION, WORK, NCCL } operation_kind;
 
 typedef struct operation operation;
 typedef struct nccl_message nccl_message; /* nccl.c */
@@ -184,6 +193,7 @@ typedef struct {
     CUstream stream;
     event_board *board;
     int64_t issue;
+    int64_t *clock; /* of a record: the virtual time at which it was reached */
 } marker;
 
 /* Memory that an operation reads or writes; the id of its allocation (0: not ours) shows a free in between. */
@@ -204,9 +214,10 @@ struct operation {
     int32_t faulty; /* misuse was noted: it does nothing */
     api_call call;  /* that issued it */
     span destination, source;
-    uint64_t value;     /* also the byte of a memset */
+    uint64_t value;     /* also the byte of a memset, the nanoseconds of WORK */
     unsigned int flags; /* of WAIT_VALUE */
     marker awaited;     /* of WAIT_EVENT */
+    int64_t *clock;     /* of RECORD */
     CUevent event;      /* of RECORD and, for texts, WAIT_EVENT */
     int64_t record;     /* of RECORD, on the event's board */
     CUhostFn function;
@@ -220,6 +231,7 @@ struct CUstream_st {
     int32_t alive, number, device, queue;
     unsigned int flags;
     int64_t ended; /* issue number of the last operation that ended */
+    int64_t clock; /* virtual nanoseconds at which it ended */
     operation *first, *last;
     int32_t groups_in_progress; /* NCCL groups that have yet to reach this stream */
 };

@@ -44,6 +44,12 @@ STAND_IN_API void stand_in_reset(uint64_t seed);
  *   delay_percent          50     operations that are held back for a while although they could run
  *   paused                 0      1: nothing is executed until set to 0 again
  *   injected_sync_permille 0      launches before which the device is synchronised (lazy module loading does)
+ *   pinned_bytes           1<<34  of cuMemHostAlloc, over all devices
+ *   pageable_waits         0      1: a copy from or to memory of the host that is not pinned holds up its caller until
+ *                                 it has been executed
+ *   virtual_clock          0      1: cuEventElapsedTime tells virtual time: each stream has a clock, which copies and
+ *                                 stand_in_work move on, and waits for events to that of the event
+ *   copy_ns_per_kib        0      virtual nanoseconds of a copy
  *   synchronous_memory     0      1: cuMemAlloc and cuMemFree synchronise the device
  *   foreign_memory         0      1: operations may use memory that cuMemAlloc did not give
  *   shared_memory          0      1: memory and interprocess events that are made from now on can be opened by other
@@ -65,9 +71,10 @@ STAND_IN_API int stand_in_set(const char *option, int64_t value);
  *   launches                                        host functions, memsets and NCCL operations issued
  *   synchronisations, injected_synchronisations     times that a host waited for a device, or might have
  *   interprocess_events                             events made with CU_EVENT_INTERPROCESS
- *   live_allocations, live_bytes, live_streams,
- *   live_events, live_communicators, open_handles,
- *   live_registrations                              not yet freed, destroyed, closed or unregistered */
+ *   pageable_copies                                 copies that held up their caller, with pageable_waits
+ *   live_pinned_bytes, live_allocations, live_bytes,
+ *   live_streams, live_events, live_communicators,
+ *   open_handles, live_registrations                not yet freed, destroyed, closed or unregistered */
 STAND_IN_API int64_t stand_in_count(const char *counter);
 
 /* The misuse so far: its number, and one as text, valid until reset; NULL beyond the last or the first ten thousand. */
@@ -101,6 +108,12 @@ typedef enum {
 /* `result` is an ncclResult_t, read by the last two. A send and a receive that are lost may still be aborted. */
 STAND_IN_API void stand_in_fault(stand_in_fault_kind kind, int32_t source, int32_t destination, int64_t index,
                                  int32_t result);
+/* Work on a stream (NULL: the null stream of the current context) that takes so many virtual nanoseconds; 0, or an
+ * error as a launch returns it. */
+STAND_IN_API int stand_in_work(void *stream, int64_t ns);
+/* Virtual nanoseconds at which the last operation of a stream ended. */
+STAND_IN_API int64_t stand_in_clock(void *stream);
+
 /* Forgets these faults: what was lost takes place now. Errors that were reported stay. */
 STAND_IN_API void stand_in_end_faults(void);
 

@@ -10,6 +10,7 @@ from stand_in_library import stand_in
 
 from seq1f1b import PipelineEngine
 from seq1f1b.device.edges import DeviceEdges
+from seq1f1b.device.host_tier import HostTier
 from seq1f1b.transport import RankGroup
 
 
@@ -55,11 +56,25 @@ class StandInEdges(DeviceEdges):
         super().begin_step(timeout_s)
 
 
+class StandInTier(HostTier):
+    """What a GPU's allocator gives out again is ordered by the stream that computes, what the host frees is not: the
+    host stands for that stream, and waits with it."""
+
+    @staticmethod
+    def check(device: torch.device) -> None:
+        pass
+
+    def wait(self, number: int) -> None:
+        super().wait(number)
+        stand_in().synchronise()
+
+
 class StandInEngine(PipelineEngine):
     """Its kernels are torch's on the CPU, which know nothing of a stream: the host waits for it before each unit, and
     keeps what was sent, whose memory would be free for what the host does next, but not for what the stream does."""
 
     _device_edges_class = StandInEdges
+    _host_tier_class = StandInTier
 
     @property
     def num_waits(self) -> int:

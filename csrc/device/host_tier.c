@@ -1,0 +1,408 @@
+/* host_tier.c - pinned memory, the two streams that copy, and the events between them and compute. */
+#include "host_tier.h"
+
+#include "host_memory.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { PIECE_BYTES = 8 << 20, PCI_TEXT_BYTES = 32 }; /* memory is pinned in multiples of a piece: pinning takes long */
+enum { OUT, IN };
+
+typedef struct { /* a piece of the room, pinned by one call */
+    char *memory;
+    int64_t offset, bytes;
+} piece;
+
+typedef struct { /* one copy of a load; events are made once and used again by every step */
+    s1f_cu_event begin, end;
+    int64_t number, bytes;
+    int32_t way, is_counted;
+} copy;
+
+typedef struct {
+    s1f_tier head;
+    s1f_device *device;
+    int32_t host_ranks;
+    char *root;
+    pid_t process;
+    s1f_cu_stream streams[2];
+    s1f_cu_event given; /* what compute has been given, for a stream that is to wait for it */
+    piece *pieces;
+    int64_t num_pieces, pinned;
+    int64_t most_loads; /* out at once in this step */
+    copy *copies;       /* of this step, in the order in which they were asked for */
+    int64_t num_copies, capacity;
+    s1f_tier_facts facts;
+    char broken[256]; /* "" while copies work */
+} host_tier;
+
+static host_tier *of(s1f_tier *tier)
+{
+    return (host_tier *)tier;
+}
+
+static s1f_status check(const host_tier *tier, s1f_cu_result result, const char *what)
+{
+    return s1f_driver_status(tier->device->driver, result, what);
+}
+
+/* Another library may capture a graph meanwhile, which forbids such calls to threads that do not say that they have
+ * nothing to do with it. */
+static s1f_status enter(const host_tier *tier, int *mode)
+{
+    s1f_status status = s1f_device_enter(tier->device);
+    *mode = S1F_CU_CAPTURE_RELAXED;
+    if (status == S1F_OK &&
+        (status = check(tier, tier->device->driver->capture_mode(mode), "cuThreadExchangeStreamCaptureMode")) != S1F_OK)
+        s1f_device_leave(tier->device);
+    return status;
+}
+
+static void leave(const host_tier *tier, int mode)
+{
+    (void)tier->device->driver->capture_mode(&mode);
+    s1f_device_leave(tier->device);
+}
+
+/* -- room ---------------------------------------------------------------------------------------------------------- */
+
+/* Whether the host can give so much: a container that has no more is killed, it is not refused. */
+static s1f_status check_host(const host_tier *tier, int64_t bytes)
+{
+    s1f_host_room room;
+    s1f_host_room_find(tier->root, &room);
+    if (bytes <= room.bytes / tier->host_ranks)
+        return S1F_OK;
+    return s1f_fail(
+        S1F_ERR_MEMORY,
+        "Memory(offload=HOST) needs %lld bytes of pinned host memory more for each of %d ranks of this host, "
+        "and %s leaves %lld: move fewer units by Memory(units=), use shorter segments, or allow more memory",
+        (long long)bytes, (int)tier->host_ranks, room.from, (long long)room.bytes);
+}
+
+static s1f_status pin(const host_tier *tier, int64_t bytes, void **memory)
+{
+    char address[PCI_TEXT_BYTES] = "";
+    const s1f_driver *driver = tier->device->driver;
+    int is_near = driver->device_pci_address(address, sizeof address, tier->device->device) == S1F_CU_SUCCESS &&
+                  s1f_host_node_begin(tier->root, address);
+    s1f_status status = check(tier, driver->host_allocate(memory, (size_t)bytes, 0), "cuMemHostAlloc");
+    if (is_near)
+        s1f_host_node_end();
+    if (status == S1F_OK)
+        return S1F_OK;
+    char text[256];
+    snprintf(text, sizeof text, "%s", s1f_last_error());
+    return s1f_fail(S1F_ERR_MEMORY,
+                    "Memory(offload=HOST): GPU %d could not pin %lld bytes of host memory beside %lld: %s; move fewer "
+                    "units by Memory(units=), or use shorter segments",
+                    (int)tier->device->ordinal, (long long)bytes, (long long)tier->pinned, text);
+}
+
+/* Pins what is missing up to `end`. The first load of a step tells how much all of them need, so that a host which is
+ * too small is told of before its memory is full. */
+static s1f_status grow(host_tier *tier, int64_t end, int64_t load_bytes)
+{
+    int64_t missing = end - tier->pinned, expected = tier->most_loads * load_bytes - tier->pinned;
+    if (missing <= 0)
+        return S1F_OK;
+    missing = (missing + PIECE_BYTES - 1) / PIECE_BYTES * PIECE_BYTES;
+    s1f_status status = check_host(tier, expected > missing ? expected : missing);
+    if (status != S1F_OK)
+        return status;
+    piece *pieces = realloc(tier->pieces, ((size_t)tier->num_pieces + 1) * sizeof *pieces);
+    if (pieces == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld pieces of a tier", (long long)tier->num_pieces + 1);
+    tier->pieces = pieces;
+    void *memory = NULL;
+    if ((status = pin(tier, missing, &memory)) != S1F_OK)
+        return status;
+    pieces[tier->num_pieces++] = (piece){memory, tier->pinned, missing};
+    tier->pinned += missing;
+    tier->facts.num_growths++;
+    tier->facts.room_bytes = tier->pinned;
+    return S1F_OK;
+}
+
+static const piece *piece_at(const host_tier *tier, int64_t offset)
+{
+    const piece *found = tier->pieces;
+    while (offset >= found->offset + found->bytes)
+        found++;
+    return found;
+}
+
+/* -- copies -------------------------------------------------------------------------------------------------------- */
+
+static s1f_status next_copy(host_tier *tier, copy **out)
+{
+    const s1f_driver *driver = tier->device->driver;
+    if (tier->num_copies == tier->capacity) {
+        copy *copies = realloc(tier->copies, ((size_t)tier->capacity + 1) * sizeof *copies);
+        if (copies == NULL)
+            return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld copies of a tier", (long long)tier->capacity + 1);
+        tier->copies = copies;
+        copies[tier->capacity++] = (copy){0};
+    }
+    copy *next = &tier->copies[tier->num_copies];
+    s1f_status status = S1F_OK;
+    if (next->begin == NULL)
+        status = check(tier, driver->event_create(&next->begin, S1F_CU_EVENT_TIMED), "cuEventCreate");
+    if (status == S1F_OK && next->end == NULL)
+        status = check(tier, driver->event_create(&next->end, S1F_CU_EVENT_TIMED), "cuEventCreate");
+    tier->num_copies += status == S1F_OK;
+    *out = next;
+    return status;
+}
+
+/* A part, in as many copies as its room has pieces. */
+static s1f_status copy_part(const host_tier *tier, int32_t way, const s1f_tier_part *part, int64_t offset)
+{
+    const s1f_driver *driver = tier->device->driver;
+    s1f_status status = S1F_OK;
+    for (int64_t done = 0; done < part->bytes && status == S1F_OK;) {
+        const piece *at = piece_at(tier, offset + done);
+        int64_t left = at->offset + at->bytes - (offset + done), bytes = part->bytes - done;
+        bytes = bytes < left ? bytes : left;
+        char *host = at->memory + (offset + done - at->offset);
+        s1f_cu_address device = (s1f_cu_address)(uintptr_t)part->data + (s1f_cu_address)done;
+        if (way == OUT)
+            status =
+                check(tier, driver->copy_to_host(host, device, (size_t)bytes, tier->streams[OUT]), "cuMemcpyDtoHAsync");
+        else
+            status = check(tier, driver->copy_from_host(device, host, (size_t)bytes, tier->streams[IN]),
+                           "cuMemcpyHtoDAsync");
+        done += bytes;
+    }
+    return status;
+}
+
+static s1f_status start_copy(host_tier *tier, s1f_tier_load *load)
+{
+    const s1f_driver *driver = tier->device->driver;
+    int32_t way = load->comes_in ? IN : OUT;
+    s1f_cu_stream stream = tier->streams[way];
+    copy *next = NULL;
+    s1f_status status = next_copy(tier, &next);
+    if (status != S1F_OK)
+        return status;
+    load->ticket = (uint64_t)(tier->num_copies - 1);
+    *next = (copy){next->begin, next->end, load->number, 0, way, 0};
+    status = check(tier, driver->event_record(tier->given, tier->device->compute), "cuEventRecord");
+    if (status == S1F_OK)
+        status = check(tier, driver->stream_wait_event(stream, tier->given, 0), "cuStreamWaitEvent");
+    if (status == S1F_OK)
+        status = check(tier, driver->event_record(next->begin, stream), "cuEventRecord");
+    int64_t offset = load->offset;
+    for (int32_t i = 0; i < load->num_parts && status == S1F_OK; i++) {
+        status = copy_part(tier, way, &load->parts[i], offset);
+        offset += s1f_tier_rounded(load->parts[i].bytes);
+        next->bytes += load->parts[i].bytes;
+    }
+    return status == S1F_OK ? check(tier, driver->event_record(next->end, stream), "cuEventRecord") : status;
+}
+
+/* "GPU 0: moving 4096 bytes out to pinned host memory: ..." */
+static s1f_status tell(const host_tier *tier, const s1f_tier_load *load, s1f_status status)
+{
+    char text[256];
+    snprintf(text, sizeof text, "%s", s1f_last_error());
+    return s1f_fail(status, "Memory(offload=HOST): GPU %d: %s %lld bytes %s pinned host memory: %s",
+                    (int)tier->device->ordinal, load->comes_in ? "bringing" : "moving", (long long)load->bytes,
+                    load->comes_in ? "back from" : "out to", text);
+}
+
+static s1f_status begin(s1f_tier *head, s1f_tier_load *load)
+{
+    host_tier *tier = of(head);
+    int mode;
+    s1f_status status = enter(tier, &mode);
+    if (status != S1F_OK)
+        return status;
+    status = grow(tier, load->offset + load->bytes, load->bytes);
+    if (status == S1F_OK && (status = start_copy(tier, load)) != S1F_OK)
+        status = tell(tier, load, status);
+    leave(tier, mode);
+    return status;
+}
+
+static s1f_status wait(s1f_tier *head, s1f_group *group, s1f_tier_load *load)
+{
+    host_tier *tier = of(head);
+    int mode;
+    (void)group;
+    s1f_status status = enter(tier, &mode);
+    if (status != S1F_OK)
+        return status;
+    s1f_cu_event end = tier->copies[load->ticket].end;
+    status = check(tier, tier->device->driver->stream_wait_event(tier->device->compute, end, 0), "cuStreamWaitEvent");
+    leave(tier, mode);
+    return status == S1F_OK ? S1F_OK : tell(tier, load, status);
+}
+
+/* -- times --------------------------------------------------------------------------------------------------------- */
+
+/* Adds the copies that have ended by now to the sums. */
+static void count(host_tier *tier)
+{
+    const s1f_driver *driver = tier->device->driver;
+    int mode;
+    if (enter(tier, &mode) != S1F_OK)
+        return;
+    for (int64_t i = 0; i < tier->num_copies; i++) {
+        copy *one = &tier->copies[i];
+        float milliseconds = 0;
+        if (one->is_counted || driver->event_query(one->end) != S1F_CU_SUCCESS ||
+            driver->event_elapsed(&milliseconds, one->begin, one->end) != S1F_CU_SUCCESS)
+            continue;
+        one->is_counted = 1;
+        *(one->way == IN ? &tier->facts.bytes_in : &tier->facts.bytes_out) += one->bytes;
+        *(one->way == IN ? &tier->facts.ns_in : &tier->facts.ns_out) += (int64_t)((double)milliseconds * 1e6);
+    }
+    leave(tier, mode);
+}
+
+static void get_facts(s1f_tier *head, s1f_tier_facts *out)
+{
+    host_tier *tier = of(head);
+    count(tier);
+    *out = tier->facts;
+}
+
+static s1f_status came_back(s1f_tier *head, int64_t number, int64_t *ns)
+{
+    const host_tier *tier = of(head);
+    for (int64_t i = tier->num_copies; i-- > 0;)
+        if (tier->copies[i].number == number && tier->copies[i].way == IN)
+            return s1f_device_time_of(tier->device, tier->copies[i].end, ns);
+    return S1F_OK;
+}
+
+/* -- steps --------------------------------------------------------------------------------------------------------- */
+
+/* Units may compute on another stream now, which has not waited for the copies that read the room last. */
+static s1f_status begin_step(s1f_tier *head, int64_t most_loads)
+{
+    host_tier *tier = of(head);
+    const s1f_driver *driver = tier->device->driver;
+    int mode;
+    if (tier->broken[0] != '\0')
+        return s1f_fail(S1F_ERR_STATE,
+                        "Memory(offload=HOST): copies of GPU %d have failed (%s): what waits there cannot go on; end "
+                        "this process and start it again",
+                        (int)tier->device->ordinal, tier->broken);
+    count(tier);
+    tier->most_loads = most_loads;
+    tier->num_copies = 0;
+    s1f_status status = enter(tier, &mode);
+    if (status != S1F_OK)
+        return status;
+    status = check(tier, driver->event_record(tier->given, tier->streams[IN]), "cuEventRecord");
+    if (status == S1F_OK)
+        status = check(tier, driver->stream_wait_event(tier->streams[OUT], tier->given, 0), "cuStreamWaitEvent");
+    leave(tier, mode);
+    return status;
+}
+
+/* Loads that are left may still be copied. Without any, compute has waited for all copies. */
+static void reset(s1f_tier *head)
+{
+    host_tier *tier = of(head);
+    int mode;
+    if (head->loads == NULL || enter(tier, &mode) != S1F_OK)
+        return;
+    for (int way = OUT; way <= IN; way++)
+        if (check(tier, tier->device->driver->stream_synchronize(tier->streams[way]), "cuStreamSynchronize") != S1F_OK)
+            snprintf(tier->broken, sizeof tier->broken, "%s", s1f_last_error());
+    leave(tier, mode);
+}
+
+/* -- life ---------------------------------------------------------------------------------------------------------- */
+
+static s1f_status open_streams(host_tier *tier)
+{
+    const s1f_driver *driver = tier->device->driver;
+    int mode;
+    s1f_status status = enter(tier, &mode);
+    if (status != S1F_OK)
+        return status;
+    for (int way = OUT; way <= IN && status == S1F_OK; way++)
+        status = check(tier, driver->stream_create(&tier->streams[way], S1F_CU_STREAM_NON_BLOCKING, 0),
+                       "cuStreamCreateWithPriority");
+    if (status == S1F_OK)
+        status = check(tier, driver->event_create(&tier->given, S1F_CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+    leave(tier, mode);
+    return status;
+}
+
+static void close_streams(const host_tier *tier)
+{
+    const s1f_driver *driver = tier->device->driver;
+    int mode;
+    if (enter(tier, &mode) != S1F_OK)
+        return;
+    for (int way = OUT; way <= IN; way++)
+        if (tier->streams[way] != NULL) {
+            driver->stream_synchronize(tier->streams[way]);
+            driver->stream_destroy(tier->streams[way]);
+        }
+    for (int64_t i = 0; i < tier->capacity; i++) {
+        if (tier->copies[i].begin != NULL)
+            driver->event_destroy(tier->copies[i].begin);
+        if (tier->copies[i].end != NULL)
+            driver->event_destroy(tier->copies[i].end);
+    }
+    if (tier->given != NULL)
+        driver->event_destroy(tier->given);
+    for (int64_t i = 0; i < tier->num_pieces; i++)
+        driver->host_free(tier->pieces[i].memory);
+    leave(tier, mode);
+}
+
+static void free_tier(s1f_tier *head)
+{
+    host_tier *tier = of(head);
+    if (tier->process != getpid())
+        return;
+    s1f_tier_reset(head);
+    close_streams(tier);
+    free(tier->copies);
+    free(tier->pieces);
+    free(tier->root);
+    free(tier);
+}
+
+static const s1f_tier_kind host_kind = {
+    .alignment = 1,
+    .get_facts = get_facts,
+    .begin_step = begin_step,
+    .begin = begin,
+    .wait = wait,
+    .came_back = came_back,
+    .reset = reset,
+    .free = free_tier,
+};
+
+s1f_status s1f_host_tier_create(s1f_device *device, int32_t host_ranks, const char *root, s1f_tier **out)
+{
+    host_tier *tier = calloc(1, sizeof *tier);
+    if (tier == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for a tier");
+    tier->head.kind = &host_kind;
+    tier->device = device;
+    tier->host_ranks = host_ranks < 1 ? 1 : host_ranks;
+    tier->process = getpid();
+    snprintf(tier->facts.medium, sizeof tier->facts.medium, "pinned memory");
+    tier->facts.is_direct = tier->facts.is_memory = 1;
+    tier->root = strdup(root);
+    s1f_status status = tier->root == NULL ? s1f_fail(S1F_ERR_MEMORY, "no memory for a tier") : open_streams(tier);
+    if (status != S1F_OK) {
+        free_tier(&tier->head);
+        return s1f_fail_prefixed(status, "Memory(offload=HOST): ");
+    }
+    *out = &tier->head;
+    return S1F_OK;
+}

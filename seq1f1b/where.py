@@ -1,0 +1,121 @@
+"""What runs where: one table that the engine's refusals, the planner and the docs read. Needs no torch."""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Iterator
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+__all__ = ["HOST"]
+
+
+class _Place(enum.Enum):
+    HOST = "pinned host memory"
+
+    def __repr__(self) -> str:
+        return "seq1f1b.HOST"
+
+
+HOST: Final = _Place.HOST
+"""Pinned host memory, as the place to which ``Memory(offload=seq1f1b.HOST)`` moves what units on a GPU save."""
+
+
+Offload: TypeAlias = "str | os.PathLike[str] | Literal[_Place.HOST] | None"
+"""Places to which units may move: a directory for a file, pinned host memory, nowhere."""
+
+
+class State(enum.Enum):
+    """How far a feature has come on a kind of machine."""
+
+    VERIFIED = "verified"  # it has run there, and its results were compared
+    REHEARSED = "rehearsed"  # tests run it over stand-ins for the CUDA driver and NCCL; such a machine never has
+    REFUSED = "refused"  # the engine raises an error that names another way
+
+
+class Row(NamedTuple):
+    """A feature.
+
+    Attributes:
+        refusal: why it does not run where it is refused, and what does; empty if it runs everywhere.
+    """
+
+    feature: str
+    cpu: State
+    one_gpu: State
+    several_gpus: State
+    refusal: str = ""
+
+    def state(self, device_type: str, is_several: bool = False) -> State:
+        """The state on machines of a kind.
+
+        Args:
+            device_type: of the stages, "cpu" or "cuda".
+            is_several: whether ranks have GPUs of their own.
+        """
+        return self.cpu if device_type == "cpu" else self.several_gpus if is_several else self.one_gpu
+
+
+_YES, _STAND_INS, _NO = State
+_ROWS = {
+    "steps": Row("training and evaluation, every schedule", _YES, _YES, _STAND_INS),
+    "recompute": Row("`Memory(recompute=)`, `Memory(blocks=)`", _YES, _YES, _STAND_INS),
+    "folder": Row(
+        "`Memory(offload=FOLDER)`: a file",
+        _YES,
+        _NO,
+        _NO,
+        "a file takes what stages on the CPU save, and this one is on {device}: give Memory(offload=seq1f1b.HOST), "
+        "which moves it to pinned host memory",
+    ),
+    "host": Row(
+        "`Memory(offload=seq1f1b.HOST)`: pinned host memory",
+        _NO,
+        _STAND_INS,
+        _STAND_INS,
+        "pinned host memory takes what stages on a GPU save, and this one is on {device}: give Memory(offload=FOLDER), "
+        "a directory on a fast disk",
+    ),
+    "through host": Row('messages through host memory: `transport="auto"`, `"shm"`, `"c10d"`', _YES, _YES, _STAND_INS),
+    "between gpus": Row(
+        'messages that stay on GPUs: `transport="copy"`, `"nccl"`',
+        _NO,
+        _YES,
+        _STAND_INS,
+        'it moves messages between GPUs, and the stages are on {device}: use "auto", or move the stages',
+    ),
+}
+
+
+def row(feature: str) -> Row:
+    """The row of a feature by its short name."""
+    return _ROWS[feature]
+
+
+def rows() -> Iterator[tuple[str, str, str, str]]:
+    """The table for a page: feature, and the words of its states on the CPU, on one GPU and on several."""
+    for each in _ROWS.values():
+        yield each.feature, each.cpu.value, each.one_gpu.value, each.several_gpus.value
+
+
+def features() -> tuple[str, ...]:
+    """Short names of all rows."""
+    return tuple(_ROWS)
+
+
+def check(feature: str, option: str, device: object) -> None:
+    """Raises ValueError, with the remedy, where a feature is refused.
+
+    Args:
+        option: that asks for it, as the user wrote it: ``"Memory.offload"``.
+        device: of the stages, a torch.device or its text.
+    """
+    found = _ROWS[feature]
+    if found.state(str(device).partition(":")[0]) is State.REFUSED:
+        raise ValueError(f"{option}: {found.refusal.format(device=device)}")
+
+
+def tier_of(device_type: str) -> str | None:
+    """Short name of the tier that units on such a device may move to; None: there is none."""
+    runs = [name for name in ("folder", "host") if _ROWS[name].state(device_type) is not State.REFUSED]
+    return runs[0] if runs else None

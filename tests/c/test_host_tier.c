@@ -1,0 +1,445 @@
+/* Does the tier of pinned memory copy at the right time, wait for nothing on the host, and tell what fails? */
+#include "../../csrc/device/host_memory.h"
+#include "../../csrc/device/host_tier.h"
+#include "stand_in_test.h"
+
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static const char LIBRARY[] = ""; /* this program: the stand-ins are linked with it */
+enum { BUFFERS = 3, BYTES = 6000, UNITS = 4, WAVES = 2, MILLION = 1000000 };
+
+typedef struct {
+    s1f_device *device;
+    s1f_tier *tier;
+    CUstream compute;
+    CUdeviceptr buffers[BUFFERS];
+} scene;
+
+typedef struct { /* what a kernel of the test does */
+    char *memory;
+    int unit;
+    int *num_wrong;
+} kernel;
+static kernel kernels[512];
+static int num_kernels;
+
+static void fill(void *argument)
+{
+    kernel *k = argument;
+    memset(k->memory, k->unit, BYTES);
+}
+
+static void compare(void *argument)
+{
+    kernel *k = argument;
+    for (int i = 0; i < BYTES; i++)
+        if (k->memory[i] != (char)k->unit) {
+            ++*k->num_wrong;
+            return;
+        }
+}
+
+static void launch(const scene *s, CUhostFn function, int buffer, int unit, int *num_wrong)
+{
+    kernel *k = &kernels[num_kernels++ % 512];
+    *k = (kernel){host(s->buffers[buffer]), unit, num_wrong};
+    OK(cuLaunchHostFunc(s->compute, function, k));
+}
+
+static void open_scene(scene *s, uint64_t seed, const char *root)
+{
+    begin(seed, 8);
+    CHECK_STATUS(s1f_device_create(LIBRARY, 0, &s->device), S1F_OK, "");
+    CHECK_STATUS(s1f_host_tier_create(s->device, 2, root, &s->tier), S1F_OK, "");
+    s->compute = new_stream();
+    for (int i = 0; i < BUFFERS; i++)
+        s->buffers[i] = new_memory(BYTES);
+}
+
+static void close_scene(scene *s)
+{
+    CHECK(drained());
+    s1f_tier_free(s->tier);
+    s1f_device_free(s->device);
+    OK(cuStreamDestroy_v2(s->compute));
+    for (int i = 0; i < BUFFERS; i++)
+        OK(cuMemFree_v2(s->buffers[i]));
+    CHECK(stand_in_count("live_pinned_bytes") == 0 && stand_in_count("live_streams") == 0 &&
+          stand_in_count("live_events") == 0 && stand_in_count("live_allocations") == 0);
+    expect_no_misuse();
+}
+
+static s1f_status begin_step(const scene *s)
+{
+    s1f_status status = s1f_device_begin_step(s->device, s->compute);
+    return status == S1F_OK ? s1f_tier_begin_step(s->tier, UNITS) : status;
+}
+
+static s1f_status out(const scene *s, int64_t number, int buffer, int64_t bytes)
+{
+    s1f_tier_part part = {host(s->buffers[buffer]), bytes};
+    return s1f_tier_out(s->tier, number, &part, 1);
+}
+
+static s1f_status in(const scene *s, int64_t number, int buffer, int64_t bytes)
+{
+    s1f_tier_part part = {host(s->buffers[buffer]), bytes};
+    return s1f_tier_in(s->tier, number, &part, 1);
+}
+
+/* A step in which memory is used again as soon as the order lets it: forwards write two buffers in turn, whose units
+ * move out, and backwards read what came back to a buffer that something else used just before. Returns how many
+ * backwards read wrong bytes. */
+static int run_step(const scene *s)
+{
+    static int num_wrong;
+    num_wrong = 0;
+    CHECK_STATUS(begin_step(s), S1F_OK, "");
+    for (int wave = 0; wave < WAVES; wave++) {
+        for (int u = 0; u < UNITS; u++) {
+            if (u > 1)
+                CHECK_STATUS(s1f_tier_wait(s->tier, NULL, u - 2), S1F_OK, "");
+            launch(s, fill, u % 2, 1 + wave * UNITS + u, NULL);
+            CHECK_STATUS(out(s, u, u % 2, BYTES), S1F_OK, "");
+        }
+        for (int u = UNITS - 2; u < UNITS; u++) {
+            CHECK_STATUS(s1f_tier_wait(s->tier, NULL, u), S1F_OK, "");
+            launch(s, fill, u % 2, 100, NULL);
+        }
+        for (int u = 0; u < UNITS; u++) {
+            launch(s, fill, u % BUFFERS, 100, NULL);
+            CHECK_STATUS(in(s, u, u % BUFFERS, BYTES), S1F_OK, "");
+            CHECK_STATUS(s1f_tier_wait(s->tier, NULL, u), S1F_OK, "");
+            launch(s, compare, u % BUFFERS, 1 + wave * UNITS + u, &num_wrong);
+        }
+    }
+    CHECK(drained());
+    return num_wrong;
+}
+
+/* Waits of a step behind that of its begin. */
+enum { WAITS = WAVES * UNITS * 4 };
+
+static void test_order(void)
+{
+    for (uint64_t seed = 0; seed < (slow ? 5 : 60); seed++) {
+        scene s;
+        open_scene(&s, seed, "");
+        CHECK(run_step(&s) == 0 && run_step(&s) == 0);
+        CHECK(stand_in_count("cuStreamWaitEvent") == 2 * (WAITS + 1));
+        close_scene(&s);
+    }
+}
+
+/* Without any one of the waits, some timing has a backward read wrong bytes: all are needed, and the test sees each. */
+static void test_every_wait_is_needed(void)
+{
+    for (int64_t lost = 0; lost < (slow ? 2 : WAITS); lost++) {
+        int num_wrong = 0;
+        for (uint64_t seed = 0; seed < 400 && num_wrong == 0; seed++) {
+            scene s;
+            open_scene(&s, seed, "");
+            stand_in_fail_call("cuStreamWaitEvent", 1 + lost, CUDA_SUCCESS);
+            num_wrong = run_step(&s);
+            close_scene(&s);
+        }
+        CHECK(num_wrong > 0);
+        if (num_wrong == 0)
+            fprintf(stderr, "nobody needs wait %d\n", (int)lost);
+    }
+}
+
+/* The next step computes on another stream, which has waited for no copy. Its first load takes the room that the last
+ * one of the step before may still be read from. */
+static void test_another_stream(void)
+{
+    int num_wrong = 0, num_wrong_without = 0;
+    for (uint64_t seed = 0; seed < (slow ? 4 : 200); seed++)
+        for (int lost = 0; lost < 2; lost++) {
+            scene s;
+            open_scene(&s, seed, "");
+            CHECK_STATUS(begin_step(&s), S1F_OK, "");
+            launch(&s, fill, 0, 1, NULL);
+            CHECK_STATUS(out(&s, 0, 0, BYTES), S1F_OK, "");
+            CHECK_STATUS(s1f_tier_wait(s.tier, NULL, 0), S1F_OK, "");
+            CHECK_STATUS(in(&s, 0, 1, BYTES), S1F_OK, "");
+            CHECK_STATUS(s1f_tier_wait(s.tier, NULL, 0), S1F_OK, "");
+            launch(&s, compare, 1, 1, lost ? &num_wrong_without : &num_wrong);
+            CUstream first = s.compute;
+            s.compute = new_stream();
+            if (lost)
+                stand_in_fail_call("cuStreamWaitEvent", 0, CUDA_SUCCESS);
+            CHECK_STATUS(begin_step(&s), S1F_OK, "");
+            launch(&s, fill, 2, 2, NULL);
+            CHECK_STATUS(out(&s, 0, 2, BYTES), S1F_OK, "");
+            CHECK(drained());
+            OK(cuStreamDestroy_v2(first));
+            close_scene(&s);
+        }
+    CHECK(num_wrong == 0 && (slow || num_wrong_without > 0));
+}
+
+/* Copies of 600 us beside units of 1000 us take no time of compute; of 1500 us each is waited for. */
+static void test_copies_beside_units(void)
+{
+    static const struct {
+        int64_t copy_us, wanted_us;
+    } cases[] = {{600, 7000}, {1500, 1000 + 4 * 1500 + 2000}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        scene s;
+        open_scene(&s, i, "");
+        OK(stand_in_set("virtual_clock", 1));
+        OK(stand_in_set("copy_ns_per_kib", cases[i].copy_us * 1000 / 4));
+        CHECK_STATUS(begin_step(&s), S1F_OK, "");
+        for (int u = 0; u < 3; u++) { /* F0 O0 F1 A0 O1 F2 A1 */
+            OK(stand_in_work(s.compute, MILLION));
+            if (u > 0)
+                CHECK_STATUS(s1f_tier_wait(s.tier, NULL, u - 1), S1F_OK, "");
+            if (u < 2)
+                CHECK_STATUS(out(&s, u, 0, 4096), S1F_OK, "");
+        }
+        for (int u = 0; u < 2; u++) { /* L0 B2 L1 B0 B1, with a load that begins one unit ahead */
+            CHECK_STATUS(in(&s, u, 1, 4096), S1F_OK, "");
+            OK(stand_in_work(s.compute, MILLION));
+            CHECK_STATUS(s1f_tier_wait(s.tier, NULL, u), S1F_OK, "");
+        }
+        OK(stand_in_work(s.compute, 2 * MILLION));
+        CHECK(drained());
+        CHECK(stand_in_clock(s.compute) == 1000 * cases[i].wanted_us);
+        s1f_tier_facts facts;
+        s1f_tier_get_step(s.tier, &facts);
+        CHECK(facts.bytes_out == 8192 && facts.bytes_in == 8192);
+        CHECK(llabs(facts.ns_out - 2000 * cases[i].copy_us) < 1000 && llabs(facts.ns_in - facts.ns_out) < 1000);
+        close_scene(&s);
+    }
+}
+
+/* After the first step nothing is pinned, and the host waits for nothing, though pageable copies would have it wait. */
+static void test_steady_steps(void)
+{
+    scene s;
+    open_scene(&s, 3, "");
+    OK(stand_in_set("pageable_waits", 1));
+    CHECK(run_step(&s) == 0);
+    s1f_tier_facts facts;
+    s1f_tier_get_step(s.tier, &facts);
+    CHECK(facts.num_growths == 1 && facts.room_bytes == 8 << 20);
+    CHECK(facts.bytes_out == WAVES * UNITS * BYTES && facts.bytes_in == facts.bytes_out);
+    int64_t made = stand_in_count("cuEventCreate");
+    for (int step = 0; step < 3; step++)
+        CHECK(run_step(&s) == 0);
+    s1f_tier_get_step(s.tier, &facts);
+    CHECK(facts.num_growths == 0 && stand_in_count("cuMemHostAlloc") == 1 && stand_in_count("cuEventCreate") == made);
+    CHECK(stand_in_count("synchronisations") == 0 && stand_in_count("pageable_copies") == 0);
+    close_scene(&s);
+}
+
+/* A load that lies across two calls' memory comes back whole. */
+static void test_loads_across_pieces(void)
+{
+    enum { LARGE = 5 << 20 };
+    scene s;
+    open_scene(&s, 4, "");
+    CUdeviceptr memory = new_memory(3 * LARGE), again = new_memory(3 * LARGE);
+    for (int64_t i = 0; i < 3 * LARGE; i++)
+        ((char *)host(memory))[i] = (char)(i * 7 + i / 4096);
+    CHECK_STATUS(begin_step(&s), S1F_OK, "");
+    for (int i = 0; i < 3; i++) {
+        s1f_tier_part part = {(char *)host(memory) + (size_t)i * LARGE, LARGE};
+        CHECK_STATUS(s1f_tier_out(s.tier, i, &part, 1), S1F_OK, "");
+        CHECK_STATUS(s1f_tier_wait(s.tier, NULL, i), S1F_OK, "");
+    }
+    for (int i = 0; i < 3; i++) {
+        s1f_tier_part part = {(char *)host(again) + (size_t)i * LARGE, LARGE};
+        CHECK_STATUS(s1f_tier_in(s.tier, i, &part, 1), S1F_OK, "");
+        CHECK_STATUS(s1f_tier_wait(s.tier, NULL, i), S1F_OK, "");
+    }
+    CHECK(drained() && stand_in_count("cuMemHostAlloc") == 2 && stand_in_count("copy") == 8);
+    CHECK(memcmp(host(memory), host(again), 3 * LARGE) == 0);
+    OK(cuMemFree_v2(memory));
+    OK(cuMemFree_v2(again));
+    close_scene(&s);
+}
+
+static void test_what_fails(void)
+{
+    static const struct {
+        const char *call;
+        int result;
+        s1f_status status;
+        const char *text;
+    } cases[] = {
+        {"cuMemHostAlloc", CUDA_ERROR_OUT_OF_MEMORY, S1F_ERR_MEMORY,
+         "Memory(offload=HOST): GPU 0 could not pin 8388608 bytes of host memory beside 0: cuMemHostAlloc: "},
+        {"cuMemcpyDtoHAsync", CUDA_ERROR_INVALID_VALUE, S1F_ERR_STATE,
+         "Memory(offload=HOST): GPU 0: moving 8192 bytes out to pinned host memory: cuMemcpyDtoHAsync: "},
+        {"cuEventRecord", CUDA_ERROR_LAUNCH_TIMEOUT, S1F_ERR_STATE, "out to pinned host memory: cuEventRecord: "},
+        {"cuEventCreate", CUDA_ERROR_OUT_OF_MEMORY, S1F_ERR_MEMORY, "cuEventCreate: "},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        scene s;
+        open_scene(&s, i, "");
+        CHECK_STATUS(begin_step(&s), S1F_OK, "");
+        stand_in_fail_call(cases[i].call, 0, cases[i].result);
+        CHECK_STATUS(out(&s, 0, 0, BYTES), cases[i].status, cases[i].text);
+        s1f_tier_reset(s.tier);
+        CHECK(run_step(&s) == 0); /* nothing is lost */
+        close_scene(&s);
+    }
+    scene s;
+    open_scene(&s, 9, "");
+    CHECK_STATUS(begin_step(&s), S1F_OK, "");
+    CHECK_STATUS(out(&s, 0, 0, BYTES), S1F_OK, "");
+    stand_in_fail_call("cuStreamSynchronize", 0, CUDA_ERROR_LAUNCH_TIMEOUT);
+    s1f_tier_reset(s.tier);
+    CHECK_STATUS(begin_step(&s), S1F_ERR_STATE, "copies of GPU 0 have failed (cuStreamSynchronize: ");
+    close_scene(&s);
+}
+
+/* A reset returns when the copies have ended: memory of theirs may go. */
+static void test_reset(void)
+{
+    for (uint64_t seed = 0; seed < 20; seed++) {
+        scene s;
+        open_scene(&s, seed, "");
+        CHECK_STATUS(begin_step(&s), S1F_OK, "");
+        CUdeviceptr memory = new_memory(BYTES), room = new_memory(BYTES);
+        s1f_tier_part part = {host(memory), BYTES}, back = {host(room), BYTES};
+        CHECK_STATUS(s1f_tier_out(s.tier, 0, &part, 1), S1F_OK, "");
+        CHECK_STATUS(s1f_tier_wait(s.tier, NULL, 0), S1F_OK, "");
+        CHECK_STATUS(s1f_tier_out(s.tier, 1, &part, 1), S1F_OK, "");
+        CHECK_STATUS(s1f_tier_in(s.tier, 0, &back, 1), S1F_OK, "");
+        s1f_tier_reset(s.tier);
+        OK(cuMemFree_v2(memory));
+        OK(cuMemFree_v2(room));
+        close_scene(&s);
+    }
+}
+
+static void test_failing_allocations(void)
+{
+    scene s;
+    open_scene(&s, 1, "");
+    s1f_tier_free(s.tier);
+    CHECK_STATUS(s1f_device_begin_step(s.device, s.compute), S1F_OK, "");
+    for (int64_t n = 0;; n++) {
+        s1f_tier *tier = NULL;
+        fail_allocation(n);
+        s1f_status status = s1f_host_tier_create(s.device, 1, "", &tier);
+        s.tier = tier;
+        if (status == S1F_OK)
+            status = out(&s, 0, 0, BYTES);
+        int64_t asked = fail_allocation(-1);
+        s1f_tier_free(tier);
+        if (asked <= n)
+            break;
+        CHECK(status == S1F_ERR_MEMORY);
+    }
+    s.tier = NULL;
+    close_scene(&s);
+}
+
+/* -- the host's memory --------------------------------------------------------------------------------------------- */
+
+static char root[64];
+
+static void write_file(const char *path, const char *text)
+{
+    char whole[512];
+    snprintf(whole, sizeof whole, "%s%s", root, path);
+    for (char *at = strchr(whole + strlen(root) + 1, '/'); at != NULL; at = strchr(at + 1, '/')) {
+        *at = '\0';
+        (void)mkdir(whole, 0700);
+        *at = '/';
+    }
+    FILE *file = fopen(whole, "w");
+    CHECK(file != NULL);
+    if (file == NULL)
+        return;
+    fputs(text, file);
+    fclose(file);
+}
+
+static void expect_room(int64_t bytes, const char *from)
+{
+    s1f_host_room room;
+    s1f_host_room_find(root, &room);
+    CHECK(room.bytes == bytes && strcmp(room.from, from) == 0);
+    if (room.bytes != bytes || strcmp(room.from, from) != 0)
+        fprintf(stderr, "%lld by %s, wanted %lld by %s\n", (long long)room.bytes, room.from, (long long)bytes, from);
+}
+
+static void test_host_memory(void)
+{
+    snprintf(root, sizeof root, "/tmp/seq1f1b-host-XXXXXX");
+    CHECK(mkdtemp(root) != NULL);
+    expect_room(INT64_MAX, "");
+    write_file("/proc/meminfo", "MemTotal:       16000 kB\nMemFree: 5 kB\nMemAvailable:   9000 kB\n");
+    expect_room((9000 - 1000) * 1024, "free memory");
+    write_file("/proc/self/cgroup", "0::/a/b\n"); /* version 2: the tightest of its ancestors */
+    write_file("/sys/fs/cgroup/a/b/memory.max", "max\n");
+    write_file("/sys/fs/cgroup/a/b/memory.current", "4096\n");
+    write_file("/sys/fs/cgroup/a/memory.max", "1600000\n");
+    write_file("/sys/fs/cgroup/a/memory.current", "1000000\n");
+    write_file("/sys/fs/cgroup/a/memory.stat", "anon 5\ninactive_file 200000\n");
+    expect_room(600000 + 200000 - 100000, "the limit of control group /a");
+    write_file("/sys/fs/cgroup/a/memory.current", "1700000\n"); /* the group is beyond its limit already */
+    write_file("/sys/fs/cgroup/a/memory.stat", "");
+    expect_room(0, "the limit of control group /a");
+    /* version 1, in a container that sees its own group as the root */
+    write_file("/proc/self/cgroup", "12:cpu:/x\n4:memory:/docker/0123\n");
+    write_file("/sys/fs/cgroup/memory/memory.limit_in_bytes", "3200000\n");
+    write_file("/sys/fs/cgroup/memory/memory.usage_in_bytes", "1000000\n");
+    expect_room(2200000 - 200000, "the limit of control group /");
+    write_file("/sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n");
+    expect_room((9000 - 1000) * 1024, "free memory");
+    CHECK(!s1f_host_node_begin(root, "0000:A0:00.0"));
+    write_file("/sys/bus/pci/devices/0000:a0:00.0/numa_node", "-1\n");
+    CHECK(!s1f_host_node_begin(root, "0000:A0:00.0"));
+    write_file("/sys/bus/pci/devices/0000:a0:00.0/numa_node", "0\n");
+    if (s1f_host_node_begin(root, "0000:A0:00.0")) /* where the kernel permits it */
+        s1f_host_node_end();
+}
+
+/* What all loads of the step need is refused at the first of them, before memory is full. */
+static void test_host_too_small(void)
+{
+    scene s;
+    open_scene(&s, 2, root);
+    write_file("/proc/meminfo", "MemTotal:       160000 kB\nMemAvailable:   90000 kB\n");
+    CHECK_STATUS(begin_step(&s), S1F_OK, "");
+    CUdeviceptr large = new_memory(20 << 20);
+    s1f_tier_part part = {host(large), 20 << 20};
+    CHECK_STATUS(
+        s1f_tier_out(s.tier, 0, &part, 1), S1F_ERR_MEMORY,
+        "Memory(offload=HOST) needs 83886080 bytes of pinned host memory more for each of 2 ranks of this host, "
+        "and free memory leaves 81920000: move fewer units by Memory(units=), use shorter segments, or allow "
+        "more memory");
+    CHECK(stand_in_count("cuMemHostAlloc") == 0);
+    s1f_tier_reset(s.tier);
+    CHECK(run_step(&s) == 0);
+    OK(cuMemFree_v2(large));
+    close_scene(&s);
+}
+
+int main(int argc, char **argv)
+{
+    slow = argc > 1 && strcmp(argv[1], "valgrind") == 0;
+    test_order();
+    test_every_wait_is_needed();
+    test_another_stream();
+    test_copies_beside_units();
+    test_steady_steps();
+    test_loads_across_pieces();
+    test_what_fails();
+    test_reset();
+    test_failing_allocations();
+    test_host_memory();
+    test_host_too_small();
+    char command[128];
+    snprintf(command, sizeof command, "rm -r %s", root);
+    CHECK(system(command) == 0);
+    return check_failures();
+}

@@ -1,0 +1,228 @@
+"""Do engines on GPUs (stand-ins) train the same with a tier of pinned memory, in less memory, whatever fails?"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run_processes
+from stand_in_engine import StandInEngine
+from stand_in_library import stand_in
+from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
+from torch.multiprocessing import ProcessExitedException
+
+from seq1f1b import HOST, Limits, LoopbackGroup, Memory, PipelineEngine, PipelineError
+from seq1f1b.testing import run_ranks
+
+CONFIG = Config(hidden=32, heads=2, kv_heads=1, ffn=48, vocab=17, layers=4)
+LENGTH = 24
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Any:
+    gc.collect()
+    stand_in().reset(1, foreign_memory=1)
+    yield
+    gc.collect()
+    assert stand_in().complaints() == []
+    for counter in ("live_pinned_bytes", "live_streams", "live_events"):
+        assert stand_in().count(counter) == 0, counter
+
+
+def make_engine(model: Any, rank: int, num_ranks: int, group: Any, **options: Any) -> StandInEngine:
+    stage = copy.deepcopy(stage_of(model, CONFIG, rank, num_ranks))
+    defaults = {"schedule": "gpipe", "num_microbatches": 4, "num_segments": 2, "transport": "copy"}
+    return StandInEngine(stage, group=group, loss_fn=cross_entropy, **defaults | options)
+
+
+def zero(engine: StandInEngine) -> None:
+    for p in engine.parameters():
+        p.grad = None
+
+
+def train(num_ranks: int, memory: Memory, steps: int = 2, **options: Any) -> list[Any]:
+    """For each rank, gradients and losses of all steps, the last report, and the facts of its tier."""
+    model = whole_model(CONFIG)
+    tokens, target = batch(CONFIG, 8, LENGTH)
+
+    def run(group: Any) -> Any:
+        engine = make_engine(model, group.rank, num_ranks, group, memory=memory, **options)
+        losses = [loss for _ in range(steps) for loss in engine.step(tokens, target=target)]
+        report = engine.report()
+        tier = engine._pipeline.tier
+        facts = None if tier is None else (tier.step_facts(), stand_in().count("cuMemHostAlloc"))
+        gradients = [p.grad for _, p in sorted(engine.named_parameters())]
+        engine.close()
+        return gradients, losses, report, facts
+
+    return run_ranks(num_ranks, run)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [(1, {}), (2, {}), (2, {"schedule": "seq-zb-h1"}), (2, {"recompute": lambda unit: unit.segment == 1})],
+    ids=["1", "2", "split", "recompute"],
+)
+def test_gradients_are_equal_bit_for_bit(num_ranks: int, options: dict[str, Any], seed: int) -> None:
+    stand_in().reset(seed, foreign_memory=1)
+    options = dict(options)
+    recompute = options.pop("recompute", "none")
+    kept = train(num_ranks, Memory(recompute), **options)
+    moved = train(num_ranks, Memory(recompute, offload=HOST), **options)
+    for (gradients, losses, *_), (own, own_losses, report, facts) in zip(kept, moved, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip([*gradients, *losses], [*own, *own_losses], strict=True))
+        assert report.moved_units > 0 and report.moved_bytes == facts[0].bytes_out == facts[0].bytes_in > 0
+        assert facts[0].num_growths == 0  # nothing is pinned in the second step
+
+
+def test_bytes_of_live_units_fall_under_a_cap_that_nothing_else_meets() -> None:
+    """A step whose live units may hold so much runs only if they move: neither recomputation nor blocks are given."""
+    [kept], [moved] = train(1, Memory()), train(1, Memory(offload=HOST))
+    [before], [after] = kept[2].stages, moved[2].stages
+    cap = 0.62 * before.activation_bytes
+    assert before.activation_bytes > cap > after.activation_bytes
+    assert after.planned_live_units == after.peak_live_units < before.peak_live_units == 8
+
+
+def test_times_of_copies_and_waits_are_the_stand_ins() -> None:
+    """Copies take 1 us a KiB and units none, in virtual time: what compute waits for is all of it, but for overlap."""
+    stand_in().reset(2, foreign_memory=1, virtual_clock=1, copy_ns_per_kib=1000)
+    [(_, _, report, _)] = train(1, Memory(offload=HOST))
+    rate = 1024 / 1e-6
+    assert report.clock == "device"
+    assert report.move_out_rate == pytest.approx(rate, rel=0.01) and report.move_in_rate == pytest.approx(
+        rate, rel=0.01
+    )
+    copies = report.moved_bytes / rate
+    assert copies < report.tier < 2.001 * copies  # out and back, of which some ran beside each other
+    assert report.busy < 0.01 * copies
+
+
+def test_a_copy_that_fails_ends_the_step_on_every_rank_and_the_next_one_works() -> None:
+    tokens, target = batch(CONFIG, 8, LENGTH)
+    model = whole_model(CONFIG)
+
+    both = threading.Barrier(2)
+
+    def run(group: Any) -> Any:
+        engine = make_engine(model, group.rank, 2, group, memory=Memory(offload=HOST))
+        engine.step(tokens, target=target)
+        good = [p.grad.clone() for p in engine.parameters()]
+        failures = []
+        for call in ("cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync"):
+            zero(engine)
+            if both.wait() == 0:  # neither is in a step: the fault is one of the next
+                stand_in().fail_call(call, 0, 1)
+            both.wait()
+            try:
+                engine.step(tokens, target=target)
+            except (RuntimeError, PipelineError) as error:
+                failures.append(error)
+        zero(engine)
+        engine.step(tokens, target=target)
+        equal = all(torch.equal(p.grad, g) for p, g in zip(engine.parameters(), good, strict=True))
+        engine.close()
+        return failures, equal
+
+    results = run_ranks(2, run)
+    assert all(equal for _, equal in results)
+    for i, words in enumerate(("out to", "back from")):
+        texts = [str(failures[i]) for failures, _ in results]
+        assert sum(words in text and "pinned host memory: cuMemcpy" in text for text in texts) == 2, texts
+
+
+def test_pinned_memory_that_is_refused_is_told_and_other_units_still_move() -> None:
+    stand_in().reset(3, foreign_memory=1, pinned_bytes=1 << 20)
+    tokens, target = batch(CONFIG, 8, LENGTH)
+    engine = make_engine(whole_model(CONFIG), 0, 1, LoopbackGroup(1)[0], memory=Memory(offload=HOST))
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="GPU 0 could not pin 8388608 bytes of host memory beside 0: cuMemH"):
+            engine.step(tokens, target=target)
+    stand_in().set("pinned_bytes", 1 << 30)
+    engine.step(tokens, target=target)
+    assert engine.report().moved_units > 0
+    engine.close()
+
+
+def two_processes(rank: int, world: int, folder: str) -> None:
+    """Rank 1 dies in a forward of its second step, while units of both are away."""
+    stand_in().reset(rank, foreign_memory=1, shared_memory=1)
+    tokens, target = batch(CONFIG, 8, LENGTH)
+    engine = make_engine(whole_model(CONFIG), rank, world, None, memory=Memory(offload=HOST), limits=Limits(step=30.0))
+    for _ in range(4):  # until all places of the edges are open
+        engine.step(tokens, target=target)
+    forwards: list[int] = []
+
+    def die(*_: Any) -> None:
+        forwards.append(0)
+        if len(forwards) == 6:
+            os._exit(0)
+
+    if rank == 1:
+        next(iter(engine._pipeline.modules.values())).register_forward_pre_hook(die)
+    with pytest.raises(PipelineError, match="rank 1 is gone"):
+        engine.step(tokens, target=target)
+    engine.close()
+    del engine
+    gc.collect()
+    assert stand_in().complaints() == []
+    assert [stand_in().count(f"live_{what}") for what in ("pinned_bytes", "streams")] == [0, 0]
+    Path(folder, "told").touch()
+    os._exit(0)  # torch's own group misses rank 1
+
+
+def test_a_process_that_dies_while_units_are_away(tmp_path: Path) -> None:
+    with contextlib.suppress(ProcessExitedException):
+        run_processes(2, two_processes, str(tmp_path))
+    assert (tmp_path / "told").exists()
+
+
+class Gone(Exception):
+    pass
+
+
+def test_a_rank_that_fails_while_units_are_away_leaves_nothing() -> None:
+    tokens, target = batch(CONFIG, 8, LENGTH)
+    model = whole_model(CONFIG)
+
+    def run(group: Any) -> Any:
+        engine = make_engine(model, group.rank, 2, group, memory=Memory(offload=HOST))
+        engine.step(tokens, target=target)
+        if group.rank == 1:
+            calls = []
+
+            def fail(*_: Any) -> None:
+                calls.append(0)
+                if len(calls) == 6:
+                    raise Gone("in the sixth forward")
+
+            hook = next(iter(engine._pipeline.modules.values())).register_forward_pre_hook(fail)
+        with pytest.raises((Gone, PipelineError), match="in the sixth forward"):
+            engine.step(tokens, target=target)
+        if group.rank == 1:
+            hook.remove()
+        engine.step(tokens, target=target)
+        engine.close()
+
+    run_ranks(2, run)
+
+
+def test_what_is_refused() -> None:
+    stage = torch.nn.Linear(2, 2)
+    with pytest.raises(
+        ValueError,
+        match=r"Memory\.offload=seq1f1b\.HOST: pinned host memory takes what stages on a GPU save, and this one is on "
+        r"cpu: give Memory\(offload=FOLDER\), a directory on a fast disk",
+    ):
+        PipelineEngine(stage, num_microbatches=1, memory=Memory(offload=HOST))
+    stand_in().fail_call("cuStreamCreateWithPriority", 0, 2)
+    with pytest.raises(MemoryError, match=r"Memory\(offload=HOST\): cuStreamCreateWithPriority: CUDA_ERROR_OUT_OF_M"):
+        make_engine(whole_model(CONFIG), 0, 1, LoopbackGroup(1)[0], memory=Memory(offload=HOST))
