@@ -11,6 +11,8 @@ __all__ = ["HOST"]
 
 
 class _Place(enum.Enum):
+    """Pinned host memory, as the place to which ``Memory(offload=seq1f1b.HOST)`` moves what units on a GPU save."""
+
     HOST = "pinned host memory"
 
     def __repr__(self) -> str:

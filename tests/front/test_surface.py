@@ -195,7 +195,7 @@ def test_options_of_the_engine_and_its_groups_are_in_it() -> None:
     text = SURFACE.read_text()
     for name in ("PipelineEngine", "Loss", "Limits", "Memory", "ScheduleSeq1F1B", "PipelineState"):
         assert f"class seq1f1b.{name}" in text
-    for line in ("seq1f1b.transformers.pipeline_stage(", "class seq1f1b.data.DocumentBatches", "    offload: str | "):
+    for line in ("seq1f1b.transformers.pipeline_stage(", "class seq1f1b.data.DocumentBatches", "    offload: Offload"):
         assert line in text
 
 

@@ -44,7 +44,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Memory(check=1), TypeError, "Memory.check is 1, must be True or False"),
     (lambda: Memory(blocks="blocks"), TypeError, "Memory.blocks is 'blocks', must be the name of a list of blocks"),
     (lambda: Memory(blocks=("blocks", 2)), ValueError, r"Memory.blocks: the share is 2, must be in 0\.\.1"),
-    (lambda: Memory(offload=3), TypeError, "Memory.offload must be a directory, got int"),
+    (lambda: Memory(offload=3), TypeError, "Memory.offload must be a directory or seq1f1b.HOST, got int"),
     (lambda: Memory(units="all"), ValueError, "Memory.units says which units move; say where by offload=, a directory"),
     (lambda: Memory(offload=".", units="half"), ValueError, "Memory.units is 'half', must be 'none', 'all' or a call"),
 ]  # type: ignore[list-item]
