@@ -15,7 +15,7 @@ from seq1f1b.transport.table import TRANSPORTS
 
 __all__: list[str] = []
 
-RATE, BY = "GB/s", "by"
+RATE, BY, PROOF = "GB/s", "by", "GB/s alone"  # figures of an edge; alone: the largest message of its proof
 MICROBATCHES = 8
 TIMED = 4
 
@@ -135,7 +135,10 @@ def try_edges(rank: Rank, transport: str, pairs: list[tuple[int, int]]) -> Figur
         rate = exchange(rank, transport, group, rank.rank == first)
         name = f"{pair[0]}-{pair[1]}"
         ways = sorted({edge.transport for edge in rank.edges})
-        return {f"{RATE} {name}": float(f"{rate:.3g}"), f"{BY} {name}": ", ".join(ways)}
+        found = {f"{RATE} {name}": float(f"{rate:.3g}"), f"{BY} {name}": ", ".join(ways)}
+        if proof := max(edge.rate for edge in rank.edges):
+            found[f"{PROOF} {name}"] = float(f"{proof * 1e-9:.3g}")
+        return found
     raise Unmeasured("this rank has no edge here")
 
 

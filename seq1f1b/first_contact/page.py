@@ -11,7 +11,7 @@ import seq1f1b
 from seq1f1b.first_contact.computing import ALONE
 from seq1f1b.first_contact.drills import ORDERS
 from seq1f1b.first_contact.facts import WARNINGS
-from seq1f1b.first_contact.messages import BY, RATE
+from seq1f1b.first_contact.messages import BY, PROOF, RATE
 from seq1f1b.first_contact.parts import PARTS
 from seq1f1b.first_contact.supervisor import Outcome, Record
 from seq1f1b.transport.table import TRANSPORTS
@@ -103,9 +103,12 @@ def of_machine(records: Sequence[Record]) -> Iterator[str]:
 
 
 def rate_of(pair: str, transport: str, figures: dict[str, Any]) -> str:
-    """The rate, and what carried the messages where that was the engine's to choose."""
-    way = figures.get(f"{BY} {pair}", "")
-    return f"{figures.get(f'{RATE} {pair}', '-')}{f' ({way})' if way not in ('', transport) else ''}"
+    """The rate in steps; what carried the messages, where the engine chose it; and the rate of the edge's proof."""
+    way, proof = figures.get(f"{BY} {pair}", ""), figures.get(f"{PROOF} {pair}")
+    notes = [way] if way not in ("", transport) else []
+    notes += [f"{proof} alone"] if proof else []
+    rate = str(figures.get(f"{RATE} {pair}", "-"))
+    return f"{rate} ({', '.join(notes)})" if notes else rate
 
 
 def of_messages(records: Sequence[Record]) -> Iterator[str]:

@@ -52,7 +52,8 @@ def on_stand_ins(source: Callable[[Rank], Any], case: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("transport", BETWEEN_GPUS)
 def test_an_edge_carries_what_was_sent(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = on_stand_ins(messages.messages, f"{transport}, edges 0-1", monkeypatch)
-    assert [figures["by 0-1"] for figures in found] == [transport] * 2 and all(f["GB/s 0-1"] > 0 for f in found)
+    assert [figures["by 0-1"] for figures in found] == [transport] * 2
+    assert all(figures[f"{name} 0-1"] > 0 for figures in found for name in (messages.RATE, messages.PROOF))
 
 
 def test_a_message_that_is_another_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +221,7 @@ def test_the_page_has_verdicts_and_remedies() -> None:
     outcome = Outcome(
         {
             "messages": [
-                of("auto, edges 0-1", "passed", figures={"GB/s 0-1": 3.1, "by 0-1": "shm"}),
+                of("auto, edges 0-1", "passed", figures={"GB/s 0-1": 3.1, "by 0-1": "copy", "GB/s alone 0-1": 9.2}),
                 of("nccl, edges 0-1", "failed"),
             ],
             "drills": [of("V, auto", "passed", "2 ranks", figures={"error": 2e-6}), of("V, copy", "unmeasured")],
@@ -234,7 +235,7 @@ def test_the_page_has_verdicts_and_remedies() -> None:
     assert "| Drills | passed: 1 of 2 (not measured: 1) | 2 |  |" in written
     assert "the archive has the stacks" in next(line for line in written.splitlines() if "A killed rank |" in line)
     assert "- A killed rank, nccl: it broke" in written and "Attach `first-contact.tar.gz`" in written
-    assert "| auto | 3.1 (shm) |" in written and "floors" not in written
+    assert "| auto | 3.1 (copy, 9.2 alone) |" in written and "floors" not in written
     assert "2 ranks share a GPU" in page.make(outcome, "1 x GPU", 2, "")
 
 
