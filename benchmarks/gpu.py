@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py                             all stages, fifteen minutes at most
     python benchmarks/gpu.py --only doctor,own           some of them
+    python benchmarks/gpu.py --only contact              what doctor --gpus runs, four minutes
     python benchmarks/gpu.py --only training --cases "Llama.*(torch alone|k 4$)"      some arms of the training
     python benchmarks/gpu.py --out results.jsonl         again with the same file: only what has not passed
     python benchmarks/gpu.py --rehearse                  all of it on a machine without a GPU, over stand-ins
@@ -55,6 +56,7 @@ STAGES = {  # seconds that a stage may take; together no more than LIMIT
     "ncu": 35,
     "sanitizer": 60,
 }
+ALONE_STAGES = {"contact": 250}  # run where they are asked for by --only
 LIMIT = 800  # seconds of the whole run; two models in eight arms take three minutes of it
 NEEDS_CUDA = "needs a CUDA device"  # why a case is unmeasured in a rehearsal
 
@@ -318,6 +320,8 @@ def verdicts(records: list[Record]) -> list[tuple[str, str, str, str]]:
         default = "yes" if transport == "auto" else "if asked for"
         rows.append((part, right("ranks", f"{transport},"), ", ".join(figures), default))
     rows.append(("engine: ranks as threads", right("threads"), "", "if asked for"))
+    if "contact" in found:
+        rows.append(("doctor --gpus", right("contact"), "", ""))
     costs = [f"{model} {of[arm]:.3f}" for model, of in training_ratios(found).items() if (arm := "k 4") in of]
     fast = f"time of 4 segments over torch alone: {', '.join(costs)}" if costs else ""
     rows.append(("times of the GPU, tuning, profile", right("times"), "", "yes"))
@@ -452,15 +456,16 @@ def rehearse(stages: dict[str, float], path: Path, folder: Path, cases: str = ""
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="results, added to (default: gpu.jsonl; a rehearsal keeps none)")
-    parser.add_argument("--only", default=",".join(STAGES), help="stages, comma-separated")
+    parser.add_argument("--only", help=f"stages, comma-separated (default: all but {', '.join(ALONE_STAGES)})")
     parser.add_argument("--cases", default="", help="with --only training: arms that hold this regular expression")
     parser.add_argument("--records", type=Path, default=RECORDS, help="table of verified kernels (%(default)s)")
     parser.add_argument("--rehearse", action="store_true", help="over stand-ins, without a GPU")
     options = parser.parse_args()
-    unknown = set(options.only.split(",")) - STAGES.keys()
-    if unknown:
-        parser.error(f"no stage {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}")
-    chosen = {name: float(seconds) for name, seconds in STAGES.items() if name in options.only.split(",")}
+    stages = STAGES | ALONE_STAGES
+    only = options.only.split(",") if options.only else list(stages if options.rehearse else STAGES)
+    if unknown := set(only) - stages.keys():
+        parser.error(f"no stage {', '.join(sorted(unknown))}; there are {', '.join(stages)}")
+    chosen = {name: float(seconds) for name, seconds in stages.items() if name in only}
     if options.cases and options.only != "training":
         parser.error("--cases goes with --only training: of another stage, some cases are no verdict")
     if options.rehearse:

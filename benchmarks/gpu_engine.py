@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,79 +19,35 @@ import processes
 import tiny_model
 import torch
 from gpu_cases import Case, Machine, Unmeasured
-from torch import Tensor, nn
 
 import seq1f1b
+from seq1f1b.first_contact import drills, messages
+from seq1f1b.first_contact.cases import Rank
 from seq1f1b.testing import run_ranks
+from seq1f1b.transport.table import TRANSPORTS
 
-# -- engine: against the same model run whole ------------------------------------------------------------------------
-
-
-Step = Callable[[tiny_model.Config, tiny_model.Stage, Tensor, Tensor], dict[str, Tensor]]
+# -- the drills of ``seq1f1b doctor --gpus``, in more dtypes ---------------------------------------------------------
 
 
-def compare_with_whole(machine: Machine, dtype: torch.dtype, run: Step) -> dict[str, Any]:
-    """The error of a step's gradients beside that of the whole model in the same dtype, both from fp64."""
-    config = tiny_model.Config(kv_heads=2)
-    tokens, target = tiny_model.batch(config, 3, 40)
-    on_device = tokens.to(machine.device), target.to(machine.device)
-    exact = tiny_model.whole_model(config).to(machine.device)
-    _, truth = tiny_model.run_whole(exact, *on_device, 3)
-    model = tiny_model.whole_model(config).to(machine.device, dtype)
-    _, whole = tiny_model.run_whole(model, *on_device, 3)
-    theirs = tiny_model.gradient_error(whole, truth)
-    ours = tiny_model.gradient_error(run(config, model, tokens, target), truth)
-    floor = 1e-12 if dtype == torch.float64 else torch.finfo(dtype).eps  # the whole model in fp64 is the truth itself
-    assert ours <= 2 * theirs + floor, f"{ours:.1e}, the whole model in {dtype} {theirs:.1e}"
-    return {"error": f"{ours:.1e}", "whole": f"{theirs:.1e}"}
-
-
-def engine_of(transport: str, rehearsed: bool, *arguments: Any, **options: Any) -> seq1f1b.PipelineEngine:
+def rank_of(machine: Machine, rank: int, world: int, group: Any, transport: str) -> Rank:
     made: type[seq1f1b.PipelineEngine] = seq1f1b.PipelineEngine
-    if rehearsed and transport in ("copy", "nccl"):
+    if not machine.is_cuda and TRANSPORTS[transport].between_gpus:
         from stand_in_engine import StandInEngine
 
         made = StandInEngine
-    return made(*arguments, transport=transport, limits=seq1f1b.Limits(step=20.0, first_step=30.0), **options)
-
-
-def step_of_rank(
-    machine: Machine, group: Any, rank: int, world: int, transport: str, config: tiny_model.Config,
-    model: tiny_model.Stage, tokens: Tensor, target: Tensor,
-) -> tuple[dict[str, Tensor], float]:  # fmt: skip
-    """Gradients of the rank's stage after some steps, and the last step's seconds."""
-    stage = tiny_model.stage_of(model, config, rank, world).to(machine.device)
-    engine = engine_of(
-        transport, not machine.is_cuda, stage, num_microbatches=3, num_segments=4, segment_sizes=[17, 4, 12, 7],
-        loss_fn=tiny_model.cross_entropy, group=group,
-    )  # fmt: skip
-    for _ in range(4 if machine.is_cuda else 3):  # copies go through host memory in the first step of a shape
-        stage.zero_grad()
-        start = time.perf_counter()
-        engine.step(tokens, target=target)
-        machine.sync()
-        seconds = time.perf_counter() - start
-    grads = {name: p.grad for name, p in engine.named_parameters() if p.grad is not None}
-    if group is None:
-        for theirs in engine.all_gather_object({name: g.float().tolist() for name, g in grads.items()}):
-            grads |= {name: torch.tensor(g, device=machine.device) for name, g in theirs.items()}
-    engine.close()
-    return grads, seconds
+    return Rank(rank, world, machine.device, group=group, engine=made)
 
 
 def of_threads(machine: Machine, num_ranks: int, dtype: torch.dtype, transport: str = "auto") -> dict[str, Any]:
     """Ranks as threads against the whole model."""
-    seconds = 0.0
 
-    def run(*arguments: Any) -> dict[str, Tensor]:
-        nonlocal seconds
-        found = run_ranks(num_ranks, lambda g: step_of_rank(machine, g, g.rank, num_ranks, transport, *arguments))
-        seconds = found[0][1]
-        return {name: g for grads, _ in found for name, g in grads.items()}
+    def run(group: Any) -> dict[str, Any]:
+        rank = rank_of(machine, group.rank, num_ranks, group, transport)
+        return drills.drill(rank, transport, "Seq1F1B", dtype, thorough=False)
 
-    if not machine.is_cuda and transport in ("copy", "nccl"):
+    if not machine.is_cuda and TRANSPORTS[transport].between_gpus:
         prepare_stand_ins(1)
-    return compare_with_whole(machine, dtype, run) | {"ms a step": round(seconds * 1e3, 2)}
+    return max(run_ranks(num_ranks, run), key=lambda found: float(found["error"]))
 
 
 def prepare_stand_ins(seed: int, **options: int) -> None:
@@ -105,39 +61,8 @@ def prepare_stand_ins(seed: int, **options: int) -> None:
 # -- ranks: one, and two as processes of one device ------------------------------------------------------------------
 
 
-class Wide(nn.Module):
-    """A stage with next to nothing to compute and a large result."""
-
-    def __init__(self, hidden: int, is_first: bool) -> None:
-        super().__init__()
-        self.weight, self.is_first = nn.Parameter(torch.ones(hidden)), is_first
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x[..., None] if self.is_first else x) * self.weight
-
-
-def mean(output: Tensor, target: Tensor) -> Tensor:
-    return output.float().mean() + 0 * target.sum()
-
-
-def messages(machine: Machine, rank: int, world: int, transport: str) -> float:
-    """GB/s of 8 messages there and 8 back, the two ranks' few products included."""
-    tokens, hidden = (2048, 4096) if machine.is_cuda else (8, 16)
-    stage = Wide(hidden, rank == 0).to(machine.device, torch.bfloat16)
-    engine = engine_of(transport, not machine.is_cuda, stage, num_microbatches=8, num_segments=1, loss_fn=mean)
-    x = torch.ones(8, tokens, dtype=torch.bfloat16, device=machine.device)
-    target, times = torch.zeros(8, tokens, device=machine.device), []
-    for _ in range(6):
-        start = time.perf_counter()
-        engine.step(x, target=target)
-        machine.sync()
-        times.append(time.perf_counter() - start)
-    engine.close()
-    return 16 * tokens * hidden * 2 / min(times) / 1e9
-
-
 def process_rank(rank: int, world: int, rehearsal: str | None, transport: str, dtype: torch.dtype, path: str) -> None:
-    """Every rank has the whole model, so it checks the gradients of all; the first one's figures go to the file."""
+    """Each rank checks its own gradients; the first one's figures go to the file."""
     machine = Machine(Path(path), None if rehearsal is None else Path(rehearsal))
     rehearsed = nullcontext()
     if machine.rehearsal is not None:
@@ -152,18 +77,12 @@ def process_rank(rank: int, world: int, rehearsal: str | None, transport: str, d
             torch.cuda.set_device(rank)
         else:  # NCCL takes them for two hosts
             os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
-
-    def run(*arguments: Any) -> dict[str, Tensor]:
-        nonlocal seconds
-        grads, seconds = step_of_rank(machine, None, rank, world, transport, *arguments)
-        return grads
-
-    seconds = 0.0
     with rehearsed:
-        found = compare_with_whole(machine, dtype, run)
-        rate = messages(machine, rank, world, transport)
+        own = rank_of(machine, rank, world, None, transport)
+        found = drills.drill(own, transport, "Seq1F1B", dtype, thorough=False)
+        rate = messages.exchange(own, transport, None, rank == 0)
     if rank == 0:
-        found |= {"ms a step": round(seconds * 1e3, 2), gpu.MESSAGES: round(rate, 2)}
+        found |= {gpu.MESSAGES: round(rate, 2)}
         Path(path).write_text(json.dumps(found), encoding="utf-8")
 
 

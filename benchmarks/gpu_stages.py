@@ -21,6 +21,7 @@ STAGES = {  # file: its stages, each a function that yields cases
     "gpu_attention": ["library", "own", "primitives", "sanitizer", "tiny"],  # tiny: of sanitizer
     "gpu_parts": ["parts"],
     "gpu_engine": ["ranks", "threads"],
+    "gpu_contact": ["contact"],
     "gpu_training": ["training"],
     "gpu_times": ["times"],
     "gpu_speed": ["speed", "sweep", "ceilings", "ncu", "one_shape"],  # one_shape: of ncu

@@ -96,6 +96,17 @@ static PyObject *relay_done(PyObject *Py_UNUSED(module), PyObject *arguments)
     Py_RETURN_NONE;
 }
 
+static PyObject *edge_positions(PyObject *Py_UNUSED(module), PyObject *handle)
+{
+    s1f_edge_end *end;
+    uint64_t granted, sent;
+    if (!s1f_to_edge_end(handle, &end))
+        return NULL;
+    s1f_arena_positions(end, &granted, &sent);
+    return Py_BuildValue("(KK)(KK)", (unsigned long long)(granted >> 32), (unsigned long long)(granted & UINT32_MAX),
+                         (unsigned long long)(sent >> 32), (unsigned long long)(sent & UINT32_MAX));
+}
+
 static PyObject *message_head(PyObject *Py_UNUSED(module), PyObject *address)
 {
     const void *place;
@@ -209,6 +220,8 @@ PyMethodDef s1f_edge_methods[] = {
      "relay_end(group, mapping, relay, peer_rank, is_receiver, text): an end whose messages a Python object moves."},
     {"relay_done", relay_done, METH_VARARGS, "relay_done(end, step, sequence): a message has come, or has gone."},
     {"relay_flush", relay_flush, METH_O, "relay_flush(end): waits until every message has gone."},
+    {"edge_positions", edge_positions, METH_O,
+     "edge_positions(end): (step, messages of it) that have a place, and that were sent; end: not one between GPUs."},
     {"message_head", message_head, METH_O,
      "message_head(place): (bytes after the header, -1 if there is no message; whether of a training step)."},
     {"place_tensor_capsule", place_tensor_capsule, METH_VARARGS,

@@ -17,12 +17,11 @@ import torch.multiprocessing as mp
 
 # One server of forks for all tests of a process: it has imported what their processes need.
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    [
-        *("torch.distributed.fsdp", "torch._dynamo", "seq1f1b.runtime.engine", "pytest"),
-        *("torch.distributed.checkpoint", "torch.distributed.pipelining", "matplotlib.figure", "tokenizers", "tqdm"),
-    ]
-)
+PRELOADED = [
+    *("torch.distributed.fsdp", "torch._dynamo", "seq1f1b.runtime.engine", "pytest"),
+    *("torch.distributed.checkpoint", "torch.distributed.pipelining", "matplotlib.figure", "tokenizers", "tqdm"),
+]
+context.set_forkserver_preload(PRELOADED)
 
 # Seconds in which what is seen at once is seen on a busy machine, too. Time-outs, where none is set, are 300 s or more.
 AT_ONCE = 10.0
