@@ -59,6 +59,7 @@ class Row(NamedTuple):
 
 
 _YES, _STAND_INS, _NO = State
+_BETWEEN_GPUS = 'it moves messages between GPUs, and the stages are on {device}: use "auto", or move the stages'
 _ROWS = {
     "steps": Row("training and evaluation, every schedule", _YES, _YES, _STAND_INS),
     "recompute": Row("`Memory(recompute=)`, `Memory(blocks=)`", _YES, _YES, _STAND_INS),
@@ -78,13 +79,14 @@ _ROWS = {
         "pinned host memory takes what stages on a GPU save, and this one is on {device}: give Memory(offload=FOLDER), "
         "a directory on a fast disk",
     ),
-    "through host": Row('messages through host memory: `transport="auto"`, `"shm"`, `"c10d"`', _YES, _YES, _STAND_INS),
+    "times": Row('`engine.report()`, `schedule="tuned"`, `seq1f1b profile`', _YES, _STAND_INS, _STAND_INS),
+    "auto": Row('messages by what is there: `transport="auto"`', _YES, _STAND_INS, _STAND_INS),
+    "through host": Row('messages through host memory: `transport="shm"`, `"c10d"`', _YES, _YES, _STAND_INS),
     "between gpus": Row(
-        'messages that stay on GPUs: `transport="copy"`, `"nccl"`',
-        _NO,
-        _YES,
-        _STAND_INS,
-        'it moves messages between GPUs, and the stages are on {device}: use "auto", or move the stages',
+        'messages that stay on GPUs: `transport="copy"`, `"nccl"`', _NO, _YES, _STAND_INS, _BETWEEN_GPUS
+    ),
+    "staging": Row(
+        'messages through pinned memory: `transport="staging"`', _NO, _STAND_INS, _STAND_INS, _BETWEEN_GPUS
     ),
 }
 

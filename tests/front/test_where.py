@@ -21,8 +21,11 @@ ASKS = {
     "recompute": {"memory": Memory("all")},
     "folder": {"memory": Memory(offload=".")},
     "host": {"memory": Memory(offload=HOST)},
+    "times": {"schedule": "tuned"},
+    "auto": {"transport": "auto"},
     "through host": {"transport": "shm"},
     "between gpus": {"transport": "copy"},
+    "staging": {"transport": "staging"},
 }
 
 
