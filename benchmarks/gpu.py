@@ -56,7 +56,7 @@ STAGES = {  # seconds that a stage may take; together no more than LIMIT
     "ncu": 35,
     "sanitizer": 60,
 }
-ALONE_STAGES = {"contact": 250}  # run where they are asked for by --only
+ALONE_STAGES = {"contact": 250, "tier": 150}  # run where they are asked for by --only
 LIMIT = 800  # seconds of the whole run; two models in eight arms take three minutes of it
 NEEDS_CUDA = "needs a CUDA device"  # why a case is unmeasured in a rehearsal
 
@@ -320,6 +320,11 @@ def verdicts(records: list[Record]) -> list[tuple[str, str, str, str]]:
         default = "yes" if transport == "auto" else "if asked for"
         rows.append((part, right("ranks", f"{transport},"), ", ".join(figures), default))
     rows.append(("engine: ranks as threads", right("threads"), "", "if asked for"))
+    if "tier" in found:
+        case = found["tier"].get("tier", {})
+        names = ("time over everything kept", "memory over everything kept")
+        fast = ", ".join(f"{name} {case[name]}" for name in names if name in case)
+        rows.append(("Memory(offload=HOST)", right("tier"), fast, "if asked for"))
     if "contact" in found:
         rows.append(("doctor --gpus", right("contact"), "", ""))
     costs = [f"{model} {of[arm]:.3f}" for model, of in training_ratios(found).items() if (arm := "k 4") in of]

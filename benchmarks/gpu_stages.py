@@ -24,6 +24,7 @@ STAGES = {  # file: its stages, each a function that yields cases
     "gpu_contact": ["contact"],
     "gpu_training": ["training"],
     "gpu_times": ["times"],
+    "gpu_tier": ["tier"],
     "gpu_speed": ["speed", "sweep", "ceilings", "ncu", "one_shape"],  # one_shape: of ncu
 }
 

@@ -40,10 +40,9 @@ def model(machine: Machine) -> tuple[nn.Module, Tensor]:
 
 
 def engine_of(stage: nn.Module, num_segments: int, **options: Any) -> seq1f1b.PipelineEngine:
-    return seq1f1b.PipelineEngine(
-        stage, num_microbatches=2, num_segments=num_segments, loss_fn=decoder.cross_entropy,
-        group=seq1f1b.LoopbackGroup(1)[0], **options,
-    )  # fmt: skip
+    defaults: dict[str, Any] = {"num_microbatches": 2, "loss_fn": decoder.cross_entropy}
+    group = seq1f1b.LoopbackGroup(1)[0]
+    return seq1f1b.PipelineEngine(stage, num_segments=num_segments, group=group, **defaults | options)
 
 
 def steps_of(machine: Machine, engine: seq1f1b.PipelineEngine, tokens: Tensor, count: int) -> list[float]:
