@@ -82,7 +82,9 @@ class Stage(nn.Module):
 
 def whole_model(config: Config, dtype: torch.dtype = torch.float64) -> Stage:
     """The whole model; its weights are the same in every process and thread."""
-    generator, model = torch.Generator().manual_seed(0), Stage(config).double()
+    with torch.device("cpu"):
+        model = Stage(config).double()
+    generator = torch.Generator("cpu").manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
@@ -94,7 +96,9 @@ def whole_model(config: Config, dtype: torch.dtype = torch.float64) -> Stage:
 def stage_of(model: Stage, config: Config, index: int, num_stages: int) -> Stage:
     """A stage with the whole model's parameters, copied."""
     first = next(model.parameters())
-    stage = Stage(config, index, num_stages).to(first.device, first.dtype)
+    with torch.device("cpu"):
+        stage = Stage(config, index, num_stages)
+    stage.to(first.device, first.dtype)
     state = model.state_dict()
     stage.load_state_dict({name: state[name] for name in stage.state_dict()})
     return stage
@@ -107,8 +111,8 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 def batch(config: Config, rows: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
     """Tokens and next tokens, (rows, length) each."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(config.vocab, (rows, length + 1), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    tokens = torch.randint(config.vocab, (rows, length + 1), generator=generator, device="cpu")
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 

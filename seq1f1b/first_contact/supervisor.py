@@ -175,7 +175,11 @@ class Attempt:
         """The last line that a rank which failed has printed."""
         for rank, code in self.ends.items():
             path = self.specs[rank].path("output")
-            if code != 0 and path.exists() and (lines := path.read_text(errors="replace").split("\n")):
+            if (
+                code != 0
+                and path.exists()
+                and (lines := path.read_text(encoding="utf-8", errors="replace").split("\n"))
+            ):
                 return next((line.strip() for line in reversed(lines) if line.strip()), "")[:300]
         return ""
 

@@ -257,7 +257,7 @@ def test_the_best_order_of_measured_units_is_found(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tuner, "_figures", lambda: iter(own[2:]))
     for _ in range(STEPS):
         own = measure(tuner.setting)
-        record: Any = type("Record", (), {"length": 4096, "step_seconds": lambda _, __, seconds=own[1]: seconds})
+        record: Any = type("Record", (), {"length": 4096, "step_seconds": lambda _, seconds=own[1]: seconds})
         tuner.next(record, 4096)
     best = min(each[0] for each in seen.values())
     assert seen[str(tuner.setting.choice)][0] == best and best < 0.75 * seen["None"][0]
