@@ -402,7 +402,7 @@ def pipeline_times(engine: seq1f1b.PipelineEngine) -> dict[str, float]:
 
 def cost_of(args: argparse.Namespace, config: Config, engine: seq1f1b.PipelineEngine) -> CostModel:
     """What a unit costs: as --profile measured it, or as a machine of this kind would take."""
-    order, machine = engine.schedule, load_hardware("cpu-zen5")
+    order, machine = engine.schedule, load_hardware("cpu-zen5" if args.device == "cpu" else "h100")
     if args.profile is not None:
         profile = Profile.load(args.profile)
         if profile.device != args.device:
@@ -410,7 +410,7 @@ def cost_of(args: argparse.Namespace, config: Config, engine: seq1f1b.PipelineEn
                 f"{args.profile} was measured with --device {profile.device}, this run has --device {args.device}: "
                 f"measure again by seq1f1b profile --device {args.device}"
             )
-        machine = ProfiledHardware.of(profile, machine)  # links of a CPU's processes
+        machine = ProfiledHardware.of(profile, machine)
     return CostModel(
         config.shape,
         machine,

@@ -172,9 +172,11 @@ def check_costs(options: argparse.Namespace) -> None:
 
 def read_workload(options: argparse.Namespace) -> tuple[ModelShape, Hardware, Layout]:
     model = load_model(options.model)
-    hardware = load_hardware(options.hardware or ("cpu-zen5" if options.profile else "h100"))
-    if options.profile:
-        hardware = ProfiledHardware.of(Profile.load(options.profile), hardware)
+    profile = None if options.profile is None else Profile.load(options.profile)
+    is_of_cpu = profile is not None and profile.device == "cpu"
+    hardware = load_hardware(options.hardware or ("cpu-zen5" if is_of_cpu else "h100"))
+    if profile is not None:
+        hardware = ProfiledHardware.of(profile, hardware)
     layout = Layout(
         tensor=options.tensor,
         context=options.context,

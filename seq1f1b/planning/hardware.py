@@ -136,7 +136,17 @@ class ProfiledHardware(Hardware):
 
     @classmethod
     def of(cls, profile: Profile, machine: Hardware) -> ProfiledHardware:
-        """The profile, and of the machine what no profile measures, or this one did not: a tier."""
+        """The profile, and of the machine what no profile measures, or this one did not: a tier.
+
+        Raises:
+            ValueError: the profile is of another kind of device than the machine.
+        """
+        if profile.device != machine.device_type:
+            raise ValueError(
+                f"the profile is of {profile.machine}, measured on {profile.device!r}, and {machine.name} is a machine "
+                f"of {machine.device_type!r}: name one of the same kind, or measure with seq1f1b profile --device "
+                f"{machine.device_type}"
+            )
         spread = dict(machine.spread)
         for passes in (*PassSeconds._fields, "ends", "runs"):
             share = min(2 * profile.spread(passes), 0.99)

@@ -76,6 +76,21 @@ def profile(**changes):
     return Profile(**{**values, **changes})
 
 
+def test_a_profile_of_another_device_is_refused(tmp_path: Path, capsys) -> None:
+    of_gpu = replace(profile(), device="cuda", machine="NVIDIA H100")
+    assert Profile.from_json(of_gpu.to_json()).device == "cuda"
+    with pytest.raises(ValueError, match=r"of NVIDIA H100, measured on 'cuda', and cpu-zen5 is a machine of 'cpu'"):
+        ProfiledHardware.of(of_gpu, MACHINE)
+    assert ProfiledHardware.of(of_gpu, load_hardware("h100")).profile is of_gpu
+    before = json.loads(profile().to_json())
+    del before["device"]  # a file of 1.0.0rc1
+    assert Profile.from_json(json.dumps(before)).device == "cpu"
+    of_gpu.save(tmp_path / "profile.json")
+    asked = ["plan", "--model", "gpt-2.7b", "--profile", str(tmp_path / "profile.json"), "--hardware", "cpu-zen5"]
+    assert main([*asked, "--ranks", "2", "--seq", "512", "--microbatches", "4"]) == 2
+    assert "measured on 'cuda'" in capsys.readouterr().err
+
+
 # -- the fit
 
 
