@@ -65,6 +65,7 @@ nitpick_ignore = [
         "Tensor",
         "Timeline",
         "Rule",
+        "Offload",
         "seq1f1b.testing.T",
         "seq1f1b.runtime.batch.StepArguments",
         "seq1f1b.runtime.report.StepRecord",

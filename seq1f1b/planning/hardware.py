@@ -103,12 +103,12 @@ class Hardware:
 
     @property
     def host_share(self) -> float:
-        """Bytes of pinned host memory that each device of a full node may have; 0: its tier is none of host memory."""
+        """Bytes of pinned host memory for each device of a full node, 0 if its tier is none of host memory."""
         return self.host_memory / self.node_size
 
     @property
     def device_type(self) -> str:
-        """What torch calls the devices: ``"cuda"`` or ``"cpu"``."""
+        """The kind of devices as torch calls it, ``"cuda"`` or ``"cpu"``."""
         return "cuda" if self.host_memory else "cpu"
 
 
