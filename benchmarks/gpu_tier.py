@@ -6,6 +6,7 @@ are compared with it in loss, gradients, time and memory.
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 from collections.abc import Iterator
@@ -123,4 +124,4 @@ def tier(machine: Machine) -> Iterator[Case]:
         return bench[0].run(name, memory)
 
     for name, memory in arms(machine).items():
-        yield name, lambda name=name, memory=memory: arm(name, memory)  # type: ignore[misc]
+        yield name, functools.partial(arm, name, memory)

@@ -3,6 +3,7 @@ follow from them?"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
@@ -155,6 +156,6 @@ def predicted(machine: Machine) -> dict[str, Any]:
 
 def times(machine: Machine) -> Iterator[Case]:
     for k in (1, 4, 16):
-        yield f"units and gaps add up to the step, k {k}", lambda k=k: sums(machine, k)  # type: ignore[misc]
+        yield f"units and gaps add up to the step, k {k}", functools.partial(sums, machine, k)
     yield "profile", lambda: predicted(machine)
     yield "tuned", lambda: tuned(machine)

@@ -20,6 +20,7 @@ from seq1f1b import _C
 from seq1f1b.device import kernel_library
 from seq1f1b.device.edge_proof import Chosen, Proof, warn_of_shared_gpus
 from seq1f1b.device.edge_ways import WAYS, Way
+from seq1f1b.device.placement import compute_stream, ordinal_of
 from seq1f1b.transport import RankGroup
 from seq1f1b.transport.group import Edge
 
@@ -73,8 +74,7 @@ class DeviceEdges:
                 f"transport={self.transport!r} moves messages between GPUs, the stages lie on {self._torch_device}: "
                 'use "auto", or move the stages'
             )
-        index = self._torch_device.index
-        return torch.cuda.current_device() if index is None else index
+        return ordinal_of(self._torch_device)
 
     def identity(self) -> tuple[str, int]:
         """What no other GPU is called, and how many GPUs this rank sees."""
@@ -84,7 +84,7 @@ class DeviceEdges:
 
     def stream(self) -> int:
         """The CUstream on which units compute."""
-        return int(torch.cuda.current_stream(self._torch_device).cuda_stream)
+        return compute_stream(self._torch_device)
 
     def place_views(self) -> Callable[..., Any]:
         return functools.partial(self._group.place_views, gpu=self.ordinal())

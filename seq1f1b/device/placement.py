@@ -53,9 +53,19 @@ def move(value: Any, device: torch.device) -> Any:
     return value
 
 
+def ordinal_of(device: torch.device) -> int:
+    """Number of a CUDA device, as the driver counts."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def compute_stream(device: torch.device) -> int:
+    """The CUstream on which units compute there."""
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
 def open_gpu(device: torch.device) -> object:
     """The C core's handle of the GPU, on which it takes the times of units."""
-    return _C.device_create(None, torch.cuda.current_device() if device.index is None else device.index)
+    return _C.device_create(None, ordinal_of(device))
 
 
 def through_host(run: Callable[..., Any], device: torch.device, gpu: object) -> Callable[..., Any]:

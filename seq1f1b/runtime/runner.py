@@ -8,11 +8,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from seq1f1b import _C
-from seq1f1b.device.placement import in_ranges, step_on, through_host
+from seq1f1b.device.placement import compute_stream, in_ranges, step_on, through_host
 from seq1f1b.ops.context import inside_step
 from seq1f1b.plan import TunedOrder
 from seq1f1b.runtime.arguments import Disagreement, Options
@@ -298,7 +297,7 @@ class Runner:
             pipeline.device_edges.begin_step(pipeline.group.timeout_s)
             run, place_views = pipeline.device_edges.around(run), pipeline.device_edges.place_views()
         elif pipeline.gpu is not None:
-            _C.device_begin_step(pipeline.gpu, torch.cuda.current_stream(pipeline.device).cuda_stream)
+            _C.device_begin_step(pipeline.gpu, compute_stream(pipeline.device))
             run = through_host(run, pipeline.device, pipeline.gpu)
         if pipeline.tier is not None:
             pipeline.tier.begin_step(order.num_cells, order.most_away)
