@@ -174,7 +174,11 @@ def test_constants_say_what_the_core_counts() -> None:
 
 def test_adapters_and_examples_leave_the_extension_alone() -> None:
     """They are what a user could have written: on the package's Python names only."""
-    paths = [*(PACKAGE / "adapters").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    paths = [
+        *(PACKAGE / "adapters").rglob("*.py"),
+        *(PACKAGE / "transformers").rglob("*.py"),
+        *(ROOT / "examples").rglob("*.py"),
+    ]
     assert len(paths) > 5
     assert [path.name for path in paths if re.search(r"(?<!torch\.)\b_C\b", path.read_text())] == []
 

@@ -16,13 +16,13 @@ from typing import Any
 from flat_costs import simulation_of
 
 from seq1f1b import Schedule, build_schedule, partition_sequence
-from seq1f1b.adapters.weight_files import WeightFiles
 from seq1f1b.partition import ModelShape, make_model
 from seq1f1b.plan import Plan
 from seq1f1b.planning.hardware import load_hardware, load_model
 from seq1f1b.planning.profile import Profile
 from seq1f1b.runtime.report import read_reports
 from seq1f1b.schedule import StepMemory
+from seq1f1b.transformers.weight_files import WeightFiles
 from seq1f1b.transport.values import pack, unpack
 
 MOST_UNITS = 512  # of an order that is built: a longer one takes longer by right

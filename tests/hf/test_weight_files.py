@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from seq1f1b.adapters.weight_files import WeightFiles
+from seq1f1b.transformers.weight_files import WeightFiles
 
 SHARD = "model-00001-of-00001.safetensors"
 

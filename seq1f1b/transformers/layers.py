@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from seq1f1b.adapters.transformers_state import mixers
+from seq1f1b.transformers.state import mixers
 
 __all__: list[str] = []
 

@@ -17,9 +17,9 @@ transformers = pytest.importorskip("transformers", reason='needs the extra: pip 
 peft = pytest.importorskip("peft", reason="needs peft")
 
 import seq1f1b  # noqa: E402
-from seq1f1b.adapters.trainer_state import load_optimizer, save_optimizer, save_randomness  # noqa: E402
 from seq1f1b.testing import run_ranks  # noqa: E402
 from seq1f1b.transformers import load_pretrained, pipeline_stage, save_pretrained  # noqa: E402
+from seq1f1b.transformers.trainer_state import load_optimizer, save_optimizer, save_randomness  # noqa: E402
 
 
 def model_of(lora: bool = False) -> Any:

@@ -27,8 +27,8 @@ transformers = pytest.importorskip("transformers", reason='needs the extra: pip 
 pytest.importorskip("accelerate", reason='needs the extra: pip install "seq1f1b[transformers]"')
 peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
 
-from seq1f1b.adapters.trainer_replicas import Replicas  # noqa: E402
 from seq1f1b.transformers import Trainer, load_pretrained  # noqa: E402
+from seq1f1b.transformers.trainer_replicas import Replicas  # noqa: E402
 
 SEGMENTS = 4
 CONFIG: dict[str, Any] = {

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from seq1f1b.adapters.weight_files import some
+from seq1f1b.transformers.weight_files import some
 
 __all__ = ["compute_buffers", "initialize", "one_at_a_time"]
 

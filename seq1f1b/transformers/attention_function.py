@@ -11,9 +11,9 @@ import transformers
 from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, causal_mask_function
 
-from seq1f1b.adapters.transformers_look import AttentionLook, current_record
 from seq1f1b.ops.attention import causal_attention, positions
 from seq1f1b.ops.context import current
+from seq1f1b.transformers.look import AttentionLook, current_record
 
 __all__ = ["NAME", "attention", "refuse_dropout"]
 

@@ -1,8 +1,8 @@
 """Is every causal language model of transformers right in our pipeline, or refused before anything runs?
 
-    python tests/adapters/decoders.py                # examines all and writes this release's column of the page
-    python tests/adapters/decoders.py llama bloom    # examines some and prints what it found
-    python tests/adapters/decoders.py --check        # names each row that is not as found, and writes nothing
+    python tests/hf/decoders.py                # examines all and writes this release's column of the page
+    python tests/hf/decoders.py llama bloom    # examines some and prints what it found
+    python tests/hf/decoders.py --check        # names each row that is not as found, and writes nothing
 
 ``docs/reference/models.md`` is the one list: the script writes it, and ``test_decoders.py`` compares with it.
 """
@@ -246,7 +246,7 @@ def _text(error: Exception) -> str:
 
 # -- the page ----------------------------------------------------------------------------------------------------------
 
-BEGIN, END = "<!-- by tests/adapters/decoders.py -->\n", "<!-- end of the table -->\n"
+BEGIN, END = "<!-- by tests/hf/decoders.py -->\n", "<!-- end of the table -->\n"
 
 
 @dataclass

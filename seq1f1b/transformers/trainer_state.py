@@ -16,9 +16,9 @@ from torch import Tensor
 
 from seq1f1b.adapters.checkpoint import PipelineState, optimized
 from seq1f1b.adapters.checkpoint_values import OptimizerEntries, as_kept
-from seq1f1b.adapters.pretrained import Ranks, Room, num_bytes, together
 from seq1f1b.files import keep_mode
 from seq1f1b.runtime.engine import PipelineEngine
+from seq1f1b.transformers.pretrained import Ranks, Room, num_bytes, together
 
 __all__: list[str] = []
 

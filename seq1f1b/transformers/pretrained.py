@@ -16,8 +16,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from seq1f1b.adapters.transformers_stage import CausalLMStage
-from seq1f1b.adapters.weight_files import (
+from seq1f1b.files import keep_mode, no_room
+from seq1f1b.runtime.engine import PipelineEngine
+from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
+from seq1f1b.transformers.stage import CausalLMStage
+from seq1f1b.transformers.weight_files import (
     INDEX,
     IS_SHARD,
     SINGLE,
@@ -28,9 +31,6 @@ from seq1f1b.adapters.weight_files import (
     load_state,
     share_sources,
 )
-from seq1f1b.files import keep_mode, no_room
-from seq1f1b.runtime.engine import PipelineEngine
-from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 
 __all__ = ["load_pretrained", "save_pretrained"]
 

@@ -12,9 +12,9 @@ import torch
 import transformers
 from transformers.core_model_loading import build_glob_alternation
 
-from seq1f1b.adapters.pretrained import load_stage
-from seq1f1b.adapters.transformers_stage import CausalLMStage
-from seq1f1b.adapters.weight_files import Source, WeightFiles, check_shape, find_sources, share_sources, some
+from seq1f1b.transformers.pretrained import load_stage
+from seq1f1b.transformers.stage import CausalLMStage
+from seq1f1b.transformers.weight_files import Source, WeightFiles, check_shape, find_sources, share_sources, some
 
 __all__: list[str] = []
 

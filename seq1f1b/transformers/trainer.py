@@ -21,22 +21,22 @@ from torch import Tensor, nn
 from transformers.trainer_callback import TrainerControl
 from transformers.trainer_utils import seed_worker
 
-from seq1f1b.adapters.folder import open_folder
-from seq1f1b.adapters.pretrained import load_pretrained, save_pretrained, together
-from seq1f1b.adapters.trainer_batch import COLUMNS, Batch, make_batch
-from seq1f1b.adapters.trainer_checks import CUT, check_arguments, check_made, check_pipeline
-from seq1f1b.adapters.trainer_replicas import Replicas
-from seq1f1b.adapters.trainer_state import (
+from seq1f1b.runtime.arguments import is_plan
+from seq1f1b.runtime.engine import PipelineEngine
+from seq1f1b.transformers.cut import pipeline_stage
+from seq1f1b.transformers.folder import open_folder
+from seq1f1b.transformers.layers import copy_config
+from seq1f1b.transformers.pretrained import load_pretrained, save_pretrained, together
+from seq1f1b.transformers.trainer_batch import COLUMNS, Batch, make_batch
+from seq1f1b.transformers.trainer_checks import CUT, check_arguments, check_made, check_pipeline
+from seq1f1b.transformers.trainer_replicas import Replicas
+from seq1f1b.transformers.trainer_state import (
     check_resumable,
     load_optimizer,
     load_randomness,
     save_optimizer,
     save_randomness,
 )
-from seq1f1b.adapters.transformers import pipeline_stage
-from seq1f1b.adapters.transformers_layers import copy_config
-from seq1f1b.runtime.arguments import is_plan
-from seq1f1b.runtime.engine import PipelineEngine
 
 __all__ = ["Trainer"]
 

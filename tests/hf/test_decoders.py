@@ -17,7 +17,7 @@ ON_PAGE = {name: row.what[decoders.RELEASE] for name, row in PAGE.items() if dec
 
 
 def test_the_page_has_every_type():
-    assert sorted(ON_PAGE) == decoders.NAMES, f"run tests/adapters/decoders.py with transformers {decoders.RELEASE}"
+    assert sorted(ON_PAGE) == decoders.NAMES, f"run tests/hf/decoders.py with transformers {decoders.RELEASE}"
     assert all(what in decoders.KINDS for what in ON_PAGE.values())
     assert all(PAGE[name].why for name, what in ON_PAGE.items() if what != decoders.RIGHT)
 

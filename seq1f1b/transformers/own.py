@@ -15,9 +15,9 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-from seq1f1b.adapters.transformers_attention import NoMask, attention
-from seq1f1b.adapters.transformers_look import AttentionLook
 from seq1f1b.ops.attention import token_offset
+from seq1f1b.transformers.attention_function import NoMask, attention
+from seq1f1b.transformers.look import AttentionLook
 
 __all__ = ["adapt"]
 

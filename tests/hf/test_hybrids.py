@@ -42,9 +42,9 @@ from tiny_model import gradient_error  # noqa: E402
 
 import seq1f1b  # noqa: E402
 from seq1f1b import Memory  # noqa: E402
-from seq1f1b.adapters import transformers_state  # noqa: E402
 from seq1f1b.testing import run_ranks  # noqa: E402
 from seq1f1b.transformers import pipeline_stage  # noqa: E402
+from seq1f1b.transformers import state as transformers_state  # noqa: E402
 
 LINEAR = {"layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]}
 CONV = {"layer_types": ["conv", "full_attention", "conv", "conv"]}

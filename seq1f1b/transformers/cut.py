@@ -15,11 +15,14 @@ import transformers
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from seq1f1b.adapters.balance import balanced, layer_work
-from seq1f1b.adapters.folder import open_folder
-from seq1f1b.adapters.transformers_attention import NAME
-from seq1f1b.adapters.transformers_initial import compute_buffers, one_at_a_time
-from seq1f1b.adapters.transformers_layers import (
+from seq1f1b.ops.attention import layer_handle
+from seq1f1b.runtime.tied_copies import carried, carry_attributes, check_hooks, num_hooks
+from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
+from seq1f1b.transformers.attention_function import NAME
+from seq1f1b.transformers.balance import balanced, layer_work
+from seq1f1b.transformers.folder import open_folder
+from seq1f1b.transformers.initial import compute_buffers, one_at_a_time
+from seq1f1b.transformers.layers import (
     attentions_of,
     cannot,
     check_adapters,
@@ -27,7 +30,7 @@ from seq1f1b.adapters.transformers_layers import (
     copy_config,
     find_layers,
 )
-from seq1f1b.adapters.transformers_look import (
+from seq1f1b.transformers.look import (
     BORDER,
     ERRORS,
     HIDDEN,
@@ -48,8 +51,8 @@ from seq1f1b.adapters.transformers_look import (
     takes_keys,
     twin,
 )
-from seq1f1b.adapters.transformers_own import adapt
-from seq1f1b.adapters.transformers_stage import (
+from seq1f1b.transformers.own import adapt
+from seq1f1b.transformers.stage import (
     CausalLMStage,
     Elsewhere,
     Entry,
@@ -59,10 +62,7 @@ from seq1f1b.adapters.transformers_stage import (
     NoEmbedding,
     names_of,
 )
-from seq1f1b.adapters.transformers_state import carry_states, look_at_states
-from seq1f1b.ops.attention import layer_handle
-from seq1f1b.runtime.tied_copies import carried, carry_attributes, check_hooks, num_hooks
-from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
+from seq1f1b.transformers.state import carry_states, look_at_states
 
 __all__ = ["pipeline_stage"]
 

@@ -22,9 +22,9 @@ transformers = pytest.importorskip("transformers", reason='needs the extra: pip 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import seq1f1b  # noqa: E402
-from seq1f1b.adapters.weight_files import WeightFiles  # noqa: E402
 from seq1f1b.testing import run_ranks  # noqa: E402
 from seq1f1b.transformers import load_pretrained, pipeline_stage, save_pretrained  # noqa: E402
+from seq1f1b.transformers.weight_files import WeightFiles  # noqa: E402
 
 COMMON: dict[str, Any] = {
     "vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -186,7 +186,7 @@ def test_a_name_in_the_cache_of_the_hub(tmp_path, monkeypatch):
 
 
 def test_memory_of_another_dtype_is_read_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("seq1f1b.adapters.weight_files._PIECE", 100)
+    monkeypatch.setattr("seq1f1b.transformers.weight_files._PIECE", 100)
     model = write(tmp_path, "llama")
     stage = pipeline_stage(tmp_path, 0, 2, dtype="float64")
     assert all(torch.equal(p, model.get_parameter(name).double()) for name, p in stage.named_parameters())
@@ -344,7 +344,7 @@ def test_a_folder_that_is_refused(tmp_path, monkeypatch, what):
     write(tmp_path, "llama")
     spoil, text = REFUSED[what]
     spoil(tmp_path)
-    monkeypatch.setattr("seq1f1b.adapters.weight_files._fill", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("seq1f1b.transformers.weight_files._fill", lambda *_: pytest.fail("weights were read"))
     for rank in range(2):  # alike on all ranks
         with pytest.raises(ValueError, match=text):
             pipeline_stage(tmp_path, rank, 2)

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seq1f1b.adapters.transformers_attention import refuse_dropout
-from seq1f1b.adapters.transformers_initial import initialize
-from seq1f1b.adapters.transformers_look import as_layer
-from seq1f1b.adapters.transformers_state import documents, mixers
 from seq1f1b.ops.attention import positions
 from seq1f1b.ops.context import current
 from seq1f1b.runtime.tied_copies import held
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
+from seq1f1b.transformers.attention_function import refuse_dropout
+from seq1f1b.transformers.initial import initialize
+from seq1f1b.transformers.look import as_layer
+from seq1f1b.transformers.state import documents, mixers
 
 __all__ = ["CausalLMStage", "Elsewhere", "Entry", "Exit", "Hidden", "Message", "NoEmbedding", "names_of"]
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import Cache
 
-from seq1f1b.adapters.transformers_look import ERRORS, TOKENS, Record, twin
 from seq1f1b.ops.context import carry_in, carry_out, current
+from seq1f1b.transformers.look import ERRORS, TOKENS, Record, twin
 
 __all__ = ["carry_states", "documents", "look_at_states", "mixers"]
 
