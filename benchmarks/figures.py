@@ -12,6 +12,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from seq1f1b.timeline_text import PASSES, in_waits
 from seq1f1b.view import style
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7f7f7f")
@@ -203,7 +204,7 @@ def timelines(path: str, tracks: dict[str, Any], title: str, caption: str) -> No
             axis.set_title(heading, loc="left")
             for rank, track in enumerate(timeline):
                 axis.barh(rank, end, 0.86, **BUBBLE)
-                for (unit, start, stop), in_wait in zip(track, style.in_waits(track), strict=True):
+                for (unit, start, stop), in_wait in zip(track, in_waits(track), strict=True):
                     colour = matplotlib.colors.to_rgb(COLOURS[unit.microbatch % len(COLOURS)])
                     strength = style.STRENGTH[unit.kind]
                     axis.barh(
@@ -229,11 +230,11 @@ def timelines(path: str, tracks: dict[str, Any], title: str, caption: str) -> No
             for m in sorted({unit.microbatch for unit in shown})
         ]
         handles += [
-            patch(color=str(1 - 0.6 * strength), label=style.PASSES[kind])
+            patch(color=str(1 - 0.6 * strength), label=PASSES[kind])
             for kind, strength in style.STRENGTH.items()
             if any(unit.kind == kind for unit in shown)
         ]
-        if any(any(style.in_waits(track)) for timeline in tracks.values() for track in timeline):
+        if any(any(in_waits(track)) for timeline in tracks.values() for track in timeline):
             handles.append(patch(facecolor="0.7", edgecolor="white", hatch="....", label="W in a wait"))
         handles.append(patch(**BUBBLE, label="bubble: the rank waits"))
         figure.legend(

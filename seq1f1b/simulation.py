@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from seq1f1b.timeline_text import timeline_text
 from seq1f1b.unit import Timeline, Unit
 
 if TYPE_CHECKING:
@@ -204,6 +205,4 @@ class Simulation:
 
     def to_text(self, width: int = 100) -> str:
         """The timeline as text, one line per rank, in ``width`` columns."""
-        from seq1f1b.view.draw import timeline_text
-
         return timeline_text(self.timeline, width=width)

@@ -7,6 +7,7 @@ import shutil
 from typing import Any
 
 from seq1f1b.cli import workload
+from seq1f1b.timeline_text import column_seconds
 from seq1f1b.view import draw, page, style
 
 PICTURES = {
@@ -65,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         width = options.width
         if width is None:
             width = shutil.get_terminal_size((100, 24)).columns  # or COLUMNS
-        column = max(draw.column_seconds(timeline, width=width) for timeline in tracks.values())
+        column = max(column_seconds(timeline, width=width) for timeline in tracks.values())
         for heading, timeline in tracks.items():
             print(f"{heading}\n" * bool(others) + draw.timeline_text(timeline, width=width, column=column))
     return 0

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from seq1f1b.cli.lines import wrapped
-from seq1f1b.view.table import table_text
+from seq1f1b.table import table_text
 
 
 def add(commands: Any) -> None:

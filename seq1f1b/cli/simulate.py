@@ -10,7 +10,7 @@ from typing import Any
 from seq1f1b import Schedule, Simulation
 from seq1f1b.cli import workload
 from seq1f1b.cli.progress import progress_bar
-from seq1f1b.view.table import rounded, table_text
+from seq1f1b.table import rounded, table_text
 
 MOST_RUN = 1_000_000_000  # units over all steps: a minute or two
 

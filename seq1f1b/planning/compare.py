@@ -28,7 +28,7 @@ from seq1f1b.schedule import (
     build_schedule,
     families,
 )
-from seq1f1b.view.table import rounded, table_text
+from seq1f1b.table import rounded, table_text
 
 __all__ = ["Comparison", "Row", "compare"]
 

@@ -14,7 +14,7 @@ from seq1f1b.planning.fitting import LEVELS, Made, fit_under, order_for_costs, o
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.unit_costs import SequenceCosts
 from seq1f1b.schedule import Costs, Family, Schedule, build_schedule
-from seq1f1b.view.table import rounded
+from seq1f1b.table import rounded
 
 __all__ = ["GIB", "REMEDIES", "STEPS", "Candidate", "Found", "Length", "Pricing", "Uncertain", "group_lengths"]
 

@@ -19,7 +19,7 @@ from seq1f1b.planning.hardware import Hardware, ProfiledHardware
 from seq1f1b.planning.layout import RECOMPUTE
 from seq1f1b.planning.pricing import GIB, REMEDIES, Candidate, Found, Pricing, Uncertain, group_lengths
 from seq1f1b.schedule import Family, families
-from seq1f1b.view.table import rounded, table_text
+from seq1f1b.table import rounded, table_text
 
 __all__ = ["PlanSearch", "Uncertain", "search_plans"]
 

@@ -22,6 +22,7 @@ from seq1f1b.runtime.measure import Activations
 from seq1f1b.runtime.offload import Tier
 from seq1f1b.runtime.rank_order import RankOrder
 from seq1f1b.schedule import Links, Schedule, Simulation, StepMemory
+from seq1f1b.table import table_text
 from seq1f1b.transport.values import pack, sendable, unpack
 from seq1f1b.unit import Unit, unit_of
 
@@ -343,8 +344,6 @@ class PipelineReport:
         )
 
     def __str__(self) -> str:
-        from seq1f1b.view.table import table_text  # training needs no views
-
         rows = [("rank", "busy s", "busy", *CAUSES)]
         for rank, idle in zip(self.ranks, self.idle, strict=True):
             busy = self.makespan - idle.total

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from seq1f1b import _C
 from seq1f1b.files import write_whole
 from seq1f1b.schedule import Simulation
+from seq1f1b.timeline_text import extent
 from seq1f1b.unit import Timeline, Unit, inputs_of
 from seq1f1b.view import style
 
@@ -62,7 +63,7 @@ def timeline_html(
         heading: run.timeline if isinstance(run, Simulation) else run for heading, run in named.items()
     }
     for timeline in timelines.values():
-        style.extent(timeline)  # of units that there are
+        extent(timeline)  # of units that there are
     style.check_size("page", style.count_units(timelines.values()))
     shown = [
         _shown(heading, timeline, run if isinstance(run, Simulation) else None)
@@ -234,7 +235,7 @@ def _shown(heading: str, timeline: Timeline, run: Simulation | None) -> dict[str
     number = {unit: i for i, (unit, _, _) in enumerate(placed)}
     after = predecessors(timeline)
     edges = [[number[other] for other in after[unit]] for unit, _, _ in placed]
-    begin, end = style.extent(timeline)
+    begin, end = extent(timeline)
     busy = sum(stop - start for _, start, stop in placed)
     makespan = end - begin
     path = None if run is None else run.critical_path

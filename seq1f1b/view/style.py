@@ -6,14 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from seq1f1b import _C
+from seq1f1b.timeline_text import PASSES
 
 if TYPE_CHECKING:
     from seq1f1b.unit import Timeline, Unit
 
 MOST_UNITS = 100_000  # of a picture or page: some seconds, in matplotlib or in a browser
 MOST_TRACED = 1_000_000  # 170 MB of JSON
-
-PASSES = dict(zip(_C.PASSES, _C.PASS_TEXTS, strict=True))
 
 
 def check_size(what: str, num_units: int) -> None:
@@ -31,34 +30,9 @@ def count_units(timelines: Iterable[Timeline]) -> int:
     return sum(len(track) for timeline in timelines for track in timeline)
 
 
-def extent(timeline: Timeline) -> tuple[float, float]:
-    """First start and last end."""
-    if not any(timeline):
-        raise ValueError("the timeline holds no unit")
-    begin = min(start for track in timeline for _, start, _ in track)
-    end = max(stop for track in timeline for _, _, stop in track)
-    return begin, end
-
-
 def first_stages(timeline: Timeline) -> list[int]:
     """Per rank, the first of its stages: the others are marked."""
     return [min((unit.stage for unit, _, _ in track), default=0) for track in timeline]
-
-
-def in_waits(track: Sequence[tuple[Unit, float, float]]) -> list[bool]:
-    """Per entry, whether it is a part of a unit that ran in a wait: the unit's own place comes later in the track."""
-    last = {unit: i for i, (unit, _, _) in enumerate(track)}
-    return [last[unit] > i for i, (unit, _, _) in enumerate(track)]
-
-
-def time_unit(seconds: float) -> tuple[float, str]:
-    """Seconds per unit, and the unit in which a time of this size reads well."""
-    return next(((size, name) for size, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= size), (1e-6, "us"))
-
-
-def seconds_text(seconds: float) -> str:
-    size, name = time_unit(seconds)
-    return f"{seconds / size:.3g} {name}"
 
 
 MICROBATCH_COLORS = ("#1f77b4", "#e6862d", "#2c9a45", "#cc3b3b", "#7d5fb2",

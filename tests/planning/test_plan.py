@@ -14,7 +14,7 @@ from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import load_hardware
 from seq1f1b.planning.search import search_plans
 from seq1f1b.schedule import families
-from seq1f1b.view.table import rounded
+from seq1f1b.table import rounded
 
 SHAPE = ModelShape(hidden=256, layers=8, heads=8, kv_heads=8, ffn=704, vocab=1000)
 COUNTS = {"seq_len": 8192, "num_ranks": 2, "num_microbatches": 4}
