@@ -247,6 +247,7 @@ def _text(error: Exception) -> str:
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 BEGIN, END = "<!-- by tests/hf/decoders.py -->\n", "<!-- end of the table -->\n"
+ABSENT = "-"  # a release has no such type
 
 
 @dataclass
@@ -256,14 +257,16 @@ class Row:
 
 
 def read_page() -> dict[str, Row]:
-    """The rows of the table by type of model."""
-    table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].partition("| type | ")[2]
+    """The types of the table, of which each row holds all with one verdict and one reason."""
+    table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].partition("| types | ")[2]
     head, _, *lines = table.splitlines() or ["", ""]
     releases = head.split(" | ")[:-1]
     rows = {}
     for line in lines:
-        name, *cells, why = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        rows[name.strip("`")] = Row({r: cell for r, cell in zip(releases, cells, strict=True) if cell}, why)
+        names, *cells, why = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        for name in names.split(", "):
+            what = {r: cell for r, cell in zip(releases, cells, strict=True) if cell != ABSENT}
+            rows[name.strip("`")] = Row(what, why)
     return rows
 
 
@@ -273,22 +276,27 @@ def write_page(rows: dict[str, Row]) -> None:
         release: {what: sum(row.what.get(release) == what for row in rows.values()) for what in KINDS}
         for release in releases
     }
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, row in sorted(rows.items()):
+        alike.setdefault((*(row.what.get(r, ABSENT) for r in releases), row.why), []).append(name)
+    order = sorted(alike.items(), key=lambda item: ([(*KINDS, ABSENT).index(what) for what in item[0][:-1]], item[1]))
     lines = [
         f"| transformers | {' | '.join(KINDS)} |", "|" + " --- |" * (1 + len(KINDS)),
         *(f"| {r} | {' | '.join(str(counts[r][what]) for what in KINDS)} |" for r in releases), "",
-        f"| type | {' | '.join(releases)} | why |", "|" + " --- |" * (2 + len(releases)),
-        *(
-            f"| `{name}` | {' | '.join(row.what.get(r, '') for r in releases)} | {row.why} |"
-            for name, row in sorted(rows.items())
-        ),
+        f"| types | {' | '.join(releases)} | why |", "|" + " --- |" * (2 + len(releases)),
+        *(f"| {', '.join(f'`{name}`' for name in names)} | {' | '.join(verdict)} |" for verdict, names in order),
     ]  # fmt: skip
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + rest.partition(END)[2], encoding="utf-8")
 
 
 def _cell(why: str) -> str:
-    """The reason, without what a row says already, as a cell of a table."""
+    """The reason, without what a row says already and what differs from model to model, as a cell of a table."""
     why = re.sub(r"^\w+ cannot be cut into stages that run by segments: ", "", why)
+    why = re.sub(r"^[\w.]+ \(\w+\) has an attention of its own", "it has an attention of its own", why)
+    why = re.sub(r"^on the stage of layers \d+ to \d+, layer \d+ gets", "a layer gets", why)
+    why = re.sub(r": values differ by \S+ the largest is [^;]+", "", why)
+    why = re.sub(r"[;:] (train it whole|run the model whole, with another attn_implementation)$", "", why)
     return re.sub(r"([\\`*_<>|\[\]{}$])", r"\\\1", why[:400])
 
 
