@@ -27,15 +27,13 @@ REFUSED = re.compile(r"GPL|GNU|Proprietary|NVIDIA|Commercial|NonCommercial|-NC-"
 READ = {"docutils": "GPL is that of one file for Emacs, which nothing imports"}  # by a person, in spite of REFUSED
 INTRODUCTION = """# Dependencies
 
-What comes with `pip install seq1f1b`, and with each extra? This table is made from the metadata of the packages, by
-`python .ci/licences.py --write`, on Linux with Python {python} and a build of torch for the CPU. Nothing of them is
-copied into this package or its wheels. A build of torch for CUDA also brings NVIDIA's libraries (`nvidia-*`, `cuda-*`),
-under NVIDIA's own terms.
+What comes with `pip install seq1f1b`, and with each extra? `python .ci/licences.py --write` makes this table from the
+packages' metadata, on Linux with Python {python} and torch for the CPU. Nothing of them is copied into this package or
+its wheels. A build of torch for CUDA also brings NVIDIA's libraries (`nvidia-*`, `cuda-*`), under NVIDIA's own terms.
 
-Neither import nor a training step asks the network; ranks talk with each other alone: see
-[who can reach a pipeline](../how-to/several-machines.md#who-can-reach-a-pipeline). `tests/front/test_package.py` holds
-that for the package, and the tests of several machines run where there is no way out. What the extras bring may ask it:
-transformers fetches a model or a tokenizer that is named, in place of given as a folder.
+Neither import nor a training step uses the network; ranks talk with each other alone
+([who can reach a pipeline](../how-to/several-machines.md#who-can-reach-a-pipeline)): tests hold that. Extras may use
+it: transformers fetches a model or a tokenizer that is given by name.
 
 """
 
@@ -83,7 +81,7 @@ def main() -> None:
             if not (extra and "" in extras_of.get(name, ())):
                 extras_of.setdefault(name, []).append(extra)
     problems = []
-    rows = ["| package | version seen | licence | comes with |", "| --- | --- | --- | --- |"]
+    packages: dict[tuple[str, str], list[str]] = {}  # of what they come with, and their licence
     for name, here in sorted(found.items(), key=lambda item: (extras_of[item[0]] != [""], item[0])):
         if here is None:
             problems.append(f"{name} is not installed: comes with {extras_of[name]}")
@@ -93,8 +91,11 @@ def main() -> None:
             problems.append(f"{name} {here.version}: {licence or 'names no licence'}")
         extras = ", ".join(f"`{extra}`" if extra else "every installation" for extra in extras_of[name])
         licence += f" ({READ[name]})" if name in READ else ""
-        rows.append(f"| {name} | {here.version} | {licence} | {extras} |")
-    page = INTRODUCTION.format(python=".".join(map(str, sys.version_info[:2]))) + "\n".join(rows) + "\n"
+        packages.setdefault((extras, licence), []).append(f"{name} {here.version}")
+    rows = [f"| {extras} | {licence} | {', '.join(names)} |" for (extras, licence), names in packages.items()]
+    rows.sort(key=lambda row: not row.startswith("| every"))
+    head = "| comes with | licence | packages, with the version seen |\n| --- | --- | --- |\n"
+    page = INTRODUCTION.format(python=".".join(map(str, sys.version_info[:2]))) + head + "\n".join(rows) + "\n"
     print(page)
     if problems:
         sys.exit("\n".join(problems))
