@@ -283,17 +283,13 @@ def commands(_page: Path, _rest: str) -> str:
     rows = [(f"[`{name}`](#{name})", says[name]) for name in choices.choices]
     text = table(("command", "does"), rows)
     for name, _ in choices.choices.items():
-        text += f"\n## {name}\n\n`seq1f1b {name}`: {says[name]}.\n"
         own = [row for row, names in taken.items() if names == [name]]
-        if own:
-            text += "\n" + table(("argument", "meaning"), own)
-        if any(name in names for names in shared.values()):
-            text += "\nIt also takes [those that it shares](#what-several-commands-take).\n"
-    text += "\n## What several commands take\n\n"
-    return text + table(
-        ("argument", "meaning", "of"),
-        [(*row, ", ".join(names)) for row, names in shared.items()],
-    )
+        text += f"\n## {name}\n\n" + table(("argument", "meaning"), own)
+    for takers in dict.fromkeys(tuple(names) for names in shared.values()):
+        rows = [row for row, names in shared.items() if tuple(names) == takers]
+        text += f"\n## What {', '.join(takers)} take\n\n"
+        text += table(("argument", "meaning"), rows)
+    return text
 
 
 def recipes(_page: Path, _rest: str, *wanted: str) -> str:
