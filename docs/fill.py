@@ -17,7 +17,7 @@ WHAT is one of these; files are named from the repository's root:
     objects              a table of what the ``eval-rst`` block behind this place documents
     commands             the commands of ``seq1f1b`` with their options
     recipes MODEL/HARDWARE/MEMORY/TOKENS/P/M/K ...
-                         what ``seq1f1b plan`` says for each, as a table, and the commands
+                         what ``seq1f1b plan`` says for each, as a table, and the first command
 """
 
 from __future__ import annotations
@@ -317,6 +317,7 @@ def recipes(_page: Path, _rest: str, *wanted: str) -> str:
                 model,
                 f"{ranks} x {hardware}",
                 f"{microbatches} x {int(tokens):,}",
+                memory,
                 str(plan["num_segments"]),
                 f"{units.count('R') / len(units):.0%}" if units else "0%",
                 plan["layout"]["vocabulary"],
@@ -326,9 +327,8 @@ def recipes(_page: Path, _rest: str, *wanted: str) -> str:
             )
         )
         commands.append(f"{command} --output plan.json")
-    head = ("model", "ranks", "M x tokens", "k", "twice", "vocab", "seconds", "tokens/s")
-    text = fence("bash", "\n".join(commands))
-    return f"{table((*head, 'GiB (worst)'), rows)}\n{text}"
+    head = ("model", "ranks", "M x tokens", "cap", "k", "twice", "vocab", "seconds", "tokens/s")
+    return f"{table((*head, 'GiB (worst)'), rows)}\n{fence('bash', commands[0])}"
 
 
 KINDS: dict[str, Callable[..., str]] = {

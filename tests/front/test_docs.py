@@ -228,7 +228,7 @@ def check_in(rank: int, page: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if page.stem in ("hugging-face", "recipes", "trl"):
+    if page.stem in ("hugging-face", "choose", "trl"):
         for name in ("transformers", "accelerate", "peft"):
             pytest.importorskip(name, reason="the page is about it; .ci/run comes back with the extra")
     if all(block.kind != "python" for block in blocks_of(page)):

@@ -91,6 +91,9 @@ def test_options_of_a_file_give_way_to_those_of_the_command_line(
         '{"steps": 7, "seq-len": 64, "even": true, "recompute": false, "data": null, "lr": 1e-3}', "--steps", "9"
     )
     assert (args.steps, args.seq_len, args.even, args.recompute, args.data, args.lr) == (9, 64, True, False, None, 1e-3)
+    for recipe in (EXAMPLES / "recipes").glob("*.json"):
+        args = train_gpt.parse_arguments(["--config", str(recipe)])
+        assert all(getattr(args, name) == value for name, value in json.loads(recipe.read_text()).items())
     for text, told in {
         '{"step": 7}': "step is no option; there are",
         '{"steps": 7.5}': "--steps: invalid int value: '7.5'",
