@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))  # as pytest does
 from processes import start_processes
 from scripts import Script, environment, start_ranks
 
