@@ -33,7 +33,7 @@ _REMEDIES = {
     WEIGHTING: "let loss_fn return its sum and its divisor, (sum, divisor), or count the targets by Loss(weight=...), "
     'or return a sum with Loss(reduction="sum")',
     DOCUMENTS: "give the stage doc_ids, those of plan.doc_ids, and begin the state anew at each document, as "
-    "docs/how-to/packed-documents.md shows",
+    "docs/how-to/documents.md shows",
 }
 
 
