@@ -320,3 +320,12 @@ def test_use_trains_and_tells_what_it_measured() -> None:
     assert len(losses) == 4 and losses[-1] < losses[0] / 2
     assert "segments held at most [5, 4]" in done.stdout  # min(P - p - 1 + k, M k)
     assert len((EXAMPLES / "use.py").read_text().splitlines()) < 100
+
+
+def test_fine_tuning_by_trls_collator_is_that_of_its_trainer(tmp_path: Path) -> None:
+    """The script compares each step's loss and norm with those of TRL's SFTTrainer, and fails if they differ."""
+    pytest.importorskip("trl", reason="the example is about TRL, which no extra brings: pip install trl")
+    code, out, err = Script(EXAMPLES / "sft_trl.py", [], tmp_path, environment()).finish()
+    assert code == 0, err[-4000:]
+    assert "all 12 steps are those of SFTTrainer" in out
+    assert list((tmp_path / "runs/sft/model").glob("model*.safetensors"))
