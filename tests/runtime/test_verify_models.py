@@ -78,7 +78,7 @@ def test_a_right_model_is_not_blamed(case: Case):
     seen, result = looked_at(case), verified(case)
     assert seen == []
     assert result.ok and not result.causes, str(result)
-    assert is_on_the_page(right_row(case, seen, result)), "run this file and put its tables on the page"
+    assert case.name in right_models(), "name it on the page"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -105,8 +105,10 @@ def wrong_row(case: Case, seen: list[str], result: Verification) -> list[str]:
     return [case.name, how, "-" if result.ok else "found", case.cause]
 
 
-def right_row(case: Case, seen: list[str], result: Verification) -> list[str]:
-    return [case.name, "blamed" if seen else "-", "-" if result.ok else "blamed"]
+def right_models() -> list[str]:
+    """Those that the page names, in one sentence."""
+    sentence = " ".join(PAGE.read_text().partition("These right models")[2].split())
+    return sentence.partition(": ")[2].rstrip(".").split("; ")
 
 
 def is_on_the_page(row: list[str]) -> bool:
@@ -115,16 +117,12 @@ def is_on_the_page(row: list[str]) -> bool:
 
 
 def main() -> None:
-    for head, cases, row_of in (
-        ("| wrong model | the engine itself | `verify` | cause that is named | error |", WRONG, wrong_row),
-        ("| right model | the engine itself | `verify` | error |", RIGHT, right_row),
-    ):
-        print(head + "\n" + "|---" * (head.count("|") - 1) + "|")
-        for case in cases:
-            result = verified(case)
-            error = max([result.loss_error, *result.parameters.values()])
-            print(f"| {' | '.join(row_of(case, looked_at(case), result))} | {error:.0e} |")
-        print()
+    head = "| wrong model | the engine itself | `verify` | cause that is named | error |"
+    print(head + "\n" + "|---" * (head.count("|") - 1) + "|")
+    for case in WRONG:
+        result = verified(case)
+        error = max([result.loss_error, *result.parameters.values()])
+        print(f"| {' | '.join(wrong_row(case, looked_at(case), result))} | {error:.0e} |")
 
 
 if __name__ == "__main__":
