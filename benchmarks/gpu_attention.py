@@ -179,7 +179,7 @@ def primitives(machine: Machine) -> Iterator[Case]:
         yield check.__name__, functools.partial(one, check)
 
     def of_warpgroup(name: str) -> dict[str, Any]:
-        """What a kernel for sm_90 would rest on (docs/ideas/cuda.md); ours use none of it."""
+        """What a kernel for sm_90 would rest on (sm90a_warpgroup_probes.cu); ours use none of it."""
         machine.need_cuda()
         if kernel_library.architecture(machine.device) != "sm_90":
             raise Unmeasured("is of sm_90 alone")

@@ -1,8 +1,25 @@
 /* sm90a_warpgroup_probes.cu - products of a warpgroup (wgmma) out of tiles as copy_tile lays them out: do the
- * descriptors and lane maps of docs/ideas/cuda.md hold? warpgroup_probes.py says what must come out.
+ * descriptors and lane maps below hold? warpgroup_probes.py says what must come out. They held on an H200.
  *
  *   D = A B       A 64 x 64; B 64 deep; D[row][column] is element d[column / 8 * 4 + r] of thread t, with
  *                 row = 16 (t / 32) + t % 32 / 4 + 8 (r / 2), column % 8 = 2 (t % 4) + r % 2
+ *
+ *   descriptor of a tile, 64 bits              a tile of 64 columns
+ *     0 to 13   address / 16                   plus 2 for each 16 columns of depth; transposed, plus 128 for 16 rows
+ *    16 to 29   bytes to the next panel / 16   only transposed, with more than 64 columns: rows x 8
+ *    32 to 45   bytes to the next 8 rows / 16  64
+ *    49 to 51   where in its period it begins  0
+ *    62, 63     swizzle                        1: 128 bytes
+ *
+ * A kernel with these products would keep the tiles and their copies. Today a warp multiplies 16 x 8 x 16 by mma.sync;
+ * a warpgroup of four warps would take 64 x 64 x 16 or 64 x 128 x 16:
+ *   copies     cp.async of 16 bytes as today, with fence.proxy.async between wait and barrier
+ *   S = Q K^T  both factors from shared memory, by descriptors, in place of ldmatrix
+ *   O += P V   P in the same registers, V from shared memory, transposed by a bit of the instruction
+ *   order      wgmma.fence, products, commit_group; wait_group before the softmax reads S, and before O is scaled
+ *   tiles      of 64 columns as they are, chunk c of row r at c ^ (r % 8): the 128-byte swizzle, if the tile begins at a
+ *              multiple of 1,024 bytes; of 128 columns as two panels of 64, one behind the other
+ * A warp gets the 16 rows that mma.m16n8k16 would give it, in the same places: softmax, masks and P stay as they are.
  *
  * For sm_90a alone. The library that benchmarks/gpu.py takes along holds them; the installed one does not. */
 #include "../../csrc/core/dtype.h"
