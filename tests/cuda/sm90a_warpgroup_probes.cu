@@ -17,8 +17,8 @@
  *   S = Q K^T  both factors from shared memory, by descriptors, in place of ldmatrix
  *   O += P V   P in the same registers, V from shared memory, transposed by a bit of the instruction
  *   order      wgmma.fence, products, commit_group; wait_group before the softmax reads S, and before O is scaled
- *   tiles      of 64 columns as they are, chunk c of row r at c ^ (r % 8): the 128-byte swizzle, if the tile begins at a
- *              multiple of 1,024 bytes; of 128 columns as two panels of 64, one behind the other
+ *   tiles      of 64 columns as they are, chunk c of row r at c ^ (r % 8): the 128-byte swizzle, if the tile begins at
+ *              a multiple of 1,024 bytes; of 128 columns as two panels of 64, one behind the other
  * A warp gets the 16 rows that mma.m16n8k16 would give it, in the same places: softmax, masks and P stay as they are.
  *
  * For sm_90a alone. The library that benchmarks/gpu.py takes along holds them; the installed one does not. */
