@@ -81,7 +81,7 @@ def main() -> None:
             if not (extra and "" in extras_of.get(name, ())):
                 extras_of.setdefault(name, []).append(extra)
     problems = []
-    packages: dict[tuple[str, str], list[str]] = {}  # of what they come with, and their licence
+    packages: dict[tuple[bool, str], list[str]] = {}  # by whether an extra brings them, and by licence
     for name, here in sorted(found.items(), key=lambda item: (extras_of[item[0]] != [""], item[0])):
         if here is None:
             problems.append(f"{name} is not installed: comes with {extras_of[name]}")
@@ -89,12 +89,15 @@ def main() -> None:
         licence = licence_of(here)
         if name not in READ and (not ALLOWED.search(licence) or REFUSED.search(licence)):
             problems.append(f"{name} {here.version}: {licence or 'names no licence'}")
-        extras = ", ".join(f"`{extra}`" if extra else "every installation" for extra in extras_of[name])
+        extras = ", ".join(f"`{extra}`" for extra in extras_of[name] if extra)
         licence += f" ({READ[name]})" if name in READ else ""
-        packages.setdefault((extras, licence), []).append(f"{name} {here.version}")
-    rows = [f"| {extras} | {licence} | {', '.join(names)} |" for (extras, licence), names in packages.items()]
-    rows.sort(key=lambda row: not row.startswith("| every"))
-    head = "| comes with | licence | packages, with the version seen |\n| --- | --- | --- |\n"
+        text = f"{name} {here.version}" + (f" ({extras})" if extras else "")
+        packages.setdefault((bool(extras), licence), []).append(text)
+    rows = [
+        f"| {'extras' if of_extra else 'every installation'} | {licence} | {', '.join(names)} |"
+        for (of_extra, licence), names in packages.items()
+    ]
+    head = "| comes with | licence | packages, with the version seen and the extras |\n| --- | --- | --- |\n"
     page = INTRODUCTION.format(python=".".join(map(str, sys.version_info[:2]))) + head + "\n".join(rows) + "\n"
     print(page)
     if problems:
