@@ -17,7 +17,7 @@ WHAT is one of these; files are named from the repository's root:
     objects              a table of what the ``eval-rst`` block behind this place documents
     commands             the commands of ``seq1f1b`` with their options
     recipes MODEL/HARDWARE/MEMORY/TOKENS/P/M/K ...
-                         what ``seq1f1b plan`` says for each, as a table, and the first command
+                         what ``seq1f1b plan`` says for each, as a table, and a command
 """
 
 from __future__ import annotations
@@ -250,8 +250,7 @@ def objects(page: Path, rest: str) -> str:
         page.read_text(encoding="utf-8").count(places) == rest.count(places) + 1
     ):  # the first one of the page
         first = rows[0][0].strip("`")
-        text += f"\nIn Python, `help({first})` tells arguments, results and errors; "
-        text += "so it is with each name on this page.\n"
+        text += f"\nIn Python, `help({first})` tells arguments, results and errors.\n"
     return text
 
 
@@ -327,8 +326,8 @@ def recipes(_page: Path, _rest: str, *wanted: str) -> str:
             )
         )
         commands.append(f"{command} --output plan.json")
-    head = ("model", "ranks", "M x tokens", "cap", "k", "twice", "vocab", "seconds", "tokens/s")
-    return f"{table((*head, 'GiB (worst)'), rows)}\n{fence('bash', commands[0])}"
+    head = "model, ranks, M x tokens, cap, k, twice, vocab, seconds, tokens/s, GiB (worst)"
+    return f"{table(tuple(head.split(', ')), rows)}\n{fence('bash', commands[0])}"
 
 
 KINDS: dict[str, Callable[..., str]] = {
