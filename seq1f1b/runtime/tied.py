@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,19 @@ from seq1f1b.runtime.gradients import StepGradients
 from seq1f1b.runtime.tied_copies import PAGE, OwnCopies, hooks_refused
 from seq1f1b.transport import RankGroup
 
+if TYPE_CHECKING:
+    from seq1f1b.runtime.engine import PipelineEngine
+
 __all__: list[str] = []
 
 # Copies come apart with the first step of an optimizer that differs, be it after many steps of the engine.
 _COMPARED_IN, _COMPARED_EVERY = (2, 4, 8, 16, 32, 64), 100  # steps
 _PIECE = 1 << 22  # values of a copy that are compared at once
+
+
+def ties_of(engine: PipelineEngine) -> TiedParameters:
+    """The ties of an engine's stages, for what saves them."""
+    return engine._pipeline.tied
 
 
 class TiedParameters:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from seq1f1b.files import keep_mode, no_room
 from seq1f1b.runtime.engine import PipelineEngine
+from seq1f1b.runtime.tied import ties_of
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 from seq1f1b.transformers.stage import CausalLMStage
 from seq1f1b.transformers.weight_files import (
@@ -49,7 +50,7 @@ def save_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str]) -> N
         OSError: a rank could not write; raised on every rank.
     """
     stages = _stages_of(engine, "save_pretrained")
-    engine._pipeline.tied.compare()
+    ties_of(engine).compare()
     folder = os.fspath(folder)
     unfinished = os.path.join(folder, f".unfinished-{engine.rank}")
     try:
