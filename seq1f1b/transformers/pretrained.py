@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from seq1f1b.files import keep_mode, no_room
 from seq1f1b.runtime.engine import PipelineEngine
 from seq1f1b.runtime.tied import ties_of
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
+from seq1f1b.transformers.saving import num_bytes, save_together, together
 from seq1f1b.transformers.stage import CausalLMStage
 from seq1f1b.transformers.weight_files import (
     INDEX,
@@ -34,6 +31,9 @@ from seq1f1b.transformers.weight_files import (
 )
 
 __all__ = ["load_pretrained", "save_pretrained"]
+
+_ADAPTER = "adapter_model.safetensors"
+_FAILED = "no checkpoint was written to {}"
 
 
 def save_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str]) -> None:
@@ -51,15 +51,8 @@ def save_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str]) -> N
     """
     stages = _stages_of(engine, "save_pretrained")
     ties_of(engine).compare()
-    folder = os.fspath(folder)
-    unfinished = os.path.join(folder, f".unfinished-{engine.rank}")
-    try:
-        if any(stage.peft_model is not None for stage in stages):
-            _save_adapters(engine, stages, folder, unfinished)
-        else:
-            _save_weights(engine, stages, folder, unfinished)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    has_adapters = any(stage.peft_model is not None for stage in stages)
+    (_save_adapters if has_adapters else _save_weights)(engine, stages, os.fspath(folder))
 
 
 def load_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str]) -> None:
@@ -96,17 +89,17 @@ def _stages_of(engine: PipelineEngine, caller: str) -> list[CausalLMStage]:
 # -- whole weights -----------------------------------------------------------------------------------------------------
 
 
-def _save_weights(engine: PipelineEngine, stages: list[CausalLMStage], folder: str, unfinished: str) -> None:
-    gather, vocabulary = engine.all_gather_object, engine.whole_vocabulary()
+def _save_weights(engine: PipelineEngine, stages: list[CausalLMStage], folder: str) -> None:
+    elsewhere, vocabulary = ties_of(engine).counted_elsewhere(), engine.whole_vocabulary()
     shards: list[str] = []
+    saved: list[str] = []
 
-    def write() -> None:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        elsewhere = engine.tied_elsewhere()
+    def write(unfinished: str) -> list[dict[str, int]]:
         for i, stage in enumerate(stages):
             part = os.path.join(unfinished, str(i))
-            own = {name: p for name, p in stage.named_parameters() if id(p) not in elsewhere}
-            state = {name: t for name, t in stage.state_dict().items() if name in own or not _is_parameter(stage, name)}
+            every = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
+            every -= {name for name, p in stage.named_parameters() if id(p) not in elsewhere}
+            state = {name: tensor for name, tensor in stage.state_dict().items() if name not in every}
             if i == len(stages) - 1:
                 state |= vocabulary
             # transformers would write on rank 0 of a distributed run only; here every rank has weights of its own.
@@ -116,42 +109,32 @@ def _save_weights(engine: PipelineEngine, stages: list[CausalLMStage], folder: s
                     stage.causal_lm.save_pretrained(part, state_dict=state)
             finally:
                 del stage.causal_lm.should_save_on_this_rank
-            written = [os.path.join(part, name) for name in sorted(os.listdir(part)) if name.endswith(_WEIGHTS)]
+            written = [os.path.join(part, name) for name in sorted(os.listdir(part)) if name.endswith(".safetensors")]
             if not written:
                 raise OSError(f"transformers {transformers.__version__} wrote no weights to {part}")
             shards.extend(written)
+        return [_tensor_bytes(shard) for shard in shards]
+
+    def names(contents: list[list[dict[str, int]]]) -> dict[str, str]:
+        total, before = sum(map(len, contents)), sum(map(len, contents[: engine.rank]))
+        saved[:] = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)] if total > 1 else [SINGLE]
+        found = dict(zip(shards, saved[before:], strict=False))
+        if engine.rank == 0:
+            first = os.path.dirname(shards[0])
+            found |= {os.path.join(first, name): name for name in os.listdir(first) if name.endswith(".json")}
+            index = os.path.join(first, INDEX)
+            found.pop(index, None)
+            if total > 1:
+                saved.append(INDEX)
+                _write_index(index, dict(zip(saved, [tensors for rank in contents for tensors in rank], strict=False)))
+                found[index] = INDEX
+        return found
+
+    def is_old(name: str) -> bool:
+        return name not in saved and (name == INDEX or IS_SHARD.fullmatch(name) is not None)
 
     own = [*(tensor for stage in stages for tensor in stage.state_dict().values()), *vocabulary.values()]
-    failed = f"no checkpoint was written to {folder}"
-    together(engine, failed, write, room=Room(folder, num_bytes(own)))
-    contents: list[list[dict[str, int]]] = gather([_tensor_bytes(shard) for shard in shards])
-    total = sum(map(len, contents))
-    before = sum(map(len, contents[: engine.rank]))
-    names = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)] if total > 1 else [SINGLE]
-    index = os.path.join(unfinished, INDEX)
-    finished: dict[str, str] = {}
-
-    def write_index() -> None:  # before the first file is replaced
-        if engine.rank == 0 and total > 1:
-            _write_index(index, dict(zip(names, [tensors for rank in contents for tensors in rank], strict=True)))
-            finished[index] = os.path.join(folder, INDEX)
-        for i, shard in enumerate(shards):
-            finished[shard] = os.path.join(folder, names[before + i])
-        for name in os.listdir(os.path.join(unfinished, "0")) if engine.rank == 0 else ():
-            if name.endswith(".json") and name != INDEX:
-                finished[os.path.join(unfinished, "0", name)] = os.path.join(folder, name)
-        for file, target in finished.items():
-            keep_mode(file, target)
-
-    def move() -> None:
-        for file, target in finished.items():
-            os.replace(file, target)
-        for name in os.listdir(folder) if engine.rank == 0 else ():  # weights that the folder held before
-            if name not in names and (IS_SHARD.fullmatch(name) or (name == INDEX and total == 1)):
-                os.remove(os.path.join(folder, name))
-
-    together(engine, failed, write_index, room=Room(folder, 0))
-    together(engine, failed, move)
+    save_together(engine, folder, _FAILED.format(folder), num_bytes(own), write, names, is_old)
 
 
 @contextmanager
@@ -214,40 +197,28 @@ def _vocabulary(stage: CausalLMStage) -> list[VocabularyParallelEmbedding | Voca
 # -- adapters ----------------------------------------------------------------------------------------------------------
 
 
-def _save_adapters(engine: PipelineEngine, stages: list[CausalLMStage], folder: str, unfinished: str) -> None:
-    parts = [os.path.join(unfinished, str(i)) for i in range(len(stages))]
-
-    def write() -> None:
-        shutil.rmtree(unfinished, ignore_errors=True)
+def _save_adapters(engine: PipelineEngine, stages: list[CausalLMStage], folder: str) -> None:
+    def write(unfinished: str) -> list[str]:
+        parts = [os.path.join(unfinished, str(i)) for i in range(len(stages))]
         for part, stage in zip(parts, stages, strict=True):
             stage.peft_model.save_pretrained(part)
+        return parts
 
-    failed = f"no checkpoint was written to {folder}"
-    needed = num_bytes(p for stage in stages for p in stage.parameters() if p.requires_grad)
-    together(engine, failed, write, room=Room(folder, needed))
-    everyones: list[list[str]] = engine.all_gather_object(parts)
-
-    finished: list[tuple[str, str]] = []
-
-    def join() -> None:
-        for path, _, files in os.walk(parts[0]) if engine.rank == 0 else ():
-            place = os.path.relpath(path, parts[0])  # an adapter that is not the default one has a folder of its own
+    def join(everyones: list[list[str]]) -> dict[str, str]:
+        found: dict[str, str] = {}
+        first = everyones[0][0]
+        for path, _, files in os.walk(first) if engine.rank == 0 else ():
+            place = os.path.relpath(path, first)  # an adapter that is not the default one has a folder of its own
             if _ADAPTER in files:
                 tensors: dict[str, Tensor] = {}
                 for part in (part for rank in everyones for part in rank):
                     tensors = load_file(os.path.join(part, place, _ADAPTER)) | tensors
                 save_file(tensors, os.path.join(path, _ADAPTER), metadata={"format": "pt"})
-            os.makedirs(os.path.join(folder, place), exist_ok=True)
-            for name in files:
-                finished.append((os.path.join(path, name), os.path.join(folder, place, name)))
-                keep_mode(*finished[-1])
+            found |= {os.path.join(path, name): os.path.normpath(os.path.join(place, name)) for name in files}
+        return found
 
-    def move() -> None:
-        for file, target in finished:
-            os.replace(file, target)
-
-    together(engine, failed, join, room=Room(folder, needed))
-    together(engine, failed, move)
+    needed = num_bytes(p for stage in stages for p in stage.parameters() if p.requires_grad)
+    save_together(engine, folder, _FAILED.format(folder), needed, write, join)
 
 
 def _load_adapters(stage: CausalLMStage, folder: str) -> None:
@@ -263,78 +234,6 @@ def _load_adapters(stage: CausalLMStage, folder: str) -> None:
             check_shape(folder, name, tensor, found[name].shape if name in found else None)
         if own:
             set_peft_model_state_dict(stage.peft_model, {name: found[name] for name in own}, adapter_name=adapter)
-
-
-# -- both --------------------------------------------------------------------------------------------------------------
-
-
-_WEIGHTS, _ADAPTER = ".safetensors", "adapter_model.safetensors"
-
-
-class Ranks(Protocol):
-    """Processes that act together: those of an engine, or of all replicas of one."""
-
-    rank: int
-    num_ranks: int
-
-    def all_gather_object(self, value: Any) -> list[Any]: ...
-
-
-@dataclass(frozen=True)
-class Room:
-    """What this rank's part of a save takes: bytes in a folder."""
-
-    folder: str
-    needed: int
-
-
-def num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def together(
-    ranks: Ranks,
-    failed: str,
-    action: Callable[[], None],
-    kind: type[Exception] = OSError,
-    room: Room | None = None,
-) -> None:
-    """Does this rank's part; an error of any rank is raised on all, as ``kind``.
-
-    Args:
-        room: if a rank has none left, the error says how much all need and how much was free.
-    """
-    problem, lacks, free = None, "", 0
-    try:
-        free = _free(room.folder) if room is not None else 0
-        action()
-    except Exception as error:
-        problem = f"rank {ranks.rank}: {type(error).__name__}: {error}"
-        lacks = no_room(error) or ""
-    everyones = ranks.all_gather_object((problem, lacks, free, room.needed if room is not None else 0))
-    full = next(((lacks, free) for _, lacks, free, _ in everyones if lacks), None)
-    if full is not None and room is not None:
-        needed = sum(theirs for *_, theirs in everyones)
-        raise kind(
-            f"{failed}: saving to {room.folder} needs about {needed / 2**30:.3g} GiB, {full[1] / 2**30:.3g} GiB were "
-            f"free ({full[0]}): make room there or choose another folder"
-        )
-    problems = [text for text, *_ in everyones if text]
-    if problems:
-        raise kind(f"{failed}: {'; '.join(problems)}")
-
-
-def _free(folder: str) -> int:
-    """Bytes that may be written to a folder, which need not be there yet."""
-    folder = os.path.abspath(folder)
-    while not os.path.exists(folder):
-        folder = os.path.dirname(folder)
-    return shutil.disk_usage(folder).free
-
-
-def _is_parameter(module: nn.Module, name: str) -> bool:
-    owner, _, own = name.rpartition(".")
-    return own in module.get_submodule(owner)._parameters
 
 
 def _tensor_bytes(file: str) -> dict[str, int]:

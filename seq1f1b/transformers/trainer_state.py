@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,9 +14,8 @@ from torch import Tensor
 
 from seq1f1b.adapters.checkpoint import PipelineState, optimized
 from seq1f1b.adapters.checkpoint_values import OptimizerEntries, as_kept
-from seq1f1b.files import keep_mode
 from seq1f1b.runtime.engine import PipelineEngine
-from seq1f1b.transformers.pretrained import Ranks, Room, num_bytes, together
+from seq1f1b.transformers.saving import Ranks, num_bytes, save_together, together
 
 __all__: list[str] = []
 
@@ -31,25 +28,20 @@ def save_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, sch
     state = PipelineState(engine, optimizer).state_dict()["optimizer"]
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     rest = {name: as_kept(value) for name, value in state.items() if name not in tensors}
-    own = _file(folder, "optimizer", engine)
 
-    def write() -> None:
+    def write(unfinished: str) -> None:
         continuous = {name: value.contiguous() for name, value in tensors.items()}
-        files = {own: lambda file: save_file(continuous, file, {"rest": _json(rest)})}
+        save_file(continuous, _file(unfinished, "optimizer", engine), {"rest": _json(rest)})
         if engine.rank == 0:
-            files[os.path.join(folder, _SCHEDULER)] = lambda file: _write(file, _json(scheduler.state_dict()))
-        _write_unfinished(files)
+            with open(os.path.join(unfinished, _SCHEDULER), "w", encoding="utf-8") as out:
+                out.write(_json(scheduler.state_dict()))
 
-    def finish() -> None:
-        _finish([own, *([os.path.join(folder, _SCHEDULER)] if engine.rank == 0 else [])])
-        for name in os.listdir(folder) if engine.rank == 0 else ():  # of an earlier save by another number of ranks
-            match = _OPTIMIZER.fullmatch(name)
-            if match and int(match[1]) != engine.num_ranks:
-                os.remove(os.path.join(folder, name))
+    def is_old(name: str) -> bool:  # of an earlier save by another number of ranks
+        match = _OPTIMIZER.fullmatch(name)
+        return match is not None and int(match[1]) != engine.num_ranks
 
     failed = f"no optimizer state was written to {folder}"
-    together(engine, failed, write, room=Room(folder, num_bytes(tensors.values())))
-    together(engine, failed, finish)
+    save_together(engine, folder, failed, num_bytes(tensors.values()), write, is_old=is_old)
 
 
 def check_resumable(folder: str) -> None:
@@ -96,15 +88,10 @@ def load_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, sch
 
 
 def save_randomness(ranks: Ranks, states: list[Tensor], folder: str) -> None:
-    file = _file(folder, "rng", ranks)
+    def write(unfinished: str) -> None:
+        save_file({str(i): state for i, state in enumerate(states)}, _file(unfinished, "rng", ranks))
 
-    def write() -> None:
-        tensors = {str(i): state for i, state in enumerate(states)}
-        _write_unfinished({file: lambda unfinished: save_file(tensors, unfinished)})
-        _finish([file])
-
-    failed = f"no random state was written to {folder}"
-    together(ranks, failed, write, room=Room(folder, num_bytes(states)))
+    save_together(ranks, folder, f"no random state was written to {folder}", num_bytes(states), write)
 
 
 def load_randomness(ranks: Ranks, folder: str) -> list[Tensor] | None:
@@ -118,30 +105,6 @@ def load_randomness(ranks: Ranks, folder: str) -> list[Tensor] | None:
 
 def _file(folder: str, kind: str, ranks: Ranks) -> str:
     return os.path.join(folder, f"{kind}-{ranks.rank + 1:05d}-of-{ranks.num_ranks:05d}.safetensors")
-
-
-def _write_unfinished(files: Mapping[str, Callable[[str], Any]]) -> None:
-    """Writes files under other names: the old ones stay until all new ones are written."""
-    try:
-        for file, write in files.items():
-            os.makedirs(os.path.dirname(file), exist_ok=True)
-            write(f"{file}.unfinished")
-            keep_mode(f"{file}.unfinished", file)
-    except BaseException:
-        for file in files:
-            with contextlib.suppress(OSError):
-                os.remove(f"{file}.unfinished")
-        raise
-
-
-def _finish(files: Iterable[str]) -> None:
-    for file in files:
-        os.replace(f"{file}.unfinished", file)
-
-
-def _write(file: str, text: str) -> None:
-    with open(file, "w", encoding="utf-8") as out:
-        out.write(text)
 
 
 def _json(values: dict[str, Any]) -> str:
