@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,36 +46,30 @@ def layer_work(
 
 def balanced(work: Sequence[float], head: float, num_stages: int) -> list[int]:
     """Layers of each stage, at least one, so that the stage with most work, the last one with the head, has least."""
-    count = len(work)
-    total = [0.0]
-    for each in work:
-        total.append(total[-1] + each)
+    total = [0.0, *accumulate(work)]
 
-    def best(stage: int, limit: float, square: bool) -> list[tuple[float, int]]:
-        """By number of layers in the stages up to this one: the measure of them, and the layers of this one."""
-        before = best(stage - 1, limit, square) if stage else [(0.0, 0)] + [(float("inf"), 0)] * count
-        last = head if stage == num_stages - 1 else 0.0
-        found = [(float("inf"), 0)]
-        for stop in range(1, count + 1):
-            options = [(float("inf"), 0)]
-            for own in range(1, stop + 1):
-                cost = total[stop] - total[stop - own] + last
+    def split(measure: Callable[[float, float], float], limit: float) -> tuple[float, tuple[int, ...]]:
+        """The least measure of stages that are each below a limit, and their layers."""
+
+        @cache
+        def best(stages: int, stop: int) -> tuple[float, tuple[int, ...]]:
+            """Of the first stages, which hold the layers before ``stop``."""
+            if not stages:
+                return (0.0, ()) if not stop else (math.inf, ())
+            options: list[tuple[float, int, tuple[int, ...]]] = [(math.inf, 0, ())]
+            for start in range(stages - 1, stop):
+                cost = total[stop] - total[start] + (head if stages == num_stages else 0.0)
                 if cost <= limit:
-                    rest = before[stop - own][0]
-                    options.append((rest + cost * cost if square else max(rest, cost), own))
-            found.append(min(options))
-        tables.append(found)
-        return found
+                    before, counts = best(stages - 1, start)
+                    options.append((measure(before, cost), stop - start, counts))
+            found, last, counts = min(options)
+            return found, (*counts, last)
 
-    tables: list[list[tuple[float, int]]] = []
-    slowest = best(num_stages - 1, float("inf"), False)[count][0]
-    tables.clear()
-    best(num_stages - 1, slowest * (1 + 1e-9), True)  # among the splits as good as that, the most even one
-    counts, stop = [], count
-    for table in reversed(tables):
-        counts.append(table[stop][1])
-        stop -= counts[-1]
-    return counts[::-1]
+        return best(num_stages, len(work))
+
+    slowest, _ = split(max, math.inf)
+    # Among the splits as good as that, the most even one.
+    return list(split(lambda before, cost: before + cost * cost, slowest * (1 + 1e-9))[1])
 
 
 def _named(layer: nn.Module) -> list[tuple[str, Tensor]]:

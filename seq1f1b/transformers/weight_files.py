@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 import re
@@ -24,9 +25,6 @@ _DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 _IN_FOLDER = re.compile(r"[^/\\\x00]+(/[^/\\\x00]+)*")
-_LONGEST_HEADER = 100_000_000  # bytes, as safetensors has it
-_LARGEST = 1 << 63  # bytes that a tensor of torch stays below
-_MOST_DIMS = 64  # of a tensor that torch copies
 _IS_NUMBER = re.compile(r"[0-9]{1,18}")
 _PIECE = 4 << 20  # bytes in between if a tensor's dtype or device is not its file's
 
@@ -52,7 +50,7 @@ class WeightFiles:
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self.places: dict[str, Place] = {}
-        for path in _paths(folder):
+        for path in weight_paths(folder):
             self.places |= _places(path)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -114,7 +112,8 @@ def _fill(file: Any, out: Tensor) -> None:
         view = view[count:]
 
 
-def _paths(folder: str) -> list[str]:
+def weight_paths(folder: str) -> list[str]:
+    """The safetensors files of a folder that hold its weights. Raises ValueError as :class:`WeightFiles`."""
     index = os.path.join(folder, INDEX)
     if os.path.isfile(os.path.join(folder, SINGLE)) or not os.path.isfile(index):
         names = [name for name in sorted(os.listdir(folder)) if IS_SHARD.fullmatch(name)]
@@ -152,54 +151,22 @@ def _indexed(index: str) -> list[str]:
 
 
 def _places(path: str) -> dict[str, Place]:
-    """The header of a safetensors file: its length in 8 bytes, and JSON."""
+    """By the header of a safetensors file: its length in 8 bytes, and JSON, which the library has checked."""
+    from safetensors import SafetensorError, safe_open
+
     try:
-        size = os.path.getsize(path)
-        with open(path, "rb") as file:
+        with safe_open(path, framework="pt"), open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if not 0 < length <= min(size - 8, _LONGEST_HEADER):
-                raise ValueError(f"its header would have {length} bytes")
-            header = parse_json(file.read(length).decode())
-        if not isinstance(header, dict):
-            raise ValueError("its header must be an object")
-        header.pop("__metadata__", None)
-        found = {name: _place(path, name, entry, 8 + length) for name, entry in header.items()}
-        end = 8 + length
-        for name, place in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
-            if place.begin < end and place.end > place.begin:
-                raise ValueError(
-                    f"{name!r:.80} begins at byte {place.begin}, inside another tensor, which ends at {end}"
-                )
-            end = max(end, place.end)
-        if end > size:
-            raise ValueError(f"it has {size} bytes, its tensors end at {end}")
-    except ValueError as error:
-        raise ValueError(f"{path} is no whole safetensors file: {error}") from error
+            header = json.loads(file.read(length))
+    except SafetensorError as error:
+        size = os.path.getsize(path)
+        raise ValueError(f"{path} is no whole safetensors file: {error} (it has {size} bytes)") from error
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        found[name] = Place(path, entry["dtype"], tuple(entry["shape"]), 8 + length + begin, 8 + length + end)
     return found
-
-
-def _place(path: str, name: str, entry: Any, first: int) -> Place:
-    """Raises ValueError for what no tensor can be; ``first`` is the first byte after the header."""
-    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
-        raise ValueError(f"{name!r:.80} is {entry!r:.80}, must be an object with dtype, shape and data_offsets")
-    dtype, shape = entry["dtype"], _numbers(name, "shape", entry)
-    offsets = _numbers(name, "data_offsets", entry)
-    if len(offsets) != 2 or not 0 <= offsets[0] <= offsets[1] or min(shape, default=0) < 0:
-        raise ValueError(f"{name!r:.80} of shape {shape!r:.80} would lie at bytes {offsets!r:.80} behind the header")
-    # A dimension of 0 makes it empty; its other ones have strides nevertheless.
-    if len(shape) > _MOST_DIMS or math.prod(max(n, 1) for n in shape) * 8 >= _LARGEST:
-        raise ValueError(f"{name!r:.80} of shape {shape!r:.80} is larger than a tensor can be")
-    begin, end = offsets
-    if dtype in _DTYPES and end - begin != math.prod(shape) * _DTYPES[dtype].itemsize:
-        raise ValueError(f"{name!r:.80} of shape {shape!r:.80} and dtype {dtype} has {end - begin} bytes")
-    return Place(path, dtype, shape, first + begin, first + end)
-
-
-def _numbers(name: str, field: str, entry: dict[str, Any]) -> tuple[int, ...]:
-    numbers = entry.get(field)
-    if not isinstance(numbers, list) or any(type(number) is not int for number in numbers):
-        raise ValueError(f"{name!r:.80} has {field} {numbers!r:.80}, must be a list of whole numbers")
-    return tuple(numbers)
 
 
 # -- the names of a model and those of its files -----------------------------------------------------------------------

@@ -22,7 +22,7 @@ from seq1f1b.planning.hardware import load_hardware, load_model
 from seq1f1b.planning.profile import Profile
 from seq1f1b.runtime.report import read_reports
 from seq1f1b.schedule import StepMemory
-from seq1f1b.transformers.weight_files import WeightFiles
+from seq1f1b.transformers.weight_files import weight_paths
 from seq1f1b.transport.values import pack, unpack
 
 MOST_UNITS = 512  # of an order that is built: a longer one takes longer by right
@@ -133,20 +133,6 @@ def csv(data: bytes) -> None:
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
-def weights(data: bytes) -> None:
-    """Any header of a safetensors file with 64 bytes of tensors: a tensor that it holds is read, or an error."""
-    file = os.path.join(_folder.name, "model.safetensors")
-    with open(file, "wb") as out:
-        out.write(len(data).to_bytes(8, "little") + data + bytes(64))
-    with _refusing(begins=file):
-        found = WeightFiles(_folder.name)
-        for name, place in found.places.items():
-            with _refusing():
-                dtype = found.dtype(name)
-                assert math.prod(place.shape) * dtype.itemsize == place.end - place.begin <= 64
-                assert not found.read(name).any()
-
-
 def weight_index(data: bytes) -> None:
     """Any index of weights names files of its folder, or is an error; the file outside is never read."""
     model = os.path.join(_folder.name, "model")
@@ -159,7 +145,8 @@ def weight_index(data: bytes) -> None:
     with open(index, "wb") as out:
         out.write(data)
     with _refusing(begins=index):
-        assert WeightFiles(model).places.keys() <= {"model/a.safetensors", "model/part/b.safetensors"}
+        found = {os.path.relpath(path, _folder.name) for path in weight_paths(model)}
+        assert found <= {"model/a.safetensors", "model/part/b.safetensors"}
 
 
 def values(data: bytes) -> None:
@@ -234,5 +221,5 @@ def _is_long(given: Any) -> bool:
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
-    for target in (profile, plan, machine, report, csv, weights, weight_index, values, arguments)
+    for target in (profile, plan, machine, report, csv, weight_index, values, arguments)
 }

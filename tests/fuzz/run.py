@@ -33,7 +33,7 @@ ROOT = HERE.parent.parent
 CORPUS = HERE / "corpus"
 SHARED = ("tests/fuzz/order.c",)
 NOT_CORE = ("csrc/binding/", "csrc/torch/", "kernels/")
-PYTHON_TARGETS = ("profile", "plan", "machine", "report", "csv", "weights", "weight_index", "values", "arguments")
+PYTHON_TARGETS = ("profile", "plan", "machine", "report", "csv", "weight_index", "values", "arguments")
 SANITIZERS = "address,undefined"
 COMMON = ["-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-Itests/fuzz"]
 LONGEST = 512  # bytes of an input in C

@@ -302,15 +302,15 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "no weights": (remove("model.safetensors"), "holds no weights: there is neither model.safetensors nor"),
     "a .bin file": (to_bin, r"has its weights in pytorch_model.bin, .* as safetensors once, by AutoModelForCausalLM"),
-    "a file that ends early": (cut_off, r"model.safetensors is no whole safetensors file: it has \d+ bytes, its tens"),
+    "a file that ends early": (cut_off, r"is no whole safetensors file: .* not fully covered \(it has \d"),
     "no safetensors file": (replace("model.safetensors", b"weights, honestly"), "is no whole safetensors file"),
     "a tensor of fewer bytes than its shape needs": (
         lambda folder: put_header(folder, {"a": {"dtype": "F32", "shape": [3, 2], "data_offsets": [0, 20]}}),
-        r"is no whole safetensors file: 'a' of shape \(3, 2\) and dtype F32 has 20 bytes",
+        "is no whole safetensors file: .* invalid shape, data type, or offset for tensor",
     ),
     "a tensor before the file": (
         lambda folder: put_header(folder, {"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}),
-        r"is no whole safetensors file: 'a' of shape \(1,\) would lie at bytes",
+        "is no whole safetensors file: .* invalid value: integer `-4`",
     ),
     "a missing weight": (
         tensors(drop="layers.2.mlp"),

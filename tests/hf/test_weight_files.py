@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("safetensors", reason='needs the extra: pip install "seq1f1b[transformers]"')
+
 from seq1f1b.transformers.weight_files import WeightFiles
 
 SHARD = "model-00001-of-00001.safetensors"
@@ -102,7 +104,6 @@ HEADERS: dict[str, Any] = {
     "a dimension of no memory": {"a": entry([2**70, 0], 0, 0)},
     "dimensions of no memory": {"a": entry([2**40, 2**40, 0], 0, 0)},
     "a dimension of no memory, of an unknown type": {"a": entry([2**70], 0, 8, "F8_E4M3")},
-    "more dimensions than a tensor has": {"a": entry([1] * 70, 0, 4)},
     "an offset of no file": {"a": entry([2], 2**70, 2**70 + 8)},
     "offsets beyond the file": {"a": entry([2], 8, 16)},
     "a negative dimension": {"a": entry([-1, -2], 0, 8)},
@@ -139,7 +140,7 @@ def test_a_header_that_the_file_cannot_have_is_not_read(folder):
     with open(folder / "model.safetensors", "wb") as file:
         file.write(struct.pack("<Q", 1 << 33))
         file.truncate(1 << 34)  # sparse
-    with pytest.raises(ValueError, match=r"its header would have 8589934592 bytes"):
+    with pytest.raises(ValueError, match=r"header too large \(it has 17179869184 bytes\)"):
         WeightFiles(str(folder))
 
 
