@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from seq1f1b.transformers.twins import put
 from seq1f1b.transformers.weight_files import some
 
 __all__ = ["compute_buffers", "initialize", "one_at_a_time"]
@@ -59,23 +60,17 @@ def initialize(model: Any, elsewhere: Mapping[str, nn.Module], made: Iterable[Te
     """
     own = {id(tensor) for tensor in _tensors(model)}
     stand_ins = {name: model.get_submodule(name) for name in elsewhere}
-    _put(model, elsewhere)
+    put(model, elsewhere)
     try:
         left = _fill(model, [tensor for tensor in made if id(tensor) in own])
     finally:
-        _put(model, stand_ins)
+        put(model, stand_ins)
     if left:
         _copy_constructed(model, left)
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
     return chain(model.parameters(), model.buffers())
-
-
-def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    for name, module in modules.items():
-        parent, _, child = name.rpartition(".")
-        model.get_submodule(parent)._modules[child] = module
 
 
 def _fill(model: Any, made: list[Tensor]) -> list[Tensor]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from seq1f1b.transformers.attention_function import NAME
 from seq1f1b.transformers.state import mixers
 
 __all__: list[str] = []
@@ -51,7 +51,7 @@ def check_config(model: transformers.PreTrainedModel) -> None:
     if getattr(config, "is_encoder_decoder", False):
         refuse("it is an encoder-decoder")
     text = config.get_text_config(decoder=True)
-    language = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None) if text is not config else None
+    language = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None) if text is not config else None
     if language is not None and not isinstance(model, language):
         refuse(f"it holds more than a language model; give {language.__name__}, which holds its text_config alone")
     if head is None:
@@ -77,6 +77,19 @@ def check_config(model: transformers.PreTrainedModel) -> None:
     for path, module in model.named_modules():
         if isinstance(module, nn.Conv1d) and not any(f"{path}.".startswith(f"{name}.") for name in carrying):
             refuse(f"{path} is a convolution, which a segment's border would cut")
+
+
+def switch_attention(model: transformers.PreTrainedModel, layers: nn.ModuleList) -> bool:
+    """Has the layers' attentions run by seq1f1b's. Returns whether there are any."""
+    attentions = [attention for layer in layers for attention in attentions_of(layer)]
+    if attentions:
+        model.set_attn_implementation(NAME)
+        model.config._attn_implementation = NAME  # the model may have declined
+    for attention in attentions:
+        config = getattr(attention, "config", None)
+        if config is not None:  # it may be a copy of the model's
+            config._attn_implementation = NAME
+    return bool(attentions)
 
 
 def copy_config(model: Any) -> None:

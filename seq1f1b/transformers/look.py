@@ -6,9 +6,8 @@ differs is refused. The modules that train are not touched: twins of them run, w
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections import OrderedDict, UserDict
+from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -18,86 +17,22 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from seq1f1b.runtime.model_state import generator_states, set_generator_states
+from seq1f1b.transformers.twins import as_layer, stand_for, twin
 
 __all__: list[str] = []
 
 TOKENS, BORDER = 7, 4  # the sample; its segments are tokens 0 to 3 and 4 to 6
 HIDDEN, PER_LAYER, SHARED = "hidden states", "per_layer_input", "shared_kv_states"
 ERRORS = (TypeError, AttributeError, LookupError, RuntimeError)  # of code that is given something unusual
-_WITHOUT_EFFECT = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
+WITHOUT_EFFECT = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
 
 
-# -- twins -------------------------------------------------------------------------------------------------------------
-
-
-def shallow(module: nn.Module) -> Any:
-    """A copy that shares everything below, and to which other modules can be given."""
-    new = copy.copy(module)
-    for name in ("_modules", "_parameters", "_buffers"):
-        new.__dict__[name] = dict(module.__dict__[name])
-    if isinstance(module, transformers.PreTrainedModel):
-        new.__dict__.update(_tied_weights_keys={}, all_tied_weights_keys={})  # of modules that lie on other stages
-    return new
-
-
-def stand_for(layer: nn.Module, stand_in: Any, outputs: int) -> None:
-    """Gives what stands in a layer's place the form of its output, and its plain attributes: the model may read them.
-
-    Args:
-        outputs: length of the tuple that a layer returns, hidden states first. 0: it returns these alone.
-    """
-    stand_in.outputs = outputs
-    kinds = type(layer).__mro__[: type(layer).__mro__.index(nn.Module)]
-    plain = {name: value for kind in reversed(kinds) for name, value in vars(kind).items()}
-    for name, value in (plain | layer.__dict__.copy()).items():  # ranks may be threads that cut one model
-        if isinstance(value, (bool, int, float, str)) and not hasattr(stand_in, name):
-            setattr(stand_in, name, value)
-
-
-def as_layer(stand_in: Any, hidden: Any, other: Any = None) -> Any:
-    """Hidden states in the form in which the layer in whose place it stands would return them, with other outputs."""
-    count = getattr(stand_in, "outputs", 0)
-    return (hidden, *[other] * (count - 1)) if count else hidden
-
-
-def twin(module: nn.Module, instead: Mapping[nn.Module, nn.Module]) -> Any:
-    """A copy of the module and of all below it, in evaluation mode, which shares their tensors.
-
-    Tensors on the meta device become some with values.
-
-    Args:
-        instead: modules of the twin in place of some of the module's.
-    """
-    made = dict(instead)
-
-    def copied(own: nn.Module) -> nn.Module:
-        if own not in made:
-            new = made[own] = shallow(own)
-            new.training = False
-            for tensors in (new._parameters, new._buffers):
-                tensors.update({name: _with_values(t) for name, t in tensors.items() if t is not None and t.is_meta})
-            for name in ("_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
-                new.__dict__[name] = OrderedDict(own.__dict__[name])
-            new._modules = {name: child if child is None else copied(child) for name, child in own._modules.items()}
-        return made[own]
-
-    return copied(module)
-
-
-def _with_values(tensor: Tensor) -> Tensor:
-    """Equal for equal shapes. Each row of a matrix is the one before, moved by an element: this takes little memory."""
-    count = max(1, sum(size - 1 for size in tensor.shape) + 1)
-    if tensor.is_floating_point() or tensor.is_complex():
-        values = torch.rand(count, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-        values += 0.5 if tensor.dim() < 2 else -0.5  # scales and frequencies, or weights of sums
-    else:
-        values = torch.arange(count, device="cpu")
-    return values.to(tensor.dtype).as_strided(tensor.shape, [1] * tensor.dim())
+def with_remedy(text: str) -> str:
+    return text if "run the model whole" in text or "use vocabulary=" in text else f"{text}; train it whole"
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
@@ -263,18 +198,7 @@ class _Stored(dict[str, Any]):
         raise _Attended
 
 
-# -- a stage and the whole model ---------------------------------------------------------------------------------------
-
-
-def compare(whole: Record, parts: Sequence[Record], layers: range) -> None:
-    """Raises ValueError if a stage gives one of its layers something else than the whole model does."""
-    for i in layers:
-        want, found = whole.calls[i].given, [part.calls[i].given if i in part.calls else {} for part in parts]
-        for name in dict.fromkeys(name for given in (want, *found) for name in given):
-            problem = difference(want.get(name), [given.get(name) for given in found])
-            if problem and not (name in _WITHOUT_EFFECT and want.get(name) is None):
-                hint = "; its embedding numbers tokens itself, or mixes them" if (name, i) == (HIDDEN, 0) else ""
-                raise ValueError(f"layer {i} gets other {name!r} than in the whole model: {problem}{hint}")
+# -- values of the whole sample and of its segments --------------------------------------------------------------------
 
 
 def difference(whole: Any, parts: Sequence[Any]) -> str:
@@ -348,7 +272,7 @@ class AttentionLook:
         self.asked, self.dropout = asked | {"chunk": None}, dropout
         if self.calls > 1:
             raise ValueError("it runs attention more than once, whose keys and values need an entry of the cache each")
-        for name in others.keys() - self.record.calls[self.index].given.keys() - _WITHOUT_EFFECT:
+        for name in others.keys() - self.record.calls[self.index].given.keys() - WITHOUT_EFFECT:
             if others[name] is not None and others[name] is not False:
                 raise ValueError(f"its attention is given {name!r}, which is not known here")
         if mask is None:

@@ -1,7 +1,4 @@
-"""Decoders of transformers whose attention is their own: subclasses of their modules that call this package's.
-
-A module becomes one of the subclass, which keeps its name, its parameters and all else that it has.
-"""
+"""Decoders of transformers whose attention is their own: classes before those of their modules, which call ours."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from seq1f1b.ops.attention import token_offset
 from seq1f1b.transformers.attention_function import NoMask, attention
 from seq1f1b.transformers.look import AttentionLook
+from seq1f1b.transformers.twins import become
 
 __all__ = ["adapt"]
 
@@ -34,22 +32,7 @@ def adapt(model: nn.Module) -> None:
             continue  # in later releases it calls what it is told
         if own is not None and not isinstance(module, _Own):
             own.check(module, path)
-            module.__class__ = _subclass(own, type(module))  # type: ignore[arg-type]
-
-
-@cache
-def _subclass(own: Any, kind: Any) -> Any:
-    return type(kind.__name__, (own, kind), {"__module__": kind.__module__, "__reduce_ex__": _reduce})
-
-
-def _reduce(self: Any, protocol: Any) -> Any:
-    """By the library's class, which can be found by its name."""
-    return _new, type(self).__bases__, self.__dict__
-
-
-def _new(own: Any, kind: Any) -> Any:
-    made = _subclass(own, kind)
-    return made.__new__(made)
+            become(module, own)
 
 
 class _Own(nn.Module):

@@ -17,8 +17,8 @@ from seq1f1b.runtime.tied_copies import held
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 from seq1f1b.transformers.attention_function import refuse_dropout
 from seq1f1b.transformers.initial import initialize
-from seq1f1b.transformers.look import as_layer
 from seq1f1b.transformers.state import documents, mixers
+from seq1f1b.transformers.twins import as_layer, shallow
 
 __all__ = ["CausalLMStage", "Elsewhere", "Entry", "Exit", "Hidden", "Message", "NoEmbedding", "names_of"]
 
@@ -47,35 +47,39 @@ class CausalLMStage(nn.Module):
     peft_model: Any
     embedding: VocabularyParallelEmbedding | None
     head: VocabularyParallelHead | None
-    _dropout = 0.0  # of the attention in training
+    ends: tuple[Entry | None, Exit | None]
+    dropout = 0.0  # of the attention in training
 
     def __init__(
         self,
         causal_lm: Any,
         decoder: str,
-        entry: Entry | None,
-        exit: Exit | None,
+        ends: tuple[Entry | None, Exit | None],
         tied: dict[str, nn.Parameter],
-        is_first: bool,
-        embedding: VocabularyParallelEmbedding | None = None,
-        head: VocabularyParallelHead | None = None,
-        options: dict[str, Any] | None = None,
-        takes_positions: bool = True,
-        elsewhere: Mapping[str, nn.Module] | None = None,
+        shards: tuple[VocabularyParallelEmbedding | None, VocabularyParallelHead | None],
+        *,
+        options: dict[str, Any],
+        takes_positions: bool,
+        elsewhere: Mapping[str, nn.Module],
     ) -> None:
         super().__init__()
         # Children and their names are the model's, which is itself not a child.
-        self.__dict__.update(causal_lm=causal_lm, peft_model=None, embedding=embedding, head=head)
+        self.__dict__.update(causal_lm=causal_lm, peft_model=None, embedding=shards[0], head=shards[1], ends=ends)
         for name, child in causal_lm.named_children():
             self.add_module(name, child)
-        self.__dict__["_entry"], self.__dict__["_exit"] = entry, exit
-        self.__dict__["_elsewhere"] = dict(elsewhere or {})  # other stages' modules, if they take no memory
-        causal_lm.get_submodule(decoder).__dict__["seq1f1b_ends"] = entry, exit
-        self._decoder, self._is_first, self._options = decoder, is_first, options or {}
+        self.__dict__["_elsewhere"] = dict(elsewhere)  # other stages' modules, if they take no memory
+        causal_lm.get_submodule(decoder).__dict__["seq1f1b_ends"] = ends
+        self._decoder, self._options = decoder, options
         self._carries = bool(mixers(causal_lm))  # state along the sequence
         self._takes_positions = takes_positions
         self._tied = {name: names_of(causal_lm, p) for name, p in tied.items()}
         self.train(causal_lm.training)
+
+    def around(self, causal_lm: Any) -> CausalLMStage:
+        """This stage with another copy of its part of the model."""
+        new: CausalLMStage = shallow(self)
+        new.__dict__.update(causal_lm=causal_lm, _modules=dict(causal_lm.named_children()))
+        return new
 
     @property
     def tied_parameters(self) -> dict[str, nn.Parameter]:
@@ -168,7 +172,7 @@ class CausalLMStage(nn.Module):
     def train(self, mode: bool = True) -> CausalLMStage:
         """Raises ValueError for a model that would drop what a stage does not."""
         if mode:
-            refuse_dropout("attention dropout", self._dropout)
+            refuse_dropout("attention dropout", self.dropout)
             refuse_dropout("layerdrop", getattr(self.config, "layerdrop", 0.0))
         return super().train(mode)
 
@@ -176,7 +180,7 @@ class CausalLMStage(nn.Module):
         if doc_ids is None and others and not others[-1].is_floating_point():
             *others, doc_ids = others  # type: ignore[assignment]
         if doc_ids is None:
-            return self._run((x, *others), positions(x)[None], None)
+            return self.run((x, *others), positions(x)[None], None)
         position_ids = positions(x, doc_ids=doc_ids)
         if self._carries and current() is None and torch.is_grad_enabled() and self.causal_lm.is_gradient_checkpointing:
             raise ValueError(
@@ -184,19 +188,19 @@ class CausalLMStage(nn.Module):
                 "would not know their doc_ids; run the stage by a PipelineEngine"
             )
         with documents(position_ids) if self._carries else nullcontext():
-            return self._run((x, *others), position_ids, doc_ids.to(torch.int32)[:, None, None])
+            return self.run((x, *others), position_ids, doc_ids.to(torch.int32)[:, None, None])
 
-    def _run(
+    def run(
         self, given: Sequence[Tensor], position_ids: Tensor, attention_mask: Tensor | None
     ) -> Tensor | tuple[Tensor, ...]:
-        entry, exit = self.__dict__["_entry"], self.__dict__["_exit"]
+        entry, exit = self.ends
         message = Message(0) if entry is None else entry.message
         if (len(given) - message.others == 1) != (message.streams is None) or len(given) <= message.others:
             what = "several streams of hidden states" if message.streams is not None else "one tensor"
             raise ValueError(
                 f"the stage takes {what} and {message.others} more, as the stage before returns them, got {len(given)}"
             )
-        is_tokens, x = self._is_first and self.embedding is None, given[0]
+        is_tokens, x = entry is None and self.embedding is None, given[0]
         if entry is not None:
             entry.given = given
             x = entry.embedded
@@ -213,14 +217,14 @@ class CausalLMStage(nn.Module):
         if not self._takes_positions:
             del arguments["position_ids"]
         if exit is None:
-            logits: Tensor = self.causal_lm(**arguments, return_dict=True).logits
-            out = logits if self.head is None else self._hidden_in_place_of(logits)
+            out: Any = self.causal_lm(**arguments, return_dict=True).logits
+            out = out if self.head is None else self._hidden_in_place_of(out)
         else:
             self.get_submodule(self._decoder)(**{**self._options, **arguments})
             out = exit.take()
         if entry is not None:
             entry.given = ()
-        return out
+        return out  # type: ignore[no-any-return]
 
 
 class Hidden(nn.Module):

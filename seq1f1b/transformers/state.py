@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from itertools import count, pairwise
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,13 +24,37 @@ from torch.utils import _pytree as pytree
 from transformers import Cache
 
 from seq1f1b.ops.context import carry_in, carry_out, current
-from seq1f1b.transformers.look import ERRORS, TOKENS, Record, twin
+from seq1f1b.transformers.look import ERRORS, TOKENS, Record
+from seq1f1b.transformers.twins import become, twin
 
 __all__ = ["carry_states", "documents", "look_at_states", "mixers"]
 
-_READS = {"get_conv_state", "get_recurrent_state", "get_linear_cache"}
 _CACHES = ("cache", "past_key_values", "cache_params")
 _NOTHING = torch.empty(0, device="cpu")
+_CONV, _ZEROS, _ASKS = "a convolution", "zeros", "asks"
+
+_MIXERS: dict[str, str] = {
+    **dict.fromkeys(["BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer"], "mamba2_chunk_scan"),
+    **dict.fromkeys(["Mamba2Mixer", "NemotronHMamba2Mixer", "Zamba2MambaMixer"], "mamba2_chunk_scan"),
+    **dict.fromkeys(["FalconMambaMixer", "JambaMambaMixer", "MambaMixer", "ZambaMambaMixer"], "mamba_selective_scan"),
+    **dict.fromkeys(
+        [f"{name}GatedDeltaNet" for name in ("LaraMini", "OlmoHybrid", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")],
+        "torch_chunk_gated_delta_rule",
+    ),
+    "Qwen4ExpTextGatedDeltaNet": "torch_chunk_gated_delta_rule",
+    "BailingHybridDeltaAttention": "chunk_kimi_delta_attention",
+    "Glm5NextTextLinearAttention": "chunk_kimi_delta_attention",
+    "KimiLinearDeltaAttention": "chunk_kimi_delta_attention",
+    **dict.fromkeys(["Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"], _CONV),
+    **dict.fromkeys([f"{name}ShortConvolution" for name in ("Inkling", "Inkling2", "Inkling2Loop")], _CONV),
+    "MiniMaxLightningAttention": _ZEROS,
+    "Qwen4ExpTextNGramEmbedding": _ASKS,
+    "ZayaCCAProjection": _ASKS,
+}
+"""How a mixer takes the state before its tokens, by the name of its class: the scan that gets it, or one of these.
+
+A convolution gets it with its tokens; zeros begin a scan without one; one that asks for it may be told it.
+"""
 
 
 def mixers(module: nn.Module) -> dict[str, Any]:
@@ -38,27 +62,12 @@ def mixers(module: nn.Module) -> dict[str, Any]:
     if not hasattr(Cache, "get_conv_state"):
         return {}
     kinds: dict[str, Any] = {name: type(own) for name, own in module.named_modules()}
-    carrying = [name for name, kind in kinds.items() if _READS & _names_in(kind) and _cache_of(kind)]
-    return {name: module.get_submodule(name) for name in carrying}
+    return {name: module.get_submodule(name) for name, kind in kinds.items() if _way_of(kind) is not None}
 
 
 @functools.cache
-def _names_in(kind: type) -> frozenset[str]:
-    """Names that the methods of a module's class use."""
-    methods = [
-        inspect.unwrap(f) for c in kind.__mro__ if c is not nn.Module for f in list(vars(c).values()) if callable(f)
-    ]
-    codes = [f.__code__ for f in methods if isinstance(f, FunctionType)]
-    for code in codes:
-        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-    return frozenset(name for code in codes for name in code.co_names)
-
-
-@functools.cache
-def _cache_of(kind: Any) -> str | None:
-    """The parameter of a module's forward that takes a cache."""
-    parameters = inspect.signature(kind.forward).parameters
-    return next((name for name in _CACHES if name in parameters), None)
+def _way_of(kind: Any) -> str | None:
+    return next((_MIXERS[each.__name__] for each in kind.__mro__ if each.__name__ in _MIXERS), None)
 
 
 # -- the cache ---------------------------------------------------------------------------------------------------------
@@ -72,19 +81,17 @@ class States:
 
     Args:
         before: gives the state of a key before the tokens, or None.
-        names: what the mixer's code uses.
+        is_told: whether the mixer is told of states.
     """
 
-    def __init__(self, before: Callable[[int], Tensor | None], names: frozenset[str]) -> None:
-        self.before = before
+    def __init__(self, before: Callable[[int], Tensor | None], is_told: bool) -> None:
+        self.before, self._is_told = before, is_told
         self.after: dict[int, Tensor] = {}
         self.asked = 0  # key of the recurrent state that the mixer has asked for
         self._heads = count()
-        self._tells_conv = "causal_conv1d_update" not in names
-        self._tells_recurrent = not names & _SCANS.keys()
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self._copy(_key(layer_idx, state_idx, 0)) if self._tells_conv else None
+        return self._copy(_key(layer_idx, state_idx, 0)) if self._is_told else None
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
@@ -102,7 +109,7 @@ class States:
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         self.asked, self._heads = _key(layer_idx, state_idx, 1), count()
-        return self._copy(self.asked) if self._tells_recurrent else None
+        return self._copy(self.asked) if self._is_told else None
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         self.after[_key(layer_idx, state_idx, 1)] = recurrent_states
@@ -222,32 +229,28 @@ _whole: ContextVar[bool] = ContextVar("_whole", default=False)
 
 
 def carry_states(module: nn.Module) -> None:
-    """Has the mixers in a module carry their states. The class of each becomes a subclass of what it is."""
+    """Has the mixers in a module carry their states."""
     for mixer in mixers(module).values():
-        mixer.__class__ = _carrying(type(mixer))  # type: ignore[arg-type]
+        become(mixer, _Carrying)
 
 
-@functools.cache
-def _carrying(kind: Any) -> Any:
-    if hasattr(kind, "seq1f1b_kind"):
-        return kind
-    signature, names, cache = inspect.signature(kind.forward), _names_in(kind), _cache_of(kind) or ""
-    plain: Any = inspect.unwrap(kind.forward)
-    scans = names & _SCANS.keys() & plain.__globals__.keys()
-    inside = scans or "get_linear_cache" in names
+class _Carrying(nn.Module):
+    """Put before the class of a mixer: gives it :class:`States` for a cache, and runs packed documents one by one."""
 
-    @functools.wraps(kind.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        mine: Any = type(self)
+        kind, signature, cache = _library_s(mine)
         given = signature.bind(self, *args, **kwargs)
         arguments = {name: _unpacked(value) for name, value in given.arguments.items()}
         if _whole.get() or arguments.get(cache) is not None:
             return kind.forward(self, *args, **kwargs)
         batch, length = list(arguments.values())[1].shape[:2]
+        way = _way_of(kind)
 
         def run(before: Callable[[int], Tensor | None], *part: slice) -> tuple[Any, dict[int, Tensor]]:
-            states = States(before, names)
+            states = States(before, way not in _SCANS and way != _CONV)
             given.arguments = {**(_part(arguments, batch, length, *part) if part else arguments), cache: states}
-            function = _with_scans(plain, scans, states) if inside else kind.forward
+            function = _with_scan(kind, way, states) if way in _SCANS or way == _ZEROS else kind.forward
             return function(*given.args, **given.kwargs), states.after
 
         pieces = _pieces(length)
@@ -263,18 +266,13 @@ def _carrying(kind: Any) -> Any:
         _leave({key: torch.cat([after[key] for after in afters]) for key in afters[0]})
         return _joined(outs, 0)
 
-    own = {"forward": forward, "seq1f1b_kind": kind, "__reduce_ex__": _reduce, "__module__": kind.__module__}
-    return type(kind.__name__, (kind,), own)
 
-
-def _reduce(self: Any, protocol: Any) -> Any:
-    """By the library's class, which can be found by its name."""
-    return _new, (self.seq1f1b_kind,), self.__dict__
-
-
-def _new(kind: Any) -> Any:
-    made = _carrying(kind)
-    return made.__new__(made)
+@functools.cache
+def _library_s(kind: Any) -> tuple[Any, inspect.Signature, str]:
+    """The class behind :class:`_Carrying`, its forward's signature, and the parameter of it that takes a cache."""
+    own: Any = kind.__mro__[kind.__mro__.index(_Carrying) + 1]
+    signature = inspect.signature(own.forward)
+    return own, signature, next(name for name in _CACHES if name in signature.parameters)
 
 
 def _none(key: int) -> Tensor | None:
@@ -289,11 +287,12 @@ def _of_rows(rows: slice) -> Callable[[int], Tensor | None]:
     return before
 
 
-def _with_scans(plain: Any, scans: frozenset[str], states: States) -> Any:
-    """A mixer's forward whose scans start from the states that it was not told of."""
-    own: dict[str, Any] = {name: functools.partial(_SCANS[name], plain.__globals__[name], states) for name in scans}
-    if "get_linear_cache" in plain.__code__.co_names:
-        own["torch"] = _FirstState(states)
+def _with_scan(kind: Any, way: str, states: States) -> Any:
+    """A mixer's forward whose scan starts from the state that it was not told of."""
+    plain: Any = inspect.unwrap(kind.forward)
+    own: dict[str, Any] = {"torch": _FirstState(states)}
+    if way != _ZEROS:
+        own = {way: functools.partial(_SCANS[way], plain.__globals__[way], states)}
     made = FunctionType(
         plain.__code__, {**plain.__globals__, **own}, plain.__name__, plain.__defaults__, plain.__closure__
     )
@@ -422,7 +421,9 @@ def _note(inputs: dict[str, Any], name: str, count: int, module: nn.Module, args
 
 
 def _difference(module: nn.Module, args: Any, kwargs: Any) -> str:
-    given = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    kind: Any = type(module)
+    _, signature, _ = _library_s(kind)
+    given = signature.bind(module, *args, **kwargs)
     name = list(given.arguments)[1]
     hidden = given.arguments[name]
     if hidden.is_floating_point():

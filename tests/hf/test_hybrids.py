@@ -318,11 +318,9 @@ def without_gradient(scan: Any, states: Any, *args: Any, **kwargs: Any) -> Any:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_mixer_whose_state_would_be_lost_is_refused(dtype, scan, text, monkeypatch):
-    transformers_state._carrying.cache_clear()
     if scan is None:
         monkeypatch.delitem(transformers_state._SCANS, "mamba2_chunk_scan")
     else:
         monkeypatch.setitem(transformers_state._SCANS, "mamba2_chunk_scan", scan)
     with pytest.raises(ValueError, match=rf"layer 0: mixer \(Mamba2Mixer\) {text}"):
         pipeline_stage(build("mamba2", dtype), 0, 2)
-    transformers_state._carrying.cache_clear()

@@ -1,0 +1,196 @@
+"""One stage's part of a model: its own modules, and what stands there for those of other stages."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seq1f1b.runtime.tied_copies import carried, carry_attributes, check_hooks, num_hooks
+from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
+from seq1f1b.transformers.layers import cannot
+from seq1f1b.transformers.look import HIDDEN, PER_LAYER, SHARED, TOKENS, stores_keys, takes_keys
+from seq1f1b.transformers.sample import Whole, lists_of
+from seq1f1b.transformers.stage import Elsewhere, Entry, Exit, Hidden, Message, NoEmbedding, names_of
+from seq1f1b.transformers.twins import put, shallow, stand_for
+
+__all__: list[str] = []
+
+Tied = dict[str, tuple[nn.Parameter, list[int]]]  # of a parameter's first name: it, and the stages that hold it
+Shards = tuple[VocabularyParallelEmbedding | None, VocabularyParallelHead | None]
+
+
+def make_part(
+    whole: Whole,
+    rank: int,
+    stage_of: Mapping[str, int],
+    tied: Tied,
+    shards: Shards,
+    ends: tuple[Entry | None, Exit | None],
+) -> tuple[Any, list[str]]:
+    """A copy of the model of this rank's modules, and the names of those that it leaves to other stages."""
+    part, (embedding, head), (entry, exit) = _skeleton(whole), shards, ends
+    instead: dict[str, nn.Module] = {
+        name: NoEmbedding(entry) if name in whole.before else Elsewhere() for name, at in stage_of.items() if at != rank
+    }
+    if embedding is not None and stage_of[embedding.name] == rank:
+        instead[embedding.name] = NoEmbedding(entry)
+    if head is not None and stage_of[head.name] == rank:
+        instead[head.name] = Hidden(head.linear.weight.dtype)
+    put(part, instead | _own_modules(whole.model, rank, [name for name in stage_of if name not in instead], tied))
+    put(part, {name: copy.deepcopy(whole.model.get_submodule(name)) for name in whole.kept})  # small: rotary embeddings
+    if exit is not None:
+        put(part, {f"{whole.path}.{exit.message.first}": exit})
+    if entry is not None:
+        put(part, {f"{whole.path}.{entry.message.first - 1}": entry})
+    for layer, stand_in in zip(whole.layers, part.get_submodule(whole.path), strict=True):
+        if isinstance(stand_in, (Elsewhere, Entry, Exit, NoEmbedding)):
+            stand_for(layer, stand_in, whole.record.outputs)
+    return part, list(instead)
+
+
+def _skeleton(whole: Whole) -> Any:
+    """Copies of the modules that contain the list of layers, and of all lists there, which share everything below."""
+    skeleton = shallow(whole.model)
+    for name in [*whole.owners[1:], whole.path]:
+        put(skeleton, {name: shallow(whole.model.get_submodule(name))})
+    for owner in whole.owners:
+        for name, module in list(lists_of(skeleton.get_submodule(owner), owner)):
+            if not f"{whole.path}.".startswith(f"{name}."):
+                put(skeleton, {name: shallow(module)})
+    return skeleton
+
+
+def _own_modules(model: nn.Module, rank: int, names: Sequence[str], tied: Tied) -> dict[str, nn.Module]:
+    """The model's modules of these names; copies of those that hold what an earlier stage holds, too."""
+    copied = {id(p) for p, holders in tied.values() if rank != holders[0]}  # the first may be in this process too
+    memo: dict[int, Any] = {}  # what two modules of the stage tie stays one
+    found = {}
+    for name in names:
+        module = model.get_submodule(name)
+        own = {id(p): p for p in module.parameters()}
+        if not copied.isdisjoint(own):
+            memo = {key: carried(p) if key in copied else p for key, p in own.items()} | memo
+            module = copy.deepcopy(module, memo)
+        found[name] = module
+    return found
+
+
+# -- what stages hand on -----------------------------------------------------------------------------------------------
+
+
+def message_before(whole: Whole, first: int) -> Message:
+    """What the stage that begins with layer ``first`` is given."""
+    record, later = whole.record, list(whole.layers)[first:]
+    hidden = record.calls[first].hidden
+    dims = [d for d in range(hidden.dim() - 1) if hidden.select(d, 0).shape[:-1] == (1, TOKENS)]
+    if hidden.dim() > 3 and len(dims) != 1:
+        raise ValueError(
+            f"{cannot(whole.model)}: layer {first} gets hidden states of shape {tuple(hidden.shape)} for (1, {TOKENS}) "
+            "tokens, which are not streams of (batch, tokens, hidden); train it whole"
+        )
+    given = [record.calls[i].given for i in range(first, len(whole.layers))]
+    values = [value for its in given for name, value in its.items() if name != HIDDEN and isinstance(value, Tensor)]
+    stored = {kind for layer in list(whole.layers)[:first] for kind in stores_keys(layer)}
+    return Message(
+        first,
+        dims[0] if hidden.dim() > 3 else None,
+        any(record.embedded is not None and torch.equal(value, record.embedded) for value in values),
+        any(isinstance(its.get(PER_LAYER), Tensor) for its in given),
+        tuple(sorted(stored & {kind for layer in later for kind in takes_keys(layer)})),
+    )
+
+
+def message_of(message: Message, whole: Whole) -> Any:
+    """What a stage would hand on of the sample, run by the whole model."""
+    calls = [whole.record.calls[i] for i in range(len(whole.layers))]
+    exit = Exit(message)
+    exit.hidden, exit.embedded = calls[message.first].hidden, whole.record.embedded
+    if message.per_layer:
+        exit.per_layer = torch.stack([call.given[PER_LAYER] for call in calls], 2)
+    if message.shared:
+        exit.shared = calls[-1].kwargs[SHARED]
+    return exit.take()
+
+
+# -- parameters of several stages --------------------------------------------------------------------------------------
+
+
+def find_tied(model: nn.Module, stage_of: Mapping[str, int]) -> Tied:
+    """Parameters that several stages hold, by their first name, with these stages."""
+    holders: dict[int, set[int]] = {}
+    places: dict[Any, tuple[str, int, Tensor]] = {}
+    for name, stage in stage_of.items():
+        for own, parameter in model.get_submodule(name).named_parameters():
+            holders.setdefault(id(parameter), set()).add(stage)
+            place = (parameter.untyped_storage()._cdata, parameter.storage_offset(), parameter.numel())
+            other, its, first = places.setdefault(place, (f"{name}.{own}", stage, parameter))
+            if first is not parameter and its != stage and (first.requires_grad or parameter.requires_grad):
+                raise ValueError(
+                    f"{other} and {name}.{own} are two parameters in one memory, which stages {its} and {stage} do not "
+                    "share; make them one parameter, or give each memory of its own"
+                )
+    tied = {name: (p, sorted(holders[id(p)])) for name, p in model.named_parameters() if len(holders[id(p)]) > 1}
+    for name, (parameter, _) in tied.items():
+        check_hooks(name, parameter)
+    return tied
+
+
+def own_copies(model: nn.Module, part: nn.Module, rank: int, tied: Tied) -> dict[str, nn.Parameter]:
+    """Parameters of this rank that other stages hold, too, by the first of their names."""
+    parameters = dict(part.named_parameters(remove_duplicate=False))
+    return {
+        name: next(parameters[other] for other in names_of(model, p) if other in parameters)
+        for name, (p, holders) in tied.items()
+        if rank in holders
+    }
+
+
+def make_shards(
+    model: Any, rank: int, num_ranks: int, sides: Container[str]
+) -> tuple[VocabularyParallelEmbedding, VocabularyParallelHead]:
+    """Rows of the model's embedding and head. Raises ValueError where these cannot be spread over ranks."""
+    names = {module: name for name, module in model.named_modules()}
+    given: Any = model.get_input_embeddings(), model.get_output_embeddings()
+    for module, kind in zip(given, (nn.Embedding, nn.Linear), strict=True):
+        name = names[module]
+        what = ""
+        if type(module) is not kind:
+            what = f"{name!r} is a {type(module).__name__}, not a plain nn.{kind.__name__}"
+        elif any(getattr(module, option, None) for option in ("max_norm", "scale_grad_by_freq", "sparse")):
+            what = f"{name!r} has options of nn.Embedding that a shard has not"
+        elif name not in sides:
+            what = f"{name!r} is a part of a module that does more"
+        if what:
+            raise ValueError(
+                f'the vocabulary of {type(model).__name__} cannot be spread over ranks: {what}; use vocabulary="whole"'
+            )
+    first, last = given
+    vocab, hidden = last.weight.shape
+    embedding = VocabularyParallelEmbedding(
+        *first.weight.shape, rank=rank, num_ranks=num_ranks, name=names[first], padding_idx=first.padding_idx,
+        dtype=first.weight.dtype, device=first.weight.device,
+    )  # fmt: skip
+    head = VocabularyParallelHead(
+        hidden, vocab, rank=rank, num_ranks=num_ranks, name=names[last], bias=last.bias is not None,
+        dtype=last.weight.dtype, device=last.weight.device,
+    )  # fmt: skip
+    if not first.weight.is_meta:
+        embedding.load_whole(first.weight)
+        head.load_whole(last.weight, last.bias)
+    for shard, module in ((embedding, first), (head, last)):
+        for name, parameter in shard.layer.named_parameters():
+            whole = module.get_parameter(name)
+            if num_hooks(whole):
+                raise ValueError(
+                    f"{names[module]}.{name} has a hook for its gradient, which shards of a vocabulary would not call: "
+                    'remove it, or use vocabulary="whole"'
+                )
+            parameter.requires_grad_(whole.requires_grad)
+            carry_attributes(whole, parameter)
+    if last.weight is first.weight:
+        head.linear.weight = embedding.layer.get_parameter("weight")
+    return embedding, head

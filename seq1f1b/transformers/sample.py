@@ -1,0 +1,143 @@
+"""A model of transformers run on a few tokens with its layers left out: which modules run when, and what layers get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seq1f1b.transformers.layers import cannot
+from seq1f1b.transformers.look import ERRORS, TOKENS, Probe, Record, recording, with_remedy
+from seq1f1b.transformers.stage import Hidden
+from seq1f1b.transformers.twins import twin
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A model, and what it does with a sample.
+
+    Attributes:
+        path: name of its list of layers.
+        owners: names of the modules that contain the list, outermost first.
+        decoder: name of the innermost owner that takes token ids.
+        before, after: names of the modules with parameters that run before and after the layers.
+        kept: names of those without parameters, as rotary embeddings.
+        record: what the layers would have got.
+    """
+
+    model: Any
+    path: str
+    layers: nn.ModuleList
+    owners: list[str]
+    decoder: str
+    before: list[str]
+    after: list[str]
+    kept: list[str]
+    record: Record
+
+    @property
+    def takes_positions(self) -> bool:
+        return "position_ids" in signature(self.model.get_submodule(self.decoder).forward).parameters
+
+
+def run_sample(model: Any, path: str, layers: nn.ModuleList) -> Whole:
+    """Runs a twin of the model. ``path`` is the name of its list of layers.
+
+    Raises:
+        ValueError: it does not run as transformers' decoders do.
+    """
+    names = path.split(".")
+    owners = [".".join(names[:i]) for i in range(len(names))]
+    embedding = model.get_input_embeddings()
+    decoder = [name for name in owners if any(m is embedding for m in model.get_submodule(name).modules())][-1]
+    others = _others(model, path, owners)
+    record, is_after = _run(model, path, layers, decoder, others)
+    kept = [name for name in others if next(model.get_submodule(name).parameters(), None) is None]
+    idle = [name for name in others if name not in kept and name not in is_after]
+    if idle:
+        raise ValueError(
+            f"{cannot(model)}: a language model over tokens does not run its {', '.join(idle)}; give its language "
+            "model alone, a ...ForCausalLM of its text_config"
+        )
+    sides: tuple[list[str], list[str]] = ([], [])
+    for name in others:
+        if name not in kept:
+            sides[is_after[name]].append(name)
+    return Whole(model, path, layers, owners, decoder, *sides, kept, record)
+
+
+def _others(model: Any, path: str, owners: list[str]) -> list[str]:
+    """Names of the modules of which the owners consist, beside the list of layers."""
+    others = []
+    for owner in owners:
+        parent = model.get_submodule(owner)
+        if next(parent.parameters(recurse=False), None) is not None:
+            names = ", ".join(name for name, _ in parent.named_parameters(recurse=False))
+            raise ValueError(
+                f"{cannot(model)}: {owner or 'model'} ({type(parent).__name__}) holds {names} itself, beside its "
+                "modules, and no stage would own that; train it whole"
+            )
+        lists = dict(lists_of(parent, owner))
+        for name, module in {owner: parent, **lists}.items():
+            full = [f"{name}.{child}" if name else child for child, _ in module.named_children()]
+            others += [each for each in full if each not in lists and not f"{path}.".startswith(f"{each}.")]
+    return [name for name in others if not name.startswith(f"{path}.")]
+
+
+def lists_of(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Lists in a module that are not called themselves, and lists in these."""
+    for child, inner in module.named_children():
+        if isinstance(inner, (nn.ModuleList, nn.ModuleDict)):
+            path = f"{name}.{child}" if name else child
+            yield path, inner
+            yield from lists_of(inner, path)
+
+
+def _run(
+    model: Any, path: str, layers: nn.ModuleList, decoder: str, others: list[str]
+) -> tuple[Record, dict[str, bool]]:
+    """Returns what layers get, and by the others' names whether they run after the layers."""
+    problems: list[tuple[int, Exception]] = []
+    for outputs in range(3):  # the form in which layers return hidden states
+        record, is_after = Record(outputs=outputs), dict[str, bool]()
+        probes: dict[nn.Module, nn.Module] = {layer: Probe(layer, i, record) for i, layer in enumerate(layers)}
+        looked_at = twin(model, probes | without_head(model))
+        for name in others:
+            looked_at.get_submodule(name).register_forward_pre_hook(partial(_note, is_after, name, record))
+        looked_at.get_submodule(decoder).register_forward_pre_hook(record.note_decoder, with_kwargs=True)
+        looked_at.get_input_embeddings().register_forward_hook(record.note_embedding)
+        try:
+            with recording(record):
+                record.logits = looked_at(input_ids=tokens_of(model), use_cache=False, return_dict=True).logits
+            if list(record.calls) != list(range(len(layers))):
+                raise ValueError("it does not run its layers once each, in their order")
+            return record, is_after
+        except (ValueError, *ERRORS) as error:
+            problems.append((len(record.calls), error))
+    _, problem = max(problems, key=lambda found: found[0])  # the one that came further
+    text = f"it does not run as transformers' decoders do: {problem}"
+    raise ValueError(f"{cannot(model)}: {with_remedy(text)}") from problem
+
+
+def _note(is_after: dict[str, bool], name: str, record: Record, *_: Any) -> None:
+    is_after.setdefault(name, bool(record.calls))
+
+
+def tokens_of(model: Any) -> Tensor:
+    """The sample, (1, TOKENS)."""
+    weight = model.get_input_embeddings().weight
+    return torch.arange(1, TOKENS + 1, device="cpu" if weight.is_meta else weight.device)[None] % len(weight)
+
+
+def without_head(model: Any) -> dict[nn.Module, nn.Module]:
+    """What a twin has in place of the head of a model without memory, whose logits would need it."""
+    head = model.get_output_embeddings()
+    weights = list(head.parameters())
+    return {head: Hidden(weights[0].dtype)} if any(weight.is_meta for weight in weights) else {}
