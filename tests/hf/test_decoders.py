@@ -8,7 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
 
 import decoders  # noqa: E402
-from slices import one_in  # noqa: E402
+from slices import full_only, is_in_slice  # noqa: E402
 
 from seq1f1b.transformers import pipeline_stage  # noqa: E402
 
@@ -22,9 +22,13 @@ def test_the_page_has_every_type():
     assert all(PAGE[name].why for name, what in ON_PAGE.items() if what != decoders.RIGHT)
 
 
-@pytest.mark.parametrize("name", one_in(5, decoders.NAMES))
-def test_a_type_is_as_the_page_says(name):
-    found = decoders.examine(name)
+ALL = [(name, False) for name in decoders.NAMES]
+QUICK = [(name, True) for name in decoders.NAMES if is_in_slice(5, name)]
+
+
+@pytest.mark.parametrize(("name", "is_quick"), [*QUICK, *full_only(*ALL)])
+def test_a_type_is_as_the_page_says(name, is_quick):
+    found = decoders.examine(name, is_quick)
     if decoders.UNBUILT in (found.what, ON_PAGE[name]):
         pytest.skip(f"{name} cannot be built, now or for the page: {found.why}")  # it may need another package
     assert found.what == ON_PAGE[name], found.why

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["by_family", "each_value", "every_pair", "full_only", "one_in", "slice_of"]
+__all__ = ["by_family", "each_value", "every_pair", "full_only", "is_in_slice", "one_in", "slice_of"]
 
 
 def full_only(*cases: tuple[Any, ...]) -> list[Any]:
@@ -40,11 +40,16 @@ def by_family(grid: Iterable[tuple[Any, ...]]) -> list[list[tuple[Any, ...]]]:
     return [list(group) for _, group in itertools.groupby(grid, key=lambda case: case[0])]
 
 
+def is_in_slice(count: int, name: str, rest: int = 0) -> bool:
+    """True for one name in so many, the same ones whatever names are added."""
+    return zlib.crc32(name.encode()) % count == rest
+
+
 def one_in(count: int, names: Iterable[str], *, rest: int = 0, always: Collection[str] = ()) -> list[Any]:
     """Each name as a parameter. One in so many stays in the plain run, the same ones whatever names are added."""
 
     def stays(name: str) -> bool:
-        return name in always or zlib.crc32(name.encode()) % count == rest
+        return name in always or is_in_slice(count, name, rest)
 
     return [pytest.param(name, marks=() if stays(name) else pytest.mark.full) for name in names]
 
