@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from seq1f1b.extras import needs_extra
+from seq1f1b.transformers.library import MODELS, TRAINER, check_library
 
 if TYPE_CHECKING:
     from seq1f1b.transformers.attention_function import attention
@@ -31,6 +32,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with needs_extra("transformers", "transformers", "safetensors", *(["accelerate"] if name == "Trainer" else [])):
+        check_library(MODELS | TRAINER if name == "Trainer" else MODELS)
         value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value

@@ -182,7 +182,8 @@ class CausalLMStage(nn.Module):
         if doc_ids is None:
             return self.run((x, *others), positions(x)[None], None)
         position_ids = positions(x, doc_ids=doc_ids)
-        if self._carries and current() is None and torch.is_grad_enabled() and self.causal_lm.is_gradient_checkpointing:
+        is_recomputed = torch.is_grad_enabled() and self.causal_lm.is_activation_checkpointing
+        if self._carries and current() is None and is_recomputed:
             raise ValueError(
                 "packed documents in layers with state that are computed again in the backward: outside a step these "
                 "would not know their doc_ids; run the stage by a PipelineEngine"
