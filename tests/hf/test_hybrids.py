@@ -23,7 +23,7 @@ if not hasattr(transformers.Cache, "get_conv_state"):
     )
 
 from decoders import SMALL, get_of  # noqa: E402
-from slices import each_value, every_pair, one_in, slice_of  # noqa: E402
+from slices import one_in, slice_of  # noqa: E402
 from test_transformers import (  # noqa: E402
     COMMON,
     SIZES,
@@ -178,7 +178,11 @@ OTHER_ORDERS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "packed"), slice_of(OTHER_ORDERS, every_pair(OTHER_ORDERS)))
+# Each name once; each option with documents and without.
+FEW = [OTHER_ORDERS[4 * i + at] for i, at in enumerate((0, 1, 3, 2))]
+
+
+@pytest.mark.parametrize(("name", "options", "packed"), slice_of(OTHER_ORDERS, FEW))
 def test_other_orders_and_recomputation(name, options, packed):
     model = build(name)
     with Float64():
@@ -188,7 +192,7 @@ def test_other_orders_and_recomputation(name, options, packed):
     check(stages, want)
 
 
-@pytest.mark.parametrize("name", SLICE)
+@pytest.mark.parametrize("name", one_in(1, SLICE, rest=1, always=["qwen3_next", "gemma3n_text"]))
 def test_two_stages_per_rank(name):
     model = build(name)
     want_losses, want = whole(model)
@@ -208,7 +212,10 @@ def test_two_stages_per_rank(name):
     check([stage for of_rank in stages for stage in of_rank], want)
 
 
-@pytest.mark.parametrize(("name", "packed"), each_value(SLICE, [False, True]))
+@pytest.mark.parametrize(
+    ("name", "packed"),
+    slice_of(itertools.product(SLICE, [False, True]), [("qwen3_next", True), ("gemma3n_text", False)]),
+)
 def test_gradient_checkpointing_changes_nothing(name, packed):
     kwargs = {"doc_ids": doc_ids()} if packed else None
     _, plain, _ = run_pipeline(build(name, torch.float32), kwargs=kwargs)
@@ -230,11 +237,14 @@ def test_documents_that_a_layer_would_not_know_in_its_backward_are_refused():
         assert stage(batch()[0], doc_ids=doc_ids()).isfinite().all()
 
 
-# The gradient of a router's bias in gpt_oss sums to 0, so single roundings in float32 decide.
-NARROW = [(n, how) for n in SLICE for how in ("autocast", "bfloat16", "float32") if (n, how) != ("gpt_oss", "float32")]
+# Single roundings decide in float32 where a router's bias of gpt_oss has a gradient that sums to 0, and where the norms
+# of qwen3_next do.
+ROUNDED = [("gpt_oss", "float32"), ("qwen3_next", "float32")]
+NARROW = [case for case in itertools.product(SLICE, ("autocast", "bfloat16", "float32")) if case not in ROUNDED]
+FEW_NARROW = [("qwen3_next", "autocast"), ("gpt_oss", "bfloat16"), ("mamba", "float32"), ("gemma3n_text", "float32")]
 
 
-@pytest.mark.parametrize(("name", "how"), slice_of(NARROW, NARROW[::2]))
+@pytest.mark.parametrize(("name", "how"), slice_of(NARROW, FEW_NARROW))
 def test_narrow_dtypes_are_as_near_to_float64_as_the_whole_model(name, how):
     """Twice the error of the whole model at most, and a rounding of each gradient's norm."""
     dtype = torch.bfloat16 if how == "bfloat16" else torch.float32
@@ -275,7 +285,7 @@ def test_narrow_dtypes_are_as_near_to_float64_as_the_whole_model(name, how):
         assert error(found[n], n) <= 2 * error(plain[n], n) + 2 * torch.finfo(narrow).eps, n
 
 
-@pytest.mark.parametrize("name", SLICE)
+@pytest.mark.parametrize("name", one_in(1, SLICE, rest=1, always=["qwen3_next", "mamba"]))
 def test_lora(name):
     peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
     config = peft.LoraConfig(r=4, target_modules=["in_proj_ba", "in_proj", "x_proj", "q_proj"], init_lora_weights=False)

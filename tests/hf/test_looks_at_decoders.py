@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-import zlib
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
 
 import decoders  # noqa: E402
+from slices import one_in  # noqa: E402
 from test_transformers import loss_fn  # noqa: E402
 
 import seq1f1b  # noqa: E402
@@ -26,11 +26,7 @@ RIGHT = [n for n, row in PAGE.items() if row.what.get(decoders.RELEASE) in (deco
 DRAWS = {"phimoe": "its router draws random numbers"}  # so that operations decide
 
 
-def in_twelfths(names: list[str]) -> list[Any]:
-    return [pytest.param(n, marks=() if zlib.crc32(n.encode()) % 12 == 0 else pytest.mark.full) for n in names]
-
-
-@pytest.mark.parametrize("name", in_twelfths(RIGHT))
+@pytest.mark.parametrize("name", one_in(24, RIGHT))
 def test_a_right_type_is_not_blamed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = []
     findings = Look.findings

@@ -208,7 +208,8 @@ def check_pipeline(model: Any, want_losses: list[Tensor], want: dict[str, Tensor
     check(stages, want)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+# Each is in one of these two at least.
+@pytest.mark.parametrize("name", one_in(2, ARCHITECTURES, always=["llama", "gpt2", "gemma2", "llama4_text"]))
 def test_losses_and_gradients_are_those_of_the_whole_model(name):
     model = build(name)
     with Float64():
@@ -216,7 +217,7 @@ def test_losses_and_gradients_are_those_of_the_whole_model(name):
     check_pipeline(model, want_losses, want)
 
 
-@pytest.mark.parametrize("name", one_in(3, ARCHITECTURES, always=["llama", "gpt2"]))
+@pytest.mark.parametrize("name", one_in(2, ARCHITECTURES, rest=1, always=["llama", "gpt2"]))
 def test_packed_documents_are_as_each_alone(name):
     model = build(name)
     with Float64():
@@ -224,7 +225,7 @@ def test_packed_documents_are_as_each_alone(name):
     check_pipeline(model, want_losses, want, kwargs={"doc_ids": doc_ids()})
 
 
-@pytest.mark.parametrize(("nope", "value"), [(8, 8), (8, 12), (4, 12), (1, 16)])
+@pytest.mark.parametrize(("nope", "value"), [(8, 12), (1, 16), *full_only((8, 8), (4, 12))])
 def test_heads_of_values_may_be_smaller_or_larger_than_those_of_keys(nope, value):
     model = build("deepseek_v3", qk_nope_head_dim=nope, v_head_dim=value)
     with Float64():

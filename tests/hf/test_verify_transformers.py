@@ -31,7 +31,7 @@ def engine_of(stage: nn.Module, **options: Any) -> seq1f1b.PipelineEngine:
     )
 
 
-@pytest.mark.parametrize("name", one_in(4, ARCHITECTURES, always=["llama", "gpt2"]))
+@pytest.mark.parametrize("name", one_in(8, ARCHITECTURES, always=["llama", "gpt2"]))
 def test_a_supported_model_is_not_blamed(name):
     engine = engine_of(pipeline_stage(build(name, torch.float32), 0, 1))
     tokens, target = batch()
