@@ -34,7 +34,8 @@ def layer_work(
         length = min(seq_len, chunk or seq_len)
         in_layer = any(p.requires_grad for p in layer.parameters())
         passes = 1.0 + (trained or in_layer)
-        of_weights = sum(_products(name, p, layer, config) * (passes + p.requires_grad) for name, p in _named(layer))
+        matrices = [(name, p) for name, p in layer.named_parameters() if p.dim() >= 2]
+        of_weights = sum(_products(name, p, layer, config) * (passes + p.requires_grad) for name, p in matrices)
         attended = _attended(layer, config, min(length, window or length), length) * (
             1 + _BACKWARD_OF_ATTENTION * (trained or in_layer)
         )
@@ -70,10 +71,6 @@ def balanced(work: Sequence[float], head: float, num_stages: int) -> list[int]:
     slowest, _ = split(max, math.inf)
     # Among the splits as good as that, the most even one.
     return list(split(lambda before, cost: before + cost * cost, slowest * (1 + 1e-9))[1])
-
-
-def _named(layer: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(name, p) for name, p in layer.named_parameters() if p.dim() >= 2]
 
 
 def _products(name: str, parameter: Tensor, layer: nn.Module, config: Any) -> float:

@@ -133,8 +133,9 @@ def _cut(
 
 def _base_of(model: Any, num_ranks: int) -> tuple[transformers.PreTrainedModel, Any]:
     """The model of transformers, and the peft model around it, if there is one."""
-    adapted = model if _is_peft_model(model) else None
-    if adapted is not None:
+    peft, adapted = sys.modules.get("peft"), None  # whoever made such a model has imported it
+    if peft is not None and isinstance(model, peft.PeftModel):
+        adapted = model
         check_adapters(adapted, num_ranks)
         model = adapted.get_base_model()
     if not isinstance(model, transformers.PreTrainedModel):
@@ -143,11 +144,6 @@ def _base_of(model: Any, num_ranks: int) -> tuple[transformers.PreTrainedModel, 
             f"got {type(model).__name__}"
         )
     return model, adapted
-
-
-def _is_peft_model(model: Any) -> bool:
-    peft = sys.modules.get("peft")  # whoever made such a model has imported it
-    return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def _adapters_around(model: Any, skeleton: nn.Module) -> Any:

@@ -99,24 +99,15 @@ _recording: ContextVar[Record | None] = ContextVar("_recording", default=None)
 
 
 @contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """Takes no random numbers of the CPU, as ``torch.random.fork_rng``."""
-    cpu = torch.device("cpu")
-    states = generator_states(cpu)
-    try:
-        yield
-    finally:
-        set_generator_states(cpu, states)
-
-
-@contextmanager
 def recording(record: Record) -> Iterator[None]:
     """Has the masks made by the record; takes no random numbers and makes no graph."""
-    token = _recording.set(record)
+    token, cpu = _recording.set(record), torch.device("cpu")
+    states = generator_states(cpu)
     try:
-        with torch.no_grad(), _random_state_kept():
+        with torch.no_grad():
             yield
     finally:
+        set_generator_states(cpu, states)
         _recording.reset(token)
 
 

@@ -14,7 +14,7 @@ from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyPa
 from seq1f1b.transformers.layers import cannot
 from seq1f1b.transformers.look import HIDDEN, PER_LAYER, SHARED, TOKENS, stores_keys, takes_keys
 from seq1f1b.transformers.sample import Whole, lists_of
-from seq1f1b.transformers.stage import Elsewhere, Entry, Exit, Hidden, Message, NoEmbedding, names_of
+from seq1f1b.transformers.stage import Elsewhere, Entry, Exit, Hidden, Message, NoEmbedding
 from seq1f1b.transformers.twins import put, shallow, stand_for
 
 __all__: list[str] = []
@@ -139,12 +139,13 @@ def find_tied(model: nn.Module, stage_of: Mapping[str, int]) -> Tied:
     return tied
 
 
-def own_copies(model: nn.Module, part: nn.Module, rank: int, tied: Tied) -> dict[str, nn.Parameter]:
-    """Parameters of this rank that other stages hold, too, by the first of their names."""
-    parameters = dict(part.named_parameters(remove_duplicate=False))
+def own_copies(model: nn.Module, part: nn.Module, rank: int, tied: Tied) -> dict[str, list[str]]:
+    """The names on this rank of parameters that other stages hold, too, by the first of all their names."""
+    own = {name for name, _ in part.named_parameters(remove_duplicate=False)}
+    every = list(model.named_parameters(remove_duplicate=False))
     return {
-        name: next(parameters[other] for other in names_of(model, p) if other in parameters)
-        for name, (p, holders) in tied.items()
+        first: [name for name, p in every if p is tie and name in own]
+        for first, (tie, holders) in tied.items()
         if rank in holders
     }
 

@@ -9,13 +9,11 @@ from contextlib import contextmanager
 
 import torch
 import transformers
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from seq1f1b.runtime.engine import PipelineEngine
 from seq1f1b.runtime.tied import ties_of
-from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 from seq1f1b.transformers.saving import num_bytes, save_together, together
 from seq1f1b.transformers.stage import CausalLMStage
 from seq1f1b.transformers.weight_files import (
@@ -27,6 +25,7 @@ from seq1f1b.transformers.weight_files import (
     check_shape,
     find_sources,
     load_state,
+    places_of,
     share_sources,
 )
 
@@ -113,7 +112,8 @@ def _save_weights(engine: PipelineEngine, stages: list[CausalLMStage], folder: s
             if not written:
                 raise OSError(f"transformers {transformers.__version__} wrote no weights to {part}")
             shards.extend(written)
-        return [_tensor_bytes(shard) for shard in shards]
+        places = [places_of(shard) for shard in shards]
+        return [{name: place.end - place.begin for name, place in its.items()} for its in places]
 
     def names(contents: list[list[dict[str, int]]]) -> dict[str, str]:
         total, before = sum(map(len, contents)), sum(map(len, contents[: engine.rank]))
@@ -153,7 +153,7 @@ def _load_weights(stage: CausalLMStage, folder: str) -> None:
     files, state = WeightFiles(folder), _state(stage)
     parameters = [
         *stage.named_parameters(remove_duplicate=False),
-        *(named for shard in _vocabulary(stage) for named in shard.named_parameters()),
+        *(named for shard in stage.shards for named in shard.named_parameters()),
         *stage.tied_parameters.items(),  # the name that a checkpoint has may be that of another stage
     ]
     sources, _ = find_sources(files, stage.causal_lm, dict(parameters) | state)
@@ -168,7 +168,7 @@ def load_stage(
     Raises:
         ValueError: a tensor has another shape, or a needed one has no source.
     """
-    shards = [(name, own, shard) for shard in _vocabulary(stage) for name, own in shard.named_parameters()]
+    shards = [(name, own, shard) for shard in stage.shards for name, own in shard.named_parameters()]
     load_state(files, stage.causal_lm, _state(stage), sources, needed)
     for name, own, shard in shards:
         if sources[name].converter is not None:
@@ -184,14 +184,10 @@ def _state(stage: CausalLMStage) -> dict[str, Tensor]:
     """What a stage has in a checkpoint; of a shard of the vocabulary the whole, without memory."""
     whole = {
         name: torch.empty(shard.vocab, *own.shape[1:], dtype=own.dtype, device="meta")
-        for shard in _vocabulary(stage)
+        for shard in stage.shards
         for name, own in shard.named_parameters()
     }
     return stage.state_dict() | whole
-
-
-def _vocabulary(stage: CausalLMStage) -> list[VocabularyParallelEmbedding | VocabularyParallelHead]:
-    return [shard for shard in (stage.embedding, stage.head) if shard is not None]
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
@@ -234,12 +230,6 @@ def _load_adapters(stage: CausalLMStage, folder: str) -> None:
             check_shape(folder, name, tensor, found[name].shape if name in found else None)
         if own:
             set_peft_model_state_dict(stage.peft_model, {name: found[name] for name in own}, adapter_name=adapter)
-
-
-def _tensor_bytes(file: str) -> dict[str, int]:
-    with safe_open(file, framework="pt") as tensors:
-        found = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118, not a dict
-    return {name: t.nbytes for name, t in found.items()}
 
 
 def _write_index(file: str, shards: dict[str, dict[str, int]]) -> None:

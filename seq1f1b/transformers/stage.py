@@ -20,7 +20,7 @@ from seq1f1b.transformers.initial import initialize
 from seq1f1b.transformers.state import documents, mixers
 from seq1f1b.transformers.twins import as_layer, shallow
 
-__all__ = ["CausalLMStage", "Elsewhere", "Entry", "Exit", "Hidden", "Message", "NoEmbedding", "names_of"]
+__all__ = ["CausalLMStage", "Elsewhere", "Entry", "Exit", "Hidden", "Message", "NoEmbedding"]
 
 
 class CausalLMStage(nn.Module):
@@ -55,7 +55,7 @@ class CausalLMStage(nn.Module):
         causal_lm: Any,
         decoder: str,
         ends: tuple[Entry | None, Exit | None],
-        tied: dict[str, nn.Parameter],
+        tied: dict[str, list[str]],
         shards: tuple[VocabularyParallelEmbedding | None, VocabularyParallelHead | None],
         *,
         options: dict[str, Any],
@@ -72,7 +72,7 @@ class CausalLMStage(nn.Module):
         self._decoder, self._options = decoder, options
         self._carries = bool(mixers(causal_lm))  # state along the sequence
         self._takes_positions = takes_positions
-        self._tied = {name: names_of(causal_lm, p) for name, p in tied.items()}
+        self._tied = tied
         self.train(causal_lm.training)
 
     def around(self, causal_lm: Any) -> CausalLMStage:
@@ -80,6 +80,11 @@ class CausalLMStage(nn.Module):
         new: CausalLMStage = shallow(self)
         new.__dict__.update(causal_lm=causal_lm, _modules=dict(causal_lm.named_children()))
         return new
+
+    @property
+    def shards(self) -> list[VocabularyParallelEmbedding | VocabularyParallelHead]:
+        """This rank's rows of a vocabulary that lies on all ranks."""
+        return [shard for shard in (self.embedding, self.head) if shard is not None]
 
     @property
     def tied_parameters(self) -> dict[str, nn.Parameter]:
@@ -131,9 +136,8 @@ class CausalLMStage(nn.Module):
                 "before get_peft_model"
             )
         self.initialize(self.allocate(device))
-        for shard in (self.head, self.embedding):
-            if shard is not None:
-                self.causal_lm._init_weights(shard.layer)
+        for shard in reversed(self.shards):
+            self.causal_lm._init_weights(shard.layer)
 
     def initialize(self, made: Sequence[Tensor]) -> None:
         """Gives values to those of the tensors made that belong to the stage, as transformers does."""
@@ -145,16 +149,15 @@ class CausalLMStage(nn.Module):
         Buffers that have values keep them. What was one parameter stays one.
         """
         made: dict[int, tuple[Tensor, Tensor]] = {}
-        for whole in (self, self.embedding, self.head):
-            for module in () if whole is None else whole.modules():
-                stores: Any = (module._parameters, module._buffers)
-                for tensors in stores:
-                    for name, old in tensors.items():
-                        if old is None:
-                            continue
-                        if id(old) not in made:
-                            made[id(old)] = old, _with_memory(old, device)
-                        tensors[name] = made[id(old)][1]
+        for module in (module for whole in (self, *self.shards) for module in whole.modules()):
+            stores: Any = (module._parameters, module._buffers)
+            for tensors in stores:
+                for name, old in tensors.items():
+                    if old is None:
+                        continue
+                    if id(old) not in made:
+                        made[id(old)] = old, _with_memory(old, device)
+                    tensors[name] = made[id(old)][1]
         return [new for old, new in made.values() if old.is_meta or isinstance(old, nn.Parameter)]
 
     def _hidden_in_place_of(self, logits: Tensor) -> Tensor:
@@ -354,8 +357,3 @@ def _with_memory(tensor: Tensor, device: torch.device | str) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(torch.empty_like(tensor, device=device), tensor.requires_grad)
     return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
-
-
-def names_of(model: nn.Module, parameter: nn.Parameter) -> list[str]:
-    """Every name that a parameter has in a model."""
-    return [name for name, p in model.named_parameters(remove_duplicate=False) if p is parameter]

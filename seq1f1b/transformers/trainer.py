@@ -23,6 +23,7 @@ from transformers.trainer_utils import seed_worker
 
 from seq1f1b.runtime.arguments import is_plan
 from seq1f1b.runtime.engine import PipelineEngine
+from seq1f1b.runtime.model_state import generator_states, set_generator_states
 from seq1f1b.transformers.cut import pipeline_stage
 from seq1f1b.transformers.folder import open_folder
 from seq1f1b.transformers.layers import copy_config
@@ -121,12 +122,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         replicas = self._replicas
         if hasattr(self, "engine"):
             self.engine.close()
-        self._generators = [torch.default_generator]
-        if self.args.device.type == "cuda":
-            self._generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-        self._random_states = [
-            torch.Generator(g.device).manual_seed(self._seed(replicas.rank)).get_state() for g in self._generators
-        ]
+        seed, devices = int(self.args.seed) + 1 + replicas.rank, dict.fromkeys(["cpu", self.args.device.type])
+        self._random_states = [torch.Generator(device).manual_seed(seed).get_state() for device in devices]
         with self._own_randomness():
             stage = pipeline_stage(model, replicas.place, replicas.num_ranks // replicas.count, **cut)
             if self._folder is not None:
@@ -152,21 +149,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
 
     # -- randomness --------------------------------------------------------------------------------------------------
 
-    def _seed(self, rank: int) -> int:
-        return int(self.args.seed) + 1 + rank
-
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
         """Around the model: stages draw numbers of their own, so that those of the data stay alike on all ranks."""
-        of_data = [generator.get_state() for generator in self._generators]
-        for generator, state in zip(self._generators, self._random_states, strict=True):
-            generator.set_state(state)
+        of_data = generator_states(self.args.device)
+        set_generator_states(self.args.device, tuple(self._random_states))
         try:
             yield
         finally:
-            self._random_states = [generator.get_state() for generator in self._generators]
-            for generator, state in zip(self._generators, of_data, strict=True):
-                generator.set_state(state)
+            self._random_states = list(generator_states(self.args.device))
+            set_generator_states(self.args.device, of_data)
 
     def get_train_dataloader(self) -> Any:
         loader = super().get_train_dataloader()

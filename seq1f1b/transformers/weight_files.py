@@ -51,7 +51,7 @@ class WeightFiles:
         self.folder = folder
         self.places: dict[str, Place] = {}
         for path in weight_paths(folder):
-            self.places |= _places(path)
+            self.places |= places_of(path)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.places[name].shape
@@ -150,7 +150,7 @@ def _indexed(index: str) -> list[str]:
     return sorted(set(read["weight_map"].values()))
 
 
-def _places(path: str) -> dict[str, Place]:
+def places_of(path: str) -> dict[str, Place]:
     """By the header of a safetensors file: its length in 8 bytes, and JSON, which the library has checked."""
     from safetensors import SafetensorError, safe_open
 
