@@ -25,7 +25,6 @@ from seq1f1b.transformers.weight_files import (
     check_shape,
     find_sources,
     load_state,
-    places_of,
     share_sources,
 )
 
@@ -112,8 +111,7 @@ def _save_weights(engine: PipelineEngine, stages: list[CausalLMStage], folder: s
             if not written:
                 raise OSError(f"transformers {transformers.__version__} wrote no weights to {part}")
             shards.extend(written)
-        places = [places_of(shard) for shard in shards]
-        return [{name: place.end - place.begin for name, place in its.items()} for its in places]
+        return [{name: num_bytes([tensor]) for name, tensor in load_file(shard).items()} for shard in shards]
 
     def names(contents: list[list[dict[str, int]]]) -> dict[str, str]:
         total, before = sum(map(len, contents)), sum(map(len, contents[: engine.rank]))

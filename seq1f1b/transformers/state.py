@@ -29,27 +29,25 @@ from seq1f1b.transformers.twins import become, twin
 
 __all__ = ["carry_states", "documents", "look_at_states", "mixers"]
 
-_CACHES = ("cache", "past_key_values", "cache_params")
 _NOTHING = torch.empty(0, device="cpu")
+_CACHE = "cache"  # the parameter of a mixer
 _CONV, _ZEROS, _ASKS = "a convolution", "zeros", "asks"
 
 _MIXERS: dict[str, str] = {
-    **dict.fromkeys(["BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer"], "mamba2_chunk_scan"),
-    **dict.fromkeys(["Mamba2Mixer", "NemotronHMamba2Mixer", "Zamba2MambaMixer"], "mamba2_chunk_scan"),
-    **dict.fromkeys(["FalconMambaMixer", "JambaMambaMixer", "MambaMixer", "ZambaMambaMixer"], "mamba_selective_scan"),
-    **dict.fromkeys(
-        [f"{name}GatedDeltaNet" for name in ("LaraMini", "OlmoHybrid", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")],
-        "torch_chunk_gated_delta_rule",
-    ),
-    "Qwen4ExpTextGatedDeltaNet": "torch_chunk_gated_delta_rule",
-    "BailingHybridDeltaAttention": "chunk_kimi_delta_attention",
-    "Glm5NextTextLinearAttention": "chunk_kimi_delta_attention",
-    "KimiLinearDeltaAttention": "chunk_kimi_delta_attention",
-    **dict.fromkeys(["Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"], _CONV),
-    **dict.fromkeys([f"{name}ShortConvolution" for name in ("Inkling", "Inkling2", "Inkling2Loop")], _CONV),
-    "MiniMaxLightningAttention": _ZEROS,
-    "Qwen4ExpTextNGramEmbedding": _ASKS,
-    "ZayaCCAProjection": _ASKS,
+    name: way
+    for way, names in {
+        "mamba2_chunk_scan": "BambaMixer FalconH1Mixer GraniteMoeHybridMambaLayer Mamba2Mixer NemotronHMamba2Mixer"
+        " Zamba2MambaMixer",
+        "mamba_selective_scan": "FalconMambaMixer JambaMambaMixer MambaMixer ZambaMambaMixer",
+        "torch_chunk_gated_delta_rule": "LaraMiniGatedDeltaNet OlmoHybridGatedDeltaNet Qwen3NextGatedDeltaNet"
+        " Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet Qwen4ExpTextGatedDeltaNet",
+        "chunk_kimi_delta_attention": "BailingHybridDeltaAttention Glm5NextTextLinearAttention KimiLinearDeltaAttention",
+        _CONV: "Lfm2ShortConv Lfm2MoeShortConv Lfm3ShortConv InklingShortConvolution Inkling2ShortConvolution"
+        " Inkling2LoopShortConvolution",
+        _ZEROS: "MiniMaxLightningAttention",
+        _ASKS: "Qwen4ExpTextNGramEmbedding ZayaCCAProjection",
+    }.items()
+    for name in names.split()
 }
 """How a mixer takes the state before its tokens, by the name of its class: the scan that gets it, or one of these.
 
@@ -239,17 +237,17 @@ class _Carrying(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         mine: Any = type(self)
-        kind, signature, cache = _library_s(mine)
+        kind, signature = _library_s(mine)
         given = signature.bind(self, *args, **kwargs)
         arguments = {name: _unpacked(value) for name, value in given.arguments.items()}
-        if _whole.get() or arguments.get(cache) is not None:
+        if _whole.get() or arguments.get(_CACHE) is not None:
             return kind.forward(self, *args, **kwargs)
         batch, length = list(arguments.values())[1].shape[:2]
         way = _way_of(kind)
 
         def run(before: Callable[[int], Tensor | None], *part: slice) -> tuple[Any, dict[int, Tensor]]:
             states = States(before, way not in _SCANS and way != _CONV)
-            given.arguments = {**(_part(arguments, batch, length, *part) if part else arguments), cache: states}
+            given.arguments = {**(_part(arguments, batch, length, *part) if part else arguments), _CACHE: states}
             function = _with_scan(kind, way, states) if way in _SCANS or way == _ZEROS else kind.forward
             return function(*given.args, **given.kwargs), states.after
 
@@ -268,11 +266,10 @@ class _Carrying(nn.Module):
 
 
 @functools.cache
-def _library_s(kind: Any) -> tuple[Any, inspect.Signature, str]:
-    """The class behind :class:`_Carrying`, its forward's signature, and the parameter of it that takes a cache."""
+def _library_s(kind: Any) -> tuple[Any, inspect.Signature]:
+    """The class behind :class:`_Carrying`, and its forward's signature."""
     own: Any = kind.__mro__[kind.__mro__.index(_Carrying) + 1]
-    signature = inspect.signature(own.forward)
-    return own, signature, next(name for name in _CACHES if name in signature.parameters)
+    return own, inspect.signature(own.forward)
 
 
 def _none(key: int) -> Tensor | None:
@@ -422,7 +419,7 @@ def _note(inputs: dict[str, Any], name: str, count: int, module: nn.Module, args
 
 def _difference(module: nn.Module, args: Any, kwargs: Any) -> str:
     kind: Any = type(module)
-    _, signature, _ = _library_s(kind)
+    _, signature = _library_s(kind)
     given = signature.bind(module, *args, **kwargs)
     name = list(given.arguments)[1]
     hidden = given.arguments[name]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +25,7 @@ _DTYPES = {
 }  # fmt: skip
 _IN_FOLDER = re.compile(r"[^/\\\x00]+(/[^/\\\x00]+)*")
 _IS_NUMBER = re.compile(r"[0-9]{1,18}")
-_PIECE = 4 << 20  # bytes in between if a tensor's dtype or device is not its file's
+_PIECE = 4 << 20  # bytes of a file that are read at once
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,6 @@ class Place:
     file: str
     dtype: str
     shape: tuple[int, ...]
-    begin: int
-    end: int
 
 
 class WeightFiles:
@@ -70,46 +67,35 @@ class WeightFiles:
 
     @torch.no_grad()
     def read_into(self, name: str, out: Tensor, first_row: int = 0) -> None:
-        """Reads a tensor, or as many of its rows as ``out`` has. Another dtype or device needs a small piece beside."""
-        place, dtype = self.places[name], self.dtype(name)
-        with open(place.file, "rb", buffering=0) as file:
-            file.seek(place.begin + first_row * math.prod(place.shape[1:]) * dtype.itemsize)
-            if out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous():
-                _fill(file, out)
-                return
-            flat = out.reshape(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype, device="cpu")
-            piece = torch.empty(max(1, min(_PIECE // dtype.itemsize, out.numel())), dtype=dtype, device="cpu")
-            for begin in range(0, out.numel(), len(piece)):
-                part = piece[: out.numel() - begin]
-                _fill(file, part)
-                flat[begin : begin + len(part)].copy_(part)
-            if not out.is_contiguous():
-                out.copy_(flat.view(out.shape))
+        """Reads a tensor, or as many of its rows as ``out`` has, which may have another dtype or device."""
+        self.dtype(name)
+        if out.dim():
+            for begin, piece in self._pieces(name, first_row, len(out)):
+                out[begin : begin + len(piece)].copy_(piece)
+            return
+        with _opened(self.places[name].file) as file:
+            out.copy_(file.get_tensor(name))
 
     def equal(self, name: str, other: str) -> bool:
         """Whether two tensors hold the same bytes."""
-        first, second = self.places[name], self.places[other]
-        if (first.dtype, first.shape) != (second.dtype, second.shape):
+        if (self.dtype(name), self.shape(name)) != (self.dtype(other), self.shape(other)):
             return False
-        with open(first.file, "rb") as one, open(second.file, "rb") as two:
-            one.seek(first.begin), two.seek(second.begin)
-            left = first.end - first.begin
-            while left:
-                count = min(left, _PIECE)
-                if one.read(count) != two.read(count):
-                    return False
-                left -= count
-        return True
+        both = (self._pieces(each, 0, self.shape(each)[0]) for each in (name, other))
+        return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for (_, a), (_, b) in zip(*both, strict=True))
+
+    def _pieces(self, name: str, first_row: int, rows: int) -> Iterator[tuple[int, Tensor]]:
+        """Rows of a tensor with the number of the first of them, by pieces: what is mapped counts as memory."""
+        row = math.prod(self.shape(name)[1:]) * self.dtype(name).itemsize
+        step = max(1, _PIECE // max(1, row))
+        for begin in range(0, rows, step):
+            with _opened(self.places[name].file) as file:
+                yield begin, file.get_slice(name)[first_row + begin : first_row + min(begin + step, rows)]
 
 
-def _fill(file: Any, out: Tensor) -> None:
-    data: Any = out.detach().reshape(-1)
-    view = memoryview(data.view(torch.uint8).numpy()) if out.numel() else memoryview(b"")
-    while len(view):
-        count = file.readinto(view)
-        if not count:
-            raise ValueError(f"{file.name} ends before its last tensor does")
-        view = view[count:]
+def _opened(path: str) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(path, framework="pt")
 
 
 def weight_paths(folder: str) -> list[str]:
@@ -151,22 +137,16 @@ def _indexed(index: str) -> list[str]:
 
 
 def places_of(path: str) -> dict[str, Place]:
-    """By the header of a safetensors file: its length in 8 bytes, and JSON, which the library has checked."""
-    from safetensors import SafetensorError, safe_open
+    """The tensors of a safetensors file by name. Raises ValueError for a file that is damaged."""
+    from safetensors import SafetensorError
 
     try:
-        with safe_open(path, framework="pt"), open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
+        with _opened(path) as file:
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, not a dict
+            return {n: Place(path, part.get_dtype(), tuple(part.get_shape())) for n, part in parts.items()}
     except SafetensorError as error:
         size = os.path.getsize(path)
         raise ValueError(f"{path} is no whole safetensors file: {error} (it has {size} bytes)") from error
-    header.pop("__metadata__", None)
-    found = {}
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        found[name] = Place(path, entry["dtype"], tuple(entry["shape"]), 8 + length + begin, 8 + length + end)
-    return found
 
 
 # -- the names of a model and those of its files -----------------------------------------------------------------------

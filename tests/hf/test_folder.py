@@ -344,7 +344,7 @@ def test_a_folder_that_is_refused(tmp_path, monkeypatch, what):
     write(tmp_path, "llama")
     spoil, text = REFUSED[what]
     spoil(tmp_path)
-    monkeypatch.setattr("seq1f1b.transformers.weight_files._fill", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(WeightFiles, "_pieces", lambda *_: pytest.fail("weights were read"))
     for rank in range(2):  # alike on all ranks
         with pytest.raises(ValueError, match=text):
             pipeline_stage(tmp_path, rank, 2)
