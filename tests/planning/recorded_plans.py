@@ -1,0 +1,322 @@
+"""Requests to the planner, and what it answers: plans, tables of compare, prices of units, plans of single steps.
+
+python tests/planning/recorded_plans.py          # compares all with what is recorded
+python tests/planning/recorded_plans.py --write  # records anew, where plans are meant to change
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from seq1f1b import ModelShape, build_schedule
+from seq1f1b.plan import Layout
+from seq1f1b.planning.compare import compare
+from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.hardware import Hardware, ProfiledHardware, load_hardware, load_model
+from seq1f1b.planning.profile import PassSeconds, Profile
+from seq1f1b.planning.search import PlanSearch, search_plans
+from seq1f1b.planning.step_plan import plan_step
+
+RECORD = Path(__file__).parent / "recorded_plans.json.gz"
+PROFILE = Path(__file__).parents[2] / "benchmarks" / "results" / "lengths-profile.json"
+NUM_PLANS, NUM_OTHERS = 200, 60
+SMALL = ModelShape(hidden=512, layers=8, heads=8, kv_heads=2, ffn=1024, vocab=4000)
+MIXTURE = ModelShape(hidden=512, layers=8, heads=8, kv_heads=4, ffn=512, vocab=8000, experts=8, experts_per_token=2)
+
+
+def _profile(kind: str) -> Profile:
+    """The recorded one; with a tier, seconds of a unit beyond its layers, and ends; or without ends."""
+    found = Profile.load(PROFILE)
+    if kind == "plain":
+        return found
+    if kind == "no ends":
+        return replace(found, embedding=None, head=None)
+    unit = PassSeconds(2e-4, 1e-4, 5e-5, 3e-4, 1e-4)
+    return replace(found, unit=unit, tier_out=2e9, tier_in=3e9, move_out=1e-11, move_in=2e-11)
+
+
+class _Draw:
+    """Choices that are the same wherever they are drawn."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def of(self, *values: Any) -> Any:
+        return values[int(self._random.random() * len(values))]
+
+    def likely(self, usual: Any, *others: Any) -> Any:
+        """The usual value three times in four."""
+        return usual if self._random.random() < 0.75 else self.of(*others)
+
+
+def _workload(draw: _Draw) -> tuple[ModelShape, Hardware, Layout, int]:
+    """A model, a machine, a layout, and tokens of a sequence."""
+    if draw.of(0, 1, 2) == 0:
+        profile = _profile(draw.of("plain", "tier", "no ends"))
+        model = profile.model._replace(layers=draw.of(4, 8, 9))
+        if profile.head is None:
+            model = model._replace(vocab=0)
+            profile = replace(profile, model=profile.model._replace(vocab=0))
+        machine: Hardware = ProfiledHardware.of(profile, load_hardware("cpu-zen5"))
+        tokens = draw.of(1024, 4096, 16384)
+        layout = Layout(data=draw.likely(1, 2), head_in_loss=draw.likely(True, False))
+    else:
+        shapes = {"small": SMALL, "mixture": MIXTURE}
+        name = draw.of("gpt-2.7b", "llama3-8b", "qwen3-4b", "qwen3-30b-a3b", "small", "mixture")
+        model = shapes.get(name) or load_model(name)
+        machine = load_hardware(draw.of("h100", "a100", "rtx4090", "cpu-zen5"))
+        changes = draw.of({}, {"length_pools": 1.0, "collective_buffers": 1.5}, {"attention_forward_rows": 40.0})
+        machine = replace(machine, **changes, tier_bandwidth=2e10)
+        tokens = draw.of(4096, 16384, 65536)
+        layout = Layout(
+            tensor=draw.likely(1, 2, 4),
+            context=draw.likely(1, 2),
+            data=draw.of(1, 2, 4),
+            expert=1,
+            head_in_loss=draw.likely(True, False),
+            copies_prefix=draw.likely(False, True),
+        )
+        if model.experts > 1:
+            layout = replace(layout, expert=draw.of(1, layout.data))
+    if draw.likely(False, True):
+        layout = replace(layout, documents=(tokens // 2, tokens // 8, tokens - tokens // 2 - tokens // 8))
+    return model, machine, layout, tokens
+
+
+def _plan_request(number: int, cap: int | None) -> Callable[[], Any]:
+    draw = _Draw(number)
+    model, machine, layout, tokens = _workload(draw)
+    lengths = None
+    if layout.documents is None and draw.likely(False, True):
+        lengths = {tokens: 3, tokens // 2: 5, tokens // 4: draw.of(1, 20)}
+    v: Any = draw.of((1,), (1,), (2,), (1, 2))
+    names: Any = [draw.of("seq1f1b", "seq-zb-h1", "1f1b") if v[0] == 1 else draw.of("seq1f1b-interleaved", "seq-zbv")]
+    names += [draw.of("gpipe", "zb-h1", "seq1f1b")] if v[0] == 1 else []
+    names += ["seq1f1b-interleaved"] if v == (1, 2) else []
+    ranks, segments = draw.of(2, 2, 3), draw.of([2], [4], [1, 3], [1, 2])
+    microbatches = draw.of(2, 3, 5)
+    remedies = draw.of((), ("recompute",), ("recompute",), ("recompute", "offload"), ("offload",))
+    if number % 5 == 0:
+        names, v, segments, microbatches, remedies = ["auto"], v[:1], segments[-1:], 2, remedies[:1]
+    elif number % 40 == 1:
+        names, segments, v, ranks = None, [2], (1,), 2
+    elif number % 20 == 2:
+        names, segments, tokens = names[:1], None, 4096
+        layout, lengths = replace(layout, documents=None), None
+    given: dict[str, Any] = {
+        "num_ranks": ranks,
+        "num_microbatches": microbatches,
+        "seq_len": None if lengths else tokens,
+        "lengths": lengths,
+        "memory": cap,
+        "layout": layout,
+        "optimizer_sync": draw.likely(True, False),
+        "names": names,
+        "segments": segments,
+        "stages_per_rank": v,
+        "remedies": remedies if machine.tier_bandwidth else tuple(x for x in remedies if x != "offload"),
+        "vocabulary": draw.of("any", "ends"),
+        "best": draw.of(1, 3, 5),
+    }
+    if draw.of(True, False) and not isinstance(machine, ProfiledHardware):
+        given["recompute"] = draw.of(["none"], ["full"], ["none", "ffn"])
+    return lambda: _found(search_plans(model, machine, **given))
+
+
+def _found(found: PlanSearch) -> Any:
+    plans = []
+    for plan in found.plans:
+        told = asdict(plan)
+        for name in ("model", "hardware", "layout", "options", "spread"):
+            del told[name]
+        told["layers"], told["vocabulary"] = plan.layout.layers, plan.layout.vocabulary
+        told["inside"] = _inside(plan.layout)
+        told["options"] = {name: _sum(value) for name, value in plan.options.items()}
+        told["spread"] = {name: _sum(value) for name, value in plan.spread.items()}
+        plans.append(told)
+    terms = [term._asdict() for term in found.uncertain]
+    counts = found.num_candidates, found.num_simulated
+    return {"plans": plans, "uncertain": terms, "fallen": dict(found.fallen), "counts": counts, "next": found.next_step}
+
+
+def _inside(layout: Layout) -> str:
+    return layout.recompute
+
+
+def _with_inside(layout: Layout, inside: str) -> Layout:
+    return replace(layout, recompute=inside)
+
+
+def _sum(value: Any) -> Any:
+    """Long tables as one number for each row."""
+    if isinstance(value, (list, tuple)):
+        flat = [x for x in value if not isinstance(x, (list, tuple))]
+        return [*([sum(flat)] if flat else []), *(_sum(x) for x in value if isinstance(x, (list, tuple)))]
+    return value
+
+
+def _other_request(number: int) -> Callable[[], Any]:
+    draw = _Draw(10_000 + number)
+    model, machine, layout, tokens = _workload(draw)
+    is_profiled = isinstance(machine, ProfiledHardware)
+    ranks, v, k = draw.of(2, 3, 4), draw.of(1, 1, 2), draw.of(1, 2, 4, 5)
+    if ranks * v > model.layers:
+        v = 1
+    counts: dict[str, Any] = {"num_ranks": ranks, "seq_len": tokens}
+    if number % 3 == 0:
+        cap = draw.of(None, 4 << 30, 30 << 30, 60 << 30)
+        given = {"layout": layout, "model": model, "hardware": machine, "num_segments": k, "cap_bytes": cap}
+        families = draw.of(
+            [], ["1f1b", "seq1f1b", "seq-zb-h1", "auto"], ["gpipe", "seq1f1b-interleaved", "zbv", "auto"]
+        )
+        M = draw.of(2, 4)
+        return lambda: asdict(compare(families, num_microbatches=M, stages_per_rank=v, **counts, **given))
+    if not is_profiled and not layout.copies_prefix:
+        layout = _with_inside(layout, draw.of("none", "ffn", "full"))
+    if number % 3 == 1:
+        if model.vocab and layout.head_in_loss and draw.of(True, False):
+            layout = replace(layout, vocabulary="ranks")
+        cost = CostModel.balanced(model, machine, stages_per_rank=v, layout=layout, **counts)
+        return lambda: _prices(cost, cost.split(k, mix=draw.of(1.0, 0.5)))
+    layout = replace(layout, copies_prefix=False, documents=None)
+    cost = CostModel.balanced(model, machine, stages_per_rank=v, layout=layout, **counts)
+    longest = draw.of(600, 2000, 9000)
+    lengths = [1 + (i * i * 7919 + number) % longest for i in range(draw.of(5, 9))]
+    schedule = draw.of("seq1f1b", ("seq1f1b", "auto"), "auto") if v == 1 else "seq1f1b-interleaved"
+    options: dict[str, Any] = {"schedule": schedule}
+    if draw.of(True, False):
+        state = machine.element_bytes + machine.gradient_bytes + machine.optimizer_bytes / layout.data
+        least = max(sum(map(cost.parameters, range(rank, ranks * v, ranks))) for rank in range(ranks)) * state
+        options["memory"] = 1.05 * least + machine.context_bytes + draw.of(2e4, 2e5, 2e6) * longest
+        options["remedies"] = draw.of(("recompute",), ("recompute", "offload"))
+        if not machine.tier_bandwidth:
+            options["remedies"] = ("recompute",)
+    return lambda: _step(plan_step(lengths, cost, **options))
+
+
+def _prices(cost: CostModel, sizes: list[int]) -> Any:
+    """Everything that a cost model tells of units in these sizes, under two orders."""
+    v = cost.num_stages // cost.num_ranks
+    kinds = ["seq1f1b", "seq-zb-h1"] if v == 1 else ["seq1f1b-interleaved", "seq-zbv"]
+    orders = [
+        build_schedule(kind, num_ranks=cost.num_ranks, num_microbatches=4, num_segments=len(sizes), stages_per_rank=v)
+        for kind in kinds
+        if kind != "seq-zbv" or cost.num_ranks == 2
+    ]
+    placement = orders[0].rank_of_stage
+    told = {
+        "sizes": sizes,
+        "seconds": cost.unit_seconds(sizes)._asdict(),
+        "shard": cost.shard_seconds(sizes),
+        "moving": cost.moving_seconds(sizes) if cost.hardware.tier_bandwidth else None,
+        "message": cost.message_bytes(sizes),
+        "held": cost.held_bytes(sizes),
+        "least": cost.least_bytes(sizes),
+        "memory": asdict(cost.unit_memory(sizes, placement)),
+        "step memory": asdict(cost.step_memory(sizes, placement)),
+        "links": cost.links(placement),
+        "send": cost.send_seconds(placement),
+        "optimizer": cost.optimizer_seconds(),
+        "parameters": [cost.parameters(stage) for stage in range(cost.num_stages)],
+        "layers": cost.balanced_layers(),
+    }
+    told["ranks"] = [[asdict(rank) for rank in cost.rank_bytes(order, sizes)] for order in orders]
+    told["steps"] = [order.simulate(cost.costs(order, sizes)).makespan for order in orders]
+    return told
+
+
+def _step(plan: Any) -> Any:
+    """A plan of one step."""
+    costs = plan.costs
+    return {
+        "rows": plan.rows,
+        "sizes": plan.segment_sizes,
+        "order": plan.digest,
+        "ranks": [asdict(rank) for rank in plan.ranks],
+        "seconds": plan.seconds,
+        "imbalance": plan.imbalance,
+        "units": [_sum(table) for table in costs.seconds],
+        "held": _sum(costs.held_bytes()),
+        "message": _sum(costs.message_bytes),
+        "memory": _sum(costs.memory(plan.schedule).activations),
+        "least": costs.least_bytes(),
+    }
+
+
+def names() -> list[str]:
+    """Of all requests."""
+    return [f"plan {number}" for number in range(NUM_PLANS)] + [f"other {number}" for number in range(NUM_OTHERS)]
+
+
+def answer(name: str, cap: int | None) -> Any:
+    """What the planner says, as JSON has it; of a refusal its text. cap: bytes of a device, of a plan."""
+    kind, _, number = name.partition(" ")
+    try:
+        found = (_plan_request(int(number), cap) if kind == "plan" else _other_request(int(number)))()
+    except ValueError as error:
+        found = {"refused": str(error)}
+    return json.loads(json.dumps(found))
+
+
+def record(name: str) -> Any:
+    """The cap of a request, which two plans of three lack room for, and its answer."""
+    cap = None
+    if name.startswith("plan"):
+        free = answer(name, 1 << 50)
+        share = (0.5, 0.75, 0.9, 1.0, 4.0, 4.0)[int(name.split()[1]) * 7 % 6]
+        cap = max(1, int(share * max(free["plans"][0]["peak"]))) if "plans" in free else 1 << 50
+    return {"cap": cap, "answer": _rounded(answer(name, cap))}
+
+
+def _rounded(told: Any) -> Any:
+    """With 14 digits, which make a smaller file."""
+    if isinstance(told, dict):
+        return {key: _rounded(value) for key, value in told.items()}
+    if isinstance(told, list):
+        return list(map(_rounded, told))
+    return float(f"{told:.14g}") if isinstance(told, float) else told
+
+
+def difference(one: Any, other: Any, where: str = "") -> str | None:
+    """The first place where two answers differ, numbers by more than a part in 10^12."""
+    if {type(one), type(other)} in ({float}, {int, float}):
+        is_equal = one == other or abs(one - other) <= 1e-12 * max(abs(one), abs(other))
+        return None if is_equal else f"{where}: {one!r} is not {other!r}"
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return next(filter(None, (difference(one[key], other[key], f"{where}/{key}") for key in one)), None)
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        pairs = enumerate(zip(one, other, strict=True))
+        return next(filter(None, (difference(x, y, f"{where}/{i}") for i, (x, y) in pairs)), None)
+    return None if one == other else f"{where}: {one!r} is not {other!r}"
+
+
+def recorded() -> dict[str, Any]:
+    """The answers that were written down, by the requests' names."""
+    found: dict[str, Any] = json.loads(gzip.decompress(RECORD.read_bytes()))
+    return found
+
+
+def main() -> int:
+    if "--write" in sys.argv:
+        text = json.dumps({name: record(name) for name in names()}, separators=(",", ":")).encode()
+        RECORD.write_bytes(gzip.compress(text, 9, mtime=0))
+        return 0
+    known, wrong = recorded(), 0
+    for name, told in known.items():
+        found = difference(answer(name, told["cap"]), told["answer"])
+        wrong += found is not None
+        if found is not None:
+            print(name, found)
+    print(f"{len(known) - wrong} of {len(known)} answers as recorded")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
