@@ -52,7 +52,7 @@ def receive_bytes(case: Case, plan: Plan, profile: Profile) -> list[int]:
     """The bytes that the receive places of each rank take."""
     counts = {"num_ranks": case.ranks, "stages_per_rank": plan.stages_per_rank, "seq_len": case.length}
     cost = CostModel(case.shape, ProfiledHardware.of(profile, MACHINE), **counts, layout=plan.layout)
-    return [rank.receive for rank in cost.rank_bytes(plan.build(), plan.segment_sizes)]
+    return [rank.receive for rank in cost.price(plan.segment_sizes).rank_bytes(plan.build())]
 
 
 def choose(case: Case, results: Results, share: float) -> tuple[str, Plan]:

@@ -17,8 +17,8 @@ from gpu_llama import LlamaStage, Sizes, rotary
 from torch import Tensor, nn
 
 import seq1f1b
-from seq1f1b.planning.profile import visible_pairs
 from seq1f1b.planning.profiler import fit_part, measure_stage
+from seq1f1b.seconds import pairs_of
 
 SUM_DIFFERENCE = 0.03  # of a step: between its units and gaps by the GPU's clock, and the whole by the host's
 TUNED_SLOWER = 0.02  # of the best number of segments tried by hand
@@ -144,7 +144,7 @@ def predicted(machine: Machine) -> dict[str, Any]:
         cut = {key: times for key, times in seen.items() if key[1] in (length // k, length // k + 1)}
         real = sum(statistics.median(times[kind]) for times in cut.values() for kind in "FB")
         foretold = part.layers * sum(
-            fit.seconds(count, visible_pairs(begin, begin + count))
+            fit.seconds(count, pairs_of((begin + count,), begin, begin + count))
             for begin, count in cut
             for fit in (part.forward, part.backward)
         )

@@ -48,11 +48,10 @@ from seq1f1b import Costs, build_schedule, pack_documents
 from seq1f1b.data import DocumentBatches
 from seq1f1b.ops.packing import document_lengths
 from seq1f1b.plan import Layout
-from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.cost import CostModel, PackedRow
 from seq1f1b.planning.hardware import ProfiledHardware, load_hardware, load_model
 from seq1f1b.planning.profile import Profile
-from seq1f1b.planning.row_costs import Row, RowCosts, padded_rows
-from seq1f1b.planning.step_plan import StepPlan, plan_step
+from seq1f1b.planning.step_plan import StepPlan, padded_rows, plan_step
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTS, LONGEST, ROWS = 200, 65536, 8  # of the simulated steps; ROWS times LONGEST tokens each
@@ -83,23 +82,23 @@ def draw(rng: random.Random, shape: str) -> list[int]:
     return lengths
 
 
-def chunk_rows(lengths: Sequence[int], chunk: int) -> list[Row]:
+def chunk_rows(lengths: Sequence[int], chunk: int) -> list[PackedRow]:
     """Chunks of equal tokens: packed short documents, and parts of long ones; the longest first."""
     short = [length for length in lengths if length <= chunk]
     rows = []
     for packed in pack_documents(short, chunk).rows if short else ():
         documents = tuple(short[i] for i in packed)
-        rows.append(Row(documents, (sum(documents),)))
+        rows.append(PackedRow(documents, (sum(documents),)))
     for length in lengths:
         if length > chunk:
             rest = length % chunk
-            rows.append(Row((length,), (chunk,) * (length // chunk) + ((rest,) if rest else ())))
+            rows.append(PackedRow((length,), (chunk,) * (length // chunk) + ((rest,) if rest else ())))
     return sorted(rows, key=lambda row: -len(row.sizes))
 
 
-def price(rows: Sequence[Row], cost: CostModel, kept: int | None = None) -> tuple[float, int]:
+def price(rows: Sequence[PackedRow], cost: CostModel, kept: int | None = None) -> tuple[float, int]:
     """Seconds and bytes of a step; ``kept``: of a row's segments, all but the last so many are recomputed."""
-    costs, counts = RowCosts(cost, rows), [len(row.sizes) for row in rows]
+    costs, counts = cost.price_rows(rows), [len(row.sizes) for row in rows]
     order = build_schedule("seq1f1b", num_ranks=cost.num_ranks, num_microbatches=len(rows), num_segments=counts)
     if kept is not None:
         order = order.recompute(lambda unit: unit.segment < counts[unit.microbatch] - kept)

@@ -133,7 +133,8 @@ def on_machine(hardware: Hardware, rate: float, send: float) -> Hardware:
 
 def tflops(row: dict[str, Any], column: str, hardware: Hardware) -> float:
     case = make_case(row, column, hardware)
-    step = case.schedule.simulate(case.cost.costs(case.schedule, case.sizes)).makespan + case.cost.step_seconds()
+    costs = case.cost.price(case.sizes).costs(case.schedule)
+    step = case.schedule.simulate(costs).makespan + max(costs.optimizer)
     work = 3 * row["microbatches"] * authors_flop(case.cost.model, row["seq_len"])
     return float(work / step / row["gpus"] / 1e12)
 
@@ -163,7 +164,7 @@ def with_buffers(hardware: Hardware, factor: float, buffers: float) -> Hardware:
 def gib(row: dict[str, Any], column: str, hardware: Hardware) -> float:
     """The fullest rank's bytes. A message that has come is the input of its unit, which is counted there."""
     case = make_case(row, column, hardware)
-    return max(rank.total - rank.receive for rank in case.cost.rank_bytes(case.schedule, case.sizes)) / GIB
+    return max(rank.total - rank.receive for rank in case.cost.price(case.sizes).rank_bytes(case.schedule)) / GIB
 
 
 def fit_memory(rows: list[dict[str, Any]], hardware: Hardware) -> tuple[float, float]:

@@ -378,8 +378,9 @@ def unit_costs(
         seq_len=configuration.seq_len,
         layout=Layout(layers=configuration.layers, head_in_loss=False),
     )
-    seconds = model.unit_seconds(sizes)
-    copying = [size / MACHINE.inside_bandwidth for size in model.message_bytes(sizes)]
+    price = model.price(sizes)
+    seconds = price.seconds
+    copying = [size / MACHINE.inside_bandwidth for size in price.message_bytes]
     costs = {}
     for stage, s in itertools.product(range(num_stages), range(len(sizes))):
         for kind in KINDS:

@@ -124,8 +124,7 @@ def documents(page: Path, _rest: str, unit_tokens: str, *lengths: str) -> str:
     from seq1f1b.plan import Layout
     from seq1f1b.planning.cost import CostModel
     from seq1f1b.planning.hardware import load_hardware, load_model
-    from seq1f1b.planning.row_costs import RowCosts, padded_rows
-    from seq1f1b.planning.step_plan import plan_step
+    from seq1f1b.planning.step_plan import padded_rows, plan_step
 
     tokens = [int(length) for length in lengths]
     model = load_model("llama3-8b")._replace(vocab=0)
@@ -144,7 +143,7 @@ def documents(page: Path, _rest: str, unit_tokens: str, *lengths: str) -> str:
         order = build_schedule(
             "seq1f1b", num_ranks=4, num_microbatches=len(rows), num_segments=[k] * len(rows)
         )
-        run = order.simulate(RowCosts(cost, rows).costs(order))
+        run = order.simulate(cost.price_rows(rows).costs(order))
         tracks[f"rows of {max(tokens)} tokens, {f'{k} segments' if k > 1 else '1F1B'}"] = run
     return picture(
         page,

@@ -13,8 +13,7 @@ from torch import Tensor
 from seq1f1b import Simulation, build_schedule
 from seq1f1b.data import DocumentBatches, PlannedStep
 from seq1f1b.planning.cost import CostModel
-from seq1f1b.planning.row_costs import RowCosts, padded_rows
-from seq1f1b.planning.step_plan import StepPlan
+from seq1f1b.planning.step_plan import StepPlan, padded_rows
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ def pieces_of(text: Any, longest: int) -> tuple[list[int], list[int]]:
 def print_waste(plan: StepPlan, cost: CostModel, segments: int) -> None:
     """One planned step beside the same documents in rows of one length, simulated with the same costs."""
     longest, rows = max(plan.lengths), padded_rows(plan.lengths, segments, cost.model)
-    costs = RowCosts(cost, rows)
+    costs = cost.price_rows(rows)
     order = build_schedule(
         "seq1f1b", num_ranks=cost.num_ranks, num_microbatches=len(rows), num_segments=[len(row.sizes) for row in rows]
     )

@@ -455,7 +455,7 @@ def predict(
         return None
     if plan is not None:
         return plan.simulation
-    return engine.schedule.simulate(cost.costs(engine.schedule, report.ranks[0].segment_sizes))
+    return engine.schedule.simulate(cost.price(report.ranks[0].segment_sizes).costs(engine.schedule))
 
 
 def open_run_folder(args: argparse.Namespace, tokens: Path) -> None:

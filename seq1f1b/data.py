@@ -14,12 +14,13 @@ from torch.utils.data import Sampler
 
 from seq1f1b.fit import Fit
 from seq1f1b.planning.cost import CostModel
-from seq1f1b.planning.measured import MeasuredCost, look_at_step
 from seq1f1b.planning.step_plan import StepPlan, plan_step, share_documents
-from seq1f1b.runtime.unit_times import UnitTimes
+from seq1f1b.runtime.unit_times import UnitTimes, unit_seconds
+from seq1f1b.seconds import spans_of
 
 if TYPE_CHECKING:
     from seq1f1b.runtime.engine import PipelineEngine
+    from seq1f1b.runtime.report import PipelineReport
 
 __all__ = ["DocumentBatches", "PlannedStep"]
 
@@ -213,11 +214,11 @@ class DocumentBatches(Sampler[PlannedStep]):
         if self._looks >= len(_SCALES):
             return
         report = engine.report(gather=True)
-        self._looks += self._looks == 0 or look_at_step(self._times, report, plan)
+        self._looks += self._looks == 0 or _look_at_step(self._times, report, plan)
         if self._looks == len(_SCALES):
             own = [(key, tuple(fit)) for key, fit in self._times.terms().items()]
             terms = engine.all_gather_object(own)[0]  # those of one machine: plans are equal to the last bit
-            self.cost = MeasuredCost(self._given, {tuple(key): Fit(*each) for key, each in terms})
+            self.cost = self._given.measured({tuple(key): Fit(*each) for key, each in terms})
 
     def _ask(self, documents: Sequence[int]) -> tuple[Any, ...]:
         """A call of :meth:`_plan`, with the costs of this moment: they change between two steps, alike on all ranks."""
@@ -241,3 +242,18 @@ class DocumentBatches(Sampler[PlannedStep]):
             share = share_documents(lengths, self._num_replicas, self._given)[self._replica]
             documents, lengths = [documents[i] for i in share], [lengths[i] for i in share]
         return tuple(documents), plan_step(lengths, cost, **options)
+
+
+def _look_at_step(times: UnitTimes, report: PipelineReport, plan: StepPlan) -> bool:
+    """Adds the units of a planned step. False, and nothing is added, where the report is of another step."""
+    spans = [spans_of(row.sizes, row.documents) for row in plan.costs.rows]
+    cells = {(m, s) for m, row in enumerate(spans) for s in range(len(row))}
+    if any(
+        not rank.training or {(u.microbatch, u.segment) for u, _, _ in rank.timeline if u.kind == "F"} != cells
+        for rank in report.ranks
+    ):
+        return False
+    for rank in report.ranks:
+        for (kind, stage, microbatch, segment), seconds in unit_seconds(rank).items():
+            times.add(kind, stage, spans[microbatch][segment], seconds)
+    return True

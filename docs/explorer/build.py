@@ -132,15 +132,16 @@ def preset(model: str, num_ranks: int, seq_len: int, layout: Layout) -> dict[str
 
 
 def costs_of(cost: CostModel, sizes: list[int]) -> dict[str, Any]:
-    """Seconds and bytes of units, as CostModel.costs and step_memory give them."""
-    memory = cost.step_memory(sizes, range(cost.num_stages))
-    per_unit = {**cost.unit_seconds(sizes)._asdict(), **cost.moving_seconds(sizes)}
+    """Seconds and bytes of units, as the price of a step gives them."""
+    price = cost.price(sizes)
+    memory = price.step_memory(range(cost.num_stages))
+    per_unit = {**price.seconds._asdict(), **price.moving_seconds()}
     for name in ("activations", "kept_activations", "output_gradients"):
         per_unit[name] = getattr(memory, name)
     found = {name: rows_of(table) for name, table in per_unit.items()}
     for name in ("kv", "kv_gradients", "weights", "optimizer", "logits"):
         found[name] = getattr(memory, name)
-    return {**found, "sizes": sizes, "message_bytes": cost.message_bytes(sizes)}
+    return {**found, "sizes": sizes, "message_bytes": price.message_bytes}
 
 
 def rows_of(table: list[list[Any]]) -> dict[str, Any]:
@@ -152,9 +153,8 @@ def rows_of(table: list[list[Any]]) -> dict[str, Any]:
 def placement(cost: CostModel, rank_of_stage: list[int]) -> dict[str, Any]:
     """What depends on where stages lie; stays: messages that a unit of each stage keeps."""
     latency, bandwidth = cost.links(rank_of_stage)
-    whole = [cost.seq_len]
-    staying = cost.step_memory(whole, rank_of_stage).staying
-    message = cost.message_bytes(whole)[0]
+    whole = cost.price([cost.seq_len])
+    staying, [message] = whole.step_memory(rank_of_stage).staying, whole.message_bytes
     return {
         "rank_of_stage": rank_of_stage,
         "latency": latency,

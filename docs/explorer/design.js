@@ -185,13 +185,14 @@ const Designs = (() => {
         `    layout=Layout(${layout}),`,
         ")",
         design.split === "equal" ? `sizes = cost.split(${k})` : `sizes = [${preset.tokens / k}] * ${k}`,
+        "price = cost.price(sizes)",
       )
       if (family?.options.includes("costs")) {
-        lines.push("seconds = cost.unit_seconds(sizes)")
+        lines.push("seconds = price.seconds")
         given.push('"costs": (seconds.forward, seconds.input, seconds.weight)')
       }
-      costs = `cost.costs(schedule, sizes${moves ? ", moves=True" : ""})`
-      memory = "cost.step_memory(sizes, schedule.rank_of_stage)"
+      costs = `price.costs(schedule${moves ? ", moves=True" : ""})`
+      memory = "price.step_memory(schedule.rank_of_stage)"
     } else {
       const passes = { forward: tables.passes.F, backward: tables.passes.B, weight: tables.passes.W }
       const named = Object.entries(passes).filter(([, of]) => of).map(([name, of]) => `${name}=${tableText(of, S)}`)

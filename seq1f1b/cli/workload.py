@@ -17,7 +17,7 @@ from seq1f1b.families import OPTION_KINDS
 from seq1f1b.files import nearest_name
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout
-from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.cost import CostModel, Price
 from seq1f1b.planning.hardware import Hardware, ProfiledHardware, load_hardware, load_model, presets
 from seq1f1b.planning.layout import RECOMPUTE
 from seq1f1b.planning.profile import Profile
@@ -206,10 +206,8 @@ def tokens_of(options: argparse.Namespace) -> int:
     return options.seq if sizes is None else sum(sizes)
 
 
-def cost_of(
-    options: argparse.Namespace, num_ranks: int, num_segments: int, stages_per_rank: int
-) -> tuple[CostModel, list[int]]:
-    """The model over the stages, and the tokens of the segments."""
+def price_of(options: argparse.Namespace, num_ranks: int, num_segments: int, stages_per_rank: int) -> Price:
+    """The units of the model over the stages."""
     model, hardware, layout = read_workload(options)
     sizes, seq_len = read_sizes(options), tokens_of(options)
     cost = CostModel.balanced(
@@ -226,7 +224,7 @@ def cost_of(
         sizes = cost.split(num_segments)
     if len(sizes) != num_segments:
         raise ValueError(f"--sizes holds {len(sizes)} numbers, the order has {num_segments} segments")
-    return cost, sizes
+    return cost.price(sizes)
 
 
 # -- schedules ---------------------------------------------------------------------------------------------------------
@@ -299,8 +297,7 @@ def read_option(text: str) -> tuple[str, int | str]:
 def pass_costs(options: argparse.Namespace, num_ranks: int, num_segments: int, stages_per_rank: int) -> Sequence[Any]:
     """Seconds of F, I and W, for families that make their order from them."""
     if options.model is not None:
-        cost, sizes = cost_of(options, num_ranks, num_segments, stages_per_rank)
-        seconds = cost.unit_seconds(sizes)
+        seconds = price_of(options, num_ranks, num_segments, stages_per_rank).seconds
         return seconds.forward, seconds.input, seconds.weight
     weight = options.backward / 2 if options.weight is None else options.weight
     parts = stages_per_rank * num_segments
@@ -325,8 +322,7 @@ def costs_of(schedule: Schedule, options: argparse.Namespace) -> Costs:
             tier=tier,
             optimizer=optimizer or 0.0,
         )
-    cost, sizes = model_of(schedule, options)
-    costs = replace(cost.costs(schedule, sizes), tier=tier)
+    costs = replace(model_of(schedule, options).costs(schedule), tier=tier)
     return costs if optimizer is None else replace(costs, optimizer=optimizer)
 
 
@@ -334,15 +330,14 @@ def memory_of(schedule: Schedule, options: argparse.Namespace) -> StepMemory | N
     """Bytes that a step of a model holds; None without a model."""
     if options.model is None:
         return None
-    cost, sizes = model_of(schedule, options)
-    return cost.step_memory(sizes, schedule.rank_of_stage)
+    return model_of(schedule, options).step_memory(schedule.rank_of_stage)
 
 
-def model_of(schedule: Schedule, options: argparse.Namespace) -> tuple[CostModel, list[int]]:
-    """The model over the stages of an order, and the tokens of its segments."""
+def model_of(schedule: Schedule, options: argparse.Namespace) -> Price:
+    """The units of the model over the stages of an order."""
     if schedule.num_stages % schedule.num_ranks != 0:
         raise ValueError(f"{schedule!r}: a model needs as many stages on every rank")
-    return cost_of(options, schedule.num_ranks, schedule.num_segments, schedule.num_stages // schedule.num_ranks)
+    return price_of(options, schedule.num_ranks, schedule.num_segments, schedule.num_stages // schedule.num_ranks)
 
 
 def noise_of(options: argparse.Namespace) -> Noise:

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 from seq1f1b.files import nearest_name
 from seq1f1b.partition import ModelShape, check_segment_sizes
 from seq1f1b.plan import Layout
-from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.case import STEPS
+from seq1f1b.planning.cost import CostModel, Price
 from seq1f1b.planning.fitting import order_for_costs
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.layout import RECOMPUTE
-from seq1f1b.planning.pricing import STEPS
-from seq1f1b.planning.unit_costs import SequenceCosts
 from seq1f1b.schedule import (
     Costs,
     Family,
@@ -30,11 +29,11 @@ from seq1f1b.schedule import (
 )
 from seq1f1b.table import rounded, table_text
 
-__all__ = ["Comparison", "Row", "compare"]
+__all__ = ["Comparison", "FamilyRow", "compare"]
 
 
 @dataclass(frozen=True)
-class Row:
+class FamilyRow:
     """One family at its counts. Times in seconds; span and peaks are those of the worst rank.
 
     Attributes:
@@ -76,7 +75,7 @@ class Comparison:
         device: of a model, whose times are good for three digits: the machine's name and the bytes of its memory.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[FamilyRow, ...]
     refused: dict[str, str] = field(default_factory=dict)
     device: tuple[str, float] | None = None
 
@@ -106,7 +105,7 @@ class Comparison:
     def _most(self, field: str) -> int:
         return max((getattr(row, field) or 0 for row in self.rows), default=0)
 
-    def _line(self, row: Row, held: int, sent: int) -> tuple[str, ...]:
+    def _line(self, row: FamilyRow, held: int, sent: int) -> tuple[str, ...]:
         seconds = "{:.6g}".format if self.device is None else rounded
         is_period_another = any(abs(each.period / each.makespan - 1) > 0.01 for each in self.rows)
         return (
@@ -241,7 +240,7 @@ class _Work:
                 raise ValueError(f"segment_sizes holds {len(sizes)} values, must hold {self.num_segments}")
             check_segment_sizes(sizes, sum(sizes))
 
-    def excess(self, row: Row) -> str | None:
+    def excess(self, row: FamilyRow) -> str | None:
         """Why a row does not keep the caps; None where it does."""
         if self.cap_microbatches is not None and row.peak_microbatches > self.cap_microbatches:
             return f"holds {row.peak_microbatches:.2f} micro-batches, the cap is {self.cap_microbatches:g}"
@@ -367,7 +366,7 @@ class _ModelCosts:
         """Costs come here, for only counts that can be built have them."""
         if "costs" not in family.options:
             return build_schedule(family.name, **counts)
-        cost, sizes = self._cost(counts["stages_per_rank"], counts["num_segments"])
+        price = self._price(counts["stages_per_rank"], counts["num_segments"])
 
         def build_for(given: dict[str, Any]) -> Schedule:
             in_bytes = "cap_bytes" in given
@@ -375,21 +374,21 @@ class _ModelCosts:
             return build_schedule(family.name, **{**counts, "options": limits | given})
 
         def seconds(schedule: Schedule) -> float:
-            return schedule.simulate(cost.costs(schedule, sizes)).makespan
+            return schedule.simulate(price.costs(schedule)).makespan
 
         cap = math.inf if self.work.cap_bytes is None else self.work.cap_bytes
-        return order_for_costs(family, SequenceCosts(cost, sizes), cap, build_for, seconds).schedule
+        return order_for_costs(family, price, cap, build_for, seconds).schedule
 
     def simulate(self, schedule: Schedule, v: int, k: int) -> _Run:
-        cost, sizes = self._cost(v, k)
-        run = schedule.simulate(cost.costs(schedule, sizes), **_STEPS)
-        return _Run(run, max(rank.total for rank in cost.rank_bytes(schedule, sizes)), cost.message_bytes(sizes))
+        price = self._price(v, k)
+        run = schedule.simulate(price.costs(schedule), **_STEPS)
+        return _Run(run, max(rank.total for rank in price.rank_bytes(schedule)), price.message_bytes)
 
     def sizes(self, v: int, k: int) -> Sequence[int]:
         """Tokens of the segments."""
-        return self._cost(v, k)[1]
+        return self._price(v, k).sizes
 
-    def _cost(self, v: int, k: int) -> tuple[CostModel, Sequence[int]]:
+    def _price(self, v: int, k: int) -> Price:
         cost = CostModel.balanced(
             self.model,
             self.hardware,
@@ -398,7 +397,7 @@ class _ModelCosts:
             seq_len=self.seq_len,
             layout=self.layout,
         )
-        return cost, self.work.sizes(k) or cost.split(k)
+        return cost.price(self.work.sizes(k) or cost.split(k))
 
 
 def _build(family: Family, work: _Work, v: int | None, costs: _GivenCosts | _ModelCosts) -> Schedule | str:
@@ -425,12 +424,12 @@ def _build(family: Family, work: _Work, v: int | None, costs: _GivenCosts | _Mod
     return rule
 
 
-def _row(name: str, schedule: Schedule, work: _Work, costs: _GivenCosts | _ModelCosts) -> Row:
+def _row(name: str, schedule: Schedule, work: _Work, costs: _GivenCosts | _ModelCosts) -> FamilyRow:
     v, k = schedule.num_stages // work.num_ranks, schedule.num_segments
     run, peak_bytes, messages = costs.simulate(schedule, v, k)
     sizes = costs.sizes(v, k)
     crossings = 2 * work.num_microbatches * sum(a != b for a, b in pairwise(schedule.rank_of_stage))  # of a segment
-    return Row(
+    return FamilyRow(
         family=name,
         stages_per_rank=v,
         num_segments=k,
@@ -448,8 +447,8 @@ def _row(name: str, schedule: Schedule, work: _Work, costs: _GivenCosts | _Model
 
 
 def _with_recomputation(
-    costs: _GivenCosts | _ModelCosts, rows: Sequence[Row], stages_per_rank: int | None
-) -> list[tuple[str, Row]]:
+    costs: _GivenCosts | _ModelCosts, rows: Sequence[FamilyRow], stages_per_rank: int | None
+) -> list[tuple[str, FamilyRow]]:
     """The row of least bytes under more recomputation than it was priced with, each kind with its row."""
     assert isinstance(costs, _ModelCosts)
     least = min(rows, key=lambda row: row.peak_bytes or 0)
@@ -465,7 +464,10 @@ def _with_recomputation(
 
 
 def _nothing_fits(
-    rows: Sequence[Row], refused: dict[str, str], cap_bytes: int | None, with_less: Sequence[tuple[str, Row]]
+    rows: Sequence[FamilyRow],
+    refused: dict[str, str],
+    cap_bytes: int | None,
+    with_less: Sequence[tuple[str, FamilyRow]],
 ) -> str:
     if not rows:
         return "no family can be built: " + "; ".join(f"{name} {rule}" for name, rule in refused.items())

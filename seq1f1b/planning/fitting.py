@@ -8,8 +8,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from seq1f1b.planning.cost import RankBytes
-from seq1f1b.planning.unit_costs import UnitCosts
+from seq1f1b.planning.price import Price, RankBytes
 from seq1f1b.schedule import Family, Schedule
 
 __all__ = ["Made", "fit_under", "options_for_costs", "order_for_costs", "order_with_remedies"]
@@ -30,7 +29,7 @@ class Made(NamedTuple):
         return max(rank.total for rank in self.ranks)
 
 
-def options_for_costs(family: Family, costs: UnitCosts) -> dict[str, Any]:
+def options_for_costs(family: Family, costs: Price) -> dict[str, Any]:
     """The seconds of units and messages, as far as the family takes them."""
     seconds, cost = costs.seconds, costs.cost
     options: dict[str, Any] = {"costs": [seconds.forward, seconds.input, seconds.weight]}
@@ -44,7 +43,7 @@ def options_for_costs(family: Family, costs: UnitCosts) -> dict[str, Any]:
 
 def order_for_costs(
     family: Family,
-    costs: UnitCosts,
+    costs: Price,
     cap: float,
     build: Callable[[dict[str, Any]], Schedule],
     seconds: Callable[[Schedule], float],
@@ -93,7 +92,7 @@ def order_for_costs(
     return min(orders, key=lambda order: order[:2])[2]
 
 
-def _one_microbatch(costs: UnitCosts) -> list[int]:
+def _one_microbatch(costs: Price) -> list[int]:
     """Bytes of one micro-batch on each rank, wherever its stages are: in a loop or in a V."""
     rows, P = [max(map(sum, costs.microbatches(row))) for row in costs.held_bytes()], costs.cost.num_ranks
     loop, wave = [0] * P, [0] * P
@@ -106,7 +105,7 @@ def _one_microbatch(costs: UnitCosts) -> list[int]:
 
 def order_with_remedies(
     family: Family,
-    costs: UnitCosts,
+    costs: Price,
     cap: float,
     build: Callable[[dict[str, Any]], Schedule],
     fit: Callable[[Made], Made],
@@ -147,7 +146,7 @@ def order_with_remedies(
     return min(tried, key=lambda each: each[:2])[2]
 
 
-def _with_recompute(made: Made, costs: UnitCosts) -> list[Any]:
+def _with_recompute(made: Made, costs: Price) -> list[Any]:
     """Seconds of F, I and W, where I has the R of the share of its units that are recomputed: of those of its segment,
     or of a micro-batch of its own."""
     forward, before, weight = made.options["costs"]
@@ -167,7 +166,7 @@ def _with_recompute(made: Made, costs: UnitCosts) -> list[Any]:
     return [forward, inputs, weight]
 
 
-def _ways(family: Family, costs: UnitCosts, is_whole: bool) -> list[dict[str, Any]]:
+def _ways(family: Family, costs: Price, is_whole: bool) -> list[dict[str, Any]]:
     """Options of the backward that are tried: split, if it may be, and whole, which has seconds of its own."""
     if "backward" not in family.options:
         return [{}]
@@ -176,7 +175,7 @@ def _ways(family: Family, costs: UnitCosts, is_whole: bool) -> list[dict[str, An
 
 
 def fit_under(
-    cap: float, schedule: Schedule, ranks: Sequence[RankBytes], costs: UnitCosts, remedies: Sequence[str]
+    cap: float, schedule: Schedule, ranks: Sequence[RankBytes], costs: Price, remedies: Sequence[str]
 ) -> Schedule:
     """Lets units of an order recompute or move until no rank holds more than ``cap``, or no unit is left.
 
@@ -185,7 +184,7 @@ def fit_under(
     Args:
         ranks: its bytes as it is.
     """
-    memory, given = costs.memory(schedule), costs.costs(schedule, moves="offload" in remedies)
+    memory, given = costs.memory(schedule.rank_of_stage), costs.costs(schedule, moves="offload" in remedies)
     held, share = schedule.peak_memory(memory, given).total, 1 + costs.cost.hardware.allocator_reserve
     left = [math.floor((cap - rank.total) / share) for rank in ranks]
     room = [max(0, x + y) for x, y in zip(held, left, strict=True)]
@@ -197,9 +196,9 @@ def fit_under(
     return fitted
 
 
-def away_bytes(schedule: Schedule, costs: UnitCosts) -> list[int]:
+def away_bytes(schedule: Schedule, costs: Price) -> list[int]:
     """Most bytes that each rank's moved units have in the tier at once: from O to the backward."""
-    saved: Any = costs.memory(schedule).activations
+    saved: Any = costs.memory(schedule.rank_of_stage).activations
     rows = [costs.microbatches(row) for row in saved]
     most = []
     for rank in range(schedule.num_ranks):

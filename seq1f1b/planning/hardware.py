@@ -10,11 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from seq1f1b.files import check_names, is_number, nearest_name, parse_json
 from seq1f1b.partition import ModelShape, make_model
-from seq1f1b.planning.profile import PassSeconds, Profile
+from seq1f1b.plan import Layout
+from seq1f1b.planning.by_parts import ByParts
+from seq1f1b.planning.by_profile import ByProfile
+from seq1f1b.planning.by_shape import ByShape
+from seq1f1b.planning.layout import RECOMPUTE
+from seq1f1b.planning.profile import Profile
+from seq1f1b.seconds import PassSeconds
 
 __all__ = ["Hardware", "ProfiledHardware", "load_hardware", "load_model", "presets"]
 
@@ -111,6 +117,19 @@ class Hardware:
         """The kind of devices as torch calls it, ``"cuda"`` or ``"cpu"``."""
         return "cuda" if self.host_memory else "cpu"
 
+    rates: ClassVar[str] = "assumed rates"
+    """Where seconds come from, in words."""
+    insides: ClassVar[tuple[str, ...]] = RECOMPUTE
+    """What of ``Layout(recompute=)`` it has seconds of."""
+
+    def link(self, devices: float) -> float:
+        """Bytes per second among so many neighbouring devices."""
+        return (self.inside_bandwidth if devices <= self.node_size else self.between_bandwidth) * self.link_efficiency
+
+    def parts(self, model: ModelShape, layout: Layout, layers: tuple[int, ...], num_ranks: int) -> ByParts:
+        """Seconds and bytes of a model in stages of so many layers on this machine."""
+        return ByShape(model, self, layout, layers, num_ranks)
+
 
 @dataclass(frozen=True)
 class ProfiledHardware(Hardware):
@@ -125,7 +144,7 @@ class ProfiledHardware(Hardware):
         measured_runs: a factor on all of them; 1, within twice the spread from run to run.
     """
 
-    profile: Profile | None = None
+    profile: Profile = field(kw_only=True)
     measured_forward: float = 1.0
     measured_input: float = 1.0
     measured_weight: float = 1.0
@@ -133,6 +152,13 @@ class ProfiledHardware(Hardware):
     measured_recompute: float = 1.0
     measured_ends: float = 1.0
     measured_runs: float = 1.0
+
+    rates: ClassVar[str] = "measured units"
+    insides: ClassVar[tuple[str, ...]] = ("none",)  # stages were measured as they are
+
+    def parts(self, model: ModelShape, layout: Layout, layers: tuple[int, ...], num_ranks: int) -> ByParts:
+        """Seconds and bytes of a model in stages of so many layers, as they were measured."""
+        return ByProfile(model, self, layout, layers, num_ranks)
 
     @classmethod
     def of(cls, profile: Profile, machine: Hardware) -> ProfiledHardware:

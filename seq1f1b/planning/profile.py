@@ -9,41 +9,18 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from seq1f1b.files import json_fields, load, read, write_whole
 from seq1f1b.fit import Fit
 from seq1f1b.partition import ModelShape, check_model
+from seq1f1b.seconds import NO_SECONDS, PASSES, PassSeconds, pairs_of
 
 __all__ = ["Fit", "Part", "PassSeconds", "Profile", "Sample"]
 
 _FORMAT = "seq1f1b profile 6"
-PASSES = {"F": "forward", "B": "backward", "I": "input", "W": "weight", "R": "recompute"}
-"""A name for each kind of unit."""
 _TIER = ("tier_out", "tier_in", "move_out", "move_in")
-
-
-class PassSeconds(NamedTuple):
-    """Seconds of F, of I and W, and of the whole B, which takes the place of I and W where the order does not split.
-
-    ``recompute`` is what R adds to a unit.
-    """
-
-    forward: float
-    input: float
-    weight: float
-    backward: float
-    recompute: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """F and the whole B."""
-        return self.forward + self.backward
-
-
-_NOTHING = PassSeconds(0.0, 0.0, 0.0, 0.0)
 
 
 class Sample(NamedTuple):
@@ -179,7 +156,7 @@ class Profile:
     tier_in: float | None = None
     move_out: float | None = None
     move_in: float | None = None
-    unit: PassSeconds = _NOTHING
+    unit: PassSeconds = NO_SECONDS
     device: str = "cpu"
 
     def parts(self) -> dict[str, Part]:
@@ -207,7 +184,7 @@ class Profile:
         difference of two times of F, or of B."""
         fit = self.layer.forward if name == "move_out" else self.layer.backward
         moved = self.layer.moved_token_bytes * self.seq_len
-        seconds = fit.seconds(self.seq_len, visible_pairs(0, self.seq_len))
+        seconds = fit.seconds(self.seq_len, pairs_of((self.seq_len,), 0, self.seq_len))
         return 2 * math.sqrt(2) * self.layer.noise * seconds / moved if moved else 0.0
 
     def piece_costs(self, seq_len: int, num_pieces: int) -> list[float]:
@@ -216,7 +193,7 @@ class Profile:
         bounds = [seq_len * i // num_pieces for i in range(num_pieces + 1)]
         costs = []
         for begin, end in itertools.pairwise(bounds):
-            tokens, pairs = end - begin, visible_pairs(begin, end)
+            tokens, pairs = end - begin, pairs_of((seq_len,), begin, end)
             cost = self.model.layers * self.layer.seconds(tokens, pairs, floor=False).total
             for part in (self.embedding, self.head):
                 cost += part.seconds(tokens, pairs, floor=False).total if part is not None else 0.0
@@ -294,19 +271,3 @@ class Profile:
     def load(cls, path: str | os.PathLike[str]) -> Profile:
         """Reads a file of :meth:`save`. Errors as :meth:`from_json`, with the file's name, and ``OSError``."""
         return read(path, cls.from_json)
-
-
-def visible_pairs(begin: int, end: int) -> float:
-    """Pairs of a token of ``[begin, end)`` and a token up to it, itself included."""
-    return (end * (end + 1) - begin * (begin + 1)) / 2
-
-
-def pairs_of(documents: Sequence[int], begin: int, end: int) -> float:
-    """Pairs of one of the tokens ``[begin, end)`` of a row of documents and a token that it attends to."""
-    first, pairs = 0, 0.0
-    for length in documents:
-        low, high = max(begin - first, 0), min(end - first, length)
-        if low < high:
-            pairs += visible_pairs(low, high)
-        first += length
-    return pairs

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from seq1f1b.fit import Fit, fit_seconds
 from seq1f1b.partition import ModelShape, partition_sequence
-from seq1f1b.planning.profile import PASSES, Part, PassSeconds, Profile, Sample, visible_pairs
+from seq1f1b.planning.profile import Part, Profile, Sample
 from seq1f1b.planning.workspace import Workspace, measure_workspace
 from seq1f1b.runtime.arguments import Memory
 from seq1f1b.runtime.engine import LoneEngine, PipelineEngine
 from seq1f1b.schedule import Schedule, Unit, build_schedule
+from seq1f1b.seconds import NO_SECONDS, PASSES, PassSeconds, pairs_of
 from seq1f1b.transport import LoopbackGroup
 from seq1f1b.where import Offload
 
@@ -41,7 +42,6 @@ WAYS = {"whole": 3, "split": 3, "recomputed": 4}
 MOVED_WORK = 3  # the same of units that move to a tier and back
 _LEAST_TOKENS = 16
 _APART = 1.5  # times that the longest unit takes longer than the shortest, for a line through them
-_NOTHING = PassSeconds(0.0, 0.0, 0.0, 0.0)
 
 
 class Measured(NamedTuple):
@@ -384,7 +384,7 @@ def beyond_layers(layers: Sequence[Measured], single: Sequence[Measured]) -> Pas
     return PassSeconds(*map(rest, PassSeconds._fields))
 
 
-def fit_part(measured: Sequence[Measured], unit: PassSeconds = _NOTHING) -> Part:
+def fit_part(measured: Sequence[Measured], unit: PassSeconds = NO_SECONDS) -> Part:
     """One layer of what one process, or several at a time, measured of the same stage.
 
     unit: what of a unit's seconds is not its layers'.
@@ -395,7 +395,10 @@ def fit_part(measured: Sequence[Measured], unit: PassSeconds = _NOTHING) -> Part
 
     def fit(name: str) -> Fit:
         beyond = getattr(unit, name)
-        rows = [(s.tokens, visible_pairs(s.begin, s.begin + s.tokens), getattr(s, name) - beyond) for s in samples]
+        rows = [
+            (s.tokens, pairs_of((s.begin + s.tokens,), s.begin, s.begin + s.tokens), getattr(s, name) - beyond)
+            for s in samples
+        ]
         found = fit_seconds(rows, with_pairs=all_.kv > 0 and name != "weight")
         return Fit(found.floor / layers, found.per_token / layers, found.per_pair / layers, found.residual)
 
@@ -458,7 +461,7 @@ def make_profile(
     known.
     """
     all_ = _joined(layer)
-    unit = _NOTHING if single is None else beyond_layers(layer, single)
+    unit = NO_SECONDS if single is None else beyond_layers(layer, single)
     return Profile(
         machine=f"{_processor()}, {os.cpu_count()} cores" if device == "cpu" else torch.cuda.get_device_name(),
         device=device,

@@ -15,9 +15,10 @@ from seq1f1b import where
 from seq1f1b.files import nearest_name
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout, Plan
-from seq1f1b.planning.hardware import Hardware, ProfiledHardware
+from seq1f1b.planning.case import REMEDIES, Asked, Candidate, Found, Uncertain
+from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.layout import RECOMPUTE
-from seq1f1b.planning.pricing import GIB, REMEDIES, Candidate, Found, Pricing, Uncertain, group_lengths
+from seq1f1b.planning.pricing import GIB, Pricing, group_lengths
 from seq1f1b.schedule import Family, families
 from seq1f1b.table import rounded, table_text
 
@@ -289,7 +290,8 @@ def search_plans(
         if value < 1:
             raise ValueError(f"{name} is {value}, must be at least 1")
     grouped = group_lengths(seq_len, lengths, layout)
-    pricing = Pricing(model, hardware, grouped, num_ranks, num_microbatches, layout or Layout(), optimizer_sync)
+    asked = Asked(model, hardware, grouped, num_ranks, num_microbatches, layout or Layout(), optimizer_sync)
+    pricing = Pricing(asked)
     wanted = _Wanted(
         _wanted_families(names),
         stages_per_rank,
@@ -308,9 +310,9 @@ def search_plans(
         if progress is not None:
             progress(done, len(fitting))
         terms.append(
-            pricing.uncertain(found) if done == 0 or is_small else pricing.as_uncertain(found, terms[0], fitting[0])
+            found.case.uncertain(found) if done == 0 or is_small else pricing.as_uncertain(found, terms[0], fitting[0])
         )
-    plans = tuple(pricing.plan(found, cap, moved) for found, moved in zip(fitting, terms, strict=True))
+    plans = tuple(found.case.plan(found, cap, moved) for found, moved in zip(fitting, terms, strict=True))
     shown = {plan.schedule for plan in plans}
     fallen = {name: why for name, why in pricing.reasons(plans[-1].seconds).items() if name not in shown}
     if not names:
@@ -321,16 +323,15 @@ def search_plans(
         if name not in shown:
             fallen.setdefault(name, "not tried: no number of segments is left to it")
     next_step = _next_step(pricing, fitting[0], is_limited=segments is not None, names=names)
-    is_measured = isinstance(hardware, ProfiledHardware)
     return PlanSearch(
         plans,
         terms[0],
         fallen,
         tries.num_candidates,
-        pricing.num_simulated,
+        pricing.shared.num_simulated,
         next_step,
         hardware.memory,
-        "measured units" if is_measured else "assumed rates",
+        hardware.rates,
         where.tier_of(hardware.device_type),
     )
 
@@ -456,10 +457,10 @@ class _Tries:
 
     def refine(self) -> None:
         """Searches for longer in place of the best order that was searched for with what its units give up."""
-        made = next((i for i, each in enumerate(self.fitting) if self.pricing.is_searched(each.candidate)), None)
+        made = next((i for i, each in enumerate(self.fitting) if each.candidate.is_searched), None)
         if made is not None:
-            self.fitting[made] = self.pricing.refine(self.fitting[made], self.cap)
-            self.fitting.sort(key=lambda each: each.place)
+            self.fitting[made] = self.fitting[made].case.refined(self.fitting[made], self.cap)
+            self.fitting.sort(key=lambda each: each.sort_key)
 
     def _may_search(self, candidate: Candidate) -> bool:
         """Whether another order may be searched for: all of them together have a bounded number of units."""
@@ -568,9 +569,8 @@ def _wanted_remedies(remedies: Sequence[str], hardware: Hardware) -> list[tuple[
 
 
 def _wanted_recompute(recompute: Sequence[str] | None, hardware: Hardware) -> Sequence[str]:
-    """A profile measured stages as they are, without recomputation."""
     if recompute is None:
-        return ("none",) if isinstance(hardware, ProfiledHardware) else RECOMPUTE
+        return hardware.insides
     for kind in recompute:
         if kind not in RECOMPUTE:
             raise ValueError(f"recompute is {kind!r}, must be one of {', '.join(RECOMPUTE)}")

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from seq1f1b import ScheduleError
-from seq1f1b.ops.packing import best_fit
-from seq1f1b.planning.cost import CostModel, RankBytes, Span
+from seq1f1b.ops.packing import best_fit, pack_documents
+from seq1f1b.partition import ModelShape, partition_sequence
+from seq1f1b.planning.cost import CostModel, PackedRow, Price, RankBytes
 from seq1f1b.planning.fitting import LEVELS, Made, fit_under, order_for_costs, order_with_remedies
-from seq1f1b.planning.row_costs import Row, RowCosts
 from seq1f1b.schedule import Schedule, Simulation, build_schedule
 from seq1f1b.schedule import families as known_families
+from seq1f1b.seconds import Span, seconds_of
 
 __all__ = ["StepPlan", "plan_step", "share_documents"]
 
@@ -58,7 +59,7 @@ class StepPlan:
     schedule: Schedule
     ranks: tuple[RankBytes, ...]
     simulation: Simulation = field(compare=False, repr=False)
-    costs: RowCosts = field(compare=False, repr=False)
+    costs: Price = field(compare=False, repr=False)
 
     @property
     def seconds(self) -> float:
@@ -243,7 +244,8 @@ class _Rates(NamedTuple):
 def _rates(cost: CostModel) -> _Rates:
     """From units so large that no floor of theirs counts."""
     tokens, pairs = 1 << 20, 1 << 30
-    found = cost.seconds_of([Span(tokens, 0, tokens), Span(2 * tokens, 0, tokens), Span(tokens, pairs, tokens)])
+    spans = [Span(tokens, 0, tokens), Span(2 * tokens, 0, tokens), Span(tokens, pairs, tokens)]
+    found = seconds_of(cost.source, spans)
     once, twice, attending = (
         sum(f[i] + b[i] for f, b in zip(found.forward, found.backward, strict=True)) / cost.num_stages for i in range(3)
     )
@@ -309,8 +311,8 @@ class _Search:
 
     def consider(self, rows: _Rows) -> None:
         """Takes these rows if they make a faster step than those before, and fit."""
-        costs = RowCosts(
-            self._cost, [Row(tuple(self._lengths[i] for i in documents), sizes) for documents, sizes in rows]
+        costs = self._cost.price_rows(
+            [PackedRow(tuple(self._lengths[i] for i in documents), sizes) for documents, sizes in rows]
         )
         for name in self.first:
             self._try(name, rows, costs)
@@ -328,7 +330,7 @@ class _Search:
             for name in self._last:
                 self._try(name, tuple(zip(found.rows, found.segment_sizes, strict=True)), found.costs, is_quick=True)
 
-    def _try(self, name: str, rows: _Rows, costs: RowCosts, *, is_quick: bool = False) -> None:
+    def _try(self, name: str, rows: _Rows, costs: Price, *, is_quick: bool = False) -> None:
         try:
             orders = self._orders(name, costs, is_quick)
         except ScheduleError as error:
@@ -344,11 +346,11 @@ class _Search:
                 documents, sizes = zip(*rows, strict=True)
                 self.found = StepPlan(self._lengths, documents, sizes, order, tuple(ranks), simulation, costs)
 
-    def _simulate(self, order: Schedule, costs: RowCosts) -> Simulation:
+    def _simulate(self, order: Schedule, costs: Price) -> Simulation:
         moves = "offload" in self._remedies and "L" in order.kinds
         return order.simulate(costs.costs(order, moves=moves))
 
-    def _orders(self, name: str, costs: RowCosts, is_quick: bool) -> list[tuple[Schedule, list[RankBytes]]]:
+    def _orders(self, name: str, costs: Price, is_quick: bool) -> list[tuple[Schedule, list[RankBytes]]]:
         """Orders of a family, each with its bytes: with as few units recomputed or moved as fit."""
         family = next((each for each in known_families() if each.name == name), None)
 
@@ -390,3 +392,16 @@ class _Search:
             f"no order of these documents fits in {self._memory:,.0f} bytes a rank: the smallest budget that does is "
             f"{math.ceil(self._least):,} bytes; the longest document, {longest}, has {self._lengths[longest]} tokens"
         )
+
+
+def padded_rows(lengths: Sequence[int], num_segments: int, model: ModelShape) -> list[PackedRow]:
+    """The documents packed into rows of the longest one, in so many segments of equal FLOPs each: what planned rows are
+    compared with. Padding is a document."""
+    longest = max(lengths)
+    sizes = tuple(partition_sequence(longest, min(num_segments, longest), model=model))
+    rows = []
+    for packed in pack_documents(lengths, longest).rows:
+        documents = [lengths[index] for index in packed]
+        padding = longest - sum(documents)
+        rows.append(PackedRow((*documents, padding) if padding else tuple(documents), sizes))
+    return rows

@@ -13,18 +13,17 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 
 from seq1f1b import ScheduleError
-from seq1f1b.fit import Fit
 from seq1f1b.partition import partition_sequence
 from seq1f1b.plan import TunedOrder
 from seq1f1b.runtime.arguments import Options, first_family
 from seq1f1b.runtime.rank_order import with_options
 from seq1f1b.runtime.report import Report, StepRecord
-from seq1f1b.runtime.unit_times import UnitTimes, pairs, unit_seconds
+from seq1f1b.runtime.unit_times import MeasuredUnits, UnitTimes, unit_seconds
 from seq1f1b.schedule import Costs, Schedule, build_schedule
+from seq1f1b.seconds import seconds_of, shards_of, spans_of
 
 __all__: list[str] = []
 
@@ -80,11 +79,10 @@ class Setting:
     choice: Choice | None = None
 
 
-_NOTHING = Fit(0.0, 0.0, 0.0, 0.0)
-Measured: TypeAlias = "tuple[Any, ...]"
+Figures: TypeAlias = "tuple[Any, ...]"
 """What one rank tells of a step: tokens, seconds, and, where units are measured, :func:`unit_figures`."""
 
-Walk: TypeAlias = "Generator[Choice | None, list[Measured], None]"
+Walk: TypeAlias = "Generator[Choice | None, list[Figures], None]"
 """Yields the order of the next step (None: the first one); is sent what all ranks measured of it."""
 
 
@@ -163,7 +161,7 @@ class Tuner:
     def _fitting(self, setting: Setting, length: int) -> Setting:
         return setting if length >= setting.options.num_segments else self.first
 
-    def _advance(self, measured: list[Measured]) -> None:
+    def _advance(self, measured: list[Figures]) -> None:
         """Goes on with what a step measured, if it was as long as those before."""
         length = measured[0][0]
         is_alike = not self._length or 1 / MOST_CHANGE <= length / self._length <= MOST_CHANGE
@@ -248,7 +246,7 @@ class Tuner:
         measured = yield None
         length = measured[0][0]
         self._reads_units = True
-        steps: list[tuple[Setting, list[Measured]]] = []
+        steps: list[tuple[Setting, list[Figures]]] = []
         probes = list(self._probes(length))
         self._expected = 2 + len(probes) * (1 + MEASURED) + (1 + TRIED) * (1 + ROUNDS)
         for probe in probes:
@@ -259,8 +257,8 @@ class Tuner:
         self._reads_units = False
         decided: tuple[float, list[Any]] = (0.0, [])
         if steps and self._group.rank == 0:
-            costs = MeasuredCosts(steps)
-            decided = costs.fixed, [tuple(choice) for choice in self._candidates(length, costs, steps)]
+            units, most = measured_units(steps)
+            decided = units.fixed, [tuple(choice) for choice in self._candidates(length, units, most, steps)]
         fixed, choices = self._group.all_gather_object(decided)[0]
         tried: list[Choice | None] = [None, *(Choice(*choice) for choice in choices)]
         for choice in tried:
@@ -301,7 +299,7 @@ class Tuner:
         return False
 
     def _candidates(
-        self, length: int, costs: MeasuredCosts, steps: list[tuple[Setting, list[Measured]]]
+        self, length: int, units: MeasuredUnits, most: int, steps: list[tuple[Setting, list[Figures]]]
     ) -> list[Choice]:
         """The orders that are shortest when simulated with the costs of measured units, the best one first."""
         room = Room(self.first, length, steps)
@@ -313,42 +311,41 @@ class Tuner:
                     setting = self.make(choice, 0)
                     sizes = setting.options.sizes_of(length)
                     if room.holds(setting.schedule, sizes):
-                        simulated = setting.schedule.simulate(costs.of(setting.schedule, sizes))
+                        simulated = setting.schedule.simulate(costs_of(units, sizes))
                         found.append((simulated.makespan, choice))
             found.sort(key=lambda each: each[0])
 
-        simulate(self._named(length, costs))
+        simulate(self._named(length, units, most))
         cuts = dict.fromkeys((choice.num_segments, choice.balance) for _, choice in found)
         for num_segments, balance in list(cuts)[:SEARCHED]:
-            simulate(self._found(length, num_segments, balance, costs))
+            simulate(self._found(length, num_segments, balance, units))
         return [choice for _, choice in found[:TRIED]]
 
-    def _named(self, length: int, costs: MeasuredCosts) -> Iterator[Choice]:
+    def _named(self, length: int, units: MeasuredUnits, most: int) -> Iterator[Choice]:
         """Orders of named families, of every number of segments."""
-        most = max(1, min(length // SHORTEST, 4 * max(costs.segments)))
+        most = max(1, min(length // SHORTEST, 4 * most))
         own = self.first.options.segment_sizes is not None
-        names = ["seq1f1b"] + ["seq-zb-h1", "seq-zb-h2"] * costs.splits
+        names = ["seq1f1b"] + ["seq-zb-h1", "seq-zb-h2"] * units.splits
         if self._stages_per_rank > 1:
-            names = ["seq1f1b-interleaved"] + ["seq-zbv"] * costs.splits
+            names = ["seq1f1b-interleaved"] + ["seq-zbv"] * units.splits
         for k in (k for k in COUNTS if k <= most):
-            for balance in (0.0,) if own or k == 1 or not costs.balance else (0.0, costs.balance):
+            for balance in (0.0,) if own or k == 1 or not units.balance else (0.0, units.balance):
                 for name in names:
                     yield Choice(name, {}, k, False, balance)
-                    if costs.splits:
+                    if units.splits:
                         yield Choice(name, {}, k, True, balance)
 
-    def _found(self, length: int, k: int, balance: float, costs: MeasuredCosts) -> Iterator[Choice]:
+    def _found(self, length: int, k: int, balance: float, units: MeasuredUnits) -> Iterator[Choice]:
         """Orders of ``auto`` for the measured costs."""
         first, v = self.first, self._stages_per_rank
         if 3 * first.schedule.num_stages * first.schedule.num_microbatches * k > MOST_UNITS:
             return
         sizes = self._options(Choice("auto", {}, k, False, balance)).sizes_of(length)
         placement = {} if v == 1 else {"placement": "loop"}
-        for backward in ("whole", "split") if costs.splits else ("whole",):
-            tables = costs.tables(sizes, "FIW" if costs.splits else "FBB")
-            if not costs.splits:  # of a whole backward it is the sum of I and W that counts
-                tables[1:] = [[[seconds / 2 for seconds in row] for row in table] for table in tables[1:]]
-            for fills in (False, True) if costs.splits and self._device.type == "cpu" else (False,):
+        seconds = seconds_of(units, spans_of(sizes))
+        tables = [seconds.forward, seconds.input, seconds.weight]
+        for backward in ("whole", "split") if units.splits else ("whole",):
+            for fills in (False, True) if units.splits and self._device.type == "cpu" else (False,):
                 yield Choice("auto", {"costs": tables, "backward": backward, **placement}, k, fills, balance)
 
     def _words(
@@ -389,68 +386,29 @@ def free_bytes(device: torch.device) -> float:
     return float(line.split()[1]) * 1024.0
 
 
-class MeasuredCosts:
-    """Costs of orders, from units that were measured.
+def measured_units(steps: Iterable[tuple[Setting, list[Figures]]]) -> tuple[MeasuredUnits, int]:
+    """Seconds of units of any length, and the most segments that were measured."""
+    times, most = UnitTimes(), 0
+    for setting, measured in steps:
+        spans = spans_of(setting.options.sizes_of(measured[0][0]))
+        most = max(most, len(spans))
+        for own in measured:
+            for kind, stage, segment, seconds in own[2]:
+                times.add(kind, stage, spans[segment], seconds)
+    return MeasuredUnits(times.terms()), most
 
-    Attributes:
-        segments: numbers of segments that were measured.
-        splits: whether I and W were.
-        balance: tokens after which attention has taken as long as all else of a token.
-        fixed: seconds that F and B of a unit take whatever its length, the mean of all stages.
-    """
 
-    def __init__(self, steps: Iterable[tuple[Setting, list[Measured]]]) -> None:
-        times = UnitTimes()
-        self.segments: set[int] = set()
-        for setting, measured in steps:
-            length = measured[0][0]
-            sizes = setting.options.sizes_of(length)
-            self.segments.add(len(sizes))
-            starts = np.cumsum([0, *sizes])
-            for own in measured:
-                for kind, stage, segment, seconds in own[2]:
-                    times.add(kind, stage, sizes[segment], pairs(starts[segment], sizes[segment]), seconds)
-        self._terms = times.terms()
-        self.splits = any(kind == "W" for kind, _ in self._terms)
-        whole = [fit for (kind, _), fit in self._terms.items() if kind in "FB"]
-        attention = sum(fit.per_pair for fit in whole)
-        self.balance = sum(fit.per_token for fit in whole) / attention if attention > 0 else 0.0
-        fixed = [fit.floor for fit in whole]
-        self.fixed = 2 * sum(fixed) / max(1, len(fixed))
-
-    def tables(self, sizes: list[int], kinds: str) -> list[list[list[float]]]:
-        """[pass][stage][segment] of these passes."""
-        starts = np.cumsum([0, *sizes])
-        spans = [(n, pairs(start, n)) for start, n in zip(starts, sizes, strict=False)]
-        num_stages = 1 + max(stage for _, stage in self._terms)
-        fits = [[self._terms.get((kind, stage), _NOTHING) for stage in range(num_stages)] for kind in kinds]
-        return [[[fit.seconds(*span) for span in spans] for fit in row] for row in fits]
-
-    def of(self, schedule: Schedule, sizes: list[int]) -> Costs:
-        """Costs of an order."""
-        forward, backward, inputs, weights, again = self.tables(sizes, "FBIWR")
-        others = {"S": "statistics", "T": "loss", "E": "embed", "G": "embed_gradient"}
-        more: dict[str, Any] = {name: self._mean(kind, sizes) for kind, name in others.items()}
-        if self.splits:
-            more |= {"input": inputs, "weight": weights}
-            backward = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(inputs, weights, strict=True)] if (
-                "W" in schedule.kinds
-            ) else backward  # fmt: skip
-        if "R" in schedule.kinds and any(map(any, again)):
-            more["recompute"] = again
-        return Costs(forward=forward, backward=backward, **more)
-
-    def _mean(self, kind: str, sizes: list[int]) -> float:
-        """Seconds of a pass of the vocabulary, which every rank has of every segment."""
-        (table,) = self.tables(sizes, kind)
-        held = [row for row in table if any(row)]
-        return sum(map(sum, held)) / (len(held) * len(sizes)) if held else 0.0
+def costs_of(units: MeasuredUnits, sizes: list[int]) -> Costs:
+    """Costs of an order of segments of so many tokens."""
+    spans = spans_of(sizes)
+    shards: dict[str, Any] = {**shards_of(units, spans)}
+    return Costs(**seconds_of(units, spans)._asdict(), **shards)
 
 
 class Room:
     """Whether an order's units fit into what memory there is."""
 
-    def __init__(self, first: Setting, length: int, steps: list[tuple[Setting, list[Measured]]]) -> None:
+    def __init__(self, first: Setting, length: int, steps: list[tuple[Setting, list[Figures]]]) -> None:
         _, measured = steps[-1]
         self._bytes = max((each for own in measured for each in own[3]), default=0.0)  # of a live token
         peak = max(first.schedule.peak_tokens(first.options.sizes_of(length))) * self._bytes

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from seq1f1b.fit import Fit, fit_seconds
-from seq1f1b.runtime.report import Report
+from seq1f1b.seconds import PASSES, SHARD_PASSES, PassSeconds, ShardSeconds, Source, Span
+
+if TYPE_CHECKING:
+    from seq1f1b.runtime.report import Report
 
 __all__: list[str] = []
 
 Terms: TypeAlias = "dict[tuple[str, int], Fit]"
 """By pass and stage."""
+
+_ASSUMED = PassSeconds(1.0, 1.0, 1.0, 2.0, 1.0)  # of which only the ratios count: what is not measured follows them
 
 
 def unit_seconds(report: Report) -> dict[tuple[str, int, int, int], float]:
@@ -21,11 +27,6 @@ def unit_seconds(report: Report) -> dict[tuple[str, int, int, int], float]:
         spans[unit.kind, unit.stage, unit.microbatch, unit.segment] += end - start
     own = max(0.0, report.seconds - report.busy - report.wait - report.send - report.tier) / max(1, len(spans))
     return {key: seconds + own for key, seconds in spans.items()}
-
-
-def pairs(start: Any, tokens: int) -> float:
-    """Keys that the queries of a segment of one document see, all together."""
-    return float(tokens) * float(start) + tokens * (tokens + 1) / 2.0
 
 
 class UnitTimes:
@@ -38,10 +39,75 @@ class UnitTimes:
     def __init__(self) -> None:
         self._samples: dict[tuple[str, int], list[tuple[int, float, float]]] = defaultdict(list)
 
-    def add(self, kind: str, stage: int, tokens: int, keys: float, seconds: float) -> None:
+    def add(self, kind: str, stage: int, span: Span, seconds: float) -> None:
         """Takes one measured unit."""
-        self._samples[kind, stage].append((tokens, keys, seconds))
+        self._samples[kind, stage].append((span.tokens, span.pairs, seconds))
 
     def terms(self) -> Terms:
         """The three numbers of each pass and stage."""
         return {key: fit_seconds(each) for key, each in self._samples.items()}
+
+
+class MeasuredUnits:
+    """A source of seconds: whole stages, as they were measured. What was not measured takes as many times as long as
+    ``like`` says as what was.
+
+    Args:
+        terms: of every stage.
+        like: another source for the same stages; None: B takes twice as long as F, of which I and W are a half each.
+
+    Attributes:
+        splits: whether I and W were measured.
+        balance: tokens after which attention has taken as long as all else of a token.
+        fixed: seconds that F and B of a unit take whatever its length, the mean of all stages.
+    """
+
+    def __init__(self, terms: Terms, like: Source | None = None) -> None:
+        self._like = like
+        self.kinds: Sequence[int] = range(1 + max(stage for _, stage in terms) if like is None else len(like.kinds))
+        self._stages = [
+            {name: terms[letter, stage] for letter, name in PASSES.items() if (letter, stage) in terms}
+            for stage in self.kinds
+        ]
+        self._shards = [
+            [fit for (letter, _), fit in terms.items() if letter == SHARD_PASSES[name]] for name in ShardSeconds._fields
+        ]
+        self.splits = any("weight" in fits for fits in self._stages)
+        whole = [fits[name] for fits in self._stages for name in ("forward", "backward") if name in fits]
+        attention = sum(fit.per_pair for fit in whole)
+        self.balance = sum(fit.per_token for fit in whole) / attention if attention > 0 else 0.0
+        self.fixed = 2 * sum(fit.floor for fit in whole) / max(1, len(whole))
+
+    def seconds(self, span: Span) -> list[PassSeconds]:
+        """A unit over the span, of each stage."""
+        if self._like is None:
+            return [_measured(fits, span, _ASSUMED) for fits in self._stages]
+        known = self._like.seconds(span)
+        kinds = zip(self._stages, self._like.kinds, strict=True)
+        return [_measured(fits, span, known[kind]) for fits, kind in kinds]
+
+    def shard(self, span: Span) -> ShardSeconds:
+        """The passes of a vocabulary over the ranks: of the mean rank; 0 where there were none."""
+        each = ([fit.seconds(span.tokens, span.pairs) for fit in fits] for fits in self._shards)
+        return ShardSeconds(*(sum(seconds) / max(1, len(seconds)) for seconds in each))
+
+
+def _measured(fits: dict[str, Fit], span: Span, like: PassSeconds) -> PassSeconds:
+    """A unit of a stage, of whose passes some were measured."""
+    own = {name: fit.seconds(span.tokens, span.pairs) for name, fit in fits.items()}
+    forward = own.get("forward", like.forward)
+    backward = own.get("backward")
+    if backward is None:
+        backward = own["input"] + own["weight"] if {"input", "weight"} <= own.keys() else like.backward
+    inputs, weight = own.get("input", backward), own.get("weight")
+    if weight is None:
+        inputs, weight = (_like(backward, part, like.backward) for part in (like.input, like.weight))
+    again = own.get("recompute")
+    return PassSeconds(
+        forward, inputs, weight, backward, _like(forward, like.recompute, like.forward) if again is None else again
+    )
+
+
+def _like(measured: float, wanted: float, known: float) -> float:
+    """The wanted seconds, of which the known ones were measured."""
+    return measured * wanted / known if known > 0 else wanted

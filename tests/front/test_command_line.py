@@ -120,10 +120,10 @@ def test_simulate_with_the_costs_of_a_model(capsys):
     )
     makespans = []
     for found, name in zip(json.loads(capsys.readouterr().out), ("seq1f1b", "zb-h1"), strict=True):
-        options = {"costs": tuple(cost.unit_seconds([16384])[:3])} if name == "zb-h1" else {}
+        options = {"costs": tuple(cost.price([16384]).seconds[:3])} if name == "zb-h1" else {}
         order = seq1f1b.build_schedule(name, **counts, options=options)
-        memory = cost.step_memory([16384], order.rank_of_stage)
-        run = order.simulate(cost.costs(order, [16384]), memory=memory, steps=3, optimizer_sync=False)
+        memory = cost.price([16384]).step_memory(order.rank_of_stage)
+        run = order.simulate(cost.price([16384]).costs(order), memory=memory, steps=3, optimizer_sync=False)
         makespans.append(f"{run.makespan:.3g}")
         assert (found["makespan"], found["period"], found["span"]) == (run.makespan, run.period, list(run.span))
         assert found["memory"]["total"] == list(run.memory.total) and min(run.memory.total) > 0

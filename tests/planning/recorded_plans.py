@@ -23,6 +23,7 @@ from seq1f1b.planning.hardware import Hardware, ProfiledHardware, load_hardware,
 from seq1f1b.planning.profile import PassSeconds, Profile
 from seq1f1b.planning.search import PlanSearch, search_plans
 from seq1f1b.planning.step_plan import plan_step
+from seq1f1b.seconds import shards_of, spans_of
 
 RECORD = Path(__file__).parent / "recorded_plans.json.gz"
 PROFILE = Path(__file__).parents[2] / "benchmarks" / "results" / "lengths-profile.json"
@@ -211,24 +212,26 @@ def _prices(cost: CostModel, sizes: list[int]) -> Any:
         if kind != "seq-zbv" or cost.num_ranks == 2
     ]
     placement = orders[0].rank_of_stage
+    price = cost.price(sizes)
+    shards = shards_of(cost.source, spans_of(sizes, cost.layout.documents))
     told = {
         "sizes": sizes,
-        "seconds": cost.unit_seconds(sizes)._asdict(),
-        "shard": cost.shard_seconds(sizes),
-        "moving": cost.moving_seconds(sizes) if cost.hardware.tier_bandwidth else None,
-        "message": cost.message_bytes(sizes),
-        "held": cost.held_bytes(sizes),
-        "least": cost.least_bytes(sizes),
-        "memory": asdict(cost.unit_memory(sizes, placement)),
-        "step memory": asdict(cost.step_memory(sizes, placement)),
+        "seconds": price.seconds._asdict(),
+        "shard": shards,
+        "moving": price.moving_seconds() if cost.hardware.tier_bandwidth else None,
+        "message": price.message_bytes,
+        "held": price.held_bytes(),
+        "least": price.least_bytes(),
+        "memory": asdict(price.memory(placement)),
+        "step memory": asdict(price.step_memory(placement)),
         "links": cost.links(placement),
         "send": cost.send_seconds(placement),
         "optimizer": cost.optimizer_seconds(),
         "parameters": [cost.parameters(stage) for stage in range(cost.num_stages)],
         "layers": cost.balanced_layers(),
     }
-    told["ranks"] = [[asdict(rank) for rank in cost.rank_bytes(order, sizes)] for order in orders]
-    told["steps"] = [order.simulate(cost.costs(order, sizes)).makespan for order in orders]
+    told["ranks"] = [[asdict(rank) for rank in price.rank_bytes(order)] for order in orders]
+    told["steps"] = [order.simulate(price.costs(order)).makespan for order in orders]
     return told
 
 
@@ -245,7 +248,7 @@ def _step(plan: Any) -> Any:
         "units": [_sum(table) for table in costs.seconds],
         "held": _sum(costs.held_bytes()),
         "message": _sum(costs.message_bytes),
-        "memory": _sum(costs.memory(plan.schedule).activations),
+        "memory": _sum(costs.memory(plan.schedule.rank_of_stage).activations),
         "least": costs.least_bytes(),
     }
 

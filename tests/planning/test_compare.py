@@ -9,7 +9,7 @@ import pytest
 from core_extension import core
 
 from seq1f1b import _C, build_schedule, schedules
-from seq1f1b.planning.compare import Row, compare
+from seq1f1b.planning.compare import FamilyRow, compare
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import load_hardware, load_model
 from seq1f1b.planning.search import search_plans
@@ -19,7 +19,7 @@ GPT = {"model": load_model("gpt-7b"), "hardware": load_hardware("a100"), "seq_le
 COUNTS = {"num_ranks": 4, "num_microbatches": 8}
 
 
-def row(name: str, **counts: Any) -> Row:
+def row(name: str, **counts: Any) -> FamilyRow:
     (found,) = compare([name], **(COUNTS | counts)).rows
     return found
 
@@ -122,7 +122,7 @@ def test_a_model_costs_what_its_plan_says() -> None:
         assert found.period == pytest.approx(plan.seconds, rel=1e-12)
         assert found.peak_bytes == max(plan.peak)
         assert found.period > found.makespan  # the optimizer
-        per_message = sum(cost.message_bytes(sizes))
+        per_message = sum(cost.price(sizes).message_bytes)
         assert found.sent_bytes == per_message * 8 * 2 * (4 * plan.stages_per_rank - 1)
 
 
@@ -156,7 +156,7 @@ def test_auto_is_made_for_a_models_cap_in_bytes() -> None:
 def test_json_holds_rows_and_reasons() -> None:
     table = compare(["gpipe", "seq1f1b"], **COUNTS, num_segments=4, cap_microbatches=3)
     found = json.loads(table.to_json())
-    assert [Row(**each) for each in found["rows"]] == list(table.rows)
+    assert [FamilyRow(**each) for each in found["rows"]] == list(table.rows)
     assert found["refused"] == table.refused == {"gpipe": "holds 8.00 micro-batches, the cap is 3"}
 
 

@@ -13,6 +13,7 @@ from seq1f1b import ModelShape, Schedule, build_schedule
 from seq1f1b.plan import Layout
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import Hardware, load_hardware, load_model, presets
+from seq1f1b.seconds import pairs_of
 
 SMALL = ModelShape(hidden=64, layers=6, heads=4, kv_heads=2, ffn=96, vocab=50, head_dim=24)
 
@@ -34,10 +35,10 @@ def test_forward_is_the_models_flops(sizes, model):
     """F of all units: ModelShape.flops, whose formula stands in csrc/core/partition.h. I + W: products twice, attention
     2.5 times, where attention is what is left of the FLOPs when no token sees another."""
     cost = CostModel(model, ideal(), num_ranks=3, seq_len=40)
-    seconds = cost.unit_seconds(sizes)
+    seconds = cost.price(sizes).seconds
     total = [sum(map(sum, part)) * 1e9 for part in seconds]
     flops = model.flops(0, 40)
-    alone = sum(CostModel(model, ideal(), num_ranks=1, seq_len=1).unit_seconds([1]).forward[0]) * 1e9 * 40
+    alone = sum(CostModel(model, ideal(), num_ranks=1, seq_len=1).price([1]).seconds.forward[0]) * 1e9 * 40
     self_pairs = 4 * 24 * model.heads * model.layers * 40  # each token's attention to itself
     attention = flops - alone + self_pairs
     assert total[0] == pytest.approx(flops)
@@ -47,10 +48,11 @@ def test_forward_is_the_models_flops(sizes, model):
 
 def test_documents_are_counted_pair_by_pair():
     documents = (5, 1, 11, 3)
-    cost = CostModel(SMALL, ideal(), num_ranks=1, seq_len=20, layout=Layout(documents=documents))
     owner = [d for d, length in enumerate(documents) for _ in range(length)]
     for begin, end in ((0, 20), (3, 9), (4, 5), (6, 20), (8, 8)):
-        assert cost.pairs(begin, end) == sum(owner[i] == owner[j] for i in range(begin, end) for j in range(i + 1))
+        assert pairs_of(documents, begin, end) == sum(
+            owner[i] == owner[j] for i in range(begin, end) for j in range(i + 1)
+        )
 
 
 # Counts that the models' own repositories publish; the final norm and the norms of q and k are not counted here.
@@ -87,20 +89,20 @@ def test_degrees_shard_work_and_bytes():
     """Free links: tensor and context degrees divide time and activations; the optimizer's state is shared by data."""
     one = CostModel(SMALL, ideal(), num_ranks=3, seq_len=64)
     order = build_schedule("1f1b", num_ranks=3, num_microbatches=4)
-    whole = one.rank_bytes(order, [64])[0]
+    whole = one.price([64]).rank_bytes(order)[0]
     for layout, work, static in (
         (Layout(tensor=2), 2, 2),
         (Layout(context=4), 4, 1),
         (Layout(tensor=2, context=2), 4, 2),
     ):
         cost = CostModel(SMALL, ideal(), num_ranks=3, seq_len=64, layout=layout)
-        assert cost.unit_seconds([64]).input[1][0] == pytest.approx(one.unit_seconds([64]).input[1][0] / work)
-        ranks = cost.rank_bytes(order, [64])
+        assert cost.price([64]).seconds.input[1][0] == pytest.approx(one.price([64]).seconds.input[1][0] / work)
+        ranks = cost.price([64]).rank_bytes(order)
         assert ranks[0].kv * work == pytest.approx(whole.kv, abs=work)
         assert ranks[0].activations * work == pytest.approx(whole.activations, rel=1e-3)
         norms = 2 * 2 * SMALL.hidden * 18  # of the two layers, in every state: counted as sharded, too
         assert ranks[0].static * static == pytest.approx(whole.static, abs=norms)
-    shared = CostModel(SMALL, ideal(), num_ranks=3, seq_len=64, layout=Layout(data=3)).rank_bytes(order, [64])[0]
+    shared = CostModel(SMALL, ideal(), num_ranks=3, seq_len=64, layout=Layout(data=3)).price([64]).rank_bytes(order)[0]
     assert shared.static / whole.static == pytest.approx((2 + 4 + 12 / 3) / (2 + 4 + 12))
 
 
@@ -113,7 +115,7 @@ def test_peak_bytes_by_hand():
     saved = {"none": 2 * (4 * h + 2 * q + 3 * f) + 4 * 4, "ffn": 2 * (4 * h + 2 * q) + 4 * 4, "full": 2 * h}
     for recompute, per_token in saved.items():
         layout = Layout(recompute=recompute)
-        ranks = CostModel(SMALL, machine, num_ranks=3, seq_len=tokens, layout=layout).rank_bytes(order, [tokens])
+        ranks = CostModel(SMALL, machine, num_ranks=3, seq_len=tokens, layout=layout).price([tokens]).rank_bytes(order)
         left = [0, 0, 2 * h * tokens]
         held = [n * layers * per_token * tokens + more for n, more in zip((3, 2, 1), left, strict=True)]
         assert [rank.activations for rank in ranks] == held
@@ -141,9 +143,9 @@ def test_bytes_between_i_and_w_by_hand(recompute):
             max(layers * first * tokens + 2 * left, layers * second * tokens + left),
         ),
     ):
-        (rank,) = cost.rank_bytes(Schedule.from_text(order), [tokens])
+        (rank,) = cost.price([tokens]).rank_bytes(Schedule.from_text(order))
         assert rank.activations == held
-    held = cost.held_bytes([tokens])
+    held = cost.price([tokens]).held_bytes()
     assert held == [[layers * (max(saved, read_by_w) + 2 * 2 * g) * tokens]]
 
 
@@ -170,13 +172,12 @@ def test_seconds_after_the_pipeline_by_hand():
     size = cost.parameters(1)
     crossing, touched = 0.25 * size / 2 * (4 + 2) / 5e3, size / 2 * (2 + 4 + 2 * 12) / 1e3
     assert cost.optimizer_seconds()[1] == pytest.approx(crossing + touched)
-    assert cost.step_seconds() == max(cost.optimizer_seconds())
 
 
 def test_floors_and_extras():
     slow = ideal(launch=1.0, forward_kernels=3.0, input_kernels=5.0, weight_kernels=2.0, unit_overhead=0.25)
     cost = CostModel(SMALL, replace(slow, split_backward_extra=0.5), num_ranks=3, seq_len=8)
-    seconds = cost.unit_seconds([4, 4])
+    seconds = cost.price([4, 4]).seconds
     assert seconds.forward[0][0] == pytest.approx(2 * 3 + 0.25)
     assert seconds.backward[0][0] == pytest.approx(2 * 5 + 2 * 2 + 0.25)
     assert seconds.input[0][0] == pytest.approx(2 * 5 * 1.5 + 0.25)
@@ -192,8 +193,8 @@ def test_fixed_parts_of_a_layer_by_hand():
     def extra(copies=False, tensor=1, **changes):
         layout = Layout(tensor=tensor, copies_prefix=copies)
         tables = [
-            CostModel(shape, ideal(saved_moves=0.0, **more), num_ranks=2, seq_len=40, layout=layout).unit_seconds(sizes)
-            for more in (changes, {})
+            CostModel(shape, machine, num_ranks=2, seq_len=40, layout=layout).price(sizes).seconds
+            for machine in (ideal(saved_moves=0.0, **changes), ideal(saved_moves=0.0))
         ]
         differences = []
         for ours, others in zip(*tables, strict=True):
@@ -231,7 +232,7 @@ def test_a_message_takes_its_senders_time():
     cost = CostModel(SMALL, machine, num_ranks=4, seq_len=8)
     order = build_schedule("1f1b", num_ranks=4, num_microbatches=4)
     assert cost.send_seconds(order.rank_of_stage) == pytest.approx(3e-3)
-    given = cost.costs(order, [8])
+    given = cost.price([8]).costs(order)
     assert given.links.send == pytest.approx(3e-3)
     still = replace(given, links=replace(given.links, send=0.0))
     assert order.simulate(given).makespan > order.simulate(still).makespan
@@ -245,7 +246,7 @@ def test_bytes_of_an_allocator_by_hand():
     def ranks(copies=False, **changes):
         layout = Layout(tensor=t, copies_prefix=copies)
         cost = CostModel(SMALL, replace(machine, **changes), num_ranks=2, seq_len=40, layout=layout)
-        return cost.rank_bytes(order, sizes)
+        return cost.price(sizes).rank_bytes(order)
 
     plain, held = ranks(), ranks(collective_buffers=2.5)
     assert [b.workspace - a.workspace for a, b in zip(plain, held, strict=True)] == [2.5 * 3 * 20 * 64 * 2] * 2
@@ -271,7 +272,7 @@ def test_split_balances_time():
     cost = CostModel(load_model("gpt-7b"), machine, num_ranks=4, seq_len=65536)
     sizes = cost.split(4, multiple_of=128)
     assert sum(sizes) == 65536 and sizes == sorted(sizes, reverse=True)
-    seconds = cost.unit_seconds(sizes)
+    seconds = cost.price(sizes).seconds
     passes = (seconds.forward, seconds.backward)
     total = [sum(sum(part[stage][s] for stage in range(4)) for part in passes) for s in range(4)]
     assert max(total) / min(total) < 1.02
@@ -285,7 +286,7 @@ def test_the_head_takes_layers_from_its_stage():
 
     def slowest(layers):
         cost = CostModel(shape, machine, num_ranks=8, seq_len=32768, layout=Layout(layers=layers))
-        seconds = cost.unit_seconds([32768])
+        seconds = cost.price([32768]).seconds
         return max(seconds.forward[s][0] + seconds.backward[s][0] for s in range(8))
 
     found = CostModel(shape, machine, num_ranks=8, seq_len=32768).balanced_layers()
@@ -361,9 +362,9 @@ def test_simulated_memory_is_the_ranks_bytes(name):
     for layout in (Layout(), Layout(head_in_loss=False), Layout(copies_prefix=True, data=2)):
         cost = CostModel.balanced(SMALL, ideal(), num_ranks=3, seq_len=60, layout=layout)
         sizes = cost.split(k)
-        given = cost.step_memory(sizes, order.rank_of_stage)
-        memory = order.simulate(cost.costs(order, sizes), memory=given).memory
-        for rank, parts in enumerate(cost.rank_bytes(order, sizes)):
+        given = cost.price(sizes).step_memory(order.rank_of_stage)
+        memory = order.simulate(cost.price(sizes).costs(order), memory=given).memory
+        for rank, parts in enumerate(cost.price(sizes).rank_bytes(order)):
             assert max(memory.activations[rank], memory.output_gradients[rank]) <= parts.activations
             assert name == "seq-zb-h1" or memory.activations[rank] <= parts.activations
             assert name != "1f1b" or memory.activations[rank] + memory.inputs[rank] == parts.activations
@@ -381,12 +382,12 @@ def test_a_cache_that_gives_pages_back() -> None:
         order = build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=4)
         sizes = [tokens // 4] * 4
         row = 2 * 2 * 2 * 64 * 4  # bytes of a token on two layers: K and V, two heads of 64 in fp32
-        slots = [rank.kv for rank in cost.rank_bytes(order, sizes)]
+        slots = [rank.kv for rank in cost.price(sizes).rank_bytes(order)]
         live = (5, 4)  # segments that hold rows at most: P - 1 + k
         assert slots == ([2 * tokens * row] * 2 if tokens < 8192 else [n * tokens // 4 * row for n in live])
-        gradients = cost.unit_memory(sizes, order.rank_of_stage).kv_gradient_rows
+        gradients = cost.price(sizes).memory(order.rank_of_stage).kv_gradient_rows
         assert gradients == (0 if tokens < 8192 else [[tokens // 4 * row] * 4] * 2)
-        assert [rank.kv_gradients for rank in cost.rank_bytes(order, sizes)] == [tokens * row] * 2
+        assert [rank.kv_gradients for rank in cost.price(sizes).rank_bytes(order)] == [tokens * row] * 2
     text = (Path(__file__).parents[2] / "csrc/run/kv_cache.c").read_text()
     assert re.findall(r"RELEASE_TOKENS = (\d+)", text) == [f"{load_hardware('cpu-zen5').release_tokens:.0f}"]
     assert load_hardware("h100").release_tokens == 0

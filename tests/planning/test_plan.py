@@ -53,18 +53,18 @@ def price(plan, machine=MACHINE, step=None):
         for rank in range(plan.num_ranks)
     ]
     steps = {"steps": 2 if plan.optimizer_sync else 4, "optimizer_sync": plan.optimizer_sync}
-    links = Links(latencies, rates, message_bytes=cost.message_bytes(step.segment_sizes))
-    seconds = cost.unit_seconds(step.segment_sizes)._asdict()
+    links = Links(latencies, rates, message_bytes=cost.price(step.segment_sizes).message_bytes)
+    seconds = cost.price(step.segment_sizes).seconds._asdict()
     if plan.spread:
         links = replace(links, statistics_bytes=[12 * size for size in step.segment_sizes])
-        seconds |= cost.shard_seconds(step.segment_sizes)
+        seconds |= cost.price(step.segment_sizes).shard_seconds
     if "L" in "".join(plan.units):
         seconds["tier"] = [
             [x / machine.tier_bandwidth for x in row]
-            for row in cost.unit_memory(step.segment_sizes, order.rank_of_stage).activations
+            for row in cost.price(step.segment_sizes).memory(order.rank_of_stage).activations
         ]
     run = order.simulate(Costs(**seconds, links=links, optimizer=optimizer), **steps)
-    bytes_of_ranks = [rank.total for rank in cost.rank_bytes(order, step.segment_sizes)]
+    bytes_of_ranks = [rank.total for rank in cost.price(step.segment_sizes).rank_bytes(order)]
     return run.period, bytes_of_ranks
 
 
@@ -176,9 +176,9 @@ def test_a_vocabulary_over_the_ranks_evens_out_the_head():
     order = spread.build()
     assert {"S", "T", "E", "G"} <= order.kinds and Plan.from_json(spread.to_json()).build() == order
     cost = CostModel(LONG, machine, num_ranks=8, stages_per_rank=4, seq_len=2**19, layout=spread.layout)
-    run = order.simulate(cost.costs(order, spread.segment_sizes), steps=2, optimizer_sync=True)
+    run = order.simulate(cost.price(spread.segment_sizes).costs(order), steps=2, optimizer_sync=True)
     assert run.period == pytest.approx(spread.seconds)
-    assert [rank.total for rank in cost.rank_bytes(order, spread.segment_sizes)] == list(spread.peak)
+    assert [rank.total for rank in cost.price(spread.segment_sizes).rank_bytes(order)] == list(spread.peak)
     at_ends = replace(spread.layout, vocabulary="ends")
     head = CostModel(LONG, machine, num_ranks=8, stages_per_rank=4, seq_len=2**19, layout=at_ends)
     wholes = [sum(map(model.parameters, range(32))) for model in (cost, head)]

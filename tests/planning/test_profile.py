@@ -19,7 +19,7 @@ from seq1f1b.fit import Fit, fit_seconds
 from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import ProfiledHardware, load_hardware
-from seq1f1b.planning.profile import Part, Profile, Sample, visible_pairs
+from seq1f1b.planning.profile import Part, Profile, Sample
 from seq1f1b.planning.search import search_plans
 
 SHAPE = ModelShape(hidden=32, layers=4, heads=4, kv_heads=4, ffn=32, vocab=29)
@@ -74,6 +74,11 @@ def profile(**changes):
         "head": part((2e-5, 3e-6, 0.0), (5e-5, 6e-6, 0.0), (2e-5, 3e-6, 0.0)),
     }
     return Profile(**{**values, **changes})
+
+
+def visible_pairs(begin, end):
+    """Counted one by one."""
+    return float(sum(range(begin + 1, end + 1)))
 
 
 def test_a_profile_of_another_device_is_refused(tmp_path: Path, capsys) -> None:
@@ -209,7 +214,7 @@ def test_gradients_that_take_the_place_of_what_is_freed_are_no_more_bytes():
             seq_len=20,
             layout=Layout(layers=(1, 2)),
         )
-        memory = model.unit_memory((10, 10), (0, 1))
+        memory = model.price((10, 10)).memory((0, 1))
         for stage, layers in ((0, 1), (1, 2)):
             saved, kept, left, work = (
                 table[stage][0]
@@ -302,7 +307,7 @@ def test_what_a_unit_takes_beyond_its_layers():
     assert "a unit takes us beyond its layers: F 2000, B 4000, I 2000, W 0, R 2000" in made.to_text()
     for stages in (1, 2, 4):
         cost = CostModel(SHAPE, ProfiledHardware.of(made, MACHINE), num_ranks=stages, seq_len=512)
-        assert cost.unit_seconds([512]).forward[0][0] == pytest.approx(2e-3 + 4 // stages * 1e-5 * 512)
+        assert cost.price([512]).seconds.forward[0][0] == pytest.approx(2e-3 + 4 // stages * 1e-5 * 512)
     assert profiler.make_profile(SHAPE, [several], **arguments).unit == (0.0,) * 5
     later = profiler.make_profile(SHAPE, [several], single=[measured(1, (2, 8), slower=1.1)], **arguments)
     assert later.unit == pytest.approx(made.unit)
@@ -362,9 +367,9 @@ def test_moving_takes_the_time_that_was_measured():
     cost = CostModel(SHAPE, machine, num_ranks=1, seq_len=2048)
     order = build_schedule("seq1f1b", num_ranks=1, num_microbatches=1, num_segments=4).offload()
     sizes = [512] * 4
-    stayed, moved = (order.simulate(cost.costs(order, sizes, moves=moves)).makespan for moves in (False, True))
+    stayed, moved = (order.simulate(cost.price(sizes).costs(order, moves=moves)).makespan for moves in (False, True))
     units = sum(unit.kind == "L" for unit in order.ranks[0])
-    saved = cost.unit_memory([512], order.rank_of_stage).activations[0][0]
+    saved = cost.price([512]).memory(order.rank_of_stage).activations[0][0]
     assert units == 2 and moved - stayed == pytest.approx(units * saved * 3e-9, rel=1e-3)
     low, high = machine.spread["move_in"]
     assert low < 2e-9 < high and high - 2e-9 == pytest.approx(
@@ -372,9 +377,7 @@ def test_moving_takes_the_time_that_was_measured():
     )
     assert low == 0.0
     with pytest.raises(ValueError, match="has no tier to which units could move"):
-        CostModel(SHAPE, replace(machine, tier_bandwidth=0.0), num_ranks=1, seq_len=2048).costs(
-            order, sizes, moves=True
-        )
+        CostModel(SHAPE, replace(machine, tier_bandwidth=0.0), num_ranks=1, seq_len=2048).price(sizes).moving_seconds()
 
 
 def test_what_never_moves_has_no_rates(tmp_path):
@@ -529,7 +532,7 @@ def cost_model(head_in_loss=True, **factors):
 @pytest.mark.parametrize("head_in_loss", [True, False])
 def test_units_cost_what_was_measured(head_in_loss):
     cost, sizes = cost_model(head_in_loss), [200, 100]
-    seconds = cost.unit_seconds(sizes)
+    seconds = cost.price(sizes).seconds
     pairs = visible_pairs(200, 300)
     head = (2e-5 + 3e-6 * 100, 5e-5 + 6e-6 * 100)
     ahead, behind = (sum(head), 0.0) if head_in_loss else head
@@ -541,30 +544,30 @@ def test_units_cost_what_was_measured(head_in_loss):
     assert seconds.weight[1][1] == pytest.approx(weight + 1e-6)
     assert seconds.input[1][1] == pytest.approx(1.1 * (2 * layer[1] + behind - weight) + 1e-6)
     assert seconds.forward[0][1] == pytest.approx(2 * layer[0] + 1e-5 + 1e-7 * 100 + 1e-6)
-    assert cost.message_bytes(sizes) == [200 * 128, 100 * 128]
+    assert cost.price(sizes).message_bytes == [200 * 128, 100 * 128]
     saved = [2 * (100 + 7.5 * size) for size in sizes]
-    assert cost.step_memory(sizes, (0, 1)).activations[0] == [
+    assert cost.price(sizes).step_memory((0, 1)).activations[0] == [
         math.ceil(s + 100 + 7.5 * size) for s, size in zip(saved, sizes, strict=True)
     ]
     beside = [20 + 0.5 * size for size in sizes]  # of each part: what I holds at most, less the workspace
     kept = [(2 + 1) * (2.5 + 1.5) * size - 2 * more for size, more in zip(sizes, beside, strict=True)]
-    assert cost.step_memory(sizes, (0, 1)).kept_activations[0] == kept
+    assert cost.price(sizes).step_memory((0, 1)).kept_activations[0] == kept
     ends = 1 if head_in_loss else 2
-    assert cost.step_memory(sizes, (0, 1)).output_gradients[1] == [ends * more for more in beside]
+    assert cost.price(sizes).step_memory((0, 1)).output_gradients[1] == [ends * more for more in beside]
     while_forward, while_backward = ([floor + rate * size for size in sizes] for floor, rate in ((30, 0.25), (40, 0.5)))
-    memory = cost.unit_memory(sizes, (0, 1))
+    memory = cost.price(sizes).memory((0, 1))
     assert memory.forward_work[0] == [math.ceil(work) for work in while_forward]
     assert memory.backward_work == [[math.ceil(work) for work in while_backward]] * 2
     if head_in_loss:  # F of the last stage goes back through the head, and holds what it saved
         while_forward = [work + 100 + 7.5 * size for work, size in zip(while_backward, sizes, strict=True)]
     assert memory.forward_work[1] == [math.ceil(work) for work in while_forward]
     order = build_schedule("seq1f1b", num_ranks=2, num_microbatches=1, num_segments=2)
-    rank = cost.rank_bytes(order, sizes)[1]
+    rank = cost.price(sizes).rank_bytes(order)[1]
     assert (rank.kv, rank.kv_gradients) == (2 * 256 * 300, 2 * 512 * 300)
 
 
 def test_uncertain_factors_scale_their_passes():
-    seconds = cost_model(measured_forward=2.0, measured_backward=3.0, measured_ends=0.0).unit_seconds([300])
+    seconds = cost_model(measured_forward=2.0, measured_backward=3.0, measured_ends=0.0).price([300]).seconds
     pairs = visible_pairs(0, 300)
     assert seconds.forward[1][0] == pytest.approx(2 * 2 * (1e-4 + 1e-6 * 300 + 2e-8 * pairs) + 1e-6)
     assert seconds.backward[0][0] == pytest.approx(3 * 2 * (3e-4 + 2e-6 * 300 + 5e-8 * pairs) + 1e-6)
@@ -576,7 +579,7 @@ def test_uncertain_factors_scale_their_passes():
     assert spread["measured_weight"] == pytest.approx((0.88, 1.12))
     assert spread["measured_recompute"] == pytest.approx((0.86, 1.14))
     assert spread["measured_runs"] == pytest.approx((0.98, 1.02))
-    plain, slower = cost_model().unit_seconds([300]), cost_model(measured_runs=1.5).unit_seconds([300])
+    plain, slower = cost_model().price([300]).seconds, cost_model(measured_runs=1.5).price([300]).seconds
     for before, after in zip(plain, slower, strict=True):
         assert after[1][0] - 1e-6 == pytest.approx(1.5 * (before[1][0] - 1e-6))
 
@@ -584,9 +587,9 @@ def test_uncertain_factors_scale_their_passes():
 def test_split_and_whole_backwards_have_their_own_costs():
     """In the order whose rank runs a whole B, and in the one that runs I and W in its place; one stage, no bubble."""
     cost = CostModel(SHAPE, ProfiledHardware.of(profile(), MACHINE), num_ranks=1, seq_len=300)
-    seconds = cost.unit_seconds([200, 100])
+    seconds = cost.price([200, 100]).seconds
     # W is the same for the same tokens, wherever they lie; I grows with the offset.
-    even = cost.unit_seconds([100, 100, 100])
+    even = cost.price([100, 100, 100]).seconds
     assert len(set(even.weight[0])) == 1 and even.input[0] == sorted(set(even.input[0]))
     for text, passes in (
         ("F0.0 F0.1 B0.1 B0.0", (seconds.forward, seconds.backward)),
@@ -594,7 +597,7 @@ def test_split_and_whole_backwards_have_their_own_costs():
         ("F0.0 F0.1 I0.1 W0.1 B0.0", None),
     ):
         order = Schedule.from_text(text)
-        found = order.simulate(cost.costs(order, [200, 100])).makespan
+        found = order.simulate(cost.price([200, 100]).costs(order)).makespan
         if passes is None:
             split = seconds.input[0][1] + seconds.weight[0][1]
             assert found == pytest.approx(sum(seconds.forward[0]) + split + seconds.backward[0][0])
@@ -611,7 +614,7 @@ def test_split_orders_are_made_for_the_measured_costs(name):
     )
     plan = found.plans[0]
     cost = CostModel(SHAPE, machine, num_ranks=2, seq_len=512, layout=plan.layout)
-    seconds = cost.unit_seconds(plan.segment_sizes)
+    seconds = cost.price(plan.segment_sizes).seconds
     is_split = "W" in plan.build().kinds
     split, whole = [seconds.forward, seconds.input, seconds.weight], [seconds.forward, seconds.backward, 0.0]
     assert plan.options["costs"] == (split if is_split else whole)

@@ -21,10 +21,10 @@ from torch import Tensor
 import seq1f1b
 from seq1f1b import Memory, ModelShape, PipelineEngine, ScheduleError, build_schedule
 from seq1f1b.plan import Layout
-from seq1f1b.planning.cost import CostModel, UnitSeconds
+from seq1f1b.planning.cost import CostModel, PackedRow
 from seq1f1b.planning.hardware import load_hardware
-from seq1f1b.planning.row_costs import Row, spans_of
 from seq1f1b.planning.step_plan import StepPlan, plan_step, share_documents
+from seq1f1b.seconds import UnitSeconds, spans_of
 from seq1f1b.testing import run_ranks
 
 MODEL = ModelShape(hidden=256, layers=4, heads=4, kv_heads=2, ffn=512, vocab=1000)
@@ -49,8 +49,8 @@ def cost_of(num_ranks: int, *, stages_per_rank: int = 1, machine: str = "cpu-zen
     return CostModel(MODEL, load_hardware(machine), **counts)
 
 
-def row_of(plan: StepPlan, index: int) -> Row:
-    return Row(tuple(plan.lengths[i] for i in plan.rows[index]), plan.segment_sizes[index])
+def row_of(plan: StepPlan, index: int) -> PackedRow:
+    return PackedRow(tuple(plan.lengths[i] for i in plan.rows[index]), plan.segment_sizes[index])
 
 
 def test_every_token_is_in_one_segment() -> None:
@@ -77,8 +77,8 @@ def test_units_take_the_same_time() -> None:
         units = [
             seconds.forward + seconds.backward
             for index in range(len(plan.rows))
-            for span in spans_of(row_of(plan, index))
-            for seconds in [cost._layer_seconds(span)]
+            for span in spans_of(row_of(plan, index).sizes, row_of(plan, index).documents)
+            for seconds in [cost.parts.layer(span)]
         ]
         mean = sum(units) / len(units)
         assert max(units) < 1.15 * mean
@@ -91,15 +91,15 @@ def test_costs_of_rows_are_those_of_each_row_alone() -> None:
         cost = cost_of(2, stages_per_rank=2, machine=machine)
         plan = plan_step([rng.randint(1, 900) for _ in range(40)], cost, segment_tokens=200, schedule="seq-zbv")
         found, messages = plan.costs.seconds, plan.costs.message_bytes
-        memory = plan.costs.memory(plan.schedule)
+        memory = plan.costs.memory(plan.schedule.rank_of_stage)
         for index in range(len(plan.rows)):
             row = row_of(plan, index)
             counts = {"num_ranks": 2, "stages_per_rank": 2, "seq_len": sum(row.documents)}
             alone = CostModel(MODEL, load_hardware(machine), **counts, layout=Layout(documents=row.documents))
             of_row = UnitSeconds(*([stage[index] for stage in table] for table in found))
-            assert of_row == alone.unit_seconds(row.sizes)
-            assert messages[index] == alone.message_bytes(row.sizes)
-            by_itself = alone.unit_memory(row.sizes, plan.schedule.rank_of_stage)
+            assert of_row == alone.price(row.sizes).seconds
+            assert messages[index] == alone.price(row.sizes).message_bytes
+            by_itself = alone.price(row.sizes).memory(plan.schedule.rank_of_stage)
             assert [stage[index] for stage in memory.activations] == by_itself.activations
             assert [stage[index] for stage in memory.staying] == by_itself.staying
             assert [any(units) for units in by_itself.staying] == [
@@ -111,7 +111,7 @@ def test_costs_of_rows_are_those_of_each_row_alone() -> None:
         longest = max(sum(sizes) for sizes in plan.segment_sizes)
         counts = {"num_ranks": 2, "stages_per_rank": 2, "seq_len": longest}
         zbv = build_schedule("zbv", num_ranks=2, num_microbatches=4, stages_per_rank=2)
-        static = CostModel(MODEL, load_hardware(machine), **counts).rank_bytes(zbv, [longest])
+        static = CostModel(MODEL, load_hardware(machine), **counts).price([longest]).rank_bytes(zbv)
         assert [rank.static for rank in plan.ranks] == [rank.static for rank in static]
 
 

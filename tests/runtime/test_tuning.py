@@ -16,7 +16,8 @@ import seq1f1b
 from seq1f1b import Limits, PipelineEngine, PipelineError
 from seq1f1b.fit import Fit
 from seq1f1b.runtime import tuning
-from seq1f1b.runtime.tuning import MeasuredCosts
+from seq1f1b.runtime.tuning import costs_of
+from seq1f1b.runtime.unit_times import MeasuredUnits
 from seq1f1b.testing import run_ranks
 
 CONFIG = Config(hidden=16, heads=2, kv_heads=1, ffn=16, vocab=13, layers=4)
@@ -237,15 +238,14 @@ def test_the_best_order_of_measured_units_is_found(monkeypatch: pytest.MonkeyPat
     first = tuning.Setting(0, order, options)
     tuner = tuning.Tuner(first, stages_per_rank=1, group=OneRank(), device=torch.device("cpu"), report=lambda: None)
     terms = {"F": (1e-3, 1e-5, 1e-9), "B": (2e-3, 2e-5, 2e-9), "I": (1e-3, 1e-5, 2e-9), "W": (1e-3, 1e-5, 0.0)}
-    truth = MeasuredCosts([])
-    truth._terms = {(kind, stage): Fit(*each, 0.0) for kind, each in terms.items() for stage in range(4)}
-    truth.splits = True
+    truth = MeasuredUnits({(kind, stage): Fit(*each, 0.0) for kind, each in terms.items() for stage in range(4)})
 
     def measure(setting: tuning.Setting) -> tuple[Any, ...]:
         sizes = setting.options.sizes_of(4096)
-        seconds = setting.schedule.simulate(truth.of(setting.schedule, sizes)).makespan
+        costs = costs_of(truth, sizes)
+        seconds = setting.schedule.simulate(costs).makespan
         seen.setdefault(str(setting.choice), []).append(seconds)
-        tables = dict(zip("FBIW", truth.tables(sizes, "FBIW"), strict=True))
+        tables = {"F": costs.forward, "B": costs.backward, "I": costs.input, "W": costs.weight}
         units = [
             (kind, stage, s, tables[kind][stage][s])
             for kind in sorted(setting.schedule.kinds)

@@ -1,0 +1,111 @@
+"""Seconds of units: what a source of them says of one, and tables of all units of a step, as costs have them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+from seq1f1b import _C
+
+__all__: list[str] = []
+
+
+class Span(NamedTuple):
+    """Tokens of a segment, pairs of one of them and a token that it attends to, and tokens up to its end."""
+
+    tokens: int
+    pairs: float
+    end: int
+
+
+class PassSeconds(NamedTuple):
+    """Seconds of F, of I and W, and of the whole B, which takes the place of I and W where the order does not split.
+
+    ``recompute`` is what R adds to a unit.
+    """
+
+    forward: float
+    input: float
+    weight: float
+    backward: float
+    recompute: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """F and the whole B."""
+        return self.forward + self.backward
+
+
+class ShardSeconds(NamedTuple):
+    """Seconds of a rank's S, T, E and G, of a vocabulary over the ranks."""
+
+    statistics: float
+    loss: float
+    embed: float
+    embed_gradient: float
+
+
+class UnitSeconds(NamedTuple):
+    """Seconds of every unit, each [stage][segment]; ``backward`` is the whole B, in place of I and W. ``recompute`` is
+    R, which may come on top."""
+
+    forward: list[list[float]]
+    input: list[list[float]]
+    weight: list[list[float]]
+    backward: list[list[float]]
+    recompute: list[list[float]]
+
+
+NO_SECONDS = PassSeconds(0.0, 0.0, 0.0, 0.0)
+PASSES = {letter: name for letter, name in zip(_C.PASSES, _C.PASS_NAMES, strict=True) if name in PassSeconds._fields}
+"""Names by letter, in the order of the core."""
+SHARD_PASSES = {name: letter for letter, name in zip(_C.PASSES, _C.PASS_NAMES, strict=True)}
+
+
+class Source(Protocol):
+    """Where the seconds of units come from: parts of a model on a machine or in a profile, or measured stages.
+
+    Attributes:
+        kinds: of each stage, a number: stages of one kind cost alike.
+    """
+
+    @property
+    def kinds(self) -> Sequence[int]: ...
+
+    def seconds(self, span: Span) -> Sequence[PassSeconds]:
+        """A unit over the span, by kind of its stage."""
+
+    def shard(self, span: Span) -> ShardSeconds:
+        """The passes of a vocabulary over the ranks."""
+
+
+def pairs_of(documents: Sequence[int], begin: int, end: int) -> float:
+    """Pairs of one of the tokens ``[begin, end)`` of a row of documents and a token up to it that it attends to."""
+    first, pairs = 0, 0.0
+    for length in documents:
+        low, high = max(begin - first, 0), min(end - first, length)
+        if low < high:
+            pairs += (high * (high + 1) - low * (low + 1)) / 2
+        first += length
+    return pairs
+
+
+def spans_of(sizes: Sequence[int], documents: Sequence[int] | None = None) -> list[Span]:
+    """The segments of a row of documents; None: it is one document."""
+    documents = documents or (sum(sizes),)
+    ends = accumulate(sizes)
+    return [Span(size, pairs_of(documents, end - size, end), end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def seconds_of(source: Source, spans: Sequence[Span]) -> UnitSeconds:
+    """The units over these spans, of any rows. Stages of one kind share a list."""
+    found = [source.seconds(span) for span in spans]
+    by_kind = [[list(row) for row in zip(*units, strict=True)] for units in zip(*found, strict=True)]
+    return UnitSeconds(*([by_kind[kind][i] for kind in source.kinds] for i in range(len(UnitSeconds._fields))))
+
+
+def shards_of(source: Source, spans: Sequence[Span]) -> dict[str, list[list[float]]]:
+    """The passes of a vocabulary over the ranks, as :class:`seq1f1b.Costs` has them."""
+    rows = zip(*(source.shard(span) for span in spans), strict=True)
+    return {name: [list(row)] * len(source.kinds) for name, row in zip(ShardSeconds._fields, rows, strict=True)}
