@@ -101,15 +101,14 @@ class ByParts(ABC):
         """A unit over the span, by kind of its stage."""
         own, (embedding, head) = self.hardware.unit_overhead, self.ends(span)
         passes = list(zip(self.layer(span), embedding, head, self._factors, self.beyond, strict=True))
-        return [
-            PassSeconds(
-                *(
-                    (layers * layer + is_first * begin + is_last * end) * factor + (layers > 0) * beyond + own
-                    for layer, begin, end, factor, beyond in passes
-                )
-            )
-            for layers, is_first, is_last in self.stages
-        ]
+        found = []
+        for layers, is_first, is_last in self.stages:
+            each = [
+                (layers * layer + is_first * begin + is_last * end) * factor + (layers > 0) * beyond + own
+                for layer, begin, end, factor, beyond in passes
+            ]
+            found.append(PassSeconds(*each))
+        return found
 
     def shard(self, span: Span) -> ShardSeconds:
         """What the head and the embedding take, by as many as there are ranks, and the unit's own time."""

@@ -66,13 +66,15 @@ class ByShape(ByParts):
         hw, h, tokens = self.hardware, self.model.hidden, span.tokens / self.shards
         linear = 2 * (2 * h * self._q + 2 * h * self._g + 3 * h * self._f) * tokens / (hw.peak * hw.linear_efficiency)
         # What is saved was written once, and is read once by what follows; backward reads it and moves its gradient.
-        traffic = hw.saved_moves * self._saved_bytes("none") * tokens / hw.bandwidth
+        traffic = hw.saved_moves * self._all_saved * tokens / hw.bandwidth
         experts = self._experts(tokens)
         collectives = self._gathers(span.tokens, _COLLECTIVES) + experts
         collectives_back = self._gathers(span.tokens, _COLLECTIVES_BACK) + experts
         forward = linear + attention[0] + traffic
-        again = {"none": 0.0, "ffn": 2 / 3 * self._ffn_share() * linear, "full": forward + collectives}
-        back = linear + attention[1] + 1.5 * traffic + again[self.layout.recompute]
+        again = 0.0
+        if self.layout.recompute != "none":
+            again = forward + collectives if self.layout.recompute == "full" else 2 / 3 * self._ffn_share() * linear
+        back = linear + attention[1] + 1.5 * traffic + again
         return PassSeconds(forward, back, linear, back + linear), (collectives, collectives_back)
 
     def _fixed(self, span: Span, attention: tuple[float, float]) -> PassSeconds:
@@ -98,6 +100,8 @@ class ByShape(ByParts):
     def _gathers(self, tokens: int, count: int) -> float:
         """So many all-gathers and reduce-scatters of hidden states."""
         hw, t = self.hardware, self.layout.tensor
+        if t == 1:
+            return 0.0
         moved = count * (t - 1) / t * tokens / self.layout.context * self.model.hidden * hw.element_bytes
         return hw.tensor_exposed * moved / hw.link(t)
 
@@ -112,6 +116,8 @@ class ByShape(ByParts):
     def _ring(self, span: Span) -> float:
         """Keys and values of the prefix that the other devices of the ring hold."""
         c, hw = self.layout.context, self.hardware
+        if c == 1:
+            return 0.0
         moved = (c - 1) / c * span.end * 2 * self._g / self.layout.tensor * hw.element_bytes
         return moved / hw.link(c * self.layout.tensor)
 
@@ -139,7 +145,7 @@ class ByShape(ByParts):
         return []
 
     def standing_work(self, tokens: int, is_last: bool) -> float:
-        work = 0.0 if self.layout.recompute == "none" else self._saved_bytes("none") * tokens / self.shards
+        work = 0.0 if self.layout.recompute == "none" else self._all_saved * tokens / self.shards
         return max(work, self.logit_work(tokens)) if is_last else work
 
     @cached_property
@@ -150,6 +156,10 @@ class ByShape(ByParts):
         of_layer = [self.hardware.activation_factor * each / self.shards for each in (saved + own, kept, left)]
         gradients = 0.0 if self.layout.head_in_loss else self.model.vocab * self.hardware.element_bytes
         return (of_layer[0], of_layer[1], of_layer[2]), self._saved_logits, gradients / self.shards
+
+    @cached_property
+    def _all_saved(self) -> float:
+        return self._saved_bytes("none")
 
     def _saved_bytes(self, recompute: str) -> float:
         """Activations of one token and layer: norms' inputs and outputs, q, attention's output and its sums, gate, up

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from seq1f1b.planning.by_parts import UnitBytes
 from seq1f1b.schedule import Costs, Links, Schedule, StepMemory
-from seq1f1b.seconds import UnitSeconds, seconds_of, shards_of, spans_of
+from seq1f1b.seconds import Span, UnitSeconds, seconds_of, shards_of, spans_of
 
 if TYPE_CHECKING:
     from seq1f1b.planning.cost import CostModel
@@ -101,21 +101,23 @@ class Price:
         return [row] if self._is_alike else row
 
     @cached_property
-    def _spans(self) -> list[Any]:
+    def _spans(self) -> list[Span]:
         return [span for row in self.rows for span in spans_of(row.sizes, row.documents)]
 
     @cached_property
     def seconds(self) -> Any:
         """Seconds of each pass: a :class:`seq1f1b.seconds.UnitSeconds` of tables."""
-        different = list(dict.fromkeys(self._spans))
-        places = {span: place for place, span in enumerate(different)}
-        spread: dict[int, list[Any]] = {}  # equal stages share a row
+        known: dict[Span, int] = {}
+        places = [known.setdefault(span, len(known)) for span in self._spans]
+        found = seconds_of(self.cost.source, list(known))
+        spread: dict[int, list[Any]] = {}  # equal stages are one list: it is spread once
 
         def row(values: list[float]) -> list[Any]:
-            return spread.setdefault(id(values), self._nest([values[places[span]] for span in self._spans]))
+            if id(values) not in spread:
+                spread[id(values)] = self._nest([values[place] for place in places])
+            return spread[id(values)]
 
-        found = seconds_of(self.cost.source, different)
-        return UnitSeconds(*([spread.get(id(values)) or row(values) for values in table] for table in found))
+        return UnitSeconds(*(list(map(row, table)) for table in found))
 
     @cached_property
     def shard_seconds(self) -> dict[str, list[list[float]]]:
