@@ -11,9 +11,6 @@
 #include "../torch/ops.h"
 #include "../torch/torch_abi.h"
 
-PyDoc_STRVAR(bind_torch_doc,
-             "bind_torch(path) -> None\n\nFinds libtorch's C ABI in the process and registers the ops.");
-
 static PyObject *bind_torch(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *path = NULL;
@@ -29,9 +26,6 @@ static PyObject *bind_torch(PyObject *Py_UNUSED(module), PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(torch_functions_doc,
-             "torch_functions() -> tuple of str\n\nNames of the libtorch functions that are used.");
-
 static PyObject *torch_functions(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
 #define S1F_NAME(result, name, arguments) #name,
@@ -39,11 +33,6 @@ static PyObject *torch_functions(PyObject *Py_UNUSED(module), PyObject *Py_UNUSE
 #undef S1F_NAME
     return s1f_tuple_of(sizeof names / sizeof names[0], s1f_name_item, names);
 }
-
-PyDoc_STRVAR(
-    take_op_failure_doc,
-    "take_op_failure() -> Exception | None\n\nThe exception of the op that failed last on this thread; a second "
-    "call returns None. Torch has turned it into a RuntimeError.");
 
 static PyObject *take_op_failure(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
@@ -61,8 +50,6 @@ static PyObject *take_op_failure(PyObject *Py_UNUSED(module), PyObject *Py_UNUSE
     return value;
 }
 
-PyDoc_STRVAR(layer_register_doc, "layer_register(layer) -> None\n\nMakes an int a key of KV caches.");
-
 static PyObject *layer_register(PyObject *Py_UNUSED(module), PyObject *argument)
 {
     int64_t layer;
@@ -71,22 +58,16 @@ static PyObject *layer_register(PyObject *Py_UNUSED(module), PyObject *argument)
 
 /* -- current unit ---------------------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(in_step_doc, "in_step() -> bool\n\nWhether a unit runs now, on this thread or in this process.");
-
 static PyObject *in_step(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
     return PyBool_FromLong(s1f_current_unit_get() != NULL);
 }
-
-PyDoc_STRVAR(token_offset_doc, "token_offset() -> int\n\nFirst token of the current segment, 0 outside a step.");
 
 static PyObject *token_offset(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
     const s1f_current_unit *unit = s1f_current_unit_get();
     return PyLong_FromLongLong(unit != NULL ? unit->offset : 0);
 }
-
-PyDoc_STRVAR(current_unit_doc, "current_unit() -> CurrentUnit | None\n\nThe unit that runs now.");
 
 static PyObject *current_unit(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
@@ -101,8 +82,6 @@ static PyObject *current_unit(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(n
 
 /* -- KV cache -------------------------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(kv_cache_create_doc, "kv_cache_create() -> capsule\n\nAn empty KV cache.");
-
 static PyObject *kv_cache_create(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
     s1f_kv_cache *cache = NULL;
@@ -110,19 +89,12 @@ static PyObject *kv_cache_create(PyObject *Py_UNUSED(module), PyObject *Py_UNUSE
     return s1f_new_kv_cache(status, cache, NULL);
 }
 
-PyDoc_STRVAR(kv_cache_bytes_doc, "kv_cache_bytes(cache) -> (int, int)\n\nBytes held of K/V and of dK/dV slabs.");
-
-static PyObject *kv_cache_bytes(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(kv_cache_bytes, kv_cache, cache)
 {
-    s1f_kv_cache *cache;
-    if (!s1f_to_kv_cache(handle, &cache))
-        return NULL;
     int64_t kv_bytes = 0, grad_bytes = 0;
     s1f_kv_cache_bytes(cache, &kv_bytes, &grad_bytes);
     return Py_BuildValue("LL", (long long)kv_bytes, (long long)grad_bytes);
 }
-
-PyDoc_STRVAR(kv_cache_layers_doc, "kv_cache_layers(cache) -> [CacheLayer]\n\nThe layers that the last step used.");
 
 static PyObject *kv_cache_layers(PyObject *Py_UNUSED(module), PyObject *handle)
 {
@@ -146,16 +118,10 @@ static PyObject *kv_cache_layers(PyObject *Py_UNUSED(module), PyObject *handle)
 
 /* -- instruction set ------------------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(attention_isa_doc, "attention_isa() -> str\n\nInstruction set of the attention kernels in use.");
-
 static PyObject *attention_isa(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
     return PyUnicode_FromString(s1f_attention_isa());
 }
-
-PyDoc_STRVAR(attention_rates_doc,
-             "attention_rates(seconds) -> (float, float)\n\nFLOP per second of one core, measured on this thread: fp32 "
-             "multiply-adds, and vdpbf16ps or 0 where the machine lacks it.");
 
 static PyObject *attention_rates(PyObject *Py_UNUSED(module), PyObject *argument)
 {
@@ -163,24 +129,25 @@ static PyObject *attention_rates(PyObject *Py_UNUSED(module), PyObject *argument
     if (seconds == -1 && PyErr_Occurred())
         return NULL;
     s1f_rates rates;
-    Py_BEGIN_ALLOW_THREADS
-    rates = s1f_measure_rates(seconds);
-    Py_END_ALLOW_THREADS
+    S1F_WITHOUT_GIL(rates = s1f_measure_rates(seconds));
     return Py_BuildValue("dd", rates.fma, rates.bf16);
 }
 
 PyMethodDef s1f_attention_methods[] = {
-    {"bind_torch", bind_torch, METH_VARARGS, bind_torch_doc},
-    {"torch_functions", torch_functions, METH_NOARGS, torch_functions_doc},
-    {"take_op_failure", take_op_failure, METH_NOARGS, take_op_failure_doc},
-    {"layer_register", layer_register, METH_O, layer_register_doc},
-    {"in_step", in_step, METH_NOARGS, in_step_doc},
-    {"token_offset", token_offset, METH_NOARGS, token_offset_doc},
-    {"current_unit", current_unit, METH_NOARGS, current_unit_doc},
-    {"kv_cache_create", kv_cache_create, METH_NOARGS, kv_cache_create_doc},
-    {"kv_cache_bytes", kv_cache_bytes, METH_O, kv_cache_bytes_doc},
-    {"kv_cache_layers", kv_cache_layers, METH_O, kv_cache_layers_doc},
-    {"attention_isa", attention_isa, METH_NOARGS, attention_isa_doc},
-    {"attention_rates", attention_rates, METH_O, attention_rates_doc},
-    {NULL, NULL, 0, NULL},
-};
+    S1F_METHOD(bind_torch, VARARGS, "Finds libtorch's C ABI in the process and registers the ops."),
+    S1F_METHOD(torch_functions, NOARGS, "Names of the libtorch functions that are used."),
+    S1F_METHOD(
+        take_op_failure, NOARGS,
+        "The exception of the op that failed last on this thread; a second call returns None. Torch has turned it into a RuntimeError."),
+    S1F_METHOD(layer_register, O, "Makes an int a key of KV caches."),
+    S1F_METHOD(in_step, NOARGS, "Whether a unit runs now, on this thread or in this process."),
+    S1F_METHOD(token_offset, NOARGS, "First token of the current segment, 0 outside a step."),
+    S1F_METHOD(current_unit, NOARGS, "The unit that runs now."),
+    S1F_METHOD(kv_cache_create, NOARGS, "An empty KV cache."),
+    S1F_METHOD(kv_cache_bytes, O, "Bytes held of K/V and of dK/dV slabs."),
+    S1F_METHOD(kv_cache_layers, O, "The layers that the last step used."),
+    S1F_METHOD(attention_isa, NOARGS, "Instruction set of the attention kernels in use."),
+    S1F_METHOD(
+        attention_rates, O,
+        "FLOP per second of one core, measured on this thread: fp32 multiply-adds, and vdpbf16ps or 0 where the machine lacks it."),
+    {NULL, NULL, 0, NULL}};

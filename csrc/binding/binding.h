@@ -23,8 +23,9 @@ s1f_status s1f_check_signals(void);
 struct s1f_group;
 /* s1f_raise, by which a PipelineError also gets .rank, .unit and .edge of the group's failure, where known. */
 PyObject *s1f_raise_for_group(s1f_status status, const struct s1f_group *group);
-/* None, or the exception of the status. */
+/* None, or the exception of the status; of s1f_raise_for_group. */
 PyObject *s1f_none(s1f_status status);
+PyObject *s1f_none_of(s1f_status status, const struct s1f_group *group);
 int s1f_add_errors(PyObject *module); /* the exceptions of this package, to the module; -1 with the exception set */
 
 /* -- handles ------------------------------------------------------------------------------------------------------- */
@@ -65,6 +66,32 @@ void *s1f_from_capsule(PyObject *capsule, const char *name);
     int s1f_to_##name(PyObject *handle, void *out);                                                                    \
     PyObject *s1f_new_##name(s1f_status status, void *core, PyObject *borrowed);
 S1F_HANDLES(S1F_DECLARE_HANDLE)
+
+/* -- methods ------------------------------------------------------------------------------------------------------- */
+
+/* A row of a method table. The text says what the signature does not, which the stub, _C.pyi, has. */
+#define S1F_METHOD(name, arguments, text)                                                                              \
+    {                                                                                                                  \
+#name, name, METH_##arguments, text                                                                            \
+    }
+
+/* Begins a method (METH_O) of one handle; the body follows, in which `core` names what the handle holds. */
+#define S1F_METHOD_OF(method, type, core)                                                                              \
+    static PyObject *method##_of(s1f_##type *core);                                                                    \
+    static PyObject *method(PyObject *Py_UNUSED(module), PyObject *handle)                                             \
+    {                                                                                                                  \
+        s1f_##type *core;                                                                                              \
+        return s1f_to_##type(handle, &core) ? method##_of(core) : NULL;                                                \
+    }                                                                                                                  \
+    static PyObject *method##_of(s1f_##type *core)
+
+/* Runs a statement that may take long, or wait. */
+#define S1F_WITHOUT_GIL(statement)                                                                                     \
+    do {                                                                                                               \
+        PyThreadState *thread_state = PyEval_SaveThread();                                                             \
+        statement;                                                                                                     \
+        PyEval_RestoreThread(thread_state);                                                                            \
+    } while (0)
 
 /* -- "O&" converters: 1, or 0 with the exception set --------------------------------------------------------------- */
 

@@ -8,8 +8,6 @@
 
 #include <string.h>
 
-PyDoc_STRVAR(cuda_library_open_doc, "cuda_library_open(path) -> capsule\n\nOpens the library of CUDA kernels.");
-
 static PyObject *cuda_library_open(PyObject *Py_UNUSED(module), PyObject *args)
 {
     const char *path = NULL;
@@ -17,9 +15,7 @@ static PyObject *cuda_library_open(PyObject *Py_UNUSED(module), PyObject *args)
         return NULL;
     s1f_cuda_library *library = NULL;
     s1f_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = s1f_cuda_library_open(path, &library);
-    Py_END_ALLOW_THREADS
+    S1F_WITHOUT_GIL(status = s1f_cuda_library_open(path, &library));
     return s1f_new_cuda_library(status, library, NULL);
 }
 
@@ -39,9 +35,6 @@ static PyObject *kernel_item(const void *kernels, int64_t i)
                           (int)kernel->head_dim, (int)kernel->query_rows, (int)kernel->key_rows, (int)kernel->warps,
                           (int)kernel->stages, (int)kernel->shared_bytes, (int)kernel->shared_limit);
 }
-
-PyDoc_STRVAR(cuda_operation_doc,
-             "cuda_operation(library, name) -> (source, compiler, architectures, tuple of CudaKernel)");
 
 static PyObject *cuda_operation(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -135,13 +128,6 @@ static const s1f_cuda_operation *read_attention(PyObject *args, const char *form
 
 #define S1F_ATTENTION_FORMAT "O&si(O&LLLLLLdLdO&LO&O&O&O&O&O&O&O&O&O&O&ppi)"
 
-PyDoc_STRVAR(
-    cuda_attention_scratch_doc,
-    "cuda_attention_scratch(library, operation, kernel, arguments) -> bytes of the device that a launch needs\n\n"
-    "arguments: (dtype, batch, heads, kv_heads, segment_len, head_dim, q_start, scale, window, softcap, docs, "
-    "docs_batch_stride, q, k, v, out, lse, dout, dq, dk, dv, own_dk, own_dv, store_kv_grads, deterministic, "
-    "num_parts); tensors: (address, stride of batch, head, row) or None; docs and lse: addresses.");
-
 static PyObject *cuda_attention_scratch(PyObject *Py_UNUSED(module), PyObject *args)
 {
     s1f_cuda_attention_args arguments;
@@ -155,9 +141,6 @@ static PyObject *cuda_attention_scratch(PyObject *Py_UNUSED(module), PyObject *a
     return status == S1F_OK ? PyLong_FromLongLong(bytes) : s1f_raise(status);
 }
 
-PyDoc_STRVAR(cuda_attention_doc, "cuda_attention(library, operation, kernel, arguments, scratch, scratch_bytes, "
-                                 "stream) -> None\n\nLaunches; kernel -1: the launcher chooses.");
-
 static PyObject *cuda_attention(PyObject *Py_UNUSED(module), PyObject *args)
 {
     s1f_cuda_attention_args arguments;
@@ -168,9 +151,7 @@ static PyObject *cuda_attention(PyObject *Py_UNUSED(module), PyObject *args)
     if (operation == NULL)
         return NULL;
     s1f_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = s1f_cuda_launch(operation, &arguments, kernel, stream);
-    Py_END_ALLOW_THREADS
+    S1F_WITHOUT_GIL(status = s1f_cuda_launch(operation, &arguments, kernel, stream));
     return s1f_none(status);
 }
 
@@ -214,12 +195,6 @@ static int to_parts_operation(PyObject *name, void *out)
     return 0;
 }
 
-PyDoc_STRVAR(
-    cuda_attention_parts_doc,
-    "cuda_attention_parts(library, what, dtype, store, batch, heads, rows, head_dim, v_head_dim, parts, slabs, "
-    "outs, lse, stream) -> bool\n\nLaunches \"merge\", \"add\", \"finish\" or \"total\"; False: no kernel is "
-    "for such tensors.\nparts, slabs, outs: tuples of (address, four strides); lse: three addresses.");
-
 static PyObject *cuda_attention_parts(PyObject *Py_UNUSED(module), PyObject *args)
 {
     s1f_cuda_library *library;
@@ -243,17 +218,18 @@ static PyObject *cuda_attention_parts(PyObject *Py_UNUSED(module), PyObject *arg
     if (operation == NULL)
         return NULL;
     s1f_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = s1f_cuda_launch(operation, &arguments, -1, stream);
-    Py_END_ALLOW_THREADS
+    S1F_WITHOUT_GIL(status = s1f_cuda_launch(operation, &arguments, -1, stream));
     return status == S1F_OK || status == S1F_ERR_ARG ? PyBool_FromLong(status == S1F_OK) : s1f_raise(status);
 }
 
 PyMethodDef s1f_cuda_methods[] = {
-    {"cuda_attention_scratch", cuda_attention_scratch, METH_VARARGS, cuda_attention_scratch_doc},
-    {"cuda_attention", cuda_attention, METH_VARARGS, cuda_attention_doc},
-    {"cuda_attention_parts", cuda_attention_parts, METH_VARARGS, cuda_attention_parts_doc},
-    {"cuda_library_open", cuda_library_open, METH_VARARGS, cuda_library_open_doc},
-    {"cuda_operation", cuda_operation, METH_VARARGS, cuda_operation_doc},
-    {NULL, NULL, 0, NULL},
-};
+    S1F_METHOD(
+        cuda_attention_scratch, VARARGS,
+        "Bytes of the device that a launch needs. Arguments: (dtype, batch, heads, kv_heads, segment_len, head_dim, q_start, scale, window, softcap, docs, docs_batch_stride, q, k, v, out, lse, dout, dq, dk, dv, own_dk, own_dv, store_kv_grads, deterministic, num_parts); tensors: (address, stride of batch, head, row) or None; docs and lse: addresses."),
+    S1F_METHOD(cuda_attention, VARARGS, "Launches; kernel -1: the launcher chooses."),
+    S1F_METHOD(
+        cuda_attention_parts, VARARGS,
+        "Launches \"merge\", \"add\", \"finish\" or \"total\"; False: no kernel is for such tensors.\nparts, slabs, outs: tuples of (address, four strides); lse: three addresses."),
+    S1F_METHOD(cuda_library_open, VARARGS, "Opens the library of CUDA kernels."),
+    S1F_METHOD(cuda_operation, VARARGS, "(source, compiler, architectures, tuple of CudaKernel)."),
+    {NULL, NULL, 0, NULL}};

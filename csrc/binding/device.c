@@ -30,34 +30,22 @@ static PyObject *device_begin_step(PyObject *Py_UNUSED(module), PyObject *argume
     s1f_cu_stream stream;
     if (!PyArg_ParseTuple(arguments, "O&O&", s1f_to_device, &device, s1f_to_address, &stream))
         return NULL;
-    s1f_status status = s1f_device_begin_step(device, stream);
-    return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise(status);
+    return s1f_none(s1f_device_begin_step(device, stream));
 }
 
-static PyObject *device_restart_unit(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(device_restart_unit, device, device)
 {
-    s1f_device *device;
-    if (!s1f_to_device(handle, &device))
-        return NULL;
-    s1f_status status = s1f_device_restart_unit(device);
-    return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise(status);
+    return s1f_none(s1f_device_restart_unit(device));
 }
 
-static PyObject *device_end_unit(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(device_end_unit, device, device)
 {
-    s1f_device *device;
-    if (!s1f_to_device(handle, &device))
-        return NULL;
-    s1f_status status = s1f_device_end_unit(device);
-    return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise(status);
+    return s1f_none(s1f_device_end_unit(device));
 }
 
-static PyObject *device_free_bytes(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(device_free_bytes, device, device)
 {
-    s1f_device *device;
     int64_t bytes;
-    if (!s1f_to_device(handle, &device))
-        return NULL;
     s1f_status status = s1f_device_free_bytes(device, &bytes);
     return status == S1F_OK ? PyLong_FromLongLong(bytes) : s1f_raise(status);
 }
@@ -134,42 +122,27 @@ static PyObject *nccl_end(PyObject *Py_UNUSED(module), PyObject *arguments)
     const s1f_nccl *nccl;
     s1f_status status = s1f_nccl_load(path, &nccl);
     if (status == S1F_OK) {
-        Py_BEGIN_ALLOW_THREADS
-        status = s1f_nccl_end_create(nccl, &id, control, watchdog, &end);
-        Py_END_ALLOW_THREADS
+        S1F_WITHOUT_GIL(status = s1f_nccl_end_create(nccl, &id, control, watchdog, &end));
     }
     return s1f_new_edge_end(status, end, arguments);
 }
 
-static PyObject *nccl_connect(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(nccl_connect, edge_end, end)
 {
-    s1f_edge_end *end;
     s1f_status status;
-    if (!s1f_to_edge_end(handle, &end))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = s1f_nccl_end_connect(end);
-    Py_END_ALLOW_THREADS
-    return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise_for_group(status, end->group);
+    S1F_WITHOUT_GIL(status = s1f_nccl_end_connect(end));
+    return s1f_none_of(status, end->group);
 }
 
-static PyObject *nccl_leave(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(nccl_leave, edge_end, end)
 {
-    s1f_edge_end *end;
-    if (!s1f_to_edge_end(handle, &end))
-        return NULL;
     s1f_nccl_end_leave(end);
     Py_RETURN_NONE;
 }
 
-static PyObject *device_end_close(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(device_end_close, edge_end, end)
 {
-    s1f_edge_end *end;
-    if (!s1f_to_edge_end(handle, &end))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    s1f_device_end_close(end);
-    Py_END_ALLOW_THREADS
+    S1F_WITHOUT_GIL(s1f_device_end_close(end));
     Py_RETURN_NONE;
 }
 
@@ -205,15 +178,10 @@ static PyObject *staging_end(PyObject *Py_UNUSED(module), PyObject *arguments)
     return s1f_new_edge_end(status, end, arguments);
 }
 
-static PyObject *device_end_forget(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(device_end_forget, edge_end, end)
 {
-    s1f_edge_end *end;
     s1f_status status;
-    if (!s1f_to_edge_end(handle, &end))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = s1f_device_end_forget((s1f_device_end *)end);
-    Py_END_ALLOW_THREADS
+    S1F_WITHOUT_GIL(status = s1f_device_end_forget((s1f_device_end *)end));
     return s1f_none(status);
 }
 
@@ -225,11 +193,8 @@ static PyObject *edge_end_text(PyObject *Py_UNUSED(module), PyObject *handle)
 
 /* -- proofs -------------------------------------------------------------------------------------------------------- */
 
-static PyObject *edge_proof_begin(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(edge_proof_begin, edge_end, end)
 {
-    s1f_edge_end *end;
-    if (!s1f_to_edge_end(handle, &end))
-        return NULL;
     return s1f_none(s1f_edge_proof_begin(end));
 }
 
@@ -240,10 +205,8 @@ static PyObject *edge_proof_post(PyObject *Py_UNUSED(module), PyObject *argument
     s1f_status status;
     if (!PyArg_ParseTuple(arguments, "O&O&O&", s1f_to_edge_end, &end, s1f_to_int64, &sequence, s1f_to_int64, &bytes))
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = s1f_edge_proof_post(end, sequence, bytes);
-    Py_END_ALLOW_THREADS
-    return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise_for_group(status, end->group);
+    S1F_WITHOUT_GIL(status = s1f_edge_proof_post(end, sequence, bytes));
+    return s1f_none_of(status, end->group);
 }
 
 static PyObject *edge_proof_move(PyObject *Py_UNUSED(module), PyObject *arguments)
@@ -253,72 +216,48 @@ static PyObject *edge_proof_move(PyObject *Py_UNUSED(module), PyObject *argument
     s1f_status status;
     if (!PyArg_ParseTuple(arguments, "O&O&O&", s1f_to_edge_end, &end, s1f_to_int64, &sequence, s1f_to_int64, &bytes))
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = end->is_receiver ? s1f_edge_proof_receive(end, sequence, bytes, &ns)
-                              : s1f_edge_proof_send(end, sequence, bytes, &ns);
-    Py_END_ALLOW_THREADS
+    S1F_WITHOUT_GIL(status = end->is_receiver ? s1f_edge_proof_receive(end, sequence, bytes, &ns)
+                                              : s1f_edge_proof_send(end, sequence, bytes, &ns));
     return status == S1F_OK ? PyFloat_FromDouble((double)ns * 1e-9) : s1f_raise_for_group(status, end->group);
 }
 
-static PyObject *edge_proof_give_up(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(edge_proof_give_up, edge_end, end)
 {
-    s1f_edge_end *end;
     int idle;
-    if (!s1f_to_edge_end(handle, &end))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    idle = s1f_edge_proof_give_up(end);
-    Py_END_ALLOW_THREADS
+    S1F_WITHOUT_GIL(idle = s1f_edge_proof_give_up(end));
     return PyBool_FromLong(idle);
 }
 
-static PyObject *edge_proof_end(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(edge_proof_end, edge_end, end)
 {
-    s1f_edge_end *end;
-    if (!s1f_to_edge_end(handle, &end))
-        return NULL;
     s1f_edge_proof_end(end);
     Py_RETURN_NONE;
 }
 
 PyMethodDef s1f_device_methods[] = {
-    {"device_create", device_create, METH_VARARGS,
-     "device_create(driver_path, ordinal): a GPU by the CUDA driver's library; None: the system's."},
-    {"device_begin_step", device_begin_step, METH_VARARGS,
-     "device_begin_step(device, stream): the CUstream on which the next step's units compute."},
-    {"device_restart_unit", device_restart_unit, METH_O,
-     "device_restart_unit(device): the unit that runs begins only now."},
-    {"device_end_unit", device_end_unit, METH_O, "device_end_unit(device): all work of the unit has been started."},
-    {"device_free_bytes", device_free_bytes, METH_O, "device_free_bytes(device): free memory of the GPU."},
-    {"watchdog_create", watchdog_create, METH_VARARGS,
-     "watchdog_create(group, device, timeout_s): a thread that looks after the rank's transfers."},
-    {"watchdog_set_timeout", watchdog_set_timeout, METH_VARARGS, "watchdog_set_timeout(watchdog, timeout_s)"},
-    {"watchdog_prove", watchdog_prove, METH_VARARGS,
-     "watchdog_prove(watchdog, limit_s): ends that are made now prove themselves, each call in so long; 0: no more."},
-    {"nccl_find", nccl_find, METH_VARARGS,
-     "nccl_find(path): (version, path) of NCCL; None: the copy that the process has loaded, or the loader's."},
-    {"nccl_unique_id", nccl_unique_id, METH_VARARGS, "nccl_unique_id(path): 128 bytes for one communicator."},
-    {"nccl_end", nccl_end, METH_VARARGS,
-     "nccl_end(path, id, control, watchdog): an end of an edge between GPUs; then nccl_connect."},
-    {"nccl_connect", nccl_connect, METH_O, "nccl_connect(end): waits for its communicator, and so for the peer."},
-    {"nccl_leave", nccl_leave, METH_O, "nccl_leave(end): starts to end its communicator; before any end is dropped."},
-    {"copy_end", copy_end, METH_VARARGS,
-     "copy_end(control, watchdog, in_process): an end whose sender's copy engine writes into the receiver's memory."},
-    {"host_end", host_end, METH_VARARGS,
-     "host_end(control, watchdog): an end whose messages go through pageable host memory, over its control edge."},
-    {"staging_end", staging_end, METH_VARARGS,
-     "staging_end(control, ring, watchdog): an end whose messages go through pinned memory, the ring's."},
-    {"device_end_forget", device_end_forget, METH_O,
-     "device_end_forget(end): gives back the memory of its places; the sender's end goes first."},
-    {"edge_end_text", edge_end_text, METH_O, "edge_end_text(end): names the edge in errors."},
-    {"edge_proof_begin", edge_proof_begin, METH_O, "edge_proof_begin(end): an end that proves itself enters the step."},
-    {"edge_proof_post", edge_proof_post, METH_VARARGS, "edge_proof_post(end, sequence, bytes): at the receiver."},
-    {"edge_proof_move", edge_proof_move, METH_VARARGS,
-     "edge_proof_move(end, sequence, bytes): sends known bytes, or receives and compares them; seconds."},
-    {"edge_proof_give_up", edge_proof_give_up, METH_O,
-     "edge_proof_give_up(end): aborts what is under way; whether that has ended."},
-    {"edge_proof_end", edge_proof_end, METH_O, "edge_proof_end(end): what fails from here on ends the step."},
-    {"device_end_close", device_end_close, METH_O,
-     "device_end_close(end): ends its transfers; tensors that lie in its memory stay valid."},
-    {NULL, NULL, 0, NULL},
-};
+    S1F_METHOD(device_create, VARARGS, "A GPU by the CUDA driver's library; None: the system's."),
+    S1F_METHOD(device_begin_step, VARARGS, "The CUstream on which the next step's units compute."),
+    S1F_METHOD(device_restart_unit, O, "The unit that runs begins only now."),
+    S1F_METHOD(device_end_unit, O, "All work of the unit has been started."),
+    S1F_METHOD(device_free_bytes, O, "Free memory of the GPU."),
+    S1F_METHOD(watchdog_create, VARARGS, "A thread that looks after the rank's transfers."),
+    S1F_METHOD(watchdog_set_timeout, VARARGS, "Longest silence of a peer."),
+    S1F_METHOD(watchdog_prove, VARARGS, "Ends that are made now prove themselves, each call in so long; 0: no more."),
+    S1F_METHOD(nccl_find, VARARGS,
+               "(version, path) of NCCL; None: the copy that the process has loaded, or the loader's."),
+    S1F_METHOD(nccl_unique_id, VARARGS, "128 bytes for one communicator."),
+    S1F_METHOD(nccl_end, VARARGS, "An end of an edge between GPUs; then nccl_connect."),
+    S1F_METHOD(nccl_connect, O, "Waits for its communicator, and so for the peer."),
+    S1F_METHOD(nccl_leave, O, "Starts to end its communicator; before any end is dropped."),
+    S1F_METHOD(copy_end, VARARGS, "An end whose sender's copy engine writes into the receiver's memory."),
+    S1F_METHOD(host_end, VARARGS, "An end whose messages go through pageable host memory, over its control edge."),
+    S1F_METHOD(staging_end, VARARGS, "An end whose messages go through pinned memory, the ring's."),
+    S1F_METHOD(device_end_forget, O, "Gives back the memory of its places; the sender's end goes first."),
+    S1F_METHOD(edge_end_text, O, "Names the edge in errors."),
+    S1F_METHOD(edge_proof_begin, O, "An end that proves itself enters the step."),
+    S1F_METHOD(edge_proof_post, VARARGS, "At the receiver."),
+    S1F_METHOD(edge_proof_move, VARARGS, "Sends known bytes, or receives and compares them; seconds."),
+    S1F_METHOD(edge_proof_give_up, O, "Aborts what is under way; whether that has ended."),
+    S1F_METHOD(edge_proof_end, O, "What fails from here on ends the step."),
+    S1F_METHOD(device_end_close, O, "Ends its transfers; tensors that lie in its memory stay valid."),
+    {NULL, NULL, 0, NULL}};

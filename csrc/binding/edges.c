@@ -96,12 +96,9 @@ static PyObject *relay_done(PyObject *Py_UNUSED(module), PyObject *arguments)
     Py_RETURN_NONE;
 }
 
-static PyObject *edge_positions(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(edge_positions, edge_end, end)
 {
-    s1f_edge_end *end;
     uint64_t granted, sent;
-    if (!s1f_to_edge_end(handle, &end))
-        return NULL;
     s1f_arena_positions(end, &granted, &sent);
     return Py_BuildValue("(KK)(KK)", (unsigned long long)(granted >> 32), (unsigned long long)(granted & UINT32_MAX),
                          (unsigned long long)(sent >> 32), (unsigned long long)(sent & UINT32_MAX));
@@ -117,16 +114,11 @@ static PyObject *message_head(PyObject *Py_UNUSED(module), PyObject *address)
     return Py_BuildValue("Li", (long long)bytes, bytes >= 0 && message->training != 0);
 }
 
-static PyObject *relay_flush(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(relay_flush, edge_end, end)
 {
-    s1f_edge_end *end;
     s1f_status status;
-    if (!s1f_to_edge_end(handle, &end))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = s1f_relay_flush(end);
-    Py_END_ALLOW_THREADS
-    return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise_for_group(status, end->group);
+    S1F_WITHOUT_GIL(status = s1f_relay_flush(end));
+    return s1f_none_of(status, end->group);
 }
 
 /* -- tensors over places: DLPack -------------------------------------------------------------------------------- */
@@ -214,18 +206,13 @@ static PyObject *place_tensor_capsule(PyObject *Py_UNUSED(module), PyObject *arg
 }
 
 PyMethodDef s1f_edge_methods[] = {
-    {"arena_end", arena_end, METH_VARARGS,
-     "arena_end(group, mapping, hangup_fd, peer_rank, is_receiver, text): an end of an edge that both ranks map."},
-    {"relay_end", relay_end, METH_VARARGS,
-     "relay_end(group, mapping, relay, peer_rank, is_receiver, text): an end whose messages a Python object moves."},
-    {"relay_done", relay_done, METH_VARARGS, "relay_done(end, step, sequence): a message has come, or has gone."},
-    {"relay_flush", relay_flush, METH_O, "relay_flush(end): waits until every message has gone."},
-    {"edge_positions", edge_positions, METH_O,
-     "edge_positions(end): (step, messages of it) that have a place, and that were sent; end: not one between GPUs."},
-    {"message_head", message_head, METH_O,
-     "message_head(place): (bytes after the header, -1 if there is no message; whether of a training step)."},
-    {"place_tensor_capsule", place_tensor_capsule, METH_VARARGS,
-     "place_tensor_capsule(owner, address, dtype, sizes, gpu=-1): DLPack capsule of a tensor that keeps owner alive, "
-     "on the CPU or on a GPU."},
-    {NULL, NULL, 0, NULL},
-};
+    S1F_METHOD(arena_end, VARARGS, "An end of an edge that both ranks map."),
+    S1F_METHOD(relay_end, VARARGS, "An end whose messages a Python object moves."),
+    S1F_METHOD(relay_done, VARARGS, "A message has come, or has gone."),
+    S1F_METHOD(relay_flush, O, "Waits until every message has gone."),
+    S1F_METHOD(edge_positions, O,
+               "(step, messages of it) that have a place, and that were sent; end: not one between GPUs."),
+    S1F_METHOD(message_head, O, "(bytes after the header, -1 if there is no message; whether of a training step)."),
+    S1F_METHOD(place_tensor_capsule, VARARGS,
+               "DLPack capsule of a tensor that keeps owner alive, on the CPU or on a GPU."),
+    {NULL, NULL, 0, NULL}};

@@ -492,9 +492,7 @@ static PyObject *executor_settle(PyObject *Py_UNUSED(module), PyObject *capsule)
     if (!to_executor(capsule, &handle))
         return NULL;
     if (handle->device != NULL) {
-        Py_BEGIN_ALLOW_THREADS
-        status = s1f_executor_settle_times(handle->executor);
-        Py_END_ALLOW_THREADS
+        S1F_WITHOUT_GIL(status = s1f_executor_settle_times(handle->executor));
     }
     return status == S1F_OK ? PyBool_FromLong(handle->device != NULL) : s1f_raise(status);
 }
@@ -621,28 +619,18 @@ static PyObject *executor_set_tier(PyObject *Py_UNUSED(module), PyObject *argume
 }
 
 PyMethodDef s1f_executor_methods[] = {
-    {"executor_create", executor_create, METH_VARARGS,
-     "executor_create(program, rank, group, cache, ends, thread_scope, dtype_codes, fills) -> handle. fills: whether W "
-     "runs in waits."},
-    {"executor_set_device", executor_set_device, METH_VARARGS,
-     "executor_set_device(executor, device): the GPU on which units compute"},
-    {"executor_set_tier", executor_set_tier, METH_VARARGS,
-     "executor_set_tier(executor, tier): where moved units are; a load's number is the cell of all stages"},
-    {"executor_step", executor_step, METH_VARARGS,
-     "executor_step(executor, step, training, sequence_length, sizes, run, fill, segment_sizes, make_views)\n\n"
-     "run(pass, stage, cell, received) -> tensors to send. cell: number of the segment within its stage, counted over "
-     "all micro-batches. received: None, or a tuple of what make_views made of each message, in the order of the "
-     "program's WAITs. fill(stage, cell) -> whether anything is left: runs a part of this W."},
-    {"executor_settle", executor_settle, METH_O,
-     "executor_settle(executor) -> whether units ran on a GPU: waits for the end of the last step there, and makes its "
-     "times those of the GPU"},
-    {"executor_fills", executor_fills, METH_O,
-     "executor_fills(executor) -> [(unit, start_ns, end_ns)]: the parts of W that ran in waits of the last step"},
-    {"executor_last_unit", executor_last_unit, METH_O, "(pass, stage, microbatch, segment) the last step ended at"},
-    {"executor_timeline", executor_timeline, METH_VARARGS,
-     "executor_timeline(executor, rank) -> [(opcode, unit, start_ns, end_ns)] of the last step"},
-    {"executor_totals", executor_totals, METH_VARARGS,
-     "executor_totals(executor, rank) -> StepTotals of the last step"},
-    {"executor_stage_measure", executor_stage_measure, METH_VARARGS,
-     "executor_stage_measure(executor, stage) -> (peak live units, peak live tokens) of the last step"},
+    S1F_METHOD(executor_create, VARARGS, "Fills: whether W runs in waits."),
+    S1F_METHOD(executor_set_device, VARARGS, "The GPU on which units compute."),
+    S1F_METHOD(executor_set_tier, VARARGS, "Where moved units are; a load's number is the cell of all stages."),
+    S1F_METHOD(
+        executor_step, VARARGS,
+        "run(pass, stage, cell, received) -> tensors to send. cell: number of the segment within its stage, counted over all micro-batches. received: None, or a tuple of what make_views made of each message, in the order of the program's WAITs. fill(stage, cell) -> whether anything is left: runs a part of this W."),
+    S1F_METHOD(
+        executor_settle, O,
+        "Whether units ran on a GPU: waits for the end of the last step there, and makes its times those of the GPU."),
+    S1F_METHOD(executor_fills, O, "[(unit, start_ns, end_ns)]: the parts of W that ran in waits of the last step."),
+    S1F_METHOD(executor_last_unit, O, "(pass, stage, microbatch, segment) the last step ended at."),
+    S1F_METHOD(executor_timeline, VARARGS, "[(opcode, unit, start_ns, end_ns)] of the last step."),
+    S1F_METHOD(executor_totals, VARARGS, "Totals of the last step."),
+    S1F_METHOD(executor_stage_measure, VARARGS, "(peak live units, peak live tokens) of the last step."),
     {NULL, NULL, 0, NULL}};

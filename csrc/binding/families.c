@@ -240,10 +240,8 @@ static PyObject *schedule_build(PyObject *Py_UNUSED(module), PyObject *tuple)
     if (read_build_arguments(tuple, &a)) {
         s1f_schedule *schedule = NULL;
         s1f_status status;
-        Py_BEGIN_ALLOW_THREADS
-        status = s1f_schedule_build(a.family, a.num_ranks, a.num_microbatches, a.num_segments, a.stages_per_rank,
-                                    &a.read.options, &schedule);
-        Py_END_ALLOW_THREADS
+        S1F_WITHOUT_GIL(status = s1f_schedule_build(a.family, a.num_ranks, a.num_microbatches, a.num_segments,
+                                                    a.stages_per_rank, &a.read.options, &schedule));
         handle = s1f_new_schedule(status, schedule, NULL);
     }
     free_options(&a.read);
@@ -265,12 +263,9 @@ static PyObject *schedule_broken_rule(PyObject *Py_UNUSED(module), PyObject *tup
 }
 
 PyMethodDef s1f_family_methods[] = {
-    {"schedule_families", schedule_families, METH_NOARGS,
-     "(name, description, source, validity, least stages_per_rank, names of options, whether the backward is split, "
-     "whether its source cuts micro-batches into segments) of every family."},
-    {"schedule_build", schedule_build, METH_VARARGS,
-     "schedule_build(family, num_ranks, num_microbatches, num_segments, stages_per_rank, options): a schedule handle. "
-     "num_segments: a number, or one for each micro-batch."},
-    {"schedule_broken_rule", schedule_broken_rule, METH_VARARGS,
-     "schedule_broken_rule(arguments of schedule_build): the first rule of the family that they break, or None."},
+    S1F_METHOD(
+        schedule_families, NOARGS,
+        "(name, description, source, validity, least stages_per_rank, names of options, whether the backward is split, whether its source cuts micro-batches into segments) of every family."),
+    S1F_METHOD(schedule_build, VARARGS, "A schedule handle. num_segments: a number, or one for each micro-batch."),
+    S1F_METHOD(schedule_broken_rule, VARARGS, "The first rule of the family that they break, or None."),
     {NULL, NULL, 0, NULL}};

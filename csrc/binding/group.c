@@ -46,6 +46,11 @@ PyObject *s1f_raise_for_group(s1f_status status, const s1f_group *group)
     return NULL;
 }
 
+PyObject *s1f_none_of(s1f_status status, const s1f_group *group)
+{
+    return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise_for_group(status, group);
+}
+
 /* Called while waiting, without the GIL. */
 static s1f_status check_signals(void *context)
 {
@@ -136,11 +141,8 @@ static PyObject *group_enter(PyObject *Py_UNUSED(module), PyObject *arguments)
     Py_RETURN_NONE;
 }
 
-static PyObject *group_end_step(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(group_end_step, group, group)
 {
-    s1f_group *group;
-    if (!s1f_to_group(handle, &group))
-        return NULL;
     s1f_group_end_step(group);
     Py_RETURN_NONE;
 }
@@ -152,10 +154,8 @@ static PyObject *group_finish_step(PyObject *Py_UNUSED(module), PyObject *argume
     if (!PyArg_ParseTuple(arguments, "O&ii", s1f_to_group, &group, &last_rank, &hangup_fd))
         return NULL;
     s1f_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = s1f_group_finish_step(group, last_rank, hangup_fd);
-    Py_END_ALLOW_THREADS
-    return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise_for_group(status, group);
+    S1F_WITHOUT_GIL(status = s1f_group_finish_step(group, last_rank, hangup_fd));
+    return s1f_none_of(status, group);
 }
 
 /* -- progress and failures ----------------------------------------------------------------------------------------- */
@@ -218,13 +218,10 @@ static PyObject *group_fail(PyObject *Py_UNUSED(module), PyObject *arguments)
     Py_RETURN_NONE;
 }
 
-static PyObject *group_check(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(group_check, group, group)
 {
-    s1f_group *group;
-    if (!s1f_to_group(handle, &group))
-        return NULL;
     s1f_status status = s1f_group_check(group);
-    return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise_for_group(status, group);
+    return s1f_none_of(status, group);
 }
 
 static PyObject *failure_tuple(const s1f_failure *failure)
@@ -233,11 +230,8 @@ static PyObject *failure_tuple(const s1f_failure *failure)
                          (long long)failure->step);
 }
 
-static PyObject *group_failure(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(group_failure, group, group)
 {
-    s1f_group *group;
-    if (!s1f_to_group(handle, &group))
-        return NULL;
     s1f_failure failure;
     s1f_group_failure(group, &failure);
     return failure.rank < 0 ? Py_NewRef(Py_None) : failure_tuple(&failure);
@@ -270,11 +264,8 @@ static PyObject *group_passed(PyObject *Py_UNUSED(module), PyObject *arguments)
     return s1f_group_passed(group, step, &failure) ? failure_tuple(&failure) : Py_NewRef(Py_None);
 }
 
-static PyObject *group_clear(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(group_clear, group, group)
 {
-    s1f_group *group;
-    if (!s1f_to_group(handle, &group))
-        return NULL;
     s1f_group_clear(group);
     Py_RETURN_NONE;
 }
@@ -315,9 +306,8 @@ static PyObject *group_gather(PyObject *Py_UNUSED(module), PyObject *arguments)
             g.fds[i] = (int)fds.values[i];
         s1f_status status;
         int32_t length = bytes > S1F_GATHER_BYTES ? S1F_GATHER_BYTES + 1 : (int32_t)bytes;
-        Py_BEGIN_ALLOW_THREADS
-        status = s1f_group_gather(group, epoch, round, recovering, data, length, g.fds, g.data, g.bytes);
-        Py_END_ALLOW_THREADS
+        S1F_WITHOUT_GIL(status =
+                            s1f_group_gather(group, epoch, round, recovering, data, length, g.fds, g.data, g.bytes));
         result = status == S1F_OK ? s1f_list_of(fds.count, gathered_item, &g) : s1f_raise_for_group(status, group);
     }
     free(g.fds);
@@ -328,36 +318,26 @@ static PyObject *group_gather(PyObject *Py_UNUSED(module), PyObject *arguments)
 }
 
 PyMethodDef s1f_group_methods[] = {
-    {"descriptor_own", descriptor_own, METH_VARARGS, "descriptor_own(fd): closes the descriptor as it is freed."},
-    {"mapping_create", mapping_create, METH_VARARGS, "mapping_create(fd, bytes): maps shared memory of a descriptor."},
-    {"group_block_bytes", group_block_bytes, METH_VARARGS,
-     "group_block_bytes(num_ranks): size of the block that the ranks share."},
-    {"group_create", group_create, METH_VARARGS, "group_create(mapping, num_ranks, rank): one rank's view of a block."},
-    {"group_set_limits", group_set_limits, METH_VARARGS,
-     "group_set_limits(group, timeout_s, spin_us): longest silence of a peer; how long to spin before sleeping."},
-    {"group_enter", group_enter, METH_VARARGS, "group_enter(group, step): comes to a step, which may not begin."},
-    {"group_begin_step", group_begin_step, METH_VARARGS, "group_begin_step(group, step): begins a step."},
-    {"group_end_step", group_end_step, METH_O, "group_end_step(group): leaves the step, which went well."},
-    {"group_finish_step", group_finish_step, METH_VARARGS,
-     "group_finish_step(group, last_rank, hangup_fd): waits until that rank's units are done as well."},
-    {"group_progress", group_progress, METH_VARARGS, "group_progress(group, what): says what this rank does now."},
-    {"group_set_progress", group_set_progress, METH_VARARGS,
-     "group_set_progress(group, rank, what, age_s, waiting_for): says what a watcher has learnt of another rank."},
-    {"group_get_progress", group_get_progress, METH_VARARGS,
-     "group_get_progress(group, rank): (what, age_s or -1, rank it waits for or -1)."},
-    {"group_fail", group_fail, METH_VARARGS,
-     "group_fail(group, rank, text, unit=None, edge=None, step=0): ends a step, and those after it, on every rank; 0: "
-     "the one that this rank is in. The first call wins."},
-    {"group_check", group_check, METH_O,
-     "group_check(group): raises PipelineError once a failure ends the step that this rank is in."},
-    {"group_failure", group_failure, METH_O,
-     "group_failure(group): (rank, text, unit, edge, first step that it ends), None if this rank's step goes on."},
-    {"group_leave", group_leave, METH_VARARGS,
-     "group_leave(group, step, rank, text, unit=\"\", edge=\"\"): leaves a step by an error, which others are told."},
-    {"group_passed", group_passed, METH_VARARGS,
-     "group_passed(group, step): as group_failure, of a rank that has left the step or come to a later one; or None."},
-    {"group_clear", group_clear, METH_O, "group_clear(group): forgets the failure of earlier steps."},
-    {"group_gather", group_gather, METH_VARARGS,
-     "group_gather(group, epoch, round, recovering, data, hangup_fds): bytes of every rank in rank order."},
-    {NULL, NULL, 0, NULL},
-};
+    S1F_METHOD(descriptor_own, VARARGS, "Closes the descriptor as it is freed."),
+    S1F_METHOD(mapping_create, VARARGS, "Maps shared memory of a descriptor."),
+    S1F_METHOD(group_block_bytes, VARARGS, "Size of the block that the ranks share."),
+    S1F_METHOD(group_create, VARARGS, "One rank's view of a block."),
+    S1F_METHOD(group_set_limits, VARARGS, "Longest silence of a peer; how long to spin before sleeping."),
+    S1F_METHOD(group_enter, VARARGS, "Comes to a step, which may not begin."),
+    S1F_METHOD(group_begin_step, VARARGS, "Begins a step."),
+    S1F_METHOD(group_end_step, O, "Leaves the step, which went well."),
+    S1F_METHOD(group_finish_step, VARARGS, "Waits until that rank's units are done as well."),
+    S1F_METHOD(group_progress, VARARGS, "Says what this rank does now."),
+    S1F_METHOD(group_set_progress, VARARGS, "Says what a watcher has learnt of another rank."),
+    S1F_METHOD(group_get_progress, VARARGS, "(what, age_s or -1, rank it waits for or -1)."),
+    S1F_METHOD(group_fail, VARARGS,
+               "Ends a step, and those after it, on every rank; 0: the one that this rank is in. The first call wins."),
+    S1F_METHOD(group_check, O, "Raises PipelineError once a failure ends the step that this rank is in."),
+    S1F_METHOD(group_failure, O,
+               "(rank, text, unit, edge, first step that it ends), None if this rank's step goes on."),
+    S1F_METHOD(group_leave, VARARGS, "Leaves a step by an error, which others are told."),
+    S1F_METHOD(group_passed, VARARGS,
+               "As group_failure, of a rank that has left the step or come to a later one; or None."),
+    S1F_METHOD(group_clear, O, "Forgets the failure of earlier steps."),
+    S1F_METHOD(group_gather, VARARGS, "Bytes of every rank in rank order."),
+    {NULL, NULL, 0, NULL}};

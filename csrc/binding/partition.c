@@ -29,9 +29,6 @@ static PyObject *finish_sizes(s1f_status status, int64_t *sizes, int32_t num_seg
     return result;
 }
 
-PyDoc_STRVAR(partition_even_doc, "partition_even(seq_len, num_segments, multiple_of, /)\n--\n\n"
-                                 "Sizes of equal length.");
-
 static PyObject *partition_even(PyObject *Py_UNUSED(module), PyObject *args)
 {
     int64_t seq_len, multiple_of;
@@ -49,10 +46,6 @@ static PyObject *partition_even(PyObject *Py_UNUSED(module), PyObject *args)
     s1f_to_int64, &(model).hidden, s1f_to_int64, &(model).layers, s1f_to_int64, &(model).heads, s1f_to_int64,          \
         &(model).kv_heads, s1f_to_int64, &(model).ffn, s1f_to_int64, &(model).vocab, s1f_to_int64, &(model).head_dim
 
-PyDoc_STRVAR(partition_flops_doc,
-             "partition_flops(seq_len, num_segments, model, mix, multiple_of, /)\n--\n\n"
-             "Sizes of equal FLOPs; model: hidden, layers, heads, kv_heads, ffn, vocab, head_dim.");
-
 static PyObject *partition_flops(PyObject *Py_UNUSED(module), PyObject *args)
 {
     int64_t seq_len, multiple_of;
@@ -66,15 +59,9 @@ static PyObject *partition_flops(PyObject *Py_UNUSED(module), PyObject *args)
     if (sizes == NULL)
         return NULL;
     s1f_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = s1f_partition_flops(seq_len, num_segments, &model, mix.value, multiple_of, sizes);
-    Py_END_ALLOW_THREADS
+    S1F_WITHOUT_GIL(status = s1f_partition_flops(seq_len, num_segments, &model, mix.value, multiple_of, sizes));
     return finish_sizes(status, sizes, num_segments);
 }
-
-PyDoc_STRVAR(partition_documents_doc,
-             "partition_documents(seq_len, num_segments, model, documents, mix, multiple_of, /)\n--\n\n"
-             "As partition_flops for rows of packed documents, given by their lengths.");
 
 static PyObject *partition_documents(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -91,19 +78,13 @@ static PyObject *partition_documents(PyObject *Py_UNUSED(module), PyObject *args
     int64_t *sizes = sizes_alloc(seq_len, num_segments);
     if (sizes != NULL) {
         s1f_status status;
-        Py_BEGIN_ALLOW_THREADS
-        status = s1f_partition_documents(seq_len, num_segments, &model, documents.values, documents.count, mix.value,
-                                         multiple_of, sizes);
-        Py_END_ALLOW_THREADS
+        S1F_WITHOUT_GIL(status = s1f_partition_documents(seq_len, num_segments, &model, documents.values,
+                                                         documents.count, mix.value, multiple_of, sizes));
         result = finish_sizes(status, sizes, num_segments);
     }
     PyMem_Free(documents.values);
     return result;
 }
-
-PyDoc_STRVAR(partition_profiled_doc,
-             "partition_profiled(seq_len, num_segments, costs, mix, multiple_of, /)\n--\n\n"
-             "Sizes of equal measured cost; costs[i] is the cost of the i-th of len(costs) equal pieces.");
 
 static PyObject *partition_profiled(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -118,18 +99,13 @@ static PyObject *partition_profiled(PyObject *Py_UNUSED(module), PyObject *args)
     int64_t *sizes = sizes_alloc(seq_len, num_segments);
     if (sizes != NULL) {
         s1f_status status;
-        Py_BEGIN_ALLOW_THREADS
-        status =
-            s1f_partition_profiled(seq_len, num_segments, costs.values, costs.count, mix.value, multiple_of, sizes);
-        Py_END_ALLOW_THREADS
+        S1F_WITHOUT_GIL(status = s1f_partition_profiled(seq_len, num_segments, costs.values, costs.count, mix.value,
+                                                        multiple_of, sizes));
         result = finish_sizes(status, sizes, num_segments);
     }
     PyMem_Free(costs.values);
     return result;
 }
-
-PyDoc_STRVAR(partition_check_doc, "partition_check(sizes, seq_len, /)\n--\n\n"
-                                  "ValueError unless the sizes are a partition of seq_len tokens.");
 
 static PyObject *partition_check(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -143,9 +119,6 @@ static PyObject *partition_check(PyObject *Py_UNUSED(module), PyObject *args)
     return s1f_none(status);
 }
 
-PyDoc_STRVAR(model_flops_doc, "model_flops(model, begin, end, /)\n--\n\n"
-                              "Forward FLOPs of tokens [begin, end) attending to [0, end).");
-
 static PyObject *model_flops(PyObject *Py_UNUSED(module), PyObject *args)
 {
     s1f_model_shape model;
@@ -158,11 +131,13 @@ static PyObject *model_flops(PyObject *Py_UNUSED(module), PyObject *args)
 }
 
 PyMethodDef s1f_partition_methods[] = {
-    {"partition_even", partition_even, METH_VARARGS, partition_even_doc},
-    {"partition_flops", partition_flops, METH_VARARGS, partition_flops_doc},
-    {"partition_documents", partition_documents, METH_VARARGS, partition_documents_doc},
-    {"partition_profiled", partition_profiled, METH_VARARGS, partition_profiled_doc},
-    {"partition_check", partition_check, METH_VARARGS, partition_check_doc},
-    {"model_flops", model_flops, METH_VARARGS, model_flops_doc},
-    {NULL, NULL, 0, NULL},
-};
+    S1F_METHOD(partition_even, VARARGS, "Sizes of equal length."),
+    S1F_METHOD(partition_flops, VARARGS,
+               "Sizes of equal FLOPs; model: hidden, layers, heads, kv_heads, ffn, vocab, head_dim."),
+    S1F_METHOD(partition_documents, VARARGS,
+               "As partition_flops for rows of packed documents, given by their lengths."),
+    S1F_METHOD(partition_profiled, VARARGS,
+               "Sizes of equal measured cost; costs[i] is the cost of the i-th of len(costs) equal pieces."),
+    S1F_METHOD(partition_check, VARARGS, "ValueError unless the sizes are a partition of seq_len tokens."),
+    S1F_METHOD(model_flops, VARARGS, "Forward FLOPs of tokens [begin, end) attending to [0, end)."),
+    {NULL, NULL, 0, NULL}};

@@ -131,11 +131,8 @@ static PyObject *edge_item(const void *edges, int64_t i)
                           edge->destination_rank, (int)edge->channel, edge->num_places, (long long)edge->num_messages);
 }
 
-static PyObject *program_edges(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(program_edges, program, program)
 {
-    const s1f_program *program;
-    if (!s1f_to_program(handle, &program))
-        return NULL;
     int32_t count;
     const s1f_edge *edges = s1f_program_edges(program, &count);
     return s1f_list_of(count, edge_item, edges);
@@ -190,18 +187,12 @@ static PyObject *program_peak_tokens(PyObject *Py_UNUSED(module), PyObject *argu
 }
 
 PyMethodDef s1f_program_methods[] = {
-    {"schedule_times", schedule_times, METH_VARARGS,
-     "schedule_times(schedule, costs): bytes of the seconds of a seq1f1b.Costs, by which places are counted."},
-    {"program_lower", program_lower, METH_VARARGS,
-     "program_lower(schedule, prefetch, with_receives=False, rank=-1, times=None): checks, lowers; a program handle. "
-     "prefetch: places beyond those that are needed; None: by time, of schedule_times or of unit times. rank: that "
-     "runs it, so that it has the instructions of no others but its neighbours, unless with receives; -1: of all."},
-    {"program_lower_edges", program_lower_edges, METH_VARARGS,
-     "program_lower_edges(schedule, prefetch, times=None): the same without instructions, for program_simulate and "
-     "program_memory."},
-    {"program_edges", program_edges, METH_O, "program_edges(program): a ProgramEdge per edge."},
-    {"program_stage_peak", program_stage_peak, METH_VARARGS,
-     "program_stage_peak(program, stage): peak (live_units, kv_slots, grad_slots)."},
-    {"program_peak_tokens", program_peak_tokens, METH_VARARGS,
-     "program_peak_tokens(program, stage, segment_sizes): peak live tokens."},
+    S1F_METHOD(schedule_times, VARARGS, "Bytes of the seconds of a seq1f1b.Costs, by which places are counted."),
+    S1F_METHOD(
+        program_lower, VARARGS,
+        "Checks, lowers; a program handle. prefetch: places beyond those that are needed; None: by time, of schedule_times or of unit times. rank: that runs it, so that it has the instructions of no others but its neighbours, unless with receives; -1: of all."),
+    S1F_METHOD(program_lower_edges, VARARGS, "The same without instructions, for program_simulate and program_memory."),
+    S1F_METHOD(program_edges, O, "A ProgramEdge per edge."),
+    S1F_METHOD(program_stage_peak, VARARGS, "Peak (live_units, kv_slots, grad_slots)."),
+    S1F_METHOD(program_peak_tokens, VARARGS, "Peak live tokens."),
     {NULL, NULL, 0, NULL}};

@@ -10,11 +10,8 @@
 
 #include <stdlib.h>
 
-static PyObject *schedule_counts(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(schedule_counts, schedule, schedule)
 {
-    const s1f_schedule *schedule;
-    if (!s1f_to_schedule(handle, &schedule))
-        return NULL;
     s1f_shape shape = s1f_schedule_shape(schedule);
     return Py_BuildValue("(iiii)", shape.num_ranks, shape.num_stages, shape.num_microbatches, shape.num_segments);
 }
@@ -24,11 +21,8 @@ static PyObject *row_item(const void *shape, int64_t m)
     return PyLong_FromLong(s1f_segments_of(shape, (int32_t)m));
 }
 
-static PyObject *schedule_rows(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(schedule_rows, schedule, schedule)
 {
-    const s1f_schedule *schedule;
-    if (!s1f_to_schedule(handle, &schedule))
-        return NULL;
     s1f_shape shape = s1f_schedule_shape(schedule);
     if (shape.first_cell == NULL)
         Py_RETURN_NONE;
@@ -40,11 +34,8 @@ static PyObject *rank_item(const void *rank_of_stage, int64_t stage)
     return PyLong_FromLong(((const int32_t *)rank_of_stage)[stage]);
 }
 
-static PyObject *schedule_placement(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(schedule_placement, schedule, schedule)
 {
-    const s1f_schedule *schedule;
-    if (!s1f_to_schedule(handle, &schedule))
-        return NULL;
     s1f_shape shape = s1f_schedule_shape(schedule);
     return s1f_list_of(shape.num_stages, rank_item, shape.rank_of_stage);
 }
@@ -67,11 +58,8 @@ static PyObject *schedule_units(PyObject *Py_UNUSED(module), PyObject *arguments
 }
 
 /* Letters of the passes that occur. */
-static PyObject *schedule_kinds(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(schedule_kinds, schedule, schedule)
 {
-    const s1f_schedule *schedule;
-    if (!s1f_to_schedule(handle, &schedule))
-        return NULL;
     char letters[S1F_MAX_PASSES];
     Py_ssize_t count = 0;
     for (int32_t pass = 0; pass < s1f_num_passes; pass++)
@@ -88,20 +76,14 @@ static PyObject *schedule_equal(PyObject *Py_UNUSED(module), PyObject *arguments
     return PyBool_FromLong(s1f_schedule_equal(a, b));
 }
 
-static PyObject *schedule_digest(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(schedule_digest, schedule, schedule)
 {
-    const s1f_schedule *schedule;
-    if (!s1f_to_schedule(handle, &schedule))
-        return NULL;
     return PyLong_FromUnsignedLongLong(s1f_schedule_digest(schedule));
 }
 
 /* A byte for each cell of all stages, as program_fit gives them and change_cells takes them. */
-static PyObject *schedule_cell_kinds(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(schedule_cell_kinds, schedule, schedule)
 {
-    const s1f_schedule *schedule;
-    if (!s1f_to_schedule(handle, &schedule))
-        return NULL;
     s1f_shape shape;
     s1f_status status = s1f_schedule_full_shape(schedule, &shape);
     if (status != S1F_OK)
@@ -125,11 +107,8 @@ static PyObject *schedule_check(PyObject *Py_UNUSED(module), PyObject *arguments
     return s1f_none(s1f_schedule_check(schedule, max_live_units));
 }
 
-static PyObject *schedule_forward_only(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(schedule_forward_only, schedule, schedule)
 {
-    const s1f_schedule *schedule;
-    if (!s1f_to_schedule(handle, &schedule))
-        return NULL;
     s1f_schedule *forward = NULL;
     s1f_status status = s1f_schedule_forward_only(schedule, &forward);
     return s1f_new_schedule(status, forward, NULL);
@@ -199,11 +178,8 @@ static PyObject *schedule_spread_vocabulary(PyObject *Py_UNUSED(module), PyObjec
 
 /* -- text ---------------------------------------------------------------------------------------------------------- */
 
-static PyObject *schedule_to_text(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(schedule_to_text, schedule, schedule)
 {
-    const s1f_schedule *schedule;
-    if (!s1f_to_schedule(handle, &schedule))
-        return NULL;
     char *text = NULL;
     s1f_status status = s1f_schedule_to_text(schedule, &text);
     PyObject *result = status == S1F_OK ? PyUnicode_FromString(text) : s1f_raise(status);
@@ -273,34 +249,28 @@ static PyObject *schedule_from_units(PyObject *Py_UNUSED(module), PyObject *argu
 }
 
 PyMethodDef s1f_schedule_methods[] = {
-    {"schedule_counts", schedule_counts, METH_O, "(num_ranks, num_stages, num_microbatches, num_segments)."},
-    {"schedule_rows", schedule_rows, METH_O, "Segments of every micro-batch; None where all have num_segments."},
-    {"schedule_placement", schedule_placement, METH_O, "The rank of every stage."},
-    {"schedule_units", schedule_units, METH_VARARGS,
-     "schedule_units(schedule, rank): units in run order, as (pass, stage, microbatch, segment)."},
-    {"schedule_kinds", schedule_kinds, METH_O, "The letters of the passes that the order has."},
-    {"schedule_equal", schedule_equal, METH_VARARGS,
-     "schedule_equal(a, b): whether both have the same units in the same order on every rank."},
-    {"schedule_digest", schedule_digest, METH_O, "64 bits of the units and their order: equal in equal schedules."},
-    {"schedule_cell_kinds", schedule_cell_kinds, METH_O,
-     "A byte for each cell of all stages: 0 what F saves is kept, 1 recomputed, 2 moved away."},
-    {"schedule_check", schedule_check, METH_VARARGS,
-     "schedule_check(schedule, max_live_units): raises ScheduleError; 0 is no cap."},
-    {"schedule_defer_weights", schedule_defer_weights, METH_VARARGS,
-     "schedule_defer_weights(schedule, max_live_units): the same order with W as late as may be; 0: as the order "
-     "holds."},
-    {"schedule_spread_vocabulary", schedule_spread_vocabulary, METH_VARARGS,
-     "schedule_spread_vocabulary(schedule, what, ahead, costs): the same order with S and T (what & 1), E and G "
-     "(what & 2) of every cell, placed by the seconds of each pass, and with Fs so many places ahead of all else."},
-    {"schedule_recompute", schedule_recompute, METH_VARARGS,
-     "schedule_recompute(schedule, chosen): the same order with R before the backward of the cells whose byte in "
-     "[stage][cell] is not 0, cells by micro-batch and segment; None: of all."},
-    {"schedule_offload", schedule_offload, METH_VARARGS,
-     "schedule_offload(schedule, chosen): the same order with O, A and L of these cells, given in the same way."},
-    {"schedule_forward_only", schedule_forward_only, METH_O, "The same order with forward units only."},
-    {"schedule_to_text", schedule_to_text, METH_O, "One line of units per rank."},
-    {"schedule_from_units", schedule_from_units, METH_VARARGS,
-     "schedule_from_units(ranks, num_segments): a schedule handle, from a tuple of (letter, stage, microbatch, "
-     "segment) for each rank. num_segments: of every micro-batch; 0: those that the units name."},
-    {"schedule_from_text", schedule_from_text, METH_VARARGS, "schedule_from_text(text): a schedule handle."},
+    S1F_METHOD(schedule_counts, O, "(num_ranks, num_stages, num_microbatches, num_segments)."),
+    S1F_METHOD(schedule_rows, O, "Segments of every micro-batch; None where all have num_segments."),
+    S1F_METHOD(schedule_placement, O, "The rank of every stage."),
+    S1F_METHOD(schedule_units, VARARGS, "Units in run order, as (pass, stage, microbatch, segment)."),
+    S1F_METHOD(schedule_kinds, O, "The letters of the passes that the order has."),
+    S1F_METHOD(schedule_equal, VARARGS, "Whether both have the same units in the same order on every rank."),
+    S1F_METHOD(schedule_digest, O, "64 bits of the units and their order: equal in equal schedules."),
+    S1F_METHOD(schedule_cell_kinds, O,
+               "A byte for each cell of all stages: 0 what F saves is kept, 1 recomputed, 2 moved away."),
+    S1F_METHOD(schedule_check, VARARGS, "Raises ScheduleError; 0 is no cap."),
+    S1F_METHOD(schedule_defer_weights, VARARGS, "The same order with W as late as may be; 0: as the order holds."),
+    S1F_METHOD(
+        schedule_spread_vocabulary, VARARGS,
+        "The same order with S and T (what & 1), E and G (what & 2) of every cell, placed by the seconds of each pass, and with Fs so many places ahead of all else."),
+    S1F_METHOD(
+        schedule_recompute, VARARGS,
+        "The same order with R before the backward of the cells whose byte in [stage][cell] is not 0, cells by micro-batch and segment; None: of all."),
+    S1F_METHOD(schedule_offload, VARARGS, "The same order with O, A and L of these cells, given in the same way."),
+    S1F_METHOD(schedule_forward_only, O, "The same order with forward units only."),
+    S1F_METHOD(schedule_to_text, O, "One line of units per rank."),
+    S1F_METHOD(
+        schedule_from_units, VARARGS,
+        "A schedule handle, from a tuple of (letter, stage, microbatch, segment) for each rank. num_segments: of every micro-batch; 0: those that the units name."),
+    S1F_METHOD(schedule_from_text, VARARGS, "A schedule handle."),
     {NULL, NULL, 0, NULL}};

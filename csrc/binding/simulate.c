@@ -295,9 +295,7 @@ static PyObject *program_memory(PyObject *Py_UNUSED(module), PyObject *arguments
         PyErr_NoMemory();
     } else if (read_bytes(memory, links, &program->shape, tables, &bytes)) {
         s1f_status status;
-        Py_BEGIN_ALLOW_THREADS
-        status = s1f_program_memory(program, &bytes, peaks);
-        Py_END_ALLOW_THREADS
+        S1F_WITHOUT_GIL(status = s1f_program_memory(program, &bytes, peaks));
         result = status == S1F_OK ? s1f_tuple_of(program->shape.num_ranks, peak_item, peaks) : s1f_raise(status);
     }
     s1f_free_tables(tables, NUM_BYTE_TABLES);
@@ -360,9 +358,7 @@ static PyObject *fit_program(const s1f_program *program, const s1f_fit *fit)
     unsigned char *cells = malloc((size_t)num_cells);
     s1f_status status = cells != NULL ? S1F_OK : s1f_fail(S1F_ERR_MEMORY, "no memory to fit a schedule");
     if (status == S1F_OK) {
-        Py_BEGIN_ALLOW_THREADS
-        status = s1f_program_fit(program, fit, cells);
-        Py_END_ALLOW_THREADS
+        S1F_WITHOUT_GIL(status = s1f_program_fit(program, fit, cells));
     }
     PyObject *result =
         status == S1F_OK ? PyBytes_FromStringAndSize((const char *)cells, (Py_ssize_t)num_cells) : s1f_raise(status);
@@ -405,17 +401,14 @@ static PyObject *program_fit(PyObject *Py_UNUSED(module), PyObject *arguments)
 }
 
 PyMethodDef s1f_simulate_methods[] = {
-    {"program_simulate", program_simulate, METH_VARARGS,
-     "program_simulate(program, costs, durations, (jitter, transfer_jitter, seed), fill, (steps, optimizer_sync), "
-     "keep, progress): Times. costs: a seq1f1b.Costs; durations: seconds of every unit per rank, or None; keep 0: "
-     "totals, 1: start and end, 2: slack and path; progress(units run) or None."},
-    {"program_memory", program_memory, METH_VARARGS,
-     "program_memory(program, memory, links): a Peak per rank. memory: a seq1f1b.schedule.StepMemory; links: a "
-     "seq1f1b.Links."},
-    {"program_changes", program_changes, METH_VARARGS,
-     "program_changes(program, memory): [rank][unit][holding] bytes that a unit takes at its start, and frees at "
-     "its end."},
-    {"program_fit", program_fit, METH_VARARGS,
-     "program_fit(program, memory, costs, room per rank, recomputes, moves, start): a byte per cell of all "
-     "stages, 0 kept, 1 recomputed, 2 moved, such that no rank holds more than its room."},
+    S1F_METHOD(
+        program_simulate, VARARGS,
+        "Times. costs: a seq1f1b.Costs; durations: seconds of every unit per rank, or None; keep 0: totals, 1: start and end, 2: slack and path; progress(units run) or None."),
+    S1F_METHOD(program_memory, VARARGS,
+               "A Peak per rank. memory: a seq1f1b.schedule.StepMemory; links: a seq1f1b.Links."),
+    S1F_METHOD(program_changes, VARARGS,
+               "[rank][unit][holding] bytes that a unit takes at its start, and frees at its end."),
+    S1F_METHOD(
+        program_fit, VARARGS,
+        "A byte per cell of all stages, 0 kept, 1 recomputed, 2 moved, such that no rank holds more than its room."),
     {NULL, NULL, 0, NULL}};

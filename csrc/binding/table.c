@@ -202,7 +202,5 @@ static PyObject *table_values(PyObject *Py_UNUSED(module), PyObject *arguments)
 }
 
 PyMethodDef s1f_table_methods[] = {
-    {"table_values", table_values, METH_VARARGS,
-     "table_values(schedule, name, per, is_whole, given): the values of a table as a flat list. per: PER_RANK, "
-     "PER_STAGE."},
+    S1F_METHOD(table_values, VARARGS, "The values of a table as a flat list. per: PER_RANK, PER_STAGE."),
     {NULL, NULL, 0, NULL}};

@@ -50,9 +50,7 @@ static PyObject *thread_interpreter_ends(PyObject *Py_UNUSED(module), PyObject *
 }
 
 PyMethodDef s1f_thread_methods[] = {
-    {"thread_is_helper", thread_is_helper, METH_NOARGS,
-     "thread_is_helper(): this thread may be inside torch when the interpreter ends."},
-    {"thread_interpreter_ends", thread_interpreter_ends, METH_NOARGS,
-     "thread_interpreter_ends(): helper threads that come back to it from here on end with the process."},
-    {NULL, NULL, 0, NULL},
-};
+    S1F_METHOD(thread_is_helper, NOARGS, "This thread may be inside torch when the interpreter ends."),
+    S1F_METHOD(thread_interpreter_ends, NOARGS,
+               "Helper threads that come back to it from here on end with the process."),
+    {NULL, NULL, 0, NULL}};

@@ -12,9 +12,7 @@ static PyObject *file_tier(PyObject *Py_UNUSED(module), PyObject *arguments)
         return NULL;
     s1f_tier *tier = NULL;
     s1f_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = s1f_file_tier_create(PyBytes_AsString(directory), &tier);
-    Py_END_ALLOW_THREADS
+    S1F_WITHOUT_GIL(status = s1f_file_tier_create(PyBytes_AsString(directory), &tier));
     Py_DECREF(directory);
     return s1f_new_tier(status, tier, NULL);
 }
@@ -37,8 +35,7 @@ static PyObject *tier_begin_step(PyObject *Py_UNUSED(module), PyObject *argument
     int64_t most_loads;
     if (!PyArg_ParseTuple(arguments, "O&O&", s1f_to_tier, &tier, s1f_to_int64, &most_loads))
         return NULL;
-    s1f_status status = s1f_tier_begin_step(tier, most_loads);
-    return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise(status);
+    return s1f_none(s1f_tier_begin_step(tier, most_loads));
 }
 
 typedef s1f_status asked(s1f_tier *tier, int64_t load, const s1f_tier_part *parts, int32_t num_parts);
@@ -84,20 +81,13 @@ static PyObject *tier_wait(PyObject *Py_UNUSED(module), PyObject *arguments)
     if (!PyArg_ParseTuple(arguments, "O&O&O&", s1f_to_tier, &tier, s1f_to_group, &group, s1f_to_int64, &load))
         return NULL;
     s1f_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = s1f_tier_wait(tier, group, load);
-    Py_END_ALLOW_THREADS
-    return status == S1F_OK ? Py_NewRef(Py_None) : s1f_raise_for_group(status, group);
+    S1F_WITHOUT_GIL(status = s1f_tier_wait(tier, group, load));
+    return s1f_none_of(status, group);
 }
 
-static PyObject *tier_reset(PyObject *Py_UNUSED(module), PyObject *handle)
+S1F_METHOD_OF(tier_reset, tier, tier)
 {
-    s1f_tier *tier;
-    if (!s1f_to_tier(handle, &tier))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    s1f_tier_reset(tier);
-    Py_END_ALLOW_THREADS
+    S1F_WITHOUT_GIL(s1f_tier_reset(tier));
     Py_RETURN_NONE;
 }
 
@@ -125,19 +115,13 @@ static PyObject *tier_step(PyObject *Py_UNUSED(module), PyObject *handle)
 }
 
 PyMethodDef s1f_tier_methods[] = {
-    {"file_tier", file_tier, METH_VARARGS, "file_tier(directory): a tier whose file lies there, without a name."},
-    {"host_tier", host_tier, METH_VARARGS,
-     "host_tier(device, host_ranks, root): a tier of pinned memory for a GPU. root: where /proc and /sys lie, \"\"."},
-    {"tier_begin_step", tier_begin_step, METH_VARARGS,
-     "tier_begin_step(tier, most_loads): before the units; so many loads are out at once in the step."},
-    {"tier_out", tier_out, METH_VARARGS,
-     "tier_out(tier, load, addresses, sizes): begins to move out this memory, which must stay until tier_wait or "
-     "tier_reset."},
-    {"tier_in", tier_in, METH_VARARGS,
-     "tier_in(tier, load, addresses, sizes): begins to bring it back, in the same parts."},
-    {"tier_wait", tier_wait, METH_VARARGS,
-     "tier_wait(tier, group, load): waits for what was asked last of the load: the host, or the stream that computes."},
-    {"tier_reset", tier_reset, METH_O, "Forgets all loads and a failure; afterwards the tier touches no memory."},
-    {"tier_facts", tier_facts, METH_O, "tier_facts(tier) -> TierFacts"},
-    {"tier_step", tier_step, METH_O, "tier_step(tier) -> TierFacts, whose bytes and ns are those of the last step"},
+    S1F_METHOD(file_tier, VARARGS, "A tier whose file lies there, without a name."),
+    S1F_METHOD(host_tier, VARARGS, "A tier of pinned memory for a GPU. root: where /proc and /sys lie, \"\"."),
+    S1F_METHOD(tier_begin_step, VARARGS, "Before the units; so many loads are out at once in the step."),
+    S1F_METHOD(tier_out, VARARGS, "Begins to move out this memory, which must stay until tier_wait or tier_reset."),
+    S1F_METHOD(tier_in, VARARGS, "Begins to bring it back, in the same parts."),
+    S1F_METHOD(tier_wait, VARARGS, "Waits for what was asked last of the load: the host, or the stream that computes."),
+    S1F_METHOD(tier_reset, O, "Forgets all loads and a failure; afterwards the tier touches no memory."),
+    S1F_METHOD(tier_facts, O, "Where it lies, and what has moved."),
+    S1F_METHOD(tier_step, O, "Tier_facts whose bytes and ns are those of the last step."),
     {NULL, NULL, 0, NULL}};
