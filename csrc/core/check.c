@@ -152,11 +152,8 @@ static s1f_status check_complete(const table *t)
             if (s1f_shape_needs(&t->shape, (s1f_product)product, unit_of_cell(t, i).stage) &&
                 t->number_of[product][i] == 0)
                 return fail_missing(t, unit_of_cell(t, i), (s1f_product)product);
-    for (int64_t i = 0; t->shape.optional != NULL && i < t->num_cells; i++) {
-        s1f_status status = check_optional(t, i);
-        if (status != S1F_OK)
-            return status;
-    }
+    for (int64_t i = 0; t->shape.optional != NULL && i < t->num_cells; i++)
+        S1F_TRY(check_optional(t, i));
     return S1F_OK;
 }
 
@@ -178,9 +175,7 @@ static s1f_status check_shards(const table *t)
 {
     if (!s1f_shape_makes(&t->shape, S1F_PRODUCT_STATISTICS) && !s1f_shape_makes(&t->shape, S1F_PRODUCT_EMBEDDED))
         return S1F_OK;
-    s1f_status status = s1f_shape_check_shards(&t->shape);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(s1f_shape_check_shards(&t->shape));
     for (int32_t rank = 0; rank < t->shape.num_ranks; rank++) {
         int64_t num_units;
         const s1f_unit *units = units_of(t, rank, &num_units);
@@ -221,11 +216,8 @@ static s1f_status check_program_order(const table *t)
     for (int32_t rank = 0; rank < t->shape.num_ranks; rank++) {
         int64_t num_units;
         const s1f_unit *units = units_of(t, rank, &num_units);
-        for (int64_t i = 0; i < num_units; i++) {
-            s1f_status status = check_inputs(t, units[i], i);
-            if (status != S1F_OK)
-                return status;
-        }
+        for (int64_t i = 0; i < num_units; i++)
+            S1F_TRY(check_inputs(t, units[i], i));
     }
     return S1F_OK;
 }

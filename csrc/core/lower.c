@@ -148,9 +148,8 @@ static s1f_status run_with_credits(const lowering *l)
     int32_t num_ranks = l->program->shape.num_ranks, num_ended = 0;
     const s1f_edges *edges = l->program->edges;
     lower_walk w = {.l = l};
-    s1f_status status = s1f_walk_create(edges, &l->program->shape, &w.walk);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(s1f_walk_create(edges, &l->program->shape, &w.walk));
+    s1f_status status = S1F_OK;
     for (int32_t e = 0; e < edges->num_edges; e++)
         w.walk.links[e].num_posted = edges->edges[e].num_places;
     for (int32_t rank = 0; rank < num_ranks; rank++)
@@ -451,12 +450,11 @@ static void fill_send_places(const lowering *l, int32_t rank)
 
 static s1f_status write_programs(const lowering *l)
 {
-    s1f_status status = S1F_OK;
-    for (int32_t rank = 0; rank < l->program->shape.num_ranks && status == S1F_OK; rank++)
-        status = write_program(l, rank);
-    for (int32_t rank = 0; rank < l->program->shape.num_ranks && status == S1F_OK; rank++)
+    for (int32_t rank = 0; rank < l->program->shape.num_ranks; rank++)
+        S1F_TRY(write_program(l, rank));
+    for (int32_t rank = 0; rank < l->program->shape.num_ranks; rank++)
         fill_send_places(l, rank);
-    return status;
+    return S1F_OK;
 }
 
 static int are_neighbours(const lowering *l, int32_t rank, int32_t other)
@@ -472,13 +470,11 @@ static int are_neighbours(const lowering *l, int32_t rank, int32_t other)
 /* The programs of one rank and of its neighbours: who receives from it says where its messages land. */
 static s1f_status write_own(const lowering *l, int32_t own)
 {
-    s1f_status status = S1F_OK;
-    for (int32_t rank = 0; rank < l->program->shape.num_ranks && status == S1F_OK; rank++)
+    for (int32_t rank = 0; rank < l->program->shape.num_ranks; rank++)
         if (rank == own || are_neighbours(l, own, rank))
-            status = write_program(l, rank);
-    if (status == S1F_OK)
-        fill_send_places(l, own);
-    return status;
+            S1F_TRY(write_program(l, rank));
+    fill_send_places(l, own);
+    return S1F_OK;
 }
 
 /* -- the whole ----------------------------------------------------------------------------------------------------- */

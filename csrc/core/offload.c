@@ -40,19 +40,17 @@ static void find_moved(const copier *c, const s1f_unit *units, int64_t num_units
 
 static s1f_status copy_rank(const copier *c, const s1f_unit *units, int64_t num_units)
 {
-    s1f_status status = S1F_OK;
-    for (int64_t i = 0; i < num_units && status == S1F_OK; i++) {
+    for (int64_t i = 0; i < num_units; i++) {
         if (i + 1 < num_units && s1f_pass_makes(units[i + 1].pass, S1F_PRODUCT_INPUT_GRADIENT) &&
             *forward_of(c, units[i + 1]) >= 0)
-            status = append(c, units[i + 1], S1F_PASS_LOAD);
-        if (status == S1F_OK)
-            status = s1f_schedule_append(c->out, units[i]);
-        if (status == S1F_OK && i > 0 && *forward_of(c, units[i - 1]) == i - 1)
-            status = append(c, units[i - 1], S1F_PASS_AWAY);
-        if (status == S1F_OK && *forward_of(c, units[i]) == i)
-            status = append(c, units[i], S1F_PASS_OUT);
+            S1F_TRY(append(c, units[i + 1], S1F_PASS_LOAD));
+        S1F_TRY(s1f_schedule_append(c->out, units[i]));
+        if (i > 0 && *forward_of(c, units[i - 1]) == i - 1)
+            S1F_TRY(append(c, units[i - 1], S1F_PASS_AWAY));
+        if (*forward_of(c, units[i]) == i)
+            S1F_TRY(append(c, units[i], S1F_PASS_OUT));
     }
-    return status;
+    return S1F_OK;
 }
 
 static s1f_status copy_with(const s1f_schedule *schedule, const copier *c)

@@ -296,12 +296,13 @@ static s1f_status check_least(const char *name, int64_t value, int64_t least)
 
 static s1f_status check_model(const s1f_model_shape *model)
 {
-    s1f_status status;
-    if ((status = check_least("hidden", model->hidden, 1)) || (status = check_least("layers", model->layers, 1)) ||
-        (status = check_least("heads", model->heads, 1)) || (status = check_least("kv_heads", model->kv_heads, 1)) ||
-        (status = check_least("ffn", model->ffn, 0)) || (status = check_least("vocab", model->vocab, 0)) ||
-        (status = check_least("head_dim", model->head_dim, 0)))
-        return status;
+    S1F_TRY(check_least("hidden", model->hidden, 1));
+    S1F_TRY(check_least("layers", model->layers, 1));
+    S1F_TRY(check_least("heads", model->heads, 1));
+    S1F_TRY(check_least("kv_heads", model->kv_heads, 1));
+    S1F_TRY(check_least("ffn", model->ffn, 0));
+    S1F_TRY(check_least("vocab", model->vocab, 0));
+    S1F_TRY(check_least("head_dim", model->head_dim, 0));
     if (model->head_dim == 0 && model->hidden % model->heads != 0)
         return s1f_fail(S1F_ERR_ARG, "model heads is %lld, must divide hidden %lld", (long long)model->heads,
                         (long long)model->hidden);
@@ -326,9 +327,7 @@ static flop_cost flop_cost_of(const s1f_model_shape *model)
 
 s1f_status s1f_model_flops(const s1f_model_shape *model, int64_t begin, int64_t end, double *flops)
 {
-    s1f_status status = check_model(model);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(check_model(model));
     if (begin < 0 || begin > end || end > S1F_MAX_SEQUENCE_LENGTH)
         return s1f_fail(S1F_ERR_ARG, "tokens [%lld, %lld) are not a range within [0, %lld)", (long long)begin,
                         (long long)end, (long long)S1F_MAX_SEQUENCE_LENGTH);
@@ -339,9 +338,7 @@ s1f_status s1f_model_flops(const s1f_model_shape *model, int64_t begin, int64_t 
 
 s1f_status s1f_partition_even(int64_t seq_len, int32_t num_segments, int64_t multiple_of, int64_t *sizes)
 {
-    s1f_status status = check_arguments(seq_len, num_segments, 0, multiple_of);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(check_arguments(seq_len, num_segments, 0, multiple_of));
     grid g = make_grid(seq_len, multiple_of);
     int64_t units = g.num_units / num_segments, longer = g.num_units % num_segments;
     for (int32_t i = 0; i < num_segments; i++)
@@ -463,9 +460,8 @@ done:
 s1f_status s1f_partition_profiled(int64_t seq_len, int32_t num_segments, const double *costs, int64_t num_costs,
                                   double mix, int64_t multiple_of, int64_t *sizes)
 {
-    s1f_status status = check_arguments(seq_len, num_segments, mix, multiple_of);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(check_arguments(seq_len, num_segments, mix, multiple_of));
+    s1f_status status = S1F_OK;
     if (num_costs < 1 || num_costs > S1F_MAX_SEQUENCE_LENGTH)
         return s1f_fail(S1F_ERR_ARG, "there are %lld costs, must be in 1..%lld", (long long)num_costs,
                         (long long)S1F_MAX_SEQUENCE_LENGTH);

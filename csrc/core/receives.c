@@ -179,9 +179,7 @@ static s1f_status create_run(const s1f_program *program, run *r)
     int32_t num_ranks = program->shape.num_ranks, num_edges = program->edges->num_edges;
     int64_t num_places = 0;
     *r = (run){.program = program};
-    s1f_status status = s1f_walk_create(program->edges, &program->shape, &r->walk);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(s1f_walk_create(program->edges, &program->shape, &r->walk));
     r->ranks = calloc((size_t)num_ranks, sizeof *r->ranks);
     r->heap = calloc((size_t)num_ranks, sizeof *r->heap);
     r->first_post = calloc((size_t)num_edges + 1, sizeof *r->first_post);

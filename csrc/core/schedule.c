@@ -163,11 +163,9 @@ s1f_status s1f_schedule_append(s1f_schedule *schedule, s1f_unit unit)
 {
     if (unit.pass < 0 || unit.pass >= s1f_num_passes)
         return s1f_fail(S1F_ERR_ARG, "pass is %d, must be in 0..%d", unit.pass, s1f_num_passes - 1);
-    s1f_status status = S1F_OK;
-    if ((status = require_index(unit, "stage", unit.stage, schedule->num_stages)) != S1F_OK ||
-        (status = require_index(unit, "micro-batch", unit.microbatch, schedule->num_microbatches)) != S1F_OK ||
-        (status = require_index(unit, "segment", unit.segment, segments_of(schedule, unit.microbatch))) != S1F_OK)
-        return status;
+    S1F_TRY(require_index(unit, "stage", unit.stage, schedule->num_stages));
+    S1F_TRY(require_index(unit, "micro-batch", unit.microbatch, schedule->num_microbatches));
+    S1F_TRY(require_index(unit, "segment", unit.segment, segments_of(schedule, unit.microbatch)));
 
     order *own = &schedule->orders[schedule->rank_of_stage[unit.stage]];
     if (own->count == own->capacity) {
@@ -267,9 +265,7 @@ s1f_status s1f_schedule_full_shape(const s1f_schedule *schedule, s1f_shape *out)
         _Atomic(uint16_t *) *kept =
             &((s1f_schedule *)schedule)->optional; /* kept in an order that is otherwise as it was */
         uint16_t *own = NULL, *found = atomic_load(kept);
-        s1f_status status = found == NULL ? find_optional(schedule, &shape, &own) : S1F_OK;
-        if (status != S1F_OK)
-            return status;
+        S1F_TRY(found == NULL ? find_optional(schedule, &shape, &own) : S1F_OK);
         if (own != NULL && !atomic_compare_exchange_strong(kept, &found, own))
             free(own); /* another thread was first */
         else if (own != NULL)

@@ -23,6 +23,14 @@ typedef enum {
  * Arguments may not point into s1f_last_error() itself, except through s1f_fail_prefixed. */
 s1f_status s1f_fail(s1f_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
+/* Ends the function that it stands in with the status of a call that has failed: for where nothing is to be undone. */
+#define S1F_TRY(call)                                                                                                  \
+    do {                                                                                                               \
+        s1f_status status_of_call = (call);                                                                            \
+        if (status_of_call != S1F_OK)                                                                                  \
+            return status_of_call;                                                                                     \
+    } while (0)
+
 /* Puts a printf-formatted prefix before the message already recorded; the status is unchanged. */
 s1f_status s1f_fail_prefixed(s1f_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 

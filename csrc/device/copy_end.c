@@ -107,15 +107,11 @@ static s1f_status copy_post(s1f_device_end *base, int32_t number)
 static s1f_status copy_receive(s1f_device_end *base, int32_t number, const s1f_message *message)
 {
     copy_end *end = (copy_end *)base;
-    s1f_status status = reserve_places(end);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(reserve_places(end));
     (void)message;
-    status = find_event(end, &notes_of(end, number)->sent.copied, &end->places[number].copied);
-    return status == S1F_OK
-               ? checked(end, base->device->driver->stream_wait_event(base->stream, end->places[number].copied, 0),
-                         "cuStreamWaitEvent")
-               : status;
+    S1F_TRY(find_event(end, &notes_of(end, number)->sent.copied, &end->places[number].copied));
+    return checked(end, base->device->driver->stream_wait_event(base->stream, end->places[number].copied, 0),
+                   "cuStreamWaitEvent");
 }
 
 /* -- sender -------------------------------------------------------------------------------------------------------- */
@@ -124,21 +120,20 @@ static s1f_status copy_receive(s1f_device_end *base, int32_t number, const s1f_m
 static s1f_status find_target(copy_end *end, const posted_note *note, copy_place *place)
 {
     const s1f_driver *driver = end->base.device->driver;
-    s1f_status status = find_event(end, &note->freed, &place->freed);
-    if (status != S1F_OK || place->generation == note->generation)
-        return status;
+    S1F_TRY(find_event(end, &note->freed, &place->freed));
+    if (place->generation == note->generation)
+        return S1F_OK;
     if (!end->base.is_shared) {
         place->target = note->memory.pointer;
     } else {
         if (place->generation != 0)
             driver->ipc_close_memory(place->target);
         place->generation = 0;
-        status = checked(end, driver->ipc_open_memory(&place->target, note->memory.handle, S1F_CU_IPC_LAZY_PEER_ACCESS),
-                         "cuIpcOpenMemHandle");
+        S1F_TRY(checked(end, driver->ipc_open_memory(&place->target, note->memory.handle, S1F_CU_IPC_LAZY_PEER_ACCESS),
+                        "cuIpcOpenMemHandle"));
     }
-    if (status == S1F_OK)
-        place->generation = note->generation;
-    return status;
+    place->generation = note->generation;
+    return S1F_OK;
 }
 
 static s1f_status copy_prepare_send(s1f_device_end *base, int64_t sequence, int32_t number, s1f_message *message,
@@ -146,19 +141,18 @@ static s1f_status copy_prepare_send(s1f_device_end *base, int64_t sequence, int3
 {
     copy_end *end = (copy_end *)base;
     const s1f_driver *driver = base->device->driver;
-    s1f_status status = s1f_arena_wait_posted(base->control, sequence);
-    if (status != S1F_OK || (status = reserve_places(end)) != S1F_OK)
-        return status;
+    S1F_TRY(s1f_arena_wait_posted(base->control, sequence));
+    S1F_TRY(reserve_places(end));
     place_notes *notes = notes_of(end, number);
     copy_place *place = &end->places[number];
     if (message->payload_bytes > notes->posted.capacity)
         return s1f_device_end_to_host(base, message, tensors);
     if (message->payload_bytes > 0)
-        status = find_target(end, &notes->posted, place);
+        S1F_TRY(find_target(end, &notes->posted, place));
     unsigned int flags = S1F_CU_EVENT_DISABLE_TIMING | (base->is_shared ? S1F_CU_EVENT_INTERPROCESS : 0);
-    if (status == S1F_OK && place->copied == NULL)
-        status = checked(end, driver->event_create(&place->copied, flags), "cuEventCreate");
-    return status == S1F_OK ? name_event(end, place->copied, &notes->sent.copied) : status;
+    if (place->copied == NULL)
+        S1F_TRY(checked(end, driver->event_create(&place->copied, flags), "cuEventCreate"));
+    return name_event(end, place->copied, &notes->sent.copied);
 }
 
 static s1f_status copy_send(s1f_device_end *base, int32_t number, const s1f_message *message,
@@ -167,16 +161,16 @@ static s1f_status copy_send(s1f_device_end *base, int32_t number, const s1f_mess
     copy_end *end = (copy_end *)base;
     const s1f_driver *driver = base->device->driver;
     const copy_place *place = &end->places[number];
-    s1f_status status = checked(end, driver->stream_wait_event(base->stream, place->freed, 0), "cuStreamWaitEvent");
-    for (int32_t i = 0; status == S1F_OK && i < message->num_tensors; i++) {
+    S1F_TRY(checked(end, driver->stream_wait_event(base->stream, place->freed, 0), "cuStreamWaitEvent"));
+    for (int32_t i = 0; i < message->num_tensors; i++) {
         const s1f_tensor_header *tensor = &message->tensors[i];
         if (tensor->bytes > 0)
-            status = checked(end,
-                             driver->copy(place->target + (uint64_t)tensor->offset,
-                                          (s1f_cu_address)(uintptr_t)tensors[i], (size_t)tensor->bytes, base->stream),
-                             "cuMemcpyAsync");
+            S1F_TRY(checked(end,
+                            driver->copy(place->target + (uint64_t)tensor->offset,
+                                         (s1f_cu_address)(uintptr_t)tensors[i], (size_t)tensor->bytes, base->stream),
+                            "cuMemcpyAsync"));
     }
-    return status == S1F_OK ? checked(end, driver->event_record(place->copied, base->stream), "cuEventRecord") : status;
+    return checked(end, driver->event_record(place->copied, base->stream), "cuEventRecord");
 }
 
 /* -- both ---------------------------------------------------------------------------------------------------------- */

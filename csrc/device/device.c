@@ -26,15 +26,13 @@ static s1f_status make_event(const s1f_device *device, s1f_cu_event *event)
 s1f_status s1f_device_create(const char *driver_path, int32_t ordinal, s1f_device **out)
 {
     const s1f_driver *driver;
-    s1f_status status = s1f_driver_load(driver_path, &driver);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(s1f_driver_load(driver_path, &driver));
     s1f_device *device = calloc(1, sizeof *device);
     if (device == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for a device");
     device->driver = driver;
     device->ordinal = ordinal;
-    status = s1f_driver_status(driver, driver->device_get(&device->device, ordinal), "cuDeviceGet");
+    s1f_status status = s1f_driver_status(driver, driver->device_get(&device->device, ordinal), "cuDeviceGet");
     if (status == S1F_OK)
         status = s1f_driver_status(driver, driver->context_retain(&device->context, device->device),
                                    "cuDevicePrimaryCtxRetain");
@@ -86,10 +84,8 @@ static s1f_status record(const s1f_device *device, s1f_cu_event event)
 
 static s1f_status enter_and_record(const s1f_device *device, s1f_cu_event event)
 {
-    s1f_status status = s1f_device_enter(device);
-    if (status != S1F_OK)
-        return status;
-    status = record(device, event);
+    S1F_TRY(s1f_device_enter(device));
+    s1f_status status = record(device, event);
     s1f_device_leave(device);
     return status;
 }
@@ -120,10 +116,8 @@ static s1f_status make_room(s1f_device *device)
 
 s1f_status s1f_device_begin_unit(s1f_device *device)
 {
-    s1f_status status = s1f_device_enter(device);
-    if (status != S1F_OK)
-        return status;
-    status = make_room(device);
+    S1F_TRY(s1f_device_enter(device));
+    s1f_status status = make_room(device);
     if (status == S1F_OK)
         status = record(device, device->units[device->num_units].start);
     if (status == S1F_OK) {
@@ -169,30 +163,25 @@ static s1f_status join_clocks(s1f_device *device, int64_t *closest_ns)
 {
     int64_t before = s1f_now_ns(), since;
     s1f_cu_result seen;
-    s1f_status status = record(device, device->last);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(record(device, device->last));
     do {
         seen = device->driver->event_query(device->last);
     } while (seen == S1F_CU_ERROR_NOT_READY);
     int64_t after = s1f_now_ns();
-    status = s1f_driver_status(device->driver, seen, "cuEventQuery");
-    if (status == S1F_OK)
-        status = elapsed_ns(device, device->last, &since);
-    if (status == S1F_OK && after - before < *closest_ns) {
+    S1F_TRY(s1f_driver_status(device->driver, seen, "cuEventQuery"));
+    S1F_TRY(elapsed_ns(device, device->last, &since));
+    if (after - before < *closest_ns) {
         *closest_ns = after - before;
         device->first_ns = before + (after - before) / 2 - since;
     }
-    return status;
+    return S1F_OK;
 }
 
 s1f_status s1f_device_settle_times(s1f_device *device)
 {
     int64_t closest_ns = INT64_MAX;
-    s1f_status status = s1f_device_enter(device);
-    if (status != S1F_OK)
-        return status;
-    status =
+    S1F_TRY(s1f_device_enter(device));
+    s1f_status status =
         s1f_driver_status(device->driver, device->driver->stream_synchronize(device->compute), "cuStreamSynchronize");
     for (int i = 0; status == S1F_OK && i < CLOCK_READINGS; i++)
         status = join_clocks(device, &closest_ns);
@@ -202,10 +191,8 @@ s1f_status s1f_device_settle_times(s1f_device *device)
 
 s1f_status s1f_device_time_of(const s1f_device *device, s1f_cu_event event, int64_t *ns)
 {
-    s1f_status status = s1f_device_enter(device);
-    if (status != S1F_OK)
-        return status;
-    status = elapsed_ns(device, event, ns);
+    S1F_TRY(s1f_device_enter(device));
+    s1f_status status = elapsed_ns(device, event, ns);
     *ns += device->first_ns;
     s1f_device_leave(device);
     return status;
@@ -214,10 +201,8 @@ s1f_status s1f_device_time_of(const s1f_device *device, s1f_cu_event event, int6
 s1f_status s1f_device_free_bytes(const s1f_device *device, int64_t *bytes)
 {
     size_t unused = 0, total;
-    s1f_status status = s1f_device_enter(device);
-    if (status != S1F_OK)
-        return status;
-    status = s1f_driver_status(device->driver, device->driver->memory_info(&unused, &total), "cuMemGetInfo");
+    S1F_TRY(s1f_device_enter(device));
+    s1f_status status = s1f_driver_status(device->driver, device->driver->memory_info(&unused, &total), "cuMemGetInfo");
     s1f_device_leave(device);
     *bytes = (int64_t)unused;
     return status;

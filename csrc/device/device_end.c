@@ -25,15 +25,13 @@ static s1f_status enter(s1f_device_end *end)
 {
     if (end->is_closed)
         return s1f_fail(S1F_ERR_STATE, "the edge is closed");
-    s1f_status status = s1f_device_enter(end->device);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(s1f_device_enter(end->device));
     pthread_mutex_lock(&end->watchdog->lock);
     if (!end->is_aborted)
         return S1F_OK;
     pthread_mutex_unlock(&end->watchdog->lock);
     s1f_device_leave(end->device);
-    status = s1f_group_check(end->head.group);
+    s1f_status status = s1f_group_check(end->head.group);
     return status != S1F_OK ? status
                             : s1f_fail(S1F_ERR_STATE, "its transfers were aborted when a step failed: build the engine "
                                                       "again to go on");
@@ -92,28 +90,23 @@ static s1f_status begin_transfer(s1f_device_end *end, const s1f_message *message
         end->capacity = capacity;
     }
     s1f_transfer *transfer = &end->transfers[end->started];
-    s1f_status status = S1F_OK;
+    unsigned int flags = end->head.is_receiver ? S1F_CU_EVENT_TIMED : S1F_CU_EVENT_DISABLE_TIMING;
     if (transfer->started == NULL)
-        status = checked(end, driver->event_create(&transfer->started, S1F_CU_EVENT_DISABLE_TIMING), "cuEventCreate");
-    if (status == S1F_OK && transfer->done == NULL)
-        status = checked(end,
-                         driver->event_create(&transfer->done,
-                                              end->head.is_receiver ? S1F_CU_EVENT_TIMED : S1F_CU_EVENT_DISABLE_TIMING),
-                         "cuEventCreate");
+        S1F_TRY(checked(end, driver->event_create(&transfer->started, S1F_CU_EVENT_DISABLE_TIMING), "cuEventCreate"));
+    if (transfer->done == NULL)
+        S1F_TRY(checked(end, driver->event_create(&transfer->done, flags), "cuEventCreate"));
     transfer->unit = (s1f_unit){message->pass, message->source_stage, message->microbatch, message->segment};
     transfer->is_over = message->payload_bytes == 0 || !message->on_device;
     *out = transfer;
-    return status;
+    return S1F_OK;
 }
 
 /* Seen by the watchdog from here on. */
 static s1f_status end_transfer(s1f_device_end *end)
 {
-    s1f_status status = enter(end);
-    if (status != S1F_OK)
-        return status;
-    status = checked(end, end->device->driver->event_record(end->transfers[end->started].done, end->stream),
-                     "cuEventRecord");
+    S1F_TRY(enter(end));
+    s1f_status status = checked(end, end->device->driver->event_record(end->transfers[end->started].done, end->stream),
+                                "cuEventRecord");
     if (status == S1F_OK)
         end->started++;
     return leave(end, status);
@@ -125,16 +118,14 @@ static s1f_status wait_for(s1f_device_end *end, int (*is_done)(void *context), c
     if (end->deadline_ns == 0)
         return s1f_group_poll(end->head.group, is_done, end, reason);
     struct timespec pause = {.tv_nsec = 50 * 1000};
-    s1f_status status = S1F_OK;
-    while (status == S1F_OK && !is_done(end)) {
+    while (!is_done(end)) {
         if (s1f_now_ns() > end->deadline_ns)
             return s1f_fail(S1F_ERR_STATE, "it does not come to an end (%s)", reason->purpose);
         nanosleep(&pause, NULL);
-        status = s1f_group_check_peer(end->head.group, reason);
-        if (status == S1F_OK)
-            status = s1f_group_check(end->head.group);
+        S1F_TRY(s1f_group_check_peer(end->head.group, reason));
+        S1F_TRY(s1f_group_check(end->head.group));
     }
-    return status;
+    return S1F_OK;
 }
 
 s1f_wait_reason s1f_device_end_reason(const s1f_device_end *end, const char *purpose, int64_t sequence)
@@ -189,12 +180,10 @@ s1f_status s1f_device_end_settle(s1f_device_end *end, const char *purpose, int64
     if (end->mover->settled == NULL)
         return S1F_OK;
     s1f_wait_reason reason = s1f_device_end_reason(end, purpose, sequence);
-    s1f_status status = s1f_device_enter(end->device);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(s1f_device_enter(end->device));
     for (int64_t until = s1f_now_ns() + ENQUEUE_NS; !is_settled(end) && s1f_now_ns() < until;)
         sched_yield();
-    status = wait_for(end, is_settled, &reason);
+    s1f_status status = wait_for(end, is_settled, &reason);
     s1f_device_leave(end->device);
     if (status != S1F_OK || (status = enter(end)) != S1F_OK)
         return status;
@@ -214,28 +203,26 @@ static s1f_status set_places(s1f_device_end *end, int32_t num_places)
 {
     const s1f_driver *driver = end->device->driver;
     unsigned int flags = S1F_CU_EVENT_DISABLE_TIMING | (end->is_shared ? S1F_CU_EVENT_INTERPROCESS : 0);
-    s1f_status status = S1F_OK;
     if (num_places <= end->num_places) /* those beyond stay for a step that needs them */
         return S1F_OK;
     s1f_device_place *places = realloc(end->places, (size_t)num_places * sizeof *places);
     if (places == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for %d places", (int)num_places);
     end->places = places;
-    for (; status == S1F_OK && end->num_places < num_places; end->num_places++) {
+    for (; end->num_places < num_places; end->num_places++) {
         places[end->num_places] = (s1f_device_place){0};
         if (end->head.is_receiver)
-            status = checked(end, driver->event_create(&places[end->num_places].freed, flags), "cuEventCreate");
+            S1F_TRY(checked(end, driver->event_create(&places[end->num_places].freed, flags), "cuEventCreate"));
     }
-    return status;
+    return S1F_OK;
 }
 
 static s1f_status device_begin_step(s1f_edge_end *head, int32_t num_places)
 {
     s1f_device_end *end = (s1f_device_end *)head;
-    s1f_status status = s1f_p2p_begin_step(end->control, num_places);
-    if (status != S1F_OK || (status = enter(end)) != S1F_OK)
-        return status;
-    status = set_places(end, num_places);
+    S1F_TRY(s1f_p2p_begin_step(end->control, num_places));
+    S1F_TRY(enter(end));
+    s1f_status status = set_places(end, num_places);
     if (status == S1F_OK && end->step_start != NULL)
         status = checked(end, end->device->driver->event_record(end->step_start, end->stream), "cuEventRecord");
     end->started = end->over = end->seen_over = 0;
@@ -248,84 +235,76 @@ static s1f_status device_post(s1f_edge_end *head, int64_t sequence, int32_t numb
 {
     s1f_device_end *end = (s1f_device_end *)head;
     const s1f_driver *driver = end->device->driver;
-    s1f_status status = check_place(end, number);
-    if (status != S1F_OK || (status = enter(end)) != S1F_OK)
-        return status;
+    S1F_TRY(check_place(end, number));
+    S1F_TRY(enter(end));
     s1f_device_place *place = &end->places[number];
     place->message = NULL;
-    status = checked(end, driver->event_record(place->freed, end->device->compute), "cuEventRecord");
-    status = leave(end, status);
-    if (status == S1F_OK && end->mover->post != NULL && (status = s1f_device_enter(end->device)) == S1F_OK) {
-        status = end->mover->post(end, number);
+    S1F_TRY(leave(end, checked(end, driver->event_record(place->freed, end->device->compute), "cuEventRecord")));
+    if (end->mover->post != NULL) {
+        S1F_TRY(s1f_device_enter(end->device));
+        s1f_status status = end->mover->post(end, number);
         s1f_device_leave(end->device);
+        S1F_TRY(status);
     }
-    return status == S1F_OK ? s1f_p2p_post(end->control, sequence, number) : status;
+    return s1f_p2p_post(end->control, sequence, number);
 }
 
 static s1f_status start_receive(s1f_device_end *end, s1f_device_place *place, int32_t number)
 {
     const s1f_driver *driver = end->device->driver;
     s1f_transfer *transfer;
-    s1f_status status = begin_transfer(end, place->message, &transfer);
-    if (status == S1F_OK)
-        status = checked(end, driver->stream_wait_event(end->stream, place->freed, 0), "cuStreamWaitEvent");
+    S1F_TRY(begin_transfer(end, place->message, &transfer));
+    S1F_TRY(checked(end, driver->stream_wait_event(end->stream, place->freed, 0), "cuStreamWaitEvent"));
     s1f_cu_event unit_start = s1f_device_unit_start(end->device);
-    if (status == S1F_OK && unit_start != NULL)
-        status = checked(end, driver->stream_wait_event(end->stream, unit_start, 0), "cuStreamWaitEvent");
-    if (status == S1F_OK)
-        status = checked(end, driver->event_record(transfer->started, end->stream), "cuEventRecord");
-    if (status == S1F_OK && !transfer->is_over)
-        status = moved(end, end->mover->receive(end, number, place->message));
-    return status;
+    if (unit_start != NULL)
+        S1F_TRY(checked(end, driver->stream_wait_event(end->stream, unit_start, 0), "cuStreamWaitEvent"));
+    S1F_TRY(checked(end, driver->event_record(transfer->started, end->stream), "cuEventRecord"));
+    return transfer->is_over ? S1F_OK : moved(end, end->mover->receive(end, number, place->message));
 }
 
 static s1f_status take(s1f_device_end *end, int64_t sequence, int32_t number)
 {
-    s1f_status status = S1F_OK;
     if (sequence != end->started)
         return s1f_fail(S1F_ERR_STATE, "received out of turn: message %lld is next", (long long)end->started);
     s1f_device_place *place = &end->places[number];
-    status = end->control->transport->wait(end->control, sequence, number, &place->message, &place->host_payload);
-    if (status == S1F_OK)
-        status = s1f_message_check_sound(place->message, sequence);
-    if (status == S1F_OK && !place->message->on_device && end->mover->receive_staged == NULL)
-        status = s1f_fail(S1F_ERR_STATE, "the sender put it into host memory: do all ranks compute on a GPU?");
-    if (status != S1F_OK || (status = s1f_device_enter(end->device)) != S1F_OK)
-        return status;
+    S1F_TRY(end->control->transport->wait(end->control, sequence, number, &place->message, &place->host_payload));
+    S1F_TRY(s1f_message_check_sound(place->message, sequence));
+    if (!place->message->on_device && end->mover->receive_staged == NULL)
+        return s1f_fail(S1F_ERR_STATE, "the sender put it into host memory: do all ranks compute on a GPU?");
+    S1F_TRY(s1f_device_enter(end->device));
     end->largest = place->message->payload_bytes > end->largest ? place->message->payload_bytes : end->largest;
-    status = s1f_device_place_reserve(end, place, place->message->payload_bytes);
+    s1f_status status = s1f_device_place_reserve(end, place, place->message->payload_bytes);
     if (status == S1F_OK && !place->message->on_device)
         status = end->mover->receive_staged(end, number, place->host_payload);
     else if (status == S1F_OK && end->mover->prepare_receive != NULL)
         status = end->mover->prepare_receive(end, number);
     s1f_device_leave(end->device);
-    if (status != S1F_OK || (status = enter(end)) != S1F_OK)
-        return status;
-    status = leave(end, start_receive(end, place, number));
-    if (status == S1F_OK)
-        status = s1f_device_end_settle(end, "starting to receive", sequence);
-    return status == S1F_OK ? end_transfer(end) : status;
+    S1F_TRY(status);
+    S1F_TRY(enter(end));
+    S1F_TRY(leave(end, start_receive(end, place, number)));
+    S1F_TRY(s1f_device_end_settle(end, "starting to receive", sequence));
+    return end_transfer(end);
 }
 
 static s1f_status device_receive(s1f_edge_end *head, int64_t sequence, int32_t number)
 {
     s1f_device_end *end = (s1f_device_end *)head;
-    s1f_status status = check_place(end, number);
-    return status != S1F_OK || end->mover->is_late ? status : take(end, sequence, number);
+    S1F_TRY(check_place(end, number));
+    return end->mover->is_late ? S1F_OK : take(end, sequence, number);
 }
 
 static s1f_status device_wait(s1f_edge_end *head, int64_t sequence, int32_t number, const s1f_message **message,
                               const void **payload)
 {
     s1f_device_end *end = (s1f_device_end *)head;
-    s1f_status status = check_place(end, number);
-    if (status == S1F_OK && end->mover->is_late)
-        status = take(end, sequence, number);
-    if (status == S1F_OK && sequence >= end->started)
-        status = s1f_fail(S1F_ERR_STATE, "waited for before its receive was started: the program was lowered without "
-                                         "receives");
-    if (status != S1F_OK || (status = enter(end)) != S1F_OK)
-        return status;
+    S1F_TRY(check_place(end, number));
+    if (end->mover->is_late)
+        S1F_TRY(take(end, sequence, number));
+    if (sequence >= end->started)
+        return s1f_fail(S1F_ERR_STATE, "waited for before its receive was started: the program was lowered without "
+                                       "receives");
+    S1F_TRY(enter(end));
+    s1f_status status = S1F_OK;
     if (!end->transfers[sequence].is_over)
         status =
             checked(end, end->device->driver->stream_wait_event(end->device->compute, end->transfers[sequence].done, 0),
@@ -346,27 +325,20 @@ static s1f_status start_send(s1f_device_end *end, int32_t number, const s1f_mess
 {
     const s1f_driver *driver = end->device->driver;
     s1f_transfer *transfer;
-    s1f_status status = begin_transfer(end, message, &transfer);
-    if (status == S1F_OK)
-        status = checked(end, driver->event_record(end->ready, end->device->compute), "cuEventRecord");
-    if (status == S1F_OK)
-        status = checked(end, driver->stream_wait_event(end->stream, end->ready, 0), "cuStreamWaitEvent");
-    if (status == S1F_OK)
-        status = checked(end, driver->event_record(transfer->started, end->stream), "cuEventRecord");
-    if (status == S1F_OK && !transfer->is_over)
-        status = moved(end, end->mover->send(end, number, message, tensors));
-    return status;
+    S1F_TRY(begin_transfer(end, message, &transfer));
+    S1F_TRY(checked(end, driver->event_record(end->ready, end->device->compute), "cuEventRecord"));
+    S1F_TRY(checked(end, driver->stream_wait_event(end->stream, end->ready, 0), "cuStreamWaitEvent"));
+    S1F_TRY(checked(end, driver->event_record(transfer->started, end->stream), "cuEventRecord"));
+    return transfer->is_over ? S1F_OK : moved(end, end->mover->send(end, number, message, tensors));
 }
 
 static s1f_status move_out(s1f_device_end *end, int64_t sequence, int32_t number, const s1f_message *message,
                            const void *const *tensors)
 {
-    s1f_status status = enter(end);
-    if (status == S1F_OK)
-        status = leave(end, start_send(end, number, message, tensors));
-    if (status == S1F_OK)
-        status = s1f_device_end_settle(end, "starting to send", sequence);
-    return status == S1F_OK ? end_transfer(end) : status;
+    S1F_TRY(enter(end));
+    S1F_TRY(leave(end, start_send(end, number, message, tensors)));
+    S1F_TRY(s1f_device_end_settle(end, "starting to send", sequence));
+    return end_transfer(end);
 }
 
 /* If the data needs the peer, its header goes first: the peer then starts its receive. */
@@ -378,27 +350,24 @@ static s1f_status device_send(s1f_edge_end *head, int64_t sequence, int32_t numb
     const void *data[S1F_MAX_TENSORS];
     memcpy(data, tensors, (size_t)message->num_tensors * sizeof *data);
     sent.on_device = 1;
-    s1f_status status = check_place(end, number);
-    if (status == S1F_OK && end->mover->prepare_send != NULL && (status = s1f_device_enter(end->device)) == S1F_OK) {
-        status = end->mover->prepare_send(end, sequence, number, &sent, data);
+    S1F_TRY(check_place(end, number));
+    if (end->mover->prepare_send != NULL) {
+        S1F_TRY(s1f_device_enter(end->device));
+        s1f_status status = end->mover->prepare_send(end, sequence, number, &sent, data);
         s1f_device_leave(end->device);
+        S1F_TRY(status);
     }
     s1f_message_seal(&sent);
-    if (status == S1F_OK && end->mover->is_one_sided)
-        status = move_out(end, sequence, number, &sent, data);
-    if (status == S1F_OK)
-        status = end->control->transport->send(end->control, sequence, number, &sent, data);
-    if (status == S1F_OK && !end->mover->is_one_sided)
-        status = move_out(end, sequence, number, &sent, data);
-    return status;
+    if (end->mover->is_one_sided)
+        S1F_TRY(move_out(end, sequence, number, &sent, data));
+    S1F_TRY(end->control->transport->send(end->control, sequence, number, &sent, data));
+    return end->mover->is_one_sided ? S1F_OK : move_out(end, sequence, number, &sent, data);
 }
 
 static s1f_status device_count_sent(s1f_edge_end *head, int64_t *count)
 {
     s1f_device_end *end = (s1f_device_end *)head;
-    s1f_status status = enter(end);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(enter(end));
     count_over(end);
     *count = end->is_finished ? INT64_MAX : end->over;
     return leave(end, S1F_OK);
@@ -425,9 +394,8 @@ static int has_all(void *context)
 static s1f_status device_finish(s1f_edge_end *head, int32_t failed)
 {
     s1f_device_end *end = (s1f_device_end *)head;
-    s1f_status status = enter(end);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(enter(end));
+    s1f_status status = S1F_OK;
     if (failed)
         s1f_device_end_abort(end);
     if (failed && end->mover->release != NULL)
@@ -442,13 +410,12 @@ static s1f_status device_finish(s1f_edge_end *head, int32_t failed)
         return status;
     s1f_wait_reason reason = s1f_device_end_reason(end, "waiting on the GPU for", end->started - 1);
     reason.patient = 1; /* the watchdog knows which transfer is late; who waits for whom tells little here */
-    if ((status = s1f_device_enter(end->device)) != S1F_OK)
-        return status;
+    S1F_TRY(s1f_device_enter(end->device));
     status = s1f_group_poll(head->group, has_all, end, &reason);
     s1f_device_leave(end->device);
-    if (status == S1F_OK)
-        status = s1f_group_check(head->group);
-    return status == S1F_OK && end->mover->post != NULL ? s1f_device_end_reserve(end) : status;
+    S1F_TRY(status);
+    S1F_TRY(s1f_group_check(head->group));
+    return end->mover->post != NULL ? s1f_device_end_reserve(end) : S1F_OK;
 }
 
 int s1f_device_end_is_idle(s1f_device_end *end)
@@ -562,13 +529,11 @@ s1f_status s1f_device_end_init(s1f_device_end *end, const s1f_mover *mover, s1f_
     end->device = watchdog->device;
     end->hangup_fd = s1f_arena_hangup_fd(control);
     const s1f_driver *driver = end->device->driver;
-    s1f_status status = s1f_device_enter(end->device);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(s1f_device_enter(end->device));
     int least = 0, greatest = 0;
     driver->stream_priorities(&least, &greatest);
-    status = checked(end, driver->stream_create(&end->stream, S1F_CU_STREAM_NON_BLOCKING, greatest),
-                     "cuStreamCreateWithPriority");
+    s1f_status status = checked(end, driver->stream_create(&end->stream, S1F_CU_STREAM_NON_BLOCKING, greatest),
+                                "cuStreamCreateWithPriority");
     if (status == S1F_OK && !end->head.is_receiver)
         status = checked(end, driver->event_create(&end->ready, S1F_CU_EVENT_DISABLE_TIMING), "cuEventCreate");
     if (status == S1F_OK && mover->release != NULL)

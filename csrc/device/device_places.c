@@ -74,9 +74,8 @@ s1f_status s1f_device_end_reserve(s1f_device_end *end)
 {
     if (fits_all(end))
         return S1F_OK;
-    s1f_status status = s1f_device_enter(end->device);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(s1f_device_enter(end->device));
+    s1f_status status = S1F_OK;
     for (int32_t i = 0; status == S1F_OK && i < end->num_places; i++)
         if (end->is_shared || end->places[i].capacity == 0) /* a tensor may lie in memory that would be freed here */
             status = s1f_device_place_grow(end, &end->places[i], end->largest);
@@ -87,12 +86,10 @@ s1f_status s1f_device_end_reserve(s1f_device_end *end)
 s1f_status s1f_device_end_forget(s1f_device_end *end)
 {
     const s1f_driver *driver = end->device->driver;
-    s1f_status status = s1f_device_enter(end->device);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(s1f_device_enter(end->device));
     if (end->mover->forget != NULL)
         end->mover->forget(end);
-    status = checked(end, driver->stream_synchronize(end->device->compute), "cuStreamSynchronize");
+    s1f_status status = checked(end, driver->stream_synchronize(end->device->compute), "cuStreamSynchronize");
     for (int32_t i = 0; status == S1F_OK && i < end->num_places; i++) {
         if (end->places[i].capacity > 0)
             status = checked(end, driver->memory_free(end->places[i].address), "cuMemFree");
@@ -139,9 +136,9 @@ s1f_status s1f_device_end_from_host(s1f_device_end *end, int32_t number, const v
     const s1f_driver *driver = end->device->driver;
     const s1f_device_place *place = &end->places[number];
     int64_t bytes = place->message->payload_bytes;
-    s1f_status status = checked(end, driver->stream_wait_event(end->stream, place->freed, 0), "cuStreamWaitEvent");
-    if (status == S1F_OK && bytes > 0)
-        status = checked(end, driver->copy_from_host(place->address, payload, (size_t)bytes, end->stream),
-                         "cuMemcpyHtoDAsync");
-    return status == S1F_OK ? checked(end, driver->stream_synchronize(end->stream), "cuStreamSynchronize") : status;
+    S1F_TRY(checked(end, driver->stream_wait_event(end->stream, place->freed, 0), "cuStreamWaitEvent"));
+    if (bytes > 0)
+        S1F_TRY(checked(end, driver->copy_from_host(place->address, payload, (size_t)bytes, end->stream),
+                        "cuMemcpyHtoDAsync"));
+    return checked(end, driver->stream_synchronize(end->stream), "cuStreamSynchronize");
 }

@@ -92,11 +92,9 @@ s1f_status s1f_edge_proof_begin(s1f_edge_end *head)
 s1f_status s1f_edge_proof_post(s1f_edge_end *head, int64_t sequence, int64_t bytes)
 {
     s1f_device_end *end = (s1f_device_end *)head;
-    s1f_status status = begin_call(end);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(begin_call(end));
     end->largest = bytes > end->largest ? bytes : end->largest;
-    status = s1f_p2p_post(head, sequence, 0);
+    s1f_status status = s1f_p2p_post(head, sequence, 0);
     s1f_device_leave(end->device);
     return status;
 }
@@ -138,10 +136,8 @@ s1f_status s1f_edge_proof_send(s1f_edge_end *head, int64_t sequence, int64_t byt
     const s1f_driver *driver = end->device->driver;
     s1f_cu_address memory = 0;
     char *sent = NULL;
-    s1f_status status = begin_call(end);
-    if (status != S1F_OK)
-        return status;
-    status = make_bytes(end, sequence, bytes, &sent);
+    S1F_TRY(begin_call(end));
+    s1f_status status = make_bytes(end, sequence, bytes, &sent);
     if (status == S1F_OK)
         status = checked(end, driver->memory_allocate(&memory, (size_t)bytes), "cuMemAlloc");
     int has_memory = status == S1F_OK;
@@ -200,10 +196,8 @@ s1f_status s1f_edge_proof_receive(s1f_edge_end *head, int64_t sequence, int64_t 
     s1f_device_end *end = (s1f_device_end *)head;
     const s1f_message *message = NULL;
     const void *payload = NULL;
-    s1f_status status = begin_call(end);
-    if (status != S1F_OK)
-        return status;
-    status = wait_for(end, header_has_come, sequence, "no header has come");
+    S1F_TRY(begin_call(end));
+    s1f_status status = wait_for(end, header_has_come, sequence, "no header has come");
     int64_t began = s1f_now_ns();
     if (status == S1F_OK)
         status = s1f_p2p_receive(head, sequence, 0);

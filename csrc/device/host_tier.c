@@ -110,16 +110,13 @@ static s1f_status grow(host_tier *tier, int64_t end, int64_t load_bytes)
     if (missing <= 0)
         return S1F_OK;
     missing = (missing + PIECE_BYTES - 1) / PIECE_BYTES * PIECE_BYTES;
-    s1f_status status = check_host(tier, expected > missing ? expected : missing);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(check_host(tier, expected > missing ? expected : missing));
     piece *pieces = realloc(tier->pieces, ((size_t)tier->num_pieces + 1) * sizeof *pieces);
     if (pieces == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld pieces of a tier", (long long)tier->num_pieces + 1);
     tier->pieces = pieces;
     void *memory = NULL;
-    if ((status = pin(tier, missing, &memory)) != S1F_OK)
-        return status;
+    S1F_TRY(pin(tier, missing, &memory));
     pieces[tier->num_pieces++] = (piece){memory, tier->pinned, missing};
     tier->pinned += missing;
     tier->facts.num_growths++;
@@ -148,36 +145,34 @@ static s1f_status next_copy(host_tier *tier, copy **out)
         copies[tier->capacity++] = (copy){0};
     }
     copy *next = &tier->copies[tier->num_copies];
-    s1f_status status = S1F_OK;
     if (next->begin == NULL)
-        status = check(tier, driver->event_create(&next->begin, S1F_CU_EVENT_TIMED), "cuEventCreate");
-    if (status == S1F_OK && next->end == NULL)
-        status = check(tier, driver->event_create(&next->end, S1F_CU_EVENT_TIMED), "cuEventCreate");
-    tier->num_copies += status == S1F_OK;
+        S1F_TRY(check(tier, driver->event_create(&next->begin, S1F_CU_EVENT_TIMED), "cuEventCreate"));
+    if (next->end == NULL)
+        S1F_TRY(check(tier, driver->event_create(&next->end, S1F_CU_EVENT_TIMED), "cuEventCreate"));
+    tier->num_copies++;
     *out = next;
-    return status;
+    return S1F_OK;
 }
 
 /* A part, in as many copies as its room has pieces. */
 static s1f_status copy_part(const host_tier *tier, int32_t way, const s1f_tier_part *part, int64_t offset)
 {
     const s1f_driver *driver = tier->device->driver;
-    s1f_status status = S1F_OK;
-    for (int64_t done = 0; done < part->bytes && status == S1F_OK;) {
+    for (int64_t done = 0; done < part->bytes;) {
         const piece *at = piece_at(tier, offset + done);
         int64_t left = at->offset + at->bytes - (offset + done), bytes = part->bytes - done;
         bytes = bytes < left ? bytes : left;
         char *host = at->memory + (offset + done - at->offset);
         s1f_cu_address device = (s1f_cu_address)(uintptr_t)part->data + (s1f_cu_address)done;
         if (way == OUT)
-            status =
-                check(tier, driver->copy_to_host(host, device, (size_t)bytes, tier->streams[OUT]), "cuMemcpyDtoHAsync");
+            S1F_TRY(check(tier, driver->copy_to_host(host, device, (size_t)bytes, tier->streams[OUT]),
+                          "cuMemcpyDtoHAsync"));
         else
-            status = check(tier, driver->copy_from_host(device, host, (size_t)bytes, tier->streams[IN]),
-                           "cuMemcpyHtoDAsync");
+            S1F_TRY(check(tier, driver->copy_from_host(device, host, (size_t)bytes, tier->streams[IN]),
+                          "cuMemcpyHtoDAsync"));
         done += bytes;
     }
-    return status;
+    return S1F_OK;
 }
 
 static s1f_status start_copy(host_tier *tier, s1f_tier_load *load)
@@ -186,23 +181,19 @@ static s1f_status start_copy(host_tier *tier, s1f_tier_load *load)
     int32_t way = load->comes_in ? IN : OUT;
     s1f_cu_stream stream = tier->streams[way];
     copy *next = NULL;
-    s1f_status status = next_copy(tier, &next);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(next_copy(tier, &next));
     load->ticket = (uint64_t)(tier->num_copies - 1);
     *next = (copy){next->begin, next->end, load->number, 0, way, 0};
-    status = check(tier, driver->event_record(tier->given, tier->device->compute), "cuEventRecord");
-    if (status == S1F_OK)
-        status = check(tier, driver->stream_wait_event(stream, tier->given, 0), "cuStreamWaitEvent");
-    if (status == S1F_OK)
-        status = check(tier, driver->event_record(next->begin, stream), "cuEventRecord");
+    S1F_TRY(check(tier, driver->event_record(tier->given, tier->device->compute), "cuEventRecord"));
+    S1F_TRY(check(tier, driver->stream_wait_event(stream, tier->given, 0), "cuStreamWaitEvent"));
+    S1F_TRY(check(tier, driver->event_record(next->begin, stream), "cuEventRecord"));
     int64_t offset = load->offset;
-    for (int32_t i = 0; i < load->num_parts && status == S1F_OK; i++) {
-        status = copy_part(tier, way, &load->parts[i], offset);
+    for (int32_t i = 0; i < load->num_parts; i++) {
+        S1F_TRY(copy_part(tier, way, &load->parts[i], offset));
         offset += s1f_tier_rounded(load->parts[i].bytes);
         next->bytes += load->parts[i].bytes;
     }
-    return status == S1F_OK ? check(tier, driver->event_record(next->end, stream), "cuEventRecord") : status;
+    return check(tier, driver->event_record(next->end, stream), "cuEventRecord");
 }
 
 /* "GPU 0: moving 4096 bytes out to pinned host memory: ..." */
@@ -219,10 +210,8 @@ static s1f_status begin(s1f_tier *head, s1f_tier_load *load)
 {
     host_tier *tier = of(head);
     int mode;
-    s1f_status status = enter(tier, &mode);
-    if (status != S1F_OK)
-        return status;
-    status = grow(tier, load->offset + load->bytes, load->bytes);
+    S1F_TRY(enter(tier, &mode));
+    s1f_status status = grow(tier, load->offset + load->bytes, load->bytes);
     if (status == S1F_OK && (status = start_copy(tier, load)) != S1F_OK)
         status = tell(tier, load, status);
     leave(tier, mode);
@@ -234,11 +223,10 @@ static s1f_status wait(s1f_tier *head, s1f_group *group, s1f_tier_load *load)
     host_tier *tier = of(head);
     int mode;
     (void)group;
-    s1f_status status = enter(tier, &mode);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(enter(tier, &mode));
     s1f_cu_event end = tier->copies[load->ticket].end;
-    status = check(tier, tier->device->driver->stream_wait_event(tier->device->compute, end, 0), "cuStreamWaitEvent");
+    s1f_status status =
+        check(tier, tier->device->driver->stream_wait_event(tier->device->compute, end, 0), "cuStreamWaitEvent");
     leave(tier, mode);
     return status == S1F_OK ? S1F_OK : tell(tier, load, status);
 }
@@ -297,10 +285,8 @@ static s1f_status begin_step(s1f_tier *head, int64_t most_loads)
     count(tier);
     tier->most_loads = most_loads;
     tier->num_copies = 0;
-    s1f_status status = enter(tier, &mode);
-    if (status != S1F_OK)
-        return status;
-    status = check(tier, driver->event_record(tier->given, tier->streams[IN]), "cuEventRecord");
+    S1F_TRY(enter(tier, &mode));
+    s1f_status status = check(tier, driver->event_record(tier->given, tier->streams[IN]), "cuEventRecord");
     if (status == S1F_OK)
         status = check(tier, driver->stream_wait_event(tier->streams[OUT], tier->given, 0), "cuStreamWaitEvent");
     leave(tier, mode);
@@ -326,9 +312,8 @@ static s1f_status open_streams(host_tier *tier)
 {
     const s1f_driver *driver = tier->device->driver;
     int mode;
-    s1f_status status = enter(tier, &mode);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(enter(tier, &mode));
+    s1f_status status = S1F_OK;
     for (int way = OUT; way <= IN && status == S1F_OK; way++)
         status = check(tier, driver->stream_create(&tier->streams[way], S1F_CU_STREAM_NON_BLOCKING, 0),
                        "cuStreamCreateWithPriority");

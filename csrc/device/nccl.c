@@ -30,15 +30,13 @@ static s1f_status bind_functions(void *library, const char *path, s1f_nccl *tabl
     strncpy(table->path, path, sizeof table->path - 1);
     if (dlinfo(library, RTLD_DI_LINKMAP, &map) == 0 && map->l_name != NULL && map->l_name[0] != '\0')
         strncpy(table->path, map->l_name, sizeof table->path - 1);
-    s1f_status status = s1f_symbols_bind(library, table->path, symbols, sizeof symbols / sizeof symbols[0], table);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(s1f_symbols_bind(library, table->path, symbols, sizeof symbols / sizeof symbols[0], table));
     int version = 0;
-    status = s1f_nccl_status(table, table->get_version(&version), NULL, "ncclGetVersion");
-    if (status == S1F_OK && version < OLDEST)
-        status = s1f_fail(S1F_ERR_STATE, "%s is NCCL %d, at least %d is needed", table->path, version, (int)OLDEST);
+    S1F_TRY(s1f_nccl_status(table, table->get_version(&version), NULL, "ncclGetVersion"));
+    if (version < OLDEST)
+        return s1f_fail(S1F_ERR_STATE, "%s is NCCL %d, at least %d is needed", table->path, version, (int)OLDEST);
     table->version = version;
-    return status;
+    return S1F_OK;
 }
 
 static s1f_status load(const char *path, const s1f_nccl **out)

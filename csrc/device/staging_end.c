@@ -72,9 +72,8 @@ static s1f_status pin_slots(staging_end *end, int64_t bytes)
                         (long long)bytes, (int)num_places, (long long)end->ring_bytes);
     if (stride == end->stride && bytes <= end->pinned_bytes && num_places <= end->num_pinned)
         return S1F_OK;
-    s1f_status status = checked(end, driver->stream_synchronize(end->base.stream), "cuStreamSynchronize");
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(checked(end, driver->stream_synchronize(end->base.stream), "cuStreamSynchronize"));
+    s1f_status status = S1F_OK;
     bytes = bytes > end->pinned_bytes || stride != end->stride ? bytes : end->pinned_bytes;
     bytes = (bytes + PINNED_BLOCK - 1) / PINNED_BLOCK * PINNED_BLOCK;
     bytes = bytes < stride ? bytes : stride;
@@ -116,27 +115,24 @@ static s1f_status staging_send(s1f_device_end *base, int32_t number, const s1f_m
     staging_end *end = (staging_end *)base;
     const s1f_driver *driver = base->device->driver;
     uint64_t position = position_of(end, message->sequence);
-    s1f_status status = S1F_OK;
-    if (end->last[number] >> 32 == position >> 32) /* what an earlier step left there has been received */
-        status = checked(end,
-                         driver->stream_wait_value(base->stream, word_address(end, &end->words->drained[number]),
-                                                   end->last[number], S1F_CU_WAIT_GEQ),
-                         "cuStreamWaitValue64");
-    for (int32_t i = 0; status == S1F_OK && i < message->num_tensors; i++) {
+    s1f_cu_address written = word_address(end, &end->words->written[number]);
+    uint64_t before = end->last[number];
+    end->last[number] = position;
+    if (before >> 32 == position >> 32) /* what an earlier step left there has been received */
+        S1F_TRY(checked(end,
+                        driver->stream_wait_value(base->stream, word_address(end, &end->words->drained[number]), before,
+                                                  S1F_CU_WAIT_GEQ),
+                        "cuStreamWaitValue64"));
+    for (int32_t i = 0; i < message->num_tensors; i++) {
         const s1f_tensor_header *tensor = &message->tensors[i];
         if (tensor->bytes > 0)
-            status = checked(end,
-                             driver->copy_to_host(slot_of(end, number) + tensor->offset,
-                                                  (s1f_cu_address)(uintptr_t)tensors[i], (size_t)tensor->bytes,
-                                                  base->stream),
-                             "cuMemcpyDtoHAsync");
+            S1F_TRY(checked(end,
+                            driver->copy_to_host(slot_of(end, number) + tensor->offset,
+                                                 (s1f_cu_address)(uintptr_t)tensors[i], (size_t)tensor->bytes,
+                                                 base->stream),
+                            "cuMemcpyDtoHAsync"));
     }
-    if (status == S1F_OK)
-        status = checked(
-            end, driver->stream_write_value(base->stream, word_address(end, &end->words->written[number]), position, 0),
-            "cuStreamWriteValue64");
-    end->last[number] = position;
-    return status;
+    return checked(end, driver->stream_write_value(base->stream, written, position, 0), "cuStreamWriteValue64");
 }
 
 static s1f_status staging_receive(s1f_device_end *base, int32_t number, const s1f_message *message)
@@ -144,20 +140,17 @@ static s1f_status staging_receive(s1f_device_end *base, int32_t number, const s1
     staging_end *end = (staging_end *)base;
     const s1f_driver *driver = base->device->driver;
     uint64_t position = position_of(end, message->sequence);
-    s1f_status status = checked(end,
-                                driver->stream_wait_value(base->stream, word_address(end, &end->words->written[number]),
-                                                          position, S1F_CU_WAIT_GEQ),
-                                "cuStreamWaitValue64");
-    if (status == S1F_OK)
-        status = checked(end,
-                         driver->copy_from_host(base->places[number].address, slot_of(end, number),
-                                                (size_t)message->payload_bytes, base->stream),
-                         "cuMemcpyHtoDAsync");
-    if (status == S1F_OK)
-        status = checked(
-            end, driver->stream_write_value(base->stream, word_address(end, &end->words->drained[number]), position, 0),
-            "cuStreamWriteValue64");
-    return status;
+    S1F_TRY(checked(end,
+                    driver->stream_wait_value(base->stream, word_address(end, &end->words->written[number]), position,
+                                              S1F_CU_WAIT_GEQ),
+                    "cuStreamWaitValue64"));
+    S1F_TRY(checked(end,
+                    driver->copy_from_host(base->places[number].address, slot_of(end, number),
+                                           (size_t)message->payload_bytes, base->stream),
+                    "cuMemcpyHtoDAsync"));
+    return checked(
+        end, driver->stream_write_value(base->stream, word_address(end, &end->words->drained[number]), position, 0),
+        "cuStreamWriteValue64");
 }
 
 /* Only the words that this end's stream waits for, and only once all of earlier steps has ended there: a peer may still
@@ -198,13 +191,11 @@ static const s1f_mover staging_mover = {
 static s1f_status pin_words(staging_end *end)
 {
     const s1f_driver *driver = end->base.device->driver;
-    s1f_status status = s1f_device_enter(end->base.device);
-    if (status != S1F_OK)
-        return status;
-    status = checked(end,
-                     driver->host_register(end->words, sizeof *end->words,
-                                           S1F_CU_HOST_REGISTER_PORTABLE | S1F_CU_HOST_REGISTER_MAPPED),
-                     "cuMemHostRegister");
+    S1F_TRY(s1f_device_enter(end->base.device));
+    s1f_status status = checked(end,
+                                driver->host_register(end->words, sizeof *end->words,
+                                                      S1F_CU_HOST_REGISTER_PORTABLE | S1F_CU_HOST_REGISTER_MAPPED),
+                                "cuMemHostRegister");
     if (status == S1F_OK) {
         status = checked(end, driver->host_address(&end->device_words, end->words, 0), "cuMemHostGetDevicePointer");
         if (status != S1F_OK)

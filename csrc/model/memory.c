@@ -220,14 +220,11 @@ static s1f_status fill_places(const s1f_program *program, const s1f_memory_bytes
 s1f_status s1f_program_memory(const s1f_program *program, const s1f_memory_bytes *bytes, s1f_memory_peak *peaks)
 {
     const s1f_shape *shape = &program->shape;
-    s1f_status status = check_bytes(program, bytes);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(check_bytes(program, bytes));
     s1f_lifetime_table table = s1f_lifetimes_of(shape);
     for (int32_t rank = 0; rank < shape->num_ranks; rank++)
         peaks[rank] = (s1f_memory_peak){0};
-    if ((status = fill_places(program, bytes, peaks)) != S1F_OK)
-        return status;
+    S1F_TRY(fill_places(program, bytes, peaks));
     s1f_byte_tables tables = s1f_byte_tables_of(shape, bytes);
     ledger l = {.total = 0};
     for (int32_t rank = 0; rank < shape->num_ranks; rank++) {

@@ -386,11 +386,8 @@ static s1f_status run_all(simulator *s)
         int32_t rank = s->walk.ready[--s->walk.num_ready];
         if (go(s, rank))
             end_step(s, rank);
-        if (s->costs->progress != NULL && turns % TURNS_PER_REPORT == 0) {
-            s1f_status status = report(s);
-            if (status != S1F_OK)
-                return status;
-        }
+        if (s->costs->progress != NULL && turns % TURNS_PER_REPORT == 0)
+            S1F_TRY(report(s));
     }
     for (int32_t rank = 0; rank < num_ranks; rank++)
         if (s->ranks[rank].step < s->num_steps) /* lowering leaves no cycle */
@@ -464,9 +461,7 @@ static s1f_status fill_seconds(simulator *s)
             if (of_pass == NULL)
                 return s1f_fail(S1F_ERR_ARG, "the order has units of pass %c, and no seconds are given for them",
                                 s1f_pass_letter(pass));
-            s1f_status status = require_cost("the duration of a unit", of_pass[i]);
-            if (status != S1F_OK)
-                return status;
+            S1F_TRY(require_cost("the duration of a unit", of_pass[i]));
             s->kind_seconds[(i / k * S1F_MAX_PASSES + pass) * k + i % k] = of_pass[i];
         }
     return S1F_OK;

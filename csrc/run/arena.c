@@ -96,11 +96,8 @@ static s1f_status wait_for_place(arena_end *arena, uint64_t position, int64_t se
 s1f_status s1f_relay_flush(s1f_edge_end *end)
 {
     arena_end *arena = (arena_end *)end;
-    for (int32_t place = 0; arena->busy_until != NULL && place < arena->num_places; place++) {
-        s1f_status status = wait_for_place(arena, arena->busy_until[place], -1);
-        if (status != S1F_OK)
-            return status;
-    }
+    for (int32_t place = 0; arena->busy_until != NULL && place < arena->num_places; place++)
+        S1F_TRY(wait_for_place(arena, arena->busy_until[place], -1));
     return S1F_OK;
 }
 
@@ -113,9 +110,7 @@ static s1f_status set_places(arena_end *arena, int32_t num_places)
                         "%s: %d places do not fit in the edge's %lld bytes of address space; " S1F_MORE_SPACE,
                         arena->head.text, (int)num_places, (long long)arena->bytes);
     if (arena->relay != NULL && !arena->head.is_receiver) {
-        s1f_status status = s1f_relay_flush(&arena->head);
-        if (status != S1F_OK)
-            return status;
+        S1F_TRY(s1f_relay_flush(&arena->head));
         uint64_t *busy_until = calloc((size_t)num_places, sizeof *busy_until);
         if (busy_until == NULL)
             return s1f_fail(S1F_ERR_MEMORY, "%s: no memory for %d places", arena->head.text, (int)num_places);
@@ -134,11 +129,8 @@ static s1f_status set_places(arena_end *arena, int32_t num_places)
 static s1f_status arena_begin_step(s1f_edge_end *end, int32_t num_places)
 {
     arena_end *arena = (arena_end *)end;
-    if (num_places != arena->num_places) {
-        s1f_status status = set_places(arena, num_places);
-        if (status != S1F_OK)
-            return status;
-    }
+    if (num_places != arena->num_places)
+        S1F_TRY(set_places(arena, num_places));
     arena->posted = arena->sent = 0;
     return arena->relay == NULL
                ? S1F_OK
@@ -160,9 +152,7 @@ static s1f_status check_turn(const arena_end *arena, int32_t is_receiver, int64_
 static s1f_status arena_post(s1f_edge_end *end, int64_t sequence, int32_t place)
 {
     arena_end *arena = (arena_end *)end;
-    s1f_status status = check_turn(arena, 1, sequence, arena->posted, place);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(check_turn(arena, 1, sequence, arena->posted, place));
 #ifdef S1F_POISON /* whoever reads a place that is free again meets NaN */
     s1f_message *last = (s1f_message *)place_memory(arena, place);
     if (!last->on_device && last->payload_bytes >= 0 && last->payload_bytes <= arena->stride - S1F_HEADER_BYTES)
@@ -194,9 +184,7 @@ static s1f_status arena_wait(s1f_edge_end *end, int64_t sequence, int32_t place,
                               .purpose = "waiting for",
                               .edge = end->text,
                               .sequence = sequence};
-    s1f_status status = s1f_group_wait(end->group, &arena->control->sent, position_of(arena, sequence + 1), &reason);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(s1f_group_wait(end->group, &arena->control->sent, position_of(arena, sequence + 1), &reason));
     *message = (const s1f_message *)place_memory(arena, place);
     *payload = place_memory(arena, place) + S1F_HEADER_BYTES;
     if (!(*message)->on_device && (*message)->payload_bytes > arena->stride - S1F_HEADER_BYTES)
@@ -218,9 +206,7 @@ static s1f_status arena_send(s1f_edge_end *end, int64_t sequence, int32_t place,
                              const void *const *tensors)
 {
     arena_end *arena = (arena_end *)end;
-    s1f_status status = check_turn(arena, 0, sequence, arena->sent, place);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(check_turn(arena, 0, sequence, arena->sent, place));
     int64_t payload_bytes = message->on_device ? 0 : message->payload_bytes;
     if (payload_bytes > arena->stride - S1F_HEADER_BYTES)
         return s1f_fail(S1F_ERR_ARG,
@@ -229,9 +215,7 @@ static s1f_status arena_send(s1f_edge_end *end, int64_t sequence, int32_t place,
                         (long long)payload_bytes, (long long)(arena->stride - S1F_HEADER_BYTES), (int)arena->num_places,
                         (long long)arena->bytes);
     uint64_t position = position_of(arena, sequence + 1);
-    status = wait_for_place(arena, arena->relay == NULL ? position : arena->busy_until[place], sequence);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(wait_for_place(arena, arena->relay == NULL ? position : arena->busy_until[place], sequence));
     fill_place(place_memory(arena, place), message, tensors);
     arena->sent++;
     if (arena->relay != NULL) {

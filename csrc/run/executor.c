@@ -281,9 +281,7 @@ static s1f_status fill_wait(s1f_executor *executor, int64_t i)
         s1f_unit unit = executor->instructions[executor->weights[executor->next_weight].run].unit;
         int32_t is_left = 0;
         int64_t start = s1f_now_ns();
-        s1f_status status = executor->compute.fill(executor->compute.context, unit, &is_left);
-        if (status != S1F_OK)
-            return status;
+        S1F_TRY(executor->compute.fill(executor->compute.context, unit, &is_left));
         const s1f_fill *last = executor->num_fills > first ? &executor->fills[executor->num_fills - 1] : NULL;
         if (last == NULL || memcmp(&last->unit, &unit, sizeof unit) != 0)
             executor->fills[executor->num_fills++] = (s1f_fill){unit, {start, start}};
@@ -298,17 +296,13 @@ static s1f_status wait_input(s1f_executor *executor, const s1f_instruction *inst
     s1f_edge_end *end = executor->ends[instruction->edge];
     s1f_input *input = &executor->inputs[executor->num_inputs];
     *input = (s1f_input){.edge = instruction->edge, .place = instruction->place};
-    s1f_status status = s1f_p2p_wait(end, instruction->sequence, instruction->place, &input->message, &input->payload);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(s1f_p2p_wait(end, instruction->sequence, instruction->place, &input->message, &input->payload));
     const s1f_message *message = input->message;
     s1f_unit producer = executor->edge_states[instruction->edge].producers[instruction->sequence];
     s1f_message expected = describe(executor, instruction, producer);
-    status = s1f_message_check(message, &expected);
-    if (status != S1F_OK)
-        return status;
-    if (executor->sizes[0] == 0 && (status = learn_sizes(executor, message)) != S1F_OK)
-        return status;
+    S1F_TRY(s1f_message_check(message, &expected));
+    if (executor->sizes[0] == 0)
+        S1F_TRY(learn_sizes(executor, message));
     int64_t offset = offset_of(executor, producer), length = size_of(executor, producer);
     int64_t sequence = sequence_of(executor, producer);
     if (message->sequence_length != sequence || message->offset != offset || message->length != length)
@@ -363,23 +357,22 @@ static s1f_status run_unit(s1f_executor *executor, const s1f_instruction *instru
     char text[48];
     s1f_unit_text(unit, executor->num_slots > 1, text, sizeof text);
     s1f_group_progress(executor->group, text);
-    s1f_status status = s1f_kv_cache_begin_unit(executor->cache, &current);
-    if (status == S1F_OK && executor->compute.begin_unit != NULL)
-        status = executor->compute.begin_unit(executor->compute.context);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(s1f_kv_cache_begin_unit(executor->cache, &current));
+    if (executor->compute.begin_unit != NULL)
+        S1F_TRY(executor->compute.begin_unit(executor->compute.context));
     count_live(executor, unit);
     if (executor->thread_scope)
         s1f_current_unit_set_thread(&current);
-    else if ((status = s1f_current_unit_set_process(&current)) != S1F_OK)
-        return status;
-    status = executor->compute.run(executor->compute.context, &current, executor->inputs, executor->num_inputs,
-                                   executor->num_unsent, &executor->result);
+    else
+        S1F_TRY(s1f_current_unit_set_process(&current));
+    s1f_status status = executor->compute.run(executor->compute.context, &current, executor->inputs,
+                                              executor->num_inputs, executor->num_unsent, &executor->result);
     if (executor->thread_scope)
         s1f_current_unit_set_thread(NULL);
     else
         (void)s1f_current_unit_set_process(NULL);
-    return status == S1F_OK ? s1f_kv_cache_finish_unit(executor->cache, &current) : status;
+    S1F_TRY(status);
+    return s1f_kv_cache_finish_unit(executor->cache, &current);
 }
 
 /* Releases the results that no transfer reads any more. */
@@ -397,10 +390,9 @@ static s1f_status release_sent(s1f_executor *executor, int32_t edge)
 
 static s1f_status release_all_sent(s1f_executor *executor)
 {
-    s1f_status status = S1F_OK;
-    for (int32_t i = 0; status == S1F_OK && i < executor->num_edges; i++)
-        status = release_sent(executor, i);
-    return status;
+    for (int32_t i = 0; i < executor->num_edges; i++)
+        S1F_TRY(release_sent(executor, i));
+    return S1F_OK;
 }
 
 /* SENDs of the RUN at i. */
@@ -419,9 +411,10 @@ static s1f_status run(s1f_executor *executor, int64_t i)
         executor->next_weight++;
     s1f_status status = run_unit(executor, &executor->instructions[i]);
     executor->num_inputs = 0;
-    if (status == S1F_OK && executor->compute.end_unit != NULL)
-        status = executor->compute.end_unit(executor->compute.context);
-    return status == S1F_OK ? release_all_sent(executor) : status;
+    S1F_TRY(status);
+    if (executor->compute.end_unit != NULL)
+        S1F_TRY(executor->compute.end_unit(executor->compute.context));
+    return release_all_sent(executor);
 }
 
 static s1f_status send(s1f_executor *executor, const s1f_instruction *instruction)
@@ -520,7 +513,6 @@ static int32_t count_places(const s1f_executor *executor, int32_t edge)
 s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t training, int64_t sequence_length,
                              const int64_t *sizes)
 {
-    s1f_status status = S1F_OK;
     memset(executor->spans, 0, (size_t)executor->num_instructions * sizeof *executor->spans);
     memset(executor->measures, 0, (size_t)executor->num_stages * sizeof *executor->measures);
     memset(executor->live_units, 0, (size_t)executor->num_stages * sizeof *executor->live_units);
@@ -534,12 +526,11 @@ s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t train
     executor->result = (s1f_result){0};
     for (int32_t i = 0; i < executor->num_edges; i++)
         executor->edge_states[i].first = executor->edge_states[i].end = 0;
-    if (sequence_length != 0 && (status = set_sizes(executor, sequence_length, sizes)) != S1F_OK)
-        return status;
+    if (sequence_length != 0)
+        S1F_TRY(set_sizes(executor, sequence_length, sizes));
     for (int32_t i = 0; i < executor->num_edges; i++)
-        if (executor->ends[i] != NULL &&
-            (status = s1f_p2p_begin_step(executor->ends[i], count_places(executor, i))) != S1F_OK)
-            return status;
+        if (executor->ends[i] != NULL)
+            S1F_TRY(s1f_p2p_begin_step(executor->ends[i], count_places(executor, i)));
     return finish_transfers(executor, walk(executor));
 }
 

@@ -290,9 +290,7 @@ static s1f_status wait(s1f_tier *head, s1f_group *group, load *known)
     file_tier *tier = of(head);
     s1f_wait_reason reason = {
         .peer_rank = -1, .patient = 1, .hangup_fd = -1, .purpose = "waiting for", .edge = "the tier", .sequence = -1};
-    s1f_status status = s1f_group_wait(group, &tier->ended, known->ticket, &reason);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(s1f_group_wait(group, &tier->ended, known->ticket, &reason));
     pthread_mutex_lock(&tier->lock);
     failure failed = tier->failed;
     pthread_mutex_unlock(&tier->lock);

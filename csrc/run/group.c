@@ -437,15 +437,14 @@ static s1f_status fail_skipped(s1f_group *group, const s1f_wait_reason *reason, 
 
 static s1f_status look_around(s1f_group *group, const awaited *what, const s1f_wait_reason *reason, int64_t waited_ns)
 {
-    s1f_status status;
     s1f_failure failure;
     int32_t lost = atomic_load(&group->failure->lost);
     if (reason->recovering && lost > 0)
         return s1f_fail(S1F_ERR_PEER, "rank %d is gone since an earlier step", (int)lost - 1);
     if (reason->recovering && s1f_group_passed(group, group->turn, &failure))
         return s1f_fail(S1F_ERR_PEER, "rank %d ended the step: %s", (int)failure.rank, failure.text);
-    if (!reason->recovering && (status = s1f_group_check(group)) != S1F_OK)
-        return status;
+    if (!reason->recovering)
+        S1F_TRY(s1f_group_check(group));
     int64_t begun = reason->meets ? atomic_load(&group->mailboxes[reason->peer_rank].begun) : 0;
     if (!reason->recovering && begun > group->step && !is_over(what)) /* before, it may have given what is awaited */
         return fail_skipped(group, reason, begun);
@@ -474,12 +473,9 @@ static s1f_status sleep_until(s1f_group *group, const awaited *what, const s1f_w
         if (what->signal == NULL && now - looked < SLICE_NS && !handler_ran)
             continue;
         looked = now;
-        s1f_status status = look_around(group, what, reason, now - start);
-        if (status != S1F_OK)
-            return status;
+        S1F_TRY(look_around(group, what, reason, now - start));
         if (group->interrupted != NULL && (handler_ran || now - asked >= INTERRUPT_NS)) {
-            if ((status = group->interrupted(group->context)) != S1F_OK)
-                return status;
+            S1F_TRY(group->interrupted(group->context));
             asked = now;
         }
     }

@@ -361,9 +361,7 @@ static s1f_status begin_backward(const s1f_current_unit *unit, slot_state *slot,
                         "%s: backward of segment %d out of order, segment %d is next (gradients return last segment "
                         "first)",
                         name_of(unit).text, (int)s, (int)next);
-    s1f_status status = check_tokens(unit, &slot->segments[s]);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(check_tokens(unit, &slot->segments[s]));
     if (grads->tag != 0 && grads->tag != slot->tag)
         return s1f_fail(S1F_ERR_STATE, "%s: gradient slot %d is still held by micro-batch %d", name_of(unit).text,
                         (int)unit->grad_slot, (int)grads->microbatch);
@@ -380,9 +378,7 @@ s1f_status s1f_kv_cache_begin_unit(s1f_kv_cache *cache, const s1f_current_unit *
         return S1F_OK;
     slot_state *slot = NULL;
     grad_slot_state *grads = NULL;
-    s1f_status status = find_slots(cache, unit, &slot, &grads);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(find_slots(cache, unit, &slot, &grads));
     return is_forward(unit)  ? begin_forward(cache, unit, slot)
            : goes_back(unit) ? begin_backward(unit, slot, grads)
                              : begin_recomputation(unit, slot);
@@ -429,9 +425,7 @@ s1f_status s1f_kv_cache_finish_unit(s1f_kv_cache *cache, const s1f_current_unit 
         return S1F_OK;
     slot_state *slot = NULL;
     grad_slot_state *grads = NULL;
-    s1f_status status = find_slots(cache, unit, &slot, &grads);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(find_slots(cache, unit, &slot, &grads));
     if (!holds(slot, unit))
         return s1f_fail(S1F_ERR_STATE, "%s: finished without having begun", name_of(unit).text);
     if (gives_back(cache))
@@ -470,9 +464,7 @@ static s1f_status find_or_add_entry(s1f_kv_cache *cache, const s1f_current_unit 
     if (cache->num_entries == cache->entry_capacity) {
         int32_t wanted = cache->entry_capacity > 0 ? 2 * cache->entry_capacity : 16;
         void *entries = cache->entries;
-        s1f_status status = grow_zeroed(&entries, &cache->entry_capacity, wanted, sizeof *cache->entries);
-        if (status != S1F_OK)
-            return status;
+        S1F_TRY(grow_zeroed(&entries, &cache->entry_capacity, wanted, sizeof *cache->entries));
         cache->entries = entries;
     }
     *out = &cache->entries[cache->num_entries++];
@@ -537,36 +529,30 @@ static s1f_status reserve_pair(const s1f_kv_cache *cache, const layer_entry *ent
 {
     const s1f_layer_shape *shape = &entry->shape;
     int64_t bytes = s1f_dtype_bytes(dtype);
-    s1f_status status = reserve(entry, k, element_count(cache, shape, shape->head_dim) * bytes, total);
-    return status == S1F_OK ? reserve(entry, v, element_count(cache, shape, shape->v_head_dim) * bytes, total) : status;
+    S1F_TRY(reserve(entry, k, element_count(cache, shape, shape->head_dim) * bytes, total));
+    return reserve(entry, v, element_count(cache, shape, shape->v_head_dim) * bytes, total);
 }
 
 static s1f_status reserve_slot(s1f_kv_cache *cache, layer_entry *entry, int32_t index, layer_slot **out)
 {
     void *slots = entry->slots;
-    s1f_status status = grow_zeroed(&slots, &entry->num_slots, index + 1, sizeof *entry->slots);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(grow_zeroed(&slots, &entry->num_slots, index + 1, sizeof *entry->slots));
     entry->slots = slots;
     layer_slot *slot = &entry->slots[index];
     void *written = slot->written;
-    status = grow_zeroed(&written, &slot->num_segments, cache->num_segments, sizeof *slot->written);
+    s1f_status status = grow_zeroed(&written, &slot->num_segments, cache->num_segments, sizeof *slot->written);
     slot->written = written;
-    if (status == S1F_OK)
-        status = reserve_pair(cache, entry, &slot->k, &slot->v, entry->shape.dtype, &cache->kv_bytes);
-    if (status == S1F_OK && entry->shape.with_docs)
-        status = reserve(entry, &slot->docs, entry->shape.batch * cache->sequence_length * (int64_t)sizeof(int32_t),
-                         &cache->kv_bytes);
+    S1F_TRY(status);
+    S1F_TRY(reserve_pair(cache, entry, &slot->k, &slot->v, entry->shape.dtype, &cache->kv_bytes));
     *out = slot;
-    return status;
+    int64_t doc_bytes = entry->shape.batch * cache->sequence_length * (int64_t)sizeof(int32_t);
+    return entry->shape.with_docs ? reserve(entry, &slot->docs, doc_bytes, &cache->kv_bytes) : S1F_OK;
 }
 
 static s1f_status reserve_grads(s1f_kv_cache *cache, layer_entry *entry, int32_t index, layer_grads **out)
 {
     void *grads = entry->grads;
-    s1f_status status = grow_zeroed(&grads, &entry->num_grads, index + 1, sizeof *entry->grads);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(grow_zeroed(&grads, &entry->num_grads, index + 1, sizeof *entry->grads));
     entry->grads = grads;
     *out = &entry->grads[index];
     return reserve_pair(cache, entry, &(*out)->dk, &(*out)->dv, s1f_dtype_of_sums(entry->shape.dtype),
@@ -596,9 +582,7 @@ static s1f_kv_rows rows_of(const s1f_kv_cache *cache, const layer_entry *entry, 
 static s1f_status running_slot(s1f_kv_cache *cache, const s1f_current_unit *unit, slot_state **out)
 {
     grad_slot_state *grads = NULL;
-    s1f_status status = find_slots(cache, unit, out, &grads);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(find_slots(cache, unit, out, &grads));
     const slot_state *state = *out;
     int32_t s = unit->unit.segment;
     int begun = is_forward(unit) ? state->segments[s].serial != 0 && state->forwards == s
@@ -616,17 +600,11 @@ s1f_status s1f_kv_cache_write(s1f_kv_cache *cache, const s1f_current_unit *unit,
     slot_state *state = NULL;
     layer_entry *entry = NULL;
     layer_slot *slot = NULL;
-    s1f_status status = running_slot(cache, unit, &state);
-    if (status == S1F_OK)
-        status = find_or_add_entry(cache, unit, layer, &entry);
-    if (status == S1F_OK)
-        status = fix_shape(cache, unit, entry, shape);
-    if (status == S1F_OK)
-        status = reserve_slot(cache, entry, unit->kv_slot, &slot);
-    if (status == S1F_OK)
-        status = check_written(unit, entry, slot, state, unit->unit.segment + (is_forward(unit) ? 0 : 1));
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(running_slot(cache, unit, &state));
+    S1F_TRY(find_or_add_entry(cache, unit, layer, &entry));
+    S1F_TRY(fix_shape(cache, unit, entry, shape));
+    S1F_TRY(reserve_slot(cache, entry, unit->kv_slot, &slot));
+    S1F_TRY(check_written(unit, entry, slot, state, unit->unit.segment + (is_forward(unit) ? 0 : 1)));
     int32_t s = unit->unit.segment;
     if (is_forward(unit) && slot->written[s] == state->segments[s].serial)
         return s1f_fail(S1F_ERR_STATE,
@@ -645,9 +623,7 @@ s1f_status s1f_kv_cache_read(s1f_kv_cache *cache, const s1f_current_unit *unit, 
         return s1f_fail(S1F_ERR_STATE, "%s: backward of layer %lld within a forward unit", name_of(unit).text,
                         (long long)layer);
     slot_state *state = NULL;
-    s1f_status status = running_slot(cache, unit, &state);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(running_slot(cache, unit, &state));
     layer_entry *entry = find_entry(cache, unit->unit.stage, layer);
     if (entry == NULL || entry->step != cache->step || entry->num_slots <= unit->kv_slot)
         return s1f_fail(S1F_ERR_STATE,
@@ -656,11 +632,8 @@ s1f_status s1f_kv_cache_read(s1f_kv_cache *cache, const s1f_current_unit *unit, 
     const layer_slot *slot = &entry->slots[unit->kv_slot];
     layer_grads *contribution = NULL;
     int32_t s = unit->unit.segment;
-    status = check_written(unit, entry, slot, state, s + 1);
-    if (status == S1F_OK)
-        status = reserve_grads(cache, entry, unit->grad_slot, &contribution);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(check_written(unit, entry, slot, state, s + 1));
+    S1F_TRY(reserve_grads(cache, entry, unit->grad_slot, &contribution));
     int first = contribution->tag != state->tag;
     if (!first && contribution->last_segment <= s)
         return s1f_fail(

@@ -91,9 +91,7 @@ s1f_status s1f_tier_wait(s1f_tier *tier, s1f_group *group, int64_t number)
     s1f_tier_load *known = find(tier, number);
     if (known == NULL)
         return s1f_fail(S1F_ERR_STATE, "load %lld is not out", (long long)number);
-    s1f_status status = tier->kind->wait(tier, group, known);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(tier->kind->wait(tier, group, known));
     known->is_awaited = 1;
     if (known->comes_in)
         forget(tier, known);

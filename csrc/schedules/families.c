@@ -164,17 +164,15 @@ static s1f_status check_option(const s1f_options *options, const s1f_option *opt
 static s1f_status check_options(const s1f_request *request, const s1f_family_facts *facts)
 {
     const s1f_options *options = &request->options;
-    s1f_status status = S1F_OK;
     for (int i = 0; i < S1F_NUM_OPTIONS; i++)
         if (!(facts->options >> i & 1) && s1f_option_is_given(options, i))
             return s1f_schedule_refuse_option(facts, s1f_option_table[i].name);
-    for (int i = 0; i < S1F_NUM_OPTIONS && status == S1F_OK; i++)
-        status = check_option(options, &s1f_option_table[i]);
-    if (status == S1F_OK)
-        status = check_bytes(request);
-    if (status == S1F_OK && (options->costs[0] != NULL || options->costs[1] != NULL || options->costs[2] != NULL))
-        status = check_costs(request);
-    return status == S1F_OK ? check_sum(request) : status;
+    for (int i = 0; i < S1F_NUM_OPTIONS; i++)
+        S1F_TRY(check_option(options, &s1f_option_table[i]));
+    S1F_TRY(check_bytes(request));
+    if (options->costs[0] != NULL || options->costs[1] != NULL || options->costs[2] != NULL)
+        S1F_TRY(check_costs(request));
+    return check_sum(request);
 }
 
 /* Counts the cells of micro-batches that differ in their segments: there, a column is a cell. */
@@ -184,9 +182,7 @@ static s1f_status count_cells(s1f_request *request)
     request->num_cells = 0;
     for (int32_t m = 0; m < request->num_microbatches; m++) {
         int32_t count = request->options.segments_of[m];
-        s1f_status status = require_at_least("num_segments of a micro-batch", count, 1);
-        if (status != S1F_OK)
-            return status;
+        S1F_TRY(require_at_least("num_segments of a micro-batch", count, 1));
         most = count > most ? count : most;
         request->num_cells += count;
     }
@@ -218,8 +214,8 @@ static s1f_status check_request(const char *name, s1f_request *request)
                         (long long)stages, request->num_microbatches, request->num_segments, (long long)most);
     request->num_columns = request->num_segments;
     request->num_cells = (int64_t)request->num_microbatches * request->num_segments;
-    if (request->options.segments_of != NULL && (status = count_cells(request)) != S1F_OK)
-        return status;
+    if (request->options.segments_of != NULL)
+        S1F_TRY(count_cells(request));
     return check_options(request, &facts);
 }
 
@@ -277,9 +273,7 @@ s1f_status s1f_schedule_build(const char *family, int32_t num_ranks, int32_t num
     s1f_request request = {NULL, NULL, num_ranks, num_microbatches, num_segments, stages_per_rank, {0}, 0, 0};
     if (options != NULL)
         request.options = *options;
-    s1f_status status = check_request(family, &request);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(check_request(family, &request));
     const char *rule = broken_rule(&request);
     if (rule != NULL)
         return s1f_fail(S1F_ERR_SCHEDULE,
@@ -335,16 +329,14 @@ s1f_status s1f_schedule_append_backward(s1f_schedule *schedule, int32_t stage, i
 s1f_status s1f_schedule_alternate(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t count,
                                   s1f_append *forward, s1f_append *backward, int64_t context)
 {
-    s1f_status status = S1F_OK;
-    for (int64_t i = 0; i < warmup && i < count && status == S1F_OK; i++)
-        status = forward(schedule, rank, context, i);
-    for (int64_t i = 0; i < count && status == S1F_OK; i++) { /* steady, then cool-down: no forwards left */
+    for (int64_t i = 0; i < warmup && i < count; i++)
+        S1F_TRY(forward(schedule, rank, context, i));
+    for (int64_t i = 0; i < count; i++) { /* steady, then cool-down: no forwards left */
         if (warmup + i < count)
-            status = forward(schedule, rank, context, warmup + i);
-        if (status == S1F_OK)
-            status = backward(schedule, rank, context, i);
+            S1F_TRY(forward(schedule, rank, context, warmup + i));
+        S1F_TRY(backward(schedule, rank, context, i));
     }
-    return status;
+    return S1F_OK;
 }
 
 static s1f_status forward_unit(s1f_schedule *schedule, int32_t rank, int64_t unused, int64_t i)

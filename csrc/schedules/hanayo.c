@@ -52,9 +52,8 @@ static s1f_status build(const s1f_request *request, s1f_schedule **out)
 {
     static const s1f_clock_rules rules = {.choose = choose, .start = start};
     builder b = {.request = request};
-    s1f_status status = s1f_schedule_place(request, s1f_placement_wave, &b.out);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(s1f_schedule_place(request, s1f_placement_wave, &b.out));
+    s1f_status status = S1F_OK;
     s1f_shape shape = s1f_schedule_shape(b.out);
     shape.products = s1f_products_of_passes(1u << S1F_PASS_FORWARD | 1u << S1F_PASS_BACKWARD);
     b.next_forward = calloc((size_t)shape.num_stages, sizeof *b.next_forward);

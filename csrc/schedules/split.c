@@ -328,15 +328,14 @@ s1f_status s1f_plan_one_stage(const s1f_request *request, s1f_schedule *plan, in
     int64_t num_units = units_per_stage(request);
     int64_t wanted = (int64_t)ahead * (request->num_ranks - rank - 1) + request->num_segments;
     int64_t warmup = wanted < num_units ? wanted : num_units;
-    s1f_status status = S1F_OK;
-    for (int64_t i = 0; i < warmup && status == S1F_OK; i++)
-        status = s1f_schedule_append_forward(plan, rank, i);
-    for (int64_t i = 0; i < num_units && status == S1F_OK; i++) {
-        status = s1f_plan_input(plan, rank, i);
-        if (warmup + i < num_units && status == S1F_OK)
-            status = s1f_schedule_append_forward(plan, rank, warmup + i);
+    for (int64_t i = 0; i < warmup; i++)
+        S1F_TRY(s1f_schedule_append_forward(plan, rank, i));
+    for (int64_t i = 0; i < num_units; i++) {
+        S1F_TRY(s1f_plan_input(plan, rank, i));
+        if (warmup + i < num_units)
+            S1F_TRY(s1f_schedule_append_forward(plan, rank, warmup + i));
     }
-    return status;
+    return S1F_OK;
 }
 
 s1f_status s1f_plan_blocks(const s1f_request *request, s1f_schedule *plan, int32_t rank, const s1f_block *block)

@@ -154,9 +154,7 @@ static s1f_status create(spreading *s, const s1f_schedule *schedule, const s1f_s
                                     [STATISTICS] = what & S1F_SPREAD_OUTPUT,
                                     [EMBED] = what & S1F_SPREAD_INPUT,
                                     [EMBED_GRADIENT] = what & S1F_SPREAD_INPUT && s1f_shape_has_backward(shape)};
-    s1f_status status = s1f_board_create(shape, 0, &s->board);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(s1f_board_create(shape, 0, &s->board));
     s->ranks = calloc((size_t)shape->num_ranks, sizeof *s->ranks);
     int is_short = s->ranks == NULL;
     *num_units = 0;

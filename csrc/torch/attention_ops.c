@@ -22,16 +22,12 @@ static int has_shape(const s1f_op_tensor *t, const s1f_attention_args *args, int
 static s1f_status start_arguments(s1f_op_call *call, s1f_op_tensor *q, s1f_op_tensor *slopes, s1f_op_tensor *docs,
                                   s1f_attention_args *args)
 {
-    s1f_status status = s1f_op_require(q->ndim == 4 && q->numel > 0, "q", q,
-                                       "must be (batch, heads, tokens, head_dim), none of them 0");
-    if (status == S1F_OK)
-        status = s1f_op_require(q->dtype == S1F_FLOAT32 || q->dtype == S1F_FLOAT64 || q->dtype == S1F_BFLOAT16 ||
-                                    q->dtype == S1F_FLOAT16,
-                                "q", q, "must be float32, float64, bfloat16 or float16");
-    if (status == S1F_OK)
-        status = s1f_op_unit_last_stride(call, q);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(s1f_op_require(q->ndim == 4 && q->numel > 0, "q", q,
+                           "must be (batch, heads, tokens, head_dim), none of them 0"));
+    S1F_TRY(s1f_op_require(q->dtype == S1F_FLOAT32 || q->dtype == S1F_FLOAT64 || q->dtype == S1F_BFLOAT16 ||
+                               q->dtype == S1F_FLOAT16,
+                           "q", q, "must be float32, float64, bfloat16 or float16"));
+    S1F_TRY(s1f_op_unit_last_stride(call, q));
     *args = (s1f_attention_args){
         .dtype = q->dtype,
         .batch = q->sizes[0],
@@ -46,38 +42,33 @@ static s1f_status start_arguments(s1f_op_call *call, s1f_op_tensor *q, s1f_op_te
     };
     if (slopes->numel > 0) {
         int per_batch = slopes->ndim == 2 && slopes->sizes[0] == args->batch && slopes->sizes[1] == args->heads;
-        status = s1f_op_require(slopes->dtype == S1F_FLOAT32 &&
-                                    (per_batch || (slopes->ndim == 1 && slopes->sizes[0] == args->heads)),
-                                "slopes", slopes, "must be (heads) or (batch, heads) of float32");
+        S1F_TRY(s1f_op_require(slopes->dtype == S1F_FLOAT32 &&
+                                   (per_batch || (slopes->ndim == 1 && slopes->sizes[0] == args->heads)),
+                               "slopes", slopes, "must be (heads) or (batch, heads) of float32"));
         int64_t strides[2];
         s1f_row_major(slopes->ndim, slopes->sizes, strides);
-        if (status == S1F_OK)
-            status = s1f_op_restride(call, slopes, strides);
+        S1F_TRY(s1f_op_restride(call, slopes, strides));
         args->slopes = slopes->data;
         args->slopes_batch_stride = per_batch ? args->heads : 0;
     }
-    if (status == S1F_OK && docs->numel > 0)
-        status = s1f_op_require(docs->dtype == S1F_INT32 && docs->ndim == 2 && docs->sizes[0] == args->batch &&
-                                    docs->sizes[1] == args->segment_len,
-                                "doc_ids", docs, "must be (batch, tokens) of int32");
-    return status;
+    if (docs->numel > 0)
+        S1F_TRY(s1f_op_require(docs->dtype == S1F_INT32 && docs->ndim == 2 && docs->sizes[0] == args->batch &&
+                                   docs->sizes[1] == args->segment_len,
+                               "doc_ids", docs, "must be (batch, tokens) of int32"));
+    return S1F_OK;
 }
 
 /* k and v of q's batch, tokens and dtype, k of its head_dim. */
 static s1f_status take_keys(const s1f_op_tensor *k, const s1f_op_tensor *v, s1f_attention_args *args)
 {
-    s1f_status status =
-        s1f_op_require(k->ndim == 4 && k->numel > 0 && has_shape(k, args, k->sizes[1], args->head_dim) &&
-                           args->heads % k->sizes[1] == 0,
-                       "k", k, "must agree with q, and its heads divide q's");
-    if (status == S1F_OK)
-        status = s1f_op_require(v->ndim == 4 && v->numel > 0 && has_shape(v, args, k->sizes[1], v->sizes[3]), "v", v,
-                                "must agree with k in all but head_dim");
-    if (status == S1F_OK) {
-        args->kv_heads = k->sizes[1];
-        args->v_head_dim = v->sizes[3];
-    }
-    return status;
+    S1F_TRY(s1f_op_require(k->ndim == 4 && k->numel > 0 && has_shape(k, args, k->sizes[1], args->head_dim) &&
+                               args->heads % k->sizes[1] == 0,
+                           "k", k, "must agree with q, and its heads divide q's"));
+    S1F_TRY(s1f_op_require(v->ndim == 4 && v->numel > 0 && has_shape(v, args, k->sizes[1], v->sizes[3]), "v", v,
+                           "must agree with k in all but head_dim"));
+    args->kv_heads = k->sizes[1];
+    args->v_head_dim = v->sizes[3];
+    return S1F_OK;
 }
 
 /* What backward takes of the forward: dout, out and lse, with the head_dim of v. */
@@ -86,27 +77,21 @@ static s1f_status take_results(s1f_op_call *call, s1f_op_tensor *dout, s1f_op_te
 {
     int64_t lse_sizes[3] = {args->batch, args->heads, args->segment_len}, lse_strides[3];
     s1f_row_major(3, lse_sizes, lse_strides);
-    s1f_status status =
-        s1f_op_require(has_shape(dout, args, args->heads, args->v_head_dim), "dout", dout, "must agree with q and v");
-    if (status == S1F_OK)
-        status =
-            s1f_op_require(has_shape(out, args, args->heads, args->v_head_dim), "out", out, "must agree with q and v");
-    if (status == S1F_OK)
-        status = s1f_op_require(lse->ndim == 3 && memcmp(lse->sizes, lse_sizes, sizeof lse_sizes) == 0 &&
-                                    lse->dtype == s1f_dtype_of_sums(args->dtype),
-                                "lse", lse, "must be (batch, heads, tokens) of float32, float64 for float64");
-    if (status == S1F_OK)
-        status = s1f_op_unit_last_stride(call, dout);
-    if (status == S1F_OK)
-        status = s1f_op_unit_last_stride(call, out);
-    if (status == S1F_OK)
-        status = s1f_op_restride(call, lse, lse_strides);
+    S1F_TRY(
+        s1f_op_require(has_shape(dout, args, args->heads, args->v_head_dim), "dout", dout, "must agree with q and v"));
+    S1F_TRY(s1f_op_require(has_shape(out, args, args->heads, args->v_head_dim), "out", out, "must agree with q and v"));
+    S1F_TRY(s1f_op_require(lse->ndim == 3 && memcmp(lse->sizes, lse_sizes, sizeof lse_sizes) == 0 &&
+                               lse->dtype == s1f_dtype_of_sums(args->dtype),
+                           "lse", lse, "must be (batch, heads, tokens) of float32, float64 for float64"));
+    S1F_TRY(s1f_op_unit_last_stride(call, dout));
+    S1F_TRY(s1f_op_unit_last_stride(call, out));
+    S1F_TRY(s1f_op_restride(call, lse, lse_strides));
     args->dout = dout->data;
     args->dout_strides = strides_of(dout);
     args->out = out->data;
     args->out_strides = strides_of(out);
     args->lse = lse->data;
-    return status;
+    return S1F_OK;
 }
 
 /* The heads' sinks, none if the tensor is empty. */
@@ -115,13 +100,12 @@ static s1f_status take_sinks(s1f_op_call *call, s1f_op_tensor *sinks, s1f_attent
     int64_t stride = 1;
     if (sinks->numel == 0)
         return S1F_OK;
-    s1f_status status = s1f_op_require(sinks->dtype == s1f_dtype_of_sums(args->dtype) && sinks->ndim == 1 &&
-                                           sinks->sizes[0] == args->heads,
-                                       "sinks", sinks, "must be (heads) of float32, float64 for float64");
-    if (status == S1F_OK)
-        status = s1f_op_restride(call, sinks, &stride);
+    S1F_TRY(s1f_op_require(sinks->dtype == s1f_dtype_of_sums(args->dtype) && sinks->ndim == 1 &&
+                               sinks->sizes[0] == args->heads,
+                           "sinks", sinks, "must be (heads) of float32, float64 for float64"));
+    S1F_TRY(s1f_op_restride(call, sinks, &stride));
     args->sinks = sinks->data;
-    return status;
+    return S1F_OK;
 }
 
 /* -- kernels ------------------------------------------------------------------------------------------------------ */
@@ -156,12 +140,9 @@ static s1f_status run_kernel(s1f_op_call *call, const s1f_attention_args *args, 
     if (s1f_torch.torch_get_num_threads(&num_threads) != 0)
         return s1f_torch_failed("torch_get_num_threads");
     s1f_attention_context context = {.parallel_for = torch_parallel, .num_threads = (int32_t)num_threads};
-    s1f_status status =
-        take_scratch(call, s1f_attention_scratch_bytes(args, context.num_threads, backward), cache, &context);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(take_scratch(call, s1f_attention_scratch_bytes(args, context.num_threads, backward), cache, &context));
     parallel_failed = 0;
-    status = backward ? s1f_attention_backward(args, &context) : s1f_attention_forward(args, &context);
+    s1f_status status = backward ? s1f_attention_backward(args, &context) : s1f_attention_forward(args, &context);
     return status == S1F_OK && parallel_failed ? s1f_torch_failed("torch_parallel_for") : status;
 }
 
@@ -178,11 +159,8 @@ static s1f_status run_forward(s1f_op_call *call, s1f_attention_args *args, s1f_k
     int64_t lse_sizes[3] = {args->batch, args->heads, args->segment_len}, lse_strides[3];
     s1f_row_major(3, lse_sizes, lse_strides);
     s1f_op_tensor *out = &call->outputs[0], *lse = &call->outputs[1];
-    s1f_status status = new_output(call, 0, args, args->heads, args->v_head_dim);
-    if (status == S1F_OK)
-        status = s1f_op_new_tensor(s1f_dtype_of_sums(args->dtype), 3, lse_sizes, lse_strides, lse);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(new_output(call, 0, args, args->heads, args->v_head_dim));
+    S1F_TRY(s1f_op_new_tensor(s1f_dtype_of_sums(args->dtype), 3, lse_sizes, lse_strides, lse));
     args->out = out->data;
     args->out_strides = strides_of(out);
     args->lse = lse->data;
@@ -193,11 +171,8 @@ static s1f_status run_backward(s1f_op_call *call, s1f_attention_args *args, s1f_
 {
     s1f_op_tensor *dq = &call->outputs[0];
     int64_t num_sinks = args->sinks != NULL ? args->heads : 0, stride = 1;
-    s1f_status status = new_output(call, 0, args, args->heads, args->head_dim);
-    if (status == S1F_OK)
-        status = s1f_op_new_tensor(s1f_dtype_of_sums(args->dtype), 1, &num_sinks, &stride, &call->outputs[3]);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(new_output(call, 0, args, args->heads, args->head_dim));
+    S1F_TRY(s1f_op_new_tensor(s1f_dtype_of_sums(args->dtype), 1, &num_sinks, &stride, &call->outputs[3]));
     args->dq = dq->data;
     args->dq_strides = strides_of(dq);
     args->dsinks = call->outputs[3].data;
@@ -208,11 +183,8 @@ static s1f_status run_backward(s1f_op_call *call, s1f_attention_args *args, s1f_
 static s1f_status new_key_gradients(s1f_op_call *call, s1f_attention_args *args)
 {
     const s1f_op_tensor *dk = &call->outputs[1], *dv = &call->outputs[2];
-    s1f_status status = new_output(call, 1, args, args->kv_heads, args->head_dim);
-    if (status == S1F_OK)
-        status = new_output(call, 2, args, args->kv_heads, args->v_head_dim);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(new_output(call, 1, args, args->kv_heads, args->head_dim));
+    S1F_TRY(new_output(call, 2, args, args->kv_heads, args->v_head_dim));
     args->own_dk = dk->data;
     args->own_dk_strides = strides_of(dk);
     args->own_dv = dv->data;
@@ -225,15 +197,13 @@ static s1f_status new_key_gradients(s1f_op_call *call, s1f_attention_args *args)
 static s1f_status take_whole(s1f_op_call *call, s1f_op_tensor *k, s1f_op_tensor *v, s1f_op_tensor *docs,
                              s1f_attention_args *args)
 {
-    s1f_status status = take_keys(k, v, args);
-    if (status == S1F_OK)
-        status = s1f_op_unit_last_stride(call, k);
-    if (status == S1F_OK)
-        status = s1f_op_unit_last_stride(call, v);
-    if (status == S1F_OK && docs->numel > 0) {
+    S1F_TRY(take_keys(k, v, args));
+    S1F_TRY(s1f_op_unit_last_stride(call, k));
+    S1F_TRY(s1f_op_unit_last_stride(call, v));
+    if (docs->numel > 0) {
         int64_t strides[2];
         s1f_row_major(2, docs->sizes, strides);
-        status = s1f_op_restride(call, docs, strides);
+        S1F_TRY(s1f_op_restride(call, docs, strides));
         args->docs = docs->data;
         args->docs_batch_stride = strides[0];
     }
@@ -241,19 +211,17 @@ static s1f_status take_whole(s1f_op_call *call, s1f_op_tensor *k, s1f_op_tensor 
     args->k_strides = strides_of(k);
     args->v = v->data;
     args->v_strides = strides_of(v);
-    return status;
+    return S1F_OK;
 }
 
 s1f_status s1f_op_causal_attention(s1f_op_call *call)
 {
     s1f_op_tensor *t = call->inputs, *q = &t[0], *k = &t[1], *v = &t[2], *slopes = &t[3], *docs = &t[4];
     s1f_attention_args args;
-    s1f_status status = start_arguments(call, q, slopes, docs, &args);
-    if (status == S1F_OK)
-        status = take_sinks(call, &t[5], &args);
-    if (status == S1F_OK)
-        status = take_whole(call, k, v, docs, &args);
-    return status == S1F_OK ? run_forward(call, &args, NULL) : status;
+    S1F_TRY(start_arguments(call, q, slopes, docs, &args));
+    S1F_TRY(take_sinks(call, &t[5], &args));
+    S1F_TRY(take_whole(call, k, v, docs, &args));
+    return run_forward(call, &args, NULL);
 }
 
 s1f_status s1f_op_causal_attention_backward(s1f_op_call *call)
@@ -261,24 +229,17 @@ s1f_status s1f_op_causal_attention_backward(s1f_op_call *call)
     s1f_op_tensor *t = call->inputs, *dout = &t[0], *q = &t[1], *k = &t[2], *v = &t[3], *out = &t[4], *lse = &t[5];
     s1f_op_tensor *slopes = &t[6], *docs = &t[7], *dk = &call->outputs[1], *dv = &call->outputs[2];
     s1f_attention_args args;
-    s1f_status status = start_arguments(call, q, slopes, docs, &args);
-    if (status == S1F_OK)
-        status = take_sinks(call, &t[8], &args);
-    if (status == S1F_OK)
-        status = take_whole(call, k, v, docs, &args);
-    if (status == S1F_OK)
-        status = take_results(call, dout, out, lse, &args);
-    if (status == S1F_OK)
-        status = new_key_gradients(call, &args);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(start_arguments(call, q, slopes, docs, &args));
+    S1F_TRY(take_sinks(call, &t[8], &args));
+    S1F_TRY(take_whole(call, k, v, docs, &args));
+    S1F_TRY(take_results(call, dout, out, lse, &args));
+    S1F_TRY(new_key_gradients(call, &args));
 
     /* 16-bit gradients add up in fp32 and are rounded once. */
     s1f_op_tensor dk_sum = *dk, dv_sum = *dv;
     if (s1f_dtype_of_sums(args.dtype) != args.dtype) {
-        status = s1f_op_new_temporary(call, S1F_FLOAT32, 4, dk->sizes, dk->strides, &dk_sum);
-        if (status == S1F_OK)
-            status = s1f_op_new_temporary(call, S1F_FLOAT32, 4, dv->sizes, dv->strides, &dv_sum);
+        S1F_TRY(s1f_op_new_temporary(call, S1F_FLOAT32, 4, dk->sizes, dk->strides, &dk_sum));
+        S1F_TRY(s1f_op_new_temporary(call, S1F_FLOAT32, 4, dv->sizes, dv->strides, &dv_sum));
     } else {
         args.own_dk = args.own_dv = NULL; /* the sums are the gradients */
     }
@@ -287,7 +248,7 @@ s1f_status s1f_op_causal_attention_backward(s1f_op_call *call)
     args.dv = dv_sum.data;
     args.dv_strides = strides_of(&dv_sum);
     args.store_kv_grads = 1;
-    return status == S1F_OK ? run_backward(call, &args, NULL) : status;
+    return run_backward(call, &args, NULL);
 }
 
 /* -- segment_attention: one segment over the KV cache ------------------------------------------------------------- */
@@ -317,15 +278,10 @@ s1f_status s1f_op_segment_attention(s1f_op_call *call)
     const s1f_current_unit *unit = NULL;
     int64_t key = 0;
     s1f_kv_rows rows;
-    s1f_status status = start_arguments(call, q, slopes, docs, &args);
-    if (status == S1F_OK)
-        status = take_sinks(call, &t[6], &args);
-    if (status == S1F_OK)
-        status = take_keys(k, v, &args);
-    if (status == S1F_OK)
-        status = s1f_current_segment(layer, args.segment_len, &unit, &key);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(start_arguments(call, q, slopes, docs, &args));
+    S1F_TRY(take_sinks(call, &t[6], &args));
+    S1F_TRY(take_keys(k, v, &args));
+    S1F_TRY(s1f_current_segment(layer, args.segment_len, &unit, &key));
     s1f_layer_shape shape = {
         .batch = args.batch,
         .kv_heads = args.kv_heads,
@@ -334,11 +290,9 @@ s1f_status s1f_op_segment_attention(s1f_op_call *call)
         .dtype = args.dtype,
         .with_docs = docs->numel > 0,
     };
-    status = s1f_segment_write(unit, key, &shape, k, v, docs, &rows);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(s1f_segment_write(unit, key, &shape, k, v, docs, &rows));
     attend_to_rows(&args, unit, &rows);
-    return status == S1F_OK ? run_forward(call, &args, unit->cache) : status;
+    return run_forward(call, &args, unit->cache);
 }
 
 s1f_status s1f_op_segment_attention_backward(s1f_op_call *call)
@@ -351,25 +305,15 @@ s1f_status s1f_op_segment_attention_backward(s1f_op_call *call)
     s1f_layer_shape shape;
     s1f_kv_rows rows;
     s1f_kv_grads grads;
-    s1f_status status = start_arguments(call, q, slopes, docs, &args);
-    if (status == S1F_OK)
-        status = take_sinks(call, &t[7], &args);
-    if (status == S1F_OK)
-        status = s1f_op_require(out->ndim == 4 && out->numel > 0, "out", out, "must agree with q and v");
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(start_arguments(call, q, slopes, docs, &args));
+    S1F_TRY(take_sinks(call, &t[7], &args));
+    S1F_TRY(s1f_op_require(out->ndim == 4 && out->numel > 0, "out", out, "must agree with q and v"));
     args.v_head_dim = out->sizes[3];
-    status = take_results(call, dout, out, lse, &args);
-    if (status == S1F_OK)
-        status = s1f_current_segment(layer, args.segment_len, &unit, &key);
-    if (status == S1F_OK)
-        status = s1f_kv_cache_read(unit->cache, unit, key, &shape, &rows, &grads);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(take_results(call, dout, out, lse, &args));
+    S1F_TRY(s1f_current_segment(layer, args.segment_len, &unit, &key));
+    S1F_TRY(s1f_kv_cache_read(unit->cache, unit, key, &shape, &rows, &grads));
     args.kv_heads = s1f_op_int(call->scalars[3]);
-    status = s1f_segment_check_layer(q, out, args.kv_heads, key, &shape);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(s1f_segment_check_layer(q, out, args.kv_heads, key, &shape));
 
     attend_to_rows(&args, unit, &rows);
     args.dk = grads.dk;
@@ -377,6 +321,6 @@ s1f_status s1f_op_segment_attention_backward(s1f_op_call *call)
     args.dv = grads.dv;
     args.dv_strides = args.v_strides;
     args.store_kv_grads = grads.first;
-    status = new_key_gradients(call, &args); /* later segments went backward before, so they are complete */
-    return status == S1F_OK ? run_backward(call, &args, unit->cache) : status;
+    S1F_TRY(new_key_gradients(call, &args)); /* later segments went backward before, so they are complete */
+    return run_backward(call, &args, unit->cache);
 }

@@ -49,11 +49,10 @@ static s1f_status view_pair(s1f_op_call *call, int index, void *k, void *v, int3
 {
     int64_t sizes[4] = {shape->batch, shape->kv_heads, end - begin, shape->head_dim}, strides[4];
     s1f_slab_strides(shape->kv_heads, rows_per_head, shape->head_dim, strides);
-    s1f_status status = view_rows(call, index, k, begin * shape->head_dim, dtype, 4, sizes, strides);
+    S1F_TRY(view_rows(call, index, k, begin * shape->head_dim, dtype, 4, sizes, strides));
     sizes[3] = shape->v_head_dim;
     s1f_slab_strides(shape->kv_heads, rows_per_head, shape->v_head_dim, strides);
-    return status == S1F_OK ? view_rows(call, index + 1, v, begin * shape->v_head_dim, dtype, 4, sizes, strides)
-                            : status;
+    return view_rows(call, index + 1, v, begin * shape->v_head_dim, dtype, 4, sizes, strides);
 }
 
 /* (batch, end of the segment), or (batch, 0) without document ids. */
@@ -71,22 +70,16 @@ s1f_status s1f_op_cache_write(s1f_op_call *call)
     const s1f_current_unit *unit = NULL;
     int64_t key = 0;
     s1f_kv_rows rows;
-    s1f_status status =
-        s1f_op_require(k->ndim == 4 && k->numel > 0 && v->ndim == 4 && v->numel > 0 && v->dtype == k->dtype &&
-                           memcmp(v->sizes, k->sizes, 3 * sizeof *k->sizes) == 0,
-                       "k", k,
-                       "must be (batch, kv_heads, tokens, head_dim), none of them 0, as v in all but "
-                       "head_dim");
-    if (status == S1F_OK)
-        status = s1f_op_require(docs->numel == 0 || (docs->dtype == S1F_INT32 && docs->ndim == 2 &&
-                                                     docs->sizes[0] == k->sizes[0] && docs->sizes[1] == k->sizes[2]),
-                                "doc_ids", docs, "must be (batch, tokens) of int32");
-    if (status == S1F_OK)
-        status = check_devices(call, 3);
-    if (status == S1F_OK)
-        status = s1f_current_segment(layer, k->sizes[2], &unit, &key);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(s1f_op_require(k->ndim == 4 && k->numel > 0 && v->ndim == 4 && v->numel > 0 && v->dtype == k->dtype &&
+                               memcmp(v->sizes, k->sizes, 3 * sizeof *k->sizes) == 0,
+                           "k", k,
+                           "must be (batch, kv_heads, tokens, head_dim), none of them 0, as v in all but "
+                           "head_dim"));
+    S1F_TRY(s1f_op_require(docs->numel == 0 || (docs->dtype == S1F_INT32 && docs->ndim == 2 &&
+                                                docs->sizes[0] == k->sizes[0] && docs->sizes[1] == k->sizes[2]),
+                           "doc_ids", docs, "must be (batch, tokens) of int32"));
+    S1F_TRY(check_devices(call, 3));
+    S1F_TRY(s1f_current_segment(layer, k->sizes[2], &unit, &key));
     s1f_layer_shape shape = {
         .batch = k->sizes[0],
         .kv_heads = k->sizes[1],
@@ -98,14 +91,11 @@ s1f_status s1f_op_cache_write(s1f_op_call *call)
         .device = (int64_t)k->device_type << 32 | (uint32_t)k->device_index,
     };
     int64_t begin = unit->offset, end = unit->offset + unit->length;
-    status = s1f_segment_rows(unit, key, &shape, docs, &rows);
-    if (status == S1F_OK)
-        status = view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, 0, end, rows.sequence_length);
-    if (status == S1F_OK)
-        status = view_docs(call, 2, &rows, &shape, unit);
-    return status == S1F_OK ? view_pair(call, 3, rows.k, rows.v, shape.dtype, &shape, begin,
-                                        rows.is_written ? begin : end, rows.sequence_length)
-                            : status;
+    S1F_TRY(s1f_segment_rows(unit, key, &shape, docs, &rows));
+    S1F_TRY(view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, 0, end, rows.sequence_length));
+    S1F_TRY(view_docs(call, 2, &rows, &shape, unit));
+    return view_pair(call, 3, rows.k, rows.v, shape.dtype, &shape, begin, rows.is_written ? begin : end,
+                     rows.sequence_length);
 }
 
 s1f_status s1f_op_cache_read(s1f_op_call *call)
@@ -116,24 +106,15 @@ s1f_status s1f_op_cache_read(s1f_op_call *call)
     s1f_layer_shape shape;
     s1f_kv_rows rows;
     s1f_kv_grads grads;
-    s1f_status status =
-        s1f_op_require(q->ndim == 4 && q->numel > 0, "q", q, "must be (batch, heads, tokens, head_dim)");
-    if (status == S1F_OK)
-        status = s1f_op_require(out->ndim == 4, "out", out, "must be (batch, heads, tokens, head_dim of v)");
-    if (status == S1F_OK)
-        status = s1f_current_segment(layer, q->sizes[2], &unit, &key);
-    if (status == S1F_OK)
-        status = s1f_kv_cache_read(unit->cache, unit, key, &shape, &rows, &grads);
-    if (status == S1F_OK)
-        status = s1f_segment_check_layer(q, out, s1f_op_int(call->scalars[0]), key, &shape);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(s1f_op_require(q->ndim == 4 && q->numel > 0, "q", q, "must be (batch, heads, tokens, head_dim)"));
+    S1F_TRY(s1f_op_require(out->ndim == 4, "out", out, "must be (batch, heads, tokens, head_dim of v)"));
+    S1F_TRY(s1f_current_segment(layer, q->sizes[2], &unit, &key));
+    S1F_TRY(s1f_kv_cache_read(unit->cache, unit, key, &shape, &rows, &grads));
+    S1F_TRY(s1f_segment_check_layer(q, out, s1f_op_int(call->scalars[0]), key, &shape));
     int64_t end = unit->offset + unit->length, held = grads.first ? 0 : end, one = 1;
     int32_t of_sums = s1f_dtype_of_sums(shape.dtype);
-    status = view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, 0, end, rows.sequence_length);
-    if (status == S1F_OK)
-        status = view_pair(call, 2, grads.dk, grads.dv, of_sums, &shape, 0, end, rows.sequence_length);
-    if (status == S1F_OK)
-        status = view_docs(call, 4, &rows, &shape, unit);
-    return status == S1F_OK ? view_rows(call, 5, grads.dk, 0, of_sums, 1, &held, &one) : status;
+    S1F_TRY(view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, 0, end, rows.sequence_length));
+    S1F_TRY(view_pair(call, 2, grads.dk, grads.dv, of_sums, &shape, 0, end, rows.sequence_length));
+    S1F_TRY(view_docs(call, 4, &rows, &shape, unit));
+    return view_rows(call, 5, grads.dk, 0, of_sums, 1, &held, &one);
 }

@@ -77,9 +77,7 @@ s1f_status s1f_op_restride(s1f_op_call *call, s1f_op_tensor *t, const int64_t *s
     if (strides_agree(t, strides))
         return S1F_OK;
     s1f_op_tensor copy = {0};
-    s1f_status status = s1f_op_new_temporary(call, t->dtype, t->ndim, t->sizes, strides, &copy);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(s1f_op_new_temporary(call, t->dtype, t->ndim, t->sizes, strides, &copy));
     if (s1f_torch.aoti_torch_copy_(copy.handle, t->handle, 0) != 0)
         return s1f_torch_failed("aoti_torch_copy_");
     *t = copy;
@@ -108,9 +106,7 @@ s1f_status s1f_op_view(void *memory, int32_t dtype, int64_t ndim, const int64_t 
 s1f_status s1f_op_copy_into(void *memory, const int64_t *strides, int64_t offset, const s1f_op_tensor *t)
 {
     AtenTensorHandle view = NULL;
-    s1f_status status = s1f_op_view(memory, t->dtype, t->ndim, t->sizes, strides, offset, t, &view);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(s1f_op_view(memory, t->dtype, t->ndim, t->sizes, strides, offset, t, &view));
     AOTITorchError failed = s1f_torch.aoti_torch_copy_(view, t->handle, 0);
     s1f_torch.aoti_torch_delete_tensor_object(view);
     return failed != 0 ? s1f_torch_failed("aoti_torch_copy_") : S1F_OK;

@@ -20,23 +20,20 @@ static s1f_status check_document_starts(const s1f_op_tensor *docs, int64_t batch
 
 static s1f_status positions_in_documents(s1f_op_call *call, s1f_op_tensor *docs, int64_t length, int64_t first)
 {
-    s1f_status status = s1f_op_require(docs->dtype == S1F_INT32 && docs->ndim == 2 && docs->sizes[1] == length,
-                                       "doc_ids", docs, "must be (batch, tokens) of int32, tokens as many as x has");
+    S1F_TRY(s1f_op_require(docs->dtype == S1F_INT32 && docs->ndim == 2 && docs->sizes[1] == length, "doc_ids", docs,
+                           "must be (batch, tokens) of int32, tokens as many as x has"));
     int64_t strides[2];
-    if (status == S1F_OK) {
-        s1f_row_major(2, docs->sizes, strides);
-        status = s1f_op_restride(call, docs, strides);
-    }
-    if (status == S1F_OK)
-        status = s1f_op_new_tensor(S1F_INT64, 2, docs->sizes, strides, &call->outputs[0]);
-    for (int64_t b = 0; status == S1F_OK && b < docs->sizes[0]; b++) {
+    s1f_row_major(2, docs->sizes, strides);
+    S1F_TRY(s1f_op_restride(call, docs, strides));
+    S1F_TRY(s1f_op_new_tensor(S1F_INT64, 2, docs->sizes, strides, &call->outputs[0]));
+    for (int64_t b = 0; b < docs->sizes[0]; b++) {
         const int32_t *starts = (const int32_t *)docs->data + b * length;
         int64_t *position = (int64_t *)call->outputs[0].data + b * length;
-        status = check_document_starts(docs, b, starts, first);
+        S1F_TRY(check_document_starts(docs, b, starts, first));
         for (int64_t i = 0; i < length; i++)
             position[i] = first + i - starts[i];
     }
-    return status;
+    return S1F_OK;
 }
 
 s1f_status s1f_op_positions(s1f_op_call *call)
@@ -64,9 +61,9 @@ s1f_status s1f_op_positions(s1f_op_call *call)
     }
     if (docs->numel > 0)
         return positions_in_documents(call, docs, length, first);
-    s1f_status status = s1f_op_new_tensor(S1F_INT64, 1, &length, &one, &call->outputs[0]);
+    S1F_TRY(s1f_op_new_tensor(S1F_INT64, 1, &length, &one, &call->outputs[0]));
     int64_t *position = call->outputs[0].data;
-    for (int64_t i = 0; i < length && status == S1F_OK; i++)
+    for (int64_t i = 0; i < length; i++)
         position[i] = first + i;
-    return status;
+    return S1F_OK;
 }

@@ -9,11 +9,9 @@ s1f_status s1f_current_segment(const s1f_op_tensor *layer, int64_t tokens, const
     if (*unit == NULL)
         return s1f_fail(S1F_ERR_STATE, "segment_attention outside a step: there is no current unit whose KV cache it "
                                        "could use");
-    s1f_status status =
+    S1F_TRY(
         s1f_op_require(layer->numel == 1 && layer->dtype == S1F_INT64 && layer->device_type == s1f_torch_device_cpu(),
-                       "layer", layer, "must be a handle made by seq1f1b.layer_handle: one int64 on the CPU");
-    if (status != S1F_OK)
-        return status;
+                       "layer", layer, "must be a handle made by seq1f1b.layer_handle: one int64 on the CPU"));
     memcpy(key, layer->data, sizeof *key);
     char name[64];
     s1f_unit_text((*unit)->unit, 1, name, sizeof name);
@@ -55,10 +53,8 @@ s1f_status s1f_segment_write(const s1f_current_unit *unit, int64_t key, const s1
     int64_t k_strides[4], v_strides[4];
     s1f_slab_strides(shape->kv_heads, rows->sequence_length, shape->head_dim, k_strides);
     s1f_slab_strides(shape->kv_heads, rows->sequence_length, shape->v_head_dim, v_strides);
-    status = s1f_op_copy_into(rows->k, k_strides, unit->offset * shape->head_dim, k);
-    if (status == S1F_OK)
-        status = s1f_op_copy_into(rows->v, v_strides, unit->offset * shape->v_head_dim, v);
-    return status;
+    S1F_TRY(s1f_op_copy_into(rows->k, k_strides, unit->offset * shape->head_dim, k));
+    return s1f_op_copy_into(rows->v, v_strides, unit->offset * shape->v_head_dim, v);
 }
 
 s1f_status s1f_segment_check_layer(const s1f_op_tensor *q, const s1f_op_tensor *out, int64_t kv_heads, int64_t key,

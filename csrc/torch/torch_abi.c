@@ -23,9 +23,7 @@ static s1f_status find_function(void *library, const char *name, void *entry)
 static s1f_status check_version(void *library)
 {
     s1f_torch_functions probe = {0};
-    s1f_status status = find_function(library, "aoti_torch_abi_version", &probe.aoti_torch_abi_version);
-    if (status != S1F_OK)
-        return status;
+    S1F_TRY(find_function(library, "aoti_torch_abi_version", &probe.aoti_torch_abi_version));
     uint64_t version = probe.aoti_torch_abi_version();
     if (version < S1F_TORCH_FLOOR)
         return s1f_fail(S1F_ERR_ARG, "torch %d.%d.%d is too old, seq1f1b needs torch 2.10 or newer",
@@ -41,11 +39,8 @@ static s1f_status find_functions(void *library)
         void *entry;
     } entries[] = {S1F_TORCH_FUNCTIONS(S1F_TORCH_ENTRY)};
 #undef S1F_TORCH_ENTRY
-    for (size_t i = 0; i < sizeof entries / sizeof entries[0]; i++) {
-        s1f_status status = find_function(library, entries[i].name, entries[i].entry);
-        if (status != S1F_OK)
-            return status;
-    }
+    for (size_t i = 0; i < sizeof entries / sizeof entries[0]; i++)
+        S1F_TRY(find_function(library, entries[i].name, entries[i].entry));
     return S1F_OK;
 }
 
