@@ -22,15 +22,10 @@
 #define S1F_KV_CACHE_H
 
 #include "../core/dtype.h"
-#include "current_unit.h"
+#include "kv_slots.h"
 #include "slab.h"
 
 typedef struct s1f_kv_cache s1f_kv_cache;
-
-typedef struct {
-    int32_t stage;
-    int32_t kv_slots, grad_slots; /* from s1f_program_stage_peak */
-} s1f_stage_slots;
 
 typedef struct { /* what a layer's slab holds, and where; fixed by its first use in a step */
     int64_t batch, kv_heads, head_dim, v_head_dim; /* head_dim: of k */

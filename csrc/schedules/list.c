@@ -37,7 +37,7 @@ typedef struct {
 typedef struct {
     const s1f_problem *problem;
     s1f_search *search;
-    s1f_search_units units;
+    s1f_problem_units units; /* of the search */
     rule rule;
     int32_t *stages;        /* [rank][v] ascending */
     int32_t *going_back;    /* [i]: the cell that goes back as the i-th */
@@ -411,7 +411,7 @@ static s1f_status create_lister(lister *l)
 
 s1f_status s1f_offer_lists(const s1f_problem *problem, s1f_search *search)
 {
-    lister l = {.problem = problem, .search = search, .units = s1f_search_units_of(search)};
+    lister l = {.problem = problem, .search = search, .units = *s1f_search_units_of(search)};
     int64_t num_listed = 0;
     s1f_status status = create_lister(&l);
     for (int i = 0; i < NUM_RULES && num_listed <= MOST_LISTED && status == S1F_OK; i++) {

@@ -9,22 +9,7 @@
 #ifndef S1F_SEARCH_H
 #define S1F_SEARCH_H
 
-#include "../core/schedule.h"
-#include "../core/table.h"
-
-/* All borrowed. */
-typedef struct {
-    int32_t num_ranks, num_stages, num_microbatches, num_segments;
-    const int32_t *rank_of_stage;
-    const int64_t *first_cell;               /* of the shape; NULL: micro-batches are alike */
-    const double *seconds[S1F_SPLIT_PASSES]; /* each [stage][column] (s1f_column) */
-    double transfer;                         /* seconds between two ranks */
-    const int64_t *unit_bytes;               /* [stage][column]: held from the start of F to the end of W */
-    const int64_t *cap_bytes;                /* [rank]; INT64_MAX: no cap. The bytes of all units fit in int64_t */
-} s1f_problem;
-
-/* Counts and placement of the problem's orders, which split the backward. */
-s1f_shape s1f_problem_shape(const s1f_problem *problem);
+#include "problem.h"
 
 typedef struct s1f_search s1f_search; /* opaque */
 
@@ -33,19 +18,7 @@ typedef struct s1f_search s1f_search; /* opaque */
 s1f_status s1f_search_create(const s1f_problem *problem, s1f_search **out);
 void s1f_search_free(s1f_search *search); /* NULL is fine */
 
-/* Units by their numbers: pass by pass (F, I, W), stage by stage, cell by cell. Borrowed from the search. */
-typedef struct {
-    int32_t num_units, num_cells; /* of all stages and passes; of one stage */
-    const int32_t *rank;
-    const int32_t *source; /* the unit of a neighbouring stage that it waits for, -1: none */
-    const int32_t *target; /* the one that waits for it, -1: none */
-    const double *lag;     /* seconds from its source to it */
-    const double *seconds;
-    const double *tail;   /* s1f_problem_tails */
-    const int64_t *bytes; /* that it takes, or frees (W): negative */
-    const double *work;   /* [rank] seconds of its units */
-} s1f_search_units;
-s1f_search_units s1f_search_units_of(const s1f_search *search);
+const s1f_problem_units *s1f_search_units_of(const s1f_search *search); /* borrowed */
 /* Seconds beyond which an order is forgotten: INFINITY until there are enough starts. */
 double s1f_search_limit(const s1f_search *search);
 
@@ -53,7 +26,7 @@ double s1f_search_limit(const s1f_search *search);
  * is complete, keeps the cap and the order of passes, and is one of the shortest. */
 void s1f_search_begin(s1f_search *search);
 void s1f_search_append(s1f_search *search, s1f_unit unit);
-void s1f_search_append_number(s1f_search *search, int32_t number); /* of s1f_search_units */
+void s1f_search_append_number(s1f_search *search, int32_t number); /* of s1f_problem_units */
 void s1f_search_offer(s1f_search *search);
 
 /* Improves the starts within a fixed number of steps and units timed; ends early at a lower bound. */

@@ -1,0 +1,51 @@
+/* problem.h - what a search orders: the units of a problem, each by a number, what it waits for, and a time that no order
+ * takes less than. Backward is split here: F, I and W of every cell. */
+#ifndef S1F_PROBLEM_H
+#define S1F_PROBLEM_H
+
+#include "../core/schedule.h"
+#include "../core/table.h"
+
+/* All borrowed. */
+typedef struct {
+    int32_t num_ranks, num_stages, num_microbatches, num_segments;
+    const int32_t *rank_of_stage;
+    const int64_t *first_cell;               /* of the shape; NULL: micro-batches are alike */
+    const double *seconds[S1F_SPLIT_PASSES]; /* each [stage][column] (s1f_column) */
+    double transfer;                         /* seconds between two ranks */
+    const int64_t *unit_bytes;               /* [stage][column]: held from the start of F to the end of W */
+    const int64_t *cap_bytes;                /* [rank]; INT64_MAX: no cap. The bytes of all units fit in int64_t */
+} s1f_problem;
+
+/* Counts and placement of the problem's orders, which split the backward. */
+s1f_shape s1f_problem_shape(const s1f_problem *problem);
+
+/* Units by their numbers: pass by pass (F, I, W), stage by stage, cell by cell. */
+typedef struct {
+    s1f_shape shape;
+    int32_t num_units, num_cells; /* of all stages and passes; of one stage */
+    double bound;                 /* no order takes less */
+    double *work;                 /* [rank] seconds of its units */
+    int32_t *first;               /* [rank + 1]: where the units of a rank begin in an order */
+    s1f_unit *units;              /* [number], as the next */
+    int32_t *rank;
+    int32_t *source; /* the unit of a neighbouring stage that it waits for, -1: none */
+    int32_t *target; /* the one that waits for it, -1: none */
+    double *lag;     /* seconds from its source to it */
+    double *seconds;
+    double *tail;          /* from its end to the end of all, if no rank ever were busy */
+    int64_t *bytes;        /* that it takes, or frees (W): negative */
+    int32_t (*earlier)[2]; /* the units of its stage that it must follow, -1: none */
+    uint64_t *past;        /* [unit of a micro-batch][word]: bits of those that always come before it, and its own */
+    int64_t words;         /* of a row of `past`; 0: there is none, as a micro-batch has too many units */
+} s1f_problem_units;
+
+/* Needs 3 units per (stage, micro-batch, segment) to be at most INT32_MAX. S1F_ERR_MEMORY. Freed on an error too. */
+s1f_status s1f_problem_number(const s1f_problem *problem, s1f_problem_units *out);
+void s1f_problem_units_free(s1f_problem_units *units); /* its arrays; zeros are fine */
+int32_t s1f_problem_number_of(const s1f_problem_units *units, s1f_unit unit);
+/* 1 where a comes before b whatever the ranks do: by its inputs, or because micro-batches take turns where all are
+ * equal. Needs `past`. */
+int s1f_problem_precedes(const s1f_problem_units *units, s1f_unit a, s1f_unit b);
+
+#endif
