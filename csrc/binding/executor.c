@@ -1,22 +1,13 @@
 /* executor.c - conversions for the executor: compute is Python, the walk is not.
  *
- * The walk holds no GIL; each callback takes it and gives it back. Tensors over receive places are made once per (edge,
- * place) and kept as long as messages there look alike. */
-#include "binding.h"
+ * The walk holds no GIL; each callback takes it and gives it back. */
+#include "messages.h"
 #include "records.h"
 
 #include "../device/device.h"
-#include "../run/executor.h"
 
 #include <stdlib.h>
 #include <string.h>
-
-typedef struct { /* Python's view of the message in one place */
-    int32_t num_tensors;
-    s1f_tensor_header tensors[S1F_MAX_TENSORS];
-    const void *payload; /* memory on a GPU may have grown */
-    PyObject *views;     /* (message,): what a unit of one message receives */
-} place_views;
 
 typedef struct {
     s1f_executor *executor;
@@ -25,40 +16,19 @@ typedef struct {
     s1f_group *group;
     s1f_device *device;  /* the GPU on which units compute, NULL: none */
     int64_t device_step; /* its count when the last step began */
-    PyObject *ends;
-    PyObject *dtype_codes; /* {torch.dtype: s1f_dtype} */
-    PyObject *leave;       /* (tensors) -> whether any lies elsewhere now */
-    PyObject *name_data_ptr, *name_dtype, *name_shape, *name_requires_grad;
-    int32_t num_edges;
-    int32_t *num_places;
-    place_views **views; /* [edge][place] */
+    s1f_messages messages;
     /* during a step: */
     PyThreadState *thread;
-    PyObject *run, *fill, *segment_sizes, *make_views; /* borrowed */
+    PyObject *run, *fill, *segment_sizes; /* borrowed */
 } executor_handle;
-
-static void drop_views(executor_handle *handle)
-{
-    for (int32_t edge = 0; handle->views != NULL && edge < handle->num_edges; edge++) {
-        for (int32_t place = 0; handle->views[edge] != NULL && place < handle->num_places[edge]; place++)
-            Py_XDECREF(handle->views[edge][place].views);
-        free(handle->views[edge]);
-    }
-    free(handle->views);
-    free(handle->num_places);
-}
 
 static void handle_free(executor_handle *handle)
 {
-    drop_views(handle);
+    s1f_messages_free(&handle->messages);
     s1f_executor_free(handle->executor);
     Py_XDECREF(handle->arguments);
     Py_XDECREF(handle->device_handle);
     Py_XDECREF(handle->tier);
-    Py_XDECREF(handle->name_data_ptr);
-    Py_XDECREF(handle->name_dtype);
-    Py_XDECREF(handle->name_shape);
-    Py_XDECREF(handle->name_requires_grad);
     free(handle);
 }
 
@@ -76,150 +46,18 @@ static int to_executor(PyObject *capsule, void *out)
 
 /* -- callbacks: called without the GIL ----------------------------------------------------------------------------- */
 
-/* (dtype code, flags, sizes, offset in the payload) of each tensor of a message. */
-static PyObject *describe_message(const s1f_message *message)
-{
-    PyObject *descriptions = PyTuple_New(message->num_tensors);
-    for (int32_t i = 0; descriptions != NULL && i < message->num_tensors; i++) {
-        const s1f_tensor_header *tensor = &message->tensors[i];
-        PyObject *sizes = PyTuple_New(tensor->ndim);
-        for (int32_t d = 0; sizes != NULL && d < tensor->ndim; d++)
-            PyTuple_SetItem(sizes, d, PyLong_FromLongLong(tensor->sizes[d]));
-        PyObject *item = sizes == NULL ? NULL
-                                       : Py_BuildValue("(iiNL)", (int)tensor->dtype, (int)tensor->flags, sizes,
-                                                       (long long)tensor->offset);
-        if (item == NULL) {
-            Py_CLEAR(descriptions);
-            break;
-        }
-        PyTuple_SetItem(descriptions, i, item);
-    }
-    return descriptions;
-}
-
-/* Borrowed from the place. */
-static PyObject *views_of(executor_handle *handle, const s1f_input *input)
-{
-    const s1f_message *message = input->message;
-    place_views *cached = &handle->views[input->edge][input->place];
-    size_t bytes = (size_t)message->num_tensors * sizeof *message->tensors;
-    if (cached->views != NULL && cached->payload == input->payload && cached->num_tensors == message->num_tensors &&
-        memcmp(cached->tensors, message->tensors, bytes) == 0)
-        return cached->views;
-    PyObject *descriptions = describe_message(message);
-    if (descriptions == NULL)
-        return NULL;
-    PyObject *end = PyList_GetItem(handle->ends, input->edge);
-    PyObject *made = PyObject_CallFunction(handle->make_views, "ONN", end,
-                                           PyLong_FromVoidPtr((void *)(uintptr_t)input->payload), descriptions);
-    PyObject *views = made == NULL ? NULL : Py_BuildValue("(N)", made);
-    if (views == NULL)
-        return NULL;
-    Py_XDECREF(cached->views);
-    cached->views = views;
-    cached->payload = input->payload;
-    cached->num_tensors = message->num_tensors;
-    memcpy(cached->tensors, message->tensors, bytes);
-    return views;
-}
-
-/* What a unit receives: None, or its messages in the program's order. New reference. */
-static PyObject *received(executor_handle *handle, const s1f_input *inputs, int32_t num_inputs)
-{
-    if (num_inputs == 0)
-        return Py_NewRef(Py_None);
-    if (num_inputs == 1) /* the tuple is there already */
-        return Py_XNewRef(views_of(handle, inputs));
-    PyObject *messages = PyTuple_New(num_inputs);
-    for (int32_t i = 0; messages != NULL && i < num_inputs; i++) {
-        PyObject *views = views_of(handle, &inputs[i]);
-        if (views == NULL)
-            Py_CLEAR(messages);
-        else
-            PyTuple_SetItem(messages, i, Py_NewRef(PyTuple_GetItem(views, 0)));
-    }
-    return messages;
-}
-
-static s1f_status describe_tensor(executor_handle *handle, PyObject *tensor, s1f_tensor_header *header,
-                                  const void **data)
-{
-    if (tensor == Py_None) {
-        header->flags = S1F_TENSOR_NONE;
-        return S1F_OK;
-    }
-    s1f_status status = S1F_ERR_PYTHON;
-    PyObject *dtype = NULL, *shape = NULL, *address = NULL, *requires_grad = NULL;
-    if ((dtype = PyObject_GetAttr(tensor, handle->name_dtype)) == NULL ||
-        (shape = PyObject_GetAttr(tensor, handle->name_shape)) == NULL ||
-        (requires_grad = PyObject_GetAttr(tensor, handle->name_requires_grad)) == NULL ||
-        (address = PyObject_CallMethodObjArgs(tensor, handle->name_data_ptr, NULL)) == NULL)
-        goto done;
-    PyObject *code = PyDict_GetItemWithError(handle->dtype_codes, dtype); /* borrowed */
-    if (code == NULL) {
-        if (!PyErr_Occurred())
-            PyErr_Format(PyExc_TypeError, "a stage cannot hand over a tensor of dtype %S", dtype);
-        goto done;
-    }
-    Py_ssize_t ndim = PyTuple_Size(shape);
-    if (ndim < 0 || ndim > S1F_MAX_DIMS) {
-        PyErr_Format(PyExc_ValueError, "a stage cannot hand over a tensor of %zd dimensions, at most %d", ndim,
-                     (int)S1F_MAX_DIMS);
-        goto done;
-    }
-    header->dtype = (int32_t)PyLong_AsLong(code);
-    header->flags = requires_grad == Py_True ? S1F_TENSOR_REQUIRES_GRAD : 0;
-    header->ndim = (int32_t)ndim;
-    header->bytes = s1f_dtype_bytes(header->dtype);
-    for (Py_ssize_t d = 0; d < ndim; d++) {
-        header->sizes[d] = PyLong_AsLongLong(PyTuple_GetItem(shape, d));
-        header->bytes *= header->sizes[d];
-    }
-    *data = PyLong_AsVoidPtr(address);
-    if (*data == NULL && header->bytes > 0 && !PyErr_Occurred())
-        PyErr_SetString(PyExc_ValueError, "a stage cannot hand over a tensor without memory of its own");
-    status = PyErr_Occurred() ? S1F_ERR_PYTHON : S1F_OK;
-done:
-    Py_XDECREF(address);
-    Py_XDECREF(requires_grad);
-    Py_XDECREF(shape);
-    Py_XDECREF(dtype);
-    return status;
-}
-
-static s1f_status describe_result(executor_handle *handle, PyObject *tensors, s1f_result *result)
-{
-    Py_ssize_t count = PyTuple_Check(tensors) ? PyTuple_Size(tensors) : -1;
-    if (count < 0) {
-        PyErr_SetString(PyExc_TypeError, "a stage hands over a tuple of tensors");
-        return S1F_ERR_PYTHON;
-    }
-    if (count > S1F_MAX_TENSORS) {
-        PyErr_Format(PyExc_ValueError, "a stage hands over at most %d tensors, got %zd", (int)S1F_MAX_TENSORS, count);
-        return S1F_ERR_PYTHON;
-    }
-    result->num_tensors = (int32_t)count;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        s1f_status status = describe_tensor(handle, PyTuple_GetItem(tensors, i), &result->tensors[i], &result->data[i]);
-        if (status != S1F_OK)
-            return status;
-    }
-    result->keep = tensors;
-    return S1F_OK;
-}
-
 static s1f_status run_with_gil(executor_handle *handle, const s1f_current_unit *current, const s1f_input *inputs,
                                int32_t num_inputs, int32_t num_sends, s1f_result *result)
 {
     s1f_unit unit = current->unit;
-    PyObject *messages = received(handle, inputs, num_inputs);
+    PyObject *messages = s1f_messages_received(&handle->messages, inputs, num_inputs);
     if (messages == NULL)
         return S1F_ERR_PYTHON;
     PyObject *tensors = PyObject_CallFunction(handle->run, "iiLN", (int)unit.pass, (int)unit.stage,
                                               (long long)s1f_cell(&handle->program->shape, unit), messages);
     if (tensors == NULL)
         return S1F_ERR_PYTHON;
-    s1f_status status = num_sends == 0 ? S1F_OK : describe_result(handle, tensors, result);
+    s1f_status status = num_sends == 0 ? S1F_OK : s1f_messages_describe(&handle->messages, tensors, result);
     if (status != S1F_OK || num_sends == 0)
         Py_DECREF(tensors);
     for (int32_t i = 1; status == S1F_OK && i < num_sends; i++)
@@ -250,40 +88,14 @@ static s1f_status fill_callback(void *context, s1f_unit unit, int32_t *is_left)
     return is_true < 0 ? S1F_ERR_PYTHON : S1F_OK;
 }
 
-/* The place may be overwritten from here on: tensors that somebody holds move elsewhere, and the views with them. */
-static s1f_status leave_place(executor_handle *handle, int32_t edge, int32_t place)
-{
-    place_views *cached = &handle->views[edge][place];
-    if (cached->views == NULL)
-        return S1F_OK;
-    PyObject *tensors = PyTuple_GetItem(PyTuple_GetItem(cached->views, 0), 0);
-    PyObject *moved = PyObject_CallFunctionObjArgs(handle->leave, tensors, NULL);
-    if (moved == NULL)
-        return S1F_ERR_PYTHON;
-    if (moved == Py_True)
-        Py_CLEAR(cached->views);
-    Py_DECREF(moved);
-    return S1F_OK;
-}
-
 static s1f_status leave_callback(void *context, int32_t edge, int32_t place)
 {
     executor_handle *handle = context;
-    if (handle->views[edge][place].views == NULL)
+    if (!s1f_messages_has_views(&handle->messages, edge, place))
         return S1F_OK;
     PyEval_RestoreThread(handle->thread);
-    s1f_status status = leave_place(handle, edge, place);
+    s1f_status status = s1f_messages_leave(&handle->messages, edge, place);
     handle->thread = PyEval_SaveThread();
-    return status;
-}
-
-/* After a step: other executors have views of their own over the same places. */
-static s1f_status leave_all_places(executor_handle *handle)
-{
-    s1f_status status = S1F_OK;
-    for (int32_t edge = 0; status == S1F_OK && edge < handle->num_edges; edge++)
-        for (int32_t place = 0; status == S1F_OK && place < handle->num_places[edge]; place++)
-            status = leave_place(handle, edge, place);
     return status;
 }
 
@@ -356,21 +168,6 @@ static s1f_status sizes_callback(void *context, int64_t sequence_length, int64_t
 
 /* -- the module's functions -------------------------------------------------------------------------------------- */
 
-static int allocate_views(executor_handle *handle, const s1f_edge *edges)
-{
-    handle->num_places = calloc((size_t)handle->num_edges + 1, sizeof *handle->num_places);
-    handle->views = calloc((size_t)handle->num_edges + 1, sizeof *handle->views);
-    if (handle->num_places == NULL || handle->views == NULL)
-        return -1;
-    for (int32_t edge = 0; edge < handle->num_edges; edge++) {
-        handle->num_places[edge] = edges[edge].num_places;
-        handle->views[edge] = calloc((size_t)edges[edge].num_places + 1, sizeof **handle->views);
-        if (handle->views[edge] == NULL)
-            return -1;
-    }
-    return 0;
-}
-
 static PyObject *executor_create(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     const s1f_program *program;
@@ -396,27 +193,17 @@ static PyObject *executor_create(PyObject *Py_UNUSED(module), PyObject *argument
         PyErr_NoMemory();
         goto failed;
     }
-    *handle = (executor_handle){.arguments = Py_NewRef(arguments),
-                                .program = program,
-                                .group = group,
-                                .ends = ends,
-                                .dtype_codes = dtype_codes,
-                                .leave = leave,
-                                .num_edges = num_edges};
+    *handle = (executor_handle){
+        .arguments = Py_NewRef(arguments),
+        .program = program,
+        .group = group,
+        .messages = {.ends = ends, .dtype_codes = dtype_codes, .leave = leave, .num_edges = num_edges}};
     for (int32_t i = 0; i < num_edges; i++) {
         PyObject *end = PyList_GetItem(ends, i);
         if (end != Py_None && !s1f_to_edge_end(end, &pointers[i]))
             goto failed;
     }
-    if (allocate_views(handle, edges) < 0) {
-        PyErr_NoMemory();
-        goto failed;
-    }
-    handle->name_data_ptr = PyUnicode_InternFromString("data_ptr");
-    handle->name_dtype = PyUnicode_InternFromString("dtype");
-    handle->name_shape = PyUnicode_InternFromString("shape");
-    handle->name_requires_grad = PyUnicode_InternFromString("requires_grad");
-    if (!handle->name_data_ptr || !handle->name_dtype || !handle->name_shape || !handle->name_requires_grad)
+    if (!s1f_messages_create(&handle->messages, edges))
         goto failed;
     s1f_compute compute = {.context = handle,
                            .run = run_callback,
@@ -464,19 +251,19 @@ static PyObject *executor_step(PyObject *Py_UNUSED(module), PyObject *arguments)
     handle->run = run;
     handle->fill = fill;
     handle->segment_sizes = segment_sizes;
-    handle->make_views = make_views;
+    handle->messages.make_views = make_views;
     handle->thread = PyEval_SaveThread();
     s1f_status status = s1f_executor_step(handle->executor, step, training, sequence_length,
                                           sequence_length == 0 ? NULL : sizes.values);
     PyEval_RestoreThread(handle->thread);
-    handle->run = handle->fill = handle->segment_sizes = handle->make_views = NULL;
+    handle->run = handle->fill = handle->segment_sizes = handle->messages.make_views = NULL;
     PyMem_Free(sizes.values);
     if (status == S1F_OK) {
-        status = leave_all_places(handle);
+        status = s1f_messages_leave_all(&handle->messages);
     } else { /* the step's error is told, not one of this */
         PyObject *type, *error, *trace;
         PyErr_Fetch(&type, &error, &trace);
-        if (leave_all_places(handle) != S1F_OK)
+        if (s1f_messages_leave_all(&handle->messages) != S1F_OK)
             PyErr_Clear();
         PyErr_Restore(type, error, trace);
     }

@@ -10,6 +10,12 @@ typedef struct {         /* one edge of this rank, from either end */
     s1f_unit *producers; /* receiver, [num_messages]: the units whose results the messages are */
 } edge_state;
 
+typedef struct {
+    s1f_stage_measure measure;
+    int32_t live_units;
+    int64_t live_tokens;
+} stage_count;
+
 struct s1f_executor {
     const s1f_instruction *instructions;
     int64_t num_instructions;
@@ -33,11 +39,9 @@ struct s1f_executor {
     int64_t next_weight, num_fills;
     int64_t step;
     int32_t training;
-    int64_t *sizes, *offsets;    /* of the segments, [column]; sizes[0] == 0: not known yet */
-    int32_t is_settled;          /* the spans are the device's */
-    s1f_stage_measure *measures; /* per stage */
-    int32_t *live_units;         /* per stage */
-    int64_t *live_tokens;
+    int64_t *sizes, *offsets; /* of the segments, [column]; sizes[0] == 0: not known yet */
+    int32_t is_settled;       /* the spans are the device's */
+    stage_count *stages;      /* [stage] */
     /* between two RUNs: */
     s1f_input *inputs; /* for the next one */
     int32_t num_inputs;
@@ -61,9 +65,7 @@ void s1f_executor_free(s1f_executor *executor)
     free(executor->spans);
     free(executor->weights);
     free(executor->fills);
-    free(executor->measures);
-    free(executor->live_units);
-    free(executor->live_tokens);
+    free(executor->stages);
     free(executor->inputs);
     free(executor);
 }
@@ -81,8 +83,7 @@ static int32_t most_inputs(const s1f_executor *executor)
     return most;
 }
 
-/* Returns 0 where memory ran out. */
-static int allocate(s1f_executor *executor)
+static s1f_status allocate(s1f_executor *executor)
 {
     /* one element more than needed, so that an empty table is no special case */
     size_t num_edges = (size_t)executor->num_edges + 1, num_stages = (size_t)executor->num_stages;
@@ -92,14 +93,14 @@ static int allocate(s1f_executor *executor)
     executor->sizes = calloc(num_columns, sizeof *executor->sizes);
     executor->offsets = calloc(num_columns, sizeof *executor->offsets);
     executor->spans = calloc((size_t)executor->num_instructions + 1, sizeof *executor->spans);
-    executor->measures = calloc(num_stages, sizeof *executor->measures);
-    executor->live_units = calloc(num_stages, sizeof *executor->live_units);
-    executor->live_tokens = calloc(num_stages, sizeof *executor->live_tokens);
+    executor->stages = calloc(num_stages, sizeof *executor->stages);
     executor->inputs = calloc((size_t)most_inputs(executor) + 1, sizeof *executor->inputs);
     executor->edge_states = calloc(num_edges, sizeof *executor->edge_states);
-    return executor->ends && executor->slots && executor->sizes && executor->offsets && executor->spans &&
-           executor->measures && executor->live_units && executor->live_tokens && executor->inputs &&
-           executor->edge_states;
+    if (executor->ends && executor->slots && executor->sizes && executor->offsets && executor->spans &&
+        executor->stages && executor->inputs && executor->edge_states)
+        return S1F_OK;
+    return s1f_fail(S1F_ERR_MEMORY, "no memory for an executor of %lld instructions",
+                    (long long)executor->num_instructions);
 }
 
 /* Takes this rank's ends, and reads from the senders' programs which unit each message comes from. */
@@ -184,10 +185,7 @@ s1f_status s1f_executor_create(const s1f_program *program, int32_t rank, s1f_gro
     executor->group = group;
     executor->cache = cache;
     executor->compute = *compute;
-    s1f_status status = S1F_OK;
-    if (!allocate(executor))
-        status = s1f_fail(S1F_ERR_MEMORY, "no memory for an executor of %lld instructions",
-                          (long long)executor->num_instructions);
+    s1f_status status = allocate(executor);
     if (status == S1F_OK)
         status = set_edges(executor, program, rank, ends);
     if (status == S1F_OK)
@@ -276,7 +274,8 @@ static s1f_status fill_wait(s1f_executor *executor, int64_t i)
 {
     const s1f_instruction *instruction = &executor->instructions[i];
     int64_t first = executor->num_fills;
-    while (executor->next_weight < executor->num_weights && executor->weights[executor->next_weight].ready < i &&
+    while (executor->compute.fill != NULL && executor->next_weight < executor->num_weights &&
+           executor->weights[executor->next_weight].ready < i &&
            !s1f_p2p_has_come(executor->ends[instruction->edge], instruction->sequence)) {
         s1f_unit unit = executor->instructions[executor->weights[executor->next_weight].run].unit;
         int32_t is_left = 0;
@@ -323,17 +322,18 @@ static void count_live(s1f_executor *executor, s1f_unit unit)
 {
     if (!s1f_begins_to_live(s1f_unit_lifetimes(&executor->lifetimes, unit)))
         return;
-    s1f_stage_measure *measure = &executor->measures[unit.stage];
-    int32_t units = ++executor->live_units[unit.stage];
-    int64_t tokens = executor->live_tokens[unit.stage] += size_of(executor, unit);
+    stage_count *stage = &executor->stages[unit.stage];
+    s1f_stage_measure *measure = &stage->measure;
+    int32_t units = ++stage->live_units;
+    int64_t tokens = stage->live_tokens += size_of(executor, unit);
     measure->peak_live_units = units > measure->peak_live_units ? units : measure->peak_live_units;
     measure->peak_live_tokens = tokens > measure->peak_live_tokens ? tokens : measure->peak_live_tokens;
 }
 
 static void free_unit(s1f_executor *executor, s1f_unit unit)
 {
-    executor->live_units[unit.stage]--;
-    executor->live_tokens[unit.stage] -= size_of(executor, unit);
+    executor->stages[unit.stage].live_units--;
+    executor->stages[unit.stage].live_tokens -= size_of(executor, unit);
 }
 
 static s1f_status run_unit(s1f_executor *executor, const s1f_instruction *instruction)
@@ -440,6 +440,13 @@ static s1f_status wait_back(s1f_executor *executor, s1f_unit unit)
     return s1f_tier_wait(executor->tier, executor->group, s1f_cell_of_all(&executor->shape, unit));
 }
 
+static s1f_status post(s1f_executor *executor, const s1f_instruction *instruction)
+{
+    if (executor->compute.leave_place != NULL)
+        S1F_TRY(executor->compute.leave_place(executor->compute.context, instruction->edge, instruction->place));
+    return s1f_p2p_post(executor->ends[instruction->edge], instruction->sequence, instruction->place);
+}
+
 static s1f_status walk(s1f_executor *executor)
 {
     for (int64_t i = 0; i < executor->num_instructions; i++) {
@@ -447,18 +454,12 @@ static s1f_status walk(s1f_executor *executor)
         s1f_status status = S1F_OK;
         executor->spans[i].start_ns = s1f_now_ns();
         switch (instruction->opcode) {
-        case S1F_OP_POST:
-            if (executor->compute.leave_place != NULL)
-                status =
-                    executor->compute.leave_place(executor->compute.context, instruction->edge, instruction->place);
-            if (status == S1F_OK)
-                status = s1f_p2p_post(executor->ends[instruction->edge], instruction->sequence, instruction->place);
-            break;
+        case S1F_OP_POST: status = post(executor, instruction); break;
         case S1F_OP_RECEIVE:
             status = s1f_p2p_receive(executor->ends[instruction->edge], instruction->sequence, instruction->place);
             break;
         case S1F_OP_WAIT:
-            status = executor->compute.fill == NULL ? S1F_OK : fill_wait(executor, i);
+            status = fill_wait(executor, i);
             if (status == S1F_OK)
                 status = wait_input(executor, instruction);
             break;
@@ -514,9 +515,7 @@ s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t train
                              const int64_t *sizes)
 {
     memset(executor->spans, 0, (size_t)executor->num_instructions * sizeof *executor->spans);
-    memset(executor->measures, 0, (size_t)executor->num_stages * sizeof *executor->measures);
-    memset(executor->live_units, 0, (size_t)executor->num_stages * sizeof *executor->live_units);
-    memset(executor->live_tokens, 0, (size_t)executor->num_stages * sizeof *executor->live_tokens);
+    memset(executor->stages, 0, (size_t)executor->num_stages * sizeof *executor->stages);
     executor->step = step;
     executor->training = training;
     executor->sizes[0] = 0;
@@ -598,5 +597,5 @@ const s1f_fill *s1f_executor_fills(const s1f_executor *executor, int64_t *count)
 
 s1f_stage_measure s1f_executor_stage_measure(const s1f_executor *executor, int32_t stage)
 {
-    return executor->measures[stage];
+    return executor->stages[stage].measure;
 }

@@ -1,0 +1,215 @@
+/* messages.c - what units hand to each other, between Python's tensors and the headers of messages. */
+#include "messages.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { DATA_PTR, DTYPE, SHAPE, REQUIRES_GRAD };
+static const char *const names[S1F_NUM_TENSOR_NAMES] = {"data_ptr", "dtype", "shape", "requires_grad"};
+
+struct s1f_place_views {
+    int32_t num_tensors;
+    s1f_tensor_header tensors[S1F_MAX_TENSORS];
+    const void *payload; /* memory on a GPU may have grown */
+    PyObject *views;     /* (message,): what a unit of one message receives */
+};
+
+void s1f_messages_free(s1f_messages *messages)
+{
+    for (int32_t edge = 0; messages->views != NULL && edge < messages->num_edges; edge++) {
+        for (int32_t place = 0; messages->views[edge] != NULL && place < messages->num_places[edge]; place++)
+            Py_XDECREF(messages->views[edge][place].views);
+        free(messages->views[edge]);
+    }
+    free(messages->views);
+    free(messages->num_places);
+    for (int i = 0; i < S1F_NUM_TENSOR_NAMES; i++)
+        Py_XDECREF(messages->names[i]);
+}
+
+static int allocate_views(s1f_messages *messages, const s1f_edge *edges)
+{
+    messages->num_places = calloc((size_t)messages->num_edges + 1, sizeof *messages->num_places);
+    messages->views = calloc((size_t)messages->num_edges + 1, sizeof *messages->views);
+    if (messages->num_places == NULL || messages->views == NULL)
+        return -1;
+    for (int32_t edge = 0; edge < messages->num_edges; edge++) {
+        messages->num_places[edge] = edges[edge].num_places;
+        messages->views[edge] = calloc((size_t)edges[edge].num_places + 1, sizeof **messages->views);
+        if (messages->views[edge] == NULL)
+            return -1;
+    }
+    return 0;
+}
+
+int s1f_messages_create(s1f_messages *messages, const s1f_edge *edges)
+{
+    if (allocate_views(messages, edges) < 0) {
+        PyErr_NoMemory();
+        return 0;
+    }
+    for (int i = 0; i < S1F_NUM_TENSOR_NAMES; i++)
+        if ((messages->names[i] = PyUnicode_InternFromString(names[i])) == NULL)
+            return 0;
+    return 1;
+}
+
+/* -- received ------------------------------------------------------------------------------------------------------ */
+
+/* (dtype code, flags, sizes, offset in the payload) of each tensor of a message. */
+static PyObject *describe_message(const s1f_message *message)
+{
+    PyObject *descriptions = PyTuple_New(message->num_tensors);
+    for (int32_t i = 0; descriptions != NULL && i < message->num_tensors; i++) {
+        const s1f_tensor_header *tensor = &message->tensors[i];
+        PyObject *sizes = PyTuple_New(tensor->ndim);
+        for (int32_t d = 0; sizes != NULL && d < tensor->ndim; d++)
+            PyTuple_SetItem(sizes, d, PyLong_FromLongLong(tensor->sizes[d]));
+        PyObject *item = sizes == NULL ? NULL
+                                       : Py_BuildValue("(iiNL)", (int)tensor->dtype, (int)tensor->flags, sizes,
+                                                       (long long)tensor->offset);
+        if (item == NULL) {
+            Py_CLEAR(descriptions);
+            break;
+        }
+        PyTuple_SetItem(descriptions, i, item);
+    }
+    return descriptions;
+}
+
+/* Borrowed from the place. */
+static PyObject *views_of(s1f_messages *messages, const s1f_input *input)
+{
+    const s1f_message *message = input->message;
+    s1f_place_views *cached = &messages->views[input->edge][input->place];
+    size_t bytes = (size_t)message->num_tensors * sizeof *message->tensors;
+    if (cached->views != NULL && cached->payload == input->payload && cached->num_tensors == message->num_tensors &&
+        memcmp(cached->tensors, message->tensors, bytes) == 0)
+        return cached->views;
+    PyObject *descriptions = describe_message(message);
+    if (descriptions == NULL)
+        return NULL;
+    PyObject *end = PyList_GetItem(messages->ends, input->edge);
+    PyObject *made = PyObject_CallFunction(messages->make_views, "ONN", end,
+                                           PyLong_FromVoidPtr((void *)(uintptr_t)input->payload), descriptions);
+    PyObject *views = made == NULL ? NULL : Py_BuildValue("(N)", made);
+    if (views == NULL)
+        return NULL;
+    Py_XDECREF(cached->views);
+    cached->views = views;
+    cached->payload = input->payload;
+    cached->num_tensors = message->num_tensors;
+    memcpy(cached->tensors, message->tensors, bytes);
+    return views;
+}
+
+PyObject *s1f_messages_received(s1f_messages *messages, const s1f_input *inputs, int32_t num_inputs)
+{
+    if (num_inputs == 0)
+        return Py_NewRef(Py_None);
+    if (num_inputs == 1) /* the tuple is there already */
+        return Py_XNewRef(views_of(messages, inputs));
+    PyObject *all = PyTuple_New(num_inputs);
+    for (int32_t i = 0; all != NULL && i < num_inputs; i++) {
+        PyObject *views = views_of(messages, &inputs[i]);
+        if (views == NULL)
+            Py_CLEAR(all);
+        else
+            PyTuple_SetItem(all, i, Py_NewRef(PyTuple_GetItem(views, 0)));
+    }
+    return all;
+}
+
+s1f_status s1f_messages_leave(s1f_messages *messages, int32_t edge, int32_t place)
+{
+    s1f_place_views *cached = &messages->views[edge][place];
+    if (cached->views == NULL)
+        return S1F_OK;
+    PyObject *tensors = PyTuple_GetItem(PyTuple_GetItem(cached->views, 0), 0);
+    PyObject *moved = PyObject_CallFunctionObjArgs(messages->leave, tensors, NULL);
+    if (moved == NULL)
+        return S1F_ERR_PYTHON;
+    if (moved == Py_True)
+        Py_CLEAR(cached->views);
+    Py_DECREF(moved);
+    return S1F_OK;
+}
+
+s1f_status s1f_messages_leave_all(s1f_messages *messages)
+{
+    for (int32_t edge = 0; edge < messages->num_edges; edge++)
+        for (int32_t place = 0; place < messages->num_places[edge]; place++)
+            S1F_TRY(s1f_messages_leave(messages, edge, place));
+    return S1F_OK;
+}
+
+int s1f_messages_has_views(const s1f_messages *messages, int32_t edge, int32_t place)
+{
+    return messages->views[edge][place].views != NULL;
+}
+
+/* -- handed over --------------------------------------------------------------------------------------------------- */
+
+static s1f_status describe_tensor(const s1f_messages *messages, PyObject *tensor, s1f_tensor_header *header,
+                                  const void **data)
+{
+    if (tensor == Py_None) {
+        header->flags = S1F_TENSOR_NONE;
+        return S1F_OK;
+    }
+    s1f_status status = S1F_ERR_PYTHON;
+    PyObject *dtype = NULL, *shape = NULL, *address = NULL, *requires_grad = NULL;
+    if ((dtype = PyObject_GetAttr(tensor, messages->names[DTYPE])) == NULL ||
+        (shape = PyObject_GetAttr(tensor, messages->names[SHAPE])) == NULL ||
+        (requires_grad = PyObject_GetAttr(tensor, messages->names[REQUIRES_GRAD])) == NULL ||
+        (address = PyObject_CallMethodObjArgs(tensor, messages->names[DATA_PTR], NULL)) == NULL)
+        goto done;
+    PyObject *code = PyDict_GetItemWithError(messages->dtype_codes, dtype); /* borrowed */
+    if (code == NULL) {
+        if (!PyErr_Occurred())
+            PyErr_Format(PyExc_TypeError, "a stage cannot hand over a tensor of dtype %S", dtype);
+        goto done;
+    }
+    Py_ssize_t ndim = PyTuple_Size(shape);
+    if (ndim < 0 || ndim > S1F_MAX_DIMS) {
+        PyErr_Format(PyExc_ValueError, "a stage cannot hand over a tensor of %zd dimensions, at most %d", ndim,
+                     (int)S1F_MAX_DIMS);
+        goto done;
+    }
+    header->dtype = (int32_t)PyLong_AsLong(code);
+    header->flags = requires_grad == Py_True ? S1F_TENSOR_REQUIRES_GRAD : 0;
+    header->ndim = (int32_t)ndim;
+    header->bytes = s1f_dtype_bytes(header->dtype);
+    for (Py_ssize_t d = 0; d < ndim; d++) {
+        header->sizes[d] = PyLong_AsLongLong(PyTuple_GetItem(shape, d));
+        header->bytes *= header->sizes[d];
+    }
+    *data = PyLong_AsVoidPtr(address);
+    if (*data == NULL && header->bytes > 0 && !PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "a stage cannot hand over a tensor without memory of its own");
+    status = PyErr_Occurred() ? S1F_ERR_PYTHON : S1F_OK;
+done:
+    Py_XDECREF(address);
+    Py_XDECREF(requires_grad);
+    Py_XDECREF(shape);
+    Py_XDECREF(dtype);
+    return status;
+}
+
+s1f_status s1f_messages_describe(const s1f_messages *messages, PyObject *tensors, s1f_result *result)
+{
+    Py_ssize_t count = PyTuple_Check(tensors) ? PyTuple_Size(tensors) : -1;
+    if (count < 0) {
+        PyErr_SetString(PyExc_TypeError, "a stage hands over a tuple of tensors");
+        return S1F_ERR_PYTHON;
+    }
+    if (count > S1F_MAX_TENSORS) {
+        PyErr_Format(PyExc_ValueError, "a stage hands over at most %d tensors, got %zd", (int)S1F_MAX_TENSORS, count);
+        return S1F_ERR_PYTHON;
+    }
+    result->num_tensors = (int32_t)count;
+    for (Py_ssize_t i = 0; i < count; i++)
+        S1F_TRY(describe_tensor(messages, PyTuple_GetItem(tensors, i), &result->tensors[i], &result->data[i]));
+    result->keep = tensors;
+    return S1F_OK;
+}
