@@ -478,17 +478,10 @@ static s1f_status walk(s1f_executor *executor)
 /* Nothing of the step is under way after this, on either side of an error. */
 static s1f_status finish_transfers(s1f_executor *executor, s1f_status status)
 {
-    int32_t failed = status != S1F_OK;
-    for (int32_t i = 0; i < executor->num_edges; i++) {
-        if (executor->ends[i] == NULL)
-            continue;
-        s1f_status finished = failed ? S1F_OK : s1f_p2p_finish(executor->ends[i], 0);
-        if (finished != S1F_OK) {
-            failed = 1;
-            status = finished;
-        }
-    }
-    for (int32_t i = 0; failed && i < executor->num_edges; i++)
+    for (int32_t i = 0; status == S1F_OK && i < executor->num_edges; i++)
+        if (executor->ends[i] != NULL)
+            status = s1f_p2p_finish(executor->ends[i], 0);
+    for (int32_t i = 0; status != S1F_OK && i < executor->num_edges; i++)
         if (executor->ends[i] != NULL)
             (void)s1f_p2p_finish(executor->ends[i], 1);
     for (int32_t i = 0; i < executor->num_edges; i++)
