@@ -132,33 +132,22 @@ void s1f_free_tables(s1f_table *tables, int count)
 
 /* -- seconds of the passes ----------------------------------------------------------------------------------------- */
 
-/* What stands in for seconds that are None: W half of B, I the rest of it, R as F. */
+/* Room for what stands in for seconds that are None, and that; 0 with the exception set. */
 static int fill_in(s1f_table *passes, int64_t count)
 {
-    int has[S1F_MAX_PASSES];
+    double *seconds[S1F_MAX_PASSES];
+    uint32_t given = 0;
     for (int pass = 0; pass < s1f_num_passes; pass++) {
-        has[pass] = passes[pass].values != NULL;
-        if (!has[pass] && (passes[pass].values = PyMem_Calloc((size_t)count, sizeof(double))) == NULL) {
+        given |= (uint32_t)(passes[pass].values != NULL) << pass;
+        if (passes[pass].values == NULL &&
+            (passes[pass].values = PyMem_Calloc((size_t)count, sizeof(double))) == NULL) {
             PyErr_NoMemory();
             return 0;
         }
+        seconds[pass] = passes[pass].values;
     }
-    const double *forward = passes[S1F_PASS_FORWARD].values, *backward = passes[S1F_PASS_BACKWARD].values;
-    double *half = passes[S1F_PASS_BACKWARD_WEIGHT].values, *rest = passes[S1F_PASS_BACKWARD_INPUT].values;
-    double *again = passes[S1F_PASS_RECOMPUTE].values;
-    for (int64_t i = 0; i < count; i++) {
-        if (!has[S1F_PASS_BACKWARD_WEIGHT])
-            half[i] = 0.5 * backward[i];
-        if (!has[S1F_PASS_BACKWARD_INPUT])
-            rest[i] = backward[i] - half[i];
-        if (!has[S1F_PASS_RECOMPUTE])
-            again[i] = forward[i];
-        if (has[S1F_PASS_BACKWARD_WEIGHT] && !has[S1F_PASS_BACKWARD_INPUT] && rest[i] < 0) {
-            PyErr_SetString(PyExc_ValueError, "weight is more than backward, of which it is a part");
-            return 0;
-        }
-    }
-    return 1;
+    s1f_status status = s1f_table_fill_in(seconds, given, count);
+    return status == S1F_OK || s1f_raise(status) != NULL;
 }
 
 int s1f_read_pass_seconds(PyObject *costs, const s1f_shape *shape, s1f_table passes[S1F_MAX_PASSES])

@@ -42,3 +42,21 @@ void s1f_table_form(const s1f_shape *shape, s1f_per per, char *text, size_t byte
         break;
     }
 }
+
+s1f_status s1f_table_fill_in(double *const passes[], uint32_t given, int64_t count)
+{
+    const double *forward = passes[S1F_PASS_FORWARD], *backward = passes[S1F_PASS_BACKWARD];
+    double *weight = passes[S1F_PASS_BACKWARD_WEIGHT], *input = passes[S1F_PASS_BACKWARD_INPUT];
+    int has_weight = given >> S1F_PASS_BACKWARD_WEIGHT & 1, has_input = given >> S1F_PASS_BACKWARD_INPUT & 1;
+    for (int64_t i = 0; i < count; i++) {
+        if (!has_weight)
+            weight[i] = 0.5 * backward[i];
+        if (!has_input)
+            input[i] = backward[i] - weight[i];
+        if (!(given >> S1F_PASS_RECOMPUTE & 1))
+            passes[S1F_PASS_RECOMPUTE][i] = forward[i];
+        if (has_weight && !has_input && input[i] < 0)
+            return s1f_fail(S1F_ERR_ARG, "weight is more than backward, of which it is a part");
+    }
+    return S1F_OK;
+}

@@ -5,6 +5,7 @@
 #ifndef S1F_TABLE_H
 #define S1F_TABLE_H
 
+#include "status.h"
 #include "unit.h"
 
 static inline int64_t s1f_column(const s1f_shape *shape, s1f_unit unit)
@@ -20,6 +21,10 @@ static inline int64_t s1f_num_columns(const s1f_shape *shape)
 int64_t s1f_table_count(const s1f_shape *shape, s1f_per per);
 /* How a caller gives them, for errors: "a number or hold 2 stages of 3 segments each". Always terminated. */
 void s1f_table_form(const s1f_shape *shape, s1f_per per, char *text, size_t bytes);
+
+/* Seconds of passes, each [stage][column], that stand in for those not given: W is half of B, I the rest of it, R as F;
+ * a pass that is neither stays as it is. given: their bits. S1F_ERR_ARG: W is more than B. */
+s1f_status s1f_table_fill_in(double *const passes[], uint32_t given, int64_t count);
 
 /* The value of a unit is number unit.stage * stage + s1f_column(shape, unit) * column. */
 typedef struct {

@@ -19,6 +19,11 @@
 #include <string.h>
 
 #define EXPORT(name) __attribute__((export_name(#name), used))
+#define READ(type, name, value)                                                                                        \
+    EXPORT(name) type name(void)                                                                                       \
+    {                                                                                                                  \
+        return value;                                                                                                  \
+    }
 
 enum { MOST_BLOCKS = 256, PIECES = 1024 };
 
@@ -64,10 +69,7 @@ EXPORT(reset) void reset(void)
     memset(&lab, 0, sizeof lab);
 }
 
-EXPORT(last_error) const char *last_error(void)
-{
-    return s1f_last_error();
-}
+READ(const char *, last_error, s1f_last_error())
 
 /* -- the order ----------------------------------------------------------------------------------------------------- */
 
@@ -126,10 +128,7 @@ EXPORT(read_text) int32_t read_text(const char *text)
     return adopt(s1f_schedule_from_text(text, &order), order);
 }
 
-EXPORT(check) int32_t check(void)
-{
-    return s1f_schedule_check(lab.order, 0);
-}
+READ(int32_t, check, s1f_schedule_check(lab.order, 0))
 
 /* chosen[cell of all stages]; 0: all of them. */
 EXPORT(recompute) int32_t recompute(const unsigned char *chosen)
@@ -177,10 +176,7 @@ EXPORT(counts) const int32_t *counts(void)
     return found;
 }
 
-EXPORT(rank_of_stage) const int32_t *rank_of_stage(void)
-{
-    return s1f_schedule_shape(lab.order).rank_of_stage;
-}
+READ(const int32_t *, rank_of_stage, s1f_schedule_shape(lab.order).rank_of_stage)
 
 /* Segments of a micro-batch. */
 EXPORT(segments_of) int32_t segments_of(int32_t microbatch)
@@ -190,10 +186,7 @@ EXPORT(segments_of) int32_t segments_of(int32_t microbatch)
 }
 
 /* Whether micro-batches differ in their segments: then a column is a cell of the stage. */
-EXPORT(has_rows) int32_t has_rows(void)
-{
-    return s1f_schedule_shape(lab.order).first_cell != NULL;
-}
+READ(int32_t, has_rows, s1f_schedule_shape(lab.order).first_cell != NULL)
 
 EXPORT(num_units) int32_t num_units(int32_t rank)
 {
@@ -233,13 +226,13 @@ EXPORT(split) int32_t split(double tokens, int32_t k, double share, int32_t equa
 /* Whether these are tokens of k segments, and the share of the seconds that each takes. */
 EXPORT(shares) int32_t shares(double tokens, int32_t k, double share, const int64_t *sizes, double *of_segment)
 {
-    s1f_status status = s1f_partition_check(sizes, k, (int64_t)tokens);
     double end = 0;
-    for (int32_t s = 0; status == S1F_OK && s < k; s++) {
+    S1F_TRY(s1f_partition_check(sizes, k, (int64_t)tokens));
+    for (int32_t s = 0; s < k; s++) {
         of_segment[s] = seconds_to(end + (double)sizes[s], tokens, share) - seconds_to(end, tokens, share);
         end += (double)sizes[s];
     }
-    return status;
+    return S1F_OK;
 }
 
 /* -- times --------------------------------------------------------------------------------------------------------- */
@@ -270,27 +263,17 @@ EXPORT(set_fills) void set_fills(int32_t fills)
     lab.costs.fills = fills;
 }
 
-/* As csrc/binding/table.c: W is half of B, I the rest of it, R as F, and a pass that is not given takes nothing. */
 static s1f_status fill_in(int64_t count)
 {
-    double **of = lab.pass_seconds;
-    int has_weight = of[S1F_PASS_BACKWARD_WEIGHT] != NULL, has_input = of[S1F_PASS_BACKWARD_INPUT] != NULL;
-    int has_recompute = of[S1F_PASS_RECOMPUTE] != NULL;
-    for (int32_t pass = 0; pass < s1f_num_passes; pass++)
-        if (of[pass] == NULL && (of[pass] = take((int32_t)(count * (int64_t)sizeof(double)))) == NULL)
+    uint32_t given = 0;
+    for (int32_t pass = 0; pass < s1f_num_passes; pass++) {
+        given |= (uint32_t)(lab.pass_seconds[pass] != NULL) << pass;
+        if (lab.pass_seconds[pass] == NULL)
+            lab.pass_seconds[pass] = take((int32_t)(count * (int64_t)sizeof(double)));
+        if (lab.pass_seconds[pass] == NULL)
             return no_memory();
-    for (int64_t i = 0; i < count; i++) {
-        double forward = of[S1F_PASS_FORWARD][i], backward = of[S1F_PASS_BACKWARD][i];
-        if (!has_weight)
-            of[S1F_PASS_BACKWARD_WEIGHT][i] = 0.5 * backward;
-        if (!has_input)
-            of[S1F_PASS_BACKWARD_INPUT][i] = backward - of[S1F_PASS_BACKWARD_WEIGHT][i];
-        if (!has_recompute)
-            of[S1F_PASS_RECOMPUTE][i] = forward;
-        if (has_weight && !has_input && of[S1F_PASS_BACKWARD_INPUT][i] < 0)
-            return s1f_fail(S1F_ERR_ARG, "weight is more than backward, of which it is a part");
     }
-    return S1F_OK;
+    return s1f_table_fill_in(lab.pass_seconds, given, count);
 }
 
 /* I as the rest of B, and the other seconds that are not given, before an order is built from them. */
@@ -336,14 +319,11 @@ EXPORT(lower) int32_t lower(void)
     s1f_shape shape = s1f_schedule_shape(lab.order);
     s1f_places places;
     s1f_program *program = NULL;
-    s1f_status status = count_places(&shape, &places);
-    if (status == S1F_OK)
-        status = s1f_schedule_lower_edges(lab.order, places, &program);
-    if (status == S1F_OK) {
-        s1f_program_free(lab.program);
-        lab.program = program;
-    }
-    return status;
+    S1F_TRY(count_places(&shape, &places));
+    S1F_TRY(s1f_schedule_lower_edges(lab.order, places, &program));
+    s1f_program_free(lab.program);
+    lab.program = program;
+    return S1F_OK;
 }
 
 /* with_causes: and slack and the critical path. */
@@ -351,12 +331,11 @@ EXPORT(simulate) int32_t simulate(int32_t with_causes)
 {
     s1f_shape shape = s1f_schedule_shape(lab.order);
     s1f_simulation *simulation = NULL;
-    s1f_status status = fill_in(s1f_table_count(&shape, S1F_PER_CELL));
+    S1F_TRY(fill_in(s1f_table_count(&shape, S1F_PER_CELL)));
     for (int32_t pass = 0; pass < s1f_num_passes; pass++)
         lab.costs.pass_seconds[pass] = lab.pass_seconds[pass];
-    if (status == S1F_OK)
-        status = s1f_program_simulate(lab.program, &lab.costs, with_causes ? S1F_KEEP_CAUSES : S1F_KEEP_TIMELINE,
-                                      &simulation);
+    s1f_status status =
+        s1f_program_simulate(lab.program, &lab.costs, with_causes ? S1F_KEEP_CAUSES : S1F_KEEP_TIMELINE, &simulation);
     if (status == S1F_OK && with_causes)
         status = s1f_simulation_find_slack(lab.program, &lab.costs, simulation);
     if (status != S1F_OK) {
@@ -368,26 +347,12 @@ EXPORT(simulate) int32_t simulate(int32_t with_causes)
     return S1F_OK;
 }
 
-EXPORT(makespan) double makespan(void)
-{
-    return lab.simulation->makespan;
-}
+READ(double, makespan, lab.simulation->makespan)
 
 /* [rank] */
-EXPORT(span) const double *span(void)
-{
-    return lab.simulation->span;
-}
-
-EXPORT(busy) const double *busy(void)
-{
-    return lab.simulation->busy;
-}
-
-EXPORT(waiting) const double *waiting(void)
-{
-    return lab.simulation->wait;
-}
+READ(const double *, span, lab.simulation->span)
+READ(const double *, busy, lab.simulation->busy)
+READ(const double *, waiting, lab.simulation->wait)
 
 /* [i] of a rank; slack only with causes */
 EXPORT(start) const double *start(int32_t rank)
@@ -414,10 +379,7 @@ static int64_t first_unit(int32_t rank)
     return number;
 }
 
-EXPORT(path_length) int32_t path_length(void)
-{
-    return lab.simulation->path == NULL ? 0 : (int32_t)lab.simulation->path_length;
-}
+READ(int32_t, path_length, lab.simulation->path == NULL ? 0 : (int32_t)lab.simulation->path_length)
 
 /* Numbers of the units of the critical path. */
 EXPORT(path) const int32_t *path(void)
@@ -473,10 +435,7 @@ EXPORT(find_peaks) int32_t find_peaks(void)
     return lab.peaks == NULL ? no_memory() : s1f_program_memory(lab.program, &lab.bytes, lab.peaks);
 }
 
-EXPORT(peaks) const s1f_memory_peak *peaks(void)
-{
-    return lab.peaks;
-}
+READ(const s1f_memory_peak *, peaks, lab.peaks)
 
 /* Changes of what ranks hold, in the order of time within each rank: when, by how many bytes, and of which holding. */
 static struct {
@@ -533,25 +492,10 @@ EXPORT(find_changes) int32_t find_changes(void)
     return S1F_OK;
 }
 
-EXPORT(changes_first) const int32_t *changes_first(void)
-{
-    return changes.first;
-}
-
-EXPORT(changes_when) const double *changes_when(void)
-{
-    return changes.when;
-}
-
-EXPORT(changes_by) const double *changes_by(void)
-{
-    return changes.by;
-}
-
-EXPORT(changes_holding) const unsigned char *changes_holding(void)
-{
-    return changes.holding;
-}
+READ(const int32_t *, changes_first, changes.first)
+READ(const double *, changes_when, changes.when)
+READ(const double *, changes_by, changes.by)
+READ(const unsigned char *, changes_holding, changes.holding)
 
 /* As few units as possible give up what their F saved, so that each rank fits into its room, [rank] bytes. The order
  * is lowered, and simulated where units may do both. A byte for each cell of all stages: 1 recomputed, 2 moved. */
@@ -618,12 +562,5 @@ EXPORT(find_inputs) int32_t find_inputs(void)
     return after.inputs == NULL ? no_memory() : S1F_OK;
 }
 
-EXPORT(inputs_first) const int32_t *inputs_first(void)
-{
-    return after.first;
-}
-
-EXPORT(inputs) const int32_t *inputs(void)
-{
-    return after.inputs;
-}
+READ(const int32_t *, inputs_first, after.first)
+READ(const int32_t *, inputs, after.inputs)
