@@ -168,17 +168,16 @@ def placement(cost: CostModel, rank_of_stage: list[int]) -> dict[str, Any]:
 
 def page(wasm: bytes, home: str = HOME) -> str:
     """The page with all that it needs; home: HTML that names the package."""
-    view = ROOT / "seq1f1b/view"
     scripts = {
         "laboratory": (HERE / "lab.js").read_text(encoding="utf-8"),
         "facts": json.dumps(facts(), separators=(",", ":")),
         "wasm": base64.b64encode(wasm).decode(),
-        "timeline": (view / "timeline.js").read_text(encoding="utf-8"),
-        "design": (HERE / "design.js").read_text(encoding="utf-8"),
-        "explorer": (HERE / "explorer.js").read_text(encoding="utf-8"),
+        "timeline": style.scripts(),
     }
+    for name in ("saved", "design", "bench", "explorer"):
+        scripts[name] = (HERE / f"{name}.js").read_text(encoding="utf-8")
     parts = {name: text.replace("</", "<\\/") for name, text in scripts.items()}
-    parts["timeline_style"] = (view / "timeline.css").read_text(encoding="utf-8")
+    parts["timeline_style"] = style.stylesheet()
     parts["style"] = (HERE / "explorer.css").read_text(encoding="utf-8")
     html = (HERE / "page.html").read_text(encoding="utf-8")
     html = html.replace("<!-- home -->", home)

@@ -1,6 +1,6 @@
 """One self-contained HTML page of a timeline, simulated or measured: zoom, hover, and the memory curve of each rank.
 
-``timeline.js`` draws it on canvases, as it draws the schedule explorer of the documentation. The page holds that script
+``timeline.js`` shows it on canvases, as it does in the schedule explorer of the documentation. The page holds its scripts
 and the numbers, so that it opens without a network.
 """
 
@@ -69,11 +69,10 @@ def timeline_html(
         _shown(heading, timeline, run if isinstance(run, Simulation) else None)
         for (heading, timeline), run in zip(timelines.items(), named.values(), strict=True)
     ]
-    here = Path(__file__).parent
     parts = {
         "title": escape(title),
-        "style": here.joinpath("timeline.css").read_text(encoding="utf-8"),
-        "script": here.joinpath("timeline.js").read_text(encoding="utf-8"),
+        "style": style.stylesheet(),
+        "script": style.scripts(),
         "facts": _json(style.page_facts()),
         "timelines": _json(shown),
     }
@@ -228,7 +227,7 @@ def predecessors(timeline: Timeline) -> dict[Unit, list[Unit]]:
 
 
 def _shown(heading: str, timeline: Timeline, run: Simulation | None) -> dict[str, Any]:
-    """A timeline as the head of ``timeline.js`` says."""
+    """A timeline as the head of ``picture.js`` says."""
     import numpy as np
 
     placed = [entry for track in timeline for entry in track]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seq1f1b import _C
@@ -10,6 +11,8 @@ from seq1f1b.timeline_text import PASSES
 
 if TYPE_CHECKING:
     from seq1f1b.unit import Timeline, Unit
+
+_HERE = Path(__file__).parent
 
 MOST_UNITS = 100_000  # of a picture or page: some seconds, in matplotlib or in a browser
 MOST_TRACED = 1_000_000  # 170 MB of JSON
@@ -73,6 +76,15 @@ _HOLDING_TEXTS = {
     "optimizer": "optimizer state",
     "inputs": "kept inputs, loss gradients",
 }
+
+
+def scripts() -> str:
+    """The JavaScript of a page of timelines: ``picture.js`` and ``timeline.js``."""
+    return "\n".join((_HERE / f"{name}.js").read_text(encoding="utf-8") for name in ("picture", "timeline"))
+
+
+def stylesheet() -> str:
+    return (_HERE / "timeline.css").read_text(encoding="utf-8")
 
 
 def page_facts() -> dict[str, Any]:

@@ -45,12 +45,16 @@ def open_browser(*, width: int = 1400, height: int = 1000) -> Iterator[Any]:
     session.quit()
 
 
+SAVED = Path(__file__).parents[2] / "docs/explorer/saved.js"
+
+
 class Timelines:
-    """The timelines of a page that holds them under a name, drawn by ``timeline.js``."""
+    """The timelines of a page that holds them under a name, drawn by ``timeline.js``; what the explorer saves, they give."""
 
     def __init__(self, browser: Any, path: Path, name: str = "timelines") -> None:
         self.browser, self.name = browser, name
         browser.get(path.as_uri())
+        self.run(SAVED.read_text(encoding="utf-8"))
 
     def run(self, script: str, *arguments: Any) -> Any:
         """What a script returns, in which ``all`` are the timelines."""
