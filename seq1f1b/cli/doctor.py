@@ -93,7 +93,7 @@ def findings() -> Iterator[str]:
         "attention on CUDA: torch's ops, or our kernels where they pass a check; run on H100 and H200 alone (see "
         "benchmarks/gpu.py)"
     )
-    yield from importlib.import_module("seq1f1b.device.kernel_library").describe()
+    yield from importlib.import_module("seq1f1b.device.placement").gpu_part("kernels").describe()
     yield f"NCCL: {found_nccl()}"
     yield "messages between GPUs: an edge tries copies, NCCL and host memory at set-up; never yet run between two GPUs"
     for package, loss in PACKAGES:
@@ -102,10 +102,10 @@ def findings() -> Iterator[str]:
 
 
 def found_nccl() -> str:
-    from seq1f1b.device.edge_ways import find_nccl
+    from seq1f1b.device.placement import gpu_part
 
     try:
-        version, path = _C.nccl_find(find_nccl())
+        version, path = _C.nccl_find(gpu_part("nccl")())
     except RuntimeError as error:
         return f"not found ({error}): no transport='nccl'"
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}, {path}"

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from seq1f1b.device.document_layout import FIGURES, figures, is_asked_for, layouts, remember
+from seq1f1b.device.placement import gpu_part
 from seq1f1b.runtime.divided import read_at_once
 
 __all__: list[str] = []
 
+_layout = gpu_part("documents")
 
 MOST_AT_ONCE = 1 << 20
 """Tokens that are counted by the same launches, which hold some hundred bytes of each meanwhile."""
@@ -58,9 +59,9 @@ class DocumentCounts:
             begin = 0
             for ids, sizes in group:
                 batch = len(ids[0])
-                end = begin + batch * len(sizes) * FIGURES
-                for of_segment, layout in zip(ids, layouts(numbers[begin:end], batch, sizes), strict=True):
-                    remember(of_segment, layout, clean)
+                end = begin + batch * len(sizes) * _layout.FIGURES
+                for of_segment, layout in zip(ids, _layout.layouts(numbers[begin:end], batch, sizes), strict=True):
+                    _layout.remember(of_segment, layout, clean)
                     clean = False
                 begin = end
 
@@ -78,10 +79,11 @@ class _Microbatch(NamedTuple):
 def _figures(group: Sequence[_Microbatch]) -> Tensor:
     rows = [sizes for ids, sizes in group for _ in range(len(ids[0]))]
     whole = [(ids[0] if len(ids) == 1 else torch.cat(ids, 1)).flatten() for ids, _ in group]
-    return figures(torch.cat(whole), rows)
+    found: Tensor = _layout.figures(torch.cat(whole), rows)
+    return found
 
 
 def _is_counted(ids: Any, size: int) -> TypeGuard[Tensor]:
     if not isinstance(ids, Tensor) or ids.dtype != torch.int32 or ids.dim() != 2:
         return False
-    return ids.shape[1] == size and len(ids) > 0 and is_asked_for(ids.device)
+    return ids.shape[1] == size and len(ids) > 0 and _layout.is_asked_for(ids.device)

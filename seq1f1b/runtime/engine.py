@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seq1f1b.device.edges import DeviceEdges
-from seq1f1b.device.host_tier import HostTier
-from seq1f1b.device.placement import common_device
+from seq1f1b.device.placement import common_device, gpu_part
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Plan, TunedOrder
 from seq1f1b.runtime.arguments import (
@@ -113,8 +111,7 @@ class PipelineEngine:
     Source: Seq1F1B, arXiv:2406.03488.
     """
 
-    _device_edges_class = DeviceEdges
-    _host_tier_class = HostTier
+    _gpu_part = staticmethod(gpu_part)  # of tests: GPUs that are stand-ins
     _needs_whole_model = True  # False: one stage of a model may run alone
 
     def __init__(
@@ -449,8 +446,7 @@ class PipelineEngine:
             group,
             schedule,
             agreement,
-            self._device_edges_class,
-            self._host_tier_class,
+            self._gpu_part,
         )
         self.num_stages, self.stages = pipeline.num_stages, list(pipeline.modules)
         self.has_first, self.has_last = pipeline.has_first, pipeline.has_last

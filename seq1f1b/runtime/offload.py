@@ -47,6 +47,9 @@ class Tier:
         self.device, self.alignment = device, alignment
         self._group, self.num_cells = group, num_cells
 
+    def open(self, gpu: object) -> None:
+        """Makes what a tier of a GPU needs, by the core's handle of it."""
+
     def begin_step(self, num_cells: int, most_loads: int) -> None:
         """Before the units of a step. Raises RuntimeError if the tier is of no use any more.
 

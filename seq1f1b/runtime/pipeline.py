@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,7 @@ import torch
 from torch import nn
 
 from seq1f1b import _C, where
-from seq1f1b.device.edges import DeviceEdges
-from seq1f1b.device.host_tier import HostTier
-from seq1f1b.device.placement import open_gpu
+from seq1f1b.device.placement import gpu_part, open_gpu
 from seq1f1b.runtime.arguments import Agreement, Options
 from seq1f1b.runtime.data_parallel import without_wrapper
 from seq1f1b.runtime.offload import Tier, file_tier
@@ -59,8 +57,7 @@ class Pipeline:
         group: RankGroup,
         schedule: Schedule,
         agreement: Agreement,
-        device_edges: type[DeviceEdges] = DeviceEdges,
-        host_tier: type[HostTier] = HostTier,
+        gpu_part: Callable[[str], Any] = gpu_part,
     ) -> None:
         self.group, self.device, self._options, self.agreement = group, device, options, agreement
         self.rank, self.num_ranks = group.rank, group.size
@@ -74,15 +71,16 @@ class Pipeline:
         for shard in (options.head, options.embedding_shard):
             if shard is not None:
                 shard.check_place(self.rank, self.num_ranks)
-        self.tier = self._make_tier(host_tier)
+        self._gpu_part = gpu_part
+        self.tier = self._make_tier()
         self.tied = TiedParameters([(place, without_wrapper(m)) for place, m in self.placed_modules()], group)
         self.edges: tuple[EdgeReport, ...] = ()
-        self.device_edges: DeviceEdges | None = None
+        self.device_edges: Any = None  # those between GPUs
         self.gpu: Any = None
         self._device_transport = options.device_transport
-        if options.transport == "auto" and device_edges.serve(device, group):
+        if options.transport == "auto" and gpu_part("edges").serve(device, group):
             self._device_transport = "auto"
-        self._device_edges_class, self._is_receiver = device_edges, dict[Edge, bool]()
+        self._is_receiver: dict[Edge, bool] = {}
         self._ends: dict[Edge, Any] = {}
         self._closed = self._running = False
 
@@ -119,14 +117,16 @@ class Pipeline:
                     seen.add(id(parameter))
                     yield tied.get(id(parameter), name), parameter
 
-    def _make_tier(self, host_tier: type[HostTier]) -> Tier | None:
+    def _make_tier(self) -> Tier | None:
         options, place = self._options, self._options.memory.offload
         num_cells = options.num_microbatches * options.num_segments
         if place is None:
             return None
         if place is where.HOST:
+            host_tier: Any = self._gpu_part("host tier")
             host_tier.check(self.device)
-            return host_tier(self.device, self.group, num_cells)
+            tier: Tier = host_tier(self.device, self.group, num_cells)
+            return tier
         where.check("folder", f"Memory.offload={os.fspath(place)!r}", self.device)
         return file_tier(place, self.group.group, num_cells)
 
@@ -155,14 +155,14 @@ class Pipeline:
 
     def _take_gpu(self, gpu: Any) -> None:
         self.gpu = gpu
-        if isinstance(self.tier, HostTier):
+        if self.tier is not None:
             self.tier.open(gpu)
 
     def connect_gpus(self) -> None:
         """Finds what carries each edge between GPUs, once all ranks have opened theirs. Collective."""
         if self._device_transport is None:
             return
-        self.device_edges = self._device_edges_class(self._device_transport, self.group, self.device)
+        self.device_edges = self._gpu_part("edges")(self._device_transport, self.group, self.device)
         self._ends = self.device_edges.open(self._ends, self._is_receiver)
         self._take_gpu(self.device_edges.gpu)
         self.edges = tuple(self._edge_reports())

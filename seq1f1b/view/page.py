@@ -1,7 +1,7 @@
 """One self-contained HTML page of a timeline, simulated or measured: zoom, hover, and the memory curve of each rank.
 
-``timeline.js`` shows it on canvases, as it does in the schedule explorer of the documentation. The page holds its scripts
-and the numbers, so that it opens without a network.
+``timeline.js`` shows it on canvases, as it does in the schedule explorer of the documentation. The page holds the
+scripts and the numbers, so that it opens without a network.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ SAVED = Path(__file__).parents[2] / "docs/explorer/saved.js"
 
 
 class Timelines:
-    """The timelines of a page that holds them under a name, drawn by ``timeline.js``; what the explorer saves, they give."""
+    """The timelines of a page that holds them under a name, drawn by ``timeline.js``; and what the explorer saves."""
 
     def __init__(self, browser: Any, path: Path, name: str = "timelines") -> None:
         self.browser, self.name = browser, name

@@ -73,8 +73,7 @@ class StandInEngine(PipelineEngine):
     """Its kernels are torch's on the CPU, which know nothing of a stream: the host waits for it before each unit, and
     keeps what was sent, whose memory would be free for what the host does next, but not for what the stream does."""
 
-    _device_edges_class = StandInEdges
-    _host_tier_class = StandInTier
+    _gpu_part = staticmethod({"edges": StandInEdges, "host tier": StandInTier}.__getitem__)
 
     @property
     def num_waits(self) -> int:
