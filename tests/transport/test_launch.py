@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from slices import full_only
 
 TRAIN = """
 import os
@@ -95,25 +96,30 @@ def helper():
     time.sleep(280)
 
 
+def rank_of_all():
+    dist.barrier()  # who leaves before all have come breaks gloo's meeting of the others
+    return dist.get_rank()
+
+
 def killed_with_a_helper():  # which holds all that the rank had open, and is ended too
-    if dist.get_rank() == 1:
+    if rank_of_all() == 1:
         multiprocessing.get_context("fork").Process(target=helper, daemon=True).start()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def leaves(code):
-    if dist.get_rank() == 1:
+    if rank_of_all() == 1:
         sys.exit(code)
     return "result"
 
 
 def interrupted():
-    if dist.get_rank() == 1:
+    if rank_of_all() == 1:
         raise KeyboardInterrupt
 
 
 def returns_a_function():
-    return helper if dist.get_rank() == 0 else lambda: 0
+    return helper if rank_of_all() == 0 else lambda: 0
 
 
 def fails_second():
@@ -160,10 +166,9 @@ def told(fn, *arguments):
 """
 
 ANSWERS = """
-if __name__ == "__main__":
-    for call in [(killed_with_a_helper,), (leaves, 0), (leaves, None), (leaves, 3), (leaves, "no data"), (interrupted,),
-                 (returns_a_function,), (fails_second,), (variables,)]:
-        print(told(*call))
+for call in [(killed_with_a_helper,), (leaves, 0), (leaves, None), (leaves, 3), (leaves, "no data"), (interrupted,),
+             (returns_a_function,), (fails_second,), (variables,)]:
+    print(told(*call))
 """
 
 ANSWERED = [
@@ -208,17 +213,17 @@ def test_ranks_are_processes_and_the_error_that_came_first_is_raised(kind: str, 
     assert run_python(*arguments) == "done\n"
 
 
-def test_ends_of_ranks_are_told_by_sentence(tmp_path: Path) -> None:
-    (tmp_path / "ends.py").write_text(RANKS + ANSWERS)
-    lines = run_python(str(tmp_path / "ends.py")).splitlines()
+def test_ends_of_ranks_are_told_by_sentence() -> None:
+    """As from a notebook, whose ranks are forked: of a script every one of eighteen ranks would import torch."""
+    lines = run_python("-c", RANKS + ANSWERS).splitlines()
     assert len(lines) == len(ANSWERED), lines
     for line, begins in zip(lines, ANSWERED, strict=True):
         assert line.startswith(begins)
 
 
-def test_what_ranks_print_carries_their_rank(tmp_path: Path) -> None:
-    (tmp_path / "prints.py").write_text(RANKS + "if __name__ == '__main__':\n    seq1f1b.launch(prints, 2)\n")
-    run = subprocess.run([sys.executable, str(tmp_path / "prints.py")], capture_output=True, timeout=120, check=True)
+def test_what_ranks_print_carries_their_rank() -> None:
+    code = RANKS + "seq1f1b.launch(prints, 2)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, check=True)
     for rank in (0, 1):
         mark = f"[rank {rank}] ".encode()
         lines = [line.removeprefix(mark) for line in re.split(b"[\r\n]", run.stdout) if line.startswith(mark)]
@@ -229,7 +234,8 @@ def test_what_ranks_print_carries_their_rank(tmp_path: Path) -> None:
 
 
 def test_a_script_without_its_main_guard_is_one_error_that_names_it(tmp_path: Path) -> None:
-    (tmp_path / "bare.py").write_text("import seq1f1b\ndef train(): print('trained')\nseq1f1b.launch(train, 2)\n")
+    """A launch of one rank: the second one would import torch to say nothing, too."""
+    (tmp_path / "bare.py").write_text("import seq1f1b\ndef train(): print('trained')\nseq1f1b.launch(train, 1)\n")
     run = subprocess.run([sys.executable, str(tmp_path / "bare.py")], capture_output=True, text=True, timeout=120)
     assert run.returncode == 1 and "trained" not in run.stdout
     assert run.stderr.count("Traceback (most recent call last)") == 1  # nothing of the ranks
@@ -246,14 +252,16 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("kind", "way", "number"),
     [
-        ("script", "main thread", signal.SIGTERM),
         ("script", "main thread", signal.SIGKILL),
         ("notebook", "main thread", signal.SIGINT),
+        ("notebook", "main thread", signal.SIGTERM),
         ("notebook", "a notebook's thread", signal.SIGTERM),
-        pytest.param("script", "main thread", signal.SIGINT, marks=pytest.mark.full),
-        pytest.param("script", "a notebook's thread", signal.SIGKILL, marks=pytest.mark.full),
-        pytest.param("notebook", "main thread", signal.SIGTERM, marks=pytest.mark.full),
-        pytest.param("notebook", "main thread", signal.SIGKILL, marks=pytest.mark.full),
+        *full_only(
+            ("script", "main thread", signal.SIGTERM),
+            ("script", "main thread", signal.SIGINT),
+            ("script", "a notebook's thread", signal.SIGKILL),
+            ("notebook", "main thread", signal.SIGKILL),
+        ),
     ],
 )
 def test_ranks_end_with_the_process_that_launched_them(
