@@ -192,7 +192,7 @@ def test_an_engine_over_compiled_modules(num_ranks: int, checkpointed: bool, com
     from seq1f1b import PipelineEngine
     from seq1f1b.testing import run_ranks
 
-    config = Config(kv_heads=2, checkpoint=checkpointed)
+    config = Config(kv_heads=2, layers=2, checkpoint=checkpointed)
     tokens, target = batch(config, 2, 23)
     model = whole_model(config)
     losses, truth = run_whole(model, tokens, target, 2)

@@ -98,7 +98,7 @@ def split_heads(rank: int, world: int) -> None:
 def compiled(rank: int, world: int) -> None:
     """One stage on both ranks. Where weights are DTensors, torch 2.13 fails in a RecursionError at dynamic lengths."""
     stages = [dist.new_group([r]) for r in range(world)]
-    sizes = {14: [7, 1, 6], 20: [6, 9, 5]}
+    sizes = {14: [8, 6], 17: [6, 11]}
     counter = CompileCounterWithBackend("aot_eager")
     found = []
     for backend in (None, counter):
@@ -107,17 +107,17 @@ def compiled(rank: int, world: int) -> None:
         if backend is not None:
             stage.block.compile(fullgraph=True, backend=backend, dynamic=False)
         engine = PipelineEngine(
-            stage, num_microbatches=M, num_segments=K, segment_sizes=sizes,
+            stage, num_microbatches=M, num_segments=2, segment_sizes=sizes,
             loss_fn=lambda output, target: (output.mean(-1) * target).sum(), group=stages[rank],
         )  # fmt: skip
         graphs, losses = [], []
-        for length in (14, 14, 20, 14, 20):
+        for length in (14, 14, 17, 14, 17):
             tokens = torch.arange(M * length).view(M, length) % VOCAB
             losses += engine.step(tokens, target=tokens)
             graphs.append(counter.frame_count)
         found.append((losses, [full_gradient(p.grad) for p in stage.parameters()]))
         engine.close()
-    assert graphs == [3, 3, 5, 5, 5], "a graph per length of a segment, each in the first step that has it"
+    assert graphs == [2, 2, 3, 3, 3], "a graph per length of a segment, each in the first step that has it"
     torch.testing.assert_close(found[1], found[0])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -9,7 +10,6 @@ import re
 import resource
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -466,32 +466,30 @@ def test_ranks_with_different_secrets_do_not_meet(tmp_path: Path) -> None:
     assert any("is not signed with SEQ1F1B_SECRET" in text for _, text, _, _ in results), results
 
 
-def test_no_port_is_opened_beside_the_launchers(tmp_path: Path) -> None:
-    """What a pipeline's processes listen on: the launcher's store and gloo's, as without a pipeline."""
-    code = """
-import os, pathlib, sys, torch.distributed as dist
-sys.path[:0] = sys.argv[1:]
-dist.init_process_group("gloo")
-from test_rendezvous import engine, step
-def listening():
+def listening() -> set[str]:
+    """Addresses at which this process listens."""
     own = set()
     for fd in os.listdir("/proc/self/fd"):
-        if os.path.islink(f"/proc/self/fd/{fd}"):
+        with contextlib.suppress(OSError):  # the descriptor of the list itself
             own.add(os.readlink(f"/proc/self/fd/{fd}"))
-    rows = []
-    for name in ("tcp", "tcp6"):
-        rows += [line.split() for line in pathlib.Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
-before = listening()
-made = engine(transport="c10d")
-assert step(made)[0] == ""
-assert listening() <= before, (before, listening())
-dist.barrier()
-made.close()
-"""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = tmp_path / "listen.py"
-    script.write_text(code)
-    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
-    done = subprocess.run([*command, str(script), *folders], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def listen(rank: int, pipe: Connection) -> Any:
+    before = listening()
+    made = engine(transport="c10d")
+    ended = step(made)
+    after = listening()
+    dist.barrier()
+    made.close()
+    return ended[0], before, after
+
+
+def test_no_port_is_opened_beside_the_launchers() -> None:
+    """What a pipeline's processes listen on is gloo's, as without a pipeline; the store is this process's."""
+    launchers = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with PipedProcesses(2, join_and_run, partial(join_over_tcp, launchers.port, 0), listen) as ranks:
+        results = [ranks.result(rank) for rank in range(2)]
+    for ended, before, after in results:
+        assert ended == "" and before and after <= before, (ended, before, after)

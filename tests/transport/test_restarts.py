@@ -314,10 +314,10 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
-    ("kind", "how", "failing"), [("shm", "raise", 1), ("c10d", "hang", 1), *full_only(("c10d", "kill", 0))]
+    ("kind", "how", "failing"), [("shm", "raise", 1), *full_only(("c10d", "hang", 1), ("c10d", "kill", 0))]
 )
 def test_torchrun_restarts_a_job(tmp_path: Path, kind: str, how: str, failing: int) -> None:
-    """The first start after the one that failed trains."""
+    """The first start after the one that failed trains; other ends of it are above, without torchrun."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
