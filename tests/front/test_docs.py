@@ -21,8 +21,9 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -60,9 +61,19 @@ def blocks_of(page: Path) -> list[Block]:
     ]
 
 
-def run_page(page: Path, fork: bool = False) -> Iterator[tuple[Block, str, str]]:
-    """Runs the blocks; gives those that say what is printed, with the wanted and the printed text."""
-    scripts = page.with_suffix("")
+def commands_of(block: Block, where: str) -> Iterator[tuple[str, str, str]]:
+    """Prompts of a console block: the lines, the command, and the output that the page gives, if it does."""
+    assert block.body.startswith("$ "), f"{where}: a console block begins with a prompt"
+    for part in re.split(r"^(?=\$ )", block.body, flags=re.MULTILINE)[1:]:
+        lines = re.match(r"\$ ((?:[^\n]*\\\n)*[^\n]*)\n", part)
+        assert lines is not None
+        yield lines[0], lines[1].replace("\\\n", " "), part[lines.end() :]
+
+
+def run_page(page: Path, ran: Mapping[str, str] = MappingProxyType({})) -> Iterator[tuple[Block, str, str]]:
+    """Runs the blocks, but for commands whose output is given; gives those that say what is printed, with the wanted
+    and the printed text.
+    """
     namespace: dict[str, Any] = {"__name__": "__main__"}
     printed: str | None = None
     for block in blocks_of(page):
@@ -76,19 +87,16 @@ def run_page(page: Path, fork: bool = False) -> Iterator[tuple[Block, str, str]]
         elif block.kind == "py":
             ast.parse(block.body)
         elif block.kind == "console":
-            assert block.body.startswith("$ "), f"{where}: a console block begins with a prompt"
-            wanted, found = "", ""
-            for part in re.split(r"^(?=\$ )", block.body, flags=re.MULTILINE)[1:]:
-                command = re.match(r"\$ ((?:[^\n]*\\\n)*[^\n]*)\n", part)
-                assert command is not None
-                output = part[command.end() :]
-                result = run_command(command[1].replace("\\\n", " "), where, scripts, fork)
-                wanted += part
-                found += command[0] + (result if output else "")
-            yield block, wanted, found
+            found = ""
+            for prompt, command, output in commands_of(block, where):
+                what = f"{where}: {command}"
+                result = ran[what] if what in ran else run_command(command, what, page)
+                found += prompt + (result if output else "")
+            yield block, block.body, found
         elif block.kind == "bash":
             for line in filter(READS_ONLY.match, block.body.splitlines()):
-                run_command(line.partition("  #")[0], where, scripts, fork)
+                command = line.partition("  #")[0]
+                run_command(command, f"{where}: {command}", page)
 
 
 def runs(block: Block) -> bool:
@@ -103,36 +111,52 @@ def run_python(block: Block, where: str, namespace: dict[str, Any]) -> str:
     return printed.getvalue()
 
 
-def run_command(command: str, where: str, scripts: Path, fork: bool) -> str:
-    """Standard output. A page's scripts lie in a folder of its name."""
+def split_command(command: str, what: str, page: Path) -> tuple[str, list[str]]:
+    """Program and arguments. A page's scripts lie in a folder of its name."""
     program, *arguments = shlex.split(command)
-    assert program in COMMANDS, f"{where}: {command}"
-    arguments = [str(scripts / a) if (scripts / a).is_file() else a for a in arguments]
-    if fork and program != "seq1f1b":
-        return run_forked(program, arguments, f"{where}: {command}")
+    assert program in COMMANDS, what
+    scripts = page.with_suffix("")
+    return program, [str(scripts / a) if (scripts / a).is_file() else a for a in arguments]
+
+
+def run_command(command: str, what: str, page: Path) -> str:
+    """Standard output."""
+    program, arguments = split_command(command, what, page)
     run = subprocess.run([sys.executable, *COMMANDS[program], *arguments], capture_output=True, text=True, timeout=200)
-    assert run.returncode == 0, f"{where}: {command}\n{run.stdout}{run.stderr}"
+    assert run.returncode == 0, f"{what}\n{run.stdout}{run.stderr}"
     return run.stdout.rstrip("\n") + "\n"
 
 
-def run_forked(program: str, arguments: list[str], what: str) -> str:
-    """As ``python`` and ``torchrun`` would run a script, but from a process that has imported torch already."""
-    if program == "torchrun":
-        assert arguments[:2] == ["--standalone", "--nproc-per-node"], what
-        started = start_ranks(int(arguments[2]), Path(arguments[3]), arguments[4:], Path.cwd())
-    else:
-        started = [Script(Path(arguments[0]), arguments[1:], Path.cwd(), environment())]
-    ended = [script.finish() for script in started]
-    assert all(code == 0 for code, _, _ in ended), f"{what}\n{ended}"
-    return ended[-1][1].rstrip("\n") + "\n"  # of all ranks
+def run_scripts(page: Path, folder: Path) -> dict[str, str]:
+    """Outputs of the console blocks' scripts, which need nothing that other blocks leave.
+
+    They run as ``python`` and ``torchrun`` would run them, but forked from a process that has imported torch already.
+    """
+    outputs = {}
+    for block in blocks_of(page):
+        where = f"{page.relative_to(ROOT)}:{block.line}"
+        for _, command, _ in commands_of(block, where) if block.kind == "console" else ():
+            what = f"{where}: {command}"
+            program, arguments = split_command(command, what, page)
+            if program == "torchrun":
+                assert arguments[:2] == ["--standalone", "--nproc-per-node"], what
+                started = start_ranks(int(arguments[2]), Path(arguments[3]), arguments[4:], folder)
+            elif program == "python":
+                started = [Script(Path(arguments[0]), arguments[1:], folder, environment())]
+            else:
+                continue
+            ended = [script.finish() for script in started]
+            assert all(code == 0 for code, _, _ in ended), f"{what}\n{ended}"
+            outputs[what] = ended[-1][1].rstrip("\n") + "\n"  # of all ranks
+    return outputs
 
 
 def is_as_wanted(wanted: str, found: str) -> bool:
     return doctest.OutputChecker().check_output(wanted, found, FORM)
 
 
-def check(page: Path, fork: bool = False) -> None:
-    for block, wanted, found in run_page(page, fork):
+def check(page: Path, ran: Mapping[str, str] = MappingProxyType({})) -> None:
+    for block, wanted, found in run_page(page, ran):
         if not is_as_wanted(wanted, found):
             text = doctest.OutputChecker().output_difference(doctest.Example("", wanted), found, FORM)
             raise AssertionError(f"{page.relative_to(ROOT)}:{block.line}\n{text}")
@@ -223,14 +247,12 @@ def test_every_link_between_pages_leads_somewhere() -> None:
                 assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: {target}"
 
 
-def check_in(rank: int, page: Path, folder: Path) -> None:
-    """In a process that has imported torch already, unlike those of the page's own commands."""
-    paths = [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
-    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+def check_in(rank: int, page: Path, folder: Path, ran: Mapping[str, str]) -> None:
+    """In a process that has imported torch already."""
     torch.set_num_threads(1)
     sys.path.insert(0, str(ROOT / "examples"))
     os.chdir(folder)
-    check(page)
+    check(page, ran)
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
@@ -238,12 +260,15 @@ def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     if page.stem in ("hugging-face", "choose", "trl"):
         for name in ("transformers", "accelerate", "peft"):
             pytest.importorskip(name, reason="the page is about it; .ci/run comes back with the extra")
+    paths = [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    ran = run_scripts(page, tmp_path)
     if all(block.kind != "python" for block in blocks_of(page)):
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]))
-        check(page, fork=True)  # what it runs is forked
+        check(page, ran)
         return
-    processes = start_processes(1, check_in, page, tmp_path)
+    processes = start_processes(1, check_in, page, tmp_path, ran)
     try:
         assert processes.join(280), f"{page.name} takes more than 280 s"
     finally:

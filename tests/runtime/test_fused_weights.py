@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from order_runs import CONFIG, LENGTH, SIZES, cases, run_order
+from order_runs import CONFIG, LENGTH, SIZES, few_cases, run_order
 from slices import by_family, slice_of
 from tiny_model import batch, gradient_error, run_whole, whole_model
 from torch import Tensor, nn
@@ -83,7 +83,7 @@ def mlp() -> nn.Module:
 
 # -- every family ------------------------------------------------------------------------------------------------------
 
-GRID = [own[len(own) // 2] for own in by_family(list(dict.fromkeys(cases())))]
+GRID = [own[0] for own in by_family(sorted(few_cases(5)))]
 
 
 @pytest.mark.parametrize(("name", "P", "M", "k", "v", "uneven"), GRID)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from order_runs import CONFIG, LENGTH, SIZES, cases
+from order_runs import CONFIG, LENGTH, SIZES, all_cases, few_cases
 from orders import random_order
 from processes import PipedProcesses, join_and_run
-from slices import by_family, full_only
+from slices import full_only, slice_of
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import nn
 
@@ -29,11 +30,7 @@ from seq1f1b import (
 )
 from seq1f1b.testing import run_ranks
 
-GRID = list(dict.fromkeys(cases()))
-BY_FAMILY = by_family(GRID)
-SLICE = list(
-    dict.fromkeys([own[2 * len(own) // 3] for own in BY_FAMILY] + [c for i, c in enumerate(GRID) if i % 149 == 17])
-)  # CI: every P, M and k appears; and of each family what lies at two thirds of its list
+GRID = all_cases()
 
 
 def last_without_head(model, index, num_stages, config=CONFIG):
@@ -110,7 +107,7 @@ def check(schedule, uneven, **options):
     return reports
 
 
-@pytest.mark.parametrize(("name", "P", "M", "k", "v", "uneven"), SLICE)
+@pytest.mark.parametrize(("name", "P", "M", "k", "v", "uneven"), few_cases(3))
 def test_slice_of_grid(name, P, M, k, v, uneven):
     schedule = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
     weights, recompute = ("planned", "fill")[(P + M + k) % 2], ("none", "all")[M % 2]
@@ -125,12 +122,13 @@ def test_whole_grid(name, P, M, k, v, uneven):
     check(schedule.replace(weights="fill"), uneven, memory=Memory(recompute="all"), embeds=True)
 
 
-@pytest.mark.parametrize("k", [1, 3, 5, 8, *(pytest.param(k, marks=pytest.mark.full) for k in (2, 4, 6, 7))])
-def test_up_to_eight_segments(k):
+@pytest.mark.parametrize(
+    ("P", "k"), slice_of(itertools.product((1, 2, 3, 4), range(1, 9)), [(1, 3), (2, 8), (3, 1), (3, 5), (4, 3), (4, 8)])
+)
+def test_up_to_eight_segments(P, k):
     """17 rows on 2, 3 or 4 ranks: none of these divides it."""
-    for P in (1, 2, 3, 4):
-        schedule = build_schedule("seq1f1b", num_ranks=P, num_microbatches=2, num_segments=k)
-        check(schedule, uneven=False, embeds=bool((P + k) % 2))
+    schedule = build_schedule("seq1f1b", num_ranks=P, num_microbatches=2, num_segments=k)
+    check(schedule, uneven=False, embeds=bool((P + k) % 2))
 
 
 def orders_with_both(count):

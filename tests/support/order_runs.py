@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Iterator
 
+from slices import by_family, every_pair
 from tiny_model import Config, cross_entropy, stage_of
 
 from seq1f1b import PipelineEngine
@@ -42,11 +45,51 @@ def run_order(model, schedule, tokens, target, *, sizes=None, steps=1, **options
     return next(losses for losses, _, _ in results if losses), gradients, [report for _, _, report in results]
 
 
-def cases():
-    """(family, P, M, k, uneven): all that a family allows of P 1-4, M up to 2P and k up to 4."""
+Case = tuple[str, int, int, int, int, bool]
+
+
+def cases() -> Iterator[Case]:
+    """(family, P, M, k, v, uneven): all that a family allows of P 1-4, M up to 2P and k up to 4."""
     for family in families():
         for P, k, v in itertools.product((1, 2, 3, 4), (1, 2, 3, 4), (family.stages_per_rank, 2)):
             for M in range(1, 2 * P + 1):
                 counts = {"num_ranks": P, "num_microbatches": M, "num_segments": k, "stages_per_rank": v}
                 if v >= family.stages_per_rank and family.broken_rule(**counts) is None:
                     yield from ((family.name, P, M, k, v, uneven) for uneven in ((False, True) if k > 1 else (False,)))
+
+
+@functools.cache
+def all_cases() -> tuple[Case, ...]:
+    return tuple(dict.fromkeys(cases()))
+
+
+@functools.cache
+def few_cases(turn: int = 0) -> tuple[Case, ...]:
+    """Cases for the plain run, as small ones as there are.
+
+    Each family is in one that has a steady state: P above 1, M above P and k above 1 where it allows that. Among these,
+    any two values of P, k and uneven meet that a family allows together. Of all cases, each value of P, M, k and v is
+    in one, so that a single rank, micro-batch and segment are.
+
+    Args:
+        turn: another number turns the list of cases, of which equal ones are taken in order.
+    """
+    steady = []
+    for own in map(list, by_family(all_cases())):
+        in_segments = any(k > 1 for _, _, _, k, _, _ in own)
+        steady += [case for case in own if case[1] > 1 and case[2] > case[1] and case[3] > in_segments] or own
+    turn %= len(steady)
+    chosen = every_pair(steady[turn:] + steady[:turn], among=(1, 3, 5), cost=units)
+    there = [{case[column] for case in chosen} for column in range(5)]
+    rest = [case for case in all_cases() if any(case[column] not in there[column] for column in range(5))]
+    for case in sorted(rest, key=units):
+        new = [column for column in range(5) if case[column] not in there[column]]
+        chosen += [case] if new else []
+        for column in new:
+            there[column].add(case[column])
+    return tuple(chosen)
+
+
+def units(case: Case) -> int:
+    """How long a case takes: forward units of as many layers as a model of one rank has."""
+    return case[2] * case[3]
