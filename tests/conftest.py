@@ -1,12 +1,17 @@
 """The order of test files: those that take longest begin first, so that no worker is left alone with one at the end."""
 
 import pytest
+import slices
 
 LONGEST_FIRST = (
     *("front/test_examples.py", "transport/test_rendezvous.py", "front/test_docs.py", "ops/test_compile.py"),
     *("transport/test_restarts.py", "runtime/test_failures.py", "front/test_benchmarks.py", "runtime/test_verify.py"),
     *("transport/test_machines.py", "runtime/test_engine_compile.py", "front/test_gpu_benchmark.py"),
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    slices.takes_full = "not full" not in config.option.markexpr
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

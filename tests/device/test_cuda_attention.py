@@ -17,6 +17,7 @@ import torch
 from aten_stand_ins import SCHEMAS, Call, cuda_kernels_on_the_cpu, schema_drift
 from attention_runs import OPTIONS, errors, formula, gradients, random_qkv, segmented
 from simulated_step import SimulatedStep
+from slices import pairs_of
 from stand_in_library import stand_in
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor
@@ -62,9 +63,11 @@ def check(got: list[Tensor], options: dict[str, Any], qkv: list[Tensor], dout: T
         assert ours <= 1.5 * theirs + torch.finfo(dtype).eps / 16
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("heads, kv_heads", HEADS)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name, heads, kv_heads, dtype",
+    pairs_of(list(OPTIONS), HEADS, [torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+    ids=str,
+)
 def test_segments_equal_the_formula(
     name: str, heads: int, kv_heads: int, dtype: torch.dtype, calls: list[Call]
 ) -> None:
@@ -81,9 +84,11 @@ def test_segments_equal_the_formula(
     assert used == (set() if plain else {f"{family}_attention_forward", f"{family}_attention_backward"})
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("head_dim, v_head_dim", [(24, 16), (8, 24), (8, 6)])
-@pytest.mark.parametrize("name", ["none", "window", "all"])
+@pytest.mark.parametrize(
+    "name, head_dim, v_head_dim, dtype",
+    pairs_of(["none", "window", "all"], [(24, 16), (8, 24), (8, 6)], [torch.float64, torch.float32, torch.bfloat16]),
+    ids=str,
+)
 def test_v_of_another_size(name: str, head_dim: int, v_head_dim: int, dtype: torch.dtype, calls: list[Call]) -> None:
     """What takes it, gets it; flash gets zeros, whatever multiples of 8 the wider heads are."""
     qkv = random_qkv(4, 2, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slices import slice_of
 
 from seq1f1b.device import kernel_library
 from seq1f1b.first_contact.run import SECONDS_OF_ONE_GPU
@@ -332,7 +333,11 @@ BREAKS = {  # stage, file of the tree, its text and what takes its place, and wh
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BREAKS)
+# Two are for the full run: a file that is missing ends a stage as one that cannot be imported does.
+FULL = "a file that a stage needs is missing", "a stage is not where it is said to be"
+
+
+@pytest.mark.parametrize("name", slice_of([(name,) for name in BREAKS], [(n,) for n in BREAKS if n not in FULL]))
 def test_a_break_of_a_stage_makes_the_rehearsal_fail(name: str, built: Path, tmp_path: Path) -> None:
     stage, file, text, instead, said = BREAKS[name]
     root = SCRIPT.parents[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from slices import pairs_of
 from tiny_model import gradient_error
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -75,9 +76,14 @@ def squared(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-@pytest.mark.parametrize("again", ["none", "checkpoint", "recompute"])
-@pytest.mark.parametrize("kind", [CausalConvolution, LinearAttention, Recurrent])
-@pytest.mark.parametrize("sizes", [[17], [5, 1, 11], [1, 1, 1, 14]])
+@pytest.mark.parametrize(
+    ("kind", "sizes", "again"),
+    pairs_of(
+        [CausalConvolution, LinearAttention, Recurrent],
+        [[17], [5, 1, 11], [1, 1, 1, 14]],
+        ["none", "checkpoint", "recompute"],
+    ),
+)
 def test_state_along_the_sequence(kind, sizes, again):
     torch.manual_seed(0)
     stages = [nn.Sequential(nn.Linear(HIDDEN, HIDDEN), kind(i)).double() for i in range(2)]

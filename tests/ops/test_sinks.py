@@ -15,6 +15,7 @@ import pytest
 import torch
 from attention_runs import OPTIONS, formula, gradients, random_qkv, segmented
 from simulated_step import SimulatedStep
+from slices import pairs_of
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor
 
@@ -23,9 +24,13 @@ from seq1f1b.ops.attention import causal_attention
 from seq1f1b.testing import run_ranks
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["none", "all"])
-@pytest.mark.parametrize("sizes", [None, [12], [5, 2, 4, 1]], ids=str)
+@pytest.mark.parametrize(
+    "sizes, name, dtype",
+    pairs_of(
+        [None, [12], [5, 2, 4, 1]], ["none", "all"], [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+    ),
+    ids=str,
+)
 def test_gradients_of_sinks(sizes: list[int] | None, name: str, dtype: torch.dtype) -> None:
     """Those of segments and micro-batches add up as those of any parameter, in the parameter's dtype."""
     microbatches, douts = ([random_qkv(4, 2, seed=s + m, dtype=dtype) for m in range(2)] for s in (0, 10))

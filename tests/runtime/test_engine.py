@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
+from slices import pairs_of
 from tiny_model import Config, Stage, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor, nn
 
@@ -409,9 +410,10 @@ def test_clipping_by_a_norm_that_is_not_finite(norm_type, wrong):
             torch.testing.assert_close(gradient, parameter.grad, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("ranks", "per_rank"), [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "per_rank", "dtype", "norm_type"),
+    pairs_of([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)], [torch.float32, torch.float64], [2.0, 1.0, float("inf")]),
+)
 def test_clipping_is_that_of_one_process_bit_for_bit(ranks, per_rank, dtype, norm_type):
     config, stages = Config(), ranks * per_rank
     model = whole_model(config).to(dtype)

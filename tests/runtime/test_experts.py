@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from slices import pairs_of
 from tiny_model import gradient_error
 from torch import Tensor, nn
 
@@ -60,9 +61,7 @@ def whole(stages: list[Experts], x: Tensor, y: Tensor) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("schedule", ["seq1f1b", "seq-zb-h1"])
-@pytest.mark.parametrize("k", [1, 2, 4, 8])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("ranks", "k", "schedule"), pairs_of([1, 2, 3, 4], [1, 2, 4, 8], ["seq1f1b", "seq-zb-h1"]))
 def test_the_balance_of_a_sequence(ranks: int, k: int, schedule: str) -> None:
     torch.manual_seed(0)
     stages = [Experts(i).double() for i in range(ranks)]

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from slices import every_pair
+from slices import every_pair, whole
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 
 from seq1f1b import PipelineEngine
@@ -81,7 +81,7 @@ def test_slice_of_grid(P, M, k, split, kv_heads, checkpointed, dtype):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("P", "M", "k", "split", "kv_heads", "checkpointed", "dtype"), GRID)
+@pytest.mark.parametrize(("P", "M", "k", "split", "kv_heads", "checkpointed", "dtype"), whole(GRID))
 def test_whole_grid(P, M, k, split, kv_heads, checkpointed, dtype):
     check(P, M, k, split, kv_heads, checkpointed, dtype)
 

@@ -14,6 +14,7 @@ import torch
 from order_runs import CONFIG, LENGTH, SIZES, all_cases, few_cases, run_order
 from orders import random_order, with_recomputation
 from processes import run_processes
+from slices import whole
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -51,7 +52,7 @@ def test_slice_of_grid(name, P, M, k, v, uneven):
 
 @pytest.mark.full
 @pytest.mark.parametrize("weights", ["planned", "fill"])
-@pytest.mark.parametrize(("name", "P", "M", "k", "v", "uneven"), GRID)
+@pytest.mark.parametrize(("name", "P", "M", "k", "v", "uneven"), whole(GRID))
 def test_whole_grid(name, P, M, k, v, uneven, weights):
     check(name, P, M, k, v, uneven, weights)
 

@@ -424,11 +424,11 @@ def test_arguments_and_auxiliary_losses_of_rows() -> None:
 
 
 def test_many_steps_leave_nothing_behind() -> None:
-    """150 steps, no two alike: no descriptor more, at most 16 orders, slabs as large as the longest row needs."""
+    """60 steps, no two alike: no descriptor more, at most 16 orders, slabs as large as the longest row needs."""
     rng = random.Random(3)
     longest = [[10, 10, 10, 10], [20, 20], [40], *[[1]] * 6]
     model = whole_model(CONFIG)
-    steps = [longest, *([cut(rng, rng.randint(1, 30), 4) for _ in range(rng.randint(1, 7))] for _ in range(150))]
+    steps = [longest, *([cut(rng, rng.randint(1, 30), 4) for _ in range(rng.randint(1, 7))] for _ in range(60))]
 
     def run(group: Any) -> Any:
         engine = PipelineEngine(

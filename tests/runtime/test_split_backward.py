@@ -10,7 +10,7 @@ import torch
 from order_runs import CONFIG, LENGTH, SIZES, all_cases, few_cases, run_order, units
 from orders import random_order
 from processes import run_processes
-from slices import by_family
+from slices import by_family, whole
 from tiny_model import batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 
 from seq1f1b import PipelineEngine, build_schedule
@@ -37,7 +37,7 @@ def test_slice_of_grid(name, P, M, k, v, uneven):
 
 @pytest.mark.full
 @pytest.mark.parametrize("weights", ["planned", "fill"])
-@pytest.mark.parametrize(("name", "P", "M", "k", "v", "uneven"), GRID)
+@pytest.mark.parametrize(("name", "P", "M", "k", "v", "uneven"), whole(GRID))
 def test_whole_grid(name, P, M, k, v, uneven, weights):
     check(name, P, M, k, v, uneven, weights)
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from processes import run_processes
+from slices import pairs_of
 from torch import Tensor, nn
 
 import seq1f1b
@@ -197,12 +198,10 @@ REPLACE: dict[str, Callable[[Any], None]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "when"),
-    [(Stage, "before the first step"), (Stage, "between two steps"), (Computed, "between two steps")],
-)
-@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
-@pytest.mark.parametrize("name", REPLACE)
+WHEN = [(Stage, "before the first step"), (Stage, "between two steps"), (Computed, "between two steps")]
+
+
+@pytest.mark.parametrize(("name", "ranks", "kind", "when"), pairs_of(list(REPLACE), [[1], [0, 1]], WHEN))
 def test_what_is_summed_is_what_the_modules_hold(name, ranks, when, kind):
     stages = make(kind)
     if name == "to, with new parameters":

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from order_runs import CONFIG, LENGTH, SIZES, all_cases, few_cases
 from orders import random_order
 from processes import PipedProcesses, join_and_run
-from slices import full_only, slice_of
+from slices import full_only, slice_of, whole
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import nn
 
@@ -115,7 +115,7 @@ def test_slice_of_grid(name, P, M, k, v, uneven):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "P", "M", "k", "v", "uneven"), GRID)
+@pytest.mark.parametrize(("name", "P", "M", "k", "v", "uneven"), whole(GRID))
 def test_whole_grid(name, P, M, k, v, uneven):
     schedule = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
     check(schedule, uneven)

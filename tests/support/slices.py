@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-__all__ = ["by_family", "each_value", "every_pair", "full_only", "is_in_slice", "one_in", "slice_of"]
+__all__ = ["by_family", "each_value", "every_pair", "full_only", "is_in_slice", "one_in", "pairs_of", "slice_of", "whole"]
+
+takes_full = True  # whether the run takes cases of the full mark; tests/conftest.py says so
 
 
 def full_only(*cases: tuple[Any, ...]) -> list[Any]:
@@ -22,6 +24,27 @@ def slice_of(grid: Iterable[tuple[Any, ...]], kept: Collection[tuple[Any, ...]])
     return [pytest.param(*case, marks=() if case in kept else pytest.mark.full) for case in grid]
 
 
+def whole(grid: Iterable[Any]) -> list[Any]:
+    """All cases of a grid, for a test of the full mark.
+
+    The plain run gets none: each of its processes would make thousands of cases and leave them out.
+    """
+    return list(grid) if takes_full else []
+
+
+def pairs_of(*columns: Sequence[Any]) -> list[Any]:
+    """All cases of columns that are crossed. Those of the plain run hold every pair of values of two columns.
+
+    A value that is a tuple fills several parameters.
+    """
+    grid = [tuple(itertools.chain(*map(_as_tuple, case))) for case in itertools.product(*columns)]
+    return slice_of(grid, every_pair(grid))
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
 def each_value(*columns: Sequence[Any]) -> list[Any]:
     """All cases of columns that are crossed. The plain run has as many as the longest column, so each value once.
 
@@ -29,7 +52,7 @@ def each_value(*columns: Sequence[Any]) -> list[Any]:
     """
 
     def flat(case: Iterable[Any]) -> tuple[Any, ...]:
-        return tuple(itertools.chain(*(value if isinstance(value, tuple) else (value,) for value in case)))
+        return tuple(itertools.chain(*map(_as_tuple, case)))
 
     kept = [flat(column[i % len(column)] for column in columns) for i in range(max(map(len, columns)))]
     return slice_of(map(flat, itertools.product(*columns)), kept)
