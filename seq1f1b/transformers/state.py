@@ -41,7 +41,8 @@ _MIXERS: dict[str, str] = {
         "mamba_selective_scan": "FalconMambaMixer JambaMambaMixer MambaMixer ZambaMambaMixer",
         "torch_chunk_gated_delta_rule": "LaraMiniGatedDeltaNet OlmoHybridGatedDeltaNet Qwen3NextGatedDeltaNet"
         " Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet Qwen4ExpTextGatedDeltaNet",
-        "chunk_kimi_delta_attention": "BailingHybridDeltaAttention Glm5NextTextLinearAttention KimiLinearDeltaAttention",
+        "chunk_kimi_delta_attention": "BailingHybridDeltaAttention Glm5NextTextLinearAttention"
+        " KimiLinearDeltaAttention",
         _CONV: "Lfm2ShortConv Lfm2MoeShortConv Lfm3ShortConv InklingShortConvolution Inkling2ShortConvolution"
         " Inkling2LoopShortConvolution",
         _ZEROS: "MiniMaxLightningAttention",

@@ -100,24 +100,24 @@ print(main({arguments}))
 
 
 @pytest.mark.parametrize(
-    ("module", "missing", "extra"),
+    ("module", "name", "missing", "extra"),
     [
-        ("seq1f1b.transformers", "transformers", "transformers"),
-        ("seq1f1b.transformers", "safetensors", "transformers"),
-        ("seq1f1b.torchtitan", "torchtitan", "torchtitan"),
+        ("seq1f1b.transformers", "pipeline_stage", "transformers", "transformers"),
+        ("seq1f1b.transformers", "pipeline_stage", "safetensors", "transformers"),
+        ("seq1f1b.torchtitan", "segmented", "torchtitan", "torchtitan"),
     ],
 )
-def test_what_an_extra_brings_is_named_with_it(module: str, missing: str, extra: str) -> None:
+def test_what_an_extra_brings_is_named_with_it(module: str, name: str, missing: str, extra: str) -> None:
     code = f"""
 import sys
 sys.modules["{missing}"] = None
 try:
-    import {module}
+    from {module} import {name}
 except ImportError as error:
     print(error)
 """
-    for name in {"transformers", missing} if extra == "transformers" and missing != "transformers" else ():
-        pytest.importorskip(name, reason="of two packages that are missing the first is named")
+    for other in {"transformers", missing} if extra == "transformers" and missing != "transformers" else ():
+        pytest.importorskip(other, reason="of two packages that are missing the first is named")
     assert run_python(code) == f'{missing} is not installed; run: pip install "seq1f1b[{extra}]"'
 
 

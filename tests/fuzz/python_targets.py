@@ -220,6 +220,5 @@ def _is_long(given: Any) -> bool:
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    target.__name__: target
-    for target in (profile, plan, machine, report, csv, weight_index, values, arguments)
+    target.__name__: target for target in (profile, plan, machine, report, csv, weight_index, values, arguments)
 }

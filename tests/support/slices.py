@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 
-__all__ = ["by_family", "each_value", "every_pair", "full_only", "is_in_slice", "one_in", "pairs_of", "slice_of", "whole"]
+__all__ = [
+    "by_family",
+    "each_value",
+    "every_pair",
+    "full_only",
+    "is_in_slice",
+    "one_in",
+    "pairs_of",
+    "slice_of",
+    "whole",
+]
 
 takes_full = True  # whether the run takes cases of the full mark; tests/conftest.py says so
 
