@@ -31,7 +31,10 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with needs_extra("transformers", "transformers", "safetensors", *(["accelerate"] if name == "Trainer" else [])):
+    packages = ["transformers", "safetensors", *(["accelerate"] if name == "Trainer" else [])]
+    with needs_extra("transformers", *packages):
+        for package in packages:  # transformers would not name what it misses
+            import_module(package)
         check_library(MODELS | TRAINER if name == "Trainer" else MODELS)
         value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
