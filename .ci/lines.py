@@ -1,8 +1,9 @@
-"""Lines of the product by room, beside those of another commit, so that growth is seen.
+"""Lines by ring and language, beside their budget and those of another commit, so that growth is seen and meant.
 
     python .ci/lines.py [COMMIT]
 
-Without a commit: the last one, or the one before it if nothing has changed since.
+Without a commit: the last one, or the one before it if nothing has changed since. Ends with an error where a row is
+above its number in ``.ci/budget.txt``. A commit may raise a number there if its line says why.
 """
 
 from __future__ import annotations
@@ -10,55 +11,106 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
+import rings
+
 ROOT = Path(__file__).resolve().parents[1]
-PRODUCT = ("csrc", "kernels", "seq1f1b", "setup.py")
-SUFFIXES = (".c", ".h", ".cu", ".cuh", ".py", ".pyi")
+BUDGET = Path(__file__).with_name("budget.txt")
+LANGUAGES = {".c": "C", ".h": "C", ".cu": "CUDA", ".cuh": "CUDA", ".py": "Python", ".pyi": "Python"}
+LANGUAGES |= {".cpp": "C", ".js": "JavaScript", ".css": "JavaScript", ".html": "JavaScript"}
+PRODUCT = ("csrc/", "kernels/", "seq1f1b/", "setup.py")
+MOST = 600  # lines of a file of the product: an idea that takes more is two
 
 
 def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-def room_of(path: str) -> str:
-    folders = path.split("/")[:-1]
-    return "/".join(folders[:2]) or "."
+def row_of(path: str) -> tuple[str, str] | None:
+    """The part that a file belongs to, and its language."""
+    kind = Path(path).suffix
+    if path == "README.md" or (path.startswith("docs/") and kind == ".md"):
+        return "docs", "words"
+    if kind not in LANGUAGES:
+        return None
+    for place in ("tests", "benchmarks", "examples"):
+        if path.startswith(f"{place}/"):
+            return f"{place} {rings.ring_of(path)}" if place == "tests" else place, LANGUAGES[kind]
+    if path.startswith((*PRODUCT, "docs/explorer/")):
+        return rings.ring_of(path), LANGUAGES[kind]
+    return None
 
 
-def lines_now() -> Counter[str]:
-    counts: Counter[str] = Counter()
-    for place in PRODUCT:
-        for file in [ROOT / place, *(ROOT / place).rglob("*")]:
-            if file.is_file() and file.suffix in SUFFIXES:
-                counts[room_of(str(file.relative_to(ROOT)))] += file.read_text(encoding="utf-8").count("\n")
+def counted(files: Iterable[tuple[str, bytes]]) -> Counter[tuple[str, str]]:
+    """Lines, of pages words, by part and language."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for path, text in files:
+        row = row_of(path)
+        if row is not None:
+            counts[row] += len(text.split()) if row[1] == "words" else text.count(b"\n")
+            if row[1] == "words":
+                counts["docs", "pages"] += path != "README.md"
     return counts
 
 
-def lines_of(commit: str) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    for line in git("grep", "-c", "", commit, "--", *PRODUCT).splitlines():
-        _, path, count = line.rsplit(":", 2)
-        if path.endswith(SUFFIXES):
-            counts[room_of(path)] += int(count)
-    return counts
+def files_now() -> list[tuple[str, bytes]]:
+    named = git("ls-files", "--cached", "--others", "--exclude-standard").splitlines()
+    return [(path, (ROOT / path).read_bytes()) for path in named if (ROOT / path).is_file()]
 
 
-def main() -> None:
-    now = lines_now()
+def files_of(commit: str) -> list[tuple[str, bytes]]:
+    named = git("ls-tree", "-r", "--name-only", commit).splitlines()
+    wanted = [path for path in named if row_of(path) is not None]
+    command = ["git", "cat-file", "--batch=%(objectsize)"]
+    asked = "".join(f"{commit}:{path}\n" for path in wanted).encode()
+    out = subprocess.run(command, cwd=ROOT, input=asked, capture_output=True, check=True).stdout
+    found, place = [], 0
+    for path in wanted:
+        line = out.index(b"\n", place)
+        size = int(out[place:line])
+        found.append((path, out[line + 1 : line + 1 + size]))
+        place = line + size + 2
+    return found
+
+
+def budget() -> dict[str, tuple[int, str]]:
+    """The most of each part, and why it is not less."""
+    rows = (line.split(maxsplit=2) for line in BUDGET.read_text(encoding="utf-8").splitlines() if line[:1] not in "#")
+    return {name.replace("_", " "): (int(most), reason) for name, most, reason in rows}
+
+
+def main() -> int:
+    files = files_now()
+    now = counted(files)
     try:
-        changed = git("status", "--porcelain", "--", *PRODUCT) != ""
-        commit = sys.argv[1] if len(sys.argv) > 1 else "HEAD" if changed else "HEAD~1"
-        before = lines_of(commit)
-        title = git("log", "-1", "--format=%h %s", commit).strip()
+        commit = sys.argv[1] if len(sys.argv) > 1 else "HEAD" if git("status", "--porcelain") else "HEAD~1"
+        before = counted(files_of(commit))
+        title = f"and what was added since {git('log', '-1', '--format=%h %s', commit).strip()}"
     except (OSError, subprocess.CalledProcessError):  # an archive, or a clone of one commit
-        before, title = now, "nothing to compare with"
-    print(f"lines of the product, and what was added since {title}" if before is not now else title)
-    for room in sorted(now | before):
-        difference = now[room] - before[room]
-        print(f"{now[room]:7} {f'{difference:+}' if difference else '':>7} {room}")
-    print(f"{now.total():7} {now.total() - before.total():+7} all")
+        before, title = now, "with nothing to compare with"
+    print(f"lines by ring, {title}")
+    totals: Counter[str] = Counter()
+    for row in sorted(now | before):
+        difference = now[row] - before[row]
+        print(f"{now[row]:7} {f'{difference:+}' if difference else '':>7} {row[0]:14} {row[1]}")
+        totals[f"docs {row[1]}" if row[0] == "docs" else row[0]] += now[row]
+    totals["product"] = sum(totals[ring] for ring in rings.MAY_IMPORT)
+    totals["README lines"] = (ROOT / "README.md").read_text(encoding="utf-8").count("\n")
+    wrong = [
+        f"{name}: {totals[name]}, the budget is {most}. Delete, or raise it in .ci/budget.txt and say why there"
+        for name, (most, _) in budget().items()
+        if totals[name] > most
+    ]
+    for path, text in files:
+        row, lines = row_of(path), text.count(b"\n")
+        if row is not None and row[0] in rings.MAY_IMPORT and lines > MOST:
+            wrong.append(f"{path}: {lines} lines, a file of the product has at most {MOST}")
+    print(f"product: {totals['product']} lines")
+    print("\n".join(wrong), end="\n" * bool(wrong), file=sys.stderr)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -93,19 +93,10 @@ def findings() -> Iterator[str]:
         "attention on CUDA: torch's ops, or our kernels where they pass a check; run on H100 and H200 alone (see "
         "benchmarks/gpu.py)"
     )
-    yield from importlib.import_module("seq1f1b.device.placement").gpu_part("kernels").describe()
-    yield f"NCCL: {found_nccl()}"
+    gpu_part = importlib.import_module("seq1f1b.device.placement").gpu_part
+    yield from gpu_part("kernels").describe()
+    yield f"NCCL: {gpu_part('nccl')()}"
     yield "messages between GPUs: an edge tries copies, NCCL and host memory at set-up; never yet run between two GPUs"
     for package, loss in PACKAGES:
         found = importlib.util.find_spec(package) is not None
         yield f"{package}: {'found' if found else 'not found: ' + loss}"
-
-
-def found_nccl() -> str:
-    from seq1f1b.device.placement import gpu_part
-
-    try:
-        version, path = _C.nccl_find(gpu_part("nccl")())
-    except RuntimeError as error:
-        return f"not found ({error}): no transport='nccl'"
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}, {path}"

@@ -38,6 +38,15 @@ def find_nccl() -> str | None:
     return None
 
 
+def found_nccl() -> str:
+    """The version and path of NCCL, or why it was not found."""
+    try:
+        version, path = _C.nccl_find(find_nccl())
+    except RuntimeError as error:
+        return f"not found ({error}): no transport='nccl'"
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}, {path}"
+
+
 class Way:
     """One way, and its ends on this rank.
 

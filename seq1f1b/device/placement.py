@@ -25,7 +25,7 @@ _GPU_PARTS = {
     "edges": "edges:DeviceEdges",
     "host tier": "host_tier:HostTier",
     "kernels": "kernel_library",
-    "nccl": "edge_ways:find_nccl",
+    "nccl": "edge_ways:found_nccl",
 }
 """What is there for GPUs, by module and name: no other module outside this folder names one of it."""
 

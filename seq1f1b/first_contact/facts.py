@@ -118,7 +118,7 @@ def gpu_of(rank: Rank) -> str:
 
 def versions(rank: Rank) -> Figures:
     """Versions, in text: a difference between ranks is a reason to fail."""
-    from seq1f1b.cli.doctor import found_nccl  # what doctor says without --gpus
+    from seq1f1b.device.edge_ways import found_nccl
 
     own = {
         "seq1f1b": seq1f1b.__version__, "torch": torch.__version__, "CUDA": str(torch.version.cuda),
