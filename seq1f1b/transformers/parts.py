@@ -13,7 +13,7 @@ from seq1f1b.runtime.tied_copies import carried, carry_attributes, check_hooks, 
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 from seq1f1b.transformers.layers import cannot
 from seq1f1b.transformers.look import HIDDEN, PER_LAYER, SHARED, TOKENS, stores_keys, takes_keys
-from seq1f1b.transformers.sample import Whole, lists_of
+from seq1f1b.transformers.sample import Whole
 from seq1f1b.transformers.stage import Elsewhere, Entry, Exit, Hidden, Message, NoEmbedding
 from seq1f1b.transformers.twins import put, shallow, stand_for
 
@@ -32,7 +32,7 @@ def make_part(
     ends: tuple[Entry | None, Exit | None],
 ) -> tuple[Any, list[str]]:
     """A copy of the model of this rank's modules, and the names of those that it leaves to other stages."""
-    part, (embedding, head), (entry, exit) = _skeleton(whole), shards, ends
+    part, (embedding, head), (entry, exit) = shallow(whole.model), shards, ends
     instead: dict[str, nn.Module] = {
         name: NoEmbedding(entry) if name in whole.before else Elsewhere() for name, at in stage_of.items() if at != rank
     }
@@ -40,28 +40,18 @@ def make_part(
         instead[embedding.name] = NoEmbedding(entry)
     if head is not None and stage_of[head.name] == rank:
         instead[head.name] = Hidden(head.linear.weight.dtype)
-    put(part, instead | _own_modules(whole.model, rank, [name for name in stage_of if name not in instead], tied))
-    put(part, {name: copy.deepcopy(whole.model.get_submodule(name)) for name in whole.kept})  # small: rotary embeddings
+    own = _own_modules(whole.model, rank, [name for name in stage_of if name not in instead], tied)
+    own |= {name: copy.deepcopy(whole.model.get_submodule(name)) for name in whole.kept}  # small: rotary embeddings
+    places: dict[str, nn.Module] = {}
     if exit is not None:
-        put(part, {f"{whole.path}.{exit.message.first}": exit})
+        places[f"{whole.path}.{exit.message.first}"] = exit
     if entry is not None:
-        put(part, {f"{whole.path}.{entry.message.first - 1}": entry})
+        places[f"{whole.path}.{entry.message.first - 1}"] = entry
+    put(part, {**instead, **own, **places}, copied=set())
     for layer, stand_in in zip(whole.layers, part.get_submodule(whole.path), strict=True):
         if isinstance(stand_in, (Elsewhere, Entry, Exit, NoEmbedding)):
             stand_for(layer, stand_in, whole.record.outputs)
     return part, list(instead)
-
-
-def _skeleton(whole: Whole) -> Any:
-    """Copies of the modules that contain the list of layers, and of all lists there, which share everything below."""
-    skeleton = shallow(whole.model)
-    for name in [*whole.owners[1:], whole.path]:
-        put(skeleton, {name: shallow(whole.model.get_submodule(name))})
-    for owner in whole.owners:
-        for name, module in list(lists_of(skeleton.get_submodule(owner), owner)):
-            if not f"{whole.path}.".startswith(f"{name}."):
-                put(skeleton, {name: shallow(module)})
-    return skeleton
 
 
 def _own_modules(model: nn.Module, rank: int, names: Sequence[str], tied: Tied) -> dict[str, nn.Module]:

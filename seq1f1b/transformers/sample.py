@@ -25,8 +25,7 @@ class Whole:
 
     Attributes:
         path: name of its list of layers.
-        owners: names of the modules that contain the list, outermost first.
-        decoder: name of the innermost owner that takes token ids.
+        decoder: name of the innermost module around the list that takes token ids.
         before, after: names of the modules with parameters that run before and after the layers.
         kept: names of those without parameters, as rotary embeddings.
         record: what the layers would have got.
@@ -35,7 +34,6 @@ class Whole:
     model: Any
     path: str
     layers: nn.ModuleList
-    owners: list[str]
     decoder: str
     before: list[str]
     after: list[str]
@@ -70,7 +68,7 @@ def run_sample(model: Any, path: str, layers: nn.ModuleList) -> Whole:
     for name in others:
         if name not in kept:
             sides[is_after[name]].append(name)
-    return Whole(model, path, layers, owners, decoder, *sides, kept, record)
+    return Whole(model, path, layers, decoder, *sides, kept, record)
 
 
 def _others(model: Any, path: str, owners: list[str]) -> list[str]:
@@ -84,20 +82,20 @@ def _others(model: Any, path: str, owners: list[str]) -> list[str]:
                 f"{cannot(model)}: {owner or 'model'} ({type(parent).__name__}) holds {names} itself, beside its "
                 "modules, and no stage would own that; train it whole"
             )
-        lists = dict(lists_of(parent, owner))
+        lists = dict(_lists(parent, owner))
         for name, module in {owner: parent, **lists}.items():
             full = [f"{name}.{child}" if name else child for child, _ in module.named_children()]
             others += [each for each in full if each not in lists and not f"{path}.".startswith(f"{each}.")]
     return [name for name in others if not name.startswith(f"{path}.")]
 
 
-def lists_of(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+def _lists(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """Lists in a module that are not called themselves, and lists in these."""
     for child, inner in module.named_children():
         if isinstance(inner, (nn.ModuleList, nn.ModuleDict)):
             path = f"{name}.{child}" if name else child
             yield path, inner
-            yield from lists_of(inner, path)
+            yield from _lists(inner, path)
 
 
 def _run(

@@ -15,11 +15,23 @@ from torch import Tensor, nn
 __all__: list[str] = []
 
 
-def put(root: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    """Puts modules into a model, by the names of their places."""
+def put(root: nn.Module, modules: Mapping[str, nn.Module], copied: set[str] | None = None) -> None:
+    """Puts modules into a model, by the names of their places.
+
+    Args:
+        copied: names of what is the model's own: what else contains a place becomes a copy first, and one of these.
+            None: all is.
+    """
     for name, module in modules.items():
-        parent, _, child = name.rpartition(".")
-        root.get_submodule(parent)._modules[child] = module
+        *path, child = name.split(".")
+        parent = root
+        for i, each in enumerate(path):
+            at = ".".join(path[: i + 1])
+            if copied is not None and at not in copied:
+                parent._modules[each] = shallow(parent.get_submodule(each))
+                copied.add(at)
+            parent = parent.get_submodule(each)
+        parent._modules[child] = module
 
 
 def become(module: Any, own: Any) -> None:
