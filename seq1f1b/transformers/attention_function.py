@@ -168,7 +168,7 @@ def _no_mask(
     config: Any = None,
     **_: Any,
 ) -> Tensor | None:
-    """What transformers calls for a mask: none is built, and what one would be needed for is refused."""
+    """Takes transformers' call for a mask: none is built, and what one would be needed for is refused."""
     if attention_mask is not None and not attention_mask.is_meta and not bool(attention_mask.all()):
         _refuse("an attention_mask with padding", _ABOUT_PADDING)
     if mask_function is bidirectional_mask_function:

@@ -54,7 +54,7 @@ def balanced(work: Sequence[float], head: float, num_stages: int) -> list[int]:
 
         @cache
         def best(stages: int, stop: int) -> tuple[float, tuple[int, ...]]:
-            """Of the first stages, which hold the layers before ``stop``."""
+            """Measure and layers of the first stages, which hold the layers before ``stop``."""
             if not stages:
                 return (0.0, ()) if not stop else (math.inf, ())
             options: list[tuple[float, int, tuple[int, ...]]] = [(math.inf, 0, ())]

@@ -1,4 +1,4 @@
-"""What a model of transformers must be so that it can be cut, and where its layers are."""
+"""Conditions that a model of transformers must meet so that it can be cut, and where its layers are."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _is_layer(layer: nn.Module, index: int, kind: list[str]) -> bool:
 
 
 def attentions_of(layer: nn.Module) -> list[Any]:
-    """Those that are causal: what is left of an encoder-decoder also has some over its encoder, which do not run."""
+    """Causal ones alone: what is left of an encoder-decoder also has some over its encoder, which do not run."""
     return [m for m in layer.modules() if hasattr(m, "layer_idx") and getattr(m, "is_causal", False)]
 
 

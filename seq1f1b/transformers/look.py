@@ -1,4 +1,4 @@
-"""What a model of transformers gives each of its layers, and a layer its attention, on a few tokens.
+"""Records of what a model of transformers gives each of its layers, and a layer its attention, on a few tokens.
 
 ``pipeline_stage`` records it for the whole model, and for a stage that gets the same tokens in two segments; what
 differs is refused. The modules that train are not touched: twins of them run, which share their tensors.
@@ -59,13 +59,13 @@ class Mask:
 
 @dataclass
 class Record:
-    """What the layers of a model got, and what the model made of what they returned."""
+    """All that the layers of a model got, and what the model made of what they returned."""
 
     calls: dict[int, Call] = field(default_factory=dict)
     last: Tensor | None = None
     embedded: Tensor | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    """What the decoder was told beside its input: flags and numbers."""
+    """Flags and numbers that the decoder was told beside its input."""
     logits: Any = None
     outputs: int = 0
     """Length of the tuple that a layer returns; 0 if it returns hidden states alone."""
@@ -193,7 +193,7 @@ class _Stored(dict[str, Any]):
 
 
 def difference(whole: Any, parts: Sequence[Any]) -> str:
-    """What differs between a value of the whole sample and those of its segments; empty if nothing does."""
+    """Says how a value of the whole sample and those of its segments differ; empty if they do not."""
     leaves, spec = pytree.tree_flatten(whole)
     flat = [pytree.tree_flatten(part) for part in parts]
     if any(other != spec for _, other in flat):
@@ -279,7 +279,7 @@ class AttentionLook:
 def look_at_attention(
     layer: nn.Module, attentions: Sequence[Any], index: int, records: Sequence[Record]
 ) -> list[AttentionLook]:
-    """What each attention of a layer asks for in the whole sample.
+    """Finds out what each attention of a layer asks for in the whole sample.
 
     Args:
         records: of the whole model, and of the segments.
@@ -326,7 +326,7 @@ def _look(layer: nn.Module, attentions: Sequence[Any], looks: Sequence[Attention
 
 
 class _Attended(Exception):
-    """What was to be seen has been seen."""
+    """Ends a run once all that was to be seen has been seen."""
 
 
 def _stop(looks: Sequence[AttentionLook], *_: Any) -> None:

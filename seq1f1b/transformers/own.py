@@ -36,7 +36,7 @@ def adapt(model: nn.Module) -> None:
 
 
 class _Own(nn.Module):
-    """What is put before a class of transformers."""
+    """A class that is put before one of transformers."""
 
     is_causal = True
 
@@ -184,7 +184,7 @@ class _FalconDecoder(_Decoder):
 
 
 class _SharedTransformer(_Own):
-    """Its attention, whose weights other layers have too, does not know which layer it is in."""
+    """A layer whose attention, with weights that other layers have too, does not know which layer it is in."""
 
     @staticmethod
     def check(module: Any, path: str) -> None:

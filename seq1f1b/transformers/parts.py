@@ -73,7 +73,7 @@ def _own_modules(model: nn.Module, rank: int, names: Sequence[str], tied: Tied) 
 
 
 def message_before(whole: Whole, first: int) -> Message:
-    """What the stage that begins with layer ``first`` is given."""
+    """The message to the stage that begins with layer ``first``."""
     record, later = whole.record, list(whole.layers)[first:]
     hidden = record.calls[first].hidden
     dims = [d for d in range(hidden.dim() - 1) if hidden.select(d, 0).shape[:-1] == (1, TOKENS)]
@@ -95,7 +95,7 @@ def message_before(whole: Whole, first: int) -> Message:
 
 
 def message_of(message: Message, whole: Whole) -> Any:
-    """What a stage would hand on of the sample, run by the whole model."""
+    """The tensors that a stage would hand on of the sample, run by the whole model."""
     calls = [whole.record.calls[i] for i in range(len(whole.layers))]
     exit = Exit(message)
     exit.hidden, exit.embedded = calls[message.first].hidden, whole.record.embedded

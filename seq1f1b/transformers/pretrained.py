@@ -179,7 +179,7 @@ def load_stage(
 
 
 def _state(stage: CausalLMStage) -> dict[str, Tensor]:
-    """What a stage has in a checkpoint; of a shard of the vocabulary the whole, without memory."""
+    """Tensors that a stage has in a checkpoint; for a shard of the vocabulary the whole, without memory."""
     whole = {
         name: torch.empty(shard.vocab, *own.shape[1:], dtype=own.dtype, device="meta")
         for shard in stage.shards

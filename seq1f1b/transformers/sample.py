@@ -135,7 +135,7 @@ def tokens_of(model: Any) -> Tensor:
 
 
 def without_head(model: Any) -> dict[nn.Module, nn.Module]:
-    """What a twin has in place of the head of a model without memory, whose logits would need it."""
+    """Stands in a twin for the head of a model without memory, whose logits would need it."""
     head = model.get_output_embeddings()
     weights = list(head.parameters())
     return {head: Hidden(weights[0].dtype)} if any(weight.is_meta for weight in weights) else {}

@@ -24,7 +24,7 @@ __all__ = ["CausalLMStage", "Elsewhere", "Entry", "Exit", "Hidden", "Message", "
 
 
 class CausalLMStage(nn.Module):
-    """What :func:`pipeline_stage` makes; parameters and state have the names of the unsplit model.
+    """A stage, as :func:`pipeline_stage` makes it; parameters and state have the names of the unsplit model.
 
     The first stage takes token ids (batch, tokens), later ones hidden states (batch, tokens, hidden). The last stage
     returns logits (batch, tokens, vocabulary), the others return hidden states; with ``vocabulary="parallel"`` all do.
@@ -266,7 +266,7 @@ class NoEmbedding(nn.Module):
 
 @dataclass(frozen=True)
 class Message:
-    """What a stage hands to the next one: tensors, in the order of the fields.
+    """Tensors that a stage hands to the next one, in the order of the fields.
 
     First the hidden states (batch, tokens, hidden); several of them where they are several streams.
 

@@ -245,7 +245,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         return self.engine.clip_grad_norm_(math.inf) if grad_norm is None else grad_norm
 
     def _maybe_log_save_evaluate(self, *args: Any, **named: Any) -> None:
-        """What a callback wants on one rank happens on all: else the others would wait for it."""
+        """A wish of a callback on one rank is carried out on all: else the others would wait for it."""
         self._agree_on(self.control)
         super()._maybe_log_save_evaluate(*args, **named)
         self._agree_on(self.control)

@@ -18,7 +18,7 @@ __all__: list[str] = []
 
 COLUMNS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
 _OF_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What collators of packed documents derive from position_ids for kernels that take rows of one document each."""
+"""Names that collators of packed documents derive from position_ids, for kernels that take rows of one document."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a Hugging Face Trainer offers and a pipeline does not do, each refused by name."""
+"""Refuses by name each thing that a Hugging Face Trainer offers and a pipeline does not do."""
 
 from __future__ import annotations
 

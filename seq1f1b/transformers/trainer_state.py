@@ -1,4 +1,4 @@
-"""What a Trainer over a pipeline keeps for resuming, beside the weights: safetensors and JSON, by parameters' names."""
+"""State that a Trainer over a pipeline resumes from, beside the weights: safetensors and JSON, by parameters' names."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def places_of(path: str) -> dict[str, Place]:
 
 @dataclass
 class Source:
-    """What one parameter or buffer is made of, or several of them: tensors of the files.
+    """Tensors of the files of which one parameter or buffer is made, or several of them.
 
     Attributes:
         parts: names in the files, each with the pattern of transformers' converter that it matched.

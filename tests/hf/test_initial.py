@@ -141,7 +141,7 @@ def test_a_trainer_gives_the_same(tmp_path, name, way):
 
 
 def test_values_stay_as_a_stage_is_materialized_again(tmp_path):
-    """Its neighbour of the same model has memory by then, and keeps its weights."""
+    """The neighbour, of the same model, has memory by then, and keeps its weights."""
     model = without_memory(small("apertus"))
     stages = [pipeline_stage(model, rank, 2) for rank in range(2)]
     for stage in stages:

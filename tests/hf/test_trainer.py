@@ -460,7 +460,7 @@ def resume(folder: str, checkpoint: Any) -> tuple[str, str, float]:
 
 @pytest.mark.parametrize(("only_model", "lora"), each_value([False, True], [None, {}]))
 def test_a_checkpoint_of_the_plain_trainer_is_not_resumed_in_part(tmp_path, lora, only_model):
-    """Its weights can be taken: the way that the error names."""
+    """The weights of it can be taken: the way that the error names."""
     settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "lora": lora, "save_only_model": only_model}
     plain, _ = train_plain(tmp_path, settings)
     folder = str(tmp_path / "checkpoint-2")

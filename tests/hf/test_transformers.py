@@ -234,7 +234,7 @@ def test_heads_of_values_may_be_smaller_or_larger_than_those_of_keys(nope, value
 
 
 def test_the_options_of_attention_count():
-    """What the test above would not see if it did nothing."""
+    """The test above would not see it if they did nothing."""
     for name, option in [("gemma2", {"attn_logit_softcapping": 1e6}), ("mistral", {"sliding_window": None})]:
         whole, other = run_whole(build(name))[1], run_whole(build(name, **option))[1]
         assert max((other[n] - g).norm() / g.norm() for n, g in whole.items()) > 1e-3, name

@@ -162,7 +162,7 @@ class TensorOfTheEmbedding(Odd):
 
 
 class Own:
-    """What nothing here looks into."""
+    """An object that nothing here looks into."""
 
 
 class ObjectOfItsOwn(Odd):
@@ -329,7 +329,7 @@ def test_an_odd_model_that_a_stage_can_follow_is_right(kind):
 
 
 def test_windows_in_masks_count():
-    """What the test above would not see if they did nothing."""
+    """The test above would not see it if they did nothing."""
     with Float64():
         plain, windowed = (run_whole(odd(kind))[0] for kind in (Odd, WindowInTheMaskOfSome))
     assert all(abs(a - b) > 1e-3 for a, b in zip(plain, windowed, strict=True))
