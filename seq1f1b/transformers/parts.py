@@ -57,13 +57,15 @@ def make_part(
 def _own_modules(model: nn.Module, rank: int, names: Sequence[str], tied: Tied) -> dict[str, nn.Module]:
     """The model's modules of these names; copies of those that hold what an earlier stage holds, too."""
     copied = {id(p) for p, holders in tied.values() if rank != holders[0]}  # the first may be in this process too
-    memo: dict[int, Any] = {}  # what two modules of the stage tie stays one
+    memo: dict[int, Any] = {}  # one for all: what two modules tie stays one, and deepcopy notes in it the memo's own id
     found = {}
     for name in names:
         module = model.get_submodule(name)
         own = {id(p): p for p in module.parameters()}
         if not copied.isdisjoint(own):
-            memo = {key: carried(p) if key in copied else p for key, p in own.items()} | memo
+            for key, p in own.items():
+                if key not in memo:
+                    memo[key] = carried(p) if key in copied else p
             module = copy.deepcopy(module, memo)
         found[name] = module
     return found
