@@ -14,7 +14,7 @@ HARNESS = Path(__file__).with_name("fault_harness.py")
 @pytest.mark.parametrize(
     "count",
     [
-        10,
+        6,
         pytest.param(15, marks=pytest.mark.full),
         pytest.param(300, marks=[pytest.mark.faults, pytest.mark.timeout(3600)]),
     ],

@@ -385,7 +385,7 @@ def test_slabs_of_a_long_sequence_give_back_the_rows_of_segments_that_are_done(t
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             q = x * self.scale
-            return seq1f1b.causal_attention(q, q, q, layer=0)
+            return seq1f1b.causal_attention(q, q, q, layer=0, window=64)  # whose memory is that of a whole one
 
     x = torch.randn(1, 8192 // tokens, tokens, 256)
     engine = seq1f1b.PipelineEngine(

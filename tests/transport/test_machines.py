@@ -43,6 +43,15 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host
         yield pair
 
 
+CARRIED = {(0, 1): "shm", (1, 2): "c10d", (2, 3): "shm"}
+EDGES = [
+    [[a, b, CARRIED[min(a, b), max(a, b)]] for a, b in [(r - 1, r), (r, r + 1), (r + 1, r), (r, r - 1)]
+     if min(a, b) >= 0 and max(a, b) < P]
+    for r in range(P)
+]  # fmt: skip
+
+
+@pytest.mark.full  # six interpreters that import torch; the plain run asks forked ranks, below
 def test_torchrun_over_two_hosts(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """Two ranks on each: only the edges between the hosts go over the process group."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
@@ -60,16 +69,10 @@ def test_torchrun_over_two_hosts(hosts: tuple[Host, Host], tmp_path: Path) -> No
             agent.kill()
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(errors)[-4000:]
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(P)]
-    carried = {(0, 1): "shm", (1, 2): "c10d", (2, 3): "shm"}
-    expected = [
-        [[a, b, carried[min(a, b), max(a, b)]] for a, b in [(r - 1, r), (r, r + 1), (r + 1, r), (r, r - 1)]
-         if min(a, b) >= 0 and max(a, b) < P]
-        for r in range(P)
-    ]  # fmt: skip
     for rank, result in enumerate(ranks):
         assert result["gradient_error"] < 1e-10
-        assert sorted(result["edges"]) == sorted(expected[rank])
-        assert [sorted(edges) for edges in result["seen by all"]] == [sorted(edges) for edges in expected]
+        assert sorted(result["edges"]) == sorted(EDGES[rank])
+        assert [sorted(edges) for edges in result["seen by all"]] == [sorted(edges) for edges in EDGES]
     assert len(ranks[-1]["losses"]) == M and max(map(abs, ranks[-1]["losses"])) < 1e-12
 
 
@@ -111,18 +114,22 @@ def step_twice(rank: int, pipe: Connection) -> Any:
     engine = make(rank, pipe, trapped_at=M * K + K + 1 if rank == 2 else 0)
     engine.step(TOKENS, target=TARGET)
     gradients = {name.removeprefix("stage."): p.grad.numpy() for name, p in engine.named_parameters()}
+    reports = engine.report(gather=True).ranks
     pipe.send(("result", gradients))
+    pipe.send(("result", [[[e.source_stage, e.destination_stage, e.transport] for e in r.edges] for r in reports]))
     first = outcome(lambda: engine.step(TOKENS, target=TARGET))
     again = outcome(lambda: engine.step(TOKENS, target=TARGET))
     engine.close()
     return first, again, time.monotonic()
 
 
-def test_a_host_that_is_killed(hosts: tuple[Host, Host]) -> None:
+def test_two_hosts_and_one_that_is_killed(hosts: tuple[Host, Host]) -> None:
     with PipedProcesses(P, join_and_run, partial(join, hosts, PORT + 1), step_twice) as ranks:
         found = {name: torch.from_numpy(g) for rank in range(P) for name, g in ranks.result(rank).items()}
         _, truth = run_whole(whole_model(CONFIG), TOKENS, TARGET, M)
         assert gradient_error(found, truth) < 1e-10
+        for rank in range(P):  # only the edges between the hosts go over the process group
+            assert [sorted(edges) for edges in ranks.result(rank)] == [sorted(edges) for edges in EDGES]
         assert ranks.result(2) == "in the trap"
         time.sleep(0.5)  # what a rank does is published five times a second
         for rank in (2, 3):
