@@ -83,7 +83,7 @@ def row(model: str, tokens: int, way: str) -> str:
     return (
         f"{found}{plan.schedule:<20}{plan.num_segments:>3}{plan.seconds:>9.1f}  {plan.low:>6.1f}..{plan.high:<8.1f}"
         f"{plan.bubble:>6.1%}{max(plan.peak) / 2**30:>7.1f}{share(plan, 'R'):>8.0%}{share(plan, 'L'):>7.0%}  "
-        f"{plan.layout.recompute}"
+        f"{plan.layout.inside}"
     )
 
 

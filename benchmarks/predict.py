@@ -54,7 +54,7 @@ from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import ProfiledHardware, load_hardware
 from seq1f1b.planning.profile import PASSES, Profile
-from seq1f1b.planning.profiler import Measured, few_cuts, make_profile, measure_stage
+from seq1f1b.planning.profiler import StageTimes, few_cuts, make_profile, measure_stage
 from seq1f1b.planning.search import search_plans
 
 MACHINE = load_hardware("cpu-zen5")
@@ -196,7 +196,7 @@ def measure_part(
     segments: Sequence[int] = (1, 2, 4, 8),
     repeats: int = 5,
     offload: str | None = None,
-) -> Measured:
+) -> StageTimes:
     def hidden(tokens: int) -> Tensor:
         return torch.randn(1, tokens, setup.hidden)
 
@@ -302,7 +302,7 @@ def work_seconds(setup: Setup, world: World, processes: int = CORES) -> float:
     return statistics.fmean(quietly(world, processes, partial(measure_work, setup)))
 
 
-def at_speed(measured: Measured, factor: float) -> Measured:
+def at_speed(measured: StageTimes, factor: float) -> StageTimes:
     """Scales the seconds of all units by ``factor``."""
     units = {
         key: {kind: [factor * t for t in times] for kind, times in by_kind.items()}

@@ -39,7 +39,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 import seq1f1b
 from seq1f1b import Costs, Links, PipelineEngine, Schedule, ScheduleError, Unit, build_schedule
 from seq1f1b.ops.context import current
-from seq1f1b.planning.profiler import Measured, measure_stage
+from seq1f1b.planning.profiler import StageTimes, measure_stage
 from seq1f1b.runtime import deferred, products
 from seq1f1b.runtime import stage as stage_room
 from seq1f1b.runtime.measure import SavedBytes
@@ -298,13 +298,13 @@ ORDERS_REPLAYED = [  # family, segments, stages per rank
 ]  # fmt: skip
 
 
-def measure_units(blocks: int) -> Measured:
+def measure_units(blocks: int) -> StageTimes:
     torch.manual_seed(0)
     stage = nn.Sequential(*(ModelBlock(HIDDEN, i, "ours") for i in range(blocks)))
     return measure_stage(stage, lambda tokens: torch.randn(1, tokens, HIDDEN), seq_len=LENGTH, segments=(1, 2, 4))
 
 
-def simulate_units(order: Schedule, measured: Measured, fill: bool) -> tuple[float, int]:
+def simulate_units(order: Schedule, measured: StageTimes, fill: bool) -> tuple[float, int]:
     """Seconds of a step whose stages are all as the measured one, and bytes of the rank that holds most."""
     tokens = LENGTH // order.num_segments
     units = [measured.units[s * tokens, tokens] for s in range(order.num_segments)]

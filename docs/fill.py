@@ -302,7 +302,7 @@ def recipes(_page: Path, _rest: str, *wanted: str) -> str:
         command = (
             f"seq1f1b plan --model {model} --hardware {hardware} --memory {memory} "
             f"--seq {tokens} \\\n    --ranks {ranks} --microbatches {microbatches} "
-            f"--segments {segments} --schedules seq1f1b --stages 1 \\\n    --recompute none"
+            f"--segments {segments} --schedules seq1f1b --stages 1 \\\n    --inside none"
         )
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from seq1f1b.files import json_fields, load, read, write_whole
 from seq1f1b.partition import ModelShape, check_model, check_segment_sizes
+from seq1f1b.renamed import renamed
 from seq1f1b.schedule import Costs, Schedule, build_schedule
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ _FORMAT = "seq1f1b plan 1"
 _TUNED_FORMAT = "seq1f1b tuned order 1"
 
 
+@renamed
 @dataclass(frozen=True)
 class Layout:
     """How a model is laid over devices, beside the pipeline.
@@ -33,7 +35,7 @@ class Layout:
             parallelism passes keys and values round a ring; experts are spread over ``expert`` devices of the
             ``data`` ones; the optimizer's state is sharded over ``data``.
         layers: number of layers of every stage; None: as even as possible, earlier stages have one more.
-        recompute: one of ``seq1f1b.planning.layout.RECOMPUTE``.
+        inside: recomputation inside of blocks, of :data:`seq1f1b.planning.layout.INSIDE`.
         documents: lengths of the documents packed into the sequence; attention stays within one. None: one document.
         head_in_loss: one segment's logits live at a time (``loss_fn`` is a module that holds the head); else those of
             all live segments.
@@ -48,7 +50,7 @@ class Layout:
     expert: int = 1
     data: int = 1
     layers: tuple[int, ...] | None = None
-    recompute: str = "none"
+    inside: str = "none"
     documents: tuple[int, ...] | None = None
     head_in_loss: bool = True
     copies_prefix: bool = False
@@ -263,7 +265,11 @@ class Plan(_File):
             ValueError: not such a text; names the field.
             ScheduleError: the order cannot be built.
         """
-        plan = load(cls, json_fields(text, "plan", _FORMAT), "plan")
+        fields = json_fields(text, "plan", _FORMAT)
+        layout = fields.get("layout")
+        if isinstance(layout, dict) and "recompute" in layout and "inside" not in layout:  # a file of 1.0.0rc1
+            fields["layout"] = {("inside" if name == "recompute" else name): each for name, each in layout.items()}
+        plan = load(cls, fields, "plan")
         check_model(plan.model, "plan: model")
         if plan.prefetch is not None and plan.prefetch < 0:
             raise ValueError(f"prefetch of a plan is {plan.prefetch!r}, must be a whole number from 0 on, or null")
@@ -277,10 +283,10 @@ class Plan(_File):
             ValueError: the plan needs what the engine does not do; names it.
         """
         layout = self.layout
-        if layout.recompute != "none":
+        if layout.inside != "none":
             raise ValueError(
-                f"the plan recomputes ({layout.recompute!r}), which the engine leaves to the module: plan with "
-                "recompute 'none', or wrap the blocks in torch.utils.checkpoint and give the engine the plan's "
+                f"the plan recomputes inside of blocks ({layout.inside!r}), which the engine leaves to the module: "
+                "plan with inside 'none', or wrap the blocks in torch.utils.checkpoint and give the engine the plan's "
                 "schedule, num_microbatches, num_segments and segment_sizes. Whole units are recomputed by "
                 "Memory(recompute=...)"
             )

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     segments = workload.wanted_segments(options)
     if options.model is not None:
         model, hardware, layout = workload.read_workload(options)
-        layout = replace(layout, recompute=options.recompute)
+        layout = replace(layout, inside=options.inside)
         given = {"model": model, "hardware": hardware, "layout": layout, "seq_len": workload.tokens_of(options)}
     elif sizes is None and options.seq is not None:
         sizes = seq1f1b.partition_sequence(options.seq, segments, strategy="even")

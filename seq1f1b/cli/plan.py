@@ -6,9 +6,9 @@ import argparse
 from typing import Any
 
 from seq1f1b.cli.progress import progress_bar
-from seq1f1b.cli.values import argument, read_bytes, read_counts, read_lengths, read_names, read_tokens
+from seq1f1b.cli.values import OldOption, argument, read_bytes, read_counts, read_lengths, read_names, read_tokens
 from seq1f1b.cli.workload import add_model_options, read_workload
-from seq1f1b.planning.search import search_plans
+from seq1f1b.planning.search import VOCABULARIES, search_plans
 
 
 def add(commands: Any) -> None:
@@ -53,8 +53,12 @@ def add(commands: Any) -> None:
         help="stages per rank to try (default: 1,2,4)",
     )
     command.add_argument(
-        "--recompute", type=read_names, metavar="A,B", help="recomputation to try (default: none,ffn,full)"
+        "--inside",
+        type=read_names,
+        metavar="A,B",
+        help="recomputation inside of blocks to try (default: none,ffn,full)",
     )
+    command.add_argument("--recompute", action=OldOption, now="--inside")
     command.add_argument(
         "--remedies",
         type=read_names,
@@ -64,10 +68,10 @@ def add(commands: Any) -> None:
     )
     command.add_argument(
         "--vocabulary",
-        choices=("any", "ends"),
+        choices=VOCABULARIES,
         default="any",
-        help="any: try the embedding and the head over the ranks, too; ends: leave them to the first and last stage "
-        "(default: any)",
+        help="ends: the first and the last stage have embedding and head; ranks: each rank has a part of both; any: "
+        "try both (default: any)",
     )
     command.add_argument(
         "--no-optimizer-sync", action="store_true", help="a rank begins the next step without waiting for the others"
@@ -96,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
             names=options.schedules,
             segments=options.segments,
             stages_per_rank=options.stages,
-            recompute=options.recompute,
+            inside=options.inside,
             remedies=options.remedies,
             vocabulary=options.vocabulary,
             best=options.best,

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+
+class OldOption(argparse.Action):
+    """An option of 1.0.0rc1 that has another name now; help does not show it."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, *, now: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs="?", help=argparse.SUPPRESS)
+        self._now = now
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        """Ends the command with the name that there is now."""
+        parser.error(f"there is no {self.option_strings[0]}: 1.0.0rc1 had it, and now there is {self._now}")
 
 
 def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -12,26 +12,25 @@ from typing import Any
 
 import seq1f1b
 from seq1f1b import _C, Costs, Links, Noise, Schedule
-from seq1f1b.cli.values import argument, read_counts, read_tokens
+from seq1f1b.cli.values import OldOption, argument, read_counts, read_tokens
 from seq1f1b.families import OPTION_KINDS
 from seq1f1b.files import nearest_name
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout
 from seq1f1b.planning.cost import CostModel, Price
 from seq1f1b.planning.hardware import Hardware, ProfiledHardware, load_hardware, load_model, presets
-from seq1f1b.planning.layout import RECOMPUTE
+from seq1f1b.planning.layout import INSIDE
 from seq1f1b.planning.profile import Profile
 from seq1f1b.schedule import StepMemory, families
 
 MOST_UNITS = 10_000_000  # that a command holds at once, about 300 bytes each
-UNITS = "units"  # what --recompute says of an order that does it
 SEGMENTS = 4
 SECONDS = {"forward": 1.0, "backward": 2.0, "weight": None, "transfer": 0.0}  # defaults without a model
 OF_A_MODEL = {  # options that say nothing without a model, with their defaults
     **dict.fromkeys(("hardware", "profile", "documents")),
     **dict.fromkeys(("tensor", "context", "expert", "data"), 1),
     "all_logits": False,
-    "recompute": "none",
+    "inside": "none",
 }
 
 # -- options -----------------------------------------------------------------------------------------------------------
@@ -85,12 +84,19 @@ def add_order_options(
     command.add_argument("--sizes", metavar="N,N,...", help="tokens of each segment (default: equal time)")
     costs = command.add_argument_group("the costs of a model in place of those seconds; they need --seq")
     add_model_options(costs)
-    about = "what backward computes again"
-    if recomputes_units:
-        about += f"; {UNITS}, also without --model: the order holds an R before the backward of every unit"
-    kinds = (*RECOMPUTE, UNITS) if recomputes_units else RECOMPUTE
-    costs.add_argument("--recompute", choices=kinds, default="none", help=about)
-    if recomputes_units:
+    costs.add_argument(
+        "--inside", choices=INSIDE, default="none", help="what backward computes again inside of blocks (default: none)"
+    )
+    if not recomputes_units:
+        command.add_argument("--recompute", action=OldOption, now="--inside")
+    else:
+        command.add_argument(
+            "--recompute",
+            type=argument(read_recompute),
+            metavar="none|all",
+            default="none",
+            help="all: the order holds an R before the backward of every unit (default: none)",
+        )
         command.add_argument(
             "--offload",
             type=float,
@@ -148,6 +154,16 @@ def add_model_options(command: argparse._ActionsContainer, required: bool = Fals
     )
 
 
+def read_recompute(text: str) -> str:
+    if text in ("units", *INSIDE[1:]):
+        raise ValueError(
+            f"--recompute {text} of 1.0.0rc1 is --{'recompute all' if text == 'units' else f'inside {text}'} now"
+        )
+    if text not in ("none", "all"):
+        raise ValueError(f"--recompute {text}: must be none or all")
+    return text
+
+
 def check_costs(options: argparse.Namespace) -> None:
     """Fills in the default seconds; refuses costs that are no time, and options that say nothing here."""
     for name in ("forward", "backward", "weight", "transfer", "jitter", "optimizer", "offload"):
@@ -160,7 +176,7 @@ def check_costs(options: argparse.Namespace) -> None:
         elif name in SECONDS:
             setattr(options, name, SECONDS[name])
     if options.model is None:
-        unused = [name for name, default in OF_A_MODEL.items() if getattr(options, name) not in (default, UNITS)]
+        unused = [name for name, default in OF_A_MODEL.items() if getattr(options, name) != default]
         if options.command in ("draw", "simulate"):
             unused += [name for name in ("seq", "sizes") if getattr(options, name) is not None]
         if unused:
@@ -216,7 +232,7 @@ def price_of(options: argparse.Namespace, num_ranks: int, num_segments: int, sta
         num_ranks=num_ranks,
         stages_per_rank=stages_per_rank,
         seq_len=seq_len,
-        layout=replace(layout, recompute="none" if options.recompute == UNITS else options.recompute),
+        layout=replace(layout, inside=options.inside),
     )
     if num_segments == 1:  # of a schedule that cuts none
         sizes = [seq_len]
@@ -246,13 +262,12 @@ def check_size(name: str, options: argparse.Namespace, num_segments: int, stages
 
 def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
     """A named family with the counts and costs asked for, or the order in a file."""
-    recompute = "all" if options.recompute == UNITS else "none"
     moved = "none" if getattr(options, "offload", None) is None else "all"
     if name not in seq1f1b.schedules():
         if os.path.isfile(name):
             schedule = read_schedule(name, 1 if options.segments is None else options.segments)
             moves = "O" in schedule.kinds  # as it says itself
-            return schedule.recompute(recompute).offload("none" if moves else moved)
+            return schedule.recompute(options.recompute).offload("none" if moves else moved)
         raise ValueError(f"there is no schedule and no file named {name!r}{nearest_name(name, seq1f1b.schedules())}")
     known = next(family for family in families() if family.name == name)
     stages = known.stages_per_rank if options.stages is None else options.stages
@@ -265,7 +280,12 @@ def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
     if "transfer" in known.options and options.model is None:
         given.setdefault("transfer", options.transfer)
     return seq1f1b.build_schedule(
-        name, num_microbatches=options.microbatches, options=given, recompute=recompute, offload_units=moved, **counts
+        name,
+        num_microbatches=options.microbatches,
+        options=given,
+        recompute=options.recompute,
+        offload_units=moved,
+        **counts,
     )
 
 

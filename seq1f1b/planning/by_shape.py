@@ -72,8 +72,8 @@ class ByShape(ByParts):
         collectives_back = self._gathers(span.tokens, _COLLECTIVES_BACK) + experts
         forward = linear + attention[0] + traffic
         again = 0.0
-        if self.layout.recompute != "none":
-            again = forward + collectives if self.layout.recompute == "full" else 2 / 3 * self._ffn_share() * linear
+        if self.layout.inside != "none":
+            again = forward + collectives if self.layout.inside == "full" else 2 / 3 * self._ffn_share() * linear
         back = linear + attention[1] + 1.5 * traffic + again
         return PassSeconds(forward, back, linear, back + linear), (collectives, collectives_back)
 
@@ -89,7 +89,7 @@ class ByShape(ByParts):
         summed = 2 * hw.gradient_bytes * self.layer_parameters / hw.bandwidth
         forward = attention[0] * hw.attention_forward_rows / rows + _COLLECTIVES * latency + 2 * prefix
         back = attention[1] * hw.attention_backward_rows / rows + _COLLECTIVES_BACK * latency + 3 * prefix
-        if self.layout.recompute == "full":
+        if self.layout.inside == "full":
             back += forward
         return PassSeconds(forward, back, summed, back + summed, forward)
 
@@ -145,13 +145,13 @@ class ByShape(ByParts):
         return []
 
     def standing_work(self, tokens: int, is_last: bool) -> float:
-        work = 0.0 if self.layout.recompute == "none" else self._all_saved * tokens / self.shards
+        work = 0.0 if self.layout.inside == "none" else self._all_saved * tokens / self.shards
         return max(work, self.logit_work(tokens)) if is_last else work
 
     @cached_property
     def _token_bytes(self) -> tuple[tuple[float, float, float], float, float]:
         """Saved, kept and left bytes of a layer, and the head's logits and their gradients, per token."""
-        saved, (kept, left) = self._saved_bytes(self.layout.recompute), self._left_bytes()
+        saved, (kept, left) = self._saved_bytes(self.layout.inside), self._left_bytes()
         own = 2 * self._g * self.hardware.element_bytes if self.layout.copies_prefix else 0.0
         of_layer = [self.hardware.activation_factor * each / self.shards for each in (saved + own, kept, left)]
         gradients = 0.0 if self.layout.head_in_loss else self.model.vocab * self.hardware.element_bytes
@@ -161,14 +161,14 @@ class ByShape(ByParts):
     def _all_saved(self) -> float:
         return self._saved_bytes("none")
 
-    def _saved_bytes(self, recompute: str) -> float:
+    def _saved_bytes(self, inside: str) -> float:
         """Activations of one token and layer: norms' inputs and outputs, q, attention's output and its sums, gate, up
         and their product. Keys and values are counted with the cache."""
         m, e = self.model, self.hardware.element_bytes
-        if recompute == "full":
+        if inside == "full":
             return e * m.hidden
         saved = e * (4 * m.hidden + 2 * self._q) + 4 * m.heads
-        if recompute == "none":
+        if inside == "none":
             saved += e * 3 * self._f
         if m.experts > 1:
             saved += 2 * e * m.hidden * m.experts_per_token  # tokens as sent to the experts, and what came back
@@ -183,6 +183,6 @@ class ByShape(ByParts):
         routed = e * m.hidden * m.experts_per_token if m.experts > 1 else 0.0
         inputs = {"norms": e * (2 * m.hidden + self._q) + routed, "ffn": e * self._f}
         gradients = e * (2 * m.hidden + self._q + 2 * self._g + 2 * self._f) + routed
-        again = {"none": (), "ffn": ("ffn",), "full": ("norms", "ffn")}[self.layout.recompute]
+        again = {"none": (), "ffn": ("ffn",), "full": ("norms", "ffn")}[self.layout.inside]
         left = gradients + sum(inputs[name] for name in again)
         return sum(inputs.values()) + gradients - left, left

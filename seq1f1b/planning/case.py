@@ -47,7 +47,7 @@ class Candidate(NamedTuple):
     stages_per_rank: int
     num_segments: int
     mix: float
-    recompute: str
+    inside: str  # recomputation inside of blocks, of Layout
     balance: int  # length of the sequences at which all stages take the same time, head included; 0: as many layers
     remedies: tuple[str, ...] = ()  # what single units do until the order fits: of REMEDIES
     vocabulary: str = "ends"  # of Layout
@@ -58,7 +58,7 @@ class Candidate(NamedTuple):
     @property
     def counts(self) -> str:
         """All but the family."""
-        said = [f"k {self.num_segments}", f"v {self.stages_per_rank}", f"recompute {self.recompute}"]
+        said = [f"k {self.num_segments}", f"v {self.stages_per_rank}", f"inside {self.inside}"]
         if self.vocabulary == "ranks":
             said.append("vocabulary over the ranks")
         return ", ".join(said + [f"{remedy} by units" for remedy in self.remedies])

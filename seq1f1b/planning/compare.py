@@ -16,7 +16,8 @@ from seq1f1b.planning.case import STEPS
 from seq1f1b.planning.cost import CostModel, Price
 from seq1f1b.planning.fitting import order_for_costs
 from seq1f1b.planning.hardware import Hardware
-from seq1f1b.planning.layout import RECOMPUTE
+from seq1f1b.planning.layout import INSIDE
+from seq1f1b.renamed import refuse_old_names
 from seq1f1b.schedule import (
     Costs,
     Family,
@@ -30,6 +31,8 @@ from seq1f1b.schedule import (
 from seq1f1b.table import rounded, table_text
 
 __all__ = ["Comparison", "FamilyRow", "compare"]
+
+refuse_old_names(__name__)
 
 
 @dataclass(frozen=True)
@@ -453,10 +456,10 @@ def _with_recomputation(
     assert isinstance(costs, _ModelCosts)
     least = min(rows, key=lambda row: row.peak_bytes or 0)
     [family] = _named([least.family])
-    more = RECOMPUTE[RECOMPUTE.index(costs.layout.recompute) + 1 :]
+    more = INSIDE[INSIDE.index(costs.layout.inside) + 1 :]
     found = []
     for kind in more:
-        again = replace(costs, layout=replace(costs.layout, recompute=kind))
+        again = replace(costs, layout=replace(costs.layout, inside=kind))
         order = _build(family, costs.work, stages_per_rank, again)
         if isinstance(order, Schedule):
             found.append((kind, _row(family.name, order, costs.work, again)))
@@ -484,11 +487,11 @@ def _nothing_fits(
     )
     for kind, row in with_less:
         if (row.peak_bytes or 0) <= cap_bytes:
-            return f"{text}. With --recompute {kind} it holds {_bytes(row.peak_bytes)}, which fits"
+            return f"{text}. With --inside {kind} it holds {_bytes(row.peak_bytes)}, which fits"
     if not with_less:
         return text
     kind, row = with_less[-1]
     return (
-        f"{text}, and {_bytes(row.peak_bytes)} with --recompute {kind}: more segments, more ranks, or a higher tensor "
+        f"{text}, and {_bytes(row.peak_bytes)} with --inside {kind}: more segments, more ranks, or a higher tensor "
         "or context degree need less"
     )

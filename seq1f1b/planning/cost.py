@@ -13,14 +13,18 @@ from seq1f1b.plan import Layout
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.layout import check_layout
 from seq1f1b.planning.price import PackedRow, Price, RankBytes
+from seq1f1b.renamed import refuse_old_names, renamed
 from seq1f1b.runtime.unit_times import MeasuredUnits, Terms
 from seq1f1b.seconds import PassSeconds, Source, Span, pairs_of
 
 __all__ = ["CostModel", "PackedRow", "Price", "RankBytes"]
 
+refuse_old_names(__name__)
+
 _PIECES = 1024  # of the sequence whose costs a split balances
 
 
+@renamed
 class CostModel:
     """A model in a pipeline on a machine. :meth:`price` tells the seconds and bytes of its units.
 
@@ -35,7 +39,7 @@ class CostModel:
         source: of the seconds of units: the parts, or :meth:`measured` ones.
     Raises:
         ValueError: a degree below 1 or one that does not divide what it shards, layers that do not sum to the model's,
-            documents that do not sum to the sequence, an unknown recompute; a profile of another model, or of less
+            documents that do not sum to the sequence, an unknown ``inside``; a profile of another model, or of less
             than the layout asks for.
     """
 

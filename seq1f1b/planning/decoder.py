@@ -24,7 +24,7 @@ from seq1f1b.planning.profiler import (
     SEGMENTS,
     WARM_UP,
     WAYS,
-    Measured,
+    StageTimes,
     cuts_of,
     few_cuts,
     make_profile,
@@ -98,7 +98,7 @@ def profile_model(
     offload: Offload = None,
     wait: Callable[[], object] = lambda: None,
     progress: Callable[[], object] = lambda: None,
-) -> dict[str, Measured]:
+) -> dict[str, StageTimes]:
     """Measures a decoder of this shape: a stage of ``layers`` layers, one of a single layer, the embedding, and norm,
     head and loss.
 
@@ -221,7 +221,7 @@ def _start_worker(barrier: Any, done: Any, started: Any, threads: int) -> None:
 
 def _work(
     model: ModelShape, seq_len: int, layers: int, repeats: int, bf16: bool, device: str, offload: Offload
-) -> dict[str, Measured]:
+) -> dict[str, StageTimes]:
     torch.manual_seed(0)
     if device == "cuda":
         torch.cuda.set_device(_number % torch.cuda.device_count())

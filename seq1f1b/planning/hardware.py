@@ -18,7 +18,7 @@ from seq1f1b.plan import Layout
 from seq1f1b.planning.by_parts import ByParts
 from seq1f1b.planning.by_profile import ByProfile
 from seq1f1b.planning.by_shape import ByShape
-from seq1f1b.planning.layout import RECOMPUTE
+from seq1f1b.planning.layout import INSIDE
 from seq1f1b.planning.profile import Profile
 from seq1f1b.seconds import PassSeconds
 
@@ -119,8 +119,8 @@ class Hardware:
 
     rates: ClassVar[str] = "assumed rates"
     """Where seconds come from, in words."""
-    insides: ClassVar[tuple[str, ...]] = RECOMPUTE
-    """What of ``Layout(recompute=)`` it has seconds of."""
+    insides: ClassVar[tuple[str, ...]] = INSIDE
+    """What of ``Layout(inside=)`` it has seconds of."""
 
     def link(self, devices: float) -> float:
         """Bytes per second among so many neighbouring devices."""

@@ -6,9 +6,9 @@ from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout
 from seq1f1b.planning.profile import Profile
 
-__all__ = ["RECOMPUTE", "check_layout", "check_profile"]
+__all__ = ["INSIDE", "check_layout", "check_profile"]
 
-RECOMPUTE = ("none", "ffn", "full")
+INSIDE = ("none", "ffn", "full")
 """Recomputation inside the backward: nothing, the feed-forward's inner activations, or all but each layer's input."""
 _WHOLE = {"tensor": "heads", "expert": "experts of the model, and data"}
 
@@ -31,8 +31,8 @@ def check_layout(layout: Layout, model: ModelShape, num_stages: int, seq_len: in
     ):
         if whole % degree != 0:
             raise ValueError(f"{name} is {degree}, must divide {whole} ({_WHOLE[name]})")
-    if layout.recompute not in RECOMPUTE:
-        raise ValueError(f"recompute is {layout.recompute!r}, must be one of {', '.join(RECOMPUTE)}")
+    if layout.inside not in INSIDE:
+        raise ValueError(f"inside is {layout.inside!r}, must be one of {', '.join(INSIDE)}")
     if layout.vocabulary not in ("ends", "ranks"):
         raise ValueError(f"vocabulary is {layout.vocabulary!r}, must be 'ends' or 'ranks'")
     if layout.vocabulary == "ranks" and (model.vocab == 0 or not layout.head_in_loss):
@@ -60,8 +60,8 @@ def check_profile(profile: Profile, model: ModelShape, layout: Layout) -> None:
         )
     if (layout.tensor, layout.context, layout.expert) != (1, 1, 1):
         raise ValueError("a profile is of whole layers on one device: tensor, context and expert must be 1")
-    if layout.recompute != "none" or layout.copies_prefix:
+    if layout.inside != "none" or layout.copies_prefix:
         raise ValueError(
-            f"a profile is of stages that recompute nothing and share a cache: recompute is {layout.recompute!r}, "
+            f"a profile is of stages that recompute nothing and share a cache: inside is {layout.inside!r}, "
             f"copies_prefix is {layout.copies_prefix}; they must be 'none' and False"
         )

@@ -101,14 +101,14 @@ class Pricing:
 
     def _price(self, candidate: Candidate, seq_len: int) -> Price:
         """Of its units in sequences of one length. Candidates share stages and segments."""
-        _, v, k, mix, recompute, balance, _, vocabulary = candidate
-        of_cost = (v, recompute, balance, seq_len, vocabulary)
+        _, v, k, mix, inside, balance, _, vocabulary = candidate
+        of_cost = (v, inside, balance, seq_len, vocabulary)
         if of_cost not in self._costs:
-            layout = replace(self.asked.layout, recompute=recompute, layers=None, vocabulary=vocabulary)
+            layout = replace(self.asked.layout, inside=inside, layers=None, vocabulary=vocabulary)
             if balance:
                 layout = replace(layout, layers=self._cost_of(balance, v, layout).balanced_layers())
             self._costs[of_cost] = self._cost_of(seq_len, v, layout)
-        of_sizes = (seq_len, k, mix, recompute, vocabulary)
+        of_sizes = (seq_len, k, mix, inside, vocabulary)
         if of_sizes not in self._sizes:
             step = math.lcm(self.asked.layout.tensor * self.asked.layout.context, 128)
             step = 1 if seq_len < 8 * step * k else step
@@ -212,7 +212,7 @@ class Pricing:
     def share_again(self, found: Found) -> float:
         """The share of the step in which ranks compute what they had computed before, or wait for the tier."""
         kept, P = [], self.asked.num_ranks
-        for price in self._prices(found.candidate._replace(recompute="none")):
+        for price in self._prices(found.candidate._replace(inside="none")):
             seconds = price.seconds
             backward = [seconds.backward]
             if "W" in found.made.schedule.kinds:

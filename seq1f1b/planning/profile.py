@@ -15,9 +15,12 @@ from typing import NamedTuple
 from seq1f1b.files import json_fields, load, read, write_whole
 from seq1f1b.fit import Fit
 from seq1f1b.partition import ModelShape, check_model
+from seq1f1b.renamed import refuse_old_names
 from seq1f1b.seconds import NO_SECONDS, PASSES, PassSeconds, pairs_of
 
 __all__ = ["Fit", "Part", "PassSeconds", "Profile", "Sample"]
+
+refuse_old_names(__name__)
 
 _FORMAT = "seq1f1b profile 6"
 _TIER = ("tier_out", "tier_in", "move_out", "move_in")

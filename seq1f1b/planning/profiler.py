@@ -20,20 +20,17 @@ from seq1f1b.fit import Fit, fit_seconds
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.planning.profile import Part, Profile, Sample
 from seq1f1b.planning.workspace import Workspace, measure_workspace
+from seq1f1b.renamed import refuse_old_names
 from seq1f1b.runtime.arguments import Memory
-from seq1f1b.runtime.engine import LoneEngine, PipelineEngine
+from seq1f1b.runtime.engine import LoneEngine
 from seq1f1b.schedule import Schedule, Unit, build_schedule
 from seq1f1b.seconds import NO_SECONDS, PASSES, PassSeconds, pairs_of
 from seq1f1b.transport import LoopbackGroup
 from seq1f1b.where import Offload
 
-__all__ = [
-    "Measured",
-    "fit_part",
-    "fit_seconds",
-    "make_profile",
-    "measure_stage",
-]
+__all__ = ["StageTimes", "measure_stage"]
+
+refuse_old_names(__name__)
 
 SEGMENTS = (1, 2, 4, 8, 16)
 WARM_UP = 2  # steps whose times do not count: the first ones allocate
@@ -44,7 +41,7 @@ _LEAST_TOKENS = 16
 _APART = 1.5  # times that the longest unit takes longer than the shortest, for a line through them
 
 
-class Measured(NamedTuple):
+class StageTimes(NamedTuple):
     """Measurements of a stage by one process: seconds of the whole stage, one list entry per repetition.
 
     Attributes:
@@ -106,7 +103,7 @@ def measure_stage(
     offload: Offload = None,
     wait: Callable[[], object] = lambda: None,
     progress: Callable[[], object] = lambda: None,
-) -> Measured:
+) -> StageTimes:
     """Runs a stage in the engine, over lengths and offsets, and times its units.
 
     The sequence is cut into each number of equal segments in turn: F and B of every segment are a sample, with what
@@ -137,7 +134,7 @@ def measure_stage(
     if (loss_fn is None) != (make_target is None):
         raise ValueError("loss_fn and make_target are given together, for the last stage, or not at all")
     case = _Case(stage, make_inputs, loss_fn, make_target, seq_len, repeats, offload, wait)
-    result = Measured(layers, {}, [], [], 0.0, 0.0, 0.0, [], [], 0.0, [], [], [])
+    result = StageTimes(layers, {}, [], [], 0.0, 0.0, 0.0, [], [], 0.0, [], [], [])
     for k in cuts:
         for way in WAYS:
             result = _measure_cut(case, k, way, result)
@@ -213,7 +210,7 @@ def _order(num_stages: int, k: int, split: bool) -> Schedule:
     return Schedule([[part for unit in order.ranks[0] for part in parts(unit)]])
 
 
-def _measure_cut(case: _Case, k: int, way: str, result: Measured) -> Measured:
+def _measure_cut(case: _Case, k: int, way: str, result: StageTimes) -> StageTimes:
     """Adds what steps in ``k`` segments tell, with units run in one of ``WAYS``."""
     sizes = partition_sequence(case.seq_len, k, strategy="even")
     inputs, sink = _leaves(case.make_inputs(case.seq_len)), _Sink()
@@ -247,13 +244,13 @@ def _measure_cut(case: _Case, k: int, way: str, result: Measured) -> Measured:
     try:
         for repetition in range(WARM_UP + case.repeats):
             case.wait()
-            moved_before = _moved_so_far(engine)
+            moved_before = engine.moved_so_far()
             _wait_for(device)
             sink.bytes, ran, begin = 0, time.thread_time(), time.perf_counter()
             engine.step(inputs, target=target)
             _wait_for(device)
             whole, report = time.perf_counter() - begin, engine.report()
-            held = engine.last_step.activations.get(int(feeds)) if engine.last_step is not None else None
+            held = engine.activations_of(int(feeds))
             if repetition == 0 and held is not None:  # the first step of a shape counts the bytes of graphs
                 if way == "split":
                     result.left.append((held.kept, held.gradients))
@@ -263,7 +260,7 @@ def _measure_cut(case: _Case, k: int, way: str, result: Measured) -> Measured:
                 continue
             lost = whole if device.type != "cpu" else whole - (time.thread_time() - ran)
             steps.append((lost, whole, report))
-            moved = [after - before for after, before in zip(_moved_so_far(engine), moved_before, strict=True)]
+            moved = [after - before for after, before in zip(engine.moved_so_far(), moved_before, strict=True)]
             if all(moved):
                 result.tier.append((moved[0] / moved[2] * 1e9, moved[1] / moved[3] * 1e9))
         if way == "moved":
@@ -317,16 +314,10 @@ def _moving(report: Any, sizes: Sequence[int], units: Any) -> tuple[float, float
     return longer("F", "FOA"), longer("B", "BL")
 
 
-def _moved_so_far(engine: PipelineEngine) -> tuple[int, ...]:
-    """Bytes out and in, and their nanoseconds; zeros where the engine has no tier."""
-    tier = engine._pipeline.tier
-    return tier.totals() if tier is not None else (0, 0, 0, 0)
-
-
 # -- fitting -----------------------------------------------------------------------------------------------------------
 
 
-def _joined(measured: Sequence[Measured]) -> Measured:
+def _joined(measured: Sequence[StageTimes]) -> StageTimes:
     """The repetitions of all processes as those of one."""
     first = measured[0]
     return first._replace(
@@ -356,11 +347,11 @@ def _line_through(points: Sequence[tuple[float, float]], slope: float) -> tuple[
     return fit.floor, fit.per_token
 
 
-def _samples(measured: Measured) -> list[Sample]:
+def _samples(measured: StageTimes) -> list[Sample]:
     return [_sample(key, times) for key, times in sorted(measured.units.items())]
 
 
-def beyond_layers(layers: Sequence[Measured], single: Sequence[Measured]) -> PassSeconds:
+def beyond_layers(layers: Sequence[StageTimes], single: Sequence[StageTimes]) -> PassSeconds:
     """Seconds of a unit beyond its layers, from the same units in a stage of several layers and in one of a single one.
 
     Raises:
@@ -384,7 +375,7 @@ def beyond_layers(layers: Sequence[Measured], single: Sequence[Measured]) -> Pas
     return PassSeconds(*map(rest, PassSeconds._fields))
 
 
-def fit_part(measured: Sequence[Measured], unit: PassSeconds = NO_SECONDS) -> Part:
+def fit_part(measured: Sequence[StageTimes], unit: PassSeconds = NO_SECONDS) -> Part:
     """One layer of what one process, or several at a time, measured of the same stage.
 
     unit: what of a unit's seconds is not its layers'.
@@ -444,11 +435,11 @@ def _noise(times: Sequence[float]) -> float:
 
 def make_profile(
     model: ModelShape,
-    layer: Sequence[Measured],
+    layer: Sequence[StageTimes],
     *,
-    single: Sequence[Measured] | None = None,
-    embedding: Sequence[Measured] | None = None,
-    head: Sequence[Measured] | None = None,
+    single: Sequence[StageTimes] | None = None,
+    embedding: Sequence[StageTimes] | None = None,
+    head: Sequence[StageTimes] | None = None,
     seq_len: int,
     threads: int,
     dtype: str,

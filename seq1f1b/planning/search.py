@@ -8,7 +8,7 @@ import math
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from seq1f1b import where
@@ -17,13 +17,15 @@ from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.case import REMEDIES, Asked, Candidate, Found, Uncertain
 from seq1f1b.planning.hardware import Hardware
-from seq1f1b.planning.layout import RECOMPUTE
+from seq1f1b.planning.layout import INSIDE
 from seq1f1b.planning.pricing import GIB, Pricing, group_lengths
+from seq1f1b.renamed import renamed_arguments
 from seq1f1b.schedule import Family, families
 from seq1f1b.table import rounded, table_text
 
 __all__ = ["PlanSearch", "Uncertain", "search_plans"]
 
+VOCABULARIES = ("any", "ends", "ranks")
 _MIXES = (0.75, 0.5, 0.0)  # tried on the best orders beside 1; between them lie the optima of StateFlow's measurements
 _FINER = (0.125, 0.0625)  # then to both sides of the best one's
 _FIRST_SEGMENTS = (1, 2, 4, 8, 16)  # tried with every family; more of them with those that did well, while that helps
@@ -164,7 +166,7 @@ class PlanSearch:
         shows_stages = any(plan.stages_per_rank > 1 for plan in self.plans)
         shows_mix = any(plan.mix != 1 for plan in self.plans)
         shows_vocabulary = any(plan.layout.vocabulary != "ends" for plan in self.plans)
-        shows_recompute = any(plan.layout.recompute != "none" or _share(plan, "R") for plan in self.plans)
+        shows_recompute = any(plan.layout.inside != "none" or _share(plan, "R") for plan in self.plans)
         shows_moved = any(_share(plan, "L") for plan in self.plans)
         head = (
             "   schedule",
@@ -189,7 +191,7 @@ class PlanSearch:
                     str(plan.stages_per_rank) if shows_stages else "",
                     f"{plan.mix:.2f}" if shows_mix else "",
                     plan.layout.vocabulary if shows_vocabulary else "",
-                    _share(plan, "R") or plan.layout.recompute if shows_recompute else "",
+                    _share(plan, "R") or plan.layout.inside if shows_recompute else "",
                     _share(plan, "L") if shows_moved else "",
                     rounded(plan.seconds),
                     f"{rounded(plan.low)}..{rounded(plan.high)}",
@@ -225,6 +227,7 @@ def _tokens(plan: Plan) -> str:
     return f"{', '.join(map(str, lengths))} tokens"
 
 
+@renamed_arguments
 def search_plans(
     model: ModelShape,
     hardware: Hardware,
@@ -239,7 +242,7 @@ def search_plans(
     names: Sequence[str] | None = None,
     segments: Sequence[int] | None = None,
     stages_per_rank: Sequence[int] = (1, 2, 4),
-    recompute: Sequence[str] | None = None,
+    inside: Sequence[str] | None = None,
     remedies: Sequence[str] = ("recompute",),
     vocabulary: str = "any",
     best: int = 5,
@@ -265,19 +268,20 @@ def search_plans(
             their neighbours, in groups of about as many tokens. All lengths share one order; each has its own split.
             The mean period counts, and the cap holds for every length.
         memory: cap in bytes of one device; None: 85 % of what the device has.
-        layout: degrees beside the pipeline. The search sets its ``recompute`` and ``layers``: the stage with the head
+        layout: degrees beside the pipeline. The search sets its ``inside`` and ``layers``: the stage with the head
             has fewer layers, or as many as the others.
         optimizer_sync: whether the optimizer waits until all ranks are through with the step, as a norm over all
             stages makes it. Otherwise each rank goes on by itself, and orders that end early on some ranks gain.
         names: families; None: all, each with the segments of its source, and ``auto`` for the best of them.
             ``1f1b`` and ``gpipe`` with several segments pass them on one by one and still hold whole micro-batches.
         segments: numbers of segments; None: as many as help.
-        recompute: None: all, or "none" with a profile, which measured stages as they are.
+        inside: recomputation inside of blocks, of ``Layout``; None: all, or "none" with a profile, which measured
+            stages as they are.
         remedies: what single units may do in an order that would not fit, and that recomputes nothing else: one or both
             of "recompute" (their forward runs once more, before their backward) and "offload" (what they save moves to
             the tier of the machine). Which units do is chosen for the cap; with both, each way is tried alone, too.
-        vocabulary: "any": the best plans are also tried with the vocabulary over the ranks; "ends": it stays with the
-            first and the last stage.
+        vocabulary: "ends": it stays with the first and the last stage; "ranks": it is over the ranks; "any": it is at
+            the ends, and the best plans are also tried with it over the ranks.
         best, within: how many plans to return at most, none slower than ``within`` times the fastest.
         progress: called with what is done and how much there is: of the candidates, of the splits of the best, of the
             plans whose uncertain terms are tried.
@@ -290,16 +294,17 @@ def search_plans(
         if value < 1:
             raise ValueError(f"{name} is {value}, must be at least 1")
     grouped = group_lengths(seq_len, lengths, layout)
-    asked = Asked(model, hardware, grouped, num_ranks, num_microbatches, layout or Layout(), optimizer_sync)
-    pricing = Pricing(asked)
+    layout = replace(layout or Layout(), vocabulary="ranks" if vocabulary == "ranks" else "ends")
+    pricing = Pricing(Asked(model, hardware, grouped, num_ranks, num_microbatches, layout, optimizer_sync))
     wanted = _Wanted(
         _wanted_families(names),
         stages_per_rank,
         _wanted_segments(segments, grouped[0].seq_len),
-        _wanted_recompute(recompute, hardware),
+        _wanted_inside(inside, hardware),
         _wanted_remedies(remedies, hardware),
         is_free=not names,
-        spreads=_may_spread(model, num_ranks, layout or Layout(), vocabulary),
+        vocabulary=layout.vocabulary,
+        spreads=_may_spread(model, num_ranks, layout, vocabulary),
     )
     tries = _Tries(pricing, cap, best, within, progress)
     _try_all(tries, wanted, grouped[0].seq_len if segments is None else 0)
@@ -511,17 +516,18 @@ class _Wanted(NamedTuple):
     families: Sequence[Family]
     stages_per_rank: Sequence[int]
     segments: Sequence[int]
-    recompute: Sequence[str]
+    inside: Sequence[str]
     remedies: Sequence[tuple[str, ...]]
     is_free: bool  # of families: none was named
-    spreads: bool  # whether the vocabulary may be spread over the ranks
+    vocabulary: str  # of Layout
+    spreads: bool  # whether the best are also tried with the vocabulary over the ranks
 
     def candidates(self, balances: Sequence[int], segments: Sequence[int]) -> list[Candidate]:
-        ways: list[tuple[str, tuple[str, ...]]] = [(kind, ()) for kind in self.recompute]
-        if "none" in self.recompute:
+        ways: list[tuple[str, tuple[str, ...]]] = [(kind, ()) for kind in self.inside]
+        if "none" in self.inside:
             ways += [("none", remedies) for remedies in self.remedies]
         return [
-            Candidate(family, v, k, 1.0, kind, balance, remedies)
+            Candidate(family, v, k, 1.0, kind, balance, remedies, self.vocabulary)
             for family in self.families
             for v in self.stages_per_rank
             for k in segments
@@ -541,8 +547,8 @@ def _wanted_families(names: Sequence[str] | None) -> list[Family]:
 
 
 def _may_spread(model: ModelShape, num_ranks: int, layout: Layout, vocabulary: str) -> bool:
-    if vocabulary not in ("any", "ends"):
-        raise ValueError(f"vocabulary is {vocabulary!r}, must be 'any' or 'ends'")
+    if vocabulary not in VOCABULARIES:
+        raise ValueError(f"vocabulary is {vocabulary!r}, must be one of {', '.join(VOCABULARIES)}")
     return vocabulary == "any" and model.vocab > 0 and num_ranks > 1 and layout.head_in_loss
 
 
@@ -568,10 +574,10 @@ def _wanted_remedies(remedies: Sequence[str], hardware: Hardware) -> list[tuple[
     return [*wanted, REMEDIES] if len(wanted) > 1 else wanted
 
 
-def _wanted_recompute(recompute: Sequence[str] | None, hardware: Hardware) -> Sequence[str]:
-    if recompute is None:
+def _wanted_inside(inside: Sequence[str] | None, hardware: Hardware) -> Sequence[str]:
+    if inside is None:
         return hardware.insides
-    for kind in recompute:
-        if kind not in RECOMPUTE:
-            raise ValueError(f"recompute is {kind!r}, must be one of {', '.join(RECOMPUTE)}")
-    return recompute
+    for kind in inside:
+        if kind not in INSIDE:
+            raise ValueError(f"inside is {kind!r}, must be one of {', '.join(INSIDE)}")
+    return inside

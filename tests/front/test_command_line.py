@@ -54,16 +54,16 @@ def test_simulate_takes_stages_and_options(capsys):
 
 def test_orders_that_recompute_their_units(tmp_path, capsys):
     """P 4, M 8, F 1, B 2: R of rank 0 runs while its gradient is on its way, and no rank holds more than one unit."""
-    assert main(["simulate", "1f1b", "--ranks", "4", "--microbatches", "8", "--recompute", "units"]) == 0
+    assert main(["simulate", "1f1b", "--ranks", "4", "--microbatches", "8", "--recompute", "all"]) == 0
     name, makespan, _, units, microbatches = capsys.readouterr().out.splitlines()[1].split()
     assert (name, units, microbatches) == ("1f1b", "1", "1.00")
     assert 8 * 4 + 3 * 3 <= float(makespan) < 8 * 4 + 3 * 4, "a backward of 3 s would take 8 * 4 + 3 * 4"
     text = tmp_path / "order.txt"
     text.write_text("F0.0 B0.0\nF0.0 B0.0\n")
-    assert main(["draw", str(text), "--recompute", "units", "--width", "60"]) == 0
+    assert main(["draw", str(text), "--recompute", "all", "--width", "60"]) == 0
     assert "recomputation" in capsys.readouterr().out
     line = ["simulate", "seq1f1b", "--model", "llama3-8b", "--hardware", "h200", "--seq", "16384", "--json"]
-    assert main([*line, "--recompute", "units"]) == 0
+    assert main([*line, "--recompute", "all"]) == 0
     [recomputed] = json.loads(capsys.readouterr().out)
     assert main(line) == 0
     [kept] = json.loads(capsys.readouterr().out)
@@ -114,9 +114,9 @@ def test_simulate_with_the_costs_of_a_model(capsys):
     """As the cost model says, with the split and the layers of equal time; JSON has what the table rounds."""
     line = ["simulate", "seq1f1b", "zb-h1", "--model", "llama3-8b", "--hardware", "h200", "--seq", "16384"]
     counts = {"num_ranks": 4, "num_microbatches": 8}
-    assert main([*line, "--steps", "3", "--recompute", "full", "--json", "--segments", "1"]) == 0
+    assert main([*line, "--steps", "3", "--inside", "full", "--json", "--segments", "1"]) == 0
     cost = CostModel.balanced(
-        load_model("llama3-8b"), load_hardware("h200"), num_ranks=4, seq_len=16384, layout=Layout(recompute="full")
+        load_model("llama3-8b"), load_hardware("h200"), num_ranks=4, seq_len=16384, layout=Layout(inside="full")
     )
     makespans = []
     for found, name in zip(json.loads(capsys.readouterr().out), ("seq1f1b", "zb-h1"), strict=True):
@@ -128,7 +128,7 @@ def test_simulate_with_the_costs_of_a_model(capsys):
         assert (found["makespan"], found["period"], found["span"]) == (run.makespan, run.period, list(run.span))
         assert found["memory"]["total"] == list(run.memory.total) and min(run.memory.total) > 0
         assert found["peak_microbatches"] == max(run.peak)
-    assert main([*line, "--segments", "1", "--recompute", "full"]) == 0
+    assert main([*line, "--segments", "1", "--inside", "full"]) == 0
     table = capsys.readouterr().out.splitlines()
     assert table[0].split()[-1] == "GiB" and len(table) == 3
     assert [line.split()[1] for line in table[1:]] == makespans  # what the rates of a machine are good for

@@ -127,7 +127,7 @@ def _plan_request(number: int, cap: int | None) -> Callable[[], Any]:
         "best": draw.of(1, 3, 5),
     }
     if draw.of(True, False) and not isinstance(machine, ProfiledHardware):
-        given["recompute"] = draw.of(["none"], ["full"], ["none", "ffn"])
+        given["inside"] = draw.of(["none"], ["full"], ["none", "ffn"])
     return lambda: _found(search_plans(model, machine, **given))
 
 
@@ -138,21 +138,13 @@ def _found(found: PlanSearch) -> Any:
         for name in ("model", "hardware", "layout", "options", "spread"):
             del told[name]
         told["layers"], told["vocabulary"] = plan.layout.layers, plan.layout.vocabulary
-        told["inside"] = _inside(plan.layout)
+        told["inside"] = plan.layout.inside
         told["options"] = {name: _sum(value) for name, value in plan.options.items()}
         told["spread"] = {name: _sum(value) for name, value in plan.spread.items()}
         plans.append(told)
     terms = [term._asdict() for term in found.uncertain]
     counts = found.num_candidates, found.num_simulated
     return {"plans": plans, "uncertain": terms, "fallen": dict(found.fallen), "counts": counts, "next": found.next_step}
-
-
-def _inside(layout: Layout) -> str:
-    return layout.recompute
-
-
-def _with_inside(layout: Layout, inside: str) -> Layout:
-    return replace(layout, recompute=inside)
 
 
 def _sum(value: Any) -> Any:
@@ -180,7 +172,7 @@ def _other_request(number: int) -> Callable[[], Any]:
         M = draw.of(2, 4)
         return lambda: asdict(compare(families, num_microbatches=M, stages_per_rank=v, **counts, **given))
     if not is_profiled and not layout.copies_prefix:
-        layout = _with_inside(layout, draw.of("none", "ffn", "full"))
+        layout = replace(layout, inside=draw.of("none", "ffn", "full"))
     if number % 3 == 1:
         if model.vocab and layout.head_in_loss and draw.of(True, False):
             layout = replace(layout, vocabulary="ranks")

@@ -108,7 +108,7 @@ def test_a_model_costs_what_its_plan_says() -> None:
     model, hardware = load_model("qwen3-4b"), load_hardware("h100")
     for name in ("seq1f1b", "seq-zb-h1", "seq1f1b-interleaved"):
         (plan, *_) = search_plans(
-            model, hardware, seq_len=8192, **COUNTS, names=[name], segments=[4], recompute=["full"],
+            model, hardware, seq_len=8192, **COUNTS, names=[name], segments=[4], inside=["full"],
             optimizer_sync=False, vocabulary="ends",
         ).plans  # fmt: skip
         sizes = plan.segment_sizes
@@ -139,8 +139,8 @@ def test_a_model_of_few_layers_and_a_cap() -> None:
     gib = f"{least / 2**30:.1f} GiB"
     with pytest.raises(ValueError, match=f"no family fits the cap of {gib}; the least possible is {gib}, of ") as error:
         compare(["1f1b", "seq-zb-h1"], **COUNTS, num_segments=2, **given, cap_bytes=least - 1)
-    assert "With --recompute ffn it holds" in str(error.value) and "which fits" in str(error.value)
-    with pytest.raises(ValueError, match=r" GiB with --recompute full: more segments, more ranks, "):
+    assert "With --inside ffn it holds" in str(error.value) and "which fits" in str(error.value)
+    with pytest.raises(ValueError, match=r" GiB with --inside full: more segments, more ranks, "):
         compare(["1f1b", "seq-zb-h1"], **COUNTS, num_segments=2, **given, cap_bytes=2**20)
 
 

@@ -114,7 +114,7 @@ def test_peak_bytes_by_hand():
     h, q, f, layers, tokens = 64, 96, 96, 2, 10
     saved = {"none": 2 * (4 * h + 2 * q + 3 * f) + 4 * 4, "ffn": 2 * (4 * h + 2 * q) + 4 * 4, "full": 2 * h}
     for recompute, per_token in saved.items():
-        layout = Layout(recompute=recompute)
+        layout = Layout(inside=recompute)
         ranks = CostModel(SMALL, machine, num_ranks=3, seq_len=tokens, layout=layout).price([tokens]).rank_bytes(order)
         left = [0, 0, 2 * h * tokens]
         held = [n * layers * per_token * tokens + more for n, more in zip((3, 2, 1), left, strict=True)]
@@ -133,7 +133,7 @@ def test_bytes_between_i_and_w_by_hand(recompute):
     saved = {"none": 2 * (4 * h + 2 * q + 3 * f) + 4 * 4, "ffn": 2 * (4 * h + 2 * q) + 4 * 4, "full": 2 * h}[recompute]
     kept = {"none": 2 * (2 * h + q + f), "ffn": 2 * (2 * h + q), "full": 0}[recompute]
     read_by_w = 2 * (2 * h + q + f) + 2 * (2 * h + q + 2 * g + 2 * f)
-    cost = CostModel(SMALL, machine, num_ranks=1, seq_len=tokens, layout=Layout(recompute=recompute))
+    cost = CostModel(SMALL, machine, num_ranks=1, seq_len=tokens, layout=Layout(inside=recompute))
     left = 2 * h * tokens  # by the loss, until the end of I
     first, second = 2 * saved + read_by_w - kept, read_by_w + saved + read_by_w - kept  # while I0.0 runs, and I1.0
     for order, held in (
@@ -301,7 +301,7 @@ def test_the_head_takes_layers_from_its_stage():
         ({"tensor": 0}, "tensor is 0, must be at least 1"),
         ({"tensor": 3}, "tensor is 3, must divide 4"),
         ({"expert": 2}, "expert is 2, must divide 1"),
-        ({"recompute": "some"}, "recompute is 'some', must be one of none, ffn, full"),
+        ({"inside": "some"}, "inside is 'some', must be one of none, ffn, full"),
         ({"layers": (3, 3)}, "must be 3 numbers, one per stage, that sum to the model's 6"),
         ({"layers": (3, 3, 1)}, "sum to the model's 6"),
         ({"documents": (4, 5)}, "documents hold 9 tokens"),

@@ -33,7 +33,7 @@ SOME = {
     ],
     "segments": [1, 4],
     "stages_per_rank": [1, 2],
-    "recompute": ["none", "full"],
+    "inside": ["none", "full"],
 }
 
 
@@ -111,7 +111,7 @@ def test_the_text_says_of_every_plan_what_its_ranks_hold():
         **{**COUNTS, "num_ranks": 4},
         segments=[1, 4],
         stages_per_rank=[1, 2],
-        recompute=["none"],
+        inside=["none"],
         best=3,
     )
     text = found.to_text("small", verbose=True)
@@ -156,7 +156,7 @@ def test_the_search_goes_on_where_more_segments_help():
     """Half a million tokens and two micro-batches: far more than 16 segments, of hundreds of tokens at least; what is
     asked for by name stays as it is."""
     machine = load_hardware("h100")
-    some = {"names": ["seq1f1b"], "stages_per_rank": [1], "recompute": ["none"], "vocabulary": "ends", "best": 1}
+    some = {"names": ["seq1f1b"], "stages_per_rank": [1], "inside": ["none"], "vocabulary": "ends", "best": 1}
     free = search_plans(LONG, machine, **LONG_COUNTS, **some)
     named = search_plans(LONG, machine, **LONG_COUNTS, **some, segments=[8, 16])
     assert named.plans[0].num_segments == 16 and free.plans[0].num_segments >= 64
@@ -168,7 +168,7 @@ def test_the_search_goes_on_where_more_segments_help():
 
 def test_a_vocabulary_over_the_ranks_evens_out_the_head():
     """The last stage no longer keeps the others waiting; the plan file builds the same order."""
-    some = {"names": ["seq1f1b-interleaved"], "stages_per_rank": [4], "segments": [32], "recompute": ["none"]}
+    some = {"names": ["seq1f1b-interleaved"], "stages_per_rank": [4], "segments": [32], "inside": ["none"]}
     machine = load_hardware("h100")
     spread, ends = search_plans(LONG, machine, **LONG_COUNTS, **some, best=2).plans
     assert (spread.layout.vocabulary, ends.layout.vocabulary) == ("ranks", "ends")
@@ -185,7 +185,7 @@ def test_a_vocabulary_over_the_ranks_evens_out_the_head():
     assert wholes[0] == pytest.approx(wholes[1])
     [only] = search_plans(LONG, machine, **LONG_COUNTS, **some, best=2, vocabulary="ends").plans
     assert only == ends
-    with pytest.raises(ValueError, match="vocabulary is 'all', must be 'any' or 'ends'"):
+    with pytest.raises(ValueError, match="vocabulary is 'all', must be one of any, ends, ranks"):
         search_plans(LONG, machine, **LONG_COUNTS, **some, vocabulary="all")
 
 
@@ -193,7 +193,7 @@ def test_order_and_remedies_are_chosen_together():
     """If no order fits, auto holds fewer units and recomputes some: no slower than the best named order with units
     recomputed."""
     counts = {**COUNTS, "num_ranks": 4, "num_microbatches": 8, "vocabulary": "ends"}
-    some = {"segments": [4], "stages_per_rank": [1], "recompute": ["none"], "best": 1}
+    some = {"segments": [4], "stages_per_rank": [1], "inside": ["none"], "best": 1}
     keeps = search_plans(SHAPE, MACHINE, **counts, **some, names=["seq1f1b"], remedies=()).plans[0]
     cap = max(keeps.peak) - 60 * 2**20
     with pytest.raises(ValueError, match="nothing fits"):
@@ -228,7 +228,7 @@ def test_an_uncertain_term_moves_the_step_by_what_it_says():
 def test_steps_that_do_not_wait_for_all_ranks():
     """The period is that of the public simulator; zb-h2, whose ranks are all at it for the same time, gains most."""
     counts = {**COUNTS, "num_ranks": 4, "num_microbatches": 8, "memory": 10**15}
-    few = {"segments": [1], "stages_per_rank": [1], "recompute": ["none"], "best": 1, "within": 1e9}
+    few = {"segments": [1], "stages_per_rank": [1], "inside": ["none"], "best": 1, "within": 1e9}
     fast = dict.fromkeys(("attention_forward_efficiency", "attention_backward_efficiency", "bandwidth"), 1e15)
     machine, gains = replace(MACHINE, **fast, launch=0.0), {}  # F, I and W take the same time
     for name in ("1f1b", "zb-h2"):
@@ -247,7 +247,7 @@ def test_steps_that_do_not_wait_for_all_ranks():
 
 def test_slow_edges_between_nodes_slow_only_those():
     machine = replace(MACHINE, between_bandwidth=1e6)
-    few = {"names": ["1f1b"], "segments": [1], "stages_per_rank": [1], "recompute": ["none"], "best": 1}
+    few = {"names": ["1f1b"], "segments": [1], "stages_per_rank": [1], "inside": ["none"], "best": 1}
     seconds = [
         search_plans(SHAPE, replace(machine, node_size=size), **{**COUNTS, "num_ranks": 4}, **few).plans[0].seconds
         for size in (4.0, 2.0, 1.0)
@@ -260,7 +260,7 @@ def test_auto_is_made_for_the_cap():
     some = {
         "segments": [4],
         "stages_per_rank": [1],
-        "recompute": ["none"],
+        "inside": ["none"],
         "best": 3,
         "within": 1e9,
         "remedies": (),
@@ -281,7 +281,7 @@ def test_auto_is_made_for_the_cap():
 
 def test_auto_has_the_places_that_its_messages_need():
     """Its plan tells the engine the places that its bytes were counted with."""
-    some = {"segments": [4], "stages_per_rank": [2], "recompute": ["none"], "best": 1}
+    some = {"segments": [4], "stages_per_rank": [2], "inside": ["none"], "best": 1}
     counts = {**COUNTS, "num_ranks": 4, "num_microbatches": 8}
     named = search_plans(SHAPE, MACHINE, **counts, **some, names=["seq1f1b-interleaved"]).plans[0]
     auto = search_plans(SHAPE, MACHINE, **counts, **some, names=["auto"]).plans[0]
@@ -296,7 +296,7 @@ def test_auto_has_the_places_that_its_messages_need():
 
 def test_a_plan_takes_fewer_places_if_memory_is_short():
     """Whole micro-batches in eight segments: their gradients come earlier than one place lets them."""
-    some = {"segments": [8], "stages_per_rank": [1], "recompute": ["none"], "remedies": [], "best": 1}
+    some = {"segments": [8], "stages_per_rank": [1], "inside": ["none"], "remedies": [], "best": 1}
     counts = {**COUNTS, "num_ranks": 4, "num_microbatches": 8, "names": ["1f1b"]}
     free = search_plans(SHAPE, MACHINE, **counts, **some).plans[0]
     assert free.prefetch is None and free.build().places != free.build().replace(prefetch=1).places
@@ -332,7 +332,7 @@ def test_a_mix_of_lengths_is_weighed_by_its_steps():
 def test_the_best_of_a_mix_is_not_the_best_of_its_longest():
     """Among all candidates of both lengths the mix takes the least mean; short sequences want fewer segments."""
     counts = {"num_ranks": 2, "num_microbatches": 4}
-    some = {"names": ["seq1f1b"], "segments": [1, 2, 4, 8], "stages_per_rank": [1], "recompute": ["none"]}
+    some = {"names": ["seq1f1b"], "segments": [1, 2, 4, 8], "stages_per_rank": [1], "inside": ["none"]}
     mixed, long = (
         search_plans(SHAPE, MACHINE, **counts, **some, **lengths, best=1).plans[0]
         for lengths in ({"lengths": MIX}, {"seq_len": 8192})
@@ -384,7 +384,7 @@ def test_bad_mixes(lengths, message):
 def test_nothing_fits_and_the_least_that_would():
     with pytest.raises(ValueError, match=r"nothing fits in 0\.00 GiB: the least possible is ") as error:
         search_plans(SHAPE, MACHINE, **COUNTS, **SOME, memory=1000)
-    assert "recompute full" in str(error.value)
+    assert "inside full" in str(error.value)
     machine = replace(MACHINE, context_bytes=0.0)
     with pytest.raises(ValueError, match="nothing fits") as error:
         search_plans(SHAPE, machine, **COUNTS, **SOME, memory=1)
@@ -409,7 +409,7 @@ def test_nothing_fits_and_the_least_that_would():
         ({"names": ["fast"]}, "there is no schedule named 'fast'"),
         ({"segments": [0, 1]}, r"segments are \[0, 1\]"),
         ({"segments": [9000]}, "must be in 1..8192"),
-        ({"recompute": ["all"]}, "recompute is 'all'"),
+        ({"inside": ["all"]}, "inside is 'all'"),
         ({"layout": Layout(tensor=3)}, "tensor is 3, must divide 8"),
         ({"num_microbatches": 10**12}, "needs 2 P v M k <= 10000000 units"),
         ({"seq_len": 0}, "seq_len is 0, must be at least 1"),
@@ -502,7 +502,7 @@ def test_the_engine_runs_a_plan(name, tmp_path):
     from seq1f1b import PipelineEngine
     from seq1f1b.testing import run_ranks
 
-    plan = small_plan(names=[name], segments=[4], recompute=["none"])
+    plan = small_plan(names=[name], segments=[4], inside=["none"])
     if name != "auto":  # which takes the faster of both
         assert is_split(plan.build()) == (name != "seq1f1b")
     plan.save(tmp_path / "plan.json")
@@ -540,7 +540,7 @@ def test_the_engine_runs_a_plan_that_gives_up_units(remedy, tmp_path):
     from seq1f1b import PipelineEngine
     from seq1f1b.testing import run_ranks
 
-    some = {"names": ["gpipe"], "segments": [4], "recompute": ["none"]}
+    some = {"names": ["gpipe"], "segments": [4], "inside": ["none"]}
     most = max(small_plan(**some).peak)
     plan = small_plan(**some, memory=most - 1, remedies=(remedy,))
     assert max(plan.peak) < most
@@ -574,7 +574,7 @@ def test_the_engine_runs_a_plan_for_a_mix_of_lengths():
     from seq1f1b import PipelineEngine
     from seq1f1b.testing import run_ranks
 
-    plan = small_plan(names=["seq1f1b"], segments=[4], recompute=["none"], lengths={9: 3, 16: 1})
+    plan = small_plan(names=["seq1f1b"], segments=[4], inside=["none"], lengths={9: 3, 16: 1})
     config = Config()
     model = whole_model(config)
     batches = {length: batch(config, 4, length, size=1) for length in (16, 9, 12)}
@@ -613,10 +613,10 @@ def test_what_the_engine_does_not_do_is_refused_by_name():
 
         return run_ranks(2, run)
 
-    plan = small_plan(names=["seq1f1b"], segments=[4], recompute=["none"])
-    with pytest.raises(ValueError, match="the plan recomputes \\('full'\\), which the engine leaves to the module"):
-        start(schedule=small_plan(names=["seq1f1b"], segments=[4], recompute=["full"]))
-    some = {"names": ["gpipe"], "segments": [4], "recompute": ["none"]}
+    plan = small_plan(names=["seq1f1b"], segments=[4], inside=["none"])
+    with pytest.raises(ValueError, match="the plan recomputes inside of blocks \\('full'\\), which the engine leaves to the module"):
+        start(schedule=small_plan(names=["seq1f1b"], segments=[4], inside=["full"]))
+    some = {"names": ["gpipe"], "segments": [4], "inside": ["none"]}
     moves = small_plan(**some, memory=max(small_plan(**some).peak) - 1, remedies=("offload",))
     with pytest.raises(
         ValueError, match=r"the schedule moves units \(O, A, L\): say by Memory\(offload=...\) in which directory"
@@ -668,7 +668,7 @@ def test_a_plan_keeps_a_margin_by_default(capsys):
 
 def test_the_command_takes_a_mix_of_lengths(capsys, tmp_path):
     few = ["--ranks", "4", "--microbatches", "4", "--segments", "1,4", "--schedules", "seq1f1b", "--best", "1"]
-    line = ["plan", "--model", "gpt-2.7b", "--hardware", "a100", *few, "--recompute", "full"]
+    line = ["plan", "--model", "gpt-2.7b", "--hardware", "a100", *few, "--inside", "full"]
     (tmp_path / "lengths.txt").write_text("# tokens of each sequence\n8192\n2048 2\n2048\n\n")
     for given in ("2048:3,8192:1", str(tmp_path / "lengths.txt")):
         assert main([*line, "--lengths", given]) == 0
@@ -733,7 +733,7 @@ def test_units_give_up_what_they_saved_where_an_order_would_not_fit():
     """Below what any order needs, plans recompute some units and still fit; with a tier they move some, and are faster
     than with recomputation alone where that hides."""
     machine = replace(MACHINE, tier_bandwidth=1e12)
-    some = {"names": ["1f1b", "seq1f1b"], "segments": [1, 4], "stages_per_rank": [1], "recompute": ["none"]}
+    some = {"names": ["1f1b", "seq1f1b"], "segments": [1, 4], "stages_per_rank": [1], "inside": ["none"]}
     whole = search_plans(SHAPE, machine, **COUNTS, **some, remedies=(), best=10_000, within=1e9).plans
     static = min(max(plan.peak) for plan in whole)
     cap = static - 100 * 2**20

@@ -295,7 +295,7 @@ def test_what_a_unit_takes_beyond_its_layers():
                 times = {"F": forward, "B": 2 * forward, "I": forward, "W": weight, "R": 2 * forward}
                 units[512 * s // k, tokens] = {kind: [seconds] * 3 for kind, seconds in times.items()}
         nothing = [(8, 0.0, 0.0, 0.0), (16, 0.0, 0.0, 0.0)]
-        return profiler.Measured(layers, units, [], [], 0.0, 0.0, 0.0, [0.0], [0.0], 0.0, [], [], nothing)
+        return profiler.StageTimes(layers, units, [], [], 0.0, 0.0, 0.0, [0.0], [0.0], 0.0, [], [], nothing)
 
     several, single = measured(3, (1, 2, 4, 8)), measured(1, (2, 8))
     arguments = {"seq_len": 512, "threads": 1, "dtype": "float32", "seconds": 1.0}
@@ -631,7 +631,7 @@ def test_split_orders_are_made_for_the_measured_costs(name):
     [
         (SHAPE._replace(hidden=64, ffn=8), {}, "the profile is of hidden 32, ffn 32, the model has hidden 64, ffn 8"),
         (SHAPE, {"tensor": 2}, "tensor, context and expert must be 1"),
-        (SHAPE, {"recompute": "full"}, "recompute is 'full'"),
+        (SHAPE, {"inside": "full"}, "inside is 'full'"),
     ],
 )
 def test_what_a_profile_does_not_tell(model, layout, message):
@@ -646,11 +646,11 @@ def test_a_plan_by_a_profile():
     plan = found.plans[0]
     assert plan.schedule == "seq1f1b" and plan.hardware == "a machine (profile)"
     assert {"measured_forward", "measured_backward"} <= {term.name for term in found.uncertain}
-    assert plan.layout.recompute == "none" and plan.low < plan.seconds < plan.high
+    assert plan.layout.inside == "none" and plan.low < plan.seconds < plan.high
     slower = ProfiledHardware.of(profile(layer=part((1e-4, 2e-6, 4e-8), (3e-4, 4e-6, 1e-7))), MACHINE)
     assert search_plans(SHAPE, slower, **counts, names=["seq1f1b"]).plans[0].seconds > plan.seconds
     with pytest.raises(ValueError, match="a profile is of stages that recompute nothing"):
-        search_plans(SHAPE, machine, **counts, recompute=["full"])
+        search_plans(SHAPE, machine, **counts, inside=["full"])
 
 
 # -- ranks that share cores, in benchmarks/predict.py
