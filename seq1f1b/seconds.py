@@ -64,7 +64,7 @@ SHARD_PASSES = {name: letter for letter, name in zip(_C.PASSES, _C.PASS_NAMES, s
 
 
 class Source(Protocol):
-    """Where the seconds of units come from: parts of a model on a machine or in a profile, or measured stages.
+    """An origin of the seconds of units: parts of a model on a machine or in a profile, or measured stages.
 
     Attributes:
         kinds: of each stage, a number: stages of one kind cost alike.

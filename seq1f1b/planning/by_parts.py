@@ -18,7 +18,7 @@ __all__: list[str] = []
 
 
 class StageKind(NamedTuple):
-    """What a stage holds."""
+    """The parts that a stage holds."""
 
     layers: int
     is_first: bool
@@ -64,7 +64,7 @@ class ByParts(ABC):
     # -- seconds
 
     beyond = NO_SECONDS
-    """Of a unit, beyond those of its layers."""
+    """Seconds of a unit beyond those of its layers."""
 
     @abstractmethod
     def layer(self, span: Span) -> PassSeconds:
@@ -111,7 +111,7 @@ class ByParts(ABC):
         return found
 
     def shard(self, span: Span) -> ShardSeconds:
-        """What the head and the embedding take, by as many as there are ranks, and the unit's own time."""
+        """Shares of the head and the embedding, by as many as there are ranks, and the unit's own time."""
         head, embedding, own = self.head(span), self.embedding(span), self.hardware.unit_overhead
         whole = (head.forward, head.total - head.forward, embedding.forward, embedding.total - embedding.forward)
         return ShardSeconds(*(seconds / self.num_ranks + own for seconds in whole))
@@ -121,7 +121,7 @@ class ByParts(ABC):
     @property
     @abstractmethod
     def message_bytes(self) -> float:
-        """Of a token, on one of the devices that share a stage."""
+        """Bytes of a token in a message, on one of the devices that share a stage."""
 
     @property
     @abstractmethod
@@ -130,7 +130,7 @@ class ByParts(ABC):
 
     @abstractmethod
     def held(self, tokens: int) -> list[UnitBytes]:
-        """What a unit holds beside the cache, by kind of its stage."""
+        """Bytes that a unit holds beside the cache, by kind of its stage."""
 
     @abstractmethod
     def work(self, tokens: int) -> list[tuple[int, int]]:
@@ -138,7 +138,7 @@ class ByParts(ABC):
 
     @abstractmethod
     def standing_work(self, tokens: int, is_last: bool) -> float:
-        """The same of all units of a rank, where that of single units is not known: of the longest of them."""
+        """Most that the longest unit of a rank allocates for a while, where that of each is not known."""
 
     @property
     def copied_bytes(self) -> float:
@@ -159,7 +159,7 @@ class ByParts(ABC):
 
     @cached_property
     def layer_parameters(self) -> float:
-        """Of one layer, on one device."""
+        """Parameters of one layer, on one device."""
         m, h = self.model, self.model.hidden
         dense = 2 * h * self._q + 2 * h * self._g + 2 * h + (h * m.experts if m.experts > 1 else 0)
         return (dense + 3 * h * m.ffn * m.experts / self.layout.expert) / self.layout.tensor
@@ -169,12 +169,12 @@ class ByParts(ABC):
         return self.model.vocab / self.shards * tokens * (self.hardware.element_bytes + 8)
 
     def shard_logits(self, tokens: int) -> float:
-        """Those of a shard of the vocabulary; 0 where the last stage has the head."""
+        """Bytes of logits of a shard of the vocabulary; 0 where the last stage has the head."""
         return self._logits(tokens) / self.num_ranks if self.spreads else 0.0
 
     @property
     def _saved_logits(self) -> float:
-        """What a loss apart from the head saves of one token: fp32 probabilities."""
+        """Bytes that a loss apart from the head saves of one token: fp32 probabilities."""
         return 0.0 if self.layout.head_in_loss else self.model.vocab / self.shards * 4
 
     def logit_work(self, tokens: int) -> float:

@@ -20,7 +20,7 @@ __all__: list[str] = []
 
 
 class ByProfile(ByParts):
-    """What a profile says. F of the last stage holds the head's backward as well where the layout has it in the loss,
+    """The parts of a profile. F of the last stage holds the head's backward as well where the layout has it in the loss,
     as the engine runs it.
 
     Raises:

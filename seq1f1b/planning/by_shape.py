@@ -15,7 +15,7 @@ _COLLECTIVES, _COLLECTIVES_BACK = 4, 6  # of a layer: backward gathers the input
 
 
 class ByShape(ByParts):
-    """What is counted.
+    """The parts of a model whose shape is known.
 
     One layer, per token, h = hidden, q = heads * head_dim, g = kv_heads * head_dim, f = ffn of a token's experts:
     F is 2 (2 h q + 2 h g + 3 h f) FLOP of products and 4 q per earlier token of attention; I and W each repeat the
@@ -50,7 +50,7 @@ class ByShape(ByParts):
         return PassSeconds(each, each, each, 2 * each, 0.0 if self.layout.head_in_loss else each)
 
     def embedding(self, span: Span, floor: bool = True) -> PassSeconds:
-        """Its traffic is not counted."""
+        """No seconds: the traffic of an embedding is not counted."""
         return NO_SECONDS
 
     def _attention(self, span: Span) -> tuple[float, float]:
@@ -78,7 +78,7 @@ class ByShape(ByParts):
         return PassSeconds(forward, back, linear, back + linear), (collectives, collectives_back)
 
     def _fixed(self, span: Span, attention: tuple[float, float]) -> PassSeconds:
-        """What F, I and W of one layer take however few rows a unit has: the begin and end of attention's tiles, the
+        """Seconds of F, I and W of one layer, however few rows a unit has: the begin and end of attention's tiles, the
         latency of collectives, sums of weight gradients, a copied prefix."""
         hw = self.hardware
         rows = max(span.tokens / self.layout.context, 1.0)

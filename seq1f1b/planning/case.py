@@ -71,7 +71,7 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Asked:
-    """What all candidates have to do. ``lengths``: of the sequences, ascending."""
+    """The work of all candidates. ``lengths``: of the sequences, ascending."""
 
     model: ModelShape
     hardware: Hardware
@@ -274,7 +274,7 @@ class Case:
     # -- its seconds
 
     def _costs(self, schedule: Schedule, hardware: Hardware | None = None) -> list[Costs]:
-        """Of the steps of each length; hardware: another machine."""
+        """Costs of the steps of each length; hardware: another machine."""
         moves = "offload" in self.candidate.remedies
         return [price.costs(schedule, moves=moves) for price in self._prices_on(hardware)]
 

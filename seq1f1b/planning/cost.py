@@ -76,7 +76,7 @@ class CostModel:
         return cost
 
     def on(self, hardware: Hardware) -> CostModel:
-        """The same stages on another machine."""
+        """A model of these stages on another machine."""
         return CostModel(
             self.model,
             hardware,
@@ -87,7 +87,7 @@ class CostModel:
         )
 
     def measured(self, terms: Terms) -> CostModel:
-        """The same stages, whose units take what an engine measured of its own; bytes and messages stay."""
+        """A model of these stages, whose units take what an engine measured; bytes and messages stay."""
         other = copy.copy(self)
         other.source, other._last = MeasuredUnits(terms, self.source), None
         return other
@@ -100,7 +100,7 @@ class CostModel:
         return self._last[1]
 
     def price_rows(self, rows: Sequence[PackedRow]) -> Price:
-        """The same of a step of rows; its own length and documents do not count.
+        """Seconds and bytes of the units of a step of rows; the own length and documents do not count.
 
         Raises:
             ValueError: the layout copies prefixes.
@@ -167,7 +167,7 @@ class CostModel:
         return latencies, rates
 
     def send_seconds(self, rank_of_stage: Sequence[int]) -> float:
-        """What a message takes of its sender's own time, in the mean over all edges."""
+        """Seconds of its sender's own time that a message takes, in the mean over all edges."""
         hw = self.hardware
         each = [hw.inside_send if near else hw.between_send for near in self._inside(rank_of_stage)]
         return sum(each) / len(each) if each else 0.0

@@ -118,9 +118,9 @@ class Hardware:
         return "cuda" if self.host_memory else "cpu"
 
     rates: ClassVar[str] = "assumed rates"
-    """Where seconds come from, in words."""
+    """The origin of the seconds, in words."""
     insides: ClassVar[tuple[str, ...]] = INSIDE
-    """What of ``Layout(inside=)`` it has seconds of."""
+    """The kinds of ``Layout(inside=)`` that it has seconds of."""
 
     def link(self, devices: float) -> float:
         """Bytes per second among so many neighbouring devices."""

@@ -178,7 +178,7 @@ class Price:
 
     @cached_property
     def _held(self) -> list[list[UnitBytes]]:
-        """Of all segments, by kind of stage."""
+        """Bytes of all units, by kind of stage."""
         parts, copies = self.cost.parts, self.cost.layout.copies_prefix
         known = {size: parts.held(size) for size in dict.fromkeys(self.sizes)}
         held = [[known[size][kind] for size in self.sizes] for kind in range(len(parts.stages))]
@@ -188,7 +188,7 @@ class Price:
         return held
 
     def _per_layer(self, bytes_of_token: float) -> list[list[int]]:
-        """Of all segments, by kind of stage."""
+        """Bytes of all segments in so many layers, by kind of stage."""
         return [[math.ceil(n * size * bytes_of_token) for size in self.sizes] for n, _, _ in self.cost.parts.stages]
 
     def held_bytes(self) -> list[list[Any]]:
@@ -203,7 +203,7 @@ class Price:
         return self._table(found)
 
     def least_bytes(self) -> float:
-        """What no order can go below: weights and one micro-batch, in the mean over the ranks."""
+        """A bound that no order can go below: weights and one micro-batch, in the mean over the ranks."""
         cost, hw = self.cost, self.cost.hardware
         static = _state_bytes(cost) * sum(map(cost.parameters, range(cost.num_stages)))
         begin, end = [0, *self._ends][self._longest], self._ends[self._longest]
@@ -324,7 +324,7 @@ class Price:
         return kv, gradients
 
     def _pool_bytes(self, schedule: Schedule, activations: Any) -> list[int]:
-        """What an allocator keeps beyond the peak if blocks of one length do not serve another: the peaks of segments
+        """Bytes beyond the peak that an allocator keeps if blocks of one length serve no other: the peaks of segments
         of each length together, less that of all, and copies of each prefix but the first and the last."""
         share, lengths = self.cost.hardware.length_pools, set(self.sizes)
         if share == 0 or len(lengths) == 1 or not self._is_alike:

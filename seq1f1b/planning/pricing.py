@@ -100,7 +100,7 @@ class Pricing:
         )
 
     def _price(self, candidate: Candidate, seq_len: int) -> Price:
-        """Of its units in sequences of one length. Candidates share stages and segments."""
+        """The price of its units in sequences of one length. Candidates share stages and segments."""
         _, v, k, mix, inside, balance, _, vocabulary = candidate
         of_cost = (v, inside, balance, seq_len, vocabulary)
         if of_cost not in self._costs:

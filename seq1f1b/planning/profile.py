@@ -1,4 +1,4 @@
-"""What the units of a stage cost on a machine, as measured: the file that ``seq1f1b profile`` writes and plans use.
+"""Measured costs of the units of a stage on a machine: the file that ``seq1f1b profile`` writes and plans use.
 
 Needs no torch; :mod:`seq1f1b.planning.profiler` measures.
 """
@@ -121,7 +121,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a model's parts cost on a machine.
+    """The costs of a model's parts on a machine.
 
     Attributes:
         machine, torch, threads, dtype: where, and of the products ("bfloat16 autocast": weights are float32).
@@ -163,7 +163,7 @@ class Profile:
     device: str = "cpu"
 
     def parts(self) -> dict[str, Part]:
-        """Those that there are, by name."""
+        """The parts that there are, by name."""
         named = {"layer": self.layer, "embedding": self.embedding, "head": self.head}
         return {name: part for name, part in named.items() if part is not None}
 

@@ -35,7 +35,7 @@ refuse_old_names(__name__)
 SEGMENTS = (1, 2, 4, 8, 16)
 WARM_UP = 2  # steps whose times do not count: the first ones allocate
 WAYS = {"whole": 3, "split": 3, "recomputed": 4}
-"""What is measured of each cut, and its work in forwards: B counts as two of them, and so do I and W."""
+"""The ways in which each cut is measured, and its work in forwards: B counts as two of them, and so do I and W."""
 MOVED_WORK = 3  # the same of units that move to a tier and back
 _LEAST_TOKENS = 16
 _APART = 1.5  # times that the longest unit takes longer than the shortest, for a line through them

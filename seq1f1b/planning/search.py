@@ -151,7 +151,7 @@ class PlanSearch:
         return "above the device" if worst > self.device else "above the cap, within the device"
 
     def _legend(self) -> str:
-        """What the heads of the table mean, as far as it has them."""
+        """Explains the heads of the table, as far as it has them."""
         says = ["segments of a sequence"]
         if any(plan.stages_per_rank > 1 for plan in self.plans):
             says.append("v stages of a rank")
@@ -374,7 +374,7 @@ def _try_all(tries: _Tries, wanted: _Wanted, shortest: int) -> None:
 
 
 class _Tries:
-    """What has been tried, and the best of it."""
+    """The candidates that have been tried, and the best of them."""
 
     def __init__(
         self, pricing: Pricing, cap: int, best: int, within: float, progress: Callable[[int, int], None] | None
@@ -387,7 +387,7 @@ class _Tries:
         self._left_of_auto = _MOST_OF_AUTO
 
     def allowed(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Those that can be built, the lowest bound first."""
+        """The candidates that can be built, the lowest bound first."""
         self.num_candidates += len(candidates)
         pricing = self.pricing
         possible = [(candidate, i) for i, candidate in enumerate(candidates) if pricing.rule(candidate) is None]
@@ -490,7 +490,7 @@ class _Tries:
 
 
 def _next_step(pricing: Pricing, best: Found, is_limited: bool, names: Sequence[str] | None) -> str:
-    """What would help most beyond the best plan, by where its time goes."""
+    """Says what would help most beyond the best plan, by where its time goes."""
     again, k = pricing.share_again(best), best.candidate.num_segments
     if again > max(best.bubble, 0.02):
         return (
@@ -538,7 +538,7 @@ class _Wanted(NamedTuple):
 
 
 def _wanted_families(names: Sequence[str] | None) -> list[Family]:
-    """Those named; else all but ``auto``, which comes last, and those that say nothing of their own."""
+    """The families that are named; else all but ``auto``, which comes last, and those that say nothing of their own."""
     known = {family.name: family for family in families()}
     for name in names or ():
         if name not in known:

@@ -80,7 +80,7 @@ class Setting:
 
 
 Figures: TypeAlias = "tuple[Any, ...]"
-"""What one rank tells of a step: tokens, seconds, and, where units are measured, :func:`unit_figures`."""
+"""The figures that one rank tells of a step: tokens, seconds, and, where units are measured, :func:`unit_figures`."""
 
 Walk: TypeAlias = "Generator[Choice | None, list[Figures], None]"
 """Yields the order of the next step (None: the first one); is sent what all ranks measured of it."""
@@ -118,7 +118,7 @@ class Tuner:
 
     @property
     def text(self) -> str:
-        """What was found, in words; before, how far the search has come."""
+        """The order that was found, in words; before, how far the search has come."""
         steps = f"{self._stamp - self._started} of about {self._expected}"
         return self._told or f"tuning: {steps} steps of training, under one order or another"
 

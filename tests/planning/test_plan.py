@@ -614,7 +614,9 @@ def test_what_the_engine_does_not_do_is_refused_by_name():
         return run_ranks(2, run)
 
     plan = small_plan(names=["seq1f1b"], segments=[4], inside=["none"])
-    with pytest.raises(ValueError, match="the plan recomputes inside of blocks \\('full'\\), which the engine leaves to the module"):
+    with pytest.raises(
+        ValueError, match="the plan recomputes inside of blocks \\('full'\\), which the engine leaves to the module"
+    ):
         start(schedule=small_plan(names=["seq1f1b"], segments=[4], inside=["full"]))
     some = {"names": ["gpipe"], "segments": [4], "inside": ["none"]}
     moves = small_plan(**some, memory=max(small_plan(**some).peak) - 1, remedies=("offload",))
