@@ -34,31 +34,13 @@ GONE: dict[str, dict[str, str]] = {
     "seq1f1b": {"check_segment_sizes": "the check of partition_sequence and of PipelineEngine"},
     "seq1f1b.runtime.report": {"read_reports": "PipelineReport.load_all"},
     "Layout": {"recompute=": "inside=", "recompute": "inside"},
-    "search_plans": {"recompute=": "inside="},
-    "CostModel": {
-        "unit_seconds": "price(sizes).seconds",
-        "shard_seconds": "price(sizes).shard_seconds",
-        "moving_seconds": "price(sizes).moving_seconds()",
-        "message_bytes": "price(sizes).message_bytes",
-        "held_bytes": "price(sizes).held_bytes()",
-        "least_bytes": "price(sizes).least_bytes()",
-        "unit_memory": "price(sizes).memory(rank_of_stage)",
-        "step_memory": "price(sizes).step_memory(rank_of_stage)",
-        "rank_bytes": "price(sizes).rank_bytes(schedule)",
-        "rank_bytes_of": "price(sizes).rank_bytes(schedule)",
-        "costs": "price(sizes).costs(schedule)",
-        "seconds_of": "price_rows(rows).seconds",
-        "step_seconds": "price(sizes).costs(schedule).optimizer",
-        "profile": "hardware.profile",
-        "pairs": "seq1f1b.seconds.pairs_of",
-    },
-    "seq1f1b.planning.cost": {"Span": "seq1f1b.seconds.Span", "UnitSeconds": "seq1f1b.seconds.UnitSeconds"},
-    "seq1f1b.planning.compare": {"Row": "FamilyRow"},
-    "seq1f1b.planning.profile": {"visible_pairs": "seq1f1b.seconds.pairs_of"},
-    "seq1f1b.planning.profiler": {"Measured": "StageTimes"},
     "seq1f1b.torchtitan": {"convert": "segmented", "pipelining_fn": "segmented"},
 }
-"""By class or module: an argument (with =), an attribute or a name that has gone, and what takes its place."""
+"""By class, function or module: an argument (with =), an attribute or a name that has gone, and what takes its place.
+``seq1f1b/planning/renamed.py`` adds the planner's."""
+
+WENT: dict[str, str] = {}
+"""By the path of a module of the planner: what takes its place."""
 
 _SAME = "balance folder pretrained trainer trainer_batch trainer_checks trainer_replicas trainer_state weight_files"
 _OTHER = {"transformers": "cut", "transformers_attention": "attention_function"}
@@ -135,10 +117,8 @@ class OldPaths:
         package, _, module = name.rpartition(".")
         if package == "seq1f1b.adapters" and module in MOVED:
             raise ImportError(f"{name} of 1.0.0rc1 is seq1f1b.transformers.{MOVED[module]} now", name=name)
-        if name == "seq1f1b.planning.row_costs":
-            raise ImportError(
-                f"{name} of 1.0.0rc1 is CostModel.price_rows(rows) of seq1f1b.planning.cost now", name=name
-            )
+        if name in WENT:
+            raise ImportError(f"{name} of 1.0.0rc1 is {WENT[name]} now", name=name)
         return None
 
 

@@ -20,8 +20,9 @@ __all__: list[str] = []
 
 
 class ByProfile(ByParts):
-    """The parts of a profile. F of the last stage holds the head's backward as well where the layout has it in the loss,
-    as the engine runs it.
+    """The parts of a profile.
+
+    F of the last stage holds the head's backward as well where the layout has it in the loss, as the engine runs it.
 
     Raises:
         ValueError: the profile is of another model, or of less than the layout asks for.

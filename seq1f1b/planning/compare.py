@@ -17,7 +17,7 @@ from seq1f1b.planning.cost import CostModel, Price
 from seq1f1b.planning.fitting import order_for_costs
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.layout import INSIDE
-from seq1f1b.renamed import refuse_old_names
+from seq1f1b.planning.renamed import refuse_old_names
 from seq1f1b.schedule import (
     Costs,
     Family,

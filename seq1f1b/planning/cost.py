@@ -13,7 +13,7 @@ from seq1f1b.plan import Layout
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.layout import check_layout
 from seq1f1b.planning.price import PackedRow, Price, RankBytes
-from seq1f1b.renamed import refuse_old_names, renamed
+from seq1f1b.planning.renamed import refuse_old_names, renamed
 from seq1f1b.runtime.unit_times import MeasuredUnits, Terms
 from seq1f1b.seconds import PassSeconds, Source, Span, pairs_of
 

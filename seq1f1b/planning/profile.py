@@ -15,7 +15,7 @@ from typing import NamedTuple
 from seq1f1b.files import json_fields, load, read, write_whole
 from seq1f1b.fit import Fit
 from seq1f1b.partition import ModelShape, check_model
-from seq1f1b.renamed import refuse_old_names
+from seq1f1b.planning.renamed import refuse_old_names
 from seq1f1b.seconds import NO_SECONDS, PASSES, PassSeconds, pairs_of
 
 __all__ = ["Fit", "Part", "PassSeconds", "Profile", "Sample"]

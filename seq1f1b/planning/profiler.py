@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from seq1f1b.fit import Fit, fit_seconds
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.planning.profile import Part, Profile, Sample
+from seq1f1b.planning.renamed import refuse_old_names
 from seq1f1b.planning.workspace import Workspace, measure_workspace
-from seq1f1b.renamed import refuse_old_names
 from seq1f1b.runtime.arguments import Memory
 from seq1f1b.runtime.engine import LoneEngine
 from seq1f1b.schedule import Schedule, Unit, build_schedule

@@ -19,7 +19,7 @@ from seq1f1b.planning.case import REMEDIES, Asked, Candidate, Found, Uncertain
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.layout import INSIDE
 from seq1f1b.planning.pricing import GIB, Pricing, group_lengths
-from seq1f1b.renamed import renamed_arguments
+from seq1f1b.planning.renamed import renamed_arguments
 from seq1f1b.schedule import Family, families
 from seq1f1b.table import rounded, table_text
 
