@@ -164,12 +164,12 @@ class Pricing:
             if bound < self._slower.get(name, (math.inf, True))[0]:
                 self._slower[name] = (bound, True)
             return None
+        case = Case(self.shared, candidate, self._prices(candidate), self._bounds_of(candidate))
         if fitting and not candidate.remedies:
-            least = self._price(candidate, self.longest).least_bytes()
+            least = case.longest.least_bytes()
             if least > cap:
                 self._least.setdefault(name, (math.ceil(least), candidate))
                 return None
-        case = Case(self.shared, candidate, self._prices(candidate), self._bounds_of(candidate))
         found = case.priced(cap, LEVELS[:1] if self.is_quick else LEVELS)
         is_dear = candidate.remedies or isinstance(found, Found)  # else it was only looked at
         self.units_priced += self.num_units(candidate) // (1 if is_dear else 4)
