@@ -203,7 +203,7 @@ class OurArm(Arm):
         self.engine = seq1f1b.PipelineEngine(
             list(self.modules), schedule=order.replace(weights=spec.weights),
             num_microbatches=case.microbatches, num_segments=k, segment_sizes=sizes, loss_fn=loss_fn,
-            unchecked=spec.attention != "ours",  # torch's attention, over keys and values of its own
+            attention="own" if spec.attention == "ours" else "any",  # torch's, over keys and values of its own
         )  # fmt: skip
         if isinstance(loss_fn, nn.Module):
             self.modules.append(loss_fn)

@@ -151,7 +151,7 @@ def compare(hidden: int, tokens: int, dtype: torch.dtype, rounds: int) -> tuple[
     parts = {
         name: [statistics.median(part) * 1e3 for part in zip(*found, strict=True)] for name, found in seconds.items()
     }
-    kept = split.engine.last_step.activations[0]
+    kept = split.engine._runner.last_step.activations[0]
     held = (kept.kept + kept.gradients) * tokens / theirs.saved  # keys and values, in our cache, are gone with I
     print(
         f"{str(dtype).removeprefix('torch.'):9} {hidden:6} {tokens:6}  {parts['whole'][0]:8.1f}  "

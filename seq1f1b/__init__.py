@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from seq1f1b._C import PipelineError, ScheduleError
 from seq1f1b.extras import torch_remedy
-from seq1f1b.partition import ModelShape, check_segment_sizes, partition_sequence
+from seq1f1b.partition import ModelShape, partition_sequence
+from seq1f1b.renamed import missing
 from seq1f1b.schedule import Schedule, Simulation, Unit, build_schedule, schedules
 from seq1f1b.simulation import Costs, Links, Noise
 from seq1f1b.where import HOST
@@ -61,7 +62,6 @@ __all__ = [
     "carry_in",
     "carry_out",
     "causal_attention",
-    "check_segment_sizes",
     "document_starts",
     "init_process_group",
     "launch",
@@ -112,7 +112,7 @@ _NEEDS_TORCH: dict[str, str] = {
 
 def __getattr__(name: str) -> object:
     if name not in _NEEDS_TORCH:
-        raise AttributeError(f"module 'seq1f1b' has no attribute {name!r}")
+        raise missing(__name__, name)
     try:
         value = getattr(import_module(_NEEDS_TORCH[name]), name)
     except ModuleNotFoundError as error:

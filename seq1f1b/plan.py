@@ -103,7 +103,7 @@ class _File:
 
 @dataclass(frozen=True)
 class TunedOrder(_File):
-    """The order that a tuned engine found, :meth:`seq1f1b.PipelineEngine.plan`.
+    """The order that a tuned engine found, :meth:`seq1f1b.PipelineEngine.found_order`.
 
     ``save`` writes a file; ``PipelineEngine(schedule=file)`` runs it from the first step on, on any machine.
 

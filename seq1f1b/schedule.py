@@ -14,7 +14,19 @@ from typing import Any
 from seq1f1b import _C
 from seq1f1b.families import Family, families, schedules
 from seq1f1b.files import nearest_name
-from seq1f1b.simulation import Costs, Links, Noise, PeakMemory, Simulation, StepMemory
+from seq1f1b.renamed import renamed
+from seq1f1b.simulation import (
+    Costs,
+    Links,
+    Noise,
+    PeakMemory,
+    Simulation,
+    StepMemory,
+    costs_of_options,
+    memory_of,
+    simulated,
+    whole_values,
+)
 from seq1f1b.unit import Timeline, Unit, unit_of
 
 __all__ = [
@@ -38,6 +50,7 @@ _CELL_KINDS = ".RL"  # by the core's number: what F saves is kept, recomputed, m
 _CELL_LETTERS = bytes.maketrans(bytes(range(len(_CELL_KINDS))), _CELL_KINDS.encode())
 
 
+@renamed
 class Schedule:
     """The order in which every rank runs its units.
 
@@ -136,7 +149,7 @@ class Schedule:
         return tuple(edge.num_places for edge in _C.program_edges(self._lower()))
 
     @property
-    def places_text(self) -> str:
+    def _places_text(self) -> str:
         """How places are counted. Ranks have the same ones if both their orders and these texts are equal."""
         if self.prefetch is not None or self._times is None:
             return f"{self.prefetch}"
@@ -148,7 +161,7 @@ class Schedule:
         return self.rows or (self.num_segments,) * self.num_microbatches
 
     @property
-    def first_cells(self) -> tuple[int, ...]:
+    def _first_cells(self) -> tuple[int, ...]:
         """For each micro-batch the number of its first segment, if those of all are counted on; at the end, of all."""
         return tuple(accumulate(self.segments_of, initial=0))
 
@@ -275,7 +288,7 @@ class Schedule:
         """
         if not by or not set(by) <= {"recompute", "offload"}:
             raise ValueError(f"by is {by!r}, must hold 'recompute', 'offload' or both")
-        rooms = self._whole("room", _C.PER_RANK, room)
+        rooms = whole_values(self, "room", _C.PER_RANK, room)
         start = self.simulate(costs).start if len(set(by)) == 2 else None
         return self._with_kinds(
             _C.program_fit(self._lower(), memory, costs, rooms, "recompute" in by, "offload" in by, start)
@@ -299,7 +312,7 @@ class Schedule:
         :meth:`with_cell_kinds` is the way back.
         """
         letters = _C.schedule_cell_kinds(self.handle).translate(_CELL_LETTERS).decode()
-        cells = self.first_cells
+        cells = self._first_cells
         starts = range(0, len(letters), cells[-1])
         return tuple(" ".join(letters[at + a : at + b] for a, b in pairwise(cells)) for at in starts)
 
@@ -452,43 +465,14 @@ class Schedule:
             ScheduleError: the order breaks a rule.
             ValueError: a cost is negative or not finite, or of the wrong shape.
         """
-        _check_steps(steps, optimizer_sync, noise.seed)
-        program = self._lower()
-        found = _C.program_simulate(
-            program,
-            costs,
-            durations,
-            (noise.jitter, noise.transfer_jitter, noise.seed),
-            self.fills,
-            (steps, bool(optimizer_sync)),
-            _C.KEEP_CAUSES if critical else _C.KEEP_TIMELINE,
-            progress or _ignore,
-        )
-        if self._peak is None:  # the same whatever units cost and hold
-            self._peak = tuple(rank.units for rank in _C.program_memory(program, StepMemory(), Links()))
-        return Simulation(
-            makespan=found.makespan,
-            span=tuple(_doubles(found.span)),
-            busy=tuple(_doubles(found.busy)),
-            wait=tuple(_doubles(found.wait)),
-            bubble=tuple(found.makespan - seconds for seconds in _doubles(found.busy)),
-            peak=self._peak,
-            memory=None if memory is None else self._memory(program, memory, costs.links),
-            given=memory,
-            period=found.period if steps > 1 else None,
-            slack=None if found.slack is None else tuple(tuple(_doubles(row)) for row in found.slack),
-            critical_path=None if found.path is None else tuple(self.units_of(rank)[i] for rank, i in found.path),
-            schedule=self,
-            start=tuple(map(_doubles, found.start)),
-            end=tuple(map(_doubles, found.end)),
-        )
+        return simulated(self, costs, memory, durations, noise, steps, optimizer_sync, critical, progress)
 
     def peak_memory(self, memory: StepMemory, costs: Costs = Costs()) -> PeakMemory:
         """Most bytes that each rank holds: what :meth:`simulate` tells of them, which does not depend on times.
 
         Args and errors are those of :meth:`simulate`; ``costs`` has the bytes of messages.
         """
-        return self._memory(self._lower(), memory, costs.links)
+        return memory_of(self, self._lower(), memory, costs.links)
 
     def peak_tokens(self, segment_sizes: Sequence[Any]) -> tuple[int, ...]:
         """Most tokens that the live units of each rank have at once.
@@ -496,15 +480,15 @@ class Schedule:
         Args:
             segment_sizes: tokens of each segment; in an order of rows ``[micro-batch][segment]``.
         """
-        self._whole("segment_sizes", _C.PER_SEGMENT, segment_sizes)  # under their own name
+        whole_values(self, "segment_sizes", _C.PER_SEGMENT, segment_sizes)  # under their own name
         return self.peak_memory(StepMemory(activations=[segment_sizes] * self.num_stages)).activations
 
-    def byte_changes(self, memory: StepMemory) -> Sequence[Sequence[Sequence[tuple[int, int]]]]:
+    def _byte_changes(self, memory: StepMemory) -> Sequence[Sequence[Sequence[tuple[int, int]]]]:
         """[rank][i][holding]: bytes that unit i takes when it starts, and frees when it ends. Holdings are those of
         ``_C.HOLDINGS``."""
         return _C.program_changes(self._lower(), memory)
 
-    def lower(self, with_receives: bool, rank: int) -> Any:
+    def _lower_for(self, with_receives: bool, rank: int) -> Any:
         """The core's program, as the engine of one rank runs it; with_receives: as transports with a rendezvous need
         it."""
         return _C.program_lower(self.handle, self.prefetch, with_receives, rank, self._times)
@@ -514,82 +498,11 @@ class Schedule:
             self._lowered = _C.program_lower_edges(self.handle, self.prefetch, self._times)
         return self._lowered
 
-    def _whole(self, name: str, per: int, given: Any) -> list[int]:
-        """Bytes or tokens of each rank, stage or segment, as a flat list of numbers that are at least 0."""
-        values = _C.table_values(self.handle, name, per, True, given)
-        if min(values) < 0:
-            raise ValueError(f"{name} holds {min(values)} bytes, must be at least 0")
-        return values
-
-    def _memory(self, program: Any, memory: StepMemory, links: Links) -> PeakMemory:
-        """Peaks of every rank; adds what is held throughout a step."""
-
-        def per_rank(name: str, given: Any) -> tuple[int, ...]:
-            held = [0] * self.num_ranks
-            for rank, value in zip(self.rank_of_stage, self._whole(name, _C.PER_STAGE, given), strict=True):
-                held[rank] += value
-            return tuple(held)
-
-        peaks = _C.program_memory(program, memory, links)
-        constant = {
-            "weights": per_rank("weights", memory.weights),
-            "optimizer": per_rank("optimizer", memory.optimizer),
-            "logits": per_rank("logits", [0] * (self.num_stages - 1) + [memory.logits]),
-        }
-        held = {
-            row.name: tuple(peak.held[h] for peak in peaks) for h, row in enumerate(_C.HOLDINGS) if row.counts_with == h
-        }
-        totals = [peak.total for peak in peaks]
-        return PeakMemory(
-            receive=tuple(peak.receive for peak in peaks),
-            total=tuple(map(sum, zip(totals, *constant.values(), strict=True))),
-            **constant,
-            **held,
-        )
-
 
 def check_units(name: str, units: object) -> None:
     """Raises unless this says which units an order recomputes, or moves."""
     if not (units in ("none", "all") if isinstance(units, str) else callable(units)):
         raise ValueError(f"{name} is {units!r}, must be 'none', 'all' or a callable of a unit")
-
-
-def _check_steps(steps: int, optimizer_sync: bool | None, seed: int) -> None:
-    if not 1 <= steps < 2**31:
-        raise ValueError(f"steps is {steps}, must be in 1..{2**31 - 1}")
-    if steps > 1 and optimizer_sync is None:
-        raise ValueError("optimizer_sync must be True or False where there is more than one step")
-    if not 0 <= seed < 2**64:
-        raise ValueError(f"seed is {seed}, must be in 0..2**64 - 1")
-
-
-def _ignore(num_run: int) -> None:
-    """Progress that nobody wants to see; the call lets Ctrl-C through."""
-
-
-def _costs_of(options: Mapping[str, Any]) -> Costs:
-    """The seconds of units and messages that an order is built for."""
-    forward, inputs, weight = options.get("costs", (1.0, 1.0, 1.0))
-    return Costs(
-        forward,
-        _sum(inputs, weight),
-        weight,
-        inputs,
-        statistics=0.0,
-        loss=0.0,
-        links=Links(latency=options.get("transfer", 0.0)),
-    )
-
-
-def _sum(a: Any, b: Any) -> Any:
-    """Sums of two tables, or of a table and a number."""
-    if not hasattr(a, "__len__"):
-        return [_sum(a, y) for y in b] if hasattr(b, "__len__") else a + b
-    return [_sum(x, y) for x, y in zip(a, b if hasattr(b, "__len__") else [b] * len(a), strict=True)]
-
-
-def _doubles(row: bytes) -> memoryview[float]:
-    return memoryview(row).cast("d")
 
 
 def build_schedule(
@@ -646,5 +559,5 @@ def build_schedule(
     counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
     schedule = Schedule._from_handle(_C.schedule_build(name, *counts, dict(options or {})))
     if prefetch is None and options and not {"costs", "transfer"}.isdisjoint(options):
-        schedule = schedule.replace(costs=_costs_of(options))
+        schedule = schedule.replace(costs=costs_of_options(options))
     return schedule.replace(prefetch=prefetch, weights=weights).recompute(recompute).offload(offload_units)

@@ -1,12 +1,13 @@
-"""Costs and bytes of a step, and the result of a simulation: plain data."""
+"""Costs and bytes of a step as plain data, and the simulation of an order by the core."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from seq1f1b import _C
 from seq1f1b.timeline_text import timeline_text
 from seq1f1b.unit import Timeline, Unit
 
@@ -206,3 +207,117 @@ class Simulation:
     def to_text(self, width: int = 100) -> str:
         """The timeline as text, one line per rank, in ``width`` columns."""
         return timeline_text(self.timeline, width=width)
+
+
+def simulated(
+    schedule: Schedule,
+    costs: Costs,
+    memory: StepMemory | None,
+    durations: Sequence[Sequence[float]] | None,
+    noise: Noise,
+    steps: int,
+    optimizer_sync: bool | None,
+    critical: bool,
+    progress: Callable[[int], object] | None,
+) -> Simulation:
+    """Runs an order in the core; arguments and errors are those of :meth:`seq1f1b.Schedule.simulate`."""
+    if not 1 <= steps < 2**31:
+        raise ValueError(f"steps is {steps}, must be in 1..{2**31 - 1}")
+    if steps > 1 and optimizer_sync is None:
+        raise ValueError("optimizer_sync must be True or False where there is more than one step")
+    if not 0 <= noise.seed < 2**64:
+        raise ValueError(f"seed is {noise.seed}, must be in 0..2**64 - 1")
+    program = schedule._lower()
+    found = _C.program_simulate(
+        program,
+        costs,
+        durations,
+        (noise.jitter, noise.transfer_jitter, noise.seed),
+        schedule.fills,
+        (steps, bool(optimizer_sync)),
+        _C.KEEP_CAUSES if critical else _C.KEEP_TIMELINE,
+        progress or _ignore,
+    )
+    if schedule._peak is None:  # the same whatever units cost and hold
+        schedule._peak = tuple(rank.units for rank in _C.program_memory(program, StepMemory(), Links()))
+    return Simulation(
+        makespan=found.makespan,
+        span=tuple(_doubles(found.span)),
+        busy=tuple(_doubles(found.busy)),
+        wait=tuple(_doubles(found.wait)),
+        bubble=tuple(found.makespan - seconds for seconds in _doubles(found.busy)),
+        peak=schedule._peak,
+        memory=None if memory is None else memory_of(schedule, program, memory, costs.links),
+        given=memory,
+        period=found.period if steps > 1 else None,
+        slack=None if found.slack is None else tuple(tuple(_doubles(row)) for row in found.slack),
+        critical_path=None if found.path is None else tuple(schedule.units_of(rank)[i] for rank, i in found.path),
+        schedule=schedule,
+        start=tuple(map(_doubles, found.start)),
+        end=tuple(map(_doubles, found.end)),
+    )
+
+
+def memory_of(schedule: Schedule, program: Any, memory: StepMemory, links: Links) -> PeakMemory:
+    """Peaks of every rank; adds what is held throughout a step."""
+
+    def per_rank(name: str, given: Any) -> tuple[int, ...]:
+        held = [0] * schedule.num_ranks
+        values = whole_values(schedule, name, _C.PER_STAGE, given)
+        for rank, value in zip(schedule.rank_of_stage, values, strict=True):
+            held[rank] += value
+        return tuple(held)
+
+    peaks = _C.program_memory(program, memory, links)
+    constant = {
+        "weights": per_rank("weights", memory.weights),
+        "optimizer": per_rank("optimizer", memory.optimizer),
+        "logits": per_rank("logits", [0] * (schedule.num_stages - 1) + [memory.logits]),
+    }
+    held = {
+        row.name: tuple(peak.held[h] for peak in peaks) for h, row in enumerate(_C.HOLDINGS) if row.counts_with == h
+    }
+    totals = [peak.total for peak in peaks]
+    return PeakMemory(
+        receive=tuple(peak.receive for peak in peaks),
+        total=tuple(map(sum, zip(totals, *constant.values(), strict=True))),
+        **constant,
+        **held,
+    )
+
+
+def whole_values(schedule: Schedule, name: str, per: int, given: Any) -> list[int]:
+    """Bytes or tokens of each rank, stage or segment, as a flat list of numbers that are at least 0."""
+    values = _C.table_values(schedule.handle, name, per, True, given)
+    if min(values) < 0:
+        raise ValueError(f"{name} holds {min(values)} bytes, must be at least 0")
+    return values
+
+
+def costs_of_options(options: Mapping[str, Any]) -> Costs:
+    """The seconds of units and messages that an order is built for."""
+    forward, inputs, weight = options.get("costs", (1.0, 1.0, 1.0))
+    return Costs(
+        forward,
+        _sum(inputs, weight),
+        weight,
+        inputs,
+        statistics=0.0,
+        loss=0.0,
+        links=Links(latency=options.get("transfer", 0.0)),
+    )
+
+
+def _sum(a: Any, b: Any) -> Any:
+    """Sums of two tables, or of a table and a number."""
+    if not hasattr(a, "__len__"):
+        return [_sum(a, y) for y in b] if hasattr(b, "__len__") else a + b
+    return [_sum(x, y) for x, y in zip(a, b if hasattr(b, "__len__") else [b] * len(a), strict=True)]
+
+
+def _ignore(num_run: int) -> None:
+    """Progress that nobody wants to see; the call lets Ctrl-C through."""
+
+
+def _doubles(row: bytes) -> memoryview[float]:
+    return memoryview(row).cast("d")

@@ -105,7 +105,7 @@ def main():
     report = engine.report(gather=True)
     if engine.rank == 0:
         most = [rank.stages[0].peak_live_units for rank in report.ranks]
-        print("segments", engine.sizes_of(LENGTH), "most units live", most)
+        print("segments", list(report.ranks[0].segment_sizes), "most units live", most)
         print(timeline_text(report.timeline, width=100))
     engine.close()
     dist.destroy_process_group()

@@ -206,7 +206,7 @@ class _Segmented:
         divisor = self._n_microbatches if self.scale_grads else 1
         grad_mode = torch.enable_grad() if self._has_backward else torch.no_grad()
         with grad_mode:
-            found, rows = engine.run(
+            found, rows = engine._run(
                 StepArguments(
                     self._has_backward,
                     inputs,

@@ -44,7 +44,7 @@ from seq1f1b.ops.attention import positions as token_positions
 from seq1f1b.partition import ModelShape
 from seq1f1b.runtime.arguments import Loss
 
-__all__ = ["convert", "pipelining_fn", "segmented", "shape_of"]
+__all__ = ["segmented", "shape_of"]
 
 
 def segmented(

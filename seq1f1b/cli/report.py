@@ -19,13 +19,13 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from seq1f1b.runtime.idle import CAUSES, mean_idle  # needs torch, which the other commands do not
-    from seq1f1b.runtime.report import PipelineReport, read_reports
+    from seq1f1b.runtime.report import PipelineReport
 
     if not options.all:
         print(wrapped(str(PipelineReport.load(options.file))))
         return 0
     rows = [("step", "seconds", "busy", *CAUSES)]
-    for report in read_reports(options.file):
+    for report in PipelineReport.load_all(options.file):
         mean = mean_idle(report.idle)
         busy = f"{1 - mean.total / report.makespan:.1%}"
         rows.append((str(report.ranks[0].step), f"{report.makespan:.4g}", busy, *mean.shares(report.makespan)))

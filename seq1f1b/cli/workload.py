@@ -98,11 +98,12 @@ def add_order_options(
             help="all: the order holds an R before the backward of every unit (default: none)",
         )
         command.add_argument(
-            "--offload",
+            "--tier",
             type=float,
             metavar="S",
             help="move what units save to a tier and back: seconds, each way, for what a rank saves of a micro-batch",
         )
+        command.add_argument("--offload", action=OldOption, now="--tier")
 
 
 def add_variation_options(command: argparse.ArgumentParser) -> None:
@@ -166,7 +167,7 @@ def read_recompute(text: str) -> str:
 
 def check_costs(options: argparse.Namespace) -> None:
     """Fills in the default seconds; refuses costs that are no time, and options that say nothing here."""
-    for name in ("forward", "backward", "weight", "transfer", "jitter", "optimizer", "offload"):
+    for name in ("forward", "backward", "weight", "transfer", "jitter", "optimizer", "tier"):
         seconds = getattr(options, name, None)
         if seconds is not None and not (math.isfinite(seconds) and seconds >= 0):
             raise ValueError(f"--{name} is {seconds:g}, must be finite and at least 0")
@@ -262,7 +263,7 @@ def check_size(name: str, options: argparse.Namespace, num_segments: int, stages
 
 def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
     """A named family with the counts and costs asked for, or the order in a file."""
-    moved = "none" if getattr(options, "offload", None) is None else "all"
+    moved = "none" if getattr(options, "tier", None) is None else "all"
     if name not in seq1f1b.schedules():
         if os.path.isfile(name):
             schedule = read_schedule(name, 1 if options.segments is None else options.segments)
@@ -332,7 +333,7 @@ def units_per_microbatch(schedule: Schedule) -> int:
 def costs_of(schedule: Schedule, options: argparse.Namespace) -> Costs:
     """Costs of a step. Without a model all segments cost the same, and so do all stages."""
     parts = units_per_microbatch(schedule)
-    tier, optimizer = (getattr(options, "offload", None) or 0.0) / parts, getattr(options, "optimizer", None)
+    tier, optimizer = (getattr(options, "tier", None) or 0.0) / parts, getattr(options, "optimizer", None)
     if options.model is None:
         return Costs(
             forward=options.forward / parts,

@@ -75,7 +75,7 @@ class StepPlan:
     def digest(self) -> str:
         """Equal for equal plans alone. A step compares those of all ranks."""
         order = self.schedule
-        text = f"{self.rows} {self.segment_sizes} {order.digest} {order.places_text} {order.fills}"
+        text = f"{self.rows} {self.segment_sizes} {order.digest} {order._places_text} {order.fills}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property

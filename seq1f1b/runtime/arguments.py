@@ -181,7 +181,7 @@ class Options:
     grad_dtype: torch.dtype | None
     memory: Memory
     sequence_parallel: TokenPart = field(metadata=_alike())
-    unchecked: bool | str
+    attention: str
     embedding: nn.Module | None = field(metadata=_alike(_shown_embedding))
 
     def __post_init__(self) -> None:
@@ -198,8 +198,8 @@ class Options:
         dtype = self.grad_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"grad_dtype is {dtype!r}, must be a floating dtype or None")
-        if self.unchecked not in (False, True, "all"):
-            raise ValueError(f"unchecked is {self.unchecked!r}, must be False, True or 'all'")
+        if self.attention not in ("own", "any", "unchecked"):
+            raise ValueError(f"attention is {self.attention!r}, must be 'own', 'any' or 'unchecked'")
         if self.transport not in tuple(TRANSPORTS):
             raise ValueError(f"transport is {self.transport!r}, must be one of {', '.join(map(repr, TRANSPORTS))}")
         check_rules({}, self.arg_rules)
@@ -424,7 +424,7 @@ def agreement_of(
         device: of the stages: messages between GPUs need one on every rank.
     """
     found = {"version": __version__, **_agreed_of(options)}
-    found |= {"prefetch": schedule.places_text, "weights": repr("fill" if schedule.fills else "planned")}
+    found |= {"prefetch": schedule._places_text, "weights": repr("fill" if schedule.fills else "planned")}
     if isinstance(source, partial) and source.func is build_schedule and source.args:
         shown = repr(source.args[0])
     else:

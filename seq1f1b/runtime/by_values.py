@@ -141,7 +141,7 @@ class Look:
         options = Options(
             num_microbatches=1, num_segments=len(sizes), segment_sizes=sizes, seq_dim=1, arg_rules={}, loss_fn=None,
             loss=Loss(), transport="auto", limits=Limits(), grad_dtype=None, memory=Memory(), sequence_parallel=(0, 1),
-            unchecked="all", embedding=None,
+            attention="unchecked", embedding=None,
         )  # fmt: skip
         group = LoopbackGroup(1)[0]
         schedule = build_schedule("seq1f1b", num_ranks=1, num_microbatches=1, num_segments=len(sizes))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from seq1f1b.device.placement import common_device, gpu_part
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Plan, TunedOrder
+from seq1f1b.renamed import renamed
 from seq1f1b.runtime.arguments import (
     Agreement,
     Builder,
@@ -33,7 +34,6 @@ from seq1f1b.runtime.gradients import REDUCED
 from seq1f1b.runtime.pipeline import Pipeline
 from seq1f1b.runtime.places import check_places, places_of
 from seq1f1b.runtime.rank_order import build, with_options
-from seq1f1b.runtime.report import StepRecord
 from seq1f1b.runtime.rows import PlannedRows
 from seq1f1b.runtime.runner import Runner
 from seq1f1b.runtime.splitting import Rule
@@ -45,6 +45,7 @@ from seq1f1b.transport import RankGroup, last_attempt, resolve_group, withdraw
 __all__ = ["PipelineEngine"]
 
 
+@renamed
 class PipelineEngine:
     """Runs one rank's part of a pipeline-parallel training step.
 
@@ -68,7 +69,8 @@ class PipelineEngine:
             and the split of the sequence for plain steps while it trains, in some 40 steps, and again after ten whose
             lengths differ by a quarter. It begins with num_segments, and with ``segment_sizes`` given keeps to them.
             Gradients of a step are those of its batch under every order; bits are not, so nothing is tuned under
-            ``torch.use_deterministic_algorithms``. Stages under DDP or FSDP2 are refused. See :meth:`plan`.
+            ``torch.use_deterministic_algorithms``. Stages under DDP or FSDP2 are refused. See
+            :meth:`found_order`.
         num_microbatches, num_segments: M and k. A batch is split into M along dimension 0, each of them into k along
             ``seq_dim``.
         segment_sizes: None for an even split; the :class:`seq1f1b.ModelShape` of the whole model for equal FLOPs; k
@@ -102,10 +104,10 @@ class PipelineEngine:
             (:func:`seq1f1b.ulysses_attention`). Each rank is given whole sequences and runs its part of each segment.
             The mean of their losses and gradients is that of the whole, as in data parallelism: put the stage under DDP
             or FSDP2 over them.
-        unchecked: True: attention of another kind than :func:`seq1f1b.causal_attention` gives a
-            :class:`seq1f1b.SegmentWarning`, also in a stage that calls no other; False: there it is an error. In the
-            first step each stage gets a few tokens once more, as one segment and as two, and what differs is told.
-            ``"all"``: the first step is not looked at.
+        attention: ``"own"``: attention of another kind than :func:`seq1f1b.causal_attention` is an error in a stage
+            that makes no call of ours, and a :class:`seq1f1b.SegmentWarning` in others. ``"any"``: a warning in every
+            stage. To find it, and what else mixes tokens, each stage gets a few tokens once more in the first step, as
+            one segment and as two. ``"unchecked"``: the first step is not looked at.
         embedding: a :class:`seq1f1b.VocabularyParallelEmbedding`, on every rank: this rank's rows of the input
             embedding. Then every rank gives ``inputs`` to a step, and the first stage gets embedded tokens.
     Source: Seq1F1B, arXiv:2406.03488.
@@ -136,7 +138,7 @@ class PipelineEngine:
         grad_dtype: torch.dtype | None = torch.float32,
         memory: Memory = Memory(),
         sequence_parallel: tuple[int, int] = (0, 1),
-        unchecked: bool | str = False,
+        attention: str = "own",
         embedding: nn.Module | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in Options.__dataclass_fields__}
@@ -210,10 +212,10 @@ class PipelineEngine:
             raise ValueError("plan= stands for segment_sizes: give one of them")
         rows = segment_sizes if plan is None else plan.segment_sizes
         if grad_scaler is None or not grad_scaler.is_enabled():
-            return self.run(StepArguments(True, inputs, target, kwargs, loss_weight, rows=rows, plan=plan))[0]
+            return self._run(StepArguments(True, inputs, target, kwargs, loss_weight, rows=rows, plan=plan))[0]
         grad_scaler.scale(torch.zeros((), device=self.device))  # a rank without the loss would have no scale
         scale = grad_scaler.get_scale()
-        losses, _ = self.run(StepArguments(True, inputs, target, kwargs, loss_weight, scale, rows=rows, plan=plan))
+        losses, _ = self._run(StepArguments(True, inputs, target, kwargs, loss_weight, scale, rows=rows, plan=plan))
         self._share_overflow()
         return losses
 
@@ -234,7 +236,7 @@ class PipelineEngine:
             ``segment_sizes`` a list of the micro-batches' outputs.
         """
         with torch.no_grad():
-            losses, outputs = self.run(
+            losses, outputs = self._run(
                 StepArguments(False, inputs, target, kwargs, return_outputs=return_outputs, rows=segment_sizes)
             )
             if not return_outputs:
@@ -314,7 +316,7 @@ class PipelineEngine:
         """
         with self._group.telling():
             norm_type = float(norm_type)
-            counted = self._gradients_in_order(self.tied_elsewhere())
+            counted = self._gradients_in_order(self._tied_elsewhere())
             is_double = any(g.dtype == torch.float64 for _, gradients in counted for g in gradients)
             norms = [(stage, [_norm(g, norm_type) for g in gradients]) for stage, gradients in counted]
             everyones = self._group.all_gather_object((is_double, norms))
@@ -351,7 +353,7 @@ class PipelineEngine:
             found.append((index, gradients))
         return found
 
-    def tied_elsewhere(self) -> set[int]:
+    def _tied_elsewhere(self) -> set[int]:
         """Ids of this rank's parameters whose first copy another stage holds, by the attribute ``tied_parameters``."""
         with self._group.telling():
             self._pipeline.tied.meet()
@@ -398,7 +400,7 @@ class PipelineEngine:
         with self._group.telling():
             return self._runner.report(self._group.all_gather_object)
 
-    def plan(self) -> TunedOrder:
+    def found_order(self) -> TunedOrder:
         """The order that a tuned engine has found, to be written to a file and given as ``schedule``.
 
         Raises:
@@ -415,11 +417,6 @@ class PipelineEngine:
     def num_segments(self) -> int:
         """Segments of a micro-batch in plain steps, which a tuned engine changes."""
         return self._runner.options.num_segments
-
-    @property
-    def last_step(self) -> StepRecord | None:
-        """Record of the last step, for :meth:`report`; None before the first."""
-        return self._runner.last_step
 
     def close(self) -> None:
         """Leaves the pipeline's transports. The engine is unusable afterwards."""
@@ -479,17 +476,13 @@ class PipelineEngine:
             warnings.warn(
                 f'weights="fill" runs W while the host waits for a message, but stages on {self.device} work behind '
                 'it: the order runs as it is planned (weights="planned")',
-                stacklevel=4,  # where the engine is made
+                stacklevel=5,  # where the engine is made
             )
         return with_options(schedule, self._options, self.device)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def sizes_of(self, length: int, documents: Sequence[int] | None = None) -> list[int]:
-        """Segment sizes for a sequence of this many tokens; ``documents``: lengths of its packed documents."""
-        return self._runner.options.sizes_of(length, documents)
-
-    def run(self, arguments: StepArguments) -> tuple[list[Tensor], list[Any] | None]:
+    def _run(self, arguments: StepArguments) -> tuple[list[Tensor], list[Any] | None]:
         """Runs :meth:`step` or :meth:`eval`; returns losses, and the outputs of the M micro-batches if asked for."""
         return self._runner.run(arguments)
 

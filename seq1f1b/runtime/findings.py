@@ -55,12 +55,12 @@ class Findings:
     """Findings in one stage, for the life of an engine: each is told once.
 
     Args:
-        unchecked: attention of another kind is a warning in any stage.
+        attention: of the engine's options; ``"own"``: another kind is an error in a stage without ours.
         tells: False: only collects.
     """
 
-    def __init__(self, unchecked: bool | str, *, tells: bool = True) -> None:
-        self.unchecked, self.tells = unchecked, tells
+    def __init__(self, attention: str, *, tells: bool = True) -> None:
+        self.attention, self.tells = attention, tells
         self.found: dict[Finding, None] = {}
         self._said: set[str] = set()
 
@@ -73,10 +73,10 @@ class Findings:
     def judge(self, found: Sequence[Finding], attends: bool) -> None:
         """Tells what is new. Attention of another kind in a stage without any of ours is an error, in every try."""
         foreign = next((finding for finding in found if finding.cause == ATTENTION), None)
-        if foreign is not None and not attends and not self.unchecked:
+        if foreign is not None and not attends and self.attention == "own":
             raise ValueError(
                 f"{foreign}. The stage makes no call of causal_attention, so each segment would see itself only; if "
-                "that is meant, pass unchecked=True to the engine"
+                'that is meant, pass attention="any" to the engine'
             )
         new = [finding for finding in dict.fromkeys(found) if finding not in self.found]
         self.found |= dict.fromkeys(new)

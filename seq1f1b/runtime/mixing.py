@@ -32,7 +32,7 @@ class Looking(Feature):
     """Looks at a stage once for every kind of step: training or not, with these keyword arguments."""
 
     def __init__(self, stage: Any, options: Any, tier: Any) -> None:
-        self._is_off = options.unchecked == "all"
+        self._is_off = options.attention == "unchecked"
         self._shares_tokens = options.sequence_parallel != (0, 1)
         self.known: set[Any] = set()  # kinds of steps that values have told of
 

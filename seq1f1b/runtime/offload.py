@@ -103,7 +103,7 @@ def file_tier(directory: str | os.PathLike[str], group: object, num_cells: int) 
         warnings.warn(
             f"Memory.offload={os.fspath(directory)!r} lies in memory ({facts.medium}): what moves there frees none",
             RuntimeWarning,
-            stacklevel=6,  # where the engine is made
+            stacklevel=7,  # where the engine is made
         )
     return Tier(handle, torch.device("cpu"), _C.TIER_ALIGNMENT, group, num_cells)
 

@@ -137,7 +137,7 @@ class Pipeline:
 
     def lower(self, schedule: Schedule) -> Any:
         """The program of an order, as ranks with these edges run it."""
-        return schedule.lower(self.is_between_gpus, self.rank)
+        return schedule._lower_for(self.is_between_gpus, self.rank)
 
     def connect(self, program: Any) -> None:
         """Opens every edge of the program; all ranks in the same order."""

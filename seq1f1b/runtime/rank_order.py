@@ -116,7 +116,7 @@ class RankOrder:
 
     def __init__(self, schedule: Schedule, rank: int, program: Any, executor: Any) -> None:
         self.schedule, self.program, self.executor, self._rank = schedule, program, executor, rank
-        segments, first = schedule.segments_of, schedule.first_cells
+        segments, first = schedule.segments_of, schedule._first_cells
         self.num_cells = first[-1]
         self.recomputes = "R" in schedule.kinds
         places = [(m, s, s + 1 == count) for m, count in enumerate(segments) for s in range(count)]
@@ -134,7 +134,7 @@ class RankOrder:
         away, most = 0, 0
         moved = {(index, cell) for index, stage in self.stages.items() for cell in stage.moved}
         for letter, stage, microbatch, segment in self.schedule.units_of(self._rank):
-            if (stage, self.schedule.first_cells[microbatch] + segment) in moved:
+            if (stage, self.schedule._first_cells[microbatch] + segment) in moved:
                 away += (letter == "O") - (letter in "BI")
                 most = max(most, away)
         return most
@@ -152,7 +152,7 @@ class RankOrder:
     def digest(self) -> str:
         """Text by which ranks compare an order: its units, its receive places, and whether it fills waits."""
         schedule = self.schedule
-        return f"{schedule.digest}, prefetch {schedule.places_text}" + ", W in waits" * schedule.fills
+        return f"{schedule.digest}, prefetch {schedule._places_text}" + ", W in waits" * schedule.fills
 
 
 class RankOrders:

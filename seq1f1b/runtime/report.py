@@ -17,6 +17,7 @@ import torch
 
 from seq1f1b import _C
 from seq1f1b.partition import ModelShape
+from seq1f1b.renamed import refuse_old_names
 from seq1f1b.runtime.idle import CAUSES, Idle, StepTimes, advice, ideal_text, idle_of_ranks, mean_idle
 from seq1f1b.runtime.measure import Activations
 from seq1f1b.runtime.offload import Tier
@@ -26,11 +27,12 @@ from seq1f1b.table import table_text
 from seq1f1b.transport.values import pack, sendable, unpack
 from seq1f1b.unit import Unit, unit_of
 
-__all__ = ["EdgeReport", "PipelineReport", "Report", "StageReport", "read_reports"]
+__all__ = ["EdgeReport", "Idle", "PipelineReport", "Report", "StageReport"]
 
 FORMAT = "seq1f1b report 1"
 _RUN = _C.OPCODES.index("RUN")
 sendable(Unit)
+refuse_old_names(__name__)
 
 
 @dataclass(frozen=True)
@@ -294,7 +296,7 @@ class PipelineReport:
         schedule, sizes = self.simulated.schedule, self.ranks[0].segment_sizes
         lengths = [sum(sizes)] * schedule.num_microbatches
         if schedule.rows is not None:
-            lengths = [sum(sizes[a:b]) for a, b in pairwise(schedule.first_cells)]
+            lengths = [sum(sizes[a:b]) for a, b in pairwise(schedule._first_cells)]
         sequences = sum(rank.tokens for rank in self.ranks) / sum(lengths)
         whole = 3.0 * sequences * sum(model.flops(0, length) for length in lengths)
         return whole / (self.makespan * len(self.ranks) * peak)
@@ -379,25 +381,25 @@ class PipelineReport:
         Raises:
             ValueError: the file holds no report, or something else.
         """
-        *_, last = read_reports(path)
+        *_, last = cls.load_all(path)
         return last
 
+    @classmethod
+    def load_all(cls, path: str | os.PathLike[str]) -> Iterator[PipelineReport]:
+        """Every report of a file, in the order in which they were saved.
 
-def read_reports(path: str | os.PathLike[str]) -> Iterator[PipelineReport]:
-    """Every report of a file, in the order in which they were saved.
-
-    Raises:
-        ValueError: the file holds no report, or something else.
-    """
-    number = 0
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                yield _read_line(line)
-            except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-                raise ValueError(f"{os.fspath(path)}, line {number}: no report of a step: {error}") from error
-    if not number:
-        raise ValueError(f"{os.fspath(path)} holds no report; PipelineReport.save writes one")
+        Raises:
+            ValueError: the file holds no report, or something else.
+        """
+        number = 0
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    yield _read_line(line)
+                except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+                    raise ValueError(f"{os.fspath(path)}, line {number}: no report of a step: {error}") from error
+        if not number:
+            raise ValueError(f"{os.fspath(path)} holds no report; PipelineReport.save writes one")
 
 
 def _read_line(line: bytes) -> PipelineReport:
@@ -570,7 +572,7 @@ def _planned_bytes(record: StepRecord, stage: int, rank: int, measured: Activati
         held: list[Sequence[Any]] = []
         for index in range(record.num_stages):
             row = [round(per_token * size) * (index == stage) for size in record.sizes]
-            held.append(row if schedule.rows is None else [row[a:b] for a, b in pairwise(schedule.first_cells)])
+            held.append(row if schedule.rows is None else [row[a:b] for a, b in pairwise(schedule._first_cells)])
         return held
 
     memory = StepMemory(

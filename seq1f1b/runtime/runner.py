@@ -109,7 +109,7 @@ class Runner:
         if any(stage.wrappers for stage in self.stages.values()):
             raise ValueError(
                 'schedule="tuned" would find another order in each replica, and stages under DDP or FSDP2 take one: '
-                "tune the stages alone, write engine.plan() to a file, and give that as schedule"
+                "tune the stages alone, write engine.found_order() to a file, and give that as schedule"
             )
         self._check_clock()
         return Tuner(

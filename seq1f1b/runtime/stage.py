@@ -61,7 +61,7 @@ class Stage:
         self.loss_is_head = isinstance(self.loss_fn, nn.Module) and any(True for _ in self.loss_fn.parameters())
         self.in_threads, self.process_group = in_threads, process_group
         self.is_whole = is_whole
-        self.findings = Findings(options.unchecked, tells=tells)
+        self.findings = Findings(options.attention, tells=tells)
         self.parallel = data_parallel(module)
         self.head_parallel = data_parallel(self.loss_fn)
         self.features = [make(self, options, tier) for make in features]

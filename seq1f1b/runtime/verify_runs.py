@@ -181,7 +181,7 @@ def _kind(tensor: Tensor) -> str:
 
 def _variant(runner: Runner, whole: bool) -> Runner:
     """A second runner over the same pipeline, with memory of its own."""
-    options, schedule = replace(runner.options, unchecked=True), runner.schedule
+    options, schedule = replace(runner.options, attention="any"), runner.schedule
     if whole:
         options = replace(options, num_segments=1, segment_sizes=None)
         schedule = one_by_one(schedule)

@@ -40,7 +40,7 @@ def verify_stage(
         loss_fn=_distance_from_fixed,
         loss=Loss(reduction="sum"),
         group=LoopbackGroup(1)[0],
-        unchecked=True,
+        attention="any",
     )
     if sample.is_floating_point():
         sample = sample.detach().requires_grad_()

@@ -119,7 +119,7 @@ class Whole:
             arg_rules=rules,
             transport="auto",
             memory=Memory(),
-            unchecked=True,
+            attention="any",
         )
         schedule = one_by_one(build_schedule("1f1b", num_ranks=1, num_microbatches=options.num_microbatches))
         group = LoopbackGroup(1)[0]

@@ -174,7 +174,7 @@ def memory_curves(run: Simulation) -> list[dict[str, Curve]]:
         raise ValueError("memory curves in bytes need simulate(memory=StepMemory(...))")
     kinds = [_C.HOLDINGS[row.counts_with].name for row in _C.HOLDINGS]
     curves = []
-    for rank, (track, bytes_of) in enumerate(zip(run.timeline, run.schedule.byte_changes(given), strict=True)):
+    for rank, (track, bytes_of) in enumerate(zip(run.timeline, run.schedule._byte_changes(given), strict=True)):
         changes: dict[str, dict[float, int]] = {name: defaultdict(int) for name in _holdings()}
         for (_, start, end), of_unit in zip(track, bytes_of, strict=True):
             for kind, (taken, freed) in zip(kinds, of_unit, strict=True):

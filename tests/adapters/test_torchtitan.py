@@ -19,7 +19,8 @@ from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.models import deepseek_v3, gpt_oss, llama3, qwen3
 from torchtitan.models.common.attention import GQAttention, VarlenAttention
 
-from seq1f1b.torchtitan import convert, pipelining_fn, segmented, shape_of
+from seq1f1b.adapters.torchtitan import convert, pipelining_fn
+from seq1f1b.torchtitan import segmented, shape_of
 
 UNEVEN = {"n_segments": 3, "segment_sizes": [40, 33, 23]}
 EVEN = {"n_segments": 3}  # of 32 tokens, which the chunks of a chunked loss divide

@@ -100,11 +100,11 @@ def test_an_order_made_for_costs_has_places_by_these_costs() -> None:
         schedule = build_schedule(name, **counts, options=options)
         given = Costs(costs.forward, costs.backward, costs.weight, costs.input, links=Links(latency=latency))
         assert list(schedule.places) == counted_places(schedule, given)
-        assert schedule.places_text != "None" and build_schedule(name, **counts, options=options) == schedule
-        assert build_schedule(name, **counts, options=options, prefetch=2).places_text == "2"
+        assert schedule._places_text != "None" and build_schedule(name, **counts, options=options) == schedule
+        assert build_schedule(name, **counts, options=options, prefetch=2)._places_text == "2"
         forward = schedule.forward_only()
         assert list(forward.places) == counted_places(forward, Costs())
-        assert re.fullmatch(r"None \(places [0-9a-f]{8} by costs\)", schedule.recompute().places_text)
+        assert re.fullmatch(r"None \(places [0-9a-f]{8} by costs\)", schedule.recompute()._places_text)
 
 
 def test_a_link_takes_its_latency_and_the_time_of_the_longest_message() -> None:

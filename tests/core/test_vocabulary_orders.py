@@ -172,7 +172,7 @@ def check_spread(seed: int) -> None:
     Schedule.from_text(order.to_text()).check()  # the order itself counts as checked
     for each in (order, order.forward_only()):
         for rank in range(P):
-            each.lower(True, rank)  # raises where ranks wait for each other's places
+            each._lower_for(True, rank)  # raises where ranks wait for each other's places
         run = each.simulate(costs)
         assert max(run.busy) <= run.makespan * (1 + 1e-9) and run.makespan <= sum(run.busy) * (1 + 1e-9)
 
@@ -196,7 +196,7 @@ def test_a_place_that_is_freed_in_no_time() -> None:
     order = Schedule.from_text(f"{text}\n{text}")
     assert order.simulate(Costs(forward=1.0, statistics=0.0, loss=0.0)).makespan == 6.0  # each F waits for an S
     for rank in range(2):
-        order.lower(True, rank)
+        order._lower_for(True, rank)
 
 
 def test_forwards_go_ahead() -> None:

@@ -533,7 +533,7 @@ def test_messages_through_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def rank(group: Any) -> Any:
         engine = seq1f1b.PipelineEngine(
             stage_of(model, config, group.rank, 2), num_microbatches=3, num_segments=2, loss_fn=cross_entropy,
-            group=group, unchecked="all",
+            group=group, attention="unchecked",
         )  # fmt: skip
         engine.step(tokens, target=target)
         return [p.grad for p in engine.parameters()]

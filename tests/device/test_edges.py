@@ -137,7 +137,7 @@ def test_a_report_has_the_times_of_the_gpu(transport: str) -> None:
         handle.remove()
         report = engine.report(gather=True)
         engine.step(tokens, target=target)
-        asked, record = engine._runner, engine.last_step
+        asked, record = engine._runner, engine._runner.last_step
         engine.eval(tokens, target=target)
         asked.last_step = record  # as where verify has run since
         with pytest.raises(RuntimeError, match="read a report before the next step, eval or verify"):

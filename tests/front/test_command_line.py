@@ -75,7 +75,7 @@ def test_orders_that_recompute_their_units(tmp_path, capsys):
 def test_orders_that_move_their_units(tmp_path, capsys):
     """A tier that is quick enough costs nothing; a slow one is waited for."""
     makespans = []
-    for more in ([], ["--offload", "0.5"], ["--offload", "6"]):
+    for more in ([], ["--tier", "0.5"], ["--tier", "6"]):
         assert main(["simulate", "gpipe", "--ranks", "2", "--microbatches", "8", "--segments", "1", *more]) == 0
         name, makespan, _, units, _ = capsys.readouterr().out.splitlines()[1].split()
         assert (name, units) == ("gpipe", "3" if more else "8")
@@ -83,15 +83,15 @@ def test_orders_that_move_their_units(tmp_path, capsys):
     assert makespans[0] == makespans[1] == 3 * 8 + 3 < makespans[2]
     text = tmp_path / "order.txt"
     text.write_text("F0.0 O0.0 F1.0 A0.0 F2.0 L0.0 B2.0 B1.0 B0.0\n")
-    assert main(["simulate", str(text), "--offload", "4"]) == 0
+    assert main(["simulate", str(text), "--tier", "4"]) == 0
     assert float(capsys.readouterr().out.splitlines()[-1].split()[1]) == 3 * 3 + 3, (
         "A waits 3 s, the way back is hidden"
     )
     assert main(["draw", str(text), "--width", "60"]) == 0
     drawn = " ".join(capsys.readouterr().out.split())
     assert "backward of micro-batch 0; not drawn, as no time of a rank: move out, wait until away, load;" in drawn
-    assert main(["simulate", "gpipe", "--offload", "-1"]) == 2
-    assert "--offload is -1, must be finite and at least 0" in capsys.readouterr().err
+    assert main(["simulate", "gpipe", "--tier", "-1"]) == 2
+    assert "--tier is -1, must be finite and at least 0" in capsys.readouterr().err
 
 
 def test_draw_text_png_trace_and_a_file(tmp_path, capsys):
@@ -221,7 +221,7 @@ def test_a_model_s_tables_fit_into_80_columns_and_say_what_is_too_large(capsys):
 
 def test_a_page_of_an_order_that_moves_units(tmp_path):
     path = tmp_path / "moved.html"
-    assert main(["draw", "seq1f1b", "--offload", "0.5", "--html", str(path)]) == 0
+    assert main(["draw", "seq1f1b", "--tier", "0.5", "--html", str(path)]) == 0
     assert '"slack":null,"path":null' in path.read_text(), "the critical path, which is not known there"
 
 

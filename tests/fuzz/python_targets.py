@@ -20,7 +20,7 @@ from seq1f1b.partition import ModelShape, make_model
 from seq1f1b.plan import Plan
 from seq1f1b.planning.hardware import load_hardware, load_model
 from seq1f1b.planning.profile import Profile
-from seq1f1b.runtime.report import read_reports
+from seq1f1b.runtime.report import PipelineReport
 from seq1f1b.schedule import StepMemory
 from seq1f1b.transformers.weight_files import weight_paths
 from seq1f1b.transport.values import pack, unpack
@@ -113,7 +113,7 @@ def report(data: bytes) -> None:
     if any(_is_long(_first_value(line)) for line in data.splitlines()):
         return
     with _refusing(begins=_FILE):
-        for each in read_reports(_file_of(data)):
+        for each in PipelineReport.load_all(_file_of(data)):
             _require_no_nan(str(each))
             assert math.isfinite(each.makespan) and math.isfinite(each.bubble)
             assert all(math.isfinite(x) for x in each.segment_seconds)

@@ -248,7 +248,7 @@ def test_gradient_checkpointing_recomputes_in_the_backward_and_changes_nothing(p
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     calls: list[int] = []
     model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
-    _, stages, _ = run_pipeline(model, kwargs=kwargs, unchecked="all")  # a look would call the hook, too
+    _, stages, _ = run_pipeline(model, kwargs=kwargs, attention="unchecked")  # a look would call the hook, too
     assert len(calls) == 2 * M * len(SIZES)
     for stage, other in zip(stages, plain, strict=True):
         for (name, p), (_, q) in zip(stage.named_parameters(), other.named_parameters(), strict=True):

@@ -57,7 +57,7 @@ class AsItComes(nn.Module):
 
 def test_a_model_as_it_comes_with_its_cache_on_is_found():
     tokens, target = batch()
-    with pytest.raises(ValueError, match=r"attention not in segments: .*LlamaAttention.*unchecked=True"):
+    with pytest.raises(ValueError, match=r'attention not in segments: .*LlamaAttention.*attention="any"'):
         engine_of(AsItComes()).step(tokens, target=target)
     result = engine_of(AsItComes()).verify(tokens, target=target, show=False)
     assert not result.ok

@@ -218,7 +218,7 @@ def test_balanced_segments_are_those_of_the_documents_on_every_rank():
         found = []
         for tokens, target, doc_ids, *_ in steps:  # a list of micro-batches counts like the whole batch
             losses = engine.step(tokens, target=target, kwargs=[{"doc_ids": ids} for ids in doc_ids.chunk(M)])
-            found.append((losses, engine.last_step.sizes))
+            found.append((losses, engine._runner.last_step.sizes))
         return found
 
     found = run_ranks(2, run)

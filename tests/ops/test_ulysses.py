@@ -164,7 +164,9 @@ def train(case: Case, mesh: Any) -> None:
         assert gradient_error(gradients, want[index]) < 1e-10, case
         for parameter in engine.parameters():
             parameter.grad = None
-    assert all(size % PARTS == 0 for size in engine.last_step.sizes) and len(engine.last_step.sizes) == K
+    assert (
+        all(size % PARTS == 0 for size in engine._runner.last_step.sizes) and len(engine._runner.last_step.sizes) == K
+    )
     evaluated = engine.eval(tokens if index == 0 else None, target=target if is_last else None, kwargs=kwargs)
     assert not is_last or torch.equal(torch.stack(evaluated), torch.stack(losses)), case
     dist.barrier()

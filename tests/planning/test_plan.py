@@ -290,7 +290,7 @@ def test_auto_has_the_places_that_its_messages_need():
     assert auto.seconds == pytest.approx(seconds) and list(auto.peak) == peak
     assert Plan.from_json(auto.to_json()) == auto
     order = auto.engine_arguments()["schedule"]
-    assert order.places == auto.build().places and "by costs" in order.places_text
+    assert order.places == auto.build().places and "by costs" in order._places_text
     assert auto.seconds <= 1.0001 * price(replace(auto, prefetch=1000))[0]
 
 
@@ -587,7 +587,7 @@ def test_the_engine_runs_a_plan_for_a_mix_of_lengths():
             tokens, target = batches[length]
             found[length] = engine.step(tokens, target=target), engine.report().segment_sizes
         with pytest.raises(ValueError, match="segment_sizes are for 9, 16 tokens, the sequence has 12: pad it"):
-            engine.sizes_of(12)
+            engine._runner.options.sizes_of(12)
         return found
 
     _, last = run_ranks(2, run)

@@ -100,7 +100,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {"tied": True},
     "rows": {"rows": True},
     "offloaded": {"offloads": True},
-    "unchecked": {"unchecked": True},
+    "any attention": {"attention": "any"},
 }
 
 

@@ -66,7 +66,7 @@ def test_the_walk(name: str, P: int, M: int, k: int, prefetch: int, training: bo
             (engine.step if training else engine.eval)(tokens, target=target)
 
         order = [str(unit) for unit in engine.schedule.ranks[rank] if training or unit.kind == "F"]
-        walked = _C.executor_timeline(engine.last_step.order.executor, rank)
+        walked = _C.executor_timeline(engine._runner.last_step.order.executor, rank)
         units = ["FB"[unit[0]] + f"{unit[2]}.{unit[3]}" for opcode, unit, _, _ in walked if opcode == RUN]
         assert units == order, "not the schedule's order"
 
@@ -74,7 +74,7 @@ def test_the_walk(name: str, P: int, M: int, k: int, prefetch: int, training: bo
         ends = [(start, end) for _, _, start, end in walked]
         assert all(0 < start <= end for start, end in ends)
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
-        assert (ends[-1][1] - ends[0][0]) * 1e-9 <= engine.last_step.seconds
+        assert (ends[-1][1] - ends[0][0]) * 1e-9 <= engine._runner.last_step.seconds
 
         # a unit runs right after its wait, and its send follows it
         opcodes = [opcode for opcode, *_ in walked]
@@ -86,7 +86,7 @@ def test_the_walk(name: str, P: int, M: int, k: int, prefetch: int, training: bo
         into, out = int(rank > 0) + training * int(rank < P - 1), int(rank < P - 1) + training * int(rank > 0)
         assert (waits, sends, opcodes.count(POST)) == (into * M * k, out * M * k, into * M * k)
 
-        peak, _ = _C.executor_stage_measure(engine.last_step.order.executor, rank)
+        peak, _ = _C.executor_stage_measure(engine._runner.last_step.order.executor, rank)
         forwards = backwards = most = 0
         for unit in units:
             forwards += unit[0] == "F"

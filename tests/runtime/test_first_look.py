@@ -505,12 +505,12 @@ def test_all_is_left_as_it_was(draws, looks):
     """Against a step without a look, from one state: numbers, generators, buffers, attributes, modes, gradients."""
     tokens, target = batch()
     results = []
-    for unchecked in (False, "all"):
+    for attention in ("own", "unchecked"):
         torch.manual_seed(0)
         random.seed(0)
         module = Stateful()
         module.draws = draws
-        engine = engine_of(module, unchecked=unchecked)
+        engine = engine_of(module, attention=attention)
         losses = engine.step(tokens, target=target)
         tensors = [*losses, *module.state_dict().values(), *(p.grad for p in module.parameters() if p.grad is not None)]
         others = module.seen, [m.training for m in module.modules()], random.getstate(), sorted(module.__dict__)
@@ -567,10 +567,10 @@ def test_a_router_that_rounds_otherwise_is_no_finding(looks):
 
 
 def test_it_is_off_by_an_option(looks):
-    assert told(made(WRONG["mean"][0]), unchecked="all") == [] and looks == []
-    assert told(made(WRONG["attention of torch"][0]), unchecked="all") == []
-    with pytest.raises(ValueError, match=r"^unchecked is 'none', must be False, True or 'all'$"):
-        engine_of(made(RIGHT["plain"]), unchecked="none")
+    assert told(made(WRONG["mean"][0]), attention="unchecked") == [] and looks == []
+    assert told(made(WRONG["attention of torch"][0]), attention="unchecked") == []
+    with pytest.raises(ValueError, match=r"^attention is 'none', must be 'own', 'any' or 'unchecked'$"):
+        engine_of(made(RIGHT["plain"]), attention="none")
 
 
 def masked(self: Any, x: Tensor, mask: Tensor) -> Tensor:
@@ -621,7 +621,7 @@ def by_hand(self: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("attend", [own_attention, by_hand, lambda self, x: own_attention(self, x + x.mean(1, True))])
 def test_attention_of_another_kind_is_an_error(attend):
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"attention not in segments: stage 0, .*pass unchecked=True"):
+        with pytest.raises(ValueError, match=r'attention not in segments: stage 0, .*pass attention="any"'):
             told(Foreign(attend))
 
 

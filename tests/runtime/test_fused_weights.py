@@ -43,7 +43,7 @@ def mean_of_squares(output: Tensor, target: Tensor) -> Tensor:
 
 
 def engine_of(module: nn.Module, **options: Any) -> PipelineEngine:
-    options = {"num_segments": K, "loss_fn": mean_of_squares, "unchecked": True} | options
+    options = {"num_segments": K, "loss_fn": mean_of_squares, "attention": "any"} | options
     return PipelineEngine(module, num_microbatches=M, **options)
 
 

@@ -19,7 +19,7 @@ import seq1f1b
 from seq1f1b import Costs, Links
 from seq1f1b.__main__ import main
 from seq1f1b.runtime.idle import _REMEDIES, CAUSES, StepTimes, advice, idle_of_ranks, mean_idle
-from seq1f1b.runtime.report import PipelineReport, read_reports
+from seq1f1b.runtime.report import PipelineReport
 from seq1f1b.testing import run_ranks
 
 P, M, K = 4, 8, 4
@@ -324,7 +324,7 @@ def test_a_file_of_reports(report, tmp_path, capsys, monkeypatch):
     file = tmp_path / "steps.jsonl"
     for each in report:
         each.save(file)
-    assert list(map(repr, read_reports(file))) == list(map(repr, report))
+    assert list(map(repr, PipelineReport.load_all(file))) == list(map(repr, report))
     last = PipelineReport.load(file)
     assert last.ranks == report[1].ranks and last.idle == report[1].idle and last.makespan == report[1].makespan
     monkeypatch.setenv("COLUMNS", "80")

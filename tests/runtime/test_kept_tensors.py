@@ -337,7 +337,7 @@ def transports(rank: int, world: int, transport: str) -> None:
         loss_fn=F.mse_loss,
         transport=transport,
         limits=Limits(step=30),
-        unchecked="all",  # a look would call the hooks, too
+        attention="unchecked",  # a look would call the hooks, too
     )
     for _ in range(2):
         engine.step(x, target=target)

@@ -163,7 +163,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "recompute": {"memory": Memory(recompute="all", check=True)},
     "blocks": {"memory": Memory(blocks=("blocks", 0.5))},
     "own dtype": {"grad_dtype": None},
-    "unchecked": {"unchecked": True},
+    "any attention": {"attention": "any"},
 }
 
 

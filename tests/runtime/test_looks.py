@@ -252,7 +252,7 @@ def looked_at(model: nn.Module, *, rows: int, length: int, group: Any = None) ->
     """What the first step tells of two micro-batches of so many rows, in segments of this length."""
     group = seq1f1b.LoopbackGroup(1)[0] if group is None else group
     engine = PipelineEngine(
-        model, num_microbatches=2, num_segments=3, loss_fn=cross_entropy, group=group, unchecked=True
+        model, num_microbatches=2, num_segments=3, loss_fn=cross_entropy, group=group, attention="any"
     )
     tokens = torch.randint(VOCAB, (2 * rows, 3 * length), generator=torch.Generator().manual_seed(0))
     with warnings.catch_warnings(record=True) as caught:

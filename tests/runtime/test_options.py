@@ -135,7 +135,7 @@ def test_a_callable_builds_plain_steps_and_steps_of_rows(build: Callable[..., Sc
                 batches = (tokens, target) if not options else (list(tokens.chunk(M)), list(target.chunk(M)))
                 engine.step(batches[0], target=batches[1], **options)
             found.append({name: p.grad / 2 for name, p in engine.named_parameters()})
-        return found, engine.schedule, engine.last_step.order.schedule
+        return found, engine.schedule, engine._runner.last_step.order.schedule
 
     (first, plain, of_rows), (last, *_) = run_ranks(2, run)
     given = build(num_ranks=2, num_microbatches=M, num_segments=3, stages_per_rank=1)

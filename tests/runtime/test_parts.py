@@ -87,7 +87,7 @@ def test_a_new_feature_sees_every_unit(monkeypatch: pytest.MonkeyPatch, schedule
 
     def run(group: Any) -> Any:
         engine, gradients = steps(group)
-        record = engine.last_step
+        record = engine._runner.last_step
         assert record is not None and record.total("counted") == M * K
         return record.figures[group.rank]["seen"], gradients
 

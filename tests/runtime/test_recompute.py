@@ -154,7 +154,7 @@ def with_dropout(group, recompute: str, rank: int = 0, num_stages: int = 1):
     stage = Dropping(stage_of(whole_model(CONFIG), CONFIG, rank, num_stages))
     engine = PipelineEngine(
         stage, num_microbatches=3, num_segments=3, segment_sizes=[1, 7, 5], loss_fn=cross_entropy, group=group,
-        memory=Memory(recompute=recompute), unchecked="all",
+        memory=Memory(recompute=recompute), attention="unchecked",
     )  # fmt: skip
     torch.manual_seed(7)
     engine.all_gather_object(None)  # ranks that are threads have one generator: nobody draws before all have seeded it
@@ -189,7 +189,7 @@ def test_dropout_in_compiled_code(fresh_dynamo: None, backend: str) -> None:
         num_segments=2,
         loss_fn=lambda o, t: (o - t).square().mean(),
         memory=Memory(recompute="all"),
-        unchecked="all",
+        attention="unchecked",
     )
     engine.step(torch.randn(4, 12, 16), target=torch.zeros(4, 12, 16))
     assert all(torch.equal(first, again) for first, again in stage.made.values())

@@ -33,7 +33,7 @@ def counts(schedule: str, segments: int, layers: int) -> Counter[str]:
     torch.manual_seed(0)
     stage = nn.Sequential(*(nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(layers))).bfloat16()
     engine: Any = PipelineEngine(
-        stage, num_microbatches=2, num_segments=segments, loss_fn=squares, schedule=schedule, unchecked=True
+        stage, num_microbatches=2, num_segments=segments, loss_fn=squares, schedule=schedule, attention="any"
     )
     x, target = torch.randn(2, 8, HIDDEN).bfloat16(), torch.zeros(2, 8)
 

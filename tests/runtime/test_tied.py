@@ -152,7 +152,7 @@ def test_copies_that_differ_are_refused(difference):
         rows = VOCAB + (group.rank if difference == "shape" else 0)
         stage = Part("embedding" if group.rank == 0 else "head", torch.zeros(rows, HIDDEN))
         stage.weight.requires_grad_(difference == "shape" or group.rank == 0)
-        seq1f1b.PipelineEngine(stage, num_microbatches=M, loss_fn=loss_fn, group=group).tied_elsewhere()
+        seq1f1b.PipelineEngine(stage, num_microbatches=M, loss_fn=loss_fn, group=group)._tied_elsewhere()
 
     with pytest.raises(ValueError, match="tied parameter 'embedding' differs between ranks"):
         run_ranks(2, run)

@@ -123,7 +123,7 @@ def step_unlike(rank: int, world: int, transport: str) -> None:
     engine = seq1f1b.PipelineEngine(stage, num_microbatches=2, loss_fn=F.mse_loss, transport=transport)
     before = copy.deepcopy(stage.state_dict())
     with pytest.raises(ValueError, match="tied parameter 'a' differs between ranks") as caught:
-        engine.tied_elsewhere()
+        engine._tied_elsewhere()
     assert "'a.weight' of stage 0 on rank 0 is (6, 6), float32, trained" in str(caught.value)
     assert "'a.weight' of stage 1 on rank 1 is (12, 6), float32, trained" in str(caught.value)
     assert all(torch.equal(value, before[name]) for name, value in stage.state_dict().items())

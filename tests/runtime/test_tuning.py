@@ -83,7 +83,7 @@ def test_another_length_is_tuned_again_and_what_is_found_can_be_kept(tmp_path: P
         engine, stages = engine_of(group, model)
         texts = []
         with pytest.raises(RuntimeError, match="no order has been found yet, after 0 steps"):
-            engine.plan()
+            engine.found_order()
         for step in range(2 * STEPS + 20):
             length = 128 if step < STEPS else 64
             if step % 7 == 6:
@@ -93,12 +93,12 @@ def test_another_length_is_tuned_again_and_what_is_found_can_be_kept(tmp_path: P
             gradients_of(stages)
             texts.append(engine.report(gather=True).tuning)
         known = max(len(engine._runner.orders._known), len(engine._runner.tuner._settings))
-        found, order = engine.plan(), engine.schedule
+        found, order = engine.found_order(), engine.schedule
         assert (found.seq_len, found.num_segments) == (64, engine.num_segments)
         engine.close()
         found.save(tmp_path / f"{group.rank}.json")
         again, _ = engine_of(group, model, schedule=tmp_path / f"{group.rank}.json", num_microbatches=None)
-        assert again.schedule == order and again.sizes_of(64) == engine.sizes_of(64)
+        assert again.schedule == order and again._runner.options.sizes_of(64) == engine._runner.options.sizes_of(64)
         again.close()
         return texts, known
 
@@ -232,7 +232,7 @@ def test_the_best_order_of_measured_units_is_found(monkeypatch: pytest.MonkeyPat
     options = seq1f1b.runtime.arguments.Options(
         num_microbatches=4, num_segments=1, segment_sizes=None, seq_dim=1, arg_rules={}, loss_fn=None,
         loss=seq1f1b.Loss(), transport="auto", limits=Limits(), grad_dtype=None, memory=seq1f1b.Memory(),
-        sequence_parallel=(0, 1), unchecked=False, embedding=None,
+        sequence_parallel=(0, 1), attention="own", embedding=None,
     )  # fmt: skip
     order = seq1f1b.build_schedule("seq1f1b", num_ranks=4, num_microbatches=4, num_segments=1)
     first = tuning.Setting(0, order, options)

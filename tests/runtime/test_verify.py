@@ -363,14 +363,14 @@ def test_one_forward_of_the_first_step_is_looked_at_and_no_other():
     assert sum(module.modes) == 0
 
 
-def test_attention_of_another_kind_is_an_error_on_every_rank_unless_unchecked():
+def test_attention_of_another_kind_is_an_error_on_every_rank_unless_any_is_taken():
     tokens, target = mixers_batch()
 
-    def run(group, unchecked):
+    def run(group, taken):
         torch.manual_seed(group.rank)
         first = group.rank == 0
         module = Net(Mixer(attention if first else torchs_attention), first=first, last=not first)
-        engine = engine_for(group, [module], num_microbatches=2, unchecked=unchecked)
+        engine = engine_for(group, [module], num_microbatches=2, attention=taken)
         for _ in range(2):  # a second try is no way around it
             text = ""
             try:
@@ -379,10 +379,10 @@ def test_attention_of_another_kind_is_an_error_on_every_rank_unless_unchecked():
                 text = str(error)
         return text
 
-    for text in run_ranks(2, lambda group: run(group, False)):
-        assert "stage 1, mixer (Mixer)" in text and "unchecked=True" in text
+    for text in run_ranks(2, lambda group: run(group, "own")):
+        assert "stage 1, mixer (Mixer)" in text and 'attention="any"' in text
     with pytest.warns(SegmentWarning, match="attention not in segments: stage 1, mixer"):
-        assert run_ranks(2, lambda group: run(group, True)) == ["", ""]
+        assert run_ranks(2, lambda group: run(group, "any")) == ["", ""]
 
 
 class Mixed(nn.Module):
