@@ -19,7 +19,7 @@ from seq1f1b.schedule import Costs, Schedule, build_schedule
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Layout", "Plan", "StepLength", "TunedOrder", "load_plan"]
+__all__ = ["Layout", "Plan", "StepLength", "TunedOrder"]
 
 _FORMAT = "seq1f1b plan 1"
 _TUNED_FORMAT = "seq1f1b tuned order 1"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Packing", "document_lengths", "document_starts", "pack_documents"]
+__all__ = ["Packing", "document_starts", "pack_documents"]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
     python tests/front/test_surface.py --write
 
 writes that file after a change that is meant. docs/reference/stability.md says which changes a version may bring.
+The file is written by ring, the counts of each at the top of its part.
 All is read from the sources, so that neither torch nor what an extra brings must be there.
 """
 
@@ -17,8 +18,27 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 SURFACE = Path(__file__).with_name("surface.txt")
+sys.path.append(str(ROOT / ".ci"))
+import rings  # noqa: E402
+
+RINGS = ("core", "planner", "hf", "gpu")
+WHOLE = (
+    "seq1f1b",
+    "seq1f1b.plan",
+    "seq1f1b.ops.packing",
+    "seq1f1b.runtime.report",
+    "seq1f1b.testing",
+    "seq1f1b.torchtitan",
+    "seq1f1b.data",
+    "seq1f1b.transformers",
+)
+"""Modules of which every name is promised; of others the names that a page describes."""
+ARGUMENTS = {"Costs", "Limits", "Links", "Loss", "Memory", "Noise", "StepMemory"}
+"""Classes whose fields a user writes, and which count; fields of plans, reports and simulations do not."""
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 
 
@@ -174,9 +194,50 @@ def documented() -> dict[tuple[str, str], Shown]:
     return names
 
 
+def ring_of(module: str) -> str:
+    place = Path(*module.split("."))
+    file = next(f for f in (place.with_suffix(".py"), place / "__init__.py", place.with_suffix(".pyi")) if f.exists())
+    return rings.ring_of(str(file))
+
+
+def names_of(ring: str) -> list[tuple[str, str]]:
+    """All that a page describes, and the ``__all__`` of modules that are promised whole: where and under which name."""
+    found = {*documented(), *((module, name) for module in WHOLE for name in exported(module))}
+    return sorted(one for one in found if ring_of(one[0]) == ring)
+
+
+def members_of(module: str, node: ast.ClassDef) -> set[str]:
+    """Public methods, properties and attributes of a class and its bases here; fields only where they are arguments."""
+    found = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+    for place in ast.walk(node):
+        if isinstance(place, ast.Attribute) and isinstance(place.ctx, ast.Store) and ast.unparse(place.value) == "self":
+            found.add(place.attr)
+    for base in node.bases:
+        home = find(module, ast.unparse(base).partition("[")[0])
+        if home is not None and isinstance(home[1], ast.ClassDef):
+            found |= members_of(home[0], home[1])
+    if node.name in ARGUMENTS:
+        found |= members(module, node)[0].keys()
+    return {name for name in found if not name.startswith("_")}
+
+
+def counts_of(ring: str) -> tuple[int, int]:
+    """Names that a ring promises, each object once, and their members."""
+    homes = [home for home in (find(module, name) for module, name in names_of(ring)) if home is not None]
+    objects = {(module, id(node)): node for module, node in homes}
+    classes = [(module, node) for (module, _), node in objects.items() if isinstance(node, ast.ClassDef)]
+    return len(objects), sum(len(members_of(module, node)) for module, node in classes)
+
+
 def surface() -> str:
-    found = sorted(documented().items(), key=lambda item: item[0])
-    return "".join(f"{line}\n" for (module, name), shown in found for line in described(module, name, shown))
+    shown = documented()
+    parts = []
+    for ring in RINGS:
+        found = [one for one in names_of(ring) if one in shown]
+        names, inside = counts_of(ring)
+        parts.append(f"# {ring}: {names} names, {inside} members\n")
+        parts += [f"{line}\n" for module, name in found for line in described(module, name, shown[module, name])]
+    return "".join(parts)
 
 
 def test_every_public_name_is_described() -> None:
@@ -189,6 +250,29 @@ def test_the_surface_is_the_one_that_is_written_down() -> None:
     assert not changed, "\n".join(
         ["what users write against has changed: python tests/front/test_surface.py --write, and CHANGELOG.md", *changed]
     )
+
+
+def test_the_core_stays_small() -> None:
+    names, inside = counts_of("core")
+    assert names <= 55 and inside <= 200, "docs/reference/stability.md promises them for 1.0: leave others private"
+    assert counts_of("gpu") == (0, 0), "what is behind the core's names is not promised"
+
+
+def test_counts_see_what_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name in an ``__all__``, a method without a docstring, an attribute and an argument's field count."""
+    before = counts_of("core")
+    text = (
+        "from dataclasses import dataclass\n__all__ = ['Links', 'Planted']\n"
+        "@dataclass\nclass Links:\n    planted: int = 0\n    _private: int = 0\n"
+        "class Planted:\n    def __init__(self):\n        self.seen = self._unseen = 1\n    def bare(self): ...\n"
+    )
+    monkeypatch.setitem(globals(), "WHOLE", (*WHOLE, "planted"))
+    real, real_ring = source, ring_of
+    monkeypatch.setitem(globals(), "ring_of", lambda module: "core" if module == "planted" else real_ring(module))
+    planted = (text.encode().splitlines(keepends=True), ast.parse(text))
+    monkeypatch.setitem(globals(), "source", lambda module: planted if module == "planted" else real(module))
+    names, inside = counts_of("core")
+    assert (names - before[0], inside - before[1]) == (2, 3)
 
 
 def test_options_of_the_engine_and_its_groups_are_in_it() -> None:
