@@ -1,4 +1,4 @@
-"""What the extension offers, one section per file of csrc/binding/. Handles of the core are opaque capsules."""
+"""The functions of the extension, one section per file of csrc/binding/. Handles of the core are opaque capsules."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

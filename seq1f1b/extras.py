@@ -1,4 +1,4 @@
-"""What an extra of this package brings, and the error of a user who has not installed it."""
+"""Extras of this package, and the error of a user who has not installed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What named ways to order units there are; ``csrc/schedules`` builds them."""
+"""The named ways to order units; ``csrc/schedules`` builds them."""
 
 from __future__ import annotations
 

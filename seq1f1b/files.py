@@ -87,7 +87,7 @@ def no_room(error: BaseException) -> str | None:
 
 
 def read(path: str | os.PathLike[str], parse: Callable[[str], T]) -> T:
-    """What ``parse`` makes of a file's text; a ``ValueError`` begins with the file's name."""
+    """Reads a file and parses its text with ``parse``; a ``ValueError`` begins with the file's name."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()

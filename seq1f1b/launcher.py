@@ -108,7 +108,7 @@ def _is_imported_by_a_rank() -> bool:
 
 
 def _variables(num_ranks: int, port: int) -> dict[str, str]:
-    """What torchrun tells all ranks of one machine by their environment."""
+    """The variables by which torchrun tells all ranks of one machine about the group."""
     return {
         "WORLD_SIZE": f"{num_ranks}",
         "LOCAL_WORLD_SIZE": f"{num_ranks}",
@@ -261,7 +261,7 @@ class _Lines:
 
 
 def _results(ranks: _Ranks, folder: str) -> list[Any]:
-    """What each rank returned. An error of a rank's own is raised before those that it caused in others."""
+    """The value that each rank returned. An error of a rank's own is raised before those that it caused in others."""
     results: dict[int, Any] = {}
     errors: list[tuple[float, int, BaseException, str]] = []
     waiting, give_up = set(range(len(ranks.processes))), float("inf")
@@ -292,7 +292,7 @@ def _results(ranks: _Ranks, folder: str) -> list[Any]:
 
 
 def _said(folder: str, rank: int) -> _Said | None:
-    """What a rank has left, None if it has not yet."""
+    """The message that a rank has left, None if it has not yet."""
     try:
         with open(f"{folder}/{rank}", "rb") as file:
             seconds, data, text = pickle.load(file)
@@ -337,7 +337,7 @@ class _Place(NamedTuple):
 
 
 class _Said(NamedTuple):
-    """What a rank leaves in its file.
+    """The message that a rank leaves in its file.
 
     A file and no pipe: a process that the rank has started may hold a pipe open after the rank has died.
     """

@@ -22,7 +22,7 @@ class PieceCosts(Protocol):
 
 
 class ModelShape(NamedTuple):
-    """What the cost of a token depends on: a decoder with grouped-query attention and a SwiGLU feed-forward.
+    """The shape that a token's cost depends on: a decoder with grouped-query attention and a SwiGLU feed-forward.
 
     Attributes:
         ffn: inner width of the feed-forward's three matrices, of one expert if there are several; 0: none. A plain
@@ -53,7 +53,7 @@ class ModelShape(NamedTuple):
 
 
 def _token_shape(model: ModelShape) -> tuple[int, int, int, int, int, int, int]:
-    """What one token meets of the model, as the core reads it."""
+    """The part of the model that one token meets, as the core reads it."""
     if not isinstance(model, ModelShape):
         raise TypeError(f"model is {model!r:.80}, must be a seq1f1b.ModelShape")
     if not 1 <= model.experts_per_token <= model.experts:

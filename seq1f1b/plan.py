@@ -80,7 +80,7 @@ class StepLength:
 
 
 class _File:
-    """What can be written to a file and read back."""
+    """Something that can be written to a file and read back."""
 
     def to_json(self) -> str:
         """The text of the file."""

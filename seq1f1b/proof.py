@@ -1,4 +1,4 @@
-"""What proves itself: a kernel, or a way by torch's ops, computes a small case at its first use, held to float64.
+"""Proofs at first use: a kernel, or a way by torch's ops, computes a small case, which is held to float64.
 
 No record can say that a kernel is right on a GPU that nobody had, or from a compiler that came later. So it is used
 where it has just been seen to be right: once in a process for each kernel, dtype, head size and device. A warning names

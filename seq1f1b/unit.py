@@ -37,7 +37,7 @@ def unit_of(unit: tuple[int, int, int, int]) -> Unit:
 
 
 def inputs_of(units: Iterable[Unit]) -> dict[Unit, list[Unit]]:
-    """Those of the units whose results each of them takes, as the core has it."""
+    """For each unit, those of the units whose results it takes, as the core has it."""
     units = set(units)
     num_stages = 1 + max(unit.stage for unit in units)
     num_microbatches = 1 + max(unit.microbatch for unit in units)

@@ -1,4 +1,4 @@
-"""What runs where: one table that the engine's refusals, the planner and the docs read. Needs no torch."""
+"""Where each feature runs: one table that the engine's refusals, the planner and the docs read. Needs no torch."""
 
 from __future__ import annotations
 

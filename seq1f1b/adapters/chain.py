@@ -23,7 +23,7 @@ _one_at_a_time = threading.Lock()  # fx changes nn.Module while it traces, and t
 
 
 class ChainStage(fx.GraphModule):
-    """What :func:`split` makes; parameters and state have the names of the unsplit model.
+    """A stage that :func:`split` makes; parameters and state have the names of the unsplit model.
 
     Attributes:
         pipeline_place: (index, count): which of how many stages this is.
@@ -296,7 +296,7 @@ class _Cut:
         return found
 
     def _tensors_behind(self, node: fx.Node, stage: int) -> list[fx.Node]:
-        """What must be handed on so that a stage has this value: sizes are taken again, of the tensor itself."""
+        """The tensors to hand on so that a stage has this value: sizes are taken again, of the tensor itself."""
         if node.op == "get_attr" or node in self._free or (node.op == "placeholder" and node.args):
             return []
         if self._is_taken_again(node) and self.stage_of[node] < stage:

@@ -1,4 +1,4 @@
-"""What is known of a trace before it is cut: constants, counts of tokens, and what several stages share."""
+"""Checks of a trace before it is cut: constants, counts of tokens, and what several stages share."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _token_ids(model: nn.Module, graph: fx.Graph) -> Tensor | None:
 
 @dataclass
 class _Run:
-    """What one run gave.
+    """The results of one run.
 
     Attributes:
         outputs: tensors and plain values of the output, by their place in it.
@@ -315,7 +315,7 @@ def tell_not_compared(model: nn.Module, why: str) -> None:
 
 
 def _places(value: Any, place: str = "output") -> Iterator[tuple[str, Any]]:
-    """What an output consists of, by place."""
+    """The tensors and other values of an output, by place."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _places(item, f"{place}[{key!r}]")

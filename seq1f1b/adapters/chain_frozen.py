@@ -1,4 +1,4 @@
-"""What a traced forward has read of Python: attributes, globals, closures. Stages keep to it, so it must stay."""
+"""Values of Python that a traced forward has read: attributes, globals, closures. Stages keep them: they must stay."""
 
 from __future__ import annotations
 

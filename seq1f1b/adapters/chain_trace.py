@@ -42,7 +42,7 @@ for _function in OURS:
 
 @dataclass
 class Traced:
-    """What a trace gives.
+    """The result of a trace.
 
     Attributes:
         constants: tensors that belong to no module, by the names that the graph has for them.
@@ -538,7 +538,7 @@ class _Line(str):
 
 
 def _text(graph: fx.Graph, defaults: Mapping[str, Any], beside: str | None = None) -> list[_Line]:
-    """What a graph computes, for a comparison.
+    """Writes down the computation of a graph, for a comparison.
 
     Args:
         defaults: values of optional arguments.

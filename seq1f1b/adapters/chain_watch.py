@@ -1,4 +1,4 @@
-"""What a trace does not record: the watch sees it while a forward is traced, and names the line of the model."""
+"""Sees what a trace does not record, while a forward is traced, and names the line of the model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CLOCKS = (time.time, time.time_ns, time.monotonic, time.monotonic_ns, time.perf
 
 
 class Refused(ValueError):
-    """What no stage would do as the model does. Its text is a whole sentence."""
+    """Something that no stage would do as the model does. Its text is a whole sentence."""
 
 
 # -- lines of the model ------------------------------------------------------------------------------------------------

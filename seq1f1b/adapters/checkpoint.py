@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint (DCP) saves and loads of a pipeline, under the names of the unsplit model."""
+"""The state of a pipeline as torch.distributed.checkpoint (DCP) saves and loads it, by the unsplit model's names."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def is_loading() -> bool:
 
 
 def find_saved(holder: object, names: Iterable[str]) -> Saved | None:
-    """What the checkpoint that DCP is loading has below the state of a model with these names.
+    """Finds what the checkpoint that DCP is loading has below the state of a model with these names.
 
     DCP asks for a state to save and to fill by one call, ``state_dict()``, and tells it nothing. To save, a state must
     hold what there is; to load, what the checkpoint has. So the frames of the callers are searched for ``dcp.load``,
@@ -183,7 +183,7 @@ def as_entry(value: Any, what: str) -> Any:
 
 
 def as_kept(entry: Any) -> Any:
-    """What the optimizer has for an entry that is no tensor."""
+    """The value that the optimizer has for an entry that is no tensor."""
     return entry.value if isinstance(entry, _Whole) else entry
 
 

@@ -40,7 +40,7 @@ def _error(text: str, line: int, number: int, why: str) -> ValueError:
 
 
 def to_csv(order: Schedule) -> str:
-    """What :meth:`seq1f1b.Schedule.to_csv` gives."""
+    """Writes the text of :meth:`seq1f1b.Schedule.to_csv`."""
     for m, count in enumerate(order.segments_of):
         if count != order.num_segments:
             raise ValueError(

@@ -177,7 +177,7 @@ class SegmentAttention(GQAttention):  # type: ignore[misc]
 
 
 class InnerAttention(Module):  # type: ignore[misc]
-    """What stands in the place of ``FlexAttention`` and ``VarlenAttention``."""
+    """Stands in the place of ``FlexAttention`` and ``VarlenAttention``."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):  # type: ignore[misc]

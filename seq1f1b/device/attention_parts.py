@@ -1,5 +1,5 @@
-"""What attention over a prefix needs beside attention: keys and values written to the cache, results over ranges of
-keys merged, and their gradients added up.
+"""Work beside attention where there is a prefix: keys and values are written to the cache, results over ranges of keys
+are merged, and their gradients added up.
 
 All tensors are (batch, heads, rows, head_dim). What these functions return lies in token-major memory: (batch, rows,
 heads, head_dim). Sums are taken in float32 and rounded once.

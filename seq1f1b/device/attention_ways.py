@@ -170,7 +170,7 @@ def readable(plan: Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 class Given(NamedTuple):
-    """What a backward takes."""
+    """The arguments of a backward."""
 
     dout: Tensor
     q: Tensor

@@ -23,7 +23,7 @@ from seq1f1b import _C, proof
 __all__: list[str] = []
 
 FIGURES = 5
-"""What :func:`figures` finds of each row and segment."""
+"""The numbers that :func:`figures` finds for each row and segment."""
 
 MOST_REMEMBERED = 1024
 """Layouts, before those of ids that are gone are looked for; a step looks for them too."""

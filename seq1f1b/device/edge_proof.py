@@ -24,7 +24,7 @@ _LATE = ("its transfer has been under way", "no header has come", "it does not c
 
 
 class Chosen(NamedTuple):
-    """What carries an edge.
+    """The way that carries an edge.
 
     Attributes:
         rate: bytes per second of the largest message of the proof, from its start to its arrival, sent alone.

@@ -65,7 +65,7 @@ class Way:
         self._group, self._watchdog, self._is_receiver = group, watchdog, is_receiver
 
     def offer(self, edges: Sequence[Edge]) -> dict[Edge, bytes]:
-        """What all ranks are told before the ends are made: of edges that this rank sends on."""
+        """The facts that all ranks are told before the ends are made: of edges that this rank sends on."""
         return {}
 
     def make(self, edge: Edge, control: object, offered: bytes) -> object:

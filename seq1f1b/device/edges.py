@@ -77,7 +77,7 @@ class DeviceEdges:
         return ordinal_of(self._torch_device)
 
     def identity(self) -> tuple[str, int]:
-        """What no other GPU is called, and how many GPUs this rank sees."""
+        """A name that no other GPU has, and how many GPUs this rank sees."""
         properties = torch.cuda.get_device_properties(self._torch_device)
         uuid = getattr(properties, "uuid", None)  # torch before 2.5 has none
         return f"{uuid or f'{os.uname().nodename} {self.ordinal()}'}", torch.cuda.device_count()
@@ -90,7 +90,7 @@ class DeviceEdges:
         return functools.partial(self._group.place_views, gpu=self.ordinal())
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """What the executor calls for every unit, from what runs one."""
+        """Makes the function that the executor calls for every unit, from the one that runs it."""
         return run
 
     def warm(self) -> None:

@@ -108,7 +108,7 @@ def operations(path: Path | None = None) -> dict[str, Operation]:
 
 
 preferred = os.environ.get("SEQ1F1B_CUDA_KERNELS", "")
-"""What is asked for; read it by ``preference()``, and set it by ``use_kernels()``."""
+"""The preference that was asked for; read it by ``preference()``, and set it by ``use_kernels()``."""
 
 
 def preference() -> str:

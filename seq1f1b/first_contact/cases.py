@@ -28,7 +28,7 @@ class Unmeasured(Exception):
 
 
 def drilled_transports() -> list[str]:
-    """What users get unless they ask, and each transport whose messages stay on GPUs."""
+    """The transport that users get unless they ask, and each one whose messages stay on GPUs."""
     return ["auto", *(name for name, row in TRANSPORTS.items() if row.between_gpus)]
 
 
@@ -122,7 +122,7 @@ class Rank:
         return found
 
     def progress(self) -> list[dict[str, Any]]:
-        """What each rank of the last engine's pipeline does, for how many seconds, and whom it waits for."""
+        """Says what each rank of the last engine's pipeline does, for how many seconds, and whom it waits for."""
         group = self.pipeline
         if group is None:
             return []

@@ -1,4 +1,4 @@
-"""What do messages cost beside computing: NCCL with several numbers of thread blocks, and training beside torch's."""
+"""The cost of messages beside computing: NCCL with several numbers of thread blocks, and training beside torch's."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def delays(rank: Rank) -> Callable[[Tensor], Tensor]:
 
 
 class Truth:
-    """What a step must give: gradients in float64, and how far the whole model in the same dtype is from them."""
+    """The right results of a step: gradients in float64, and how far the whole model in the same dtype is from them."""
 
     def __init__(self, rank: Rank, layers: int, dtype: torch.dtype) -> None:
         self.config = Config(layers=layers, length=LENGTH)

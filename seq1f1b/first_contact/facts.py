@@ -1,4 +1,4 @@
-"""What is this machine, and what of it keeps GPUs from reaching each other?"""
+"""Facts of this machine, and what of it keeps GPUs from reaching each other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def environment(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def warnings_of(variables: Mapping[str, str], shm_bytes: int) -> list[str]:
-    """What of the environment makes a pipeline slow or breaks it, each with its remedy."""
+    """Lists what in the environment makes a pipeline slow or breaks it, each with its remedy."""
     found = []
     queues = variables.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     if queues.isdigit() and int(queues) < 8:
@@ -76,7 +76,7 @@ def shm_bytes() -> int:
 
 
 def output_of(*command: str) -> str:
-    """What a tool prints; "" where it is missing or fails."""
+    """The text that a tool prints; "" where it is missing or fails."""
     if shutil.which(command[0]) is None:
         return ""
     try:

@@ -21,7 +21,7 @@ TIMED = 4
 
 
 def numbers(count: int, device: torch.device, turn: int) -> Tensor:
-    """What message ``turn`` of a direction holds: integers that bfloat16 has exactly."""
+    """The contents of message ``turn`` of a direction: integers that bfloat16 has exactly."""
     return ((torch.arange(count, device=device) * 7 + 13 * turn) % 251).to(torch.bfloat16)
 
 

@@ -45,7 +45,7 @@ def verdict(records: Sequence[Record]) -> str:
 
 
 def good_transports(outcome: Outcome) -> str:
-    """Those with no failure in messages, drills and the killed rank, and something that passed."""
+    """Transports with no failure in messages, drills and the killed rank, and something that passed."""
     found = []
     for transport in TRANSPORTS:
         own = [
@@ -176,7 +176,7 @@ def failures(outcome: Outcome) -> Iterator[str]:
 
 
 def notes(outcome: Outcome) -> list[str]:
-    """What of the environment is in the way, and what the package warned of."""
+    """Lists what in the environment is in the way, and what the package warned of."""
     found: dict[str, None] = {}
     for records in outcome.records.values():
         for record in records:

@@ -41,7 +41,7 @@ FAILED = 3  # exit code after a case that failed here or on another rank
 
 @dataclass
 class Spec:
-    """What a rank's process is told, by a file.
+    """The orders of a rank's process, which it reads from a file.
 
     Attributes:
         source: of the cases, see :class:`seq1f1b.first_contact.parts.Part`.

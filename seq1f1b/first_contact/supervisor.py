@@ -234,7 +234,7 @@ class Attempt:
 
 
 def _environment(spec: Spec) -> dict[str, str | None]:
-    """What differs in a rank's from this process's."""
+    """The variables of a rank that differ from this process's."""
     found: dict[str, str | None] = {
         name: None for name in os.environ if name.startswith(("TORCHELASTIC_", "ROLE_"))
     }  # it has no agent
@@ -295,7 +295,7 @@ def merged(records: Sequence[Record], group: Group, case: str, hung: Sequence[st
 
 @dataclass
 class Outcome:
-    """What came of a first contact.
+    """The result of a first contact.
 
     Attributes:
         records: by part; each case of each group once.

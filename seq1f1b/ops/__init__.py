@@ -1,1 +1,1 @@
-"""What a model calls inside its modules: attention, positions, carried state, packed documents."""
+"""Functions that a model calls inside its modules: attention, positions, carried state, packed documents."""

@@ -353,7 +353,7 @@ def _ids(doc_ids: Tensor) -> Tensor:
 
 
 def _options(q: Tensor, scale: float | None, window: int | None, softcap: float | None) -> tuple[float, int, float]:
-    """What the ops take for scale, window and softcap, where 0 stands for none."""
+    """Scale, window and softcap as the ops take them, where 0 stands for none."""
     if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
         raise TypeError(f"window is {window!r}, must be an int")
     if window is not None and not 1 <= window < 2**63:

@@ -1,4 +1,4 @@
-"""What a module may ask of the step it runs in: state carried along the sequence, and auxiliary losses.
+"""Requests of a module to the step it runs in: state carried along the sequence, and auxiliary losses.
 
 Outside a step the same calls make the module ordinary torch: ``carry_in`` gives the default, the other two do nothing.
 """
@@ -23,7 +23,7 @@ __all__ = ["add_loss", "carry_in", "carry_out"]
 
 
 class CurrentUnit(Protocol):
-    """What operations of a module read of the unit that runs, and leave in it (``runtime/unit.py``)."""
+    """The unit that runs, as operations of a module read it and leave things in it (``runtime/unit.py``)."""
 
     stage: int
     microbatch: int

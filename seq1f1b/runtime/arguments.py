@@ -345,7 +345,7 @@ def first_order(*, stages_per_rank: int, **counts: Any) -> Schedule:
 
 
 def first_family(stages_per_rank: int) -> str:
-    """Its name."""
+    """The name of the order with which a tuned engine begins."""
     return "seq1f1b" if stages_per_rank == 1 else "seq1f1b-interleaved"
 
 

@@ -48,7 +48,7 @@ _TIMES = 8.0  # as much as the rounding that was measured. It is none beyond the
 
 @dataclass
 class _Run:
-    """What the stage computed: for each segment.
+    """The results of the stage, for each segment.
 
     Attributes:
         inputs, inner: what is compared beside its outputs.
@@ -79,7 +79,7 @@ class Look:
         self.attends = False
 
     def findings(self) -> list[Finding] | None:
-        """What differs; None if the stage cannot be looked at in this way, as it draws random numbers, say."""
+        """The findings; None if the stage cannot be looked at in this way, as it draws random numbers, say."""
         sample, tokens = self._sample, self._tokens
         hidden = Hidden(self._modules)
         try:

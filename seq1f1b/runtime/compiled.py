@@ -1,4 +1,4 @@
-"""What runs as compiled code: the engine leaves it as it is, for code of its own would be traced into it."""
+"""Modules that run as compiled code. The engine leaves them as they are: code of its own would be traced into it."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Tier:
         return facts.bytes_out, facts.bytes_in, facts.ns_out, facts.ns_in
 
     def step_facts(self) -> _C.TierFacts | None:
-        """What has moved in the last step, as far as it has ended; None once the tier is closed."""
+        """Bytes and seconds of the last step's moves, as far as they have ended; None once the tier is closed."""
         return None if self.handle is None else _C.tier_step(self.handle)
 
     def close(self) -> None:

@@ -101,7 +101,7 @@ class Operations(TorchFunctionMode):
         return bool(self._believed)
 
     def sure(self) -> list[Noted]:
-        """What is wrong by itself, outside of modules that carry state."""
+        """Operations that are wrong by themselves, outside of modules that carry state."""
         return [n for n in self.noted if n.is_sure and not self._believed & set(n.around)]
 
     # -- what operations of ours tell ------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def places_of(stage: int, modules: Iterable[nn.Module]) -> dict[int, str]:
 
 
 def findings_of(noted: Iterable[Noted], places: dict[int, str]) -> list[Finding]:
-    """What was noted, with its places in words."""
+    """The findings from what was noted, with their places in words."""
     return [Finding(n.cause, places[n.around[0]], n.what) for n in noted if n.around]
 
 

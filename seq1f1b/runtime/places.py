@@ -16,7 +16,7 @@ Place: TypeAlias = "tuple[int, int, int]"
 
 
 def places_of(stages: Iterable[tuple[int, Any]]) -> list[Place]:
-    """What the modules of some stages say by their attribute ``pipeline_place``, (index, count).
+    """The places that the modules of some stages name by their attribute ``pipeline_place``, (index, count).
 
     A module may be wrapped, as by DDP, or hold several stages of the model, one after the other.
 

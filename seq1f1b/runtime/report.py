@@ -1,4 +1,4 @@
-"""What a step measured: times and peaks of one rank or of all, beside the peaks that its order allows."""
+"""Measurements of a step: times and peaks of one rank or of all, beside the peaks that its order allows."""
 
 from __future__ import annotations
 

@@ -361,7 +361,7 @@ class Runner:
         )
 
     def found_order(self) -> TunedOrder:
-        """What the tuner has found, see :meth:`seq1f1b.PipelineEngine.plan`."""
+        """The order that the tuner has found, see :meth:`seq1f1b.PipelineEngine.found_order`."""
         if self.tuner is None:
             raise RuntimeError('the engine is not tuned: its order is what it was given; give schedule="tuned"')
         return self.tuner.found()
@@ -375,7 +375,7 @@ class Runner:
             )
 
     def report(self, gather: Callable[[Any], list[Any]] | None = None) -> Any:
-        """What the last step measured, see :meth:`seq1f1b.PipelineEngine.report`."""
+        """Reports the last step, see :meth:`seq1f1b.PipelineEngine.report`."""
         self._check_clock()
         return make_report(
             self.last_step,

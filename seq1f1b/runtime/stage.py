@@ -162,7 +162,7 @@ class StageStep:
         self._before, self._after = hooks(parts, "before_backward"), hooks(parts, "after_backward")
 
     def passes(self) -> dict[str, Pass]:
-        """What runs a unit of the stage, by the letter of its pass."""
+        """The function that runs a unit of the stage, by the letter of its pass."""
         found: dict[str, Pass] = {"F": self.forward, "B": self.backward, "I": self.backward}
         for part in self.parts:
             found |= part.passes()

@@ -167,7 +167,7 @@ def _copy(name: str, parameter: nn.Parameter, place: str, held: Sequence[tuple[s
 
 
 def _at(home: _Home) -> nn.Parameter | None:
-    """What a module holds at a place."""
+    """The parameter that a module holds at a place, if it still does."""
     part: nn.Module | None = home[0]
     for key in home[1][:-1]:
         part = None if part is None else part._modules.get(key)

@@ -1,4 +1,4 @@
-"""What the modules of a stage are given and return while it runs by itself: hooks for ``by_values.py``."""
+"""Hooks for ``by_values.py``: what the modules of a stage are given and return while it runs by itself."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Hooks:
 
 
 class Hidden(Hooks):
-    """What flows into weights that are zero, as projections are before their first step: no output tells of it.
+    """Values that flow into weights that are zero, as projections are before their first step: no output tells of them.
 
     A module's own parameter that is zero may scale what its children return.
     """
@@ -104,7 +104,7 @@ class _Event:
 
 
 class Trace(Hooks):
-    """What every module of a stage was given and returned, in runs of it."""
+    """Arguments and results of every module of a stage, in runs of it."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()

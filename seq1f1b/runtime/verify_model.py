@@ -33,7 +33,7 @@ class NotRun(ValueError):
 @sendable
 @dataclass(frozen=True)
 class Given:
-    """What a rank brings to the comparison.
+    """The part that a rank brings to the comparison.
 
     Attributes:
         refusal: why it cannot take part, or "".
@@ -234,7 +234,7 @@ class WholeModel:
             self._session.end()
 
     def _beside(self) -> tuple[None, None]:
-        """What the other ranks do while rank 0 fills the model."""
+        """Keeps the other ranks at work while rank 0 fills the model."""
         for several, holders in self._transfers():
             for rank, held in holders:
                 if rank == self._rank and held.key != several[0].key:
@@ -296,7 +296,7 @@ class WholeModel:
                 mine.data = value.to(dtype if dtype and value.is_floating_point() else value.dtype, copy=True)
 
     def _spread(self, found: Pass | None, dtype: torch.dtype | None) -> Pass:
-        """What rank 0 found, on the ranks that hold the same."""
+        """Spreads what rank 0 found to the ranks that hold the same."""
         told, gradients = None, dict[str, Tensor]()
         if found is not None:
             assert self._model is not None
@@ -354,7 +354,7 @@ class WholeModel:
     # -- beside numbers --------------------------------------------------------------------------------------------
 
     def compare_with(self, found: Pass) -> list[str]:
-        """What differs beside numbers, in words. Collective."""
+        """Says in words what differs beside numbers. Collective."""
         forwards, drops = self._everyones_forwards(found), Counter[float]()
         for theirs in self._group.all_gather_object(dict(found.drops)):
             drops += Counter(theirs)

@@ -41,7 +41,7 @@ class Pass:
 
 
 class Forward(NamedTuple):
-    """What one module returned when it was first called in a run."""
+    """The result of one module when it was first called in a run."""
 
     kind: str  # its type
     is_training: bool

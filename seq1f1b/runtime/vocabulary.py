@@ -178,7 +178,7 @@ class VocabularyParallelHead(VocabularyShard):
         return torch.stack([*rows, flat.sum(1)] if self.label_smoothing else rows)
 
     def combine(self, everyones: Sequence[Tensor]) -> Statistics:
-        """Those of all ranks, in their order: so each rank gets the same bits."""
+        """Joins the statistics of all ranks in their order, so that each rank gets the same bits."""
         most = torch.stack([each[0] for each in everyones]).max(0).values
         denominator, of_target, total = torch.zeros_like(most), torch.zeros_like(most), torch.zeros_like(most)
         for each in everyones:

@@ -38,7 +38,7 @@ def start_helper(name: str, work: Callable[[], None]) -> threading.Thread:
 
 
 def within(limit_s: float, call: Callable[[], _T], what: str) -> _T:
-    """What a call returns, or raises, that nothing else can end.
+    """Runs a call that nothing else can end, and gives what it returns or raises.
 
     Raises:
         TimeoutError: it has not ended in so many seconds. Its thread goes on.

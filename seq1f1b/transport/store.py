@@ -312,7 +312,7 @@ class StoreRank(ProcessRank):
         return [self._key(f"gather/{self._epoch}/{turn}/{rank}") for rank in range(self.size)]
 
     def _delete_gathers(self) -> None:
-        """Those of the last two rounds, which nobody could delete before."""
+        """Deletes the gathers of the last two rounds, which nobody could delete before."""
         for turn in range(max(0, self._round - 2), self._round):
             for key in self._gather_keys(turn):
                 self._store.delete(key)

@@ -88,7 +88,7 @@ def stylesheet() -> str:
 
 
 def page_facts() -> dict[str, Any]:
-    """What ``timeline.js`` is told of passes and of what ranks hold."""
+    """The facts of passes, and of what ranks hold, that ``timeline.js`` is told."""
     texts = {**{row.name: row.text for row in _C.HOLDINGS}, **_HOLDING_TEXTS}
     names = [*HOLDING_COLORS, *(row.name for h, row in enumerate(_C.HOLDINGS) if row.counts_with == h)]
     return {
