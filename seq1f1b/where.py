@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
 _YES, _STAND_INS, _NO = State
 _BETWEEN_GPUS = 'it moves messages between GPUs, and the stages are on {device}: use "auto", or move the stages'
-_ROWS = {
+ROWS = {
     "steps": Row("training and evaluation, every schedule", _YES, _YES, _STAND_INS),
     "recompute": Row("`Memory(recompute=)`, `Memory(blocks=)`", _YES, _YES, _STAND_INS),
     "folder": Row(
@@ -89,20 +89,10 @@ _ROWS = {
 }
 
 
-def row(feature: str) -> Row:
-    """The row of a feature by its short name."""
-    return _ROWS[feature]
-
-
 def rows() -> Iterator[tuple[str, str, str, str]]:
     """The table for a page: feature, and the words of its states on the CPU, on one GPU and on several."""
-    for each in _ROWS.values():
+    for each in ROWS.values():
         yield each.feature, each.cpu.value, each.one_gpu.value, each.several_gpus.value
-
-
-def features() -> tuple[str, ...]:
-    """Short names of all rows."""
-    return tuple(_ROWS)
 
 
 def check(feature: str, option: str, device: object) -> None:
@@ -112,12 +102,12 @@ def check(feature: str, option: str, device: object) -> None:
         option: that asks for it, as the user wrote it: ``"Memory.offload"``.
         device: of the stages, a torch.device or its text.
     """
-    found = _ROWS[feature]
+    found = ROWS[feature]
     if found.state(str(device).partition(":")[0]) is State.REFUSED:
         raise ValueError(f"{option}: {found.refusal.format(device=device)}")
 
 
 def tier_of(device_type: str) -> str | None:
     """Short name of the tier that units on such a device may move to; None: there is none."""
-    runs = [name for name in ("folder", "host") if _ROWS[name].state(device_type) is not State.REFUSED]
+    runs = [name for name in ("folder", "host") if ROWS[name].state(device_type) is not State.REFUSED]
     return runs[0] if runs else None

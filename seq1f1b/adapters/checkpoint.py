@@ -88,15 +88,20 @@ class PipelineState:
                         f"{name!r} is a parameter of a stage on rank {first} and of one on rank {rank}: stages keep "
                         "the names of the whole model, and copies of one parameter are listed in tied_parameters"
                     )
+        for parameter, _, _ in self._optimized():
+            if parameter not in self._names:
+                raise ValueError(
+                    f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that is none of the engine's: "
+                    "make it of engine.parameters(), after fully_shard"
+                )
+        self._shapes = {name: list(shape) for name, shape in shapes.items()}
+
+    def _optimized(self) -> Iterator[tuple[Tensor, dict[str, Any], Any]]:
+        """Every parameter of the optimizers, with its group and the state of its optimizer."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    if parameter not in self._names:
-                        raise ValueError(
-                            f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that is none of the "
-                            "engine's: make it of engine.parameters(), after fully_shard"
-                        )
-        self._shapes = {name: list(shape) for name, shape in shapes.items()}
+                    yield parameter, group, optimizer.state
 
     def state_dict(self) -> dict[str, Any]:
         """The live tensors that DCP reads or fills (``model``, ``optimizer``) and the ``shapes`` of the whole model.
@@ -121,18 +126,16 @@ class PipelineState:
         """State and options of the optimizers by name; or those of a checkpoint that DCP loads, and the new tensors."""
         live: dict[str, Any] = {}
         named: dict[str, tuple[Tensor, dict[str, Any]]] = {}
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    name = self._names[parameter]
-                    if name in named:  # another copy
-                        continue
-                    named[name] = parameter, group
-                    for key, value in optimizer.state.get(parameter, {}).items():
-                        live[f"state.{name}.{key}"] = as_entry(self._as_saved(parameter, value), f"{key} of {name!r}")
-                    for key, value in group.items():
-                        if key != "params":
-                            live[f"param_groups.{name}.{key}"] = as_entry(value, f"{key} of {name!r}")
+        for parameter, group, state in self._optimized():
+            name = self._names[parameter]
+            if name in named:  # another copy
+                continue
+            named[name] = parameter, group
+            for key, value in state.get(parameter, {}).items():
+                live[f"state.{name}.{key}"] = as_entry(self._as_saved(parameter, value), f"{key} of {name!r}")
+            for key, value in group.items():
+                if key != "params":
+                    live[f"param_groups.{name}.{key}"] = as_entry(value, f"{key} of {name!r}")
         saved = find_saved(holder, self._tensors) if self._optimizers else None
         return (live, None) if saved is None else self._to_fill(saved, live, named)
 
@@ -225,33 +228,22 @@ class PipelineState:
         for name, tensors in self._tensors.items():
             for tensor in tensors:
                 tensor.copy_(local(state["model"][name]))
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    name = self._names[parameter]
-                    weight = local(state["model"][name]).dtype
-                    found, own = loaded["state"].get(name, {}), optimizer.state.pop(parameter, {})
-                    if found:
-                        room = partial(self._room, parameter, group, weight=weight)
-                        taken = {
-                            key: taken_over(own.get(key), value, partial(room, key), made)
-                            for key, value in found.items()
-                        }
-                        own.clear()
-                        own.update(taken)
-                        optimizer.state[parameter] = own
-                    for key, value in loaded["param_groups"].get(name, {}).items():
-                        group[key] = taken_over(group.get(key), value)
+        for parameter, group, of_optimizer in self._optimized():
+            name = self._names[parameter]
+            weight = local(state["model"][name]).dtype
+            found, own = loaded["state"].get(name, {}), of_optimizer.pop(parameter, {})
+            if found:
+                room = partial(self._room, parameter, group, weight=weight)
+                taken = {key: taken_over(own.get(key), value, partial(room, key), made) for key, value in found.items()}
+                own.clear()
+                own.update(taken)
+                of_optimizer[parameter] = own
+            for key, value in loaded["param_groups"].get(name, {}).items():
+                group[key] = taken_over(group.get(key), value)
 
     def _check_asked(self, state: dict[str, Any], has_state: bool | None) -> None:
         """Whether DCP was asked for the optimizer's state; it was not if nobody told what the checkpoint has."""
-        trained = {
-            self._names[parameter]
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad
-        }
+        trained = {self._names[parameter] for parameter, _, _ in self._optimized() if parameter.requires_grad}
         if not trained or not trained.isdisjoint(state) or has_state is False:
             return
         has = (
@@ -267,8 +259,7 @@ class PipelineState:
 
 def optimized(state: PipelineState) -> Callable[[str], bool]:
     """Whether an entry of a checkpoint's optimizer is of a parameter that an optimizer of this rank has."""
-    groups = [group for optimizer in state._optimizers for group in optimizer.param_groups]
-    names = {state._names[parameter] for group in groups for parameter in group["params"]}
+    names = {state._names[parameter] for parameter, _, _ in state._optimized()}
     return lambda key: state._split(key)[1] in names
 
 

@@ -258,9 +258,5 @@ class RowShard(Tensor):
         raise NotImplementedError(f"{func}: a shard is for checkpoints only")
 
 
-def _local(value: Tensor) -> Tensor:
-    return value._local if isinstance(value, RowShard) else value
-
-
 def local(value: Any) -> Any:
     return value._local if isinstance(value, RowShard) else value

@@ -41,7 +41,7 @@ class StepGradients:
         *,
         is_apart: bool = False,
     ) -> None:
-        self._parameters, self._dtype, self._divisor = parameters, dtype, divisor
+        self._parameters, self._divisor = parameters, divisor
         self._before = {id(p): p.grad for p in parameters if is_apart or id(p) in wide or id(p) in tied}
         # DDP's gradients may lie in a bucket that its next reduction overwrites.
         self._copies = {key: g.clone() for key, g in self._before.items() if g is not None and _is_part(g)}
@@ -58,11 +58,6 @@ class StepGradients:
             raise
         for gradient in self._grown_in_place():
             gradient.mul_(divisor)
-
-    def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
-        """The dtype of what the step adds."""
-        wide = self._dtype if id(parameter) in self._zeros else parameter.grad_dtype
-        return wide or parameter.dtype
 
     def added(self, parameter: nn.Parameter) -> Tensor | None:
         """The gradient that the step has added, if it started from nothing."""

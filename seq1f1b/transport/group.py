@@ -423,20 +423,6 @@ class RankGroup(ABC):
         """Values of :mod:`seq1f1b.transport.values`, by rank."""
         return [unpack(data) for data in self._gather(pack(value))]
 
-    def _all_gather_floats(self, values: Sequence[float]) -> list[tuple[float, ...]]:
-        gathered = self._gather(struct.pack(f"{len(values)}d", *values))
-        rows = [struct.unpack(f"{len(data) // 8}d", data) for data in gathered]
-        if any(len(row) != len(values) for row in rows):
-            raise ValueError(f"the ranks gave {[len(row) for row in rows]} values to one reduction")
-        return rows
-
-    def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
-        """Sums by position, in rank order on every rank, so that all get the same bits."""
-        return [sum(column) for column in zip(*self._all_gather_floats(values), strict=True)]
-
-    def all_reduce_max(self, values: Sequence[float]) -> list[float]:
-        return [max(column) for column in zip(*self._all_gather_floats(values), strict=True)]
-
     # -- gradients of tied parameters
 
     def exchange(

@@ -34,12 +34,12 @@ def engine(**options: Any) -> PipelineEngine:
 
 
 def test_the_table_is_walked_whole() -> None:
-    assert set(ASKS) == set(where.features())
+    assert set(ASKS) == set(where.ROWS)
 
 
-@pytest.mark.parametrize("feature", where.features())
+@pytest.mark.parametrize("feature", where.ROWS)
 def test_the_engine_refuses_on_the_cpu_what_the_table_does(feature: str) -> None:
-    row = where.row(feature)
+    row = where.ROWS[feature]
     if row.cpu is State.REFUSED:
         with pytest.raises(ValueError, match="cpu"):
             engine(**ASKS[feature])
@@ -49,17 +49,17 @@ def test_the_engine_refuses_on_the_cpu_what_the_table_does(feature: str) -> None
         made.close()
 
 
-@pytest.mark.parametrize("feature", [f for f in where.features() if where.row(f).one_gpu is State.REFUSED])
+@pytest.mark.parametrize("feature", [f for f in where.ROWS if where.ROWS[f].one_gpu is State.REFUSED])
 def test_the_engine_refuses_on_a_gpu_what_the_table_does(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("seq1f1b.runtime.engine.common_device", lambda modules: torch.device("cuda", 0))
     with pytest.raises(ValueError, match=r"this one is on cuda:0: give Memory\(offload=seq1f1b\.HOST\)"):
         engine(**ASKS[feature])
 
 
-@pytest.mark.parametrize("feature", where.features())
+@pytest.mark.parametrize("feature", where.ROWS)
 def test_states_agree_with_each_other(feature: str) -> None:
     """Nothing is verified on several GPUs, which nobody has had; what is refused anywhere says what to do."""
-    row = where.row(feature)
+    row = where.ROWS[feature]
     assert row.several_gpus is not State.VERIFIED
     refused = State.REFUSED in (row.cpu, row.one_gpu, row.several_gpus)
     assert refused == bool(row.refusal) and (row.one_gpu is State.REFUSED) == (row.several_gpus is State.REFUSED)
@@ -92,7 +92,7 @@ def test_plans_move_units_to_where_the_engine_takes_them(name: str) -> None:
     found = plan(machine, cap, "offload")
     assert any("L" in row for row in found.plans[0].units)
     assert found.tier is not None
-    assert where.row(found.tier).state(machine.device_type, is_several=True) is not State.REFUSED
+    assert where.ROWS[found.tier].state(machine.device_type, is_several=True) is not State.REFUSED
     asked = "seq1f1b.HOST" if machine.device_type == "cuda" else "offload=FOLDER"
     assert asked in found.to_text("model")
     if machine.device_type == "cuda":

@@ -285,8 +285,7 @@ def fail_and_go_on(group: RankGroup, pipe: Connection) -> list[Any]:
             group.end_step(failed=True)
         if number == 2 and rank == 0:
             time.sleep(1.0)  # so that it learns of the failure when it enters the next step
-    sums = group.all_reduce_sum([rank, 0.5]), group.all_reduce_max([rank, -rank])
-    return [number, errors, sums, group.all_gather_object("x" * (10000 * rank + 1))]
+    return [number, errors, group.all_gather_object("x" * (10000 * rank + 1))]
 
 
 @pytest.mark.parametrize("kind", ["shm", "c10d", "two hosts"])
@@ -294,14 +293,13 @@ def test_all_ranks_see_a_failure_and_go_on(tmp_path: Path, kind: str) -> None:
     with Ranks(3, fail_and_go_on, tmp_path, kind) as ranks:
         results = [ranks.result(rank) for rank in range(3)]
     assert ranks.exit_codes() == [0, 0, 0]
-    numbers, errors, sums, texts = zip(*results, strict=True)
+    numbers, errors, texts = zip(*results, strict=True)
     assert len(set(numbers)) == 1 and numbers[0] > 0
     text = "rank 2 ended the step: ValueError: no such token"
     again = f"{text} (in step 2; rank 0 heard of it in step 3)"  # so that all ranks come to step 4 together
     assert errors[0] == [("rank 2 ended step 2, which rank 0 had left well: ValueError: no such token", 2)]
     assert errors[1] == [(text, 2), (again, 2)]
     assert errors[2] == [("no such token", None), (again, 2)]
-    assert all(s == ([3, 1.5], [2, 0]) for s in sums)
     assert all([len(t) for t in text] == [1, 10001, 20001] for text in texts)
 
 
