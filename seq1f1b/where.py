@@ -1,4 +1,4 @@
-"""Where each feature runs: one table that the engine's refusals, the planner and the docs read. Needs no torch."""
+"""One table of where each feature runs, for the engine's refusals, the planner and the docs. Needs no torch."""
 
 from __future__ import annotations
 

@@ -59,17 +59,12 @@ def step_on(device: torch.device) -> Iterator[None]:
         yield
 
 
-def move(value: Any, device: torch.device) -> Any:
-    """A step's arguments, as they may lie anywhere: the tensors in nested tuples, lists and dicts on the device."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, tuple):
-        return tuple(move(item, device) for item in value)
-    if isinstance(value, list):
-        return [move(item, device) for item in value]
-    if isinstance(value, dict):
-        return {key: move(item, device) for key, item in value.items()}
-    return value
+def free_bytes(device: torch.device) -> int:
+    """Memory that a device has left."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo", encoding="utf-8") as file:
+        return next((int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")), 0)
 
 
 def ordinal_of(device: torch.device) -> int:

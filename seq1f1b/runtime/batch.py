@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seq1f1b.device.placement import move
 from seq1f1b.ops.packing import document_lengths
 from seq1f1b.partition import ModelShape
 from seq1f1b.runtime.arguments import Options, check_number
+from seq1f1b.runtime.nested import mapped
 from seq1f1b.runtime.rows import PlannedRows, Rows
 from seq1f1b.runtime.splitting import (
     Leaves,
@@ -93,7 +93,7 @@ class Batch:
         self._inputs, self.target, self._kwargs = arguments.inputs, arguments.target, arguments.kwargs
         if device.type != "cpu":
             self._inputs, self.target, self._kwargs = (
-                move(value, device) for value in (self._inputs, self.target, self._kwargs)
+                mapped(value, lambda tensor: tensor.to(device)) for value in (self._inputs, self.target, self._kwargs)
             )
         self.leaves = Leaves()
         self.rows: Rows = arguments.rows or ()

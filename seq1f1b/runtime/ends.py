@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from seq1f1b.runtime.backward import input_gradients
+from seq1f1b.runtime.nested import mapped
 from seq1f1b.runtime.parts import Received, Sink, Source
 from seq1f1b.runtime.stage import StageStep
 from seq1f1b.runtime.unit import LiveUnit
@@ -135,13 +136,7 @@ class ToStage(Sink):
 
 def detached(output: Any) -> Any:
     """A copy that nothing else reads: an output may alias its input's place."""
-    if isinstance(output, Tensor):
-        return output.detach().clone()
-    if isinstance(output, (tuple, list)):
-        return tuple(detached(o) for o in output)
-    if isinstance(output, dict):
-        return {key: detached(o) for key, o in output.items()}
-    return output
+    return mapped(output, lambda tensor: tensor.detach().clone())
 
 
 def _spec_text(spec: list[tuple[torch.Size, torch.dtype]]) -> str:

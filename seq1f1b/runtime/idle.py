@@ -202,7 +202,7 @@ def _of_stages(times: StepTimes) -> str:
     slow, quick = seconds.index(max(seconds)), seconds.index(min(seconds))
     loss = ", which also runs the loss," if slow == last else ""
     what = f"stage {slow}{loss} takes {seconds[slow] * len(seconds) / sum(seconds):.2f} times the mean stage"
-    spread = 'spread the output head over the ranks (vocabulary="parallel", VocabularyParallelHead)'
+    spread = 'spread the output head over the ranks (vocabulary="ranks", VocabularyParallelHead)'
     has_head = "S" not in times.schedule.kinds
     layer = _layer_seconds(times, seconds, slow)
     if layer is None:

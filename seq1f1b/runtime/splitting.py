@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from seq1f1b.runtime.nested import mapped, tensors_of
+from seq1f1b.runtime.nested import mapped, taken_apart, tensors_of
 
 Rule: TypeAlias = "str | Callable[[Segment], Any]"
 
@@ -26,10 +26,11 @@ class Segment:
 
 def split_batch(value: Any, num_microbatches: int, name: str) -> list[Any]:
     """M micro-batches of a tensor, or of a tuple or dict of tensors; anything else is repeated."""
-    if isinstance(value, Tensor):
-        if value.dim() == 0:
-            return [value] * num_microbatches
-        size = value.size(0)
+
+    def cut(tensor: Tensor, name: str) -> list[Any]:
+        if tensor.dim() == 0:
+            return [tensor] * num_microbatches
+        size = tensor.size(0)
         if size == 0:
             raise ValueError(f"{name} has batch size 0")
         if size % num_microbatches:
@@ -37,14 +38,9 @@ def split_batch(value: Any, num_microbatches: int, name: str) -> list[Any]:
                 f"{name} has batch size {size}, which {num_microbatches} micro-batches do not divide; pass a list of "
                 f"{num_microbatches} micro-batches of one size instead"
             )
-        return list(torch.split(value, size // num_microbatches))
-    if isinstance(value, tuple):
-        parts = [split_batch(item, num_microbatches, name) for item in value]
-        return [tuple(part[m] for part in parts) for m in range(num_microbatches)]
-    if isinstance(value, dict):
-        split = {key: split_batch(item, num_microbatches, f"{name}[{key!r}]") for key, item in value.items()}
-        return [{key: split[key][m] for key in split} for m in range(num_microbatches)]
-    return [value] * num_microbatches
+        return list(torch.split(tensor, size // num_microbatches))
+
+    return taken_apart(value, num_microbatches, name, cut)
 
 
 TokenPart: TypeAlias = tuple[int, int]
@@ -53,20 +49,17 @@ TokenPart: TypeAlias = tuple[int, int]
 
 def split_sequence(value: Any, sizes: Sequence[int], dim: int, name: str, part: TokenPart = (0, 1)) -> list[Any]:
     """k segments of a tensor, or of a tuple or dict of tensors, or this part of each; anything else is repeated."""
-    if isinstance(value, Tensor):
+
+    def cut(tensor: Tensor, name: str) -> list[Any]:
         length = sum(sizes)
-        if value.dim() <= dim or value.size(dim) != length:
+        if tensor.dim() <= dim or tensor.size(dim) != length:
             raise ValueError(
-                f"{name} of shape {tuple(value.shape)} has no dimension {dim} of {length} tokens to split into segments"
+                f"{name} of shape {tuple(tensor.shape)} has no dimension {dim} of {length} tokens to split into "
+                "segments"
             )
-        return list(torch.split(value, part_sizes(sizes, part), dim)[part[0] :: part[1]])
-    if isinstance(value, tuple):
-        parts = [split_sequence(item, sizes, dim, name, part) for item in value]
-        return [tuple(each[s] for each in parts) for s in range(len(sizes))]
-    if isinstance(value, dict):
-        split = {key: split_sequence(item, sizes, dim, f"{name}[{key!r}]", part) for key, item in value.items()}
-        return [{key: split[key][s] for key in split} for s in range(len(sizes))]
-    return [value] * len(sizes)
+        return list(torch.split(tensor, part_sizes(sizes, part), dim)[part[0] :: part[1]])
+
+    return taken_apart(value, len(sizes), name, cut)
 
 
 def part_sizes(sizes: Sequence[int], part: TokenPart) -> list[int]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from seq1f1b import ScheduleError
+from seq1f1b.device.placement import free_bytes
 from seq1f1b.partition import partition_sequence
 from seq1f1b.plan import TunedOrder
 from seq1f1b.runtime.arguments import Options, first_family
@@ -182,17 +183,8 @@ class Tuner:
             family = first_family(self._stages_per_rank)
             choice = Choice(family, {}, first.options.num_segments)
         is_even = choice.balance == 0 and first.options.segment_sizes is None
-        return TunedOrder(
-            schedule=choice.family,
-            num_ranks=first.schedule.num_ranks,
-            num_microbatches=first.schedule.num_microbatches,
-            num_segments=choice.num_segments,
-            stages_per_rank=self._stages_per_rank,
-            seq_len=length,
-            segment_sizes=() if is_even else tuple(setting.options.sizes_of(length)),
-            options=choice.options,
-            weights="fill" if choice.fills else "planned",
-        )
+        sizes = () if is_even else tuple(setting.options.sizes_of(length))
+        return TunedOrder(choice.family, seq_len=length, segment_sizes=sizes, **self._counts(choice))
 
     def _seconds(self, record: StepRecord) -> float:
         """Seconds of a step; 0.0 where nobody asks, for a GPU's are waited for."""
@@ -219,19 +211,22 @@ class Tuner:
     def make(self, choice: Choice, number: int) -> Setting:
         """The setting of a choice."""
         first = self.first
-        schedule = build_schedule(
-            choice.family,
-            num_ranks=first.schedule.num_ranks,
-            num_microbatches=first.schedule.num_microbatches,
-            num_segments=choice.num_segments,
-            stages_per_rank=self._stages_per_rank,
-            options=choice.options,
-            weights="fill" if choice.fills else "planned",
-        )
+        schedule = build_schedule(choice.family, **self._counts(choice))
         if schedule.rank_of_stage != first.schedule.rank_of_stage:
             raise ValueError(f"{choice.family} holds its stages on other ranks")
         options = self._options(choice)
         return Setting(number, with_options(schedule, options, self._device), options, choice)
+
+    def _counts(self, choice: Choice) -> dict[str, Any]:
+        """Arguments of :func:`seq1f1b.build_schedule` for a choice, and fields of a :class:`TunedOrder`."""
+        return {
+            "num_ranks": self.first.schedule.num_ranks,
+            "num_microbatches": self.first.schedule.num_microbatches,
+            "num_segments": choice.num_segments,
+            "stages_per_rank": self._stages_per_rank,
+            "options": choice.options,
+            "weights": "fill" if choice.fills else "planned",
+        }
 
     def _options(self, choice: Choice) -> Options:
         sizes = self.first.options.segment_sizes if choice.balance == 0 else equal_time(choice)
@@ -375,15 +370,6 @@ def unit_figures(report: Report) -> list[tuple[str, int, int, float]]:
     for (kind, stage, _, segment), seconds in unit_seconds(report).items():
         alike[kind, stage, segment].append(seconds)
     return [(*key, median(seconds)) for key, seconds in alike.items()]
-
-
-def free_bytes(device: torch.device) -> float:
-    """Memory of this rank's device that nobody uses."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    with open("/proc/meminfo", encoding="ascii") as file:
-        line = next(line for line in file if line.startswith("MemAvailable:"))
-    return float(line.split()[1]) * 1024.0
 
 
 def measured_units(steps: Iterable[tuple[Setting, list[Figures]]]) -> tuple[MeasuredUnits, int]:

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seq1f1b.device.placement import free_bytes
 from seq1f1b.runtime.batch import StepArguments
 from seq1f1b.runtime.data_parallel import data_parallel
 from seq1f1b.runtime.findings import RANDOMNESS, STATE, STATISTICS, WEIGHTING
 from seq1f1b.runtime.runner import Runner
 from seq1f1b.runtime.verify_model import PRECISION, NotRun, WholeModel
-from seq1f1b.runtime.verify_runs import Pass, Session, free_bytes, names_of
+from seq1f1b.runtime.verify_runs import Pass, Session, names_of
 
 __all__ = ["Verification"]
 

@@ -7,7 +7,7 @@ to the ranks that hold the same: losses and outputs to the last stage's, each gr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -182,7 +182,7 @@ class WholeModel:
     def _moved(self, described: Any, own: Any, source: int) -> Any:
         """On rank 0 the value of another rank."""
         tensors = iter(tensors_of(own) if self._rank == source else ())
-        return _filled(described, lambda shape: self._send(next(tensors, None), shape, source, 0))
+        return mapped(described, lambda shape: self._send(next(tensors, None), shape, source, 0), Shape)
 
     def _send(self, tensor: Tensor | None, shape: Shape, source: int, destination: int) -> Any:
         """A tensor of one rank on another, on the CPU; None elsewhere."""
@@ -434,16 +434,6 @@ def _refusal_of(model: Any) -> str:
 
 def _described(value: Any) -> Any:
     return mapped(value, Shape.of)
-
-
-def _filled(described: Any, value_of: Callable[[Shape], Any]) -> Any:
-    if isinstance(described, Shape):
-        return value_of(described)
-    if isinstance(described, (tuple, list)):
-        return type(described)([_filled(item, value_of) for item in described])
-    if isinstance(described, dict):
-        return {key: _filled(item, value_of) for key, item in described.items()}
-    return described
 
 
 def _joined(left: Any, right: Any) -> Any:

@@ -254,11 +254,3 @@ def named_buffers(runner: Runner) -> Iterator[tuple[str, Tensor]]:
 def plain_name(name: str) -> str:
     """A tensor's or module's name without what torch's wrappers add to it."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "").removesuffix("._orig_mod")
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that a device has left."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    with open("/proc/meminfo", encoding="utf-8") as file:
-        return next((int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")), 0)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seq1f1b.device.placement import common_device
+from seq1f1b.device.placement import common_device, free_bytes
 from seq1f1b.runtime.arguments import Agreement, Memory
 from seq1f1b.runtime.data_parallel import without_wrapper
 from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.pipeline import Pipeline
 from seq1f1b.runtime.runner import Runner
-from seq1f1b.runtime.verify_runs import Pass, free_bytes, one_by_one, plain_name
+from seq1f1b.runtime.verify_runs import Pass, one_by_one, plain_name
 from seq1f1b.schedule import build_schedule
 from seq1f1b.transport import LoopbackGroup
 from seq1f1b.transport.values import sendable

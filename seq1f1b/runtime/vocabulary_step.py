@@ -24,30 +24,8 @@ from seq1f1b.runtime.vocabulary import embedding_of, head_of
 __all__: list[str] = []
 
 
-class _Replicas:
-    """A module in one step, perhaps under DDP or FSDP2: its gradients are reduced once, in its last backward."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._parallel = module, data_parallel(module)
-        if self._parallel is not None:
-            self._parallel.begin_step()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with self._parallel.forward() if self._parallel is not None else nullcontext():
-            output: Tensor = self._module(x)
-        return output
-
-    def backward(self, output: Tensor, gradient: Tensor, is_last: bool) -> None:
-        with self._parallel.backward(is_last, (output,)) if self._parallel is not None else nullcontext():
-            torch.autograd.backward(output, gradient)
-
-    def end_step(self) -> None:
-        if self._parallel is not None:
-            self._parallel.end_step()
-
-
 class _ShardStep:
-    """A shard in one step.
+    """A shard in one step, perhaps under DDP or FSDP2: its gradients are reduced once, in its last backward.
 
     Args:
         module: the shard, as it was given to the engine.
@@ -55,10 +33,23 @@ class _ShardStep:
     """
 
     def __init__(self, module: nn.Module, last: int) -> None:
-        self._replicas, self._last = _Replicas(module), last
+        self._module, self._last, self._parallel = module, last, data_parallel(module)
+        if self._parallel is not None:
+            self._parallel.begin_step()
+
+    def _forward(self, x: Tensor) -> Tensor:
+        with self._parallel.forward() if self._parallel is not None else nullcontext():
+            output: Tensor = self._module(x)
+        return output
+
+    def _backward(self, output: Tensor, gradient: Tensor, cell: int) -> None:
+        is_last = cell == self._last
+        with self._parallel.backward(is_last, (output,)) if self._parallel is not None else nullcontext():
+            torch.autograd.backward(output, gradient)
 
     def end(self) -> None:
-        self._replicas.end_step()
+        if self._parallel is not None:
+            self._parallel.end_step()
 
 
 def _by_rank(mine: Any, rank: int, received: Received) -> list[Any]:
@@ -136,7 +127,7 @@ class HeadStep(_ShardStep):
             hidden = hidden.detach().requires_grad_(bool(requires_grad) and self._training)
         else:
             hidden, target, scale = self._handed.pop(cell)
-        logits = self._replicas.forward(hidden)
+        logits = self._forward(hidden)
         with torch.no_grad():
             found = self._head.statistics(logits.detach(), target)
         self._kept[cell] = _Kept(hidden, logits, target, scale, found)
@@ -161,7 +152,7 @@ class HeadStep(_ShardStep):
                 return (None,)
             gradient = self._head.logit_gradients(kept.logits, kept.target, kept.statistics, found, kept.scale)
         if kept.logits.requires_grad:
-            self._replicas.backward(kept.logits, gradient, cell == self._last)
+            self._backward(kept.logits, gradient, cell)
         if self._is_on_last:
             self._gradients[cell] = kept.hidden.grad
         return (kept.hidden.grad,)
@@ -210,7 +201,7 @@ class EmbeddingStep(_ShardStep):
         if bool(outside.any()):
             raise ValueError(f"inputs hold {int(tokens[outside][0])}, must be in 0..{self._shard.vocab - 1}")
         places, own = self._shard.find(tokens)
-        rows = self._replicas.forward(own)
+        rows = self._forward(own)
         if self._training or self._shard.rank == 0:  # which holds the first stage
             self._kept[cell] = places, rows
         return places, rows
@@ -234,7 +225,7 @@ class EmbeddingStep(_ShardStep):
         gradient = self._handed.pop(cell) if received is None else received[0][0][0]
         places, rows = self._kept.pop(cell)
         if gradient is not None and rows.requires_grad:
-            self._replicas.backward(rows, gradient.reshape(-1, gradient.shape[-1])[places], cell == self._last)
+            self._backward(rows, gradient.reshape(-1, gradient.shape[-1])[places], cell)
 
 
 class ToHead(ToStage):
