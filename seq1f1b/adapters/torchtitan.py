@@ -52,13 +52,20 @@ def segmented(
 ) -> ModelSpec:
     """Returns a spec of the same model whose pipeline runs every micro-batch in segments along the sequence.
 
+    :class:`seq1f1b.ScheduleSeq1F1B` runs the stages, or :class:`seq1f1b.ScheduleSeqInterleaved1F1B` if a rank has
+    several: ``pipeline_parallel_schedule`` is ``"1F1B"`` or ``"Interleaved1F1B"``. The number of micro-batches is
+    ``local_batch_size / pipeline_parallel_microbatch_size``.
+
     Args:
         spec: the spec of a decoder with grouped-query attention, such as Llama 3 or Qwen3. It stays as it is.
-        n_segments, segment_sizes, engine_options: as in :func:`pipelining_fn`.
+        n_segments: k, the number of segments of every sequence. A ``ChunkedLossWrapper`` chunks each segment.
+        segment_sizes: None (even), a ``ModelShape`` for equal FLOPs, as ``shape_of(spec.model)``, or k lengths.
+        engine_options: any other argument of :class:`seq1f1b.PipelineEngine`.
     Returns:
         A spec with the names, parameters and checkpoints of ``spec``. It also trains without a pipeline.
     Raises:
-        ValueError: the model's attention, or something else in it, cannot run by segments; the message names it.
+        ValueError: the model's attention, or something else in it, cannot run by segments; or, when torchtitan calls
+            the spec's ``pipelining_fn``, a parallelism does not work with segments. The message names it.
     """
     if spec.pipelining_fn is None:
         raise ValueError(f"{spec.name} has no pipelining_fn: torchtitan cannot cut it into stages")
@@ -78,19 +85,9 @@ def pipelining_fn(
     base: Callable[..., Any] = pipeline_llm,
     **engine_options: Any,
 ) -> Callable[..., Any]:
-    """A ``pipelining_fn`` for a ``ModelSpec`` whose model :func:`convert` made.
+    """Makes the ``pipelining_fn`` of a spec whose model :func:`convert` made; arguments as of :func:`segmented`.
 
-    ``base`` cuts the model and parallelizes its parts. :class:`seq1f1b.ScheduleSeq1F1B` runs them, or
-    :class:`seq1f1b.ScheduleSeqInterleaved1F1B` if a rank has several: ``pipeline_parallel_schedule`` is ``"1F1B"`` or
-    ``"Interleaved1F1B"``. The number of micro-batches is ``local_batch_size / pipeline_parallel_microbatch_size``.
-
-    Args:
-        n_segments: k, the number of segments of every sequence. A ``ChunkedLossWrapper`` chunks each segment.
-        segment_sizes: None (even), a ``ModelShape`` for equal FLOPs, as ``shape_of(spec.model)``, or k lengths.
-        base: the spec's own ``pipelining_fn``.
-        engine_options: any other argument of :class:`seq1f1b.PipelineEngine`.
-    Raises:
-        ValueError: when torchtitan calls it, if a parallelism does not work with segments; the message names it.
+    ``base``, the spec's own, cuts the model and parallelizes its parts.
     """
 
     def pipeline(

@@ -38,6 +38,11 @@ def test_an_old_name_tells_the_new_one(owner: str, name: str) -> None:
     assert f"`{name}" in PAGE or f".{name}" in PAGE
 
 
+def test_torchs_schedules_tell_the_engines_new_argument() -> None:
+    with pytest.raises(TypeError, match=r'^ScheduleSeq1F1B takes no unchecked=: .* attention="own"'):
+        seq1f1b.ScheduleSeq1F1B(None, 1, unchecked=True)
+
+
 def test_a_name_that_never_was_tells_no_other() -> None:
     order = seq1f1b.build_schedule("1f1b", num_ranks=1, num_microbatches=1)
     with pytest.raises(AttributeError, match=r"^'Schedule' object has no attribute 'uints_of'$"):
