@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise, product
 from types import EllipsisType
@@ -239,10 +239,7 @@ class Schedule:
             ScheduleError: this order breaks a rule.
             ValueError: ``units`` is something else.
         """
-        check_units("units", units)
-        if units == "none":
-            return self
-        return self._from_handle(_C.schedule_recompute(self.handle, self._chosen(units)), like=self)
+        return self._changed(_C.schedule_recompute, units)
 
     def offload(self, units: str | Callable[[Unit], bool] = "all") -> Schedule:
         """Returns the order in which what these units save is away, in a tier, while nobody reads it.
@@ -258,10 +255,7 @@ class Schedule:
             ScheduleError: this order breaks a rule.
             ValueError: ``units`` is something else, or this order moves units already.
         """
-        check_units("units", units)
-        if units == "none":
-            return self
-        return self._from_handle(_C.schedule_offload(self.handle, self._chosen(units)), like=self)
+        return self._changed(_C.schedule_offload, units)
 
     def fit(
         self,
@@ -333,17 +327,17 @@ class Schedule:
             raise ValueError(f"units are {sorted(set(letters))}, must be '.', 'R' or 'L'")
         return self._with_kinds(bytes(map(_CELL_KINDS.index, letters)))
 
-    def _cells(self) -> Iterator[tuple[int, int, int]]:
-        """Stage, micro-batch and segment of each cell of all stages, as the core numbers them."""
-        for stage, microbatch in product(range(self.num_stages), range(self.num_microbatches)):
-            for segment in range(self.segments_of[microbatch]):
-                yield stage, microbatch, segment
-
-    def _chosen(self, units: str | Callable[[Unit], bool]) -> bytes | None:
-        """A byte for each cell of all stages; None: all."""
-        if isinstance(units, str):
-            return None
-        return bytes(bool(units(Unit("F", *cell))) for cell in self._cells())
+    def _changed(self, change: Callable[..., Any], units: str | Callable[[Unit], bool]) -> Schedule:
+        """The order in which the core has changed these units: a byte for each cell of all stages says which."""
+        check_units("units", units)
+        if units == "none":
+            return self
+        chosen = None  # all
+        if not isinstance(units, str):
+            segments = [(m, s) for m, count in enumerate(self.segments_of) for s in range(count)]
+            cells = product(range(self.num_stages), segments)
+            chosen = bytes(bool(units(Unit("F", stage, *segment))) for stage, segment in cells)
+        return self._from_handle(change(self.handle, chosen), like=self)
 
     def spread_vocabulary(
         self, ahead: int | None = None, costs: Costs = Costs(), *, head: bool = True, embedding: bool = False

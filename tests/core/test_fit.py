@@ -158,7 +158,13 @@ def test_kinds_of_cells_are_written_and_read(name: str) -> None:
     order = small_schedule(name, 2, 4, 2) or small_schedule(name, 2, 4, 1) or small_schedule(name, 2, 2, 1)
     assert order is not None
     rng = random.Random(name)
-    kinds = {cell: rng.choice(".RL") for cell in order._cells()}
+    cells = [
+        (stage, m, s)
+        for stage in range(order.num_stages)
+        for m, count in enumerate(order.segments_of)
+        for s in range(count)
+    ]
+    kinds = {cell: rng.choice(".RL") for cell in cells}
     changed = order.recompute(lambda unit: kinds[unit[1:]] == "R").offload(lambda unit: kinds[unit[1:]] == "L")
     assert order.with_cell_kinds(changed.cell_kinds()) == changed
     assert set("".join(order.cell_kinds())) <= {".", " "}
