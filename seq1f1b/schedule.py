@@ -512,14 +512,14 @@ def build_schedule(
     prefetch: int | None = None,
     weights: str = "planned",
 ) -> Schedule:
-    """The order of a named family; :func:`seq1f1b.schedule.families` says what each is and for which counts.
+    """Builds the order of a named family, one of those of :func:`schedules`, for these counts.
 
     Args:
         name: one of :func:`schedules`.
         num_ranks, num_microbatches, num_segments, stages_per_rank: P, M, k, v. ``num_segments`` may be a sequence, one
             for each micro-batch: an order of rows. Its costs and bytes are ``[stage][micro-batch][segment]``. In rules
             k is then the largest, and ``M k`` the sum of all. A family that needs one k for all says so.
-        options: what a family may be told beyond its counts; it takes those that ``families()`` lists.
+        options: what a family may be told beyond its counts; each takes some of these.
             ``group``: micro-batches that go forward, and back, together.
             ``round``: interleaving, a round holds at least so many micro-batches.
             ``rounds``: interleaving, ``"microbatches"``, or ``"segments"``: each micro-batch goes round the ranks in
