@@ -209,7 +209,9 @@ def pipelined(
 
         found = measure(machine, model, arm, modules, step)
         fused = sum(
-            engine._runner.last_step.total("fused_weights") for engine in engines if engine.last_step is not None
+            engine._runner.last_step.total("fused_weights")
+            for engine in engines
+            if engine._runner.last_step is not None
         )
         trained = sum(p.numel() for engine in engines for p in engine.parameters() if p.requires_grad)
         found["fused weights"] = round(fused / trained, 3)
