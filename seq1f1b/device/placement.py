@@ -27,7 +27,7 @@ _GPU_PARTS = {
     "kernels": "kernel_library",
     "nccl": "edge_ways:found_nccl",
 }
-"""What is there for GPUs, by module and name: no other module outside this folder names one of it."""
+"""The things that are there for GPUs, by module and name: no other module outside this folder names one of it."""
 
 
 def gpu_part(name: str) -> Any:

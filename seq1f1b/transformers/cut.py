@@ -35,7 +35,7 @@ def pipeline_stage(
     *,
     balance: Sequence[int] | str = "count",
     seq_len: int = 4096,
-    vocabulary: str = "whole",
+    vocabulary: str = "ends",
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
 ) -> CausalLMStage:
@@ -57,7 +57,7 @@ def pipeline_stage(
             with weights (of a token's experts alone), attention, and those of the head, which is the last stage's.
             What is frozen has no products for weights. Embedding, norms and the loss are not priced.
         seq_len: for ``balance="time"``: tokens of a row, which decide what attention costs.
-        vocabulary: ``"whole"``: the first stage holds the embedding, the last one the head. ``"parallel"``: every rank
+        vocabulary: ``"ends"``: the first stage holds the embedding, the last one the head. ``"ranks"``: every rank
             holds rows of both, as the stage's ``embedding`` and ``head``, which the engine takes as ``embedding`` and
             ``loss_fn``; a rank then holds one stage. The loss is that of :class:`seq1f1b.VocabularyParallelHead`.
         dtype: for a folder: of the weights; by default as ``from_pretrained`` has it, the config's.
@@ -69,8 +69,8 @@ def pipeline_stage(
     """
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank is {rank}, must be from 0 to num_ranks - 1 = {num_ranks - 1}")
-    if vocabulary not in ("whole", "parallel"):
-        raise ValueError(f"vocabulary is {vocabulary!r}, must be 'whole' or 'parallel'")
+    if vocabulary not in ("ends", "ranks"):
+        raise ValueError(f"vocabulary is {vocabulary!r}, must be 'ends' or 'ranks'")
     if isinstance(model, (str, os.PathLike)):
         with one_at_a_time:
             folder = open_folder(model, dtype)
@@ -106,7 +106,7 @@ def _cut(
         stage_of |= {f"{path}.{i}": stage for i in range(cuts[stage], cuts[stage + 1])}
     tied = find_tied(model, stage_of)
     shards: Shards = (None, None)
-    if vocabulary == "parallel":
+    if vocabulary == "ranks":
         shards = make_shards(model, rank, num_ranks, stage_of)
         first = model.get_input_embeddings().weight
         tied = {name: found for name, found in tied.items() if found[0] is not first}
@@ -174,7 +174,7 @@ def _counts(
     layers = list(whole.layers)
     if balance == "time":
         work, of_head = layer_work(whole.model, layers, list(map(_limits, whole.record.calls.values())), seq_len)
-        return balanced(work, of_head if vocabulary == "whole" else 0.0, num_stages)  # else all ranks share the head
+        return balanced(work, of_head if vocabulary == "ends" else 0.0, num_stages)  # else all ranks share the head
     if balance is None or isinstance(balance, str):
         return [len(layers) // num_stages + (stage < len(layers) % num_stages) for stage in range(num_stages)]
     return balance

@@ -121,4 +121,4 @@ def test_a_large_vocabulary_takes_layers_from_the_last_stage():
     assert layers() == layers(balance="count") == [3, 3]
     assert layers(balance="time", seq_len=16) == [4, 2]
     assert layers(balance="time", seq_len=1 << 20) == [3, 3]  # attention is nearly all
-    assert layers(balance="time", seq_len=16, vocabulary="parallel") == [3, 3]
+    assert layers(balance="time", seq_len=16, vocabulary="ranks") == [3, 3]

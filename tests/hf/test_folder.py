@@ -128,7 +128,7 @@ def test_rows_of_a_vocabulary_that_lies_on_all_ranks(tmp_path, tied):
     model = write(tmp_path, "llama", tie_word_embeddings=tied)
 
     def run(group: Any) -> Any:
-        stage = pipeline_stage(tmp_path, group.rank, group.size, vocabulary="parallel")
+        stage = pipeline_stage(tmp_path, group.rank, group.size, vocabulary="ranks")
         engine_of(stage, group, loss_fn=stage.head, embedding=stage.embedding)  # the engine takes what was made
         return stage.embedding.layer.weight, stage.head.layer.weight
 
@@ -224,7 +224,7 @@ def test_the_trainer_takes_a_folder(tmp_path):
 
 def test_a_tied_model_without_memory_stays_tied(tmp_path):
     """On one rank, and where its vocabulary lies on all."""
-    for options in ({}, {"vocabulary": "parallel"}):
+    for options in ({}, {"vocabulary": "ranks"}):
         with torch.device("meta"):
             config = transformers.LlamaConfig(**COMMON, tie_word_embeddings=True)
             model = transformers.AutoModelForCausalLM.from_config(config)

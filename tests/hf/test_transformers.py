@@ -431,7 +431,7 @@ def test_a_vocabulary_that_lies_on_all_ranks(tmp_path, name, tied):
 
     def run(group: Any) -> Any:
         with Float64():
-            stage = pipeline_stage(copy.deepcopy(model), group.rank, group.size, vocabulary="parallel")
+            stage = pipeline_stage(copy.deepcopy(model), group.rank, group.size, vocabulary="ranks")
             engine = seq1f1b.PipelineEngine(
                 stage,
                 num_microbatches=M,
@@ -477,7 +477,7 @@ def test_a_vocabulary_that_lies_on_all_ranks(tmp_path, name, tied):
 def test_a_vocabulary_that_cannot_be_spread(name, text):
     model = build(name)
     with pytest.raises(ValueError, match=text):
-        stage = pipeline_stage(model, 0, 1, vocabulary="parallel")
+        stage = pipeline_stage(model, 0, 1, vocabulary="ranks")
         stage(torch.zeros(1, 3, 32, dtype=torch.float64))
 
 

@@ -78,7 +78,7 @@ def test_what_stands_beside_a_tied_weight_of_transformers_stays_as_it_is():
     assert pipeline_stage(copy.copy(model), 1, 2).get_parameter("lm_head.bias") is bias
 
 
-@pytest.mark.parametrize("vocabulary", ["whole", "parallel"])
+@pytest.mark.parametrize("vocabulary", ["ends", "ranks"])
 def test_a_hook_of_a_tied_weight_of_transformers_is_refused(vocabulary):
     model = gpt2()
     model.get_input_embeddings().weight.register_hook(lambda gradient: gradient)
@@ -90,9 +90,9 @@ def test_a_hook_of_a_tied_weight_of_transformers_is_refused(vocabulary):
 def test_a_hook_of_a_spread_vocabulary_is_refused_and_attributes_are_carried():
     model = gpt2(tie_word_embeddings=False)
     model.lm_head.weight.no_weight_decay = True
-    stage = pipeline_stage(model, 0, 2, vocabulary="parallel")
+    stage = pipeline_stage(model, 0, 2, vocabulary="ranks")
     assert stage.head.linear.weight.no_weight_decay
     model = gpt2(tie_word_embeddings=False)
     model.lm_head.weight.register_hook(lambda gradient: gradient)
     with pytest.raises(ValueError, match=r"lm_head\.weight has a hook for its gradient, which shards of a vocabulary"):
-        pipeline_stage(model, 0, 2, vocabulary="parallel")
+        pipeline_stage(model, 0, 2, vocabulary="ranks")
