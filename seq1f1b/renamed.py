@@ -11,7 +11,15 @@ from functools import wraps
 from importlib.machinery import ModuleSpec
 from typing import Any, TypeVar, cast
 
-__all__ = ["missing", "refuse_old_arguments", "refuse_old_names", "renamed", "renamed_arguments", "watch_old_paths"]
+__all__ = [
+    "GONE",
+    "missing",
+    "refuse_old_arguments",
+    "refuse_old_names",
+    "renamed",
+    "renamed_arguments",
+    "watch_old_paths",
+]
 
 T = TypeVar("T", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
