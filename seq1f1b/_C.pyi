@@ -106,10 +106,13 @@ _ModelShape = tuple[int, int, int, int, int, int, int]
 
 def partition_even(seq_len: int, num_segments: int, multiple_of: int, /) -> list[int]: ...
 def partition_flops(
-    seq_len: int, num_segments: int, model: _ModelShape, mix: float, multiple_of: int, /
-) -> list[int]: ...
-def partition_documents(
-    seq_len: int, num_segments: int, model: _ModelShape, documents: Sequence[int], mix: float, multiple_of: int, /
+    seq_len: int,
+    num_segments: int,
+    model: _ModelShape,
+    documents: Sequence[int] | None,
+    mix: float,
+    multiple_of: int,
+    /,
 ) -> list[int]: ...
 def partition_profiled(
     seq_len: int, num_segments: int, costs: Sequence[float], mix: float, multiple_of: int, /

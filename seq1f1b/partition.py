@@ -126,10 +126,8 @@ def partition_sequence(
             raise ValueError(f"strategy {strategy!r} {'needs' if value is None else 'takes no'} {name}={other}")
     if documents is not None and model is None:
         raise ValueError(f"documents= is for strategy 'flops', the strategy is {strategy!r}")
-    if model is not None and documents is not None:
-        return _C.partition_documents(seq_len, num_segments, _token_shape(model), documents, mix, multiple_of)
     if model is not None:
-        return _C.partition_flops(seq_len, num_segments, _token_shape(model), mix, multiple_of)
+        return _C.partition_flops(seq_len, num_segments, _token_shape(model), documents, mix, multiple_of)
     if costs is not None:
         return _C.partition_profiled(seq_len, num_segments, costs, mix, multiple_of)
     return _C.partition_even(seq_len, num_segments, multiple_of)

@@ -197,6 +197,16 @@ static PyObject *group_get_progress(PyObject *Py_UNUSED(module), PyObject *argum
     return Py_BuildValue("(sdi)", what, age_ns < 0 ? -1.0 : (double)age_ns * 1e-9, (int)waiting_for);
 }
 
+/* Texts that are too long are cut; NULL: "". */
+static s1f_failure failure_of(int rank, int64_t step, const char *text, const char *unit, const char *edge)
+{
+    s1f_failure failure = {.rank = rank, .step = step};
+    strncpy(failure.text, text, sizeof failure.text - 1);
+    strncpy(failure.unit, unit == NULL ? "" : unit, sizeof failure.unit - 1);
+    strncpy(failure.edge, edge == NULL ? "" : edge, sizeof failure.edge - 1);
+    return failure;
+}
+
 static PyObject *group_fail(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     s1f_group *group;
@@ -210,10 +220,7 @@ static PyObject *group_fail(PyObject *Py_UNUSED(module), PyObject *arguments)
         s1f_group_fail(group, rank, text);
         Py_RETURN_NONE;
     }
-    s1f_failure failure = {.rank = rank, .step = step};
-    strncpy(failure.text, text, sizeof failure.text - 1);
-    strncpy(failure.unit, unit == NULL ? "" : unit, sizeof failure.unit - 1);
-    strncpy(failure.edge, edge == NULL ? "" : edge, sizeof failure.edge - 1);
+    s1f_failure failure = failure_of(rank, step, text, unit, edge);
     s1f_group_fail_with(group, &failure);
     Py_RETURN_NONE;
 }
@@ -246,10 +253,7 @@ static PyObject *group_leave(PyObject *Py_UNUSED(module), PyObject *arguments)
     if (!PyArg_ParseTuple(arguments, "O&O&is|ss", s1f_to_group, &group, s1f_to_int64, &step, &rank, &text, &unit,
                           &edge))
         return NULL;
-    s1f_failure failure = {.rank = rank};
-    strncpy(failure.text, text, sizeof failure.text - 1);
-    strncpy(failure.unit, unit, sizeof failure.unit - 1);
-    strncpy(failure.edge, edge, sizeof failure.edge - 1);
+    s1f_failure failure = failure_of(rank, 0, text, unit, edge);
     s1f_group_leave(group, step, &failure);
     Py_RETURN_NONE;
 }

@@ -51,35 +51,21 @@ static PyObject *partition_flops(PyObject *Py_UNUSED(module), PyObject *args)
     int64_t seq_len, multiple_of;
     int32_t num_segments;
     s1f_model_shape model;
-    s1f_number mix = {.name = "mix"};
-    if (!PyArg_ParseTuple(args, "O&O&" MODEL_FORMAT "O&O&", s1f_to_int64, &seq_len, to_count, &num_segments,
-                          MODEL_ARGUMENTS(model), s1f_to_number, &mix, s1f_to_int64, &multiple_of))
-        return NULL;
-    int64_t *sizes = sizes_alloc(seq_len, num_segments);
-    if (sizes == NULL)
-        return NULL;
-    s1f_status status;
-    S1F_WITHOUT_GIL(status = s1f_partition_flops(seq_len, num_segments, &model, mix.value, multiple_of, sizes));
-    return finish_sizes(status, sizes, num_segments);
-}
-
-static PyObject *partition_documents(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    int64_t seq_len, multiple_of;
-    int32_t num_segments;
-    s1f_model_shape model;
     s1f_int64s documents = {.name = "documents"};
     s1f_number mix = {.name = "mix"};
-    if (!PyArg_ParseTuple(args, "O&O&" MODEL_FORMAT "O&O&O&", s1f_to_int64, &seq_len, to_count, &num_segments,
-                          MODEL_ARGUMENTS(model), s1f_to_int64s, &documents, s1f_to_number, &mix, s1f_to_int64,
-                          &multiple_of))
+    PyObject *given;
+    if (!PyArg_ParseTuple(args, "O&O&" MODEL_FORMAT "OO&O&", s1f_to_int64, &seq_len, to_count, &num_segments,
+                          MODEL_ARGUMENTS(model), &given, s1f_to_number, &mix, s1f_to_int64, &multiple_of) ||
+        !s1f_to_int64s(given, &documents))
         return NULL;
     PyObject *result = NULL;
     int64_t *sizes = sizes_alloc(seq_len, num_segments);
     if (sizes != NULL) {
         s1f_status status;
-        S1F_WITHOUT_GIL(status = s1f_partition_documents(seq_len, num_segments, &model, documents.values,
-                                                         documents.count, mix.value, multiple_of, sizes));
+        S1F_WITHOUT_GIL(status = given == Py_None
+                                     ? s1f_partition_flops(seq_len, num_segments, &model, mix.value, multiple_of, sizes)
+                                     : s1f_partition_documents(seq_len, num_segments, &model, documents.values,
+                                                               documents.count, mix.value, multiple_of, sizes));
         result = finish_sizes(status, sizes, num_segments);
     }
     PyMem_Free(documents.values);
@@ -134,8 +120,6 @@ PyMethodDef s1f_partition_methods[] = {
     S1F_METHOD(partition_even, VARARGS, "Sizes of equal length."),
     S1F_METHOD(partition_flops, VARARGS,
                "Sizes of equal FLOPs; model: hidden, layers, heads, kv_heads, ffn, vocab, head_dim."),
-    S1F_METHOD(partition_documents, VARARGS,
-               "As partition_flops for rows of packed documents, given by their lengths."),
     S1F_METHOD(partition_profiled, VARARGS,
                "Sizes of equal measured cost; costs[i] is the cost of the i-th of len(costs) equal pieces."),
     S1F_METHOD(partition_check, VARARGS, "ValueError unless the sizes are a partition of seq_len tokens."),

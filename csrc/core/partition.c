@@ -254,12 +254,16 @@ static void place_boundaries(const placed_grid *p, int32_t num_segments, double 
     }
 }
 
-static void partition_by_cost(const cost_function *cost, int32_t num_segments, int64_t multiple_of, int64_t *sizes)
+static s1f_status partition_by_cost(cost_function cost, int32_t num_segments, int64_t multiple_of, int64_t *sizes)
 {
-    grid g = make_grid(cost->seq_len, multiple_of);
-    placed_grid placed = {cost, &g, 0};
-    double bound = least_bound(cost, &g, num_segments, &placed.short_at);
+    if (cost.mix == 0)
+        return s1f_partition_even(cost.seq_len, num_segments, multiple_of, sizes);
+    cost.even_per_token = (1 - cost.mix) * unmixed_of_first(&cost, cost.seq_len) / (double)cost.seq_len;
+    grid g = make_grid(cost.seq_len, multiple_of);
+    placed_grid placed = {&cost, &g, 0};
+    double bound = least_bound(&cost, &g, num_segments, &placed.short_at);
     place_boundaries(&placed, num_segments, bound, sizes);
+    return S1F_OK;
 }
 
 /* ---- the public calls ---- */
@@ -351,16 +355,11 @@ s1f_status s1f_partition_even(int64_t seq_len, int32_t num_segments, int64_t mul
 s1f_status s1f_partition_flops(int64_t seq_len, int32_t num_segments, const s1f_model_shape *model, double mix,
                                int64_t multiple_of, int64_t *sizes)
 {
-    s1f_status status = check_arguments(seq_len, num_segments, mix, multiple_of);
-    if (status != S1F_OK || (status = check_model(model)) != S1F_OK)
-        return status;
-    if (mix == 0)
-        return s1f_partition_even(seq_len, num_segments, multiple_of, sizes);
+    S1F_TRY(check_arguments(seq_len, num_segments, mix, multiple_of));
+    S1F_TRY(check_model(model));
     flop_cost flops = flop_cost_of(model);
     cost_function cost = {.seq_len = seq_len, .mix = mix, .flops = &flops};
-    cost.even_per_token = (1 - mix) * unmixed_of_first(&cost, seq_len) / (double)seq_len;
-    partition_by_cost(&cost, num_segments, multiple_of, sizes);
-    return S1F_OK;
+    return partition_by_cost(cost, num_segments, multiple_of, sizes);
 }
 
 /* ---- rows of packed documents ---- */
@@ -426,9 +425,9 @@ s1f_status s1f_partition_documents(int64_t seq_len, int32_t num_segments, const 
                                    const int64_t *documents, int64_t num_documents, double mix, int64_t multiple_of,
                                    int64_t *sizes)
 {
-    s1f_status status = check_arguments(seq_len, num_segments, mix, multiple_of);
-    if (status != S1F_OK || (status = check_model(model)) != S1F_OK)
-        return status;
+    s1f_status status = S1F_OK;
+    S1F_TRY(check_arguments(seq_len, num_segments, mix, multiple_of));
+    S1F_TRY(check_model(model));
     if (num_documents < 1 || num_documents > S1F_MAX_SEQUENCE_LENGTH)
         return s1f_fail(S1F_ERR_ARG, "there are %lld documents, must be in 1..%lld", (long long)num_documents,
                         (long long)S1F_MAX_SEQUENCE_LENGTH);
@@ -440,16 +439,11 @@ s1f_status s1f_partition_documents(int64_t seq_len, int32_t num_segments, const 
         goto done;
     }
     status = place_documents(seq_len, documents, num_documents, placed, &num_rows);
-    if (status != S1F_OK)
-        goto done;
-    if (mix == 0) {
-        status = s1f_partition_even(seq_len, num_segments, multiple_of, sizes);
-    } else {
+    if (status == S1F_OK) {
         int64_t count = make_stretches(seq_len, placed, num_documents, num_rows, stretches);
         document_cost of_documents = {flop_cost_of(model), stretches, count, num_rows};
         cost_function cost = {.seq_len = seq_len, .mix = mix, .documents = &of_documents};
-        cost.even_per_token = (1 - mix) * unmixed_of_first(&cost, seq_len) / (double)seq_len;
-        partition_by_cost(&cost, num_segments, multiple_of, sizes);
+        status = partition_by_cost(cost, num_segments, multiple_of, sizes);
     }
 done:
     free(stretches);
@@ -461,7 +455,7 @@ s1f_status s1f_partition_profiled(int64_t seq_len, int32_t num_segments, const d
                                   double mix, int64_t multiple_of, int64_t *sizes)
 {
     S1F_TRY(check_arguments(seq_len, num_segments, mix, multiple_of));
-    s1f_status status = S1F_OK;
+    s1f_status status;
     if (num_costs < 1 || num_costs > S1F_MAX_SEQUENCE_LENGTH)
         return s1f_fail(S1F_ERR_ARG, "there are %lld costs, must be in 1..%lld", (long long)num_costs,
                         (long long)S1F_MAX_SEQUENCE_LENGTH);
@@ -478,13 +472,10 @@ s1f_status s1f_partition_profiled(int64_t seq_len, int32_t num_segments, const d
     double total = sums[num_costs];
     if (!(total > 0 && total <= MOST_COST)) {
         status = s1f_fail(S1F_ERR_ARG, "costs sum to %g, must be above 0 and at most %g", total, MOST_COST);
-    } else if (mix == 0) {
-        status = s1f_partition_even(seq_len, num_segments, multiple_of, sizes);
     } else {
         profiled_cost profiled = {costs, sums, num_costs};
         cost_function cost = {.seq_len = seq_len, .mix = mix, .profiled = &profiled};
-        cost.even_per_token = (1 - mix) * total / (double)seq_len;
-        partition_by_cost(&cost, num_segments, multiple_of, sizes);
+        status = partition_by_cost(cost, num_segments, multiple_of, sizes);
     }
     free(sums);
     return status;

@@ -42,11 +42,6 @@ typedef struct {
     int32_t num_places;
 } copy_end;
 
-static s1f_status checked(const copy_end *end, s1f_cu_result result, const char *what)
-{
-    return s1f_driver_status(end->base.device->driver, result, what);
-}
-
 static place_notes *notes_of(copy_end *end, int32_t place)
 {
     return (place_notes *)((char *)s1f_arena_place(end->base.control, place) + S1F_HEADER_BYTES - sizeof(place_notes));
@@ -68,9 +63,7 @@ static s1f_status reserve_places(copy_end *end)
 static s1f_status name_event(const copy_end *end, s1f_cu_event event, shared_name *name)
 {
     name->pointer = (uint64_t)(uintptr_t)event;
-    return !end->base.is_shared
-               ? S1F_OK
-               : checked(end, end->base.device->driver->ipc_export_event(&name->handle, event), "cuIpcGetEventHandle");
+    return !end->base.is_shared ? S1F_OK : S1F_CU(end->base.device->driver, ipc_export_event, &name->handle, event);
 }
 
 static s1f_status find_event(const copy_end *end, const shared_name *name, s1f_cu_event *event)
@@ -80,7 +73,7 @@ static s1f_status find_event(const copy_end *end, const shared_name *name, s1f_c
             *event = (s1f_cu_event)(uintptr_t)name->pointer;
         return S1F_OK;
     }
-    return checked(end, end->base.device->driver->ipc_open_event(event, name->handle), "cuIpcOpenEventHandle");
+    return S1F_CU(end->base.device->driver, ipc_open_event, event, name->handle);
 }
 
 /* -- receiver ------------------------------------------------------------------------------------------------------ */
@@ -94,7 +87,7 @@ static s1f_status copy_post(s1f_device_end *base, int32_t number)
     s1f_status status = s1f_device_place_grow(base, place, base->largest);
     int is_new = place->capacity > 0 && place->generation != note->generation;
     if (status == S1F_OK && is_new && end->base.is_shared)
-        status = checked(end, driver->ipc_export_memory(&note->memory.handle, place->address), "cuIpcGetMemHandle");
+        status = S1F_CU(driver, ipc_export_memory, &note->memory.handle, place->address);
     if (status == S1F_OK && is_new)
         status = name_event(end, place->freed, &note->freed);
     note->memory.pointer = place->address;
@@ -110,8 +103,7 @@ static s1f_status copy_receive(s1f_device_end *base, int32_t number, const s1f_m
     S1F_TRY(reserve_places(end));
     (void)message;
     S1F_TRY(find_event(end, &notes_of(end, number)->sent.copied, &end->places[number].copied));
-    return checked(end, base->device->driver->stream_wait_event(base->stream, end->places[number].copied, 0),
-                   "cuStreamWaitEvent");
+    return S1F_CU(base->device->driver, stream_wait_event, base->stream, end->places[number].copied, 0);
 }
 
 /* -- sender -------------------------------------------------------------------------------------------------------- */
@@ -129,8 +121,7 @@ static s1f_status find_target(copy_end *end, const posted_note *note, copy_place
         if (place->generation != 0)
             driver->ipc_close_memory(place->target);
         place->generation = 0;
-        S1F_TRY(checked(end, driver->ipc_open_memory(&place->target, note->memory.handle, S1F_CU_IPC_LAZY_PEER_ACCESS),
-                        "cuIpcOpenMemHandle"));
+        S1F_TRY(S1F_CU(driver, ipc_open_memory, &place->target, note->memory.handle, S1F_CU_IPC_LAZY_PEER_ACCESS));
     }
     place->generation = note->generation;
     return S1F_OK;
@@ -151,7 +142,7 @@ static s1f_status copy_prepare_send(s1f_device_end *base, int64_t sequence, int3
         S1F_TRY(find_target(end, &notes->posted, place));
     unsigned int flags = S1F_CU_EVENT_DISABLE_TIMING | (base->is_shared ? S1F_CU_EVENT_INTERPROCESS : 0);
     if (place->copied == NULL)
-        S1F_TRY(checked(end, driver->event_create(&place->copied, flags), "cuEventCreate"));
+        S1F_TRY(S1F_CU(driver, event_create, &place->copied, flags));
     return name_event(end, place->copied, &notes->sent.copied);
 }
 
@@ -161,16 +152,14 @@ static s1f_status copy_send(s1f_device_end *base, int32_t number, const s1f_mess
     copy_end *end = (copy_end *)base;
     const s1f_driver *driver = base->device->driver;
     const copy_place *place = &end->places[number];
-    S1F_TRY(checked(end, driver->stream_wait_event(base->stream, place->freed, 0), "cuStreamWaitEvent"));
+    S1F_TRY(S1F_CU(driver, stream_wait_event, base->stream, place->freed, 0));
     for (int32_t i = 0; i < message->num_tensors; i++) {
         const s1f_tensor_header *tensor = &message->tensors[i];
         if (tensor->bytes > 0)
-            S1F_TRY(checked(end,
-                            driver->copy(place->target + (uint64_t)tensor->offset,
-                                         (s1f_cu_address)(uintptr_t)tensors[i], (size_t)tensor->bytes, base->stream),
-                            "cuMemcpyAsync"));
+            S1F_TRY(S1F_CU(driver, copy, place->target + (uint64_t)tensor->offset,
+                           (s1f_cu_address)(uintptr_t)tensors[i], (size_t)tensor->bytes, base->stream));
     }
-    return checked(end, driver->event_record(place->copied, base->stream), "cuEventRecord");
+    return S1F_CU(driver, event_record, place->copied, base->stream);
 }
 
 /* -- both ---------------------------------------------------------------------------------------------------------- */

@@ -9,7 +9,7 @@ enum { CLOCK_READINGS = 5 }; /* to join two clocks; the closest counts */
 
 s1f_status s1f_device_enter(const s1f_device *device)
 {
-    return s1f_driver_status(device->driver, device->driver->context_push(device->context), "cuCtxPushCurrent");
+    return S1F_CU(device->driver, context_push, device->context);
 }
 
 void s1f_device_leave(const s1f_device *device)
@@ -20,7 +20,7 @@ void s1f_device_leave(const s1f_device *device)
 
 static s1f_status make_event(const s1f_device *device, s1f_cu_event *event)
 {
-    return s1f_driver_status(device->driver, device->driver->event_create(event, S1F_CU_EVENT_TIMED), "cuEventCreate");
+    return S1F_CU(device->driver, event_create, event, S1F_CU_EVENT_TIMED);
 }
 
 s1f_status s1f_device_create(const char *driver_path, int32_t ordinal, s1f_device **out)
@@ -32,10 +32,9 @@ s1f_status s1f_device_create(const char *driver_path, int32_t ordinal, s1f_devic
         return s1f_fail(S1F_ERR_MEMORY, "no memory for a device");
     device->driver = driver;
     device->ordinal = ordinal;
-    s1f_status status = s1f_driver_status(driver, driver->device_get(&device->device, ordinal), "cuDeviceGet");
+    s1f_status status = S1F_CU(driver, device_get, &device->device, ordinal);
     if (status == S1F_OK)
-        status = s1f_driver_status(driver, driver->context_retain(&device->context, device->device),
-                                   "cuDevicePrimaryCtxRetain");
+        status = S1F_CU(driver, context_retain, &device->context, device->device);
     if (status == S1F_OK && (status = s1f_device_enter(device)) == S1F_OK) {
         status = make_event(device, &device->first);
         if (status == S1F_OK)
@@ -79,7 +78,7 @@ void s1f_device_free(s1f_device *device)
 
 static s1f_status record(const s1f_device *device, s1f_cu_event event)
 {
-    return s1f_driver_status(device->driver, device->driver->event_record(event, device->compute), "cuEventRecord");
+    return S1F_CU(device->driver, event_record, event, device->compute);
 }
 
 static s1f_status enter_and_record(const s1f_device *device, s1f_cu_event event)
@@ -151,8 +150,7 @@ s1f_cu_event s1f_device_unit_start(const s1f_device *device)
 static s1f_status elapsed_ns(const s1f_device *device, s1f_cu_event event, int64_t *ns)
 {
     float milliseconds = 0;
-    s1f_status status = s1f_driver_status(
-        device->driver, device->driver->event_elapsed(&milliseconds, device->first, event), "cuEventElapsedTime");
+    s1f_status status = S1F_CU(device->driver, event_elapsed, &milliseconds, device->first, event);
     *ns = (int64_t)((double)milliseconds * 1e6);
     return status;
 }
@@ -181,8 +179,7 @@ s1f_status s1f_device_settle_times(s1f_device *device)
 {
     int64_t closest_ns = INT64_MAX;
     S1F_TRY(s1f_device_enter(device));
-    s1f_status status =
-        s1f_driver_status(device->driver, device->driver->stream_synchronize(device->compute), "cuStreamSynchronize");
+    s1f_status status = S1F_CU(device->driver, stream_synchronize, device->compute);
     for (int i = 0; status == S1F_OK && i < CLOCK_READINGS; i++)
         status = join_clocks(device, &closest_ns);
     s1f_device_leave(device);
@@ -202,7 +199,7 @@ s1f_status s1f_device_free_bytes(const s1f_device *device, int64_t *bytes)
 {
     size_t unused = 0, total;
     S1F_TRY(s1f_device_enter(device));
-    s1f_status status = s1f_driver_status(device->driver, device->driver->memory_info(&unused, &total), "cuMemGetInfo");
+    s1f_status status = S1F_CU(device->driver, memory_info, &unused, &total);
     s1f_device_leave(device);
     *bytes = (int64_t)unused;
     return status;

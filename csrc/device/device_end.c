@@ -15,11 +15,6 @@ static const int64_t FAREWELL_NS = INT64_C(5) * 1000 * 1000 * 1000; /* for trans
  * has, no event may be recorded on the stream (NCCL user guide, "Nonblocking Group Operation"). */
 static const int64_t ENQUEUE_NS = 200 * 1000;
 
-static s1f_status checked(const s1f_device_end *end, s1f_cu_result result, const char *what)
-{
-    return s1f_driver_status(end->device->driver, result, what);
-}
-
 /* The GPU's context and the watchdog's lock, for calls that do not wait. */
 static s1f_status enter(s1f_device_end *end)
 {
@@ -92,9 +87,9 @@ static s1f_status begin_transfer(s1f_device_end *end, const s1f_message *message
     s1f_transfer *transfer = &end->transfers[end->started];
     unsigned int flags = end->head.is_receiver ? S1F_CU_EVENT_TIMED : S1F_CU_EVENT_DISABLE_TIMING;
     if (transfer->started == NULL)
-        S1F_TRY(checked(end, driver->event_create(&transfer->started, S1F_CU_EVENT_DISABLE_TIMING), "cuEventCreate"));
+        S1F_TRY(S1F_CU(driver, event_create, &transfer->started, S1F_CU_EVENT_DISABLE_TIMING));
     if (transfer->done == NULL)
-        S1F_TRY(checked(end, driver->event_create(&transfer->done, flags), "cuEventCreate"));
+        S1F_TRY(S1F_CU(driver, event_create, &transfer->done, flags));
     transfer->unit = (s1f_unit){message->pass, message->source_stage, message->microbatch, message->segment};
     transfer->is_over = message->payload_bytes == 0 || !message->on_device;
     *out = transfer;
@@ -105,8 +100,7 @@ static s1f_status begin_transfer(s1f_device_end *end, const s1f_message *message
 static s1f_status end_transfer(s1f_device_end *end)
 {
     S1F_TRY(enter(end));
-    s1f_status status = checked(end, end->device->driver->event_record(end->transfers[end->started].done, end->stream),
-                                "cuEventRecord");
+    s1f_status status = S1F_CU(end->device->driver, event_record, end->transfers[end->started].done, end->stream);
     if (status == S1F_OK)
         end->started++;
     return leave(end, status);
@@ -212,7 +206,7 @@ static s1f_status set_places(s1f_device_end *end, int32_t num_places)
     for (; end->num_places < num_places; end->num_places++) {
         places[end->num_places] = (s1f_device_place){0};
         if (end->head.is_receiver)
-            S1F_TRY(checked(end, driver->event_create(&places[end->num_places].freed, flags), "cuEventCreate"));
+            S1F_TRY(S1F_CU(driver, event_create, &places[end->num_places].freed, flags));
     }
     return S1F_OK;
 }
@@ -224,7 +218,7 @@ static s1f_status device_begin_step(s1f_edge_end *head, int32_t num_places)
     S1F_TRY(enter(end));
     s1f_status status = set_places(end, num_places);
     if (status == S1F_OK && end->step_start != NULL)
-        status = checked(end, end->device->driver->event_record(end->step_start, end->stream), "cuEventRecord");
+        status = S1F_CU(end->device->driver, event_record, end->step_start, end->stream);
     end->started = end->over = end->seen_over = 0;
     end->seen_started = 0;
     end->is_finished = 0;
@@ -239,7 +233,7 @@ static s1f_status device_post(s1f_edge_end *head, int64_t sequence, int32_t numb
     S1F_TRY(enter(end));
     s1f_device_place *place = &end->places[number];
     place->message = NULL;
-    S1F_TRY(leave(end, checked(end, driver->event_record(place->freed, end->device->compute), "cuEventRecord")));
+    S1F_TRY(leave(end, S1F_CU(driver, event_record, place->freed, end->device->compute)));
     if (end->mover->post != NULL) {
         S1F_TRY(s1f_device_enter(end->device));
         s1f_status status = end->mover->post(end, number);
@@ -254,11 +248,11 @@ static s1f_status start_receive(s1f_device_end *end, s1f_device_place *place, in
     const s1f_driver *driver = end->device->driver;
     s1f_transfer *transfer;
     S1F_TRY(begin_transfer(end, place->message, &transfer));
-    S1F_TRY(checked(end, driver->stream_wait_event(end->stream, place->freed, 0), "cuStreamWaitEvent"));
+    S1F_TRY(S1F_CU(driver, stream_wait_event, end->stream, place->freed, 0));
     s1f_cu_event unit_start = s1f_device_unit_start(end->device);
     if (unit_start != NULL)
-        S1F_TRY(checked(end, driver->stream_wait_event(end->stream, unit_start, 0), "cuStreamWaitEvent"));
-    S1F_TRY(checked(end, driver->event_record(transfer->started, end->stream), "cuEventRecord"));
+        S1F_TRY(S1F_CU(driver, stream_wait_event, end->stream, unit_start, 0));
+    S1F_TRY(S1F_CU(driver, event_record, transfer->started, end->stream));
     return transfer->is_over ? S1F_OK : moved(end, end->mover->receive(end, number, place->message));
 }
 
@@ -306,9 +300,7 @@ static s1f_status device_wait(s1f_edge_end *head, int64_t sequence, int32_t numb
     S1F_TRY(enter(end));
     s1f_status status = S1F_OK;
     if (!end->transfers[sequence].is_over)
-        status =
-            checked(end, end->device->driver->stream_wait_event(end->device->compute, end->transfers[sequence].done, 0),
-                    "cuStreamWaitEvent");
+        status = S1F_CU(end->device->driver, stream_wait_event, end->device->compute, end->transfers[sequence].done, 0);
     *message = end->places[number].message;
     *payload = (const void *)(uintptr_t)end->places[number].address;
     return leave(end, status);
@@ -326,9 +318,9 @@ static s1f_status start_send(s1f_device_end *end, int32_t number, const s1f_mess
     const s1f_driver *driver = end->device->driver;
     s1f_transfer *transfer;
     S1F_TRY(begin_transfer(end, message, &transfer));
-    S1F_TRY(checked(end, driver->event_record(end->ready, end->device->compute), "cuEventRecord"));
-    S1F_TRY(checked(end, driver->stream_wait_event(end->stream, end->ready, 0), "cuStreamWaitEvent"));
-    S1F_TRY(checked(end, driver->event_record(transfer->started, end->stream), "cuEventRecord"));
+    S1F_TRY(S1F_CU(driver, event_record, end->ready, end->device->compute));
+    S1F_TRY(S1F_CU(driver, stream_wait_event, end->stream, end->ready, 0));
+    S1F_TRY(S1F_CU(driver, event_record, transfer->started, end->stream));
     return transfer->is_over ? S1F_OK : moved(end, end->mover->send(end, number, message, tensors));
 }
 
@@ -401,9 +393,8 @@ static s1f_status device_finish(s1f_edge_end *head, int32_t failed)
     if (failed && end->mover->release != NULL)
         end->mover->release(end);
     if (!head->is_receiver && end->started > 0) /* the stream's last transfer is the edge's */
-        status = checked(
-            end, end->device->driver->stream_wait_event(end->device->compute, end->transfers[end->started - 1].done, 0),
-            "cuStreamWaitEvent");
+        status = S1F_CU(end->device->driver, stream_wait_event, end->device->compute,
+                        end->transfers[end->started - 1].done, 0);
     end->is_finished = 1;
     status = leave(end, status);
     if (failed || status != S1F_OK || !head->is_receiver)
@@ -532,12 +523,11 @@ s1f_status s1f_device_end_init(s1f_device_end *end, const s1f_mover *mover, s1f_
     S1F_TRY(s1f_device_enter(end->device));
     int least = 0, greatest = 0;
     driver->stream_priorities(&least, &greatest);
-    s1f_status status = checked(end, driver->stream_create(&end->stream, S1F_CU_STREAM_NON_BLOCKING, greatest),
-                                "cuStreamCreateWithPriority");
+    s1f_status status = S1F_CU(driver, stream_create, &end->stream, S1F_CU_STREAM_NON_BLOCKING, greatest);
     if (status == S1F_OK && !end->head.is_receiver)
-        status = checked(end, driver->event_create(&end->ready, S1F_CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+        status = S1F_CU(driver, event_create, &end->ready, S1F_CU_EVENT_DISABLE_TIMING);
     if (status == S1F_OK && mover->release != NULL)
-        status = checked(end, driver->event_create(&end->step_start, S1F_CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+        status = S1F_CU(driver, event_create, &end->step_start, S1F_CU_EVENT_DISABLE_TIMING);
     s1f_device_leave(end->device);
     pthread_mutex_lock(&watchdog->lock);
     end->deadline_ns = watchdog->proof_ns > 0 ? s1f_now_ns() + watchdog->proof_ns : 0;

@@ -7,11 +7,6 @@
  * Programming Guide, "Interprocess Communication"). */
 static const int64_t SHARED_BLOCK_BYTES = 2 << 20;
 
-static s1f_status checked(const s1f_device_end *end, s1f_cu_result result, const char *what)
-{
-    return s1f_driver_status(end->device->driver, result, what);
-}
-
 static s1f_status give_up_memory(s1f_device_end *end, s1f_device_place *place)
 {
     const s1f_driver *driver = end->device->driver;
@@ -25,9 +20,9 @@ static s1f_status give_up_memory(s1f_device_end *end, s1f_device_place *place)
         return S1F_OK;
     }
     /* Those who read it have been started on the stream that computes. */
-    s1f_status status = checked(end, driver->stream_synchronize(end->device->compute), "cuStreamSynchronize");
+    s1f_status status = S1F_CU(driver, stream_synchronize, end->device->compute);
     if (status == S1F_OK)
-        status = checked(end, driver->memory_free(place->address), "cuMemFree");
+        status = S1F_CU(driver, memory_free, place->address);
     place->capacity = 0;
     return status;
 }
@@ -44,7 +39,7 @@ s1f_status s1f_device_place_grow(s1f_device_end *end, s1f_device_place *place, i
     }
     s1f_status status = place->capacity > 0 ? give_up_memory(end, place) : S1F_OK;
     if (status == S1F_OK)
-        status = checked(end, driver->memory_allocate(&place->address, (size_t)bytes), "cuMemAlloc");
+        status = S1F_CU(driver, memory_allocate, &place->address, (size_t)bytes);
     if (status != S1F_OK)
         return s1f_fail_prefixed(status, "%lld bytes for a message: ", (long long)bytes);
     place->capacity = bytes;
@@ -89,15 +84,15 @@ s1f_status s1f_device_end_forget(s1f_device_end *end)
     S1F_TRY(s1f_device_enter(end->device));
     if (end->mover->forget != NULL)
         end->mover->forget(end);
-    s1f_status status = checked(end, driver->stream_synchronize(end->device->compute), "cuStreamSynchronize");
+    s1f_status status = S1F_CU(driver, stream_synchronize, end->device->compute);
     for (int32_t i = 0; status == S1F_OK && i < end->num_places; i++) {
         if (end->places[i].capacity > 0)
-            status = checked(end, driver->memory_free(end->places[i].address), "cuMemFree");
+            status = S1F_CU(driver, memory_free, end->places[i].address);
         end->places[i].capacity = 0;
         end->places[i].message = NULL;
     }
     while (status == S1F_OK && end->num_retired > 0)
-        status = checked(end, driver->memory_free(end->retired[--end->num_retired]), "cuMemFree");
+        status = S1F_CU(driver, memory_free, end->retired[--end->num_retired]);
     end->largest = 0;
     s1f_device_leave(end->device);
     return status;
@@ -114,21 +109,19 @@ s1f_status s1f_device_end_to_host(s1f_device_end *end, s1f_message *message, con
             return s1f_fail(S1F_ERR_MEMORY, "no host memory for a message of %lld bytes",
                             (long long)message->payload_bytes);
     }
-    s1f_status status = checked(end, driver->event_record(end->ready, end->device->compute), "cuEventRecord");
+    s1f_status status = S1F_CU(driver, event_record, end->ready, end->device->compute);
     if (status == S1F_OK)
-        status = checked(end, driver->stream_wait_event(end->stream, end->ready, 0), "cuStreamWaitEvent");
+        status = S1F_CU(driver, stream_wait_event, end->stream, end->ready, 0);
     for (int32_t i = 0; status == S1F_OK && i < message->num_tensors; i++) {
         const s1f_tensor_header *tensor = &message->tensors[i];
         char *host = end->staging + tensor->offset;
         if (tensor->bytes > 0)
-            status = checked(
-                end,
-                driver->copy_to_host(host, (s1f_cu_address)(uintptr_t)tensors[i], (size_t)tensor->bytes, end->stream),
-                "cuMemcpyDtoHAsync");
+            status = S1F_CU(driver, copy_to_host, host, (s1f_cu_address)(uintptr_t)tensors[i], (size_t)tensor->bytes,
+                            end->stream);
         tensors[i] = host;
     }
     message->on_device = 0;
-    return status == S1F_OK ? checked(end, driver->stream_synchronize(end->stream), "cuStreamSynchronize") : status;
+    return status == S1F_OK ? S1F_CU(driver, stream_synchronize, end->stream) : status;
 }
 
 s1f_status s1f_device_end_from_host(s1f_device_end *end, int32_t number, const void *payload)
@@ -136,9 +129,8 @@ s1f_status s1f_device_end_from_host(s1f_device_end *end, int32_t number, const v
     const s1f_driver *driver = end->device->driver;
     const s1f_device_place *place = &end->places[number];
     int64_t bytes = place->message->payload_bytes;
-    S1F_TRY(checked(end, driver->stream_wait_event(end->stream, place->freed, 0), "cuStreamWaitEvent"));
+    S1F_TRY(S1F_CU(driver, stream_wait_event, end->stream, place->freed, 0));
     if (bytes > 0)
-        S1F_TRY(checked(end, driver->copy_from_host(place->address, payload, (size_t)bytes, end->stream),
-                        "cuMemcpyHtoDAsync"));
-    return checked(end, driver->stream_synchronize(end->stream), "cuStreamSynchronize");
+        S1F_TRY(S1F_CU(driver, copy_from_host, place->address, payload, (size_t)bytes, end->stream));
+    return S1F_CU(driver, stream_synchronize, end->stream);
 }

@@ -14,6 +14,10 @@ typedef struct loaded_driver {
     char path[];
 } loaded_driver;
 
+#define S1F_NAME(name, symbol, arguments) #symbol,
+const s1f_driver_names s1f_driver_symbols = {S1F_DRIVER_FUNCTIONS(S1F_NAME)};
+#undef S1F_NAME
+
 static loaded_driver *loaded; /* never freed: streams of the library may live to the end of the process */
 static pthread_mutex_t loading = PTHREAD_MUTEX_INITIALIZER;
 
@@ -68,13 +72,14 @@ s1f_status s1f_driver_load(const char *path, const s1f_driver **out)
     return status;
 }
 
-s1f_status s1f_driver_status(const s1f_driver *driver, s1f_cu_result result, const char *what)
+s1f_status s1f_driver_status(const s1f_driver *driver, s1f_cu_result result, const char *symbol)
 {
     if (result == S1F_CU_SUCCESS)
         return S1F_OK;
     const char *name = NULL, *text = NULL;
     driver->error_name(result, &name);
     driver->error_string(result, &text);
-    return s1f_fail(result == S1F_CU_ERROR_OUT_OF_MEMORY ? S1F_ERR_MEMORY : S1F_ERR_STATE, "%s: %s (%d), %s", what,
-                    name == NULL ? "unknown error" : name, (int)result, text == NULL ? "no description" : text);
+    return s1f_fail(result == S1F_CU_ERROR_OUT_OF_MEMORY ? S1F_ERR_MEMORY : S1F_ERR_STATE, "%.*s: %s (%d), %s",
+                    (int)strcspn(symbol, "_"), symbol, name == NULL ? "unknown error" : name, (int)result,
+                    text == NULL ? "no description" : text);
 }

@@ -78,8 +78,19 @@ typedef struct {
  * S1F_ERR_STATE names the library, or the function that it lacks. */
 s1f_status s1f_driver_load(const char *path, const s1f_driver **out);
 
-/* "cuEventRecord: CUDA_ERROR_..., text" as S1F_ERR_STATE (S1F_ERR_MEMORY where memory is short), S1F_OK for success. */
-s1f_status s1f_driver_status(const s1f_driver *driver, s1f_cu_result result, const char *what);
+/* Calls a function of the table: its status, which names it. */
+#define S1F_CU(driver, name, ...) s1f_driver_status(driver, (driver)->name(__VA_ARGS__), s1f_driver_symbols.name)
+
+typedef struct {
+#define S1F_DECLARE(name, symbol, arguments) const char *name;
+    S1F_DRIVER_FUNCTIONS(S1F_DECLARE)
+#undef S1F_DECLARE
+} s1f_driver_names;
+extern const s1f_driver_names s1f_driver_symbols;
+
+/* "cuEventRecord: CUDA_ERROR_..., text" as S1F_ERR_STATE (S1F_ERR_MEMORY where memory is short), S1F_OK for success.
+ * symbol: without what follows "_", its version. */
+s1f_status s1f_driver_status(const s1f_driver *driver, s1f_cu_result result, const char *symbol);
 
 /* Fills a table of function pointers from symbols of a library: for driver.c and nccl.c. */
 typedef struct {

@@ -7,11 +7,6 @@
 
 static const int64_t GIVE_UP_NS = INT64_C(1000) * 1000 * 1000;
 
-static s1f_status checked(const s1f_device_end *end, s1f_cu_result result, const char *what)
-{
-    return s1f_driver_status(end->device->driver, result, what);
-}
-
 /* splitmix64, from a seed that each edge, attempt and message has alone: what another one left is not taken for it. */
 static void fill(const s1f_device_end *end, int64_t sequence, char *out, int64_t bytes)
 {
@@ -139,13 +134,12 @@ s1f_status s1f_edge_proof_send(s1f_edge_end *head, int64_t sequence, int64_t byt
     S1F_TRY(begin_call(end));
     s1f_status status = make_bytes(end, sequence, bytes, &sent);
     if (status == S1F_OK)
-        status = checked(end, driver->memory_allocate(&memory, (size_t)bytes), "cuMemAlloc");
+        status = S1F_CU(driver, memory_allocate, &memory, (size_t)bytes);
     int has_memory = status == S1F_OK;
     if (status == S1F_OK)
-        status = checked(end, driver->copy_from_host(memory, sent, (size_t)bytes, end->device->compute),
-                         "cuMemcpyHtoDAsync");
+        status = S1F_CU(driver, copy_from_host, memory, sent, (size_t)bytes, end->device->compute);
     if (status == S1F_OK)
-        status = checked(end, driver->stream_synchronize(end->device->compute), "cuStreamSynchronize");
+        status = S1F_CU(driver, stream_synchronize, end->device->compute);
     int64_t began = s1f_now_ns();
     if (status == S1F_OK) {
         s1f_message message = {.step = s1f_group_step(head->group), .num_tensors = 1};
@@ -171,11 +165,10 @@ static s1f_status compare(s1f_device_end *end, int64_t sequence, int64_t bytes, 
     s1f_status status = found == NULL ? s1f_fail(S1F_ERR_MEMORY, "no host memory for %lld bytes", (long long)bytes)
                                       : make_bytes(end, sequence, bytes, &expected);
     if (status == S1F_OK)
-        status = checked(
-            end, driver->copy_to_host(found, (s1f_cu_address)(uintptr_t)payload, (size_t)bytes, end->device->compute),
-            "cuMemcpyDtoHAsync");
+        status = S1F_CU(driver, copy_to_host, found, (s1f_cu_address)(uintptr_t)payload, (size_t)bytes,
+                        end->device->compute);
     if (status == S1F_OK)
-        status = checked(end, driver->stream_synchronize(end->device->compute), "cuStreamSynchronize");
+        status = S1F_CU(driver, stream_synchronize, end->device->compute);
     if (status == S1F_OK && memcmp(found, expected, (size_t)bytes) != 0) {
         int64_t at = 0, wrong = 0;
         for (int64_t i = bytes; i-- > 0;)

@@ -44,19 +44,13 @@ static host_tier *of(s1f_tier *tier)
     return (host_tier *)tier;
 }
 
-static s1f_status check(const host_tier *tier, s1f_cu_result result, const char *what)
-{
-    return s1f_driver_status(tier->device->driver, result, what);
-}
-
 /* Another library may capture a graph meanwhile, which forbids such calls to threads that do not say that they have
  * nothing to do with it. */
 static s1f_status enter(const host_tier *tier, int *mode)
 {
     s1f_status status = s1f_device_enter(tier->device);
     *mode = S1F_CU_CAPTURE_RELAXED;
-    if (status == S1F_OK &&
-        (status = check(tier, tier->device->driver->capture_mode(mode), "cuThreadExchangeStreamCaptureMode")) != S1F_OK)
+    if (status == S1F_OK && (status = S1F_CU(tier->device->driver, capture_mode, mode)) != S1F_OK)
         s1f_device_leave(tier->device);
     return status;
 }
@@ -89,7 +83,7 @@ static s1f_status pin(const host_tier *tier, int64_t bytes, void **memory)
     const s1f_driver *driver = tier->device->driver;
     int is_near = driver->device_pci_address(address, sizeof address, tier->device->device) == S1F_CU_SUCCESS &&
                   s1f_host_node_begin(tier->root, address);
-    s1f_status status = check(tier, driver->host_allocate(memory, (size_t)bytes, 0), "cuMemHostAlloc");
+    s1f_status status = S1F_CU(driver, host_allocate, memory, (size_t)bytes, 0);
     if (is_near)
         s1f_host_node_end();
     if (status == S1F_OK)
@@ -146,9 +140,9 @@ static s1f_status next_copy(host_tier *tier, copy **out)
     }
     copy *next = &tier->copies[tier->num_copies];
     if (next->begin == NULL)
-        S1F_TRY(check(tier, driver->event_create(&next->begin, S1F_CU_EVENT_TIMED), "cuEventCreate"));
+        S1F_TRY(S1F_CU(driver, event_create, &next->begin, S1F_CU_EVENT_TIMED));
     if (next->end == NULL)
-        S1F_TRY(check(tier, driver->event_create(&next->end, S1F_CU_EVENT_TIMED), "cuEventCreate"));
+        S1F_TRY(S1F_CU(driver, event_create, &next->end, S1F_CU_EVENT_TIMED));
     tier->num_copies++;
     *out = next;
     return S1F_OK;
@@ -165,11 +159,9 @@ static s1f_status copy_part(const host_tier *tier, int32_t way, const s1f_tier_p
         char *host = at->memory + (offset + done - at->offset);
         s1f_cu_address device = (s1f_cu_address)(uintptr_t)part->data + (s1f_cu_address)done;
         if (way == OUT)
-            S1F_TRY(check(tier, driver->copy_to_host(host, device, (size_t)bytes, tier->streams[OUT]),
-                          "cuMemcpyDtoHAsync"));
+            S1F_TRY(S1F_CU(driver, copy_to_host, host, device, (size_t)bytes, tier->streams[OUT]));
         else
-            S1F_TRY(check(tier, driver->copy_from_host(device, host, (size_t)bytes, tier->streams[IN]),
-                          "cuMemcpyHtoDAsync"));
+            S1F_TRY(S1F_CU(driver, copy_from_host, device, host, (size_t)bytes, tier->streams[IN]));
         done += bytes;
     }
     return S1F_OK;
@@ -184,16 +176,16 @@ static s1f_status start_copy(host_tier *tier, s1f_tier_load *load)
     S1F_TRY(next_copy(tier, &next));
     load->ticket = (uint64_t)(tier->num_copies - 1);
     *next = (copy){next->begin, next->end, load->number, 0, way, 0};
-    S1F_TRY(check(tier, driver->event_record(tier->given, tier->device->compute), "cuEventRecord"));
-    S1F_TRY(check(tier, driver->stream_wait_event(stream, tier->given, 0), "cuStreamWaitEvent"));
-    S1F_TRY(check(tier, driver->event_record(next->begin, stream), "cuEventRecord"));
+    S1F_TRY(S1F_CU(driver, event_record, tier->given, tier->device->compute));
+    S1F_TRY(S1F_CU(driver, stream_wait_event, stream, tier->given, 0));
+    S1F_TRY(S1F_CU(driver, event_record, next->begin, stream));
     int64_t offset = load->offset;
     for (int32_t i = 0; i < load->num_parts; i++) {
         S1F_TRY(copy_part(tier, way, &load->parts[i], offset));
         offset += s1f_tier_rounded(load->parts[i].bytes);
         next->bytes += load->parts[i].bytes;
     }
-    return check(tier, driver->event_record(next->end, stream), "cuEventRecord");
+    return S1F_CU(driver, event_record, next->end, stream);
 }
 
 /* "GPU 0: moving 4096 bytes out to pinned host memory: ..." */
@@ -225,8 +217,7 @@ static s1f_status wait(s1f_tier *head, s1f_group *group, s1f_tier_load *load)
     (void)group;
     S1F_TRY(enter(tier, &mode));
     s1f_cu_event end = tier->copies[load->ticket].end;
-    s1f_status status =
-        check(tier, tier->device->driver->stream_wait_event(tier->device->compute, end, 0), "cuStreamWaitEvent");
+    s1f_status status = S1F_CU(tier->device->driver, stream_wait_event, tier->device->compute, end, 0);
     leave(tier, mode);
     return status == S1F_OK ? S1F_OK : tell(tier, load, status);
 }
@@ -286,9 +277,9 @@ static s1f_status begin_step(s1f_tier *head, int64_t most_loads)
     tier->most_loads = most_loads;
     tier->num_copies = 0;
     S1F_TRY(enter(tier, &mode));
-    s1f_status status = check(tier, driver->event_record(tier->given, tier->streams[IN]), "cuEventRecord");
+    s1f_status status = S1F_CU(driver, event_record, tier->given, tier->streams[IN]);
     if (status == S1F_OK)
-        status = check(tier, driver->stream_wait_event(tier->streams[OUT], tier->given, 0), "cuStreamWaitEvent");
+        status = S1F_CU(driver, stream_wait_event, tier->streams[OUT], tier->given, 0);
     leave(tier, mode);
     return status;
 }
@@ -301,7 +292,7 @@ static void reset(s1f_tier *head)
     if (head->loads == NULL || enter(tier, &mode) != S1F_OK)
         return;
     for (int way = OUT; way <= IN; way++)
-        if (check(tier, tier->device->driver->stream_synchronize(tier->streams[way]), "cuStreamSynchronize") != S1F_OK)
+        if (S1F_CU(tier->device->driver, stream_synchronize, tier->streams[way]) != S1F_OK)
             snprintf(tier->broken, sizeof tier->broken, "%s", s1f_last_error());
     leave(tier, mode);
 }
@@ -315,10 +306,9 @@ static s1f_status open_streams(host_tier *tier)
     S1F_TRY(enter(tier, &mode));
     s1f_status status = S1F_OK;
     for (int way = OUT; way <= IN && status == S1F_OK; way++)
-        status = check(tier, driver->stream_create(&tier->streams[way], S1F_CU_STREAM_NON_BLOCKING, 0),
-                       "cuStreamCreateWithPriority");
+        status = S1F_CU(driver, stream_create, &tier->streams[way], S1F_CU_STREAM_NON_BLOCKING, 0);
     if (status == S1F_OK)
-        status = check(tier, driver->event_create(&tier->given, S1F_CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+        status = S1F_CU(driver, event_create, &tier->given, S1F_CU_EVENT_DISABLE_TIMING);
     leave(tier, mode);
     return status;
 }

@@ -24,11 +24,6 @@ typedef struct {
 
 _Static_assert(sizeof(ring_words) % SLOT_ALIGNMENT == 0, "slots begin on pages");
 
-static s1f_status checked(const staging_end *end, s1f_cu_result result, const char *what)
-{
-    return s1f_driver_status(end->base.device->driver, result, what);
-}
-
 static uint64_t position_of(const staging_end *end, int64_t sequence)
 {
     return ((uint64_t)s1f_group_step(end->base.head.group) << 32) + (uint64_t)sequence + 1;
@@ -72,7 +67,7 @@ static s1f_status pin_slots(staging_end *end, int64_t bytes)
                         (long long)bytes, (int)num_places, (long long)end->ring_bytes);
     if (stride == end->stride && bytes <= end->pinned_bytes && num_places <= end->num_pinned)
         return S1F_OK;
-    S1F_TRY(checked(end, driver->stream_synchronize(end->base.stream), "cuStreamSynchronize"));
+    S1F_TRY(S1F_CU(driver, stream_synchronize, end->base.stream));
     s1f_status status = S1F_OK;
     bytes = bytes > end->pinned_bytes || stride != end->stride ? bytes : end->pinned_bytes;
     bytes = (bytes + PINNED_BLOCK - 1) / PINNED_BLOCK * PINNED_BLOCK;
@@ -80,8 +75,7 @@ static s1f_status pin_slots(staging_end *end, int64_t bytes)
     unpin_slots(end);
     end->stride = stride;
     for (int32_t i = 0; status == S1F_OK && i < num_places; i++) {
-        status = checked(end, driver->host_register(slot_of(end, i), (size_t)bytes, S1F_CU_HOST_REGISTER_PORTABLE),
-                         "cuMemHostRegister");
+        status = S1F_CU(driver, host_register, slot_of(end, i), (size_t)bytes, S1F_CU_HOST_REGISTER_PORTABLE);
         end->num_pinned += status == S1F_OK;
     }
     end->pinned_bytes = bytes;
@@ -119,20 +113,15 @@ static s1f_status staging_send(s1f_device_end *base, int32_t number, const s1f_m
     uint64_t before = end->last[number];
     end->last[number] = position;
     if (before >> 32 == position >> 32) /* what an earlier step left there has been received */
-        S1F_TRY(checked(end,
-                        driver->stream_wait_value(base->stream, word_address(end, &end->words->drained[number]), before,
-                                                  S1F_CU_WAIT_GEQ),
-                        "cuStreamWaitValue64"));
+        S1F_TRY(S1F_CU(driver, stream_wait_value, base->stream, word_address(end, &end->words->drained[number]), before,
+                       S1F_CU_WAIT_GEQ));
     for (int32_t i = 0; i < message->num_tensors; i++) {
         const s1f_tensor_header *tensor = &message->tensors[i];
         if (tensor->bytes > 0)
-            S1F_TRY(checked(end,
-                            driver->copy_to_host(slot_of(end, number) + tensor->offset,
-                                                 (s1f_cu_address)(uintptr_t)tensors[i], (size_t)tensor->bytes,
-                                                 base->stream),
-                            "cuMemcpyDtoHAsync"));
+            S1F_TRY(S1F_CU(driver, copy_to_host, slot_of(end, number) + tensor->offset,
+                           (s1f_cu_address)(uintptr_t)tensors[i], (size_t)tensor->bytes, base->stream));
     }
-    return checked(end, driver->stream_write_value(base->stream, written, position, 0), "cuStreamWriteValue64");
+    return S1F_CU(driver, stream_write_value, base->stream, written, position, 0);
 }
 
 static s1f_status staging_receive(s1f_device_end *base, int32_t number, const s1f_message *message)
@@ -140,17 +129,12 @@ static s1f_status staging_receive(s1f_device_end *base, int32_t number, const s1
     staging_end *end = (staging_end *)base;
     const s1f_driver *driver = base->device->driver;
     uint64_t position = position_of(end, message->sequence);
-    S1F_TRY(checked(end,
-                    driver->stream_wait_value(base->stream, word_address(end, &end->words->written[number]), position,
-                                              S1F_CU_WAIT_GEQ),
-                    "cuStreamWaitValue64"));
-    S1F_TRY(checked(end,
-                    driver->copy_from_host(base->places[number].address, slot_of(end, number),
-                                           (size_t)message->payload_bytes, base->stream),
-                    "cuMemcpyHtoDAsync"));
-    return checked(
-        end, driver->stream_write_value(base->stream, word_address(end, &end->words->drained[number]), position, 0),
-        "cuStreamWriteValue64");
+    S1F_TRY(S1F_CU(driver, stream_wait_value, base->stream, word_address(end, &end->words->written[number]), position,
+                   S1F_CU_WAIT_GEQ));
+    S1F_TRY(S1F_CU(driver, copy_from_host, base->places[number].address, slot_of(end, number),
+                   (size_t)message->payload_bytes, base->stream));
+    return S1F_CU(driver, stream_write_value, base->stream, word_address(end, &end->words->drained[number]), position,
+                  0);
 }
 
 /* Only the words that this end's stream waits for, and only once all of earlier steps has ended there: a peer may still
@@ -192,12 +176,10 @@ static s1f_status pin_words(staging_end *end)
 {
     const s1f_driver *driver = end->base.device->driver;
     S1F_TRY(s1f_device_enter(end->base.device));
-    s1f_status status = checked(end,
-                                driver->host_register(end->words, sizeof *end->words,
-                                                      S1F_CU_HOST_REGISTER_PORTABLE | S1F_CU_HOST_REGISTER_MAPPED),
-                                "cuMemHostRegister");
+    s1f_status status = S1F_CU(driver, host_register, end->words, sizeof *end->words,
+                               S1F_CU_HOST_REGISTER_PORTABLE | S1F_CU_HOST_REGISTER_MAPPED);
     if (status == S1F_OK) {
-        status = checked(end, driver->host_address(&end->device_words, end->words, 0), "cuMemHostGetDevicePointer");
+        status = S1F_CU(driver, host_address, &end->device_words, end->words, 0);
         if (status != S1F_OK)
             driver->host_unregister(end->words);
     }
