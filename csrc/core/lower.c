@@ -5,6 +5,8 @@
  * all get stuck; write the instructions, where a freed place goes at once to the next message of its edge. */
 #include "lower.h"
 
+#include "pool.h"
+
 #include "check.h"
 #include "walk.h"
 
@@ -26,6 +28,7 @@ typedef struct { /* of one stage */
 /* What lowering needs to know on its way. */
 typedef struct {
     s1f_program *program;
+    s1f_pool pool;        /* of all arrays */
     int64_t num_cells;    /* of a stage */
     int64_t *sequence;    /* [edge][cell]: number of its message */
     s1f_unit *consumers;  /* [edge][sequence]: unit that uses the message */
@@ -500,17 +503,16 @@ static s1f_status create_lowering(s1f_program *program, lowering *l)
     size_t num_stages = (size_t)shape->num_stages, num_microbatches = (size_t)shape->num_microbatches;
     size_t num_edges = (size_t)program->edges->num_edges + 1; /* never 0: malloc(0) may be NULL */
     size_t num_messages = num_edges * (size_t)l->num_cells;
-    l->sequence = malloc(num_messages * sizeof *l->sequence);
-    l->consumers = malloc(num_messages * sizeof *l->consumers);
-    l->places = malloc(num_messages * sizeof *l->places);
-    l->counted = calloc(num_edges, sizeof *l->counted);
-    l->used = calloc(num_edges, sizeof *l->used);
-    l->needed = calloc(num_edges, sizeof *l->needed);
-    l->most = calloc(num_edges, sizeof *l->most);
-    l->stages = calloc(num_stages, sizeof *l->stages);
-    l->slot_arrays = malloc(4 * num_stages * num_microbatches * sizeof *l->slot_arrays);
-    if (!l->sequence || !l->consumers || !l->places || !l->counted || !l->used || !l->needed || !l->most ||
-        !l->stages || !l->slot_arrays)
+    l->sequence = s1f_pool_take(&l->pool, num_messages, sizeof *l->sequence);
+    l->consumers = s1f_pool_take(&l->pool, num_messages, sizeof *l->consumers);
+    l->places = s1f_pool_take(&l->pool, num_messages, sizeof *l->places);
+    l->counted = s1f_pool_take(&l->pool, num_edges, sizeof *l->counted);
+    l->used = s1f_pool_take(&l->pool, num_edges, sizeof *l->used);
+    l->needed = s1f_pool_take(&l->pool, num_edges, sizeof *l->needed);
+    l->most = s1f_pool_take(&l->pool, num_edges, sizeof *l->most);
+    l->stages = s1f_pool_take(&l->pool, num_stages, sizeof *l->stages);
+    l->slot_arrays = s1f_pool_take(&l->pool, 4 * num_stages * num_microbatches, sizeof *l->slot_arrays);
+    if (l->pool.is_short)
         return s1f_fail(S1F_ERR_MEMORY, "no memory to lower %lld units of %d stages", (long long)l->num_cells,
                         shape->num_stages);
     for (size_t stage = 0; stage < num_stages; stage++) {
@@ -521,19 +523,6 @@ static s1f_status create_lowering(s1f_program *program, lowering *l)
         l->stages[stage].grad_slot_of = arrays + 3 * num_microbatches;
     }
     return S1F_OK;
-}
-
-static void free_lowering(lowering *l)
-{
-    free(l->slot_arrays);
-    free(l->stages);
-    free(l->most);
-    free(l->needed);
-    free(l->used);
-    free(l->counted);
-    free(l->places);
-    free(l->consumers);
-    free(l->sequence);
 }
 
 static void reset_counters(const lowering *l)
@@ -569,7 +558,7 @@ static s1f_status lower(const s1f_schedule *schedule, s1f_places places, int32_t
     program = NULL;
 
 done:
-    free_lowering(&l);
+    s1f_pool_free(&l.pool);
     s1f_program_free(program);
     return status;
 }

@@ -1,6 +1,8 @@
 /* critical.c - the walk of simulate.c once more, from the last completed unit to the first. */
 #include "critical.h"
 
+#include "../core/pool.h"
+
 #include <math.h>
 #include <stdlib.h>
 
@@ -9,6 +11,7 @@ typedef struct {
     const s1f_edge *edges;
     const s1f_costs *costs;
     s1f_simulation *simulation;
+    s1f_pool pool;     /* of all arrays */
     int64_t num_cells; /* of a stage, and messages of an edge */
     int64_t *sequence; /* [edge][cell] number of its message */
     int64_t *sender;   /* [edge][message] number of the unit that sends it, on the source's rank */
@@ -21,20 +24,6 @@ typedef struct {
     double *latest_start;                   /* [rank] of the unit walked back over last */
 } walk;
 
-static void free_walk(walk *w)
-{
-    free(w->sequence);
-    free(w->sender);
-    free(w->granter);
-    free(w->latest_arrival);
-    free(w->latest_credit);
-    free(w->num_sent);
-    free(w->num_posted);
-    free(w->latest_transfer);
-    free(w->left);
-    free(w->latest_start);
-}
-
 static int create_walk(walk *w)
 {
     const s1f_shape *shape = &w->program->shape;
@@ -42,18 +31,17 @@ static int create_walk(walk *w)
     w->edges = w->program->edges->edges;
     w->num_cells = s1f_num_cells(shape);
     size_t total = num_edges * (size_t)w->num_cells;
-    w->sequence = malloc(total * sizeof *w->sequence);
-    w->sender = malloc(total * sizeof *w->sender);
-    w->granter = malloc(total * sizeof *w->granter);
-    w->latest_arrival = malloc(total * sizeof *w->latest_arrival);
-    w->latest_credit = malloc(total * sizeof *w->latest_credit);
-    w->num_sent = calloc(num_edges, sizeof *w->num_sent);
-    w->num_posted = calloc(num_edges, sizeof *w->num_posted);
-    w->latest_transfer = malloc(num_edges * sizeof *w->latest_transfer);
-    w->left = malloc(num_ranks * sizeof *w->left);
-    w->latest_start = malloc(num_ranks * sizeof *w->latest_start);
-    return w->sequence && w->sender && w->granter && w->latest_arrival && w->latest_credit && w->num_sent &&
-           w->num_posted && w->latest_transfer && w->left && w->latest_start;
+    w->sequence = s1f_pool_take(&w->pool, total, sizeof *w->sequence);
+    w->sender = s1f_pool_take(&w->pool, total, sizeof *w->sender);
+    w->granter = s1f_pool_take(&w->pool, total, sizeof *w->granter);
+    w->latest_arrival = s1f_pool_take(&w->pool, total, sizeof *w->latest_arrival);
+    w->latest_credit = s1f_pool_take(&w->pool, total, sizeof *w->latest_credit);
+    w->num_sent = s1f_pool_take(&w->pool, num_edges, sizeof *w->num_sent);
+    w->num_posted = s1f_pool_take(&w->pool, num_edges, sizeof *w->num_posted);
+    w->latest_transfer = s1f_pool_take(&w->pool, num_edges, sizeof *w->latest_transfer);
+    w->left = s1f_pool_take(&w->pool, num_ranks, sizeof *w->left);
+    w->latest_start = s1f_pool_take(&w->pool, num_ranks, sizeof *w->latest_start);
+    return !w->pool.is_short;
 }
 
 static const s1f_unit *unit_at(const walk *w, s1f_numbered_unit unit)
@@ -259,7 +247,7 @@ s1f_status s1f_simulation_find_slack(const s1f_program *program, const s1f_costs
         find_slack(&w);
         created = find_path(&w);
     }
-    free_walk(&w);
+    s1f_pool_free(&w.pool);
     if (!created || simulation->slack == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for the slack of %d ranks", num_ranks);
     return S1F_OK;

@@ -1,6 +1,8 @@
 /* simulate.c - walks the orders of all ranks, each as far as its messages and credits go. */
 #include "simulate.h"
 
+#include "../core/pool.h"
+
 #include "../core/defer.h"
 #include "../core/walk.h"
 
@@ -45,6 +47,7 @@ typedef struct {
     const s1f_program *program;
     const s1f_costs *costs;
     s1f_walk walk;
+    s1f_pool pool; /* of all arrays */
     int32_t num_steps;
     int64_t num_columns;   /* s1f_column */
     double *kind_seconds;  /* [kind][column], where given by what a unit is */
@@ -486,9 +489,9 @@ static int create_links(simulator *s)
             .next_incoming = s->ranks[edge->destination_rank].first_incoming,
         };
         s->ranks[edge->destination_rank].first_incoming = e;
-        l->posted = malloc((size_t)ring * sizeof *l->posted);
-        l->arrived = malloc((size_t)num_arrivals * sizeof *l->arrived);
-        if (l->posted == NULL || l->arrived == NULL)
+        l->posted = s1f_pool_take(&s->pool, (size_t)ring, sizeof *l->posted);
+        l->arrived = s1f_pool_take(&s->pool, (size_t)num_arrivals, sizeof *l->arrived);
+        if (s->pool.is_short)
             return 0;
         for (int64_t i = 0; i < num_arrivals; i++)
             l->arrived[i] = NOT_COME;
@@ -500,17 +503,15 @@ static int create_arrays(simulator *s)
 {
     const s1f_shape *shape = &s->program->shape;
     size_t num_ranks = (size_t)shape->num_ranks, num_costs = (size_t)shape->num_stages * (size_t)s->num_columns;
-    s->links = calloc((size_t)s->program->edges->num_edges + 1, sizeof *s->links); /* + 1: calloc(0) may be NULL */
-    s->ranks = calloc(num_ranks, sizeof *s->ranks);
-    s->step_end = calloc((size_t)s->num_steps, sizeof *s->step_end);
-    s->message_bytes = calloc(2 * (size_t)s->num_columns, sizeof *s->message_bytes);
-    if (!s->links || !s->ranks || !s->step_end || !s->message_bytes)
-        return 0;
-    if (s->costs->unit_seconds == NULL &&
-        (s->kind_seconds = calloc(num_costs, S1F_MAX_PASSES * sizeof *s->kind_seconds)) == NULL)
-        return 0;
-    if (s->costs->tier_seconds != NULL &&
-        (s->tier_end = calloc((size_t)(shape->num_stages * s1f_num_cells(shape)), sizeof *s->tier_end)) == NULL)
+    s->links = s1f_pool_take(&s->pool, (size_t)s->program->edges->num_edges, sizeof *s->links);
+    s->ranks = s1f_pool_take(&s->pool, num_ranks, sizeof *s->ranks);
+    s->step_end = s1f_pool_take(&s->pool, (size_t)s->num_steps, sizeof *s->step_end);
+    s->message_bytes = s1f_pool_take(&s->pool, 2 * (size_t)s->num_columns, sizeof *s->message_bytes);
+    if (s->costs->unit_seconds == NULL)
+        s->kind_seconds = s1f_pool_take(&s->pool, num_costs, S1F_MAX_PASSES * sizeof *s->kind_seconds);
+    if (s->costs->tier_seconds != NULL)
+        s->tier_end = s1f_pool_take(&s->pool, (size_t)(shape->num_stages * s1f_num_cells(shape)), sizeof *s->tier_end);
+    if (s->pool.is_short)
         return 0;
     for (int32_t rank = 0; rank < shape->num_ranks; rank++) {
         rank_state *r = &s->ranks[rank];
@@ -551,18 +552,9 @@ s1f_status s1f_program_simulate(const s1f_program *program, const s1f_costs *cos
         *out = s.simulation;
         s.simulation = NULL;
     }
-    for (int32_t e = 0; s.links != NULL && e < program->edges->num_edges; e++) {
-        free(s.links[e].posted);
-        free(s.links[e].arrived);
-    }
     for (int32_t rank = 0; s.ranks != NULL && rank < num_ranks; rank++)
         free(s.ranks[rank].weights);
-    free(s.tier_end);
-    free(s.message_bytes);
-    free(s.kind_seconds);
-    free(s.step_end);
-    free(s.ranks);
-    free(s.links);
+    s1f_pool_free(&s.pool);
     s1f_walk_free(&s.walk);
     s1f_simulation_free(s.simulation);
     return status;

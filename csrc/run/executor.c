@@ -1,6 +1,8 @@
 /* executor.c - one rank's walk over its lowered program. */
 #include "executor.h"
 
+#include "../core/pool.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -17,6 +19,7 @@ typedef struct {
 } stage_count;
 
 struct s1f_executor {
+    s1f_pool pool; /* of all arrays but `weights` */
     const s1f_instruction *instructions;
     int64_t num_instructions;
     const s1f_edge *edges;
@@ -53,20 +56,8 @@ void s1f_executor_free(s1f_executor *executor)
 {
     if (executor == NULL)
         return;
-    for (int32_t i = 0; executor->edge_states != NULL && i < executor->num_edges; i++) {
-        free(executor->edge_states[i].keeps);
-        free(executor->edge_states[i].producers);
-    }
-    free(executor->edge_states);
-    free(executor->ends);
-    free(executor->slots);
-    free(executor->sizes);
-    free(executor->offsets);
-    free(executor->spans);
     free(executor->weights);
-    free(executor->fills);
-    free(executor->stages);
-    free(executor->inputs);
+    s1f_pool_free(&executor->pool);
     free(executor);
 }
 
@@ -85,19 +76,18 @@ static int32_t most_inputs(const s1f_executor *executor)
 
 static s1f_status allocate(s1f_executor *executor)
 {
-    /* one element more than needed, so that an empty table is no special case */
-    size_t num_edges = (size_t)executor->num_edges + 1, num_stages = (size_t)executor->num_stages;
+    s1f_pool *pool = &executor->pool;
+    size_t num_edges = (size_t)executor->num_edges, num_stages = (size_t)executor->num_stages;
     size_t num_columns = (size_t)s1f_num_columns(&executor->shape);
-    executor->ends = calloc(num_edges, sizeof *executor->ends);
-    executor->slots = calloc(num_stages, sizeof *executor->slots);
-    executor->sizes = calloc(num_columns, sizeof *executor->sizes);
-    executor->offsets = calloc(num_columns, sizeof *executor->offsets);
-    executor->spans = calloc((size_t)executor->num_instructions + 1, sizeof *executor->spans);
-    executor->stages = calloc(num_stages, sizeof *executor->stages);
-    executor->inputs = calloc((size_t)most_inputs(executor) + 1, sizeof *executor->inputs);
-    executor->edge_states = calloc(num_edges, sizeof *executor->edge_states);
-    if (executor->ends && executor->slots && executor->sizes && executor->offsets && executor->spans &&
-        executor->stages && executor->inputs && executor->edge_states)
+    executor->ends = s1f_pool_take(pool, num_edges, sizeof *executor->ends);
+    executor->slots = s1f_pool_take(pool, num_stages, sizeof *executor->slots);
+    executor->sizes = s1f_pool_take(pool, num_columns, sizeof *executor->sizes);
+    executor->offsets = s1f_pool_take(pool, num_columns, sizeof *executor->offsets);
+    executor->spans = s1f_pool_take(pool, (size_t)executor->num_instructions, sizeof *executor->spans);
+    executor->stages = s1f_pool_take(pool, num_stages, sizeof *executor->stages);
+    executor->inputs = s1f_pool_take(pool, (size_t)most_inputs(executor), sizeof *executor->inputs);
+    executor->edge_states = s1f_pool_take(pool, num_edges, sizeof *executor->edge_states);
+    if (!pool->is_short)
         return S1F_OK;
     return s1f_fail(S1F_ERR_MEMORY, "no memory for an executor of %lld instructions",
                     (long long)executor->num_instructions);
@@ -115,12 +105,12 @@ static s1f_status set_edges(s1f_executor *executor, const s1f_program *program, 
         if (ends[i] == NULL)
             return s1f_fail(S1F_ERR_ARG, "rank %d has no end of the edge from stage %d to stage %d", (int)rank,
                             (int)edge->source_stage, (int)edge->destination_stage);
-        size_t num_messages = (size_t)edge->num_messages + 1;
+        size_t num_messages = (size_t)edge->num_messages;
         if (edge->source_rank == rank)
-            state->keeps = calloc(num_messages, sizeof *state->keeps);
+            state->keeps = s1f_pool_take(&executor->pool, num_messages, sizeof *state->keeps);
         else
-            state->producers = calloc(num_messages, sizeof *state->producers);
-        if (state->keeps == NULL && state->producers == NULL)
+            state->producers = s1f_pool_take(&executor->pool, num_messages, sizeof *state->producers);
+        if (executor->pool.is_short)
             return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld messages", (long long)edge->num_messages);
         int64_t count;
         const s1f_instruction *sender = s1f_program_instructions(program, edge->source_rank, &count);
@@ -148,8 +138,9 @@ static s1f_status set_weights(s1f_executor *executor, const s1f_program *program
         *weight = (s1f_late_weight){run[weight->ready], run[weight->run]};
     }
     free(run);
-    if (status == S1F_OK &&
-        (executor->fills = malloc((size_t)(num_waits + executor->num_weights + 1) * sizeof *executor->fills)) == NULL)
+    executor->fills =
+        s1f_pool_take(&executor->pool, (size_t)(num_waits + executor->num_weights), sizeof *executor->fills);
+    if (status == S1F_OK && executor->pool.is_short)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for the parts of %lld Ws", (long long)executor->num_weights);
     return status;
 }

@@ -5,8 +5,9 @@
  * its own stage and of the one that waits for it. */
 #include "list.h"
 
+#include "../core/pool.h"
+
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 enum { NUM_PREFERENCES = 5, NUM_LIMITS = 4, NUM_RULES = 4 * NUM_PREFERENCES * NUM_LIMITS };
@@ -38,6 +39,7 @@ typedef struct {
     const s1f_problem *problem;
     s1f_search *search;
     s1f_problem_units units; /* of the search */
+    s1f_pool pool;           /* of all arrays */
     rule rule;
     int32_t *stages;        /* [rank][v] ascending */
     int32_t *going_back;    /* [i]: the cell that goes back as the i-th */
@@ -311,26 +313,6 @@ static void walk(lister *l)
     s1f_search_offer(l->search);
 }
 
-static void free_lister(lister *l)
-{
-    free(l->choices);
-    free(l->last_pass);
-    free(l->rank_left);
-    free(l->rank_free);
-    free(l->held);
-    free(l->next);
-    free(l->num_started);
-    free(l->end);
-    free(l->limits);
-    free(l->batch_bytes);
-    free(l->bytes_before);
-    free(l->first_cell);
-    free(l->microbatch_of);
-    free(l->forwards_due);
-    free(l->going_back);
-    free(l->stages);
-}
-
 static void count_bytes(lister *l)
 {
     const s1f_problem *p = l->problem;
@@ -388,21 +370,23 @@ static s1f_status create_lister(lister *l)
     const s1f_problem *p = l->problem;
     size_t P = (size_t)p->num_ranks, S = (size_t)p->num_stages, M = (size_t)p->num_microbatches;
     size_t count = (size_t)l->units.num_cells;
-    if ((l->stages = malloc(S * sizeof *l->stages)) == NULL ||
-        (l->going_back = malloc(count * sizeof *l->going_back)) == NULL ||
-        (l->forwards_due = malloc(S * count * sizeof *l->forwards_due)) == NULL ||
-        (l->microbatch_of = malloc(count * sizeof *l->microbatch_of)) == NULL ||
-        (l->first_cell = malloc((M + 1) * sizeof *l->first_cell)) == NULL ||
-        (l->bytes_before = malloc(S * (count + 1) * sizeof *l->bytes_before)) == NULL ||
-        (l->batch_bytes = calloc(P, sizeof *l->batch_bytes)) == NULL ||
-        (l->limits = malloc(P * sizeof *l->limits)) == NULL ||
-        (l->end = malloc((size_t)l->units.num_units * sizeof *l->end)) == NULL ||
-        (l->num_started = malloc(S1F_SPLIT_PASSES * S * sizeof *l->num_started)) == NULL ||
-        (l->next = malloc(2 * S * sizeof *l->next)) == NULL || (l->held = malloc(P * sizeof *l->held)) == NULL ||
-        (l->rank_free = malloc(P * sizeof *l->rank_free)) == NULL ||
-        (l->rank_left = malloc(P * sizeof *l->rank_left)) == NULL ||
-        (l->last_pass = malloc(P * sizeof *l->last_pass)) == NULL ||
-        (l->choices = malloc(P * sizeof *l->choices)) == NULL)
+    l->stages = s1f_pool_take(&l->pool, S, sizeof *l->stages);
+    l->going_back = s1f_pool_take(&l->pool, count, sizeof *l->going_back);
+    l->forwards_due = s1f_pool_take(&l->pool, S * count, sizeof *l->forwards_due);
+    l->microbatch_of = s1f_pool_take(&l->pool, count, sizeof *l->microbatch_of);
+    l->first_cell = s1f_pool_take(&l->pool, (M + 1), sizeof *l->first_cell);
+    l->bytes_before = s1f_pool_take(&l->pool, S * (count + 1), sizeof *l->bytes_before);
+    l->batch_bytes = s1f_pool_take(&l->pool, P, sizeof *l->batch_bytes);
+    l->limits = s1f_pool_take(&l->pool, P, sizeof *l->limits);
+    l->end = s1f_pool_take(&l->pool, (size_t)l->units.num_units, sizeof *l->end);
+    l->num_started = s1f_pool_take(&l->pool, S1F_SPLIT_PASSES * S, sizeof *l->num_started);
+    l->next = s1f_pool_take(&l->pool, 2 * S, sizeof *l->next);
+    l->held = s1f_pool_take(&l->pool, P, sizeof *l->held);
+    l->rank_free = s1f_pool_take(&l->pool, P, sizeof *l->rank_free);
+    l->rank_left = s1f_pool_take(&l->pool, P, sizeof *l->rank_left);
+    l->last_pass = s1f_pool_take(&l->pool, P, sizeof *l->last_pass);
+    l->choices = s1f_pool_take(&l->pool, P, sizeof *l->choices);
+    if (l->pool.is_short)
         return s1f_fail(S1F_ERR_MEMORY, "no memory to list the units of %zu ranks", P);
     s1f_shape shape = s1f_problem_shape(p);
     fill(l, &shape);
@@ -423,6 +407,6 @@ s1f_status s1f_offer_lists(const s1f_problem *problem, s1f_search *search)
         num_listed += l.units.num_units;
         status = s1f_check_interrupted();
     }
-    free_lister(&l);
+    s1f_pool_free(&l.pool);
     return status;
 }

@@ -2,7 +2,6 @@
 #include "problem.h"
 
 #include <math.h>
-#include <stdlib.h>
 
 enum { MOST_RELATED = 16384 }; /* units of a micro-batch; of more, too few moves could be timed to gain anything */
 
@@ -208,45 +207,30 @@ int s1f_problem_precedes(const s1f_problem_units *x, s1f_unit a, s1f_unit b)
     return may && (x->past[j * x->words + i / 64] >> i % 64 & 1);
 }
 
-/* X(array, its elements) for P ranks and N units, of which `related` belong to one micro-batch. */
-#define ARRAYS(X)                                                                                                      \
-    X(work, P)                                                                                                         \
-    X(first, P + 1)                                                                                                    \
-    X(units, N)                                                                                                        \
-    X(rank, N)                                                                                                         \
-    X(source, N)                                                                                                       \
-    X(target, N)                                                                                                       \
-    X(lag, N)                                                                                                          \
-    X(seconds, N)                                                                                                      \
-    X(tail, N)                                                                                                         \
-    X(bytes, N)                                                                                                        \
-    X(earlier, N)                                                                                                      \
-    X(past, related *(size_t)out->words + 1)
-
-void s1f_problem_units_free(s1f_problem_units *units)
-{
-#define FREE(array, count) free(units->array);
-    ARRAYS(FREE)
-#undef FREE
-}
-
-s1f_status s1f_problem_number(const s1f_problem *p, s1f_problem_units *out)
+s1f_status s1f_problem_number(const s1f_problem *p, s1f_pool *pool, s1f_problem_units *out)
 {
     s1f_shape shape = s1f_problem_shape(p);
     size_t P = (size_t)p->num_ranks, S = (size_t)p->num_stages,
            related = S1F_SPLIT_PASSES * S * (size_t)p->num_segments;
     size_t N = S1F_SPLIT_PASSES * S * (size_t)s1f_num_cells(&shape);
-    double *tails = malloc(S1F_SPLIT_PASSES * S * (size_t)s1f_num_columns(&shape) * sizeof *tails);
     *out = (s1f_problem_units){.shape = shape, .num_units = (int32_t)N, .num_cells = (int32_t)s1f_num_cells(&shape)};
     out->words = related <= MOST_RELATED ? (int64_t)(related + 63) / 64 : 0;
-    int has_memory = tails != NULL;
-#define ALLOCATE(array, count) has_memory = has_memory && (out->array = calloc(count, sizeof *out->array)) != NULL;
-    ARRAYS(ALLOCATE)
-#undef ALLOCATE
-    if (has_memory) {
-        find_tails(p, tails);
-        fill(p, out, tails);
-    }
-    free(tails);
-    return has_memory ? S1F_OK : s1f_fail(S1F_ERR_MEMORY, "no memory to search orders of %zu units", N);
+    out->work = s1f_pool_take(pool, P, sizeof *out->work);
+    out->first = s1f_pool_take(pool, P + 1, sizeof *out->first);
+    out->units = s1f_pool_take(pool, N, sizeof *out->units);
+    out->rank = s1f_pool_take(pool, N, sizeof *out->rank);
+    out->source = s1f_pool_take(pool, N, sizeof *out->source);
+    out->target = s1f_pool_take(pool, N, sizeof *out->target);
+    out->lag = s1f_pool_take(pool, N, sizeof *out->lag);
+    out->seconds = s1f_pool_take(pool, N, sizeof *out->seconds);
+    out->tail = s1f_pool_take(pool, N, sizeof *out->tail);
+    out->bytes = s1f_pool_take(pool, N, sizeof *out->bytes);
+    out->earlier = s1f_pool_take(pool, N, sizeof *out->earlier);
+    out->past = s1f_pool_take(pool, related * (size_t)out->words, sizeof *out->past);
+    double *tails = s1f_pool_take(pool, S1F_SPLIT_PASSES * S * (size_t)s1f_num_columns(&shape), sizeof *tails);
+    if (pool->is_short)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory to search orders of %zu units", N);
+    find_tails(p, tails);
+    fill(p, out, tails);
+    return S1F_OK;
 }

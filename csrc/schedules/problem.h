@@ -3,6 +3,7 @@
 #ifndef S1F_PROBLEM_H
 #define S1F_PROBLEM_H
 
+#include "../core/pool.h"
 #include "../core/schedule.h"
 #include "../core/table.h"
 
@@ -40,9 +41,8 @@ typedef struct {
     int64_t words;         /* of a row of `past`; 0: there is none, as a micro-batch has too many units */
 } s1f_problem_units;
 
-/* Needs 3 units per (stage, micro-batch, segment) to be at most INT32_MAX. S1F_ERR_MEMORY. Freed on an error too. */
-s1f_status s1f_problem_number(const s1f_problem *problem, s1f_problem_units *out);
-void s1f_problem_units_free(s1f_problem_units *units); /* its arrays; zeros are fine */
+/* Needs 3 units per (stage, micro-batch, segment) to be at most INT32_MAX. Arrays are the pool's. S1F_ERR_MEMORY. */
+s1f_status s1f_problem_number(const s1f_problem *problem, s1f_pool *pool, s1f_problem_units *out);
 int32_t s1f_problem_number_of(const s1f_problem_units *units, s1f_unit unit);
 /* 1 where a comes before b whatever the ranks do: by its inputs, or because micro-batches take turns where all are
  * equal. Needs `past`. */

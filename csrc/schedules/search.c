@@ -26,6 +26,7 @@ typedef struct {
 struct s1f_search {
     const s1f_problem *problem;
     s1f_problem_units units;
+    s1f_pool pool; /* of all arrays */
 
     int32_t *order; /* ids, rank by rank */
     int32_t *place; /* [id]: its index in the order */
@@ -43,42 +44,36 @@ struct s1f_search {
     start starts[NUM_STARTS + 1]; /* shortest first; the last one is for writing */
 };
 
-/* X(array, its elements) for P ranks and N units. */
-#define ARRAYS(X)                                                                                                      \
-    X(order, N)                                                                                                        \
-    X(place, N)                                                                                                        \
-    X(live, N)                                                                                                         \
-    X(count, P)                                                                                                        \
-    X(now.start, N)                                                                                                    \
-    X(now.end, N)                                                                                                      \
-    X(trial.start, N)                                                                                                  \
-    X(trial.end, N)                                                                                                    \
-    X(at, P)                                                                                                           \
-    X(awaited, P)                                                                                                      \
-    X(stack, P)                                                                                                        \
-    X(rank_free, P)                                                                                                    \
-    X(rank_left, P)
-
 s1f_status s1f_search_create(const s1f_problem *problem, s1f_search **out)
 {
     s1f_search *x = calloc(1, sizeof *x);
     if (x == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory to search orders");
-    s1f_status status = s1f_problem_number(problem, &x->units);
+    s1f_status status = s1f_problem_number(problem, &x->pool, &x->units);
     size_t P = (size_t)problem->num_ranks, N = (size_t)x->units.num_units;
-    int has_memory = status == S1F_OK;
-#define ALLOCATE(array, count) has_memory = has_memory && (x->array = calloc(count, sizeof *x->array)) != NULL;
-    ARRAYS(ALLOCATE)
-#undef ALLOCATE
-    for (int i = 0; i <= NUM_STARTS && has_memory; i++)
-        has_memory = (x->starts[i].order = malloc(N * sizeof *x->order)) != NULL;
-    if (!has_memory) {
-        s1f_search_free(x);
-        return s1f_fail(S1F_ERR_MEMORY, "no memory to search orders of %zu units", N);
-    }
     x->problem = problem;
-    *out = x;
-    return S1F_OK;
+    x->order = s1f_pool_take(&x->pool, N, sizeof *x->order);
+    x->place = s1f_pool_take(&x->pool, N, sizeof *x->place);
+    x->live = s1f_pool_take(&x->pool, N, sizeof *x->live);
+    x->count = s1f_pool_take(&x->pool, P, sizeof *x->count);
+    x->now.start = s1f_pool_take(&x->pool, N, sizeof(double));
+    x->now.end = s1f_pool_take(&x->pool, N, sizeof(double));
+    x->trial.start = s1f_pool_take(&x->pool, N, sizeof(double));
+    x->trial.end = s1f_pool_take(&x->pool, N, sizeof(double));
+    x->at = s1f_pool_take(&x->pool, P, sizeof *x->at);
+    x->awaited = s1f_pool_take(&x->pool, P, sizeof *x->awaited);
+    x->stack = s1f_pool_take(&x->pool, P, sizeof *x->stack);
+    x->rank_free = s1f_pool_take(&x->pool, P, sizeof *x->rank_free);
+    x->rank_left = s1f_pool_take(&x->pool, P, sizeof *x->rank_left);
+    for (int i = 0; i <= NUM_STARTS; i++)
+        x->starts[i].order = s1f_pool_take(&x->pool, N, sizeof *x->order);
+    if (status == S1F_OK && x->pool.is_short)
+        status = s1f_fail(S1F_ERR_MEMORY, "no memory to search orders of %zu units", N);
+    if (status != S1F_OK)
+        s1f_search_free(x);
+    else
+        *out = x;
+    return status;
 }
 
 const s1f_problem_units *s1f_search_units_of(const s1f_search *x)
@@ -95,12 +90,7 @@ void s1f_search_free(s1f_search *x)
 {
     if (x == NULL)
         return;
-    for (int i = 0; i <= NUM_STARTS; i++)
-        free(x->starts[i].order);
-#define FREE(array, count) free(x->array);
-    ARRAYS(FREE)
-#undef FREE
-    s1f_problem_units_free(&x->units);
+    s1f_pool_free(&x->pool);
     free(x);
 }
 

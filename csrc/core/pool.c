@@ -1,0 +1,32 @@
+/* pool.c - a list of blocks. */
+#include "pool.h"
+
+#include <stdint.h>
+#include <stdlib.h>
+
+struct s1f_pool_block {
+    struct s1f_pool_block *next;
+    _Alignas(max_align_t) char memory[];
+};
+
+void *s1f_pool_take(s1f_pool *pool, size_t count, size_t element_bytes)
+{
+    size_t most = (SIZE_MAX - sizeof(struct s1f_pool_block)) / element_bytes;
+    struct s1f_pool_block *block =
+        pool->is_short || count > most ? NULL : calloc(1, sizeof *block + count * element_bytes);
+    pool->is_short = block == NULL;
+    if (block == NULL)
+        return NULL;
+    block->next = pool->blocks;
+    pool->blocks = block;
+    return block->memory;
+}
+
+void s1f_pool_free(s1f_pool *pool)
+{
+    while (pool->blocks != NULL) {
+        struct s1f_pool_block *next = pool->blocks->next;
+        free(pool->blocks);
+        pool->blocks = next;
+    }
+}

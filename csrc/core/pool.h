@@ -1,0 +1,16 @@
+/* pool.h - arrays that are made one by one and freed together. */
+#ifndef S1F_POOL_H
+#define S1F_POOL_H
+
+#include <stddef.h>
+
+typedef struct { /* zeros: an empty one */
+    struct s1f_pool_block *blocks;
+    int is_short; /* memory ran out: what was asked for then, and since, is NULL */
+} s1f_pool;
+
+/* Zeroed room for `count` elements, which may be 0. */
+void *s1f_pool_take(s1f_pool *pool, size_t count, size_t element_bytes);
+void s1f_pool_free(s1f_pool *pool);
+
+#endif
