@@ -198,7 +198,7 @@ def opening_words(file: Path) -> Iterator[tuple[int, str]]:
 
 def test_openings_of_docstrings_and_comments_have_a_noun() -> None:
     """CONTRIBUTING: none begins with "Of ..." or "Where ..." in place of its noun, or with "The same ..."."""
-    folders = ("seq1f1b", "csrc", "kernels", "tests", "examples", "benchmarks", "docs", ".ci")
+    folders = (".ci", "seq1f1b", "csrc", "kernels", "tests", "examples", "benchmarks", "docs", ".ci")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in SOURCES]
     assert len(files) > 300
     dangling = [

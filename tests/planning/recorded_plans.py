@@ -246,7 +246,7 @@ def _step(plan: Any) -> Any:
 
 
 def names() -> list[str]:
-    """Of all requests."""
+    """Names of all requests."""
     return [f"plan {number}" for number in range(NUM_PLANS)] + [f"other {number}" for number in range(NUM_OTHERS)]
 
 

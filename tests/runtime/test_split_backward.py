@@ -123,7 +123,7 @@ def test_filling_any_order(name, P, M, k, v, uneven):
 
 @pytest.mark.parametrize(("name", "v"), [("seq1f1b", 1), ("seq-zbv", 2)])
 def test_filling_has_the_same_bits_every_time(name, v):
-    """Of an order of whole backwards, and of one with planned Ws."""
+    """An order of whole backwards, and one with planned Ws."""
     schedule = build_schedule(name, num_ranks=2, num_microbatches=4, num_segments=2, stages_per_rank=v, weights="fill")
     tokens, target = batch(CONFIG, 4, LENGTH)
     model = whole_model(CONFIG)
@@ -135,7 +135,7 @@ def test_filling_has_the_same_bits_every_time(name, v):
 
 # -- processes ---------------------------------------------------------------------------------------------------------
 
-# Of what each family allows of two ranks, one with a steady state if there is one, and few units.
+# For each family one case of those that two ranks allow: with a steady state if there is one, and few units.
 TWO_RANKS = [
     min([case for case in own if case[2] > 2 and case[3] > 1] or own, key=units)
     for own in by_family(case for case in GRID if case[1] == 2)
