@@ -198,7 +198,7 @@ def opening_words(file: Path) -> Iterator[tuple[int, str]]:
 
 def test_openings_of_docstrings_and_comments_have_a_noun() -> None:
     """CONTRIBUTING: none begins with "Of ..." or "Where ..." in place of its noun, or with "The same ..."."""
-    folders = (".ci", "seq1f1b", "csrc", "kernels", "tests", "examples", "benchmarks", "docs", ".ci")
+    folders = ("seq1f1b", "csrc", "kernels", "tests", "examples", "benchmarks", "docs", ".ci")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in SOURCES]
     assert len(files) > 300
     dangling = [
@@ -253,7 +253,7 @@ def test_the_index_of_benchmarks_has_them_all() -> None:
 
 
 def test_contributing_names_files_that_are_there() -> None:
-    folders = ("seq1f1b", "csrc", "kernels", "tests", "benchmarks", "docs")
+    folders = (".ci", "seq1f1b", "csrc", "kernels", "tests", "benchmarks", "docs")
     paths = [*ROOT.iterdir(), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
     there = [f"/{path.relative_to(ROOT)}{'/' * path.is_dir()}" for path in paths]
     named = set(re.findall(r"`([\w./]+(?:/|\.(?:pyi?|c|h|cuh?|json|md)))`", (ROOT / "CONTRIBUTING.md").read_text()))
