@@ -15,7 +15,7 @@ _COST |= {"seconds_of": "price_rows(rows).seconds", "step_seconds": "price(sizes
 GONE |= {
     "CostModel": _COST | {"profile": "hardware.profile", "pairs": "seq1f1b.seconds.pairs_of"},
     "search_plans": {"recompute=": "inside="},
-    "seq1f1b.planning.cost": {"Span": "seq1f1b.seconds.Span", "UnitSeconds": "seq1f1b.seconds.UnitSeconds"},
+    "seq1f1b.planning.cost": {"UnitSeconds": "seq1f1b.seconds.UnitSeconds"},
     "seq1f1b.planning.compare": {"Row": "FamilyRow"},
     "seq1f1b.planning.profile": {"visible_pairs": "seq1f1b.seconds.pairs_of"},
     "seq1f1b.planning.profiler": {"Measured": "StageTimes"},
