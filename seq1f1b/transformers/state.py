@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from transformers import Cache
 
 from seq1f1b.ops.context import carry_in, carry_out, current
 from seq1f1b.transformers.look import ERRORS, TOKENS, Record
@@ -30,7 +29,7 @@ from seq1f1b.transformers.twins import become, twin
 __all__ = ["carry_states", "documents", "look_at_states", "mixers"]
 
 _NOTHING = torch.empty(0, device="cpu")
-_CACHE = "cache"  # the parameter of a mixer
+_CACHES = ("cache", "past_key_values", "cache_params")  # the parameter of a mixer: 5.24's name, and those of 5.23
 _CONV, _ZEROS, _ASKS = "a convolution", "zeros", "asks"
 
 _MIXERS: dict[str, str] = {
@@ -57,9 +56,7 @@ A convolution gets it with its tokens; zeros begin a scan without one; one that 
 
 
 def mixers(module: nn.Module) -> dict[str, Any]:
-    """Modules that ask a cache for states as in transformers 5.24, by name."""
-    if not hasattr(Cache, "get_conv_state"):
-        return {}
+    """Modules that ask a cache for states, by name."""
     kinds: dict[str, Any] = {name: type(own) for name, own in module.named_modules()}
     return {name: module.get_submodule(name) for name, kind in kinds.items() if _way_of(kind) is not None}
 
@@ -238,17 +235,17 @@ class _Carrying(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         mine: Any = type(self)
-        kind, signature = _library_s(mine)
+        kind, signature, cache = _library_s(mine)
         given = signature.bind(self, *args, **kwargs)
         arguments = {name: _unpacked(value) for name, value in given.arguments.items()}
-        if _whole.get() or arguments.get(_CACHE) is not None:
+        if _whole.get() or arguments.get(cache) is not None:
             return kind.forward(self, *args, **kwargs)
         batch, length = list(arguments.values())[1].shape[:2]
         way = _way_of(kind)
 
         def run(before: Callable[[int], Tensor | None], *part: slice) -> tuple[Any, dict[int, Tensor]]:
             states = States(before, way not in _SCANS and way != _CONV)
-            given.arguments = {**(_part(arguments, batch, length, *part) if part else arguments), _CACHE: states}
+            given.arguments = {**(_part(arguments, batch, length, *part) if part else arguments), cache: states}
             function = _with_scan(kind, way, states) if way in _SCANS or way == _ZEROS else kind.forward
             return function(*given.args, **given.kwargs), states.after
 
@@ -267,10 +264,11 @@ class _Carrying(nn.Module):
 
 
 @functools.cache
-def _library_s(kind: Any) -> tuple[Any, inspect.Signature]:
-    """The class behind :class:`_Carrying`, and its forward's signature."""
+def _library_s(kind: Any) -> tuple[Any, inspect.Signature, str]:
+    """The class behind :class:`_Carrying`, its forward's signature, and the parameter of it that takes a cache."""
     own: Any = kind.__mro__[kind.__mro__.index(_Carrying) + 1]
-    return own, inspect.signature(own.forward)
+    signature = inspect.signature(own.forward)
+    return own, signature, next(name for name in _CACHES if name in signature.parameters)
 
 
 def _none(key: int) -> Tensor | None:
@@ -420,7 +418,7 @@ def _note(inputs: dict[str, Any], name: str, count: int, module: nn.Module, args
 
 def _difference(module: nn.Module, args: Any, kwargs: Any) -> str:
     kind: Any = type(module)
-    _, signature = _library_s(kind)
+    _, signature, _ = _library_s(kind)
     given = signature.bind(module, *args, **kwargs)
     name = list(given.arguments)[1]
     hidden = given.arguments[name]

@@ -16,12 +16,6 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
 
-if not hasattr(transformers.Cache, "get_conv_state"):
-    pytest.skip(
-        f"transformers {transformers.__version__} has no get_conv_state, needs 5.24: hybrids are refused",
-        allow_module_level=True,
-    )
-
 from decoders import SMALL, get_of  # noqa: E402
 from slices import one_in, slice_of  # noqa: E402
 from test_transformers import (  # noqa: E402
