@@ -23,7 +23,7 @@ def test_the_page_has_every_type():
 
 
 ALL = [(name, False) for name in decoders.NAMES]
-OWN = ("bloom", "falcon", "gpt_neo", "mpt", "deepseek_v32")  # whose attention is replaced in ways of their own
+OWN = ("bloom", "falcon", "gpt_neo", "mpt", "deepseek_v32", "mamba2")  # that are replaced in ways of their own
 QUICK = [(name, True) for name in decoders.NAMES if is_in_slice(5, name) or name in OWN]
 
 
