@@ -46,6 +46,8 @@ class ByParts(ABC):
         stages: each kind.
         shards: devices that share a token's work.
         spreads: whether the vocabulary is over the ranks.
+        message_bytes: of a token in a message, on one of the devices that share a stage.
+        cache_bytes: keys and values of one token and layer, and their gradients.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class ByParts(ABC):
         self._f = model.ffn * model.experts_per_token
         self.shards = layout.tensor * layout.context
         self.spreads = layout.vocabulary == "ranks"
+        self.message_bytes, row = model.hidden * hardware.element_bytes / self.shards, 2 * self._g / self.shards
+        self.cache_bytes = (row * hardware.element_bytes, row * 4)
 
     # -- seconds
 
@@ -117,16 +121,6 @@ class ByParts(ABC):
         return ShardSeconds(*(seconds / self.num_ranks + own for seconds in whole))
 
     # -- bytes
-
-    @property
-    @abstractmethod
-    def message_bytes(self) -> float:
-        """Bytes of a token in a message, on one of the devices that share a stage."""
-
-    @property
-    @abstractmethod
-    def cache_bytes(self) -> tuple[float, float]:
-        """Keys and values of one token and layer, and their gradients."""
 
     @abstractmethod
     def held(self, tokens: int) -> list[UnitBytes]:

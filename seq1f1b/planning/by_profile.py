@@ -38,7 +38,8 @@ class ByProfile(ByParts):
     ) -> None:
         check_profile(hardware.profile, model, layout)
         super().__init__(model, hardware, layout, layers, num_ranks)
-        self._profile, runs = hardware.profile, hardware.measured_runs
+        self._profile, runs, layer = hardware.profile, hardware.measured_runs, hardware.profile.layer
+        self.message_bytes, self.cache_bytes = layer.message_bytes, (layer.kv_bytes, layer.kv_gradient_bytes)
         self.beyond = PassSeconds(*(runs * seconds for seconds in self._profile.unit))
         names = PassSeconds._fields
         self._of_layer = PassSeconds(*(runs * getattr(hardware, f"measured_{name}") for name in names))
@@ -63,14 +64,6 @@ class ByProfile(ByParts):
         return NO_SECONDS._replace(forward=head.total) if self.layout.head_in_loss else head
 
     # -- bytes
-
-    @property
-    def message_bytes(self) -> float:
-        return self._profile.layer.message_bytes
-
-    @property
-    def cache_bytes(self) -> tuple[float, float]:
-        return self._profile.layer.kv_bytes, self._profile.layer.kv_gradient_bytes
 
     def held(self, tokens: int) -> list[UnitBytes]:
         profile, found = self._profile, []

@@ -123,15 +123,6 @@ class ByShape(ByParts):
 
     # -- bytes
 
-    @property
-    def message_bytes(self) -> float:
-        return self.model.hidden * self.hardware.element_bytes / self.shards
-
-    @property
-    def cache_bytes(self) -> tuple[float, float]:
-        row, element = 2 * self._g / self.shards, self.hardware.element_bytes
-        return row * element, row * 4
-
     def held(self, tokens: int) -> list[UnitBytes]:
         (saved, kept, left), words, gradients = self._token_bytes
         found = []

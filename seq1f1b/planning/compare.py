@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise, product
 from typing import Any, NamedTuple
@@ -198,7 +198,7 @@ def compare(
         costs = _ModelCosts(work, model, hardware, layout or Layout(), seq_len)
     costs.check()
     rows, refused = [], {}
-    for family in _named(names):
+    for family in families_named(dict.fromkeys(names)):
         found = _build(family, work, stages_per_rank, costs)
         if isinstance(found, str):
             refused[family.name] = f"needs {found}"
@@ -214,13 +214,13 @@ def compare(
     return Comparison(tuple(fitting), refused, device)
 
 
-def _named(names: Sequence[str]) -> list[Family]:
-    """The families of these names, each once; all where none is named."""
+def families_named(names: Collection[str]) -> list[Family]:
+    """The families of these names; all where none is named."""
     known = {family.name: family for family in families()}
     for name in names:
         if name not in known:
             raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, known)}")
-    return [known[name] for name in dict.fromkeys(names)] or list(known.values())
+    return [known[name] for name in names] or list(known.values())
 
 
 @dataclass(frozen=True)
@@ -455,7 +455,7 @@ def _with_recomputation(
     """The row of least bytes under more recomputation than it was priced with, each kind with its row."""
     assert isinstance(costs, _ModelCosts)
     least = min(rows, key=lambda row: row.peak_bytes or 0)
-    [family] = _named([least.family])
+    [family] = families_named([least.family])
     more = INSIDE[INSIDE.index(costs.layout.inside) + 1 :]
     found = []
     for kind in more:

@@ -15,7 +15,7 @@ from seq1f1b.planning.layout import check_layout
 from seq1f1b.planning.price import PackedRow, Price, RankBytes
 from seq1f1b.planning.renamed import refuse_old_names, renamed
 from seq1f1b.runtime.unit_times import MeasuredUnits, Terms
-from seq1f1b.seconds import PassSeconds, Source, Span, pairs_of
+from seq1f1b.seconds import Source, Span, pairs_of
 
 __all__ = ["CostModel", "PackedRow", "Price", "RankBytes"]
 
@@ -111,12 +111,9 @@ class CostModel:
 
     # -- the sequence and the layers
 
-    def _span(self, begin: int, end: int) -> Span:
+    def span(self, begin: int, end: int) -> Span:
+        """Tokens ``[begin, end)`` of the sequence."""
         return Span(end - begin, pairs_of(self.layout.documents or (self.seq_len,), begin, end), end)
-
-    def layer_seconds(self, begin: int, end: int) -> PassSeconds:
-        """One layer over tokens ``[begin, end)``."""
-        return self.parts.layer(self._span(begin, end))
 
     def split(self, num_segments: int, *, mix: float = 1.0, multiple_of: int = 1) -> list[int]:
         """Segment sizes of equal time of F and B together, by this model's rates, mixed with equal length."""
@@ -132,14 +129,14 @@ class CostModel:
         bounds = [self.seq_len * i // pieces for i in range(pieces + 1)]
         costs = []
         for begin, end in itertools.pairwise(bounds):
-            span = self._span(begin, end)
+            span = self.span(begin, end)
             embedding, head = self.parts.ends(span, floor=False)
             costs.append(self.model.layers * self.parts.flow(span) + head.total + embedding.total)
         return costs
 
     def balanced_layers(self) -> tuple[int, ...]:
         """Layers of each stage such that the slowest stage, the one with the head included, is as fast as can be."""
-        whole = self._span(0, self.seq_len)
+        whole = self.span(0, self.seq_len)
         layer, head = self.parts.flow(whole), self.parts.ends(whole)[1].total
         others = self.num_stages - 1
         if others == 0:
@@ -178,10 +175,6 @@ class CostModel:
         nodes = [rank // ranks_per_node for rank in rank_of_stage]
         return [a == b for a, b in itertools.pairwise(nodes)]
 
-    def parameters(self, stage: int) -> float:
-        """Parameters that one device of those that share the stage holds."""
-        return self.parts.parameters(stage)
-
     def optimizer_seconds(self) -> list[float]:
         """Seconds after the pipeline in every step, for each stage; a rank needs the sum of its stages.
 
@@ -192,4 +185,4 @@ class CostModel:
         rate = hw.link(d * self.parts.shards * self.num_ranks)
         touched = (hw.gradient_bytes + hw.element_bytes + 2 * hw.optimizer_bytes) / d
         of_parameter = hw.data_exposed * moved / rate + touched / hw.bandwidth
-        return [of_parameter * self.parameters(stage) for stage in range(self.num_stages)]
+        return [of_parameter * self.parts.parameters(stage) for stage in range(self.num_stages)]

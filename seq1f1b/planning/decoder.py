@@ -178,9 +178,7 @@ def expected_seconds(
     Raises:
         ValueError, OSError: as :func:`profile_decoder`.
     """
-    _check_device(device)
-    _check_tier(offload, device)
-    _check_counts(processes=processes, threads=threads, layers=layers, repeats=repeats)
+    _check(device, offload, processes=processes, threads=threads, layers=layers, repeats=repeats)
     check_decoder(model, seq_len)
     rows, inner = min(seq_len, 512), max(model.hidden, model.ffn)
     x, weight = torch.randn(rows, model.hidden, device=device), torch.randn(model.hidden, inner, device=device)
@@ -251,25 +249,18 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _check_device(device: str) -> None:
+def _check(device: str, offload: Offload, **counts: int) -> None:
+    """Raises before anything is measured; where no tier can be made, too."""
     if device not in ("cpu", "cuda"):
         raise ValueError(f'device is {device!r}, must be "cpu" or "cuda"')
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError('device is "cuda", and torch finds no GPU: measure on the machine that will train')
-
-
-def _check_counts(**counts: int) -> None:
     for name, value in counts.items():
         if value < 1:
             raise ValueError(f"{name} is {value}, must be at least 1")
-
-
-def _check_tier(offload: Offload, device: str) -> None:
-    """Raises where no tier can be made, before anything is measured."""
-    if offload is None:
-        return
-    where.check("host" if offload is HOST else "folder", f"offload={offload!r}", device)
-    if offload is not HOST:
+    if offload is not None:
+        where.check("host" if offload is HOST else "folder", f"offload={offload!r}", device)
+    if offload is not None and offload is not HOST:
         _C.file_tier(os.fspath(offload))
 
 
@@ -302,10 +293,8 @@ def profile_decoder(
         ValueError: a count below 1, no GPU where one is asked for; or as :func:`profile_model`.
         OSError: the directory takes no file, or fails.
     """
-    _check_device(device)
-    _check_counts(processes=processes, threads=threads, layers=layers, repeats=repeats)
+    _check(device, offload, processes=processes, threads=threads, layers=layers, repeats=repeats)
     check_decoder(model, seq_len)
-    _check_tier(offload, device)
     total = sum(_work_in_order(model, seq_len, layers, repeats, offload is not None))
     begin = time.perf_counter()
     context = multiprocessing.get_context("spawn")

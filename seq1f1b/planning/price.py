@@ -205,7 +205,7 @@ class Price:
     def least_bytes(self) -> float:
         """A bound that no order can go below: weights and one micro-batch, in the mean over the ranks."""
         cost, hw = self.cost, self.cost.hardware
-        static = _state_bytes(cost) * sum(map(cost.parameters, range(cost.num_stages)))
+        static = _state_bytes(cost) * sum(map(cost.parts.parameters, range(cost.num_stages)))
         begin, end = [0, *self._ends][self._longest], self._ends[self._longest]
         by_kind = [sum(unit.saved for unit in units[begin:end]) for units in self._held]
         held = (1 + hw.allocator_reserve) * sum(by_kind[kind] for kind in cost.parts.kinds)
@@ -235,7 +235,7 @@ class Price:
         cost, hw, parts = self.cost, self.cost.hardware, self.cost.parts
         slots = (0.0, parts.copied_bytes) if cost.layout.copies_prefix else parts.cache_bytes
         kv, gradients = ([math.ceil(n * self._slot_tokens * slot) for n in cost.layers] for slot in slots)
-        parameters = [cost.parameters(stage) for stage in range(cost.num_stages)]
+        parameters = [parts.parameters(stage) for stage in range(cost.num_stages)]
         return replace(
             self.memory(rank_of_stage),
             kv=kv,
@@ -294,7 +294,7 @@ class Price:
             changing = peaks.total[rank] + kv[rank] + gradients[rank] + work
             ranks.append(
                 RankBytes(
-                    static=math.ceil(sum(map(cost.parameters, stages)) * state),
+                    static=math.ceil(sum(map(parts.parameters, stages)) * state),
                     activations=live - rows - gradient_rows,
                     kv=math.ceil(kv[rank]) + rows,
                     kv_gradients=math.ceil(gradients[rank]) + gradient_rows,

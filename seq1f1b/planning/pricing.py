@@ -65,10 +65,9 @@ class Pricing:
         self._least: dict[str, tuple[int, Candidate]] = {}  # peak bytes, of what does not fit
         self._slower: dict[str, tuple[float, bool]] = {}  # seconds; whether they are only a lower bound
         self.longest = asked.lengths[-1].seq_len
-        seconds = [  # raises unless all is sound
-            each.share * self._cost_of(each.seq_len, 1, asked.layout).layer_seconds(0, each.seq_len).total
-            for each in asked.lengths
-        ]
+        alone = [self._cost_of(each.seq_len, 1, asked.layout) for each in asked.lengths]  # raises unless all is sound
+        layers = [cost.parts.layer(cost.span(0, cost.seq_len)).total for cost in alone]
+        seconds = [each.share * layer for each, layer in zip(asked.lengths, layers, strict=True)]
         main = asked.lengths[seconds.index(max(seconds))].seq_len  # most of the time goes to this length
         self.balances = tuple(dict.fromkeys((self.longest, main, 0)))
 

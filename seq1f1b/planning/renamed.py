@@ -11,9 +11,10 @@ _OF_ORDERS = {"memory": "rank_of_stage", "step_memory": "rank_of_stage", "rank_b
 _COST = {name.removesuffix("()"): f"price(sizes).{name}" for name in _OF_SIZES.split()}
 _COST |= {name: f"price(sizes).{name}({given})" for name, given in _OF_ORDERS.items()}
 _COST |= {"unit_seconds": _COST.pop("seconds"), "unit_memory": _COST.pop("memory")}
+_COST |= {"parameters": "parts.parameters", "layer_seconds": "parts.layer(span(begin, end))"}
 _COST |= {"seconds_of": "price_rows(rows).seconds", "step_seconds": "price(sizes).costs(schedule).optimizer"}
 GONE |= {
-    "CostModel": _COST | {"profile": "hardware.profile", "pairs": "seq1f1b.seconds.pairs_of"},
+    "CostModel": _COST | {"profile": "hardware.profile", "pairs": "span(begin, end).pairs"},
     "search_plans": {"recompute=": "inside="},
     "seq1f1b.planning.cost": {"UnitSeconds": "seq1f1b.seconds.UnitSeconds"},
     "seq1f1b.planning.compare": {"Row": "FamilyRow"},

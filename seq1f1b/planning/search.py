@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from seq1f1b import where
-from seq1f1b.files import nearest_name
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.case import REMEDIES, Asked, Candidate, Found, Uncertain
+from seq1f1b.planning.compare import families_named
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.layout import INSIDE
 from seq1f1b.planning.pricing import GIB, Pricing, group_lengths
@@ -539,11 +539,9 @@ class _Wanted(NamedTuple):
 
 def _wanted_families(names: Sequence[str] | None) -> list[Family]:
     """The families that are named; else all but ``auto``, which comes last, and those that say nothing of their own."""
-    known = {family.name: family for family in families()}
-    for name in names or ():
-        if name not in known:
-            raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, known)}")
-    return [known[name] for name in names or (name for name in known if name not in (*_OTHERS, "auto"))]
+    if names:
+        return families_named(names)
+    return [family for family in families() if family.name not in (*_OTHERS, "auto")]
 
 
 def _may_spread(model: ModelShape, num_ranks: int, layout: Layout, vocabulary: str) -> bool:

@@ -68,10 +68,10 @@ def test_documents_are_counted_pair_by_pair():
 )
 def test_parameters_are_the_published_ones(name, published):
     shape = load_model(name)
-    assert CostModel(shape, ideal(), num_ranks=1, seq_len=8).parameters(0) == pytest.approx(published, rel=1e-5)
+    assert CostModel(shape, ideal(), num_ranks=1, seq_len=8).parts.parameters(0) == pytest.approx(published, rel=1e-5)
     split = CostModel(shape, ideal(), num_ranks=4, seq_len=8)
     twice = shape.hidden * shape.vocab if shape.tied else 0
-    assert sum(map(split.parameters, range(4))) == pytest.approx(published + twice, rel=1e-5)
+    assert sum(map(split.parts.parameters, range(4))) == pytest.approx(published + twice, rel=1e-5)
 
 
 def test_every_preset_has_its_source():
@@ -169,7 +169,7 @@ def test_seconds_after_the_pipeline_by_hand():
     """Stage 1 of 3, two data-parallel replicas: half its gradients and weights cross, half its state is updated."""
     machine = ideal(bandwidth=1e3, between_bandwidth=1e4, inside_bandwidth=1e4, link_efficiency=0.5, data_exposed=0.25)
     cost = CostModel(SMALL, machine, num_ranks=3, seq_len=64, layout=Layout(data=2))
-    size = cost.parameters(1)
+    size = cost.parts.parameters(1)
     crossing, touched = 0.25 * size / 2 * (4 + 2) / 5e3, size / 2 * (2 + 4 + 2 * 12) / 1e3
     assert cost.optimizer_seconds()[1] == pytest.approx(crossing + touched)
 
@@ -222,7 +222,7 @@ def test_attention_works_on_whole_tiles_of_a_head():
     times = []
     for shape, machine in ((whole, ideal()), (less, ideal(head_tile=32.0)), (less, ideal())):
         cost = CostModel(shape, machine, num_ranks=3, seq_len=10**5)
-        times.append(cost.layer_seconds(0, 10**5).forward - cost.layer_seconds(0, 10).forward * 10**4)
+        times.append(cost.parts.layer(cost.span(0, 10**5)).forward - cost.parts.layer(cost.span(0, 10)).forward * 10**4)
     assert times[0] == pytest.approx(times[1]) and times[2] == pytest.approx(0.75 * times[1])
 
 
