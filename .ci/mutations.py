@@ -86,12 +86,12 @@ MUTATIONS = {
         instead="if any(other == view for",
         tests="tests/transport/test_restarts.py -k agree_on_a_name",
     ),
-    "documents that see a token less": Mutation(
+    "a recomputation that saves time": Mutation(
         ring="planner",
-        file="seq1f1b/planning/profile.py",
-        line="pairs += visible_pairs(low, high)",
-        instead="pairs += visible_pairs(low, high - 1)",
-        tests="tests/planning/test_cost.py tests/planning/test_documents.py",
+        file="seq1f1b/planning/by_shape.py",
+        line="1.5 * traffic + again",
+        instead="1.5 * traffic - again",
+        tests="tests/planning/test_cost.py tests/planning/test_recorded_plans.py",
     ),
     "chunks of one token more": Mutation(
         ring="hf",
