@@ -21,53 +21,44 @@ typedef struct {
 
 /* ---- elements ---- */
 
-#define DOT(load)                                                                                                      \
-    do {                                                                                                               \
-        for (; c + 8 <= n; c += 8)                                                                                     \
-            for (int lane = 0; lane < 8; lane++)                                                                       \
-                sums[lane] += (double)load(a[c + lane]) * (double)load(b[c + lane]);                                   \
-        for (; c < n; c++)                                                                                             \
-            sums[0] += (double)load(a[c]) * (double)load(b[c]);                                                        \
-    } while (0)
-
-#define AS_IS(x) (x)
+/* x[i..i + n) in double: where they are, or in `room`. */
+static const double *widened(int32_t dtype, const void *x, int64_t i, int64_t n, double *room)
+{
+    if (dtype == S1F_FLOAT64)
+        return (const double *)x + i;
+    for (int64_t c = 0; c < n && dtype == S1F_FLOAT32; c++)
+        room[c] = ((const float *)x)[i + c];
+    for (int64_t c = 0; c < n && dtype == S1F_BFLOAT16; c++)
+        room[c] = s1f_from_bf16(((const uint16_t *)x)[i + c]);
+    for (int64_t c = 0; c < n && dtype == S1F_FLOAT16; c++)
+        room[c] = s1f_from_fp16(((const uint16_t *)x)[i + c]);
+    return room;
+}
 
 /* x[ix..] . y[iy..] over n elements. */
 static double dot(int32_t dtype, const void *x, int64_t ix, const void *y, int64_t iy, int64_t n)
 {
-    double sums[8] = {0};
-    int64_t c = 0;
-    if (dtype == S1F_FLOAT64) {
-        const double *a = (const double *)x + ix, *b = (const double *)y + iy;
-        DOT(AS_IS);
-    } else if (dtype == S1F_FLOAT32) {
-        const float *a = (const float *)x + ix, *b = (const float *)y + iy;
-        DOT(AS_IS);
-    } else if (dtype == S1F_BFLOAT16) {
-        const uint16_t *a = (const uint16_t *)x + ix, *b = (const uint16_t *)y + iy;
-        DOT(s1f_from_bf16);
-    } else {
-        const uint16_t *a = (const uint16_t *)x + ix, *b = (const uint16_t *)y + iy;
-        DOT(s1f_from_fp16);
+    double sums[8] = {0}, rooms[2][CHUNK];
+    for (int64_t from = 0; from < n; from += CHUNK) {
+        int64_t count = s1f_min(CHUNK, n - from), c = 0;
+        const double *a = widened(dtype, x, ix + from, count, rooms[0]);
+        const double *b = widened(dtype, y, iy + from, count, rooms[1]);
+        for (; c + 8 <= count; c += 8)
+            for (int lane = 0; lane < 8; lane++)
+                sums[lane] += a[c + lane] * b[c + lane];
+        for (; c < count; c++)
+            sums[0] += a[c] * b[c];
     }
     return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
-/* sums[0..n) += weight x[ix..] */
+/* sums[0..n) += weight x[ix..], n <= CHUNK */
 static void add_scaled(double *sums, double weight, int32_t dtype, const void *x, int64_t ix, int64_t n)
 {
-    if (dtype == S1F_FLOAT64)
-        for (int64_t c = 0; c < n; c++)
-            sums[c] += weight * ((const double *)x)[ix + c];
-    else if (dtype == S1F_FLOAT32)
-        for (int64_t c = 0; c < n; c++)
-            sums[c] += weight * (double)((const float *)x)[ix + c];
-    else if (dtype == S1F_BFLOAT16)
-        for (int64_t c = 0; c < n; c++)
-            sums[c] += weight * (double)s1f_from_bf16(((const uint16_t *)x)[ix + c]);
-    else
-        for (int64_t c = 0; c < n; c++)
-            sums[c] += weight * (double)s1f_from_fp16(((const uint16_t *)x)[ix + c]);
+    double room[CHUNK];
+    const double *values = widened(dtype, x, ix, n, room);
+    for (int64_t c = 0; c < n; c++)
+        sums[c] += weight * values[c];
 }
 
 static void store(int32_t dtype, void *x, int64_t ix, const double *values, double factor, int64_t n)
@@ -103,16 +94,15 @@ static void accumulate(const s1f_attention_args *args, void *x, int64_t ix, cons
 /* Sums of dk or dv become elements. */
 static void store_sums(const s1f_attention_args *args, void *own, int64_t at, const void *sums, int64_t from, int64_t n)
 {
-    double values[CHUNK];
-    for (int64_t c = 0; c < n; c++)
-        values[c] = args->dtype == S1F_FLOAT64 ? ((const double *)sums)[from + c] : ((const float *)sums)[from + c];
-    store(args->dtype, own, at, values, 1, n);
+    double room[CHUNK];
+    store(args->dtype, own, at, widened(s1f_dtype_of_sums(args->dtype), sums, from, n, room), 1, n);
 }
 
 static double lse_of(const s1f_attention_args *args, int64_t batch, int64_t head, int64_t row)
 {
+    double room;
     int64_t i = (batch * args->heads + head) * args->segment_len + row;
-    return args->dtype == S1F_FLOAT64 ? ((const double *)args->lse)[i] : (double)((const float *)args->lse)[i];
+    return *widened(s1f_dtype_of_sums(args->dtype), args->lse, i, 1, &room);
 }
 
 /* ---- one pair of query and key ---- */
