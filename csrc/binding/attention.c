@@ -136,9 +136,9 @@ static PyObject *attention_rates(PyObject *Py_UNUSED(module), PyObject *argument
 PyMethodDef s1f_attention_methods[] = {
     S1F_METHOD(bind_torch, VARARGS, "Finds libtorch's C ABI in the process and registers the ops."),
     S1F_METHOD(torch_functions, NOARGS, "Names of the libtorch functions that are used."),
-    S1F_METHOD(
-        take_op_failure, NOARGS,
-        "The exception of the op that failed last on this thread; a second call returns None. Torch has turned it into a RuntimeError."),
+    S1F_METHOD(take_op_failure, NOARGS,
+               "The exception of the op that failed last on this thread; a second call returns None. Torch has "
+               "turned it into a RuntimeError."),
     S1F_METHOD(layer_register, O, "Makes an int a key of KV caches."),
     S1F_METHOD(in_step, NOARGS, "Whether a unit runs now, on this thread or in this process."),
     S1F_METHOD(token_offset, NOARGS, "First token of the current segment, 0 outside a step."),
@@ -147,7 +147,7 @@ PyMethodDef s1f_attention_methods[] = {
     S1F_METHOD(kv_cache_bytes, O, "Bytes held of K/V and of dK/dV slabs."),
     S1F_METHOD(kv_cache_layers, O, "The layers that the last step used."),
     S1F_METHOD(attention_isa, NOARGS, "Instruction set of the attention kernels in use."),
-    S1F_METHOD(
-        attention_rates, O,
-        "FLOP per second of one core, measured on this thread: fp32 multiply-adds, and vdpbf16ps or 0 where the machine lacks it."),
+    S1F_METHOD(attention_rates, O,
+               "FLOP per second of one core, measured on this thread: fp32 multiply-adds, and vdpbf16ps or 0 where "
+               "the machine lacks it."),
     {NULL, NULL, 0, NULL}};

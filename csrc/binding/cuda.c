@@ -223,13 +223,15 @@ static PyObject *cuda_attention_parts(PyObject *Py_UNUSED(module), PyObject *arg
 }
 
 PyMethodDef s1f_cuda_methods[] = {
-    S1F_METHOD(
-        cuda_attention_scratch, VARARGS,
-        "Bytes of the device that a launch needs. Arguments: (dtype, batch, heads, kv_heads, segment_len, head_dim, q_start, scale, window, softcap, docs, docs_batch_stride, q, k, v, out, lse, dout, dq, dk, dv, own_dk, own_dv, store_kv_grads, deterministic, num_parts); tensors: (address, stride of batch, head, row) or None; docs and lse: addresses."),
+    S1F_METHOD(cuda_attention_scratch, VARARGS,
+               "Bytes of the device that a launch needs. Arguments: (dtype, batch, heads, kv_heads, segment_len, "
+               "head_dim, q_start, scale, window, softcap, docs, docs_batch_stride, q, k, v, out, lse, dout, dq, "
+               "dk, dv, own_dk, own_dv, store_kv_grads, deterministic, num_parts); tensors: (address, stride of "
+               "batch, head, row) or None; docs and lse: addresses."),
     S1F_METHOD(cuda_attention, VARARGS, "Launches; kernel -1: the launcher chooses."),
-    S1F_METHOD(
-        cuda_attention_parts, VARARGS,
-        "Launches \"merge\", \"add\", \"finish\" or \"total\"; False: no kernel is for such tensors.\nparts, slabs, outs: tuples of (address, four strides); lse: three addresses."),
+    S1F_METHOD(cuda_attention_parts, VARARGS,
+               "Launches \"merge\", \"add\", \"finish\" or \"total\"; False: no kernel is for such "
+               "tensors.\nparts, slabs, outs: tuples of (address, four strides); lse: three addresses."),
     S1F_METHOD(cuda_library_open, VARARGS, "Opens the library of CUDA kernels."),
     S1F_METHOD(cuda_operation, VARARGS, "(source, compiler, architectures, tuple of CudaKernel)."),
     {NULL, NULL, 0, NULL}};

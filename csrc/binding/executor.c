@@ -409,9 +409,11 @@ PyMethodDef s1f_executor_methods[] = {
     S1F_METHOD(executor_create, VARARGS, "Fills: whether W runs in waits."),
     S1F_METHOD(executor_set_device, VARARGS, "The GPU on which units compute."),
     S1F_METHOD(executor_set_tier, VARARGS, "Where moved units are; a load's number is the cell of all stages."),
-    S1F_METHOD(
-        executor_step, VARARGS,
-        "run(pass, stage, cell, received) -> tensors to send. cell: number of the segment within its stage, counted over all micro-batches. received: None, or a tuple of what make_views made of each message, in the order of the program's WAITs. fill(stage, cell) -> whether anything is left: runs a part of this W."),
+    S1F_METHOD(executor_step, VARARGS,
+               "run(pass, stage, cell, received) -> tensors to send. cell: number of the segment within its stage, "
+               "counted over all micro-batches. received: None, or a tuple of what make_views made of each "
+               "message, in the order of the program's WAITs. fill(stage, cell) -> whether anything is left: runs "
+               "a part of this W."),
     S1F_METHOD(
         executor_settle, O,
         "Whether units ran on a GPU: waits for the end of the last step there, and makes its times those of the GPU."),

@@ -263,9 +263,9 @@ static PyObject *schedule_broken_rule(PyObject *Py_UNUSED(module), PyObject *tup
 }
 
 PyMethodDef s1f_family_methods[] = {
-    S1F_METHOD(
-        schedule_families, NOARGS,
-        "(name, description, source, validity, least stages_per_rank, names of options, whether the backward is split, whether its source cuts micro-batches into segments) of every family."),
+    S1F_METHOD(schedule_families, NOARGS,
+               "(name, description, source, validity, least stages_per_rank, names of options, whether the "
+               "backward is split, whether its source cuts micro-batches into segments) of every family."),
     S1F_METHOD(schedule_build, VARARGS, "A schedule handle. num_segments: a number, or one for each micro-batch."),
     S1F_METHOD(schedule_broken_rule, VARARGS, "The first rule of the family that they break, or None."),
     {NULL, NULL, 0, NULL}};

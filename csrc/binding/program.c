@@ -188,9 +188,10 @@ static PyObject *program_peak_tokens(PyObject *Py_UNUSED(module), PyObject *argu
 
 PyMethodDef s1f_program_methods[] = {
     S1F_METHOD(schedule_times, VARARGS, "Bytes of the seconds of a seq1f1b.Costs, by which places are counted."),
-    S1F_METHOD(
-        program_lower, VARARGS,
-        "Checks, lowers; a program handle. prefetch: places beyond those that are needed; None: by time, of schedule_times or of unit times. rank: that runs it, so that it has the instructions of no others but its neighbours, unless with receives; -1: of all."),
+    S1F_METHOD(program_lower, VARARGS,
+               "Checks, lowers; a program handle. prefetch: places beyond those that are needed; None: by time, of "
+               "schedule_times or of unit times. rank: that runs it, so that it has the instructions of no others "
+               "but its neighbours, unless with receives; -1: of all."),
     S1F_METHOD(program_lower_edges, VARARGS, "The same without instructions, for program_simulate and program_memory."),
     S1F_METHOD(program_edges, O, "A ProgramEdge per edge."),
     S1F_METHOD(program_stage_peak, VARARGS, "Peak (live_units, kv_slots, grad_slots)."),

@@ -260,17 +260,17 @@ PyMethodDef s1f_schedule_methods[] = {
                "A byte for each cell of all stages: 0 what F saves is kept, 1 recomputed, 2 moved away."),
     S1F_METHOD(schedule_check, VARARGS, "Raises ScheduleError; 0 is no cap."),
     S1F_METHOD(schedule_defer_weights, VARARGS, "The same order with W as late as may be; 0: as the order holds."),
-    S1F_METHOD(
-        schedule_spread_vocabulary, VARARGS,
-        "The same order with S and T (what & 1), E and G (what & 2) of every cell, placed by the seconds of each pass, and with Fs so many places ahead of all else."),
-    S1F_METHOD(
-        schedule_recompute, VARARGS,
-        "The same order with R before the backward of the cells whose byte in [stage][cell] is not 0, cells by micro-batch and segment; None: of all."),
+    S1F_METHOD(schedule_spread_vocabulary, VARARGS,
+               "The same order with S and T (what & 1), E and G (what & 2) of every cell, placed by the seconds of "
+               "each pass, and with Fs so many places ahead of all else."),
+    S1F_METHOD(schedule_recompute, VARARGS,
+               "The same order with R before the backward of the cells whose byte in [stage][cell] is not 0, cells "
+               "by micro-batch and segment; None: of all."),
     S1F_METHOD(schedule_offload, VARARGS, "The same order with O, A and L of these cells, given in the same way."),
     S1F_METHOD(schedule_forward_only, O, "The same order with forward units only."),
     S1F_METHOD(schedule_to_text, O, "One line of units per rank."),
-    S1F_METHOD(
-        schedule_from_units, VARARGS,
-        "A schedule handle, from a tuple of (letter, stage, microbatch, segment) for each rank. num_segments: of every micro-batch; 0: those that the units name."),
+    S1F_METHOD(schedule_from_units, VARARGS,
+               "A schedule handle, from a tuple of (letter, stage, microbatch, segment) for each rank. "
+               "num_segments: of every micro-batch; 0: those that the units name."),
     S1F_METHOD(schedule_from_text, VARARGS, "A schedule handle."),
     {NULL, NULL, 0, NULL}};

@@ -401,9 +401,9 @@ static PyObject *program_fit(PyObject *Py_UNUSED(module), PyObject *arguments)
 }
 
 PyMethodDef s1f_simulate_methods[] = {
-    S1F_METHOD(
-        program_simulate, VARARGS,
-        "Times. costs: a seq1f1b.Costs; durations: seconds of every unit per rank, or None; keep 0: totals, 1: start and end, 2: slack and path; progress(units run) or None."),
+    S1F_METHOD(program_simulate, VARARGS,
+               "Times. costs: a seq1f1b.Costs; durations: seconds of every unit per rank, or None; keep 0: totals, "
+               "1: start and end, 2: slack and path; progress(units run) or None."),
     S1F_METHOD(program_memory, VARARGS,
                "A Peak per rank. memory: a seq1f1b.schedule.StepMemory; links: a seq1f1b.Links."),
     S1F_METHOD(program_changes, VARARGS,

@@ -96,12 +96,13 @@ static PyObject *unit_set_documents(PyObject *Py_UNUSED(module), PyObject *count
 }
 
 PyMethodDef s1f_unit_methods[] = {
-    S1F_METHOD(
-        unit_inputs, VARARGS,
-        "The units that a unit waits for, in an order of these passes (bits 1 << pass), num_segments those of its micro-batch; where two passes may make an input, both are named, and R and L where the unit may have one. num_ranks: shards of the vocabulary."),
-    S1F_METHOD(
-        unit_lifetimes, VARARGS,
-        "(takes, frees), the names of what the unit holds from its start on, and of what is free at its end. cell_kind: 0 what F saves is kept, 1 recomputed, 2 moved away."),
+    S1F_METHOD(unit_inputs, VARARGS,
+               "The units that a unit waits for, in an order of these passes (bits 1 << pass), num_segments those "
+               "of its micro-batch; where two passes may make an input, both are named, and R and L where the unit "
+               "may have one. num_ranks: shards of the vocabulary."),
+    S1F_METHOD(unit_lifetimes, VARARGS,
+               "(takes, frees), the names of what the unit holds from its start on, and of what is free at its "
+               "end. cell_kind: 0 what F saves is kept, 1 recomputed, 2 moved away."),
     S1F_METHOD(unit_state, NOARGS, "What unit_set_state gave the unit that runs on this thread, or None."),
     S1F_METHOD(unit_set_state, O,
                "An object of the unit that runs on this thread; the caller keeps it until the unit ends."),

@@ -1,5 +1,5 @@
-/* kv_slots.h - who holds a KV cache's slots, and which unit may use them: the states that kv_cache.h tells of. No memory
- * of keys or values is known here. */
+/* kv_slots.h - who holds a KV cache's slots, and which unit may use them: the states that kv_cache.h tells of. No
+ * memory of keys or values is known here. */
 #ifndef S1F_KV_SLOTS_H
 #define S1F_KV_SLOTS_H
 

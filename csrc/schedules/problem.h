@@ -1,5 +1,5 @@
-/* problem.h - what a search orders: the units of a problem, each by a number, what it waits for, and a time that no order
- * takes less than. Backward is split here: F, I and W of every cell. */
+/* problem.h - what a search orders: the units of a problem, each by a number, what it waits for, and a time that no
+ * order takes less than. Backward is split here: F, I and W of every cell. */
 #ifndef S1F_PROBLEM_H
 #define S1F_PROBLEM_H
 

@@ -1,5 +1,5 @@
-// bench.js - computes designs in the laboratory, lab.js, in a worker where there are any: the newest design is the one that
-// is waited for.
+// bench.js - computes designs in the laboratory, lab.js, in a worker where there are any. The newest design is the one
+// that is waited for.
 "use strict"
 
 const Bench = (() => {

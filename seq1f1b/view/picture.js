@@ -1,5 +1,5 @@
-// picture.js - draws one timeline on a canvas: ranks x time, units with their names, and the memory of each rank below them;
-// and tells what lies where. timeline.js shows pictures on a page.
+// picture.js - draws one timeline on a canvas: ranks x time, units with their names, and the memory of each rank below
+// them; and tells what lies where. timeline.js shows pictures on a page.
 //
 // A timeline is plain data. Units of all ranks lie one rank after another, each rank's in run order:
 //   heading, note                    text; a sentence below it, or none
@@ -324,7 +324,8 @@ const Pictures = (() => {
         { write: number, longest, dots: 1 },
       ]
       if (this.namesStage) forms.unshift({ write: (i) => this.name(i), longest: longest + 3 + letters(stage), dots: 1 })
-      if (most(segment) === 0) forms.push({ write: (i) => String(microbatch[i]), longest: letters(microbatch), dots: 0 })
+      const whole = { write: (i) => String(microbatch[i]), longest: letters(microbatch), dots: 0 }
+      if (most(segment) === 0) forms.push(whole)
       return forms
     }
 

@@ -1,5 +1,6 @@
-// timeline.js - timelines on a page, drawn by picture.js. Several share one time axis, which a wheel, a drag, two fingers or
-// keys zoom and move. The HTML page of `seq1f1b draw --html` and the schedule explorer of the documentation are made of it.
+// timeline.js - timelines on a page, drawn by picture.js. Several share one time axis, which a wheel, a drag, two
+// fingers or keys zoom and move. The HTML page of `seq1f1b draw --html` and the schedule explorer of the documentation
+// are made of it.
 "use strict"
 
 const Timelines = (() => {
