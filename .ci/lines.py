@@ -32,7 +32,7 @@ def row_of(path: str) -> tuple[str, str] | None:
     """The part that a file belongs to, and its language."""
     kind = Path(path).suffix
     if path == "README.md" or (path.startswith("docs/") and kind == ".md"):
-        return "docs", "words"
+        return "README" if path == "README.md" else "docs", "words"
     if kind not in LANGUAGES:
         return None
     for place in ("tests", "benchmarks", "examples"):
@@ -50,8 +50,8 @@ def counted(files: Iterable[tuple[str, bytes]]) -> Counter[tuple[str, str]]:
         row = row_of(path)
         if row is not None:
             counts[row] += len(text.split()) if row[1] == "words" else text.count(b"\n")
-            if row[1] == "words":
-                counts["docs", "pages"] += path != "README.md"
+            if row[0] == "docs":
+                counts["docs", "pages"] += 1
     return counts
 
 

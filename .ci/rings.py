@@ -47,6 +47,7 @@ OF_ALL = ("tests/front", "tests/support", "tests/conftest.py")  # test files tha
 SMOKE = (
     "tests/front/test_package.py",
     "tests/front/test_rings.py",
+    "tests/front/test_walks.py",
     "tests/front/test_surface.py",
     "tests/core/test_schedule.py",
     "tests/runtime/test_engine.py",
