@@ -6,15 +6,26 @@ from seq1f1b.renamed import GONE, WENT, refuse_old_names, renamed, renamed_argum
 
 __all__ = ["refuse_old_names", "renamed", "renamed_arguments"]
 
-_OF_SIZES = "seconds shard_seconds moving_seconds() message_bytes held_bytes() least_bytes()"
-_OF_ORDERS = {"memory": "rank_of_stage", "step_memory": "rank_of_stage", "rank_bytes": "schedule", "costs": "schedule"}
-_COST = {name.removesuffix("()"): f"price(sizes).{name}" for name in _OF_SIZES.split()}
-_COST |= {name: f"price(sizes).{name}({given})" for name, given in _OF_ORDERS.items()}
-_COST |= {"unit_seconds": _COST.pop("seconds"), "unit_memory": _COST.pop("memory")}
-_COST |= {"parameters": "parts.parameters", "layer_seconds": "parts.layer(span(begin, end))"}
-_COST |= {"seconds_of": "price_rows(rows).seconds", "step_seconds": "price(sizes).costs(schedule).optimizer"}
 GONE |= {
-    "CostModel": _COST | {"profile": "hardware.profile", "pairs": "span(begin, end).pairs"},
+    "CostModel": {
+        "unit_seconds": "price(sizes).seconds",
+        "shard_seconds": "price(sizes).shard_seconds",
+        "moving_seconds": "price(sizes).moving_seconds()",
+        "message_bytes": "price(sizes).message_bytes",
+        "held_bytes": "price(sizes).held_bytes()",
+        "least_bytes": "price(sizes).least_bytes()",
+        "unit_memory": "price(sizes).memory(rank_of_stage)",
+        "step_memory": "price(sizes).step_memory(rank_of_stage)",
+        "rank_bytes": "price(sizes).rank_bytes(schedule)",
+        "rank_bytes_of": "price(sizes).rank_bytes(schedule)",
+        "costs": "price(sizes).costs(schedule)",
+        "seconds_of": "price_rows(rows).seconds",
+        "step_seconds": "price(sizes).costs(schedule).optimizer",
+        "parameters": "parts.parameters",
+        "layer_seconds": "parts.layer(span(begin, end))",
+        "pairs": "span(begin, end).pairs",
+        "profile": "hardware.profile",
+    },
     "search_plans": {"recompute=": "inside="},
     "seq1f1b.planning.cost": {"UnitSeconds": "seq1f1b.seconds.UnitSeconds"},
     "seq1f1b.planning.compare": {"Row": "FamilyRow"},
