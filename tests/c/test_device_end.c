@@ -726,7 +726,7 @@ static rank_times times_of(rank_state *state)
 }
 
 /* A unit that is long on the GPU, one that waits for it there, and one that its host starts late: three causes, which
- * the host's clock cannot tell apart. Returns whether they are told apart by which is longer. */
+ * the host's clock cannot tell apart. Returns whether each took what was planted, and they are told apart. */
 static int test_times_of(transport_kind transport)
 {
     setting set = THREE_RANKS;
@@ -743,20 +743,20 @@ static int test_times_of(transport_kind transport)
     step(&p, 2);
     pthread_join(thread, NULL);
     rank_times long_one = times_of(&p.states[0]), waiting = times_of(&p.states[1]);
-    CHECK(long_one.longest_ns >= STALL_NS - CLOCKS_NS && waiting.wait_ns >= STALL_NS - CLOCKS_NS);
-    int told = waiting.longest_ns < long_one.longest_ns && long_one.wait_ns < waiting.wait_ns;
+    int told = long_one.longest_ns >= STALL_NS - CLOCKS_NS && waiting.wait_ns >= STALL_NS - CLOCKS_NS;
+    told &= waiting.longest_ns < long_one.longest_ns && long_one.wait_ns < waiting.wait_ns;
     p.states[0].stall_at = -1;
     p.states[1].late_at = 0; /* F0: rank 0 waits for its B0 */
     step(&p, 3);
     rank_times late = times_of(&p.states[1]);
     waiting = times_of(&p.states[0]);
-    CHECK(late.idle_ns >= LATE_NS - CLOCKS_NS && waiting.wait_ns >= LATE_NS - CLOCKS_NS);
+    told &= late.idle_ns >= LATE_NS - CLOCKS_NS && waiting.wait_ns >= LATE_NS - CLOCKS_NS;
     told &= late.wait_ns < waiting.wait_ns;
     free_pipeline(&p);
     return told;
 }
 
-/* A busy machine may keep any rank waiting, as long as what is planted, but not in each of some runs. */
+/* On a busy machine any rank may wait, or begin when half of what is planted is over, but not in each of some runs. */
 static void test_times(void)
 {
     for (int transport = BY_NCCL; transport <= BY_COPIES_OF_PROCESSES; transport++) {

@@ -80,7 +80,7 @@ COUNTS = {"seq_len": 16384, "num_ranks": 4, "num_microbatches": 8, "segments": [
 
 
 def plan(machine: Any, cap: int, *remedies: str) -> Any:
-    some = {"names": ["seq1f1b"], "recompute": ["none"], "vocabulary": "ends", "best": 1}
+    some = {"names": ["seq1f1b"], "inside": ["none"], "vocabulary": "ends", "best": 1}
     return search_plans(SHAPE, machine, **COUNTS, **some, memory=cap, remedies=remedies)
 
 

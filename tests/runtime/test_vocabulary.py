@@ -543,7 +543,7 @@ def test_the_engine_runs_a_plan_with_its_vocabulary_over_the_ranks(tmp_path):
     config = Config()
     shape = ModelShape(hidden=32, layers=4, heads=4, kv_heads=4, ffn=32, vocab=29)
     counts = {"seq_len": 16, "num_ranks": 2, "num_microbatches": 4, "within": 1e9, "best": 100}
-    some = {"names": ["seq1f1b"], "segments": [4], "stages_per_rank": [1], "recompute": ["none"]}
+    some = {"names": ["seq1f1b"], "segments": [4], "stages_per_rank": [1], "inside": ["none"]}
     machine = dataclasses.replace(load_hardware("a100"), unit_overhead=0.0, launch=1e-9)  # the head is what takes long
     plans = search_plans(shape, machine, **counts, **some).plans
     plan = next(plan for plan in plans if plan.layout.vocabulary == "ranks")
