@@ -45,6 +45,7 @@ RUNNERS = {
         "--leak-check=full",
         "--show-leak-kinds=definite,indirect,possible",
         "--error-exitcode=9",
+        "--fair-sched=try",  # threads that spin would keep the one that they wait for from its turn
     ],
     "aarch64": ["qemu-aarch64-static"],
 }
