@@ -35,7 +35,7 @@ class Layout:
             parallelism passes keys and values round a ring; experts are spread over ``expert`` devices of the
             ``data`` ones; the optimizer's state is sharded over ``data``.
         layers: number of layers of every stage; None: as even as possible, earlier stages have one more.
-        inside: recomputation inside of blocks, of :data:`seq1f1b.planning.layout.INSIDE`.
+        inside: recomputation inside of blocks, "none", "ffn" or "full".
         documents: lengths of the documents packed into the sequence; attention stays within one. None: one document.
         head_in_loss: one segment's logits live at a time (``loss_fn`` is a module that holds the head); else those of
             all live segments.

@@ -106,7 +106,7 @@ class Price:
 
     @cached_property
     def seconds(self) -> Any:
-        """Seconds of each pass: a :class:`seq1f1b.seconds.UnitSeconds` of tables."""
+        """Seconds of each pass, a ``UnitSeconds`` of tables."""
         known: dict[Span, int] = {}
         places = [known.setdefault(span, len(known)) for span in self._spans]
         found = seconds_of(self.cost.source, list(known))
@@ -151,7 +151,7 @@ class Price:
 
     @cached_property
     def message_bytes(self) -> list[Any]:
-        """Bytes of a message on one of the devices that share a stage: a table of one stage."""
+        """Bytes of a message on one of the devices that share a stage, a table of one stage."""
         return self._nest([math.ceil(size * self.cost.parts.message_bytes) for size in self.sizes])
 
     def costs(self, schedule: Schedule, *, moves: bool = False) -> Costs:
