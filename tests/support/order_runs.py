@@ -68,8 +68,8 @@ def few_cases(turn: int = 0) -> tuple[Case, ...]:
     """Cases for the plain run, as small ones as there are.
 
     Each family is in one that has a steady state: P above 1, M above P and k above 1 where it allows that. Among these,
-    any two values of P, k and uneven meet that a family allows together. One case at least has each value of P, M, k and
-    v, so that a single rank, a single micro-batch and a single segment are tried.
+    any two values of P, k and uneven meet that a family allows together. Each value of P, M, k and v is in at least one
+    case, so that a single rank, a single micro-batch and a single segment are tried.
 
     Args:
         turn: another number turns the list of cases, of which equal ones are taken in order.
