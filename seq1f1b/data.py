@@ -14,6 +14,7 @@ from torch.utils.data import Sampler
 
 from seq1f1b.fit import Fit
 from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.prefix_trees import PrefixTrees
 from seq1f1b.planning.step_plan import StepPlan, plan_step, share_documents
 from seq1f1b.runtime.unit_times import UnitTimes, unit_seconds
 from seq1f1b.seconds import spans_of
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from seq1f1b.runtime.engine import PipelineEngine
     from seq1f1b.runtime.report import PipelineReport
 
-__all__ = ["DocumentBatches", "PlannedStep"]
+__all__ = ["DocumentBatches", "PlannedStep", "PrefixTrees"]
 
 _FORMAT = "seq1f1b documents 1"
 _SCALES = (1.0, 1.0, 0.5, 2.0)  # of the units of the first steps; all but the first step's are measured
