@@ -29,6 +29,31 @@ S1F_METHOD_OF(schedule_rows, schedule, schedule)
     return s1f_list_of(shape.num_microbatches, row_item, &shape);
 }
 
+typedef struct {
+    const s1f_shape *shape;
+    int32_t microbatch;
+} tree_of;
+
+static PyObject *parent_item(const void *of, int64_t segment)
+{
+    const tree_of *tree = of;
+    return PyLong_FromLong(tree->shape->trees->parent[s1f_first_cell(tree->shape, tree->microbatch) + segment]);
+}
+
+static PyObject *parents_item(const void *shape, int64_t m)
+{
+    tree_of tree = {shape, (int32_t)m};
+    return s1f_tuple_of(s1f_segments_of(shape, tree.microbatch), parent_item, &tree);
+}
+
+S1F_METHOD_OF(schedule_parents, schedule, schedule)
+{
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    if (shape.trees == NULL)
+        Py_RETURN_NONE;
+    return s1f_tuple_of(shape.num_microbatches, parents_item, &shape);
+}
+
 static PyObject *rank_item(const void *rank_of_stage, int64_t stage)
 {
     return PyLong_FromLong(((const int32_t *)rank_of_stage)[stage]);
@@ -251,6 +276,7 @@ static PyObject *schedule_from_units(PyObject *Py_UNUSED(module), PyObject *argu
 PyMethodDef s1f_schedule_methods[] = {
     S1F_METHOD(schedule_counts, O, "(num_ranks, num_stages, num_microbatches, num_segments)."),
     S1F_METHOD(schedule_rows, O, "Segments of every micro-batch; None where all have num_segments."),
+    S1F_METHOD(schedule_parents, O, "The parents of each micro-batch's segments; None where all are chains."),
     S1F_METHOD(schedule_placement, O, "The rank of every stage."),
     S1F_METHOD(schedule_units, VARARGS, "Units in run order, as (pass, stage, microbatch, segment)."),
     S1F_METHOD(schedule_kinds, O, "The letters of the passes that the order has."),

@@ -42,6 +42,7 @@ typedef struct {
     /* A count rather than an option: the segments of every micro-batch, where they differ or have lengths of their own;
      * num_segments is the most of them. The tables above are then [stage][cell]. */
     const int32_t *segments_of;
+    const int32_t *parents; /* and of trees, [cell], with segments_of; NULL: chains */
 } s1f_options;
 
 /* Bits of the options, for the set that a family takes; row i of the table is that of bit i. */
