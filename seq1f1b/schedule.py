@@ -548,6 +548,9 @@ def build_schedule(
             ``placement``: ``"loop"`` or ``"v"``, for ``"auto"``; it takes the better one unless given.
             ``backward``: ``"split"`` into I and W, or ``"whole"``, a B, which the engine runs, for ``"auto"``; it
             splits unless told otherwise.
+            ``trees``: with ``parents``, ``"numbers"``: segments go forward by their numbers and back in reverse; or
+            ``"nested"``: one branch after another, so that a rank holds a path and P - 1 units more in place of a tree,
+            and leaves use the memory of their keys in turn.
             ``costs``: of F, I and W, each a number or ``[stage][segment]``, where the backward is split: W go where
             these leave bubbles; the order is never worse under them than the one for equal costs. ``"auto"`` takes the
             whole order from them, and is never worse than a named family within the same cap.
