@@ -108,7 +108,8 @@ def carry_in(layer: Tensor | int, default: Tensor) -> Tensor:
     if state is None:
         raise RuntimeError(
             f"stage {unit.stage}, micro-batch {unit.microbatch}: segment {unit.segment} reads carried state {key}, "
-            f"which the segment before it did not leave by carry_out"
+            f"which segment {unit.segment - 1 if unit.previous is None else unit.previous.segment} did not leave by "
+            "carry_out"
         )
     leaf = state.detach()
     if unit.training and state.requires_grad:
