@@ -209,7 +209,7 @@ static s1f_status set_sizes(s1f_executor *executor, int64_t sequence_length, con
         return s1f_fail(S1F_ERR_ARG, "segment sizes sum to %lld tokens, the sequence has %lld", (long long)longest,
                         (long long)sequence_length);
     return s1f_kv_cache_begin_step(executor->cache, executor->slots, executor->num_slots, sequence_length,
-                                   executor->shape.num_segments);
+                                   sequence_length, executor->shape.num_segments);
 }
 
 static s1f_status learn_sizes(s1f_executor *executor, const s1f_message *message)
@@ -334,15 +334,23 @@ static s1f_status run_unit(s1f_executor *executor, const s1f_instruction *instru
         return s1f_fail(S1F_ERR_ARG,
                         "stage %d runs first on its rank and knows no sequence length: inputs are needed there",
                         (int)unit.stage);
+    int64_t offset = offset_of(executor, unit), length = size_of(executor, unit);
+    s1f_key_range range = {0, offset + length, 0};
     s1f_current_unit current = {
         .unit = unit,
         .num_segments = s1f_segments_of(&executor->shape, unit.microbatch),
         .kv_slot = instruction->kv_slot,
         .grad_slot = instruction->grad_slot,
         .training = executor->training,
-        .offset = offset_of(executor, unit),
-        .length = size_of(executor, unit),
+        .offset = offset,
+        .length = length,
         .sequence_length = sequence_of(executor, unit),
+        .row = offset,
+        .parent = unit.segment - 1,
+        .num_children = unit.segment + 1 < s1f_segments_of(&executor->shape, unit.microbatch),
+        .ranges = &range,
+        .num_ranges = 1,
+        .num_parts = 1,
         .cache = executor->cache,
     };
     char text[48];
