@@ -247,7 +247,6 @@ s1f_status s1f_op_causal_attention_backward(s1f_op_call *call)
     args.dk_strides = strides_of(&dk_sum);
     args.dv = dv_sum.data;
     args.dv_strides = strides_of(&dv_sum);
-    args.store_kv_grads = 1;
     return run_backward(call, &args, NULL);
 }
 
@@ -320,7 +319,7 @@ s1f_status s1f_op_segment_attention_backward(s1f_op_call *call)
     args.dk_strides = args.k_strides;
     args.dv = grads.dv;
     args.dv_strides = args.v_strides;
-    args.store_kv_grads = grads.kept == 0;
+    args.kept_kv_grads = grads.kept;
     S1F_TRY(new_key_gradients(call, &args)); /* later segments went backward before, so they are complete */
     return run_backward(call, &args, unit->cache);
 }
