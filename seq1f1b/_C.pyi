@@ -395,6 +395,8 @@ def executor_step(
     fill: Callable[[int, int], bool] | None,  # stage, cell
     segment_sizes: Callable[[int], list[int]],
     make_views: Callable[[object, int, Sequence[tuple[int, int, tuple[int, ...], int]]], Any],
+    part_sizes: Sequence[int] = (),  # siblings in one unit: tokens of each, those of one column after another
+    first_part: Sequence[int] = (),  # of each column, and behind the last their count; () with none
     /,
 ) -> None: ...
 def executor_last_unit(executor: object, /) -> _Unit: ...
