@@ -2,7 +2,7 @@
  *
  *   out[i] = sum_j p[i][j] v[j],   p[i] = softmax_j(logit[i][j]) over the visible j and the head's sink
  *   logit[i][j] = cap(scale q[i].k[j]) - slope (t_i - j),   t_i = q_start + i,   cap(x) = softcap tanh(x / softcap)
- *   visible: j <= t_i, t_i - j < window, docs[j] == docs[t_i]
+ *   visible: j <= t_i, t_i - j < window, docs[j] == docs[t_i] or j < shared_keys
  *   keys seen by a 3-row segment at q_start = 2:  111.. / 1111. / 11111
  *   sink: one more logit, alike in all rows, that takes part in the softmax's sum and has no value. With
  *   lse[i] = log(exp(sink) + sum_j exp(logit[i][j])), dsink = -sum_i exp(sink - lse[i]) (dout[i] . out[i]); the other
@@ -11,12 +11,15 @@
  * Shapes    q, dq (B, Hq, S, D); k (B, Hkv, T, D), T = q_start + S; v (B, Hkv, T, Dv); out, dout (B, Hq, S, Dv);
  *           lse (B, Hq, S); Hkv divides Hq; query head h reads kv head h / (Hq / Hkv)
  * Numerics  fp64 for fp64; otherwise fp32 sums and row statistics, one rounding at the end
+ * Rows      key t is counted along the path of its segments. It lies in row t of k, v, dk and dv, or where `ranges`
+ *           says; everything else that has a key in it (visible, docs, ALiBi) is about t
  * Truth     s1f_attention_ref_forward/backward: plain C, every option, every size, any strides
  * On CUDA   arguments of their own (cuda/attention_arguments.h) */
 #ifndef S1F_ATTENTION_H
 #define S1F_ATTENTION_H
 
 #include "../csrc/core/dtype.h"
+#include "../csrc/core/key_range.h"
 #include "../csrc/core/status.h"
 #include "strides.h"
 
@@ -28,6 +31,9 @@ typedef struct {
 
     const void *q, *k, *v;
     s1f_strides q_strides, k_strides, v_strides;
+    const s1f_key_range *ranges; /* rows of k, v, dk and dv: they cover keys [0, T) in order, no row is in two, and keys
+                                    [q_start, T) are in the last one. NULL: key t is row t */
+    int32_t num_ranges;
     void *out; /* forward: written; backward: read */
     s1f_strides out_strides;
     void *lse; /* float (double for fp64), (B, Hq, S) contiguous: natural log of the row sums */
@@ -39,17 +45,19 @@ typedef struct {
     int64_t slopes_batch_stride;
     const int32_t *docs; /* (B, T), row stride docs_batch_stride; NULL: one document */
     int64_t docs_batch_stride;
-    const void *sinks; /* float (double for fp64), (Hq), below infinity; -infinity is no sink. NULL: none */
+    int64_t shared_keys; /* keys [0, shared_keys), at most q_start, are visible whatever their document: siblings share
+                            them. Not with a window or ALiBi, for siblings do not follow one another */
+    const void *sinks;   /* float (double for fp64), (Hq), below infinity; -infinity is no sink. NULL: none */
 
     /* backward */
     const void *dout;
     s1f_strides dout_strides;
     void *dq;
     s1f_strides dq_strides;
-    void *dk, *dv; /* float (double for fp64), rows [0, T): added to, or stored where store_kv_grads */
+    void *dk, *dv; /* float (double for fp64), rows of keys [0, T) */
     s1f_strides dk_strides, dv_strides;
-    int32_t store_kv_grads;
-    void *own_dk, *own_dv; /* of dtype: the sums of rows [q_start, T), to which later segments have added; those rows of
+    int64_t kept_kv_grads; /* dk and dv of keys [0, kept_kv_grads) are added to, those of keys from it on are stored */
+    void *own_dk, *own_dv; /* of dtype: the sums of keys [q_start, T), to which later segments have added; their rows of
                               dk and dv then hold nothing of use. NULL: not asked for */
     s1f_strides own_dk_strides, own_dv_strides;
     void *dsinks; /* float (double for fp64), (Hq): stored, where there are sinks. NULL: not asked for */
@@ -77,7 +85,7 @@ s1f_status s1f_attention_ref_backward(const s1f_attention_args *args, const s1f_
 s1f_status s1f_attention_forward(const s1f_attention_args *args, const s1f_attention_context *context);
 s1f_status s1f_attention_backward(const s1f_attention_args *args, const s1f_attention_context *context);
 /* Bytes that the chosen path needs with a context of num_threads; 0 for arguments it would refuse. Reads sizes and
- * options, follows no pointer. */
+ * options, follows no pointer but that of ranges. */
 int64_t s1f_attention_scratch_bytes(const s1f_attention_args *args, int32_t num_threads, int backward);
 
 /* Name of the instruction set in use: "avx512bf16" (that is "avx512" with bf16 products of bf16 inputs), "avx512",

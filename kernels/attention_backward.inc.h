@@ -1,21 +1,21 @@
 /* attention_backward.inc.h - blocked attention, backward. Included by attention_blocked.inc.h.
  *
- * A task is a kv head, or a range of its keys where there are few heads; so each tile of dk and dv has one
+ * A task is a kv head, or a part of its keys where there are few heads; so each tile of dk and dv has one
  * owner, which adds it to the accumulators once. With X and P as in forward from the stored lse,
  * D = rowsum(dout * out):
  *   dP = dO V^T,   dS = P (dP - D),   dV += P^T dO,   dK += dS^T Q,   dQ += dS K,   dsink = -sum 2^(sink - lse) D
  * A micro-tile of S and dP becomes P and dS while it is in L1, so no block of them is written and read again as fp32.
- * Packed rows and dQ of a whole head are in the worker's scratch, and so near. Ranges of a head share the rows; dQ of
+ * Packed rows and dQ of a whole head are in the worker's scratch, and so near. Parts of a head share the rows; dQ of
  * each is its own, and they are summed in order at the end. */
 
 enum {
     BACKWARD_ROWS = 2 * ROWS, /* of P and dS at a time, 96 operands deep for dk and dv */
-    BACKWARD_TASKS = 8,       /* that the ranges of keys are cut for, where they are long enough */
-    /* If there are fewer heads than this, one in FINER comes last and is cut into FINER times the ranges: nobody
+    BACKWARD_TASKS = 8,       /* that the parts of keys are cut for, where they are long enough */
+    /* If there are fewer heads than this, one in FINER comes last and is cut into FINER times the parts: nobody
      * waits long for a slower core that has one of these small tasks. */
     FEW_HEADS = 32,
     FINER = 4,
-    MIN_RANGE = 512, /* keys of a task, unless there are fewer */
+    MIN_PART = 512, /* keys of a task, unless there are fewer */
     /* A block of keys meets PASS_ROWS rows at a time, over its heads, so that q, dout and dq stay near; and all of them
      * where they are no more than WHOLE_PASS_ROWS. */
     PASS_ROWS = 1024,
@@ -29,30 +29,30 @@ typedef struct {                     /* what the rows of a kv head's query heads
     operand *q, *dout;               /* (.., depth), (.., v_depth) */
     operand *q_across, *dout_across; /* (.. / PER_OPERAND, dim or v_dim); the same memory where both are the same */
     float *lse, *delta;              /* (..): in powers of two; rowsum(dout * out) */
-    float *dq;                       /* (ranges, .., dim) */
+    float *dq;                       /* (parts, .., dim) */
 } row_group;
 
-static key_cut cut_keys(int64_t heads, int64_t keys, int64_t ranges)
+static key_cut cut_keys(int64_t heads, int64_t keys, int64_t parts)
 {
-    int64_t of_range = round_up(s1f_max((keys + ranges - 1) / ranges, MIN_RANGE), KEYS);
-    return (key_cut){heads, (keys + of_range - 1) / of_range, of_range};
+    int64_t of_part = round_up(s1f_max((keys + parts - 1) / parts, MIN_PART), KEYS);
+    return (key_cut){heads, (keys + of_part - 1) / of_part, of_part};
 }
 
 /* Floats of a row_group: q and dout, as fp32 once, as pairs of bf16 along rows and across them; dq; lse, delta. */
-static int64_t row_group_floats(const attention_job *job, int64_t ranges)
+static int64_t row_group_floats(const attention_job *job, int64_t parts)
 {
     int64_t rows = group_of(job->args) * job->rows;
-    return rows * ((1 + ranges) * job->dim + job->v_dim) + 2 * round_up(rows, ALIGNED);
+    return rows * ((1 + parts) * job->dim + job->v_dim) + 2 * round_up(rows, ALIGNED);
 }
 
-static row_group row_group_at(const attention_job *job, float *memory, int64_t ranges)
+static row_group row_group_at(const attention_job *job, float *memory, int64_t parts)
 {
     int64_t rows = group_of(job->args) * job->rows;
-    row_group g = {.dq = memory, .q = memory + ranges * rows * job->dim};
+    row_group g = {.dq = memory, .q = memory + parts * rows * job->dim};
     g.dout = g.q + rows * job->depth;
     g.q_across = OPERAND_PAIRS ? g.dout + rows * job->v_depth : g.q;
     g.dout_across = OPERAND_PAIRS ? g.q_across + rows * job->depth : g.dout;
-    g.lse = g.dq + rows * ((1 + ranges) * job->dim + job->v_dim);
+    g.lse = g.dq + rows * ((1 + parts) * job->dim + job->v_dim);
     g.delta = g.lse + round_up(rows, ALIGNED);
     return g;
 }
@@ -68,9 +68,9 @@ static attention_job backward_job(const s1f_attention_args *args)
 {
     int64_t heads = args->batch * args->kv_heads;
     int64_t dim = round_up(args->head_dim, VEC_LANES), v_dim = round_up(args->v_head_dim, VEC_LANES);
-    int64_t keys = args->q_start + args->segment_len, ranges = (BACKWARD_TASKS + heads - 1) / heads;
+    int64_t keys = args->q_start + args->segment_len, parts = (BACKWARD_TASKS + heads - 1) / heads;
     int64_t last = heads < FEW_HEADS ? heads / FINER : 0;
-    key_cut first_cut = cut_keys(heads - last, keys, ranges), last_cut = cut_keys(last, keys, FINER * ranges);
+    key_cut first_cut = cut_keys(heads - last, keys, parts), last_cut = cut_keys(last, keys, FINER * parts);
     attention_job job = {.args = args,
                          .dim = dim,
                          .v_dim = v_dim,
@@ -78,8 +78,8 @@ static attention_job backward_job(const s1f_attention_args *args)
                          .v_depth = v_dim / PER_OPERAND,
                          .rows = round_up(args->segment_len, TILE_ROWS),
                          .cuts = {first_cut, last_cut},
-                         .main_tasks = first_cut.heads * first_cut.ranges + last_cut.heads * last_cut.ranges};
-    job.scratch_floats = key_block_floats(&job) + (first_cut.ranges == 1 ? row_group_floats(&job, 1) : 0);
+                         .main_tasks = first_cut.heads * first_cut.parts + last_cut.heads * last_cut.parts};
+    job.scratch_floats = key_block_floats(&job) + (first_cut.parts == 1 ? row_group_floats(&job, 1) : 0);
     return job;
 }
 
@@ -88,24 +88,24 @@ static key_cut cut_of(const attention_job *job, int64_t kv_head)
     return job->cuts[kv_head >= job->cuts[0].heads];
 }
 
-/* The first kv head of (B, Hkv) that is cut into ranges; all after it are. */
+/* The first kv head of (B, Hkv) that is cut into parts; all after it are. */
 static int64_t first_cut_head(const attention_job *job)
 {
-    int64_t whole = job->cuts[0].ranges == 1 ? job->cuts[0].heads : 0;
-    return job->cuts[1].ranges == 1 ? whole + job->cuts[1].heads : whole;
+    int64_t whole = job->cuts[0].parts == 1 ? job->cuts[0].heads : 0;
+    return job->cuts[1].parts == 1 ? whole + job->cuts[1].heads : whole;
 }
 
 /* Floats of the row groups of the cut heads before `kv_head`. */
 static int64_t shared_floats(const attention_job *job, int64_t kv_head)
 {
     int64_t first = first_cut_head(job), of_last = s1f_max(0, kv_head - s1f_max(first, job->cuts[0].heads));
-    return (kv_head - first - of_last) * row_group_floats(job, job->cuts[0].ranges) +
-           of_last * row_group_floats(job, job->cuts[1].ranges);
+    return (kv_head - first - of_last) * row_group_floats(job, job->cuts[0].parts) +
+           of_last * row_group_floats(job, job->cuts[1].parts);
 }
 
 static row_group shared_row_group(const attention_job *job, int64_t kv_head)
 {
-    return row_group_at(job, job->shared + shared_floats(job, kv_head), cut_of(job, kv_head).ranges);
+    return row_group_at(job, job->shared + shared_floats(job, kv_head), cut_of(job, kv_head).parts);
 }
 
 /* The first row that sees a key from `key` on, from a whole micro-tile on. */
@@ -186,19 +186,19 @@ static void prepare_piece(const attention_job *job, const row_group *to, int64_t
         job->sink_sums[(batch * args->heads + head) * num_pieces(job) + piece] = sink_sum;
 }
 
-/* dq of a piece of query head g of a kv head: the sum over its ranges of keys, in order. */
+/* dq of a piece of query head g of a kv head: the sum over its parts of keys, in order. */
 static void store_query_gradient(const attention_job *job, const row_group *rows, int64_t kv_head, int64_t g,
                                  int64_t piece)
 {
     const s1f_attention_args *args = job->args;
-    int64_t begin = piece * ROWS, dim = job->dim, range_floats = group_of(args) * job->rows * dim;
+    int64_t begin = piece * ROWS, dim = job->dim, part_floats = group_of(args) * job->rows * dim;
     int64_t batch = kv_head / args->kv_heads, head = kv_head % args->kv_heads * group_of(args) + g;
     key_cut cut = cut_of(job, kv_head);
     for (int64_t row = begin; row < s1f_min(begin + ROWS, args->segment_len); row++) {
         float *dq = rows->dq + (g * job->rows + row) * dim;
-        for (int64_t range = 1; range < cut.ranges && row >= first_row_seeing(args, range * cut.keys); range++)
+        for (int64_t part = 1; part < cut.parts && row >= first_row_seeing(args, part * cut.keys); part++)
             for (int64_t c = 0; c < dim; c++)
-                dq[c] += dq[range * range_floats + c];
+                dq[c] += dq[part * part_floats + c];
         narrow_row(args->dtype, args->dq, s1f_at(args->dq_strides, batch, head, row), args->head_dim,
                    (float)args->scale, dq);
     }
@@ -360,57 +360,73 @@ typedef struct {
     int64_t batch, kv_head;
     int64_t first_key, last_key;
     row_group rows; /* dq: its own, (group, rows, dim) */
-} key_range;
+} key_part;
 
-/* A range of keys against rows [begin, end) of the query heads of its kv head. */
-static void backward_pass(const attention_job *job, const key_range *range, int64_t begin, int64_t end, key_block *b)
+/* Adds the sums of a block to the rows of its keys in dk and dv, or stores them where no pass was before and no segment
+ * after. begin, end: the rows of the pass. */
+static void add_key_gradients(const attention_job *job, const key_part *part, int64_t begin, int64_t end,
+                              int64_t first_key, int64_t keys, const key_block *b)
+{
+    const s1f_attention_args *args = job->args;
+    s1f_strides dk_strides = args->dk_strides, dv_strides = args->dv_strides;
+    for (int64_t i = 0, run_end = 0; i < keys; i = run_end) {
+        int64_t key = first_key + i, row = s1f_key_row(args, key, &run_end);
+        float *dk = (float *)args->dk + s1f_at(dk_strides, part->batch, part->kv_head, row);
+        float *dv = (float *)args->dv + s1f_at(dv_strides, part->batch, part->kv_head, row);
+        run_end = s1f_min(keys, i + run_end);
+        for (; i < run_end; i++, key++, dk += dk_strides.row, dv += dv_strides.row) {
+            if (i + AHEAD < run_end) {
+                fetch_bytes(dk + AHEAD * dk_strides.row, args->head_dim * (int64_t)sizeof *dk);
+                fetch_bytes(dv + AHEAD * dv_strides.row, args->v_head_dim * (int64_t)sizeof *dv);
+            }
+            int stores = end == job->rows && key >= args->kept_kv_grads;
+            int64_t own_row = key - args->q_start;
+            int is_own = args->own_dk && own_row >= begin; /* and no row before sees it */
+            add_key_gradient(args->dtype, args->head_dim, stores, (float)args->scale, b->dk + i * job->dim, dk,
+                             is_own ? args->own_dk : NULL,
+                             is_own ? s1f_at(args->own_dk_strides, part->batch, part->kv_head, own_row) : 0);
+            add_key_gradient(args->dtype, args->v_head_dim, stores, 1, b->dv + i * job->v_dim, dv,
+                             is_own ? args->own_dv : NULL,
+                             is_own ? s1f_at(args->own_dv_strides, part->batch, part->kv_head, own_row) : 0);
+        }
+    }
+}
+
+/* A part of keys against rows [begin, end) of the query heads of its kv head. */
+static void backward_pass(const attention_job *job, const key_part *part, int64_t begin, int64_t end, key_block *b)
 {
     const s1f_attention_args *args = job->args;
     int64_t dim = job->dim, v_dim = job->v_dim, group = group_of(args), rows = job->rows;
-    int64_t last_key = s1f_min(range->last_key, args->q_start + s1f_min(end, args->segment_len));
-    int stores = args->store_kv_grads && end == rows; /* the last rows come first, and see every key */
-    exponent_rule any = rule_of(args, range->batch, range->kv_head * group); /* its heads hide the same keys */
-    for (int64_t key = range->first_key; key < last_key; key += KEYS) {
+    int64_t last_key = s1f_min(part->last_key, args->q_start + s1f_min(end, args->segment_len));
+    int is_first_pass = end == rows; /* the last rows come first, and see every key */
+    exponent_rule any = rule_of(args, part->batch, part->kv_head * group); /* its heads hide the same keys */
+    for (int64_t key = part->first_key; key < last_key; key += KEYS) {
         int64_t keys = s1f_min(KEYS, last_key - key);
         int64_t first = s1f_max(begin, first_row_seeing(args, key));
         int is_hidden = block_visibility(&any, args->q_start + first, end - first, key, keys) == ALL_HIDDEN;
-        if (is_hidden && !stores)
+        if (is_hidden && !(is_first_pass && key + keys > args->kept_kv_grads)) /* nor is a zero to be stored */
             continue;
         memset(b->dk, 0, (size_t)(KEYS * (dim + v_dim)) * sizeof *b->dk);
         if (!is_hidden) {
-            source_rows k = rows_of(args, args->k, args->k_strides, range->batch, range->kv_head, key, keys);
-            source_rows v = v_rows_of(args, args->v, args->v_strides, range->batch, range->kv_head, key, keys);
+            int64_t batch = part->batch, kv_head = part->kv_head;
+            source_rows k = keys_of(args, args->k, args->k_strides, args->head_dim, batch, kv_head, key, keys);
+            source_rows v = keys_of(args, args->v, args->v_strides, args->v_head_dim, batch, kv_head, key, keys);
             pack_panels(&k, dim, b->room, b->k_panels);
             pack_panels(&v, v_dim, b->room, b->v_panels);
             b->k_across = pack_across(&k, round_up(keys, PER_OPERAND), dim, b->k_room);
         }
         for (int64_t g = 0; g < group && !is_hidden; g++) {
-            exponent_rule rule = rule_of(args, range->batch, range->kv_head * group + g);
+            exponent_rule rule = rule_of(args, part->batch, part->kv_head * group + g);
             for (int64_t row = first; row < end; row += BACKWARD_ROWS)
-                backward_block(job, &rule, &range->rows, g * rows + row, s1f_min(BACKWARD_ROWS, end - row),
+                backward_block(job, &rule, &part->rows, g * rows + row, s1f_min(BACKWARD_ROWS, end - row),
                                args->q_start + row, key, keys, b);
         }
-        for (int64_t i = 0; i < keys; i++) {
-            float *dk = (float *)args->dk + s1f_at(args->dk_strides, range->batch, range->kv_head, key + i);
-            float *dv = (float *)args->dv + s1f_at(args->dv_strides, range->batch, range->kv_head, key + i);
-            if (i + AHEAD < keys) {
-                fetch_bytes(dk + AHEAD * args->dk_strides.row, args->head_dim * (int64_t)sizeof *dk);
-                fetch_bytes(dv + AHEAD * args->dv_strides.row, args->v_head_dim * (int64_t)sizeof *dv);
-            }
-            int64_t row = key + i - args->q_start;
-            int is_own = args->own_dk && row >= begin; /* and no row before sees it */
-            add_key_gradient(args->dtype, args->head_dim, stores, (float)args->scale, b->dk + i * dim, dk,
-                             is_own ? args->own_dk : NULL,
-                             is_own ? s1f_at(args->own_dk_strides, range->batch, range->kv_head, row) : 0);
-            add_key_gradient(args->dtype, args->v_head_dim, stores, 1, b->dv + i * v_dim, dv,
-                             is_own ? args->own_dv : NULL,
-                             is_own ? s1f_at(args->own_dv_strides, range->batch, range->kv_head, row) : 0);
-        }
+        add_key_gradients(job, part, begin, end, key, keys, b);
     }
 }
 
-/* A range of keys of one kv head, against every row of its query heads; with all that is to be done for these, where
- * it is the only range. */
+/* A part of keys of one kv head, against every row of its query heads; with all that is to be done for these, where
+ * it is the only part. */
 static void backward_task(const attention_job *job, int64_t task, float *scratch)
 {
     const s1f_attention_args *args = job->args;
@@ -426,30 +442,30 @@ static void backward_task(const attention_job *job, int64_t task, float *scratch
     b.dv = b.dk + KEYS * dim;
     b.room = b.dv + KEYS * job->v_dim;
 
-    int64_t before = job->cuts[0].heads * job->cuts[0].ranges, is_last = task >= before;
+    int64_t before = job->cuts[0].heads * job->cuts[0].parts, is_last = task >= before;
     int64_t in_cut = is_last ? task - before : task, cut_heads = job->cuts[is_last].heads;
-    int64_t kv_head = (is_last ? job->cuts[0].heads : 0) + in_cut % cut_heads, part = in_cut / cut_heads;
-    int64_t is_whole = job->cuts[is_last].ranges == 1, cut_keys = job->cuts[is_last].keys, pieces = num_pieces(job);
-    key_range range = {.batch = kv_head / args->kv_heads,
-                       .kv_head = kv_head % args->kv_heads,
-                       .first_key = part * cut_keys,
-                       .last_key = s1f_min((part + 1) * cut_keys, args->q_start + args->segment_len),
-                       .rows = is_whole ? row_group_at(job, scratch + key_block_floats(job), 1)
-                                        : shared_row_group(job, kv_head)};
-    range.rows.dq += part * group * rows * dim;
+    int64_t kv_head = (is_last ? job->cuts[0].heads : 0) + in_cut % cut_heads, index = in_cut / cut_heads;
+    int64_t is_whole = job->cuts[is_last].parts == 1, cut_keys = job->cuts[is_last].keys, pieces = num_pieces(job);
+    key_part part = {.batch = kv_head / args->kv_heads,
+                     .kv_head = kv_head % args->kv_heads,
+                     .first_key = index * cut_keys,
+                     .last_key = s1f_min((index + 1) * cut_keys, args->q_start + args->segment_len),
+                     .rows = is_whole ? row_group_at(job, scratch + key_block_floats(job), 1)
+                                      : shared_row_group(job, kv_head)};
+    part.rows.dq += index * group * rows * dim;
     if (is_whole)
         for (int64_t piece = 0; piece < group * pieces; piece++)
-            prepare_piece(job, &range.rows, kv_head, piece / pieces, piece % pieces, scratch);
-    for (int64_t g = 0, first = first_row_seeing(args, range.first_key); g < group; g++)
-        memset(range.rows.dq + (g * rows + first) * dim, 0, (size_t)((rows - first) * dim) * sizeof *range.rows.dq);
+            prepare_piece(job, &part.rows, kv_head, piece / pieces, piece % pieces, scratch);
+    for (int64_t g = 0, first = first_row_seeing(args, part.first_key); g < group; g++)
+        memset(part.rows.dq + (g * rows + first) * dim, 0, (size_t)((rows - first) * dim) * sizeof *part.rows.dq);
 
     int64_t pass_rows =
         group * rows <= WHOLE_PASS_ROWS ? rows : s1f_max(PASS_ROWS / group / BACKWARD_ROWS, 1) * BACKWARD_ROWS;
     for (int64_t begin = (rows - 1) / pass_rows * pass_rows; begin >= 0; begin -= pass_rows)
-        backward_pass(job, &range, begin, s1f_min(begin + pass_rows, rows), &b);
+        backward_pass(job, &part, begin, s1f_min(begin + pass_rows, rows), &b);
     if (is_whole)
         for (int64_t piece = 0; piece < group * pieces; piece++)
-            store_query_gradient(job, &range.rows, kv_head, piece / pieces, piece % pieces);
+            store_query_gradient(job, &part.rows, kv_head, piece / pieces, piece % pieces);
 }
 
 static void store_sink_gradients(const attention_job *job)

@@ -8,7 +8,9 @@
  *
  * Work on the diagonal is trimmed per micro-tile of rows: no product runs over keys that none of its rows sees, but for
  * the second half of a pair. A product may run over up to TILE_ROWS - 1 keys with a p of 0; so a NaN or infinity in one
- * token can reach the few rows before it, which the truth keeps clean. Rows of k and v from T on are never read.
+ * token can reach the few rows before it, which the truth keeps clean. Rows of k and v that hold none of the T keys are
+ * never read. A block of keys takes its rows from wherever its ranges have them, as it is packed, so results are those
+ * of keys that lie one after another, to the bit.
  * Every sum has one order, whatever the number of threads.
  *
  * fp64 and heads wider than MAX_DIM are handed to the truth. */
@@ -40,8 +42,8 @@ _Static_assert((KEYS + TILE_ROWS + VEC_LANES - 1) / VEC_LANES * VEC_LANES <= PIT
 typedef struct attention_job attention_job;
 typedef void (*task_body)(const attention_job *job, int64_t task, float *scratch);
 
-typedef struct {                 /* backward: how the keys of some kv heads are cut into ranges */
-    int64_t heads, ranges, keys; /* ranges of a head, keys of a range */
+typedef struct {                /* backward: how the keys of some kv heads are cut into parts */
+    int64_t heads, parts, keys; /* parts of a head, keys of a part */
 } key_cut;
 
 struct attention_job {
@@ -109,17 +111,34 @@ static int64_t num_workers(const attention_job *job, int32_t num_threads)
 
 /* ---- rows of a block ---- */
 
-/* The first is for q and k, the second for v, out and dout. */
+/* The first is for q, the second for out and dout. */
 static source_rows rows_of(const s1f_attention_args *args, const void *x, s1f_strides strides, int64_t batch,
                            int64_t head, int64_t row, int64_t count)
 {
-    return (source_rows){x, s1f_at(strides, batch, head, row), strides.row, count, args->head_dim, args->dtype};
+    return (source_rows){.x = x,
+                         .at = s1f_at(strides, batch, head, row),
+                         .stride = strides.row,
+                         .count = count,
+                         .n = args->head_dim,
+                         .dtype = args->dtype};
 }
 
 static source_rows v_rows_of(const s1f_attention_args *args, const void *x, s1f_strides strides, int64_t batch,
                              int64_t head, int64_t row, int64_t count)
 {
-    return (source_rows){x, s1f_at(strides, batch, head, row), strides.row, count, args->v_head_dim, args->dtype};
+    source_rows rows = rows_of(args, x, strides, batch, head, row, count);
+    rows.n = args->v_head_dim;
+    return rows;
+}
+
+/* Keys [key, key + count) of k or v, whose heads are `dim` wide. */
+static source_rows keys_of(const s1f_attention_args *args, const void *x, s1f_strides strides, int64_t dim,
+                           int64_t batch, int64_t kv_head, int64_t key, int64_t count)
+{
+    source_rows all = rows_of(args, x, strides, batch, kv_head, 0, args->q_start + args->segment_len);
+    all.n = dim;
+    all.args = args->ranges ? args : NULL;
+    return part_of(&all, key, count);
 }
 
 /* Keys of a block that the row sees, of those from `first_key` on; `token` is the row's own. */

@@ -155,8 +155,8 @@ static void forward_task(const attention_job *job, int64_t task, float *scratch)
         int64_t first_seeing = s1f_max(0, key - first_token) / TILE_ROWS * TILE_ROWS;
         if (block_visibility(&any, first_token + first_seeing, rows - first_seeing, key, keys) == ALL_HIDDEN)
             continue;
-        source_rows k = rows_of(args, args->k, args->k_strides, batch, kv_head, key, keys);
-        source_rows values = v_rows_of(args, args->v, args->v_strides, batch, kv_head, key, keys);
+        source_rows k = keys_of(args, args->k, args->k_strides, args->head_dim, batch, kv_head, key, keys);
+        source_rows values = keys_of(args, args->v, args->v_strides, args->v_head_dim, batch, kv_head, key, keys);
         pack_panels(&k, dim, room, k_panels);
         const operand *v = pack_across(&values, round_up(keys, PER_OPERAND), v_dim, v_room);
         for (int64_t g = 0; g < group; g++) {

@@ -53,6 +53,27 @@ static inline int64_t s1f_max(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
+/* The row of k, v, dk and dv in which a key lies. *run: as many keys from it on lie in the rows after it. */
+static inline int64_t s1f_key_row(const s1f_attention_args *args, int64_t key, int64_t *run)
+{
+    if (!args->ranges) {
+        *run = args->q_start + args->segment_len - key;
+        return key;
+    }
+    const s1f_key_range *first = args->ranges;
+    for (int32_t left = args->num_ranges; left > 1;) { /* it is in one of so many, from `first` on */
+        int32_t half = left / 2;
+        if (first[half].begin <= key) {
+            first += half;
+            left -= half;
+        } else {
+            left = half;
+        }
+    }
+    *run = first->end - key;
+    return first->row + key - first->begin;
+}
+
 /* First element of row `row` of head `head`, in elements. */
 static inline int64_t s1f_at(s1f_strides strides, int64_t batch, int64_t head, int64_t row)
 {

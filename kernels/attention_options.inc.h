@@ -19,6 +19,7 @@ typedef struct {        /* of one query head */
     int64_t window;     /* 0: all */
     int64_t num_tokens; /* T */
     const int32_t *docs;
+    int64_t shared; /* keys before it are in everybody's document */
     int transforms; /* 1: the pass is needed even where nothing is hidden */
 } exponent_rule;
 
@@ -30,6 +31,7 @@ static exponent_rule rule_of(const s1f_attention_args *args, int64_t batch, int6
         .window = args->window < tokens ? args->window : 0,
         .num_tokens = tokens,
         .docs = args->docs ? args->docs + batch * args->docs_batch_stride : NULL,
+        .shared = args->shared_keys,
     };
     if (args->softcap > 0) {
         rule.cap = (float)(args->softcap * LOG2_E);
@@ -65,11 +67,12 @@ static visibility block_visibility(const exponent_rule *rule, int64_t token, int
         if (first_key <= last - rule->window)
             seen = SOME_HIDDEN;
     }
-    if (rule->docs) {
+    int64_t first_own = s1f_max(first_key, rule->shared), end = s1f_min(first_key + keys, last + 1);
+    if (rule->docs && first_own < end) {
         int32_t low, high, key_low, key_high;
         id_range(rule->docs + token, last + 1 - token, &low, &high);
-        id_range(rule->docs + first_key, s1f_min(keys, last + 1 - first_key), &key_low, &key_high);
-        if (low > key_high || key_low > high)
+        id_range(rule->docs + first_own, end - first_own, &key_low, &key_high);
+        if (first_own == first_key && (low > key_high || key_low > high))
             return ALL_HIDDEN;
         if (low != high || key_low != key_high)
             seen = SOME_HIDDEN;
@@ -92,7 +95,7 @@ static void hide_keys(const exponent_rule *rule, int64_t token, int64_t first_ke
     if (rule->docs) {
         int32_t own = rule->docs[s1f_min(token, rule->num_tokens - 1)];
         for (; i < keys; i++)
-            hidden[i] = rule->docs[first_key + i] == own ? 0 : HIDDEN;
+            hidden[i] = first_key + i < rule->shared || rule->docs[first_key + i] == own ? 0 : HIDDEN;
     }
     for (; i < round_up(keys, VEC_LANES); i++)
         hidden[i] = 0;

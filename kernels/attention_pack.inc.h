@@ -40,12 +40,36 @@ static void narrow_row(int32_t dtype, void *x, int64_t ix, int64_t n, float fact
             ((uint16_t *)x)[ix + c] = s1f_to_fp16(factor * row[c]);
 }
 
-/* Rows to be packed: `count` of them, each `n` elements, the first at element `at`. */
+/* Rows to be packed: `count` of them, each `n` elements, the first at element `at`. Keys of several ranges do not follow
+ * one another: `args` says where row i, which is key first_key + i, lies from `at` on. It is NULL for all else. */
 typedef struct {
     const void *x;
     int64_t at, stride, count, n;
     int32_t dtype;
+    const s1f_attention_args *args;
+    int64_t first_key;
 } source_rows;
+
+static inline int64_t element_of(const source_rows *from, int64_t row)
+{
+    int64_t run;
+    return from->at + (from->args ? s1f_key_row(from->args, from->first_key + row, &run) : row) * from->stride;
+}
+
+/* Rows [row, row + count). */
+static source_rows part_of(const source_rows *from, int64_t row, int64_t count)
+{
+    source_rows part = *from;
+    part.count = count;
+    int64_t run = count, place = from->args ? s1f_key_row(from->args, from->first_key + row, &run) : row;
+    if (run >= count) {
+        part.at += place * from->stride;
+        part.args = NULL;
+    } else {
+        part.first_key += row;
+    }
+    return part;
+}
 
 /* Asks for memory that is about to be used: rows of different tokens lie in different pages, where no hardware looks
  * ahead. */
@@ -60,20 +84,20 @@ static void fetch_rows(const source_rows *rows)
 {
     int64_t bytes = s1f_dtype_bytes(rows->dtype);
     for (int64_t row = 0; row < rows->count; row++)
-        fetch_bytes((const char *)rows->x + (rows->at + row * rows->stride) * bytes, rows->n * bytes);
+        fetch_bytes((const char *)rows->x + element_of(rows, row) * bytes, rows->n * bytes);
 }
 
 static void pack_row(const source_rows *from, int64_t row, operand *to, int64_t dim)
 {
 #if OPERAND_PAIRS
-    const uint16_t *x = (const uint16_t *)from->x + from->at + row * from->stride;
+    const uint16_t *x = (const uint16_t *)from->x + element_of(from, row);
     uint16_t *elements = (uint16_t *)(void *)to;
     for (int64_t c = 0; c < from->n; c++)
         elements[c] = x[c];
     for (int64_t c = from->n; c < dim; c++)
         elements[c] = 0;
 #else
-    widen_row(from->dtype, from->x, from->at + row * from->stride, from->n, to, dim);
+    widen_row(from->dtype, from->x, element_of(from, row), from->n, to, dim);
 #endif
 }
 
@@ -91,9 +115,10 @@ static const operand *pack_across(const source_rows *from, int64_t padded, int64
 #if OPERAND_PAIRS
     int64_t packed = round_up(from->count, 2);
     for (int64_t row = 0; row < packed; row += 2) {
-        const uint16_t *low = (const uint16_t *)from->x + from->at + row * from->stride, *high = low + from->stride;
+        const uint16_t *x = from->x, *low = x + element_of(from, row);
         uint32_t *to = (uint32_t *)(void *)(room + row / 2 * dim);
-        if (row + 1 < from->count)
+        const uint16_t *high = row + 1 < from->count ? x + element_of(from, row + 1) : NULL;
+        if (high)
             for (int64_t c = 0; c < from->n; c++)
                 to[c] = (uint32_t)low[c] | (uint32_t)high[c] << 16;
         else
@@ -103,7 +128,7 @@ static const operand *pack_across(const source_rows *from, int64_t padded, int64
     }
     memset(room + packed / 2 * dim, 0, (size_t)((padded - packed) / 2 * dim) * sizeof *room);
 #else
-    if (from->dtype == S1F_FLOAT32 && from->stride == dim && from->n == dim && padded == from->count)
+    if (!from->args && from->dtype == S1F_FLOAT32 && from->stride == dim && from->n == dim && padded == from->count)
         return (const operand *)from->x + from->at;
     pack_rows(from, padded, dim, room);
 #endif
@@ -169,13 +194,11 @@ static void pack_panels(const source_rows *from, int64_t dim, operand *room, ope
         operand *to = panels + row / PANEL * PANEL * depth + row % PANEL;
         int64_t present = s1f_max(0, s1f_min(BLOCK_ROWS, from->count - row)), row_bytes = depth * (int64_t)sizeof *room;
         const char *rows = (const char *)room;
-        if (is_operands && present == BLOCK_ROWS) {
-            rows = (const char *)from->x + (from->at + row * from->stride) * element;
-            row_bytes = from->stride * element;
+        source_rows part = part_of(from, row, present);
+        if (is_operands && present == BLOCK_ROWS && !part.args) {
+            rows = (const char *)part.x + part.at * element;
+            row_bytes = part.stride * element;
         } else {
-            source_rows part = *from;
-            part.at += row * from->stride;
-            part.count = present;
             pack_rows(&part, BLOCK_ROWS, dim, room);
         }
         for (int64_t c = 0; c < depth; c += 4)

@@ -6,7 +6,8 @@
  *   dq[i] = scale sum_j ds k[j]     dk[j] = scale sum_i ds q[i]
  *   dsink = -sum_i exp(sink - lse) dout[i].out[i]
  * It goes over the pairs twice, by rows for dq and by columns for dk and dv, so every sum has one owner and one order.
- * A row that sees nothing does not exist: a token always sees itself. Rows of k and v from T on are never read. */
+ * A row that sees nothing does not exist: a token always sees itself. Rows of k and v that hold none of the T keys are
+ * never read. */
 #include "attention_internal.h"
 
 #include <math.h>
@@ -76,17 +77,17 @@ static void store(int32_t dtype, void *x, int64_t ix, const double *values, doub
     }
 }
 
-static void accumulate(const s1f_attention_args *args, void *x, int64_t ix, const double *values, double factor,
-                       int64_t n)
+static void accumulate(const s1f_attention_args *args, int stores, void *x, int64_t ix, const double *values,
+                       double factor, int64_t n)
 {
     for (int64_t c = 0; c < n; c++) {
         double value = values[c] * factor;
         if (args->dtype == S1F_FLOAT64) {
             double *place = (double *)x + ix + c;
-            *place = args->store_kv_grads ? value : *place + value;
+            *place = stores ? value : *place + value;
         } else {
             float *place = (float *)x + ix + c;
-            *place = (float)(args->store_kv_grads ? value : (double)*place + value);
+            *place = (float)(stores ? value : (double)*place + value);
         }
     }
 }
@@ -112,11 +113,19 @@ static int64_t kv_head_of(const s1f_attention_args *args, int64_t head)
     return head / (args->heads / args->kv_heads);
 }
 
+/* First element of a key in k, v, dk or dv. */
+static int64_t key_at(const s1f_attention_args *args, s1f_strides strides, int64_t batch, int64_t kv_head, int64_t key)
+{
+    int64_t run;
+    return s1f_at(strides, batch, kv_head, s1f_key_row(args, key, &run));
+}
+
 static int visible(const s1f_attention_args *args, int64_t batch, int64_t row, int64_t key)
 {
     int64_t token = args->q_start + row;
     const int32_t *docs = args->docs ? args->docs + batch * args->docs_batch_stride : NULL;
-    return key <= token && (args->window == 0 || token - key < args->window) && (!docs || docs[key] == docs[token]);
+    return key <= token && (args->window == 0 || token - key < args->window) &&
+           (!docs || key < args->shared_keys || docs[key] == docs[token]);
 }
 
 /* The logit; *slope_of_cap: its derivative by scale q.k. */
@@ -124,7 +133,7 @@ static double logit(const s1f_attention_args *args, int64_t batch, int64_t head,
                     double *slope_of_cap)
 {
     double x = args->scale * dot(args->dtype, args->q, s1f_at(args->q_strides, batch, head, row), args->k,
-                                 s1f_at(args->k_strides, batch, kv_head_of(args, head), key), args->head_dim);
+                                 key_at(args, args->k_strides, batch, kv_head_of(args, head), key), args->head_dim);
     *slope_of_cap = 1;
     if (args->softcap > 0) {
         double squashed = tanh(x / args->softcap);
@@ -143,7 +152,7 @@ static void pair_gradient(const s1f_attention_args *args, int64_t batch, int64_t
     double slope_of_cap;
     double x = logit(args, batch, head, row, key, &slope_of_cap);
     double dp = dot(args->dtype, args->dout, s1f_at(args->dout_strides, batch, head, row), args->v,
-                    s1f_at(args->v_strides, batch, kv_head_of(args, head), key), args->v_head_dim);
+                    key_at(args, args->v_strides, batch, kv_head_of(args, head), key), args->v_head_dim);
     *p = exp(x - lse_of(args, batch, head, row));
     *ds = *p * (dp - delta) * slope_of_cap;
 }
@@ -180,7 +189,7 @@ static void forward_row(const s1f_attention_args *args, int64_t batch, int64_t h
         for (int64_t key = 0; key < num_keys; key++)
             if (visible(args, batch, row, key))
                 add_scaled(out, weights[key], args->dtype, args->v,
-                           s1f_at(args->v_strides, batch, kv_head_of(args, head), key) + from, n);
+                           key_at(args, args->v_strides, batch, kv_head_of(args, head), key) + from, n);
         store(args->dtype, args->out, s1f_at(args->out_strides, batch, head, row) + from, out, 1 / sum, n);
     }
 
@@ -218,7 +227,7 @@ static void query_gradient(const s1f_attention_args *args, int64_t batch, int64_
         for (int64_t key = 0; key < num_keys; key++)
             if (visible(args, batch, row, key))
                 add_scaled(dq, ds[key], args->dtype, args->k,
-                           s1f_at(args->k_strides, batch, kv_head_of(args, head), key) + from, n);
+                           key_at(args, args->k_strides, batch, kv_head_of(args, head), key) + from, n);
         store(args->dtype, args->dq, s1f_at(args->dq_strides, batch, head, row) + from, dq, args->scale, n);
     }
 }
@@ -246,13 +255,13 @@ static void key_gradient_sums(const s1f_attention_args *args, int64_t batch, int
     int64_t group = args->heads / args->kv_heads, first_row = s1f_max(0, key - args->q_start);
     for (int64_t from = 0; from < dim; from += CHUNK) {
         double sums[CHUNK] = {0};
-        int64_t n = s1f_min(CHUNK, dim - from), at = s1f_at(to.strides, batch, kv_head, key) + from;
+        int64_t n = s1f_min(CHUNK, dim - from), at = key_at(args, to.strides, batch, kv_head, key) + from;
         for (int64_t g = 0; g < group; g++)
             for (int64_t row = first_row; row < args->segment_len; row++)
                 if (visible(args, batch, row, key))
                     add_scaled(sums, weights[g * args->segment_len + row], args->dtype, x,
                                s1f_at(x_strides, batch, kv_head * group + g, row) + from, n);
-        accumulate(args, to.sums, at, sums, factor, n);
+        accumulate(args, key >= args->kept_kv_grads, to.sums, at, sums, factor, n);
         if (to.own && key >= args->q_start)
             store_sums(args, to.own, s1f_at(to.own_strides, batch, kv_head, key - args->q_start) + from, to.sums, at,
                        n);

@@ -65,6 +65,8 @@ class Schedule:
         prefetch: receive places of an edge beyond the most that the order needs at once; None: by time, see
             :meth:`replace`.
         fills: whether a rank that waits for a message runs W meanwhile, see :meth:`replace`.
+        parents: for each micro-batch the segment that each of its segments follows, -1 for its first; None: in each
+            micro-batch a segment follows the one before it.
     """
 
     def __init__(self, ranks: Iterable[Iterable[Unit]], *, num_segments: int = 0) -> None:
@@ -83,6 +85,7 @@ class Schedule:
         self.rank_of_stage = tuple(_C.schedule_placement(handle))
         rows = _C.schedule_rows(handle)
         self.rows: tuple[int, ...] | None = None if rows is None else tuple(rows)
+        self.parents: tuple[tuple[int, ...], ...] | None = _C.schedule_parents(handle)
         self._units: dict[int, tuple[Unit, ...]] = {}
         self._lowered: Any = None  # what the core reads again in every simulation
         self._peak: tuple[int, ...] | None = None  # most live units of each rank
@@ -493,6 +496,16 @@ class Schedule:
         return self._lowered
 
 
+def _counts_of_trees(
+    counts: tuple[int, int, int | Sequence[int], int], parents: Sequence[Sequence[int] | None]
+) -> tuple[tuple[int, int, Sequence[int], int], list[Sequence[int]]]:
+    """Writes out what is short for several: one number of segments for all, None for a chain."""
+    num_ranks, num_microbatches, segments, stages_per_rank = counts
+    rows = [segments] * num_microbatches if isinstance(segments, int) else list(segments)
+    whole = [range(-1, k - 1) if own is None else own for k, own in zip(rows, parents, strict=False)]
+    return (num_ranks, num_microbatches, rows, stages_per_rank), [*whole, *([()] * (len(parents) - len(whole)))]
+
+
 def check_units(name: str, units: object) -> None:
     """Raises unless this says which units an order recomputes, or moves."""
     if not (units in ("none", "all") if isinstance(units, str) else callable(units)):
@@ -507,6 +520,7 @@ def build_schedule(
     num_segments: int | Sequence[int] = 1,
     stages_per_rank: int = 1,
     options: Mapping[str, Any] | None = None,
+    parents: Sequence[Sequence[int] | None] | None = None,
     recompute: str | Callable[[Unit], bool] = "none",
     offload_units: str | Callable[[Unit], bool] = "none",
     prefetch: int | None = None,
@@ -534,9 +548,16 @@ def build_schedule(
             ``placement``: ``"loop"`` or ``"v"``, for ``"auto"``; it takes the better one unless given.
             ``backward``: ``"split"`` into I and W, or ``"whole"``, a B, which the engine runs, for ``"auto"``; it
             splits unless told otherwise.
+            ``trees``: with ``parents``, ``"nested"``: one branch after another, so that a rank holds a path and P - 1
+            units more in place of a tree, and leaves use the memory of their keys in turn; or ``"numbers"``: segments
+            go forward by their numbers and back in reverse, as in every other family.
             ``costs``: of F, I and W, each a number or ``[stage][segment]``, where the backward is split: W go where
             these leave bubbles; the order is never worse under them than the one for equal costs. ``"auto"`` takes the
             whole order from them, and is never worse than a named family within the same cap.
+        parents: micro-batches whose segments are trees: for each micro-batch the segment that each of its segments
+            follows, -1 for segment 0, the root, and a lower number than its own for every other one; None for a
+            micro-batch whose segments follow each other. F of a segment runs after F of its parent, its backward after
+            those of all that follow it. Every family builds for trees.
         recompute: ``"none"``, ``"all"``, or a callable of a unit: which units the order recomputes, see
             :meth:`Schedule.recompute`.
         offload_units: the same: which units the order moves to a tier and back, see :meth:`Schedule.offload`.
@@ -551,7 +572,9 @@ def build_schedule(
     if name not in schedules():
         raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, schedules())}")
     counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
-    schedule = Schedule._from_handle(_C.schedule_build(name, *counts, dict(options or {})))
+    if parents is not None:
+        counts, parents = _counts_of_trees(counts, parents)
+    schedule = Schedule._from_handle(_C.schedule_build(name, *counts, dict(options or {}), parents))
     if prefetch is None and options and not {"costs", "transfer"}.isdisjoint(options):
         schedule = schedule.replace(costs=costs_of_options(options))
     return schedule.replace(prefetch=prefetch, weights=weights).recompute(recompute).offload(offload_units)

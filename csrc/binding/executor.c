@@ -151,6 +151,19 @@ static int check_sizes(const executor_handle *handle, const s1f_int64s *sizes)
     return sizes->count == num_columns;
 }
 
+/* 0 with the exception set, unless the parts of each column follow those of the one before it. None at all is fine. */
+static int check_parts(const executor_handle *handle, const s1f_int64s *tokens, const s1f_int64s *first)
+{
+    if (first->count == 0 && tokens->count == 0)
+        return 1;
+    int fits = first->count == s1f_program_num_columns(handle->program) + 1 && first->values[0] == 0;
+    for (int64_t i = 1; fits && i < first->count; i++)
+        fits = first->values[i] >= first->values[i - 1] && first->values[i] - first->values[i - 1] <= INT32_MAX;
+    if (!fits || first->values[first->count - 1] != tokens->count)
+        PyErr_SetString(PyExc_ValueError, "first parts must be one for each segment and their count, ascending from 0");
+    return !PyErr_Occurred();
+}
+
 static s1f_status sizes_callback(void *context, int64_t sequence_length, int64_t *sizes)
 {
     executor_handle *handle = context;
@@ -234,17 +247,20 @@ static PyObject *executor_step(PyObject *Py_UNUSED(module), PyObject *arguments)
     executor_handle *handle;
     PyObject *run, *fill, *segment_sizes, *make_views;
     int64_t step, sequence_length;
-    s1f_int64s sizes = {.name = "segment sizes"};
+    s1f_int64s sizes = {.name = "segment sizes"}, tokens = {.name = "sizes of parts"}, first = {.name = "first parts"};
     int training;
-    if (!PyArg_ParseTuple(arguments, "O&O&pO&O&OOOO", to_executor, &handle, s1f_to_int64, &step, &training,
+    if (!PyArg_ParseTuple(arguments, "O&O&pO&O&OOOO|O&O&", to_executor, &handle, s1f_to_int64, &step, &training,
                           s1f_to_int64, &sequence_length, s1f_to_int64s, &sizes, &run, &fill, &segment_sizes,
-                          &make_views))
+                          &make_views, s1f_to_int64s, &tokens, s1f_to_int64s, &first))
         return NULL;
+    const s1f_unit_parts parts = {tokens.values, first.values};
     int is_inside = handle->run != NULL;
     if (is_inside)
         PyErr_SetString(PyExc_RuntimeError, "the executor is inside a step already");
-    if (is_inside || (sequence_length != 0 && !check_sizes(handle, &sizes))) {
+    if (is_inside || (sequence_length != 0 && !check_sizes(handle, &sizes)) || !check_parts(handle, &tokens, &first)) {
         PyMem_Free(sizes.values);
+        PyMem_Free(tokens.values);
+        PyMem_Free(first.values);
         return NULL;
     }
     handle->device_step = handle->device == NULL ? 0 : handle->device->num_steps;
@@ -254,10 +270,12 @@ static PyObject *executor_step(PyObject *Py_UNUSED(module), PyObject *arguments)
     handle->messages.make_views = make_views;
     handle->thread = PyEval_SaveThread();
     s1f_status status = s1f_executor_step(handle->executor, step, training, sequence_length,
-                                          sequence_length == 0 ? NULL : sizes.values);
+                                          sequence_length == 0 ? NULL : sizes.values, first.count > 0 ? &parts : NULL);
     PyEval_RestoreThread(handle->thread);
     handle->run = handle->fill = handle->segment_sizes = handle->messages.make_views = NULL;
     PyMem_Free(sizes.values);
+    PyMem_Free(tokens.values);
+    PyMem_Free(first.values);
     if (status == S1F_OK) {
         status = s1f_messages_leave_all(&handle->messages);
     } else { /* the step's error is told, not one of this */

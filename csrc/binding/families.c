@@ -42,7 +42,7 @@ typedef struct {
     s1f_options options;
     s1f_shape shape; /* as far as tables need it */
     void *arrays[S1F_NUM_OPTIONS][S1F_SPLIT_PASSES];
-    int32_t *segments_of;
+    int32_t *segments_of, *parents;
     int64_t *first_cell;
 } read_options;
 
@@ -51,6 +51,7 @@ static void free_options(read_options *read)
     for (int i = 0; i < S1F_NUM_OPTIONS * S1F_SPLIT_PASSES; i++)
         PyMem_Free(read->arrays[i / S1F_SPLIT_PASSES][i % S1F_SPLIT_PASSES]);
     PyMem_Free(read->segments_of);
+    PyMem_Free(read->parents);
     PyMem_Free(read->first_cell);
 }
 
@@ -209,15 +210,55 @@ static int read_segments(PyObject *given, int32_t num_microbatches, build_argume
     return is_read;
 }
 
+/* parents: for each micro-batch those of its segments, as many as it has. 0 with the exception set. */
+static int read_parents(PyObject *given, int32_t num_microbatches, int64_t num_cells, read_options *read)
+{
+    if (given == Py_None)
+        return 1;
+    if (read->segments_of == NULL) {
+        PyErr_SetString(PyExc_ValueError, "parents need num_segments of each micro-batch, a list");
+        return 0;
+    }
+    if (PySequence_Size(given) != num_microbatches) {
+        if (!PyErr_Occurred())
+            PyErr_Format(PyExc_ValueError, "parents hold %zd lists, must hold one for each of %d micro-batches",
+                         PySequence_Size(given), (int)num_microbatches);
+        return 0;
+    }
+    read->parents = PyMem_Malloc((size_t)num_cells * sizeof *read->parents + 1);
+    int is_read = read->parents != NULL;
+    int32_t *next = read->parents;
+    if (!is_read)
+        PyErr_NoMemory();
+    for (int32_t m = 0; is_read && m < num_microbatches; m++) {
+        s1f_int64s own = {.name = "parents"};
+        PyObject *list = PySequence_GetItem(given, m);
+        is_read = list != NULL && s1f_to_int64s(list, &own);
+        if (is_read && own.count != read->segments_of[m]) {
+            PyErr_Format(PyExc_ValueError,
+                         "parents of micro-batch %d are %lld, must be one for each of its %d segments", (int)m,
+                         (long long)own.count, (int)read->segments_of[m]);
+            is_read = 0;
+        }
+        for (int64_t s = 0; is_read && s < own.count; s++) /* what no int32 holds is refused as any other number is */
+            *next++ = own.values[s] < INT32_MIN || own.values[s] > INT32_MAX ? INT32_MAX : (int32_t)own.values[s];
+        PyMem_Free(own.values);
+        Py_XDECREF(list);
+    }
+    read->options.parents = read->parents;
+    return is_read;
+}
+
 /* 0 with the exception set. free_options(&arguments->read) is due either way. */
 static int read_build_arguments(PyObject *tuple, build_arguments *arguments)
 {
     s1f_count P = {.name = "num_ranks"}, M = {.name = "num_microbatches"}, v = {.name = "stages_per_rank"};
-    PyObject *dict, *k;
+    PyObject *dict, *k, *parents = Py_None;
     int64_t num_columns = 0;
-    if (!PyArg_ParseTuple(tuple, "sO&O&OO&O!", &arguments->family, s1f_to_count, &P, s1f_to_count, &M, &k, s1f_to_count,
-                          &v, &PyDict_Type, &dict) ||
-        !read_segments(k, M.value, arguments, &num_columns))
+    if (!PyArg_ParseTuple(tuple, "sO&O&OO&O!|O", &arguments->family, s1f_to_count, &P, s1f_to_count, &M, &k,
+                          s1f_to_count, &v, &PyDict_Type, &dict, &parents) ||
+        !read_segments(k, M.value, arguments, &num_columns) ||
+        !read_parents(parents, M.value, num_columns, &arguments->read))
         return 0;
     arguments->num_ranks = P.value;
     arguments->num_microbatches = M.value;

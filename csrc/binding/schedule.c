@@ -5,7 +5,9 @@
 #include "../core/defer.h"
 #include "../core/offload.h"
 #include "../core/recompute.h"
+#include "../core/rows.h"
 #include "../core/schedule.h"
+#include "../core/table.h"
 #include "../schedules/vocabulary.h"
 
 #include <stdlib.h>
@@ -27,6 +29,31 @@ S1F_METHOD_OF(schedule_rows, schedule, schedule)
     if (shape.first_cell == NULL)
         Py_RETURN_NONE;
     return s1f_list_of(shape.num_microbatches, row_item, &shape);
+}
+
+typedef struct {
+    const s1f_shape *shape;
+    int32_t microbatch;
+} tree_of;
+
+static PyObject *parent_item(const void *of, int64_t segment)
+{
+    const tree_of *tree = of;
+    return PyLong_FromLong(tree->shape->trees->parent[s1f_first_cell(tree->shape, tree->microbatch) + segment]);
+}
+
+static PyObject *parents_item(const void *shape, int64_t m)
+{
+    tree_of tree = {shape, (int32_t)m};
+    return s1f_tuple_of(s1f_segments_of(shape, tree.microbatch), parent_item, &tree);
+}
+
+S1F_METHOD_OF(schedule_parents, schedule, schedule)
+{
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    if (shape.trees == NULL)
+        Py_RETURN_NONE;
+    return s1f_tuple_of(shape.num_microbatches, parents_item, &shape);
 }
 
 static PyObject *rank_item(const void *rank_of_stage, int64_t stage)
@@ -176,6 +203,40 @@ static PyObject *schedule_spread_vocabulary(PyObject *Py_UNUSED(module), PyObjec
     return result;
 }
 
+static PyObject *row_of_cell(const void *rows, int64_t cell)
+{
+    return PyLong_FromLongLong(((const int64_t *)rows)[cell]);
+}
+
+static PyObject *schedule_assign_rows(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    const s1f_schedule *schedule;
+    s1f_int64s sizes = {.name = "sizes"};
+    int rank;
+    if (!PyArg_ParseTuple(arguments, "O&iO&", s1f_to_schedule, &schedule, &rank, s1f_to_int64s, &sizes))
+        return NULL;
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    int64_t num_units, most = 0, cells = shape.num_stages * s1f_num_cells(&shape);
+    int64_t *rows = NULL;
+    PyObject *result = NULL;
+    if (s1f_require_index("rank", rank, shape.num_ranks) &&
+        s1f_require_count("sizes", sizes.count, s1f_num_columns(&shape))) {
+        const s1f_unit *units = s1f_schedule_units(schedule, rank, &num_units);
+        s1f_status status = s1f_schedule_check(schedule, 0);
+        rows = PyMem_Calloc((size_t)cells, sizeof *rows);
+        if (rows == NULL)
+            PyErr_NoMemory();
+        else if (status != S1F_OK ||
+                 (status = s1f_assign_rows(&shape, units, num_units, sizes.values, rows, &most)) != S1F_OK)
+            s1f_raise(status);
+        else
+            result = Py_BuildValue("(NL)", s1f_list_of(cells, row_of_cell, rows), (long long)most);
+    }
+    PyMem_Free(rows);
+    PyMem_Free(sizes.values);
+    return result;
+}
+
 /* -- text ---------------------------------------------------------------------------------------------------------- */
 
 S1F_METHOD_OF(schedule_to_text, schedule, schedule)
@@ -251,6 +312,7 @@ static PyObject *schedule_from_units(PyObject *Py_UNUSED(module), PyObject *argu
 PyMethodDef s1f_schedule_methods[] = {
     S1F_METHOD(schedule_counts, O, "(num_ranks, num_stages, num_microbatches, num_segments)."),
     S1F_METHOD(schedule_rows, O, "Segments of every micro-batch; None where all have num_segments."),
+    S1F_METHOD(schedule_parents, O, "The parents of each micro-batch's segments; None where all are chains."),
     S1F_METHOD(schedule_placement, O, "The rank of every stage."),
     S1F_METHOD(schedule_units, VARARGS, "Units in run order, as (pass, stage, microbatch, segment)."),
     S1F_METHOD(schedule_kinds, O, "The letters of the passes that the order has."),
@@ -267,6 +329,9 @@ PyMethodDef s1f_schedule_methods[] = {
                "The same order with R before the backward of the cells whose byte in [stage][cell] is not 0, cells "
                "by micro-batch and segment; None: of all."),
     S1F_METHOD(schedule_offload, VARARGS, "The same order with O, A and L of these cells, given in the same way."),
+    S1F_METHOD(schedule_assign_rows, VARARGS,
+               "(schedule, rank, sizes): the first row of the keys of each cell of all stages, by the order of this "
+               "rank, 0 at stages of others, and the most rows that a slot needs. sizes: tokens, [column]."),
     S1F_METHOD(schedule_forward_only, O, "The same order with forward units only."),
     S1F_METHOD(schedule_to_text, O, "One line of units per rank."),
     S1F_METHOD(schedule_from_units, VARARGS,

@@ -69,8 +69,7 @@ static PyObject *unit_lifetimes(PyObject *Py_UNUSED(module), PyObject *arguments
         return NULL;
     shape.products = s1f_products_of_passes(passes);
     s1f_lifetime_table table = s1f_lifetimes_of(&shape);
-    int is_first = unit.segment == 0, is_last = unit.segment == shape.num_segments - 1;
-    s1f_lifetimes lifetimes = table.of[kind][unit.pass][is_first][is_last];
+    s1f_lifetimes lifetimes = s1f_lifetimes_as(&table, unit, (s1f_cell_kind)kind);
     return Py_BuildValue("(NN)", names_of(lifetimes.takes), names_of(lifetimes.frees));
 }
 

@@ -131,12 +131,12 @@ static s1f_status fail_too_few(const table *t, int64_t total)
 static s1f_status check_optional(const table *t, int64_t i)
 {
     const uint32_t moved = 1u << S1F_PRODUCT_LEAVING | 1u << S1F_PRODUCT_AWAY | 1u << S1F_PRODUCT_COMING;
-    if (!(t->shape.optional[i] & moved))
+    if (!(t->shape.marks[i] & moved))
         return S1F_OK;
     for (int product = 0; product < S1F_MAX_PRODUCTS; product++)
-        if (moved >> product & 1 && !(t->shape.optional[i] >> product & 1))
+        if (moved >> product & 1 && !(t->shape.marks[i] >> product & 1))
             return fail_missing(t, unit_of_cell(t, i), (s1f_product)product);
-    if (!(t->shape.optional[i] >> S1F_PRODUCT_RECOMPUTED & 1))
+    if (!(t->shape.marks[i] >> S1F_PRODUCT_RECOMPUTED & 1))
         return S1F_OK;
     char out[UNIT_TEXT_BYTES], again[UNIT_TEXT_BYTES];
     describe(t, maker_of(t, S1F_PRODUCT_LEAVING, unit_of_cell(t, i)), out);
@@ -152,7 +152,7 @@ static s1f_status check_complete(const table *t)
             if (s1f_shape_needs(&t->shape, (s1f_product)product, unit_of_cell(t, i).stage) &&
                 t->number_of[product][i] == 0)
                 return fail_missing(t, unit_of_cell(t, i), (s1f_product)product);
-    for (int64_t i = 0; t->shape.optional != NULL && i < t->num_cells; i++)
+    for (int64_t i = 0; t->shape.marks != NULL && i < t->num_cells; i++)
         S1F_TRY(check_optional(t, i));
     return S1F_OK;
 }

@@ -15,8 +15,9 @@ const s1f_option s1f_option_table[S1F_NUM_OPTIONS] = {
     {FIELD(cap_bytes, S1F_KIND_BYTES_OF_RANKS), 0, {NULL, NULL}},
     {FIELD(backward, S1F_KIND_WORD), 0, {"split", "whole"}},
     {FIELD(rounds, S1F_KIND_WORD), 0, {"microbatches", "segments"}},
+    {FIELD(trees, S1F_KIND_WORD), 0, {"numbers", "nested"}},
 };
-_Static_assert(1 << (S1F_NUM_OPTIONS - 1) == S1F_OPTION_ROUNDS, "every bit has its row");
+_Static_assert(1 << (S1F_NUM_OPTIONS - 1) == S1F_OPTION_TREES, "every bit has its row");
 
 int s1f_option_is_given(const s1f_options *options, int option)
 {

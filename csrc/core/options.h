@@ -21,6 +21,11 @@ typedef enum {
     S1F_ROUNDS_OF_SEGMENTS = 2      /* P segments of one, or a few more */
 } s1f_rounds_kind;
 
+typedef enum {
+    S1F_TREES_BY_NUMBER = 1, /* segments go forward by their numbers, and back in reverse */
+    S1F_TREES_NESTED = 2 /* a leaf goes back before the leaves behind it go forward, as far as the pipeline lets it */
+} s1f_trees_kind;
+
 /* F, I, W; tables by pass have them in this order, that of what they make (s1f_product). */
 enum { S1F_SPLIT_PASSES = 3 };
 
@@ -37,11 +42,13 @@ typedef struct {
     int32_t placement;         /* s1f_placement_kind */
     int32_t backward;          /* s1f_backward_kind */
     int32_t rounds;            /* s1f_rounds_kind, of interleaving; not with `round` */
+    int32_t trees;             /* s1f_trees_kind */
     const int64_t *unit_bytes; /* [stage][segment] held from F to the end of the backward */
     const int64_t *cap_bytes;  /* [rank] bytes that it holds at most; both or none, and not with `cap` */
     /* A count rather than an option: the segments of every micro-batch, where they differ or have lengths of their own;
      * num_segments is the most of them. The tables above are then [stage][cell]. */
     const int32_t *segments_of;
+    const int32_t *parents; /* and of trees, [cell], with segments_of; NULL: chains */
 } s1f_options;
 
 /* Bits of the options, for the set that a family takes; row i of the table is that of bit i. */
@@ -56,9 +63,10 @@ enum {
     S1F_OPTION_UNIT_BYTES = 128,
     S1F_OPTION_CAP_BYTES = 256,
     S1F_OPTION_BACKWARD = 512,
-    S1F_OPTION_ROUNDS = 1024
+    S1F_OPTION_ROUNDS = 1024,
+    S1F_OPTION_TREES = 2048
 };
-enum { S1F_NUM_OPTIONS = 11 };
+enum { S1F_NUM_OPTIONS = 12 };
 
 typedef enum {
     S1F_KIND_INT32 = 0,

@@ -1,6 +1,8 @@
 /* program.c - holds the programs of all ranks, and says what is live in them. */
 #include "program.h"
 
+#include "trees.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -23,18 +25,21 @@ s1f_status s1f_program_create(const s1f_shape *shape, s1f_program **out)
         status = s1f_fail(S1F_ERR_MEMORY, "no memory for a program of %zu stages", num_stages);
     program->shape = *shape;
     size_t bytes = ((size_t)shape->num_microbatches + 1) * sizeof *program->first_cell;
-    size_t cells = num_stages * (size_t)s1f_num_cells(shape) * sizeof *program->optional;
-    if (shape->optional != NULL && (program->optional = malloc(cells)) == NULL)
+    size_t cells = num_stages * (size_t)s1f_num_cells(shape) * sizeof *program->marks;
+    if (shape->marks != NULL && (program->marks = malloc(cells)) == NULL)
         status = s1f_fail(S1F_ERR_MEMORY, "no memory for what becomes of the units of %zu stages", num_stages);
     if (shape->first_cell != NULL && (program->first_cell = malloc(bytes)) == NULL)
         status = s1f_fail(S1F_ERR_MEMORY, "no memory for a program of %d micro-batches", (int)shape->num_microbatches);
+    if (status == S1F_OK && shape->trees != NULL)
+        status = s1f_trees_create(shape, shape->trees->parent, &program->trees);
     if (status == S1F_OK) {
         if (program->first_cell != NULL)
             memcpy(program->first_cell, shape->first_cell, bytes);
         program->shape.first_cell = program->first_cell;
-        if (program->optional != NULL)
-            memcpy(program->optional, shape->optional, cells);
-        program->shape.optional = program->optional;
+        program->shape.trees = program->trees;
+        if (program->marks != NULL)
+            memcpy(program->marks, shape->marks, cells);
+        program->shape.marks = program->marks;
         memcpy(program->rank_of_stage, shape->rank_of_stage, num_stages * sizeof *program->rank_of_stage);
         program->shape.rank_of_stage = program->rank_of_stage;
         status = s1f_edges_create(&program->shape, &program->edges);
@@ -60,7 +65,8 @@ void s1f_program_free(s1f_program *program)
     free(program->peaks);
     free(program->rank_of_stage);
     free(program->first_cell);
-    free(program->optional);
+    free(program->marks);
+    s1f_trees_free(program->trees);
     free(program);
 }
 

@@ -45,9 +45,10 @@ typedef struct {
 /* The programs of all ranks. Its fields are for reading; only lower.h and receives.h write them. */
 typedef struct {
     s1f_shape shape;
-    int32_t *rank_of_stage; /* what the shape points to, as are the next two */
+    int32_t *rank_of_stage; /* what the shape points to, as are the next three */
     int64_t *first_cell;
-    uint16_t *optional; /* NULL: no optional product */
+    s1f_trees *trees;
+    uint16_t *marks; /* NULL: no optional product, and no trees */
     s1f_edges *edges;
     s1f_stage_peak *peaks;   /* [stage] */
     s1f_rank_program *ranks; /* [rank] */

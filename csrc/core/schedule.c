@@ -1,6 +1,8 @@
 /* schedule.c - the order of every rank as plain arrays of units. */
 #include "schedule.h"
 
+#include "trees.h"
+
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,12 +14,13 @@ typedef struct {
 
 struct s1f_schedule {
     int32_t num_ranks, num_stages, num_microbatches, num_segments;
-    int32_t *rank_of_stage;       /* [num_stages] */
-    int64_t *first_cell;          /* of the shape */
-    order *orders;                /* [num_ranks] */
-    uint32_t passes;              /* bits of those that occur */
-    _Atomic(uint16_t *) optional; /* of the shape, once somebody has asked; readers may be several */
-    _Atomic(int) is_checked;      /* it has passed its rules as it stands */
+    int32_t *rank_of_stage;    /* [num_stages] */
+    int64_t *first_cell;       /* of the shape */
+    s1f_trees *trees;          /* the same */
+    order *orders;             /* [num_ranks] */
+    uint32_t passes;           /* bits of those that occur */
+    _Atomic(uint16_t *) marks; /* of the shape, once somebody has asked; readers may be several */
+    _Atomic(int) is_checked;   /* it has passed its rules as it stands */
 };
 
 static s1f_status require_at_least_one(const char *name, int32_t value)
@@ -94,7 +97,8 @@ void s1f_schedule_free(s1f_schedule *schedule)
         for (int32_t rank = 0; rank < schedule->num_ranks; rank++)
             free(schedule->orders[rank].units);
     free(schedule->orders);
-    free(schedule->optional);
+    free(schedule->marks);
+    s1f_trees_free(schedule->trees);
     free(schedule->first_cell);
     free(schedule->rank_of_stage);
     free(schedule);
@@ -124,6 +128,14 @@ s1f_status s1f_schedule_set_rows(s1f_schedule *schedule, const int32_t *segments
     return S1F_OK;
 }
 
+s1f_status s1f_schedule_set_parents(s1f_schedule *schedule, const int32_t *parents)
+{
+    if (schedule->passes != 0 || schedule->first_cell == NULL || schedule->trees != NULL)
+        return s1f_fail(S1F_ERR_STATE, "segments get their parents once, after their numbers and before any unit");
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    return s1f_trees_create(&shape, parents, &schedule->trees);
+}
+
 s1f_status s1f_schedule_create_like(const s1f_schedule *schedule, s1f_schedule **out)
 {
     s1f_schedule *like = NULL;
@@ -136,6 +148,8 @@ s1f_status s1f_schedule_create_like(const s1f_schedule *schedule, s1f_schedule *
         else
             status = s1f_fail(S1F_ERR_MEMORY, "no memory for %d micro-batches", (int)schedule->num_microbatches);
     }
+    if (status == S1F_OK && schedule->trees != NULL)
+        status = s1f_schedule_set_parents(like, schedule->trees->parent);
     if (status != S1F_OK) {
         s1f_schedule_free(like);
         return status;
@@ -178,8 +192,8 @@ s1f_status s1f_schedule_append(s1f_schedule *schedule, s1f_unit unit)
     }
     own->units[own->count++] = unit;
     schedule->passes |= 1u << unit.pass;
-    if (atomic_load_explicit(&schedule->optional, memory_order_relaxed) != NULL)
-        free(atomic_exchange(&schedule->optional, NULL));
+    if (atomic_load_explicit(&schedule->marks, memory_order_relaxed) != NULL)
+        free(atomic_exchange(&schedule->marks, NULL));
     atomic_store_explicit(&schedule->is_checked, 0, memory_order_relaxed);
     return S1F_OK;
 }
@@ -195,9 +209,19 @@ uint32_t s1f_schedule_passes(const s1f_schedule *schedule)
     return schedule->passes;
 }
 
+static int have_equal_trees(const s1f_schedule *a, const s1f_schedule *b)
+{
+    s1f_shape one = s1f_schedule_shape(a), other = s1f_schedule_shape(b);
+    if (one.trees == NULL || other.trees == NULL)
+        return one.trees == other.trees;
+    size_t cells = (size_t)s1f_num_cells(&one), bytes = ((size_t)one.num_microbatches + 1) * sizeof *one.first_cell;
+    return one.num_microbatches == other.num_microbatches && memcmp(one.first_cell, other.first_cell, bytes) == 0 &&
+           memcmp(one.trees->parent, other.trees->parent, cells * sizeof *one.trees->parent) == 0;
+}
+
 int s1f_schedule_equal(const s1f_schedule *a, const s1f_schedule *b)
 {
-    int are_equal = a->num_ranks == b->num_ranks;
+    int are_equal = a->num_ranks == b->num_ranks && have_equal_trees(a, b);
     for (int32_t rank = 0; are_equal && rank < a->num_ranks; rank++) {
         const order *own = &a->orders[rank], *other = &b->orders[rank];
         are_equal = own->count == other->count &&
@@ -226,6 +250,8 @@ uint64_t s1f_schedule_digest(const s1f_schedule *schedule)
             hash = mix(hash, (uint64_t)unit->microbatch << 32 | (uint32_t)unit->segment);
         }
     }
+    for (int64_t cell = 0; schedule->trees != NULL && cell < schedule->first_cell[schedule->num_microbatches]; cell++)
+        hash = mix(hash, (uint32_t)schedule->trees->parent[cell]);
     return hash;
 }
 
@@ -239,11 +265,13 @@ s1f_shape s1f_schedule_shape(const s1f_schedule *schedule)
         .products = s1f_products_of_passes(schedule->passes),
         .rank_of_stage = schedule->rank_of_stage,
         .first_cell = schedule->first_cell,
+        .trees = schedule->trees,
     };
 }
 
-/* What units of a checked or unchecked order make of the optional products, for each cell of all stages. */
-static s1f_status find_optional(const s1f_schedule *schedule, const s1f_shape *shape, uint16_t **out)
+/* What units of a checked or unchecked order make of the optional products, for each cell of all stages, and how they
+ * go through trees. */
+static s1f_status find_marks(const s1f_schedule *schedule, const s1f_shape *shape, uint16_t **out)
 {
     int64_t num_cells = shape->num_stages * s1f_num_cells(shape);
     uint16_t *found = calloc((size_t)num_cells, sizeof *found);
@@ -254,23 +282,29 @@ static s1f_status find_optional(const s1f_schedule *schedule, const s1f_shape *s
             s1f_unit unit = schedule->orders[rank].units[i];
             found[s1f_cell_of_all(shape, unit)] |= (uint16_t)(s1f_pass_products(unit.pass) & s1f_optional_products());
         }
-    *out = found;
-    return S1F_OK;
+    s1f_status status = S1F_OK;
+    for (int32_t rank = 0; rank < schedule->num_ranks && shape->trees != NULL && status == S1F_OK; rank++)
+        status = s1f_trees_mark(shape, schedule->orders[rank].units, schedule->orders[rank].count, found);
+    if (status == S1F_OK)
+        *out = found;
+    else
+        free(found);
+    return status;
 }
 
 s1f_status s1f_schedule_full_shape(const s1f_schedule *schedule, s1f_shape *out)
 {
     s1f_shape shape = s1f_schedule_shape(schedule);
-    if (shape.products & s1f_optional_products()) {
+    if (shape.products & s1f_optional_products() || shape.trees != NULL) {
         _Atomic(uint16_t *) *kept =
-            &((s1f_schedule *)schedule)->optional; /* kept in an order that is otherwise as it was */
+            &((s1f_schedule *)schedule)->marks; /* kept in an order that is otherwise as it was */
         uint16_t *own = NULL, *found = atomic_load(kept);
-        S1F_TRY(found == NULL ? find_optional(schedule, &shape, &own) : S1F_OK);
+        S1F_TRY(found == NULL ? find_marks(schedule, &shape, &own) : S1F_OK);
         if (own != NULL && !atomic_compare_exchange_strong(kept, &found, own))
             free(own); /* another thread was first */
         else if (own != NULL)
             found = own;
-        shape.optional = found;
+        shape.marks = found;
     }
     *out = shape;
     return S1F_OK;

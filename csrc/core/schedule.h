@@ -20,6 +20,9 @@ s1f_status s1f_schedule_create(int32_t num_ranks, int32_t num_stages, int32_t nu
 /* Gives every micro-batch its own number of segments, [num_microbatches]; the most is num_segments. S1F_ERR_ARG if one
  * is below 1 or none is num_segments, S1F_ERR_STATE if the schedule is not empty. */
 s1f_status s1f_schedule_set_rows(s1f_schedule *schedule, const int32_t *segments_of);
+/* Makes the segments trees (trees.h): parents, [cell of a stage]. S1F_ERR_ARG where one has no parent before it,
+ * S1F_ERR_STATE if the schedule has no rows or is not empty. */
+s1f_status s1f_schedule_set_parents(s1f_schedule *schedule, const int32_t *parents);
 /* An empty schedule with the counts and the placement of another. */
 s1f_status s1f_schedule_create_like(const s1f_schedule *schedule, s1f_schedule **out);
 /* Appends a unit to the order of the rank that holds its stage. S1F_ERR_ARG if an index is out of range. */
@@ -58,14 +61,14 @@ s1f_status s1f_schedule_refuse_option(const s1f_family_facts *family, const char
 const s1f_unit *s1f_schedule_units(const s1f_schedule *schedule, int32_t rank, int64_t *num_units);
 /* Bits (1 << s1f_pass) of the passes that occur. */
 uint32_t s1f_schedule_passes(const s1f_schedule *schedule);
-/* 1 where both have the same units in the same order on every rank. */
+/* 1 where both have the same units in the same order on every rank, and the same trees. */
 int s1f_schedule_equal(const s1f_schedule *a, const s1f_schedule *b);
 /* 64 bits of the units and their order: alike in equal schedules on every machine, and by chance alone in others. */
 uint64_t s1f_schedule_digest(const s1f_schedule *schedule);
-/* Counts, placement and products of the order as it stands; what it points to is borrowed. `optional` is NULL: ask so
- * where it does not matter which cells are recomputed, or moved. */
+/* Counts, placement and products of the order as it stands; what it points to is borrowed. `marks` is NULL: ask so where
+ * it does not matter which cells are recomputed, or moved, or how an order goes through trees. */
 s1f_shape s1f_schedule_shape(const s1f_schedule *schedule);
-/* s1f_schedule_shape with `optional`, which is found once, and borrowed until the next append or free.
+/* s1f_schedule_shape with `marks`, which are found once, and borrowed until the next append or free.
  * S1F_ERR_MEMORY. */
 s1f_status s1f_schedule_full_shape(const s1f_schedule *schedule, s1f_shape *shape);
 /* 1 where text must name stages: unless every rank r holds stage r and no other. */
@@ -81,7 +84,8 @@ s1f_status s1f_schedule_forward_only(const s1f_schedule *schedule, s1f_schedule 
 /* -- text (schedule_text.c) ----------------------------------------------------------------------------------------
  * One line per rank, units separated by blanks, "F1.0" = forward, micro-batch 1, segment 0; "[2]F1.0" names the stage,
  * on every unit or on none (then rank r holds stage r and no other). "#" starts a comment; lines without a unit do not
- * count. The readers find the counts and the placement in the text; a micro-batch has the segments that it names. They
+ * count. Where segments are trees, the first line has their parents, a word for each micro-batch, "-" for a chain:
+ * "parents -1,0,0 -". The readers find the counts and the placement in the text; a micro-batch has the segments that it names. They
  * do not check the order: s1f_schedule_check does. */
 
 /* *text: terminated, owned by the caller (free). */

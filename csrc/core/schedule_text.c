@@ -5,24 +5,48 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { UNIT_TEXT_BYTES = 64, QUOTED_TOKEN_BYTES = 40 };
+enum { UNIT_TEXT_BYTES = 64, QUOTED_TOKEN_BYTES = 40, PARENT_BYTES = 16 };
+
+static const char parents_word[] = "parents"; /* begins a line that holds no unit */
 
 /* -- writing ----------------------------------------------------------------------------------------------------- */
+
+/* "parents -1,0,0 -": returns the bytes written, at most PARENT_BYTES for each segment and the word. */
+static size_t write_parents(const s1f_shape *shape, char *text)
+{
+    size_t used = (size_t)snprintf(text, PARENT_BYTES, "%s", parents_word);
+    for (int32_t m = 0; m < shape->num_microbatches; m++) {
+        const int32_t *parents = shape->trees->parent + s1f_first_cell(shape, m);
+        int32_t count = s1f_segments_of(shape, m), is_chain = 1;
+        for (int32_t s = 0; s < count; s++)
+            is_chain &= parents[s] == s - 1;
+        for (int32_t s = 0; s < (is_chain ? 0 : count); s++)
+            used += (size_t)snprintf(text + used, PARENT_BYTES, "%c%d", s == 0 ? ' ' : ',', (int)parents[s]);
+        if (is_chain)
+            used += (size_t)snprintf(text + used, PARENT_BYTES, " -");
+    }
+    text[used++] = '\n';
+    return used;
+}
 
 /* Every unit takes at most UNIT_TEXT_BYTES with its separator; the text is cut to size at the end. */
 s1f_status s1f_schedule_to_text(const s1f_schedule *schedule, char **text)
 {
-    int32_t num_ranks = s1f_schedule_shape(schedule).num_ranks;
+    s1f_shape shape = s1f_schedule_shape(schedule);
+    int32_t num_ranks = shape.num_ranks;
     int64_t num_units, total = 0;
     for (int32_t rank = 0; rank < num_ranks; rank++) {
         s1f_schedule_units(schedule, rank, &num_units);
         total += num_units;
     }
     size_t capacity = (size_t)total * UNIT_TEXT_BYTES + (size_t)num_ranks + 1, used = 0;
+    capacity += shape.trees != NULL ? ((size_t)s1f_num_cells(&shape) + 2) * PARENT_BYTES : 0;
     char *lines = malloc(capacity);
     if (lines == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for the text of %lld units", (long long)total);
     int with_stage = s1f_schedule_shows_stages(schedule);
+    if (shape.trees != NULL)
+        used = write_parents(&shape, lines);
     for (int32_t rank = 0; rank < num_ranks; rank++) {
         const s1f_unit *units = s1f_schedule_units(schedule, rank, &num_units);
         for (int64_t i = 0; i < num_units; i++) {
@@ -177,10 +201,38 @@ static int32_t larger(int32_t a, int32_t b)
     return a > b ? a : b;
 }
 
-/* Gives each micro-batch its own segments, if micro-batches differ in those that they name. */
-static s1f_status set_named_rows(s1f_schedule *schedule, const parsed_unit *units, int64_t count)
+/* Segments of all micro-batches, and their parents one after another; no micro-batches: all are chains. */
+typedef struct {
+    int32_t num_microbatches;
+    int64_t num_parents;
+    int32_t *segments_of; /* [num_microbatches]; 0: a chain, of the segments that it names */
+    int32_t *parents;
+} named_trees;
+
+static s1f_status set_trees(s1f_schedule *schedule, const named_trees *named, const int32_t *segments_of)
 {
-    int32_t M = s1f_schedule_shape(schedule).num_microbatches, differ = 0;
+    int64_t total = 0, at = 0, next = 0;
+    for (int32_t m = 0; m < named->num_microbatches; m++)
+        total += segments_of[m];
+    int32_t *parents = malloc((size_t)(total + 1) * sizeof *parents);
+    if (parents == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for the parents of %lld segments", (long long)total);
+    for (int32_t m = 0; m < named->num_microbatches; m++)
+        for (int32_t s = 0; s < segments_of[m]; s++)
+            parents[at++] = named->segments_of[m] > 0 ? named->parents[next++] : s - 1;
+    s1f_status status = s1f_schedule_set_parents(schedule, parents);
+    free(parents);
+    return status;
+}
+
+/* Gives each micro-batch its own segments, if micro-batches differ in those that they name or some are trees. */
+static s1f_status set_named_rows(s1f_schedule *schedule, const parsed_unit *units, int64_t count,
+                                 const named_trees *trees)
+{
+    int32_t M = s1f_schedule_shape(schedule).num_microbatches, differ = trees->num_microbatches > 0;
+    if (differ && trees->num_microbatches != M)
+        return s1f_fail(S1F_ERR_ARG, "parents are given for %d micro-batches, the order has %d",
+                        (int)trees->num_microbatches, (int)M);
     int32_t *segments_of = calloc((size_t)M, sizeof *segments_of);
     if (segments_of == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for %d micro-batches", (int)M);
@@ -190,16 +242,25 @@ static s1f_status set_named_rows(s1f_schedule *schedule, const parsed_unit *unit
         int32_t *own = &segments_of[units[i].unit.microbatch];
         *own = larger(*own, units[i].unit.segment + 1);
     }
+    s1f_status status = S1F_OK;
+    for (int32_t m = 0; m < trees->num_microbatches && status == S1F_OK; m++)
+        if (trees->segments_of[m] > 0 && trees->segments_of[m] != segments_of[m])
+            status = s1f_fail(S1F_ERR_ARG, "micro-batch %d has parents for %d segments, and its units name %d", (int)m,
+                              (int)trees->segments_of[m], (int)segments_of[m]);
     for (int32_t m = 0; m < M; m++)
         differ |= segments_of[m] != s1f_schedule_shape(schedule).num_segments;
-    s1f_status status = differ ? s1f_schedule_set_rows(schedule, segments_of) : S1F_OK;
+    if (status == S1F_OK && differ)
+        status = s1f_schedule_set_rows(schedule, segments_of);
+    if (status == S1F_OK && trees->num_microbatches > 0)
+        status = set_trees(schedule, trees, segments_of);
     free(segments_of);
     return status;
 }
 
 /* The rank of every stage from the lines that name it. A complete order has a unit for every stage, micro-batch and
  * segment, so indices beyond the number of units are a slip of the pen, not a wish for memory. */
-static s1f_status create_from_parsed(const parsed_unit *units, int64_t count, int32_t num_segments, s1f_schedule **out)
+static s1f_status create_from_parsed(const parsed_unit *units, int64_t count, int32_t num_segments,
+                                     const named_trees *trees, s1f_schedule **out)
 {
     s1f_unit most = {0, 0, 0, num_segments - 1};
     int32_t num_ranks = units[count - 1].rank + 1;
@@ -234,7 +295,7 @@ static s1f_status create_from_parsed(const parsed_unit *units, int64_t count, in
         status =
             s1f_schedule_create(num_ranks, num_stages, most.microbatch + 1, most.segment + 1, rank_of_stage, &schedule);
     if (status == S1F_OK && num_segments == 0)
-        status = set_named_rows(schedule, units, count);
+        status = set_named_rows(schedule, units, count, trees);
     for (int64_t i = 0; i < count && status == S1F_OK; i++)
         status = s1f_schedule_append(schedule, units[i].unit);
     free(rank_of_stage);
@@ -249,6 +310,7 @@ static s1f_status create_from_parsed(const parsed_unit *units, int64_t count, in
 s1f_status s1f_schedule_from_units(const s1f_unit *units, const int64_t *num_units, int32_t num_ranks,
                                    int32_t num_segments, s1f_schedule **out)
 {
+    const named_trees chains = {.num_microbatches = 0};
     int64_t count = 0, next = 0;
     for (int32_t rank = 0; rank < num_ranks; rank++)
         count += num_units[rank];
@@ -267,12 +329,58 @@ s1f_status s1f_schedule_from_units(const s1f_unit *units, const int64_t *num_uni
                 status = fail_at_unit(&parsed[next], syntax);
         }
     if (status == S1F_OK)
-        status = create_from_parsed(parsed, count, num_segments, out);
+        status = create_from_parsed(parsed, count, num_segments, &chains, out);
     free(parsed);
     return status;
 }
 
-s1f_status s1f_schedule_from_text(const char *text, s1f_schedule **out)
+static s1f_status grow(int32_t **array, int64_t wanted)
+{
+    int32_t *grown = realloc(*array, (size_t)wanted * sizeof *grown);
+    if (grown == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld parents", (long long)wanted);
+    *array = grown;
+    return S1F_OK;
+}
+
+/* One word: "-", or "-1,0,0". */
+static s1f_status read_parents_word(const token *word, named_trees *trees)
+{
+    const char *at = word->begin, *end = at + word->bytes;
+    S1F_TRY(grow(&trees->segments_of, trees->num_microbatches + 1));
+    int32_t *count = &trees->segments_of[trees->num_microbatches++];
+    *count = 0;
+    if (word->bytes == 1 && *at == '-')
+        return S1F_OK;
+    S1F_TRY(grow(&trees->parents, trees->num_parents + (int64_t)word->bytes));
+    do {
+        int32_t parent = 1, is_none = read_character(&at, end, '-');
+        if (!read_number(&at, end, &parent) || (is_none && parent != 1))
+            return fail_at(word, "parents are written -1,0,0: for each segment the one that it follows, or - for a "
+                                 "chain");
+        trees->parents[trees->num_parents++] = is_none ? -1 : parent;
+        ++*count;
+    } while (read_character(&at, end, ','));
+    return at == end ? S1F_OK : fail_at(word, "parents are separated by commas, micro-batches by blanks");
+}
+
+/* The rest of a line that began with `parents`. It is no line of a rank. */
+static s1f_status read_parents(scanner *s, named_trees *trees)
+{
+    int32_t line = s->line;
+    token word;
+    for (const scanner *here = s;;) {
+        scanner ahead = *here;
+        if (!next_token(&ahead, &word) || word.line != line)
+            break;
+        *s = ahead;
+        S1F_TRY(read_parents_word(&word, trees));
+    }
+    s->line_has_units = 0;
+    return S1F_OK;
+}
+
+static s1f_status read_text(const char *text, named_trees *trees, s1f_schedule **out)
 {
     scanner s = {.at = text, .line = 1};
     parsed_unit *units = NULL;
@@ -281,6 +389,11 @@ s1f_status s1f_schedule_from_text(const char *text, s1f_schedule **out)
     s1f_status status = S1F_OK;
     while (status == S1F_OK && next_token(&s, &t)) {
         parsed_unit unit = {0};
+        if (count == 0 && trees->num_microbatches == 0 && t.bytes == sizeof parents_word - 1 &&
+            memcmp(t.begin, parents_word, t.bytes) == 0) {
+            status = read_parents(&s, trees);
+            continue;
+        }
         status = parse(&t, &unit);
         if (status == S1F_OK)
             status = append_parsed(&units, &count, &capacity, unit);
@@ -288,7 +401,16 @@ s1f_status s1f_schedule_from_text(const char *text, s1f_schedule **out)
     if (status == S1F_OK && count == 0)
         status = s1f_fail(S1F_ERR_ARG, "the text holds no unit");
     if (status == S1F_OK)
-        status = create_from_parsed(units, count, 0, out);
+        status = create_from_parsed(units, count, 0, trees, out);
     free(units);
+    return status;
+}
+
+s1f_status s1f_schedule_from_text(const char *text, s1f_schedule **out)
+{
+    named_trees trees = {.num_microbatches = 0};
+    s1f_status status = read_text(text, &trees, out);
+    free(trees.segments_of);
+    free(trees.parents);
     return status;
 }

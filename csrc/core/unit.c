@@ -145,10 +145,12 @@ typedef enum {
     SAME_CELL,
     SAME_CELL_IF_RECOMPUTED,
     SAME_CELL_IF_MOVED,
-    SAME_CELL_OF_LAST_SEGMENT,    /* the same cell, where that is the last of several segments */
+    SAME_CELL_OF_LAST_SEGMENT,    /* the same cell, where that is the last of several segments in a chain */
     SAME_CELL_OF_EARLIER_SEGMENT, /* the same cell, where it is not */
-    SEGMENT_BEFORE,
+    SEGMENT_BEFORE,               /* in a chain, as the next */
     SEGMENT_BEHIND,
+    PARENT, /* in a tree, as the next */
+    EVERY_CHILD,
     STAGE_BEFORE,
     STAGE_BEHIND,
     LAST_STAGE,                  /* seen from a shard of the vocabulary */
@@ -168,6 +170,7 @@ static const struct {
     const char *rule;
 } rules[] = {
     {F, OUTPUT, SEGMENT_BEFORE, S1F_COMES_IN_CACHE, 0, 0, "a segment goes forward after the one before it"},
+    {F, OUTPUT, PARENT, S1F_COMES_IN_CACHE, 0, 0, "a segment goes forward after its parent"},
     {F, OUTPUT, STAGE_BEFORE, S1F_COMES_FROM_STAGE, S1F_CHANNEL_ACTIVATION, WEIGHT_GRADIENT,
      "a stage goes forward after the stage before it"},
     {B | I, OUTPUT, SAME_CELL_OF_LAST_SEGMENT, S1F_COMES_SAVED, 0, 0,
@@ -180,6 +183,7 @@ static const struct {
     {L, AWAY, SAME_CELL, S1F_COMES_SAVED, 0, 0, "what a unit saved comes back after it is gone"},
     {B | I, COMING, SAME_CELL_IF_MOVED, S1F_COMES_SAVED, 0, 0, "what was moved away comes back before it is read"},
     {B | I, INPUT_GRADIENT, SEGMENT_BEHIND, S1F_COMES_IN_CACHE, 0, 0, "a segment goes back after the one behind it"},
+    {B | I, INPUT_GRADIENT, EVERY_CHILD, S1F_COMES_IN_CACHE, 0, 0, "a segment goes back after its children"},
     {B | I, INPUT_GRADIENT, STAGE_BEHIND, S1F_COMES_FROM_STAGE, S1F_CHANNEL_GRADIENT, WEIGHT_GRADIENT,
      "a stage goes back after the stage behind it"},
     {S, OUTPUT, LAST_STAGE, S1F_COMES_FROM_STAGE, S1F_CHANNEL_HIDDEN, LOSS,
@@ -202,20 +206,42 @@ static int move_to_stage(s1f_unit *unit, int32_t stage)
     return 1;
 }
 
-/* Moves `unit` to the cell of its i-th maker; 0: there is none. */
-static int move_to(const s1f_shape *shape, place where, int32_t i, s1f_unit *unit)
+static int move_to_segment(s1f_unit *unit, int32_t segment)
 {
-    int is_shard = unit->stage < shape->num_ranks;
-    int32_t num_segments = s1f_segments_of(shape, unit->microbatch);
-    int is_last = num_segments > 1 && unit->segment == num_segments - 1;
+    unit->segment = segment;
+    return segment >= 0;
+}
+
+/* Moves to the child behind the one of which *next tells, 0 at first, and makes *next tell of that. */
+static int move_to_child(const s1f_shape *shape, int32_t *next, s1f_unit *unit)
+{
+    const s1f_trees *trees = shape->trees;
+    if (trees == NULL)
+        return 0;
+    s1f_unit before = *unit;
+    before.segment = *next;
+    int32_t child =
+        *next == 0 ? trees->first_child[s1f_cell(shape, *unit)] : trees->next_sibling[s1f_cell(shape, before)];
+    *next = child - 1; /* whoever asks counts one up; no child is segment 0 */
+    return move_to_segment(unit, child);
+}
+
+/* Moves `unit` to the cell of its i-th maker, where i counts from 0 or tells of the maker before; 0: there is none. */
+static int move_to(const s1f_shape *shape, place where, int32_t *element, s1f_unit *unit)
+{
+    int is_shard = unit->stage < shape->num_ranks, is_chain = shape->trees == NULL;
+    int32_t num_segments = s1f_segments_of(shape, unit->microbatch), i = *element;
+    int is_last = is_chain && num_segments > 1 && unit->segment == num_segments - 1;
     switch (where) {
     case SAME_CELL: return i == 0;
     case SAME_CELL_IF_RECOMPUTED: return i == 0 && s1f_cell_has(shape, *unit, RECOMPUTED);
     case SAME_CELL_IF_MOVED: return i == 0 && s1f_cell_has(shape, *unit, COMING);
     case SAME_CELL_OF_LAST_SEGMENT: return i == 0 && is_last;
     case SAME_CELL_OF_EARLIER_SEGMENT: return i == 0 && !is_last;
-    case SEGMENT_BEFORE: return i == 0 && unit->segment-- > 0;
-    case SEGMENT_BEHIND: return i == 0 && ++unit->segment < num_segments;
+    case SEGMENT_BEFORE: return i == 0 && is_chain && unit->segment-- > 0;
+    case SEGMENT_BEHIND: return i == 0 && is_chain && ++unit->segment < num_segments;
+    case PARENT: return i == 0 && !is_chain && move_to_segment(unit, s1f_parent_of(shape, *unit));
+    case EVERY_CHILD: return move_to_child(shape, element, unit);
     case STAGE_BEFORE: return i == 0 && unit->stage-- > 0;
     case STAGE_BEHIND: return i == 0 && ++unit->stage < shape->num_stages;
     case LAST_STAGE: return i == 0 && is_shard && move_to_stage(unit, shape->num_stages - 1);
@@ -236,7 +262,7 @@ int s1f_next_input(s1f_inputs *inputs, s1f_unit_input *input)
         int32_t r = inputs->rule;
         s1f_unit maker = inputs->unit;
         if (!(rules[r].passes & BIT(maker.pass)) || !s1f_shape_makes(inputs->shape, rules[r].product) ||
-            !move_to(inputs->shape, rules[r].place, inputs->element, &maker))
+            !move_to(inputs->shape, rules[r].place, &inputs->element, &maker))
             continue;
         inputs->element++;
         maker.pass = first_maker(rules[r].product);
@@ -249,7 +275,7 @@ int s1f_next_input(s1f_inputs *inputs, s1f_unit_input *input)
 
 /* -- lifetimes ----------------------------------------------------------------------------------------------------- */
 
-typedef enum { EACH, FIRST, LAST } moment; /* segment of the micro-batch */
+typedef enum { EACH, FIRST, LAST, LEAF } moment; /* segment of the micro-batch: s1f_stand_of */
 typedef enum {
     ALWAYS,
     BETWEEN_TWO_PASSES, /* there is none where one pass makes both products */
@@ -293,7 +319,7 @@ static const struct {
     [S1F_HOLDS_BACKWARD_WORK] = {"backward_work", "work of B", S1F_PER_CELL, S1F_HOLDS_BACKWARD_WORK, INPUT_GRADIENT,
                                  INPUT_GRADIENT, EACH, EACH, BIT(INPUT_GRADIENT), ALWAYS},
     [S1F_HOLDS_KV_GRADIENT_ROWS] = {"kv_gradient_rows", "a unit's KV gradients", S1F_PER_CELL, S1F_HOLDS_KV_GRADIENT,
-                                    INPUT_GRADIENT, INPUT_GRADIENT, LAST, EACH, BIT(INPUT_GRADIENT), ALWAYS},
+                                    INPUT_GRADIENT, INPUT_GRADIENT, LEAF, EACH, BIT(INPUT_GRADIENT), ALWAYS},
 };
 
 s1f_holding_facts s1f_facts_of_holding(s1f_holding holding)
@@ -302,14 +328,17 @@ s1f_holding_facts s1f_facts_of_holding(s1f_holding holding)
                                lifetimes[holding].counts_with};
 }
 
-int s1f_takes_all_segments(s1f_holding holding)
+int s1f_takes_path(s1f_holding holding)
 {
     return lifetimes[holding].taken_at != EACH && lifetimes[holding].freed_at == EACH;
 }
 
-static s1f_lifetimes lifetimes_at(const s1f_shape *shape, s1f_cell_kind kind, int32_t pass, int is_first, int is_last)
+static s1f_lifetimes lifetimes_at(const s1f_shape *shape, s1f_cell_kind kind, int32_t pass, int stands)
 {
-    const int is_at[] = {[EACH] = 1, [FIRST] = is_first, [LAST] = is_last};
+    const int is_at[] = {[EACH] = 1,
+                         [FIRST] = stands & S1F_STANDS_FIRST,
+                         [LAST] = stands & S1F_STANDS_LAST,
+                         [LEAF] = stands & S1F_STANDS_LEAF};
     s1f_lifetimes found = {0, 0, 0};
     uint32_t made = passes[pass].products;
     for (int h = 0; h < S1F_NUM_HOLDINGS; h++) {
@@ -344,8 +373,8 @@ s1f_lifetime_table s1f_lifetimes_of(const s1f_shape *shape)
 {
     s1f_lifetime_table table = {.shape = *shape};
     for (int32_t pass = 0; pass < s1f_num_passes; pass++)
-        for (int i = 0; i < 4 * S1F_NUM_CELL_KINDS; i++)
-            table.of[i / 4][pass][i / 2 % 2][i % 2] =
-                lifetimes_at(shape, (s1f_cell_kind)(i / 4), pass, i / 2 % 2, i % 2);
+        for (int i = 0; i < S1F_NUM_STANDS * S1F_NUM_CELL_KINDS; i++)
+            table.of[i / S1F_NUM_STANDS][pass][i % S1F_NUM_STANDS] =
+                lifetimes_at(shape, (s1f_cell_kind)(i / S1F_NUM_STANDS), pass, i % S1F_NUM_STANDS);
     return table;
 }

@@ -6,7 +6,10 @@
  *
  * Where an order spreads the vocabulary over the ranks, rank r holds shard r of the output layer's rows, and the cells
  * of stage r, which must lie there, have the passes S and T of that shard; where it spreads the input embedding, E and
- * G. [Seq1F1B, arXiv:2406.03488; split backward: Zero Bubble, arXiv:2401.10241; vocabulary: arXiv:2411.05288] */
+ * G.
+ *
+ * The segments of a micro-batch are a chain, or a tree (trees.h): each follows its parent, and several may follow one.
+ * [Seq1F1B, arXiv:2406.03488; split backward: Zero Bubble, arXiv:2401.10241; vocabulary: arXiv:2411.05288] */
 #ifndef S1F_UNIT_H
 #define S1F_UNIT_H
 
@@ -87,6 +90,19 @@ static inline int s1f_product_is_optional(s1f_product product)
     return s1f_optional_products() >> product & 1;
 }
 
+/* What each segment follows, and what follows it, by the cells of a stage: numbers of segments, -1 for none. Made by
+ * trees.h. */
+typedef struct {
+    const int32_t *parent, *first_child, *next_sibling;
+} s1f_trees;
+
+/* Bits of a cell's mark beside those of its optional products. They say how an order of trees goes through them. */
+enum {
+    S1F_MARK_LAST_FORWARD = 1 << 13,   /* its F is the last of its micro-batch at the stage */
+    S1F_MARK_FIRST_BACKWARD = 1 << 14, /* its B or I is the first */
+    S1F_MARK_OPENS_PARENT = 1 << 15    /* and the first of all that follow its parent, whether at once or later */
+};
+
 /* Counts of an order, where its stages are, which products it makes, and which optional ones for which cells. The last
  * is what makes a unit a recomputed one: its F saves nothing; or a moved one: what its F saves is away for a while. */
 typedef struct {
@@ -97,7 +113,10 @@ typedef struct {
     /* [num_microbatches + 1], from 0: the cells of micro-batch m within its stage are first_cell[m] up to the one
      * before first_cell[m + 1], one for each of its segments. NULL: every micro-batch has num_segments. */
     const int64_t *first_cell;
-    const uint16_t *optional; /* [cell of all stages] bits of optional products; NULL: all that the order makes */
+    const s1f_trees *trees; /* NULL: each segment follows the one before it. Else there is first_cell */
+    /* [cell of all stages] bits of optional products, and marks of trees. NULL: all optional ones that the order makes;
+     * and in trees the order of numbers, and the reverse. */
+    const uint16_t *marks;
 } s1f_shape;
 
 static inline int s1f_shape_makes(const s1f_shape *shape, s1f_product product)
@@ -153,7 +172,19 @@ s1f_unit s1f_unit_going_back(const s1f_shape *shape, s1f_pass pass, int32_t stag
 static inline int s1f_cell_has(const s1f_shape *shape, s1f_unit unit, s1f_product optional)
 {
     return s1f_shape_makes(shape, optional) &&
-           (shape->optional == NULL || shape->optional[s1f_cell_of_all(shape, unit)] >> optional & 1);
+           (shape->marks == NULL || shape->marks[s1f_cell_of_all(shape, unit)] >> optional & 1);
+}
+/* The segment that the unit's own follows; -1: none, it is the first. */
+static inline int32_t s1f_parent_of(const s1f_shape *shape, s1f_unit unit)
+{
+    return shape->trees == NULL ? unit.segment - 1 : shape->trees->parent[s1f_cell(shape, unit)];
+}
+/* Whether the unit's segment is the first below its parent that goes back; without marks, in the reverse order of
+ * numbers. */
+static inline int s1f_opens_parent(const s1f_shape *shape, s1f_unit unit)
+{
+    return shape->marks != NULL ? (shape->marks[s1f_cell_of_all(shape, unit)] & S1F_MARK_OPENS_PARENT) != 0
+                                : shape->trees->next_sibling[s1f_cell(shape, unit)] < 0;
 }
 
 /* What becomes of what F of a cell saves. */
@@ -234,15 +265,15 @@ typedef enum {
     S1F_HOLDS_FOR_WEIGHT = 1,      /* what it saved and W reads: to the end of B or W. The unit is live meanwhile */
     S1F_HOLDS_OUTPUT_GRADIENT = 2, /* what I leaves for W */
     S1F_HOLDS_KV = 3,              /* keys and values of a micro-batch: F of segment 0 to B or I of segment 0 */
-    S1F_HOLDS_KV_GRADIENT = 4,     /* their gradients: B or I of the last segment to that of segment 0 */
+    S1F_HOLDS_KV_GRADIENT = 4,     /* their gradients: the first B or I of the micro-batch to that of segment 0 */
     S1F_HOLDS_INPUT = 5,           /* what F of a recomputed unit keeps for R: from F to the end of B or I */
     S1F_HOLDS_SHARD_LOGITS = 6,    /* of a shard: from S to the end of T */
     S1F_HOLDS_KV_ROWS = 7,         /* the unit's own keys and values, where pages go back: F to the end of B or I */
     S1F_HOLDS_STAYING = 8,         /* what stays whatever becomes of what F saved: F to the end of B or I */
     S1F_HOLDS_FORWARD_WORK = 9,    /* what F, or R, allocates for a while: that one alone */
     S1F_HOLDS_BACKWARD_WORK = 10,  /* the same of B or I */
-    /* gradients of the unit's own keys and values, where pages go back: B or I of the last segment, which takes those
-     * of all, to the unit's own */
+    /* gradients of the unit's own keys and values, where pages go back: B or I of a segment that none follows, which
+     * takes those of its path, to the unit's own */
     S1F_HOLDS_KV_GRADIENT_ROWS = 11,
     S1F_NUM_HOLDINGS = 12
 } s1f_holding;
@@ -265,27 +296,53 @@ typedef struct {
 } s1f_holding_facts;
 
 s1f_holding_facts s1f_facts_of_holding(s1f_holding holding);
-/* Whether the unit that takes it takes what all segments of the micro-batch free, each its own. */
-int s1f_takes_all_segments(s1f_holding holding);
+/* Whether the unit that takes it takes what its own segment and those before it free, each its own; in trees, those of
+ * its path that none has taken yet. */
+int s1f_takes_path(s1f_holding holding);
 
 typedef struct { /* bits (1 << s1f_holding) */
     uint32_t takes, uses, frees;
 } s1f_lifetimes;
 
-/* Lifetimes of all units of an order: they depend on the pass, on whether the segment is the first and the last, and on
- * what becomes of what F saves. */
+/* Where a unit's segment stands in its micro-batch, as bits; in a chain the last segment is the last forward, the first
+ * one back and the leaf. */
+enum {
+    S1F_STANDS_FIRST = 1, /* it follows none */
+    S1F_STANDS_LAST = 2,  /* the last to go forward; of a pass that goes back, the first */
+    S1F_STANDS_LEAF = 4,  /* none follows it */
+    S1F_NUM_STANDS = 8
+};
+
+/* Lifetimes of all units of an order: they depend on the pass, on where the segment stands, and on what becomes of what
+ * F saves. */
 typedef struct {
     s1f_shape shape;
-    s1f_lifetimes of[S1F_NUM_CELL_KINDS][S1F_MAX_PASSES][2][2]; /* [kind of cell][pass][is first][is last] */
+    s1f_lifetimes of[S1F_NUM_CELL_KINDS][S1F_MAX_PASSES][S1F_NUM_STANDS];
 } s1f_lifetime_table;
 
 /* If an order has no backward, what F saved ends with F, and keys and values with F of the last segment. What the
  * shape borrows must outlive the table. */
 s1f_lifetime_table s1f_lifetimes_of(const s1f_shape *shape);
+static inline int s1f_stand_of(const s1f_shape *shape, s1f_unit unit)
+{
+    int is_end = unit.segment + 1 == s1f_segments_of(shape, unit.microbatch);
+    int stands = unit.segment == 0 ? S1F_STANDS_FIRST : 0;
+    if (shape->trees == NULL)
+        return is_end ? stands | S1F_STANDS_LAST | S1F_STANDS_LEAF : stands;
+    uint16_t mark = s1f_pass_is_forward(unit.pass) ? S1F_MARK_LAST_FORWARD : S1F_MARK_FIRST_BACKWARD;
+    if (shape->marks != NULL)
+        is_end = (shape->marks[s1f_cell_of_all(shape, unit)] & mark) != 0;
+    stands |= is_end ? S1F_STANDS_LAST : 0;
+    return stands | (shape->trees->first_child[s1f_cell(shape, unit)] < 0 ? S1F_STANDS_LEAF : 0);
+}
+/* As if the unit's cell were of this kind. */
+static inline s1f_lifetimes s1f_lifetimes_as(const s1f_lifetime_table *table, s1f_unit unit, s1f_cell_kind kind)
+{
+    return table->of[kind][unit.pass][s1f_stand_of(&table->shape, unit)];
+}
 static inline s1f_lifetimes s1f_unit_lifetimes(const s1f_lifetime_table *table, s1f_unit unit)
 {
-    int is_first = unit.segment == 0, is_last = unit.segment + 1 == s1f_segments_of(&table->shape, unit.microbatch);
-    return table->of[s1f_kind_of_cell(&table->shape, unit)][unit.pass][is_first][is_last];
+    return s1f_lifetimes_as(table, unit, s1f_kind_of_cell(&table->shape, unit));
 }
 
 /* Whether the unit of a cell is live from the start of this unit on, or no more from its end. */

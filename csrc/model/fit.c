@@ -30,8 +30,8 @@ static s1f_unit unit_of(const walker *w, int64_t cell)
 /* What a pass takes, or frees, in a cell of this kind. */
 static s1f_lifetimes lifetimes_of(const walker *w, s1f_unit unit, s1f_pass pass, int kind)
 {
-    int is_last = unit.segment + 1 == s1f_segments_of(&w->program->shape, unit.microbatch);
-    return w->table.of[kind][pass][unit.segment == 0][is_last];
+    unit.pass = (int32_t)pass;
+    return s1f_lifetimes_as(&w->table, unit, (s1f_cell_kind)kind);
 }
 
 static int64_t taken_by(const walker *w, s1f_unit unit, s1f_pass pass, int kind)

@@ -17,9 +17,22 @@ s1f_byte_tables s1f_byte_tables_of(const s1f_shape *shape, const s1f_memory_byte
         tables.of[h].values = bytes->of[h];
         tables.of[h].steps = s1f_table_steps_of(shape, facts.per);
         tables.of[h].counts_with = (int32_t)facts.counts_with;
-        tables.of[h].takes_all = s1f_takes_all_segments((s1f_holding)h);
+        tables.of[h].takes_path = s1f_takes_path((s1f_holding)h);
     }
     return tables;
+}
+
+/* Bytes of the parents that the unit is the first below to go back; *own is the value of its own segment. */
+static int64_t bytes_of_new_path(const s1f_shape *shape, const int64_t *own, s1f_unit unit)
+{
+    int64_t sum = 0;
+    while (s1f_parent_of(shape, unit) >= 0 && (s1f_opens_parent(shape, unit))) {
+        int32_t parent = s1f_parent_of(shape, unit);
+        own -= unit.segment - parent; /* a column is a cell */
+        sum += *own;
+        unit.segment = parent;
+    }
+    return sum;
 }
 
 /* Bytes of a holding that a unit takes, or frees. */
@@ -28,9 +41,11 @@ static inline int64_t bytes_of(const s1f_byte_tables *tables, int h, s1f_unit un
     s1f_table_steps steps = tables->of[h].steps;
     const int64_t *value = &tables->of[h].values[unit.stage * steps.stage + column * steps.column];
     int64_t sum = *value;
-    if (takes && tables->of[h].takes_all)
+    if (takes && tables->of[h].takes_path && tables->shape->trees == NULL)
         for (int32_t s = 1; s <= unit.segment; s++)
             sum += value[-s];
+    else if (takes && tables->of[h].takes_path)
+        sum += bytes_of_new_path(tables->shape, value, unit);
     return sum;
 }
 

@@ -36,7 +36,7 @@ typedef struct {
     struct {
         const int64_t *values;
         s1f_table_steps steps;
-        int32_t counts_with, takes_all;
+        int32_t counts_with, takes_path;
     } of[S1F_NUM_HOLDINGS];
 } s1f_byte_tables;
 

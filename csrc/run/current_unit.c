@@ -8,6 +8,13 @@
 static _Thread_local const s1f_current_unit *unit_of_thread;
 static _Atomic(const s1f_current_unit *) unit_of_process;
 
+int64_t s1f_position_in_unit(const s1f_current_unit *unit, int64_t i)
+{
+    for (int32_t part = 0; part + 1 < unit->num_parts && i >= unit->parts[part]; part++)
+        i -= unit->parts[part];
+    return unit->offset + i;
+}
+
 const s1f_current_unit *s1f_current_unit_get(void)
 {
     if (unit_of_thread != NULL)

@@ -8,6 +8,7 @@
 #ifndef S1F_CURRENT_UNIT_H
 #define S1F_CURRENT_UNIT_H
 
+#include "../core/key_range.h"
 #include "../core/schedule.h"
 
 struct s1f_kv_cache;
@@ -15,14 +16,28 @@ struct s1f_kv_cache;
 typedef struct {
     s1f_unit unit;
     int32_t num_segments; /* of its micro-batch */
+    int32_t parent;       /* segment that it follows, -1: none. In a chain the one before it */
+    int32_t num_children; /* segments that follow it */
     int32_t kv_slot, grad_slot;
-    int32_t training;           /* a backward will follow */
-    int64_t offset, length;     /* tokens: first position of the segment, tokens in it */
-    int64_t sequence_length;    /* tokens of the micro-batch's whole sequence */
-    int64_t num_documents;      /* that its row holds, where the step's plan says so; else 0 */
-    struct s1f_kv_cache *cache; /* borrowed from the engine that is inside the step */
+    int32_t training;            /* a backward will follow */
+    int64_t offset, length;      /* tokens: position of the segment's first one along its path, tokens in it */
+    int64_t sequence_length;     /* tokens of all segments of the micro-batch */
+    int64_t row;                 /* of its first token in the slabs of its slot; in a chain the offset */
+    int64_t num_documents;       /* that its row holds, where the step's plan says so; else 0 */
+    const s1f_key_range *ranges; /* rows of the path's keys [0, offset + length), in order; its own are in the last */
+    const int64_t *parts; /* tokens of each part: siblings that lie one after another in the segment. NULL: one */
+    int32_t num_ranges, num_parts;
+    struct s1f_kv_cache *cache; /* borrowed from the engine that is inside the step, as are ranges and parts */
     void *state;                /* of whoever computes the unit, borrowed; NULL at first */
 } s1f_current_unit;
+
+/* Whether keys lie in the rows that their positions name, and each query sees all of them up to its own: as in a chain. */
+static inline int s1f_is_plain_unit(const s1f_current_unit *unit)
+{
+    return unit->num_ranges == 1 && unit->ranges[0].row == 0 && unit->num_parts <= 1;
+}
+/* Position along its path of the i-th token of the segment: a part begins where the parent's path ends. */
+int64_t s1f_position_in_unit(const s1f_current_unit *unit, int64_t i);
 
 /* The unit that runs on this thread, NULL outside a step. Borrowed. */
 const s1f_current_unit *s1f_current_unit_get(void);

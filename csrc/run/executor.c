@@ -42,9 +42,9 @@ struct s1f_executor {
     int64_t next_weight, num_fills;
     int64_t step;
     int32_t training;
-    int64_t *sizes, *offsets; /* of the segments, [column]; sizes[0] == 0: not known yet */
-    int32_t is_settled;       /* the spans are the device's */
-    stage_count *stages;      /* [stage] */
+    s1f_step_layout layout;
+    int32_t is_settled;  /* the spans are the device's */
+    stage_count *stages; /* [stage] */
     /* between two RUNs: */
     s1f_input *inputs; /* for the next one */
     int32_t num_inputs;
@@ -78,11 +78,8 @@ static s1f_status allocate(s1f_executor *executor)
 {
     s1f_pool *pool = &executor->pool;
     size_t num_edges = (size_t)executor->num_edges, num_stages = (size_t)executor->num_stages;
-    size_t num_columns = (size_t)s1f_num_columns(&executor->shape);
     executor->ends = s1f_pool_take(pool, num_edges, sizeof *executor->ends);
     executor->slots = s1f_pool_take(pool, num_stages, sizeof *executor->slots);
-    executor->sizes = s1f_pool_take(pool, num_columns, sizeof *executor->sizes);
-    executor->offsets = s1f_pool_take(pool, num_columns, sizeof *executor->offsets);
     executor->spans = s1f_pool_take(pool, (size_t)executor->num_instructions, sizeof *executor->spans);
     executor->stages = s1f_pool_take(pool, num_stages, sizeof *executor->stages);
     executor->inputs = s1f_pool_take(pool, (size_t)most_inputs(executor), sizeof *executor->inputs);
@@ -176,6 +173,7 @@ s1f_status s1f_executor_create(const s1f_program *program, int32_t rank, s1f_gro
     executor->group = group;
     executor->cache = cache;
     executor->compute = *compute;
+    s1f_layout_create(program, rank, &executor->pool, &executor->layout);
     s1f_status status = allocate(executor);
     if (status == S1F_OK)
         status = set_edges(executor, program, rank, ends);
@@ -190,25 +188,18 @@ s1f_status s1f_executor_create(const s1f_program *program, int32_t rank, s1f_gro
     return S1F_OK;
 }
 
-/* Fixes the split of the sequence for this step and enters the cache's step. */
-static s1f_status set_sizes(s1f_executor *executor, int64_t sequence_length, const int64_t *sizes)
+static int64_t size_of(const s1f_executor *executor, s1f_unit unit)
 {
-    int64_t sum = 0, longest = 0;
-    for (int64_t column = 0; column < s1f_num_columns(&executor->shape); column++) {
-        s1f_unit unit = s1f_unit_of_cell(&executor->shape, S1F_PASS_FORWARD, 0, column);
-        if (sizes[column] < 1)
-            return s1f_fail(S1F_ERR_ARG, "segment %d has %lld tokens, must have at least 1", (int)unit.segment,
-                            (long long)sizes[column]);
-        sum = unit.segment == 0 ? 0 : sum;
-        executor->sizes[column] = sizes[column];
-        executor->offsets[column] = sum;
-        sum += sizes[column];
-        longest = sum > longest ? sum : longest;
-    }
-    if (longest != sequence_length)
-        return s1f_fail(S1F_ERR_ARG, "segment sizes sum to %lld tokens, the sequence has %lld", (long long)longest,
-                        (long long)sequence_length);
-    return s1f_kv_cache_begin_step(executor->cache, executor->slots, executor->num_slots, sequence_length,
+    return s1f_size_of(&executor->layout, unit);
+}
+
+/* Fixes the split of the sequence for this step and enters the cache's step. */
+static s1f_status set_sizes(s1f_executor *executor, int64_t sequence_length, const int64_t *sizes,
+                            const s1f_unit_parts *parts)
+{
+    int64_t num_rows;
+    S1F_TRY(s1f_layout_set(&executor->layout, sequence_length, sizes, parts, &num_rows));
+    return s1f_kv_cache_begin_step(executor->cache, executor->slots, executor->num_slots, sequence_length, num_rows,
                                    executor->shape.num_segments);
 }
 
@@ -219,26 +210,9 @@ static s1f_status learn_sizes(s1f_executor *executor, const s1f_message *message
         return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld segment sizes", (long long)num_columns);
     s1f_status status = executor->compute.segment_sizes(executor->compute.context, message->sequence_length, sizes);
     if (status == S1F_OK)
-        status = set_sizes(executor, message->sequence_length, sizes);
+        status = set_sizes(executor, message->sequence_length, sizes, NULL);
     free(sizes);
     return status;
-}
-
-static int64_t size_of(const s1f_executor *executor, s1f_unit unit)
-{
-    return executor->sizes[s1f_column(&executor->shape, unit)];
-}
-
-static int64_t offset_of(const s1f_executor *executor, s1f_unit unit)
-{
-    return executor->offsets[s1f_column(&executor->shape, unit)];
-}
-
-/* Tokens of a unit's micro-batch; 0: not known yet. */
-static int64_t sequence_of(const s1f_executor *executor, s1f_unit unit)
-{
-    unit.segment = s1f_segments_of(&executor->shape, unit.microbatch) - 1;
-    return executor->sizes[0] == 0 ? 0 : offset_of(executor, unit) + size_of(executor, unit);
 }
 
 /* The message of a SEND or WAIT, as far as the program and the step say what it is. */
@@ -254,8 +228,8 @@ static s1f_message describe(const s1f_executor *executor, const s1f_instruction 
         .microbatch = producer.microbatch,
         .segment = producer.segment,
         .training = executor->training,
-        .sequence_length = sequence_of(executor, producer),
-        .offset = offset_of(executor, producer),
+        .sequence_length = s1f_total_of(&executor->layout, producer),
+        .offset = s1f_offset_of(&executor->layout, producer),
         .length = size_of(executor, producer),
     };
 }
@@ -291,10 +265,10 @@ static s1f_status wait_input(s1f_executor *executor, const s1f_instruction *inst
     s1f_unit producer = executor->edge_states[instruction->edge].producers[instruction->sequence];
     s1f_message expected = describe(executor, instruction, producer);
     S1F_TRY(s1f_message_check(message, &expected));
-    if (executor->sizes[0] == 0)
+    if (!executor->layout.is_known)
         S1F_TRY(learn_sizes(executor, message));
-    int64_t offset = offset_of(executor, producer), length = size_of(executor, producer);
-    int64_t sequence = sequence_of(executor, producer);
+    int64_t offset = s1f_offset_of(&executor->layout, producer), length = size_of(executor, producer);
+    int64_t sequence = s1f_total_of(&executor->layout, producer);
     if (message->sequence_length != sequence || message->offset != offset || message->length != length)
         /* the end may wrap where a header is corrupted */
         return s1f_fail(S1F_ERR_STATE,
@@ -327,24 +301,27 @@ static void free_unit(s1f_executor *executor, s1f_unit unit)
     executor->stages[unit.stage].live_tokens -= size_of(executor, unit);
 }
 
-static s1f_status run_unit(s1f_executor *executor, const s1f_instruction *instruction)
+static s1f_current_unit describe_unit(const s1f_executor *executor, const s1f_instruction *instruction)
 {
-    s1f_unit unit = instruction->unit;
-    if (executor->sizes[0] == 0)
-        return s1f_fail(S1F_ERR_ARG,
-                        "stage %d runs first on its rank and knows no sequence length: inputs are needed there",
-                        (int)unit.stage);
     s1f_current_unit current = {
-        .unit = unit,
-        .num_segments = s1f_segments_of(&executor->shape, unit.microbatch),
+        .unit = instruction->unit,
         .kv_slot = instruction->kv_slot,
         .grad_slot = instruction->grad_slot,
         .training = executor->training,
-        .offset = offset_of(executor, unit),
-        .length = size_of(executor, unit),
-        .sequence_length = sequence_of(executor, unit),
         .cache = executor->cache,
     };
+    s1f_layout_describe(&executor->layout, &current);
+    return current;
+}
+
+static s1f_status run_unit(s1f_executor *executor, const s1f_instruction *instruction)
+{
+    s1f_unit unit = instruction->unit;
+    if (!executor->layout.is_known)
+        return s1f_fail(S1F_ERR_ARG,
+                        "stage %d runs first on its rank and knows no sequence length: inputs are needed there",
+                        (int)unit.stage);
+    s1f_current_unit current = describe_unit(executor, instruction);
     char text[48];
     s1f_unit_text(unit, executor->num_slots > 1, text, sizeof text);
     s1f_group_progress(executor->group, text);
@@ -496,13 +473,13 @@ static int32_t count_places(const s1f_executor *executor, int32_t edge)
 }
 
 s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t training, int64_t sequence_length,
-                             const int64_t *sizes)
+                             const int64_t *sizes, const s1f_unit_parts *parts)
 {
     memset(executor->spans, 0, (size_t)executor->num_instructions * sizeof *executor->spans);
     memset(executor->stages, 0, (size_t)executor->num_stages * sizeof *executor->stages);
     executor->step = step;
     executor->training = training;
-    executor->sizes[0] = 0;
+    s1f_layout_forget(&executor->layout);
     executor->num_inputs = executor->num_unsent = 0;
     executor->next_weight = executor->num_fills = 0;
     executor->is_settled = executor->compute.settle_times == NULL;
@@ -510,7 +487,7 @@ s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t train
     for (int32_t i = 0; i < executor->num_edges; i++)
         executor->edge_states[i].first = executor->edge_states[i].end = 0;
     if (sequence_length != 0)
-        S1F_TRY(set_sizes(executor, sequence_length, sizes));
+        S1F_TRY(set_sizes(executor, sequence_length, sizes, parts));
     for (int32_t i = 0; i < executor->num_edges; i++)
         if (executor->ends[i] != NULL)
             S1F_TRY(s1f_p2p_begin_step(executor->ends[i], count_places(executor, i)));

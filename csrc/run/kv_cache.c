@@ -19,10 +19,14 @@ typedef struct {
     int32_t num_segments;
 } layer_slot;
 
+typedef struct {                 /* serials of Fs, as in `written` */
+    int64_t stored, contributed; /* of the segment whose rows hold gradients; that has made its own contribution */
+} grad_segment;
+
 typedef struct {
     s1f_slab dk, dv;
-    int64_t tag;          /* of the slot whose gradients it holds */
-    int32_t last_segment; /* that contributed */
+    grad_segment *segments; /* [num_segments] */
+    int32_t num_segments;
 } layer_grads;
 
 typedef struct {
@@ -84,6 +88,7 @@ void s1f_kv_cache_free(s1f_kv_cache *cache)
         for (int32_t j = 0; j < entry->num_grads; j++) {
             s1f_slab_free(&entry->grads[j].dk);
             s1f_slab_free(&entry->grads[j].dv);
+            free(entry->grads[j].segments);
         }
         free(entry->slots);
         free(entry->grads);
@@ -124,15 +129,16 @@ int s1f_kv_cache_layer(const s1f_kv_cache *cache, int32_t index, int32_t *stage,
 
 /* -- step and unit --------------------------------------------------------------------------------------------- */
 
-/* After B(m.s) nothing reads K, V, dK and dV of segment s any more. */
-static void release_segment(const s1f_kv_cache *cache, const s1f_current_unit *unit)
+/* After B(m.s) nothing reads K, V, dK and dV of segment s any more. In a chain nothing reads the rows behind it, either:
+ * in a tree other segments may lie there. */
+static void release_segment(const s1f_kv_cache *cache, const s1f_current_unit *unit, int is_tree)
 {
     for (int32_t i = 0; i < cache->num_entries; i++) {
         const layer_entry *entry = &cache->entries[i];
         const s1f_layer_shape *shape = &entry->shape;
         if (entry->stage != unit->unit.stage || entry->step != cache->step || shape->memory != NULL)
             continue;
-        int64_t strips = shape->batch * shape->kv_heads, end = unit->offset + unit->length;
+        int64_t strips = shape->batch * shape->kv_heads, end = unit->row + unit->length;
         int64_t element = s1f_dtype_bytes(shape->dtype), sum = s1f_dtype_bytes(s1f_dtype_of_sums(shape->dtype));
         int64_t row_bytes[] = {shape->head_dim * element, shape->v_head_dim * element, shape->head_dim * sum,
                                shape->v_head_dim * sum};
@@ -147,15 +153,15 @@ static void release_segment(const s1f_kv_cache *cache, const s1f_current_unit *u
         }
         for (int32_t j = 0; j < 4; j++)
             if (slabs[j] != NULL)
-                s1f_slab_release_rows(slabs[j], strips, cache->slots.sequence_length * row_bytes[j],
-                                      unit->offset * row_bytes[j], end * row_bytes[j]);
+                s1f_slab_release_rows(slabs[j], strips, cache->slots.num_rows * row_bytes[j], unit->row * row_bytes[j],
+                                      end * row_bytes[j], is_tree);
     }
 }
 
 s1f_status s1f_kv_cache_begin_step(s1f_kv_cache *cache, const s1f_stage_slots *stages, int32_t num_stages,
-                                   int64_t sequence_length, int32_t num_segments)
+                                   int64_t sequence_length, int64_t num_rows, int32_t num_segments)
 {
-    S1F_TRY(s1f_kv_slots_begin_step(&cache->slots, stages, num_stages, sequence_length, num_segments));
+    S1F_TRY(s1f_kv_slots_begin_step(&cache->slots, stages, num_stages, sequence_length, num_rows, num_segments));
     cache->step++;
     return S1F_OK;
 }
@@ -169,12 +175,13 @@ s1f_status s1f_kv_cache_finish_unit(s1f_kv_cache *cache, const s1f_current_unit 
 {
     if (unit->kv_slot < 0)
         return S1F_OK;
-    S1F_TRY(s1f_kv_slots_finish_unit(&cache->slots, unit));
-    if (cache->slots.sequence_length < RELEASE_TOKENS)
+    int32_t is_tree = 0;
+    S1F_TRY(s1f_kv_slots_finish_unit(&cache->slots, unit, &is_tree));
+    if (cache->slots.num_rows < RELEASE_TOKENS)
         return S1F_OK;
-    s1f_slab_release_rows(&cache->scratch, 1, cache->scratch.bytes, 0, cache->scratch.bytes);
+    s1f_slab_release_rows(&cache->scratch, 1, cache->scratch.bytes, 0, cache->scratch.bytes, 0);
     if (s1f_goes_back(unit))
-        release_segment(cache, unit);
+        release_segment(cache, unit, is_tree);
     return S1F_OK;
 }
 
@@ -212,7 +219,7 @@ static int64_t element_count(const s1f_kv_cache *cache, const s1f_layer_shape *s
 {
     int64_t count = 0; /* 0 where it does not fit: no slab has room for that */
     if (__builtin_mul_overflow(shape->batch, shape->kv_heads, &count) ||
-        __builtin_mul_overflow(count, cache->slots.sequence_length, &count) ||
+        __builtin_mul_overflow(count, cache->slots.num_rows, &count) ||
         __builtin_mul_overflow(count, head_dim, &count) || count > INT64_MAX / 16)
         return 0;
     return count;
@@ -280,7 +287,7 @@ static s1f_status reserve_slot(s1f_kv_cache *cache, layer_entry *entry, int32_t 
     S1F_TRY(status);
     S1F_TRY(reserve_pair(cache, entry, &slot->k, &slot->v, entry->shape.dtype, &cache->kv_bytes));
     *out = slot;
-    int64_t doc_bytes = entry->shape.batch * cache->slots.sequence_length * (int64_t)sizeof(int32_t);
+    int64_t doc_bytes = entry->shape.batch * cache->slots.num_rows * (int64_t)sizeof(int32_t);
     return entry->shape.with_docs ? reserve(entry, &slot->docs, doc_bytes, &cache->kv_bytes) : S1F_OK;
 }
 
@@ -289,28 +296,53 @@ static s1f_status reserve_grads(s1f_kv_cache *cache, layer_entry *entry, int32_t
     void *grads = entry->grads;
     S1F_TRY(grow_zeroed(&grads, &entry->num_grads, index + 1, sizeof *entry->grads));
     entry->grads = grads;
-    *out = &entry->grads[index];
+    layer_grads *slot = &entry->grads[index];
+    void *segments = slot->segments;
+    s1f_status status = grow_zeroed(&segments, &slot->num_segments, cache->slots.num_segments, sizeof *slot->segments);
+    slot->segments = segments;
+    S1F_TRY(status);
+    *out = slot;
     return reserve_pair(cache, entry, &(*out)->dk, &(*out)->dv, s1f_dtype_of_sums(entry->shape.dtype),
                         &cache->grad_bytes);
 }
 
-/* Every segment before `end` must have been written by the micro-batch that holds the slot. */
+/* The segments of a path, from `last` (-1: none) back to the first, must have been written by the micro-batch that holds
+ * the slot. */
 static s1f_status check_written(const s1f_current_unit *unit, const layer_entry *entry, const layer_slot *slot,
-                                const s1f_slot_state *state, int32_t end)
+                                const s1f_slot_state *state, int32_t last)
 {
-    for (int32_t s = 0; s < end; s++)
+    int32_t missing = -1;
+    for (int32_t s = last; s >= 0; s = state->segments[s].parent)
         if (s >= slot->num_segments || slot->written[s] != state->segments[s].serial)
-            return s1f_fail(S1F_ERR_STATE,
-                            "%s: layer %lld reads segment %d of micro-batch %d, which was never written (the layer was "
-                            "not used in its forward)",
-                            s1f_name_of(unit).text, (long long)entry->layer, (int)s, (int)state->microbatch);
-    return S1F_OK;
+            missing = s;
+    if (missing < 0)
+        return S1F_OK;
+    return s1f_fail(S1F_ERR_STATE,
+                    "%s: layer %lld reads segment %d of micro-batch %d, which was never written (the layer was "
+                    "not used in its forward)",
+                    s1f_name_of(unit).text, (long long)entry->layer, (int)missing, (int)state->microbatch);
+}
+
+/* The unit's contribution to the rows of its path: how many keys of it hold gradients already. Behind it all do. */
+static int64_t contribute(layer_grads *grads, const s1f_slot_state *state, int32_t segment)
+{
+    int64_t kept = 0;
+    grads->segments[segment].contributed = state->segments[segment].serial;
+    for (int32_t s = segment; s >= 0; s = state->segments[s].parent) {
+        const s1f_segment_state *of_path = &state->segments[s];
+        if (grads->segments[s].stored == of_path->serial) { /* then those before it are stored, too */
+            kept = of_path->offset + of_path->length;
+            break;
+        }
+        grads->segments[s].stored = of_path->serial;
+    }
+    return kept;
 }
 
 static s1f_kv_rows rows_of(const s1f_kv_cache *cache, const layer_entry *entry, const layer_slot *slot, int is_written)
 {
     return (s1f_kv_rows){slot->k.data, slot->v.data, entry->shape.with_docs ? slot->docs.data : NULL,
-                         cache->slots.sequence_length, is_written};
+                         cache->slots.num_rows, is_written};
 }
 
 s1f_status s1f_kv_cache_write(s1f_kv_cache *cache, const s1f_current_unit *unit, int64_t layer,
@@ -323,7 +355,7 @@ s1f_status s1f_kv_cache_write(s1f_kv_cache *cache, const s1f_current_unit *unit,
     S1F_TRY(find_or_add_entry(cache, unit, layer, &entry));
     S1F_TRY(fix_shape(cache, unit, entry, shape));
     S1F_TRY(reserve_slot(cache, entry, unit->kv_slot, &slot));
-    S1F_TRY(check_written(unit, entry, slot, state, unit->unit.segment + (s1f_is_forward(unit) ? 0 : 1)));
+    S1F_TRY(check_written(unit, entry, slot, state, s1f_is_forward(unit) ? unit->parent : unit->unit.segment));
     int32_t s = unit->unit.segment;
     if (s1f_is_forward(unit) && slot->written[s] == state->segments[s].serial)
         return s1f_fail(S1F_ERR_STATE,
@@ -351,18 +383,15 @@ s1f_status s1f_kv_cache_read(s1f_kv_cache *cache, const s1f_current_unit *unit, 
     const layer_slot *slot = &entry->slots[unit->kv_slot];
     layer_grads *contribution = NULL;
     int32_t s = unit->unit.segment;
-    S1F_TRY(check_written(unit, entry, slot, state, s + 1));
+    S1F_TRY(check_written(unit, entry, slot, state, s));
     S1F_TRY(reserve_grads(cache, entry, unit->grad_slot, &contribution));
-    int first = contribution->tag != state->tag;
-    if (!first && contribution->last_segment <= s)
+    if (contribution->segments[s].contributed == state->segments[s].serial)
         return s1f_fail(
             S1F_ERR_STATE,
             "%s: second backward of layer %lld, micro-batch %d, segment %d: its gradients were added already",
             s1f_name_of(unit).text, (long long)layer, (int)unit->unit.microbatch, (int)s);
-    contribution->tag = state->tag;
-    contribution->last_segment = s;
     *shape = entry->shape;
     *rows = rows_of(cache, entry, slot, 1);
-    *grads = (s1f_kv_grads){contribution->dk.data, contribution->dv.data, first};
+    *grads = (s1f_kv_grads){contribution->dk.data, contribution->dv.data, contribute(contribution, state, s)};
     return S1F_OK;
 }

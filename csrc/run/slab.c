@@ -34,15 +34,16 @@ s1f_status s1f_slab_reserve(s1f_slab *slab, int64_t bytes, const s1f_slab_memory
     return S1F_OK;
 }
 
-void s1f_slab_release_rows(const s1f_slab *slab, int64_t strips, int64_t strip_bytes, int64_t begin, int64_t end)
+void s1f_slab_release_rows(const s1f_slab *slab, int64_t strips, int64_t strip_bytes, int64_t begin, int64_t end,
+                           int32_t is_used_behind)
 {
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), data = (uintptr_t)slab->data;
     for (int64_t i = 0; i < strips; i++) {
         uintptr_t strip = data + (uintptr_t)(i * strip_bytes);
         uintptr_t first = (strip + (uintptr_t)begin + page - 1) / page * page;
         uintptr_t last = (strip + (uintptr_t)end + page - 1) / page * page;
-        if (last > strip + (uintptr_t)strip_bytes)
-            last = (strip + (uintptr_t)strip_bytes) / page * page;
+        if (is_used_behind || last > strip + (uintptr_t)strip_bytes)
+            last = (strip + (uintptr_t)(is_used_behind ? end : strip_bytes)) / page * page;
         if (first < last)
             (void)madvise((void *)first, last - first, MADV_DONTNEED);
     }

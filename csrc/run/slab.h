@@ -27,7 +27,9 @@ s1f_status s1f_slab_reserve(s1f_slab *slab, int64_t bytes, const s1f_slab_memory
 void s1f_slab_free(s1f_slab *slab);
 
 /* Gives back the memory of rows [begin, end) (bytes) of every strip (one per batch entry and kv head), whole pages
- * only. What lies behind `end` in a strip is dead too. The next touch finds zeros. Only for malloc's memory. */
-void s1f_slab_release_rows(const s1f_slab *slab, int64_t strips, int64_t strip_bytes, int64_t begin, int64_t end);
+ * only. What lies behind `end` in a strip is dead too, unless it is used. The next touch finds zeros. Only for malloc's
+ * memory. */
+void s1f_slab_release_rows(const s1f_slab *slab, int64_t strips, int64_t strip_bytes, int64_t begin, int64_t end,
+                           int32_t is_used_behind);
 
 #endif

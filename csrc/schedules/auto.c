@@ -72,7 +72,7 @@ static s1f_status offer_families(const s1f_request *request, int32_t placement, 
         int is_left_out = strcmp(facts.name, s1f_family_auto.segments.name) == 0 ||
                           (request->stages_per_rank > 1 && facts.placement != placement);
         for (uint32_t set = 0; set < 8 && !is_left_out && status == S1F_OK; set++) {
-            s1f_options options = {.segments_of = given->segments_of};
+            s1f_options options = {.segments_of = given->segments_of, .parents = given->parents};
             uint32_t asked = 0;
             for (int bit = 0; bit < 3; bit++)
                 asked |= set >> bit & 1 ? ours[bit] : 0;

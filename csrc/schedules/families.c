@@ -216,6 +216,8 @@ static s1f_status check_request(const char *name, s1f_request *request)
     request->num_cells = (int64_t)request->num_microbatches * request->num_segments;
     if (request->options.segments_of != NULL)
         S1F_TRY(count_cells(request));
+    else if (request->options.parents != NULL)
+        return s1f_fail(S1F_ERR_ARG, "parents need num_segments of each micro-batch");
     return check_options(request, &facts);
 }
 
@@ -308,6 +310,11 @@ s1f_status s1f_schedule_place(const s1f_request *request, s1f_placement *placeme
     free(rank_of_stage);
     if (status == S1F_OK && request->options.segments_of != NULL &&
         (status = s1f_schedule_set_rows(*out, request->options.segments_of)) != S1F_OK) {
+        s1f_schedule_free(*out);
+        *out = NULL;
+    }
+    if (status == S1F_OK && request->options.parents != NULL &&
+        (status = s1f_schedule_set_parents(*out, request->options.parents)) != S1F_OK) {
         s1f_schedule_free(*out);
         *out = NULL;
     }

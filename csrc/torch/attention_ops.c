@@ -247,7 +247,6 @@ s1f_status s1f_op_causal_attention_backward(s1f_op_call *call)
     args.dk_strides = strides_of(&dk_sum);
     args.dv = dv_sum.data;
     args.dv_strides = strides_of(&dv_sum);
-    args.store_kv_grads = 1;
     return run_backward(call, &args, NULL);
 }
 
@@ -256,7 +255,7 @@ s1f_status s1f_op_causal_attention_backward(s1f_op_call *call)
 static s1f_strides slab_strides(const s1f_attention_args *args, const s1f_kv_rows *rows, int64_t head_dim)
 {
     int64_t strides[4];
-    s1f_slab_strides(args->kv_heads, rows->sequence_length, head_dim, strides);
+    s1f_slab_strides(args->kv_heads, rows->num_rows, head_dim, strides);
     return (s1f_strides){.batch = strides[0], .head = strides[1], .row = strides[2]};
 }
 
@@ -268,7 +267,7 @@ static void attend_to_rows(s1f_attention_args *args, const s1f_current_unit *uni
     args->v = rows->v;
     args->v_strides = slab_strides(args, rows, args->v_head_dim);
     args->docs = rows->docs;
-    args->docs_batch_stride = rows->sequence_length;
+    args->docs_batch_stride = rows->num_rows;
 }
 
 s1f_status s1f_op_segment_attention(s1f_op_call *call)
@@ -320,7 +319,7 @@ s1f_status s1f_op_segment_attention_backward(s1f_op_call *call)
     args.dk_strides = args.k_strides;
     args.dv = grads.dv;
     args.dv_strides = args.v_strides;
-    args.store_kv_grads = grads.first;
+    args.kept_kv_grads = grads.kept;
     S1F_TRY(new_key_gradients(call, &args)); /* later segments went backward before, so they are complete */
     return run_backward(call, &args, unit->cache);
 }

@@ -60,7 +60,7 @@ static s1f_status view_docs(s1f_op_call *call, int index, const s1f_kv_rows *row
                             const s1f_current_unit *unit)
 {
     int64_t sizes[2] = {shape->batch, rows->docs != NULL ? unit->offset + unit->length : 0};
-    int64_t strides[2] = {rows->sequence_length, 1};
+    int64_t strides[2] = {rows->num_rows, 1};
     return view_rows(call, index, rows->docs != NULL ? (void *)rows->docs : rows->k, 0, S1F_INT32, 2, sizes, strides);
 }
 
@@ -92,10 +92,9 @@ s1f_status s1f_op_cache_write(s1f_op_call *call)
     };
     int64_t begin = unit->offset, end = unit->offset + unit->length;
     S1F_TRY(s1f_segment_rows(unit, key, &shape, docs, &rows));
-    S1F_TRY(view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, 0, end, rows.sequence_length));
+    S1F_TRY(view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, 0, end, rows.num_rows));
     S1F_TRY(view_docs(call, 2, &rows, &shape, unit));
-    return view_pair(call, 3, rows.k, rows.v, shape.dtype, &shape, begin, rows.is_written ? begin : end,
-                     rows.sequence_length);
+    return view_pair(call, 3, rows.k, rows.v, shape.dtype, &shape, begin, rows.is_written ? begin : end, rows.num_rows);
 }
 
 s1f_status s1f_op_cache_read(s1f_op_call *call)
@@ -111,10 +110,10 @@ s1f_status s1f_op_cache_read(s1f_op_call *call)
     S1F_TRY(s1f_current_segment(layer, q->sizes[2], &unit, &key));
     S1F_TRY(s1f_kv_cache_read(unit->cache, unit, key, &shape, &rows, &grads));
     S1F_TRY(s1f_segment_check_layer(q, out, s1f_op_int(call->scalars[0]), key, &shape));
-    int64_t end = unit->offset + unit->length, held = grads.first ? 0 : end, one = 1;
+    int64_t end = unit->offset + unit->length, held = grads.kept, one = 1;
     int32_t of_sums = s1f_dtype_of_sums(shape.dtype);
-    S1F_TRY(view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, 0, end, rows.sequence_length));
-    S1F_TRY(view_pair(call, 2, grads.dk, grads.dv, of_sums, &shape, 0, end, rows.sequence_length));
+    S1F_TRY(view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, 0, end, rows.num_rows));
+    S1F_TRY(view_pair(call, 2, grads.dk, grads.dv, of_sums, &shape, 0, end, rows.num_rows));
     S1F_TRY(view_docs(call, 4, &rows, &shape, unit));
     return view_rows(call, 5, grads.dk, 0, of_sums, 1, &held, &one);
 }

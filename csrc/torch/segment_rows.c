@@ -21,9 +21,9 @@ s1f_status s1f_current_segment(const s1f_op_tensor *layer, int64_t tokens, const
     return S1F_OK;
 }
 
-void s1f_slab_strides(int64_t kv_heads, int64_t sequence_length, int64_t head_dim, int64_t strides[4])
+void s1f_slab_strides(int64_t kv_heads, int64_t num_rows, int64_t head_dim, int64_t strides[4])
 {
-    const int64_t sizes[4] = {1, kv_heads, sequence_length, head_dim};
+    const int64_t sizes[4] = {1, kv_heads, num_rows, head_dim};
     s1f_row_major(4, sizes, strides);
 }
 
@@ -39,8 +39,8 @@ s1f_status s1f_segment_rows(const s1f_current_unit *unit, int64_t key, const s1f
     s1f_status status = s1f_kv_cache_write(unit->cache, unit, key, shape, rows);
     if (status != S1F_OK || rows->is_written || rows->docs == NULL)
         return status;
-    int64_t doc_strides[2] = {rows->sequence_length, 1};
-    return s1f_op_copy_into(rows->docs, doc_strides, unit->offset, docs);
+    int64_t doc_strides[2] = {rows->num_rows, 1};
+    return s1f_op_copy_into(rows->docs, doc_strides, unit->row, docs);
 }
 
 s1f_status s1f_segment_write(const s1f_current_unit *unit, int64_t key, const s1f_layer_shape *shape,
@@ -51,10 +51,10 @@ s1f_status s1f_segment_write(const s1f_current_unit *unit, int64_t key, const s1
     if (status != S1F_OK || rows->is_written)
         return status;
     int64_t k_strides[4], v_strides[4];
-    s1f_slab_strides(shape->kv_heads, rows->sequence_length, shape->head_dim, k_strides);
-    s1f_slab_strides(shape->kv_heads, rows->sequence_length, shape->v_head_dim, v_strides);
-    S1F_TRY(s1f_op_copy_into(rows->k, k_strides, unit->offset * shape->head_dim, k));
-    return s1f_op_copy_into(rows->v, v_strides, unit->offset * shape->v_head_dim, v);
+    s1f_slab_strides(shape->kv_heads, rows->num_rows, shape->head_dim, k_strides);
+    s1f_slab_strides(shape->kv_heads, rows->num_rows, shape->v_head_dim, v_strides);
+    S1F_TRY(s1f_op_copy_into(rows->k, k_strides, unit->row * shape->head_dim, k));
+    return s1f_op_copy_into(rows->v, v_strides, unit->row * shape->v_head_dim, v);
 }
 
 s1f_status s1f_segment_check_layer(const s1f_op_tensor *q, const s1f_op_tensor *out, int64_t kv_heads, int64_t key,

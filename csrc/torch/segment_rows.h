@@ -9,8 +9,8 @@
  * segment has another number of tokens. */
 s1f_status s1f_current_segment(const s1f_op_tensor *layer, int64_t tokens, const s1f_current_unit **unit, int64_t *key);
 
-/* Strides of [batch][kv_heads][sequence_length][head_dim]. */
-void s1f_slab_strides(int64_t kv_heads, int64_t sequence_length, int64_t head_dim, int64_t strides[4]);
+/* Strides of [batch][kv_heads][num_rows][head_dim]. */
+void s1f_slab_strides(int64_t kv_heads, int64_t num_rows, int64_t head_dim, int64_t strides[4]);
 
 /* The segment's rows of the layer's slab, those of docs written. The caller writes k and v, unless the segment's F has
  * done so: rows->is_written. */

@@ -196,8 +196,11 @@ class StageStep:
         """F(m.s). Returns what crosses to another stage."""
         m, s, is_last = self.order.places[cell]
         training, units = self.arguments.training, self.units
-        unit = LiveUnit(self.stage.index, m, s, cell, training, units[cell - 1] if s else None)
+        parent = self.order.parents[cell]
+        unit = LiveUnit(self.stage.index, m, s, cell, training, units[parent] if s else None)
         unit.is_whole, unit.is_last = self.stage.is_whole, is_last
+        if self.order.num_children is not None:
+            unit.of_tree, unit.num_waiting = True, self.order.num_children[cell]
         for begin in self._begin:
             begin(unit)
         inputs = self._source.inputs(unit, received)
@@ -206,8 +209,8 @@ class StageStep:
         result = self.run(unit, inputs)
         for end in self._end:
             end(unit)
-        if not training:  # no backward follows: only the next segment reads what was carried out
-            if unit.previous is not None:
+        if not training:  # no backward follows: only what follows the segment reads what was carried out
+            if unit.previous is not None and not unit.previous.waits_for_others():
                 unit.previous.forget()
             carried_out = None if is_last else unit.carried_out
             unit.forget()

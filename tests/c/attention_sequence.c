@@ -228,7 +228,7 @@ s1f_attention_args segment_args(const sequence *x, int64_t begin, int64_t end, i
         .dv = x->dv,
         .dk_strides = x->of[OF_K].strides,
         .dv_strides = x->of[OF_V].strides,
-        .store_kv_grads = store,
+        .kept_kv_grads = store ? 0 : end,
         .dsinks = x->dsinks ? (char *)x->dsinks + begin * s->heads * sum_bytes : NULL,
     };
 }

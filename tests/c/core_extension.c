@@ -132,11 +132,11 @@ static PyObject *kv_cache_begin_step(PyObject *Py_UNUSED(module), PyObject *argu
     enum { MOST_STAGES = 8 };
     s1f_kv_cache *cache;
     PyObject *list;
-    long long sequence_length;
+    long long sequence_length, num_rows = -1;
     int num_segments;
     s1f_stage_slots stages[MOST_STAGES];
-    if (!PyArg_ParseTuple(arguments, "O&O!Li", to_kv_cache, &cache, &PyList_Type, &list, &sequence_length,
-                          &num_segments))
+    if (!PyArg_ParseTuple(arguments, "O&O!Li|L", to_kv_cache, &cache, &PyList_Type, &list, &sequence_length,
+                          &num_segments, &num_rows))
         return NULL;
     Py_ssize_t count = PyList_Size(list);
     if (count > MOST_STAGES)
@@ -145,11 +145,16 @@ static PyObject *kv_cache_begin_step(PyObject *Py_UNUSED(module), PyObject *argu
         if (!PyArg_ParseTuple(PyList_GetItem(list, i), "iii", &stages[i].stage, &stages[i].kv_slots,
                               &stages[i].grad_slots))
             return NULL;
-    return none(core->s1f_kv_cache_begin_step(cache, stages, (int32_t)count, sequence_length, num_segments));
+    return none(core->s1f_kv_cache_begin_step(cache, stages, (int32_t)count, sequence_length,
+                                              num_rows < 0 ? sequence_length : num_rows, num_segments));
 }
+
+enum { MOST_RANGES = 64, MOST_PARTS = 64 };
 
 typedef struct { /* a current unit; it holds a reference to its cache */
     s1f_current_unit unit;
+    s1f_key_range ranges[MOST_RANGES];
+    int64_t parts[MOST_PARTS];
     PyObject *cache;
 } held_unit;
 
@@ -174,16 +179,47 @@ static s1f_status make_current(const held_unit *held, const s1f_current_unit *un
     return S1F_OK;
 }
 
+/* A unit of a chain, unless `place` says otherwise: (parent, children, [(begin, end, row)], [tokens of a part]). */
+static int set_place(held_unit *held, PyObject *place)
+{
+    s1f_current_unit *unit = &held->unit;
+    PyObject *ranges = NULL, *parts = NULL;
+    unit->ranges = held->ranges;
+    unit->parts = held->parts;
+    unit->num_ranges = unit->num_parts = 1;
+    unit->parent = unit->unit.segment - 1;
+    unit->num_children = unit->unit.segment + 1 < unit->num_segments;
+    held->ranges[0] = (s1f_key_range){0, unit->offset + unit->length, 0};
+    held->parts[0] = unit->length;
+    if (place != NULL && !PyArg_ParseTuple(place, "iiO!O!", &unit->parent, &unit->num_children, &PyList_Type, &ranges,
+                                           &PyList_Type, &parts))
+        return 0;
+    for (Py_ssize_t i = 0; ranges != NULL && i < PyList_Size(ranges) && i < MOST_RANGES; i++) {
+        long long begin, end, row;
+        if (!PyArg_ParseTuple(PyList_GetItem(ranges, i), "LLL", &begin, &end, &row))
+            return 0;
+        held->ranges[i] = (s1f_key_range){begin, end, row};
+        unit->num_ranges = (int32_t)i + 1;
+    }
+    for (Py_ssize_t i = 0; parts != NULL && i < PyList_Size(parts) && i < MOST_PARTS; i++) {
+        held->parts[i] = PyLong_AsLongLong(PyList_GetItem(parts, i));
+        unit->num_parts = (int32_t)i + 1;
+    }
+    const s1f_key_range *last = &held->ranges[unit->num_ranges - 1];
+    unit->row = last->row + unit->offset - last->begin;
+    return !PyErr_Occurred();
+}
+
 static PyObject *current_unit_set(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    PyObject *handle;
+    PyObject *handle, *place = NULL;
     const char *scope;
     int training;
     long long offset, length, sequence_length;
     s1f_current_unit unit = {0};
-    if (!PyArg_ParseTuple(arguments, "OiiiiiiipLLLs", &handle, &unit.unit.pass, &unit.unit.stage, &unit.unit.microbatch,
-                          &unit.unit.segment, &unit.num_segments, &unit.kv_slot, &unit.grad_slot, &training, &offset,
-                          &length, &sequence_length, &scope) ||
+    if (!PyArg_ParseTuple(arguments, "OiiiiiiipLLLs|O!", &handle, &unit.unit.pass, &unit.unit.stage,
+                          &unit.unit.microbatch, &unit.unit.segment, &unit.num_segments, &unit.kv_slot, &unit.grad_slot,
+                          &training, &offset, &length, &sequence_length, &scope, &PyTuple_Type, &place) ||
         !to_kv_cache(handle, &unit.cache))
         return NULL;
     unit.training = training;
@@ -196,6 +232,8 @@ static PyObject *current_unit_set(PyObject *Py_UNUSED(module), PyObject *argumen
     if (held->cache != NULL)
         return PyErr_Format(PyExc_RuntimeError, "the %s has a current unit already", scope);
     held->unit = unit;
+    if (!set_place(held, place))
+        return NULL;
     s1f_status status = core->s1f_kv_cache_begin_unit(unit.cache, &held->unit);
     if (status == S1F_OK)
         status = make_current(held, &held->unit);
@@ -258,10 +296,11 @@ static PyMethodDef methods[] = {
     {"edge_send", edge_send, METH_VARARGS,
      "edge_send(end, sequence, place, [(dtype code, flags, sizes, address)]): puts a message into its place."},
     {"kv_cache_begin_step", kv_cache_begin_step, METH_VARARGS,
-     "kv_cache_begin_step(cache, [(stage, kv_slots, grad_slots)], sequence_length, num_segments)"},
+     "kv_cache_begin_step(cache, [(stage, kv_slots, grad_slots)], sequence_length, num_segments, num_rows=as many)"},
     {"current_unit_set", current_unit_set, METH_VARARGS,
      "current_unit_set(cache, pass, stage, microbatch, segment, num_segments, kv_slot, grad_slot, training, offset, "
-     "length, sequence_length, scope): begins a unit. scope: 'thread' or 'process'."},
+     "length, sequence_length, scope, place=()): begins a unit. scope: 'thread' or 'process'. place: (parent, children, "
+     "[(begin, end, row)], [tokens of a part]), else those of a chain."},
     {"current_unit_clear", current_unit_clear, METH_VARARGS,
      "current_unit_clear(scope, finished=True): ends the unit; a failed one is not finished."},
     {"attention_set_isa", attention_set_isa, METH_VARARGS,

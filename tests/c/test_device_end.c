@@ -451,7 +451,7 @@ static void step_of_rank(rank_state *state)
     segment_sizes(state, SEQUENCE, sizes);
     s1f_group_begin_step(group, state->step);
     CHECK_STATUS(s1f_device_begin_step(state->device, state->compute), S1F_OK, "");
-    state->status = s1f_executor_step(state->executor, state->step, 1, SEQUENCE, sizes);
+    state->status = s1f_executor_step(state->executor, state->step, 1, SEQUENCE, sizes, NULL);
     if (state->status != S1F_OK) {
         snprintf(state->error, sizeof state->error, "%s", s1f_last_error());
         s1f_group_fail(group, state->rank, state->error);

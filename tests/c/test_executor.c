@@ -221,7 +221,7 @@ static void *step_of_rank(void *argument)
     segment_sizes(state, SEQUENCE, sizes);
     s1f_group_begin_step(state->p->groups[state->rank], state->step);
     state->status = s1f_executor_step(state->executor, state->step, state->training, state->rank == 0 ? SEQUENCE : 0,
-                                      state->rank == 0 ? sizes : NULL);
+                                      state->rank == 0 ? sizes : NULL, NULL);
     if (state->status != S1F_OK) {
         snprintf(state->error, sizeof state->error, "%s", s1f_last_error());
         s1f_group_fail(state->p->groups[state->rank], state->rank, state->error);
@@ -427,10 +427,10 @@ static void test_refusals(void)
         make_rank(&states[rank], &p, rank);
     s1f_executor *executor = states[0].executor;
     s1f_group_begin_step(p.groups[0], 1);
-    CHECK_STATUS(s1f_executor_step(executor, 1, 1, 0, NULL), S1F_ERR_ARG, "inputs are needed there");
-    CHECK_STATUS(s1f_executor_step(executor, 1, 1, SEQUENCE, (const int64_t[]){SEQUENCE, 0}), S1F_ERR_ARG,
+    CHECK_STATUS(s1f_executor_step(executor, 1, 1, 0, NULL, NULL), S1F_ERR_ARG, "inputs are needed there");
+    CHECK_STATUS(s1f_executor_step(executor, 1, 1, SEQUENCE, (const int64_t[]){SEQUENCE, 0}, NULL), S1F_ERR_ARG,
                  "segment 1 has 0 tokens");
-    CHECK_STATUS(s1f_executor_step(executor, 1, 1, SEQUENCE, (const int64_t[]){20, 3}), S1F_ERR_ARG,
+    CHECK_STATUS(s1f_executor_step(executor, 1, 1, SEQUENCE, (const int64_t[]){20, 3}, NULL), S1F_ERR_ARG,
                  "sum to 23 tokens, the sequence has 24");
     CHECK(states[0].num_run == 0);
 

@@ -25,13 +25,16 @@ static s1f_current_unit unit_at(s1f_kv_cache *cache, int32_t pass, int32_t micro
     };
     for (int32_t s = 0; s < segment; s++)
         unit.offset += sizes[s];
+    unit.row = unit.offset;
+    unit.parent = segment - 1;
+    unit.num_children = segment + 1 < SEGMENTS;
     return unit;
 }
 
 static s1f_status begin_step(s1f_kv_cache *cache, int32_t kv_slots)
 {
     s1f_stage_slots slots = {.stage = 0, .kv_slots = kv_slots, .grad_slots = 1};
-    return s1f_kv_cache_begin_step(cache, &slots, 1, TOKENS, SEGMENTS);
+    return s1f_kv_cache_begin_step(cache, &slots, 1, TOKENS, TOKENS, SEGMENTS);
 }
 
 static void fill_rows(const s1f_current_unit *unit, int64_t sequence_length, float *rows, int64_t head_dim, float value)
@@ -44,8 +47,8 @@ static void fill_rows(const s1f_current_unit *unit, int64_t sequence_length, flo
 /* Fills the segment's rows of k with `value`, v with its negative. */
 static void fill(const s1f_current_unit *unit, const s1f_kv_rows *rows, float value)
 {
-    fill_rows(unit, rows->sequence_length, rows->k, shape.head_dim, value);
-    fill_rows(unit, rows->sequence_length, rows->v, shape.v_head_dim, -value);
+    fill_rows(unit, rows->num_rows, rows->k, shape.head_dim, value);
+    fill_rows(unit, rows->num_rows, rows->v, shape.v_head_dim, -value);
 }
 
 static int are_filled(const s1f_current_unit *unit, int64_t sequence_length, const float *rows, int64_t head_dim,
@@ -66,8 +69,8 @@ static int are_filled(const s1f_current_unit *unit, int64_t sequence_length, con
 /* Rows [0, end) of every head hold the values of fill(): 10 m + s. */
 static int rows_hold(const s1f_current_unit *unit, const s1f_kv_rows *rows)
 {
-    return are_filled(unit, rows->sequence_length, rows->k, shape.head_dim, 1) &&
-           are_filled(unit, rows->sequence_length, rows->v, shape.v_head_dim, -1);
+    return are_filled(unit, rows->num_rows, rows->k, shape.head_dim, 1) &&
+           are_filled(unit, rows->num_rows, rows->v, shape.v_head_dim, -1);
 }
 
 /* Bytes of k and v of a layer's slot, which are those of dk and dv. */
@@ -104,13 +107,13 @@ static s1f_status backward(s1f_kv_cache *cache, int32_t microbatch, int32_t segm
         if (status != S1F_OK)
             break;
         CHECK(rows_hold(&unit, &rows));
-        CHECK(grads.first == (segment == SEGMENTS - 1));
+        CHECK(grads.kept == (segment == SEGMENTS - 1 ? 0 : unit.offset + unit.length));
         CHECK(kept.batch == shape.batch && kept.head_dim == shape.head_dim && rows.docs == NULL);
         CHECK(kept.v_head_dim == shape.v_head_dim);
         float *dk = grads.dk;
         int64_t count = shape.batch * shape.kv_heads * TOKENS * shape.head_dim;
         for (int64_t i = 0; i < count; i++)
-            dk[i] = grads.first ? 1.0f : dk[i] + 1.0f;
+            dk[i] = grads.kept == 0 ? 1.0f : dk[i] + 1.0f;
         CHECK(dk[count - 1] == (float)(SEGMENTS - segment));
     }
     return status == S1F_OK ? s1f_kv_cache_finish_unit(cache, &unit) : status;
@@ -175,10 +178,11 @@ static void test_scratch_of_a_long_sequence(void)
         s1f_stage_slots slots = {.stage = 0, .kv_slots = 1, .grad_slots = 1};
         s1f_current_unit unit = unit_at(NULL, S1F_PASS_FORWARD, 0, 0, 0);
         unit.num_segments = 1;
+        unit.num_children = 0;
         unit.length = unit.sequence_length = tokens[i];
         void *scratch = NULL;
         CHECK_STATUS(s1f_kv_cache_create(&cache), S1F_OK, "");
-        CHECK_STATUS(s1f_kv_cache_begin_step(cache, &slots, 1, tokens[i], 1), S1F_OK, "");
+        CHECK_STATUS(s1f_kv_cache_begin_step(cache, &slots, 1, tokens[i], tokens[i], 1), S1F_OK, "");
         CHECK_STATUS(s1f_kv_cache_begin_unit(cache, &unit), S1F_OK, "");
         CHECK_STATUS(s1f_kv_cache_scratch(cache, BYTES, &scratch), S1F_OK, "");
         memset(scratch, 1, BYTES);

@@ -211,7 +211,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     }
     int learns = (int)take_below(&in, 2);
     int64_t sizes[NUM_SEGMENTS] = {size_of_segment(0), size_of_segment(1)};
-    s1f_status status = s1f_executor_step(p->executor, p->step, 1, learns ? 0 : SEQUENCE, learns ? NULL : sizes);
+    s1f_status status = s1f_executor_step(p->executor, p->step, 1, learns ? 0 : SEQUENCE, learns ? NULL : sizes, NULL);
     if (status == S1F_OK)
         REQUIRE(p->num_run == 2 * NUM_SEGMENTS);
     else

@@ -1,0 +1,101 @@
+/* trees.c - what follows what in a micro-batch, in one block of memory. */
+#include "trees.h"
+
+#include <stdlib.h>
+
+/* The unit's cell at its stage becomes that of its parent. 0: it has none. */
+static int climb(const s1f_shape *shape, s1f_unit *unit)
+{
+    unit->segment = s1f_parent_of(shape, *unit);
+    return unit->segment >= 0;
+}
+
+static s1f_status check_parents(const s1f_shape *shape, const int32_t *parents)
+{
+    for (int64_t cell = 0; cell < s1f_num_cells(shape); cell++) {
+        s1f_unit unit = s1f_unit_of_cell(shape, S1F_PASS_FORWARD, 0, cell);
+        if (unit.segment == 0 ? parents[cell] == -1 : parents[cell] >= 0 && parents[cell] < unit.segment)
+            continue;
+        if (unit.segment == 0)
+            return s1f_fail(S1F_ERR_ARG,
+                            "parents of micro-batch %d: segment 0 is the root and follows none, its parent is -1, not "
+                            "%d",
+                            (int)unit.microbatch, (int)parents[cell]);
+        if (parents[cell] == -1)
+            return s1f_fail(S1F_ERR_ARG,
+                            "parents of micro-batch %d: segment %d follows none, so the tree has two roots; make it a "
+                            "micro-batch of its own",
+                            (int)unit.microbatch, (int)unit.segment);
+        return s1f_fail(S1F_ERR_ARG,
+                        "parents of micro-batch %d: segment %d follows segment %d, must follow one of 0..%d: a parent "
+                        "comes before its children",
+                        (int)unit.microbatch, (int)unit.segment, (int)parents[cell], (int)unit.segment - 1);
+    }
+    return S1F_OK;
+}
+
+s1f_status s1f_trees_create(const s1f_shape *shape, const int32_t *parents, s1f_trees **out)
+{
+    S1F_TRY(check_parents(shape, parents));
+    int64_t count = s1f_num_cells(shape);
+    s1f_trees *trees = malloc(sizeof *trees + 3 * (size_t)count * sizeof(int32_t));
+    if (trees == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for trees of %lld segments", (long long)count);
+    int32_t *parent = (int32_t *)(void *)(trees + 1), *child = parent + count, *sibling = child + count;
+    for (int64_t cell = count - 1; cell >= 0; cell--) {
+        s1f_unit unit = s1f_unit_of_cell(shape, S1F_PASS_FORWARD, 0, cell);
+        int64_t above = cell - unit.segment + parents[cell];
+        parent[cell] = parents[cell];
+        if (cell == count - 1 || s1f_first_cell(shape, unit.microbatch + 1) == cell + 1)
+            for (int64_t of_tree = cell - unit.segment; of_tree <= cell; of_tree++)
+                child[of_tree] = -1;
+        sibling[cell] = -1;
+        if (parents[cell] >= 0) { /* numbers descend here, so that children ascend in their list */
+            sibling[cell] = child[above];
+            child[above] = unit.segment;
+        }
+    }
+    *trees = (s1f_trees){parent, child, sibling};
+    *out = trees;
+    return S1F_OK;
+}
+
+void s1f_trees_free(s1f_trees *trees)
+{
+    free(trees);
+}
+
+s1f_status s1f_trees_mark(const s1f_shape *shape, const s1f_unit *units, int64_t num_units, uint16_t *marks)
+{
+    int64_t num_cells = shape->num_stages * s1f_num_cells(shape);
+    unsigned char *is_open =
+        calloc((size_t)num_cells, 1); /* something of the cell's tree below it, or itself, has gone back */
+    if (is_open == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for the marks of %lld segments", (long long)num_cells);
+    for (int64_t i = num_units - 1; i >= 0; i--) { /* is_open of the root: its last forward has been met */
+        s1f_unit root = units[i];
+        root.segment = 0;
+        if (s1f_pass_makes(units[i].pass, S1F_PRODUCT_OUTPUT) && !is_open[s1f_cell_of_all(shape, root)]) {
+            is_open[s1f_cell_of_all(shape, root)] = 1;
+            marks[s1f_cell_of_all(shape, units[i])] |= S1F_MARK_LAST_FORWARD;
+        }
+    }
+    for (int64_t i = 0; i < num_units; i++)
+        is_open[s1f_cell_of_all(shape, (s1f_unit){0, units[i].stage, units[i].microbatch, 0})] = 0;
+    for (int64_t i = 0; i < num_units; i++) {
+        s1f_unit unit = units[i];
+        if (!s1f_pass_makes(unit.pass, S1F_PRODUCT_INPUT_GRADIENT) || is_open[s1f_cell_of_all(shape, unit)])
+            continue;
+        int64_t cell = s1f_cell_of_all(shape, unit);
+        is_open[cell] = 1;
+        while (climb(shape, &unit) && !is_open[s1f_cell_of_all(shape, unit)]) {
+            marks[cell] |= S1F_MARK_OPENS_PARENT;
+            cell = s1f_cell_of_all(shape, unit);
+            is_open[cell] = 1;
+        }
+        if (unit.segment < 0) /* the climb came through the root */
+            marks[s1f_cell_of_all(shape, units[i])] |= S1F_MARK_FIRST_BACKWARD;
+    }
+    free(is_open);
+    return S1F_OK;
+}

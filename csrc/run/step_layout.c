@@ -1,0 +1,150 @@
+/* step_layout.c - positions, rows and parts of a step's segments, and of one unit. */
+#include "step_layout.h"
+
+#include "../core/rows.h"
+
+void s1f_layout_create(const s1f_program *program, int32_t rank, s1f_pool *pool, s1f_step_layout *out)
+{
+    const s1f_shape *shape = &program->shape;
+    size_t num_columns = (size_t)s1f_num_columns(shape);
+    *out = (s1f_step_layout){
+        .shape = shape, .units = program->ranks[rank].units, .num_units = program->ranks[rank].num_units};
+    out->sizes = s1f_pool_take(pool, num_columns, sizeof *out->sizes);
+    out->offsets = s1f_pool_take(pool, num_columns, sizeof *out->offsets);
+    out->totals = s1f_pool_take(pool, num_columns, sizeof *out->totals);
+    out->ranges = s1f_pool_take(pool, (size_t)shape->num_segments, sizeof *out->ranges);
+    if (shape->trees != NULL)
+        out->rows = s1f_pool_take(pool, (size_t)shape->num_stages * num_columns, sizeof *out->rows);
+}
+
+void s1f_layout_forget(s1f_step_layout *layout)
+{
+    layout->is_known = 0;
+}
+
+static int32_t count_children(const s1f_shape *shape, s1f_unit unit)
+{
+    int32_t count = 0;
+    if (shape->trees == NULL)
+        return unit.segment + 1 < s1f_segments_of(shape, unit.microbatch);
+    for (unit.segment = shape->trees->first_child[s1f_cell(shape, unit)]; unit.segment >= 0; count++)
+        unit.segment = shape->trees->next_sibling[s1f_cell(shape, unit)];
+    return count;
+}
+
+/* The parts of a unit, NULL for one. */
+static const int64_t *parts_of(const s1f_step_layout *layout, s1f_unit unit, int32_t *count)
+{
+    int64_t column = s1f_column(layout->shape, unit);
+    *count = 1;
+    if (layout->parts.first == NULL || layout->parts.first[column + 1] - layout->parts.first[column] < 2)
+        return NULL;
+    *count = (int32_t)(layout->parts.first[column + 1] - layout->parts.first[column]);
+    return layout->parts.tokens + layout->parts.first[column];
+}
+
+/* The tokens of siblings that share a unit are its own, and nothing follows them. */
+static s1f_status check_parts(const s1f_step_layout *layout, s1f_unit unit)
+{
+    int32_t count;
+    int64_t sum = 0;
+    const int64_t *parts = parts_of(layout, unit, &count);
+    if (parts == NULL)
+        return S1F_OK;
+    if (count_children(layout->shape, unit) > 0)
+        return s1f_fail(
+            S1F_ERR_ARG,
+            "micro-batch %d, segment %d holds %d siblings, and other segments follow it: siblings may share "
+            "a unit where nothing follows them",
+            (int)unit.microbatch, (int)unit.segment, (int)count);
+    for (int32_t part = 0; part < count; part++) {
+        if (parts[part] < 1)
+            return s1f_fail(S1F_ERR_ARG, "micro-batch %d, segment %d: part %d has %lld tokens, must have at least 1",
+                            (int)unit.microbatch, (int)unit.segment, (int)part, (long long)parts[part]);
+        sum += parts[part];
+    }
+    if (sum == s1f_size_of(layout, unit))
+        return S1F_OK;
+    return s1f_fail(S1F_ERR_ARG, "micro-batch %d, segment %d has %lld tokens, its parts have %lld",
+                    (int)unit.microbatch, (int)unit.segment, (long long)s1f_size_of(layout, unit), (long long)sum);
+}
+
+/* Sets the segment's size and position; with the last one of a micro-batch of `total` tokens so far, that number. */
+static void set_column(s1f_step_layout *layout, s1f_unit unit, int64_t size, int64_t total)
+{
+    int64_t column = s1f_column(layout->shape, unit), first = column - unit.segment;
+    int32_t parent = s1f_parent_of(layout->shape, unit);
+    layout->sizes[column] = size;
+    layout->offsets[column] = parent < 0 ? 0 : layout->offsets[first + parent] + layout->sizes[first + parent];
+    if (unit.segment + 1 == s1f_segments_of(layout->shape, unit.microbatch))
+        for (int64_t i = first; i <= column; i++)
+            layout->totals[i] = total;
+}
+
+s1f_status s1f_layout_set(s1f_step_layout *layout, int64_t sequence_length, const int64_t *sizes,
+                          const s1f_unit_parts *parts, int64_t *num_rows)
+{
+    const s1f_shape *shape = layout->shape;
+    int64_t sum = 0, longest = 0;
+    layout->parts = parts == NULL ? (s1f_unit_parts){NULL, NULL} : *parts;
+    for (int64_t column = 0; column < s1f_num_columns(shape); column++) {
+        s1f_unit unit = s1f_unit_of_cell(shape, S1F_PASS_FORWARD, 0, column);
+        if (sizes[column] < 1)
+            return s1f_fail(S1F_ERR_ARG, "segment %d has %lld tokens, must have at least 1", (int)unit.segment,
+                            (long long)sizes[column]);
+        sum = unit.segment == 0 ? sizes[column] : sum + sizes[column];
+        longest = sum > longest ? sum : longest;
+        set_column(layout, unit, sizes[column], sum);
+        S1F_TRY(check_parts(layout, unit));
+    }
+    if (longest != sequence_length)
+        return s1f_fail(S1F_ERR_ARG, "segment sizes sum to %lld tokens, the sequence has %lld", (long long)longest,
+                        (long long)sequence_length);
+    *num_rows = sequence_length;
+    if (layout->rows != NULL) {
+        *num_rows = 1;
+        S1F_TRY(s1f_assign_rows(shape, layout->units, layout->num_units, sizes, layout->rows, num_rows));
+    }
+    layout->is_known = 1;
+    return S1F_OK;
+}
+
+/* Where the keys of the unit's path lie, neighbouring rows as one range: from its own segment back to the first. */
+static void set_ranges(const s1f_step_layout *layout, s1f_current_unit *current)
+{
+    const s1f_shape *shape = layout->shape;
+    s1f_key_range *end = layout->ranges + shape->num_segments, *range = end;
+    s1f_unit unit = current->unit;
+    current->row = layout->rows[s1f_cell_of_all(shape, unit)];
+    for (; unit.segment >= 0; unit.segment = s1f_parent_of(shape, unit)) {
+        int64_t begin = s1f_offset_of(layout, unit), size = s1f_size_of(layout, unit);
+        int64_t row = layout->rows[s1f_cell_of_all(shape, unit)];
+        if (range < end && row + size == range->row)
+            *range = (s1f_key_range){begin, range->end, row};
+        else
+            *--range = (s1f_key_range){begin, begin + size, row};
+    }
+    current->ranges = range;
+    current->num_ranges = (int32_t)(end - range);
+}
+
+void s1f_layout_describe(const s1f_step_layout *layout, s1f_current_unit *current)
+{
+    const s1f_shape *shape = layout->shape;
+    s1f_unit unit = current->unit;
+    current->num_segments = s1f_segments_of(shape, unit.microbatch);
+    current->parent = s1f_parent_of(shape, unit);
+    current->num_children = count_children(shape, unit);
+    current->offset = s1f_offset_of(layout, unit);
+    current->length = s1f_size_of(layout, unit);
+    current->sequence_length = s1f_total_of(layout, unit);
+    current->parts = parts_of(layout, unit, &current->num_parts);
+    if (layout->rows != NULL) {
+        set_ranges(layout, current);
+        return;
+    }
+    layout->ranges[0] = (s1f_key_range){0, current->offset + current->length, 0};
+    current->ranges = layout->ranges;
+    current->num_ranges = 1;
+    current->row = current->offset;
+}

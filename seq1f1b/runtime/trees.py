@@ -1,0 +1,86 @@
+"""Steps of rows whose segments are trees: each follows a parent, and leaves of one parent may share a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from seq1f1b.runtime.arguments import check_int
+from seq1f1b.runtime.rows import Rows, check_rows
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class Trees:
+    """What the segments of every micro-batch follow.
+
+    Attributes:
+        parents: the segment that each segment of each micro-batch follows, -1 for its first.
+        parts: tokens of the siblings that share a segment, ``[micro-batch][segment]``; one number where it is alone.
+    """
+
+    parents: tuple[tuple[int, ...], ...]
+    parts: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def has_siblings(self) -> bool:
+        """Whether several leaves share a segment anywhere."""
+        return any(len(part) > 1 for row in self.parts for part in row)
+
+    def parent_cells(self) -> list[int]:
+        """By cell, the cell that it follows; -1: none."""
+        first = list(accumulate(map(len, self.parents), initial=0))
+        return [first[m] + p if p >= 0 else -1 for m, row in enumerate(self.parents) for p in row]
+
+
+def read_rows(sizes: object, parents: object, num_parts: int = 1) -> tuple[Rows, Trees | None]:
+    """The tokens of the segments of every micro-batch, and what they follow; raises where either breaks a rule.
+
+    Args:
+        sizes: as :meth:`seq1f1b.PipelineEngine.step` takes ``segment_sizes``.
+        parents: as it takes ``parents``; None: each segment follows the one before it.
+        num_parts: ranks that share the tokens of a segment.
+    """
+    if parents is None:
+        check_rows(sizes, num_parts)
+        return sizes, None  # type: ignore[return-value]  # checked
+    if isinstance(sizes, str) or not isinstance(sizes, Sequence):
+        raise TypeError("parents need segment_sizes of the step: for every micro-batch the tokens of its segments")
+    parts = [[_parts(size) for size in row] if isinstance(row, Sequence) else row for row in sizes]
+    rows = [[sum(part) for part in row] if isinstance(row, list) else row for row in parts]
+    check_rows(rows, num_parts)
+    if num_parts > 1:
+        raise ValueError("parents are not for ranks that share the tokens of a segment (sequence_parallel=)")
+    if isinstance(parents, str) or not isinstance(parents, Sequence) or len(parents) != len(rows):
+        raise ValueError(f"parents must be a list of {len(rows)}, for every micro-batch what each segment follows")
+    read = []
+    for m, (own, row) in enumerate(zip(parents, parts, strict=True)):
+        own = range(-1, len(row) - 1) if own is None else own
+        if isinstance(own, str) or not isinstance(own, Sequence) or len(own) != len(row):
+            raise ValueError(f"parents[{m}] must name one parent for each of its {len(row)} segments, got {own!r}")
+        for s, parent in enumerate(own):
+            check_int(f"parents[{m}][{s}]", parent, -1)
+        inner = next((s for s, part in enumerate(row) if len(part) > 1 and s in own), None)
+        if inner is not None:
+            raise ValueError(
+                f"segment_sizes[{m}][{inner}] is {list(row[inner])}, siblings in one unit, and segment "
+                f"{list(own).index(inner)} follows it: nothing can follow several leaves at once"
+            )
+        if len(row[0]) > 1:
+            raise ValueError(
+                f"segment_sizes[{m}][0] is {list(row[0])}: siblings follow a segment, and this is the first"
+            )
+        read.append(tuple(own))
+    return rows, Trees(tuple(read), tuple(tuple(row) for row in parts))
+
+
+def _parts(size: object) -> tuple[int, ...]:
+    if isinstance(size, Sequence) and not isinstance(size, str):
+        for part in size:
+            check_int("tokens of a sibling in segment_sizes", part, 1)
+        if not size:
+            raise ValueError("segment_sizes hold an empty list: siblings in one unit are at least one leaf")
+        return tuple(size)
+    return (size,)  # type: ignore[return-value]  # checked with the rows
