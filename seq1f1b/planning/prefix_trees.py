@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from seq1f1b import _C
+from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.step_rows import MOST_TOKENS, Rates, Tree, lay_out
 from seq1f1b.planning.tree_shape import TreeShape
 
 __all__ = ["PrefixTrees"]
@@ -41,6 +43,8 @@ class PrefixTrees:
             repeated in its branches, which follow its parent.
         attention_mask: of padded rows, 1 for their tokens, which lie side by side, padded left or right. None: all are
             tokens.
+        cost: of the model on a machine. Rows whose tree would take no less time than they do stay as they are, each a
+            tree of its own. None: all that can be shared is.
         per_token: anything else that tokens have as targets, by name: advantages, old log-probabilities. (rows,
             longest, ...) or a list, as ``input_ids``. The value at a token belongs to that token as a target; that of
             the first one counts for nothing.
@@ -56,6 +60,7 @@ class PrefixTrees:
         tree_of_row: the tree in which each row lies; -1: it has no target, or it lies in a tree that was not taken.
         row_tokens, tree_tokens: inputs of all rows that lie in these trees, and of the trees.
         told_apart: what ended sharing although the tokens agreed, in a sentence; "": nothing.
+        unshared: rows that stayed as they are because sharing does not pay by ``cost``.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class PrefixTrees:
         min_shared: int = 16,
         *,
         attention_mask: Tensor | None = None,
+        cost: CostModel | None = None,
         **per_token: Ragged,
     ) -> None:
         self._rows = rows = _Rows(input_ids, attention_mask)
@@ -77,14 +83,13 @@ class PrefixTrees:
         named = {name: rows.flat(name, given) for name, given in per_token.items()}
         labels = _labels(rows.num_rows, groups=groups, share_key=share_key)
         grown = _grow(rows, weights, named, labels, min_shared)
-        begins = [i for i, node in enumerate(grown.nodes) if node[0] < 0]
-        self.shapes = tuple(
-            TreeShape(
-                tuple(size for _, _, _, size in grown.nodes[begin:end]),
-                tuple(max(parent - begin, -1) for parent, _, _, _ in grown.nodes[begin:end]),
-            )
-            for begin, end in pairwise([*begins, len(grown.nodes)])
-        )
+        self.unshared: tuple[int, ...] = ()
+        if cost is not None:
+            self.unshared = tuple(_that_pay_alone(rows, grown, cost))
+        if self.unshared:
+            labels[list(self.unshared)] = -1 - torch.arange(len(self.unshared))  # a label of its own for each
+            grown = _grow(rows, weights, named, labels, min_shared)
+        self.shapes = grown.shapes
         self._place, self.told_apart = grown.place, grown.told_apart
         sizes = [shape.tokens for shape in self.shapes]
         is_supervised = grown.target >= 0
@@ -101,12 +106,7 @@ class PrefixTrees:
         self.tokens = by_tree(rows.tokens[source - 1])
         parts = {name: by_tree(flat) for name, flat in values.items()}
         self.targets = [{name: part[i] for name, part in parts.items()} for i in range(len(sizes))]
-        bounds = torch.tensor([*accumulate(sizes)])
-        placed = self._place[(rows.begin[:-1] + 1).clamp_(max=rows.total - 1)]  # of each row's first target
-        trees = torch.bucketize(placed, bounds, right=True)
-        self.tree_of_row: list[int] = [
-            tree if length > 1 else -1 for tree, length in zip(trees.tolist(), rows.lengths, strict=True)
-        ]
+        self.tree_of_row = _tree_of_row(rows, grown)
         self.row_tokens, self.tree_tokens = rows.total - rows.num_rows, sum(sizes)
 
     def __len__(self) -> int:
@@ -306,6 +306,44 @@ class _Grown(NamedTuple):
     target: Tensor
     weight: Tensor
     told_apart: str
+
+    @property
+    def shapes(self) -> tuple[TreeShape, ...]:
+        begins = [i for i, node in enumerate(self.nodes) if node[0] < 0]
+        return tuple(
+            TreeShape(
+                tuple(size for _, _, _, size in self.nodes[begin:end]),
+                tuple(max(parent - begin, -1) for parent, _, _, _ in self.nodes[begin:end]),
+            )
+            for begin, end in pairwise([*begins, len(self.nodes)])
+        )
+
+
+def _tree_of_row(rows: _Rows, grown: _Grown) -> list[int]:
+    ends = torch.tensor([*accumulate(shape.tokens for shape in grown.shapes)])
+    placed = grown.place[(rows.begin[:-1] + 1).clamp_(max=rows.total - 1)]  # of each row's first target
+    found = torch.bucketize(placed, ends, right=True).tolist()
+    return [tree if length > 1 else -1 for tree, length in zip(found, rows.lengths, strict=True)]
+
+
+def _that_pay_alone(rows: _Rows, grown: _Grown, cost: CostModel) -> list[int]:
+    """The rows of trees that would take no less time than their rows, in units of the time that rows prefer."""
+    rates, shapes = Rates.from_cost(cost), grown.shapes
+    alone: list[list[int]] = [[] for _ in shapes]
+    for row, tree in enumerate(_tree_of_row(rows, grown)):
+        if tree >= 0:
+            alone[tree].append(row)
+    seconds = [sum(rates.of(rows.lengths[row] - 1) for row in own) for own in alone]
+    unit = rates.best_unit(sum(seconds), cost.num_ranks)
+    found: list[int] = []
+    for shape, own, of_rows in zip(shapes, alone, seconds, strict=True):
+        if len(own) == 1:
+            continue
+        tree = Tree(shape, rates)
+        units = len(lay_out(tree, unit, MOST_TOKENS, rates, True).parts)
+        if sum(tree.seconds) + units * rates.unit >= of_rows + of_rows / unit * rates.unit:
+            found += own
+    return found
 
 
 def _grow(rows: _Rows, weights: Tensor | None, named: dict[str, Tensor], labels: Tensor, min_shared: int) -> _Grown:
