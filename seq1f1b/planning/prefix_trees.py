@@ -339,9 +339,9 @@ def _that_pay_alone(rows: _Rows, grown: _Grown, cost: CostModel) -> list[int]:
     for shape, own, of_rows in zip(shapes, alone, seconds, strict=True):
         if len(own) == 1:
             continue
-        tree = Tree(shape, rates)
-        units = len(lay_out(tree, unit, MOST_TOKENS, rates, True).parts)
-        if sum(tree.seconds) + units * rates.unit >= of_rows + of_rows / unit * rates.unit:
+        shared = Tree(shape, rates)
+        units = len(lay_out(shared, unit, MOST_TOKENS, rates, True).parts)
+        if sum(shared.seconds) + units * rates.unit >= of_rows + of_rows / unit * rates.unit:
             found += own
     return found
 

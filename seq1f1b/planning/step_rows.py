@@ -109,15 +109,16 @@ def best_unit(documents: Sequence[int | Tree], rates: Rates, num_ranks: int) -> 
             together += [sum(tree.seconds[leaf] for leaf in leaves)] if leaves else []
             alone += [seconds] if tree.children[node] else []
     nodes, rest = np.array(alone + together), work - sum(alone) - sum(together)
+    most = float(nodes.max())
 
     def step(unit: float) -> float:
         """About the seconds of a step."""
         units = float(np.ceil(nodes / unit - _STRETCH).clip(1).sum()) + rest / unit
         whole = work + units * rates.unit
-        longer = max(0.0, (min(unit, float(nodes.max())) + rates.unit) * units / whole - 1)
+        longer = max(0.0, (min(unit, most) + rates.unit) * units / whole - 1)
         return whole * (1 + _WAITS * longer) + (num_ranks - 1) * (unit + rates.unit)
 
-    return min((smooth * 2.0 ** (-power / 4) for power in range(-4, 28)), key=step)
+    return min((smooth * math.pow(2.0, -power / 4) for power in range(-4, 28)), key=step)
 
 
 class StepRow(NamedTuple):
