@@ -57,6 +57,8 @@ class Step:
         self.training, self.length = batch.arguments.training, 0
         self.tokens = 0  # of all sequences, where the first stage is
         self.sizes = [0] * options.num_segments  # as the executor takes them: alike for all, or in a row
+        trees = batch.arguments.trees
+        self.siblings = ((), ()) if trees is None else trees.siblings
         self._autocast = torch.is_autocast_enabled(device.type)
         self._last = next((stage for stage in stages.values() if stage.is_last), None)
         self._loss: ToLoss | None = None
@@ -90,13 +92,14 @@ class Step:
         if self._embedding is not None:
             assert inputs is not None
             self._embedding.inputs = inputs
-        documents = DocumentCounts(kwargs, rows)
+        documents, trees = DocumentCounts(kwargs, rows), batch.arguments.trees
         weighting = self._weighting = Weighting(batch, rows, options, self._device, documents)
         common = StageArguments(
             training=self.training,
             rows=rows,
             kwargs=kwargs,
             auxiliary_seeds=weighting.auxiliary_seeds(),
+            num_parts=() if trees is None else [len(part) for row in trees.parts for part in row],
             documents=() if batch.arguments.plan is None else [len(row) for row in batch.arguments.plan.rows],
             is_new=not is_known,
             seq_dim=options.seq_dim,
