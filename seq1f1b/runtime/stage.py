@@ -101,6 +101,7 @@ class StageArguments:
         inputs: positional arguments of the first stage.
         seeds: gradients of the last stage's losses, (cells) in float64.
         shares: what part of the micro-batch's loss each of these losses is.
+        counts: the targets that it is a mean over.
         sum_seed: gradient of a loss that comes with its divisor.
         divides: whether the loss comes with a divisor; None: the first one tells.
         loss_look: of the first step of a shape.
@@ -118,6 +119,7 @@ class StageArguments:
     targets: list[Any] | None = None
     seeds: Tensor | None = None
     shares: list[float] | None = None
+    counts: list[float] | None = None
     sum_seed: float = 1.0
     divides: bool | None = None
     loss_look: LossLook | None = None

@@ -21,6 +21,7 @@ from seq1f1b.runtime.loss_step import ToLoss
 from seq1f1b.runtime.parts import Pass, Received, Sink, Source
 from seq1f1b.runtime.rank_order import RankOrder
 from seq1f1b.runtime.recompute import one_at_a_time
+from seq1f1b.runtime.rows import Rows
 from seq1f1b.runtime.stage import Stage, StageArguments, StageStep
 from seq1f1b.runtime.vocabulary_step import EmbeddingStep, FromEmbedding, HeadStep, ToHead
 from seq1f1b.runtime.weighting import Weighting, combine, divide
@@ -130,6 +131,7 @@ class Step:
             "seeds": seeds,
             "sum_seed": weighting.sum_seed(last),
             "shares": [share for row in weighting.shares for share in row],
+            "counts": [count for row in weighting.counts for count in row],
             "loss_look": None if is_known else weighting.look(),
             "loss_kwargs": self._batch.leaves.replace(dict(arguments.loss_kwargs or {})),
         }
@@ -230,15 +232,30 @@ class Step:
                 part.end()
 
     def losses(self) -> list[Tensor]:
-        """Losses of the M micro-batches on the rank of the last stage, [] elsewhere."""
+        """Losses of the M micro-batches on the rank of the last stage, or those of all their tokens; [] elsewhere."""
         if self._last is None or self._batch.target is None:
             return []
         assert self._weighting is not None
+        if self._loss is not None and self._loss.values:
+            return self._values(self._loss.values, self._weighting.rows)
         if self._loss is not None and self._loss.divides:
             return divide(self._loss.losses, self._divisors, self._weighting.rows)
         found = self._loss if self._head is None else self._head
         assert found is not None
         return combine(found.losses, self._weighting.shares, self._weighting.scale)
+
+    def _values(self, of_cells: dict[int, Tensor], rows: Rows) -> list[Tensor]:
+        """Losses of tokens, (batch, tokens) for each micro-batch; 0 in segments without counted targets."""
+        first, dim = next(iter(of_cells.values())), self._options.seq_dim
+        found, cell = [], 0
+        for row in rows:
+            parts = []
+            for size in row:
+                shape = [*first.shape[:dim], size, *first.shape[dim + 1 :]]
+                parts.append(of_cells[cell] if cell in of_cells else first.new_zeros(shape))
+                cell += 1
+            found.append(torch.cat(parts, dim))
+        return found
 
     def outputs(self) -> list[Any] | None:
         """Outputs of the M micro-batches on the rank of the last stage, None elsewhere."""
