@@ -9,7 +9,7 @@ import torch
 from attention_runs import OPTIONS, errors, random_qkv
 from simulated_step import SimulatedStep
 from torch import Tensor
-from tree_runs import Case, by_paths, by_units
+from path_runs import Case, by_paths, by_units
 
 from seq1f1b.ops.attention import causal_attention, layer_handle, positions, token_offset
 
