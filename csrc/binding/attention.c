@@ -69,6 +69,35 @@ static PyObject *token_offset(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(n
     return PyLong_FromLongLong(unit != NULL ? unit->offset : 0);
 }
 
+static PyObject *token_position(PyObject *Py_UNUSED(module), PyObject *index)
+{
+    const s1f_current_unit *unit = s1f_current_unit_get();
+    int64_t i;
+    if (!s1f_to_int64(index, &i))
+        return NULL;
+    return PyLong_FromLongLong(unit != NULL ? s1f_position_in_unit(unit, i) : i);
+}
+
+static PyObject *range_item(const void *ranges, int64_t i)
+{
+    const s1f_key_range *range = (const s1f_key_range *)ranges + i;
+    return Py_BuildValue("(LLL)", (long long)range->begin, (long long)range->end, (long long)range->row);
+}
+
+static PyObject *part_item(const void *parts, int64_t i)
+{
+    return PyLong_FromLongLong(((const int64_t *)parts)[i]);
+}
+
+static PyObject *key_ranges(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
+{
+    const s1f_current_unit *unit = s1f_current_unit_get();
+    if (unit == NULL || s1f_is_plain_unit(unit))
+        Py_RETURN_NONE;
+    return Py_BuildValue("(NN)", s1f_tuple_of(unit->num_ranges, range_item, unit->ranges),
+                         s1f_tuple_of(unit->num_parts > 1 ? unit->num_parts : 0, part_item, unit->parts));
+}
+
 static PyObject *current_unit(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
     const s1f_current_unit *unit = s1f_current_unit_get();
@@ -142,6 +171,11 @@ PyMethodDef s1f_attention_methods[] = {
     S1F_METHOD(layer_register, O, "Makes an int a key of KV caches."),
     S1F_METHOD(in_step, NOARGS, "Whether a unit runs now, on this thread or in this process."),
     S1F_METHOD(token_offset, NOARGS, "First token of the current segment, 0 outside a step."),
+    S1F_METHOD(token_position, O,
+               "Position along its path of a token of the current segment; its number outside a step."),
+    S1F_METHOD(key_ranges, NOARGS,
+               "((begin, end, row) of keys along the current unit's path, tokens of its parts); None in a chain, and "
+               "outside a step: keys lie in the first rows, and there are no parts."),
     S1F_METHOD(current_unit, NOARGS, "The unit that runs now."),
     S1F_METHOD(kv_cache_create, NOARGS, "An empty KV cache."),
     S1F_METHOD(kv_cache_bytes, O, "Bytes held of K/V and of dK/dV slabs."),

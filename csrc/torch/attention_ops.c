@@ -259,15 +259,46 @@ static s1f_strides slab_strides(const s1f_attention_args *args, const s1f_kv_row
     return (s1f_strides){.batch = strides[0], .head = strides[1], .row = strides[2]};
 }
 
-static void attend_to_rows(s1f_attention_args *args, const s1f_current_unit *unit, const s1f_kv_rows *rows)
+/* The documents of the path's keys, (batch, keys) or of all rows alike: siblings of one unit are a document each, and
+ * all see what comes before them. */
+static s1f_status take_path_documents(s1f_op_call *call, s1f_attention_args *args, const s1f_current_unit *unit,
+                                      int64_t key, const s1f_kv_rows *rows)
+{
+    if (unit->num_parts > 1)
+        S1F_TRY(s1f_segment_check_parts(unit, key, args->window > 0 || args->slopes != NULL, args->batch, rows));
+    int is_shared = unit->num_parts > 1;
+    int is_in_place = unit->num_ranges == 1 && unit->ranges[0].row == 0;
+    args->docs = rows->docs;
+    args->docs_batch_stride = rows->num_rows;
+    if (!is_shared && (rows->docs == NULL || is_in_place))
+        return S1F_OK;
+    int64_t sizes[2] = {is_shared ? 1 : args->batch, unit->offset + unit->length}, strides[2];
+    s1f_op_tensor ids = {0};
+    s1f_row_major(2, sizes, strides);
+    S1F_TRY(s1f_op_new_temporary(call, S1F_INT32, 2, sizes, strides, &ids));
+    args->docs = ids.data;
+    args->docs_batch_stride = is_shared ? 0 : strides[0];
+    args->shared_keys = is_shared ? unit->offset : 0;
+    if (is_shared)
+        s1f_segment_part_ids(unit, ids.data);
+    else
+        s1f_segment_gather_docs(unit, rows, args->batch, ids.data);
+    return S1F_OK;
+}
+
+static s1f_status attend_to_rows(s1f_op_call *call, s1f_attention_args *args, const s1f_current_unit *unit, int64_t key,
+                                 const s1f_kv_rows *rows)
 {
     args->q_start = unit->offset;
     args->k = rows->k;
     args->k_strides = slab_strides(args, rows, args->head_dim);
     args->v = rows->v;
     args->v_strides = slab_strides(args, rows, args->v_head_dim);
-    args->docs = rows->docs;
-    args->docs_batch_stride = rows->num_rows;
+    if (unit->num_ranges > 1 || unit->ranges[0].row != 0) {
+        args->ranges = unit->ranges;
+        args->num_ranges = unit->num_ranges;
+    }
+    return take_path_documents(call, args, unit, key, rows);
 }
 
 s1f_status s1f_op_segment_attention(s1f_op_call *call)
@@ -290,7 +321,7 @@ s1f_status s1f_op_segment_attention(s1f_op_call *call)
         .with_docs = docs->numel > 0,
     };
     S1F_TRY(s1f_segment_write(unit, key, &shape, k, v, docs, &rows));
-    attend_to_rows(&args, unit, &rows);
+    S1F_TRY(attend_to_rows(call, &args, unit, key, &rows));
     return run_forward(call, &args, unit->cache);
 }
 
@@ -314,7 +345,7 @@ s1f_status s1f_op_segment_attention_backward(s1f_op_call *call)
     args.kv_heads = s1f_op_int(call->scalars[3]);
     S1F_TRY(s1f_segment_check_layer(q, out, args.kv_heads, key, &shape));
 
-    attend_to_rows(&args, unit, &rows);
+    S1F_TRY(attend_to_rows(call, &args, unit, key, &rows));
     args.dk = grads.dk;
     args.dk_strides = args.k_strides;
     args.dv = grads.dv;

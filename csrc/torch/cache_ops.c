@@ -55,11 +55,17 @@ static s1f_status view_pair(s1f_op_call *call, int index, void *k, void *v, int3
     return view_rows(call, index + 1, v, begin * shape->v_head_dim, dtype, 4, sizes, strides);
 }
 
-/* (batch, end of the segment), or (batch, 0) without document ids. */
+/* Rows of a slab that are shown: up to the segment's last where the keys of its path lie in the first rows, else all. */
+static int64_t shown_rows(const s1f_current_unit *unit, const s1f_kv_rows *rows)
+{
+    return unit->num_ranges == 1 && unit->ranges[0].row == 0 ? unit->offset + unit->length : rows->num_rows;
+}
+
+/* (batch, rows shown), or (batch, 0) without document ids. */
 static s1f_status view_docs(s1f_op_call *call, int index, const s1f_kv_rows *rows, const s1f_layer_shape *shape,
                             const s1f_current_unit *unit)
 {
-    int64_t sizes[2] = {shape->batch, rows->docs != NULL ? unit->offset + unit->length : 0};
+    int64_t sizes[2] = {shape->batch, rows->docs != NULL ? shown_rows(unit, rows) : 0};
     int64_t strides[2] = {rows->num_rows, 1};
     return view_rows(call, index, rows->docs != NULL ? (void *)rows->docs : rows->k, 0, S1F_INT32, 2, sizes, strides);
 }
@@ -90,9 +96,9 @@ s1f_status s1f_op_cache_write(s1f_op_call *call)
         .memory = &torch_memory,
         .device = (int64_t)k->device_type << 32 | (uint32_t)k->device_index,
     };
-    int64_t begin = unit->offset, end = unit->offset + unit->length;
+    int64_t begin = unit->row, end = unit->row + unit->length;
     S1F_TRY(s1f_segment_rows(unit, key, &shape, docs, &rows));
-    S1F_TRY(view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, 0, end, rows.num_rows));
+    S1F_TRY(view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, 0, shown_rows(unit, &rows), rows.num_rows));
     S1F_TRY(view_docs(call, 2, &rows, &shape, unit));
     return view_pair(call, 3, rows.k, rows.v, shape.dtype, &shape, begin, rows.is_written ? begin : end, rows.num_rows);
 }
@@ -110,10 +116,10 @@ s1f_status s1f_op_cache_read(s1f_op_call *call)
     S1F_TRY(s1f_current_segment(layer, q->sizes[2], &unit, &key));
     S1F_TRY(s1f_kv_cache_read(unit->cache, unit, key, &shape, &rows, &grads));
     S1F_TRY(s1f_segment_check_layer(q, out, s1f_op_int(call->scalars[0]), key, &shape));
-    int64_t end = unit->offset + unit->length, held = grads.kept, one = 1;
+    int64_t held = grads.kept, one = 1;
     int32_t of_sums = s1f_dtype_of_sums(shape.dtype);
-    S1F_TRY(view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, 0, end, rows.num_rows));
-    S1F_TRY(view_pair(call, 2, grads.dk, grads.dv, of_sums, &shape, 0, end, rows.num_rows));
+    S1F_TRY(view_pair(call, 0, rows.k, rows.v, shape.dtype, &shape, 0, shown_rows(unit, &rows), rows.num_rows));
+    S1F_TRY(view_pair(call, 2, grads.dk, grads.dv, of_sums, &shape, 0, shown_rows(unit, &rows), rows.num_rows));
     S1F_TRY(view_docs(call, 4, &rows, &shape, unit));
     return view_rows(call, 5, grads.dk, 0, of_sums, 1, &held, &one);
 }

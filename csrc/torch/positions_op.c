@@ -3,22 +3,36 @@
 #include "op_table.h"
 
 /* Ids of packed documents: the position of the document's first token. Each token begins one or goes on with that
- * before it, so that ids of another kind are seen here, and not in a loss that is a little off. */
-static s1f_status check_document_starts(const s1f_op_tensor *docs, int64_t batch, const int32_t *starts, int64_t first)
+ * before it, the first of a part with one of an earlier segment, so that ids of another kind are seen here, and not in a
+ * loss that is a little off. */
+static s1f_status check_document_starts(const s1f_op_tensor *docs, int64_t batch, const int32_t *starts,
+                                        const int64_t *position)
 {
     for (int64_t i = 0; i < docs->sizes[1]; i++) {
-        int64_t position = first + i, start = starts[i];
-        int goes_on = i > 0 ? start == starts[i - 1] : start >= 0 && start < first;
-        if (start != position && !goes_on)
+        int64_t start = starts[i];
+        int follows = i > 0 && position[i] == position[i - 1] + 1;
+        int goes_on = follows ? start == starts[i - 1] : start >= 0 && start < position[0];
+        if (start != position[i] && !goes_on)
             return s1f_fail(S1F_ERR_ARG,
                             "doc_ids of row %lld, token %lld is %lld, must be the position of its document's first "
                             "token: seq1f1b.document_starts makes such ids of a whole row's",
-                            (long long)batch, (long long)position, (long long)start);
+                            (long long)batch, (long long)position[i], (long long)start);
     }
     return S1F_OK;
 }
 
-static s1f_status positions_in_documents(s1f_op_call *call, s1f_op_tensor *docs, int64_t length, int64_t first)
+/* unit: NULL outside a step. */
+static void fill_positions(const s1f_current_unit *unit, int64_t first, int64_t length, int64_t *position)
+{
+    int64_t begin = unit == NULL ? first : first + unit->offset;
+    for (int64_t i = 0; i < length; i++)
+        position[i] = begin + i;
+    for (int64_t i = 0; unit != NULL && unit->num_parts > 1 && i < length; i++)
+        position[i] = s1f_position_in_unit(unit, first + i);
+}
+
+static s1f_status positions_in_documents(s1f_op_call *call, s1f_op_tensor *docs, int64_t length,
+                                         const s1f_current_unit *unit, int64_t first)
 {
     S1F_TRY(s1f_op_require(docs->dtype == S1F_INT32 && docs->ndim == 2 && docs->sizes[1] == length, "doc_ids", docs,
                            "must be (batch, tokens) of int32, tokens as many as x has"));
@@ -29,9 +43,10 @@ static s1f_status positions_in_documents(s1f_op_call *call, s1f_op_tensor *docs,
     for (int64_t b = 0; b < docs->sizes[0]; b++) {
         const int32_t *starts = (const int32_t *)docs->data + b * length;
         int64_t *position = (int64_t *)call->outputs[0].data + b * length;
-        S1F_TRY(check_document_starts(docs, b, starts, first));
+        fill_positions(unit, first, length, position);
+        S1F_TRY(check_document_starts(docs, b, starts, position));
         for (int64_t i = 0; i < length; i++)
-            position[i] = first + i - starts[i];
+            position[i] -= starts[i];
     }
     return S1F_OK;
 }
@@ -57,13 +72,10 @@ s1f_status s1f_op_positions(s1f_op_call *call)
                             "%s: positions of dimension %lld, which has %lld elements; the segment has %lld tokens "
                             "(parts: %lld)",
                             name, (long long)dim, (long long)length, (long long)unit->length, (long long)num_parts);
-        first += unit->offset;
     }
     if (docs->numel > 0)
-        return positions_in_documents(call, docs, length, first);
+        return positions_in_documents(call, docs, length, unit, first);
     S1F_TRY(s1f_op_new_tensor(S1F_INT64, 1, &length, &one, &call->outputs[0]));
-    int64_t *position = call->outputs[0].data;
-    for (int64_t i = 0; i < length; i++)
-        position[i] = first + i;
+    fill_positions(unit, first, length, call->outputs[0].data);
     return S1F_OK;
 }

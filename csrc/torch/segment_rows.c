@@ -57,6 +57,51 @@ s1f_status s1f_segment_write(const s1f_current_unit *unit, int64_t key, const s1
     return s1f_op_copy_into(rows->v, v_strides, unit->row * shape->v_head_dim, v);
 }
 
+void s1f_segment_gather_docs(const s1f_current_unit *unit, const s1f_kv_rows *rows, int64_t batch, int32_t *ids)
+{
+    int64_t num_keys = unit->offset + unit->length;
+    for (int64_t b = 0; b < batch; b++)
+        for (int32_t i = 0; i < unit->num_ranges; i++) {
+            const s1f_key_range *range = &unit->ranges[i];
+            memcpy(ids + b * num_keys + range->begin, rows->docs + b * rows->num_rows + range->row,
+                   (size_t)(range->end - range->begin) * sizeof *ids);
+        }
+}
+
+void s1f_segment_part_ids(const s1f_current_unit *unit, int32_t *ids)
+{
+    memset(ids, 0, (size_t)unit->offset * sizeof *ids);
+    int32_t *next = ids + unit->offset;
+    for (int32_t part = 0; part < unit->num_parts; part++)
+        for (int64_t i = 0; i < unit->parts[part]; i++)
+            *next++ = part;
+}
+
+s1f_status s1f_segment_check_parts(const s1f_current_unit *unit, int64_t key, int by_distance, int64_t batch,
+                                   const s1f_kv_rows *rows)
+{
+    char name[64];
+    s1f_unit_text(unit->unit, 1, name, sizeof name);
+    if (by_distance)
+        return s1f_fail(S1F_ERR_ARG,
+                        "%s: layer %lld has a window or ALiBi slopes, which count the tokens between two, and %d "
+                        "siblings share this unit: give each sibling a segment of its own",
+                        name, (long long)key, (int)unit->num_parts);
+    for (int64_t b = 0; rows->docs != NULL && b < batch; b++)
+        for (int32_t i = 0; i < unit->num_ranges; i++) {
+            const int32_t *docs = rows->docs + b * rows->num_rows, first = docs[unit->row];
+            for (int64_t t = unit->ranges[i].row, end = t + unit->ranges[i].end - unit->ranges[i].begin; t < end; t++)
+                if (docs[t] != first)
+                    return s1f_fail(
+                        S1F_ERR_ARG,
+                        "%s: layer %lld was given doc_ids of several documents (%d and %d), and %d siblings "
+                        "share this unit: give a tree of siblings one id, or each of them a segment of its "
+                        "own",
+                        name, (long long)key, (int)first, (int)docs[t], (int)unit->num_parts);
+        }
+    return S1F_OK;
+}
+
 s1f_status s1f_segment_check_layer(const s1f_op_tensor *q, const s1f_op_tensor *out, int64_t kv_heads, int64_t key,
                                    const s1f_layer_shape *shape)
 {

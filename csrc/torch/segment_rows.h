@@ -21,6 +21,15 @@ s1f_status s1f_segment_write(const s1f_current_unit *unit, int64_t key, const s1
                              const s1f_op_tensor *k, const s1f_op_tensor *v, const s1f_op_tensor *docs,
                              s1f_kv_rows *rows);
 
+/* Document ids of the path's keys, [batch][keys] from the slab's rows; and [keys] for parts: a number for each, 0 before
+ * them. */
+void s1f_segment_gather_docs(const s1f_current_unit *unit, const s1f_kv_rows *rows, int64_t batch, int32_t *ids);
+void s1f_segment_part_ids(const s1f_current_unit *unit, int32_t *ids);
+/* S1F_ERR_ARG unless the attention of a unit that siblings share means the same for each as alone: no window, no ALiBi,
+ * and one document along the path, where rows->docs says which. */
+s1f_status s1f_segment_check_parts(const s1f_current_unit *unit, int64_t key, int by_distance, int64_t batch,
+                                   const s1f_kv_rows *rows);
+
 /* S1F_ERR_ARG unless the layer's slab holds what a backward of q and out with so many kv heads needs. */
 s1f_status s1f_segment_check_layer(const s1f_op_tensor *q, const s1f_op_tensor *out, int64_t kv_heads, int64_t key,
                                    const s1f_layer_shape *shape);

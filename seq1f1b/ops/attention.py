@@ -147,6 +147,8 @@ def _check_layer(index: int) -> None:
 def token_offset(*, sequence_parallel: tuple[int, int] | None = None) -> int:
     """Position of the current segment's first token; 0 outside a step. Compiled code uses ``positions`` instead.
 
+    In a tree of segments it is counted along the segment's path: its ancestors' tokens, then its own.
+
     Args:
         sequence_parallel: (rank, size) if each of several ranks holds a part of the segment; then the position of this
             rank's first token is returned.
@@ -160,8 +162,7 @@ def token_offset(*, sequence_parallel: tuple[int, int] | None = None) -> int:
         raise ValueError(
             f"token_offset(sequence_parallel=({rank}, {size})) outside a step, where no length is known: use positions"
         )
-    offset, length = (0, 0) if unit is None else (unit.offset, unit.length)
-    return offset + rank * (length // size)
+    return 0 if unit is None else _C.token_position(rank * (unit.length // size))
 
 
 def positions(
@@ -170,6 +171,8 @@ def positions(
     """Positions in the sequence of ``x``'s tokens, which lie along ``dim``: (tokens), int64, on x's device.
 
     This is an op that reads the offset when it runs, so compiled code need not be traced again for another segment.
+    In a tree of segments positions go along the segment's path. Siblings that share a unit each begin where their
+    parent's path ends.
 
     Args:
         doc_ids: (batch, tokens), ids of packed documents as :func:`seq1f1b.document_starts` makes them for whole rows.

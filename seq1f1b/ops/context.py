@@ -31,6 +31,7 @@ class CurrentUnit(Protocol):
     training: bool
     is_last: bool  # of its micro-batch's segments; in a tree, none follows it
     of_tree: bool  # its micro-batch's segments are a tree
+    num_parts: int  # leaves in it
     is_whole: bool  # not a segment: a whole micro-batch, as the model is outside a step
     forward: bool  # False while B runs: recomputation reads and never writes
 
@@ -97,6 +98,11 @@ def carry_in(layer: Tensor | int, default: Tensor) -> Tensor:
         unit.watch.note("carries")
     if unit is None or unit.segment == 0:
         return default
+    if unit.num_parts > 1:
+        raise ValueError(
+            f"stage {unit.stage}, micro-batch {unit.microbatch}: segment {unit.segment} holds {unit.num_parts} "
+            "siblings, and carry_in has one state for all of them: give each leaf a segment of its own in segment_sizes"
+        )
     key = _key(layer)
     if unit.carried_in is None:
         unit.carried_in = {}

@@ -212,7 +212,9 @@ class PipelineEngine:
                 its rows in its order, with the units that it recomputes or moves, and with that order's receive places.
                 Equal on every rank. ``causal_attention`` of a row of several documents needs its ``doc_ids``.
         Returns:
-            M losses on the rank of the last stage, [] elsewhere.
+            M losses on the rank of the last stage, [] elsewhere. If ``loss_fn`` returns one value per token, (batch,
+            tokens), its values for the M micro-batches, 0 in segments without counted targets; the loss is then their
+            sum over the number of counted targets.
         Raises:
             ValueError, TypeError: arguments that break a rule, on the rank that was given them.
             PipelineError: another rank failed, was lost or made no progress.

@@ -336,6 +336,7 @@ class Runner:
                 step.fill,
                 step.learn,
                 place_views,
+                *step.siblings,
             )
             seconds = time.perf_counter() - start
         return seconds

@@ -101,10 +101,12 @@ class StageArguments:
         inputs: positional arguments of the first stage.
         seeds: gradients of the last stage's losses, (cells) in float64.
         shares: what part of the micro-batch's loss each of these losses is.
+        counts: the targets that it is a mean over.
         sum_seed: gradient of a loss that comes with its divisor.
         divides: whether the loss comes with a divisor; None: the first one tells.
         loss_look: of the first step of a shape.
         auxiliary_seeds: gradients of an auxiliary loss of a segment, and of one of the sequence.
+        num_parts: by cell, leaves in it, in a step of trees.
         documents: number in each micro-batch, where the step's plan says so.
         is_new: whether no step of this shape has run before: features look, measure and compare then.
         seq_dim, arg_rules: where tokens are found in ``inputs`` and ``kwargs``.
@@ -117,11 +119,13 @@ class StageArguments:
     targets: list[Any] | None = None
     seeds: Tensor | None = None
     shares: list[float] | None = None
+    counts: list[float] | None = None
     sum_seed: float = 1.0
     divides: bool | None = None
     loss_look: LossLook | None = None
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
     auxiliary_seeds: Sequence[tuple[float, float]] = ()
+    num_parts: Sequence[int] = ()
     documents: Sequence[int] = ()
     keep_outputs: bool = False
     is_new: bool = False
@@ -201,6 +205,7 @@ class StageStep:
         unit.is_whole, unit.is_last = self.stage.is_whole, is_last
         if self.order.num_children is not None:
             unit.of_tree, unit.num_waiting = True, self.order.num_children[cell]
+            unit.num_parts = self.arguments.num_parts[cell]
         for begin in self._begin:
             begin(unit)
         inputs = self._source.inputs(unit, received)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, chain
 
 from seq1f1b.runtime.arguments import check_int
 from seq1f1b.runtime.rows import Rows, check_rows
@@ -24,15 +25,16 @@ class Trees:
     parents: tuple[tuple[int, ...], ...]
     parts: tuple[tuple[tuple[int, ...], ...], ...]
 
-    @property
-    def has_siblings(self) -> bool:
-        """Whether several leaves share a segment anywhere."""
-        return any(len(part) > 1 for row in self.parts for part in row)
+    @cached_property
+    def siblings(self) -> tuple[list[int], list[int]]:
+        """Tokens of the siblings of cells that hold several, and by cell where its own begin; both empty if none do.
 
-    def parent_cells(self) -> list[int]:
-        """By cell, the cell that it follows; -1: none."""
-        first = list(accumulate(map(len, self.parents), initial=0))
-        return [first[m] + p if p >= 0 else -1 for m, row in enumerate(self.parents) for p in row]
+        Behind the last cell stands the number of all.
+        """
+        cells = [part if len(part) > 1 else () for row in self.parts for part in row]
+        if not any(cells):
+            return [], []
+        return list(chain.from_iterable(cells)), list(accumulate(map(len, cells), initial=0))
 
 
 def read_rows(sizes: object, parents: object, num_parts: int = 1) -> tuple[Rows, Trees | None]:

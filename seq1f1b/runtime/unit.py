@@ -16,6 +16,7 @@ class LiveUnit:
 
     is_last = True  # of its micro-batch's segments; in a tree, none follows it
     of_tree = False  # its micro-batch's segments are a tree
+    num_parts = 1  # leaves in it
     num_waiting = 1  # segments that follow it and have not gone forward
     forward = True  # False while B runs: recomputation reads and never writes
     is_whole = False  # not a segment: a whole micro-batch, as the model is outside a step

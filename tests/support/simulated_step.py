@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from core_extension import core
@@ -21,24 +22,64 @@ class SimulatedStep:
         training: bool = True,
         scope: str = "thread",
         cache: object = None,
+        parents: Sequence[int] | None = None,
+        parts: Mapping[int, Sequence[int]] | None = None,
+        rows: Sequence[int] | None = None,
+        num_rows: int | None = None,
     ) -> None:
+        """
+        Args:
+            parents: of the segments, each a number below its own, -1 for none; None: a chain.
+            parts: of a segment that siblings share, the tokens of each.
+            rows: the first row of each segment in its slab, None: its position; num_rows: that a slab has.
+        """
         self.sizes = list(sizes)
         self.stage, self.training, self.scope = stage, training, scope
+        self.parents = list(range(-1, len(self.sizes) - 1)) if parents is None else list(parents)
+        self.parts = dict(parts or {})
+        self.rows = [self.position(s) for s in range(len(self.sizes))] if rows is None else list(rows)
         self.cache = _C.kv_cache_create() if cache is None else cache
-        core.kv_cache_begin_step(self.cache, [(stage, kv_slots, grad_slots)], sum(self.sizes), len(self.sizes))
+        total = sum(self.sizes)
+        slots = [(stage, kv_slots, grad_slots)]
+        core.kv_cache_begin_step(self.cache, slots, total, len(self.sizes), total if num_rows is None else num_rows)
 
     def slice(self, segment: int) -> slice:
+        """Its tokens in the inputs, where segments lie one after another."""
         offset = sum(self.sizes[:segment])
         return slice(offset, offset + self.sizes[segment])
+
+    def path(self, segment: int) -> list[int]:
+        before = self.parents[segment]
+        return [*([] if before < 0 else self.path(before)), segment]
+
+    def position(self, segment: int) -> int:
+        return sum(self.sizes[s] for s in self.path(segment)[:-1])
+
+    def place(self, segment: int) -> tuple[int, int, list[tuple[int, int, int]], list[int]]:
+        """Parent, children, (begin, end, row) of ranges of keys, and parts: as ``core.current_unit_set`` takes them."""
+        ranges: list[tuple[int, int, int]] = []
+        for s in self.path(segment):
+            begin, row = self.position(s), self.rows[s]
+            if ranges and ranges[-1][2] + ranges[-1][1] - ranges[-1][0] == row:
+                ranges[-1] = (ranges[-1][0], begin + self.sizes[s], ranges[-1][2])
+            else:
+                ranges.append((begin, begin + self.sizes[s], row))
+        parts = list(self.parts.get(segment, [self.sizes[segment]]))
+        return self.parents[segment], self.parents.count(segment), ranges, parts
+
+    def own_tokens(self, segment: int) -> list[list[int]]:
+        """Of each part, its tokens in the inputs."""
+        where = self.slice(segment)
+        ends = list(itertools.accumulate(self.parts.get(segment, [self.sizes[segment]]), initial=where.start))
+        return [list(range(*pair)) for pair in itertools.pairwise(ends)]
 
     @contextmanager
     def unit(self, kind: str, microbatch: int, segment: int, *, slot: int = 0, grad_slot: int = 0) -> Iterator[None]:
         """Runs the body as unit ``F<microbatch>.<segment>`` (or B); a body that raises leaves the unit unfinished."""
-        where = self.slice(segment)
         core.current_unit_set(
             self.cache, _C.PASSES.index(kind), self.stage, microbatch, segment, len(self.sizes), slot,
-            -1 if kind == "F" else grad_slot, self.training, where.start, self.sizes[segment], sum(self.sizes),
-            self.scope,
+            -1 if kind == "F" else grad_slot, self.training, self.position(segment), self.sizes[segment],
+            sum(self.sizes), self.scope, self.place(segment),
         )  # fmt: skip
         finished = False
         try:
