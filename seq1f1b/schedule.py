@@ -548,16 +548,16 @@ def build_schedule(
             ``placement``: ``"loop"`` or ``"v"``, for ``"auto"``; it takes the better one unless given.
             ``backward``: ``"split"`` into I and W, or ``"whole"``, a B, which the engine runs, for ``"auto"``; it
             splits unless told otherwise.
-            ``trees``: with ``parents``, ``"numbers"``: segments go forward by their numbers and back in reverse; or
-            ``"nested"``: one branch after another, so that a rank holds a path and P - 1 units more in place of a tree,
-            and leaves use the memory of their keys in turn.
+            ``trees``: with ``parents``, ``"nested"``: one branch after another, so that a rank holds a path and P - 1
+            units more in place of a tree, and leaves use the memory of their keys in turn; or ``"numbers"``: segments
+            go forward by their numbers and back in reverse, as in every other family.
             ``costs``: of F, I and W, each a number or ``[stage][segment]``, where the backward is split: W go where
             these leave bubbles; the order is never worse under them than the one for equal costs. ``"auto"`` takes the
             whole order from them, and is never worse than a named family within the same cap.
         parents: micro-batches whose segments are trees: for each micro-batch the segment that each of its segments
             follows, -1 for segment 0, the root, and a lower number than its own for every other one; None for a
             micro-batch whose segments follow each other. F of a segment runs after F of its parent, its backward after
-            those of all that follow it. Every family builds for trees, in the order of numbers.
+            those of all that follow it. Every family builds for trees.
         recompute: ``"none"``, ``"all"``, or a callable of a unit: which units the order recomputes, see
             :meth:`Schedule.recompute`.
         offload_units: the same: which units the order moves to a tier and back, see :meth:`Schedule.offload`.

@@ -85,6 +85,12 @@ static PyObject *unit_set_state(PyObject *Py_UNUSED(module), PyObject *state)
     Py_RETURN_NONE;
 }
 
+static PyObject *unit_set_whole(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(arguments))
+{
+    s1f_current_unit_set_whole();
+    Py_RETURN_NONE;
+}
+
 static PyObject *unit_set_documents(PyObject *Py_UNUSED(module), PyObject *count)
 {
     long long num_documents = PyLong_AsLongLong(count);
@@ -105,6 +111,7 @@ PyMethodDef s1f_unit_methods[] = {
     S1F_METHOD(unit_state, NOARGS, "What unit_set_state gave the unit that runs on this thread, or None."),
     S1F_METHOD(unit_set_state, O,
                "An object of the unit that runs on this thread; the caller keeps it until the unit ends."),
+    S1F_METHOD(unit_set_whole, NOARGS, "Ops of the unit that runs on this thread count as outside a step."),
     S1F_METHOD(unit_set_documents, O,
                "Documents in the row of the unit that runs on this thread; attention of more than one needs doc_ids."),
     {NULL, NULL, 0, NULL}};

@@ -85,7 +85,7 @@ s1f_status s1f_schedule_forward_only(const s1f_schedule *schedule, s1f_schedule 
  * One line per rank, units separated by blanks, "F1.0" = forward, micro-batch 1, segment 0; "[2]F1.0" names the stage,
  * on every unit or on none (then rank r holds stage r and no other). "#" starts a comment; lines without a unit do not
  * count. Where segments are trees, the first line has their parents, a word for each micro-batch, "-" for a chain:
- * "parents -1,0,0 -". The readers find the counts and the placement in the text; a micro-batch has the segments that it names. They
+ * "parents -1,0,0 -". With chains alone it makes an order of rows. The readers find the counts and the placement in the text; a micro-batch has the segments that it names. They
  * do not check the order: s1f_schedule_check does. */
 
 /* *text: terminated, owned by the caller (free). */

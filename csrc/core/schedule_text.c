@@ -251,7 +251,7 @@ static s1f_status set_named_rows(s1f_schedule *schedule, const parsed_unit *unit
         differ |= segments_of[m] != s1f_schedule_shape(schedule).num_segments;
     if (status == S1F_OK && differ)
         status = s1f_schedule_set_rows(schedule, segments_of);
-    if (status == S1F_OK && trees->num_microbatches > 0)
+    if (status == S1F_OK && trees->num_parents > 0)
         status = set_trees(schedule, trees, segments_of);
     free(segments_of);
     return status;

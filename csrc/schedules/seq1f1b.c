@@ -3,7 +3,7 @@
  * Forwards run m.0 .. m.k-1, backwards m.k-1 .. m.0, micro-batches in order. k = 1 is exactly 1F1B.
  * F = 1, B = 2: makespan 3 M + 3 (P - 1) / k, peak min(P - 1 + k, M k). Any counts.
  *
- * Trees that are nested: forwards run parents first and one branch after another, backwards branch after branch and
+ * Trees, unless by their numbers: forwards run parents first and one branch after another, backwards branch after branch and
  * parents last. A rank then holds a path and P - 1 units more, in place of a tree. */
 #include "families.h"
 
@@ -80,7 +80,7 @@ static s1f_status nested_order(const s1f_request *request, s1f_schedule *schedul
  * follows the micro-batches at hand was never shorter on 300 random orders, and 4 % longer on their mean. */
 static s1f_status order_of_rank(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
 {
-    if (request->options.trees == S1F_TREES_NESTED && request->options.parents != NULL)
+    if (request->options.trees != S1F_TREES_BY_NUMBER && request->options.parents != NULL)
         return nested_order(request, schedule, rank);
     return s1f_schedule_alternate_units(schedule, rank, s1f_warmup_of_rank(request, rank) + request->num_segments - 1);
 }

@@ -29,13 +29,15 @@ class CurrentUnit(Protocol):
     microbatch: int
     segment: int
     training: bool
-    is_last: bool  # of its micro-batch's segments
+    is_last: bool  # of its micro-batch's segments; in a tree, none follows it
+    of_tree: bool  # its micro-batch's segments are a tree
+    num_parts: int  # leaves in it
     is_whole: bool  # not a segment: a whole micro-batch, as the model is outside a step
     forward: bool  # False while B runs: recomputation reads and never writes
 
     @property
     def previous(self) -> CurrentUnit | None:
-        """Segment s - 1, for what it carried out."""
+        """The segment that it follows, for what that carried out."""
 
     carried_in: dict[int, Tensor] | None
     carried_out: dict[int, Tensor] | None
@@ -96,6 +98,11 @@ def carry_in(layer: Tensor | int, default: Tensor) -> Tensor:
         unit.watch.note("carries")
     if unit is None or unit.segment == 0:
         return default
+    if unit.num_parts > 1:
+        raise ValueError(
+            f"stage {unit.stage}, micro-batch {unit.microbatch}: segment {unit.segment} holds {unit.num_parts} "
+            "siblings, and carry_in has one state for all of them: give each leaf a segment of its own in segment_sizes"
+        )
     key = _key(layer)
     if unit.carried_in is None:
         unit.carried_in = {}
@@ -107,7 +114,8 @@ def carry_in(layer: Tensor | int, default: Tensor) -> Tensor:
     if state is None:
         raise RuntimeError(
             f"stage {unit.stage}, micro-batch {unit.microbatch}: segment {unit.segment} reads carried state {key}, "
-            f"which segment {unit.segment - 1} did not leave by carry_out"
+            f"which segment {unit.segment - 1 if unit.previous is None else unit.previous.segment} did not leave by "
+            "carry_out"
         )
     leaf = state.detach()
     if unit.training and state.requires_grad:
@@ -169,6 +177,11 @@ def add_loss(tensor: Tensor, *, of: str = "segment") -> None:
         raise ValueError(f'of is {of!r}, must be "segment" or "sequence"')
     if unit is None or not unit.forward or not unit.training or not tensor.requires_grad:
         return
+    if of == "sequence" and unit.of_tree:
+        raise ValueError(
+            'add_loss(of="sequence") in a step of trees: a token that several paths share would count once for each; '
+            'give losses of="segment", which count every token once, or step over rows'
+        )
     if of == "sequence" and not unit.is_last:
         return
     if unit.auxiliary is None:

@@ -62,6 +62,10 @@ class StepPlan:
     costs: Price = field(compare=False, repr=False)
 
     @property
+    def parents(self) -> None:
+        """Each segment follows the one before it."""
+
+    @property
     def seconds(self) -> float:
         """The step's predicted time, without the optimizer."""
         return self.simulation.makespan

@@ -43,9 +43,17 @@ def start_of(
 
 
 def carry_back(unit: LiveUnit) -> None:
-    """Leaves the gradients of what the unit carried in to the segment that carried it out."""
-    if unit.carried_in is not None and unit.previous is not None:
+    """Adds the gradients of what the unit carried in to those of others that carried in the same."""
+    if unit.carried_in is None or unit.previous is None:
+        return
+    if unit.previous.carried_back is None:
         unit.previous.carried_back = unit.carried_in
+        return
+    back = unit.previous.carried_back
+    for name, leaf in unit.carried_in.items():
+        first = back.setdefault(name, leaf)
+        if first is not leaf and leaf.grad is not None:
+            first.grad = leaf.grad if first.grad is None else first.grad + leaf.grad
 
 
 def input_gradients(unit: LiveUnit) -> tuple[Tensor | None, ...]:

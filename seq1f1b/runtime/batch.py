@@ -26,6 +26,7 @@ from seq1f1b.runtime.splitting import (
     split_kwargs,
     split_sequence,
 )
+from seq1f1b.runtime.trees import Trees
 
 __all__: list[str] = []
 
@@ -44,7 +45,10 @@ class StepArguments:
     loss_kwargs: Mapping[str, Any] | None = None
     return_outputs: bool = False
     rows: Rows | None = None
+    parents: Any = None  # as the caller gave them
+    trees: Trees | None = None  # what these rows' segments follow, once they are read
     plan: PlannedRows | None = None
+    paths: Trees | None = None  # units are whole micro-batches, and run path by path
     divides: bool | None = None  # whether the loss comes with its divisor; None: not known yet
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -176,7 +177,8 @@ class PipelineEngine:
         kwargs: Mapping[str, Any] | list[dict[str, Any]] | None = None,
         loss_weight: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
-        segment_sizes: Sequence[Sequence[int]] | None = None,
+        segment_sizes: Sequence[Sequence[int | Sequence[int]]] | None = None,
+        parents: Sequence[Sequence[int] | None] | None = None,
         plan: PlannedRows | None = None,
     ) -> list[Tensor]:
         """Forward and backward of one batch; adds to ``.grad``.
@@ -199,23 +201,30 @@ class PipelineEngine:
                 replica), however long the micro-batch of a target is; with ``loss_weight`` as above; with
                 ``Loss(scale_grads=False)`` those of the sum of the losses. An auxiliary loss weighs by its tokens. The
                 losses returned are the mean of each micro-batch; with ``Loss(reduction="sum")`` nothing changes.
+            parents: makes the segments of these micro-batches trees, for prompts with several answers: for every
+                micro-batch the segment that each of its segments follows, -1 for segment 0, a lower number than its own
+                for every other one; None for a micro-batch whose segments follow each other. A segment sees its path,
+                the segments from 0 to itself, as if nothing else were there; positions count along the path. Inputs and
+                targets lie in the order of the segments' numbers. A size that is a list, such as
+                ``[[1024, [256, 256]]]``, is so many leaves of one parent in one unit; its layers have no state
+                (:func:`seq1f1b.carry_in`), window or ALiBi.
             plan: a plan of :func:`seq1f1b.planning.step_plan.plan_step`, in place of ``segment_sizes``: the step runs
                 its rows in its order, with the units that it recomputes or moves, and with that order's receive places.
                 Equal on every rank. ``causal_attention`` of a row of several documents needs its ``doc_ids``.
         Returns:
-            M losses on the rank of the last stage, [] elsewhere.
+            M losses on the rank of the last stage, [] elsewhere. If ``loss_fn`` returns one value per token, (batch,
+            tokens), its values for the M micro-batches, 0 in segments without counted targets; the loss is then their
+            sum over the number of counted targets.
         Raises:
             ValueError, TypeError: arguments that break a rule, on the rank that was given them.
             PipelineError: another rank failed, was lost or made no progress.
         """
-        if plan is not None and segment_sizes is not None:
-            raise ValueError("plan= stands for segment_sizes: give one of them")
-        rows = segment_sizes if plan is None else plan.segment_sizes
+        given = StepArguments(True, inputs, target, kwargs, loss_weight, **_of_rows(segment_sizes, parents, plan))
         if grad_scaler is None or not grad_scaler.is_enabled():
-            return self._run(StepArguments(True, inputs, target, kwargs, loss_weight, rows=rows, plan=plan))[0]
+            return self._run(given)[0]
         grad_scaler.scale(torch.zeros((), device=self.device))  # a rank without the loss would have no scale
         scale = grad_scaler.get_scale()
-        losses, _ = self._run(StepArguments(True, inputs, target, kwargs, loss_weight, scale, rows=rows, plan=plan))
+        losses, _ = self._run(replace(given, gradient_scale=scale))
         self._share_overflow()
         return losses
 
@@ -226,22 +235,23 @@ class PipelineEngine:
         target: Any = None,
         kwargs: Mapping[str, Any] | list[dict[str, Any]] | None = None,
         return_outputs: bool = False,
-        segment_sizes: Sequence[Sequence[int]] | None = None,
+        segment_sizes: Sequence[Sequence[int | Sequence[int]]] | None = None,
+        parents: Sequence[Sequence[int] | None] | None = None,
+        plan: PlannedRows | None = None,
     ) -> Any:
         """Forward only, without gradients. Arguments as :meth:`step`; target may be left out.
 
         Returns:
             M losses on the rank of the last stage ([] elsewhere, and without target); with ``return_outputs`` a pair of
             them and the output of the whole batch, segments and micro-batches merged (None elsewhere); with
-            ``segment_sizes`` a list of the micro-batches' outputs.
+            ``segment_sizes`` or ``plan`` a list of the micro-batches' outputs.
         """
+        given = StepArguments(False, inputs, target, kwargs, **_of_rows(segment_sizes, parents, plan))
         with torch.no_grad():
-            losses, outputs = self._run(
-                StepArguments(False, inputs, target, kwargs, return_outputs=return_outputs, rows=segment_sizes)
-            )
+            losses, outputs = self._run(replace(given, return_outputs=return_outputs))
             if not return_outputs:
                 return losses
-            return losses, outputs if outputs is None or segment_sizes is not None else merge(outputs, 0)
+            return losses, outputs if outputs is None or given.rows is not None else merge(outputs, 0)
 
     def verify(
         self,
@@ -253,13 +263,16 @@ class PipelineEngine:
         dtype: torch.dtype | None = None,
         show: bool = True,
         model: nn.Module | None = None,
+        segment_sizes: Sequence[Sequence[int | Sequence[int]]] | None = None,
+        parents: Sequence[Sequence[int] | None] | None = None,
+        plan: PlannedRows | None = None,
     ) -> Verification:
         """Compares a pipeline step with the whole model on the same batch. Arguments as :meth:`step`. Collective.
 
-        The whole model is the stages in a chain, with one segment and one micro-batch at a time; or ``model``, from
-        which they were cut. Parameters, gradients, buffers, tensors and containers that are attributes of modules, and
-        random state are as before afterwards, in the model too. Hooks on parameters do not run. Stages under DDP or
-        FSDP2, DTensors and ``sequence_parallel=`` are refused.
+        The whole model is the stages in a chain, with one segment and one micro-batch at a time, or one path of a tree;
+        or ``model``, from which they were cut. Parameters, gradients, buffers, tensors and containers that are
+        attributes of modules, and random state are as before afterwards, in the model too. Hooks on parameters do not
+        run. Stages under DDP or FSDP2, DTensors and ``sequence_parallel=`` are refused.
 
         Args:
             dtype: of the whole model; None: float64 where it fits in memory, else the engine's own.
@@ -273,7 +286,8 @@ class PipelineEngine:
                 does not fit in the memory of rank 0, or that does not run; on every rank.
         """
         self._pipeline.check_idle()
-        found = verify(self._runner, StepArguments(True, inputs, target, kwargs, loss_weight), dtype, model)
+        given = StepArguments(True, inputs, target, kwargs, loss_weight, **_of_rows(segment_sizes, parents, plan))
+        found = verify(self._runner, given, dtype, model)
         if show and self.rank == 0:
             print(found)
         return found
@@ -509,6 +523,18 @@ class LoneEngine(PipelineEngine):
         """The bytes that graphs of the stage's units held in the last step, where it counted them; else None."""
         record = self._runner.last_step
         return None if record is None else record.activations.get(stage)
+
+
+def _of_rows(segment_sizes: Any, parents: Any, plan: PlannedRows | None) -> dict[str, Any]:
+    """The arguments of a step of rows."""
+    if plan is None:
+        if parents is not None and segment_sizes is None:
+            raise ValueError("parents need segment_sizes of the step: for every micro-batch the tokens of its segments")
+        return {"rows": segment_sizes, "parents": parents}
+    for name, given in (("segment_sizes", segment_sizes), ("parents", parents)):
+        if given is not None:
+            raise ValueError(f"plan= stands for {name}: give one of them")
+    return {"rows": plan.segment_sizes, "parents": plan.parents, "plan": plan}
 
 
 def _norm(gradient: Tensor, norm_type: float) -> float:

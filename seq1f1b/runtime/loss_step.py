@@ -34,12 +34,14 @@ class ToLoss(Sink):
     Attributes:
         divides: whether the loss comes with a divisor; None: no loss has told yet.
         divisors: by cell, of losses that come with one.
+        values: by cell, losses of tokens, where the loss comes so.
     """
 
     def __init__(self, step: StageStep) -> None:
         self._step, self._stage, self._arguments = step, step.stage, step.arguments
         self.divides = self._arguments.divides
         self.divisors: dict[int, Tensor | float] = {}
+        self.values: dict[int, Tensor] = {}
         self._seeds: tuple[Tensor, ...] = ()  # by cell, in the dtype of the losses
         self._looked_at: tuple[Any, Any, bool] | None = None  # arguments of a loss that is looked at
         self._passed_over = ""  # a segment without targets for which the loss told nothing, in words
@@ -161,8 +163,10 @@ class ToLoss(Sink):
     def _learn(self, unit: LiveUnit, output: Any, result: Any) -> Tensor:
         """The loss in what ``loss_fn`` has returned; notes its divisor, and refuses what is neither."""
         loss, divisor = split_loss(result) if isinstance(result, tuple) else (result, None)
+        if divisor is None and self._is_of_tokens(unit, loss):
+            loss = self._of_tokens(unit, loss)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ValueError(f"loss_fn must return a scalar tensor, got {_shown(loss)}")
+            raise ValueError(f"loss_fn must return a scalar tensor, or one value per token, got {_shown(loss)}")
         records = unit.training and torch.is_grad_enabled()  # not in F of a unit that is recomputed
         if records and not loss.requires_grad and any(o.requires_grad for o in tensors_of(output)):
             is_nothing = divisor is not None and not float(divisor) and not float(loss)
@@ -183,6 +187,16 @@ class ToLoss(Sink):
         if divisor is not None:
             self.divisors[unit.cell] = divisor
         return loss
+
+    def _is_of_tokens(self, unit: LiveUnit, loss: Any) -> bool:
+        dim, length = self._arguments.seq_dim, self._step.lengths[unit.cell]
+        return isinstance(loss, Tensor) and loss.dim() == dim + 1 and loss.size(dim) == length
+
+    def _of_tokens(self, unit: LiveUnit, values: Tensor) -> Tensor:
+        """The loss of a segment from those of its tokens: their sum, by the number of targets it is a mean over."""
+        assert self._arguments.counts is not None
+        self.values[unit.cell] = values.detach()
+        return values.sum() / self._arguments.counts[unit.cell]
 
     def _left_by_loss(self, unit: LiveUnit) -> Any:
         """State that a loss may change beside what it returns: carried tensors, gradients by a backward of its own."""

@@ -23,6 +23,7 @@ def build(
     num_microbatches: int,
     num_segments: int | Sequence[int],
     stages_per_rank: int,
+    parents: Sequence[Sequence[int]] | None = None,
 ) -> Schedule:
     """The order that was given, or the one that a callable builds for these counts."""
     if isinstance(source, Schedule):
@@ -32,6 +33,7 @@ def build(
         num_microbatches=num_microbatches,
         num_segments=num_segments,
         stages_per_rank=stages_per_rank,
+        **({} if parents is None else {"parents": parents}),  # a callable of another's knows of chains alone
     )
     if not isinstance(schedule, Schedule):
         raise TypeError(
@@ -84,7 +86,10 @@ class StageOrder:
     """Passes of the cells of one stage. A cell is a segment, numbered within its stage over all micro-batches.
 
     Attributes:
-        places: micro-batch and segment of each cell, and whether it is the last of its micro-batch.
+        places: micro-batch and segment of each cell, and whether it is the last of its micro-batch; in a tree, whether
+            none follows it.
+        parents: the cell that each cell follows, -1 for the first of a micro-batch.
+        num_children: cells that follow each, in an order of trees; else None.
         units: letter of the pass and cell, in the order in which they run.
         forwards: cells in the order of their F.
         split: those whose backward is I and W.
@@ -92,8 +97,15 @@ class StageOrder:
         last_gradients: the pass, B or W, and the cell after which all gradients of weights are there.
     """
 
-    def __init__(self, units: Iterable[tuple[str, int]], places: list[tuple[int, int, bool]]) -> None:
+    def __init__(
+        self,
+        units: Iterable[tuple[str, int]],
+        places: list[tuple[int, int, bool]],
+        parents: Sequence[int],
+        num_children: list[int] | None,
+    ) -> None:
         self.places, self.units = places, tuple(units)
+        self.parents, self.num_children = parents, num_children
         of: dict[str, list[int]] = {letter: [] for letter in "FWRO"}
         self.last_gradients = ("", -1)
         for letter, cell in self.units:
@@ -120,13 +132,21 @@ class RankOrder:
         self.num_cells = first[-1]
         self.recomputes = "R" in schedule.kinds
         places = [(m, s, s + 1 == count) for m, count in enumerate(segments) for s in range(count)]
+        parents = [cell - 1 if s else -1 for cell, (_, s, _) in enumerate(places)]
+        num_children: list[int] | None = None
+        if schedule.parents is not None:
+            parents = [a + p if p >= 0 else -1 for a, own in zip(first, schedule.parents, strict=False) for p in own]
+            num_children = [0] * len(parents)
+            for parent in filter(lambda parent: parent >= 0, parents):
+                num_children[parent] += 1
+            places = [(m, s, not num_children[cell]) for cell, (m, s, _) in enumerate(places)]
         own: dict[int, list[tuple[str, int]]] = {}
         self.last_cells: dict[str, int] = {}
         for letter, stage, microbatch, segment in schedule.units_of(rank):
             cell = first[microbatch] + segment
             own.setdefault(stage, []).append((letter, cell))
             self.last_cells[letter] = cell
-        self.stages = {stage: StageOrder(units, places) for stage, units in own.items()}
+        self.stages = {stage: StageOrder(units, places, parents, num_children) for stage, units in own.items()}
 
     @cached_property
     def most_away(self) -> int:

@@ -49,6 +49,10 @@ class PlannedRows(Protocol):
         """Tokens of the segments, for each micro-batch."""
 
     @property
+    def parents(self) -> Sequence[Sequence[int] | None] | None:
+        """What the segments of each micro-batch follow; None: each follows the one before it."""
+
+    @property
     def schedule(self) -> Schedule:
         """The order of the step."""
 
@@ -57,7 +61,7 @@ class PlannedRows(Protocol):
         """Equal for equal plans alone."""
 
 
-def check_equal_rows(group: RankGroup, rows: Rows | None, plan: PlannedRows | None, order: str) -> None:
+def check_equal_rows(group: RankGroup, rows: Rows | None, trees: object, plan: PlannedRows | None, order: str) -> None:
     """Raises, on every rank, unless all were given the same rows and plan, or none, and built one order. Collective."""
     text = repr(None if rows is None else [list(row) for row in rows])
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -65,4 +69,7 @@ def check_equal_rows(group: RankGroup, rows: Rows | None, plan: PlannedRows | No
         text = f"{len(rows)} micro-batches of {sum(map(sum, rows))} tokens ({digest})"
     planned = "None" if plan is None else plan.digest
     own = {"segment_sizes": (digest, text), "plan": (planned, planned), "schedule": (order, f"order {order}")}
+    if trees is not None:
+        followed = hashlib.sha256(repr(trees).encode()).hexdigest()[:12]
+        own["parents"] = (followed, f"trees {followed}")
     check_agreement(group.all_gather_object(own))

@@ -26,10 +26,11 @@ from seq1f1b.runtime.measure import Activations
 from seq1f1b.runtime.pipeline import Pipeline
 from seq1f1b.runtime.rank_order import RankOrder, RankOrders, build, with_options
 from seq1f1b.runtime.report import StepRecord, make_report
-from seq1f1b.runtime.rows import PlannedRows, Rows, check_equal_rows, check_rows
+from seq1f1b.runtime.rows import PlannedRows, Rows, check_equal_rows
 from seq1f1b.runtime.splitting import sequence_length
 from seq1f1b.runtime.stage import Stage
 from seq1f1b.runtime.step import Step
+from seq1f1b.runtime.trees import Trees, read_rows
 from seq1f1b.runtime.tuning import Setting, Tuner
 from seq1f1b.runtime.vocabulary_step import EmbeddingStep, HeadStep
 from seq1f1b.schedule import Schedule
@@ -48,6 +49,7 @@ class Runner:
         is_whole: units are whole micro-batches, as outside a step.
         tells: whether what is found wrong is told, not only collected.
     Attributes:
+        build: as given.
         divides: whether loss_fn returns a sum and a divisor, once a training step has told all ranks.
         last_step: what the last step measured.
     """
@@ -82,7 +84,7 @@ class Runner:
             )
             for index, module in pipeline.modules.items()
         }
-        self.orders, self._build = RankOrders(), build
+        self.orders, self.build = RankOrders(), build
         can_divide = options.head is None and options.loss.reduction == "mean"
         self.divides: bool | None = None if can_divide else False
         self.last_step: StepRecord | None = None
@@ -122,16 +124,21 @@ class Runner:
 
     # -- orders ----------------------------------------------------------------------------------------------------
 
-    def order(self, training: bool, rows: Rows | None = None, plan: PlannedRows | None = None) -> RankOrder:
+    def order(
+        self, training: bool, rows: Rows | None = None, trees: Trees | None = None, plan: PlannedRows | None = None
+    ) -> RankOrder:
         """The order of a step.
 
         Args:
             rows: of a step of rows; None: a plain step.
+            trees: what their segments follow; None: each the one before it.
             plan: brings the order of a step of rows.
         """
         counts = None if rows is None else tuple(map(len, rows))
-        key = training, counts if plan is None else plan.digest, 0 if rows is not None else self.setting.number
-        return self.orders.find(key, lambda: self._enter(training, self._schedule_of(counts, plan)))
+        parents = None if trees is None else trees.parents
+        of_rows = (counts, parents) if plan is None else plan.digest
+        key = training, of_rows, 0 if rows is not None else self.setting.number
+        return self.orders.find(key, lambda: self._enter(training, self._schedule_of(counts, parents, plan)))
 
     def _enter(self, training: bool, schedule: Schedule) -> RankOrder:
         pipeline = self.pipeline
@@ -140,11 +147,17 @@ class Runner:
         executor = pipeline.make_executor(program, self.cache, fills=schedule.fills)
         return RankOrder(schedule, pipeline.rank, program, executor)
 
-    def _schedule_of(self, counts: tuple[int, ...] | None, plan: PlannedRows | None) -> Schedule:
+    def _schedule_of(
+        self,
+        counts: tuple[int, ...] | None,
+        parents: tuple[tuple[int, ...], ...] | None,
+        plan: PlannedRows | None,
+    ) -> Schedule:
         """The order of a step, with what the options add. It runs over the edges that are open.
 
         Args:
             counts: segments of every micro-batch in a step of rows.
+            parents: what these follow.
         """
         pipeline = self.pipeline
         if counts is None:
@@ -153,13 +166,20 @@ class Runner:
             schedule = plan.schedule
             if schedule.segments_of != counts:
                 raise ValueError(f"the plan's rows have {counts} segments, its schedule is for {schedule.segments_of}")
+            if schedule.parents != parents:
+                raise ValueError(f"the plan's segments follow {parents}, its schedule is for {schedule.parents}")
             schedule.check()
-        elif self._build is None:
+        elif self.build is None:
             raise ValueError(
                 "a step of rows builds an order of its own: give the engine the name of a schedule, or a callable"
             )
         else:
-            schedule = build(self._build, pipeline.num_ranks, len(counts), counts, len(self.stages))
+            schedule = build(self.build, pipeline.num_ranks, len(counts), counts, len(self.stages), parents)
+            if schedule.parents != parents:
+                raise ValueError(
+                    f"the engine's schedule is a callable that built an order with parents {schedule.parents}, and the "
+                    f"step's are {parents}: let it hand parents= to build_schedule"
+                )
         found = (schedule.num_ranks, schedule.rank_of_stage)
         expected = (pipeline.num_ranks, pipeline.rank_of_stage)
         if found != expected:
@@ -186,13 +206,13 @@ class Runner:
                     # 1. What failed since this rank's last step; what it was given: an order, and a batch.
                     self.pipeline.group.enter()
                     if arguments.rows is not None:
-                        check_rows(arguments.rows, self.options.sequence_parallel[1])
+                        arguments = self._read_rows(arguments)
                     number = None
                     if self.tuner is not None and arguments.rows is None:
                         number = self.pipeline.group.begin_step(arguments.training)  # ranks talk from here on
                         self.setting = self._tuned(self.tuner, arguments)
                     self._is_measured = False
-                    order = self.order(arguments.training, arguments.rows, arguments.plan)
+                    order = self.order(arguments.training, arguments.rows, arguments.trees, arguments.plan)
                     self._set_limits(shape_known=False)  # until the length is learnt
                     step = self._begin(order, replace(arguments, divides=self.divides))
                     around.callback(step.end)
@@ -230,6 +250,10 @@ class Runner:
         if not step.training:  # other ranks may have left: an error is this one's alone
             losses = step.losses()
         return losses, step.outputs() if arguments.return_outputs else None
+
+    def _read_rows(self, arguments: StepArguments) -> StepArguments:
+        rows, trees = read_rows(arguments.rows, arguments.parents, self.options.sequence_parallel[1])
+        return replace(arguments, rows=rows, trees=trees)
 
     def _tuned(self, tuner: Tuner, arguments: StepArguments) -> Setting:
         """The setting of a plain step, or of an evaluation. Collective."""
@@ -279,7 +303,7 @@ class Runner:
         number = group.begin_step(arguments.training) if number is None else number
         self.pipeline.agreement.check()
         if arguments.rows is not None or self._has_had_rows:  # plain steps between those of rows are compared, too
-            check_equal_rows(group, arguments.rows, arguments.plan, order.digest)
+            check_equal_rows(group, arguments.rows, arguments.trees, arguments.plan, order.digest)
             self._has_had_rows = True
         samples = self.pipeline.tied.meet(lambda: self._samples(arguments))
         self.pipeline.tied.check()
@@ -313,6 +337,7 @@ class Runner:
                 step.fill,
                 step.learn,
                 place_views,
+                *step.siblings,
             )
             seconds = time.perf_counter() - start
         return seconds

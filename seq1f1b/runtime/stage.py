@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seq1f1b import _C
 from seq1f1b.ops.context import enter
 from seq1f1b.runtime.arguments import Options
 from seq1f1b.runtime.backward import carry_back, start_of
@@ -19,6 +20,7 @@ from seq1f1b.runtime.loss_look import LossLook
 from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.parts import Feature, Meter, Part, Pass, Received, Sink, Source, hooks
 from seq1f1b.runtime.rank_order import StageOrder
+from seq1f1b.runtime.trees import Path, by_paths
 from seq1f1b.runtime.unit import LiveUnit
 
 __all__: list[str] = []
@@ -101,10 +103,13 @@ class StageArguments:
         inputs: positional arguments of the first stage.
         seeds: gradients of the last stage's losses, (cells) in float64.
         shares: what part of the micro-batch's loss each of these losses is.
+        counts: the targets that it is a mean over.
         sum_seed: gradient of a loss that comes with its divisor.
         divides: whether the loss comes with a divisor; None: the first one tells.
         loss_look: of the first step of a shape.
         auxiliary_seeds: gradients of an auxiliary loss of a segment, and of one of the sequence.
+        num_parts: by cell, leaves in it, in a step of trees.
+        paths: by cell, of units that run path by path.
         documents: number in each micro-batch, where the step's plan says so.
         is_new: whether no step of this shape has run before: features look, measure and compare then.
         seq_dim, arg_rules: where tokens are found in ``inputs`` and ``kwargs``.
@@ -117,11 +122,14 @@ class StageArguments:
     targets: list[Any] | None = None
     seeds: Tensor | None = None
     shares: list[float] | None = None
+    counts: list[float] | None = None
     sum_seed: float = 1.0
     divides: bool | None = None
     loss_look: LossLook | None = None
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
     auxiliary_seeds: Sequence[tuple[float, float]] = ()
+    num_parts: Sequence[int] = ()
+    paths: Sequence[Sequence[Path]] = ()
     documents: Sequence[int] = ()
     keep_outputs: bool = False
     is_new: bool = False
@@ -196,18 +204,24 @@ class StageStep:
         """F(m.s). Returns what crosses to another stage."""
         m, s, is_last = self.order.places[cell]
         training, units = self.arguments.training, self.units
-        unit = LiveUnit(self.stage.index, m, s, cell, training, units[cell - 1] if s else None)
+        parent = self.order.parents[cell]
+        unit = LiveUnit(self.stage.index, m, s, cell, training, units[parent] if s else None)
         unit.is_whole, unit.is_last = self.stage.is_whole, is_last
+        if self.order.num_children is not None:
+            unit.of_tree, unit.num_waiting = True, self.order.num_children[cell]
+            unit.num_parts = self.arguments.num_parts[cell]
         for begin in self._begin:
             begin(unit)
         inputs = self._source.inputs(unit, received)
         units[cell] = unit
         enter(unit)
+        if self.stage.is_whole:
+            _C.unit_set_whole()
         result = self.run(unit, inputs)
         for end in self._end:
             end(unit)
-        if not training:  # no backward follows: only the next segment reads what was carried out
-            if unit.previous is not None:
+        if not training:  # no backward follows: only what follows the segment reads what was carried out
+            if unit.previous is not None and not unit.previous.waits_for_others():
                 unit.previous.forget()
             carried_out = None if is_last else unit.carried_out
             unit.forget()
@@ -227,7 +241,11 @@ class StageStep:
 
     def _compute(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
         kwargs = self.kwargs_of(unit)
-        if self._parallel is None:
+        if self.arguments.paths:
+            paths, rules = self.arguments.paths[unit.cell], self.arguments.arg_rules
+            dim, is_sliced = self.arguments.seq_dim, lambda name: rules.get(name) == "slice"
+            output = by_paths(self._module, paths, dim, inputs, dict(kwargs), is_sliced)
+        elif self._parallel is None:
             output = self._module(*inputs, **kwargs) if kwargs else self._module(*inputs)
         else:
             with self._parallel.forward():
@@ -253,6 +271,8 @@ class StageStep:
         gradients = () if unit.seeds is not None else self._sink.gradients(unit, received)
         roots, seeds = start_of(unit, gradients, self.arguments.auxiliary_seeds[cell])
         enter(unit)
+        if self.stage.is_whole:
+            _C.unit_set_whole()
         for before in self._before:
             before(unit)
         if roots and self._parallel is None:

@@ -21,7 +21,9 @@ from seq1f1b.runtime.loss_step import ToLoss
 from seq1f1b.runtime.parts import Pass, Received, Sink, Source
 from seq1f1b.runtime.rank_order import RankOrder
 from seq1f1b.runtime.recompute import one_at_a_time
+from seq1f1b.runtime.rows import Rows
 from seq1f1b.runtime.stage import Stage, StageArguments, StageStep
+from seq1f1b.runtime.trees import paths_of
 from seq1f1b.runtime.vocabulary_step import EmbeddingStep, FromEmbedding, HeadStep, ToHead
 from seq1f1b.runtime.weighting import Weighting, combine, divide
 
@@ -57,6 +59,8 @@ class Step:
         self.training, self.length = batch.arguments.training, 0
         self.tokens = 0  # of all sequences, where the first stage is
         self.sizes = [0] * options.num_segments  # as the executor takes them: alike for all, or in a row
+        trees = batch.arguments.trees
+        self.siblings = ((), ()) if trees is None else trees.siblings
         self._autocast = torch.is_autocast_enabled(device.type)
         self._last = next((stage for stage in stages.values() if stage.is_last), None)
         self._loss: ToLoss | None = None
@@ -90,13 +94,15 @@ class Step:
         if self._embedding is not None:
             assert inputs is not None
             self._embedding.inputs = inputs
-        documents = DocumentCounts(kwargs, rows)
+        documents, trees, whole = DocumentCounts(kwargs, rows), batch.arguments.trees, batch.arguments.paths
         weighting = self._weighting = Weighting(batch, rows, options, self._device, documents)
         common = StageArguments(
             training=self.training,
             rows=rows,
             kwargs=kwargs,
             auxiliary_seeds=weighting.auxiliary_seeds(),
+            num_parts=() if trees is None else [len(part) for row in trees.parts for part in row],
+            paths=() if whole is None else list(map(paths_of, whole.parents, whole.parts)),
             documents=() if batch.arguments.plan is None else [len(row) for row in batch.arguments.plan.rows],
             is_new=not is_known,
             seq_dim=options.seq_dim,
@@ -127,6 +133,7 @@ class Step:
             "seeds": seeds,
             "sum_seed": weighting.sum_seed(last),
             "shares": [share for row in weighting.shares for share in row],
+            "counts": [count for row in weighting.counts for count in row],
             "loss_look": None if is_known else weighting.look(),
             "loss_kwargs": self._batch.leaves.replace(dict(arguments.loss_kwargs or {})),
         }
@@ -227,15 +234,30 @@ class Step:
                 part.end()
 
     def losses(self) -> list[Tensor]:
-        """Losses of the M micro-batches on the rank of the last stage, [] elsewhere."""
+        """Losses of the M micro-batches on the rank of the last stage, or those of all their tokens; [] elsewhere."""
         if self._last is None or self._batch.target is None:
             return []
         assert self._weighting is not None
+        if self._loss is not None and self._loss.values:
+            return self._values(self._loss.values, self._weighting.rows)
         if self._loss is not None and self._loss.divides:
             return divide(self._loss.losses, self._divisors, self._weighting.rows)
         found = self._loss if self._head is None else self._head
         assert found is not None
         return combine(found.losses, self._weighting.shares, self._weighting.scale)
+
+    def _values(self, of_cells: dict[int, Tensor], rows: Rows) -> list[Tensor]:
+        """Losses of tokens, (batch, tokens) for each micro-batch; 0 in segments without counted targets."""
+        first, dim = next(iter(of_cells.values())), self._options.seq_dim
+        found, cell = [], 0
+        for row in rows:
+            parts = []
+            for size in row:
+                shape = [*first.shape[:dim], size, *first.shape[dim + 1 :]]
+                parts.append(of_cells[cell] if cell in of_cells else first.new_zeros(shape))
+                cell += 1
+            found.append(torch.cat(parts, dim))
+        return found
 
     def outputs(self) -> list[Any] | None:
         """Outputs of the M micro-batches on the rank of the last stage, None elsewhere."""

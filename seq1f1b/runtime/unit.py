@@ -14,7 +14,10 @@ __all__: list[str] = []
 class LiveUnit:
     """One segment of one micro-batch at one stage, from its F on. What a part adds to it stands at the end."""
 
-    is_last = True  # of its micro-batch's segments
+    is_last = True  # of its micro-batch's segments; in a tree, none follows it
+    of_tree = False  # its micro-batch's segments are a tree
+    num_parts = 1  # leaves in it
+    num_waiting = 1  # segments that follow it and have not gone forward
     forward = True  # False while B runs: recomputation reads and never writes
     is_whole = False  # not a segment: a whole micro-batch, as the model is outside a step
     leaves: tuple[Any, ...] = ()  # inputs, as leaves of the segment's own graph
@@ -24,7 +27,7 @@ class LiveUnit:
     outputs: tuple[Tensor, ...] = ()  # kept for the step's last B: DDP finds unused parameters by them
     carried_in: dict[int, Tensor] | None = None
     carried_out: dict[int, Tensor] | None = None
-    carried_back: dict[int, Tensor] | None = None  # what the next segment carried in, with its gradients
+    carried_back: dict[int, Tensor] | None = None  # what those behind it carried in, with gradients
     auxiliary: list[tuple[Tensor, bool]] | None = None  # losses, and whether each is of the whole sequence
     loss: Tensor | None = None
     output: Any = None  # what the last stage returned, if the caller asked for it
@@ -48,12 +51,17 @@ class LiveUnit:
         self.segment = segment
         self.cell = cell  # number of the segment within its stage, counted over all micro-batches
         self.training = training
-        self.previous = previous  # segment s - 1, for what it carried out
+        self.previous = previous  # the segment that it follows, for what that carried out
 
     def take_handed(self) -> tuple[Any, ...]:
         handed, self.handed = self.handed, None
         assert handed is not None
         return handed
+
+    def waits_for_others(self) -> bool:
+        """Whether more than the one that has just gone forward follow this segment."""
+        self.num_waiting -= 1
+        return self.num_waiting > 0
 
     def forget(self) -> None:
         """Drops the graph and all that only this unit's passes read; the loss and the output stay."""

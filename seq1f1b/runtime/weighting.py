@@ -37,6 +37,7 @@ class Weighting:
         documents: read beside the targets' counts.
     Attributes:
         shares: of this rank's segments in their micro-batch's loss, once :meth:`seeds` has found them.
+        counts: the targets that their losses are means over, 1.0 where losses are added as they are.
         scale: by cell, the same on the device, float64.
     """
 
@@ -50,6 +51,7 @@ class Weighting:
         self._arguments = batch.arguments
         self._counts: list[float] = []  # targets of the micro-batches, where losses are means over them
         self.shares: list[list[float]] = []
+        self.counts: list[list[float]] = []
 
     def auxiliary_seeds(self) -> list[tuple[float, float]]:
         """By cell, gradients of an auxiliary loss of a segment, and of one of its micro-batch's whole sequence."""
@@ -89,6 +91,7 @@ class Weighting:
             )
             self._counts = [sum(row) for row in all_counts]
         self.shares = [[num_parts * share for share in row] for row in segment_shares]
+        self.counts = counts
         divisor = last.gradient_divisor
         if arguments.loss_weight is not None:
             scale = arguments.gradient_scale * (num_parts if divisor is None else divisor)

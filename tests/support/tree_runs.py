@@ -1,0 +1,107 @@
+"""Random trees of segments, and the model run on every path alone: what a step of trees must equal."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Sizes = list[int | list[int]]
+
+__all__ = ["Trees", "random_tree", "random_trees", "run_paths", "tokens_of"]
+
+
+@dataclass
+class Trees:
+    """Of every micro-batch: tokens of the segments, lists for siblings in one unit, and their parents."""
+
+    sizes: list[Sizes]
+    parents: list[list[int] | None]
+
+    def chain(self, m: int) -> list[int]:
+        own = self.parents[m]
+        return list(range(-1, len(self.sizes[m]) - 1)) if own is None else own
+
+
+def random_tree(
+    rng: random.Random, most_nodes: int = 12, most_depth: int = 5, *, siblings: bool = True
+) -> tuple[Sizes, list[int]]:
+    """A tree whose numbers are in any order that has parents first; some nodes have one token."""
+    parents, depth = [-1], [0]
+    for node in range(1, rng.randint(1, most_nodes)):
+        parents.append(rng.choice([p for p in range(node) if depth[p] < most_depth]))
+        depth.append(depth[parents[-1]] + 1)
+    sizes: Sizes = [rng.choice([1, 2, rng.randint(1, 7), rng.randint(3, 11)]) for _ in parents]
+    for node in range(1, len(parents)):
+        if siblings and node not in parents and rng.random() < 0.4:
+            sizes[node] = [rng.randint(1, 6) for _ in range(rng.randint(2, 4))]
+    return sizes, parents
+
+
+def random_trees(rng: random.Random, most_microbatches: int = 4, most_nodes: int = 12, **options: Any) -> Trees:
+    found = Trees([], [])
+    for _ in range(rng.randint(1, most_microbatches)):
+        sizes, parents = random_tree(rng, most_nodes, **options)
+        is_chain = rng.random() < 0.2
+        found.sizes.append([s if isinstance(s, int) else sum(s) for s in sizes] if is_chain else sizes)
+        found.parents.append(None if is_chain else parents)
+    return found
+
+
+def tokens_of(size: int | list[int]) -> int:
+    return size if isinstance(size, int) else sum(size)
+
+
+def paths_of(sizes: Sizes, parents: list[int]) -> list[list[tuple[int, int]]]:
+    """For every leaf, the (begin, end) in the micro-batch's tokens of what lies on its path; a sibling is a leaf."""
+    begins, at = [], 0
+    for size in sizes:
+        begins.append(at)
+        at += tokens_of(size)
+    found = []
+    for leaf in range(len(sizes)):
+        if leaf in parents:
+            continue
+        above, node = [], parents[leaf]
+        while node >= 0:
+            above.append((begins[node], begins[node] + tokens_of(sizes[node])))
+            node = parents[node]
+        own = begins[leaf]
+        for part in [sizes[leaf]] if isinstance(sizes[leaf], int) else sizes[leaf]:  # type: ignore[union-attr]
+            found.append([*reversed(above), (own, own + part)])
+            own += part
+    return found
+
+
+def run_paths(
+    model: nn.Module, trees: Trees, tokens: list[Tensor], targets: list[Tensor]
+) -> tuple[list[Tensor], dict[str, Tensor], list[Tensor]]:
+    """Losses of the micro-batches, gradients of the mean over all targets of the step, and every token's loss.
+
+    Each path is run alone, outside any step, and a target counts where the first path has it.
+    """
+    model.zero_grad()
+    total, losses, of_tokens = sum(int((t != -100).sum()) for t in targets), [], []
+    for m, sizes in enumerate(trees.sizes):
+        values = torch.zeros(targets[m].shape, dtype=next(model.parameters()).dtype)
+        seen: set[tuple[int, int]] = set()
+        loss: Any = 0.0
+        for path in paths_of(sizes, trees.chain(m)):
+            output, at = model(torch.cat([tokens[m][:, a:b] for a, b in path], 1)), 0
+            for a, b in path:
+                if (a, b) not in seen:
+                    seen.add((a, b))
+                    logits = output[:, at : at + b - a].flatten(0, 1)
+                    each = F.cross_entropy(logits, targets[m][:, a:b].flatten(), reduction="none")
+                    values[:, a:b] = each.detach().view(-1, b - a)
+                    loss = loss + each.sum()
+                at += b - a
+        counted = int((targets[m] != -100).sum())
+        (loss / max(1, total)).backward()
+        losses.append(loss.detach() / max(1, counted))
+        of_tokens.append(values)
+    return losses, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, of_tokens
