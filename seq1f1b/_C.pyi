@@ -195,7 +195,14 @@ def edge_proof_end(end: object, /) -> None: ...
 # ---- unit.c
 
 def unit_inputs(
-    num_stages: int, num_microbatches: int, num_segments: int, passes: int, unit: _Unit, num_ranks: int = 1, /
+    num_stages: int,
+    num_microbatches: int,
+    num_segments: int,
+    passes: int,
+    unit: _Unit,
+    num_ranks: int = 1,
+    parents: Sequence[int] | None = None,
+    /,
 ) -> list[_Unit]: ...
 def unit_lifetimes(
     num_segments: int, passes: int, unit: _Unit, cell_kind: int = 0, /
