@@ -93,7 +93,8 @@ class Step:
         if self._embedding is not None:
             assert inputs is not None
             self._embedding.inputs = inputs
-        documents, trees = DocumentCounts(kwargs, rows), batch.arguments.trees
+        trees = batch.arguments.trees
+        documents = DocumentCounts(kwargs if trees is None else None, rows)  # it counts along chains
         weighting = self._weighting = Weighting(batch, rows, options, self._device, documents)
         common = StageArguments(
             training=self.training,
