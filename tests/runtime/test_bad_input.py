@@ -595,7 +595,11 @@ AT_LOSS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
         ValueError,
         r"^\[1\]F0.0: loss_fn must return a scalar tensor, or one value per token, got float",
     ),
-    "none": (lambda output, target: None, ValueError, "loss_fn must return a scalar tensor, or one value per token, got NoneType"),
+    "none": (
+        lambda output, target: None,
+        ValueError,
+        "must return a scalar tensor, or one value per token, got NoneType",
+    ),
     "detached": (
         lambda output, target: cross_entropy(output, target).detach(),
         ValueError,
