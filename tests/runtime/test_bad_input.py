@@ -598,7 +598,7 @@ AT_LOSS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "none": (
         lambda output, target: None,
         ValueError,
-        "must return a scalar tensor, or one value per token, got NoneType",
+        "or one value per token, got NoneType",
     ),
     "detached": (
         lambda output, target: cross_entropy(output, target).detach(),
