@@ -48,6 +48,7 @@ class StepArguments:
     parents: Any = None  # as the caller gave them
     trees: Trees | None = None  # what these rows' segments follow, once they are read
     plan: PlannedRows | None = None
+    paths: Trees | None = None  # units are whole micro-batches, and run path by path
     divides: bool | None = None  # whether the loss comes with its divisor; None: not known yet
 
 
@@ -153,7 +154,9 @@ class Batch:
         if self._takes_inputs:
             inputs = _flat(split_inputs(self._inputs, rows, dim, part))
         if self._kwargs or options.arg_rules:
-            kwargs = _flat(split_kwargs(self.leaves.replace(self._kwargs), options.arg_rules, rows, dim, part))
+            trees, given = self.arguments.trees, self.leaves.replace(self._kwargs)
+            positions = None if trees is None else trees.positions
+            kwargs = _flat(split_kwargs(given, options.arg_rules, rows, dim, part, positions))
         if self._has_last and self.target is not None:
             targets = self._split_targets(rows)
         return Split(rows, sizes, inputs, kwargs, targets)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from seq1f1b.runtime.arguments import check_int
+from seq1f1b.runtime.nested import mapped, tensors_of
 from seq1f1b.runtime.rows import Rows, check_rows
 
 __all__: list[str] = []
@@ -25,6 +30,19 @@ class Trees:
     parents: tuple[tuple[int, ...], ...]
     parts: tuple[tuple[tuple[int, ...], ...], ...]
 
+    def __str__(self) -> str:
+        """The parents, and the siblings if there are any."""
+        shared = {(m, s): part for m, row in enumerate(self.parts) for s, part in enumerate(row) if len(part) > 1}
+        text = repr([list(row) for row in self.parents])
+        return text + "".join(f", {list(part)} in segment {s} of {m}" for (m, s), part in shared.items())
+
+    def positions(self, m: int) -> list[int]:
+        """Where the segments of a micro-batch begin along their paths."""
+        ends = {-1: 0}
+        for s, part in enumerate(self.parts[m]):
+            ends[s] = ends[self.parents[m][s]] + sum(part)
+        return [ends[parent] for parent in self.parents[m]]
+
     @cached_property
     def siblings(self) -> tuple[list[int], list[int]]:
         """Tokens of the siblings of cells that hold several, and by cell where its own begin; both empty if none do.
@@ -35,6 +53,77 @@ class Trees:
         if not any(cells):
             return [], []
         return list(chain.from_iterable(cells)), list(accumulate(map(len, cells), initial=0))
+
+
+class Path(NamedTuple):
+    """A path from the root to a leaf, in a micro-batch whose segments lie one after another.
+
+    Attributes:
+        tokens: where its tokens lie there.
+        own: numbers along the path of those that no path before it has.
+    """
+
+    tokens: Tensor
+    own: Tensor
+
+
+def paths_of(parents: Sequence[int], parts: Sequence[Sequence[int]]) -> list[Path]:
+    """Every path of a micro-batch; a sibling that shares a segment is a leaf of its own."""
+    begins = list(accumulate(map(sum, parts), initial=0))
+    above: list[list[range]] = []  # of each segment: tokens of those that it follows
+    seen: set[int] = set()
+    found = []
+    for parent in parents:
+        above.append([*above[parent], range(begins[parent], begins[parent + 1])] if parent >= 0 else [])
+    for s in (s for s in range(len(parents)) if s not in parents):
+        own = begins[s]
+        for part in parts[s]:
+            tokens = list(chain.from_iterable([*above[s], range(own, own + part)]))
+            new = [i for i, token in enumerate(tokens) if token not in seen]
+            found.append(Path(torch.tensor(tokens), torch.tensor(new)))
+            seen.update(tokens)
+            own += part
+    return found
+
+
+def by_paths(
+    run: Callable[..., Any],
+    paths: Sequence[Path],
+    dim: int,
+    inputs: Iterable[Any],
+    kwargs: dict[str, Any],
+    sliced: Callable[[str], bool],
+) -> Any:
+    """What ``run`` gives for every path alone, laid out as the micro-batch's tokens are.
+
+    Args:
+        dim: the dimension of tokens.
+        sliced: whether a keyword argument has a number for each token.
+    """
+    length = sum(len(path.own) for path in paths)
+    outputs = []
+    for path in paths:
+
+        def on_path(value: Any, tokens: Tensor = path.tokens) -> Any:
+            return mapped(value, lambda t: t.index_select(dim, tokens.to(t.device)) if _is_of(t, dim, length) else t)
+
+        given = {name: on_path(value) if sliced(name) else value for name, value in kwargs.items()}
+        outputs.append(run(*(on_path(value) for value in inputs), **given))
+    places = torch.cat([path.tokens[path.own] for path in paths]).argsort()
+    every = [list(tensors_of(output)) for output in outputs]
+
+    def joined(several: tuple[Tensor, ...]) -> Tensor:
+        if not all(_is_of(t, dim, len(p.tokens)) for t, p in zip(several, paths, strict=True)):
+            return several[0]
+        own = [t.index_select(dim, p.own.to(t.device)) for t, p in zip(several, paths, strict=True)]
+        return torch.cat(own, dim).index_select(dim, places.to(own[0].device))
+
+    whole = iter([joined(several) for several in zip(*every, strict=True)])
+    return mapped(outputs[0], lambda _: next(whole))
+
+
+def _is_of(tensor: Tensor, dim: int, length: int) -> bool:
+    return tensor.dim() > dim and tensor.size(dim) == length
 
 
 def read_rows(sizes: object, parents: object, num_parts: int = 1) -> tuple[Rows, Trees | None]:
@@ -50,7 +139,7 @@ def read_rows(sizes: object, parents: object, num_parts: int = 1) -> tuple[Rows,
         return sizes, None  # type: ignore[return-value]  # checked
     if isinstance(sizes, str) or not isinstance(sizes, Sequence):
         raise TypeError("parents need segment_sizes of the step: for every micro-batch the tokens of its segments")
-    parts = [[_parts(size) for size in row] if isinstance(row, Sequence) else row for row in sizes]
+    parts = [_parts(m, row) if isinstance(row, Sequence) else row for m, row in enumerate(sizes)]
     rows = [[sum(part) for part in row] if isinstance(row, list) else row for row in parts]
     check_rows(rows, num_parts)
     if num_parts > 1:
@@ -78,11 +167,16 @@ def read_rows(sizes: object, parents: object, num_parts: int = 1) -> tuple[Rows,
     return rows, Trees(tuple(read), tuple(tuple(row) for row in parts))
 
 
-def _parts(size: object) -> tuple[int, ...]:
-    if isinstance(size, Sequence) and not isinstance(size, str):
-        for part in size:
-            check_int("tokens of a sibling in segment_sizes", part, 1)
+def _parts(m: int, row: Sequence[Any]) -> list[tuple[int, ...]]:
+    """Tokens of the leaves in each segment; one number where it is no list. That is checked with the rows."""
+    found: list[tuple[Any, ...]] = []
+    for s, size in enumerate(row):
+        if not isinstance(size, Sequence) or isinstance(size, str):
+            found.append((size,))
+            continue
         if not size:
-            raise ValueError("segment_sizes hold an empty list: siblings in one unit are at least one leaf")
-        return tuple(size)
-    return (size,)  # type: ignore[return-value]  # checked with the rows
+            raise ValueError(f"segment_sizes[{m}][{s}] is an empty list: siblings in one unit are at least one leaf")
+        for i, tokens in enumerate(size):
+            check_int(f"segment_sizes[{m}][{s}][{i}]", tokens, 1)
+        found.append(tuple(size))
+    return found
