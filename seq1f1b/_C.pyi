@@ -120,6 +120,23 @@ def partition_profiled(
 def partition_check(sizes: Sequence[int], seq_len: int, /) -> None: ...
 def model_flops(model: _ModelShape, begin: int, end: int, /) -> float: ...
 
+# ---- prefix_trees.c
+
+def prefix_trees(
+    num_rows: int,
+    begin: int,  # addresses, as core/prefix_trees.h has them
+    label: int,
+    tokens: int,
+    weights: int,
+    columns: Sequence[tuple[int, int]],  # address, bytes of a token
+    min_shared: int,
+    nodes: int,
+    place: int,
+    target: int,
+    weight: int,
+    /,
+) -> tuple[int, tuple[int, int, int, int, int]]: ...
+
 # ---- group.c
 
 def descriptor_own(fd: int, /) -> object: ...
@@ -195,7 +212,14 @@ def edge_proof_end(end: object, /) -> None: ...
 # ---- unit.c
 
 def unit_inputs(
-    num_stages: int, num_microbatches: int, num_segments: int, passes: int, unit: _Unit, num_ranks: int = 1, /
+    num_stages: int,
+    num_microbatches: int,
+    num_segments: int,
+    passes: int,
+    unit: _Unit,
+    num_ranks: int = 1,
+    parents: Sequence[int] | None = None,
+    /,
 ) -> list[_Unit]: ...
 def unit_lifetimes(
     num_segments: int, passes: int, unit: _Unit, cell_kind: int = 0, /

@@ -377,6 +377,8 @@ static s1f_status read_parents(scanner *s, named_trees *trees)
         S1F_TRY(read_parents_word(&word, trees));
     }
     s->line_has_units = 0;
+    if (trees->num_microbatches == 0)
+        return s1f_fail(S1F_ERR_ARG, "line %d: no parents follow the word, must be a word for each micro-batch", line);
     return S1F_OK;
 }
 

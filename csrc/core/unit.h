@@ -179,12 +179,10 @@ static inline int32_t s1f_parent_of(const s1f_shape *shape, s1f_unit unit)
 {
     return shape->trees == NULL ? unit.segment - 1 : shape->trees->parent[s1f_cell(shape, unit)];
 }
-/* Whether the unit's segment is the first below its parent that goes back; without marks, in the reverse order of
- * numbers. */
+/* Whether the unit's segment, or one below it, is the first below its parent that goes back. For trees with marks. */
 static inline int s1f_opens_parent(const s1f_shape *shape, s1f_unit unit)
 {
-    return shape->marks != NULL ? (shape->marks[s1f_cell_of_all(shape, unit)] & S1F_MARK_OPENS_PARENT) != 0
-                                : shape->trees->next_sibling[s1f_cell(shape, unit)] < 0;
+    return (shape->marks[s1f_cell_of_all(shape, unit)] & S1F_MARK_OPENS_PARENT) != 0;
 }
 
 /* What becomes of what F of a cell saves. */

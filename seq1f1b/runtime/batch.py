@@ -154,7 +154,9 @@ class Batch:
         if self._takes_inputs:
             inputs = _flat(split_inputs(self._inputs, rows, dim, part))
         if self._kwargs or options.arg_rules:
-            kwargs = _flat(split_kwargs(self.leaves.replace(self._kwargs), options.arg_rules, rows, dim, part))
+            trees, given = self.arguments.trees, self.leaves.replace(self._kwargs)
+            positions = None if trees is None else trees.positions
+            kwargs = _flat(split_kwargs(given, options.arg_rules, rows, dim, part, positions))
         if self._has_last and self.target is not None:
             targets = self._split_targets(rows)
         return Split(rows, sizes, inputs, kwargs, targets)

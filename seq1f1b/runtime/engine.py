@@ -80,7 +80,8 @@ class PipelineEngine:
             ``doc_ids``; every rank needs it then.
         seq_dim: the dimension of tokens.
         arg_rules: for each tensor keyword argument: ``"slice"`` (batch and sequence), ``"replicate"`` (given whole),
-            or a callable of the unit (``.microbatch .segment .offset .length``).
+            or a callable of the unit (``.microbatch .segment .offset .length``; the offset is a position along the path
+            in a tree).
         loss_fn: ``loss_fn(output, target)`` -> scalar, called per segment on the last stage. Or -> (sum, divisor): the
             loss is then the sum of all sums divided by the sum of all divisors, over the segments and micro-batches of
             a step, and over replicas under DDP or FSDP2; it suits every loss that is a mean of some kind, but takes
@@ -207,7 +208,8 @@ class PipelineEngine:
                 the segments from 0 to itself, as if nothing else were there; positions count along the path. Inputs and
                 targets lie in the order of the segments' numbers. A size that is a list, such as
                 ``[[1024, [256, 256]]]``, is so many leaves of one parent in one unit; its layers have no state
-                (:func:`seq1f1b.carry_in`), window or ALiBi.
+                (:func:`seq1f1b.carry_in`), window or ALiBi. A token that several paths share is computed once: dropout
+                draws one mask of it for all of them, and an auxiliary loss (:func:`seq1f1b.add_loss`) counts it once.
             plan: a plan of :func:`seq1f1b.planning.step_plan.plan_step`, in place of ``segment_sizes``: the step runs
                 its rows in its order, with the units that it recomputes or moves, and with that order's receive places.
                 Equal on every rank. ``causal_attention`` of a row of several documents needs its ``doc_ids``.

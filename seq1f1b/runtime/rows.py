@@ -29,6 +29,8 @@ def check_rows(rows: object, num_parts: int = 1) -> None:
         if not row:
             raise ValueError(f"segment_sizes[{m}] is empty: every micro-batch has at least one segment")
         for s, size in enumerate(row):
+            if isinstance(size, (list, tuple)):
+                raise TypeError(f"segment_sizes[{m}][{s}] is {size}, siblings in one unit: they need parents=")
             check_int(f"segment_sizes[{m}][{s}]", size, 1)
             if size > MOST_TOKENS:
                 raise ValueError(f"segment_sizes[{m}][{s}] is {size}, must be at most {MOST_TOKENS}")
@@ -63,13 +65,18 @@ class PlannedRows(Protocol):
 
 def check_equal_rows(group: RankGroup, rows: Rows | None, trees: object, plan: PlannedRows | None, order: str) -> None:
     """Raises, on every rank, unless all were given the same rows and plan, or none, and built one order. Collective."""
-    text = repr(None if rows is None else [list(row) for row in rows])
-    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    if rows is not None and len(text) > MOST_SHOWN:
-        text = f"{len(rows)} micro-batches of {sum(map(sum, rows))} tokens ({digest})"
-    planned = "None" if plan is None else plan.digest
-    own = {"segment_sizes": (digest, text), "plan": (planned, planned), "schedule": (order, f"order {order}")}
-    if trees is not None:
-        followed = hashlib.sha256(repr(trees).encode()).hexdigest()[:12]
-        own["parents"] = (followed, f"trees {followed}")
+    planned, some = "None" if plan is None else plan.digest, rows or ()
+    long = f"{len(some)} micro-batches of {sum(map(sum, some))} tokens"
+    own = {
+        "segment_sizes": _shown(repr(None if rows is None else [list(row) for row in rows]), long),
+        "plan": (planned, planned),
+        "parents": _shown(str(trees), "trees of " + long),
+        "schedule": (order, f"order {order}"),
+    }
     check_agreement(group.all_gather_object(own))
+
+
+def _shown(text: str, long: str) -> tuple[str, str]:
+    """What is compared, and what a message shows: where that would be long, other words."""
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return digest, text if len(text) <= MOST_SHOWN else f"{long} ({digest})"

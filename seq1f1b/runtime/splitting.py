@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +17,10 @@ Rule: TypeAlias = "str | Callable[[Segment], Any]"
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Argument of a callable rule: which tokens of which micro-batch a unit of this rank works on."""
+    """Argument of a callable rule: which tokens of which micro-batch a unit of this rank works on.
+
+    The offset is the position of its first token, which is counted along its path in a tree.
+    """
 
     microbatch: int
     segment: int
@@ -171,9 +175,19 @@ def check_rules(kwargs: Any, rules: Mapping[str, Rule], *, is_split: bool = Fals
 
 
 def split_kwargs(
-    kwargs: Any, rules: Mapping[str, Rule], rows: Sequence[Sequence[int]], dim: int, part: TokenPart
+    kwargs: Any,
+    rules: Mapping[str, Rule],
+    rows: Sequence[Sequence[int]],
+    dim: int,
+    part: TokenPart,
+    positions: Callable[[int], Sequence[int]] | None = None,
 ) -> list[list[dict[str, Any]]]:
-    """Keyword arguments of a stage, per micro-batch and segment. rows: tokens of the segments of each micro-batch."""
+    """Keyword arguments of a stage, per micro-batch and segment.
+
+    Args:
+        rows: tokens of the segments of each micro-batch.
+        positions: where those of a micro-batch begin; None: one after another.
+    """
     num_microbatches = len(rows)
     if not kwargs and not any(callable(rule) for rule in rules.values()):
         return [[{}] * len(sizes) for sizes in rows]
@@ -187,21 +201,29 @@ def split_kwargs(
             parts = split_batch(value, num_microbatches, f"kwargs[{name!r}]") if sliced else [value] * num_microbatches
             for m in range(num_microbatches):
                 per_microbatch[m][name] = parts[m]
-    return [_kwargs_of_segments(per_microbatch[m], rules, m, sizes, dim, part) for m, sizes in enumerate(rows)]
+    found = []
+    for m, sizes in enumerate(rows):
+        begins = [0, *accumulate(sizes)] if positions is None else positions(m)
+        found.append(_kwargs_of_segments(per_microbatch[m], rules, m, sizes, begins, dim, part))
+    return found
 
 
 def _kwargs_of_segments(
-    kwargs: dict[str, Any], rules: Mapping[str, Rule], microbatch: int, sizes: Sequence[int], dim: int, part: TokenPart
+    kwargs: dict[str, Any],
+    rules: Mapping[str, Rule],
+    microbatch: int,
+    sizes: Sequence[int],
+    begins: Sequence[int],
+    dim: int,
+    part: TokenPart,
 ) -> list[dict[str, Any]]:
     units: list[dict[str, Any]] = [{} for _ in sizes]
     for name in kwargs.keys() | {name for name, rule in rules.items() if callable(rule)}:
         rule = rules.get(name, "replicate")
         if callable(rule):
-            offset = 0
             for s, length in enumerate(sizes):
                 own = length // part[1]
-                units[s][name] = rule(Segment(microbatch, s, offset + part[0] * own, own))
-                offset += length
+                units[s][name] = rule(Segment(microbatch, s, begins[s] + part[0] * own, own))
             continue
         value = kwargs[name]
         parts = [value] * len(sizes)

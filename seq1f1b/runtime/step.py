@@ -94,7 +94,8 @@ class Step:
         if self._embedding is not None:
             assert inputs is not None
             self._embedding.inputs = inputs
-        documents, trees, whole = DocumentCounts(kwargs, rows), batch.arguments.trees, batch.arguments.paths
+        trees, whole = batch.arguments.trees, batch.arguments.paths
+        documents = DocumentCounts(kwargs if trees is None else None, rows)  # it counts along chains
         weighting = self._weighting = Weighting(batch, rows, options, self._device, documents)
         common = StageArguments(
             training=self.training,

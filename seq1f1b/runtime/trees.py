@@ -30,6 +30,19 @@ class Trees:
     parents: tuple[tuple[int, ...], ...]
     parts: tuple[tuple[tuple[int, ...], ...], ...]
 
+    def __str__(self) -> str:
+        """The parents, and the siblings if there are any."""
+        shared = {(m, s): part for m, row in enumerate(self.parts) for s, part in enumerate(row) if len(part) > 1}
+        text = repr([list(row) for row in self.parents])
+        return text + "".join(f", {list(part)} in segment {s} of {m}" for (m, s), part in shared.items())
+
+    def positions(self, m: int) -> list[int]:
+        """Where the segments of a micro-batch begin along their paths."""
+        ends = {-1: 0}
+        for s, part in enumerate(self.parts[m]):
+            ends[s] = ends[self.parents[m][s]] + sum(part)
+        return [ends[parent] for parent in self.parents[m]]
+
     @cached_property
     def siblings(self) -> tuple[list[int], list[int]]:
         """Tokens of the siblings of cells that hold several, and by cell where its own begin; both empty if none do.
@@ -126,7 +139,7 @@ def read_rows(sizes: object, parents: object, num_parts: int = 1) -> tuple[Rows,
         return sizes, None  # type: ignore[return-value]  # checked
     if isinstance(sizes, str) or not isinstance(sizes, Sequence):
         raise TypeError("parents need segment_sizes of the step: for every micro-batch the tokens of its segments")
-    parts = [[_parts(size) for size in row] if isinstance(row, Sequence) else row for row in sizes]
+    parts = [_parts(m, row) if isinstance(row, Sequence) else row for m, row in enumerate(sizes)]
     rows = [[sum(part) for part in row] if isinstance(row, list) else row for row in parts]
     check_rows(rows, num_parts)
     if num_parts > 1:
@@ -154,11 +167,16 @@ def read_rows(sizes: object, parents: object, num_parts: int = 1) -> tuple[Rows,
     return rows, Trees(tuple(read), tuple(tuple(row) for row in parts))
 
 
-def _parts(size: object) -> tuple[int, ...]:
-    if isinstance(size, Sequence) and not isinstance(size, str):
-        for part in size:
-            check_int("tokens of a sibling in segment_sizes", part, 1)
+def _parts(m: int, row: Sequence[Any]) -> list[tuple[int, ...]]:
+    """Tokens of the leaves in each segment; one number where it is no list. That is checked with the rows."""
+    found: list[tuple[Any, ...]] = []
+    for s, size in enumerate(row):
+        if not isinstance(size, Sequence) or isinstance(size, str):
+            found.append((size,))
+            continue
         if not size:
-            raise ValueError("segment_sizes hold an empty list: siblings in one unit are at least one leaf")
-        return tuple(size)
-    return (size,)  # type: ignore[return-value]  # checked with the rows
+            raise ValueError(f"segment_sizes[{m}][{s}] is an empty list: siblings in one unit are at least one leaf")
+        for i, tokens in enumerate(size):
+            check_int(f"segment_sizes[{m}][{s}][{i}]", tokens, 1)
+        found.append(tuple(size))
+    return found

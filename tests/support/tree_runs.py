@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 Sizes = list[int | list[int]]
 
-__all__ = ["Trees", "random_tree", "random_trees", "run_paths", "tokens_of"]
+__all__ = ["Trees", "paths_of", "random_tree", "random_trees", "run_paths", "tokens_of"]
 
 
 @dataclass
@@ -77,21 +77,35 @@ def paths_of(sizes: Sizes, parents: list[int]) -> list[list[tuple[int, int]]]:
     return found
 
 
+def along(value: Tensor, path: list[tuple[int, int]]) -> Tensor:
+    return torch.cat([value[:, a:b] for a, b in path], 1)
+
+
 def run_paths(
-    model: nn.Module, trees: Trees, tokens: list[Tensor], targets: list[Tensor]
+    model: Any,
+    trees: Trees,
+    tokens: list[Tensor],
+    targets: list[Tensor],
+    kwargs: list[dict[str, Tensor]] | None = None,
+    total: float | None = None,
 ) -> tuple[list[Tensor], dict[str, Tensor], list[Tensor]]:
     """Losses of the micro-batches, gradients of the mean over all targets of the step, and every token's loss.
 
     Each path is run alone, outside any step, and a target counts where the first path has it.
+
+    Args:
+        kwargs: of each micro-batch, sliced as its tokens are.
+        total: by which the sum of all losses is divided in place of the number of targets.
     """
     model.zero_grad()
-    total, losses, of_tokens = sum(int((t != -100).sum()) for t in targets), [], []
+    total, losses, of_tokens = total or sum(int((t != -100).sum()) for t in targets), [], []
     for m, sizes in enumerate(trees.sizes):
         values = torch.zeros(targets[m].shape, dtype=next(model.parameters()).dtype)
         seen: set[tuple[int, int]] = set()
         loss: Any = 0.0
         for path in paths_of(sizes, trees.chain(m)):
-            output, at = model(torch.cat([tokens[m][:, a:b] for a, b in path], 1)), 0
+            given = {} if kwargs is None else {n: along(value, path) for n, value in kwargs[m].items()}
+            output, at = model(along(tokens[m], path), **given), 0
             for a, b in path:
                 if (a, b) not in seen:
                     seen.add((a, b))
