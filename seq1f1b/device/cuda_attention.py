@@ -25,6 +25,11 @@ torch's ops round each range's part to q's dtype before. Ours take all keys at o
 themselves. attention_parts.py has the launches that merge and add. Sinks are no business of a way: out and lse get them
 at the end of a forward, and a backward that takes these two needs nothing else.
 
+In a tree of segments the keys of a path lie in several ranges of rows, and siblings may share a unit
+(attention_calls.py). cuDNN's place is then taken by flash, for trees have shapes that rarely come twice, and own and
+documents do not take part: the others are called once for the own keys of each sibling and once for each range before
+them, and merged. No GPU has run calls over several ranges.
+
 All that follows from the shapes and strides of a call is decided once, in a plan (``_plan``). A call whose plan is
 known makes its views and launches.
 

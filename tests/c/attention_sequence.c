@@ -416,8 +416,8 @@ const char *describe(const shape *s, const char *what)
     snprintf(
         text, sizeof text,
         "%s: %s, B %lld, heads %lld/%lld, rows [%lld, %lld), D %lld, v of %lld, layout %d, window %lld, softcap %g, "
-        "alibi %g, logits %g, docs %lld, docs return %d, shares prefix %d, ranges %lld, same keys %d, scaling %d, sinks %d, "
-        "isa %s",
+        "alibi %g, logits %g, docs %lld, docs return %d, shares prefix %d, ranges %lld, same keys %d, scaling %d, "
+        "sinks %d, isa %s",
         what, s1f_dtype_name(s->dtype), (long long)s->batch, (long long)s->heads, (long long)s->kv_heads,
         (long long)s->first, (long long)s->length, (long long)s->head_dim, (long long)s->v_head_dim, s->tokens_outside,
         (long long)s->window, s->softcap, s->alibi, s->logits, (long long)s->num_docs, s->docs_return, s->shares_prefix,

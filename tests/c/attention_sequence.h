@@ -31,7 +31,7 @@ typedef struct { /* of the tensors of a kind */
     s1f_strides strides;
 } layout;
 
-/* The rows [first, length) are queries. k and v have spare ones, after the others and between ranges, which hold NaN. */
+/* The rows [first, length) are queries. k and v have spare rows as well, behind the others and between ranges: NaN. */
 typedef struct {
     shape s;
     layout of[4];

@@ -242,8 +242,6 @@ def test_what_is_refused(message: str) -> None:
     changes = dict(REFUSED[message])
     ranges = changes.pop("ranges", [(0, 10, 0)])
     call = siblings_call([1, 2], 7, torch.float32)
-    slopes = changes.pop("slopes", None)
-    call.slopes, call.window, call.shared = slopes, changes.pop("window", 0), changes.get("shared", 0)
     told = dataclasses.replace(call, **changes)
     with pytest.raises(ValueError, match=re.escape(message)):
         run(call, [(0, 10, 0)], told=(told, ranges))

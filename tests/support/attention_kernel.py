@@ -81,6 +81,9 @@ class Call:
     def scale(self) -> float:
         return self.q.shape[3] ** -0.5
 
+    def queries(self) -> dict[str, Tensor]:
+        return {"q": self.q, "dout": self.dout}
+
     @property
     def dtype_of_sums(self) -> torch.dtype:
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
@@ -126,78 +129,88 @@ def filled(sizes: Sequence[int], value: float, dtype: torch.dtype, token_major: 
     return memory.transpose(1, 2)[..., :columns]
 
 
-def strides_of(t: Tensor) -> Strides:
-    return Strides(*t.stride()[:3])
-
-
 def rows_of(ranges: Ranges) -> Tensor:
     return torch.cat([torch.arange(row, row + end - begin) for begin, end, row in ranges])
+
+
+class Memory:
+    """A call's tensors, where the kernel finds them.
+
+    Args:
+        ranges: where keys lie. None: one after another, and the kernel is told of no ranges.
+        told: a call and ranges whose numbers the kernel is given instead.
+    """
+
+    def __init__(self, call: Call, ranges: Ranges | None = None, told: tuple[Call, Ranges] | None = None) -> None:
+        self.call, major = call, call.token_major
+        self.rows = torch.arange(call.tokens) if ranges is None else rows_of(ranges)
+        self.num_rows = int(self.rows.max()) + 1 + GAP
+        self.places = {name: filled(t.shape, math.nan, t.dtype, major).copy_(t) for name, t in call.queries().items()}
+        for name, t in (("k", call.k), ("v", call.v)):
+            of_rows = (*t.shape[:2], self.num_rows, t.shape[3])
+            own = (*t.shape[:2], call.q.shape[2], t.shape[3])
+            self.places[name] = filled(of_rows, math.nan, t.dtype, major)
+            self.places[name][:, :, self.rows] = t
+            self.places["d" + name] = filled(of_rows, CANARY, call.dtype_of_sums, major)
+            self.places["d" + name][:, :, self.rows[: call.kept]] = 0.5
+            self.places["d" + name][:, :, self.rows[call.kept :]] = math.nan
+            if call.owns:
+                self.places["own_d" + name] = filled(own, math.nan, t.dtype, major)
+        self.places["out"] = filled(call.dout.shape, math.nan, call.q.dtype, major)
+        self.places["dq"] = filled(call.q.shape, math.nan, call.q.dtype, major)
+        self.lse = torch.full(call.q.shape[:3], math.nan, dtype=call.dtype_of_sums)
+        sinks = call.q.shape[1] if call.sinks is not None else 0
+        self.dsinks = torch.full((sinks,), math.nan, dtype=call.dtype_of_sums)
+        self.args = self._arguments(*(told or (call, ranges)))
+
+    def _arguments(self, told: Call, ranges: Ranges | None) -> Arguments:
+        call = self.call
+        args = Arguments(
+            dtype=DTYPES[call.q.dtype], batch=call.q.shape[0], heads=call.q.shape[1], kv_heads=call.k.shape[1],
+            segment_len=call.q.shape[2], head_dim=call.q.shape[3], v_head_dim=call.v.shape[3], q_start=call.begin,
+            scale=call.scale, window=told.window, softcap=call.softcap, shared_keys=told.shared,
+            kept_kv_grads=told.kept, lse=self.lse.data_ptr(),
+        )  # fmt: skip
+        if ranges is not None:
+            args.ranges = (KeyRange * len(ranges))(*(KeyRange(*r) for r in ranges))
+            args.num_ranges = len(ranges)
+        for name, t in self.places.items():
+            setattr(args, name, t.data_ptr())
+            setattr(args, f"{name}_strides", Strides(*t.stride()[:3]))
+        if told.slopes is not None:
+            args.slopes, args.slopes_batch_stride = told.slopes.data_ptr(), told.slopes.stride(0)
+        if call.docs is not None:
+            args.docs, args.docs_batch_stride = call.docs.data_ptr(), call.docs.stride(0)
+        if call.sinks is not None:
+            args.sinks, args.dsinks = call.sinks.data_ptr(), self.dsinks.data_ptr()
+        return args
+
+    def forward(self, threads: int = 1) -> None:
+        core.attention(ctypes.addressof(self.args), False, threads)
+
+    def backward(self, threads: int = 1) -> None:
+        core.attention(ctypes.addressof(self.args), True, threads)
+
+    def results(self) -> Results:
+        others = torch.ones(self.num_rows, dtype=torch.bool)
+        others[self.rows] = False
+        grads = []
+        for name in ("dk", "dv"):
+            grads.append(self.places[name][:, :, self.rows])
+            if self.call.owns:
+                grads[-1][:, :, self.call.begin :] = self.places["own_" + name]
+        is_clean = all(bool((self.places[name][:, :, others] == CANARY).all()) for name in ("dk", "dv"))
+        return Results(self.places["out"], self.lse, self.places["dq"], *grads, self.dsinks, is_clean)
 
 
 def run(
     call: Call, ranges: Ranges | None = None, *, threads: int = 1, told: tuple[Call, Ranges] | None = None
 ) -> Results:
-    """Forward and backward. ``ranges`` None: keys lie one after another, and the kernel is told of no ranges.
-
-    Args:
-        told: a call and ranges whose numbers the kernel is given instead; memory stays what it is.
-    """
-    to_kernel, told_ranges = told or (call, ranges)
-    rows = torch.arange(call.tokens) if ranges is None else rows_of(ranges)
-    slab_rows = int(rows.max()) + 1 + GAP
-    sums, major = call.dtype_of_sums, call.token_major
-
-    def copied(t: Tensor) -> Tensor:
-        return filled(t.shape, math.nan, t.dtype, major).copy_(t)
-
-    def slab_of(t: Tensor) -> Tensor:
-        slab = filled((*t.shape[:2], slab_rows, t.shape[3]), math.nan, t.dtype, major)
-        slab[:, :, rows] = t
-        return slab
-
-    def sums_of(t: Tensor) -> Tensor:
-        slab = filled((*t.shape[:2], slab_rows, t.shape[3]), CANARY, sums, major)
-        slab[:, :, rows[: call.kept]] = 0.5
-        slab[:, :, rows[call.kept :]] = math.nan
-        return slab
-
-    q, dout = copied(call.q), copied(call.dout)
-    k, v, dk, dv = slab_of(call.k), slab_of(call.v), sums_of(call.k), sums_of(call.v)
-    own_dk, own_dv = (filled((*t.shape[:2], call.q.shape[2], t.shape[3]), math.nan, t.dtype, major) for t in (k, v))
-    got = filled(call.dout.shape, math.nan, call.q.dtype, major)
-    dq = filled(call.q.shape, math.nan, call.q.dtype, major)
-    lse = torch.full(call.q.shape[:3], math.nan, dtype=sums)
-    dsinks = torch.full((call.q.shape[1],) if call.sinks is not None else (0,), math.nan, dtype=sums)
-    args = Arguments(
-        dtype=DTYPES[call.q.dtype], batch=q.shape[0], heads=q.shape[1], kv_heads=k.shape[1], segment_len=q.shape[2],
-        head_dim=q.shape[3], v_head_dim=v.shape[3], q_start=call.begin, scale=call.scale, window=call.window,
-        softcap=call.softcap, shared_keys=to_kernel.shared, kept_kv_grads=to_kernel.kept, lse=lse.data_ptr(),
-    )  # fmt: skip
-    if told_ranges is not None:
-        args.ranges = (KeyRange * len(told_ranges))(*(KeyRange(*r) for r in told_ranges))
-        args.num_ranges = len(told_ranges)
-    strided = {"q": q, "k": k, "v": v, "out": got, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
-    if call.owns:
-        strided |= {"own_dk": own_dk, "own_dv": own_dv}
-    for name, t in strided.items():
-        setattr(args, name, t.data_ptr())
-        setattr(args, f"{name}_strides", strides_of(t))
-    if call.slopes is not None:
-        args.slopes, args.slopes_batch_stride = call.slopes.data_ptr(), call.slopes.stride(0)
-    if call.docs is not None:
-        args.docs, args.docs_batch_stride = call.docs.data_ptr(), call.docs.stride(0)
-    if call.sinks is not None:
-        args.sinks, args.dsinks = call.sinks.data_ptr(), dsinks.data_ptr()
-    core.attention(ctypes.addressof(args), False, threads)
-    core.attention(ctypes.addressof(args), True, threads)
-
-    others = torch.ones(slab_rows, dtype=torch.bool)
-    others[rows] = False
-    is_clean = all(bool((t[:, :, others] == CANARY).all()) for t in (dk, dv))
-    dk, dv = dk[:, :, rows], dv[:, :, rows]
-    if call.owns:
-        dk[:, :, call.begin :], dv[:, :, call.begin :] = own_dk, own_dv
-    return Results(got, lse, dq, dk, dv, dsinks, is_clean)
+    """Forward and backward. The arguments are those of ``Memory``."""
+    memory = Memory(call, ranges, told)
+    memory.forward(threads)
+    memory.backward(threads)
+    return memory.results()
 
 
 def formula(call: Call) -> Results:
