@@ -302,7 +302,7 @@ typedef struct { /* bits (1 << s1f_holding) */
     uint32_t takes, uses, frees;
 } s1f_lifetimes;
 
-/* Where a unit's segment stands in its micro-batch, as bits; in a chain the last segment is the last forward, the first
+/* Bits say where a unit's segment stands in its micro-batch; in a chain the last segment is the last forward, the first
  * one back and the leaf. */
 enum {
     S1F_STANDS_FIRST = 1, /* it follows none */

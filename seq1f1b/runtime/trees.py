@@ -44,6 +44,12 @@ class Trees:
         return [ends[parent] for parent in self.parents[m]]
 
     @cached_property
+    def followed(self) -> tuple[tuple[int, ...], ...] | None:
+        """``parents``, as an order has them: None where all micro-batches are chains, whatever siblings these hold."""
+        is_tree = any(own != tuple(range(-1, len(own) - 1)) for own in self.parents)
+        return self.parents if is_tree else None
+
+    @cached_property
     def siblings(self) -> tuple[list[int], list[int]]:
         """Tokens of the siblings of cells that hold several, and by cell where its own begin; both empty if none do.
 
