@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from attention_runs import OPTIONS, errors, random_qkv
+from path_runs import Case, by_paths, by_units
 from simulated_step import SimulatedStep
 from torch import Tensor
-from path_runs import Case, by_paths, by_units
 
 from seq1f1b.ops.attention import causal_attention, layer_handle, positions, token_offset
 
