@@ -3,15 +3,15 @@
     python benchmarks/tree_steps.py --prompt 2048 --responses 8 --response 256
     python benchmarks/tree_steps.py --prompt 512 --responses 4 --response 512
 
-Two processes of one thread each, the decoder of the other benchmarks, fp32. A step has ``--trees`` prompts. Arms, in one
-run and in turn:
+Two processes of one thread each, the decoder of the other benchmarks, fp32. A step has ``--trees`` prompts. Arms, in
+one run and in turn:
 
 trees   our engine: the prompt once, in segments; leaves nested, so many in one unit as ``--siblings`` says
 rows    our engine: every response with its own prompt, a micro-batch each in segments, Seq1F1B
 packed  torch's Schedule1F1B: a tree is a micro-batch, and scaled_dot_product_attention gets its mask (T, T)
 
-All compute the same loss; their gradients are compared first. Each step of each arm is timed from a barrier to the end of
-the slower rank.
+All compute the same loss; their gradients are compared first. Each step of each arm is timed from a barrier to the end
+of the slower rank.
 """
 
 from __future__ import annotations
