@@ -1,4 +1,4 @@
-/* prefix_trees.c - follows the rows of a group as long as they agree, makes a node of that, and goes on with branches. */
+/* prefix_trees.c - follows the rows of a group while they agree, makes a node of that, and goes on with branches. */
 #include "prefix_trees.h"
 
 #include <stdlib.h>

@@ -7,7 +7,7 @@
  *
  * Values. A target may have a weight and values beside it, such as an advantage. One whose weight is 0 in a row is not
  * supervised there, and its values do not matter. Supervised targets that share an input have the same values, byte by
- * byte; where values differ, sharing ends before the input. A row that is not supervised there goes on with one of them.
+ * byte; where values differ, sharing ends before the input. A row that does not supervise it goes on with one of them.
  *
  * Rows that end on the path of others need no node. A node of fewer than min_shared tokens that others follow is left
  * out: each of them gets its tokens, and follows its parent, or is a tree.

@@ -270,7 +270,7 @@ def _mask_of(attention_mask: Tensor, input_ids: Tensor) -> Tensor:
 
 def _weights(rows: _Rows, loss_mask: Ragged) -> Tensor:
     weights = rows.flat("loss_mask", loss_mask)
-    weights = weights if weights.is_floating_point() else weights.to(torch.float32)
+    weights = weights if weights.dtype == torch.float64 else weights.to(torch.float32)  # exact sums of many rows
     if not weights.sum(dtype=torch.float64).isfinite():
         token = int((~weights.isfinite()).nonzero()[0, 0])
         row = int(torch.bucketize(token, rows.begin[1:], right=True))

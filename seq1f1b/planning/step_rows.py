@@ -69,7 +69,7 @@ class Tree:
     Attributes:
         begins: position of each node's first token along its path; offsets: its place in the tree's data.
         seconds: of each node.
-        children: of each node.
+        children: of each node; leaves: those of them that nothing follows.
     """
 
     def __init__(self, shape: TreeShape, rates: Rates) -> None:
@@ -79,14 +79,11 @@ class Tree:
         self.children: list[list[int]] = [[] for _ in shape.sizes]
         for node, parent in enumerate(shape.parents[1:], 1):
             self.children[parent].append(node)
-
-    def leaves(self, node: int) -> list[int]:
-        """The children of a node that nothing follows."""
-        return [child for child in self.children[node] if not self.children[child]]
+        self.leaves = [[child for child in own if not self.children[child]] for own in self.children]
 
 
 def seconds_of_documents(documents: Sequence[int | Tree], rates: Rates) -> list[float]:
-    """Of each document, or all nodes of a tree, without the units' own."""
+    """Seconds of each document, or of all nodes of a tree, without the units' own."""
     return [sum(item.seconds) if isinstance(item, Tree) else rates.of(item) for item in documents]
 
 
@@ -105,7 +102,7 @@ def best_unit(documents: Sequence[int | Tree], rates: Rates, num_ranks: int) -> 
     together: list[float] = []  # of leaves, those of one parent as one
     for tree in trees:
         for node, seconds in enumerate(tree.seconds):
-            leaves = tree.leaves(node)
+            leaves = tree.leaves[node]
             together += [sum(tree.seconds[leaf] for leaf in leaves)] if leaves else []
             alone += [seconds] if tree.children[node] else []
     nodes, rest = np.array(alone + together), work - sum(alone) - sum(together)
@@ -232,7 +229,7 @@ def lay_out(tree: Tree, unit: float, most: int, rates: Rates, packs: bool) -> St
             parents.append(parent)
             parent = len(parts) - 1
         children = tree.children[node]
-        short = [leaf for leaf in tree.leaves(node) if packs and seconds[leaf] <= unit and sizes[leaf] <= most]
+        short = [leaf for leaf in tree.leaves[node] if packs and seconds[leaf] <= unit and sizes[leaf] <= most]
         groups = [[child] for child in children]
         if len(short) > 1:
             shares = [math.ceil(max(seconds[leaf] / unit, sizes[leaf] / most) * _PARTS) for leaf in short]

@@ -22,6 +22,7 @@ from seq1f1b.runtime.idle import CAUSES, Idle, StepTimes, advice, ideal_text, id
 from seq1f1b.runtime.measure import Activations
 from seq1f1b.runtime.offload import Tier
 from seq1f1b.runtime.rank_order import RankOrder
+from seq1f1b.runtime.trees import positions_of
 from seq1f1b.schedule import Links, Schedule, Simulation, StepMemory
 from seq1f1b.table import table_text
 from seq1f1b.transport.values import pack, sendable, unpack
@@ -294,11 +295,15 @@ class PipelineReport:
         if not peak > 0:
             raise ValueError(f"peak is {peak}, must be the FLOP per second of a device")
         schedule, sizes = self.simulated.schedule, self.ranks[0].segment_sizes
-        lengths = [sum(sizes)] * schedule.num_microbatches
-        if schedule.rows is not None:
-            lengths = [sum(sizes[a:b]) for a, b in pairwise(schedule._first_cells)]
-        sequences = sum(rank.tokens for rank in self.ranks) / sum(lengths)
-        whole = 3.0 * sequences * sum(model.flops(0, length) for length in lengths)
+        pieces = [(0, sum(sizes))] * schedule.num_microbatches  # first position and tokens
+        if schedule.parents is not None:
+            cells = pairwise(schedule._first_cells)
+            rows = [(own, sizes[a:b]) for own, (a, b) in zip(schedule.parents, cells, strict=True)]
+            pieces = [piece for own, row in rows for piece in zip(positions_of(own, row), row, strict=True)]
+        elif schedule.rows is not None:
+            pieces = [(0, sum(sizes[a:b])) for a, b in pairwise(schedule._first_cells)]
+        sequences = sum(rank.tokens for rank in self.ranks) / sum(length for _, length in pieces)
+        whole = 3.0 * sequences * sum(model.flops(first, first + length) for first, length in pieces)
         return whole / (self.makespan * len(self.ranks) * peak)
 
     def scalars(self) -> dict[str, float]:
@@ -489,7 +494,7 @@ def _rank_report(
     layers = Counter(layer.stage for layer in _C.kv_cache_layers(cache))
     stages = tuple(_stage_report(record, stage, rank, trained[stage], layers[stage]) for stage in record.order.stages)
     kv_bytes, grad_bytes = _C.kv_cache_bytes(cache)
-    planned_kv_bytes, planned_grad_bytes = _planned_cache_bytes(stages, record.length, cache)
+    planned_kv_bytes, planned_grad_bytes = _planned_cache_bytes(stages, _rows_of_slot(record, rank), cache)
     places = sum(edge.num_places for edge in _C.program_edges(record.order.program) if edge.destination_rank == rank)
     return Report(
         rank=rank,
@@ -524,6 +529,15 @@ def _rank_report(
         move_in_rate=0.0 if moved is None or not moved.ns_in else moved.bytes_in / moved.ns_in * 1e9,
         device_reserved_bytes=torch.cuda.max_memory_reserved(record.device) if record.device.type == "cuda" else 0,
     )
+
+
+def _rows_of_slot(record: StepRecord, rank: int) -> int:
+    """Tokens of the longest micro-batch; of trees most that lie in a slot at once."""
+    schedule = record.order.schedule
+    if schedule.parents is None:
+        return record.length
+    _, most = _C.schedule_assign_rows(schedule.handle, rank, record.sizes)
+    return most
 
 
 def _planned_cache_bytes(stages: tuple[StageReport, ...], length: int, cache: Any) -> tuple[int, int]:

@@ -135,7 +135,7 @@ class Runner:
             plan: brings the order of a step of rows.
         """
         counts = None if rows is None else tuple(map(len, rows))
-        parents = None if trees is None else trees.parents
+        parents = None if trees is None else trees.followed
         of_rows = (counts, parents) if plan is None else plan.digest
         key = training, of_rows, 0 if rows is not None else self.setting.number
         return self.orders.find(key, lambda: self._enter(training, self._schedule_of(counts, parents, plan)))
@@ -157,7 +157,7 @@ class Runner:
 
         Args:
             counts: segments of every micro-batch in a step of rows.
-            parents: what these follow.
+            parents: what these follow; None: chains.
         """
         pipeline = self.pipeline
         if counts is None:

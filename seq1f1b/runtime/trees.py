@@ -38,10 +38,13 @@ class Trees:
 
     def positions(self, m: int) -> list[int]:
         """Where the segments of a micro-batch begin along their paths."""
-        ends = {-1: 0}
-        for s, part in enumerate(self.parts[m]):
-            ends[s] = ends[self.parents[m][s]] + sum(part)
-        return [ends[parent] for parent in self.parents[m]]
+        return positions_of(self.parents[m], [sum(part) for part in self.parts[m]])
+
+    @cached_property
+    def followed(self) -> tuple[tuple[int, ...], ...] | None:
+        """``parents``, as an order has them: None where all micro-batches are chains, whatever siblings these hold."""
+        is_tree = any(own != tuple(range(-1, len(own) - 1)) for own in self.parents)
+        return self.parents if is_tree else None
 
     @cached_property
     def siblings(self) -> tuple[list[int], list[int]]:
@@ -126,6 +129,14 @@ def _is_of(tensor: Tensor, dim: int, length: int) -> bool:
     return tensor.dim() > dim and tensor.size(dim) == length
 
 
+def positions_of(parents: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Where segments begin along their paths: each at the end of its parent."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(0 if parent < 0 else found[parent] + sizes[parent])
+    return found
+
+
 def read_rows(sizes: object, parents: object, num_parts: int = 1) -> tuple[Rows, Trees | None]:
     """The tokens of the segments of every micro-batch, and what they follow; raises where either breaks a rule.
 
@@ -137,13 +148,13 @@ def read_rows(sizes: object, parents: object, num_parts: int = 1) -> tuple[Rows,
     if parents is None:
         check_rows(sizes, num_parts)
         return sizes, None  # type: ignore[return-value]  # checked
+    if num_parts > 1:
+        raise ValueError("parents are not for ranks that share the tokens of a segment (sequence_parallel=)")
     if isinstance(sizes, str) or not isinstance(sizes, Sequence):
         raise TypeError("parents need segment_sizes of the step: for every micro-batch the tokens of its segments")
     parts = [_parts(m, row) if isinstance(row, Sequence) else row for m, row in enumerate(sizes)]
     rows = [[sum(part) for part in row] if isinstance(row, list) else row for row in parts]
-    check_rows(rows, num_parts)
-    if num_parts > 1:
-        raise ValueError("parents are not for ranks that share the tokens of a segment (sequence_parallel=)")
+    check_rows(rows)
     if isinstance(parents, str) or not isinstance(parents, Sequence) or len(parents) != len(rows):
         raise ValueError(f"parents must be a list of {len(rows)}, for every micro-batch what each segment follows")
     read = []

@@ -15,7 +15,7 @@ from seq1f1b.ops.attention import causal_attention, positions
 from seq1f1b.ops.context import current
 from seq1f1b.transformers.look import AttentionLook, current_record
 
-__all__ = ["NAME", "attention", "refuse_dropout"]
+__all__ = ["NAME", "attention", "no_mask", "refuse_dropout"]
 
 NAME = "seq1f1b"
 
@@ -51,7 +51,7 @@ def attention(
     Raises:
         ValueError: the model needs dropout, a mask, a position bias, a cache, or attention that is not causal.
     """
-    if isinstance(attention_mask, NoMask):
+    if isinstance(attention_mask, NoMask) or (attention_mask is not None and attention_mask.numel() == 0):
         attention_mask = None
     for name, text in (("position_bias", "a position bias"), ("cache", "a paged cache")):
         if others.get(name) is not None:
@@ -97,6 +97,15 @@ class NoMask:
 
     def __getitem__(self, part: Any) -> None:
         return None
+
+
+def no_mask(x: Tensor) -> Tensor:
+    """For siblings in one unit: their positions begin again, and without a mask models take them for documents.
+
+    Args:
+        x: (batch, ...).
+    """
+    return torch.empty(x.shape[0], 1, 1, 0, dtype=torch.int32, device=x.device)
 
 
 def _chunk_ids(query: Tensor, doc_ids: Tensor | None, chunk: int) -> Tensor:

@@ -15,7 +15,7 @@ from seq1f1b.ops.attention import positions
 from seq1f1b.ops.context import current
 from seq1f1b.runtime.tied_copies import held
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
-from seq1f1b.transformers.attention_function import refuse_dropout
+from seq1f1b.transformers.attention_function import no_mask, refuse_dropout
 from seq1f1b.transformers.initial import initialize
 from seq1f1b.transformers.state import documents, mixers
 from seq1f1b.transformers.twins import as_layer, shallow
@@ -183,7 +183,9 @@ class CausalLMStage(nn.Module):
         if doc_ids is None and others and not others[-1].is_floating_point():
             *others, doc_ids = others  # type: ignore[assignment]
         if doc_ids is None:
-            return self.run((x, *others), positions(x)[None], None)
+            unit = current()
+            mask = no_mask(x) if unit is not None and unit.num_parts > 1 else None
+            return self.run((x, *others), positions(x)[None], mask)
         position_ids = positions(x, doc_ids=doc_ids)
         is_recomputed = torch.is_grad_enabled() and self.causal_lm.is_activation_checkpointing
         if self._carries and current() is None and is_recomputed:

@@ -51,7 +51,7 @@ def breaks(trees: list[list[int]], ranks: list[list[Unit]], num_stages: int, bac
 
 @pytest.mark.parametrize("count", [60, *full_only((600,))])
 def test_check_agrees_with_the_rules_wherever_a_unit_stands(count: int) -> None:
-    """Of random orders, with a unit moved to any place of its rank: refused just where it could not run."""
+    """Random orders with a unit moved to any place of its rank are refused just where ranks would stand still."""
     rng = random.Random(11 * count)
     kept = broken = 0
     for _ in range(count):

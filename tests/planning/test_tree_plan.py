@@ -105,7 +105,7 @@ def _as_tuple(size: Any) -> tuple[int, ...]:
 
 
 def test_a_plan_of_a_hundred_trees_is_quick() -> None:
-    """Of 20 nodes each, on 8 ranks. It is the same on every rank, and other trees have another digest."""
+    """A plan for 8 ranks, of trees of 20 nodes each: the same on every rank, and other trees have another digest."""
     rng = random.Random(1)
     trees = [random_tree(rng, 20, 1024) for _ in range(100)]
     cost, took = cost_of(8, LLAMA, "h100"), []
@@ -131,7 +131,7 @@ SHAPES: dict[str, tuple[int, Any]] = {
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_trees_take_less_than_rows(name: str) -> None:
-    """Of the public shapes, simulated for 8 ranks: shared prompts, branching trajectories, questions on a document."""
+    """The public shapes, simulated for 8 ranks: shared prompts, branching trajectories, questions on a document."""
     count, parts = SHAPES[name]
     known: dict[Any, Tensor] = {}
     generator = torch.Generator().manual_seed(0)

@@ -1,0 +1,585 @@
+"""Does a step of trees train as the whole model does on every path alone, whatever else the engine does meanwhile?"""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from processes import run_processes
+from replicas import wrap
+from tiny_model import Config, Stage, cross_entropy, full_gradient, gradient_error, stage_of, whole_model
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from tree_runs import Trees, paths_of, random_trees, run_paths, tokens_of
+
+import seq1f1b
+from seq1f1b import (
+    Limits,
+    LoopbackGroup,
+    Loss,
+    Memory,
+    PipelineEngine,
+    PipelineError,
+    ScheduleError,
+    VocabularyParallelHead,
+    build_schedule,
+)
+from seq1f1b.testing import run_ranks
+
+CONFIG = Config(hidden=16, heads=2, kv_heads=1, ffn=16, vocab=13, layers=4)
+TOLERANCE = 1e-12
+NUMBERS = {"options": {"trees": "numbers"}}
+TWO_STAGES = ("interleaved-1f1b", "seq1f1b-interleaved", "hanayo", "dualpipev", "seq-zbv", "seq-v-half", "seq-v-min")
+
+
+def data_of(trees: Trees, seed: int = 0, size: int = 2) -> tuple[list[Tensor], list[Tensor]]:
+    """Tokens and targets of every tree, (size, length); some targets are ignored, in short segments at times all."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [torch.randint(CONFIG.vocab, (size, sum(map(tokens_of, s))), generator=generator) for s in trees.sizes]
+    targets = []
+    for row in tokens:
+        target = torch.randint(CONFIG.vocab, row.shape, generator=generator)
+        target[torch.rand(target.shape, generator=generator) < 0.3] = -100
+        targets.append(target)
+    targets[-1][0, 0] = 1  # at least one counts
+    return tokens, targets
+
+
+def of_tokens(output: Tensor, target: Tensor) -> Tensor:
+    each = F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none")
+    return each.view(target.shape)
+
+
+def stages_of(model: Stage, schedule: str, rank: int, num_ranks: int) -> Any:
+    if schedule not in TWO_STAGES:
+        return stage_of(model, CONFIG, rank, num_ranks)
+    second = num_ranks + rank if "interleaved" in schedule else 2 * num_ranks - 1 - rank
+    return [stage_of(model, CONFIG, index, 2 * num_ranks) for index in (rank, second)]
+
+
+def train(
+    schedule: str,
+    num_ranks: int,
+    steps: list[tuple[Trees, list[Tensor], list[Tensor]]],
+    *,
+    order: dict[str, Any] | None = None,
+    loss_fn: Any = cross_entropy,
+    kwargs: Any = None,
+    **options: Any,
+) -> tuple[list[list[Tensor]], dict[str, Tensor], list[Any]]:
+    """What steps returned, each after an evaluation of the same; the model's gradients; every rank's report."""
+    model = whole_model(CONFIG)
+
+    def run(group: Any) -> Any:
+        engine = PipelineEngine(
+            stages_of(model, schedule, group.rank, num_ranks),
+            schedule=schedule if order is None else partial(build_schedule, schedule, **order),
+            num_microbatches=16,
+            num_segments=4,
+            loss_fn=loss_fn,
+            group=group,
+            **options,
+        )
+        returned = []
+        for trees, tokens, targets in steps:
+            given: dict[str, Any] = {"target": targets if engine.has_last else None, "kwargs": kwargs}
+            given |= {"segment_sizes": trees.sizes, "parents": trees.parents}
+            inputs = tokens if engine.has_first else None
+            returned += [engine.eval(inputs, **given), engine.step(inputs, **given)]
+        gradients = {name: p.grad.clone() for name, p in engine.named_parameters() if p.grad is not None}
+        report = engine.report(gather=True)
+        engine.close()
+        return returned, gradients, report
+
+    found = run_ranks(num_ranks, run)
+    merged: dict[str, Tensor] = {}
+    for _, gradients, _ in found:
+        merged |= gradients
+    return next(r for r, *_ in found if r[0]), merged, [report for *_, report in found]
+
+
+def check(schedule: str, num_ranks: int, seed: int, most_nodes: int = 8, **options: Any) -> None:
+    rng = random.Random(f"{schedule} {num_ranks} {seed}")
+    trees = random_trees(rng, 2, most_nodes)
+    while schedule.startswith("seq-") and sum(map(len, trees.sizes)) < 2 * num_ranks + max(map(len, trees.sizes)):
+        # such families need as many
+        more = random_trees(rng, 2, most_nodes)
+        trees = Trees(trees.sizes + more.sizes, trees.parents + more.parents)
+    tokens, targets = data_of(trees, seed)
+    losses, truth, values = run_paths(whole_model(CONFIG), trees, tokens, targets)
+    per_token = options.get("loss_fn") is of_tokens
+    (evaluated, stepped), gradients, _ = train(schedule, num_ranks, [(trees, tokens, targets)], **options)
+    expected = values if per_token else losses
+    for found in (evaluated, stepped):
+        for own, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(own, wanted, rtol=0, atol=TOLERANCE)
+    assert gradient_error(gradients, truth) <= TOLERANCE
+
+
+SLICE = [
+    ("seq1f1b", 1, {}),
+    ("1f1b", 2, {}),
+    ("seq1f1b", 3, {}),
+    ("gpipe", 4, {}),
+    ("seq1f1b", 2, {"order": NUMBERS}),
+    ("seq1f1b", 4, {"order": {"prefetch": 0}, "memory": Memory(recompute="all")}),
+    ("seq-zb-h1", 2, {"memory": Memory(recompute=lambda unit: unit.segment > 0)}),
+    ("seq-zb-h2", 3, {"order": {"weights": "fill"}}),
+    ("seq-zbv", 2, {}),
+    ("seq-v-min", 2, {"order": {"weights": "fill"}}),
+]
+"""Segments alone and siblings; backwards whole, split and filled; recomputed in some units or all; two orders."""
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks", "options"), SLICE)
+def test_every_path_alone(schedule: str, num_ranks: int, options: dict[str, Any]) -> None:
+    check(schedule, num_ranks, 0, **options)
+
+
+def test_values_of_tokens() -> None:
+    """A loss of one value per token: evaluation and step give each token's, wherever its segment went."""
+    check("seq1f1b", 2, 1, loss_fn=of_tokens)
+    check("seq-zb-h1", 3, 2, loss_fn=of_tokens, memory=Memory(recompute="all"))
+
+
+@pytest.mark.parametrize(("schedule", "units"), [("gpipe", None), ("seq1f1b", lambda unit: unit.segment % 2 == 0)])
+def test_units_that_move_away(tmp_path: Any, schedule: str, units: Any) -> None:
+    check(schedule, 2, 3, memory=Memory(offload=tmp_path, units=units))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_two_hundred_steps(num_ranks: int, tmp_path: Any) -> None:
+    """50 for each number of ranks, of up to 40 nodes."""
+    kinds: list[tuple[str, dict[str, Any]]] = [
+        ("seq1f1b", {}),
+        ("seq1f1b", {"order": NUMBERS, "loss_fn": of_tokens}),
+        ("seq1f1b", {"order": {"weights": "fill"}}),
+        ("seq-zb-h1", {"memory": Memory(recompute="all"), "loss_fn": of_tokens}),
+        ("seq-zb-h2", {"order": {"weights": "fill"}}),
+        ("1f1b", {"memory": Memory(recompute=lambda unit: unit.segment > 0)}),
+        ("gpipe", {"memory": Memory(offload=tmp_path)}),
+        ("seq1f1b", {"memory": Memory(offload=tmp_path, recompute="all")}),
+        ("seq-zbv", {}),
+        ("seq-v-half", {"memory": Memory(recompute="all")}),
+    ]
+    for seed in range(50):
+        schedule, options = kinds[seed % len(kinds)]
+        if schedule in TWO_STAGES and num_ranks not in (2, 4):  # the model has four layers
+            schedule = "seq1f1b"
+        check(schedule, num_ranks, seed, most_nodes=(12, 40)[seed % 4 == 0], **options)
+
+
+# -- with other parts of the engine ------------------------------------------------------------------------------------
+
+
+def documents_of(rng: random.Random, trees: Trees, size: int = 2) -> list[dict[str, Tensor]]:
+    """First tokens of packed documents along the paths; in a tree with siblings in one unit it is all one."""
+    found = []
+    for m, sizes in enumerate(trees.sizes):
+        ends: dict[int, tuple[int, int]] = {-1: (0, 0)}  # of each segment: its last token's position, and document
+        parts, is_packed = [], all(isinstance(segment, int) for segment in sizes)
+        for s, segment in enumerate(sizes):
+            begin, document = ends[trees.chain(m)[s]]
+            starts = []
+            for i in range(tokens_of(segment)):
+                document = begin + i if is_packed and rng.random() < 0.2 else document
+                starts.append(document)
+            ends[s] = begin + len(starts), document
+            parts += starts
+        found.append({"doc_ids": torch.tensor(parts, dtype=torch.int32).expand(size, -1).contiguous()})
+    return found
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_packed_documents_on_the_paths(seed: int) -> None:
+    """And a micro-batch that is no tree, with documents of its own, in the same step."""
+    rng = random.Random(seed)
+    trees = random_trees(rng, 3, 8)
+    trees = Trees([*trees.sizes, [5, 4]], [*trees.parents, None])
+    (tokens, targets), kwargs = data_of(trees, seed), documents_of(rng, trees)
+    losses, truth, _ = run_paths(whole_model(CONFIG), trees, tokens, targets, kwargs)
+    options = {"kwargs": kwargs, "arg_rules": {"doc_ids": "slice"}}
+    returned, gradients, _ = train("seq1f1b", 2, [(trees, tokens, targets)], **options)
+    for found in returned:
+        torch.testing.assert_close(torch.stack(found), torch.stack(losses), rtol=0, atol=TOLERANCE)
+    assert gradient_error(gradients, truth) <= TOLERANCE
+
+
+def test_other_steps_before_and_after() -> None:
+    """Trees of other shapes, rows and plain steps by turns, with evaluations between them; the plan holds in all."""
+    model, plain = whole_model(CONFIG), Trees([[3, 2, 2, 2]] * 2, [None] * 2)
+    shapes = [random_trees(random.Random(seed), 3, 8) for seed in range(3)]
+    steps = [plain, shapes[0], plain, shapes[1], shapes[0], Trees([[4, 3], [2]], [None] * 2), shapes[2], plain]
+    data = [data_of(trees, seed) for seed, trees in enumerate(steps)]
+
+    def run(group: Any) -> Any:
+        stage = stage_of(model, CONFIG, group.rank, 2)
+        options = {"num_microbatches": 2, "num_segments": 4, "segment_sizes": [3, 2, 2, 2], "loss_fn": cross_entropy}
+        engine, losses = PipelineEngine(stage, group=group, loss=Loss(weight="targets"), **options), []
+        for trees, (tokens, targets) in zip(steps, data, strict=True):
+            given: dict[str, Any] = {"segment_sizes": trees.sizes}
+            if trees is plain:
+                given, tokens, targets = {}, torch.cat(tokens), torch.cat(targets)
+            elif any(trees.parents):
+                given["parents"] = trees.parents
+            losses += [engine.eval(tokens, target=targets, **given), engine.step(tokens, target=targets, **given)]
+            for own in engine.report().stages:
+                assert own.peak_live_units == own.planned_live_units
+                assert own.peak_live_tokens == own.planned_live_tokens
+        return losses, {name: p.grad for name, p in engine.named_parameters()}
+
+    (_, first), (found, last) = run_ranks(2, run)
+    truth: dict[str, Tensor] = {}
+    for i, (trees, (tokens, targets)) in enumerate(zip(steps, data, strict=True)):
+        losses, gradients, _ = run_paths(model, trees, tokens, targets)
+        truth = {name: gradient + truth.get(name, 0.0) for name, gradient in gradients.items()}
+        for own in found[2 * i : 2 * i + 2]:
+            torch.testing.assert_close(torch.stack(own), torch.stack(losses), rtol=0, atol=TOLERANCE)
+    assert gradient_error(first | last, truth) <= TOLERANCE
+
+
+class Carrying(torch.nn.Module):
+    """Linear attention and a causal convolution: two states, of which each goes to every branch."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.mix, self.keep, self.layer = torch.nn.Linear(4, 12), torch.nn.Linear(4, 4), layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = seq1f1b.carry_in(2 * self.layer, x.new_zeros(len(x), 2, 4))
+        window = torch.cat([before, x], 1)
+        seq1f1b.carry_out(2 * self.layer, window[:, -2:])
+        q, k, v = (
+            self.keep(window[:, :-2]) + self.mix(x)[..., :4] + self.mix(x)[..., 4 * i : 4 * i + 4] for i in range(3)
+        )
+        state = seq1f1b.carry_in(2 * self.layer + 1, x.new_zeros(len(x), 4, 4))
+        sums = state[:, None] + (k[..., None] * v[..., None, :]).cumsum(1)
+        seq1f1b.carry_out(2 * self.layer + 1, sums[:, -1])
+        return x + torch.einsum("bsd,bsde->bse", q, sums) / 16
+
+
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+@pytest.mark.parametrize("recompute", ["none", "all"])
+@pytest.mark.parametrize("schedule", ["seq1f1b", "seq-zb-h1"])
+def test_state_goes_to_every_branch(schedule: str, recompute: str) -> None:
+    trees = Trees([[3, 2, 4, 1, 1, 2], [2, 3], [5, 1, 2]], [[-1, 0, 0, 1, 1, 1], None, [-1, 0, 0]])
+    torch.manual_seed(0)
+    stages = [Carrying(i).double() for i in range(2)]
+    x, y = ([torch.randn(2, sum(s), 4).double() for s in trees.sizes] for _ in range(2))
+    loss, whole = torch.zeros(()).double(), torch.nn.Sequential(*stages)
+    for m, sizes in enumerate(trees.sizes):
+        seen = set()
+        for path in paths_of(sizes, trees.chain(m)):
+            out = whole(torch.cat([x[m][:, a:b] for a, b in path], 1))
+            for own, (a, b) in zip(out.split([b - a for a, b in path], 1), path, strict=True):
+                loss = loss + (own - y[m][:, a:b]).square().sum() * ((a, b) not in seen)
+                seen.add((a, b))
+    (loss / sum(t.numel() for t in y)).backward()
+    truth = {name: p.grad.clone() for name, p in whole.named_parameters()}
+    whole.zero_grad()
+
+    def run(group: Any) -> Any:
+        engine = PipelineEngine(
+            stages[group.rank], num_microbatches=3, loss_fn=squared, group=group, schedule=schedule,
+            memory=Memory(recompute=recompute),
+        )  # fmt: skip
+        engine.eval(x, target=y, segment_sizes=trees.sizes, parents=trees.parents)
+        return engine.step(x, target=y, segment_sizes=trees.sizes, parents=trees.parents)
+
+    run_ranks(2, run)
+    assert gradient_error({name: p.grad for name, p in whole.named_parameters()}, truth) <= TOLERANCE
+
+
+def test_a_vocabulary_over_the_ranks() -> None:
+    model, trees = whole_model(CONFIG), random_trees(random.Random(7), 3, 8)
+    tokens, targets = data_of(trees)
+    losses, truth, _ = run_paths(model, trees, tokens, targets)
+
+    def run(group: Any) -> Any:
+        stage = stage_of(model, CONFIG, group.rank, 2)
+        head = VocabularyParallelHead(CONFIG.hidden, CONFIG.vocab, rank=group.rank, num_ranks=2, bias=True).double()
+        head.load_whole(model.head.weight, model.head.bias)
+        if group.rank == 1:
+            stage.head = torch.nn.Identity()
+        engine = PipelineEngine(stage, num_microbatches=1, loss_fn=head, group=group)
+        found = engine.step(tokens, target=targets, segment_sizes=trees.sizes, parents=trees.parents)
+        return found, {name: p.grad for name, p in engine.named_parameters()}
+
+    (_, first), (found, last) = run_ranks(2, run)
+    torch.testing.assert_close(torch.stack(found), torch.stack(losses), rtol=0, atol=TOLERANCE)
+    shared = {name: torch.cat([first[name], last[name]]) for name in first if name in last}
+    assert gradient_error(first | last | shared, truth) <= TOLERANCE
+
+
+def replicas(rank: int, world: int) -> None:
+    """Two replicas of two stages in processes, each with trees of its own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+    replica, index = divmod(rank, 2)
+    shapes = [random_trees(random.Random(seed), 3, 6) for seed in (1, 2)]
+    data = [data_of(trees, seed) for seed, trees in enumerate(shapes)]
+    total = float(sum(int((target != -100).sum()) for _, targets in data for target in targets))
+    model, truth = whole_model(CONFIG), {}
+    for trees, (tokens, targets) in zip(shapes, data, strict=True):
+        gradients = run_paths(model, trees, tokens, targets, total=total)[1]
+        truth = {name: gradient + truth.get(name, 0.0) for name, gradient in gradients.items()}
+    for kind in ("ddp", "fsdp"):
+        stage = wrap(kind, stage_of(model, CONFIG, index, 2), mesh.get_group("data"), mesh["data"])
+        group = mesh.get_group("pipeline")
+        engine = PipelineEngine(stage, num_microbatches=1, loss_fn=cross_entropy, group=group)
+        trees, (tokens, targets) = shapes[replica], data[replica]
+        for _ in range(2):
+            engine.step(tokens, target=targets, segment_sizes=trees.sizes, parents=trees.parents, loss_weight=total)
+        own = {name: full_gradient(p.grad) for name, p in engine.named_parameters()}
+        assert gradient_error(own, {name: 2 * truth[name] for name in own}) <= TOLERANCE, kind
+        engine.close()
+
+
+def test_replicas_with_trees_of_their_own() -> None:
+    run_processes(4, replicas)
+
+
+def test_a_compiled_stage_is_not_traced_again_for_a_tree() -> None:
+    """After a step of rows nothing of a tree is new to it: neither its offsets nor siblings."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    stage = stage_of(whole_model(CONFIG), CONFIG, 0, 1)
+    for block in stage.blocks.values():
+        block.compile(fullgraph=True, backend=counter)
+    engine = PipelineEngine(stage, num_microbatches=1, loss_fn=cross_entropy, group=LoopbackGroup(1)[0])
+    rows, trees = Trees([[9, 4, 6]], [None]), Trees([[5, 7, 2, [3, 2, 4]]], [[-1, 0, 0, 1]])
+    tokens, targets = data_of(rows)
+    engine.step(tokens, target=targets, segment_sizes=rows.sizes)
+    known = counter.frame_count
+    assert known > 0
+    stage.zero_grad()
+    tokens, targets = data_of(trees)
+    engine.step(tokens, target=targets, segment_sizes=trees.sizes, parents=trees.parents)
+    assert counter.frame_count == known
+    truth = run_paths(whole_model(CONFIG), trees, tokens, targets)[1]
+    assert (
+        gradient_error({name.replace("_orig_mod.", ""): p.grad for name, p in engine.named_parameters()}, truth)
+        <= 1e-10
+    )
+
+
+class Placed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor, place: Tensor) -> Tensor:
+        return self.weight * x + place
+
+
+def test_positions_and_offsets_go_along_the_path() -> None:
+    """Also for a callable of the unit, which makes an argument of a stage."""
+    seen: list[tuple[int, int, int]] = []
+
+    def place(unit: Any) -> Tensor:
+        seen.append((unit.segment, unit.offset, unit.length))
+        return torch.full((), float(unit.offset))
+
+    engine = PipelineEngine(
+        Placed(), num_microbatches=1, group=LoopbackGroup(1)[0], arg_rules={"place": place}, attention="unchecked"
+    )
+    x = torch.rand(1, 13, dtype=torch.float64)
+    _, (out,) = engine.eval([x], return_outputs=True, segment_sizes=[[4, 3, [2, 2], 1, 1]], parents=[[-1, 0, 0, 1, 1]])
+    assert sorted(set(seen)) == [(0, 0, 4), (1, 4, 3), (2, 4, 4), (3, 7, 1), (4, 7, 1)]
+    torch.testing.assert_close(out - x, torch.tensor([[0.0] * 4 + [4.0] * 7 + [7.0] * 2], dtype=torch.float64))
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_ranks", "most_leaves"), [(2, 2), (4, 4)])
+def test_a_nested_order_holds_a_path_and_a_leaf_for_each_rank(num_ranks: int, most_leaves: int) -> None:
+    """A prompt and 16 answers of an eighth of it: units, keys, values and gradients as planned, at most 1.1 x that."""
+    trees = Trees([[128] + [16] * 16], [[-1] + [0] * 16])
+    tokens, targets = data_of(trees, size=1)
+    bound = 1.1 * (128 + most_leaves * 16)
+    (report, *_) = train("seq1f1b", num_ranks, [(trees, tokens, targets)])[2]
+    (by_number, *_) = train("seq1f1b", num_ranks, [(trees, tokens, targets)], order=NUMBERS)[2]
+    for rank, wide in zip(report.ranks, by_number.ranks, strict=True):
+        (stage,), per_token = rank.stages, wide.kv_bytes / 384  # the whole tree lies there
+        assert stage.peak_live_tokens == stage.planned_live_tokens <= bound
+        assert wide.stages[0].peak_live_tokens == 384
+        assert rank.kv_bytes == rank.planned_kv_bytes <= bound * per_token
+        assert rank.grad_bytes == rank.planned_grad_bytes <= bound * per_token
+        if num_ranks == 2:
+            assert stage.activation_bytes == pytest.approx(stage.planned_activation_bytes, rel=0.05)
+
+
+def test_attention_of_a_tree_counts_along_its_paths() -> None:
+    """In the share of a device's FLOP per second: as so many tokens, each behind its own path alone."""
+    sizes, parents = [8, 4, 4], [-1, 0, 0]
+    trees = Trees([sizes], [parents])
+    (report,) = train("seq1f1b", 1, [(trees, *data_of(trees, size=1))])[2]
+    shape = seq1f1b.ModelShape(hidden=16, layers=4, heads=2, kv_heads=1, ffn=16, vocab=13)
+    flops = 3 * (shape.flops(0, 8) + 2 * shape.flops(8, 12))
+    assert report.flops_utilization(shape, peak=1e9) == pytest.approx(flops / report.makespan / 1e9)
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def step_alone(sizes: Any, parents: Any, **options: Any) -> None:
+    model, options = whole_model(CONFIG), {"loss_fn": cross_entropy, **options}
+    engine = PipelineEngine(model, num_microbatches=1, group=LoopbackGroup(1)[0], **options)
+    tokens = torch.zeros(1, 9, dtype=torch.long)
+    try:
+        engine.step([tokens], target=[tokens], segment_sizes=sizes, parents=parents)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parents", "error", "message"),
+    [
+        ([[4, 3, 2]], [[-1, 2, 0]], ValueError, "segment 1 follows segment 2, must follow one of 0..0"),
+        ([[4, 3, 2]], [[-1, 1, 0]], ValueError, "segment 1 follows segment 1, must follow one of 0..0"),
+        ([[4, 3, 2]], [[-1, 0, 3]], ValueError, "segment 2 follows segment 3, must follow one of 0..1"),
+        ([[4, 3, 2]], [[-1, 0, -1]], ValueError, "segment 2 follows none, so the tree has two roots; make it"),
+        ([[4, 3, 2]], [[0, 0, 0]], ValueError, "segment 0 is the root and follows none, its parent is -1, not 0"),
+        ([[4, 3, 2]], [[-1, 0, -2]], ValueError, r"parents\[0\]\[2\] is -2, must be at least -1"),
+        ([[4, 3, 2]], [[-1, 0, 1.0]], TypeError, r"parents\[0\]\[2\] must be an int, got float"),
+        ([[4, 3, 2]], [[-1, 0]], ValueError, r"parents\[0\] must name one parent for each of its 3 segments, got"),
+        ([[4, 3, 2]], [], ValueError, "parents must be a list of 1, for every micro-batch what each segment follows"),
+        ([[4, 3, 2]], [[-1, 0, 0], [-1]], ValueError, "parents must be a list of 1"),
+        (None, [[-1, 0]], ValueError, "parents need segment_sizes of the step"),
+        ("even", [[-1, 0]], TypeError, "parents need segment_sizes of the step"),
+        ([[4, [3, 2]]], None, TypeError, r"segment_sizes\[0\]\[1\] is \[3, 2\], siblings .*: they need parents="),
+        (
+            [[[4, 5]]],
+            [[-1]],
+            ValueError,
+            r"segment_sizes\[0\]\[0\] is \[4, 5\]: siblings follow a segment, and this is",
+        ),
+        ([[4, [2, 1], 2]], [[-1, 0, 1]], ValueError, "siblings in one unit, and segment 2 follows it: nothing can"),
+        ([[4, [], 5]], [[-1, 0, 0]], ValueError, r"segment_sizes\[0\]\[1\] is an empty list: siblings in one unit are"),
+        ([[4, [5, 0]]], [[-1, 0]], ValueError, r"segment_sizes\[0\]\[1\]\[1\] is 0, must be at least 1"),
+        ([[4, [4, "1"]]], [[-1, 0]], TypeError, r"segment_sizes\[0\]\[1\]\[1\] must be an int, got str"),
+        ([[4, [3, 3]]], [[-1, 0]], ValueError, r"inputs of micro-batch 0 of shape \(1, 9\) has no dimension 1 of 10"),
+    ],
+)
+def test_bad_trees(sizes: Any, parents: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        step_alone(sizes, parents)
+
+
+def test_engines_that_take_no_trees() -> None:
+    with pytest.raises(ValueError, match=r"parents are not for ranks that share .* \(sequence_parallel=\)"):
+        step_alone([[5, 4]], [[-1, 0]], sequence_parallel=(0, 1 + 1))
+    with pytest.raises(ScheduleError, match="breadth-first needs the same k for all micro-batches"):
+        engine = PipelineEngine(
+            whole_model(CONFIG), num_microbatches=2, schedule="breadth-first", group=LoopbackGroup(1)[0]
+        )
+        tokens = [torch.zeros(1, 5, dtype=torch.long)] * 2
+        engine.step(tokens, segment_sizes=[[3, 1, 1], [5]], parents=[[-1, 0, 0], None])
+
+
+def of_chains(**counts: Any) -> Any:
+    """A callable of somebody who knows of no trees: it builds what it is asked for without parents."""
+    counts.pop("parents", None)
+    return build_schedule("seq1f1b", **counts)
+
+
+def test_a_callable_that_loses_the_parents() -> None:
+    with pytest.raises(ValueError, match=r"a callable that built an order with parents None, .* hand parents= to"):
+        step_alone([[4, 3, 2]], [[-1, 0, 0]], schedule=of_chains)
+
+
+class Mixing(torch.nn.Module):
+    """Calls something that suits no siblings, or no trees."""
+
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.linear, self.call = torch.nn.Linear(4, 4), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x)
+        self.call(out)
+        return out
+
+
+def attend(x: Tensor, **options: Any) -> None:
+    q = x.unflatten(2, (2, 2)).transpose(1, 2)
+    seq1f1b.causal_attention(q, q, q, layer=0, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "sizes", "parents", "message"),
+    [
+        (
+            partial(attend, window=2),
+            [4, [3, 2]],
+            [-1, 0],
+            "has a window or ALiBi slopes, .* 2 siblings share this unit",
+        ),
+        (partial(attend, alibi_slopes=torch.ones(2)), [4, [3, 2]], [-1, 0], "has a window or ALiBi slopes"),
+        (lambda x: seq1f1b.carry_in(0, x), [4, [3, 2]], [-1, 0], "segment 1 holds 2 siblings, and carry_in has one"),
+        (lambda x: seq1f1b.add_loss(x.mean(), of="sequence"), [4, 3, 2], [-1, 0, 0], "would count once for each"),
+    ],
+)
+def test_modules_that_do_not_suit_a_tree(call: Any, sizes: Any, parents: Any, message: str) -> None:
+    """Both ranks are told, and go on with rows."""
+    x, limits = [torch.randn(1, 9, 4)], Limits(step=20)
+
+    def run(group: Any) -> None:
+        engine = PipelineEngine(Mixing(call), num_microbatches=1, loss_fn=squared, group=group, limits=limits)
+        with pytest.raises(ValueError if group.rank == 0 else PipelineError, match=message):
+            engine.step(x, target=x, segment_sizes=[sizes], parents=[parents])
+        if "carry_in" not in message:
+            engine.step(x, target=x, segment_sizes=[[4, 5]])
+        engine.close()
+
+    run_ranks(2, run)
+
+
+def test_a_shared_token_counts_once_in_an_auxiliary_loss() -> None:
+    trees = Trees([[4, 3, [2, 1]]], [[-1, 0, 0]])
+    x, module = torch.randn(1, 10, 4), Mixing(lambda out: seq1f1b.add_loss(out.square().mean()))
+    engine = PipelineEngine(module, num_microbatches=1, loss_fn=lambda o, t: 0.0 * o.sum(), group=LoopbackGroup(1)[0])
+    engine.step([x], target=[x], segment_sizes=trees.sizes, parents=trees.parents)
+    found = module.linear.weight.grad.clone()
+    module.zero_grad()
+    module.linear(x).square().mean().backward()
+    torch.testing.assert_close(found, module.linear.weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (([[4, 3, 2]], [[-1, 0, 1]]), r"on rank 0; \[\[-1, 0, 1\]\] on rank 1"),
+        (([[4, 3, 2]], None), r"on rank 0; None on rank 1"),
+        (
+            ([[4, 3, [1, 1]]], [[-1, 0, 0]]),
+            r"on rank 0; \[\[-1, 0, 0\]\], \[1, 1\] in segment 2 of 0 on rank 1",
+        ),
+    ],
+)
+def test_ranks_that_disagree(other: Any, message: str) -> None:
+    """Every rank says so at once, with both trees; and goes on to a step in which they agree."""
+    trees = Trees([[4, 3, 2]], [[-1, 0, 0]])
+    (tokens, targets), model = data_of(trees), whole_model(CONFIG)
+
+    def run(group: Any) -> None:
+        stage = stage_of(model, CONFIG, group.rank, 2)
+        options: dict[str, Any] = {"loss_fn": cross_entropy, "limits": Limits(step=20)}
+        engine = PipelineEngine(stage, num_microbatches=1, group=group, **options)
+        sizes, parents = other if group.rank else (trees.sizes, trees.parents)
+        with pytest.raises(
+            ValueError, match=r"parents differs between the ranks of the pipeline: \[\[-1, 0, 0\]\] " + message
+        ):
+            engine.step(tokens, target=targets, segment_sizes=sizes, parents=parents)
+        engine.step(tokens, target=targets, segment_sizes=trees.sizes, parents=trees.parents)
+
+    run_ranks(2, run)
