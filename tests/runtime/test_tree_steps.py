@@ -141,6 +141,15 @@ def test_values_of_tokens() -> None:
     check("seq1f1b", 2, 1, loss_fn=of_tokens, memory=Memory(recompute="all"))
 
 
+@pytest.mark.parametrize("parents", [[-1, 0, 1, 0], [-1, 0, 0, 1], [-1, 0, 1, 2]])
+def test_another_tree_is_another_gradient(parents: list[int]) -> None:
+    """The comparison would tell a segment that follows another one, or the one before it."""
+    trees = Trees([[3, 2, 4, 2]], [[-1, 0, 0, 0]])
+    tokens, targets = data_of(trees)
+    truth = run_paths(whole_model(CONFIG), Trees(trees.sizes, [parents]), tokens, targets)[1]
+    assert gradient_error(train("seq1f1b", 1, [(trees, tokens, targets)])[1], truth) > 1e-3
+
+
 @pytest.mark.parametrize(("schedule", "units"), [("gpipe", None), ("seq1f1b", lambda unit: unit.segment % 2 == 0)])
 def test_units_that_move_away(tmp_path: Any, schedule: str, units: Any) -> None:
     check(schedule, 2, 3, memory=Memory(offload=tmp_path, units=units))
