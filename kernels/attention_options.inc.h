@@ -74,7 +74,7 @@ static visibility block_visibility(const exponent_rule *rule, int64_t token, int
         id_range(rule->docs + first_own, end - first_own, &key_low, &key_high);
         if (first_own == first_key && (low > key_high || key_low > high))
             return ALL_HIDDEN;
-        if (low != high || key_low != key_high)
+        if (low != high || key_low != key_high || low != key_low)
             seen = SOME_HIDDEN;
     }
     return seen;

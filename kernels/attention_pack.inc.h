@@ -40,8 +40,8 @@ static void narrow_row(int32_t dtype, void *x, int64_t ix, int64_t n, float fact
             ((uint16_t *)x)[ix + c] = s1f_to_fp16(factor * row[c]);
 }
 
-/* Rows to be packed: `count` of them, each `n` elements, the first at element `at`. Keys of several ranges do not follow
- * one another: `args` says where row i, which is key first_key + i, lies from `at` on. It is NULL for all else. */
+/* Rows to be packed: `count` of them, each `n` elements, the first at element `at`; `args` is NULL. But keys of several
+ * ranges do not follow one another: there `args` says where row i, which is key first_key + i, lies from `at` on. */
 typedef struct {
     const void *x;
     int64_t at, stride, count, n;

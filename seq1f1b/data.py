@@ -14,15 +14,16 @@ from torch.utils.data import Sampler
 
 from seq1f1b.fit import Fit
 from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.prefix_trees import PrefixTrees
 from seq1f1b.planning.step_plan import StepPlan, plan_step, share_documents
+from seq1f1b.planning.tree_shape import TreeShape, tokens_of
 from seq1f1b.runtime.unit_times import UnitTimes, unit_seconds
-from seq1f1b.seconds import spans_of
 
 if TYPE_CHECKING:
     from seq1f1b.runtime.engine import PipelineEngine
     from seq1f1b.runtime.report import PipelineReport
 
-__all__ = ["DocumentBatches", "PlannedStep"]
+__all__ = ["DocumentBatches", "PlannedStep", "PrefixTrees", "TreeShape"]
 
 _FORMAT = "seq1f1b documents 1"
 _SCALES = (1.0, 1.0, 0.5, 2.0)  # of the units of the first steps; all but the first step's are measured
@@ -57,7 +58,7 @@ class DocumentBatches(Sampler[PlannedStep]):
     this one trains. Give it to a ``DataLoader(sampler=..., batch_size=None)`` or iterate it; every rank makes its own.
 
     Args:
-        lengths: tokens of each document of the data.
+        lengths: tokens of each document of the data; or trees: ``PrefixTrees.shapes``; or both mixed.
         cost: of the model on a machine, for the pipeline of one replica.
         tokens_per_step: of all replicas together; a step of fewer comes where the next document is too long for the
             rest, and at an epoch's end.
@@ -79,7 +80,7 @@ class DocumentBatches(Sampler[PlannedStep]):
 
     def __init__(
         self,
-        lengths: Sequence[int],
+        lengths: Sequence[int | TreeShape],
         cost: CostModel,
         *,
         tokens_per_step: int,
@@ -90,7 +91,8 @@ class DocumentBatches(Sampler[PlannedStep]):
         engine: PipelineEngine | None = None,
         **options: Any,
     ) -> None:
-        self._lengths, self._given, self._tokens, self._seed = tuple(lengths), cost, tokens_per_step, seed
+        self._documents, self._given, self._tokens, self._seed = tuple(lengths), cost, tokens_per_step, seed
+        self._lengths = tokens_of(self._documents)
         self.cost = cost
         self._engine, self._times, self._looks, self._unit = engine, UnitTimes(), 0, 0
         self._replica, self._num_replicas, self._options = replica, num_replicas, options
@@ -99,6 +101,9 @@ class DocumentBatches(Sampler[PlannedStep]):
             raise ValueError(f"replica is {replica}, must be in 0..{num_replicas - 1}, below num_replicas")
         if not self._lengths:
             raise ValueError("there are no documents to sample")
+        for index, document in enumerate(self._documents):
+            if isinstance(document, TreeShape):
+                document.check(f"tree {index}")
         for index, length in enumerate(self._lengths):
             if not isinstance(length, int) or length < 1:
                 raise ValueError(f"document {index} has {length!r} tokens, must have at least 1, a whole number")
@@ -110,7 +115,7 @@ class DocumentBatches(Sampler[PlannedStep]):
                 f"document {longest} has {self._lengths[longest]} tokens; a step of {tokens_per_step} has no room for "
                 f"such a one{each}: cut it or drop it, or give tokens_per_step of at least {least}"
             )
-        self._digest = hashlib.sha256(repr(self._lengths).encode()).hexdigest()[:16]
+        self._digest = hashlib.sha256(repr(self._documents).encode()).hexdigest()[:16]
         self.epoch = 0
         """Epoch of the next step."""
         self.steps = 0
@@ -131,7 +136,7 @@ class DocumentBatches(Sampler[PlannedStep]):
         ahead: Future[tuple[tuple[int, ...], StepPlan]] | None = None
         for number, (begin, end) in enumerate(spans):
             documents, plan = (ahead or planner.submit(*self._ask(order[begin:end]))).result()
-            self._unit = self._unit or max(max(sizes) for sizes in plan.segment_sizes)
+            self._unit = self._unit or max(plan.costs.sizes)
             if number + 1 < len(spans):
                 ahead = planner.submit(*self._ask(order[slice(*spans[number + 1])]))
                 self._begin = end
@@ -232,7 +237,7 @@ class DocumentBatches(Sampler[PlannedStep]):
         self, documents: Sequence[int], cost: CostModel, options: Mapping[str, Any]
     ) -> tuple[tuple[int, ...], StepPlan]:
         """This replica's documents of a step, and their plan."""
-        lengths = [self._lengths[i] for i in documents]
+        lengths = [self._documents[i] for i in documents]
         if self._num_replicas > 1:
             if len(documents) < self._num_replicas:
                 raise ValueError(
@@ -246,7 +251,7 @@ class DocumentBatches(Sampler[PlannedStep]):
 
 def _look_at_step(times: UnitTimes, report: PipelineReport, plan: StepPlan) -> bool:
     """Adds the units of a planned step. False, and nothing is added, where the report is of another step."""
-    spans = [spans_of(row.sizes, row.documents) for row in plan.costs.rows]
+    spans = [row.spans for row in plan.costs.rows]
     cells = {(m, s) for m, row in enumerate(spans) for s in range(len(row))}
     if any(
         not rank.training or {(u.microbatch, u.segment) for u, _, _ in rank.timeline if u.kind == "F"} != cells

@@ -409,8 +409,8 @@ class Schedule:
         """Torch's action CSV, one line per rank: ``0F3`` has flat index 3 = microbatch * num_segments + segment.
 
         Raises:
-            ValueError: the order recomputes or moves units, which torch has no cell for, or its micro-batches differ in
-                their segments.
+            ValueError: the order recomputes or moves units, which torch has no cell for, its micro-batches differ in
+                their segments, or these are trees.
         """
         from seq1f1b.adapters import torch_csv
 
@@ -500,6 +500,8 @@ def _counts_of_trees(
     counts: tuple[int, int, int | Sequence[int], int], parents: Sequence[Sequence[int] | None]
 ) -> tuple[tuple[int, int, Sequence[int], int], list[Sequence[int]]]:
     """Writes out what is short for several: one number of segments for all, None for a chain."""
+    if isinstance(parents, int) or any(isinstance(own, int | str) for own in parents):
+        raise TypeError(f"parents must hold a list for each micro-batch, or None for a chain, got {parents!r:.80}")
     num_ranks, num_microbatches, segments, stages_per_rank = counts
     rows = [segments] * num_microbatches if isinstance(segments, int) else list(segments)
     whole = [range(-1, k - 1) if own is None else own for k, own in zip(rows, parents, strict=False)]

@@ -98,6 +98,21 @@ def spans_of(sizes: Sequence[int], documents: Sequence[int] | None = None) -> li
     return [Span(size, pairs_of(documents, end - size, end), end) for size, end in zip(sizes, ends, strict=True)]
 
 
+def spans_of_tree(parts: Sequence[Sequence[int]], parents: Sequence[int]) -> list[Span]:
+    """The segments of a tree: each sees its path, and leaves that share a segment see it and their own tokens.
+
+    Args:
+        parts: for each segment its tokens, or those of each leaf.
+        parents: the segment that each follows, -1: none.
+    """
+    spans: list[Span] = []
+    for part, parent in zip(parts, parents, strict=True):
+        begin = spans[parent].end if parent >= 0 else 0
+        pairs = sum(size * begin + size * (size + 1) / 2 for size in part)
+        spans.append(Span(sum(part), pairs, begin + sum(part)))
+    return spans
+
+
 def seconds_of(source: Source, spans: Sequence[Span]) -> UnitSeconds:
     """The units over these spans, of any rows. Stages of one kind share a list."""
     found = [source.seconds(span) for span in spans]

@@ -36,8 +36,12 @@ def unit_of(unit: tuple[int, int, int, int]) -> Unit:
     return Unit(_C.PASSES[number], stage, microbatch, segment)
 
 
-def inputs_of(units: Iterable[Unit]) -> dict[Unit, list[Unit]]:
-    """For each unit, those of the units whose results it takes, as the core has it."""
+def inputs_of(units: Iterable[Unit], parents: Sequence[tuple[int, ...]] | None = None) -> dict[Unit, list[Unit]]:
+    """For each unit, those of the units whose results it takes, as the core has it.
+
+    Args:
+        parents: for each micro-batch the segment that each of its segments follows; None: the one before it.
+    """
     units = set(units)
     num_stages = 1 + max(unit.stage for unit in units)
     num_microbatches = 1 + max(unit.microbatch for unit in units)
@@ -49,8 +53,8 @@ def inputs_of(units: Iterable[Unit]) -> dict[Unit, list[Unit]]:
     after = {}
     for unit in units:
         number = _C.PASSES.index(unit.kind), *unit[1:]
-        k = segments_of[unit.microbatch]
-        inputs = _C.unit_inputs(num_stages, num_microbatches, k, passes, number, num_shards)
+        k, own = segments_of[unit.microbatch], None if parents is None else parents[unit.microbatch]
+        inputs = _C.unit_inputs(num_stages, num_microbatches, k, passes, number, num_shards, own)
         after[unit] = [other for other in map(unit_of, inputs) if other in units]
     return after
 

@@ -94,8 +94,9 @@ static PyObject *key_ranges(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(non
     const s1f_current_unit *unit = s1f_current_unit_get();
     if (unit == NULL || s1f_is_plain_unit(unit))
         Py_RETURN_NONE;
-    return Py_BuildValue("(NN)", s1f_tuple_of(unit->num_ranges, range_item, unit->ranges),
-                         s1f_tuple_of(unit->num_parts > 1 ? unit->num_parts : 0, part_item, unit->parts));
+    return Py_BuildValue("(NNL)", s1f_tuple_of(unit->num_ranges, range_item, unit->ranges),
+                         s1f_tuple_of(unit->num_parts > 1 ? unit->num_parts : 0, part_item, unit->parts),
+                         (long long)unit->num_documents);
 }
 
 static PyObject *current_unit(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
@@ -174,7 +175,8 @@ PyMethodDef s1f_attention_methods[] = {
     S1F_METHOD(token_position, O,
                "Position along its path of a token of the current segment; its number outside a step."),
     S1F_METHOD(key_ranges, NOARGS,
-               "((begin, end, row) of keys along the current unit's path, tokens of its parts); None in a chain, and "
+               "((begin, end, row) of keys along the current unit's path, tokens of its parts, documents as "
+               "unit_set_documents told); None in a chain, and "
                "outside a step: keys lie in the first rows, and there are no parts."),
     S1F_METHOD(current_unit, NOARGS, "The unit that runs now."),
     S1F_METHOD(kv_cache_create, NOARGS, "An empty KV cache."),

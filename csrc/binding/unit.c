@@ -2,6 +2,7 @@
  * And what belongs to the unit that runs. */
 #include "binding.h"
 
+#include "../core/trees.h"
 #include "../core/unit.h"
 #include "../run/current_unit.h"
 
@@ -38,22 +39,58 @@ static int append_makers(PyObject *list, s1f_unit_input input, uint32_t passes)
     return 1;
 }
 
+/* What the segments of one micro-batch follow, in a shape of that one alone. 0 with the exception set. */
+static int read_tree(PyObject *given, s1f_shape *shape, int64_t first_cell[2], s1f_trees **trees)
+{
+    s1f_int64s parents = {.name = "parents"};
+    if (given == Py_None)
+        return 1;
+    if (!s1f_to_int64s(given, &parents))
+        return 0;
+    int32_t *own = s1f_require_count("parents", parents.count, shape->num_segments)
+                       ? PyMem_Malloc((size_t)parents.count * sizeof *own + 1)
+                       : NULL;
+    int is_read = own != NULL;
+    for (int64_t s = 0; is_read && s < parents.count; s++)
+        own[s] = parents.values[s] < -1 || parents.values[s] > INT32_MAX ? INT32_MAX : (int32_t)parents.values[s];
+    first_cell[1] = parents.count;
+    shape->first_cell = first_cell;
+    shape->num_microbatches = 1;
+    s1f_status status = is_read ? s1f_trees_create(shape, own, trees) : S1F_OK;
+    if (status != S1F_OK)
+        s1f_raise(status);
+    else if (!is_read && !PyErr_Occurred())
+        PyErr_NoMemory();
+    shape->trees = *trees;
+    PyMem_Free(own);
+    PyMem_Free(parents.values);
+    return is_read && status == S1F_OK;
+}
+
 static PyObject *unit_inputs(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     s1f_shape shape = {.num_ranks = 1};
     unsigned int passes;
-    PyObject *tuple;
+    PyObject *tuple, *parents = Py_None;
     s1f_unit unit;
-    if (!PyArg_ParseTuple(arguments, "iiiIO!|i", &shape.num_stages, &shape.num_microbatches, &shape.num_segments,
-                          &passes, &PyTuple_Type, &tuple, &shape.num_ranks) ||
-        !read_unit(tuple, &unit))
+    int64_t first_cell[2] = {0, 0};
+    s1f_trees *trees = NULL;
+    if (!PyArg_ParseTuple(arguments, "iiiIO!|iO", &shape.num_stages, &shape.num_microbatches, &shape.num_segments,
+                          &passes, &PyTuple_Type, &tuple, &shape.num_ranks, &parents) ||
+        !read_unit(tuple, &unit) || !read_tree(parents, &shape, first_cell, &trees))
         return NULL;
+    int32_t microbatch = unit.microbatch;
+    unit.microbatch = trees == NULL ? microbatch : 0;
     shape.products = s1f_products_of_passes(passes);
-    PyObject *list = PyList_New(0);
+    PyObject *list =
+        trees == NULL || s1f_require_index("segment", unit.segment, shape.num_segments) ? PyList_New(0) : NULL;
     s1f_unit_input input;
-    for (s1f_inputs inputs = s1f_inputs_of(&shape, unit); list != NULL && s1f_next_input(&inputs, &input);)
+    for (s1f_inputs inputs = s1f_inputs_of(&shape, unit); list != NULL && s1f_next_input(&inputs, &input);) {
+        input.maker.microbatch = microbatch;
         if (!append_makers(list, input, passes))
             Py_CLEAR(list);
+    }
+    s1f_trees_free(trees);
     return list;
 }
 
@@ -85,6 +122,12 @@ static PyObject *unit_set_state(PyObject *Py_UNUSED(module), PyObject *state)
     Py_RETURN_NONE;
 }
 
+static PyObject *unit_set_whole(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(arguments))
+{
+    s1f_current_unit_set_whole();
+    Py_RETURN_NONE;
+}
+
 static PyObject *unit_set_documents(PyObject *Py_UNUSED(module), PyObject *count)
 {
     long long num_documents = PyLong_AsLongLong(count);
@@ -95,16 +138,19 @@ static PyObject *unit_set_documents(PyObject *Py_UNUSED(module), PyObject *count
 }
 
 PyMethodDef s1f_unit_methods[] = {
-    S1F_METHOD(unit_inputs, VARARGS,
-               "The units that a unit waits for, in an order of these passes (bits 1 << pass), num_segments those "
-               "of its micro-batch; where two passes may make an input, both are named, and R and L where the unit "
-               "may have one. num_ranks: shards of the vocabulary."),
+    S1F_METHOD(
+        unit_inputs, VARARGS,
+        "The units that a unit waits for, in an order of these passes (bits 1 << pass), num_segments those "
+        "of its micro-batch; where two passes may make an input, both are named, and R and L where the unit "
+        "may have one. num_ranks: shards of the vocabulary. parents: what each segment of the unit's micro-batch "
+        "follows; None: the one before it."),
     S1F_METHOD(unit_lifetimes, VARARGS,
                "(takes, frees), the names of what the unit holds from its start on, and of what is free at its "
                "end. cell_kind: 0 what F saves is kept, 1 recomputed, 2 moved away."),
     S1F_METHOD(unit_state, NOARGS, "What unit_set_state gave the unit that runs on this thread, or None."),
     S1F_METHOD(unit_set_state, O,
                "An object of the unit that runs on this thread; the caller keeps it until the unit ends."),
+    S1F_METHOD(unit_set_whole, NOARGS, "Ops of the unit that runs on this thread count as outside a step."),
     S1F_METHOD(unit_set_documents, O,
                "Documents in the row of the unit that runs on this thread; attention of more than one needs doc_ids."),
     {NULL, NULL, 0, NULL}};

@@ -57,20 +57,10 @@ static void give_back(const assignment *a, s1f_unit unit, int32_t segment)
     memmove(live + place, live + place + 1, (size_t)(*count - place) * sizeof *live);
 }
 
-static int32_t num_children(const s1f_shape *shape, s1f_unit unit)
-{
-    int32_t count = 0;
-    if (shape->trees == NULL)
-        return unit.segment + 1 < s1f_segments_of(shape, unit.microbatch);
-    for (unit.segment = shape->trees->first_child[s1f_cell(shape, unit)]; unit.segment >= 0; count++)
-        unit.segment = shape->trees->next_sibling[s1f_cell(shape, unit)];
-    return count;
-}
-
 /* The F of a unit is the last that reads its rows where nothing follows it, and so may be for those above it. */
 static void leave(const assignment *a, s1f_unit unit)
 {
-    a->waiting[cell_at(a, unit, unit.segment)] += num_children(a->shape, unit);
+    a->waiting[cell_at(a, unit, unit.segment)] += s1f_num_children(a->shape, unit);
     while (unit.segment >= 0 && a->waiting[cell_at(a, unit, unit.segment)] == 0) {
         give_back(a, unit, unit.segment);
         unit.segment = s1f_parent_of(a->shape, unit);

@@ -133,7 +133,16 @@ s1f_status s1f_schedule_set_parents(s1f_schedule *schedule, const int32_t *paren
     if (schedule->passes != 0 || schedule->first_cell == NULL || schedule->trees != NULL)
         return s1f_fail(S1F_ERR_STATE, "segments get their parents once, after their numbers and before any unit");
     s1f_shape shape = s1f_schedule_shape(schedule);
-    return s1f_trees_create(&shape, parents, &schedule->trees);
+    s1f_trees *trees = NULL;
+    S1F_TRY(s1f_trees_create(&shape, parents, &trees));
+    int is_tree = 0; /* chains alone are the order that they are without parents */
+    for (int64_t cell = 0; cell < s1f_num_cells(&shape); cell++)
+        is_tree |= parents[cell] != s1f_unit_of_cell(&shape, S1F_PASS_FORWARD, 0, cell).segment - 1;
+    if (is_tree)
+        schedule->trees = trees;
+    else
+        s1f_trees_free(trees);
+    return S1F_OK;
 }
 
 s1f_status s1f_schedule_create_like(const s1f_schedule *schedule, s1f_schedule **out)

@@ -20,8 +20,8 @@ s1f_status s1f_schedule_create(int32_t num_ranks, int32_t num_stages, int32_t nu
 /* Gives every micro-batch its own number of segments, [num_microbatches]; the most is num_segments. S1F_ERR_ARG if one
  * is below 1 or none is num_segments, S1F_ERR_STATE if the schedule is not empty. */
 s1f_status s1f_schedule_set_rows(s1f_schedule *schedule, const int32_t *segments_of);
-/* Makes the segments trees (trees.h): parents, [cell of a stage]. S1F_ERR_ARG where one has no parent before it,
- * S1F_ERR_STATE if the schedule has no rows or is not empty. */
+/* Makes the segments trees (trees.h): parents, [cell of a stage]; chains alone change nothing. S1F_ERR_ARG if one has no
+ * parent before it, S1F_ERR_STATE if the schedule has no rows or is not empty. */
 s1f_status s1f_schedule_set_parents(s1f_schedule *schedule, const int32_t *parents);
 /* An empty schedule with the counts and the placement of another. */
 s1f_status s1f_schedule_create_like(const s1f_schedule *schedule, s1f_schedule **out);
@@ -65,8 +65,8 @@ uint32_t s1f_schedule_passes(const s1f_schedule *schedule);
 int s1f_schedule_equal(const s1f_schedule *a, const s1f_schedule *b);
 /* 64 bits of the units and their order: alike in equal schedules on every machine, and by chance alone in others. */
 uint64_t s1f_schedule_digest(const s1f_schedule *schedule);
-/* Counts, placement and products of the order as it stands; what it points to is borrowed. `marks` is NULL: ask so where
- * it does not matter which cells are recomputed, or moved, or how an order goes through trees. */
+/* Counts, placement and products of the order as it stands; what it points to is borrowed. `marks` is NULL: for whoever
+ * need not know which cells are recomputed, or moved, or how an order goes through trees. */
 s1f_shape s1f_schedule_shape(const s1f_schedule *schedule);
 /* s1f_schedule_shape with `marks`, which are found once, and borrowed until the next append or free.
  * S1F_ERR_MEMORY. */
@@ -85,8 +85,8 @@ s1f_status s1f_schedule_forward_only(const s1f_schedule *schedule, s1f_schedule 
  * One line per rank, units separated by blanks, "F1.0" = forward, micro-batch 1, segment 0; "[2]F1.0" names the stage,
  * on every unit or on none (then rank r holds stage r and no other). "#" starts a comment; lines without a unit do not
  * count. Where segments are trees, the first line has their parents, a word for each micro-batch, "-" for a chain:
- * "parents -1,0,0 -". The readers find the counts and the placement in the text; a micro-batch has the segments that it names. They
- * do not check the order: s1f_schedule_check does. */
+ * "parents -1,0,0 -". With chains alone it makes an order of rows. The readers find the counts and the placement in the
+ * text; a micro-batch has the segments that it names. They do not check the order: s1f_schedule_check does. */
 
 /* *text: terminated, owned by the caller (free). */
 s1f_status s1f_schedule_to_text(const s1f_schedule *schedule, char **text);

@@ -251,7 +251,7 @@ static s1f_status set_named_rows(s1f_schedule *schedule, const parsed_unit *unit
         differ |= segments_of[m] != s1f_schedule_shape(schedule).num_segments;
     if (status == S1F_OK && differ)
         status = s1f_schedule_set_rows(schedule, segments_of);
-    if (status == S1F_OK && trees->num_microbatches > 0)
+    if (status == S1F_OK && trees->num_parents > 0)
         status = set_trees(schedule, trees, segments_of);
     free(segments_of);
     return status;
@@ -377,6 +377,8 @@ static s1f_status read_parents(scanner *s, named_trees *trees)
         S1F_TRY(read_parents_word(&word, trees));
     }
     s->line_has_units = 0;
+    if (trees->num_microbatches == 0)
+        return s1f_fail(S1F_ERR_ARG, "line %d: no parents follow the word, must be a word for each micro-batch", line);
     return S1F_OK;
 }
 

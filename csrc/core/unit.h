@@ -179,12 +179,20 @@ static inline int32_t s1f_parent_of(const s1f_shape *shape, s1f_unit unit)
 {
     return shape->trees == NULL ? unit.segment - 1 : shape->trees->parent[s1f_cell(shape, unit)];
 }
-/* Whether the unit's segment is the first below its parent that goes back; without marks, in the reverse order of
- * numbers. */
+/* How many segments follow the unit's own. */
+static inline int32_t s1f_num_children(const s1f_shape *shape, s1f_unit unit)
+{
+    int32_t count = 0;
+    if (shape->trees == NULL)
+        return unit.segment + 1 < s1f_segments_of(shape, unit.microbatch);
+    for (unit.segment = shape->trees->first_child[s1f_cell(shape, unit)]; unit.segment >= 0; count++)
+        unit.segment = shape->trees->next_sibling[s1f_cell(shape, unit)];
+    return count;
+}
+/* Whether the unit's segment, or one below it, is the first below its parent that goes back. For trees with marks. */
 static inline int s1f_opens_parent(const s1f_shape *shape, s1f_unit unit)
 {
-    return shape->marks != NULL ? (shape->marks[s1f_cell_of_all(shape, unit)] & S1F_MARK_OPENS_PARENT) != 0
-                                : shape->trees->next_sibling[s1f_cell(shape, unit)] < 0;
+    return (shape->marks[s1f_cell_of_all(shape, unit)] & S1F_MARK_OPENS_PARENT) != 0;
 }
 
 /* What becomes of what F of a cell saves. */
@@ -304,7 +312,7 @@ typedef struct { /* bits (1 << s1f_holding) */
     uint32_t takes, uses, frees;
 } s1f_lifetimes;
 
-/* Where a unit's segment stands in its micro-batch, as bits; in a chain the last segment is the last forward, the first
+/* Bits say where a unit's segment stands in its micro-batch; in a chain the last segment is the last forward, the first
  * one back and the leaf. */
 enum {
     S1F_STANDS_FIRST = 1, /* it follows none */

@@ -58,6 +58,12 @@ void s1f_current_unit_set_state(void *state)
         unit_to_change()->state = state;
 }
 
+void s1f_current_unit_set_whole(void)
+{
+    if (unit_to_change() != NULL)
+        unit_to_change()->is_whole = 1;
+}
+
 void s1f_current_unit_set_documents(int64_t num_documents)
 {
     if (unit_to_change() != NULL)

@@ -28,6 +28,7 @@ typedef struct {
     const int64_t *parts; /* tokens of each part: siblings that lie one after another in the segment. NULL: one */
     int32_t num_ranges, num_parts;
     struct s1f_kv_cache *cache; /* borrowed from the engine that is inside the step, as are ranges and parts */
+    int32_t is_whole;           /* ops count as outside a step: whoever computes the unit sets it */
     void *state;                /* of whoever computes the unit, borrowed; NULL at first */
 } s1f_current_unit;
 
@@ -47,8 +48,10 @@ const s1f_current_unit *s1f_current_unit_get(void);
 void s1f_current_unit_set_thread(const s1f_current_unit *unit);
 s1f_status s1f_current_unit_set_process(const s1f_current_unit *unit);
 
-/* Sets the state, or the number of documents, of the unit that runs on this thread; nothing happens outside a step. */
+/* These set the state, the number of documents, and that it is whole, of the unit that runs on this thread; nothing
+ * happens outside a step. */
 void s1f_current_unit_set_state(void *state);
+void s1f_current_unit_set_whole(void);
 void s1f_current_unit_set_documents(int64_t num_documents);
 
 #endif

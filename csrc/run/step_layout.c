@@ -22,16 +22,6 @@ void s1f_layout_forget(s1f_step_layout *layout)
     layout->is_known = 0;
 }
 
-static int32_t count_children(const s1f_shape *shape, s1f_unit unit)
-{
-    int32_t count = 0;
-    if (shape->trees == NULL)
-        return unit.segment + 1 < s1f_segments_of(shape, unit.microbatch);
-    for (unit.segment = shape->trees->first_child[s1f_cell(shape, unit)]; unit.segment >= 0; count++)
-        unit.segment = shape->trees->next_sibling[s1f_cell(shape, unit)];
-    return count;
-}
-
 /* The parts of a unit, NULL for one. */
 static const int64_t *parts_of(const s1f_step_layout *layout, s1f_unit unit, int32_t *count)
 {
@@ -51,7 +41,7 @@ static s1f_status check_parts(const s1f_step_layout *layout, s1f_unit unit)
     const int64_t *parts = parts_of(layout, unit, &count);
     if (parts == NULL)
         return S1F_OK;
-    if (count_children(layout->shape, unit) > 0)
+    if (s1f_num_children(layout->shape, unit) > 0)
         return s1f_fail(
             S1F_ERR_ARG,
             "micro-batch %d, segment %d holds %d siblings, and other segments follow it: siblings may share "
@@ -134,7 +124,7 @@ void s1f_layout_describe(const s1f_step_layout *layout, s1f_current_unit *curren
     s1f_unit unit = current->unit;
     current->num_segments = s1f_segments_of(shape, unit.microbatch);
     current->parent = s1f_parent_of(shape, unit);
-    current->num_children = count_children(shape, unit);
+    current->num_children = s1f_num_children(shape, unit);
     current->offset = s1f_offset_of(layout, unit);
     current->length = s1f_size_of(layout, unit);
     current->sequence_length = s1f_total_of(layout, unit);

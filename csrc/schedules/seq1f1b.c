@@ -3,8 +3,9 @@
  * Forwards run m.0 .. m.k-1, backwards m.k-1 .. m.0, micro-batches in order. k = 1 is exactly 1F1B.
  * F = 1, B = 2: makespan 3 M + 3 (P - 1) / k, peak min(P - 1 + k, M k). Any counts.
  *
- * Trees, unless by their numbers: forwards run parents first and one branch after another, backwards branch after branch and
- * parents last. A rank then holds a path and P - 1 units more, in place of a tree. */
+ * Trees, unless by their numbers: forwards run parents first and one branch after another, backwards branch after branch
+ * and parents last. A rank then holds a path and P - 1 units more, in place of a tree, and of n equal units the makespan
+ * is 3 n + 3 (P - 1) as by numbers. */
 #include "families.h"
 
 #include "../core/pool.h"
@@ -40,14 +41,16 @@ static void walk_tree(nested *n, s1f_unit root)
     }
 }
 
-/* B number i comes after as many forwards as it needs, and one more for each B before it: the most that any B up to it
- * needs beyond its own number decides. In a chain that is k, as below. */
+/* B number i comes after i + ahead forwards. Some B needs so many, as k of a chain does; where fewer are enough at
+ * first, a rank that takes one more forward later on makes the others wait. */
 static s1f_status append_nested(s1f_schedule *schedule, const nested *n, int64_t warmup)
 {
     int64_t ahead = 0, forwards = 0;
     for (int64_t i = 0; i < n->num_backwards; i++) {
-        int64_t needed = n->number[s1f_cell(n->shape, n->backwards[i])] + 1;
-        ahead = needed - i > ahead ? needed - i : ahead;
+        int64_t needed = n->number[s1f_cell(n->shape, n->backwards[i])] + 1 - i;
+        ahead = needed > ahead ? needed : ahead;
+    }
+    for (int64_t i = 0; i < n->num_backwards; i++) {
         while (forwards < n->num_forwards && forwards < i + ahead + warmup)
             S1F_TRY(s1f_schedule_append(schedule, n->forwards[forwards++]));
         S1F_TRY(s1f_schedule_append(schedule, n->backwards[i]));
@@ -80,7 +83,7 @@ static s1f_status nested_order(const s1f_request *request, s1f_schedule *schedul
  * follows the micro-batches at hand was never shorter on 300 random orders, and 4 % longer on their mean. */
 static s1f_status order_of_rank(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
 {
-    if (request->options.trees != S1F_TREES_BY_NUMBER && request->options.parents != NULL)
+    if (request->options.trees != S1F_TREES_BY_NUMBER && s1f_schedule_shape(schedule).trees != NULL)
         return nested_order(request, schedule, rank);
     return s1f_schedule_alternate_units(schedule, rank, s1f_warmup_of_rank(request, rank) + request->num_segments - 1);
 }

@@ -64,7 +64,7 @@ s1f_status s1f_op_positions(s1f_op_call *call)
                         (long long)rank, (long long)num_parts);
     int64_t length = x->sizes[dim < 0 ? dim + x->ndim : dim], first = rank * length;
     const s1f_current_unit *unit = s1f_current_unit_get();
-    if (unit != NULL) {
+    if (unit != NULL && !unit->is_whole) {
         char name[64];
         s1f_unit_text(unit->unit, 1, name, sizeof name);
         if (length * num_parts != unit->length)

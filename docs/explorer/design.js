@@ -5,7 +5,7 @@ const Designs = (() => {
   const PLAIN = {
     family: "seq1f1b", P: 4, M: 4, k: 2, v: 1,
     costs: "seconds", F: 1, B: 2, W: null, message: 0, attention: 0, split: "even",
-    recompute: "none", offload: "none", tier: 0.5, cap: 2, weights: "planned", options: {}, order: "",
+    recompute: "none", offload: "none", tier: 0.5, cap: 2, weights: "planned", options: {}, order: "", parents: "",
   }
   const NUMBERS = new Set(["P", "M", "k", "v", "F", "B", "W", "message", "attention", "tier", "cap"])
   const WORDS = { // of fields that take nothing else
@@ -94,22 +94,25 @@ const Designs = (() => {
 
   // The places in an order's text that a sentence means: {begin, end} of characters, with rank and name.
   function marks(sentence, order) {
-    const lines = []
+    let lines = []
     let at = 0
     for (const line of order.split("\n")) {
-      const units = [...line.split("#")[0].matchAll(/[^ \t,]+/g)].map((word) => {
+      const isOfRank = !/^[ \t]*parents\b/.test(line)
+      const words = line.split("#")[0].matchAll(isOfRank ? /[^ \t,]+/g : /[^ \t]+/g)
+      const units = [...words].map((word) => {
         const begin = at + word.index
         return { name: word[0], begin, end: begin + word[0].length }
       })
-      if (units.length) lines.push({ number: order.slice(0, at).split("\n").length, units })
+      if (units.length) lines.push({ number: order.slice(0, at).split("\n").length, units, isOfRank })
       at += line.length + 1
     }
     const read = sentence.match(/^line (\d+), unit (\d+)/)
     if (read) {
-      const rank = lines.findIndex((line) => line.number === Number(read[1]))
-      const unit = lines[rank]?.units[Number(read[2]) - 1]
-      return unit ? [{ ...unit, rank }] : []
+      const line = lines.find(({ number }) => number === Number(read[1]))
+      const unit = line?.units[Number(read[2]) - 1]
+      return unit ? [{ ...unit, rank: lines.filter(({ isOfRank }) => isOfRank).indexOf(line) }] : []
     }
+    lines = lines.filter(({ isOfRank }) => isOfRank)
     const twice = sentence.match(/order of rank (\d+), at positions (\d+) and (\d+)/)
     if (twice) return [twice[2], twice[3]].map((i) => ({ ...lines[twice[1]].units[i], rank: Number(twice[1]) }))
     const found = []
@@ -128,8 +131,9 @@ const Designs = (() => {
 
   // -- as text ------------------------------------------------------------------------------------------------------
 
-  // Torch's action CSV, as Schedule.to_csv writes it; null where torch has no cell for a pass.
+  // Torch's action CSV, as Schedule.to_csv writes it; null where torch has no cell for a pass, and no parents.
   function toCsv(result, passes) {
+    if (result.parents) return null
     const { first, pass, stage, microbatch, segment, k } = result
     const lines = []
     for (let rank = 0; rank + 1 < first.length; rank++) {
@@ -144,13 +148,15 @@ const Designs = (() => {
     return lines.join("")
   }
 
-  // A table [stage][segment] in Python; one number where all are equal.
-  function tableText(values, S) {
+  // A table [stage][segment] in Python, with segmentsOf [stage][micro-batch][segment]; one number where all are equal.
+  function tableText(values, S, segmentsOf = null) {
     if (values.every((x) => x === values[0])) return numberText(values[0])
     const columns = values.length / S
+    const text = (row) => `[${Array.from(row, numberText).join(", ")}]`
     const rows = Array.from({ length: S }, (_, s) => {
-      const row = values.slice(s * columns, (s + 1) * columns)
-      return `[${Array.from(row, numberText).join(", ")}]`
+      let at = s * columns
+      if (segmentsOf === null) return text(values.slice(at, at + columns))
+      return `[${segmentsOf.map((count) => text(values.slice(at, (at += count)))).join(", ")}]`
     })
     return rows.every((row) => row === rows[0]) ? `[${rows[0]}] * ${S}` : `[${rows.join(", ")}]`
   }
@@ -161,12 +167,13 @@ const Designs = (() => {
   function toPython(design, result, facts) {
     const family = facts.families.find((one) => one.name === design.family)
     const isModel = design.costs !== "seconds"
-    const { S, k } = result
+    const { S, k, segmentsOf } = result
+    const table = (values) => tableText(values, S, segmentsOf)
     const imports = ["build_schedule"]
     const setup = []
     const { tables } = result
-    const options = Object.entries(design.options).filter(([name]) => family?.options.includes(name))
-    const given = options.map(([name, value]) => `"${name}": ${JSON.stringify(value)}`)
+    const own = Object.entries(design.options).filter(([name]) => family?.options.includes(name))
+    const given = own.map(([name, value]) => `"${name}": ${JSON.stringify(value)}`)
     const lines = []
     let costs
     let memory = null
@@ -195,14 +202,14 @@ const Designs = (() => {
       memory = "price.step_memory(schedule.rank_of_stage)"
     } else {
       const passes = { forward: tables.passes.F, backward: tables.passes.B, weight: tables.passes.W }
-      const named = Object.entries(passes).filter(([, of]) => of).map(([name, of]) => `${name}=${tableText(of, S)}`)
+      const named = Object.entries(passes).filter(([, of]) => of).map(([name, of]) => `${name}=${table(of)}`)
       if (family?.options.includes("costs")) {
-        const [F, I, W] = tables.built.map((of) => tableText(of, S))
+        const [F, I, W] = tables.built.map(table)
         given.push(`"costs": (${F}, ${I}, ${W})`)
         if (family.options.includes("transfer")) given.push(`"transfer": ${numberText(design.message)}`)
       }
       if (design.message > 0) named.push(`links=Links(latency=${numberText(design.message)})`)
-      if (moves) named.push(`tier=${tableText(tables.tier, S)}`)
+      if (moves) named.push(`tier=${table(tables.tier)}`)
       imports.unshift("Costs", ...(design.message > 0 ? ["Links"] : []))
       costs = `Costs(${named.join(", ")})`
       const sizes = tables.sizes
@@ -214,8 +221,11 @@ const Designs = (() => {
       lines.push(`schedule = Schedule.from_text("""\\\n${design.order.trim()}\n""")`)
     } else {
       const { P, M, v } = design
-      const counts = `num_ranks=${P}, num_microbatches=${M}, num_segments=${k}, stages_per_rank=${v}`
-      const extra = given.length ? `,\n    options={${given.join(", ")}}` : ""
+      const segments = result.parents === null ? k : `[${segmentsOf.join(", ")}]`
+      const counts = `num_ranks=${P}, num_microbatches=${M}, num_segments=${segments}, stages_per_rank=${v}`
+      const trees = result.parents?.map((own) => `[${own.join(", ")}]`).join(", ")
+      const options = given.length ? `,\n    options={${given.join(", ")}}` : ""
+      const extra = trees ? `,\n    parents=[${trees}]${options}` : options
       lines.push(`schedule = build_schedule(\n    "${design.family}", ${counts}${extra},\n)`)
     }
     if (design.weights === "fill") {

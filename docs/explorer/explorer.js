@@ -48,6 +48,12 @@ const Explorer = (() => {
       label: "k segments", title: "segments: slices of each micro-batch along the sequence", least: 1, step: 1,
       when: hasCounts, choices: ofModel("k"),
     },
+    parents: {
+      label: "parents", wide: true, of: "parents", when: (design) => familyOf(design)?.has_segments && isPlain(design),
+      title:
+        "micro-batches whose segments are trees: what each segment follows, -1,0,0; a word for all micro-batches, or " +
+        "one for each, with - for a chain; empty: chains",
+    },
     v: {
       label: "v stages", title: "stages that each rank holds", least: 1, step: 1,
       when: hasCounts, choices: ofModel("v"),
@@ -75,6 +81,10 @@ const Explorer = (() => {
     "option.placement": {
       label: "placement", title: "where stages lie", when: takes("placement"),
       choices: () => plain([["", "the better"], ["loop", "loop"], ["v", "V"]]),
+    },
+    "option.trees": {
+      label: "trees", title: "whether branches go forward by their numbers, or one after another", when: takes("trees"),
+      choices: () => plain([["", "by number"], ["nested", "nested"]]),
     },
     "option.backward": {
       label: "backward", title: "one B, or I and W", when: takes("backward"),
@@ -327,7 +337,8 @@ const Explorer = (() => {
 
     saveCsv() {
       const csv = Designs.toCsv(this.result, facts.style.passes)
-      if (csv === null) alert("Torch's CSV has no cell for a unit that is recomputed or moved: save the order as text.")
+      const lacks = this.result.parents ? "parents" : "cell for a unit that is recomputed or moved"
+      if (csv === null) alert(`Torch's CSV has no ${lacks}: save the order as text.`)
       else save(`${this.fileName()}.csv`, csv, "text/csv")
     }
 

@@ -100,6 +100,14 @@ EXPORT(set_option_costs) void set_option_costs(const double *forward, const doub
     lab.options.costs[2] = weight;
 }
 
+/* Segments of each micro-batch, whose most is k of build(), and what each follows, [cell]; 0 parents: chains. Tables are
+ * then [stage][cell]. */
+EXPORT(set_rows) void set_rows(const int32_t *segments_of, const int32_t *parents)
+{
+    lab.options.segments_of = segments_of;
+    lab.options.parents = parents;
+}
+
 /* The first rule of the family that the counts and options break, as text; 0: none, or another error. */
 EXPORT(broken_rule) const char *broken_rule(const char *family, int32_t P, int32_t M, int32_t k, int32_t v)
 {
@@ -187,6 +195,13 @@ EXPORT(segments_of) int32_t segments_of(int32_t microbatch)
 
 /* Whether micro-batches differ in their segments: then a column is a cell of the stage. */
 READ(int32_t, has_rows, s1f_schedule_shape(lab.order).first_cell != NULL)
+
+/* What each segment follows, [column]; 0: all micro-batches are chains. */
+EXPORT(parents) const int32_t *parents(void)
+{
+    s1f_shape shape = s1f_schedule_shape(lab.order);
+    return shape.trees == NULL ? NULL : shape.trees->parent;
+}
 
 EXPORT(num_units) int32_t num_units(int32_t rank)
 {

@@ -59,6 +59,12 @@ const Laboratory = (() => {
       return at
     }
 
+    ints(values) {
+      const at = this.room(4 * values.length)
+      new Int32Array(this.c.memory.buffer, at, values.length).set(values)
+      return at
+    }
+
     readDoubles(at, count) {
       return new Float64Array(this.c.memory.buffer, at, count).slice()
     }
@@ -108,13 +114,14 @@ const Laboratory = (() => {
     run(design, result) {
       const { c } = this.core
       if (design.family !== "text") this.checkCounts(design)
+      const trees = this.readTrees(design)
       const costs = this.costs(design)
       this.built = null // seconds of F, I and W that the order is built from
       if (design.family === "text") {
         this.checkSize(Math.ceil(design.order.length / 5)) // of "F0.0 "
         this.core.must(c.read_text(this.core.write(design.order)), "text")
       } else {
-        this.build(design, costs)
+        this.build(design, costs, trees)
       }
       if (design.weights === "fill" && this.readCounts().passes & (1 << PASS.B)) {
         this.core.must(c.check(), "order")
@@ -151,6 +158,23 @@ const Laboratory = (() => {
       if (Math.min(P, M, k, v) > 0) this.checkSize(2 * P * M * k * v)
     }
 
+    // The parents of a design, [micro-batch][segment], from a word for each micro-batch, or one for all: "-1,0,0", or
+    // "-" for a chain of k segments; null where it gives none.
+    readTrees({ family, M, k, parents }) {
+      const words = family === "text" ? [] : (parents ?? "").trim().split(/\s+/).filter((word) => word !== "")
+      if (words.length === 0) return null
+      if (words.length !== 1 && words.length !== M)
+        throw new Refused(`parents hold ${words.length} words, must hold one for all or for each of ${M}`, "counts")
+      const wrong = words.find((word) => !/^(-|-?\d{1,9}(,-?\d{1,9})*)$/.test(word))
+      if (wrong !== undefined)
+        throw new Refused(`"${wrong}": parents are written -1,0,0, or - for a chain, with blanks between`, "counts")
+      const chain = Array.from({ length: k }, (_, s) => s - 1)
+      return Array.from({ length: M }, (_, m) => {
+        const word = words[words.length === 1 ? 0 : m]
+        return word === "-" ? chain : word.split(",").map(Number)
+      })
+    }
+
     // -- costs ------------------------------------------------------------------------------------------------------
 
     // Of every segment: what share of a stage's seconds it takes, and its tokens, those of all being `tokens`.
@@ -175,6 +199,15 @@ const Laboratory = (() => {
       return Array.from(split.shares, (share) => (seconds * share) / (parts / k))
     }
 
+    // The same of a tree whose segments are of one length: attention is to the tokens of the path.
+    treeSegments(seconds, { attention }, parts, parents) {
+      const k = parents.length
+      const keys = parents.map(() => 1)
+      parents.forEach((parent, s) => parent >= 0 && (keys[s] = keys[parent] + 2)) // twice those of the middle token
+      const all = keys.reduce((a, b) => a + b)
+      return keys.map((own) => (seconds * ((1 - attention) / k + (attention * own) / all)) / (parts / k))
+    }
+
     // Tables of a preset for these counts.
     preset(design, v, k) {
       const preset = this.facts.presets[design.costs]
@@ -195,11 +228,18 @@ const Laboratory = (() => {
       return preset
     }
 
-    build(design, preset) {
+    build(design, preset, trees) {
       const { core } = this
       const { c } = core
       const family = this.facts.families.find((one) => one.name === design.family)
-      const { P, M, k, v } = design
+      const { P, M, v } = design
+      const segmentsOf = trees === null ? Array(M).fill(design.k) : trees.map((own) => own.length)
+      const k = Math.max(...segmentsOf)
+      const columns = trees === null ? k : segmentsOf.reduce((a, b) => a + b)
+      if (trees !== null) {
+        this.checkSize(2 * P * columns * v)
+        c.set_rows(core.ints(segmentsOf), core.ints(trees.flat()))
+      }
       for (const [name, value] of Object.entries(design.options)) {
         if (!family.options.includes(name)) continue
         const i = this.facts.options.indexOf(name)
@@ -207,14 +247,14 @@ const Laboratory = (() => {
         c.set_option(i, typeof value === "number" ? value : words.indexOf(value) + 1)
       }
       const name = core.write(design.family)
-      if (family.options.includes("costs") && P * v * k <= 1 << 22 && Math.min(P, v, k) > 0) {
-        const tables = this.passTables(design, preset, P * v, v * k, Array(M).fill(k), false)
+      if (family.options.includes("costs") && P * v * columns <= 1 << 22 && Math.min(P, v, k) > 0) {
+        const tables = this.passTables(design, preset, P * v, v * k, segmentsOf, trees !== null, trees)
         for (const letter of ["F", "B", "W", "I"])
           if (tables[letter]) c.set_pass(PASS[letter], core.doubles(tables[letter]))
-        core.must(c.fill_in_passes(P * v * k), "costs")
+        core.must(c.fill_in_passes(P * v * columns), "costs")
         const built = ["F", "I", "W"].map((letter) => c.pass_seconds(PASS[letter]))
         c.set_option_costs(...built)
-        this.built = built.map((at) => core.readDoubles(at, P * v * k))
+        this.built = built.map((at) => core.readDoubles(at, P * v * columns))
         if (family.options.includes("transfer") && preset === null)
           c.set_option(this.facts.options.indexOf("transfer"), design.message)
       }
@@ -222,7 +262,7 @@ const Laboratory = (() => {
     }
 
     // By letter, seconds of passes [stage][column]. parts: units of a pass that a rank runs for a micro-batch.
-    passTables(design, preset, S, parts, segmentsOf, hasRows) {
+    passTables(design, preset, S, parts, segmentsOf, hasRows, trees) {
       if (preset !== null) {
         const table = this.preset(design, S / preset.P, segmentsOf[0])
         const tables = { F: flat(table.forward), B: flat(table.backward), I: flat(table.input) }
@@ -234,6 +274,8 @@ const Laboratory = (() => {
       const columns = (seconds) => {
         if (!hasRows) return this.segments(seconds, this.split(design, k), parts, k)
         const even = { ...design, split: "even" }
+        if (trees !== null)
+          return trees.flatMap((own) => this.treeSegments(seconds, design, (parts / k) * own.length, own))
         return segmentsOf.flatMap((each) => this.segments(seconds, this.split(even, each), (parts / k) * each, each))
       }
       const stages = (seconds) => {
@@ -245,6 +287,14 @@ const Laboratory = (() => {
       return tables
     }
 
+    // Parents of the order that is built, [micro-batch][segment]; null: chains.
+    treesOf(segmentsOf) {
+      const at = this.core.c.parents()
+      if (at === 0) return null
+      const all = Array.from(this.core.readInts(at, segmentsOf.reduce((a, b) => a + b)))
+      return segmentsOf.map((count) => all.splice(0, count))
+    }
+
     // All tables of an order that is built.
     tablesOf(design, preset, counts) {
       const { P, S, M, columns } = counts
@@ -253,7 +303,8 @@ const Laboratory = (() => {
       const hasRows = c.has_rows() !== 0
       const k = counts.k
       const parts = Math.max(1, Math.floor((k * S) / P))
-      const passes = this.passTables(design, preset, S, parts, segmentsOf, hasRows)
+      const trees = this.treesOf(segmentsOf)
+      const passes = this.passTables(design, preset, S, parts, segmentsOf, hasRows, trees)
       if (preset !== null) {
         if (hasRows || P !== preset.P || S % P !== 0)
           throw new Refused(`${preset.title} has costs for P = ${preset.P}, and one k for all micro-batches`, "costs")
@@ -287,7 +338,7 @@ const Laboratory = (() => {
       let tier = null
       if (design.offload !== "none") {
         const even = { ...design, F: design.tier, B: 0, W: null, attention: 0 }
-        tier = this.passTables(even, null, S, parts, segmentsOf, hasRows).F
+        tier = this.passTables(even, null, S, parts, segmentsOf, hasRows, trees).F
       }
       return {
         passes, bytes, constant: {}, tokens: ((hasRows ? k : split.tokens) * S) / P, sizes, tier,
@@ -360,8 +411,10 @@ const Laboratory = (() => {
       Object.assign(result, {
         first: Int32Array.from(first), pass: column(0), stage: column(1), microbatch: column(2), segment: column(3),
         rankOfStage: Array.from(this.core.readInts(c.rank_of_stage(), result.S)),
+        segmentsOf: c.has_rows() ? Array.from({ length: result.M }, (_, m) => c.segments_of(m)) : null,
         text: this.core.text(c.text()),
       })
+      result.parents = result.segmentsOf === null ? null : this.treesOf(result.segmentsOf)
     }
 
     readTimes(design, result) {

@@ -103,6 +103,10 @@ class _Segmented:
             raise ValueError(f"{stages[0].num_stages} stages do not fill ranks of {len(stages)} stages each")
         source, _ = order_of(schedule, n_microbatches, n_segments, None)
         order = build(source, ranks, n_microbatches, n_segments, len(stages))
+        if order.parents is not None:
+            raise ValueError(
+                "the segments of this schedule are trees, which torch's have no word for: use PipelineEngine"
+            )
         for stage in stages:
             rank, group_rank = order.rank_of_stage[stage.stage_index], stage.group_rank
             if rank != group_rank:

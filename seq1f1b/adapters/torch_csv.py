@@ -41,6 +41,11 @@ def _error(text: str, line: int, number: int, why: str) -> ValueError:
 
 def to_csv(order: Schedule) -> str:
     """Writes the text of :meth:`seq1f1b.Schedule.to_csv`."""
+    for m, parents in enumerate(order.parents or ()):
+        if parents != tuple(range(-1, len(parents) - 1)):
+            raise ValueError(
+                f"torch's CSV has no parents, and segments of micro-batch {m} are a tree: write the order as text"
+            )
     for m, count in enumerate(order.segments_of):
         if count != order.num_segments:
             raise ValueError(

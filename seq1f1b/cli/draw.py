@@ -44,7 +44,8 @@ def run(options: argparse.Namespace) -> int:
             style.check_size(what, num_units)  # before minutes of simulating
     runs = {}
     for name, schedule in schedules.items():
-        heading = name if schedule.num_segments == 1 else f"{name}, {schedule.num_segments} segments"
+        most = f"{'trees of up to ' if schedule.parents else ''}{schedule.num_segments} segments"
+        heading = name if schedule.num_segments == 1 else f"{name}, {most}"
         runs[heading] = schedule.simulate(
             workload.costs_of(schedule, options),
             memory=workload.memory_of(schedule, options),

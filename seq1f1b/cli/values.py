@@ -64,6 +64,11 @@ def read_counts(text: str) -> list[int]:
     return [int(count) for count in text.split(",")]
 
 
+def read_parents(text: str) -> list[list[int] | None]:
+    """Trees as the text of an order has them: a word for each micro-batch, ``-`` (None) for a chain."""
+    return [None if word == "-" else read_counts(word) for word in text.split()]
+
+
 def read_lengths(text: str) -> dict[int, int]:
     """How many sequences have each length: from a histogram 4096:7,512:90 or from a file."""
     if re.fullmatch(r"\d+:\d+(,\d+:\d+)*", text):

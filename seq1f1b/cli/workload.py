@@ -12,7 +12,7 @@ from typing import Any
 
 import seq1f1b
 from seq1f1b import _C, Costs, Links, Noise, Schedule
-from seq1f1b.cli.values import OldOption, argument, read_counts, read_tokens
+from seq1f1b.cli.values import OldOption, argument, read_counts, read_parents, read_tokens
 from seq1f1b.families import OPTION_KINDS
 from seq1f1b.files import nearest_name
 from seq1f1b.partition import ModelShape
@@ -115,6 +115,13 @@ def add_variation_options(command: argparse.ArgumentParser) -> None:
         "--transfer-jitter", type=float, default=0.0, metavar="X", help="vary the time of each message likewise"
     )
     command.add_argument("--seed", type=int, default=0, metavar="N", help="seed of that noise (default: 0)")
+    command.add_argument(
+        "--parents",
+        type=argument(read_parents),
+        metavar="TREES",
+        help="micro-batches whose segments are trees: for each a word with the segment that each one follows, - for "
+        'a chain, as --parents="-1,0,0 -1,0,1,1,0 -"; one word, --parents=-1,0,0, is for all',
+    )
     command.add_argument(
         "--option",
         action="append",
@@ -266,6 +273,8 @@ def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
     moved = "none" if getattr(options, "tier", None) is None else "all"
     if name not in seq1f1b.schedules():
         if os.path.isfile(name):
+            if getattr(options, "parents", None) is not None:
+                raise ValueError(f"{name}: an order in a file has its parents there; leave out --parents")
             schedule = read_schedule(name, 1 if options.segments is None else options.segments)
             moves = "O" in schedule.kinds  # as it says itself
             return schedule.recompute(options.recompute).offload("none" if moves else moved)
@@ -274,20 +283,28 @@ def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
     stages = known.stages_per_rank if options.stages is None else options.stages
     segments = wanted_segments(options) if known.has_segments else 1
     check_size(name, options, segments, stages)
-    counts = {"num_ranks": options.ranks, "num_segments": segments, "stages_per_rank": stages}
+    counts: dict[str, Any] = {"num_ranks": options.ranks, "num_segments": segments, "stages_per_rank": stages}
     given: dict[str, Any] = dict(map(read_option, options.option))
     if "costs" in known.options and min(counts.values()) > 0:
         given["costs"] = pass_costs(options, **counts)
     if "transfer" in known.options and options.model is None:
         given.setdefault("transfer", options.transfer)
-    return seq1f1b.build_schedule(
-        name,
-        num_microbatches=options.microbatches,
-        options=given,
-        recompute=options.recompute,
-        offload_units=moved,
-        **counts,
-    )
+    changes: dict[str, Any] = {"recompute": options.recompute, "offload_units": moved}
+    if getattr(options, "parents", None) is None or not known.has_segments:
+        return seq1f1b.build_schedule(name, num_microbatches=options.microbatches, options=given, **counts, **changes)
+    trees = trees_of(options, segments)
+    counts["num_segments"] = [len(own) for own in trees]
+    return seq1f1b.build_schedule(name, num_microbatches=len(trees), options=given, parents=trees, **counts, **changes)
+
+
+def trees_of(options: argparse.Namespace, segments: int) -> list[list[int]]:
+    """Parents of every micro-batch: those of --parents, whose words are as many as micro-batches, or one for all."""
+    if options.model is not None or options.sizes is not None:
+        raise ValueError("--parents goes with seconds of F and B, not with --model or --sizes")
+    trees = [list(range(-1, segments - 1)) if own is None else own for own in options.parents]
+    if not trees:
+        raise ValueError("--parents holds no word")
+    return trees * options.microbatches if len(trees) == 1 else trees
 
 
 def read_schedule(name: str, num_segments: int) -> Schedule:

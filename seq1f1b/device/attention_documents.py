@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from seq1f1b import proof
-from seq1f1b.device import attention_proof, attention_ways
+from seq1f1b.device import attention_calls, attention_parts, attention_proof, attention_ways
 from seq1f1b.device.attention_ways import Given, Gradients, Options, Plan
 from seq1f1b.device.document_layout import Layout, Row, read
 
@@ -100,11 +100,11 @@ def _backward_of_row(plan: Plan, layout: Layout, index: int, given: Given) -> Gr
 def _plan_of_row(plan: Plan, offset: int, row: Row, window: int) -> Plan:
     """The backward of a row: its own keys for all queries, the keys before them for those of the first document."""
     start = _first_key(row, offset, window)
-    pieces, (own, *others) = attention_ways.ranges(start, offset, offset + row.num_first, window, plan.key_range)
+    pieces, (own, *others) = attention_calls.ranges(start, offset, offset + row.num_first, window, plan.key_range)
     calls = own._replace(num_queries=plan.tokens), *others
     return replace(
-        plan, pieces=(*pieces[:-1], plan.tokens), hides_first=start > 0, calls=calls,
-        sum_of_dq=attention_ways.sum_of_dq(calls, plan.tokens),
+        plan, pieces=(*pieces[:-1], plan.tokens), hides_first=start, calls=calls,
+        sum_of_dq=attention_calls.sum_of_dq(calls, plan.tokens, attention_parts.MOST_PARTS),
     )  # fmt: skip
 
 
@@ -194,7 +194,7 @@ def _plan(q: Tensor, k: Tensor) -> Plan:
     """Ranges of fewer keys than there are before the segment."""
     return Plan(
         run=forward, way="documents", operation=None, tokens=q.shape[2], copied=None, width=0, pieces=(k.shape[2],),
-        hides_first=False, calls=(), sum_of_dq="total", key_range=40,
+        hides_first=0, calls=(), sum_of_dq="total", key_range=40,
     )  # fmt: skip
 
 

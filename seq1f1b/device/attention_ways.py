@@ -8,7 +8,6 @@ What a plan has found out about the tensors' layouts is not asked again.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seq1f1b.device import attention_parts, kernel_library
+from seq1f1b.device.attention_calls import Call, Place
 from seq1f1b.device.document_layout import Layout
 
 __all__: list[str] = []
@@ -38,17 +38,7 @@ class Options(NamedTuple):
     softcap: float
     in_pieces: bool = False  # tokens of a document are known not to follow one another
     layout: Layout | None = None  # of the documents, where the way needs it
-
-
-class Call(NamedTuple):
-    """Some of the queries over one range of keys."""
-
-    piece: int  # index of the range among ``Plan.pieces``
-    begin: int  # its first key
-    first: int  # of the queries that see it
-    num_queries: int
-    comes_first: bool  # no call before it wrote to this range of dk and dv
-    is_own: bool  # its keys are the segment's own, all of them
+    place: Place | None = None  # of the keys in a tree; None: in the first rows, and the last query sees the last one
 
 
 @dataclass(slots=True, eq=False)
@@ -62,61 +52,37 @@ class Plan:
     copied: tuple[bool, ...] | None  # tensors whose rows the ops cannot read as they lie; None: they can read all
     width: int  # heads of q and k, and of v, get zeros up to so many; 0: they stay as they are
     pieces: tuple[int, ...]  # lengths of the ranges of keys, from the first key on
-    hides_first: bool  # the window hides the first of them from all queries
+    hides_first: int  # keys that the window hides from all queries: in a chain they are the first piece
     calls: tuple[Call, ...]
     sum_of_dq: str  # "total" of all calls' parts, "in place" of the first's, or "wide": one by one in float32
     key_range: int = 0  # most keys before the segment that a call of the documents' backward takes
     wait: float | None = None  # operations still to come before cuDNN's own plan pays; None: decided
     flops: float = 0.0  # of one call
+    place: Place | None = None  # of the keys in a tree
+    rows: tuple[int, ...] = ()  # first rows of the pieces there
 
 
-# -- ranges of keys --------------------------------------------------------------------------------------------------
+# -- pieces of the keys ----------------------------------------------------------------------------------------------
 
 
-def bounds(start: int, limit: int, longest: int) -> list[tuple[int, int]]:
-    return [(begin, min(begin + longest, limit)) for begin in range(start, limit, longest)]
+def count_keys(plan: Plan, keys: Tensor) -> int:
+    """Along the path."""
+    return keys.shape[2] if plan.place is None else plan.place.end
 
 
-def lengths(of_bounds: list[tuple[int, int]]) -> tuple[int, ...]:
-    return tuple(stop - begin for begin, stop in of_bounds)
+def pieces_of(plan: Plan, keys: Tensor) -> tuple[Tensor, ...]:
+    if plan.rows:
+        return tuple([keys.narrow(2, row, size) for row, size in zip(plan.rows, plan.pieces, strict=True)])
+    return keys.split_with_sizes(plan.pieces, 2) if len(plan.pieces) > 1 else (keys,)
 
 
-def ranges(
-    start: int, offset: int, end: int, window: int, longest: int, is_plain: bool = False
-) -> tuple[tuple[int, ...], tuple[Call, ...]]:
-    """Lengths of the keys before ``start`` and of all ranges behind them, and the calls of a backward.
-
-    The queries are tokens ``offset`` to ``end``; they see no key before ``start``. The ops mask from the last query and
-    key backwards. So the segment's own keys are one range, whose call comes first, and where a window hides a range
-    before them from the last rows, these are left out. Under a window torch's flash ops take no more queries than keys,
-    and one (they hide keys of the first ones else, whatever the window's right side): rows that see a whole range, and
-    so need no window, are a part of their own where there are more. The plain way masks by positions, so its ranges
-    begin and end anywhere.
-    """
-    if is_plain:
-        of_bounds = bounds(start, end, longest)
-    else:
-        of_bounds = [*bounds(start, offset, longest), (offset, end)]
-    calls = []
-    for piece, (begin, stop) in enumerate(of_bounds, 1 if start else 0):
-        first, last = max(begin, offset), min(end, stop + window - 1) if window else end
-        is_own = not is_plain and begin == offset
-        is_split = window and not is_plain and last - first > stop - begin + 1 and begin + window < last
-        if is_split:
-            calls.append(Call(piece, begin, first - offset, begin + window - first, True, is_own))
-            first = begin + window
-        calls.append(Call(piece, begin, first - offset, last - first, not is_split, is_own))
-    if not is_plain:
-        calls = calls[-1:] + calls[:-1]
-    return (start,) * bool(start) + lengths(of_bounds), tuple(calls)
-
-
-def sum_of_dq(calls: tuple[Call, ...], tokens: int) -> str:
-    if len(calls) <= attention_parts.MOST_PARTS and all(call.num_queries == tokens for call in calls):
-        return "total"
-    rows = sorted((call.first, call.first + call.num_queries) for call in calls[1:])
-    is_one_each = all(before[1] <= after[0] for before, after in itertools.pairwise(rows))
-    return "in place" if calls[0].is_own and is_one_each else "wide"
+def _hidden_rows(plan: Plan, store: bool) -> list[tuple[int, int]]:
+    """First rows and lengths of what a window hides from all queries, and holds nothing yet."""
+    if not plan.hides_first:
+        return []
+    if plan.place is None:
+        return [(0, plan.pieces[0])] if store else []
+    return [(row, size) for _, row, size in plan.place.rows_between(plan.place.kept, plan.hides_first)]
 
 
 # -- layouts ---------------------------------------------------------------------------------------------------------
@@ -196,22 +162,21 @@ def over_ranges(plan: Plan, given: Given, keys: Tensor, values: Tensor, part: Pa
     last time, and so not written: earlier segments see none of these rows.
     """
     dtype, dk, dv, store = given.q.dtype, given.dk, given.dv, given.store
-    of_keys: tuple[Tensor, ...] = (keys,)
-    of_values: tuple[Tensor, ...] = (values,)
-    if len(plan.pieces) > 1:
-        of_keys, of_values = keys.split_with_sizes(plan.pieces, 2), values.split_with_sizes(plan.pieces, 2)
-    if plan.hides_first and store:
-        dk.narrow(2, 0, plan.pieces[0]).zero_()
-        dv.narrow(2, 0, plan.pieces[0]).zero_()
-    own: tuple[Tensor, Tensor] | None = None
+    of_keys, of_values = pieces_of(plan, keys), pieces_of(plan, values)
+    for row, size in _hidden_rows(plan, store):
+        dk.narrow(2, row, size).zero_()
+        dv.narrow(2, row, size).zero_()
+    own: list[tuple[Tensor, Tensor]] = []
     parts: list[Tensor] = []
     dq = _token_major_zeros(given.q, given.lse.dtype) if plan.sum_of_dq == "wide" else None
     for call in plan.calls:
         part_q, part_k, part_v = part(call, of_keys[call.piece], of_values[call.piece])
+        if plan.place is not None:
+            store = call.begin >= plan.place.kept
         if call.is_own:
-            own = attention_parts.finish(dk, dv, part_k, part_v, store, call.begin)
+            own.append(attention_parts.finish(dk, dv, part_k, part_v, store, call.row))
         else:
-            attention_parts.add(dk, dv, part_k, part_v, store and call.comes_first, call.begin)
+            attention_parts.add(dk, dv, part_k, part_v, store and call.comes_first, call.row)
         del part_k, part_v  # before the next call makes as many
         if plan.sum_of_dq == "total":
             parts.append(part_q)
@@ -221,15 +186,39 @@ def over_ranges(plan: Plan, given: Given, keys: Tensor, values: Tensor, part: Pa
             dq.narrow(2, call.first, call.num_queries).add_(part_q)
     if dq is None:
         dq = attention_parts.total(parts)
-    if own is None:
-        offset = dk.shape[2] - plan.tokens
-        own = dk.narrow(2, offset, plan.tokens), dv.narrow(2, offset, plan.tokens)
-    return token_major(dq, dtype), token_major(own[0], dtype), token_major(own[1], dtype)
+    if not own:
+        offset = count_keys(plan, dk) - plan.tokens
+        row = offset if plan.place is None else plan.place.row(offset)
+        own = [(dk.narrow(2, row, plan.tokens), dv.narrow(2, row, plan.tokens))]
+    own_dk, own_dv = own[0] if len(own) == 1 else (torch.cat(parts, 2) for parts in zip(*own, strict=True))
+    return token_major(dq, dtype), token_major(own_dk, dtype), token_major(own_dv, dtype)
 
 
 def _token_major_zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
     batch, heads, tokens, head_dim = like.shape
     return like.new_zeros((batch, tokens, heads, head_dim), dtype=dtype).transpose(1, 2)
+
+
+ForwardPart = Callable[[Call, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""out and lse of a call's queries, from the keys and values of its range."""
+
+
+def over_path(plan: Plan, q: Tensor, keys: Tensor, values: Tensor, part: ForwardPart) -> tuple[Tensor, Tensor]:
+    """out and lse of all queries, over the pieces of a path."""
+    of_keys, of_values = pieces_of(plan, keys), pieces_of(plan, values)
+    found = [part(call, of_keys[call.piece], of_values[call.piece]) for call in plan.calls]
+    if len(found) == 2 and all(call.num_queries == plan.tokens for call in plan.calls):
+        return attention_parts.merge(*found[0], *found[1])
+    lse = q.new_full(q.shape[:3], float("-inf"), dtype=found[0][1].dtype)
+    for call, (_, of_call) in zip(plan.calls, found, strict=True):
+        rows = lse.narrow(2, call.first, call.num_queries)
+        rows.copy_(torch.logaddexp(rows, of_call))
+    batch, heads, tokens, width = *q.shape[:3], found[0][0].shape[3]
+    out = q.new_zeros((batch, tokens, heads, width), dtype=lse.dtype).transpose(1, 2)
+    for call, (of_call, lse_of_call) in zip(plan.calls, found, strict=True):
+        share = torch.exp(lse_of_call - lse.narrow(2, call.first, call.num_queries))
+        out.narrow(2, call.first, call.num_queries).add_(of_call * share[..., None])
+    return token_major(out, q.dtype), lse
 
 
 def _rows_of(plan: Plan, call: Call, *tensors: Tensor, dim: int = 2) -> tuple[Tensor, ...]:
@@ -350,15 +339,37 @@ def narrowed(plan: Plan, given: Given, dq: Tensor, dk: Tensor, dv: Tensor) -> Gr
 
 
 def flash_forward(plan: Plan, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    v_head_dim, window = values.shape[3], options.window
+    v_head_dim, window, offset = values.shape[3], options.window, count_keys(plan, keys) - plan.tokens
     q, keys, values = readable(plan, q, keys, values)
-    left, right = (window - 1, 0) if window else (None, None)
-    found = torch.ops.aten._flash_attention_forward.default(
-        q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), None, None, q.shape[2], keys.shape[2], 0.0,
-        True, False, scale=options.scale, window_size_left=left, window_size_right=right,
-    )  # fmt: skip
-    out = found[0].transpose(1, 2)
-    return (out[..., :v_head_dim] if plan.width else out), found[1]
+
+    def attend(q: Tensor, keys: Tensor, values: Tensor, causal: bool, sides: _Sides) -> tuple[Tensor, Tensor]:
+        found = torch.ops.aten._flash_attention_forward.default(
+            q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), None, None, q.shape[2], keys.shape[2], 0.0,
+            causal, False, scale=options.scale, window_size_left=sides[0], window_size_right=sides[1],
+        )  # fmt: skip
+        return found[0].transpose(1, 2), found[1]
+
+    def part(call: Call, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        behind, sides = _flash_sides(call, offset, keys.shape[2], window)
+        (queries,) = _rows_of(plan, call, q)
+        return attend(queries, keys, values, behind == 0, sides)
+
+    if plan.place is None:
+        out, lse = attend(q, keys, values, True, (window - 1, 0) if window else (None, None))
+    else:
+        out, lse = over_path(plan, q, keys, values, part)
+    return (out[..., :v_head_dim] if plan.width else out), lse
+
+
+_Sides = tuple[int | None, int | None]
+"""A window's, as the flash ops take them: keys that a query sees to its left and right."""
+
+
+def _flash_sides(call: Call, offset: int, num_keys: int, window: int) -> tuple[int, _Sides]:
+    """How far the last query of a call is behind the last of its keys, and the window. offset: of the segment."""
+    behind = offset + call.first + call.num_queries - (call.begin + num_keys)
+    hides = window and behind + num_keys > window  # the first key from the last query
+    return behind, (window - 1 - behind, behind) if hides else (None, None)
 
 
 OwnPart = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Gradients]
@@ -369,7 +380,7 @@ def flash_backward(plan: Plan, given: Given, own: OwnPart | None = None) -> Grad
     """own: takes the place of the call over the segment's own keys."""
     dout, q, keys, values, out = readable_backward(plan, given)
     dout, q, out = dout.transpose(1, 2), q.transpose(1, 2), out.transpose(1, 2)
-    lse, options, end = given.lse.contiguous(), given.options, keys.shape[2]
+    lse, options, offset = given.lse.contiguous(), given.options, count_keys(plan, keys) - plan.tokens
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # state of dropout
     attend = torch.ops.aten._flash_attention_backward.default
 
@@ -380,12 +391,8 @@ def flash_backward(plan: Plan, given: Given, own: OwnPart | None = None) -> Grad
             return narrowed(plan, given, *own(dout, q, keys.transpose(1, 2), values.transpose(1, 2), out))
         of_dout, of_q, of_out = _rows_of(plan, call, dout, q, out, dim=1)
         (of_lse,) = _rows_of(plan, call, lse)
-        num_keys, window = keys.shape[2], options.window
-        behind = (
-            end - plan.tokens + call.first + call.num_queries - (call.begin + num_keys)
-        )  # from last key to last query
-        hides = window and behind + num_keys > window  # the first key from the last query
-        left, right = (window - 1 - behind, behind) if hides else (None, None)
+        num_keys = keys.shape[2]
+        behind, (left, right) = _flash_sides(call, offset, num_keys, options.window)
         dq, dk, dv = attend(
             of_dout, of_q, keys.transpose(1, 2), values.transpose(1, 2), of_out, of_lse.contiguous(), None, None,
             call.num_queries, num_keys, 0.0, behind == 0, unused, unused, scale=options.scale, window_size_left=left,
@@ -410,36 +417,50 @@ def _ungroup(parts: list[Tensor]) -> Tensor:
 
 def efficient_forward(plan: Plan, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     q, keys, values = readable(plan, q, keys, values)
-    outs, lses, kv_heads = [], [], keys.shape[1]
-    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-    for group in _groups(q, kv_heads):
-        found = torch.ops.aten._efficient_attention_forward.default(
-            group.transpose(1, 2), keys, values, None, None, None, None, None, 0.0, _BOTTOM_RIGHT, True,
-            scale=options.scale,
-        )  # fmt: skip
-        outs.append(found[0].transpose(1, 2))
-        lses.append(found[1] if found[1].shape[2] == plan.tokens else found[1].narrow(2, 0, plan.tokens))
-    return _ungroup(outs), _ungroup(lses)  # the op rounds the number of rows of lse up
+
+    def attend(q: Tensor, keys: Tensor, values: Tensor, mask: int) -> tuple[Tensor, Tensor]:
+        outs, lses, kv_heads, tokens = [], [], keys.shape[1], q.shape[2]
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        for group in _groups(q, kv_heads):
+            found = torch.ops.aten._efficient_attention_forward.default(
+                group.transpose(1, 2), keys, values, None, None, None, None, None, 0.0, mask, True, scale=options.scale,
+            )  # fmt: skip
+            outs.append(found[0].transpose(1, 2))
+            lses.append(found[1] if found[1].shape[2] == tokens else found[1].narrow(2, 0, tokens))
+        return _ungroup(outs), _ungroup(lses)  # the op rounds the number of rows of lse up
+
+    def part(call: Call, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        (queries,) = _rows_of(plan, call, q)
+        return attend(queries, keys, values, _BOTTOM_RIGHT if call.is_own else 0)
+
+    return attend(q, keys, values, _BOTTOM_RIGHT) if plan.place is None else over_path(plan, q, keys, values, part)
 
 
 def efficient_backward(plan: Plan, given: Given) -> Gradients:
     dout, q, keys, values, out = readable_backward(plan, given)
-    kv_heads, padding, scale = keys.shape[1], -plan.tokens % _LSE_ALIGNMENT, given.options.scale
-    lse = F.pad(given.lse, (0, padding), value=float("inf")) if padding else given.lse
+    kv_heads, scale = keys.shape[1], given.options.scale
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # state of dropout
     attend = torch.ops.aten._efficient_attention_backward.default
-    groups = [
-        (of_dout.transpose(1, 2), of_q.transpose(1, 2), of_out.transpose(1, 2).contiguous(), of_lse.contiguous())
-        for of_dout, of_q, of_out, of_lse in zip(*(_groups(t, kv_heads) for t in (dout, q, out, lse)), strict=True)
-    ]
+
+    def groups_of(dout: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> list[tuple[Tensor, ...]]:
+        padding = -lse.shape[2] % _LSE_ALIGNMENT
+        lse = F.pad(lse, (0, padding), value=float("inf")) if padding else lse
+        return [
+            (of_dout.transpose(1, 2), of_q.transpose(1, 2), of_out.transpose(1, 2).contiguous(), of_lse.contiguous())
+            for of_dout, of_q, of_out, of_lse in zip(*(_groups(t, kv_heads) for t in (dout, q, out, lse)), strict=True)
+        ]
+
+    of_all = dout, q, out, given.lse
+    groups = groups_of(*of_all)
 
     def part(call: Call, keys: Tensor, values: Tensor) -> Gradients:
         num_keys, mask = keys.shape[2], _BOTTOM_RIGHT if call.is_own else 0
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         dqs, dk, dv = [], None, None
-        for of_dout, of_q, of_out, of_lse in groups:
+        is_all = call.num_queries == plan.tokens
+        for of_dout, of_q, of_out, of_lse in groups if is_all else groups_of(*_rows_of(plan, call, *of_all)):
             part_dq, part_dk, part_dv, _ = attend(
-                of_dout, of_q, keys, values, None, of_out, None, None, plan.tokens, num_keys, of_lse, 0.0, unused,
+                of_dout, of_q, keys, values, None, of_out, None, None, call.num_queries, num_keys, of_lse, 0.0, unused,
                 unused, mask, False, scale=scale,
             )  # fmt: skip
             dqs.append(part_dq.transpose(1, 2))
@@ -488,26 +509,29 @@ def _logits(
 
 def plain_forward(plan: Plan, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Over ranges of keys twice: first the sums, then the products with what they make of the logits."""
-    kv_heads = keys.shape[1]
-    query, wide, every = keys.shape[2] - q.shape[2], _wide(_by_kv_head(q, kv_heads)), slice(None)
-    ranges = list(zip(keys.split_with_sizes(plan.pieces, 2), values.split_with_sizes(plan.pieces, 2), strict=True))
-    begins = [0, *itertools.accumulate(plan.pieces)]
+    kv_heads, offset = keys.shape[1], count_keys(plan, keys) - plan.tokens
+    wide, of_keys, of_values = _wide(_by_kv_head(q, kv_heads)), pieces_of(plan, keys), pieces_of(plan, values)
 
-    def logits_of(part: Tensor, begin: int) -> Tensor:
-        return _logits(wide, _wide(part), options, every, query, begin)[0]
+    def logits_of(call: Call) -> Tensor:
+        rows = slice(call.first, call.first + call.num_queries)
+        part = _wide(of_keys[call.piece])
+        return _logits(wide[:, :, :, rows], part, options, rows, offset + call.first, call.begin)[0]
 
     lse = wide.new_full(wide.shape[:4], float("-inf"))
-    for (of_keys, _), begin in zip(ranges, begins, strict=False):
-        lse = torch.logaddexp(lse, logits_of(of_keys, begin).logsumexp(-1))
+    for call in plan.calls:
+        sums = lse.narrow(3, call.first, call.num_queries)
+        sums.copy_(torch.logaddexp(sums, logits_of(call).logsumexp(-1)))
     out = wide.new_zeros((*wide.shape[:4], values.shape[3]))
-    for (of_keys, of_values), begin in zip(ranges, begins, strict=False):
-        weights = torch.exp(logits_of(of_keys, begin) - lse[..., None])
-        out += torch.einsum("bhgsk,bhkd->bhgsd", weights, _wide(of_values))
+    for call in plan.calls:
+        weights = torch.exp(logits_of(call) - lse.narrow(3, call.first, call.num_queries)[..., None])
+        products = torch.einsum("bhgsk,bhkd->bhgsd", weights, _wide(of_values[call.piece]))
+        out.narrow(3, call.first, call.num_queries).add_(products)
     return out.flatten(1, 2), lse.flatten(1, 2)
 
 
 def plain_backward(plan: Plan, given: Given) -> Gradients:
-    kv_heads, offset, options = given.keys.shape[1], given.keys.shape[2] - plan.tokens, given.options
+    kv_heads, options = given.keys.shape[1], given.options
+    offset = count_keys(plan, given.keys) - plan.tokens
 
     def part(call: Call, keys: Tensor, values: Tensor) -> Gradients:
         rows = slice(call.first, call.first + call.num_queries)

@@ -25,6 +25,11 @@ torch's ops round each range's part to q's dtype before. Ours take all keys at o
 themselves. attention_parts.py has the launches that merge and add. Sinks are no business of a way: out and lse get them
 at the end of a forward, and a backward that takes these two needs nothing else.
 
+In a tree of segments the keys of a path lie in several ranges of rows, and siblings may share a unit
+(attention_calls.py). cuDNN's place is then taken by flash, for trees have shapes that rarely come twice, and own and
+documents do not take part: the others are called once for the own keys of each sibling and once for each range before
+them, and merged. No GPU has run calls over several ranges.
+
 All that follows from the shapes and strides of a call is decided once, in a plan (``_plan``). A call whose plan is
 known makes its views and launches.
 
@@ -44,8 +49,16 @@ import torch
 from torch import Tensor
 
 from seq1f1b import _C
-from seq1f1b.device import attention_documents, attention_parts, attention_ways, document_layout, kernel_library
-from seq1f1b.device.attention_ways import Call, Given, Options, Plan, are_rows_aligned, token_major
+from seq1f1b.device import (
+    attention_calls,
+    attention_documents,
+    attention_parts,
+    attention_ways,
+    document_layout,
+    kernel_library,
+)
+from seq1f1b.device.attention_calls import Call, Place
+from seq1f1b.device.attention_ways import Given, Options, Plan, are_rows_aligned, token_major
 
 __all__ = ["Options"]
 
@@ -89,7 +102,7 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, *options: 
     keys, values, key_docs, to_k, to_v = torch.ops.seq1f1b.cache_write.default(k, v, options[1], layer)
     if to_k.shape[2]:  # none where a forward runs again
         attention_parts.copy(k, v, to_k, to_v)
-    return _forward(q, keys, values, Options(key_docs, *options))
+    return _forward(q, keys, values, _along_path(Options(key_docs, *options), layer, 0, keys.shape[2]))
 
 
 def segment_attention_backward(
@@ -97,29 +110,72 @@ def segment_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *options, kv_heads = options_and_heads
     keys, values, dk, dv, key_docs, held = torch.ops.seq1f1b.cache_read.default(q, out, layer, kv_heads)
-    chosen = Options(key_docs, *options)
-    return _backward(dout, q, keys, values, out, lse, chosen, dk, dv, store=held.numel() == 0)
+    kept = held.numel()
+    chosen = _along_path(Options(key_docs, *options), layer, kept, keys.shape[2])
+    return _backward(dout, q, keys, values, out, lse, chosen, dk, dv, store=kept == 0)
+
+
+def _along_path(options: Options, layer: Tensor, kept: int, num_keys: int) -> Options:
+    """The options of a segment whose keys lie where the current unit says.
+
+    Args:
+        kept: keys whose rows of dk and dv hold gradients already. num_keys: of a chain.
+    """
+    found = _C.key_ranges()
+    if found is None:
+        if kept in (0, num_keys):
+            return options
+        return options._replace(place=Place(((0, num_keys, 0),), (), kept))
+    ranges, parts, num_documents = found
+    place = Place(ranges, parts, kept)
+    none = options.docs.new_empty(0)
+    if parts and (options.window or options.slopes.numel()):
+        raise ValueError(
+            f"layer {int(layer)} has a window or ALiBi slopes, which count the tokens between two, and {len(parts)} "
+            "siblings share this unit: give each sibling a segment of its own"
+        )
+    if not options.docs.numel():
+        return options._replace(place=place)
+    if num_documents == 1:  # as the plan of the step says: the ids hide nothing
+        return options._replace(place=place, docs=none, key_docs=none)
+    rows = [options.key_docs.narrow(1, row, end - begin) for begin, end, row in ranges]
+    key_docs = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+    if not parts:
+        return options._replace(place=place, key_docs=key_docs)
+    torch._assert_async(  # on the device: to read the answer here would wait for all that runs there
+        (key_docs == key_docs[:, -1:]).all(),
+        "doc_ids are of several documents, and siblings share this unit: give a tree of siblings one id, or each of "
+        "them a segment of its own",
+    )
+    return options._replace(place=place, docs=none, key_docs=none)
 
 
 def positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_parts: int) -> Tensor:
     unit = _C.current_unit()
     length = x.shape[dim]
     first = rank * length
-    if unit is not None:
-        if length * num_parts != unit.length:
-            raise ValueError(
-                f"positions of dimension {dim}, which has {length} elements; the segment has {unit.length} tokens "
-                f"(parts: {num_parts})"
-            )
-        first += unit.offset
-    position = torch.arange(first, first + length, device=x.device)
+    if unit is not None and length * num_parts != unit.length:
+        raise ValueError(
+            f"positions of dimension {dim}, which has {length} elements; the segment has {unit.length} tokens "
+            f"(parts: {num_parts})"
+        )
+    found = _C.key_ranges()
+    if found is not None and found[1]:
+        assert unit is not None
+        of_parts = [torch.arange(unit.offset, unit.offset + part, device=x.device) for part in found[1]]
+        position = torch.cat(of_parts).narrow(0, first, length)
+    else:
+        first += 0 if unit is None else unit.offset
+        position = torch.arange(first, first + length, device=x.device)
     if not doc_ids.numel():
         return position
     if doc_ids.dim() != 2 or doc_ids.shape[1] != length:
         raise ValueError(
             f"doc_ids is {tuple(doc_ids.shape)}, must be (batch, tokens), tokens as many as x has: {length}"
         )
-    goes_on = torch.cat([(doc_ids[:, :1] >= 0) & (doc_ids[:, :1] < first), doc_ids[:, 1:] == doc_ids[:, :-1]], 1)
+    before = torch.cat([doc_ids[:, :1], doc_ids[:, :-1]], 1)
+    follows = torch.cat([position[:1] < 0, position[1:] == position[:-1] + 1])  # not the first, also of a part
+    goes_on = torch.where(follows, doc_ids == before, (doc_ids >= 0) & (doc_ids < position[:1]))
     # Asserted on the device: to read the answer here would wait for all that runs there.
     torch._assert_async(
         ((doc_ids == position) | goes_on).all(),
@@ -179,7 +235,7 @@ def _asks_for_own(q: Tensor, v_head_dim: int, options: Options, operation: str) 
     ask nothing of the host."""
     if q.dtype not in (torch.bfloat16, torch.float16) or options.slopes.numel() or options.scale <= 0:
         return None
-    if q.shape[3] != v_head_dim or not _has_flash(q.device):
+    if q.shape[3] != v_head_dim or not _has_flash(q.device) or options.place is not None:
         return None
     by_flash = _flash_takes(q, v_head_dim, options)
     if by_flash and not options.window and _has_cudnn(q.device) and kernel_library.preference() != "own":
@@ -190,7 +246,7 @@ def _asks_for_own(q: Tensor, v_head_dim: int, options: Options, operation: str) 
 
 
 def _cudnn_takes(q: Tensor, v_head_dim: int, options: Options, operation: str = "") -> bool:
-    is_fast = not options.window and not math.isinf(PLAN_FLOPS) and _has_cudnn(q.device)
+    is_fast = not options.window and options.place is None and not math.isinf(PLAN_FLOPS) and _has_cudnn(q.device)
     return is_fast and _flash_takes(q, v_head_dim, options)
 
 
@@ -202,6 +258,8 @@ def _flash_takes(q: Tensor, v_head_dim: int, options: Options, operation: str = 
 
 def _is_for_documents(q: Tensor, v_head_dim: int, options: Options) -> bool:
     if not options.docs.numel() or options.in_pieces or options.softcap or options.slopes.numel():
+        return False
+    if options.place is not None:
         return False
     is_known_dtype = q.dtype in (torch.bfloat16, torch.float16)
     return is_known_dtype and max(q.shape[3], v_head_dim) % 8 == 0 and _has_flash(q.device)
@@ -359,7 +417,7 @@ def _plan(operation: str, tensors: tuple[Tensor, ...], options: Options) -> Plan
         options.slopes.numel() > 0, options.docs.numel() > 0, options.in_pieces,
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cuda.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]
-        kernel_library.preferred, *[(t.shape, t.stride(), t.data_ptr() % 16) for t in tensors],
+        kernel_library.preferred, options.place, *[(t.shape, t.stride(), t.data_ptr() % 16) for t in tensors],
     )  # fmt: skip
     plan = plans.recent.get(shape) or plans.find(shape)
     if plan is None:
@@ -454,13 +512,19 @@ def _plan_by(name: str, operation: str, tensors: tuple[Tensor, ...], options: Op
     width = max(q.shape[3], values.shape[3])
     hidden: int = 0
     pieces: tuple[int, ...] = (end,)
+    rows: tuple[int, ...] = ()
     calls: tuple[Call, ...] = ()
-    if operation == "attention_backward" and name not in ("own", "documents"):
+    is_backward = operation == "attention_backward"
+    if options.place is not None:
+        hidden, rows, pieces, calls = _ranges_of_path(name, q, values, options, options.place, is_backward)
+    elif is_backward and name not in ("own", "documents"):
         hidden, pieces, calls = _ranges(name, q, keys, values, options)
     elif name == "cudnn" and end > tokens:
         pieces = end - tokens, tokens
     elif name == "plain":
-        pieces = attention_ways.lengths(attention_ways.bounds(0, end, _plain_range(q)))
+        of_bounds = attention_calls.bounds(0, end, _plain_range(q))
+        pieces = attention_calls.lengths(of_bounds)
+        calls = tuple(Call(i, begin, 0, tokens, True, False, begin) for i, (begin, _) in enumerate(of_bounds))
     copied = tuple(not are_rows_aligned(t) for t in tensors)
     return Plan(
         run=WAYS[name].forward if operation == "attention_forward" else WAYS[name].backward,
@@ -470,9 +534,11 @@ def _plan_by(name: str, operation: str, tensors: tuple[Tensor, ...], options: Op
         copied=copied if any(copied) else None,
         width=width if name in ("cudnn", "flash", "documents") and q.shape[3] != values.shape[3] else 0,
         pieces=pieces,
-        hides_first=hidden > 0,
+        hides_first=hidden,
         calls=calls,
-        sum_of_dq=attention_ways.sum_of_dq(calls, tokens),
+        sum_of_dq=attention_calls.sum_of_dq(calls, tokens, attention_parts.MOST_PARTS) if is_backward else "",
+        place=options.place,
+        rows=rows,
         key_range=_key_range(q, values) if name == "documents" else 0,
     )
 
@@ -485,7 +551,17 @@ def _ranges(
     offset = end - q.shape[2]
     start = max(0, offset - options.window + 1) if options.window else 0
     longest = _plain_range(q) if is_plain else _key_range(q, values)
-    return start, *attention_ways.ranges(start, offset, end, options.window, longest, is_plain)
+    return start, *attention_calls.ranges(start, offset, end, options.window, longest, is_plain)
+
+
+def _ranges_of_path(
+    name: str, q: Tensor, values: Tensor, options: Options, place: Place, is_backward: bool
+) -> tuple[int, tuple[int, ...], tuple[int, ...], tuple[Call, ...]]:
+    """As ``_ranges``, with the first rows before the lengths; of a forward as well."""
+    offset, is_plain = place.end - q.shape[2], name == "plain"
+    start = max(0, offset - options.window + 1) if options.window else 0
+    longest = _plain_range(q) if is_plain else _key_range(q, values) if is_backward else place.end
+    return start, *attention_calls.ranges_of_path(place, start, offset, options.window, longest, is_plain)
 
 
 def _key_range(q: Tensor, values: Tensor) -> int:

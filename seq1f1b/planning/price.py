@@ -10,9 +10,10 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from seq1f1b import _C
 from seq1f1b.planning.by_parts import UnitBytes
 from seq1f1b.schedule import Costs, Links, Schedule, StepMemory
-from seq1f1b.seconds import Span, UnitSeconds, seconds_of, shards_of, spans_of
+from seq1f1b.seconds import Span, UnitSeconds, seconds_of, shards_of, spans_of, spans_of_tree
 
 if TYPE_CHECKING:
     from seq1f1b.planning.cost import CostModel
@@ -30,10 +31,21 @@ class PackedRow(NamedTuple):
     Attributes:
         documents: tokens of each of its documents, in their order.
         sizes: tokens of each of its segments.
+        parents: of a tree, the segment that each follows; None: the one before it.
+        parts: of a tree, for each segment its tokens, or those of each leaf that shares it.
     """
 
     documents: tuple[int, ...]
     sizes: tuple[int, ...]
+    parents: tuple[int, ...] | None = None
+    parts: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def spans(self) -> list[Span]:
+        """Its segments."""
+        if self.parents is None:
+            return spans_of(self.sizes, self.documents)
+        return spans_of_tree(self.parts or [(size,) for size in self.sizes], self.parents)
 
 
 @dataclass(frozen=True)
@@ -83,6 +95,12 @@ class Price:
         self.longest = list(rows[self._longest].sizes)
         self._slot_tokens = cost.seq_len if is_alike else sum(self.longest)  # of the cache's slots
 
+    @property
+    def parents(self) -> list[tuple[int, ...] | None] | None:
+        """What the segments of each row follow, as ``build_schedule`` takes it; None: no row is a tree."""
+        found = [row.parents for row in self.rows]
+        return None if self._is_alike or all(own is None for own in found) else found
+
     # -- tables
 
     def _nest(self, values: Sequence[T]) -> list[Any]:
@@ -102,7 +120,7 @@ class Price:
 
     @cached_property
     def _spans(self) -> list[Span]:
-        return [span for row in self.rows for span in spans_of(row.sizes, row.documents)]
+        return [span for row in self.rows for span in row.spans]
 
     @cached_property
     def seconds(self) -> Any:
@@ -269,7 +287,8 @@ class Price:
     # -- bytes of ranks
 
     def rank_bytes(self, schedule: Schedule) -> list[RankBytes]:
-        """The peak of every rank under an order. Slots of the cache are as long as the longest row."""
+        """The peak of every rank under an order. Slots of the cache are as long as the longest row, or, where rows are
+        trees, as the order needs on that rank."""
         cost, hw, parts = self.cost, self.cost.hardware, self.cost.parts
         memory, costs = self.memory(schedule.rank_of_stage), Costs(links=Links(message_bytes=self.message_bytes))
         peaks = schedule.peak_memory(replace(memory, forward_work=0, backward_work=0), costs)
@@ -311,7 +330,12 @@ class Price:
         kv, gradients = [0.0] * schedule.num_ranks, [0.0] * schedule.num_ranks
         if self._releases or self.cost.layout.copies_prefix:
             return kv, gradients
-        slot, gradient_slot = (self._slot_tokens * size for size in self.cost.parts.cache_bytes)  # of one layer
+        row, gradient_row = self.cost.parts.cache_bytes  # of one token and layer
+        tokens = [self._slot_tokens] * schedule.num_ranks
+        if schedule.parents is not None:
+            tokens = [
+                _C.schedule_assign_rows(schedule.handle, rank, self.sizes)[1] for rank in range(schedule.num_ranks)
+            ]
         for number in range(max(map(len, stages_of))):  # of the stage on its rank
             counted = [0] * schedule.num_stages
             for stages in stages_of:
@@ -319,8 +343,8 @@ class Price:
             slots = schedule.peak_memory(StepMemory(kv=counted, kv_gradients=counted))
             for rank, stages in enumerate(stages_of):
                 layers = self.cost.layers[stages[number]]
-                kv[rank] += layers * slots.kv[rank] * slot
-                gradients[rank] += layers * slots.kv_gradients[rank] * gradient_slot
+                kv[rank] += layers * slots.kv[rank] * tokens[rank] * row
+                gradients[rank] += layers * slots.kv_gradients[rank] * tokens[rank] * gradient_row
         return kv, gradients
 
     def _pool_bytes(self, schedule: Schedule, activations: Any) -> list[int]:

@@ -3,6 +3,7 @@
 A row is a micro-batch. A document that takes more time than one unit should has a row to itself, cut into segments of
 equal time; the last of them may share its row with short documents, which fill it up. The other short documents are
 packed into rows of one segment, by time and not by length. So all units take about the same time, whatever the lengths.
+A tree has a row to itself: its long nodes are chains of units, and short leaves of one parent share a unit.
 [ChunkFlow, arXiv:2503.02356: one size for packed and for split sequences, and K of them kept; InfiniPipe,
 arXiv:2509.21275: packing and splitting mixed]
 """
@@ -13,26 +14,26 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from seq1f1b import ScheduleError
-from seq1f1b.ops.packing import best_fit, pack_documents
+from seq1f1b.ops.packing import pack_documents
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.planning.cost import CostModel, PackedRow, Price, RankBytes
 from seq1f1b.planning.fitting import LEVELS, Made, fit_under, order_for_costs, order_with_remedies
+from seq1f1b.planning.prefix_trees import PrefixTrees
+from seq1f1b.planning.step_rows import MOST_TOKENS, Rates, Rows, Tree, best_unit, rows_of, seconds_of_documents
+from seq1f1b.planning.tree_shape import TreeShape, tokens_of
+from seq1f1b.runtime.nested import mapped, tensors_of
 from seq1f1b.schedule import Schedule, Simulation, build_schedule
 from seq1f1b.schedule import families as known_families
-from seq1f1b.seconds import Span, seconds_of
 
 __all__ = ["StepPlan", "plan_step", "share_documents"]
 
-_MOST_TOKENS = 1 << 40  # of a document, as of a sequence
-_STRETCH = 0.05  # a unit may take so much longer than the others, rather than leave a small rest
-_PARTS = 1 << 20  # of a unit's time, as packing counts it
 _SCALES = (1.0, 2**-0.5, 2**0.5, 0.5, 2.0)  # units tried, of the time that the bound prefers
 _SMALLER = (0.35, 0.25, 0.125, 0.0625)  # tried, too, where memory is short
 _SEARCH_SECONDS = 4e-5  # of a unit: a quarter of what the search for an order takes, on a thread beside the step before
@@ -44,26 +45,28 @@ class StepPlan:
     """Plan of one step, from :func:`plan_step`: ``engine.step(..., plan=plan)`` runs it.
 
     Attributes:
-        lengths: tokens of each document.
-        rows: indices of the documents of each row, in their order.
-        segment_sizes: for each row the tokens of its segments.
+        lengths: tokens of each document, or of all nodes of a tree.
+        rows: indices of the documents of each row, in their order; a tree has a row to itself.
+        segment_sizes: for each row the tokens of its segments; a tuple of leaves that share one.
         schedule: the order of the step; units that it recomputes or moves have an R, or O, A and L.
         ranks: predicted bytes of every rank at its peak.
         simulation: of the step, without the optimizer.
         costs: what the units were taken to cost.
+        parents: for each row the segment that each of its segments follows, None where that is the one before it; None:
+            no row is a tree.
+        pieces: for each row begin and size of runs of its tree's data, in the order in which the row has them; () where
+            it is none.
     """
 
     lengths: tuple[int, ...]
     rows: tuple[tuple[int, ...], ...]
-    segment_sizes: tuple[tuple[int, ...], ...]
+    segment_sizes: tuple[tuple[int | tuple[int, ...], ...], ...]
     schedule: Schedule
     ranks: tuple[RankBytes, ...]
     simulation: Simulation = field(compare=False, repr=False)
     costs: Price = field(compare=False, repr=False)
-
-    @property
-    def parents(self) -> None:
-        """Each segment follows the one before it."""
+    parents: tuple[tuple[int, ...] | None, ...] | None = None
+    pieces: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -80,6 +83,8 @@ class StepPlan:
         """Equal for equal plans alone. A step compares those of all ranks."""
         order = self.schedule
         text = f"{self.rows} {self.segment_sizes} {order.digest} {order._places_text} {order.fills}"
+        if self.parents is not None:
+            text += f" {self.parents} {self.pieces}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
@@ -96,23 +101,69 @@ class StepPlan:
             ids.append((whole.cumsum(0) - whole).repeat_interleave(whole).to(torch.int32)[None])
         return ids
 
-    def join(self, documents: Sequence[Tensor]) -> list[Tensor]:
+    def join(self, documents: Sequence[Any]) -> list[Any]:
         """Puts something that each token has, such as its id or label, into rows.
 
         Args:
-            documents: one-dimensional tensors of the lengths that were planned.
+            documents: tensors of the lengths that were planned, (tokens, ...), or dicts and tuples of such, alike for
+                all: ``PrefixTrees.tokens`` and ``PrefixTrees.targets``, for instance.
         Returns:
-            For each row, (1, tokens).
+            For each row, (1, tokens, ...), or dicts and tuples of such.
         Raises:
             ValueError: the documents are not as many or not as long as those that were planned.
         """
-        if tuple(map(len, documents)) != self.lengths:
+        if [{len(tensor) for tensor in tensors_of(document)} for document in documents] != [
+            {length} for length in self.lengths
+        ]:
             raise ValueError("the documents are not as many or not as long as those that were planned")
-        return [torch.cat([documents[index] for index in row])[None] for row in self.rows]
+        return [
+            _joined([mapped(documents[index], partial(_in_order, pieces)) for index in row])
+            for row, pieces in zip(self.rows, self._pieces, strict=True)
+        ]
+
+    def split(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Takes rows apart, as :meth:`join` put them together: ``PrefixTrees.rows`` takes what trees get.
+
+        Args:
+            rows: of each row, (1, tokens, ...).
+        Returns:
+            For each document, (tokens, ...).
+        Raises:
+            ValueError: the rows are not as many or not as long as those of the plan.
+        """
+        lengths = [sum(self.lengths[index] for index in row) for row in self.rows]
+        if [tuple(row.shape[:2]) for row in rows] != [(1, length) for length in lengths]:
+            raise ValueError("the rows are not as many or not as long as those of the plan: give (1, tokens, ...) each")
+        found: dict[int, Tensor] = {}
+        for row, indices, pieces in zip(rows, self.rows, self._pieces, strict=True):
+            parts = torch.split(row[0], [size for _, size in pieces] or [self.lengths[index] for index in indices])
+            if pieces:
+                begins = sorted(range(len(pieces)), key=lambda i: pieces[i][0])
+                parts = (torch.cat([parts[i] for i in begins]),)
+            found.update(zip(indices, parts, strict=True))
+        return [found[index] for index in range(len(self.lengths))]
+
+    @property
+    def _pieces(self) -> Sequence[tuple[tuple[int, int], ...]]:
+        return self.pieces or ((),) * len(self.rows)
+
+
+def _in_order(pieces: Sequence[tuple[int, int]], data: Tensor) -> Tensor:
+    """The data of a tree, in the order of its row."""
+    return torch.cat([data[begin : begin + size] for begin, size in pieces]) if pieces else data
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    """One row of the documents' tensors, or of dicts and tuples of them."""
+    if isinstance(values[0], Tensor):
+        return torch.cat(list(values))[None]
+    if isinstance(values[0], dict):
+        return {key: _joined([value[key] for value in values]) for key in values[0]}
+    return tuple(_joined(parts) for parts in zip(*values, strict=True))
 
 
 def plan_step(
-    lengths: Sequence[int],
+    lengths: Sequence[int | TreeShape] | PrefixTrees,
     cost: CostModel,
     *,
     schedule: str | Sequence[str] = ("seq1f1b", "auto"),
@@ -121,15 +172,17 @@ def plan_step(
     memory: float | None = None,
     remedies: Sequence[str] = ("recompute",),
     prefetch: int | None = None,
+    siblings: bool = True,
 ) -> StepPlan:
-    """Plans a step over documents of any length.
+    """Plans a step over documents of any length, and trees.
 
     Tries units of a few sizes around the one that a bound prefers: long units make the pipeline's ends long, short ones
     cost the engine's own time more often. The order that is fastest in simulation, of those that fit, is the plan. The
     same arguments give the same plan, so every rank may make it by itself.
 
     Args:
-        lengths: tokens of each document.
+        lengths: tokens of each document; or trees; or both mixed, documents by their tokens and trees by their shapes:
+            ``[*lengths, *trees.shapes]``.
         cost: of the model on a machine, for this pipeline; its own ``seq_len`` and documents do not count.
         schedule: families that are tried, of those that take rows, see :func:`seq1f1b.build_schedule`. Beside others,
             "auto" is tried last, with the rows that were best, where memory was so short that units had to give way,
@@ -141,26 +194,31 @@ def plan_step(
             fits, as few of them as possible, see :meth:`seq1f1b.Schedule.fit`.
         remedies: which of both: "recompute", "offload". The latter needs a machine with a tier.
         prefetch: receive places of the order, see :meth:`seq1f1b.Schedule.replace`.
+        siblings: short leaves of one parent may share a unit. False for models with a window, ALiBi or state that is
+            carried along a row, which need leaves apart.
     Raises:
         ValueError: there is no document, one is empty or too long, or a number is out of range; nothing fits: names the
             smallest budget.
         ScheduleError: no family can be built for these rows.
     """
-    _check(lengths, unit_tokens, segment_tokens, memory)
-    rates = _rates(cost)
-    work = [rates.of(length) for length in lengths]
+    documents = _documents(lengths)
+    _check(unit_tokens, segment_tokens, memory)
+    rates = Rates.from_cost(cost)
+    items = [Tree(document, rates) if isinstance(document, TreeShape) else document for document in documents]
+    work = seconds_of_documents(items, rates)
     families = (schedule,) if isinstance(schedule, str) else tuple(schedule)
     limit = math.inf if memory is None else memory
-    search = _Search(lengths, work, cost, families, limit, tuple(remedies), prefetch)
-    best = rates.best_unit(sum(work), cost.num_ranks) if unit_tokens is None else rates.of(unit_tokens)
+    search = _Search(tokens_of(documents), cost, families, limit, tuple(remedies), prefetch)
+    best = best_unit(items, rates, cost.num_ranks) if unit_tokens is None else rates.of(unit_tokens)
+    nodes = sum(len(item.seconds) for item in items if isinstance(item, Tree))
     made, tried = 0.0, set()
     for scales in (_SCALES if unit_tokens is None else (1.0,), _SMALLER):
         for scale in scales:
-            most = max(1, sum(work) / (scale * best)) * 2 * cost.num_stages * len(search.first)  # units, about
-            if search.found is not None and made + most > _MOST_UNITS:
+            units = max(1, sum(work) / (scale * best)) + nodes / 2  # about
+            if search.found is not None and made + units * 2 * cost.num_stages * len(search.first) > _MOST_UNITS:
                 continue
-            made += most
-            rows = _rows_of(lengths, work, scale * best, segment_tokens or _MOST_TOKENS, rates)
+            made += units * 2 * cost.num_stages * len(search.first)
+            rows = rows_of(items, work, scale * best, segment_tokens or MOST_TOKENS, rates, siblings)
             if rows not in tried:
                 tried.add(rows)
                 search.consider(rows)
@@ -172,13 +230,15 @@ def plan_step(
     return search.found
 
 
-def share_documents(lengths: Sequence[int], num_replicas: int, cost: CostModel) -> tuple[tuple[int, ...], ...]:
-    """Shares the documents of a step among data-parallel replicas, so that their work is about equal.
+def share_documents(
+    lengths: Sequence[int | TreeShape] | PrefixTrees, num_replicas: int, cost: CostModel
+) -> tuple[tuple[int, ...], ...]:
+    """Shares the documents and trees of a step among data-parallel replicas, so that their work is about equal.
 
     The most work first, each document to the replica that has the least.
 
     Args:
-        lengths: tokens of each document.
+        lengths: as :func:`plan_step` takes them. ``PrefixTrees.take`` takes a share.
         cost: of the model on a machine.
     Returns:
         Indices of the documents of each replica, ascending.
@@ -187,109 +247,49 @@ def share_documents(lengths: Sequence[int], num_replicas: int, cost: CostModel) 
     """
     if num_replicas < 1:
         raise ValueError(f"num_replicas is {num_replicas}, must be at least 1")
-    _check(lengths)
-    if len(lengths) < num_replicas:
-        raise ValueError(f"{len(lengths)} documents are too few for {num_replicas} replicas: each needs one at least")
-    rates = _rates(cost)
-    work = [rates.of(length) for length in lengths]
+    documents = _documents(lengths)
+    if len(documents) < num_replicas:
+        raise ValueError(f"{len(documents)} documents are too few for {num_replicas} replicas: each needs one at least")
+    rates = Rates.from_cost(cost)
+    work = seconds_of_documents(
+        [Tree(document, rates) if isinstance(document, TreeShape) else document for document in documents], rates
+    )
     shares: list[list[int]] = [[] for _ in range(num_replicas)]
     done = [0.0] * num_replicas
-    for index in sorted(range(len(lengths)), key=lambda i: -work[i]):
+    for index in sorted(range(len(documents)), key=lambda i: -work[i]):
         least = min(range(num_replicas), key=lambda replica: (done[replica], len(shares[replica])))
         shares[least].append(index)
         done[least] += work[index]
     return tuple(tuple(sorted(share)) for share in shares)
 
 
-def _check(
-    lengths: Sequence[int],
-    unit_tokens: int | None = None,
-    segment_tokens: int | None = None,
-    memory: float | None = None,
-) -> None:
+def _check(unit_tokens: int | None, segment_tokens: int | None, memory: float | None) -> None:
     for name, value in (("unit_tokens", unit_tokens), ("segment_tokens", segment_tokens)):
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}, must be at least 1")
     if memory is not None and not memory >= 1:
         raise ValueError(f"memory is {memory}, must be at least 1 byte")
-    if not lengths:
+
+
+def _documents(lengths: Sequence[int | TreeShape] | PrefixTrees) -> list[int | TreeShape]:
+    """The documents by their tokens, and the trees; a tree without a branch is a document."""
+    given = lengths.shapes if isinstance(lengths, PrefixTrees) else lengths
+    if not given:
         raise ValueError("there are no documents to plan a step of")
-    for index, length in enumerate(lengths):
-        if not isinstance(length, int):
+    documents: list[int | TreeShape] = []
+    for index, length in enumerate(given):
+        if isinstance(length, TreeShape):
+            length.check(f"tree {index}")
+            tokens = length.tokens
+            documents.append(tokens if length.is_chain else length)
+        elif not isinstance(length, int):
             raise TypeError(f"document {index} has {length!r} tokens, must be a whole number")
-        if not 1 <= length <= _MOST_TOKENS:
-            raise ValueError(f"document {index} has {length} tokens, must have 1 to {_MOST_TOKENS}")
-
-
-class _Rates(NamedTuple):
-    """Seconds of F and B together on the mean stage: of a token, of a pair of tokens that attend, of a unit itself."""
-
-    token: float
-    pair: float
-    unit: float
-
-    def of(self, tokens: int) -> float:
-        """A whole document, without the unit's own."""
-        return self.token * tokens + self.pair * tokens * (tokens + 1) / 2
-
-    def position(self, seconds: float) -> float:
-        """The token of a document up to which it takes so long."""
-        b = self.token + self.pair / 2
-        return 2 * seconds / (b + math.sqrt(b * b + 2 * self.pair * seconds))
-
-    def best_unit(self, work: float, num_ranks: int) -> float:
-        """The time of a unit for the shortest step, if rows could be cut anywhere.
-
-        Units of u seconds make a step of work + work / u * unit + (num_ranks - 1) (u + unit), least at the root.
-        """
-        return math.sqrt(work * self.unit / max(1, num_ranks - 1))
-
-
-def _rates(cost: CostModel) -> _Rates:
-    """From units so large that no floor of theirs counts."""
-    tokens, pairs = 1 << 20, 1 << 30
-    spans = [Span(tokens, 0, tokens), Span(2 * tokens, 0, tokens), Span(tokens, pairs, tokens)]
-    found = seconds_of(cost.source, spans)
-    once, twice, attending = (
-        sum(f[i] + b[i] for f, b in zip(found.forward, found.backward, strict=True)) / cost.num_stages for i in range(3)
-    )
-    return _Rates((twice - once) / tokens, (attending - once) / pairs, max(2 * once - twice, 1e-9))
-
-
-_Rows = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-"""For each row, the indices of its documents and the tokens of its segments."""
-
-
-def _rows_of(lengths: Sequence[int], work: Sequence[float], unit: float, most: int, rates: _Rates) -> _Rows:
-    """Rows whose units take about so long, and hold so many tokens at most; those with the most work first."""
-
-    parts = [max(seconds / unit, length / most) for seconds, length in zip(work, lengths, strict=True)]  # of a unit
-    long = [index for index, share in enumerate(parts) if share > 1]
-    short = [index for index, share in enumerate(parts) if share <= 1]
-    counts = [max(1, math.ceil(work[i] / unit - _STRETCH), -(-lengths[i] // most)) for i in long]
-    taken = [min(_PARTS, math.ceil((parts[i] - count + 1) * _PARTS)) for i, count in zip(long, counts, strict=True)]
-    rows = []
-    for place, bin_ in enumerate(best_fit([math.ceil(parts[i] * _PARTS) for i in short], _PARTS, taken)):
-        documents, count = [short[i] for i in bin_], 1
-        if place < len(long):
-            documents, count = [long[place], *documents], counts[place]
-        rows.append((tuple(documents), _cut([lengths[i] for i in documents], count, most, rates)))
-    totals = {row: sum(work[i] for i in row[0]) for row in rows}
-    return tuple(sorted(rows, key=lambda row: (-len(row[1]), -totals[row])))
-
-
-def _cut(documents: Sequence[int], count: int, most: int, rates: _Rates) -> tuple[int, ...]:
-    """Tokens of the segments of a row, of which the first document may be a long one: of equal time, at most so many
-    tokens each."""
-    tokens = sum(documents)
-    if count == 1 and tokens <= most:
-        return (tokens,)
-    share = sum(map(rates.of, documents)) / count
-    ends = [min(documents[0], round(rates.position(share * i))) for i in range(1, count)]
-    sizes = [end - begin for begin, end in zip([0, *ends], [*ends, tokens], strict=True)]
-    if min(sizes) < 1 or max(sizes) > most:
-        return _cut(documents, count + 1, most, rates) if count < tokens else (1,) * tokens
-    return tuple(sizes)
+        else:
+            tokens = length
+            documents.append(length)
+        if not 1 <= tokens <= MOST_TOKENS:
+            raise ValueError(f"document {index} has {tokens} tokens, must have 1 to {MOST_TOKENS}")
+    return documents
 
 
 class _Search:
@@ -298,26 +298,24 @@ class _Search:
     def __init__(
         self,
         lengths: Sequence[int],
-        work: Sequence[float],
         cost: CostModel,
         families: Sequence[str],
         memory: float,
         remedies: Sequence[str],
         prefetch: int | None,
     ) -> None:
-        self._lengths, self._work, self._cost = tuple(lengths), work, cost
+        self._lengths, self._cost = tuple(lengths), cost
         self.first = tuple(name for name in families if name != "auto") or families  # tried with all rows
         self._last = tuple(name for name in families if name not in self.first)
         self._memory, self._remedies, self._prefetch = memory, remedies, prefetch
         self._least: float | None = None  # bytes that some order needs
         self._refused: ScheduleError | None = None
+        self._rows: Rows = ()  # of what was found
         self.found: StepPlan | None = None
 
-    def consider(self, rows: _Rows) -> None:
+    def consider(self, rows: Rows) -> None:
         """Takes these rows if they make a faster step than those before, and fit."""
-        costs = self._cost.price_rows(
-            [PackedRow(tuple(self._lengths[i] for i in documents), sizes) for documents, sizes in rows]
-        )
+        costs = self._cost.price_rows([row.packed(self._lengths) for row in rows])
         for name in self.first:
             self._try(name, rows, costs)
 
@@ -329,12 +327,12 @@ class _Search:
         ranks = [0.0] * self._cost.num_ranks  # what each has to do in any order
         for stage, rank in enumerate(found.schedule.rank_of_stage):
             ranks[rank] += sum(map(sum, found.costs.seconds.forward[stage] + found.costs.seconds.backward[stage]))
-        units = 2 * self._cost.num_stages * sum(map(len, found.segment_sizes))
+        units = 2 * self._cost.num_stages * len(found.costs.sizes)
         if found.seconds - max(ranks) > _SEARCH_SECONDS * units:
             for name in self._last:
-                self._try(name, tuple(zip(found.rows, found.segment_sizes, strict=True)), found.costs, is_quick=True)
+                self._try(name, self._rows, found.costs, is_quick=True)
 
-    def _try(self, name: str, rows: _Rows, costs: Price, *, is_quick: bool = False) -> None:
+    def _try(self, name: str, rows: Rows, costs: Price, *, is_quick: bool = False) -> None:
         try:
             orders = self._orders(name, costs, is_quick)
         except ScheduleError as error:
@@ -347,8 +345,11 @@ class _Search:
                 continue
             simulation = self._simulate(order, costs)
             if self.found is None or simulation.makespan < self.found.seconds:
-                documents, sizes = zip(*rows, strict=True)
-                self.found = StepPlan(self._lengths, documents, sizes, order, tuple(ranks), simulation, costs)
+                documents, sizes = tuple(row.documents for row in rows), tuple(row.sizes for row in rows)
+                self.found = StepPlan(
+                    self._lengths, documents, sizes, order, tuple(ranks), simulation, costs, *_followed(rows)
+                )
+                self._rows = rows
 
     def _simulate(self, order: Schedule, costs: Price) -> Simulation:
         moves = "offload" in self._remedies and "L" in order.kinds
@@ -366,6 +367,7 @@ class _Search:
                 num_segments=[len(row) for row in costs.message_bytes],
                 stages_per_rank=self._cost.num_stages // self._cost.num_ranks,
                 options=options or None,
+                parents=costs.parents,
                 prefetch=self._prefetch,
             )
 
@@ -396,6 +398,13 @@ class _Search:
             f"no order of these documents fits in {self._memory:,.0f} bytes a rank: the smallest budget that does is "
             f"{math.ceil(self._least):,} bytes; the longest document, {longest}, has {self._lengths[longest]} tokens"
         )
+
+
+def _followed(rows: Rows) -> tuple[Any, Any]:
+    """What segments follow, and the order of trees' data, as a plan has them."""
+    if all(row.parents is None for row in rows):
+        return None, ()
+    return tuple(row.parents for row in rows), tuple(row.pieces for row in rows)
 
 
 def padded_rows(lengths: Sequence[int], num_segments: int, model: ModelShape) -> list[PackedRow]:

@@ -48,6 +48,7 @@ class StepArguments:
     parents: Any = None  # as the caller gave them
     trees: Trees | None = None  # what these rows' segments follow, once they are read
     plan: PlannedRows | None = None
+    paths: Trees | None = None  # units are whole micro-batches, and run path by path
     divides: bool | None = None  # whether the loss comes with its divisor; None: not known yet
 
 

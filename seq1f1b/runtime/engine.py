@@ -265,13 +265,16 @@ class PipelineEngine:
         dtype: torch.dtype | None = None,
         show: bool = True,
         model: nn.Module | None = None,
+        segment_sizes: Sequence[Sequence[int | Sequence[int]]] | None = None,
+        parents: Sequence[Sequence[int] | None] | None = None,
+        plan: PlannedRows | None = None,
     ) -> Verification:
         """Compares a pipeline step with the whole model on the same batch. Arguments as :meth:`step`. Collective.
 
-        The whole model is the stages in a chain, with one segment and one micro-batch at a time; or ``model``, from
-        which they were cut. Parameters, gradients, buffers, tensors and containers that are attributes of modules, and
-        random state are as before afterwards, in the model too. Hooks on parameters do not run. Stages under DDP or
-        FSDP2, DTensors and ``sequence_parallel=`` are refused.
+        The whole model is the stages in a chain, with one segment and one micro-batch at a time, or one path of a tree;
+        or ``model``, from which they were cut. Parameters, gradients, buffers, tensors and containers that are
+        attributes of modules, and random state are as before afterwards, in the model too. Hooks on parameters do not
+        run. Stages under DDP or FSDP2, DTensors and ``sequence_parallel=`` are refused.
 
         Args:
             dtype: of the whole model; None: float64 where it fits in memory, else the engine's own.
@@ -285,7 +288,8 @@ class PipelineEngine:
                 does not fit in the memory of rank 0, or that does not run; on every rank.
         """
         self._pipeline.check_idle()
-        found = verify(self._runner, StepArguments(True, inputs, target, kwargs, loss_weight), dtype, model)
+        given = StepArguments(True, inputs, target, kwargs, loss_weight, **_of_rows(segment_sizes, parents, plan))
+        found = verify(self._runner, given, dtype, model)
         if show and self.rank == 0:
             print(found)
         return found

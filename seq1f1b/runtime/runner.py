@@ -49,6 +49,7 @@ class Runner:
         is_whole: units are whole micro-batches, as outside a step.
         tells: whether what is found wrong is told, not only collected.
     Attributes:
+        build: as given.
         divides: whether loss_fn returns a sum and a divisor, once a training step has told all ranks.
         last_step: what the last step measured.
     """
@@ -83,7 +84,7 @@ class Runner:
             )
             for index, module in pipeline.modules.items()
         }
-        self.orders, self._build = RankOrders(), build
+        self.orders, self.build = RankOrders(), build
         can_divide = options.head is None and options.loss.reduction == "mean"
         self.divides: bool | None = None if can_divide else False
         self.last_step: StepRecord | None = None
@@ -134,7 +135,7 @@ class Runner:
             plan: brings the order of a step of rows.
         """
         counts = None if rows is None else tuple(map(len, rows))
-        parents = None if trees is None else trees.parents
+        parents = None if trees is None else trees.followed
         of_rows = (counts, parents) if plan is None else plan.digest
         key = training, of_rows, 0 if rows is not None else self.setting.number
         return self.orders.find(key, lambda: self._enter(training, self._schedule_of(counts, parents, plan)))
@@ -156,7 +157,7 @@ class Runner:
 
         Args:
             counts: segments of every micro-batch in a step of rows.
-            parents: what these follow.
+            parents: what these follow; None: chains.
         """
         pipeline = self.pipeline
         if counts is None:
@@ -168,12 +169,12 @@ class Runner:
             if schedule.parents != parents:
                 raise ValueError(f"the plan's segments follow {parents}, its schedule is for {schedule.parents}")
             schedule.check()
-        elif self._build is None:
+        elif self.build is None:
             raise ValueError(
                 "a step of rows builds an order of its own: give the engine the name of a schedule, or a callable"
             )
         else:
-            schedule = build(self._build, pipeline.num_ranks, len(counts), counts, len(self.stages), parents)
+            schedule = build(self.build, pipeline.num_ranks, len(counts), counts, len(self.stages), parents)
             if schedule.parents != parents:
                 raise ValueError(
                     f"the engine's schedule is a callable that built an order with parents {schedule.parents}, and the "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seq1f1b import _C
 from seq1f1b.ops.context import enter
 from seq1f1b.runtime.arguments import Options
 from seq1f1b.runtime.backward import carry_back, start_of
@@ -19,6 +20,7 @@ from seq1f1b.runtime.loss_look import LossLook
 from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.parts import Feature, Meter, Part, Pass, Received, Sink, Source, hooks
 from seq1f1b.runtime.rank_order import StageOrder
+from seq1f1b.runtime.trees import Path, by_paths
 from seq1f1b.runtime.unit import LiveUnit
 
 __all__: list[str] = []
@@ -107,6 +109,7 @@ class StageArguments:
         loss_look: of the first step of a shape.
         auxiliary_seeds: gradients of an auxiliary loss of a segment, and of one of the sequence.
         num_parts: by cell, leaves in it, in a step of trees.
+        paths: by cell, of units that run path by path.
         documents: number in each micro-batch, where the step's plan says so.
         is_new: whether no step of this shape has run before: features look, measure and compare then.
         seq_dim, arg_rules: where tokens are found in ``inputs`` and ``kwargs``.
@@ -126,6 +129,7 @@ class StageArguments:
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
     auxiliary_seeds: Sequence[tuple[float, float]] = ()
     num_parts: Sequence[int] = ()
+    paths: Sequence[Sequence[Path]] = ()
     documents: Sequence[int] = ()
     keep_outputs: bool = False
     is_new: bool = False
@@ -211,6 +215,8 @@ class StageStep:
         inputs = self._source.inputs(unit, received)
         units[cell] = unit
         enter(unit)
+        if self.stage.is_whole:
+            _C.unit_set_whole()
         result = self.run(unit, inputs)
         for end in self._end:
             end(unit)
@@ -235,7 +241,11 @@ class StageStep:
 
     def _compute(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
         kwargs = self.kwargs_of(unit)
-        if self._parallel is None:
+        if self.arguments.paths:
+            paths, rules = self.arguments.paths[unit.cell], self.arguments.arg_rules
+            dim, is_sliced = self.arguments.seq_dim, lambda name: rules.get(name) == "slice"
+            output = by_paths(self._module, paths, dim, inputs, dict(kwargs), is_sliced)
+        elif self._parallel is None:
             output = self._module(*inputs, **kwargs) if kwargs else self._module(*inputs)
         else:
             with self._parallel.forward():
@@ -261,6 +271,8 @@ class StageStep:
         gradients = () if unit.seeds is not None else self._sink.gradients(unit, received)
         roots, seeds = start_of(unit, gradients, self.arguments.auxiliary_seeds[cell])
         enter(unit)
+        if self.stage.is_whole:
+            _C.unit_set_whole()
         for before in self._before:
             before(unit)
         if roots and self._parallel is None:

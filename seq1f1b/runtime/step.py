@@ -23,6 +23,7 @@ from seq1f1b.runtime.rank_order import RankOrder
 from seq1f1b.runtime.recompute import one_at_a_time
 from seq1f1b.runtime.rows import Rows
 from seq1f1b.runtime.stage import Stage, StageArguments, StageStep
+from seq1f1b.runtime.trees import paths_of
 from seq1f1b.runtime.vocabulary_step import EmbeddingStep, FromEmbedding, HeadStep, ToHead
 from seq1f1b.runtime.weighting import Weighting, combine, divide
 
@@ -93,7 +94,7 @@ class Step:
         if self._embedding is not None:
             assert inputs is not None
             self._embedding.inputs = inputs
-        trees = batch.arguments.trees
+        trees, whole = batch.arguments.trees, batch.arguments.paths
         documents = DocumentCounts(kwargs if trees is None else None, rows)  # it counts along chains
         weighting = self._weighting = Weighting(batch, rows, options, self._device, documents)
         common = StageArguments(
@@ -102,6 +103,7 @@ class Step:
             kwargs=kwargs,
             auxiliary_seeds=weighting.auxiliary_seeds(),
             num_parts=() if trees is None else [len(part) for row in trees.parts for part in row],
+            paths=() if whole is None else list(map(paths_of, whole.parents, whole.parts)),
             documents=() if batch.arguments.plan is None else [len(row) for row in batch.arguments.plan.rows],
             is_new=not is_known,
             seq_dim=options.seq_dim,

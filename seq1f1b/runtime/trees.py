@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from seq1f1b.runtime.arguments import check_int
+from seq1f1b.runtime.nested import mapped, tensors_of
 from seq1f1b.runtime.rows import Rows, check_rows
 
 __all__: list[str] = []
@@ -37,6 +41,12 @@ class Trees:
         return positions_of(self.parents[m], [sum(part) for part in self.parts[m]])
 
     @cached_property
+    def followed(self) -> tuple[tuple[int, ...], ...] | None:
+        """``parents``, as an order has them: None where all micro-batches are chains, whatever siblings these hold."""
+        is_tree = any(own != tuple(range(-1, len(own) - 1)) for own in self.parents)
+        return self.parents if is_tree else None
+
+    @cached_property
     def siblings(self) -> tuple[list[int], list[int]]:
         """Tokens of the siblings of cells that hold several, and by cell where its own begin; both empty if none do.
 
@@ -46,6 +56,77 @@ class Trees:
         if not any(cells):
             return [], []
         return list(chain.from_iterable(cells)), list(accumulate(map(len, cells), initial=0))
+
+
+class Path(NamedTuple):
+    """A path from the root to a leaf, in a micro-batch whose segments lie one after another.
+
+    Attributes:
+        tokens: where its tokens lie there.
+        own: numbers along the path of those that no path before it has.
+    """
+
+    tokens: Tensor
+    own: Tensor
+
+
+def paths_of(parents: Sequence[int], parts: Sequence[Sequence[int]]) -> list[Path]:
+    """Every path of a micro-batch; a sibling that shares a segment is a leaf of its own."""
+    begins = list(accumulate(map(sum, parts), initial=0))
+    above: list[list[range]] = []  # of each segment: tokens of those that it follows
+    seen: set[int] = set()
+    found = []
+    for parent in parents:
+        above.append([*above[parent], range(begins[parent], begins[parent + 1])] if parent >= 0 else [])
+    for s in (s for s in range(len(parents)) if s not in parents):
+        own = begins[s]
+        for part in parts[s]:
+            tokens = list(chain.from_iterable([*above[s], range(own, own + part)]))
+            new = [i for i, token in enumerate(tokens) if token not in seen]
+            found.append(Path(torch.tensor(tokens), torch.tensor(new)))
+            seen.update(tokens)
+            own += part
+    return found
+
+
+def by_paths(
+    run: Callable[..., Any],
+    paths: Sequence[Path],
+    dim: int,
+    inputs: Iterable[Any],
+    kwargs: dict[str, Any],
+    sliced: Callable[[str], bool],
+) -> Any:
+    """What ``run`` gives for every path alone, laid out as the micro-batch's tokens are.
+
+    Args:
+        dim: the dimension of tokens.
+        sliced: whether a keyword argument has a number for each token.
+    """
+    length = sum(len(path.own) for path in paths)
+    outputs = []
+    for path in paths:
+
+        def on_path(value: Any, tokens: Tensor = path.tokens) -> Any:
+            return mapped(value, lambda t: t.index_select(dim, tokens.to(t.device)) if _is_of(t, dim, length) else t)
+
+        given = {name: on_path(value) if sliced(name) else value for name, value in kwargs.items()}
+        outputs.append(run(*(on_path(value) for value in inputs), **given))
+    places = torch.cat([path.tokens[path.own] for path in paths]).argsort()
+    every = [list(tensors_of(output)) for output in outputs]
+
+    def joined(several: tuple[Tensor, ...]) -> Tensor:
+        if not all(_is_of(t, dim, len(p.tokens)) for t, p in zip(several, paths, strict=True)):
+            return several[0]
+        own = [t.index_select(dim, p.own.to(t.device)) for t, p in zip(several, paths, strict=True)]
+        return torch.cat(own, dim).index_select(dim, places.to(own[0].device))
+
+    whole = iter([joined(several) for several in zip(*every, strict=True)])
+    return mapped(outputs[0], lambda _: next(whole))
+
+
+def _is_of(tensor: Tensor, dim: int, length: int) -> bool:
+    return tensor.dim() > dim and tensor.size(dim) == length
 
 
 def positions_of(parents: Sequence[int], sizes: Sequence[int]) -> list[int]:

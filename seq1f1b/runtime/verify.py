@@ -120,7 +120,8 @@ def _verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None,
     for rank, (text, *_) in enumerate(everyones):
         if text:
             raise ValueError(f"rank {rank}: {text}")
-    runner.settle(arguments)
+    if arguments.rows is None:
+        runner.settle(arguments)
     runner.pipeline.tied.compare(always=True)  # makes copies equal first, before a run has its own copies
     whole = WholeModel(runner, arguments, model) if any(given for *_, given in everyones) else None
     fits = all(fits for _, _, fits, _ in everyones) and (whole is None or whole.fits_wide)

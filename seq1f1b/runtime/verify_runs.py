@@ -18,6 +18,7 @@ from seq1f1b.runtime.findings import Finding
 from seq1f1b.runtime.model_state import ComparableRun, RandomState, has_changed, keep_state
 from seq1f1b.runtime.nested import mapped, tensors_of
 from seq1f1b.runtime.runner import Runner
+from seq1f1b.runtime.trees import read_rows
 from seq1f1b.schedule import Schedule
 
 __all__: list[str] = []
@@ -72,7 +73,7 @@ class Session:
                 stack.enter_context(without_hooks([p for _, p in pipeline.named_parameters()]))
                 stack.enter_context(keep_state(pipeline.bare_modules(), dtype))
                 fill()
-                result = self._run(_variant(self._runner, whole), dtype)
+                result = self._run(_variant(self._runner, whole), dtype, whole)
                 pipeline.group.all_gather_object(True)
             return result
         except BaseException as error:
@@ -93,7 +94,7 @@ class Session:
     def end(self) -> None:
         self._state.restore()
 
-    def _run(self, runner: Runner, dtype: torch.dtype | None) -> Pass:
+    def _run(self, runner: Runner, dtype: torch.dtype | None, whole: bool) -> Pass:
         leaves: list[Tensor] = []
 
         def prepared(value: Any) -> Any:
@@ -105,6 +106,9 @@ class Session:
         arguments = replace(
             given, inputs=inputs, target=prepared(given.target), kwargs=prepared(given.kwargs), return_outputs=True
         )
+        if whole and given.rows is not None:  # each in one segment; paths of a tree one after another
+            rows, trees = read_rows(given.rows, given.parents)
+            arguments = replace(arguments, rows=[[sum(row)] for row in rows], parents=None, plan=None, paths=trees)
         self._state.restore()
         runner.pipeline.group.all_gather_object(True)  # ranks that are threads share generators: none draws before
         with ComparableRun(dtype) as run, _Origin(runner) as origin:
@@ -181,27 +185,44 @@ def _kind(tensor: Tensor) -> str:
 
 def _variant(runner: Runner, whole: bool) -> Runner:
     """A second runner over the same pipeline, with memory of its own."""
-    options, schedule = replace(runner.options, attention="any"), runner.schedule
+    options, schedule, build = replace(runner.options, attention="any"), runner.schedule, runner.build
     if whole:
         options = replace(options, num_segments=1, segment_sizes=None)
+        build = whole_orders(schedule)
         schedule = one_by_one(schedule)
-    other = Runner(runner.pipeline, options, schedule, is_whole=whole, tells=False)
+    other = Runner(runner.pipeline, options, schedule, build, is_whole=whole, tells=False)
     other.divides = runner.divides
     return other
 
 
-def one_by_one(schedule: Schedule) -> Schedule:
-    """The order of the whole model on the same ranks: one micro-batch after the other, in one segment."""
+def whole_orders(schedule: Schedule) -> Callable[..., Schedule]:
+    """Makes the orders of :func:`one_by_one` for steps of rows."""
+
+    def build(*, num_microbatches: int, **counts: Any) -> Schedule:
+        return one_by_one(schedule, num_microbatches, are_rows=True)
+
+    return build
+
+
+def one_by_one(schedule: Schedule, num_microbatches: int = 0, *, are_rows: bool = False) -> Schedule:
+    """The order of the whole model on the same ranks: one micro-batch after the other, in one segment.
+
+    Args:
+        num_microbatches: 0: as many as the schedule has.
+        are_rows: whether micro-batches have lengths of their own.
+    """
     lines = []
     for rank in range(schedule.num_ranks):
         own = [stage for stage, holder in enumerate(schedule.rank_of_stage) if holder == rank]
         units = [
             f"[{stage}]{kind}{m}.0"
-            for m in range(schedule.num_microbatches)
+            for m in range(num_microbatches or schedule.num_microbatches)
             for kind, stages in (("F", own), ("B", own[::-1]))
             for stage in stages
         ]
         lines.append(" ".join(units))
+    if are_rows:
+        lines.insert(0, "parents" + " -" * num_microbatches)
     order = Schedule.from_text("\n".join(lines)).replace(prefetch=schedule.prefetch)
     kinds = schedule.kinds
     return order.spread_vocabulary(0, head="S" in kinds, embedding="E" in kinds) if kinds & {"S", "E"} else order

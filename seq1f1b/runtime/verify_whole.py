@@ -16,7 +16,7 @@ from seq1f1b.runtime.data_parallel import without_wrapper
 from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.pipeline import Pipeline
 from seq1f1b.runtime.runner import Runner
-from seq1f1b.runtime.verify_runs import Pass, one_by_one, plain_name
+from seq1f1b.runtime.verify_runs import Pass, one_by_one, plain_name, whole_orders
 from seq1f1b.schedule import build_schedule
 from seq1f1b.transport import LoopbackGroup
 from seq1f1b.transport.values import sendable
@@ -124,7 +124,7 @@ class Whole:
         schedule = one_by_one(build_schedule("1f1b", num_ranks=1, num_microbatches=options.num_microbatches))
         group = LoopbackGroup(1)[0]
         pipeline = Pipeline([self.stage], self._device, options, group, schedule, Agreement(group, {}))
-        runner = Runner(pipeline, options, schedule, is_whole=True, tells=False)
+        runner = Runner(pipeline, options, schedule, whole_orders(schedule), is_whole=True, tells=False)
         runner.divides = self._whole.divides
         names = {id(tensor): name for name, tensor in reversed(self.tensors.items())}
         self.trained = [names[id(p)] for _, p in pipeline.named_parameters() if p.requires_grad]

@@ -213,9 +213,13 @@ def _memory(timeline: Timeline, run: Simulation | None) -> _Memory:
     return _Memory(curves, max(per_microbatch, 1), peaks, False)
 
 
-def predecessors(timeline: Timeline) -> dict[Unit, list[Unit]]:
-    """The units that must end before each unit may start: its inputs, and what its rank runs before it."""
-    after = inputs_of(unit for track in timeline for unit, _, _ in track)
+def predecessors(timeline: Timeline, parents: Sequence[tuple[int, ...]] | None = None) -> dict[Unit, list[Unit]]:
+    """The units that must end before each unit may start: its inputs, and what its rank runs before it.
+
+    Args:
+        parents: those of the order, see :class:`~seq1f1b.Schedule`.
+    """
+    after = inputs_of((unit for track in timeline for unit, _, _ in track), parents)
     for track in timeline:
         for (earlier, _, _), (unit, _, _) in pairwise(track):
             if earlier not in after[unit]:
@@ -232,7 +236,7 @@ def _shown(heading: str, timeline: Timeline, run: Simulation | None) -> dict[str
 
     placed = [entry for track in timeline for entry in track]
     number = {unit: i for i, (unit, _, _) in enumerate(placed)}
-    after = predecessors(timeline)
+    after = predecessors(timeline, None if run is None else run.schedule.parents)
     edges = [[number[other] for other in after[unit]] for unit, _, _ in placed]
     begin, end = extent(timeline)
     busy = sum(stop - start for _, start, stop in placed)

@@ -457,6 +457,9 @@ def refusals(rank: int, world: int) -> None:
         schedule.step(tokens, target=target, losses=())
     with pytest.raises(ValueError, match="segment_sizes has 3 entries, num_segments is 2"):
         ScheduleSeq1F1B(stage, 2, cross_entropy, n_segments=2, segment_sizes=[3, 3, 2]).step(tokens, target=target)
+    counts = {"num_ranks": 1, "num_microbatches": 2, "num_segments": 3, "parents": [[-1, 0, 0]] * 2}
+    with pytest.raises(ValueError, match="are trees, which torch's have no word for: use PipelineEngine"):
+        ScheduleSeq1F1B(stage, 2, cross_entropy, n_segments=3, schedule=build_schedule("seq1f1b", **counts))
     with pytest.raises(ValueError, match="num_microbatches is 0"):
         ScheduleSeq1F1B(stage, 0, cross_entropy)
     with pytest.raises(TypeError, match="ScheduleSeq1F1B has no argument 'no_such_option'; there are arg_rules, "):

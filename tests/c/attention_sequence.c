@@ -64,7 +64,8 @@ void put(int32_t dtype, void *x, int64_t i, double value)
 
 int64_t at(const sequence *x, kind of, int64_t b, int64_t h, int64_t row)
 {
-    return s1f_at(x->of[of].strides, b, h, row);
+    int is_key = x->key_rows && (of == OF_K || of == OF_V);
+    return s1f_at(x->of[of].strides, b, h, is_key ? x->key_rows[row] : row);
 }
 
 int32_t result_dtype(const sequence *x, kind of)
@@ -117,6 +118,31 @@ static int32_t document(const shape *s, int64_t batch, int64_t row)
     return s->docs_return ? (index & 1 ? INT32_MAX : INT32_MIN) : (int32_t)(index - batch);
 }
 
+/* Ranges of keys before `first`, and one of the rest, the last one in the first rows; after each a spare row, while
+ * there is one. */
+static void scatter_keys(sequence *x)
+{
+    const shape *s = &x->s;
+    int64_t rows = s->length + SPARE_ROWS, row = 0, spare = s->length;
+    x->key_rows = allocate(rows * (int64_t)sizeof *x->key_rows);
+    x->ranges = allocate(s->ranges * (int64_t)sizeof *x->ranges);
+    for (int64_t i = 0, end = 0; i < s->ranges; i++) {
+        int64_t begin = end;
+        end = i + 1 < s->ranges ? s->first * (i + 1) / (s->ranges - 1) : s->length;
+        if (begin < end)
+            x->ranges[x->num_ranges++] = (s1f_key_range){begin, end, 0};
+    }
+    for (int32_t i = x->num_ranges - 1; i >= 0; i--) {
+        x->ranges[i].row = row;
+        for (int64_t key = x->ranges[i].begin; key < x->ranges[i].end; key++)
+            x->key_rows[key] = row++;
+        if (spare < rows)
+            x->key_rows[spare++] = row++;
+    }
+    while (spare < rows)
+        x->key_rows[spare++] = row++;
+}
+
 sequence sequence_new(shape s)
 {
     s.v_head_dim = s.v_head_dim > 0 ? s.v_head_dim : s.head_dim;
@@ -129,6 +155,8 @@ sequence sequence_new(shape s)
                          [OF_K] = layout_of(&s, s.kv_heads, kv_rows, s.head_dim),
                          [OF_V] = layout_of(&s, s.kv_heads, kv_rows, s.v_head_dim)}};
 
+    if (s.ranges > 0)
+        scatter_keys(&x);
     x.q = allocate(x.of[OF_Q].elements * bytes);
     x.dq = allocate(result_bytes(&x, OF_Q));
     x.out = allocate(result_bytes(&x, OF_OUT));
@@ -178,8 +206,8 @@ sequence sequence_new(shape s)
 
 void sequence_free(sequence *x)
 {
-    void *all[] = {x->q,  x->k,   x->v,      x->out,  x->dout,  x->dq,    x->dk,
-                   x->dv, x->lse, x->slopes, x->docs, x->sinks, x->dsinks};
+    void *all[] = {x->q,   x->k,      x->v,    x->out,   x->dout,   x->dq,       x->dk,    x->dv,
+                   x->lse, x->slopes, x->docs, x->sinks, x->dsinks, x->key_rows, x->ranges};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         free(all[i]);
 }
@@ -194,6 +222,8 @@ s1f_attention_args segment_args(const sequence *x, int64_t begin, int64_t end, i
     const shape *s = &x->s;
     int64_t bytes = s1f_dtype_bytes(s->dtype), sum_bytes = s1f_dtype_bytes(s1f_dtype_of_sums(s->dtype));
     int64_t q_from = begin * x->of[OF_Q].strides.row * bytes, out_from = begin * x->of[OF_OUT].strides.row * bytes;
+    if (x->ranges)
+        x->ranges[x->num_ranges - 1].end = end;
     return (s1f_attention_args){
         .dtype = s->dtype,
         .batch = s->batch,
@@ -211,6 +241,8 @@ s1f_attention_args segment_args(const sequence *x, int64_t begin, int64_t end, i
         .k_strides = x->of[OF_K].strides,
         .v_strides = x->of[OF_V].strides,
         .out_strides = x->of[OF_OUT].strides,
+        .ranges = x->ranges,
+        .num_ranges = x->num_ranges,
         .lse = (char *)x->lse + s->batch * s->heads * begin * sum_bytes,
         .scale = scale_of(s),
         .window = s->window,
@@ -219,6 +251,7 @@ s1f_attention_args segment_args(const sequence *x, int64_t begin, int64_t end, i
         .slopes_batch_stride = x->slopes ? s->heads : 0,
         .docs = x->docs,
         .docs_batch_stride = s->length,
+        .shared_keys = s->shares_prefix ? s->first : 0,
         .sinks = x->sinks,
         .dout = (const char *)x->dout + out_from,
         .dout_strides = x->of[OF_OUT].strides,
@@ -303,7 +336,8 @@ static void naive_head(const sequence *x, int64_t b, int64_t h, naive_results *r
             }
             if (x->slopes)
                 p[j] -= (double)x->slopes[b * s->heads + h] * (double)(i - j);
-            if ((s->window && j <= i - s->window) || (x->docs && x->docs[b * N + j] != x->docs[b * N + i]))
+            int is_other = x->docs && x->docs[b * N + j] != x->docs[b * N + i];
+            if ((s->window && j <= i - s->window) || (is_other && !(s->shares_prefix && j < s->first)))
                 p[j] = -INFINITY;
             highest = fmax(highest, p[j]);
         }
@@ -382,11 +416,12 @@ const char *describe(const shape *s, const char *what)
     snprintf(
         text, sizeof text,
         "%s: %s, B %lld, heads %lld/%lld, rows [%lld, %lld), D %lld, v of %lld, layout %d, window %lld, softcap %g, "
-        "alibi %g, logits %g, docs %lld, docs return %d, same keys %d, scaling %d, sinks %d, isa %s",
+        "alibi %g, logits %g, docs %lld, docs return %d, shares prefix %d, ranges %lld, same keys %d, scaling %d, "
+        "sinks %d, isa %s",
         what, s1f_dtype_name(s->dtype), (long long)s->batch, (long long)s->heads, (long long)s->kv_heads,
         (long long)s->first, (long long)s->length, (long long)s->head_dim, (long long)s->v_head_dim, s->tokens_outside,
-        (long long)s->window, s->softcap, s->alibi, s->logits, (long long)s->num_docs, s->docs_return, s->same_keys,
-        (int)s->scaling, (int)s->sinks, s1f_attention_isa());
+        (long long)s->window, s->softcap, s->alibi, s->logits, (long long)s->num_docs, s->docs_return, s->shares_prefix,
+        (long long)s->ranges, s->same_keys, (int)s->scaling, (int)s->sinks, s1f_attention_isa());
     return text;
 }
 

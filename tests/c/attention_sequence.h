@@ -14,6 +14,8 @@ typedef struct {
     int64_t window;
     double softcap, alibi, logits; /* alibi: slope of head 0, 0 for none; logits: their rough size, 0 for 1 */
     int64_t num_docs;              /* documents of the sequence, 0 for no ids */
+    int shares_prefix;             /* keys before `first` are in everybody's document */
+    int64_t ranges;                /* of rows, in which keys lie; 0: one after another */
     int docs_return;               /* there are two ids, by turns */
     int same_keys;                 /* all rows of k are one */
     enum { BY_HEAD_DIM, NEGATIVE, ZERO } scaling;
@@ -29,10 +31,13 @@ typedef struct { /* of the tensors of a kind */
     s1f_strides strides;
 } layout;
 
-/* The rows [first, length) are queries. k and v have more than the length, and those from it on hold NaN. */
+/* The rows [first, length) are queries. k and v have spare rows as well, behind the others and between ranges: NaN. */
 typedef struct {
     shape s;
     layout of[4];
+    int64_t *key_rows;     /* row of each key of k and v, then the spare rows; NULL: rows are keys */
+    s1f_key_range *ranges; /* of the segment that segment_args was asked for last */
+    int32_t num_ranges;
     void *q, *k, *v, *out, *dout, *dq, *dk, *dv, *lse;
     float *slopes;
     int32_t *docs;
@@ -84,7 +89,7 @@ difference result_difference(const sequence *x, kind of, const void *got, const 
 difference lse_difference(const sequence *x, const double *want);
 /* dsinks, over all segments; no difference without sinks. */
 difference sink_difference(const sequence *x, const double *want);
-/* Rows from the length on were never written. */
+/* Rows without a key were never written. */
 int spare_rows_untouched(const sequence *x);
 /* Begin of segment i of `parts`, and the end of the one before. */
 int64_t cut(const shape *s, int64_t parts, int64_t i);

@@ -35,8 +35,8 @@ static void test_own_rows(sequence *x, int64_t parts, kernel backward)
     for (int64_t i = parts - 1; i >= 0; i--) {
         int64_t begin = cut(s, parts, i);
         s1f_attention_args args = segment_args(x, begin, cut(s, parts, i + 1), i == parts - 1);
-        args.own_dk = (char *)own[0] + begin * k->strides.row * bytes;
-        args.own_dv = (char *)own[1] + begin * v->strides.row * bytes;
+        args.own_dk = (char *)own[0] + at(x, OF_K, 0, 0, begin) * bytes;
+        args.own_dv = (char *)own[1] + at(x, OF_V, 0, 0, begin) * bytes;
         args.own_dk_strides = k->strides;
         args.own_dv_strides = v->strides;
         check(backward(&args, NULL) == S1F_OK, describe(s, "backward refused"));
@@ -524,6 +524,8 @@ static void test_truths(void)
                            .softcap = options & 2 ? 1.5 : 0,
                            .alibi = options & 4 ? 0.3 : 0,
                            .num_docs = options & 8 ? 3 : 0,
+                           .shares_prefix = options == 8 || options == 10,
+                           .ranges = options % 5,
                            .sinks = options % 3 == 1 ? SINKS : NO_SINKS};
                 test_truth(s);
                 if (dtypes[d] == S1F_FLOAT64)
@@ -560,6 +562,11 @@ static void test_options(int isa)
         {.sinks = SINKS, .logits = 1e4},
         {.sinks = FAR_SINKS, .window = 250},
         {.v_head_dim = 40, .num_docs = 4},
+        {.ranges = 2},
+        {.ranges = 5, .num_docs = 4, .v_head_dim = 40},
+        {.ranges = 4, .window = 100, .softcap = 1.5, .alibi = 0.3, .sinks = SINKS},
+        {.ranges = 3, .num_docs = 4, .docs_return = 1, .shares_prefix = 1},
+        {.num_docs = 130, .shares_prefix = 1, .softcap = 1.5, .sinks = SINKS},
         {.v_head_dim = 5, .sinks = SINKS, .num_docs = 3, .window = 100, .softcap = 1.5, .alibi = 0.3},
     };
     static const int64_t head_dims[] = {8, 24, 8, 20};

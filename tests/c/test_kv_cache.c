@@ -385,6 +385,213 @@ static void test_recomputation(void)
     s1f_kv_cache_free(cache);
 }
 
+/* -- trees: an order and rows at random, beside a model that knows nothing of the cache's states --------------------- */
+
+enum { NODES = 9, TREE_ROWS = 64, TREE_LAYERS = 2 };
+
+typedef struct {
+    int32_t parent[NODES], is_forward[NODES], is_back[NODES];
+    int64_t offset[NODES], size[NODES], row[NODES], total;
+    /* [row of dk]: what has been added since the row was taken; of a layer that not every backward uses */
+    int64_t added[TREE_LAYERS][TREE_ROWS];
+    float dk[TREE_LAYERS][TREE_ROWS]; /* as a kernel leaves it */
+    int32_t forgets_kept;             /* the planted defect: a kernel that stores where it should add */
+    uint64_t random;
+    int64_t num_wrong;
+} tree;
+
+static int32_t draw(tree *t, int32_t limit)
+{
+    t->random = t->random * 6364136223846793005u + 1442695040888963407u;
+    return (int32_t)((t->random >> 33) % (uint64_t)limit);
+}
+
+static tree make_tree(uint64_t seed)
+{
+    tree t = {.random = seed};
+    for (int32_t s = 0; s < NODES; s++) {
+        t.parent[s] = s == 0 ? -1 : draw(&t, s);
+        t.size[s] = 1 + draw(&t, 3);
+        t.offset[s] = s == 0 ? 0 : t.offset[t.parent[s]] + t.size[t.parent[s]];
+        t.total += t.size[s];
+    }
+    return t;
+}
+
+static int32_t children_of(const tree *t, int32_t node, int32_t not_back)
+{
+    int32_t count = 0;
+    for (int32_t s = 0; s < NODES; s++)
+        count += t->parent[s] == node && !(not_back && t->is_back[s]);
+    return count;
+}
+
+static int is_legal(const tree *t, int32_t pass, int32_t node)
+{
+    if (pass == S1F_PASS_FORWARD)
+        return !t->is_forward[node] && (node == 0 || t->is_forward[t->parent[node]]);
+    return t->is_forward[node] && !t->is_back[node] && (pass == S1F_PASS_RECOMPUTE || children_of(t, node, 1) == 0);
+}
+
+/* Anywhere that no live segment lies. */
+static void take_rows(tree *t, int32_t node)
+{
+    int is_free = 0;
+    while (!is_free) {
+        t->row[node] = draw(t, TREE_ROWS - (int32_t)t->size[node]);
+        is_free = 1;
+        for (int32_t s = 0; s < NODES; s++)
+            is_free &= s == node || !t->is_forward[s] || t->is_back[s] || t->row[s] + t->size[s] <= t->row[node] ||
+                       t->row[node] + t->size[node] <= t->row[s];
+    }
+    for (int32_t layer = 0; layer < TREE_LAYERS; layer++)
+        for (int64_t i = 0; i < t->size[node]; i++)
+            t->added[layer][t->row[node] + i] = 0;
+}
+
+static s1f_current_unit unit_of_tree(const tree *t, s1f_kv_cache *cache, int32_t pass, int32_t node)
+{
+    return (s1f_current_unit){.unit = {pass, 0, 0, node},
+                              .num_segments = NODES,
+                              .parent = t->parent[node],
+                              .num_children = children_of(t, node, 0),
+                              .grad_slot = pass == S1F_PASS_BACKWARD ? 0 : -1,
+                              .training = 1,
+                              .offset = t->offset[node],
+                              .length = t->size[node],
+                              .sequence_length = t->total,
+                              .row = t->row[node],
+                              .cache = cache};
+}
+
+/* The path's rows of a layer hold the numbers of their segments; in F all but the own ones, which it then writes. */
+static void use_rows(tree *t, const s1f_kv_rows *rows, int32_t pass, int32_t node)
+{
+    float *k = rows->k;
+    for (int32_t s = node; s >= 0; s = t->parent[s])
+        for (int64_t i = 0; i < t->size[s]; i++) {
+            if (pass == S1F_PASS_FORWARD && s == node)
+                k[(t->row[s] + i) * shape.head_dim] = (float)(100 + s);
+            t->num_wrong += k[(t->row[s] + i) * shape.head_dim] != (float)(100 + s);
+        }
+}
+
+/* As a kernel adds a 1 to each row of the path, or stores it. */
+static void contribute(tree *t, int32_t layer, const s1f_kv_grads *grads, int32_t node)
+{
+    int64_t kept = t->forgets_kept && t->parent[node] >= 0 ? 0 : grads->kept;
+    for (int32_t s = node; s >= 0; s = t->parent[s])
+        for (int64_t i = 0; i < t->size[s]; i++) {
+            float *dk = &t->dk[layer][t->row[s] + i];
+            *dk = t->offset[s] + i < kept ? *dk + 1 : 1;
+            t->num_wrong += *dk != (float)++t->added[layer][t->row[s] + i];
+        }
+}
+
+static void run_unit(tree *t, s1f_kv_cache *cache, int32_t pass, int32_t node)
+{
+    if (pass == S1F_PASS_FORWARD)
+        take_rows(t, node);
+    s1f_current_unit unit = unit_of_tree(t, cache, pass, node);
+    CHECK_STATUS(s1f_kv_cache_begin_unit(cache, &unit), S1F_OK, "");
+    for (int32_t layer = 0; layer < TREE_LAYERS; layer++) {
+        s1f_layer_shape kept;
+        s1f_kv_rows rows;
+        s1f_kv_grads grads;
+        int is_used = layer == 0 || node % 2 == 0; /* by a backward: any gradient may be none */
+        if (pass != S1F_PASS_BACKWARD) {
+            CHECK_STATUS(s1f_kv_cache_write(cache, &unit, layer, &shape, &rows), S1F_OK, "");
+            CHECK(rows.num_rows == TREE_ROWS && rows.is_written == (pass != S1F_PASS_FORWARD));
+            use_rows(t, &rows, pass, node);
+        } else if (is_used) {
+            CHECK_STATUS(s1f_kv_cache_read(cache, &unit, layer, &kept, &rows, &grads), S1F_OK, "");
+            use_rows(t, &rows, pass, node);
+            contribute(t, layer, &grads, node);
+            CHECK_STATUS(s1f_kv_cache_read(cache, &unit, layer, &kept, &rows, &grads), S1F_ERR_STATE,
+                         "second backward of layer");
+        }
+    }
+    CHECK_STATUS(s1f_kv_cache_finish_unit(cache, &unit), S1F_OK, "");
+    t->is_forward[node] = 1;
+    t->is_back[node] = pass == S1F_PASS_BACKWARD;
+}
+
+/* Returns how many rows held something else than the model says. Units that may not run are refused, each with a
+ * sentence, and change nothing. */
+static int64_t run_tree(uint64_t seed, int32_t forgets_kept)
+{
+    static const int32_t passes[] = {S1F_PASS_FORWARD, S1F_PASS_BACKWARD, S1F_PASS_RECOMPUTE};
+    s1f_kv_cache *cache = NULL;
+    s1f_stage_slots slots = {.stage = 0, .kv_slots = 1, .grad_slots = 1};
+    tree t = make_tree(seed);
+    t.forgets_kept = forgets_kept;
+    CHECK_STATUS(s1f_kv_cache_create(&cache), S1F_OK, "");
+    CHECK_STATUS(s1f_kv_cache_begin_step(cache, &slots, 1, t.total, TREE_ROWS, NODES), S1F_OK, "");
+    while (!t.is_back[0]) {
+        int32_t pass = passes[draw(&t, 3)], node = draw(&t, NODES);
+        s1f_current_unit unit = unit_of_tree(&t, cache, pass, node);
+        if (is_legal(&t, pass, node))
+            run_unit(&t, cache, pass, node);
+        else if (node > 0 && t.is_forward[0])
+            CHECK_STATUS(s1f_kv_cache_begin_unit(cache, &unit), S1F_ERR_STATE, t.is_forward[node] ? "ward" : "before");
+    }
+    s1f_current_unit next = unit_of_tree(&t, cache, S1F_PASS_FORWARD, 0); /* both slots are free */
+    next.unit.microbatch = 1;
+    CHECK_STATUS(s1f_kv_cache_begin_unit(cache, &next), S1F_OK, "");
+    s1f_kv_cache_free(cache);
+    return t.num_wrong;
+}
+
+static void test_trees(void)
+{
+    int64_t seen = 0;
+    for (uint64_t seed = 1; seed <= 60; seed++) {
+        CHECK(run_tree(seed, 0) == 0);
+        seen += run_tree(seed, 1) > 0;
+    }
+    CHECK(seen > 50); /* in a chain of few segments nothing is kept that is not one's own */
+}
+
+/* A leaf between two live segments of a long slab: its pages go back, and theirs stay, where they share one too. */
+static void test_rows_of_a_leaf_are_released(void)
+{
+    enum { LONG_ROWS = 8192, LEAF = 1000, BEGIN = 2001 };
+    s1f_kv_cache *cache = NULL;
+    s1f_stage_slots slots = {.stage = 0, .kv_slots = 1, .grad_slots = 1};
+    static const int64_t rows_of[] = {0, BEGIN, BEGIN + LEAF}, sizes_of[] = {BEGIN, LEAF, LEAF};
+    s1f_kv_rows rows;
+    s1f_layer_shape one = {.batch = 1, .kv_heads = 1, .head_dim = 5, .v_head_dim = 3, .dtype = S1F_FLOAT32};
+    CHECK_STATUS(s1f_kv_cache_create(&cache), S1F_OK, "");
+    CHECK_STATUS(s1f_kv_cache_begin_step(cache, &slots, 1, BEGIN + 2 * LEAF, LONG_ROWS, 3), S1F_OK, "");
+    for (int32_t i = 0; i < 4; i++) { /* F0 F1 F2 B1 */
+        int32_t s = i == 3 ? 1 : i;
+        s1f_current_unit unit = {.unit = {i == 3 ? S1F_PASS_BACKWARD : S1F_PASS_FORWARD, 0, 0, s},
+                                 .num_segments = 3,
+                                 .parent = s == 0 ? -1 : 0,
+                                 .num_children = s == 0 ? 2 : 0,
+                                 .training = 1,
+                                 .offset = s == 0 ? 0 : BEGIN,
+                                 .length = sizes_of[s],
+                                 .sequence_length = BEGIN + 2 * LEAF,
+                                 .row = rows_of[s]};
+        CHECK_STATUS(s1f_kv_cache_begin_unit(cache, &unit), S1F_OK, "");
+        if (i < 3) {
+            CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 0, &one, &rows), S1F_OK, "");
+            for (int64_t t = 5 * rows_of[s]; t < 5 * (rows_of[s] + sizes_of[s]); t++)
+                ((float *)rows.k)[t] = 1;
+        }
+        CHECK_STATUS(s1f_kv_cache_finish_unit(cache, &unit), S1F_OK, "");
+    }
+    const float *k = rows.k;
+    CHECK(k[5 * BEGIN - 1] == 1 && k[5 * (BEGIN + LEAF / 2)] == 0);
+    for (int64_t t = 5 * (BEGIN + LEAF); t < 5 * (BEGIN + 2 * LEAF); t++)
+        if (k[t] != 1) {
+            CHECK(!"rows behind the leaf stay");
+            break;
+        }
+    s1f_kv_cache_free(cache);
+}
+
 static void *see_units(void *expected)
 {
     const s1f_current_unit *unit = s1f_current_unit_get();
@@ -444,6 +651,8 @@ int main(void)
     test_memory_of_a_device();
     test_split_backward();
     test_recomputation();
+    test_trees();
+    test_rows_of_a_leaf_are_released();
     test_current_unit();
     test_layer_keys();
     return check_failures();

@@ -6,6 +6,7 @@
 #include "../../csrc/core/lower.h"
 #include "../../csrc/core/offload.h"
 #include "../../csrc/core/recompute.h"
+#include "../../csrc/core/rows.h"
 #include "../../csrc/core/schedule.h"
 #include "../../csrc/model/critical.h"
 #include "../../csrc/model/memory.h"
@@ -67,6 +68,24 @@ static s1f_status build_rows(void)
     options.segments_of = segments_of + 3;
     if (status == S1F_OK)
         status = s1f_schedule_build("auto", 2, 1, 1, 1, &options, &searched);
+    s1f_schedule_free(searched);
+    s1f_schedule_free(schedule);
+    return status;
+}
+
+/* Trees, nested and by search. */
+static s1f_status build_trees(void)
+{
+    static const int32_t segments_of[] = {4, 2, 3}, parents[] = {-1, 0, 0, 1, -1, 0, -1, 0, 0};
+    s1f_options options = {.segments_of = segments_of, .parents = parents, .trees = S1F_TREES_NESTED};
+    s1f_schedule *schedule = NULL, *searched = NULL;
+    s1f_status status = s1f_schedule_build("seq1f1b", 2, 3, 4, 1, &options, &schedule);
+    CHECK((status == S1F_OK) == (schedule != NULL));
+    if (status == S1F_OK)
+        status = s1f_schedule_check(schedule, 4);
+    options = (s1f_options){.segments_of = segments_of + 2, .parents = parents + 6};
+    if (status == S1F_OK)
+        status = s1f_schedule_build("auto", 1, 1, 3, 1, &options, &searched);
     s1f_schedule_free(searched);
     s1f_schedule_free(schedule);
     return status;
@@ -199,6 +218,18 @@ static s1f_status check(void)
     return s1f_schedule_check(given_schedule, 0);
 }
 
+static s1f_status assign_rows(void)
+{
+    static const int64_t sizes[4] = {9, 8, 7, 6};
+    int64_t num_units, most = 0, rows[64] = {0};
+    s1f_shape shape = s1f_schedule_shape(given_schedule);
+    const s1f_unit *units = s1f_schedule_units(given_schedule, 0, &num_units);
+    CHECK(shape.num_stages * s1f_num_cells(&shape) <= 64 && s1f_num_columns(&shape) <= 4);
+    s1f_status status = s1f_assign_rows(&shape, units, num_units, sizes, rows, &most);
+    CHECK((status == S1F_OK) == (most > 0));
+    return status;
+}
+
 static s1f_status lower(void)
 {
     s1f_program *program = NULL;
@@ -295,6 +326,8 @@ static void test_failing_allocations(void)
         "F0.0 O0.0 F0.1 A0.0 F0.2 I0.2 W0.2 L0.0 I0.1 W0.1 I0.0 W0.0",
         "E0.0 F0.0 S0.0 T0.0 B0.0 G0.0\nE0.0 F0.0 S0.0 T0.0 B0.0 G0.0",
         "F0.0 F0.1 F1.0 R0.1 B0.1 B0.0 B1.0\nF0.0 F0.1 B0.1 F1.0 B0.0 B1.0", /* rows of 2 and 1 segments */
+        "parents -1,0,0\nF0.0 F0.1 F0.2 B0.1 B0.2 B0.0\nF0.0 F0.2 R0.2 B0.2 F0.1 B0.1 B0.0",
+        "parents - -1,0,0\nF0.0 F1.0 F1.2 F1.1\nF0.0 F1.0 F1.1 F1.2",
         "F0.0 B0.0",
     };
     fail_each_allocation(build, 10);
@@ -306,6 +339,7 @@ static void test_failing_allocations(void)
     fail_each_allocation(build_all, 40);
     fail_each_allocation(build_timed, 40);
     fail_each_allocation(build_rows, 40);
+    fail_each_allocation(build_trees, 40);
     fail_each_allocation(build_auto, 40);
     for (size_t i = 0; i < sizeof orders / sizeof orders[0]; i++) {
         given_text = orders[i];
@@ -318,8 +352,10 @@ static void test_failing_allocations(void)
         if (strchr(orders[i], 'S') == NULL)
             fail_each_allocation(spread_vocabulary, 15);
         fail_each_allocation(text_and_back, 6);
-        fail_each_allocation(units_and_back, 5);
+        if (strchr(orders[i], 'p') == NULL) /* units say nothing of parents */
+            fail_each_allocation(units_and_back, 5);
         fail_each_allocation(check, 5);
+        fail_each_allocation(assign_rows, 3);
         fail_each_allocation(lower, 25);
         fail_each_allocation(lower_rank, 20);
         fail_each_allocation(simulate, 10);
@@ -403,6 +439,42 @@ static void test_rows(void)
     s1f_schedule_free(schedule);
     CHECK_STATUS(s1f_schedule_build("seq1f1b", 2, 3, 3, 1, &(s1f_options){.segments_of = rows}, &schedule), S1F_ERR_ARG,
                  "are 4, num_segments is 3");
+}
+
+static void test_trees(void)
+{
+    static const int32_t both[] = {0, 1}, segments_of[] = {2, 4, 1}, unlike_of[] = {2, 3, 2};
+    static const int32_t parents[] = {-1, 0, -1, 0, 0, 1, -1}, chains[] = {-1, 0, -1, 0, 1, 2, -1};
+    static const int32_t late[] = {-1, 0, -1, 2, 0, 1, -1}, roots[] = {-1, 0, -1, 0, -1, 1, -1},
+                         headless[] = {-1, 0, 0, 0, 0, 1, -1};
+    s1f_schedule *tree = NULL, *like = NULL, *chain = NULL;
+    CHECK_STATUS(s1f_schedule_create(2, 2, 3, 4, both, &tree), S1F_OK, "");
+    CHECK_STATUS(s1f_schedule_set_parents(tree, parents), S1F_ERR_STATE, "after their numbers and before any unit");
+    CHECK_STATUS(s1f_schedule_set_rows(tree, segments_of), S1F_OK, "");
+    CHECK_STATUS(s1f_schedule_set_parents(tree, late), S1F_ERR_ARG, "micro-batch 1: segment 1 follows segment 2, must");
+    CHECK_STATUS(s1f_schedule_set_parents(tree, roots), S1F_ERR_ARG, "segment 2 follows none, so the tree has two");
+    CHECK_STATUS(s1f_schedule_set_parents(tree, headless), S1F_ERR_ARG, "its parent is -1, not 0");
+    CHECK_STATUS(s1f_schedule_set_parents(tree, chains), S1F_OK, "");
+    CHECK(s1f_schedule_shape(tree).trees == NULL); /* what they were anyway */
+    CHECK_STATUS(s1f_schedule_set_parents(tree, parents), S1F_OK, "");
+    CHECK_STATUS(s1f_schedule_set_parents(tree, parents), S1F_ERR_STATE, "once");
+    CHECK_STATUS(s1f_schedule_create_like(tree, &like), S1F_OK, "");
+    s1f_shape shape = s1f_schedule_shape(like), of_tree = s1f_schedule_shape(tree);
+    CHECK(shape.trees != NULL && shape.trees != of_tree.trees && s1f_schedule_equal(tree, like));
+    static const int32_t first[] = {1, -1, 1, 3, -1, -1, -1}, next[] = {-1, -1, -1, 2, -1, -1, -1};
+    CHECK(memcmp(shape.trees->parent, parents, sizeof parents) == 0);
+    CHECK(memcmp(shape.trees->first_child, first, sizeof first) == 0);
+    CHECK(memcmp(shape.trees->next_sibling, next, sizeof next) == 0);
+    CHECK_STATUS(s1f_schedule_create(2, 2, 3, 4, both, &chain), S1F_OK, "");
+    CHECK_STATUS(s1f_schedule_set_rows(chain, segments_of), S1F_OK, "");
+    CHECK(!s1f_schedule_equal(tree, chain) && s1f_schedule_digest(tree) != s1f_schedule_digest(chain));
+    s1f_schedule_free(chain);
+    s1f_schedule_free(like);
+    s1f_schedule_free(tree);
+    s1f_options options = {.parents = parents};
+    CHECK_STATUS(s1f_schedule_build("seq1f1b", 2, 3, 4, 1, &options, &tree), S1F_ERR_ARG, "parents need num_segments");
+    options.segments_of = unlike_of; /* numbers that the parents are not for: none before it */
+    CHECK_STATUS(s1f_schedule_build("seq1f1b", 2, 3, 3, 1, &options, &tree), S1F_ERR_ARG, "parents of micro-batch 2");
 }
 
 static void test_unit_text(void)
@@ -504,6 +576,7 @@ int main(void)
     test_create();
     test_append();
     test_rows();
+    test_trees();
     test_unit_text();
     test_huge_index();
     test_checked_once();

@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 import seq1f1b
+from seq1f1b import Costs, build_schedule
 from seq1f1b.__main__ import main, make_parser
 from seq1f1b.cli.progress import progress_bar
 from seq1f1b.plan import Layout
@@ -108,6 +109,31 @@ def test_draw_text_png_trace_and_a_file(tmp_path, capsys):
     text.write_text("F0.0 B0.0\nF0.0 B0.0\n")
     assert main(["simulate", str(text)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split()[1] == "6.000"
+
+
+def test_trees(tmp_path, capsys):
+    trees = "--parents=-1,0,0 -1,0,1,1,0 -"
+    counts = ["--ranks", "2", "--segments", "2"]
+    assert main(["draw", "seq1f1b", trees, *counts, "--option", "trees=nested", "--width", "60"]) == 0
+    assert "forward" in capsys.readouterr().out
+    options = {"trees": "nested"}
+    parents = [[-1, 0, 0], [-1, 0, 1, 1, 0], None]
+    order = build_schedule(
+        "seq1f1b", num_ranks=2, num_microbatches=3, num_segments=[3, 5, 2], parents=parents, options=options
+    )
+    file = tmp_path / "order.txt"
+    file.write_text(order.to_text())
+    for source in (["seq1f1b", trees, *counts, "--option", "trees=nested"], [str(file)]):
+        assert main(["simulate", *source, "--json"]) == 0
+        [found] = json.loads(capsys.readouterr().out)
+        assert found["makespan"] == pytest.approx(order.simulate(Costs(1 / 5, 2 / 5)).makespan)
+        assert found["peak"] == list(order.simulate().peak)
+    assert main(["draw", "seq1f1b", "--parents=-1,0,0", *counts, "--width", "200"]) == 0  # one word, for all
+    assert "0.2==" in capsys.readouterr().out
+    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
+    assert main(["draw", str(file), "--html", str(page), "--trace", str(trace)]) == 0
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"}
+    assert {"F1.4", "B1.4"} <= names and len(names) == 2 * 10
 
 
 def test_simulate_with_the_costs_of_a_model(capsys):
@@ -305,6 +331,9 @@ MISTAKES = {
     "draw gpipe --ranks 5 --microbatches 100001 --trace t.json": "a trace of 1000010 units, more than the 1000000",
     "draw auto --option placement=1": "placement is '1', must be 'loop' or 'v'",
     "draw auto --option costs=1": "--option costs=1: costs come from --forward, --backward and --weight",
+    "draw seq1f1b --parents=-1,1": "seq1f1b: parents of micro-batch 0: segment 1 follows segment 1, must follow one of",
+    "draw seq1f1b --parents=": "--parents holds no word",
+    "simulate seq1f1b --parents=-1,0 --model llama3-8b --seq 64": "--parents goes with seconds of F and B, not with --",
     "draw kfkb --option group=\u0662": "an option is written NAME=NUMBER",
     "simulate 1f1b --sizes 3": "--sizes says nothing without --model",
     "simulate 1f1b --hardware h100": "--hardware says nothing without --model",
@@ -350,6 +379,7 @@ def test_mistakes_are_one_line_and_exit_2(line, tmp_path, monkeypatch, capsys):
     [
         ("draw 1f1b --width many", "argument --width: invalid int value: 'many'"),
         ("plan --model llama3-8b --seq 64 --ranks 2 --microbatches 2 --memory x", "'x' is no number of bytes from 1"),
+        ("draw seq1f1b --parents=-1,x", "argument --parents: '-1,x': whole numbers are written 1,2,4"),
         ("draw 1f1b --model llama3-8b --seq 64 --documents a,b", "'a,b': whole numbers are written 1,2,4"),
         ("plan --model llama3-8b --seq 64 --ranks 2 --microbatches 2 --segments 4,", "whole numbers are written 1,2,4"),
     ],

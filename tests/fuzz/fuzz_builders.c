@@ -9,7 +9,7 @@ enum { MOST_CELLS = 48, MOST_UNITS = 64, MOST_RANKS = 8 };
 typedef struct {
     double costs[3][MOST_CELLS];
     int64_t unit_bytes[MOST_CELLS], cap_bytes[MOST_RANKS];
-    int32_t segments_of[MOST_UNITS];
+    int32_t segments_of[MOST_UNITS], parents[MOST_CELLS];
 } option_arrays;
 
 /* Arrays are as long as the counts ask for, so they are given only where these fit. */
@@ -31,6 +31,8 @@ static s1f_options take_options(fuzz_input *in, int fits, option_arrays *arrays)
         options.placement = take_int32(in) & 3;
     if (given & 64)
         options.backward = take_int32(in) & 3;
+    if (given & 2048)
+        options.trees = take_int32(in) & 3;
     if (given & 128 && fits) {
         for (int pass = 0; pass < 3; pass++)
             for (int i = 0; i < MOST_CELLS; i++)
@@ -62,6 +64,16 @@ static const int32_t *take_rows(fuzz_input *in, const int32_t counts[4], option_
         sum += arrays->segments_of[m];
     }
     return sum * counts[0] * counts[3] <= MOST_CELLS ? arrays->segments_of : NULL;
+}
+
+/* Segments that follow any one before them, behind the rows. */
+static const int32_t *take_parents(fuzz_input *in, int32_t num_microbatches, option_arrays *arrays)
+{
+    int32_t *next = arrays->parents;
+    for (int32_t m = 0; m < num_microbatches; m++)
+        for (int32_t s = 0; s < arrays->segments_of[m]; s++)
+            *next++ = s == 0 ? -1 : take_below(in, s);
+    return arrays->parents;
 }
 
 /* What the caller asked for holds of the order that came out. */
@@ -99,6 +111,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     s1f_options options = take_options(&in, fits, &arrays);
     if (fits && take_below(&in, 4) == 1)
         options.segments_of = take_rows(&in, counts, &arrays);
+    if (options.segments_of != NULL && take_below(&in, 2) == 1)
+        options.parents = take_parents(&in, counts[1], &arrays);
     const char *rule = "untouched";
     s1f_status status =
         s1f_schedule_broken_rule(facts.name, counts[0], counts[1], counts[2], counts[3], &options, &rule);

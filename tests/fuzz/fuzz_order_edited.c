@@ -82,6 +82,25 @@ static s1f_schedule *build(fuzz_input *in)
     return schedule;
 }
 
+/* An empty order of these counts whose segments follow any one before them: an order of chains obeys its rules. */
+static s1f_schedule *create_trees(fuzz_input *in, const s1f_shape *shape)
+{
+    enum { MOST_SEGMENTS = 16 };
+    int32_t segments_of[MOST_SEGMENTS], parents[MOST_SEGMENTS * MOST_SEGMENTS], at = 0;
+    s1f_schedule *made = NULL;
+    REQUIRE(shape->num_microbatches <= MOST_SEGMENTS && shape->num_segments <= MOST_SEGMENTS);
+    for (int32_t m = 0; m < shape->num_microbatches; m++) {
+        segments_of[m] = shape->num_segments;
+        for (int32_t s = 0; s < shape->num_segments; s++)
+            parents[at++] = s == 0 ? -1 : take_below(in, s);
+    }
+    REQUIRE(s1f_schedule_create(shape->num_ranks, shape->num_stages, shape->num_microbatches, shape->num_segments,
+                                shape->rank_of_stage, &made) == S1F_OK);
+    REQUIRE(s1f_schedule_set_rows(made, segments_of) == S1F_OK);
+    REQUIRE(s1f_schedule_set_parents(made, parents) == S1F_OK);
+    return made;
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     static unit_list lists[4];
@@ -102,7 +121,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         split_all(&lists[rank]);
     for (int i = 0; i < MOST_EDITS && in.left > 0; i++)
         edit(&in, &lists[take_below(&in, shape.num_ranks)]);
-    REQUIRE(s1f_schedule_create_like(schedule, &edited) == S1F_OK);
+    if (flags & 8)
+        edited = create_trees(&in, &shape);
+    else
+        REQUIRE(s1f_schedule_create_like(schedule, &edited) == S1F_OK);
     for (int32_t rank = 0; rank < shape.num_ranks; rank++)
         for (int32_t i = 0; i < lists[rank].count; i++)
             REQUIRE(s1f_schedule_append(edited, lists[rank].units[i]) == S1F_OK);

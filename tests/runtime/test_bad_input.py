@@ -586,16 +586,20 @@ def test_at_a_unit(name: str) -> None:
 
 AT_LOSS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "many elements": (
-        lambda output, target: output.sum(-1),
+        lambda output, target: output.sum((1, 2)),
         ValueError,
-        r"^\[1\]F0.0: loss_fn must return a scalar tensor, got \(2, 4\)",
+        r"^\[1\]F0.0: loss_fn must return a scalar tensor, or one value per token, got \(2,\)",
     ),
     "no tensor": (
         lambda output, target: 1.5,
         ValueError,
-        r"^\[1\]F0.0: loss_fn must return a scalar tensor, got float",
+        r"^\[1\]F0.0: loss_fn must return a scalar tensor, or one value per token, got float",
     ),
-    "none": (lambda output, target: None, ValueError, "loss_fn must return a scalar tensor, got NoneType"),
+    "none": (
+        lambda output, target: None,
+        ValueError,
+        "or one value per token, got NoneType",
+    ),
     "detached": (
         lambda output, target: cross_entropy(output, target).detach(),
         ValueError,

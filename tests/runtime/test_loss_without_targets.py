@@ -256,9 +256,9 @@ def test_a_sum_that_cannot_be_computed_without_targets_is_named() -> None:
 FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "three values": (lambda total, divisor: (total, divisor, divisor), "returned 3 values"),
     "no divisor": (lambda total, divisor: total, "and one loss for others"),
-    "a number": (lambda total, divisor: 3.0, "must return a scalar tensor, got float"),
-    "a list": (lambda total, divisor: [total, divisor], "must return a scalar tensor, got list"),
-    "a vector": (lambda total, divisor: (total.expand(2), divisor), r"must return a scalar tensor, got \(2,\)"),
+    "a number": (lambda total, divisor: 3.0, "or one value per token, got float"),
+    "a list": (lambda total, divisor: [total, divisor], "or one value per token, got list"),
+    "a vector": (lambda total, divisor: (total.expand(2), divisor), r"or one value per token, got \(2,\)"),
     "no gradient": (lambda total, divisor: (total.detach(), divisor), "does not require grad"),
     "two divisors": (lambda total, divisor: (total, divisor.expand(2)), r"must be one number, got \(2,\)"),
     "a divisor with a gradient": (lambda total, divisor: (total, total), "requires grad"),

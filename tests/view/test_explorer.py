@@ -243,6 +243,51 @@ def test_200_random_designs_have_the_numbers_of_the_package(page: Timelines) -> 
         assert abs(found["limits"]["bubble"] - run.bubble_ratio) < 1e-12
 
 
+def test_trees_have_the_numbers_of_the_package(page: Timelines) -> None:
+    """Attention is to the tokens of a segment's path, in a design as in an order as text."""
+    trees = [[-1, 0, 0, 1, 0], [-1, 0], [-1, 0, 0, 0, 2]]
+    keys = [[1, 3, 3, 5, 3], [1, 3], [1, 3, 3, 3, 5]]  # twice the token in the middle of each, along its path
+    parents, F, B, share = " ".join(",".join(map(str, own)) for own in trees), 1.5, 2.5, 0.4
+    plain = {**FORM, "P": 2, "M": 3, "k": 2, "v": 1, "F": F, "B": B, "W": None, "message": 0, "attention": share}
+    plain |= {"recompute": "none", "offload": "none", "weights": "planned", "parents": parents}
+
+    def seconds(whole: float) -> list[list[list[float]]]:
+        rows = [[(1 - share) / len(own) + share * key / sum(own) for key in own] for own in keys]
+        return [[[whole * part for part in row] for row in rows]] * 2
+
+    counts = {"num_ranks": 2, "num_microbatches": 3, "num_segments": [len(own) for own in trees], "parents": trees}
+    nested = build_schedule("seq1f1b", **counts, options={"trees": "nested"})
+    designs = [
+        {**plain, "family": "seq1f1b", "options": {"trees": "nested"}},
+        {**plain, "family": "text", "order": nested.to_text(), "parents": ""},
+        {**plain, "family": "gpipe", "parents": "-1,0,0"},
+        {**plain, "family": "seq1f1b", "parents": "-1,0 -"},
+        {**plain, "family": "seq1f1b", "parents": "-1,0,,0"},
+        {**plain, "family": "seq1f1b", "parents": "-1,1 - -"},
+    ]
+    found = compute(page, designs)
+    run = nested.simulate(Costs(seconds(F), seconds(B)), memory=StepMemory(activations=1))
+    for result in found[:2]:
+        assert result["text"] == nested.to_text() and result["parents"] == trees
+        assert result["makespan"] == pytest.approx(run.makespan) and tuple(result["memory"]["units"]) == run.peak
+    counts |= {"num_segments": 3, "parents": [[-1, 0, 0]] * 3}
+    assert found[2]["text"] == build_schedule("gpipe", **counts).to_text()
+    assert [result["refused"]["text"] for result in found[3:]] == [
+        "parents hold 2 words, must hold one for all or for each of 3",
+        '"-1,0,,0": parents are written -1,0,0, or - for a chain, with blanks between',
+        "parents of micro-batch 0: segment 1 follows segment 1, must follow one of 0..0: a parent comes before its "
+        "children",
+    ]
+    page.run(f"return Explorer.open([{json.dumps(designs[0])}, {json.dumps(designs[1])}])")
+    idle(page)
+    assert page.run("return Explorer.toCsv(Explorer.panels[0].result)") is None
+    first = nested.units_of(0).index(("F", 0, 0, 2))
+    inputs = page.run(
+        "const {inputs} = Explorer.panels[0].result; return [Array.from(inputs.first), [...inputs.units]]"
+    )
+    assert nested.units_of(0).index(("F", 0, 0, 0)) in inputs[1][inputs[0][first] : inputs[0][first + 1]]
+
+
 MODELS = [
     {"family": "1f1b", "costs": "8b-128k", "P": 4, "M": 6, "k": 1, "v": 1, "split": "equal"},
     {"family": "seq1f1b", "costs": "8b-1m", "P": 8, "M": 8, "k": 16, "v": 1, "recompute": "fit", "cap": 40},
@@ -264,6 +309,7 @@ OTHERS = [
     {"family": "zb-h1", "P": 4, "M": 8, "k": 1, "v": 1, "recompute": "fit", "cap": 2},
     {"family": "text", "order": "F0.0 F0.1 B0.1 B0.0\nF0.0 F0.1 B0.1 B0.0\n", "P": 2, "M": 1, "k": 2, "v": 1},
     {"family": "seq1f1b", "P": 2, "M": 4, "k": 2, "v": 1, "offload": "all", "tier": 0.7},
+    {"family": "seq-zb-h1", "P": 2, "M": 3, "k": 2, "v": 1, "parents": "-1,0,0 - -1,0,0,1", "attention": 0.5},
 ]
 
 
@@ -451,6 +497,8 @@ SENTENCES = {
     "F0.0 F0.1 B0.1 B0.0\nF0.0 F0.1 B0.1 X0.0": [["X0.0", 35]],
     "[0]F0.0 [1]F0.0 [1]B0.0 [0]B0.0 [0]B0.0": [["[0]B0.0", 24], ["[0]B0.0", 32]],
     "F0.0 B0.0 F1.0 B1.0\nF1.0 F0.0 B1.0 B0.0": [["B0.0", 5], ["F1.0", 20]],  # a cycle
+    "parents -1,0,0\nF0.0 F0.1 F0.2 B0.0 B0.1 B0.2": [["B0.0", 30], ["B0.1", 35]],  # the first line is no rank's
+    "parents -1,0,x\nF0.0 F0.1 F0.2 B0.2 B0.1 B0.0": [["-1,0,x", 8]],
 }
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from browser import Timelines, open_browser
 from orders import small_schedule
+from trees import random_tree_order
 
 from seq1f1b import Costs, Links, Simulation, build_schedule, schedules
 from seq1f1b.schedule import StepMemory
@@ -64,6 +65,20 @@ def test_a_unit_starts_when_the_last_of_its_predecessors_ends(name: str) -> None
             for track in timeline:
                 for unit, start, _ in track:
                     assert start == max((ends[other] for other in after[unit]), default=0.0), (name, unit)
+
+
+def test_a_unit_of_a_tree_starts_when_the_last_of_its_predecessors_ends() -> None:
+    rng = random.Random(8)
+    for _ in range(20):
+        order, trees = random_tree_order(rng)
+        run = order.replace(prefetch=100).simulate(Costs(0.75, 2.0, 0.5))
+        ends = {unit: end for track in run.timeline for unit, _, end in track}
+        after = predecessors(run.timeline, order.parents)
+        for track in run.timeline:
+            for unit, start, _ in track:
+                assert start == max((ends[other] for other in after[unit]), default=0.0), (trees, unit)
+                if unit.kind == "F" and trees[unit.microbatch][unit.segment] >= 0:
+                    assert unit._replace(segment=trees[unit.microbatch][unit.segment]) in after[unit]
 
 
 def random_memory(rng: random.Random, num_stages: int, num_segments: int) -> StepMemory:

@@ -1,0 +1,239 @@
+"""Documents and trees of a step cut into units of about equal time: its rows and their segments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from seq1f1b.ops.packing import best_fit
+from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.price import PackedRow
+from seq1f1b.planning.tree_shape import TreeShape
+from seq1f1b.seconds import Span, seconds_of
+
+__all__: list[str] = []
+
+MOST_TOKENS = 1 << 40  # of a document, as of a sequence
+_STRETCH = 0.05  # a unit may take so much longer than the others, rather than leave a small rest
+_PARTS = 1 << 20  # of a unit's time, as packing counts it
+_WAITS = 0.7  # of what the longest unit takes beyond the mean one, that a rank waits; of simulated steps of trees
+
+
+class Rates(NamedTuple):
+    """Seconds of F and B together on the mean stage: of a token, of a pair of tokens that attend, of a unit itself."""
+
+    token: float
+    pair: float
+    unit: float
+
+    @classmethod
+    def from_cost(cls, cost: CostModel) -> Rates:
+        """From units so large that no floor of theirs counts."""
+        tokens, pairs = 1 << 20, 1 << 30
+        spans = [Span(tokens, 0, tokens), Span(2 * tokens, 0, tokens), Span(tokens, pairs, tokens)]
+        found = seconds_of(cost.source, spans)
+        once, twice, attending = (
+            sum(f[i] + b[i] for f, b in zip(found.forward, found.backward, strict=True)) / cost.num_stages
+            for i in range(3)
+        )
+        return cls((twice - once) / tokens, (attending - once) / pairs, max(2 * once - twice, 1e-9))
+
+    def of(self, tokens: int) -> float:
+        """A whole document, without the unit's own."""
+        return self.token * tokens + self.pair * tokens * (tokens + 1) / 2
+
+    def of_node(self, begin: int, tokens: int) -> float:
+        """Tokens that follow so many others of their path."""
+        return self.of(begin + tokens) - self.of(begin)
+
+    def position(self, seconds: float) -> float:
+        """The token of a document up to which it takes so long."""
+        b = self.token + self.pair / 2
+        return 2 * seconds / (b + math.sqrt(b * b + 2 * self.pair * seconds))
+
+    def best_unit(self, work: float, num_ranks: int) -> float:
+        """The time of a unit for the shortest step, if rows could be cut anywhere.
+
+        Units of u seconds make a step of work + work / u * unit + (num_ranks - 1) (u + unit), least at the root.
+        """
+        return math.sqrt(work * self.unit / max(1, num_ranks - 1))
+
+
+class Tree:
+    """A tree with what its nodes cost.
+
+    Attributes:
+        begins: position of each node's first token along its path; offsets: its place in the tree's data.
+        seconds: of each node.
+        children: of each node; leaves: those of them that nothing follows.
+    """
+
+    def __init__(self, shape: TreeShape, rates: Rates) -> None:
+        self.shape, self.begins = shape, shape.begins
+        self.offsets = [0, *accumulate(shape.sizes)]
+        self.seconds = list(map(rates.of_node, self.begins, shape.sizes))
+        self.children: list[list[int]] = [[] for _ in shape.sizes]
+        for node, parent in enumerate(shape.parents[1:], 1):
+            self.children[parent].append(node)
+        self.leaves = [[child for child in own if not self.children[child]] for own in self.children]
+
+
+def seconds_of_documents(documents: Sequence[int | Tree], rates: Rates) -> list[float]:
+    """Seconds of each document, or of all nodes of a tree, without the units' own."""
+    return [sum(item.seconds) if isinstance(item, Tree) else rates.of(item) for item in documents]
+
+
+def best_unit(documents: Sequence[int | Tree], rates: Rates, num_ranks: int) -> float:
+    """The time of a unit for about the shortest step.
+
+    Documents can be cut and packed into units of any time. Nodes of a tree can be cut, and leaves of one parent packed;
+    what is left is short beside a long unit, and a pipeline waits for its long units.
+    """
+    trees = [item for item in documents if isinstance(item, Tree)]
+    work = sum(seconds_of_documents(documents, rates))
+    smooth = rates.best_unit(work, num_ranks)
+    if not trees:
+        return smooth
+    alone: list[float] = []  # seconds of nodes that share no unit
+    together: list[float] = []  # of leaves, those of one parent as one
+    for tree in trees:
+        for node, seconds in enumerate(tree.seconds):
+            leaves = tree.leaves[node]
+            together += [sum(tree.seconds[leaf] for leaf in leaves)] if leaves else []
+            alone += [seconds] if tree.children[node] else []
+    nodes, rest = np.array(alone + together), work - sum(alone) - sum(together)
+    most = float(nodes.max())
+
+    def step(unit: float) -> float:
+        """About the seconds of a step."""
+        units = float(np.ceil(nodes / unit - _STRETCH).clip(1).sum()) + rest / unit
+        whole = work + units * rates.unit
+        longer = max(0.0, (min(unit, most) + rates.unit) * units / whole - 1)
+        return whole * (1 + _WAITS * longer) + (num_ranks - 1) * (unit + rates.unit)
+
+    return min((smooth * math.pow(2.0, -power / 4) for power in range(-4, 28)), key=step)
+
+
+class StepRow(NamedTuple):
+    """A row of a step: a micro-batch.
+
+    Attributes:
+        documents: indices of its documents, in their order; of a tree, its own.
+        parts: for each segment its tokens; of leaves that share one, those of each.
+        parents: of a tree, the segment that each segment follows; None: the one before it.
+        pieces: of a tree, begin and size of runs of its data in the order in which the row has them.
+    """
+
+    documents: tuple[int, ...]
+    parts: tuple[tuple[int, ...], ...]
+    parents: tuple[int, ...] | None = None
+    pieces: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def sizes(self) -> tuple[int | tuple[int, ...], ...]:
+        """As the engine takes the tokens of segments."""
+        return tuple(part[0] if len(part) == 1 else part for part in self.parts)
+
+    def packed(self, lengths: Sequence[int]) -> PackedRow:
+        """The row for its price."""
+        sizes = tuple(map(sum, self.parts))
+        documents = tuple(lengths[i] for i in self.documents)
+        return PackedRow(documents, sizes, self.parents, None if self.parents is None else self.parts)
+
+
+Rows = tuple[StepRow, ...]
+
+
+def rows_of(
+    documents: Sequence[int | Tree], work: Sequence[float], unit: float, most: int, rates: Rates, packs: bool
+) -> Rows:
+    """Rows whose units take about so long, and hold so many tokens at most; those with the most segments first.
+
+    Args:
+        work: seconds of each document.
+        packs: leaves of one parent may share a unit.
+    """
+    plain = [(i, item) for i, item in enumerate(documents) if not isinstance(item, Tree)]
+    rows = _packed(plain, [work[i] for i, _ in plain], unit, most, rates)
+    for i, item in enumerate(documents):
+        if isinstance(item, Tree):
+            rows.append(lay_out(item, unit, most, rates, packs)._replace(documents=(i,)))
+    totals = {row.documents: sum(work[i] for i in row.documents) for row in rows}
+    return tuple(sorted(rows, key=lambda row: (-len(row.parts), -totals[row.documents])))
+
+
+def _packed(
+    documents: Sequence[tuple[int, int]], work: Sequence[float], unit: float, most: int, rates: Rates
+) -> list[StepRow]:
+    """Rows of documents, each an index and its tokens: a long one alone, in segments; short ones together, in one."""
+    parts = [max(seconds / unit, length / most) for seconds, (_, length) in zip(work, documents, strict=True)]
+    long = [place for place, share in enumerate(parts) if share > 1]
+    short = [place for place, share in enumerate(parts) if share <= 1]
+    counts = [_count(work[i], documents[i][1], unit, most) for i in long]
+    taken = [min(_PARTS, math.ceil((parts[i] - count + 1) * _PARTS)) for i, count in zip(long, counts, strict=True)]
+    rows = []
+    for place, bin_ in enumerate(best_fit([math.ceil(parts[i] * _PARTS) for i in short], _PARTS, taken)):
+        chosen, count = [short[i] for i in bin_], 1
+        if place < len(long):
+            chosen, count = [long[place], *chosen], counts[place]
+        sizes = _cut([documents[i][1] for i in chosen], count, most, rates)
+        rows.append(StepRow(tuple(documents[i][0] for i in chosen), tuple((size,) for size in sizes)))
+    return rows
+
+
+def _count(seconds: float, tokens: int, unit: float, most: int) -> int:
+    """Units of so long a run."""
+    return max(1, math.ceil(seconds / unit - _STRETCH), -(-tokens // most))
+
+
+def _cut(documents: Sequence[int], count: int, most: int, rates: Rates, begin: int = 0) -> tuple[int, ...]:
+    """Tokens of the segments of a row, of which the first document may be a long one, or go on at ``begin``: of equal
+    time, at most so many tokens each."""
+    tokens = sum(documents)
+    if count == 1 and tokens <= most:
+        return (tokens,)
+    before = rates.of(begin)
+    share = (rates.of_node(begin, documents[0]) + sum(map(rates.of, documents[1:]))) / count
+    ends = [min(documents[0], round(rates.position(before + share * i)) - begin) for i in range(1, count)]
+    sizes = [end - first for first, end in zip([0, *ends], [*ends, tokens], strict=True)]
+    if min(sizes) < 1 or max(sizes) > most:
+        return _cut(documents, count + 1, most, rates, begin) if count < tokens else (1,) * tokens
+    return tuple(sizes)
+
+
+def lay_out(tree: Tree, unit: float, most: int, rates: Rates, packs: bool) -> StepRow:
+    """A tree in units: a long node is a chain of them, and short leaves of one parent share one.
+
+    Segments are in preorder, each unit of leaves where the first of them is.
+    """
+    sizes, offsets, seconds = tree.shape.sizes, tree.offsets, tree.seconds
+    parts: list[tuple[int, ...]] = []
+    parents: list[int] = []
+    pieces: list[tuple[int, int]] = []
+    stack: list[tuple[list[int], int]] = [([0], -1)]  # nodes of one unit, or one node, and what they follow
+    while stack:
+        nodes, parent = stack.pop()
+        pieces += [(offsets[node], sizes[node]) for node in nodes]
+        if len(nodes) > 1:
+            parts.append(tuple(sizes[node] for node in nodes))
+            parents.append(parent)
+            continue
+        (node,) = nodes
+        count = _count(seconds[node], sizes[node], unit, most)
+        for size in _cut([sizes[node]], count, most, rates, tree.begins[node]):
+            parts.append((size,))
+            parents.append(parent)
+            parent = len(parts) - 1
+        children = tree.children[node]
+        short = [leaf for leaf in tree.leaves[node] if packs and seconds[leaf] <= unit and sizes[leaf] <= most]
+        groups = [[child] for child in children]
+        if len(short) > 1:
+            shares = [math.ceil(max(seconds[leaf] / unit, sizes[leaf] / most) * _PARTS) for leaf in short]
+            groups = [sorted(short[i] for i in bin_) for bin_ in best_fit(shares, _PARTS)]
+            groups += [[child] for child in set(children).difference(short)]
+        stack += [(group, parent) for group in sorted(groups, reverse=True)]
+    return StepRow((), tuple(parts), tuple(parents), tuple(pieces))

@@ -1,0 +1,218 @@
+"""Do orders hold micro-batches whose segments are trees by the rules, and survive being written, read and changed?"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from slices import full_only
+from trees import makers_of, random_parents, random_tree_order, text_of
+
+from seq1f1b import _C, Schedule, ScheduleError, Unit, build_schedule
+from seq1f1b.unit import inputs_of
+
+TREE = "parents -1,0,0\n"
+
+# -- what a unit waits for ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_inputs_are_those_of_the_tree(split: bool) -> None:
+    rng = random.Random(split)
+    for _ in range(20):
+        trees = [random_parents(rng) for _ in range(2)]
+        kinds, back = ("FIW", "I") if split else ("FB", "B")
+        units = [
+            Unit(kind, stage, m, s)
+            for kind in kinds
+            for stage in range(2)
+            for m in (0, 1)
+            for s in range(len(trees[m]))
+        ]
+        after = inputs_of(units, [tuple(own) for own in trees])
+        for unit in units:
+            assert set(after[unit]) == makers_of(unit, trees, 2, back)
+            assert len(after[unit]) == len(set(after[unit]))
+
+
+def breaks(trees: list[list[int]], ranks: list[list[Unit]], num_stages: int, back: str) -> bool:
+    """Whether ranks that run their units in this order would ever stand still for good."""
+    done: set[Unit] = set()
+    left = [list(units) for units in ranks]
+    while True:
+        moved = False
+        for units in left:
+            while units and makers_of(units[0], trees, num_stages, back) <= done:
+                done.add(units.pop(0))
+                moved = True
+        if not moved:
+            return any(left)
+
+
+@pytest.mark.parametrize("count", [60, *full_only((600,))])
+def test_check_agrees_with_the_rules_wherever_a_unit_stands(count: int) -> None:
+    """Random orders with a unit moved to any place of its rank are refused just where ranks would stand still."""
+    rng = random.Random(11 * count)
+    kept = broken = 0
+    for _ in range(count):
+        order, trees = random_tree_order(rng)
+        order.check()
+        assert order.parents is None or order.parents == tuple(map(tuple, trees))
+        back = "I" if "I" in order.kinds else "B"
+        for _ in range(6):
+            ranks = [list(units) for units in order.ranks]
+            own = rng.choice(ranks)
+            own.insert(rng.randrange(len(own)), own.pop(rng.randrange(len(own))))
+            other = Schedule.from_text(text_of(trees, ranks))
+            if breaks(trees, ranks, order.num_stages, back):
+                broken += 1
+                with pytest.raises(ScheduleError):
+                    other.check()
+            else:
+                kept += 1
+                other.check()
+    assert kept > 40 and broken > 40
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            TREE + "F0.1 F0.0 F0.2 B0.2 B0.1 B0.0",
+            "a segment goes forward after its parent: on rank 0 F0.1 comes before F0.0",
+        ),
+        (TREE + "F0.0 F0.1 B0.2 F0.2 B0.1 B0.0", "a segment goes back after its own forward: on rank 0 B0.2 comes"),
+        (
+            TREE + "F0.0 F0.1 F0.2 B0.2 B0.0 B0.1",
+            "a segment goes back after its children: on rank 0 B0.0 comes before B0.1",
+        ),
+        (TREE + "F0.0 F0.1 B0.1 B0.0 F0.2 B0.2", "a segment goes back after its children: on rank 0 B0.0 comes"),
+        (TREE + "F0.0 F0.2 F0.1 I0.1 I0.0 I0.2 W0.2 W0.1 W0.0", "after its children: on rank 0 I0.0 comes before I0.2"),
+        (TREE + "F0.0 F0.1 F0.2 B0.2 B0.1", "each unit runs once: B0.0 is missing in the order of rank 0"),
+    ],
+)
+def test_a_broken_rule_is_named(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError) as error:
+        Schedule.from_text(text).check()
+    assert message in str(error.value)
+
+
+def test_branches_go_in_any_order() -> None:
+    for middle in ("F0.1 F0.2 B0.2 B0.1", "F0.1 F0.2 B0.1 B0.2", "F0.2 B0.2 F0.1 B0.1", "F0.2 F0.1 B0.2 B0.1"):
+        Schedule.from_text(f"{TREE}F0.0 {middle} B0.0").check()
+    with pytest.raises(ScheduleError, match="the last segment goes back after every forward of its micro-batch"):
+        Schedule.from_text("F0.0 F0.1 B0.2 F0.2 B0.1 B0.0").check()  # as ever where segments are a chain
+
+
+# -- text, and equality ------------------------------------------------------------------------------------------------
+
+
+def test_round_trips() -> None:
+    rng = random.Random(3)
+    for _ in range(60):
+        order, _ = random_tree_order(rng)
+        again = Schedule.from_text(order.to_text())
+        assert again == order and again.parents == order.parents and again.ranks == order.ranks
+        assert (again.digest, hash(again), again.to_text()) == (order.digest, hash(order), order.to_text())
+
+
+def test_text_names_a_chain_by_a_dash() -> None:
+    text = "parents - -1,0,0\nF0.0 F0.1 F0.2 F1.0 F1.1 F1.2\n"
+    order = Schedule.from_text(f"# a comment\n\n{text}")
+    assert order.to_text() == text and order.parents == ((-1, 0, 1), (-1, 0, 0))
+    order.check()
+
+
+def test_trees_are_equal_by_their_parents_too() -> None:
+    units = "F0.0 F0.1 F0.2 F0.3 B0.3 B0.2 B0.1 B0.0"
+    parents = ["-1,0,1,2", "-1,0,0,0", "-1,0,0,1", "-1,0,1,0", "-1,0,1,1"]
+    orders = [Schedule.from_text(f"parents {own}\n{units}") for own in parents]
+    for order in orders:
+        order.check()
+    assert len({order.digest for order in orders}) == len(orders)
+    assert all((a == b) == (a is b) for a in orders for b in orders)
+    chain = Schedule.from_text(units)  # a chain is what it was without parents
+    assert orders[0] == chain and orders[0].digest == chain.digest and orders[0].parents is None
+    assert orders[0].to_text() == chain.to_text()
+
+
+@pytest.mark.parametrize(
+    ("parents", "message"),
+    [
+        ("", "line 1: no parents follow the word"),
+        ("-1,0,0 -", "parents are given for 2 micro-batches, the order has 1"),
+        ("-1,0", "micro-batch 0 has parents for 2 segments, and its units name 3"),
+        ("-1,0,0,", "line 1, unit 2, '-1,0,0,': parents are written -1,0,0"),
+        ("-1,0,0x", "line 1, unit 2, '-1,0,0x': parents are separated by commas"),
+        ("-1,0,-2", "line 1, unit 2, '-1,0,-2': parents are written"),
+        ("-1,0,2147483648", "parents are written"),
+        ("-1,0,2", "parents of micro-batch 0: segment 2 follows segment 2, must follow one of 0..1: a parent comes"),
+        ("-1,2,0", "parents of micro-batch 0: segment 1 follows segment 2, must follow one of 0..0: a parent comes"),
+        ("-1,0,-1", "parents of micro-batch 0: segment 2 follows none, so the tree has two roots; make it a micro-b"),
+        ("1,0,0", "parents of micro-batch 0: segment 0 is the root and follows none, its parent is -1, not 1"),
+        ("-\nparents -", "line 2, unit 1, 'parents': a unit is written F1.0"),
+    ],
+)
+def test_bad_parents_in_text(parents: str, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        Schedule.from_text(f"parents {parents}\nF0.0 F0.1 F0.2 B0.2 B0.1 B0.0")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("segments", "parents", "error", "message"),
+    [
+        ([3, 2], [[-1, 0, 0]], ValueError, "parents hold 1 lists, must hold one for each of 2 micro-batches"),
+        (3, [[-1, 0, 0]] * 3, ValueError, "parents hold 3 lists, must hold one for each of 2 micro-batches"),
+        ([3, 2], [[-1, 0, 0], [-1]], ValueError, "parents of micro-batch 1 are 1, must be one for each of its 2"),
+        ([3, 2], [[-1, 0, 0], [-1, 2**40]], ValueError, "micro-batch 1: segment 1 follows segment 2147483647"),
+        ([3, 2], [[-1, -1, 0], None], ValueError, "micro-batch 0: segment 1 follows none, so the tree has two roots"),
+        ([3, 2], [[-1, 0, 3], None], ValueError, "micro-batch 0: segment 2 follows segment 3"),
+        ([3, 2], [[-1, 0, 0.5], None], TypeError, "cannot be interpreted as an integer"),
+        ([3, 2], [[-1, 0, "0"], None], TypeError, "cannot be interpreted as an integer"),
+        ([3, 2], [3, None], TypeError, "parents must hold a list for each micro-batch, or None for a chain, got"),
+        ([3, 2], 3, TypeError, "parents must hold a list for each micro-batch, or None for a chain, got 3"),
+    ],
+)
+def test_bad_parents(segments: object, parents: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=segments, parents=parents)
+
+
+# -- what is made of an order ------------------------------------------------------------------------------------------
+
+
+def test_what_is_made_of_an_order_has_its_parents() -> None:
+    """Split, recomputed, moved, forward only; lowered with receives, simulated, written and read."""
+    rng = random.Random(5)
+    num_trees = 0
+    for _ in range(40):
+        order, trees = random_tree_order(rng)
+        parents = order.parents
+        num_trees += parents is not None
+        chosen = {(m, s) for m, own in enumerate(trees) for s in range(len(own)) if rng.random() < 0.5}
+
+        def is_chosen(unit: Unit, chosen: set[tuple[int, int]] = chosen) -> bool:
+            return unit[2:] in chosen
+
+        made = [order.forward_only(), order.replace(prefetch=2)]
+        if order.kinds != {"F"}:
+            made += [order.defer_weights(), order.recompute(is_chosen), order.recompute(is_chosen).offload()]
+            made.append(order.with_cell_kinds(made[-1].cell_kinds()))
+        if list(order.rank_of_stage) == list(range(order.num_ranks)):
+            made.append(order.spread_vocabulary())
+        for other in [order, *made]:
+            other.check()
+            assert other.parents == parents
+            assert Schedule.from_text(other.to_text()).ranks == other.ranks
+            _C.program_lower(other.handle, 1, True)
+            other.simulate(critical="O" not in other.kinds)
+    assert num_trees > 20
+
+
+def test_csv_has_no_parents() -> None:
+    order = build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=3, parents=[[-1, 0, 0]] * 2)
+    with pytest.raises(ValueError, match="torch's CSV has no parents, and segments of micro-batch 0 are a tree: write"):
+        order.to_csv()
+    chain = build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=3, parents=[[-1, 0, 1], None])
+    assert Schedule.from_csv(chain.to_csv(), num_segments=3) == chain
