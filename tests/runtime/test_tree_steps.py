@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,17 +16,14 @@ from tiny_model import Config, Stage, cross_entropy, full_gradient, gradient_err
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
-from tree_runs import Trees, paths_of, random_trees, run_paths, tokens_of
+from tree_runs import Trees, paths_of, random_tree, random_trees, run_paths, tokens_of
 
 import seq1f1b
 from seq1f1b import (
-    Limits,
     LoopbackGroup,
     Loss,
     Memory,
     PipelineEngine,
-    PipelineError,
-    ScheduleError,
     VocabularyParallelHead,
     build_schedule,
 )
@@ -103,7 +101,7 @@ def train(
     return next(r for r, *_ in found if r[0]), merged, [report for *_, report in found]
 
 
-def check(schedule: str, num_ranks: int, seed: int, most_nodes: int = 8, **options: Any) -> None:
+def check(schedule: str, num_ranks: int, seed: int, most_nodes: int = 6, **options: Any) -> None:
     rng = random.Random(f"{schedule} {num_ranks} {seed}")
     trees = random_trees(rng, 2, most_nodes)
     while schedule.startswith("seq-") and sum(map(len, trees.sizes)) < 2 * num_ranks + max(map(len, trees.sizes)):
@@ -123,15 +121,12 @@ def check(schedule: str, num_ranks: int, seed: int, most_nodes: int = 8, **optio
 
 SLICE = [
     ("seq1f1b", 1, {}),
-    ("1f1b", 2, {}),
-    ("seq1f1b", 3, {}),
-    ("gpipe", 4, {}),
     ("seq1f1b", 2, {"order": NUMBERS}),
     ("seq1f1b", 4, {"order": {"prefetch": 0}, "memory": Memory(recompute="all")}),
+    ("gpipe", 3, {}),
     ("seq-zb-h1", 2, {"memory": Memory(recompute=lambda unit: unit.segment > 0)}),
-    ("seq-zb-h2", 3, {"order": {"weights": "fill"}}),
+    ("seq-zb-h2", 2, {"order": {"weights": "fill"}}),
     ("seq-zbv", 2, {}),
-    ("seq-v-min", 2, {"order": {"weights": "fill"}}),
 ]
 """Segments alone and siblings; backwards whole, split and filled; recomputed in some units or all; two orders."""
 
@@ -143,8 +138,16 @@ def test_every_path_alone(schedule: str, num_ranks: int, options: dict[str, Any]
 
 def test_values_of_tokens() -> None:
     """A loss of one value per token: evaluation and step give each token's, wherever its segment went."""
-    check("seq1f1b", 2, 1, loss_fn=of_tokens)
-    check("seq-zb-h1", 3, 2, loss_fn=of_tokens, memory=Memory(recompute="all"))
+    check("seq1f1b", 2, 1, loss_fn=of_tokens, memory=Memory(recompute="all"))
+
+
+@pytest.mark.parametrize("parents", [[-1, 0, 1, 0], [-1, 0, 0, 1], [-1, 0, 1, 2]])
+def test_another_tree_is_another_gradient(parents: list[int]) -> None:
+    """The comparison would tell a segment that follows another one, or the one before it."""
+    trees = Trees([[3, 2, 4, 2]], [[-1, 0, 0, 0]])
+    tokens, targets = data_of(trees)
+    truth = run_paths(whole_model(CONFIG), Trees(trees.sizes, [parents]), tokens, targets)[1]
+    assert gradient_error(train("seq1f1b", 1, [(trees, tokens, targets)])[1], truth) > 1e-3
 
 
 @pytest.mark.parametrize(("schedule", "units"), [("gpipe", None), ("seq1f1b", lambda unit: unit.segment % 2 == 0)])
@@ -166,11 +169,11 @@ def test_two_hundred_steps(num_ranks: int, tmp_path: Any) -> None:
         ("gpipe", {"memory": Memory(offload=tmp_path)}),
         ("seq1f1b", {"memory": Memory(offload=tmp_path, recompute="all")}),
         ("seq-zbv", {}),
-        ("seq-v-half", {"memory": Memory(recompute="all")}),
+        ("seq-v-min", {"order": {"weights": "fill"}, "memory": Memory(recompute="all")}),
     ]
     for seed in range(50):
         schedule, options = kinds[seed % len(kinds)]
-        if schedule in TWO_STAGES and num_ranks not in (2, 4):  # the model has four layers
+        if schedule in TWO_STAGES and num_ranks != 2:  # the model has four layers
             schedule = "seq1f1b"
         check(schedule, num_ranks, seed, most_nodes=(12, 40)[seed % 4 == 0], **options)
 
@@ -196,12 +199,12 @@ def documents_of(rng: random.Random, trees: Trees, size: int = 2) -> list[dict[s
     return found
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 20))])
 def test_packed_documents_on_the_paths(seed: int) -> None:
     """And a micro-batch that is no tree, with documents of its own, in the same step."""
     rng = random.Random(seed)
-    trees = random_trees(rng, 3, 8)
-    trees = Trees([*trees.sizes, [5, 4]], [*trees.parents, None])
+    packed, whole = random_tree(rng, 6, siblings=False), random_tree(rng, 6)
+    trees = Trees([packed[0], whole[0], [5, 4]], [packed[1], whole[1], None])
     (tokens, targets), kwargs = data_of(trees, seed), documents_of(rng, trees)
     losses, truth, _ = run_paths(whole_model(CONFIG), trees, tokens, targets, kwargs)
     options = {"kwargs": kwargs, "arg_rules": {"doc_ids": "slice"}}
@@ -214,8 +217,8 @@ def test_packed_documents_on_the_paths(seed: int) -> None:
 def test_other_steps_before_and_after() -> None:
     """Trees of other shapes, rows and plain steps by turns, with evaluations between them; the plan holds in all."""
     model, plain = whole_model(CONFIG), Trees([[3, 2, 2, 2]] * 2, [None] * 2)
-    shapes = [random_trees(random.Random(seed), 3, 8) for seed in range(3)]
-    steps = [plain, shapes[0], plain, shapes[1], shapes[0], Trees([[4, 3], [2]], [None] * 2), shapes[2], plain]
+    shapes = [random_trees(random.Random(seed), 2, 6) for seed in (1, 2)]
+    steps = [plain, shapes[0], plain, Trees([[4, 3], [2]], [None] * 2), shapes[1], shapes[0]]
     data = [data_of(trees, seed) for seed, trees in enumerate(steps)]
 
     def run(group: Any) -> Any:
@@ -347,11 +350,13 @@ def test_replicas_with_trees_of_their_own() -> None:
     run_processes(4, replicas)
 
 
+@pytest.mark.full
 def test_a_compiled_stage_is_not_traced_again_for_a_tree() -> None:
     """After a step of rows nothing of a tree is new to it: neither its offsets nor siblings."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
-    stage = stage_of(whole_model(CONFIG), CONFIG, 0, 1)
+    config = replace(CONFIG, layers=1)
+    stage = stage_of(whole_model(config), config, 0, 1)
     for block in stage.blocks.values():
         block.compile(fullgraph=True, backend=counter)
     engine = PipelineEngine(stage, num_microbatches=1, loss_fn=cross_entropy, group=LoopbackGroup(1)[0])
@@ -364,11 +369,9 @@ def test_a_compiled_stage_is_not_traced_again_for_a_tree() -> None:
     tokens, targets = data_of(trees)
     engine.step(tokens, target=targets, segment_sizes=trees.sizes, parents=trees.parents)
     assert counter.frame_count == known
-    truth = run_paths(whole_model(CONFIG), trees, tokens, targets)[1]
-    assert (
-        gradient_error({name.replace("_orig_mod.", ""): p.grad for name, p in engine.named_parameters()}, truth)
-        <= 1e-10
-    )
+    truth = run_paths(whole_model(config), trees, tokens, targets)[1]
+    found = {name.replace("_orig_mod.", ""): p.grad for name, p in engine.named_parameters()}
+    assert gradient_error(found, truth) <= TOLERANCE
 
 
 class Placed(torch.nn.Module):
@@ -400,18 +403,18 @@ def test_positions_and_offsets_go_along_the_path() -> None:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_ranks", "most_leaves"), [(2, 2), (4, 4)])
-def test_a_nested_order_holds_a_path_and_a_leaf_for_each_rank(num_ranks: int, most_leaves: int) -> None:
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_a_nested_order_holds_a_path_and_a_leaf_for_each_rank(num_ranks: int) -> None:
     """A prompt and 16 answers of an eighth of it: units, keys, values and gradients as planned, at most 1.1 x that."""
-    trees = Trees([[128] + [16] * 16], [[-1] + [0] * 16])
+    trees = Trees([[64] + [8] * 16], [[-1] + [0] * 16])
     tokens, targets = data_of(trees, size=1)
-    bound = 1.1 * (128 + most_leaves * 16)
+    bound = 1.1 * (64 + num_ranks * 8)
     (report, *_) = train("seq1f1b", num_ranks, [(trees, tokens, targets)])[2]
     (by_number, *_) = train("seq1f1b", num_ranks, [(trees, tokens, targets)], order=NUMBERS)[2]
     for rank, wide in zip(report.ranks, by_number.ranks, strict=True):
-        (stage,), per_token = rank.stages, wide.kv_bytes / 384  # the whole tree lies there
+        (stage,), per_token = rank.stages, wide.kv_bytes / 192  # the whole tree lies there
         assert stage.peak_live_tokens == stage.planned_live_tokens <= bound
-        assert wide.stages[0].peak_live_tokens == 384
+        assert wide.stages[0].peak_live_tokens == 192
         assert rank.kv_bytes == rank.planned_kv_bytes <= bound * per_token
         assert rank.grad_bytes == rank.planned_grad_bytes <= bound * per_token
         if num_ranks == 2:
@@ -426,160 +429,3 @@ def test_attention_of_a_tree_counts_along_its_paths() -> None:
     shape = seq1f1b.ModelShape(hidden=16, layers=4, heads=2, kv_heads=1, ffn=16, vocab=13)
     flops = 3 * (shape.flops(0, 8) + 2 * shape.flops(8, 12))
     assert report.flops_utilization(shape, peak=1e9) == pytest.approx(flops / report.makespan / 1e9)
-
-
-# -- bad input ---------------------------------------------------------------------------------------------------------
-
-
-def step_alone(sizes: Any, parents: Any, **options: Any) -> None:
-    model, options = whole_model(CONFIG), {"loss_fn": cross_entropy, **options}
-    engine = PipelineEngine(model, num_microbatches=1, group=LoopbackGroup(1)[0], **options)
-    tokens = torch.zeros(1, 9, dtype=torch.long)
-    try:
-        engine.step([tokens], target=[tokens], segment_sizes=sizes, parents=parents)
-    finally:
-        engine.close()
-
-
-@pytest.mark.parametrize(
-    ("sizes", "parents", "error", "message"),
-    [
-        ([[4, 3, 2]], [[-1, 2, 0]], ValueError, "segment 1 follows segment 2, must follow one of 0..0"),
-        ([[4, 3, 2]], [[-1, 1, 0]], ValueError, "segment 1 follows segment 1, must follow one of 0..0"),
-        ([[4, 3, 2]], [[-1, 0, 3]], ValueError, "segment 2 follows segment 3, must follow one of 0..1"),
-        ([[4, 3, 2]], [[-1, 0, -1]], ValueError, "segment 2 follows none, so the tree has two roots; make it"),
-        ([[4, 3, 2]], [[0, 0, 0]], ValueError, "segment 0 is the root and follows none, its parent is -1, not 0"),
-        ([[4, 3, 2]], [[-1, 0, -2]], ValueError, r"parents\[0\]\[2\] is -2, must be at least -1"),
-        ([[4, 3, 2]], [[-1, 0, 1.0]], TypeError, r"parents\[0\]\[2\] must be an int, got float"),
-        ([[4, 3, 2]], [[-1, 0]], ValueError, r"parents\[0\] must name one parent for each of its 3 segments, got"),
-        ([[4, 3, 2]], [], ValueError, "parents must be a list of 1, for every micro-batch what each segment follows"),
-        ([[4, 3, 2]], [[-1, 0, 0], [-1]], ValueError, "parents must be a list of 1"),
-        (None, [[-1, 0]], ValueError, "parents need segment_sizes of the step"),
-        ("even", [[-1, 0]], TypeError, "parents need segment_sizes of the step"),
-        ([[4, [3, 2]]], None, TypeError, r"segment_sizes\[0\]\[1\] is \[3, 2\], siblings .*: they need parents="),
-        (
-            [[[4, 5]]],
-            [[-1]],
-            ValueError,
-            r"segment_sizes\[0\]\[0\] is \[4, 5\]: siblings follow a segment, and this is",
-        ),
-        ([[4, [2, 1], 2]], [[-1, 0, 1]], ValueError, "siblings in one unit, and segment 2 follows it: nothing can"),
-        ([[4, [], 5]], [[-1, 0, 0]], ValueError, r"segment_sizes\[0\]\[1\] is an empty list: siblings in one unit are"),
-        ([[4, [5, 0]]], [[-1, 0]], ValueError, r"segment_sizes\[0\]\[1\]\[1\] is 0, must be at least 1"),
-        ([[4, [4, "1"]]], [[-1, 0]], TypeError, r"segment_sizes\[0\]\[1\]\[1\] must be an int, got str"),
-        ([[4, [3, 3]]], [[-1, 0]], ValueError, r"inputs of micro-batch 0 of shape \(1, 9\) has no dimension 1 of 10"),
-    ],
-)
-def test_bad_trees(sizes: Any, parents: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        step_alone(sizes, parents)
-
-
-def test_engines_that_take_no_trees() -> None:
-    with pytest.raises(ValueError, match=r"parents are not for ranks that share .* \(sequence_parallel=\)"):
-        step_alone([[5, 4]], [[-1, 0]], sequence_parallel=(0, 1 + 1))
-    with pytest.raises(ScheduleError, match="breadth-first needs the same k for all micro-batches"):
-        engine = PipelineEngine(
-            whole_model(CONFIG), num_microbatches=2, schedule="breadth-first", group=LoopbackGroup(1)[0]
-        )
-        tokens = [torch.zeros(1, 5, dtype=torch.long)] * 2
-        engine.step(tokens, segment_sizes=[[3, 1, 1], [5]], parents=[[-1, 0, 0], None])
-
-
-def of_chains(**counts: Any) -> Any:
-    """A callable of somebody who knows of no trees: it builds what it is asked for without parents."""
-    counts.pop("parents", None)
-    return build_schedule("seq1f1b", **counts)
-
-
-def test_a_callable_that_loses_the_parents() -> None:
-    with pytest.raises(ValueError, match=r"a callable that built an order with parents None, .* hand parents= to"):
-        step_alone([[4, 3, 2]], [[-1, 0, 0]], schedule=of_chains)
-
-
-class Mixing(torch.nn.Module):
-    """Calls something that suits no siblings, or no trees."""
-
-    def __init__(self, call: Any) -> None:
-        super().__init__()
-        self.linear, self.call = torch.nn.Linear(4, 4), call
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.linear(x)
-        self.call(out)
-        return out
-
-
-def attend(x: Tensor, **options: Any) -> None:
-    q = x.unflatten(2, (2, 2)).transpose(1, 2)
-    seq1f1b.causal_attention(q, q, q, layer=0, **options)
-
-
-@pytest.mark.parametrize(
-    ("call", "sizes", "parents", "message"),
-    [
-        (
-            partial(attend, window=2),
-            [4, [3, 2]],
-            [-1, 0],
-            "has a window or ALiBi slopes, .* 2 siblings share this unit",
-        ),
-        (partial(attend, alibi_slopes=torch.ones(2)), [4, [3, 2]], [-1, 0], "has a window or ALiBi slopes"),
-        (lambda x: seq1f1b.carry_in(0, x), [4, [3, 2]], [-1, 0], "segment 1 holds 2 siblings, and carry_in has one"),
-        (lambda x: seq1f1b.add_loss(x.mean(), of="sequence"), [4, 3, 2], [-1, 0, 0], "would count once for each"),
-    ],
-)
-def test_modules_that_do_not_suit_a_tree(call: Any, sizes: Any, parents: Any, message: str) -> None:
-    """Both ranks are told, and go on with rows."""
-    x, limits = [torch.randn(1, 9, 4)], Limits(step=20)
-
-    def run(group: Any) -> None:
-        engine = PipelineEngine(Mixing(call), num_microbatches=1, loss_fn=squared, group=group, limits=limits)
-        with pytest.raises(ValueError if group.rank == 0 else PipelineError, match=message):
-            engine.step(x, target=x, segment_sizes=[sizes], parents=[parents])
-        if "carry_in" not in message:
-            engine.step(x, target=x, segment_sizes=[[4, 5]])
-        engine.close()
-
-    run_ranks(2, run)
-
-
-def test_a_shared_token_counts_once_in_an_auxiliary_loss() -> None:
-    trees = Trees([[4, 3, [2, 1]]], [[-1, 0, 0]])
-    x, module = torch.randn(1, 10, 4), Mixing(lambda out: seq1f1b.add_loss(out.square().mean()))
-    engine = PipelineEngine(module, num_microbatches=1, loss_fn=lambda o, t: 0.0 * o.sum(), group=LoopbackGroup(1)[0])
-    engine.step([x], target=[x], segment_sizes=trees.sizes, parents=trees.parents)
-    found = module.linear.weight.grad.clone()
-    module.zero_grad()
-    module.linear(x).square().mean().backward()
-    torch.testing.assert_close(found, module.linear.weight.grad)
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (([[4, 3, 2]], [[-1, 0, 1]]), r"on rank 0; \[\[-1, 0, 1\]\] on rank 1"),
-        (([[4, 3, 2]], None), r"on rank 0; None on rank 1"),
-        (
-            ([[4, 3, [1, 1]]], [[-1, 0, 0]]),
-            r"on rank 0; \[\[-1, 0, 0\]\], \[1, 1\] in segment 2 of 0 on rank 1",
-        ),
-    ],
-)
-def test_ranks_that_disagree(other: Any, message: str) -> None:
-    """Every rank says so at once, with both trees; and goes on to a step in which they agree."""
-    trees = Trees([[4, 3, 2]], [[-1, 0, 0]])
-    (tokens, targets), model = data_of(trees), whole_model(CONFIG)
-
-    def run(group: Any) -> None:
-        stage = stage_of(model, CONFIG, group.rank, 2)
-        options: dict[str, Any] = {"loss_fn": cross_entropy, "limits": Limits(step=20)}
-        engine = PipelineEngine(stage, num_microbatches=1, group=group, **options)
-        sizes, parents = other if group.rank else (trees.sizes, trees.parents)
-        with pytest.raises(
-            ValueError, match=r"parents differs between the ranks of the pipeline: \[\[-1, 0, 0\]\] " + message
-        ):
-            engine.step(tokens, target=targets, segment_sizes=sizes, parents=parents)
-        engine.step(tokens, target=targets, segment_sizes=trees.sizes, parents=trees.parents)
-
-    run_ranks(2, run)
