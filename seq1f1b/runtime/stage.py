@@ -209,7 +209,9 @@ class StageStep:
         unit.is_whole, unit.is_last = self.stage.is_whole, is_last
         if self.order.num_children is not None:
             unit.of_tree, unit.num_waiting = True, self.order.num_children[cell]
+        if self.arguments.num_parts:  # a chain may end in siblings
             unit.num_parts = self.arguments.num_parts[cell]
+            unit.of_tree |= unit.num_parts > 1
         for begin in self._begin:
             begin(unit)
         inputs = self._source.inputs(unit, received)

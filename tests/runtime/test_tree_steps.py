@@ -218,7 +218,8 @@ def test_other_steps_before_and_after() -> None:
     """Trees of other shapes, rows and plain steps by turns, with evaluations between them; the plan holds in all."""
     model, plain = whole_model(CONFIG), Trees([[3, 2, 2, 2]] * 2, [None] * 2)
     shapes = [random_trees(random.Random(seed), 2, 6) for seed in (1, 2)]
-    steps = [plain, shapes[0], plain, Trees([[4, 3], [2]], [None] * 2), shapes[1], shapes[0]]
+    siblings = Trees([[4, 3, [2, 1]], [2, [1, 2]]], [None, [-1, 0]])  # in the order of chains
+    steps = [plain, shapes[0], plain, Trees([[4, 3], [2]], [None] * 2), shapes[1], siblings, shapes[0]]
     data = [data_of(trees, seed) for seed, trees in enumerate(steps)]
 
     def run(group: Any) -> Any:
