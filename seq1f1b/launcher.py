@@ -379,6 +379,7 @@ def _outcome(call: Any, place: _Place) -> tuple[float, bytes, str]:
     """When fn ended; its result or its error, pickled; and the error's traceback."""
     try:
         dist.init_process_group(place.backend)
+        _meet(place)
         fn, arguments = pickle.loads(call) if isinstance(call, bytes) else call
         said = _packed(place.rank, fn(*arguments))
     except SystemExit as error:
@@ -388,6 +389,14 @@ def _outcome(call: Any, place: _Place) -> tuple[float, bytes, str]:
     except BaseException as error:  # in the launching process it would be taken for its own
         said = _packed_error(RuntimeError(f"rank {place.rank} ended by {type(error).__name__}"))
     return time.monotonic(), *said
+
+
+def _meet(place: _Place) -> None:
+    """Waits until all ranks are in the process group: who leaves before breaks gloo's meeting of the others."""
+    open(f"{place.folder}/met{place.rank}", "wb").close()
+    for other in range(int(place.variables["WORLD_SIZE"])):
+        while not os.path.exists(f"{place.folder}/met{other}"):  # of one that fails: the launching process ends all
+            time.sleep(1e-3)
 
 
 def _print_into(out: Connection, err: Connection) -> None:

@@ -32,7 +32,8 @@ typedef struct {
     void *state;                /* of whoever computes the unit, borrowed; NULL at first */
 } s1f_current_unit;
 
-/* Whether keys lie in the rows that their positions name, and each query sees all of them up to its own: as in a chain. */
+/* Whether keys lie in the rows that their positions name, and each query sees all of them up to its own, as in a
+ * chain. */
 static inline int s1f_is_plain_unit(const s1f_current_unit *unit)
 {
     return unit->num_ranges == 1 && unit->ranges[0].row == 0 && unit->num_parts <= 1;

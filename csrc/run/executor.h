@@ -76,8 +76,8 @@ void s1f_executor_free(s1f_executor *executor); /* NULL is fine */
  * NULL, as at first: none, and BACK is S1F_ERR_STATE. */
 void s1f_executor_set_tier(s1f_executor *executor, s1f_tier *tier);
 
-/* Runs one step. sequence_length: tokens of the longest sequence, which in a tree are those of all segments; 0: learn it
- * from the first message, where all are equal chains. sizes: those of the segments, [column] (s1f_column), NULL with 0.
+/* Runs one step. sequence_length: tokens of the longest sequence, in a tree those of all segments; 0: learn it from the
+ * first message, where all are equal chains. sizes: those of the segments, [column] (s1f_column), NULL with 0.
  * parts: borrowed until the step's end; NULL: no unit holds siblings.
  * Blocks. On an error the step is abandoned where it stood; the caller ends it on the other ranks (s1f_group_fail). */
 s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t training, int64_t sequence_length,

@@ -129,8 +129,8 @@ int s1f_kv_cache_layer(const s1f_kv_cache *cache, int32_t index, int32_t *stage,
 
 /* -- step and unit --------------------------------------------------------------------------------------------- */
 
-/* After B(m.s) nothing reads K, V, dK and dV of segment s any more. In a chain nothing reads the rows behind it, either:
- * in a tree other segments may lie there. */
+/* After B(m.s) nothing reads K, V, dK and dV of segment s any more. Nothing reads the rows behind it, either, but in a
+ * tree, where other segments may lie there. */
 static void release_segment(const s1f_kv_cache *cache, const s1f_current_unit *unit, int is_tree)
 {
     for (int32_t i = 0; i < cache->num_entries; i++) {
@@ -306,8 +306,8 @@ static s1f_status reserve_grads(s1f_kv_cache *cache, layer_entry *entry, int32_t
                         &cache->grad_bytes);
 }
 
-/* The segments of a path, from `last` (-1: none) back to the first, must have been written by the micro-batch that holds
- * the slot. */
+/* The segments of a path, from `last` (-1: none) back to the first, must have been written by the micro-batch that
+ * holds the slot. */
 static s1f_status check_written(const s1f_current_unit *unit, const layer_entry *entry, const layer_slot *slot,
                                 const s1f_slot_state *state, int32_t last)
 {

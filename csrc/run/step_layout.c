@@ -99,7 +99,7 @@ s1f_status s1f_layout_set(s1f_step_layout *layout, int64_t sequence_length, cons
     return S1F_OK;
 }
 
-/* Where the keys of the unit's path lie, neighbouring rows as one range: from its own segment back to the first. */
+/* Finds the rows of the path's keys, from the unit's own segment back to the first. Neighbouring rows are one range. */
 static void set_ranges(const s1f_step_layout *layout, s1f_current_unit *current)
 {
     const s1f_shape *shape = layout->shape;

@@ -1,6 +1,6 @@
-/* step_layout.h - where the tokens of a rank's units are in a step: their positions along the paths, the rows of their keys,
- * and the parts of units that several siblings share. In a chain a row is a position, and neither costs a unit
- * anything. */
+/* step_layout.h - the places of the tokens of a rank's units in a step: their positions along the paths, the rows of
+ * their keys, and the parts of units that several siblings share. In a chain a row is a position, and neither costs a
+ * unit anything. */
 #ifndef S1F_STEP_LAYOUT_H
 #define S1F_STEP_LAYOUT_H
 
@@ -29,8 +29,8 @@ typedef struct {
 void s1f_layout_create(const s1f_program *program, int32_t rank, s1f_pool *pool, s1f_step_layout *out);
 /* Nothing is known any more. */
 void s1f_layout_forget(s1f_step_layout *layout);
-/* Fixes the sizes of a step, [column], whose longest micro-batch has so many tokens. parts: NULL for none. *num_rows: that
- * a slot needs. S1F_ERR_ARG names the segment whose tokens do not fit; S1F_ERR_MEMORY. */
+/* Fixes the sizes of a step, [column], whose longest micro-batch has so many tokens. parts: NULL for none.
+ * *num_rows: that a slot needs. S1F_ERR_ARG names the segment whose tokens do not fit; S1F_ERR_MEMORY. */
 s1f_status s1f_layout_set(s1f_step_layout *layout, int64_t sequence_length, const int64_t *sizes,
                           const s1f_unit_parts *parts, int64_t *num_rows);
 /* Fills what current->unit has by its segment. Its ranges are valid until the next call. */

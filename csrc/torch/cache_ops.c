@@ -55,7 +55,7 @@ static s1f_status view_pair(s1f_op_call *call, int index, void *k, void *v, int3
     return view_rows(call, index + 1, v, begin * shape->v_head_dim, dtype, 4, sizes, strides);
 }
 
-/* Rows of a slab that are shown: up to the segment's last where the keys of its path lie in the first rows, else all. */
+/* Rows of a slab that are shown: up to the segment's last if the keys of its path lie in the first rows, else all. */
 static int64_t shown_rows(const s1f_current_unit *unit, const s1f_kv_rows *rows)
 {
     return unit->num_ranges == 1 && unit->ranges[0].row == 0 ? unit->offset + unit->length : rows->num_rows;

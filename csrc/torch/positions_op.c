@@ -3,7 +3,7 @@
 #include "op_table.h"
 
 /* Ids of packed documents: the position of the document's first token. Each token begins one or goes on with that
- * before it, the first of a part with one of an earlier segment, so that ids of another kind are seen here, and not in a
+ * before it, the first of a part with one of an earlier segment. So ids of another kind are seen here, and not in a
  * loss that is a little off. */
 static s1f_status check_document_starts(const s1f_op_tensor *docs, int64_t batch, const int32_t *starts,
                                         const int64_t *position)

@@ -21,8 +21,8 @@ s1f_status s1f_segment_write(const s1f_current_unit *unit, int64_t key, const s1
                              const s1f_op_tensor *k, const s1f_op_tensor *v, const s1f_op_tensor *docs,
                              s1f_kv_rows *rows);
 
-/* Document ids of the path's keys, [batch][keys] from the slab's rows; and [keys] for parts: a number for each, 0 before
- * them. */
+/* Document ids of the path's keys, [batch][keys] from the slab's rows; and [keys] for parts: a number for each, 0
+ * before them. */
 void s1f_segment_gather_docs(const s1f_current_unit *unit, const s1f_kv_rows *rows, int64_t batch, int32_t *ids);
 void s1f_segment_part_ids(const s1f_current_unit *unit, int32_t *ids);
 /* S1F_ERR_ARG unless the attention of a unit that siblings share means the same for each as alone: no window, no ALiBi,

@@ -27,7 +27,7 @@ class Call(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the keys of a path lie, and which of them the queries of its last segment see."""
+    """The rows of a path's keys, and which of the keys the queries of its last segment see."""
 
     ranges: tuple[tuple[int, int, int], ...]  # begin and end of keys along the path, and the row of the first, in order
     parts: tuple[int, ...]  # tokens of siblings that share the segment, one after another; empty: none do
@@ -38,7 +38,7 @@ class Place(NamedTuple):
         return self.ranges[-1][1]
 
     def row(self, key: int) -> int:
-        """Of one of the segment's own keys."""
+        """The row of one of the segment's own keys."""
         begin, _, row = self.ranges[-1]
         return row + key - begin
 

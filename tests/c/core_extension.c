@@ -324,8 +324,8 @@ static PyMethodDef methods[] = {
      "kv_cache_begin_step(cache, [(stage, kv_slots, grad_slots)], sequence_length, num_segments, num_rows=as many)"},
     {"current_unit_set", current_unit_set, METH_VARARGS,
      "current_unit_set(cache, pass, stage, microbatch, segment, num_segments, kv_slot, grad_slot, training, offset, "
-     "length, sequence_length, scope, place=()): begins a unit. scope: 'thread' or 'process'. place: (parent, children, "
-     "[(begin, end, row)], [tokens of a part]), else those of a chain."},
+     "length, sequence_length, scope, place=()): begins a unit. scope: 'thread' or 'process'. place: (parent, "
+     "children, [(begin, end, row)], [tokens of a part]), else those of a chain."},
     {"current_unit_clear", current_unit_clear, METH_VARARGS,
      "current_unit_clear(scope, finished=True): ends the unit; a failed one is not finished."},
     {"attention_set_isa", attention_set_isa, METH_VARARGS,

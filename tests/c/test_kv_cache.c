@@ -385,7 +385,7 @@ static void test_recomputation(void)
     s1f_kv_cache_free(cache);
 }
 
-/* -- trees: an order and rows at random, beside a model that knows nothing of the cache's states --------------------- */
+/* -- trees: an order and rows at random, beside a model that knows nothing of the cache's states ------------------- */
 
 enum { NODES = 9, TREE_ROWS = 64, TREE_LAYERS = 2 };
 

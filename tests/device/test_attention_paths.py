@@ -106,7 +106,7 @@ def test_siblings_of_one_unit(calls: list[Call]) -> None:
 
 
 def test_ids_of_one_document_hide_nothing(calls: list[Call]) -> None:
-    """Where the plan of the step says that there is one, a tree beside rows of documents goes the fast way."""
+    """A tree beside rows of documents goes the fast way if the plan of the step says that it is one document."""
     qkv = random_qkv(2, 1, tokens=8, batch=1, head_dim=8, dtype=torch.bfloat16)
     found = []
     for num_documents in (0, 1):

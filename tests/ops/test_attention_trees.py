@@ -130,7 +130,7 @@ def test_a_unit_that_follows_itself() -> None:
 
 
 def test_a_forward_after_its_parents_backward() -> None:
-    """Of which it was said that nothing follows it."""
+    """The parent said that nothing follows it."""
     step = SimulatedStep([2, 2, 2], parents=[-1, 0, 1])
     place = step.place
     step.place = lambda s: (*place(s)[:1], 0, *place(s)[2:]) if s == 1 else place(s)  # type: ignore[method-assign]

@@ -103,7 +103,7 @@ def train(
 
 def check(schedule: str, num_ranks: int, seed: int, most_nodes: int = 6, **options: Any) -> None:
     rng = random.Random(f"{schedule} {num_ranks} {seed}")
-    trees = random_trees(rng, 2, most_nodes)
+    trees = options.pop("trees", None) or random_trees(rng, 2, most_nodes)
     while schedule.startswith("seq-") and sum(map(len, trees.sizes)) < 2 * num_ranks + max(map(len, trees.sizes)):
         # such families need as many
         more = random_trees(rng, 2, most_nodes)
@@ -134,6 +134,12 @@ SLICE = [
 @pytest.mark.parametrize(("schedule", "num_ranks", "options"), SLICE)
 def test_every_path_alone(schedule: str, num_ranks: int, options: dict[str, Any]) -> None:
     check(schedule, num_ranks, 0, **options)
+
+
+def test_chains_whose_units_hold_siblings() -> None:
+    """Parents that are chains alone are no trees to an order; siblings in their last units are to attention."""
+    check("seq1f1b", 2, 4, trees=Trees([[4, [3, 2]], [3, 1, [1, 1]]], [[-1, 0], [-1, 0, 1]]))
+    check("gpipe", 1, 5, trees=Trees([[4, 3], [2]], [[-1, 0], None]))
 
 
 def test_values_of_tokens() -> None:

@@ -78,7 +78,7 @@ def by_paths(step: SimulatedStep, options: dict[str, Any], qkv: Sequence[Tensor]
 def by_units(
     step: SimulatedStep, order: Sequence[Unit], options: dict[str, Any], qkv: Sequence[Tensor], dout: Tensor
 ) -> list[Tensor]:
-    """The same by units, in that order."""
+    """out, dq, dk and dv, unit by unit in that order."""
     handle = layer_handle(0)
     options = dict(options)
     docs = options.pop("doc_ids", None)

@@ -68,7 +68,7 @@ class SimulatedStep:
         return self.parents[segment], self.parents.count(segment), ranges, parts
 
     def own_tokens(self, segment: int) -> list[list[int]]:
-        """Of each part, its tokens in the inputs."""
+        """The tokens in the inputs, part by part."""
         where = self.slice(segment)
         ends = list(itertools.accumulate(self.parts.get(segment, [self.sizes[segment]]), initial=where.start))
         return [list(range(*pair)) for pair in itertools.pairwise(ends)]

@@ -96,30 +96,25 @@ def helper():
     time.sleep(280)
 
 
-def rank_of_all():
-    dist.barrier()  # who leaves before all have come breaks gloo's meeting of the others
-    return dist.get_rank()
-
-
 def killed_with_a_helper():  # which holds all that the rank had open, and is ended too
-    if rank_of_all() == 1:
+    if dist.get_rank() == 1:
         multiprocessing.get_context("fork").Process(target=helper, daemon=True).start()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def leaves(code):
-    if rank_of_all() == 1:
+    if dist.get_rank() == 1:
         sys.exit(code)
     return "result"
 
 
 def interrupted():
-    if rank_of_all() == 1:
+    if dist.get_rank() == 1:
         raise KeyboardInterrupt
 
 
 def returns_a_function():
-    return helper if rank_of_all() == 0 else lambda: 0
+    return helper if dist.get_rank() == 0 else lambda: 0
 
 
 def fails_second():
