@@ -247,6 +247,11 @@ class StageStep:
             paths, rules = self.arguments.paths[unit.cell], self.arguments.arg_rules
             dim, is_sliced = self.arguments.seq_dim, lambda name: rules.get(name) == "slice"
             output = by_paths(self._module, paths, dim, inputs, dict(kwargs), is_sliced)
+            if unit.auxiliary and len(paths) > 1:
+                raise ValueError(
+                    "verify over trees cannot compare what add_loss adds: of one path it counts tokens that others "
+                    "share; verify a step of rows"
+                )
         elif self._parallel is None:
             output = self._module(*inputs, **kwargs) if kwargs else self._module(*inputs)
         else:

@@ -278,6 +278,17 @@ def squared(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
+class Centred(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(1, keepdim=True)
+
+
+class Adding(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        seq1f1b.add_loss(x.square().mean())
+        return x
+
+
 @pytest.mark.parametrize("recompute", ["none", "all"])
 @pytest.mark.parametrize("schedule", ["seq1f1b", "seq-zb-h1"])
 def test_state_goes_to_every_branch(schedule: str, recompute: str) -> None:
@@ -405,6 +416,22 @@ def test_positions_and_offsets_go_along_the_path() -> None:
     _, (out,) = engine.eval([x], return_outputs=True, segment_sizes=[[4, 3, [2, 2], 1, 1]], parents=[[-1, 0, 0, 1, 1]])
     assert sorted(set(seen)) == [(0, 0, 4), (1, 4, 3), (2, 4, 4), (3, 7, 1), (4, 7, 1)]
     torch.testing.assert_close(out - x, torch.tensor([[0.0] * 4 + [4.0] * 7 + [7.0] * 2], dtype=torch.float64))
+
+
+def test_verify_runs_each_path_alone() -> None:
+    """States along the sequence, too; and it sees what a segment makes of its tokens without its path."""
+    sizes, parents = [[5, 3, 2, 4], [2, 3]], [[-1, 0, 0, 1], None]
+    x = [torch.randn(2, sum(row), 4).double() for row in sizes]
+
+    def run(group: Any, change: Any) -> Any:
+        stage = torch.nn.Sequential(Carrying(group.rank), change).double()
+        engine = PipelineEngine(stage, num_microbatches=1, loss_fn=squared, group=group, attention="unchecked")
+        return engine.verify(x, target=x, segment_sizes=sizes, parents=parents, show=False)
+
+    assert all(found.ok for found in run_ranks(2, lambda group: run(group, torch.nn.Identity())))
+    assert not any(found.ok for found in run_ranks(2, lambda group: run(group, Centred())))
+    with pytest.raises(ValueError, match="verify over trees cannot compare what add_loss adds"):
+        run(LoopbackGroup(1)[0], Adding())
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
