@@ -144,6 +144,8 @@ def carry_out(layer: Tensor | int, state: Tensor) -> None:
             "carry_out with gradients off in a training step: its gradient would be lost. "
             "Under torch.utils.checkpoint pass use_reentrant=False"
         )
+    if unit.is_whole:  # nothing follows; and where that is a tree, its paths run one after another
+        return
     key = _key(layer)
     if unit.carried_out is None:
         unit.carried_out = {}

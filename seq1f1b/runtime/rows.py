@@ -52,7 +52,7 @@ class PlannedRows(Protocol):
 
     @property
     def parents(self) -> Sequence[Sequence[int] | None] | None:
-        """What the segments of each micro-batch follow; None: each follows the one before it."""
+        """The parents of the segments of each micro-batch; None: each follows the one before it."""
 
     @property
     def schedule(self) -> Schedule:
@@ -77,6 +77,6 @@ def check_equal_rows(group: RankGroup, rows: Rows | None, trees: object, plan: P
 
 
 def _shown(text: str, long: str) -> tuple[str, str]:
-    """What is compared, and what a message shows: where that would be long, other words."""
+    """A digest to compare, and the text that a message shows: other words where it would be long."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return digest, text if len(text) <= MOST_SHOWN else f"{long} ({digest})"

@@ -209,7 +209,9 @@ class StageStep:
         unit.is_whole, unit.is_last = self.stage.is_whole, is_last
         if self.order.num_children is not None:
             unit.of_tree, unit.num_waiting = True, self.order.num_children[cell]
+        if self.arguments.num_parts:  # a chain may end in siblings
             unit.num_parts = self.arguments.num_parts[cell]
+            unit.of_tree |= unit.num_parts > 1
         for begin in self._begin:
             begin(unit)
         inputs = self._source.inputs(unit, received)
@@ -245,6 +247,11 @@ class StageStep:
             paths, rules = self.arguments.paths[unit.cell], self.arguments.arg_rules
             dim, is_sliced = self.arguments.seq_dim, lambda name: rules.get(name) == "slice"
             output = by_paths(self._module, paths, dim, inputs, dict(kwargs), is_sliced)
+            if unit.auxiliary and len(paths) > 1:
+                raise ValueError(
+                    "verify over trees cannot compare what add_loss adds: of one path it counts tokens that others "
+                    "share; verify a step of rows"
+                )
         elif self._parallel is None:
             output = self._module(*inputs, **kwargs) if kwargs else self._module(*inputs)
         else:

@@ -20,7 +20,7 @@ __all__: list[str] = []
 
 @dataclass(frozen=True)
 class Trees:
-    """What the segments of every micro-batch follow.
+    """The parents of the segments of every micro-batch.
 
     Attributes:
         parents: the segment that each segment of each micro-batch follows, -1 for its first.
@@ -37,7 +37,7 @@ class Trees:
         return text + "".join(f", {list(part)} in segment {s} of {m}" for (m, s), part in shared.items())
 
     def positions(self, m: int) -> list[int]:
-        """Where the segments of a micro-batch begin along their paths."""
+        """Positions along the paths at which the segments of a micro-batch begin."""
         return positions_of(self.parents[m], [sum(part) for part in self.parts[m]])
 
     @cached_property
@@ -97,7 +97,7 @@ def by_paths(
     kwargs: dict[str, Any],
     sliced: Callable[[str], bool],
 ) -> Any:
-    """What ``run`` gives for every path alone, laid out as the micro-batch's tokens are.
+    """The outputs of ``run`` for every path alone, laid out as the micro-batch's tokens are.
 
     Args:
         dim: the dimension of tokens.
@@ -130,7 +130,7 @@ def _is_of(tensor: Tensor, dim: int, length: int) -> bool:
 
 
 def positions_of(parents: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Where segments begin along their paths: each at the end of its parent."""
+    """Positions along the paths at which segments begin: each at the end of its parent."""
     found: list[int] = []
     for parent in parents:
         found.append(0 if parent < 0 else found[parent] + sizes[parent])

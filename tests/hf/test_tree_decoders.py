@@ -25,6 +25,8 @@ from seq1f1b.transformers import pipeline_stage  # noqa: E402
 
 ALONE = Trees([[5, 3, 4, 1, 6, 2], [7, 2]], [[-1, 0, 0, 1, 1, 2], None])
 """A window of 6 and chunks of 5 tokens lie over one border and over two, whose rows do not follow one another."""
+CHAINS = Trees([[5, [4, 1, 2]], [7, 2]], [[-1, 0], None])
+"""Their order is that of chains."""
 SIBLINGS = Trees([[5, 3, [4, 1, 2], [6, 2]], [7, [2, 2]]], [[-1, 0, 0, 1], [-1, 0]])
 
 
@@ -87,6 +89,7 @@ def test_every_path_alone(name: str) -> None:
 def test_siblings_in_one_unit(name: str) -> None:
     """Their positions step back within a unit, which is no packed document; a layer that cannot have them says so."""
     try:
+        check_paths(build(name), CHAINS)
         check_paths(build(name), SIBLINGS)
     except ValueError as error:
         assert re.search("a segment of its own", str(error)) and name != "llama"

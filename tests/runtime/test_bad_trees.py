@@ -113,6 +113,7 @@ def attend(x: Tensor, **options: Any) -> None:
         (partial(attend, alibi_slopes=torch.ones(2)), [4, [3, 2]], [-1, 0], "has a window or ALiBi slopes"),
         (lambda x: seq1f1b.carry_in(0, x), [4, [3, 2]], [-1, 0], "segment 1 holds 2 siblings, and carry_in has one"),
         (lambda x: seq1f1b.add_loss(x.mean(), of="sequence"), [4, 3, 2], [-1, 0, 0], "would count once for each"),
+        (lambda x: seq1f1b.add_loss(x.mean(), of="sequence"), [4, [3, 2]], [-1, 0], "would count once for each"),
     ],
 )
 def test_modules_that_do_not_suit_a_tree(call: Any, sizes: Any, parents: Any, message: str) -> None:

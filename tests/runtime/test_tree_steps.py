@@ -224,7 +224,8 @@ def test_other_steps_before_and_after() -> None:
     """Trees of other shapes, rows and plain steps by turns, with evaluations between them; the plan holds in all."""
     model, plain = whole_model(CONFIG), Trees([[3, 2, 2, 2]] * 2, [None] * 2)
     shapes = [random_trees(random.Random(seed), 2, 6) for seed in (1, 2)]
-    steps = [plain, shapes[0], plain, Trees([[4, 3], [2]], [None] * 2), shapes[1], shapes[0]]
+    siblings = Trees([[4, 3, [2, 1]], [2, [1, 2]]], [None, [-1, 0]])  # in the order of chains
+    steps = [plain, shapes[0], plain, Trees([[4, 3], [2]], [None] * 2), shapes[1], siblings, shapes[0]]
     data = [data_of(trees, seed) for seed, trees in enumerate(steps)]
 
     def run(group: Any) -> Any:
@@ -275,6 +276,17 @@ class Carrying(torch.nn.Module):
 
 def squared(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
+
+
+class Centred(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(1, keepdim=True)
+
+
+class Adding(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        seq1f1b.add_loss(x.square().mean())
+        return x
 
 
 @pytest.mark.parametrize("recompute", ["none", "all"])
@@ -404,6 +416,22 @@ def test_positions_and_offsets_go_along_the_path() -> None:
     _, (out,) = engine.eval([x], return_outputs=True, segment_sizes=[[4, 3, [2, 2], 1, 1]], parents=[[-1, 0, 0, 1, 1]])
     assert sorted(set(seen)) == [(0, 0, 4), (1, 4, 3), (2, 4, 4), (3, 7, 1), (4, 7, 1)]
     torch.testing.assert_close(out - x, torch.tensor([[0.0] * 4 + [4.0] * 7 + [7.0] * 2], dtype=torch.float64))
+
+
+def test_verify_runs_each_path_alone() -> None:
+    """States along the sequence, too; and it sees what a segment makes of its tokens without its path."""
+    sizes, parents = [[5, 3, 2, 4], [2, 3]], [[-1, 0, 0, 1], None]
+    x = [torch.randn(2, sum(row), 4).double() for row in sizes]
+
+    def run(group: Any, change: Any) -> Any:
+        stage = torch.nn.Sequential(Carrying(group.rank), change).double()
+        engine = PipelineEngine(stage, num_microbatches=1, loss_fn=squared, group=group, attention="unchecked")
+        return engine.verify(x, target=x, segment_sizes=sizes, parents=parents, show=False)
+
+    assert all(found.ok for found in run_ranks(2, lambda group: run(group, torch.nn.Identity())))
+    assert not any(found.ok for found in run_ranks(2, lambda group: run(group, Centred())))
+    with pytest.raises(ValueError, match="verify over trees cannot compare what add_loss adds"):
+        run(LoopbackGroup(1)[0], Adding())
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

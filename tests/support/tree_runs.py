@@ -17,7 +17,7 @@ __all__ = ["Trees", "paths_of", "random_tree", "random_trees", "run_paths", "tok
 
 @dataclass
 class Trees:
-    """Of every micro-batch: tokens of the segments, lists for siblings in one unit, and their parents."""
+    """Tokens of the segments of every micro-batch, lists for siblings in one unit, and their parents."""
 
     sizes: list[Sizes]
     parents: list[list[int] | None]
