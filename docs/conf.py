@@ -74,6 +74,8 @@ nitpick_ignore = [
         "seq1f1b.runtime.batch.StepArguments",
         "seq1f1b.runtime.report.StepRecord",
         "seq1f1b.partition.PieceCosts",
+        "LayerKind",
+        "seq1f1b.partition.LayerKind",
         "seq1f1b.runtime.rows.PlannedRows",
         "seq1f1b.adapters.chain.ChainStage",
         "types.EllipsisType",
