@@ -75,6 +75,7 @@ nitpick_ignore = [
         "seq1f1b.runtime.report.StepRecord",
         "seq1f1b.partition.PieceCosts",
         "LayerKind",
+        "tuple[LayerKind",
         "seq1f1b.partition.LayerKind",
         "seq1f1b.runtime.rows.PlannedRows",
         "seq1f1b.adapters.chain.ChainStage",

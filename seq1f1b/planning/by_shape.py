@@ -26,8 +26,8 @@ class ByShape(ByParts):
     (bytes only), the last the head.
 
     A kind of layer has its own products and pairs: those within its window, of which there are as many for every token
-    far behind the begin. A recurrence has as much work for every token, at attention's rates; each unit keeps the state
-    that it hands on, whatever its length.
+    far behind the begin. A recurrence has as much work for every token, at attention's rates, and keeps what its fused
+    kernels keep: its inputs and outputs. Each unit keeps the state that it hands on, whatever its length.
     """
 
     # -- seconds

@@ -31,7 +31,7 @@ def check_layout(layout: Layout, model: ModelShape, num_stages: int, seq_len: in
         )
     for degree, name, whole in (
         *((layout.tensor, "tensor", layer.heads) for layer in layers),
-        *((layout.expert, "expert", layer.experts) for layer in layers if layer.experts > 1 or len(layers) == 1),
+        *((layout.expert, "expert", experts) for experts in {layer.experts for layer in layers} - {1} or {1}),
         (layout.expert, "expert", layout.data),
     ):
         if whole % degree != 0:
