@@ -251,7 +251,7 @@ class DocumentBatches(Sampler[PlannedStep]):
 
 def _look_at_step(times: UnitTimes, report: PipelineReport, plan: StepPlan) -> bool:
     """Adds the units of a planned step. False, and nothing is added, where the report is of another step."""
-    spans = [row.spans for row in plan.costs.rows]
+    spans = [row.spans_in() for row in plan.costs.rows]
     cells = {(m, s) for m, row in enumerate(spans) for s in range(len(row))}
     if any(
         not rank.training or {(u.microbatch, u.segment) for u, _, _ in rank.timeline if u.kind == "F"} != cells

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from seq1f1b import _C
 from seq1f1b.files import load
 
-__all__ = ["ModelShape", "check_model", "check_segment_sizes", "make_model", "partition_sequence"]
+__all__ = ["LayerKind", "ModelShape", "check_model", "check_segment_sizes", "make_model", "partition_sequence"]
 
 
 _PIECES = 1024  # a split by a profile balances the costs of so many pieces of the sequence
+MOST_LAYERS = 1 << 16  # whose kinds are told one by one
+_PIECES_OF_KINDS = 16384  # a split by the operations of layers that differ does
 
 
 class PieceCosts(Protocol):
@@ -19,6 +23,75 @@ class PieceCosts(Protocol):
 
     def piece_costs(self, seq_len: int, num_pieces: int) -> list[float]:
         """Seconds of F and B of the whole model over each of ``num_pieces`` equal pieces of a sequence."""
+
+
+class LayerKind(NamedTuple):
+    """How layers of one kind differ from those that :class:`ModelShape` tells of. None: as there.
+
+    Attributes:
+        heads: of causal attention; 0: the layer has none.
+        kv_heads, head_dim, ffn, experts, experts_per_token: as in ``ModelShape``.
+        value_dim: size of a head of values; None: ``head_dim``.
+        window: tokens that one attends to, itself included; 0: all before it.
+        shared: inner width of a gated feed-forward beside the experts that every token visits.
+        mixer: weights of the matrices of attention, or of what stands in its place; None: of q, k, v and the output.
+        inner, outer, kept: numbers of a token that the first of these matrices write, that the last one reads, and that
+            are kept for the backward; None: q, k and v, attention's output, and q with that output.
+        scan: floating-point operations of a token in a recurrence.
+        state, tail: numbers of a sequence that one segment hands to the next, in float32, and in the dtype of weights.
+        norms: of hidden states.
+        other: parameters beyond matrices, these norms and a router: biases, sinks, norms of heads, convolutions.
+    """
+
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    ffn: int | None = None
+    experts: int | None = None
+    experts_per_token: int | None = None
+    value_dim: int | None = None
+    window: int = 0
+    shared: int = 0
+    mixer: int | None = None
+    inner: int | None = None
+    outer: int | None = None
+    kept: int | None = None
+    scan: int = 0
+    state: int = 0
+    tail: int = 0
+    norms: int = 2
+    other: int = 0
+
+
+class Layer(NamedTuple):
+    """Sizes of a layer, for one token where they are not of weights.
+
+    Attributes:
+        queries, values, keys: numbers of q, of attention's output, and of keys and values together.
+        ffn: inner width of all feed-forwards that a token visits.
+        expert: inner width of one expert, of which there are ``experts``.
+        The others are those of :class:`LayerKind`.
+    """
+
+    heads: int
+    queries: int
+    values: int
+    keys: int
+    window: int
+    ffn: int
+    expert: int
+    experts: int
+    experts_per_token: int
+    shared: int
+    mixer: int
+    inner: int
+    outer: int
+    kept: int
+    scan: int
+    state: int
+    tail: int
+    norms: int
+    other: int
 
 
 class ModelShape(NamedTuple):
@@ -31,6 +104,9 @@ class ModelShape(NamedTuple):
         head_dim: size of a head; 0: ``hidden / heads``.
         experts, experts_per_token: feed-forwards of a layer, and those that a token visits.
         tied: whether the head is the embedding; a pipeline of several ranks still holds both.
+        kinds: of layers, ``seq1f1b.partition.LayerKind``, which is provisional: where windows, recurrences or layers
+            that differ are more than the fields above tell; (): all layers are as these say.
+        pattern: layer i is of the kind with number ``pattern[i % len(pattern)]``; (): all are of the first.
     """
 
     hidden: int
@@ -43,13 +119,107 @@ class ModelShape(NamedTuple):
     experts: int = 1
     experts_per_token: int = 1
     tied: bool = False
+    kinds: tuple[LayerKind, ...] = ()
+    pattern: tuple[int, ...] = ()
 
     def flops(self, begin: int, end: int) -> float:
         """Forward floating-point operations of tokens ``[begin, end)`` that attend causally to ``[0, end)``.
 
         The formula stands in ``csrc/core/partition.h``; a backward pass costs twice as much at every position.
         """
-        return _C.model_flops(_token_shape(self), begin, end)
+        alike = _C.model_flops(_token_shape(self), begin, end)
+        return float(_flops_of_kinds(self, (end,), [begin, end])[0]) if self.kinds else alike
+
+
+def layers_of(model: ModelShape) -> tuple[list[Layer], list[int]]:
+    """The kinds of the model's layers, and of which of them each layer is."""
+    if model.layers > MOST_LAYERS:
+        raise ValueError(f"model layers is {model.layers}, must be at most {MOST_LAYERS}")
+    kinds, pattern = model.kinds or (LayerKind(),), model.pattern or (0,)
+    return [_layer(model, kind) for kind in kinds], [pattern[i % len(pattern)] for i in range(model.layers)]
+
+
+def has_equal_layers(model: ModelShape) -> bool:
+    """Whether the shape alone tells of all layers, but for parameters in no product."""
+    return len(model.kinds) < 2 and all(kind._replace(other=0) == LayerKind() for kind in model.kinds)
+
+
+def _layer(model: ModelShape, kind: LayerKind) -> Layer:
+    def own(value: int | None, default: int) -> int:
+        return default if value is None else value
+
+    heads, kv_heads = own(kind.heads, model.heads), own(kind.kv_heads, model.kv_heads)
+    size = own(kind.head_dim, model.head_dim) or model.hidden // model.heads
+    of_values = own(kind.value_dim, size)
+    queries, values, keys = heads * size, heads * of_values, kv_heads * (size + of_values) if heads else 0
+    ffn, visited = own(kind.ffn, model.ffn), own(kind.experts_per_token, model.experts_per_token)
+    return Layer(
+        heads=heads,
+        queries=queries,
+        values=values,
+        keys=keys,
+        window=kind.window,
+        ffn=ffn * visited + kind.shared,
+        expert=ffn,
+        experts=own(kind.experts, model.experts),
+        experts_per_token=visited,
+        shared=kind.shared,
+        mixer=own(kind.mixer, model.hidden * (queries + keys + values)),
+        inner=own(kind.inner, queries + keys),
+        outer=own(kind.outer, values),
+        kept=own(kind.kept, queries + values),
+        scan=kind.scan,
+        state=kind.state,
+        tail=kind.tail,
+        norms=kind.norms,
+        other=kind.other,
+    )
+
+
+def _flops_of_kinds(model: ModelShape, documents: Sequence[int], bounds: Sequence[int]) -> Any:
+    """Operations of the tokens between the bounds, of rows of documents, one after the other. The formula for layers
+    that are alike is in csrc/core/partition.h."""
+    kinds, places = layers_of(model)
+    products, widths = 2.0 * model.hidden * model.vocab, dict.fromkeys((layer.window for layer in kinds), 0)
+    for number in places:
+        layer = kinds[number]
+        products += 2 * layer.mixer + 6 * model.hidden * layer.ffn + layer.scan
+        widths[layer.window] += layer.queries + layer.values
+    ends = np.cumsum([0, *documents], dtype=np.float64)
+    at = np.asarray(bounds, dtype=np.float64)
+    owners = np.minimum(np.searchsorted(ends, at, side="right"), len(documents)) - 1
+
+    def triangle(tokens: Any) -> Any:
+        return tokens * (tokens + 1) / 2
+
+    total = products * at
+    for window, width in widths.items():
+
+        def pairs_of_first(tokens: Any, window: int = window) -> Any:
+            return triangle(tokens) - (triangle(np.maximum(tokens - window, 0.0)) if window else 0.0)
+
+        before = np.cumsum([0.0, *pairs_of_first(np.diff(ends))])
+        total = total + 2.0 * width * (before[owners] + pairs_of_first(at - ends[owners]))
+    return np.diff(total)
+
+
+def _check_kinds(model: ModelShape) -> None:
+    count = max(1, len(model.kinds))
+    if (count > 1 and not model.pattern) or not all(0 <= number < count for number in model.pattern):
+        raise ValueError(
+            f"model pattern is {list(model.pattern)[:20]}, must be numbers of kinds, 0..{count - 1}, layer after layer"
+        )
+    for number, kind in enumerate(model.kinds):
+        for name, value in kind._asdict().items():
+            if value is not None and value < 0:
+                raise ValueError(f"model kinds[{number}] {name} is {value}, must be at least 0")
+        given = {name: value for name, value in kind._asdict().items() if name in model._fields and value is not None}
+        if not given.get("heads", 1):
+            del given["heads"]
+        try:
+            _C.model_flops(_token_shape(model._replace(**given, kinds=(), pattern=())), 0, 1)
+        except ValueError as error:
+            raise ValueError(f"model kinds[{number}]: {error}") from None
 
 
 def _token_shape(model: ModelShape) -> tuple[int, int, int, int, int, int, int]:
@@ -60,6 +230,8 @@ def _token_shape(model: ModelShape) -> tuple[int, int, int, int, int, int, int]:
         raise ValueError(
             f"model experts_per_token is {model.experts_per_token}, must be in 1..experts = {model.experts}"
         )
+    if model.kinds or model.pattern:
+        _check_kinds(model)
     return (*model[:4], model.ffn * model.experts_per_token, model.vocab, model.head_dim)
 
 
@@ -126,11 +298,24 @@ def partition_sequence(
             raise ValueError(f"strategy {strategy!r} {'needs' if value is None else 'takes no'} {name}={other}")
     if documents is not None and model is None:
         raise ValueError(f"documents= is for strategy 'flops', the strategy is {strategy!r}")
+    if model is not None and model.kinds:
+        costs = _piece_flops(model, seq_len, documents or (seq_len,))
+        return _C.partition_profiled(seq_len, num_segments, costs, mix, multiple_of)
     if model is not None:
         return _C.partition_flops(seq_len, num_segments, _token_shape(model), documents, mix, multiple_of)
     if costs is not None:
         return _C.partition_profiled(seq_len, num_segments, costs, mix, multiple_of)
     return _C.partition_even(seq_len, num_segments, multiple_of)
+
+
+def _piece_flops(model: ModelShape, seq_len: int, documents: Sequence[int]) -> list[float]:
+    """Operations of equal pieces of a sequence, the sum of its rows."""
+    model.flops(0, 1)  # raises unless the shape is sound
+    _C.partition_flops(seq_len, 1, (1, 1, 1, 1, 0, 0, 0), documents, 1.0, 1)  # raises unless these are whole rows
+    pieces, rows = min(seq_len, _PIECES_OF_KINDS), sum(documents) // seq_len
+    bounds = [row * seq_len + seq_len * i // pieces for row in range(rows) for i in range(pieces)]
+    found = _flops_of_kinds(model, documents, [*bounds, rows * seq_len])
+    return list(map(float, found.reshape(rows, pieces).sum(axis=0)))
 
 
 def check_segment_sizes(sizes: Sequence[int], seq_len: int) -> None:

@@ -12,11 +12,15 @@ __all__: list[str] = []
 
 
 class Span(NamedTuple):
-    """Tokens of a segment, pairs of one of them and a token that it attends to, and tokens up to its end."""
+    """Tokens of a segment, pairs of one of them and a token that it attends to, and tokens up to its end.
+
+    ``within``: the pairs in layers with a window, for each window of the model.
+    """
 
     tokens: int
     pairs: float
     end: int
+    within: tuple[float, ...] = ()
 
 
 class PassSeconds(NamedTuple):
@@ -80,36 +84,49 @@ class Source(Protocol):
         """The passes of a vocabulary over the ranks."""
 
 
-def pairs_of(documents: Sequence[int], begin: int, end: int) -> float:
-    """Pairs of one of the tokens ``[begin, end)`` of a row of documents and a token up to it that it attends to."""
+def pairs_of(documents: Sequence[int], begin: int, end: int, window: int = 0) -> float:
+    """Pairs of one of the tokens ``[begin, end)`` of a row of documents and a token up to it that it attends to.
+
+    window: tokens that one attends to, itself included; 0: all before it.
+    """
     first, pairs = 0, 0.0
     for length in documents:
         low, high = max(begin - first, 0), min(end - first, length)
         if low < high:
             pairs += (high * (high + 1) - low * (low + 1)) / 2
+            if window:  # the tokens beyond it: as many pairs as without a window, of a document that begins later
+                far, near = max(high - window, 0), max(low - window, 0)
+                pairs -= (far * (far + 1) - near * (near + 1)) / 2
         first += length
     return pairs
 
 
-def spans_of(sizes: Sequence[int], documents: Sequence[int] | None = None) -> list[Span]:
-    """The segments of a row of documents; None: it is one document."""
+def span_of(documents: Sequence[int], begin: int, end: int, windows: Sequence[int] = ()) -> Span:
+    """Tokens ``[begin, end)`` of a row of documents."""
+    within = tuple([pairs_of(documents, begin, end, window) for window in windows]) if windows else ()
+    return Span(end - begin, pairs_of(documents, begin, end), end, within)
+
+
+def spans_of(sizes: Sequence[int], documents: Sequence[int] | None = None, windows: Sequence[int] = ()) -> list[Span]:
+    """The segments of a row of documents; None: it is one document. windows: of the model's layers."""
     documents = documents or (sum(sizes),)
-    ends = accumulate(sizes)
-    return [Span(size, pairs_of(documents, end - size, end), end) for size, end in zip(sizes, ends, strict=True)]
+    return [span_of(documents, end - size, end, windows) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
-def spans_of_tree(parts: Sequence[Sequence[int]], parents: Sequence[int]) -> list[Span]:
+def spans_of_tree(parts: Sequence[Sequence[int]], parents: Sequence[int], windows: Sequence[int] = ()) -> list[Span]:
     """The segments of a tree: each sees its path, and leaves that share a segment see it and their own tokens.
 
     Args:
         parts: for each segment its tokens, or those of each leaf.
         parents: the segment that each follows, -1: none.
+        windows: of the model's layers.
     """
     spans: list[Span] = []
     for part, parent in zip(parts, parents, strict=True):
         begin = spans[parent].end if parent >= 0 else 0
-        pairs = sum(size * begin + size * (size + 1) / 2 for size in part)
-        spans.append(Span(sum(part), pairs, begin + sum(part)))
+        leaves = [((begin + size,), begin, begin + size) for size in part]
+        within = tuple([sum(pairs_of(*leaf, window) for leaf in leaves) for window in windows])
+        spans.append(Span(sum(part), sum(pairs_of(*leaf) for leaf in leaves), begin + sum(part), within))
     return spans
 
 

@@ -233,7 +233,6 @@ def _asks_for_own(q: Tensor, v_head_dim: int, options: Options, operation: str) 
     host."""
     if q.dtype not in (torch.bfloat16, torch.float16) or options.slopes.numel() or options.scale <= 0:
         return False
-        return False
     if q.shape[3] != v_head_dim or not _has_flash(q.device) or options.place is not None:
         return False
     if kernel_library.preference() == "own":

@@ -1,13 +1,16 @@
-"""Seconds and bytes of stages from those of a model's parts: equal layers, the embedding at the begin, the head at the
-end."""
+"""Seconds and bytes of stages from those of a model's parts: its layers by their kinds, the embedding at the begin, the
+head at the end."""
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from seq1f1b.partition import ModelShape
+from seq1f1b.partition import ModelShape, layers_of
 from seq1f1b.plan import Layout
 from seq1f1b.seconds import NO_SECONDS, PassSeconds, ShardSeconds, Span
 
@@ -18,9 +21,9 @@ __all__: list[str] = []
 
 
 class StageKind(NamedTuple):
-    """The parts that a stage holds."""
+    """The parts that a stage holds. ``counts``: layers of each kind."""
 
-    layers: int
+    counts: tuple[int, ...]
     is_first: bool
     is_last: bool
 
@@ -44,26 +47,38 @@ class ByParts(ABC):
     Attributes:
         kinds: of each stage, a number: stages of one kind cost alike.
         stages: each kind.
+        layer_kinds: sizes of layers, by kind. counts: how many layers are of each kind.
+        windows: of the layers, ascending.
         shards: devices that share a token's work.
         spreads: whether the vocabulary is over the ranks.
         message_bytes: of a token in a message, on one of the devices that share a stage.
-        cache_bytes: keys and values of one token and layer, and their gradients.
+        cache_bytes: keys and values of one token and layer, and their gradients, by kind of layer.
     """
 
     def __init__(
         self, model: ModelShape, hardware: Hardware, layout: Layout, layers: tuple[int, ...], num_ranks: int
     ) -> None:
         self.model, self.hardware, self.layout, self.layers, self.num_ranks = model, hardware, layout, layers, num_ranks
-        kinds = [StageKind(n, stage == 0, stage + 1 == len(layers)) for stage, n in enumerate(layers)]
+        self.layer_kinds, self._places = layers_of(model)
+        self.counts = self._counts(0, model.layers)
+        self.windows = tuple(sorted({layer.window for layer in self.layer_kinds} - {0}))
+        last, ends = len(layers) - 1, accumulate(layers)
+        kinds = [
+            StageKind(self._counts(end - n, end), stage == 0, stage == last)
+            for (stage, n), end in zip(enumerate(layers), ends, strict=True)
+        ]
         self.stages = list(dict.fromkeys(kinds))
         self.kinds = [self.stages.index(kind) for kind in kinds]
-        head_dim = model.head_dim or model.hidden // model.heads
-        self._q, self._g = model.heads * head_dim, model.kv_heads * head_dim
-        self._f = model.ffn * model.experts_per_token
         self.shards = layout.tensor * layout.context
         self.spreads = layout.vocabulary == "ranks"
-        self.message_bytes, row = model.hidden * hardware.element_bytes / self.shards, 2 * self._g / self.shards
-        self.cache_bytes = (row * hardware.element_bytes, row * 4)
+        self.message_bytes = model.hidden * hardware.element_bytes / self.shards
+        rows = [layer.keys / self.shards for layer in self.layer_kinds]
+        self.cache_bytes = [(row * hardware.element_bytes, row * 4) for row in rows]
+
+    def _counts(self, begin: int, end: int) -> tuple[int, ...]:
+        """Layers of each kind among the layers ``[begin, end)``."""
+        places = self._places[begin:end]
+        return tuple(places.count(number) for number in range(len(self.layer_kinds)))
 
     # -- seconds
 
@@ -71,12 +86,17 @@ class ByParts(ABC):
     """Seconds of a unit beyond those of its layers."""
 
     @abstractmethod
-    def layer(self, span: Span) -> PassSeconds:
-        """One layer."""
+    def layer(self, span: Span, kind: int = 0) -> PassSeconds:
+        """One layer of a kind."""
 
     @abstractmethod
-    def flow(self, span: Span) -> float:
-        """F and B of one layer without floors: segments share them alike."""
+    def flow(self, span: Span, kind: int = 0) -> float:
+        """F and B of one layer of a kind without floors: segments share them alike."""
+
+    def flows(self, span: Span) -> list[float]:
+        """F and B without floors of each layer of the model, in their order."""
+        of_kinds = [self.flow(span, kind) if n else 0.0 for kind, n in enumerate(self.counts)]
+        return [of_kinds[place] for place in self._places]
 
     @abstractmethod
     def head(self, span: Span, floor: bool = True) -> PassSeconds:
@@ -104,12 +124,20 @@ class ByParts(ABC):
     def seconds(self, span: Span) -> list[PassSeconds]:
         """A unit over the span, by kind of its stage."""
         own, (embedding, head) = self.hardware.unit_overhead, self.ends(span)
-        passes = list(zip(self.layer(span), embedding, head, self._factors, self.beyond, strict=True))
+        layers = [self.layer(span, kind) for kind in range(len(self.counts))]
+        ends = list(zip(embedding, head, self._factors, self.beyond, strict=True))
+        count, sums = 0, layers[0]
         found = []
-        for layers, is_first, is_last in self.stages:
+        for counts, is_first, is_last in self.stages:
+            if len(layers) == 1:
+                count = counts[0]
+            else:
+                count = 1 if any(counts) else 0
+                sums = PassSeconds(*(_sum_of(counts, column) for column in zip(*layers, strict=True)))
+            has_layers = count > 0
             each = [
-                (layers * layer + is_first * begin + is_last * end) * factor + (layers > 0) * beyond + own
-                for layer, begin, end, factor, beyond in passes
+                (count * layer + is_first * begin + is_last * end) * factor + has_layers * beyond + own
+                for layer, (begin, end, factor, beyond) in zip(sums, ends, strict=True)
             ]
             found.append(PassSeconds(*each))
         return found
@@ -134,29 +162,41 @@ class ByParts(ABC):
     def standing_work(self, tokens: int, is_last: bool) -> float:
         """Most that the longest unit of a rank allocates for a while, where that of each is not known."""
 
-    @property
-    def copied_bytes(self) -> float:
-        """The last copy of one token and layer and its gradients, where segments copy their prefix. They stay from the
-        first backward of a micro-batch to its last."""
-        return 2 * self.cache_bytes[0] if self.layout.copies_prefix else 0.0
+    def cached(self, counts: Sequence[int], tokens: int) -> tuple[float, float]:
+        """Keys and values of so many tokens in layers of so many of each kind, and their gradients."""
+        keys, gradients = zip(*self.cache_bytes, strict=True)
+        return _sum_of(counts, [tokens * size for size in keys]), _sum_of(counts, [tokens * size for size in gradients])
+
+    def copied(self, counts: Sequence[int], tokens: int) -> float:
+        """The last copy of so many tokens in such layers and its gradients, where segments copy their prefix. They stay
+        from the first backward of a micro-batch to its last."""
+        return 2 * self.cached(counts, tokens)[0] if self.layout.copies_prefix else 0.0
+
+    def counts_of(self, stage: int) -> tuple[int, ...]:
+        """Layers of each kind on a stage."""
+        return self.stages[self.kinds[stage]].counts
 
     def parameters(self, stage: int) -> float:
         """Parameters that one device of those that share the stage holds."""
-        m, h, layer = self.model, self.model.hidden, self.layer_parameters
+        m, h, layers = self.model, self.model.hidden, _sum_of(self.counts_of(stage), self.layer_parameters)
         if self.spreads:  # a shard of each, on the first stage of every rank
             of_rank = (2 - m.tied) * h * m.vocab / self.num_ranks / self.layout.tensor
-            return self.layers[stage] * layer + (stage < self.num_ranks) * of_rank
+            return layers + (stage < self.num_ranks) * of_rank
         ends = (stage == 0) + (stage + 1 == len(self.layers))
         if m.tied and len(self.layers) == 1:
             ends = 1
-        return self.layers[stage] * layer + ends * h * m.vocab / self.layout.tensor
+        return layers + ends * h * m.vocab / self.layout.tensor
 
     @cached_property
-    def layer_parameters(self) -> float:
-        """Parameters of one layer, on one device."""
-        m, h = self.model, self.model.hidden
-        dense = 2 * h * self._q + 2 * h * self._g + 2 * h + (h * m.experts if m.experts > 1 else 0)
-        return (dense + 3 * h * m.ffn * m.experts / self.layout.expert) / self.layout.tensor
+    def layer_parameters(self) -> list[float]:
+        """Parameters of one layer, on one device, by kind."""
+        h, found = self.model.hidden, []
+        for layer in self.layer_kinds:
+            router = h * layer.experts if layer.experts > 1 else 0
+            dense = layer.mixer + 3 * h * layer.shared + layer.norms * h + layer.other + router
+            shared_by = self.layout.expert if layer.experts > 1 else 1
+            found.append((dense + 3 * h * layer.expert * layer.experts / shared_by) / self.layout.tensor)
+        return found
 
     def _logits(self, tokens: int) -> float:
         """Logits, their fp32 copy, and its gradient."""
@@ -174,3 +214,7 @@ class ByParts(ABC):
     def logit_work(self, tokens: int) -> float:
         """The other logits of a unit of the last stage, for a while."""
         return 0.0 if self.spreads else self._logits(tokens) - self._saved_logits * tokens
+
+
+def _sum_of(counts: Sequence[int], each: Sequence[float]) -> float:
+    return float(sum(map(operator.mul, counts, each)))

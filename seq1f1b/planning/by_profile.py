@@ -39,7 +39,7 @@ class ByProfile(ByParts):
         check_profile(hardware.profile, model, layout)
         super().__init__(model, hardware, layout, layers, num_ranks)
         self._profile, runs, layer = hardware.profile, hardware.measured_runs, hardware.profile.layer
-        self.message_bytes, self.cache_bytes = layer.message_bytes, (layer.kv_bytes, layer.kv_gradient_bytes)
+        self.message_bytes, self.cache_bytes = layer.message_bytes, [(layer.kv_bytes, layer.kv_gradient_bytes)]
         self.beyond = PassSeconds(*(runs * seconds for seconds in self._profile.unit))
         names = PassSeconds._fields
         self._of_layer = PassSeconds(*(runs * getattr(hardware, f"measured_{name}") for name in names))
@@ -47,10 +47,10 @@ class ByProfile(ByParts):
 
     # -- seconds
 
-    def layer(self, span: Span) -> PassSeconds:
+    def layer(self, span: Span, kind: int = 0) -> PassSeconds:
         return _scaled(self._profile.layer, self._of_layer, span, True)
 
-    def flow(self, span: Span) -> float:
+    def flow(self, span: Span, kind: int = 0) -> float:
         return _scaled(self._profile.layer, self._of_layer, span, False).total
 
     def head(self, span: Span, floor: bool = True) -> PassSeconds:
@@ -68,7 +68,7 @@ class ByProfile(ByParts):
     def held(self, tokens: int) -> list[UnitBytes]:
         profile, found = self._profile, []
         head = None if self.layout.head_in_loss else profile.head
-        for layers, is_first, is_last in self.stages:
+        for (layers,), is_first, is_last in self.stages:
             parts = ((layers, profile.layer), (is_first, profile.embedding), (is_last, head))
             units = [part.unit_bytes(tokens, count) for count, part in parts if part is not None]
             found.append(UnitBytes(*(math.ceil(sum(kind)) for kind in zip(*units, strict=True))))

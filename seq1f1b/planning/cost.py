@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from seq1f1b.balance import balanced
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Layout
 from seq1f1b.planning.hardware import Hardware
@@ -15,7 +16,7 @@ from seq1f1b.planning.layout import check_layout
 from seq1f1b.planning.price import PackedRow, Price, RankBytes
 from seq1f1b.planning.renamed import refuse_old_names, renamed
 from seq1f1b.runtime.unit_times import MeasuredUnits, Terms
-from seq1f1b.seconds import Source, Span, pairs_of
+from seq1f1b.seconds import Source, Span, span_of
 
 __all__ = ["CostModel", "PackedRow", "Price", "RankBytes"]
 
@@ -113,7 +114,7 @@ class CostModel:
 
     def span(self, begin: int, end: int) -> Span:
         """Tokens ``[begin, end)`` of the sequence."""
-        return Span(end - begin, pairs_of(self.layout.documents or (self.seq_len,), begin, end), end)
+        return span_of(self.layout.documents or (self.seq_len,), begin, end, self.parts.windows)
 
     def split(self, num_segments: int, *, mix: float = 1.0, multiple_of: int = 1) -> list[int]:
         """Segment sizes of equal time of F and B together, by this model's rates, mixed with equal length."""
@@ -131,13 +132,16 @@ class CostModel:
         for begin, end in itertools.pairwise(bounds):
             span = self.span(begin, end)
             embedding, head = self.parts.ends(span, floor=False)
-            costs.append(self.model.layers * self.parts.flow(span) + head.total + embedding.total)
+            layers = sum(n * self.parts.flow(span, kind) for kind, n in enumerate(self.parts.counts) if n)
+            costs.append(layers + head.total + embedding.total)
         return costs
 
     def balanced_layers(self) -> tuple[int, ...]:
         """Layers of each stage such that the slowest stage, the one with the head included, is as fast as can be."""
         whole = self.span(0, self.seq_len)
         layer, head = self.parts.flow(whole), self.parts.ends(whole)[1].total
+        if len(self.parts.counts) > 1:
+            return tuple(balanced(self.parts.flows(whole), head, self.num_stages))
         others = self.num_stages - 1
         if others == 0:
             return (self.model.layers,)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import seq1f1b.ops.attention as ops
 from seq1f1b import _C, where
-from seq1f1b.partition import ModelShape
+from seq1f1b.partition import ModelShape, has_equal_layers
 from seq1f1b.planning.profile import Profile
 from seq1f1b.planning.profiler import (
     MOVED_WORK,
@@ -82,6 +82,11 @@ def check_decoder(model: ModelShape, seq_len: int) -> None:
     if model.experts > 1:
         raise ValueError(
             f"the model has {model.experts} experts: there is no built-in layer for them; give your own stage to "
+            "seq1f1b.planning.profiler.measure_stage"
+        )
+    if not has_equal_layers(model):
+        raise ValueError(
+            "the model has layers of kinds for which there is no built-in layer; give your own stage to "
             "seq1f1b.planning.profiler.measure_stage"
         )
     if (model.head_dim or model.hidden // model.heads) % 2:

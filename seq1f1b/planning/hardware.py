@@ -18,6 +18,7 @@ from seq1f1b.plan import Layout
 from seq1f1b.planning.by_parts import ByParts
 from seq1f1b.planning.by_profile import ByProfile
 from seq1f1b.planning.by_shape import ByShape
+from seq1f1b.planning.configs import shape_of
 from seq1f1b.planning.layout import INSIDE
 from seq1f1b.planning.profile import Profile
 from seq1f1b.seconds import PassSeconds
@@ -226,54 +227,14 @@ def load_model(name: str) -> ModelShape:
 
     Raises:
         ValueError: no such preset, a field that is unknown, missing or no whole number; names file and field. A
-            ``config.json`` of another architecture than those in ``_CONFIGS``.
+            ``config.json`` of another architecture than those in ``seq1f1b.planning.configs.MODELS``.
         OSError: the file cannot be read.
     """
     data = _read("models", name)
     if "model_type" in data or "hidden_size" in data:
-        data = _read_config(data, name)
+        data = shape_of(data, name)
     data.pop("source", None)
     return make_model(data, name)
-
-
-_CONFIG_FIELDS = {
-    "hidden": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "ffn": "intermediate_size",
-    "vocab": "vocab_size",
-    "head_dim": "head_dim",
-    "tied": "tie_word_embeddings",
-}
-_CONFIGS: dict[str, dict[str, str]] = {  # by model_type: where its fields have other names
-    **{name: {} for name in ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "smollm3")},
-    "mixtral": {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
-    "qwen3_moe": {
-        "ffn": "moe_intermediate_size",
-        "experts": "num_experts",
-        "experts_per_token": "num_experts_per_tok",
-    },
-}
-"""Decoders of blocks with causal attention and a gated feed-forward, alike in all layers, as a shape tells them."""
-
-
-def _read_config(data: dict[str, Any], name: str) -> dict[str, Any]:
-    """The fields of a shape from those of a ``config.json``."""
-    kind = data.get("model_type")
-    if kind not in _CONFIGS:
-        raise ValueError(
-            f"{name}: model_type is {kind!r}, must be one of {', '.join(_CONFIGS)}; of other models write the shape "
-            "into a file: hidden, layers, heads, kv_heads, ffn, vocab"
-        )
-    fields_of = {**_CONFIG_FIELDS, **_CONFIGS[kind]}
-    found = {field: data[key] for field, key in fields_of.items() if data.get(key) is not None}
-    if "kv_heads" not in found and "heads" in found:
-        found["kv_heads"] = found["heads"]
-    missing = [fields_of[field] for field in ("hidden", "layers", "heads", "ffn", "vocab") if field not in found]
-    if missing:
-        raise ValueError(f"{name}: a config of {kind!r} without {', '.join(missing)}")
-    return found
 
 
 def load_hardware(name: str) -> Hardware:

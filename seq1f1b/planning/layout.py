@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seq1f1b.partition import ModelShape
+from seq1f1b.partition import ModelShape, has_equal_layers, layers_of
 from seq1f1b.plan import Layout
 from seq1f1b.planning.profile import Profile
 
@@ -24,9 +24,14 @@ def check_layout(layout: Layout, model: ModelShape, num_stages: int, seq_len: in
         degree = getattr(layout, name)
         if degree < 1:
             raise ValueError(f"{name} is {degree}, must be at least 1")
+    layers, _ = layers_of(model)
+    if layout.context > 1 and any(layer.scan or layer.state or layer.tail for layer in layers):
+        raise ValueError(
+            f"context is {layout.context}, must be 1: the model has layers that keep a state along the sequence"
+        )
     for degree, name, whole in (
-        (layout.tensor, "tensor", model.heads),
-        (layout.expert, "expert", model.experts),
+        *((layout.tensor, "tensor", layer.heads) for layer in layers),
+        *((layout.expert, "expert", experts) for experts in {layer.experts for layer in layers} - {1} or {1}),
         (layout.expert, "expert", layout.data),
     ):
         if whole % degree != 0:
@@ -51,7 +56,11 @@ def check_layout(layout: Layout, model: ModelShape, num_stages: int, seq_len: in
 
 def check_profile(profile: Profile, model: ModelShape, layout: Layout) -> None:
     """Raises ``ValueError`` unless the profile is of this model, and of what the layout asks for."""
-    wanted, found = (shape._replace(layers=1, tied=False) for shape in (model, profile.model))
+    if not has_equal_layers(model):
+        raise ValueError(
+            "a profile is of equal layers with full attention, and the model's kinds say more: plan without a profile"
+        )
+    wanted, found = (shape._replace(layers=1, tied=False, kinds=(), pattern=()) for shape in (model, profile.model))
     if wanted != found:
         differing = [name for name in found._fields if getattr(found, name) != getattr(wanted, name)]
         raise ValueError(

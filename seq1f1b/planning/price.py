@@ -40,12 +40,11 @@ class PackedRow(NamedTuple):
     parents: tuple[int, ...] | None = None
     parts: tuple[tuple[int, ...], ...] | None = None
 
-    @property
-    def spans(self) -> list[Span]:
-        """Its segments."""
+    def spans_in(self, windows: Sequence[int] = ()) -> list[Span]:
+        """Its segments, for layers with these windows."""
         if self.parents is None:
-            return spans_of(self.sizes, self.documents)
-        return spans_of_tree(self.parts or [(size,) for size in self.sizes], self.parents)
+            return spans_of(self.sizes, self.documents, windows)
+        return spans_of_tree(self.parts or [(size,) for size in self.sizes], self.parents, windows)
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ class Price:
 
     @cached_property
     def _spans(self) -> list[Span]:
-        return [span for row in self.rows for span in row.spans]
+        return [span for row in self.rows for span in row.spans_in(self.cost.parts.windows)]
 
     @cached_property
     def seconds(self) -> Any:
@@ -201,22 +200,23 @@ class Price:
         known = {size: parts.held(size) for size in dict.fromkeys(self.sizes)}
         held = [[known[size][kind] for size in self.sizes] for kind in range(len(parts.stages))]
         for kind, units in zip(parts.stages, held, strict=True) if copies else ():
-            whole = math.ceil(kind.layers * self.cost.seq_len * parts.cache_bytes[0])  # the last copy is of all keys
+            whole = math.ceil(parts.cached(kind.counts, self.cost.seq_len)[0])  # the last copy is of all keys
             units[-1] = units[-1]._replace(saved=units[-1].saved + whole)
         return held
 
-    def _per_layer(self, bytes_of_token: float) -> list[list[int]]:
-        """Bytes of all segments in so many layers, by kind of stage."""
-        return [[math.ceil(n * size * bytes_of_token) for size in self.sizes] for n, _, _ in self.cost.parts.stages]
+    def _cache_rows(self, part: int) -> list[list[int]]:
+        """Bytes of the cache of all segments, or (1) of its gradients, by kind of stage."""
+        parts = self.cost.parts
+        return [[math.ceil(parts.cached(kind.counts, n)[part]) for n in self.sizes] for kind in parts.stages]
 
     def held_bytes(self) -> list[list[Any]]:
         """Most that a unit holds before or after I, a table; the first segment's also its micro-batch's cache, which
         goes when it is through. For orders made for a cap in bytes."""
         parts, found = self.cost.parts, []
-        for (layers, _, _), units in zip(parts.stages, self._held, strict=True):
+        for kind, units in zip(parts.stages, self._held, strict=True):
             row = [max(saved, kept + added) for saved, kept, added in units]
             for first in [] if self.cost.layout.copies_prefix else [0, *self._ends[:-1]]:
-                row[first] += math.ceil(layers * self._slot_tokens * parts.cache_bytes[0])
+                row[first] += math.ceil(parts.cached(kind.counts, self._slot_tokens)[0])
             found.append(row)
         return self._table(found)
 
@@ -241,18 +241,20 @@ class Price:
         if parts.spreads and self._is_alike:
             more["shard_logits"] = [math.ceil(parts.shard_logits(size)) for size in self.sizes]
         if self._releases:
-            row, gradient_row = parts.cache_bytes
-            more["kv_rows"] = self._table(self._per_layer(row))
-            more["kv_gradient_rows"] = self._table(self._per_layer(gradient_row))
+            more["kv_rows"] = self._table(self._cache_rows(0))
+            more["kv_gradient_rows"] = self._table(self._cache_rows(1))
         elif self._is_alike:
-            more["kv_gradients"] = [math.ceil(n * cost.seq_len * parts.copied_bytes) for n in cost.layers]
+            stages = map(parts.counts_of, range(cost.num_stages))
+            more["kv_gradients"] = [math.ceil(parts.copied(counts, cost.seq_len)) for counts in stages]
         return StepMemory(saved, kept, added, staying=self._staying(rank_of_stage), **more)
 
     def step_memory(self, rank_of_stage: Sequence[int]) -> StepMemory:
         """Bytes of every tensor that a step holds; :meth:`rank_bytes` adds recomputation's and the allocator's."""
         cost, hw, parts = self.cost, self.cost.hardware, self.cost.parts
-        slots = (0.0, parts.copied_bytes) if cost.layout.copies_prefix else parts.cache_bytes
-        kv, gradients = ([math.ceil(n * self._slot_tokens * slot) for n in cost.layers] for slot in slots)
+        slots = [parts.cached(parts.counts_of(stage), self._slot_tokens) for stage in range(cost.num_stages)]
+        if cost.layout.copies_prefix:
+            slots = [(0.0, 2 * keys) for keys, _ in slots]
+        kv, gradients = ([math.ceil(slot) for slot in column] for column in zip(*slots, strict=True))
         parameters = [parts.parameters(stage) for stage in range(cost.num_stages)]
         return replace(
             self.memory(rank_of_stage),
@@ -330,7 +332,6 @@ class Price:
         kv, gradients = [0.0] * schedule.num_ranks, [0.0] * schedule.num_ranks
         if self._releases or self.cost.layout.copies_prefix:
             return kv, gradients
-        row, gradient_row = self.cost.parts.cache_bytes  # of one token and layer
         tokens = [self._slot_tokens] * schedule.num_ranks
         if schedule.parents is not None:
             tokens = [
@@ -342,9 +343,10 @@ class Price:
                 counted[stages[number]] = 1
             slots = schedule.peak_memory(StepMemory(kv=counted, kv_gradients=counted))
             for rank, stages in enumerate(stages_of):
-                layers = self.cost.layers[stages[number]]
-                kv[rank] += layers * slots.kv[rank] * tokens[rank] * row
-                gradients[rank] += layers * slots.kv_gradients[rank] * tokens[rank] * gradient_row
+                counts = self.cost.parts.counts_of(stages[number])
+                slot, gradient_slot = self.cost.parts.cached(counts, tokens[rank])
+                kv[rank] += slots.kv[rank] * slot
+                gradients[rank] += slots.kv_gradients[rank] * gradient_slot
         return kv, gradients
 
     def _pool_bytes(self, schedule: Schedule, activations: Any) -> list[int]:
@@ -364,7 +366,8 @@ class Price:
             ]
             sums = list(map(operator.add, sums, peaks(alone)))
         prefixes = list(itertools.accumulate(self.sizes))[1:-1]
-        copies = sum(prefixes) * max(self.cost.layers) * self.cost.parts.copied_bytes / 2
+        parts = self.cost.parts
+        copies = max(parts.copied(kind.counts, sum(prefixes)) for kind in parts.stages) / 2
         return [math.ceil(share * (x - y + copies)) for x, y in zip(sums, peaks(activations), strict=True)]
 
 

@@ -66,7 +66,10 @@ class Pricing:
         self._slower: dict[str, tuple[float, bool]] = {}  # seconds; whether they are only a lower bound
         self.longest = asked.lengths[-1].seq_len
         alone = [self._cost_of(each.seq_len, 1, asked.layout) for each in asked.lengths]  # raises unless all is sound
-        layers = [cost.parts.layer(cost.span(0, cost.seq_len)).total for cost in alone]
+        wholes = [(cost.parts, cost.span(0, cost.seq_len)) for cost in alone]
+        layers = [
+            sum(n * parts.layer(whole, kind).total for kind, n in enumerate(parts.counts)) for parts, whole in wholes
+        ]
         seconds = [each.share * layer for each, layer in zip(asked.lengths, layers, strict=True)]
         main = asked.lengths[seconds.index(max(seconds))].seq_len  # most of the time goes to this length
         self.balances = tuple(dict.fromkeys((self.longest, main, 0)))

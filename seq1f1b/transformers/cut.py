@@ -13,7 +13,8 @@ import transformers
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from seq1f1b.transformers.balance import balanced, layer_work
+from seq1f1b.balance import balanced
+from seq1f1b.transformers.balance import layer_work
 from seq1f1b.transformers.compare import compare_stage
 from seq1f1b.transformers.folder import open_folder
 from seq1f1b.transformers.initial import compute_buffers, one_at_a_time

@@ -115,7 +115,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # what a type needs beside SMALL
 
 def build(name: str) -> Any:
     """A small one without dropout; its first four layers are of as many types as there are."""
-    config = _small(transformers.CONFIG_MAPPING[name])
+    config = small_config(transformers.CONFIG_MAPPING[name])
     with torch.device("meta"):
         size = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters())
     if size > 10**7:
@@ -130,7 +130,8 @@ def build(name: str) -> Any:
     return model.train()
 
 
-def _small(kind: Any) -> Any:
+def small_config(kind: Any) -> Any:
+    """A small config of this class: four layers, of as many types as there are."""
     base = kind()
     known = vars(base).keys() | getattr(kind, "attribute_map", {}).keys()
     options = {key: value for key, value in SMALL.items() if key in known and get_of(base, key) is not None}
@@ -145,7 +146,7 @@ def _small(kind: Any) -> Any:
         options.pop("head_dim", None)
     for key in getattr(kind, "sub_configs", {}):
         if get_of(base, key) is not None:
-            options[key] = _small(type(get_of(base, key)))
+            options[key] = small_config(type(get_of(base, key)))
     return kind(**{**options, **OPTIONS.get(kind.model_type, {})})
 
 

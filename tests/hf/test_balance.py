@@ -12,8 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
 
+from seq1f1b.balance import balanced  # noqa: E402
 from seq1f1b.transformers import pipeline_stage  # noqa: E402
-from seq1f1b.transformers.balance import balanced, layer_work  # noqa: E402
+from seq1f1b.transformers.balance import layer_work  # noqa: E402
 
 COMMON: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,

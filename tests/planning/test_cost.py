@@ -415,8 +415,8 @@ def test_a_config_of_transformers_is_a_shape(tmp_path):
     path.write_text(json.dumps(LLAMA | {"model_type": "qwen3_moe", "head_dim": 128} | experts))
     shape = load_model(str(path))
     assert (shape.ffn, shape.experts, shape.experts_per_token, shape.head_dim) == (768, 128, 8, 128)
-    path.write_text(json.dumps(LLAMA | {"model_type": "mamba"}))
-    with pytest.raises(ValueError, match=r"model_type is 'mamba', must be one of llama, .*write the shape into a file"):
+    path.write_text(json.dumps(LLAMA | {"model_type": "rwkv"}))
+    with pytest.raises(ValueError, match=r"model_type is 'rwkv', must be one of llama, .*write the shape into a file"):
         load_model(str(path))
     path.write_text(json.dumps({key: value for key, value in LLAMA.items() if key != "vocab_size"}))
     with pytest.raises(ValueError, match="a config of 'llama' without vocab_size"):

@@ -55,7 +55,7 @@ def check_row(tree: TreeShape, row: PackedRow, tokens: list[int], packs: bool) -
     assert tuple(map(sum, row.parts)) == row.sizes and row.parents[0] == -1
     ends: list[list[int]] = []  # the path up to each segment's end
     at = 0
-    for part, parent, span in zip(row.parts, row.parents, row.spans, strict=True):
+    for part, parent, span in zip(row.parts, row.parents, row.spans_in(), strict=True):
         assert len(part) == 1 or packs
         path = ends[parent] if parent >= 0 else []
         for size in part:

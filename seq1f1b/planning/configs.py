@@ -1,0 +1,551 @@
+"""The shape of a model of transformers from its ``config.json``: sizes, and the kinds of its layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+from seq1f1b.files import is_number
+from seq1f1b.partition import MOST_LAYERS, LayerKind
+
+__all__: list[str] = []
+
+Fields: TypeAlias = "dict[str, int]"
+"""Fields of a :class:`LayerKind`."""
+
+_SHAPE = {
+    "hidden": ("hidden_size",),
+    "layers": ("num_hidden_layers",),
+    "heads": ("num_attention_heads",),
+    "kv_heads": ("num_key_value_heads",),
+    "ffn": ("intermediate_size",),
+    "vocab": ("vocab_size",),
+    "head_dim": ("head_dim",),
+    "tied": ("tie_word_embeddings",),
+}
+_EXPERTS = {
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "experts_per_token": ("num_experts_per_tok",),
+}
+_NARROW = {**_EXPERTS, "ffn": ("moe_intermediate_size",)}  # experts with a width of their own
+_DENSE = {"experts": 1, "experts_per_token": 1}
+
+
+class _Config:
+    """What a config says; errors begin with the file's name."""
+
+    def __init__(self, data: Mapping[str, Any], name: str) -> None:
+        self.data, self.name = data, name
+        self.kind = data.get("model_type")
+
+    def __getitem__(self, key: str) -> int:
+        return self.at_least(1, key)
+
+    def at_least(self, least: int, key: str) -> int:
+        value = self.get(key)
+        if value is None:
+            raise ValueError(f"{self.name}: a config of {self.kind!r} without {key}")
+        if value < least:
+            raise ValueError(f"{self.name}: {key} is {value}, must be at least {least}")
+        return int(value)
+
+    def number(self, key: str, default: float) -> float:
+        value = self.data.get(key)
+        if value is not None and (not is_number(value) or value <= 0):
+            raise ValueError(f"{self.name}: {key} is {value!r:.80}, must be a number above 0")
+        return default if value is None else float(value)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A whole number, true or false, or the default where the config does not say it."""
+        value = self.data.get(key)
+        if value is not None and (not isinstance(value, int) or value < 0):
+            raise ValueError(f"{self.name}: {key} is {value!r:.80}, must be a whole number")
+        return default if value is None else value
+
+    def list(self, key: str, length: int | None = None) -> list[Any] | None:
+        value = self.data.get(key)
+        if value is not None and (not isinstance(value, list) or (length is not None and len(value) != length)):
+            wanted = "" if length is None else f" of {length} entries, one per layer"
+            raise ValueError(f"{self.name}: {key} is {value!r:.80}, must be a list{wanted}")
+        return value
+
+    @property
+    def hidden(self) -> int:
+        return self["hidden_size"]
+
+    @property
+    def head_dim(self) -> int:
+        return self.get("head_dim") or self.hidden // self["num_attention_heads"]
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Numbers of q, and of k or v."""
+        heads = self["num_attention_heads"]
+        return heads * self.head_dim, (self.get("num_key_value_heads") or heads) * self.head_dim
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def _attention(
+    c: _Config,
+    *,
+    bias: str | bool = "attention_bias",
+    out_bias: str | bool | None = None,
+    head_norms: str = "",
+    sinks: bool = False,
+    gated: bool = False,
+) -> Fields:
+    """Grouped-query attention.
+
+    Args:
+        bias: of q, k and v: whether they have one, or the field that says so; out_bias: of the output, None: as those.
+        head_norms: "head": q and k have a norm over each head; "all": over all heads; or the field that says the first.
+        gated: the output has a gate as wide as it.
+    """
+    h, (q, g) = c.hidden, c.widths
+
+    def has(what: str | bool) -> bool:
+        return bool(c.get(what, False)) if isinstance(what, str) else what
+
+    norms = {"head": 2 * c.head_dim, "all": q + g, "": 0}.get(head_norms)
+    if norms is None:
+        norms = 2 * c.head_dim * has(head_norms)
+    other = has(bias) * (q + 2 * g + gated * q) + has(bias if out_bias is None else out_bias) * h + norms
+    found = {"other": other + sinks * c["num_attention_heads"]}
+    if gated:
+        found |= {"mixer": h * (3 * q + 2 * g), "inner": 2 * q + 2 * g, "kept": 4 * q}
+    return found
+
+
+def _latent_attention(c: _Config) -> Fields:
+    """Multi-head latent attention: q, k and v come from narrow products."""
+    h, heads, wide = c.hidden, c["num_attention_heads"], c["qk_nope_head_dim"] + c["qk_rope_head_dim"]
+    of_q, of_kv, value = c.get("q_lora_rank") or 0, c["kv_lora_rank"], c["v_head_dim"]
+    first = of_kv + c["qk_rope_head_dim"]
+    opened = heads * (c["qk_nope_head_dim"] + value)
+    of_queries = (h + heads * wide) * of_q if of_q else h * heads * wide
+    biases = bool(c.get("attention_bias", False)) * (of_q + first + h)
+    return {
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": wide,
+        "value_dim": value,
+        "mixer": of_queries + h * first + of_kv * opened + heads * value * h,
+        "inner": of_q + heads * wide + first + opened,
+        "outer": of_q + of_kv + heads * value,
+        "kept": heads * (wide + value) + 2 * (of_q + of_kv),
+        "other": of_q + of_kv + biases,
+    }
+
+
+def _in_window(c: _Config, attention: Callable[[_Config], Fields], default: int | None) -> Fields:
+    said = c.get("sliding_window") if "sliding_window" in c.data else default  # null: none
+    return {**attention(c), "window": said or 0}
+
+
+# -- recurrent layers --------------------------------------------------------------------------------------------------
+
+_CHUNK = 64  # tokens that kernels of linear attention take together
+
+
+def _gated_delta(c: _Config) -> Fields:
+    """Gated delta rule. [Gated Delta Networks, arXiv:2412.06464, 3.3]"""
+    h, heads, kernel = c.hidden, c["linear_num_value_heads"], c["linear_conv_kernel_dim"]
+    wide, value_dim = c["linear_key_head_dim"], c["linear_value_head_dim"]
+    keys, values = c["linear_num_key_heads"] * wide, heads * value_dim
+    mixed, projected = 2 * keys + values, 2 * keys + 2 * values + 2 * heads
+    # In a chunk: products of k and q with k, two triangular solutions, their use; the state is read twice and written.
+    scan = heads * (_CHUNK * (5 * wide + 3 * value_dim) + 6 * wide * value_dim)
+    return {
+        "heads": 0,
+        "mixer": h * (projected + values),
+        "inner": projected,
+        "outer": values,
+        "kept": 2 * mixed + 3 * values + 2 * heads,
+        "scan": scan,
+        "state": heads * wide * value_dim,
+        "tail": mixed * kernel,
+        "other": mixed * kernel + 2 * heads + value_dim,
+    }
+
+
+def _mamba2(c: _Config, names: Mapping[str, str], *, norm: str | bool = True) -> Fields:
+    """State space duality. [Mamba-2, arXiv:2405.21060, 6]. norm: of the output, or the field that says so."""
+    h, heads, size = c.hidden, c[names["heads"]], c[names["state"]]
+    wide = (c.get("mamba_d_ssm") if "mamba_d_ssm" in c.data else None) or int(c.number(names["expand"], 2) * h)
+    groups, kernel, chunk = c[names["groups"]], c[names["conv"]], c[names["chunk"]]
+    mixed = wide + 2 * groups * size
+    projected = wide + mixed + heads
+    biases = bool(c.get(names["conv_bias"], True)) * mixed + bool(c.get(names["bias"], False)) * (projected + h)
+    normed = c.get(norm, True) if isinstance(norm, str) else norm
+    return {
+        "heads": 0,
+        "mixer": h * (projected + wide),
+        "inner": projected,
+        "outer": wide,
+        "kept": 2 * mixed + 3 * wide + heads,
+        "scan": 2 * chunk * (groups * size + wide) + 4 * wide * size,
+        "state": wide * size,
+        "tail": mixed * kernel,
+        "other": mixed * kernel + biases + 3 * heads + bool(normed) * wide,
+    }
+
+
+_MAMBA = {
+    "state": "state_size",
+    "conv": "conv_kernel",
+    "conv_bias": "use_conv_bias",
+    "bias": "use_bias",
+    "expand": "expand",
+    "rank": "time_step_rank",
+    "wide": "intermediate_size",
+}
+_MAMBA2 = {**_MAMBA, "heads": "num_heads", "groups": "n_groups", "chunk": "chunk_size"}
+_PREFIXED = {
+    "state": "mamba_d_state",
+    "conv": "mamba_d_conv",
+    "conv_bias": "mamba_conv_bias",
+    "bias": "mamba_proj_bias",
+    "expand": "mamba_expand",
+    "rank": "mamba_dt_rank",
+    "heads": "mamba_n_heads",
+    "groups": "mamba_n_groups",
+    "chunk": "mamba_chunk_size",
+}
+
+
+def _mamba(c: _Config, names: Mapping[str, str], *, norms: bool = False) -> Fields:
+    """A selective scan. [Mamba, arXiv:2312.00752]. norms: of the step, and of B and C."""
+    h, size, kernel = c.hidden, c[names["state"]], c[names["conv"]]
+    wide = c.get(names.get("wide", "")) or int(c.number(names["expand"], 2) * h)
+    rank = math.ceil(h / 16) if c.data.get(names["rank"], "auto") == "auto" else c[names["rank"]]
+    biases = bool(c.get(names["conv_bias"], True)) * wide + bool(c.get(names["bias"], False)) * (2 * wide + h) + wide
+    return {
+        "heads": 0,
+        "mixer": 3 * h * wide + wide * (rank + 2 * size) + rank * wide,
+        "inner": 3 * wide + rank + 2 * size,
+        "outer": 2 * wide + rank,
+        "kept": 6 * wide + rank + 2 * size,
+        "scan": 8 * wide * size,  # a decay's exponent, three products, two sums of each number of the state
+        "state": wide * size,
+        "tail": wide * kernel,
+        "other": wide * kernel + biases + wide * size + wide + norms * (rank + 2 * size),
+    }
+
+
+def _short_convolution(c: _Config) -> Fields:
+    """A gated convolution over a few tokens."""
+    h, kernel = c.hidden, c["conv_L_cache"]
+    other = h * kernel + bool(c.get("conv_bias", False)) * 5 * h
+    widths = {"inner": 3 * h, "outer": h, "kept": 6 * h}
+    return {"heads": 0, "mixer": 4 * h * h, **widths, "tail": h * kernel, "other": other}
+
+
+def _lightning(c: _Config) -> Fields:
+    """Lightning attention: linear attention in blocks, whose decay is fixed. [MiniMax-01, arXiv:2501.08313]"""
+    h, size, (q, _) = c.hidden, c.head_dim, c.widths
+    scan = 4 * q * (c["block_size"] + size)
+    widths = {"inner": 4 * q, "outer": q, "kept": 9 * q}
+    return {"heads": 0, "mixer": 5 * h * q, **widths, "scan": scan, "state": q * size, "other": q}
+
+
+def _both(c: _Config) -> Fields:
+    """Attention beside a Mamba-2 mixer."""
+    h, (q, g) = c.hidden, c.widths
+    of_state = _mamba2(c, _PREFIXED, norm="mamba_rms_norm")
+    del of_state["heads"]
+    attention = {"mixer": h * (2 * q + 2 * g), "inner": q + 2 * g, "outer": q, "kept": 2 * q, **_attention(c)}
+    return {name: of_state.get(name, 0) + attention.get(name, 0) for name in of_state}
+
+
+# -- feed-forwards -----------------------------------------------------------------------------------------------------
+
+
+def _alike(c: _Config, layer: int) -> Fields:
+    """The feed-forward, or the experts, that the shape tells of."""
+    return {}
+
+
+def _sparse(
+    c: _Config,
+    layer: int,
+    *,
+    is_sparse: Callable[[_Config, int], bool] = lambda c, layer: True,
+    shared: Callable[[_Config], int] = lambda c: 0,
+    other: Callable[[_Config], int] = lambda c: 0,
+) -> Fields:
+    """Experts in some layers, beside a feed-forward that all tokens visit; a plain one in the others."""
+    if not is_sparse(c, layer):
+        return {**_DENSE, "ffn": c["intermediate_size"]}
+    return {"shared": shared(c), "other": other(c)}
+
+
+def _by_step(c: _Config, layer: int) -> bool:
+    only = c.list("mlp_only_layers") or []
+    return layer not in only and (layer + 1) % (c.get("decoder_sparse_step", 1) or 1) == 0
+
+
+def _behind_first(c: _Config, layer: int) -> bool:
+    return layer >= int(c.get("first_k_dense_replace", 0))
+
+
+def _counted_shared(c: _Config) -> int:
+    return int(c["moe_intermediate_size"]) * (c.get("n_shared_experts", 1) or 0)
+
+
+_WITH_SHARED = partial(_sparse, is_sparse=_behind_first, shared=_counted_shared)
+_WITH_GATED = partial(  # the shared expert has a gate of one number
+    _sparse,
+    is_sparse=_by_step,
+    shared=lambda c: c["shared_expert_intermediate_size"],
+    other=lambda c: c.hidden,
+)
+
+
+def _adjusted(c: _Config, layer: int) -> Fields:
+    """The width that Liquid's models make of the one in the config."""
+    width = int(c["intermediate_size"])
+    if c.get("block_auto_adjust_ff_dim", True):
+        width = int(c.number("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
+        multiple = c["block_multiple_of"] if "block_multiple_of" in c.data else 256
+        width = multiple * -(-width // multiple)
+    return {"ffn": width}
+
+
+def _granite_experts(c: _Config, layer: int) -> Fields:
+    if not c.get("num_local_experts", 0):
+        return {**_DENSE, "ffn": c["shared_intermediate_size"]}
+    return {"shared": c["shared_intermediate_size"]}
+
+
+# -- which layer is of which type --------------------------------------------------------------------------------------
+
+
+def _every(interval: str, default: int, others: str) -> Callable[[_Config, int], str]:
+    """The last of so many layers has full attention."""
+
+    def type_of(c: _Config, layer: int) -> str:
+        every = c.get(interval, default) or 0
+        return others if every and (layer + 1) % every else "full_attention"
+
+    return type_of
+
+
+def _from_layer(c: _Config, layer: int) -> str:
+    is_far = c.get("use_sliding_window", False) and layer >= c.get("max_window_layers", 28)
+    return "sliding_attention" if is_far else "full_attention"
+
+
+def _jamba_type(c: _Config, layer: int) -> str:
+    is_attention = layer % c["attn_layer_period"] == c.at_least(0, "attn_layer_offset")
+    return "full_attention" if is_attention else "linear_attention"
+
+
+def _at_indices(key: str, others: str) -> Callable[[_Config, int], str]:
+    return lambda c, layer: "full_attention" if layer in (c.list(key) or []) else others
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A type of models.
+
+    Attributes:
+        attention: fields of a layer with attention.
+        window: the library's default of ``sliding_window``.
+        mixers: of layers of other types than attention.
+        feed_forward: fields of a layer by its number.
+        names: of the shape's fields in the config, where they are not the usual ones.
+        type_of: a layer's type, where the config has no ``layer_types``.
+        tied: whether the head is the embedding, where the config does not say it.
+        norms: of hidden states in a layer.
+        fixed: fields of the shape that the config does not have.
+    """
+
+    attention: Callable[[_Config], Fields] = _attention
+    window: int | None = 4096
+    mixers: Mapping[str, Callable[[_Config], Fields]] = field(default_factory=dict)
+    feed_forward: Callable[[_Config, int], Fields] = _alike
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    type_of: Callable[[_Config, int], str] = lambda c, layer: "full_attention"
+    tied: bool = False
+    norms: int = 2
+    fixed: Mapping[str, int] = field(default_factory=dict)
+
+
+def _sliding(c: _Config, layer: int) -> str:
+    return "sliding_attention"
+
+
+_HEADS = partial(_attention, head_norms="head")
+_QWEN2 = partial(_attention, bias=True, out_bias=False)
+_NO_HEADS = {"heads": 1, "kv_heads": 1, "ffn": 0}
+_DELTA = partial(
+    _Model,
+    partial(_attention, head_norms="head", gated=True),
+    mixers={"linear_attention": _gated_delta},
+    type_of=_every("full_attention_interval", 4, "linear_attention"),
+)
+_JAMBA_EXPERTS = partial(
+    _sparse, is_sparse=lambda c, layer: (layer - c.at_least(0, "expert_layer_offset")) % c["expert_layer_period"] == 0
+)
+
+_SELECTIVE = _Model(
+    mixers={"linear_attention": partial(_mamba, names=_MAMBA)},
+    type_of=lambda c, layer: "linear_attention",
+    fixed=_NO_HEADS,
+    tied=True,
+    norms=1,
+)
+
+MODELS: dict[str, _Model] = {
+    **dict.fromkeys(("llama", "granite"), _Model()),
+    "smollm3": _Model(window=None),
+    "mistral": _Model(type_of=_sliding),
+    "ministral": _Model(type_of=_sliding),
+    "phi3": _Model(window=None, type_of=_sliding),
+    "qwen2": _Model(_QWEN2, type_of=_from_layer),
+    "qwen3": _Model(_HEADS, type_of=_from_layer),
+    "seed_oss": _Model(partial(_attention, out_bias="attention_out_bias")),
+    "olmo2": _Model(partial(_attention, head_norms="all")),
+    "olmo3": _Model(partial(_attention, head_norms="all"), type_of=_every("", 4, "sliding_attention")),
+    "exaone4": _Model(_HEADS, type_of=_every("sliding_window_pattern", 4, "sliding_attention")),
+    "cohere2": _Model(type_of=_every("sliding_window_pattern", 4, "sliding_attention"), tied=True, norms=1),
+    "gemma2": _Model(type_of=_every("", 2, "sliding_attention"), tied=True, norms=4),
+    "gemma3_text": _Model(_HEADS, type_of=_every("sliding_window_pattern", 6, "sliding_attention"), tied=True, norms=4),
+    "mixtral": _Model(window=None, type_of=_sliding, names=_EXPERTS),
+    "olmoe": _Model(partial(_attention, head_norms="all"), names=_EXPERTS),
+    "gpt_oss": _Model(
+        partial(_attention, bias=True, sinks=True),
+        window=128,
+        type_of=_every("", 2, "sliding_attention"),
+        names=_EXPERTS,
+        feed_forward=partial(
+            _sparse, other=lambda c: c["num_local_experts"] * (1 + 2 * c["intermediate_size"] + c.hidden)
+        ),
+    ),
+    "qwen2_moe": _Model(
+        partial(_attention, bias="qkv_bias", out_bias=False),
+        type_of=_from_layer,
+        names=_NARROW,
+        feed_forward=_WITH_GATED,
+    ),
+    "qwen3_moe": _Model(_HEADS, type_of=_from_layer, names=_NARROW, feed_forward=partial(_sparse, is_sparse=_by_step)),
+    "glm4_moe": _Model(
+        partial(_attention, out_bias=False, head_norms="use_qk_norm"), names=_NARROW, feed_forward=_WITH_SHARED
+    ),
+    "dots1": _Model(_HEADS, window=None, names=_NARROW, feed_forward=_WITH_SHARED),
+    "deepseek_v3": _Model(_latent_attention, names=_NARROW, feed_forward=_WITH_SHARED),
+    "qwen3_next": _DELTA(names=_NARROW, feed_forward=_WITH_GATED),
+    "qwen3_5_text": _DELTA(),
+    "qwen3_5_moe_text": _DELTA(names=_NARROW, feed_forward=_WITH_GATED),
+    "minimax": _Model(
+        mixers={"linear_attention": _lightning},
+        type_of=lambda c, layer: "linear_attention" if layer % 2 == 0 else "full_attention",
+        names=_EXPERTS,
+    ),
+    "lfm2": _Model(
+        _HEADS,
+        mixers={"conv": _short_convolution},
+        feed_forward=_adjusted,
+        type_of=_at_indices("full_attn_idxs", "conv"),
+        tied=True,
+    ),
+    "lfm2_moe": _Model(
+        _HEADS,
+        mixers={"conv": _short_convolution},
+        names=_NARROW,
+        feed_forward=partial(_sparse, is_sparse=lambda c, layer: layer >= c.at_least(0, "num_dense_layers")),
+        tied=True,
+    ),
+    "bamba": _Model(
+        mixers={"linear_attention": partial(_mamba2, names=_PREFIXED)},
+        type_of=_at_indices("attn_layer_indices", "linear_attention"),
+    ),
+    "falcon_h1": _Model(mixers={"hybrid": _both}, type_of=lambda c, layer: "hybrid"),
+    "granitemoehybrid": _Model(
+        mixers={"linear_attention": partial(_mamba2, names=_PREFIXED)},
+        type_of=lambda c, layer: "linear_attention",
+        names=_EXPERTS,
+        feed_forward=_granite_experts,
+    ),
+    "jamba": _Model(
+        mixers={"linear_attention": partial(_mamba, names=_PREFIXED, norms=True)},
+        type_of=_jamba_type,
+        names=_EXPERTS,
+        feed_forward=_JAMBA_EXPERTS,
+    ),
+    **dict.fromkeys(("mamba", "falcon_mamba"), _SELECTIVE),
+    "mamba2": _Model(
+        mixers={"linear_attention": partial(_mamba2, names=_MAMBA2)},
+        type_of=lambda c, layer: "linear_attention",
+        fixed=_NO_HEADS,
+        norms=1,
+    ),
+}
+"""Decoders whose feed-forwards are gated, by their ``model_type``."""
+
+
+def shape_of(data: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The fields of a shape from those of a ``config.json``; errors begin with ``name``.
+
+    Raises:
+        ValueError: another ``model_type`` than in ``MODELS``, a layer of an unknown type, a field that is missing.
+    """
+    c = _Config(data, name)
+    if not isinstance(c.kind, str) or c.kind not in MODELS:
+        raise ValueError(
+            f"{name}: model_type is {c.kind!r}, must be one of {', '.join(MODELS)}; of other models write the shape "
+            "into a file: hidden, layers, heads, kv_heads, ffn, vocab"
+        )
+    model = MODELS[c.kind]
+    names = {**_SHAPE, **model.names}
+    said = {key: next((data[name] for name in keys if data.get(name) is not None), None) for key, keys in names.items()}
+    found: dict[str, Any] = {key: value for key, value in {**said, **model.fixed}.items() if value is not None}
+    found.setdefault("tied", model.tied)
+    if "kv_heads" not in found and "heads" in found:
+        found["kv_heads"] = found["heads"]
+    if (
+        "heads" in found
+        and "heads" not in model.fixed
+        and "head_dim" not in found
+        and c.hidden % c["num_attention_heads"]
+    ):
+        found["head_dim"] = c.head_dim  # rounded down, as the library has it
+    missing = [names[key][0] for key in ("hidden", "layers", "heads", "ffn", "vocab") if key not in found]
+    if missing:
+        raise ValueError(f"{name}: a config of {c.kind!r} without {', '.join(missing)}")
+    if c["num_hidden_layers"] > MOST_LAYERS:
+        raise ValueError(f"{name}: num_hidden_layers is {c['num_hidden_layers']}, must be at most {MOST_LAYERS}")
+    kinds = [_layer_kind(c, model, layer, _type_of(c, model, layer)) for layer in range(c["num_hidden_layers"])]
+    different = list(dict.fromkeys(kinds))
+    if different != [LayerKind()]:
+        found["kinds"] = [kind._asdict() for kind in different]
+        found["pattern"] = [different.index(kind) for kind in kinds] if len(different) > 1 else []
+    return found
+
+
+def _type_of(c: _Config, model: _Model, layer: int) -> str:
+    types = c.list("layer_types", c["num_hidden_layers"])
+    kind = types[layer] if types else model.type_of(c, layer)
+    known = ("full_attention", "sliding_attention", *model.mixers)
+    if kind not in known:
+        raise ValueError(
+            f"{c.name}: layer_types[{layer}] is {kind!r}, must be one of {', '.join(known)}, whose cost is known"
+        )
+    return str(kind)
+
+
+def _layer_kind(c: _Config, model: _Model, layer: int, kind: str) -> LayerKind:
+    if kind in model.mixers:
+        mixer = model.mixers[kind](c)
+    elif kind == "sliding_attention":
+        mixer = _in_window(c, model.attention, model.window)
+    else:
+        mixer = model.attention(c)
+    ffn = model.feed_forward(c, layer)
+    other = mixer.pop("other", 0) + ffn.pop("other", 0)
+    return LayerKind(**mixer, **ffn, norms=model.norms, other=other)
