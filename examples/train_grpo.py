@@ -31,7 +31,7 @@ from seq1f1b.planning.step_plan import plan_step
 SIGNS = "0123456789;"
 END = SIGNS.index(";")
 MOST_SIGNS = 8  # of an answer
-CONFIG = Config(vocab=len(SIGNS), hidden=64, layers=2, heads=4, kv_heads=2, ffn=128)
+CONFIG = Config(vocab=len(SIGNS), hidden=128, layers=2, heads=4, kv_heads=2, ffn=256)
 CLIP = 0.2  # of the ratio between the policy and the one that wrote the answers
 
 
@@ -85,7 +85,7 @@ class Policy:
             loss=seq1f1b.Loss(reduction="sum", scale_grads=False),
         )
         self.optimizer = torch.optim.AdamW(self.engine.parameters(), lr=args.lr)
-        self.cost = CostModel(CONFIG.shape, load_hardware("cpu-zen5"), num_ranks=self.num_ranks, seq_len=256)
+        self.cost = CostModel(CONFIG.shape, load_hardware("cpu-zen5"), num_ranks=self.num_ranks, seq_len=320)
 
     def plan(self, trees: PrefixTrees) -> tuple[list[Tensor], dict[str, Any]]:
         """The inputs of a step over trees, and what else the engine needs to know of it."""
@@ -176,8 +176,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8, help="in an iteration (%(default)s)")
     parser.add_argument("--answers", type=int, default=8, help="to each prompt (%(default)s)")
     parser.add_argument("--updates", type=int, default=2, help="steps on the same answers (%(default)s)")
-    parser.add_argument("--examples", type=int, default=24, help="in a prompt (%(default)s)")
-    parser.add_argument("--lr", type=float, default=5e-3, help="(%(default)s)")
+    parser.add_argument("--examples", type=int, default=64, help="in a prompt (%(default)s)")
+    parser.add_argument("--lr", type=float, default=3e-3, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     args = parser.parse_args()
     if "RANK" in os.environ:  # torchrun
