@@ -13,6 +13,8 @@ WHAT is one of these; files are named from the repository's root:
                          a picture of one simulated step of each family, over so many segments
     documents UNIT LENGTH LENGTH ...
                          a picture of a planned step of these documents, beside padded rows
+    trees NUMBER PROMPT ANSWER ANSWERS
+                         a picture of a planned step of so many such trees, beside their rows
     families             a table of the schedule families
     objects              a table of what the ``eval-rst`` block behind this place documents
     commands             the commands of ``seq1f1b`` with their options
@@ -150,6 +152,34 @@ def documents(page: Path, _rest: str, unit_tokens: str, *lengths: str) -> str:
         "documents",
         "Timelines of planned rows and of rows of one length",
         {heading: run.timeline for heading, run in tracks.items()},
+    )
+
+
+def trees(page: Path, _rest: str, *counts: str) -> str:
+    """On two ranks, by the costs of Llama 3 8B without its ends; each answer is a unit."""
+    from seq1f1b.planning.cost import CostModel
+    from seq1f1b.planning.hardware import load_hardware, load_model
+    from seq1f1b.planning.step_plan import plan_step
+    from seq1f1b.planning.tree_shape import TreeShape
+
+    number, prompt, answer, answers = map(int, counts)
+    model = load_model("llama3-8b")._replace(vocab=0)
+    cost = CostModel(model, load_hardware("h100"), num_ranks=2, seq_len=prompt + answer)
+    tree = TreeShape((prompt, *[answer] * answers), (-1, *[0] * answers))
+    options: dict[str, Any] = {
+        "schedule": "seq1f1b",
+        "unit_tokens": prompt + answer,
+        "siblings": False,
+    }
+    tracks = {
+        "trees": plan_step([tree] * number, cost, **options),
+        "rows": plan_step([prompt + answer] * (number * answers), cost, **options),
+    }
+    return picture(
+        page,
+        "trees",
+        "Timelines of a step of trees and of its rows",
+        {heading: plan.simulation.timeline for heading, plan in tracks.items()},
     )
 
 
@@ -335,6 +365,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "changes": changes,
     "timeline": timeline,
     "documents": documents,
+    "trees": trees,
     "families": families,
     "objects": objects,
     "commands": commands,

@@ -329,3 +329,18 @@ def test_fine_tuning_by_trls_collator_is_that_of_its_trainer(tmp_path: Path) -> 
     assert code == 0, err[-4000:]
     assert "all 12 steps are those of SFTTrainer" in out
     assert list((tmp_path / "runs/sft/model").glob("model*.safetensors"))
+
+
+def test_answers_train_alike_with_and_without_sharing(tmp_path: Path) -> None:
+    """Two ranks sample answers and learn from them three times: rewards are those of rows, from fewer tokens."""
+    short = ["--iterations", "3", "--prompts", "3", "--answers", "4", "--examples", "6"]
+    found = []
+    for options in ([], ["--rows"]):
+        processes = start_ranks(2, EXAMPLES / "train_grpo.py", [*short, *options], tmp_path)
+        ended = [process.finish() for process in processes]
+        assert [code for code, _, _ in ended] == [0, 0], ended[0][2][-4000:]
+        found.append(re.findall(r"reward ([\d.]+)  (\d+) tokens for (\d+) of rows", ended[-1][1]))  # of all ranks
+    shared, rows = found
+    assert [reward for reward, _, _ in shared] == [reward for reward, _, _ in rows] and len(shared) == 3
+    for (_, few, all_of_them), (_, tokens, own) in zip(shared, rows, strict=True):
+        assert all_of_them == tokens == own and int(few) < 0.6 * int(tokens)
