@@ -39,7 +39,6 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parent / "seq1f1b"
-RECORDS = PACKAGE / "presets" / "kernels" / "verified.json"
 STAGES = {  # seconds that a stage may take; together no more than LIMIT
     "doctor": 60,  # imports torch and touches CUDA for the first time, so that later stages find both in memory
     "library": 60,
@@ -172,7 +171,6 @@ PEERS = {  # of an operation: torch's flash ops, of which the faster counts, and
         "own backward",
     ),
 }
-SPEED = "times as fast as torch"  # of a record of a verified kernel
 NOT_FLASH = "documents, soft cap: where its check passes"  # what torch's flash ops do not take
 MESSAGES = "GB/s of 16 MiB messages"  # a figure of the stage of ranks
 TRANSPORTS = {  # of which "auto" takes one, by a proof
@@ -232,36 +230,26 @@ def speed_ratio(found: Cases, operation: str, head_dim: int) -> float | None:
     return round(geometric_mean(measured), 3)
 
 
-def verified_kernels(records: list[Record]) -> list[Record]:
-    """Records of speed for seq1f1b/presets/kernels/verified.json, of kernels that are right.
+def timed_kernels(found: Cases) -> dict[tuple[str, str, int], float | None]:
+    """By operation, dtype and head size, of kernels that are right: ``speed_ratio``; None also where nobody timed it.
 
     Right: see ``is_right``; what was not measured closer is no flaw. A kernel takes calls that torch's flash ops take
     if it is faster over all cells of its head size, each of which was checked in the same call.
     """
+    built = found.get("doctor", {}).get("own kernels", {})
+    return {
+        (operation, dtype, head_dim): speed_ratio(found, operation, head_dim) if dtype == "bfloat16" else None
+        for operation, dtype, head_dim in itertools.product(PEERS, ("bfloat16", "float16"), (64, 128))
+        if operation in built and is_right(found, dtype, head_dim) == "yes"
+    }
+
+
+def defaults_text(records: list[Record]) -> str:
+    """The row of ``kernel_library.TIMED`` that makes our kernels the default on such a GPU; "" where none was timed."""
     found = latest_cases(records)
-    doctor = found.get("doctor", {})
-    entries = []
-    for operation, of_library in doctor.get("own kernels", {}).items():
-        for dtype, head_dim in itertools.product(("bfloat16", "float16"), (64, 128)) if operation in PEERS else ():
-            if is_right(found, dtype, head_dim) == "yes":
-                entries.append({
-                    "architecture": doctor["device"]["architecture"], "operation": operation, "dtype": dtype,
-                    "head_dim": head_dim, "source": of_library["source"], "compiler": of_library["compiler"],
-                    SPEED: speed_ratio(found, operation, head_dim) if dtype == "bfloat16" else None,
-                    "device": doctor["device"].get("device", ""), "torch": doctor["versions"]["torch"],
-                })  # fmt: skip
-    return entries
-
-
-def write_records(path: Path, entries: list[Record]) -> None:
-    """Adds them to the table, in place of those of the same kernel on the same architecture."""
-
-    def key(record: Record) -> tuple[Any, ...]:
-        return tuple(record[name] for name in ("architecture", "operation", "dtype", "head_dim"))
-
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    kept = [record for record in before if key(record) not in {key(entry) for entry in entries}]
-    path.write_text(json.dumps([*kept, *entries], indent=1) + "\n", encoding="utf-8")
+    timed = timed_kernels(found)
+    faster = {key for key, ratio in timed.items() if ratio is not None and ratio > 1.0}
+    return f"{found['doctor']['device']['architecture']!r}: {faster or 'set()'}" if timed else ""
 
 
 def speed_text(found: Cases, operation: str, head_dim: int) -> str:
@@ -291,10 +279,7 @@ def parts_text(found: Cases) -> str:
 def verdicts(records: list[Record]) -> list[tuple[str, str, str, str]]:
     """Part, right, fast, default."""
     found = latest_cases(records)
-    verified = {
-        (entry["operation"], entry["dtype"], entry["head_dim"]): entry[SPEED] for entry in verified_kernels(records)
-    }
-
+    timed = timed_kernels(found)
     built = found.get("doctor", {}).get("own kernels", {})
 
     def right(stage: str, begin: str = "") -> str:
@@ -305,7 +290,7 @@ def verdicts(records: list[Record]) -> list[tuple[str, str, str, str]]:
         for head_dim in (128, 64):
             for dtype in ("bfloat16", "float16"):
                 key = operation, dtype, head_dim
-                is_faster = (verified.get(key) or 0) > 1
+                is_faster = (timed.get(key) or 0) > 1
                 default = "yes" if is_faster else NOT_FLASH if operation in built else "no"
                 fast = speed_text(found, operation, head_dim) if dtype == "bfloat16" else ""
                 rows.append((f"{operation} {dtype} d{head_dim}", is_right(found, dtype, head_dim), fast, default))
@@ -452,7 +437,6 @@ def rehearse(stages: dict[str, float], path: Path, folder: Path, cases: str = ""
     run_stages(patient, command, path, LIMIT, at_once=2, cases=cases)
     records = read(path)
     print(report(records, stages))
-    write_records(folder / "verified.json", verified_kernels(records))
     flaws = flaws_of_rehearsal(records, stages)
     print(*flaws, sep="\n")
     return int(bool(flaws))
@@ -463,7 +447,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="results, added to (default: gpu.jsonl; a rehearsal keeps none)")
     parser.add_argument("--only", help=f"stages, comma-separated (default: all but {', '.join(ALONE_STAGES)})")
     parser.add_argument("--cases", default="", help="with --only training: arms that hold this regular expression")
-    parser.add_argument("--records", type=Path, default=RECORDS, help="table of verified kernels (%(default)s)")
     parser.add_argument("--rehearse", action="store_true", help="over stand-ins, without a GPU")
     options = parser.parse_args()
     stages = STAGES | ALONE_STAGES
@@ -488,10 +471,8 @@ def main() -> int:
     run_stages(chosen, [sys.executable, "-u", str(HERE / "gpu_stages.py")], path, LIMIT, cases=options.cases)
     records = read(path)
     print(report(records, chosen))
-    entries = verified_kernels(records)
-    if entries:
-        write_records(options.records, entries)
-        print(f"{len(entries)} records written to {options.records}")
+    if row := defaults_text(records):
+        print(f"the row of TIMED in seq1f1b/device/kernel_library.py: {row}")
     return int(any(case["state"] == "failed" for stage in latest_cases(records).values() for case in stage.values()))
 
 

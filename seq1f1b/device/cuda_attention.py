@@ -159,8 +159,7 @@ def _own_takes(q: Tensor, v_head_dim: int, options: Options, operation: str) -> 
 
 
 def _own(q: Tensor, v_head_dim: int, options: Options, operation: str) -> kernel_library.Operation | None:
-    is_right_enough = _asks_for_own(q, v_head_dim, options, operation)
-    return None if is_right_enough is None else kernel_library.choose(operation, q, is_right_enough)
+    return kernel_library.choose(operation, q) if _asks_for_own(q, v_head_dim, options, operation) else None
 
 
 def _is_final(q: Tensor, v_head_dim: int, options: Options, operation: str) -> bool:
@@ -169,24 +168,22 @@ def _is_final(q: Tensor, v_head_dim: int, options: Options, operation: str) -> b
     for_documents = _is_for_documents(q, v_head_dim, options)
     if for_documents and not attention_documents.is_final(q.dtype, width, q.device):
         return False
-    is_right_enough = _asks_for_own(q, v_head_dim, options, operation)
-    return is_right_enough is None or kernel_library.is_final(operation, q, is_right_enough)
+    return not _asks_for_own(q, v_head_dim, options, operation) or kernel_library.is_final(operation, q)
 
 
-def _asks_for_own(q: Tensor, v_head_dim: int, options: Options, operation: str) -> bool | None:
-    """None: such calls are not for our kernels; True: right ones are enough. They are where torch's flash ops do not
-    take the call, and for documents also where they have a record of their speed: it is near that of flash, and they
-    ask nothing of the host."""
+def _asks_for_own(q: Tensor, v_head_dim: int, options: Options, operation: str) -> bool:
+    """Whether such calls are for our kernels, if these prove themselves. They are where torch's flash ops do not take
+    the call or are slower, and for documents also where they were timed: they are near flash, and ask nothing of the
+    host."""
     if q.dtype not in (torch.bfloat16, torch.float16) or options.slopes.numel() or options.scale <= 0:
-        return None
-    if q.shape[3] != v_head_dim or not _has_flash(q.device):
-        return None
-    by_flash = _flash_takes(q, v_head_dim, options)
-    if by_flash and not options.window and _has_cudnn(q.device) and kernel_library.preference() != "own":
-        return None
-    if by_flash:
         return False
-    return kernel_library.is_recorded(operation, q) or not _documents_takes(q, v_head_dim, options)
+    if q.shape[3] != v_head_dim or not _has_flash(q.device):
+        return False
+    if kernel_library.preference() == "own":
+        return True
+    if _flash_takes(q, v_head_dim, options):
+        return bool(options.window or not _has_cudnn(q.device)) and kernel_library.is_faster(operation, q)
+    return kernel_library.is_timed(operation, q) or not _documents_takes(q, v_head_dim, options)
 
 
 def _cudnn_takes(q: Tensor, v_head_dim: int, options: Options, operation: str = "") -> bool:

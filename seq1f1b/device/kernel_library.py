@@ -1,20 +1,18 @@
 """The package's own CUDA kernels: the library that holds them, and when attention takes one.
 
 Each kernel proves itself where it runs, at its first use (proof.py). Those of attention then take the calls with a
-soft cap on every GPU of Ampere or later: matrix products, the only other way, are up to 200 times slower. Calls that
-torch's flash ops take too go to ours where ``presets/kernels/verified.json`` has a record that they are faster on this
-architecture, with the very source and compiler that the library at hand was built from. Calls with documents do where
-there is a record at all, or where torch's flash ops have failed their check for these (attention_documents.py): over
-documents nobody has measured them yet, and a kernel with a record is known to be nearly as fast, and asks nothing of
-the host. ``SEQ1F1B_CUDA_KERNELS=own``, for tests and benchmarks, takes our kernels wherever there is one for the call,
-unproven; ``library`` never. The environment is read once, when this module is imported; ``use_kernels`` changes the
-choice later.
+soft cap on every GPU of Ampere or later: matrix products, the only other way, are up to 200 times slower. On the
+architectures of ``TIMED`` they take calls with documents, too, and of those that torch's flash ops take as well what
+was faster there. Elsewhere calls with documents go to ours where torch's flash ops have failed their check for these
+(attention_documents.py): over documents nobody has measured them yet, and a kernel that was timed is known to be nearly
+as fast, and asks nothing of the host. ``SEQ1F1B_CUDA_KERNELS=own``, for tests and benchmarks, takes our kernels
+wherever there is one for the call, unproven; ``library`` never. The environment is read once, when this module is
+imported; ``use_kernels`` changes the choice later.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import warnings
 from collections.abc import Callable
@@ -27,16 +25,16 @@ from torch import Tensor
 
 from seq1f1b import _C, proof
 from seq1f1b.device import attention_proof
-from seq1f1b.files import read
 
 __all__: list[str] = []
 
-_PACKAGE = Path(__file__).parents[1]
-LIBRARY = _PACKAGE / "libseq1f1b_cuda.so"
-VERIFIED = _PACKAGE / "presets" / "kernels" / "verified.json"
+LIBRARY = Path(__file__).parents[1] / "libseq1f1b_cuda.so"
 ATTENTION = ("attention_forward", "attention_backward")
 PARTS = "attention_parts"  # the work around attention over ranges of keys; see attention_parts.py
 OPERATIONS = (*ATTENTION, PARTS)
+TIMED: dict[str, set[tuple[str, str, int]]] = {"sm_90": {("attention_forward", "bfloat16", 128)}}
+"""By architecture on which benchmarks/gpu.py has timed our attention (an H200): what is faster than torch's flash op
+there, by operation, dtype and head size."""
 
 
 class Operation(NamedTuple):
@@ -46,44 +44,6 @@ class Operation(NamedTuple):
     architectures: str  # "sm_80 sm_90 compute_80"
     kernels: tuple[_C.CudaKernel, ...]
     library: object
-
-
-class Verified(NamedTuple):
-    """A record of an operation's speed, on one architecture and from one library."""
-
-    architecture: str  # "sm_90"
-    operation: str
-    dtype: str
-    head_dim: int
-    source: str
-    compiler: str
-
-
-SPEED = "times as fast as torch"
-"""A record's speed beside torch's flash op, by geometric mean; None: not timed."""
-
-
-def verified(path: Path = VERIFIED) -> dict[Verified, bool]:
-    """Whether each operation that has a record is faster than torch's flash op.
-
-    Raises:
-        ValueError: the file is not as benchmarks/gpu.py writes it.
-    """
-
-    def parse(text: str) -> dict[Verified, bool]:
-        records: list[dict[str, Any]] = json.loads(text)
-        try:
-            return {
-                Verified(*(record[name] for name in Verified._fields)): (record[SPEED] or 0.0) > 1.0
-                for record in records
-            }
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"each record needs {', '.join([*Verified._fields, SPEED])}: {error!r}") from None
-
-    return read(path, parse)
-
-
-_verified = functools.cache(verified)
 
 
 @functools.cache
@@ -137,14 +97,11 @@ _proofs = proof.Proofs(
 _choices: dict[tuple[Any, ...], Operation | None] = {}  # by the arguments of _decide
 
 
-def choose(name: str, q: Tensor, is_right_enough: bool = False) -> Operation | None:
+def choose(name: str, q: Tensor) -> Operation | None:
     """The operation of ours that is to be launched for such queries; None: torch's ops are.
 
     None can also mean that nothing is known yet, while a CUDA graph is captured or another thread's check takes long: a
     later call may get another answer (``is_final``).
-
-    Args:
-        is_right_enough: it need not be faster than torch's flash op, which does not take this call.
 
     Raises:
         RuntimeError: ours are asked for by the environment, and there is no library of them.
@@ -159,31 +116,34 @@ def choose(name: str, q: Tensor, is_right_enough: bool = False) -> Operation | N
                 f"SEQ1F1B_CUDA_KERNELS=own, but there is no {LIBRARY}: install again with nvcc and SEQ1F1B_CUDA=1"
             )
         return _for_heads(found.get(name), q.dtype, q.shape[3])
-    key = name, q.dtype, q.shape[3], q.device, is_right_enough
+    key = name, q.dtype, q.shape[3], q.device
     try:
         return _choices[key]
     except KeyError:
         return _decide(*key)
 
 
-def is_final(name: str, q: Tensor, is_right_enough: bool = False) -> bool:
+def is_final(name: str, q: Tensor) -> bool:
     """Whether ``choose``, which was asked the same before, will not answer otherwise later."""
-    return bool(preference()) or (name, q.dtype, q.shape[3], q.device, is_right_enough) in _choices
+    return bool(preference()) or (name, q.dtype, q.shape[3], q.device) in _choices
 
 
-def is_recorded(name: str, q: Tensor) -> bool:
-    """Whether the operation at hand has a record for such queries on this architecture, whatever its speed."""
+def is_timed(name: str, q: Tensor) -> bool:
+    """Whether the library has the operation for such queries, on an architecture where it was timed."""
     try:
         operation = _for_heads(operations().get(name), q.dtype, q.shape[3])
     except (OSError, ValueError):
         return False
-    return operation is not None and _record_of(operation, q.dtype, q.shape[3], q.device) in _verified()
+    return operation is not None and architecture(q.device) in TIMED
 
 
-def _decide(
-    name: str, dtype: torch.dtype, head_dim: int, device: torch.device, is_right_enough: bool
-) -> Operation | None:
-    operation = _wanted(name, dtype, head_dim, device, is_right_enough) if _can_run(device) else None
+def is_faster(name: str, q: Tensor) -> bool:
+    """Whether it was faster there than torch's flash op."""
+    return is_timed(name, q) and (name, _name_of(q.dtype), q.shape[3]) in TIMED[architecture(q.device)]
+
+
+def _decide(name: str, dtype: torch.dtype, head_dim: int, device: torch.device) -> Operation | None:
+    operation = _wanted(name, dtype, head_dim) if _can_run(device) else None
     if operation is not None:
         use = proof.Use(name, dtype, head_dim, head_dim, device)
         launch = functools.partial(launch_attention, operation)
@@ -191,16 +151,12 @@ def _decide(
         if holds is None:
             return None
         operation = operation if holds else None
-    _choices[name, dtype, head_dim, device, is_right_enough] = operation
+    _choices[name, dtype, head_dim, device] = operation
     return operation
 
 
-def _wanted(
-    name: str, dtype: torch.dtype, head_dim: int, device: torch.device, is_right_enough: bool
-) -> Operation | None:
+def _wanted(name: str, dtype: torch.dtype, head_dim: int) -> Operation | None:
     """The operation that is to be used if it proves itself."""
-    if not is_right_enough and not _verified():
-        return None
     try:
         found = operations()
     except (OSError, ValueError) as error:
@@ -208,10 +164,8 @@ def _wanted(
         return None
     operation = _for_heads(found.get(name), dtype, head_dim)
     if operation is None:
-        if is_right_enough:
-            _warn_of_products(bool(found), str(dtype).removeprefix("torch."), head_dim)
-        return None
-    return operation if is_right_enough or _is_faster(operation, dtype, head_dim, device) else None
+        _warn_of_products(bool(found), _name_of(dtype), head_dim)
+    return operation
 
 
 def _can_run(device: torch.device) -> bool:
@@ -220,19 +174,13 @@ def _can_run(device: torch.device) -> bool:
 
 def _for_heads(operation: Operation | None, dtype: torch.dtype, head_dim: int) -> Operation | None:
     """The operation if it has a kernel for such heads."""
-    if operation is None:
-        return None
-    wanted = str(dtype).removeprefix("torch."), head_dim
-    return operation if any((k.dtype, k.head_dim) == wanted for k in operation.kernels) else None
+    wanted = _name_of(dtype), head_dim
+    has_one = operation is not None and any((k.dtype, k.head_dim) == wanted for k in operation.kernels)
+    return operation if has_one else None
 
 
-def _is_faster(operation: Operation, dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
-    return _verified().get(_record_of(operation, dtype, head_dim, device), False)
-
-
-def _record_of(operation: Operation, dtype: torch.dtype, head_dim: int, device: torch.device) -> Verified:
-    of_kernel = operation.name, str(dtype).removeprefix("torch."), head_dim, operation.source, operation.compiler
-    return Verified(architecture(device), *of_kernel)
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @functools.cache
@@ -310,7 +258,7 @@ def launch_attention(
 
     docs = docs if docs.stride(-1) == 1 else docs.contiguous()
     arguments = (
-        str(q.dtype).removeprefix("torch."), batch, heads, k.shape[1], tokens, head_dim, k.shape[2] - tokens,
+        _name_of(q.dtype), batch, heads, k.shape[1], tokens, head_dim, k.shape[2] - tokens,
         scale, window, softcap, docs.data_ptr() if docs.numel() else 0, docs.stride(0) if docs.numel() else 0,
         rows(q), rows(k), rows(v), rows(out), lse.data_ptr(),
         rows(dout), rows(dq), rows(dk), rows(dv), rows(own_dk), rows(own_dv),
@@ -342,11 +290,11 @@ def describe() -> list[str]:
             lines.append(_describe_parts(operation))
             continue
         shapes = sorted({f"{kernel.dtype} d{kernel.head_dim}" for kernel in operation.kernels if kernel.head_dim})
-        key = operation.name, operation.source, operation.compiler
         where = sorted(
-            f"{r.architecture} {r.dtype} d{r.head_dim}"
-            for r, is_faster in _verified().items()
-            if (r.operation, r.source, r.compiler) == key and is_faster
+            f"{name} {dtype} d{head_dim}"
+            for name, faster in TIMED.items()
+            for of, dtype, head_dim in faster
+            if of == operation.name
         )
         said = f"; on {', '.join(where)} also for calls that torch's flash op takes" if where else ""
         lines.append(

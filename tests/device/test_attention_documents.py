@@ -230,21 +230,19 @@ def test_keys_that_no_query_sees_get_zeros(calls: list[Call], monkeypatch: pytes
 
 
 @pytest.mark.parametrize("is_right", [True, False])
-@pytest.mark.parametrize("is_recorded", [True, False])
+@pytest.mark.parametrize("is_timed", [True, False])
 @pytest.mark.parametrize("is_built", [True, False])
 def test_the_order_of_ways(
-    is_built: bool, is_recorded: bool, is_right: bool, calls: list[Call], monkeypatch: pytest.MonkeyPatch
+    is_built: bool, is_timed: bool, is_right: bool, calls: list[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Our kernels with a record of this GPU, torch's flash ops, our kernels without one, matrix products."""
+    """Our kernels if they were timed on such a GPU, torch's flash ops, our kernels in any case, matrix products."""
     monkeypatch.setattr(attention_documents, "is_right", lambda *use: is_right)
-    monkeypatch.setattr(kernel_library, "is_recorded", lambda name, q: is_built and is_recorded)
-    monkeypatch.setattr(
-        kernel_library, "choose", lambda name, q, is_enough: object() if is_built and is_enough else None
-    )
+    monkeypatch.setattr(kernel_library, "is_timed", lambda name, q: is_built and is_timed)
+    monkeypatch.setattr(kernel_library, "choose", lambda name, q: object() if is_built else None)
     none = torch.empty(0)
     options = Options(DOCS, none, DOCS, none, 0.125, 0, 0.0)
     q = torch.empty(2, 4, 20, 64, dtype=torch.bfloat16)
-    by_ours = "own" if is_built and (is_recorded or not is_right) else ""
+    by_ours = "own" if is_built and (is_timed or not is_right) else ""
     assert cuda_attention.way(q, 64, options) == (by_ours or ("documents" if is_right else "plain"))
     for changed in (options._replace(softcap=3.0), options._replace(in_pieces=True)):
         assert cuda_attention.way(q, 64, changed) == ("own" if is_built else "plain")

@@ -7,7 +7,6 @@ launch on a machine without a GPU is looked at too.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import re
 import shutil
@@ -23,7 +22,6 @@ from torch import Tensor
 
 from seq1f1b import _C, proof
 from seq1f1b.device import attention_parts, attention_proof, cuda_attention, kernel_library
-from seq1f1b.device.kernel_library import Verified
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cuda"))
 
@@ -61,67 +59,42 @@ def queries(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64) -> Tensor:
     return torch.zeros(2, 4, 5, head_dim, dtype=dtype)
 
 
-def verify(monkeypatch: pytest.MonkeyPatch, *records: Verified, is_faster: bool = True) -> None:
-    """CPU tensors stand for those of a GPU on which every kernel proves itself, and has such records."""
-    monkeypatch.setattr(kernel_library, "_verified", lambda: dict.fromkeys(records, is_faster))
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, is_timed: bool = True, is_faster: bool = True) -> None:
+    """CPU tensors stand for those of a GPU on which every kernel proves itself, and was timed perhaps."""
+    faster = {("attention_forward", "bfloat16", 64)} if is_faster else set()
+    monkeypatch.setattr(kernel_library, "TIMED", {"emulated": faster} if is_timed else {"sm_90": faster})
     monkeypatch.setattr(kernel_library, "_choices", {})
     monkeypatch.setattr(kernel_library, "_proofs", proof.Proofs("", ""))
     monkeypatch.setattr(kernel_library, "_can_run", lambda device: True)
     monkeypatch.setattr(attention_proof, "prove", lambda launch, use: None)
 
 
-RECORD = Verified("emulated", "attention_forward", "bfloat16", 64, "5a", "13.0.88")
-
 # -- which kernel ----------------------------------------------------------------------------------------------------
 
 
-def test_torchs_ops_are_the_default(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    verify(monkeypatch)
-    assert kernel_library.choose("attention_forward", queries()) is None
-    assert kernel_library.operations.cache_info().currsize == 0  # nor is the library opened
-
-
-def test_a_kernel_that_is_faster_is_the_default(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    verify(monkeypatch, RECORD)
-    chosen = kernel_library.choose("attention_forward", queries())
-    assert chosen is not None and [kernel.name for kernel in chosen.kernels] == ["stand_in_64", "stand_in_128"]
-    monkeypatch.setattr(kernel_library, "preferred", "library")
-    assert kernel_library.choose("attention_forward", queries()) is None
-
-
-def test_a_kernel_that_is_no_faster_takes_what_flash_does_not(
+def test_a_kernel_takes_what_flash_does_not_and_what_it_is_faster_at(
     stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Matrix products, which are there for the rest, are several times slower. Where cuDNN takes a call, which is the
     fastest, ours never does."""
     empty, docs = torch.empty(0), torch.zeros(2, 5, dtype=torch.int32)
     options = cuda_attention.Options(empty, empty, empty, empty, 0.125, 0, 0.0)
-    harder = [options._replace(softcap=20.0), options._replace(docs=docs, key_docs=docs)]
-    for is_faster in (True, False):
-        verify(monkeypatch, RECORD, is_faster=is_faster)
-        assert [cuda_attention.way(queries(), 64, each) for each in harder] == ["own"] * 2
-        ours = "own" if is_faster else "flash"
+    of_documents = options._replace(docs=docs, key_docs=docs)
+    for is_timed, is_faster in ((True, True), (True, False), (False, True)):
+        on_a_gpu(monkeypatch, is_timed, is_faster)
+        assert cuda_attention.way(queries(), 64, options._replace(softcap=20.0)) == "own"
+        assert cuda_attention.way(queries(), 64, of_documents) == ("own" if is_timed else "documents")
+        ours = "own" if is_timed and is_faster else "flash"
         assert cuda_attention.way(queries(), 64, options) == ours
+        assert cuda_attention.way(queries(torch.float16, 128), 128, options) == "flash"
         with monkeypatch.context() as patch:
             patch.setattr(cuda_attention, "_has_cudnn", lambda device: True)
             assert cuda_attention.way(queries(), 64, options) == "cudnn"
             assert cuda_attention.way(queries(), 64, options._replace(window=3)) == ours
             patch.setattr(kernel_library, "preferred", "own")
             assert cuda_attention.way(queries(), 64, options) == "own"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"architecture": "sm_90"}, {"operation": "attention_backward"}, {"dtype": "float16"}, {"head_dim": 128},
-     {"source": "5b"}, {"compiler": "13.1.0"}],
-    ids=str,
-)  # fmt: skip
-def test_a_record_of_anything_else_is_not(
-    change: dict[str, object], stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    verify(monkeypatch, RECORD._replace(**change))
-    assert kernel_library.choose("attention_forward", queries()) is None
-    assert kernel_library.choose("attention_forward", queries(), is_right_enough=True) is not None
+            patch.setattr(kernel_library, "preferred", "library")
+            assert cuda_attention.way(queries(), 64, options._replace(window=3)) == "flash"
 
 
 def test_the_environment_asks_for_ours(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,8 +129,8 @@ def test_the_environment_is_read_when_a_process_begins() -> None:
 def test_a_library_that_was_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kernel_library, "LIBRARY", tmp_path / "none.so")
     kernel_library.operations.cache_clear()
-    verify(monkeypatch, RECORD)
-    assert kernel_library.choose("attention_forward", queries()) is None
+    on_a_gpu(monkeypatch)
+    assert not kernel_library.is_faster("attention_forward", queries())
     assert "not built (no nvcc at installation" in kernel_library.describe()[0]
     monkeypatch.setattr(kernel_library, "preferred", "own")
     with pytest.raises(RuntimeError, match=r"there is no .*none.so: install again with nvcc and SEQ1F1B_CUDA=1"):
@@ -166,17 +139,12 @@ def test_a_library_that_was_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_what_doctor_says(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_library, "_verified", dict)
+    on_a_gpu(monkeypatch, is_faster=False)
     (line,) = kernel_library.describe()
     assert "bfloat16 d64, float16 d128; sm_80 sm_90 compute_80, nvcc 13.0.88; default for soft caps" in line
     assert line.endswith("on each GPU of Ampere or later that passes a check at the first use")
-    verify(monkeypatch, RECORD._replace(architecture="sm_90"))
-    assert kernel_library.describe()[0].endswith(
-        "first use; on sm_90 bfloat16 d64 also for calls that torch's flash op takes"
-    )
-    for record, is_faster in ((RECORD, False), (RECORD._replace(compiler="12.9"), True)):
-        verify(monkeypatch, record, is_faster=is_faster)
-        assert kernel_library.describe() == [line]
+    on_a_gpu(monkeypatch)
+    assert kernel_library.describe() == [f"{line}; on emulated bfloat16 d64 also for calls that torch's flash op takes"]
 
 
 # -- launches --------------------------------------------------------------------------------------------------------
@@ -275,23 +243,27 @@ def test_libraries_that_cannot_be_used(build: Callable[..., Path], tmp_path: Pat
         _C.cuda_operation(None, "attention_forward")
 
 
-# -- the table of speeds ----------------------------------------------------------------------------------------------
+# -- what was timed ---------------------------------------------------------------------------------------------------
+
+TIMED = {
+    "attention_forward": "d043af2e29bcfea2ae42bc96bbfd60d019d89596c977d0be646fde8d5510d03e",
+    "attention_backward": "967964e1af28f9220843dd3607f040c8577349ac94fe2c3cda5752a319ecdaba",
+}
 
 
 def test_every_operation_is_known() -> None:
     assert sorted(map(kernel_table.operation_of, sass.load_setup().cuda_sources())) == sorted(kernel_library.OPERATIONS)
 
 
-def test_the_table_holds_for_the_sources_at_hand() -> None:
-    """A kernel that was changed since it was measured is no default: its record must go, or be measured again."""
+def test_the_sources_at_hand_are_those_that_were_timed() -> None:
+    """A kernel that was changed since may be slow: time it again on a GPU, and write here of what, or leave the
+    architectures of kernel_library.TIMED out."""
     setup = sass.load_setup()
     sources = {kernel_table.operation_of(source): setup.cuda_source_hash(source) for source in setup.cuda_sources()}
-    assert sources.keys() == set(kernel_library.OPERATIONS)
-    for record in kernel_library.verified():
-        assert record.source == sources[record.operation], record
+    assert {name: sources[name] for name in kernel_library.ATTENTION} == TIMED
 
 
-def test_a_record_is_of_code_and_not_of_comments() -> None:
+def test_a_hash_is_of_code_and_not_of_comments() -> None:
     """Also of what a source includes: there the CPU's attention.h no longer is."""
     setup = sass.load_setup()
     names = {path.name for source in setup.cuda_sources() for path in setup.with_included(source)}
@@ -299,13 +271,6 @@ def test_a_record_is_of_code_and_not_of_comments() -> None:
     text = '#include "a.h" /* why\n * it is here */\n\nint   x = 1; // one\nchar s[] = "/* s */";\n'
     assert setup.code_of(text) == '#include "a.h"\nint x = 1;\nchar s[] = "/* s */";'
     assert setup.code_of(text.replace("why", "whence")) == setup.code_of(text) != setup.code_of(text.replace("1", "2"))
-
-
-def test_a_table_that_cannot_be_read_names_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "verified.json"
-    path.write_text(json.dumps([{"architecture": "sm_90"}]))
-    with pytest.raises(ValueError, match=r"verified.json: each record needs architecture, operation, .*'operation'"):
-        kernel_library.verified(path)
 
 
 # -- how it is built -------------------------------------------------------------------------------------------------

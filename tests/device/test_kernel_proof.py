@@ -18,11 +18,10 @@ from torch import Tensor
 
 from seq1f1b import proof
 from seq1f1b.device import attention_proof, kernel_library
-from seq1f1b.device.kernel_library import ATTENTION, Operation, Verified
+from seq1f1b.device.kernel_library import ATTENTION, Operation
 
 FORWARD, BACKWARD = ATTENTION
 CPU = torch.device("cpu")
-RECORD = Verified("emulated", FORWARD, "bfloat16", 64, "5a", "13.0.88")
 KERNELS = tuple(itertools.product(("bfloat16", "float16"), (64, 128)))
 
 
@@ -189,7 +188,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Operation]]:
     now = kernel_library._proofs
     for name, value in {
         "operations": lambda: found, "launch_attention": right, "_can_run": lambda device: True, "_choices": {},
-        "_proofs": proof.Proofs(now.family, now.instead, ends_all=now.ends_all), "_verified": dict,
+        "_proofs": proof.Proofs(now.family, now.instead, ends_all=now.ends_all),
     }.items():  # fmt: skip
         monkeypatch.setattr(kernel_library, name, value)
     kernel_library._warn_of_products.cache_clear()
@@ -199,11 +198,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Operation]]:
     kernel_library._warn_of_library.cache_clear()
 
 
-def choose(
-    name: str = FORWARD, dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, is_right_enough: bool = True
-) -> Operation | None:
-    """For documents, or as for a call that flash takes too."""
-    return kernel_library.choose(name, torch.empty(2, 4, 5, head_dim, dtype=dtype), is_right_enough)
+def choose(name: str = FORWARD, dtype: torch.dtype = torch.bfloat16, head_dim: int = 64) -> Operation | None:
+    return kernel_library.choose(name, torch.empty(2, 4, 5, head_dim, dtype=dtype))
 
 
 @pytest.fixture
@@ -236,7 +232,7 @@ def test_a_kernel_that_is_wrong_is_told_once_and_not_used(
 ) -> None:
     monkeypatch.setattr(kernel_library, "launch_attention", launch)
     with pytest.warns(UserWarning, match=f"the CUDA kernel {name} .bfloat16, heads of 64. failed its check on") as said:
-        assert [choose(name), choose(name), choose(name, is_right_enough=False)] == [None] * 3
+        assert [choose(name), choose(name)] == [None] * 2
     (text,) = (str(warning.message) for warning in said)
     assert "on cpu, this machine: " in text and "matrix products, up to 200 times slower" in text
     assert "Install seq1f1b again" in text and "SEQ1F1B_CUDA_KERNELS=library" in text
@@ -257,7 +253,7 @@ def test_a_program_of_any_state_can_check(name: str, gpu: dict[str, Operation]) 
     torch.set_default_device("meta")
     try:
         with torch.autocast("cpu", torch.bfloat16), torch.inference_mode(name == FORWARD), below:
-            assert kernel_library.choose(name, q, is_right_enough=True) is gpu[name]
+            assert kernel_library.choose(name, q) is gpu[name]
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
@@ -320,29 +316,11 @@ def test_a_kernel_that_fails_ends_the_use_of_its_family_if_that_is_asked(ends_al
 # -- which calls the kernels take -------------------------------------------------------------------------------------
 
 
-def test_calls_that_flash_takes_need_a_record_and_a_check(
-    gpu: dict[str, Operation], counted: list[proof.Use], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for faster, wanted in (({}, None), ({RECORD: False}, None), ({RECORD: True}, gpu[FORWARD])):
-        monkeypatch.setattr(kernel_library, "_choices", {})
-        monkeypatch.setattr(kernel_library, "_verified", lambda faster=faster: faster)
-        assert choose(is_right_enough=False) is wanted
-        assert len(counted) == (wanted is not None)
-    assert choose(BACKWARD, is_right_enough=False) is None  # has no record
-
-
-def test_a_record_without_a_check_is_not_enough(gpu: dict[str, Operation], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_library, "_verified", lambda: {RECORD: True})
-    monkeypatch.setattr(kernel_library, "launch_attention", Flaws.no_documents)
-    with pytest.warns(UserWarning, match="out of documents is off by"):
-        assert choose(is_right_enough=False) is None
-
-
 def test_the_environment_decides_without_a_check(
     gpu: dict[str, Operation], counted: list[proof.Use], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_library, "preferred", "own")
-    assert choose() is choose(is_right_enough=False) is gpu[FORWARD]
+    assert choose() is gpu[FORWARD]
     assert choose(head_dim=96) is None
     monkeypatch.setattr(kernel_library, "preferred", "library")
     assert choose() is None and not counted
@@ -362,14 +340,14 @@ def test_heads_for_which_there_is_no_kernel_are_told_once(gpu: dict[str, Operati
     words = "goes by matrix products, .* heads of 64 or 128 in bfloat16 or float16, not for heads of 96 in bfloat16"
     with pytest.warns(UserWarning, match=words) as said:
         assert choose(head_dim=96) is choose(BACKWARD, head_dim=96) is None
-    assert choose(head_dim=96, is_right_enough=False) is None and len(said) == 1 and not counted
+    assert len(said) == 1 and not counted
 
 
 def test_a_library_that_was_not_built_is_told_once(gpu: dict[str, Operation], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_library, "operations", dict)
     with pytest.warns(UserWarning, match="were not built: install seq1f1b again with nvcc and SEQ1F1B_CUDA=1") as said:
         assert choose() is choose(BACKWARD) is choose() is None
-    assert choose(is_right_enough=False) is None and len(said) == 1
+    assert len(said) == 1
 
 
 def test_a_library_that_lacks_an_operation_is_told_once(
@@ -381,9 +359,8 @@ def test_a_library_that_lacks_an_operation_is_told_once(
         raise ValueError("old.so has no operation attention_backward")
 
     monkeypatch.setattr(kernel_library, "operations", lacking)
-    monkeypatch.setattr(kernel_library, "_verified", lambda: {RECORD: True})
     with pytest.warns(UserWarning, match=r"old.so has no operation attention_backward. Install seq1f1b again") as said:
-        assert choose() is choose(BACKWARD) is choose(is_right_enough=False) is None
+        assert choose() is choose(BACKWARD) is None
     assert len(said) == 1
     monkeypatch.setattr(kernel_library, "preferred", "own")
     with pytest.raises(ValueError, match=r"old.so has no operation"):

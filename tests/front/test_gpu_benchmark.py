@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from slices import slice_of
 
-from seq1f1b.device import kernel_library
 from seq1f1b.first_contact.run import SECONDS_OF_ONE_GPU
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu.py"
@@ -181,20 +180,21 @@ def kernel_records(*changes: tuple[str, str, dict[str, Any]]) -> list[dict[str, 
     ]
 
 
-def verified(records: list[dict[str, Any]]) -> dict[tuple[str, int], float | None]:
-    return {(entry["dtype"], entry["head_dim"]): entry[gpu.SPEED] for entry in gpu.verified_kernels(records)}
+def timed(records: list[dict[str, Any]]) -> dict[tuple[str, str, int], float | None]:
+    return gpu.timed_kernels(gpu.latest_cases(records))
 
 
-def test_a_kernel_is_verified_where_it_is_right() -> None:
+KERNEL = "attention_forward", "bfloat16", 128
+
+
+def test_a_kernel_is_timed_where_it_is_right() -> None:
     """How fast: by the faster of torch's two ops, and not of float16, which is not timed."""
-    entries = gpu.verified_kernels(kernel_records())
-    assert entries[1] == {
-        "architecture": "sm_90", "operation": "attention_forward", "dtype": "bfloat16", "head_dim": 128, "source": "5a",
-        "compiler": "13.0.88", "times as fast as torch": 1.348, "device": "a GPU", "torch": "2.13",
+    forward = "attention_forward"
+    assert timed(kernel_records()) == {
+        KERNEL: 1.348, (forward, "bfloat16", 64): 0.952, (forward, "float16", 64): None,
     }  # fmt: skip
-    assert verified(kernel_records()) == {
-        ("bfloat16", 64): 0.952, ("bfloat16", 128): 1.348, ("float16", 64): None,
-    }  # fmt: skip
+    assert gpu.defaults_text(kernel_records()) == f"'sm_90': {{{KERNEL}}}"
+    assert gpu.defaults_text([]) == ""
 
 
 CELL = "8/8 heads of 128, 4096 tokens of 16384"
@@ -210,8 +210,8 @@ CELL = "8/8 heads of 128, 4096 tokens of 16384"
     ],
     ids=str,
 )
-def test_a_kernel_with_a_flaw_is_not_verified(change: tuple[str, str, dict[str, Any]]) -> None:
-    assert ("bfloat16", 128) not in verified(kernel_records(change))
+def test_a_kernel_with_a_flaw_is_not_timed(change: tuple[str, str, dict[str, Any]]) -> None:
+    assert KERNEL not in timed(kernel_records(change))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_kernel_with_a_flaw_is_not_verified(change: tuple[str, str, dict[str, 
     ids=str,
 )
 def test_a_kernel_that_is_slow_somewhere_is_not_the_faster_one(change: dict[str, Any]) -> None:
-    assert verified(kernel_records(("speed", CELL, change)))["bfloat16", 128] is None
+    assert timed(kernel_records(("speed", CELL, change)))[KERNEL] is None
 
 
 @pytest.mark.parametrize(
@@ -238,10 +238,10 @@ def test_a_kernel_that_is_slow_somewhere_is_not_the_faster_one(change: dict[str,
     ],
     ids=str,
 )
-def test_what_says_nothing_of_a_kernel_does_not_keep_it_from_being_verified(
+def test_what_says_nothing_of_a_kernel_does_not_keep_it_from_being_timed(
     change: tuple[str, str, dict[str, Any]],
 ) -> None:
-    assert verified(kernel_records(change))["bfloat16", 128] == 1.348
+    assert timed(kernel_records(change))[KERNEL] == 1.348
 
 
 def test_the_table_has_a_verdict_on_each_part() -> None:
@@ -288,18 +288,6 @@ def test_without_torch_alone_a_segment_has_no_ratio() -> None:
     found = gpu.latest_cases([arm("Llama stage, k 4", 104.0)])
     ((_, row),) = gpu.training_tables(found)
     assert row[:4] == ("k 4", "104.0", "?", "1.03")
-
-
-def test_verified_kernels_are_read_as_they_are_written(tmp_path: Path) -> None:
-    path = tmp_path / "verified.json"
-    path.write_text("[]")
-    for _ in range(2):  # the second time in place of the first
-        gpu.write_records(path, gpu.verified_kernels(kernel_records()))
-    assert kernel_library.verified(path) == {
-        ("sm_90", "attention_forward", "bfloat16", 64, "5a", "13.0.88"): False,
-        ("sm_90", "attention_forward", "bfloat16", 128, "5a", "13.0.88"): True,
-        ("sm_90", "attention_forward", "float16", 64, "5a", "13.0.88"): False,
-    }
 
 
 # -- rehearsal -------------------------------------------------------------------------------------------------------
