@@ -137,7 +137,7 @@ static s1f_status copy_prepare_send(s1f_device_end *base, int64_t sequence, int3
     place_notes *notes = notes_of(end, number);
     copy_place *place = &end->places[number];
     if (message->payload_bytes > notes->posted.capacity)
-        return s1f_device_end_to_host(base, message, tensors);
+        return s1f_device_end_to_host(base, sequence, number, message, tensors);
     if (message->payload_bytes > 0)
         S1F_TRY(find_target(end, &notes->posted, place));
     unsigned int flags = S1F_CU_EVENT_DISABLE_TIMING | (base->is_shared ? S1F_CU_EVENT_INTERPROCESS : 0);
@@ -183,10 +183,8 @@ static void copy_close(s1f_device_end *base)
     for (int32_t i = 0; i < end->num_places; i++) {
         copy_place *place = &end->places[i];
         int owns_copied = !base->head.is_receiver || end->base.is_shared;
-        if (place->copied != NULL && owns_copied)
-            driver->event_destroy(place->copied);
-        if (place->freed != NULL && end->base.is_shared)
-            driver->event_destroy(place->freed);
+        s1f_driver_event_destroy(driver, owns_copied ? place->copied : NULL);
+        s1f_driver_event_destroy(driver, end->base.is_shared ? place->freed : NULL);
     }
     free(end->places);
 }
@@ -205,15 +203,9 @@ static const s1f_mover copy_mover = {
 
 s1f_status s1f_copy_end_create(s1f_edge_end *control, s1f_watchdog *watchdog, int32_t in_process, s1f_edge_end **out)
 {
-    copy_end *end = calloc(1, sizeof *end);
-    if (end == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for an end of an edge");
-    end->base.is_shared = !in_process;
-    s1f_status status = s1f_device_end_init(&end->base, &copy_mover, control, watchdog);
-    if (status != S1F_OK) {
-        s1f_edge_end_free(&end->base.head);
-        return status;
-    }
-    *out = &end->base.head;
+    s1f_device_end *end;
+    S1F_TRY(s1f_device_end_create(sizeof(copy_end), &copy_mover, control, watchdog, &end));
+    end->is_shared = !in_process;
+    *out = &end->head;
     return S1F_OK;
 }

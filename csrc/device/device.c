@@ -49,22 +49,16 @@ s1f_status s1f_device_create(const char *driver_path, int32_t ordinal, s1f_devic
     return S1F_OK;
 }
 
-static void destroy_event(const s1f_device *device, s1f_cu_event event)
-{
-    if (event != NULL)
-        device->driver->event_destroy(event);
-}
-
 void s1f_device_free(s1f_device *device)
 {
     if (device == NULL)
         return;
     if (device->context != NULL && s1f_device_enter(device) == S1F_OK) {
-        destroy_event(device, device->first);
-        destroy_event(device, device->last);
+        s1f_driver_event_destroy(device->driver, device->first);
+        s1f_driver_event_destroy(device->driver, device->last);
         for (int64_t i = 0; i < device->capacity; i++) {
-            destroy_event(device, device->units[i].start);
-            destroy_event(device, device->units[i].end);
+            s1f_driver_event_destroy(device->driver, device->units[i].start);
+            s1f_driver_event_destroy(device->driver, device->units[i].end);
         }
         s1f_device_leave(device);
     }

@@ -438,18 +438,13 @@ static void destroy_events(s1f_device_end *end)
 {
     const s1f_driver *driver = end->device->driver;
     for (int32_t i = 0; i < end->num_places; i++)
-        if (end->places[i].freed != NULL)
-            driver->event_destroy(end->places[i].freed);
+        s1f_driver_event_destroy(driver, end->places[i].freed);
     for (int64_t i = 0; i < end->capacity; i++) {
-        if (end->transfers[i].started != NULL)
-            driver->event_destroy(end->transfers[i].started);
-        if (end->transfers[i].done != NULL)
-            driver->event_destroy(end->transfers[i].done);
+        s1f_driver_event_destroy(driver, end->transfers[i].started);
+        s1f_driver_event_destroy(driver, end->transfers[i].done);
     }
-    if (end->ready != NULL)
-        driver->event_destroy(end->ready);
-    if (end->step_start != NULL)
-        driver->event_destroy(end->step_start);
+    s1f_driver_event_destroy(driver, end->ready);
+    s1f_driver_event_destroy(driver, end->step_start);
     if (end->stream != NULL)
         driver->stream_destroy(end->stream);
     end->started = end->over = end->capacity = 0;
@@ -468,7 +463,8 @@ void s1f_device_end_close(s1f_edge_end *head)
     s1f_device_end_unlock(end);
     if (idle || is_idle(end)) /* then units that read its places end as well */
         end->device->driver->stream_synchronize(end->device->compute);
-    end->mover->close(end);
+    if (end->mover->close != NULL)
+        end->mover->close(end);
     destroy_events(end);
     end->is_closed = 1;
     if (entered)
@@ -509,16 +505,8 @@ const s1f_transport s1f_device_transport = {
     .free = device_free,
 };
 
-s1f_status s1f_device_end_init(s1f_device_end *end, const s1f_mover *mover, s1f_edge_end *control,
-                               s1f_watchdog *watchdog)
+static s1f_status init_end(s1f_device_end *end)
 {
-    end->head = *control;
-    end->head.transport = &s1f_device_transport;
-    end->mover = mover;
-    end->control = control;
-    end->watchdog = watchdog;
-    end->device = watchdog->device;
-    end->hangup_fd = s1f_arena_hangup_fd(control);
     const s1f_driver *driver = end->device->driver;
     S1F_TRY(s1f_device_enter(end->device));
     int least = 0, greatest = 0;
@@ -526,13 +514,35 @@ s1f_status s1f_device_end_init(s1f_device_end *end, const s1f_mover *mover, s1f_
     s1f_status status = S1F_CU(driver, stream_create, &end->stream, S1F_CU_STREAM_NON_BLOCKING, greatest);
     if (status == S1F_OK && !end->head.is_receiver)
         status = S1F_CU(driver, event_create, &end->ready, S1F_CU_EVENT_DISABLE_TIMING);
-    if (status == S1F_OK && mover->release != NULL)
+    if (status == S1F_OK && end->mover->release != NULL)
         status = S1F_CU(driver, event_create, &end->step_start, S1F_CU_EVENT_DISABLE_TIMING);
     s1f_device_leave(end->device);
-    pthread_mutex_lock(&watchdog->lock);
+    return status;
+}
+
+s1f_status s1f_device_end_create(size_t bytes, const s1f_mover *mover, s1f_edge_end *control, s1f_watchdog *watchdog,
+                                 s1f_device_end **out)
+{
+    s1f_device_end *end = calloc(1, bytes);
+    if (end == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for an end of an edge");
+    end->head = *control;
+    end->head.transport = &s1f_device_transport;
+    end->mover = mover;
+    end->control = control;
+    end->watchdog = watchdog;
+    end->device = watchdog->device;
+    end->hangup_fd = s1f_arena_hangup_fd(control);
+    s1f_status status = init_end(end);
+    if (status != S1F_OK) {
+        s1f_edge_end_free(&end->head);
+        return status;
+    }
+    s1f_device_end_lock(end);
     end->deadline_ns = watchdog->proof_ns > 0 ? s1f_now_ns() + watchdog->proof_ns : 0;
     end->next = watchdog->ends;
     watchdog->ends = end;
-    pthread_mutex_unlock(&watchdog->lock);
-    return status;
+    s1f_device_end_unlock(end);
+    *out = end;
+    return S1F_OK;
 }

@@ -68,7 +68,7 @@ typedef struct { /* how bytes move. Called with the GPU's context current. */
      * it; the end can be used afterwards. Under the lock; may be NULL. */
     void (*release)(s1f_device_end *end);
     void (*forget)(s1f_device_end *end); /* closes what it opened of the peer's memory; nothing is under way; or NULL */
-    void (*close)(s1f_device_end *end);  /* nothing is under way */
+    void (*close)(s1f_device_end *end);  /* nothing is under way; or NULL */
 } s1f_mover;
 
 struct s1f_device_end { /* head of each mover's own struct */
@@ -98,10 +98,10 @@ struct s1f_device_end { /* head of each mover's own struct */
     int64_t seen_over, seen_started, stuck_since_ns;
 };
 
-/* Fills the head: stream, events, the control edge (borrowed, must outlive the end), and puts it under the watchdog's
- * eyes. After an error the end is freed as usual. */
-s1f_status s1f_device_end_init(s1f_device_end *end, const s1f_mover *mover, s1f_edge_end *control,
-                               s1f_watchdog *watchdog);
+/* A mover's struct of so many bytes, zero behind its head: stream, events, the control edge (borrowed, must outlive the
+ * end). It is under the watchdog's eyes. */
+s1f_status s1f_device_end_create(size_t bytes, const s1f_mover *mover, s1f_edge_end *control, s1f_watchdog *watchdog,
+                                 s1f_device_end **out);
 extern const s1f_transport s1f_device_transport;
 /* Ends what the end does, after a while for what is under way; its memory stays until it is freed, as tensors may lie
  * there. Freeing does it as well. */
@@ -127,9 +127,10 @@ s1f_status s1f_device_place_reserve(s1f_device_end *end, s1f_device_place *place
 /* All places for the largest message so far. Those into which the sender writes cannot change once they are posted, so
  * they wait for the end of the step, when all that was sent has come. */
 s1f_status s1f_device_end_reserve(s1f_device_end *end);
-/* A message by way of pageable host memory, with copies that the host waits for: from the GPU, where *message and
- * tensors[] then name host memory; and into a place. */
-s1f_status s1f_device_end_to_host(s1f_device_end *end, s1f_message *message, const void **tensors);
+/* A message by way of pageable host memory, with copies that the host waits for, as a mover's prepare_send and
+ * receive_staged: from the GPU, where *message and tensors[] then name host memory; and into a place. */
+s1f_status s1f_device_end_to_host(s1f_device_end *end, int64_t sequence, int32_t place, s1f_message *message,
+                                  const void **tensors);
 s1f_status s1f_device_end_from_host(s1f_device_end *end, int32_t place, const void *payload);
 /* 1 once all that the end began on its stream has ended. */
 int s1f_device_end_is_idle(s1f_device_end *end);

@@ -98,9 +98,12 @@ s1f_status s1f_device_end_forget(s1f_device_end *end)
     return status;
 }
 
-s1f_status s1f_device_end_to_host(s1f_device_end *end, s1f_message *message, const void **tensors)
+s1f_status s1f_device_end_to_host(s1f_device_end *end, int64_t sequence, int32_t place, s1f_message *message,
+                                  const void **tensors)
 {
     const s1f_driver *driver = end->device->driver;
+    (void)sequence;
+    (void)place;
     if (message->payload_bytes > end->staging_bytes) {
         free(end->staging);
         end->staging = malloc((size_t)message->payload_bytes);

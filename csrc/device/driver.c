@@ -1,75 +1,98 @@
-/* driver.c - loading the CUDA driver's library. */
+/* driver.c - loading the CUDA driver's library, and others. */
 #include "driver.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
-static const char DEFAULT_LIBRARY[] = "libcuda.so.1";
-
-typedef struct loaded_driver {
-    s1f_driver table;
-    struct loaded_driver *next;
-    char path[];
-} loaded_driver;
+typedef struct loaded_library {
+    const s1f_library *kind;
+    void *handle;
+    struct loaded_library *next;
+    _Alignas(max_align_t) char table[];
+} loaded_library;
 
 #define S1F_NAME(name, symbol, arguments) #symbol,
 const s1f_driver_names s1f_driver_symbols = {S1F_DRIVER_FUNCTIONS(S1F_NAME)};
 #undef S1F_NAME
 
-static loaded_driver *loaded; /* never freed: streams of the library may live to the end of the process */
+static loaded_library *loaded; /* never freed: their streams and communicators may live to the end of the process */
 static pthread_mutex_t loading = PTHREAD_MUTEX_INITIALIZER;
 
-s1f_status s1f_symbols_bind(void *library, const char *path, const s1f_symbol *symbols, size_t count, void *table)
+static s1f_status bind_symbols(const s1f_library *library, const char *path, void *handle, void *table)
 {
-    for (size_t i = 0; i < count; i++) {
-        void *function = dlsym(library, symbols[i].symbol);
+    for (size_t i = 0; i < library->num_symbols; i++) {
+        const s1f_symbol *symbol = &library->symbols[i];
+        void *function = dlsym(handle, symbol->symbol);
         if (function == NULL)
-            return s1f_fail(S1F_ERR_STATE, "%s has no %s: it is too old, or another library", path, symbols[i].symbol);
-        memcpy((char *)table + symbols[i].offset, &function, sizeof function);
+            return s1f_fail(S1F_ERR_STATE, "%s has no %s: it is too old, or another library", path, symbol->symbol);
+        memcpy((char *)table + symbol->offset, &function, sizeof function);
     }
+    return library->check == NULL ? S1F_OK : library->check(handle, table);
+}
+
+static s1f_status load(const s1f_library *library, const char *path, const void **table)
+{
+    void *handle = path == NULL ? dlopen(library->default_path, RTLD_NOW | RTLD_NOLOAD) : NULL;
+    path = path == NULL ? library->default_path : path;
+    if (handle == NULL)
+        handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (handle == NULL)
+        return s1f_fail(S1F_ERR_STATE, "no %s: %s", library->name, dlerror());
+    for (const loaded_library *found = loaded; found != NULL; found = found->next)
+        if (found->handle == handle && found->kind == library) {
+            dlclose(handle);
+            *table = found->table;
+            return S1F_OK;
+        }
+    loaded_library *made = calloc(1, sizeof *made + library->table_bytes);
+    if (made == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for the table of %s", library->name);
+    s1f_status status = bind_symbols(library, path, handle, made->table);
+    if (status != S1F_OK) {
+        free(made);
+        return status;
+    }
+    made->kind = library;
+    made->handle = handle;
+    made->next = loaded;
+    loaded = made;
+    *table = made->table;
     return S1F_OK;
 }
 
-static s1f_status load(const char *path, const s1f_driver **out)
+s1f_status s1f_library_load(const s1f_library *library, const char *path, const void **table)
+{
+    pthread_mutex_lock(&loading);
+    s1f_status status = load(library, path, table);
+    pthread_mutex_unlock(&loading);
+    return status;
+}
+
+s1f_status s1f_driver_load(const char *path, const s1f_driver **out)
 {
     static const s1f_symbol symbols[] = {
 #define S1F_SYMBOL(name, symbol, arguments) {#symbol, offsetof(s1f_driver, name)},
         S1F_DRIVER_FUNCTIONS(S1F_SYMBOL)
 #undef S1F_SYMBOL
     };
-    for (loaded_driver *found = loaded; found != NULL; found = found->next)
-        if (strcmp(found->path, path) == 0) {
-            *out = &found->table;
-            return s1f_driver_status(&found->table, found->table.init(0), "cuInit");
-        }
-    void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    if (library == NULL)
-        return s1f_fail(S1F_ERR_STATE, "no CUDA driver: %s", dlerror());
-    loaded_driver *made = calloc(1, sizeof *made + strlen(path) + 1);
-    if (made == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for the table of %s", path);
-    memcpy(made->path, path, strlen(path) + 1);
-    s1f_status status = s1f_symbols_bind(library, path, symbols, sizeof symbols / sizeof symbols[0], &made->table);
-    if (status == S1F_OK)
-        status = s1f_driver_status(&made->table, made->table.init(0), "cuInit");
-    if (status != S1F_OK) {
-        free(made);
-        return status;
-    }
-    made->next = loaded;
-    loaded = made;
-    *out = &made->table;
-    return S1F_OK;
+    static const s1f_library library = {.name = "CUDA driver",
+                                        .default_path = "libcuda.so.1",
+                                        .symbols = symbols,
+                                        .num_symbols = sizeof symbols / sizeof symbols[0],
+                                        .table_bytes = sizeof **out};
+    const void *table;
+    S1F_TRY(s1f_library_load(&library, path, &table));
+    *out = table;
+    return s1f_driver_status(*out, (*out)->init(0), "cuInit");
 }
 
-s1f_status s1f_driver_load(const char *path, const s1f_driver **out)
+void s1f_driver_event_destroy(const s1f_driver *driver, s1f_cu_event event)
 {
-    pthread_mutex_lock(&loading);
-    s1f_status status = load(path == NULL ? DEFAULT_LIBRARY : path, out);
-    pthread_mutex_unlock(&loading);
-    return status;
+    if (event != NULL)
+        driver->event_destroy(event);
 }
 
 s1f_status s1f_driver_status(const s1f_driver *driver, s1f_cu_result result, const char *symbol)

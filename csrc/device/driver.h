@@ -92,11 +92,21 @@ extern const s1f_driver_names s1f_driver_symbols;
  * symbol: without what follows "_", its version. */
 s1f_status s1f_driver_status(const s1f_driver *driver, s1f_cu_result result, const char *symbol);
 
-/* Fills a table of function pointers from symbols of a library: for driver.c and nccl.c. */
+void s1f_driver_event_destroy(const s1f_driver *driver, s1f_cu_event event); /* NULL is fine */
+
+/* A library that is loaded once per process and path and never unloaded, and the table of its functions: for driver.c
+ * and nccl.c. */
 typedef struct {
     const char *symbol;
     size_t offset; /* of the pointer in the table */
 } s1f_symbol;
-s1f_status s1f_symbols_bind(void *library, const char *path, const s1f_symbol *symbols, size_t count, void *table);
+typedef struct {
+    const char *name;         /* "NCCL", for errors */
+    const char *default_path; /* for the loader, unless the process has it already */
+    const s1f_symbol *symbols;
+    size_t num_symbols, table_bytes;
+    s1f_status (*check)(void *library, void *table); /* once, when the functions are there; or NULL */
+} s1f_library;
+s1f_status s1f_library_load(const s1f_library *library, const char *path, const void **table);
 
 #endif

@@ -325,13 +325,10 @@ static void close_streams(const host_tier *tier)
             driver->stream_destroy(tier->streams[way]);
         }
     for (int64_t i = 0; i < tier->capacity; i++) {
-        if (tier->copies[i].begin != NULL)
-            driver->event_destroy(tier->copies[i].begin);
-        if (tier->copies[i].end != NULL)
-            driver->event_destroy(tier->copies[i].end);
+        s1f_driver_event_destroy(driver, tier->copies[i].begin);
+        s1f_driver_event_destroy(driver, tier->copies[i].end);
     }
-    if (tier->given != NULL)
-        driver->event_destroy(tier->given);
+    s1f_driver_event_destroy(driver, tier->given);
     for (int64_t i = 0; i < tier->num_pieces; i++)
         driver->host_free(tier->pieces[i].memory);
     leave(tier, mode);

@@ -100,26 +100,24 @@ static const s1f_mover nccl_mover = {
 s1f_status s1f_nccl_end_create(const s1f_nccl *nccl, const s1f_nccl_id *id, s1f_edge_end *control,
                                s1f_watchdog *watchdog, s1f_edge_end **out)
 {
-    nccl_end *end = calloc(1, sizeof *end);
-    if (end == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for an end of an edge");
-    end->nccl = nccl;
-    s1f_status status = s1f_device_end_init(&end->base, &nccl_mover, control, watchdog);
-    if (status == S1F_OK && (status = s1f_device_enter(end->base.device)) == S1F_OK) {
+    s1f_device_end *base = NULL;
+    s1f_status status = s1f_device_end_create(sizeof(nccl_end), &nccl_mover, control, watchdog, &base);
+    if (status == S1F_OK && (status = s1f_device_enter(base->device)) == S1F_OK) {
+        nccl_end *end = (nccl_end *)base;
+        end->nccl = nccl;
         s1f_nccl_config config = S1F_NCCL_CONFIG;
         config.blocking = 0; /* a first transfer connects to a peer that may be gone: abortable only so */
         config.min_ctas = 1;
         config.max_ctas = 2; /* a receive that waits for its sender holds these */
-        status =
-            checked(end, nccl->comm_init(&end->comm, 2, *id, end->base.head.is_receiver ? RECEIVER : SENDER, &config),
-                    "ncclCommInitRankConfig");
-        s1f_device_leave(end->base.device);
+        status = checked(end, nccl->comm_init(&end->comm, 2, *id, base->head.is_receiver ? RECEIVER : SENDER, &config),
+                         "ncclCommInitRankConfig");
+        s1f_device_leave(base->device);
     }
     if (status != S1F_OK) {
-        s1f_edge_end_free(&end->base.head);
+        s1f_edge_end_free(base == NULL ? NULL : &base->head);
         return s1f_fail_prefixed(status, "%s: ", control->text);
     }
-    *out = &end->base.head;
+    *out = &base->head;
     return S1F_OK;
 }
 

@@ -189,17 +189,14 @@ static s1f_status pin_words(staging_end *end)
 
 s1f_status s1f_staging_end_create(s1f_edge_end *control, s1f_edge_end *ring, s1f_watchdog *watchdog, s1f_edge_end **out)
 {
-    staging_end *end = calloc(1, sizeof *end);
-    if (end == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for an end of an edge");
+    s1f_device_end *base;
+    S1F_TRY(s1f_device_end_create(sizeof(staging_end), &staging_mover, control, watchdog, &base));
+    staging_end *end = (staging_end *)base;
     end->words = s1f_arena_memory(ring, &end->ring_bytes);
-    s1f_status status = s1f_device_end_init(&end->base, &staging_mover, control, watchdog);
+    s1f_status status = pin_words(end);
     if (status == S1F_OK)
-        status = pin_words(end);
-    if (status != S1F_OK) {
-        s1f_edge_end_free(&end->base.head);
-        return status;
-    }
-    *out = &end->base.head;
-    return S1F_OK;
+        *out = &base->head;
+    else
+        s1f_edge_end_free(&base->head);
+    return status;
 }
