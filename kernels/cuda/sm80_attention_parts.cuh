@@ -82,8 +82,9 @@ template <typename T> struct parts_merge {
     }
 };
 
-/* Blocks (.., 0, ..) take the tensors of k, blocks (.., 1, ..) those of v. */
-template <typename T> struct parts_add {
+/* Adds a part to a slab; what comes of it stays there, or is rounded and leaves it. Blocks (.., 0, ..) take the tensors
+ * of k, blocks (.., 1, ..) those of v. */
+template <typename T, bool IS_LAST> struct parts_sum {
     using arguments = s1f_attention_parts;
     static constexpr int THREADS = 256, BLOCKS_PER_SM = 4, WIDTH = 4;
 
@@ -102,33 +103,16 @@ template <typename T> struct parts_add {
         S1F_UNROLL
         for (int j = 0; j < 4; j++)
             sum.element[j] += added.element[j];
-        global_store(slab, sum);
+        if (IS_LAST)
+            global_store((word_pair *)element_of<uint16_t>(a.outs[i], at),
+                         {{pack<T>(sum.element[0], sum.element[1]), pack<T>(sum.element[2], sum.element[3])}});
+        else
+            global_store(slab, sum);
     }
 };
 
-template <typename T> struct parts_finish {
-    using arguments = s1f_attention_parts;
-    static constexpr int THREADS = 256, BLOCKS_PER_SM = 4, WIDTH = 4;
-
-    static S1F_DEVICE void run(const arguments &a)
-    {
-        const int i = block_index().y;
-        parts_place at;
-        if (!find_place<THREADS, WIDTH>(a, a.head_dim[i], at))
-            return;
-        const word_pair part = global_load((const word_pair *)element_of<uint16_t>(a.parts[i], at));
-        float_quad sum = {};
-        if (!a.store)
-            sum = global_load((const float_quad *)element_of<float>(a.slabs[i], at));
-        const float_quad added = unpack_quad<T>(part);
-        word_pair rounded;
-        S1F_UNROLL
-        for (int j = 0; j < 2; j++)
-            rounded.word[j] =
-                pack<T>(sum.element[2 * j] + added.element[2 * j], sum.element[2 * j + 1] + added.element[2 * j + 1]);
-        global_store((word_pair *)element_of<uint16_t>(a.outs[i], at), rounded);
-    }
-};
+template <typename T> using parts_add = parts_sum<T, false>;
+template <typename T> using parts_finish = parts_sum<T, true>;
 
 template <typename T> struct parts_total {
     using arguments = s1f_attention_parts;

@@ -32,9 +32,9 @@ MUTATIONS = [  # of the kernels: each must fail the check at the first use
              "x[0] * before_share + y[0] * own_share"),
     Mutation("merge: lse of one", BODY, "from + log2_fast(sum) * LN_2", "own_lse"),
     Mutation("merge: no guard of -inf", BODY, "most == -S1F_INFINITY ? 0.0f : most", "most"),
-    Mutation("add: stores", BODY, "sum = global_load(slab);", "(void)slab;"),
-    Mutation("finish: does not add", BODY, "sum = global_load((const float_quad *)element_of<float>(a.slabs[i], at));",
-             "(void)at;"),
+    Mutation("add: stores", BODY, "sum = global_load(slab);", "if (IS_LAST) sum = global_load(slab);"),
+    Mutation("finish: does not add", BODY, "sum.element[j] += added.element[j];",
+             "sum.element[j] = (IS_LAST ? 0.0f : sum.element[j]) + added.element[j];"),
     Mutation("total: leaves one out", BODY, "sums[2 * j + 1] += y;", "sums[2 * j + 1] += i == 1 ? 0.0f : y;"),
 ]  # fmt: skip
 SHAPES = [  # batch, heads, rows, head_dim
