@@ -14,7 +14,16 @@ from seq1f1b.extras import torch_remedy
 
 __all__ = ["main", "make_parser"]
 
-COMMANDS = (draw, simulate, compare, plan, profile, report, explorer, doctor)
+COMMANDS = {
+    draw: "draw schedules as text, picture, HTML page or Perfetto trace",
+    simulate: "print makespan, bubble and peaks of schedules",
+    compare: "compare schedules over the same work, within a cap",
+    plan: "find the fastest schedule, segments and split that fit in memory",
+    profile: "measure what a model's layers and ends cost on this machine",
+    report: "say why a measured step is slow, from a file that PipelineReport.save wrote",
+    explorer: "say where the schedule explorer is: a page to design a step in, for any browser, without a network",
+    doctor: "say what was found on this machine, and what each absence costs",
+}
 DESCRIPTION = "Draws, simulates, compares and plans pipeline schedules for training on long sequences."
 EXAMPLES = """\
 examples:
@@ -51,8 +60,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"seq1f1b {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
-    for module in COMMANDS:
-        module.add(commands)
+    for module, about in COMMANDS.items():
+        name = module.__name__.rpartition(".")[2]
+        command = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
+        command.set_defaults(run=module.run)
+        module.add(command)
     return parser
 
 

@@ -12,10 +12,7 @@ from seq1f1b.cli.values import read_bytes
 from seq1f1b.planning.compare import compare
 
 
-def add(commands: Any) -> None:
-    about = "compare schedules over the same work, within a cap"
-    command = commands.add_parser("compare", help=about, description=f"{about[0].upper()}{about[1:]}.")
-    command.set_defaults(run=run)
+def add(command: argparse.ArgumentParser) -> None:
     command.add_argument("schedule", nargs="*", help="names of schedules (default: all)")
     command.add_argument("--bandwidth", metavar="BYTES", help="bytes per second from one stage to the next")
     command.add_argument("--token-bytes", metavar="BYTES", help="activations that a rank keeps for a token")

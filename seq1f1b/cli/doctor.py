@@ -8,7 +8,6 @@ import importlib.util
 import platform
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import seq1f1b
 from seq1f1b import _C
@@ -20,9 +19,7 @@ PACKAGES = (
 )
 
 
-def add(commands: Any) -> None:
-    about = "say what was found on this machine, and what each absence costs"
-    command = commands.add_parser("doctor", help=about, description=f"{about[0].upper()}{about[1:]}.")
+def add(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--gpus",
         action="store_true",
@@ -38,7 +35,6 @@ def add(commands: Any) -> None:
         "--seconds", metavar="S", type=float, help="most seconds of the run (default: 600; 240 on one GPU)"
     )
     gpus.add_argument("--rehearse", action="store_true", help="run what a CPU can, without a GPU")
-    command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

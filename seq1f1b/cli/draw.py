@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from typing import Any
 
 from seq1f1b.cli import workload
 from seq1f1b.timeline_text import column_seconds
@@ -18,10 +17,7 @@ PICTURES = {
 }
 
 
-def add(commands: Any) -> None:
-    about = "draw schedules as text, picture, HTML page or Perfetto trace"
-    command = commands.add_parser("draw", help=about, description=f"{about[0].upper()}{about[1:]}.")
-    command.set_defaults(run=run)
+def add(command: argparse.ArgumentParser) -> None:
     command.add_argument("schedule", nargs="+", help=workload.schedule_kinds())
     command.add_argument("--width", type=int, metavar="N", help="columns of the text (default: the terminal's, or 100)")
     for form, (_, about) in PICTURES.items():

@@ -5,16 +5,12 @@ from __future__ import annotations
 import argparse
 import webbrowser
 from pathlib import Path
-from typing import Any
 
 PAGE = Path(__file__).parents[1] / "view" / "explorer.html"
 """Wheels and the sdist of a release hold it; git does not."""
 
 
-def add(commands: Any) -> None:
-    about = "say where the schedule explorer is: a page to design a step in, for any browser, without a network"
-    command = commands.add_parser("explorer", help=about, description=f"{about[0].upper()}{about[1:]}.")
-    command.set_defaults(run=run)
+def add(command: argparse.ArgumentParser) -> None:
     command.add_argument("--open", action="store_true", help="open it in this machine's browser")
 
 

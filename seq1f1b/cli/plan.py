@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from seq1f1b.cli.progress import progress_bar
 from seq1f1b.cli.values import OldOption, argument, read_bytes, read_counts, read_lengths, read_names, read_tokens
@@ -11,10 +10,7 @@ from seq1f1b.cli.workload import add_model_options, read_workload
 from seq1f1b.planning.search import VOCABULARIES, search_plans
 
 
-def add(commands: Any) -> None:
-    about = "find the fastest schedule, segments and split that fit in memory"
-    command = commands.add_parser("plan", help=about, description=f"{about[0].upper()}{about[1:]}.")
-    command.set_defaults(run=run)
+def add(command: argparse.ArgumentParser) -> None:
     add_model_options(command, required=True)
     command.add_argument(
         "--seq",

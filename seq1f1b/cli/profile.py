@@ -26,10 +26,7 @@ SIZES = {
 }
 
 
-def add(commands: Any) -> None:
-    about = "measure what a model's layers and ends cost on this machine"
-    command = commands.add_parser("profile", help=about, description=f"{about[0].upper()}{about[1:]}.")
-    command.set_defaults(run=run)
+def add(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--model", help=f"{', '.join(presets('models'))}; or a .json file of the same form; or give the sizes below"
     )

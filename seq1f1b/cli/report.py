@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from seq1f1b.cli.lines import wrapped
 from seq1f1b.table import table_text
 
 
-def add(commands: Any) -> None:
-    about = "say why a measured step is slow, from a file that PipelineReport.save wrote"
-    command = commands.add_parser("report", help=about, description=f"{about[0].upper()}{about[1:]}.")
-    command.set_defaults(run=run)
+def add(command: argparse.ArgumentParser) -> None:
     command.add_argument("file", help="one report per line; the last one is printed")
     command.add_argument("--all", action="store_true", help="a line for each report, with means over ranks")
 

@@ -15,10 +15,7 @@ from seq1f1b.table import rounded, table_text
 MOST_RUN = 1_000_000_000  # units over all steps: a minute or two
 
 
-def add(commands: Any) -> None:
-    about = "print makespan, bubble and peaks of schedules"
-    command = commands.add_parser("simulate", help=about, description=f"{about[0].upper()}{about[1:]}.")
-    command.set_defaults(run=run)
+def add(command: argparse.ArgumentParser) -> None:
     command.add_argument("schedule", nargs="+", help=workload.schedule_kinds())
     command.add_argument(
         "--steps", type=int, default=1, metavar="N", help="steps in a row, for the time from step to step (default: 1)"
