@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from seq1f1b import _C
 from seq1f1b.files import write_whole
@@ -26,15 +26,6 @@ __all__ = ["live_units", "memory_curves", "predecessors", "timeline_html"]
 
 Curve = list[tuple[float, int]]
 """(time, what is held from then on), a step wherever it changes."""
-
-
-class _Memory(NamedTuple):
-    """The memory of a timeline: per rank, a curve of each kind; what a micro-batch is; and the peak of each rank."""
-
-    curves: list[dict[str, Curve]]
-    whole: int  # units of a micro-batch, so that timelines share one scale; bytes: 1
-    peaks: Sequence[int]
-    is_bytes: bool
 
 
 def timeline_html(
@@ -204,15 +195,6 @@ def _curve(changes: Mapping[float, int]) -> Curve:
     return curve
 
 
-def _memory(timeline: Timeline, run: Simulation | None) -> _Memory:
-    if run is not None and run.memory is not None:
-        return _Memory(memory_curves(run), 1, run.memory.total, True)
-    curves = [{"activations": live_units(track)} for track in timeline]
-    per_microbatch = len({(unit.stage, unit.segment) for unit, _, _ in timeline[0]})
-    peaks = [max((live for _, live in curve["activations"]), default=0) for curve in curves]
-    return _Memory(curves, max(per_microbatch, 1), peaks, False)
-
-
 def predecessors(timeline: Timeline) -> dict[Unit, list[Unit]]:
     """The units that must end before each unit may start: its inputs, and what its rank runs before it."""
     after = inputs_of(unit for track in timeline for unit, _, _ in track)
@@ -255,29 +237,35 @@ def _shown(heading: str, timeline: Timeline, run: Simulation | None) -> dict[str
             "first": np.cumsum([0, *map(len, edges)], dtype=np.int32),
             "units": np.array([j for js in edges for j in js], np.int32),
         },
-        "memory": _shown_memory(_memory(timeline, run)),
+        "memory": _memory(timeline, run),
     }
 
 
-def _shown_memory(memory: _Memory) -> dict[str, Any]:
+def _memory(timeline: Timeline, run: Simulation | None) -> dict[str, Any]:
     import numpy as np
 
+    kind, whole = "bytes", 1
+    peaks: Sequence[int]
+    if run is not None and run.memory is not None:
+        all_curves, peaks = memory_curves(run), run.memory.total
+    else:
+        kind, whole = "units", max(1, len({(unit.stage, unit.segment) for unit, _, _ in timeline[0]}))
+        all_curves = [{"activations": live_units(track)} for track in timeline]
+        peaks = [max((live for _, live in curves["activations"]), default=0) for curves in all_curves]
     holding = {name: h for h, name in enumerate(_holdings())}
     changes: list[tuple[float, int, int]] = []  # when, by how much, of what
     first = [0]
-    for curves in memory.curves:
-        of_rank = []
-        for name, curve in curves.items():
-            before = 0
-            for moment, held in curve:
-                of_rank.append((moment, held - before, holding[name]))
-                before = held
-        changes += sorted(of_rank)
+    for curves in all_curves:
+        changes += sorted(
+            (moment, held - before, holding[name])
+            for name, curve in curves.items()
+            for (_, before), (moment, held) in pairwise([(0.0, 0), *curve])
+        )
         first.append(len(changes))
     return {
-        "kind": "bytes" if memory.is_bytes else "units",
-        "whole": memory.whole,
-        "total": list(memory.peaks),
+        "kind": kind,
+        "whole": whole,
+        "total": list(peaks),
         "constant": {},
         "changes": {
             "first": np.array(first, np.int32),
