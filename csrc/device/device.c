@@ -12,10 +12,11 @@ s1f_status s1f_device_enter(const s1f_device *device)
     return S1F_CU(device->driver, context_push, device->context);
 }
 
-void s1f_device_leave(const s1f_device *device)
+s1f_status s1f_device_leave(const s1f_device *device, s1f_status status)
 {
     s1f_cu_context context;
     device->driver->context_pop(&context);
+    return status;
 }
 
 static s1f_status make_event(const s1f_device *device, s1f_cu_event *event)
@@ -39,7 +40,7 @@ s1f_status s1f_device_create(const char *driver_path, int32_t ordinal, s1f_devic
         status = make_event(device, &device->first);
         if (status == S1F_OK)
             status = make_event(device, &device->last);
-        s1f_device_leave(device);
+        s1f_device_leave(device, status);
     }
     if (status != S1F_OK) {
         s1f_device_free(device);
@@ -60,7 +61,7 @@ void s1f_device_free(s1f_device *device)
             s1f_driver_event_destroy(device->driver, device->units[i].start);
             s1f_driver_event_destroy(device->driver, device->units[i].end);
         }
-        s1f_device_leave(device);
+        s1f_device_leave(device, S1F_OK);
     }
     if (device->context != NULL)
         device->driver->context_release(device->device);
@@ -78,9 +79,7 @@ static s1f_status record(const s1f_device *device, s1f_cu_event event)
 static s1f_status enter_and_record(const s1f_device *device, s1f_cu_event event)
 {
     S1F_TRY(s1f_device_enter(device));
-    s1f_status status = record(device, event);
-    s1f_device_leave(device);
-    return status;
+    return s1f_device_leave(device, record(device, event));
 }
 
 s1f_status s1f_device_begin_step(s1f_device *device, s1f_cu_stream compute)
@@ -117,8 +116,7 @@ s1f_status s1f_device_begin_unit(s1f_device *device)
         device->num_units++;
         device->is_open = 1;
     }
-    s1f_device_leave(device);
-    return status;
+    return s1f_device_leave(device, status);
 }
 
 s1f_status s1f_device_restart_unit(s1f_device *device)
@@ -176,8 +174,7 @@ s1f_status s1f_device_settle_times(s1f_device *device)
     s1f_status status = S1F_CU(device->driver, stream_synchronize, device->compute);
     for (int i = 0; status == S1F_OK && i < CLOCK_READINGS; i++)
         status = join_clocks(device, &closest_ns);
-    s1f_device_leave(device);
-    return status;
+    return s1f_device_leave(device, status);
 }
 
 s1f_status s1f_device_time_of(const s1f_device *device, s1f_cu_event event, int64_t *ns)
@@ -185,16 +182,14 @@ s1f_status s1f_device_time_of(const s1f_device *device, s1f_cu_event event, int6
     S1F_TRY(s1f_device_enter(device));
     s1f_status status = elapsed_ns(device, event, ns);
     *ns += device->first_ns;
-    s1f_device_leave(device);
-    return status;
+    return s1f_device_leave(device, status);
 }
 
 s1f_status s1f_device_free_bytes(const s1f_device *device, int64_t *bytes)
 {
     size_t unused = 0, total;
     S1F_TRY(s1f_device_enter(device));
-    s1f_status status = S1F_CU(device->driver, memory_info, &unused, &total);
-    s1f_device_leave(device);
+    s1f_status status = s1f_device_leave(device, S1F_CU(device->driver, memory_info, &unused, &total));
     *bytes = (int64_t)unused;
     return status;
 }

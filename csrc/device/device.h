@@ -33,7 +33,7 @@ void s1f_device_free(s1f_device *device); /* NULL is fine */
 
 /* Calls of the driver go between these: they make the GPU's context the thread's. */
 s1f_status s1f_device_enter(const s1f_device *device);
-void s1f_device_leave(const s1f_device *device);
+s1f_status s1f_device_leave(const s1f_device *device, s1f_status status); /* returns `status` */
 
 /* The stream on which the units of the next step compute. */
 s1f_status s1f_device_begin_step(s1f_device *device, s1f_cu_stream compute);

@@ -25,8 +25,7 @@ static s1f_status enter(s1f_device_end *end)
     if (!end->is_aborted)
         return S1F_OK;
     pthread_mutex_unlock(&end->watchdog->lock);
-    s1f_device_leave(end->device);
-    s1f_status status = s1f_group_check(end->head.group);
+    s1f_status status = s1f_device_leave(end->device, s1f_group_check(end->head.group));
     return status != S1F_OK ? status
                             : s1f_fail(S1F_ERR_STATE, "its transfers were aborted when a step failed: build the engine "
                                                       "again to go on");
@@ -35,8 +34,7 @@ static s1f_status enter(s1f_device_end *end)
 static s1f_status leave(s1f_device_end *end, s1f_status status)
 {
     pthread_mutex_unlock(&end->watchdog->lock);
-    s1f_device_leave(end->device);
-    return status;
+    return s1f_device_leave(end->device, status);
 }
 
 void s1f_device_end_lock(s1f_device_end *end)
@@ -177,8 +175,7 @@ s1f_status s1f_device_end_settle(s1f_device_end *end, const char *purpose, int64
     S1F_TRY(s1f_device_enter(end->device));
     for (int64_t until = s1f_now_ns() + ENQUEUE_NS; !is_settled(end) && s1f_now_ns() < until;)
         sched_yield();
-    s1f_status status = wait_for(end, is_settled, &reason);
-    s1f_device_leave(end->device);
+    s1f_status status = s1f_device_leave(end->device, wait_for(end, is_settled, &reason));
     if (status != S1F_OK || (status = enter(end)) != S1F_OK)
         return status;
     return leave(end, end->mover->settled(end) < 0 ? moved(end, S1F_ERR_STATE) : S1F_OK);
@@ -236,9 +233,7 @@ static s1f_status device_post(s1f_edge_end *head, int64_t sequence, int32_t numb
     S1F_TRY(leave(end, S1F_CU(driver, event_record, place->freed, end->device->compute)));
     if (end->mover->post != NULL) {
         S1F_TRY(s1f_device_enter(end->device));
-        s1f_status status = end->mover->post(end, number);
-        s1f_device_leave(end->device);
-        S1F_TRY(status);
+        S1F_TRY(s1f_device_leave(end->device, end->mover->post(end, number)));
     }
     return s1f_p2p_post(end->control, sequence, number);
 }
@@ -272,8 +267,7 @@ static s1f_status take(s1f_device_end *end, int64_t sequence, int32_t number)
         status = end->mover->receive_staged(end, number, place->host_payload);
     else if (status == S1F_OK && end->mover->prepare_receive != NULL)
         status = end->mover->prepare_receive(end, number);
-    s1f_device_leave(end->device);
-    S1F_TRY(status);
+    S1F_TRY(s1f_device_leave(end->device, status));
     S1F_TRY(enter(end));
     S1F_TRY(leave(end, start_receive(end, place, number)));
     S1F_TRY(s1f_device_end_settle(end, "starting to receive", sequence));
@@ -345,9 +339,7 @@ static s1f_status device_send(s1f_edge_end *head, int64_t sequence, int32_t numb
     S1F_TRY(check_place(end, number));
     if (end->mover->prepare_send != NULL) {
         S1F_TRY(s1f_device_enter(end->device));
-        s1f_status status = end->mover->prepare_send(end, sequence, number, &sent, data);
-        s1f_device_leave(end->device);
-        S1F_TRY(status);
+        S1F_TRY(s1f_device_leave(end->device, end->mover->prepare_send(end, sequence, number, &sent, data)));
     }
     s1f_message_seal(&sent);
     if (end->mover->is_one_sided)
@@ -402,9 +394,7 @@ static s1f_status device_finish(s1f_edge_end *head, int32_t failed)
     s1f_wait_reason reason = s1f_device_end_reason(end, "waiting on the GPU for", end->started - 1);
     reason.patient = 1; /* the watchdog knows which transfer is late; who waits for whom tells little here */
     S1F_TRY(s1f_device_enter(end->device));
-    status = s1f_group_poll(head->group, has_all, end, &reason);
-    s1f_device_leave(end->device);
-    S1F_TRY(status);
+    S1F_TRY(s1f_device_leave(end->device, s1f_group_poll(head->group, has_all, end, &reason)));
     S1F_TRY(s1f_group_check(head->group));
     return end->mover->post != NULL ? s1f_device_end_reserve(end) : S1F_OK;
 }
@@ -415,11 +405,10 @@ int s1f_device_end_is_idle(s1f_device_end *end)
     return end->over == end->started;
 }
 
-/* Waits a while until nothing of the end is under way: aborted transfers end as well. */
-static int is_idle(s1f_device_end *end)
+int s1f_device_end_is_idle_within(s1f_device_end *end, int64_t ns)
 {
     struct timespec pause = {.tv_nsec = 1000 * 1000};
-    for (int64_t until = s1f_now_ns() + FAREWELL_NS; s1f_now_ns() < until; nanosleep(&pause, NULL))
+    for (int64_t until = s1f_now_ns() + ns; s1f_now_ns() < until; nanosleep(&pause, NULL))
         if (s1f_device_end_is_idle(end))
             return 1;
     return 0;
@@ -455,20 +444,20 @@ void s1f_device_end_close(s1f_edge_end *head)
     s1f_device_end *end = (s1f_device_end *)head;
     if (end->is_closed)
         return;
-    int entered = s1f_device_enter(end->device) == S1F_OK, idle = is_idle(end);
+    int entered = s1f_device_enter(end->device) == S1F_OK, idle = s1f_device_end_is_idle_within(end, FAREWELL_NS);
     s1f_device_end_lock(end);
     unlink_end(end);
     if (!idle)
         s1f_device_end_abort(end);
     s1f_device_end_unlock(end);
-    if (idle || is_idle(end)) /* then units that read its places end as well */
+    if (idle || s1f_device_end_is_idle_within(end, FAREWELL_NS)) /* then units that read its places end as well */
         end->device->driver->stream_synchronize(end->device->compute);
     if (end->mover->close != NULL)
         end->mover->close(end);
     destroy_events(end);
     end->is_closed = 1;
     if (entered)
-        s1f_device_leave(end->device);
+        s1f_device_leave(end->device, S1F_OK);
 }
 
 static void device_free(s1f_edge_end *head)
@@ -483,7 +472,7 @@ static void device_free(s1f_edge_end *head)
     for (int32_t i = 0; i < end->num_retired; i++)
         driver->memory_free(end->retired[i]);
     if (entered)
-        s1f_device_leave(end->device);
+        s1f_device_leave(end->device, S1F_OK);
     free(end->places);
     free(end->retired);
     free(end->staging);
@@ -516,8 +505,7 @@ static s1f_status init_end(s1f_device_end *end)
         status = S1F_CU(driver, event_create, &end->ready, S1F_CU_EVENT_DISABLE_TIMING);
     if (status == S1F_OK && end->mover->release != NULL)
         status = S1F_CU(driver, event_create, &end->step_start, S1F_CU_EVENT_DISABLE_TIMING);
-    s1f_device_leave(end->device);
-    return status;
+    return s1f_device_leave(end->device, status);
 }
 
 s1f_status s1f_device_end_create(size_t bytes, const s1f_mover *mover, s1f_edge_end *control, s1f_watchdog *watchdog,

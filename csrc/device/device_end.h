@@ -134,6 +134,8 @@ s1f_status s1f_device_end_to_host(s1f_device_end *end, int64_t sequence, int32_t
 s1f_status s1f_device_end_from_host(s1f_device_end *end, int32_t place, const void *payload);
 /* 1 once all that the end began on its stream has ended. */
 int s1f_device_end_is_idle(s1f_device_end *end);
+/* Waits so long for that: aborted transfers end as well. */
+int s1f_device_end_is_idle_within(s1f_device_end *end, int64_t ns);
 /* Gives back what places hold, and what was opened of the peer's: the sender's end first, then the receiver's. Nothing
  * is under way. */
 s1f_status s1f_device_end_forget(s1f_device_end *end);

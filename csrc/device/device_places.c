@@ -74,8 +74,7 @@ s1f_status s1f_device_end_reserve(s1f_device_end *end)
     for (int32_t i = 0; status == S1F_OK && i < end->num_places; i++)
         if (end->is_shared || end->places[i].capacity == 0) /* a tensor may lie in memory that would be freed here */
             status = s1f_device_place_grow(end, &end->places[i], end->largest);
-    s1f_device_leave(end->device);
-    return status;
+    return s1f_device_leave(end->device, status);
 }
 
 s1f_status s1f_device_end_forget(s1f_device_end *end)
@@ -94,8 +93,7 @@ s1f_status s1f_device_end_forget(s1f_device_end *end)
     while (status == S1F_OK && end->num_retired > 0)
         status = S1F_CU(driver, memory_free, end->retired[--end->num_retired]);
     end->largest = 0;
-    s1f_device_leave(end->device);
-    return status;
+    return s1f_device_leave(end->device, status);
 }
 
 s1f_status s1f_device_end_to_host(s1f_device_end *end, int64_t sequence, int32_t place, s1f_message *message,

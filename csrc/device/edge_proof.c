@@ -89,9 +89,7 @@ s1f_status s1f_edge_proof_post(s1f_edge_end *head, int64_t sequence, int64_t byt
     s1f_device_end *end = (s1f_device_end *)head;
     S1F_TRY(begin_call(end));
     end->largest = bytes > end->largest ? bytes : end->largest;
-    s1f_status status = s1f_p2p_post(head, sequence, 0);
-    s1f_device_leave(end->device);
-    return status;
+    return s1f_device_leave(end->device, s1f_p2p_post(head, sequence, 0));
 }
 
 /* A transfer that failed half-way has put work on the stream: it counts until that has ended. (NCCL's is aborted.) */
@@ -109,8 +107,6 @@ static void count_begun(s1f_device_end *end)
 int s1f_edge_proof_give_up(s1f_edge_end *head)
 {
     s1f_device_end *end = (s1f_device_end *)head;
-    struct timespec pause = {.tv_nsec = 1000 * 1000};
-    int idle = 0;
     if (s1f_device_enter(end->device) != S1F_OK)
         return 0;
     s1f_device_end_lock(end);
@@ -119,9 +115,8 @@ int s1f_edge_proof_give_up(s1f_edge_end *head)
     if (end->mover->release != NULL)
         end->mover->release(end);
     s1f_device_end_unlock(end);
-    for (int64_t until = s1f_now_ns() + GIVE_UP_NS; !(idle = s1f_device_end_is_idle(end)) && s1f_now_ns() < until;)
-        nanosleep(&pause, NULL);
-    s1f_device_leave(end->device);
+    int idle = s1f_device_end_is_idle_within(end, GIVE_UP_NS);
+    s1f_device_leave(end->device, S1F_OK);
     return idle;
 }
 
@@ -154,8 +149,7 @@ s1f_status s1f_edge_proof_send(s1f_edge_end *head, int64_t sequence, int64_t byt
     if (has_memory && is_unread) /* else it is lost */
         driver->memory_free(memory);
     free(sent);
-    s1f_device_leave(end->device);
-    return status;
+    return s1f_device_leave(end->device, status);
 }
 
 static s1f_status compare(s1f_device_end *end, int64_t sequence, int64_t bytes, const void *payload)
@@ -204,8 +198,7 @@ s1f_status s1f_edge_proof_receive(s1f_edge_end *head, int64_t sequence, int64_t 
                           (long long)message->payload_bytes, (long long)bytes);
     if (status == S1F_OK)
         status = compare(end, sequence, bytes, payload);
-    s1f_device_leave(end->device);
-    return status;
+    return s1f_device_leave(end->device, status);
 }
 
 void s1f_edge_proof_end(s1f_edge_end *head)

@@ -51,14 +51,14 @@ static s1f_status enter(const host_tier *tier, int *mode)
     s1f_status status = s1f_device_enter(tier->device);
     *mode = S1F_CU_CAPTURE_RELAXED;
     if (status == S1F_OK && (status = S1F_CU(tier->device->driver, capture_mode, mode)) != S1F_OK)
-        s1f_device_leave(tier->device);
+        s1f_device_leave(tier->device, status);
     return status;
 }
 
-static void leave(const host_tier *tier, int mode)
+static s1f_status leave(const host_tier *tier, int mode, s1f_status status)
 {
     (void)tier->device->driver->capture_mode(&mode);
-    s1f_device_leave(tier->device);
+    return s1f_device_leave(tier->device, status);
 }
 
 /* -- room ---------------------------------------------------------------------------------------------------------- */
@@ -206,8 +206,7 @@ static s1f_status begin(s1f_tier *head, s1f_tier_load *load)
     s1f_status status = grow(tier, load->offset + load->bytes, load->bytes);
     if (status == S1F_OK && (status = start_copy(tier, load)) != S1F_OK)
         status = tell(tier, load, status);
-    leave(tier, mode);
-    return status;
+    return leave(tier, mode, status);
 }
 
 static s1f_status wait(s1f_tier *head, s1f_group *group, s1f_tier_load *load)
@@ -217,8 +216,8 @@ static s1f_status wait(s1f_tier *head, s1f_group *group, s1f_tier_load *load)
     (void)group;
     S1F_TRY(enter(tier, &mode));
     s1f_cu_event end = tier->copies[load->ticket].end;
-    s1f_status status = S1F_CU(tier->device->driver, stream_wait_event, tier->device->compute, end, 0);
-    leave(tier, mode);
+    s1f_status status =
+        leave(tier, mode, S1F_CU(tier->device->driver, stream_wait_event, tier->device->compute, end, 0));
     return status == S1F_OK ? S1F_OK : tell(tier, load, status);
 }
 
@@ -241,7 +240,7 @@ static void count(host_tier *tier)
         *(one->way == IN ? &tier->facts.bytes_in : &tier->facts.bytes_out) += one->bytes;
         *(one->way == IN ? &tier->facts.ns_in : &tier->facts.ns_out) += (int64_t)((double)milliseconds * 1e6);
     }
-    leave(tier, mode);
+    leave(tier, mode, S1F_OK);
 }
 
 static void get_facts(s1f_tier *head, s1f_tier_facts *out)
@@ -280,8 +279,7 @@ static s1f_status begin_step(s1f_tier *head, int64_t most_loads)
     s1f_status status = S1F_CU(driver, event_record, tier->given, tier->streams[IN]);
     if (status == S1F_OK)
         status = S1F_CU(driver, stream_wait_event, tier->streams[OUT], tier->given, 0);
-    leave(tier, mode);
-    return status;
+    return leave(tier, mode, status);
 }
 
 /* Loads that are left may still be copied. Without any, compute has waited for all copies. */
@@ -294,7 +292,7 @@ static void reset(s1f_tier *head)
     for (int way = OUT; way <= IN; way++)
         if (S1F_CU(tier->device->driver, stream_synchronize, tier->streams[way]) != S1F_OK)
             snprintf(tier->broken, sizeof tier->broken, "%s", s1f_last_error());
-    leave(tier, mode);
+    leave(tier, mode, S1F_OK);
 }
 
 /* -- life ---------------------------------------------------------------------------------------------------------- */
@@ -309,8 +307,7 @@ static s1f_status open_streams(host_tier *tier)
         status = S1F_CU(driver, stream_create, &tier->streams[way], S1F_CU_STREAM_NON_BLOCKING, 0);
     if (status == S1F_OK)
         status = S1F_CU(driver, event_create, &tier->given, S1F_CU_EVENT_DISABLE_TIMING);
-    leave(tier, mode);
-    return status;
+    return leave(tier, mode, status);
 }
 
 static void close_streams(const host_tier *tier)
@@ -331,7 +328,7 @@ static void close_streams(const host_tier *tier)
     s1f_driver_event_destroy(driver, tier->given);
     for (int64_t i = 0; i < tier->num_pieces; i++)
         driver->host_free(tier->pieces[i].memory);
-    leave(tier, mode);
+    leave(tier, mode, S1F_OK);
 }
 
 static void free_tier(s1f_tier *head)

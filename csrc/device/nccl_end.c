@@ -111,7 +111,7 @@ s1f_status s1f_nccl_end_create(const s1f_nccl *nccl, const s1f_nccl_id *id, s1f_
         config.max_ctas = 2; /* a receive that waits for its sender holds these */
         status = checked(end, nccl->comm_init(&end->comm, 2, *id, base->head.is_receiver ? RECEIVER : SENDER, &config),
                          "ncclCommInitRankConfig");
-        s1f_device_leave(base->device);
+        s1f_device_leave(base->device, status);
     }
     if (status != S1F_OK) {
         s1f_edge_end_free(base == NULL ? NULL : &base->head);
@@ -134,7 +134,7 @@ void s1f_nccl_end_leave(s1f_edge_end *head)
             nccl_abort(&end->base);
     }
     s1f_device_end_unlock(&end->base);
-    s1f_device_leave(end->base.device);
+    s1f_device_leave(end->base.device, S1F_OK);
 }
 
 s1f_status s1f_nccl_end_connect(s1f_edge_end *end)

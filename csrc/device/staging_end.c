@@ -183,8 +183,7 @@ static s1f_status pin_words(staging_end *end)
         if (status != S1F_OK)
             driver->host_unregister(end->words);
     }
-    s1f_device_leave(end->base.device);
-    return status;
+    return s1f_device_leave(end->base.device, status);
 }
 
 s1f_status s1f_staging_end_create(s1f_edge_end *control, s1f_edge_end *ring, s1f_watchdog *watchdog, s1f_edge_end **out)

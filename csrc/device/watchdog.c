@@ -71,7 +71,7 @@ static void *watch(void *context)
             continue;
     }
     pthread_mutex_unlock(&watchdog->lock);
-    s1f_device_leave(watchdog->device);
+    s1f_device_leave(watchdog->device, S1F_OK);
     return NULL;
 }
 

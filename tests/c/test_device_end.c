@@ -192,7 +192,7 @@ static s1f_status run(void *context, const s1f_current_unit *current, const s1f_
         release(state, (void *)(uintptr_t)local);
     if (is_handed)
         state->handed[unit.stage][unit.microbatch][unit.segment] = output;
-    s1f_device_leave(state->device);
+    s1f_device_leave(state->device, S1F_OK);
     if (num_sends > 0) {
         result->num_tensors = 1;
         result->tensors[0] = (s1f_tensor_header){.dtype = S1F_INT32, .ndim = 1, .sizes = {current->length}};
@@ -286,7 +286,7 @@ static void join_pipeline(rank_state *state)
     }
     CHECK(cuMemAlloc_v2(&state->stall, 8) == CUDA_SUCCESS);
     CHECK(cuMemsetD8Async(state->stall, 0, 8, state->compute) == CUDA_SUCCESS);
-    s1f_device_leave(state->device);
+    s1f_device_leave(state->device, S1F_OK);
     for (int32_t i = 0; i < p->num_edges; i++)
         if (p->edges[i].source_rank == rank || p->edges[i].destination_rank == rank)
             p->ends[rank][i] = make_end(p, i, rank);
@@ -408,7 +408,7 @@ static void leave_pipeline(rank_state *state)
         cuMemFree_v2(state->buffers[i]);
     cuMemFree_v2(state->stall);
     cuStreamDestroy_v2(state->compute);
-    s1f_device_leave(state->device);
+    s1f_device_leave(state->device, S1F_OK);
     s1f_device_free(state->device);
     s1f_executor_free(state->executor);
     s1f_kv_cache_free(state->cache);
@@ -634,7 +634,7 @@ static void end_stall(rank_state *state)
     CHECK(cuStreamCreate(&other, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS);
     CHECK(cuStreamWriteValue64_v2(other, state->stall, 1, CU_STREAM_WRITE_VALUE_DEFAULT) == CUDA_SUCCESS);
     CHECK(cuStreamSynchronize(other) == CUDA_SUCCESS && cuStreamDestroy_v2(other) == CUDA_SUCCESS);
-    s1f_device_leave(state->device);
+    s1f_device_leave(state->device, S1F_OK);
 }
 
 /* A unit that never ends on its GPU: the others' bubble grows past the time-out though every host has started all. */
