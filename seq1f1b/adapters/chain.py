@@ -256,8 +256,7 @@ class _Cut:
             if is_made_here and node not in made:
                 made[node] = new.node_copy(node, own)
         if stage == self.count - 1:
-            output = next(node for node in reversed(self.graph.nodes) if node.op == "output")
-            new.output(fx.node.map_arg(output.args[0], own))
+            new.output(fx.node.map_arg(self.graph.output_node().args[0], own))
         else:
             outputs = tuple(made[node] for node in self.handed_on(stage))
             new.output(outputs[0] if len(outputs) == 1 else outputs)

@@ -277,7 +277,7 @@ class _Traces:
             )
 
     def _refuse_argument(self, graph: fx.Graph, plain: fx.Graph, name: str) -> None:
-        given, absent = _output(graph), _output(plain)
+        given, absent = graph.output_node().args[0], plain.output_node().args[0]
         is_loss = isinstance(given, (tuple, list)) != isinstance(absent, (tuple, list)) or (
             isinstance(absent, (tuple, list)) and None in absent
         )
@@ -500,35 +500,15 @@ def has_effect(node: fx.Node) -> bool:
     is_in_place = name.endswith("_") and not name.endswith("__")
     return (
         is_in_place
-        or node.target in (operator.setitem, seq1f1b.carry_out, seq1f1b.add_loss)
-        or (getattr(operator, name, None) is node.target is not None and name.startswith("i") and name in _IN_PLACE)
+        or node.target in (*_IN_PLACE, operator.setitem, seq1f1b.carry_out, seq1f1b.add_loss)
         or "out" in node.kwargs
         or bool(node.kwargs.get("inplace"))
     )
 
 
-_IN_PLACE = frozenset(
-    [
-        "iadd",
-        "isub",
-        "imul",
-        "itruediv",
-        "ifloordiv",
-        "imod",
-        "ipow",
-        "imatmul",
-        "iand",
-        "ior",
-        "ixor",
-        "ilshift",
-        "irshift",
-    ]
-)
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
+_IN_PLACE = [getattr(operator, f"i{name}") for name in _BINARY]
 _CHECKS = (torch._assert, fx._symbolic_trace._assert_is_none)
-
-
-def _output(graph: fx.Graph) -> Any:
-    return next(node for node in reversed(graph.nodes) if node.op == "output").args[0]
 
 
 class _Line(str):
@@ -549,7 +529,7 @@ def _text(graph: fx.Graph, defaults: Mapping[str, Any], beside: str | None = Non
         for node in graph.nodes:
             if node.op != "output" and any(n in left_out for n in node.all_input_nodes):
                 left_out.add(node)
-    value = _output(graph)
+    value = graph.output_node().args[0]
     outputs: list[Any] = [value]
     if beside is not None:  # what else the output consists of
         if isinstance(value, (dict, tuple, list)):
@@ -583,7 +563,7 @@ def _nodes_of(value: Any) -> set[fx.Node]:
 
 def _leave_out(graph: fx.Graph, kept: Any) -> None:
     """Removes the arguments of a loss, and the places that it leaves empty in the output."""
-    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    output = graph.output_node()
     value = output.args[0]
     if isinstance(value, (tuple, list)):
         rest = tuple(item for item in value if item is not None)
