@@ -151,12 +151,12 @@ def all_fine(store: Any, key: str, spec: Spec, state: str) -> bool:
     return all(store.get(other) != b"failed" for other in keys)
 
 
-def gathered(store: Any, key: str, spec: Spec, value: Any) -> list[Any]:
-    """Every rank's value of JSON."""
-    keys = [f"{key}/{rank}" for rank in range(spec.world)]
-    store.set(keys[spec.rank], json.dumps(value))
-    store.wait(keys, datetime.timedelta(seconds=MET))
-    return [json.loads(store.get(other)) for other in keys]
+def gathered(store: Any, key: str, own: int, count: int, value: Any, seconds: float) -> list[Any]:
+    """Everyone's value of JSON. Raises RuntimeError if one does not come."""
+    keys = [f"{key}/{each}" for each in range(count)]
+    store.set(keys[own], json.dumps(value, default=str))
+    store.wait(keys, datetime.timedelta(seconds=seconds))
+    return [json.loads(store.get(each)) for each in keys]
 
 
 def join(spec: Spec) -> tuple[Any, Rank]:
@@ -173,7 +173,7 @@ def join(spec: Spec) -> tuple[Any, Rank]:
     turns = itertools.count()
 
     def gather(value: Any) -> list[Any]:
-        return gathered(store, f"gather {next(turns)}", spec, value)
+        return gathered(store, f"gather {next(turns)}", spec.rank, spec.world, value, MET)
 
     return store, Rank(spec.rank, spec.world, device, hosts=spec.hosts, share=spec.share, gather=gather)
 

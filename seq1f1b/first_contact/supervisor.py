@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import datetime
 import io
 import json
 import multiprocessing
@@ -29,7 +28,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from seq1f1b.first_contact.cases import Rank
 from seq1f1b.first_contact.facts import first_line, namespaces
 from seq1f1b.first_contact.parts import Group, Part, cases_of
-from seq1f1b.first_contact.rank import Spec, start
+from seq1f1b.first_contact.rank import Spec, gathered, start
 
 __all__: list[str] = []
 
@@ -81,10 +80,7 @@ class Place:
 
     def gather(self, key: str, value: Any, seconds: float) -> list[Any]:
         """Every supervisor's value. Raises RuntimeError if one does not come."""
-        keys = [f"{key}/{index}" for index in range(self.count)]
-        self.store.set(keys[self.index], json.dumps(value, default=str))
-        self.store.wait(keys, datetime.timedelta(seconds=seconds))
-        return [json.loads(self.store.get(each)) for each in keys]
+        return gathered(self.store, key, self.index, self.count, value, seconds)
 
 
 def find_place(num_ranks: int, gpus: int) -> Place:
