@@ -85,6 +85,19 @@ S1F_HANDLES(S1F_DECLARE_HANDLE)
     }                                                                                                                  \
     static PyObject *method##_of(s1f_##type *core)
 
+/* A whole method of one handle: it does no more than a statement, or than to return an object. */
+#define S1F_METHOD_DOES(method, type, core, statement)                                                                 \
+    S1F_METHOD_OF(method, type, core)                                                                                  \
+    {                                                                                                                  \
+        statement;                                                                                                     \
+        Py_RETURN_NONE;                                                                                                \
+    }
+#define S1F_METHOD_RETURNS(method, type, core, object)                                                                 \
+    S1F_METHOD_OF(method, type, core)                                                                                  \
+    {                                                                                                                  \
+        return object;                                                                                                 \
+    }
+
 /* Runs a statement that may take long, or wait. */
 #define S1F_WITHOUT_GIL(statement)                                                                                     \
     do {                                                                                                               \

@@ -27,16 +27,13 @@ static PyObject *pass_letter(const void *unused, int64_t pass)
     return PyUnicode_FromStringAndSize(&letter, 1);
 }
 
-static PyObject *pass_name(const void *unused, int64_t pass)
-{
-    (void)unused;
-    return PyUnicode_FromString(s1f_pass_name((int32_t)pass));
-}
+typedef struct {
+    const char *(*of)(int32_t number);
+} names;
 
-static PyObject *pass_text(const void *unused, int64_t pass)
+static PyObject *text(const void *context, int64_t number)
 {
-    (void)unused;
-    return PyUnicode_FromString(s1f_pass_text((int32_t)pass));
+    return PyUnicode_FromString(((const names *)context)->of((int32_t)number));
 }
 
 static PyObject *holding(const void *unused, int64_t h)
@@ -44,12 +41,6 @@ static PyObject *holding(const void *unused, int64_t h)
     (void)unused;
     s1f_holding_facts facts = s1f_facts_of_holding((s1f_holding)h);
     return s1f_new_record(S1F_HOLDING, "(ssii)", facts.name, facts.text, (int)facts.per, (int)facts.counts_with);
-}
-
-static PyObject *dtype_name(const void *unused, int64_t dtype)
-{
-    (void)unused;
-    return PyUnicode_FromString(s1f_dtype_name((int32_t)dtype));
 }
 
 /* What Python has to know of each kind of option: what it holds one value for. */
@@ -73,12 +64,12 @@ int s1f_add_constants(PyObject *module)
         if (PyModule_AddIntConstant(module, numbers[i].name, numbers[i].value) < 0)
             return -1;
     if (s1f_add_object(module, "PASSES", s1f_tuple_of(s1f_num_passes, pass_letter, NULL)) < 0 ||
-        s1f_add_object(module, "PASS_NAMES", s1f_tuple_of(s1f_num_passes, pass_name, NULL)) < 0 ||
+        s1f_add_object(module, "PASS_NAMES", s1f_tuple_of(s1f_num_passes, text, &(names){s1f_pass_name})) < 0 ||
         s1f_add_object(module, "HOLDINGS", s1f_tuple_of(S1F_NUM_HOLDINGS, holding, NULL)) < 0 ||
-        s1f_add_object(module, "PASS_TEXTS", s1f_tuple_of(s1f_num_passes, pass_text, NULL)) < 0 ||
+        s1f_add_object(module, "PASS_TEXTS", s1f_tuple_of(s1f_num_passes, text, &(names){s1f_pass_text})) < 0 ||
         s1f_add_object(module, "OPCODES", s1f_tuple_of(S1F_NUM_OPS, s1f_name_item, s1f_opcode_names)) < 0)
         return -1;
     if (s1f_add_object(module, "FAMILY_OPTIONS", s1f_tuple_of(S1F_NUM_OPTIONS, family_option, NULL)) < 0)
         return -1;
-    return s1f_add_object(module, "DTYPES", s1f_tuple_of(S1F_NUM_DTYPES, dtype_name, NULL));
+    return s1f_add_object(module, "DTYPES", s1f_tuple_of(S1F_NUM_DTYPES, text, &(names){s1f_dtype_name}));
 }

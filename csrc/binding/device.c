@@ -33,15 +33,8 @@ static PyObject *device_begin_step(PyObject *Py_UNUSED(module), PyObject *argume
     return s1f_none(s1f_device_begin_step(device, stream));
 }
 
-S1F_METHOD_OF(device_restart_unit, device, device)
-{
-    return s1f_none(s1f_device_restart_unit(device));
-}
-
-S1F_METHOD_OF(device_end_unit, device, device)
-{
-    return s1f_none(s1f_device_end_unit(device));
-}
+S1F_METHOD_RETURNS(device_restart_unit, device, device, s1f_none(s1f_device_restart_unit(device)))
+S1F_METHOD_RETURNS(device_end_unit, device, device, s1f_none(s1f_device_end_unit(device)))
 
 S1F_METHOD_OF(device_free_bytes, device, device)
 {
@@ -134,17 +127,8 @@ S1F_METHOD_OF(nccl_connect, edge_end, end)
     return s1f_none_of(status, end->group);
 }
 
-S1F_METHOD_OF(nccl_leave, edge_end, end)
-{
-    s1f_nccl_end_leave(end);
-    Py_RETURN_NONE;
-}
-
-S1F_METHOD_OF(device_end_close, edge_end, end)
-{
-    S1F_WITHOUT_GIL(s1f_device_end_close(end));
-    Py_RETURN_NONE;
-}
+S1F_METHOD_DOES(nccl_leave, edge_end, end, s1f_nccl_end_leave(end))
+S1F_METHOD_DOES(device_end_close, edge_end, end, S1F_WITHOUT_GIL(s1f_device_end_close(end)))
 
 static PyObject *copy_end(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
@@ -193,10 +177,7 @@ static PyObject *edge_end_text(PyObject *Py_UNUSED(module), PyObject *handle)
 
 /* -- proofs -------------------------------------------------------------------------------------------------------- */
 
-S1F_METHOD_OF(edge_proof_begin, edge_end, end)
-{
-    return s1f_none(s1f_edge_proof_begin(end));
-}
+S1F_METHOD_RETURNS(edge_proof_begin, edge_end, end, s1f_none(s1f_edge_proof_begin(end)))
 
 static PyObject *edge_proof_post(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
@@ -228,11 +209,7 @@ S1F_METHOD_OF(edge_proof_give_up, edge_end, end)
     return PyBool_FromLong(idle);
 }
 
-S1F_METHOD_OF(edge_proof_end, edge_end, end)
-{
-    s1f_edge_proof_end(end);
-    Py_RETURN_NONE;
-}
+S1F_METHOD_DOES(edge_proof_end, edge_end, end, s1f_edge_proof_end(end))
 
 PyMethodDef s1f_device_methods[] = {
     S1F_METHOD(device_create, VARARGS, "A GPU by the CUDA driver's library; None: the system's."),

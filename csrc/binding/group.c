@@ -141,11 +141,7 @@ static PyObject *group_enter(PyObject *Py_UNUSED(module), PyObject *arguments)
     Py_RETURN_NONE;
 }
 
-S1F_METHOD_OF(group_end_step, group, group)
-{
-    s1f_group_end_step(group);
-    Py_RETURN_NONE;
-}
+S1F_METHOD_DOES(group_end_step, group, group, s1f_group_end_step(group))
 
 static PyObject *group_finish_step(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
@@ -225,11 +221,7 @@ static PyObject *group_fail(PyObject *Py_UNUSED(module), PyObject *arguments)
     Py_RETURN_NONE;
 }
 
-S1F_METHOD_OF(group_check, group, group)
-{
-    s1f_status status = s1f_group_check(group);
-    return s1f_none_of(status, group);
-}
+S1F_METHOD_RETURNS(group_check, group, group, s1f_none_of(s1f_group_check(group), group))
 
 static PyObject *failure_tuple(const s1f_failure *failure)
 {
@@ -268,11 +260,7 @@ static PyObject *group_passed(PyObject *Py_UNUSED(module), PyObject *arguments)
     return s1f_group_passed(group, step, &failure) ? failure_tuple(&failure) : Py_NewRef(Py_None);
 }
 
-S1F_METHOD_OF(group_clear, group, group)
-{
-    s1f_group_clear(group);
-    Py_RETURN_NONE;
-}
+S1F_METHOD_DOES(group_clear, group, group, s1f_group_clear(group))
 
 /* -- gather -------------------------------------------------------------------------------------------------------- */
 

@@ -76,10 +76,7 @@ static PyObject *schedule_equal(PyObject *Py_UNUSED(module), PyObject *arguments
     return PyBool_FromLong(s1f_schedule_equal(a, b));
 }
 
-S1F_METHOD_OF(schedule_digest, schedule, schedule)
-{
-    return PyLong_FromUnsignedLongLong(s1f_schedule_digest(schedule));
-}
+S1F_METHOD_RETURNS(schedule_digest, schedule, schedule, PyLong_FromUnsignedLongLong(s1f_schedule_digest(schedule)))
 
 /* A byte for each cell of all stages, as program_fit gives them and change_cells takes them. */
 S1F_METHOD_OF(schedule_cell_kinds, schedule, schedule)

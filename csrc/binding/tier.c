@@ -85,11 +85,7 @@ static PyObject *tier_wait(PyObject *Py_UNUSED(module), PyObject *arguments)
     return s1f_none_of(status, group);
 }
 
-S1F_METHOD_OF(tier_reset, tier, tier)
-{
-    S1F_WITHOUT_GIL(s1f_tier_reset(tier));
-    Py_RETURN_NONE;
-}
+S1F_METHOD_DOES(tier_reset, tier, tier, S1F_WITHOUT_GIL(s1f_tier_reset(tier)))
 
 static PyObject *facts_of(PyObject *handle, void (*get)(s1f_tier *tier, s1f_tier_facts *out))
 {
