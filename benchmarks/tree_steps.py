@@ -61,7 +61,10 @@ class TreeMaskStage(Stage):
 def tree_mask(prompt: int, responses: int, response: int) -> Tensor:
     length = prompt + responses * response
     of = torch.tensor([-1] * prompt + [i for i in range(responses) for _ in range(response)])
-    return ((of[:, None] == of[None]) | (of[None] < 0)) & torch.ones(length, length, dtype=torch.bool).tril()
+    seen = ((of[:, None] == of[None]) | (of[None] < 0)) & torch.ones(length, length, dtype=torch.bool).tril()
+    return torch.zeros(length, length).masked_fill_(
+        ~seen, -torch.inf
+    )  # added as it is; one of bool is made so each call
 
 
 class Arms:

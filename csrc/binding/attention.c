@@ -102,7 +102,7 @@ static PyObject *key_ranges(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(non
 static PyObject *current_unit(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
     const s1f_current_unit *unit = s1f_current_unit_get();
-    if (unit == NULL)
+    if (unit == NULL || unit->is_whole)
         Py_RETURN_NONE;
     return s1f_new_record(S1F_CURRENT_UNIT, "(iiiiiNLLL)", (int)unit->unit.pass, (int)unit->unit.stage,
                           (int)unit->unit.microbatch, (int)unit->unit.segment, (int)unit->num_segments,
@@ -178,7 +178,7 @@ PyMethodDef s1f_attention_methods[] = {
                "((begin, end, row) of keys along the current unit's path, tokens of its parts, documents as "
                "unit_set_documents told); None in a chain, and "
                "outside a step: keys lie in the first rows, and there are no parts."),
-    S1F_METHOD(current_unit, NOARGS, "The unit that runs now."),
+    S1F_METHOD(current_unit, NOARGS, "The unit that runs now; None for one that is whole, as outside a step."),
     S1F_METHOD(kv_cache_create, NOARGS, "An empty KV cache."),
     S1F_METHOD(kv_cache_bytes, O, "Bytes held of K/V and of dK/dV slabs."),
     S1F_METHOD(kv_cache_layers, O, "The layers that the last step used."),

@@ -20,8 +20,8 @@ s1f_status s1f_schedule_create(int32_t num_ranks, int32_t num_stages, int32_t nu
 /* Gives every micro-batch its own number of segments, [num_microbatches]; the most is num_segments. S1F_ERR_ARG if one
  * is below 1 or none is num_segments, S1F_ERR_STATE if the schedule is not empty. */
 s1f_status s1f_schedule_set_rows(s1f_schedule *schedule, const int32_t *segments_of);
-/* Makes the segments trees (trees.h): parents, [cell of a stage]; chains alone change nothing. S1F_ERR_ARG if one has no
- * parent before it, S1F_ERR_STATE if the schedule has no rows or is not empty. */
+/* Makes the segments trees (trees.h): parents, [cell of a stage]; chains alone change nothing. S1F_ERR_ARG if one has
+ * no parent before it, S1F_ERR_STATE if the schedule has no rows or is not empty. */
 s1f_status s1f_schedule_set_parents(s1f_schedule *schedule, const int32_t *parents);
 /* An empty schedule with the counts and the placement of another. */
 s1f_status s1f_schedule_create_like(const s1f_schedule *schedule, s1f_schedule **out);

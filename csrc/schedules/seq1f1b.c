@@ -3,9 +3,9 @@
  * Forwards run m.0 .. m.k-1, backwards m.k-1 .. m.0, micro-batches in order. k = 1 is exactly 1F1B.
  * F = 1, B = 2: makespan 3 M + 3 (P - 1) / k, peak min(P - 1 + k, M k). Any counts.
  *
- * Trees, unless by their numbers: forwards run parents first and one branch after another, backwards branch after branch
- * and parents last. A rank then holds a path and P - 1 units more, in place of a tree, and of n equal units the makespan
- * is 3 n + 3 (P - 1) as by numbers. */
+ * Trees, unless by their numbers: forwards run parents first and one branch after another, backwards branch after
+ * branch and parents last. A rank then holds a path and P - 1 units more, in place of a tree, and of n equal units the
+ * makespan is 3 n + 3 (P - 1) as by numbers. */
 #include "families.h"
 
 #include "../core/pool.h"

@@ -176,7 +176,7 @@ class ByShape(ByParts):
 
     @cached_property
     def _state_bytes(self) -> list[float]:
-        """What a unit hands to the next of its sequence, and keeps for its backward, by kind of layer."""
+        """Bytes that a unit hands to the next of its sequence, and keeps for its backward, by kind of layer."""
         e, shards = self.hardware.element_bytes, self.shards
         return [(4 * layer.state + e * layer.tail) / shards for layer in self.layer_kinds]
 

@@ -35,7 +35,7 @@ _DENSE = {"experts": 1, "experts_per_token": 1}
 
 
 class _Config:
-    """What a config says; errors begin with the file's name."""
+    """The fields of a config; errors begin with the file's name."""
 
     def __init__(self, data: Mapping[str, Any], name: str) -> None:
         self.data, self.name = data, name

@@ -223,7 +223,7 @@ class _Rows:
         self.begin = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
 
     def flat(self, name: str, given: Ragged) -> Tensor:
-        """What all tokens have, row after row, on the CPU."""
+        """Values of all tokens, row after row, on the CPU."""
         if self.shape is not None:
             if not isinstance(given, Tensor) or given.shape[:2] != self.shape:
                 shape = tuple(given.shape) if isinstance(given, Tensor) else "a list"
@@ -242,7 +242,7 @@ class _Rows:
         return torch.cat([values.detach().cpu() for values in given]).contiguous()
 
     def shaped(self, flat: Tensor, fill: float) -> Tensor | list[Tensor]:
-        """What all tokens have, in the form in which the rows came."""
+        """Values of all tokens, in the form in which the rows came."""
         if self.shape is None:
             return list(torch.split(flat, self.lengths))
         if self.index is not None:

@@ -41,7 +41,7 @@ class PackedRow(NamedTuple):
     parts: tuple[tuple[int, ...], ...] | None = None
 
     def spans_in(self, windows: Sequence[int] = ()) -> list[Span]:
-        """Its segments, for layers with these windows."""
+        """Spans of the segments, for layers with these windows."""
         if self.parents is None:
             return spans_of(self.sizes, self.documents, windows)
         return spans_of_tree(self.parts or [(size,) for size in self.sizes], self.parents, windows)
@@ -96,7 +96,7 @@ class Price:
 
     @property
     def parents(self) -> list[tuple[int, ...] | None] | None:
-        """What the segments of each row follow, as ``build_schedule`` takes it; None: no row is a tree."""
+        """Parents of the segments of each row, as ``build_schedule`` takes it; None: no row is a tree."""
         found = [row.parents for row in self.rows]
         return None if self._is_alike or all(own is None for own in found) else found
 

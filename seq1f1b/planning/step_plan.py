@@ -401,7 +401,7 @@ class _Search:
 
 
 def _followed(rows: Rows) -> tuple[Any, Any]:
-    """What segments follow, and the order of trees' data, as a plan has them."""
+    """Parents of segments, and the order of trees' data, as a plan has them."""
     if all(row.parents is None for row in rows):
         return None, ()
     return tuple(row.parents for row in rows), tuple(row.pieces for row in rows)
