@@ -298,7 +298,7 @@ def partition_sequence(
             raise ValueError(f"strategy {strategy!r} {'needs' if value is None else 'takes no'} {name}={other}")
     if documents is not None and model is None:
         raise ValueError(f"documents= is for strategy 'flops', the strategy is {strategy!r}")
-    if model is not None and model.kinds:
+    if isinstance(model, ModelShape) and model.kinds:
         costs = _piece_flops(model, seq_len, documents or (seq_len,))
         return _C.partition_profiled(seq_len, num_segments, costs, mix, multiple_of)
     if model is not None:
