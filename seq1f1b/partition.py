@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from seq1f1b import _C
 from seq1f1b.files import load
 
@@ -185,6 +183,8 @@ def _flops_of_kinds(model: ModelShape, documents: Sequence[int], bounds: Sequenc
         layer = kinds[number]
         products += 2 * layer.mixer + 6 * model.hidden * layer.ffn + layer.scan
         widths[layer.window] += layer.queries + layer.values
+    import numpy as np  # not needed by who imports the package alone
+
     ends = np.cumsum([0, *documents], dtype=np.float64)
     at = np.asarray(bounds, dtype=np.float64)
     owners = np.minimum(np.searchsorted(ends, at, side="right"), len(documents)) - 1

@@ -102,7 +102,10 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, *options: 
     keys, values, key_docs, to_k, to_v = torch.ops.seq1f1b.cache_write.default(k, v, options[1], layer)
     if to_k.shape[2]:  # none where a forward runs again
         attention_parts.copy(k, v, to_k, to_v)
-    return _forward(q, keys, values, _along_path(Options(key_docs, *options), layer, 0, keys.shape[2]))
+    chosen, path = Options(key_docs, *options), _C.key_ranges()
+    if path is not None:
+        chosen = _along_path(chosen, layer, path, 0)
+    return _forward(q, keys, values, chosen)
 
 
 def segment_attention_backward(
@@ -110,23 +113,23 @@ def segment_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *options, kv_heads = options_and_heads
     keys, values, dk, dv, key_docs, held = torch.ops.seq1f1b.cache_read.default(q, out, layer, kv_heads)
-    kept = held.numel()
-    chosen = _along_path(Options(key_docs, *options), layer, kept, keys.shape[2])
+    kept, num_keys = held.numel(), keys.shape[2]
+    chosen, path = Options(key_docs, *options), _C.key_ranges()
+    if path is not None:
+        chosen = _along_path(chosen, layer, path, kept)
+    elif kept not in (0, num_keys):
+        chosen = chosen._replace(place=Place(((0, num_keys, 0),), (), kept))
     return _backward(dout, q, keys, values, out, lse, chosen, dk, dv, store=kept == 0)
 
 
-def _along_path(options: Options, layer: Tensor, kept: int, num_keys: int) -> Options:
-    """The options of a segment whose keys lie where the current unit says.
+def _along_path(options: Options, layer: Tensor, path: tuple[Any, ...], kept: int) -> Options:
+    """The options of a segment of a tree.
 
     Args:
-        kept: keys whose rows of dk and dv hold gradients already. num_keys: of a chain.
+        path: where the current unit says that its keys lie.
+        kept: keys whose rows of dk and dv hold gradients already.
     """
-    found = _C.key_ranges()
-    if found is None:
-        if kept in (0, num_keys):
-            return options
-        return options._replace(place=Place(((0, num_keys, 0),), (), kept))
-    ranges, parts, num_documents = found
+    ranges, parts, num_documents = path
     place = Place(ranges, parts, kept)
     none = options.docs.new_empty(0)
     if parts and (options.window or options.slopes.numel()):

@@ -87,7 +87,9 @@ class PrefixTrees:
         if cost is not None:
             self.unshared = tuple(_that_pay_alone(rows, grown, cost))
         if self.unshared:
-            labels[list(self.unshared)] = -1 - torch.arange(len(self.unshared))  # a label of its own for each
+            labels[list(self.unshared)] = -1 - torch.arange(
+                len(self.unshared), device="cpu"
+            )  # a label of its own for each
             grown = _grow(rows, weights, named, labels, min_shared)
         self.shapes = grown.shapes
         self._place, self.told_apart = grown.place, grown.told_apart
@@ -127,9 +129,9 @@ class PrefixTrees:
     def positions(self) -> list[Tensor]:
         """Positions of each tree's tokens, counted along their path from 0, (tokens,)."""
         spans = [span for shape in self.shapes for span in zip(shape.begins, shape.sizes, strict=True)]
-        begins, sizes = torch.tensor(spans).T
+        begins, sizes = torch.tensor(spans, device="cpu").T
         offsets = sizes.cumsum(0) - sizes
-        flat = torch.arange(self.tree_tokens) + (begins - offsets).repeat_interleave(sizes)
+        flat = torch.arange(self.tree_tokens, device="cpu") + (begins - offsets).repeat_interleave(sizes)
         return list(torch.split(flat.to(self._rows.device), [shape.tokens for shape in self.shapes]))
 
     @property
@@ -151,11 +153,11 @@ class PrefixTrees:
         other.shapes = tuple(self.shapes[tree] for tree in trees)
         other.tokens, other.targets = [self.tokens[tree] for tree in trees], [self.targets[tree] for tree in trees]
         begins = [0, *accumulate(shape.tokens for shape in self.shapes)]
-        moved = torch.full((begins[-1],), -1)
+        moved = torch.full((begins[-1],), -1, device="cpu")
         at = 0
         for tree in trees:
             size = begins[tree + 1] - begins[tree]
-            moved[begins[tree] : begins[tree + 1]] = torch.arange(at, at + size)
+            moved[begins[tree] : begins[tree + 1]] = torch.arange(at, at + size, device="cpu")
             at += size
         other._place = self._place.clone()
         other._place[self._place >= 0] = moved[self._place[self._place >= 0]]
@@ -219,8 +221,8 @@ class _Rows:
         if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool or tokens.dim() != 1:
             raise TypeError(f"input_ids are {tokens.dtype} in {tokens.dim()} dimensions, must be whole numbers")
         self.tokens = tokens.to(torch.int64)
-        lengths = torch.tensor(self.lengths)
-        self.begin = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        lengths = torch.tensor(self.lengths, device="cpu")
+        self.begin = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), lengths.cumsum(0)])
 
     def flat(self, name: str, given: Ragged) -> Tensor:
         """Values of all tokens, row after row, on the CPU."""
@@ -295,7 +297,7 @@ def _labels(num_rows: int, **given: Iterable[Hashable] | None) -> Tensor:
         raise TypeError(
             f"groups and share_key must hold values that can be compared, such as numbers: {error}"
         ) from None
-    return torch.tensor(found if keys else [0] * num_rows)
+    return torch.tensor(found if keys else [0] * num_rows, device="cpu")
 
 
 class _Grown(NamedTuple):
@@ -320,7 +322,7 @@ class _Grown(NamedTuple):
 
 
 def _tree_of_row(rows: _Rows, grown: _Grown) -> list[int]:
-    ends = torch.tensor([*accumulate(shape.tokens for shape in grown.shapes)])
+    ends = torch.tensor([*accumulate(shape.tokens for shape in grown.shapes)], device="cpu")
     placed = grown.place[(rows.begin[:-1] + 1).clamp_(max=rows.total - 1)]  # of each row's first target
     found = torch.bucketize(placed, ends, right=True).tolist()
     return [tree if length > 1 else -1 for tree, length in zip(found, rows.lengths, strict=True)]
@@ -349,10 +351,10 @@ def _that_pay_alone(rows: _Rows, grown: _Grown, cost: CostModel) -> list[int]:
 def _grow(rows: _Rows, weights: Tensor | None, named: dict[str, Tensor], labels: Tensor, min_shared: int) -> _Grown:
     if not isinstance(min_shared, int):
         raise TypeError(f"min_shared is {min_shared!r}, must be a whole number")
-    nodes = torch.empty(2 * rows.num_rows, 4, dtype=torch.int64)
-    place, target = torch.empty(2, rows.total, dtype=torch.int64)
+    nodes = torch.empty(2 * rows.num_rows, 4, dtype=torch.int64, device="cpu")
+    place, target = torch.empty(2, rows.total, dtype=torch.int64, device="cpu")
     counted = None if weights is None else weights.to(torch.float64)
-    weight = torch.empty(rows.total, dtype=torch.float64)
+    weight = torch.empty(rows.total, dtype=torch.float64, device="cpu")
     columns = [(flat.data_ptr(), flat.element_size() * flat[0].numel()) for flat in named.values()]
     count, (apart, one, other, token, column) = _C.prefix_trees(
         rows.num_rows,

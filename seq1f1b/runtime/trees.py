@@ -83,7 +83,7 @@ def paths_of(parents: Sequence[int], parts: Sequence[Sequence[int]]) -> list[Pat
         for part in parts[s]:
             tokens = list(chain.from_iterable([*above[s], range(own, own + part)]))
             new = [i for i, token in enumerate(tokens) if token not in seen]
-            found.append(Path(torch.tensor(tokens), torch.tensor(new)))
+            found.append(Path(torch.tensor(tokens, device="cpu"), torch.tensor(new, device="cpu")))
             seen.update(tokens)
             own += part
     return found

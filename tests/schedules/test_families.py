@@ -432,7 +432,7 @@ def test_a_larger_cap_buys_time() -> None:
         ("kfkb", {"group": 0}, "group is 0, must be in 1..2147483647"),
         ("kfkb", {"extra_warmup": -1}, "extra_warmup is -1, must be in 0..2147483647"),
         ("kfkb", {"group": 2**31}, "group is 2147483648, must be in 1..2147483647"),
-        ("seq1f1b", {"costs": (1, 1, 1)}, "seq1f1b takes no option 'costs'; it takes extra_warmup"),
+        ("seq1f1b", {"costs": (1, 1, 1)}, "seq1f1b takes no option 'costs'; it takes extra_warmup, trees"),
         ("zb-h1", {"costs": (1, 1)}, "costs must hold the costs of F, I and W"),
         ("zb-h1", {"costs": (1, 1, -1)}, "costs hold -1, must be finite and at least 0"),
         ("zb-h1", {"costs": (1, float("nan"), 1)}, "costs hold nan, must be finite and at least 0"),

@@ -286,6 +286,8 @@ def test_trees_have_the_numbers_of_the_package(page: Timelines) -> None:
         "const {inputs} = Explorer.panels[0].result; return [Array.from(inputs.first), [...inputs.units]]"
     )
     assert nested.units_of(0).index(("F", 0, 0, 0)) in inputs[1][inputs[0][first] : inputs[0][first + 1]]
+    page.run("return Explorer.open(Explorer.presets[0].pair)")  # as it was
+    idle(page)
 
 
 MODELS = [
