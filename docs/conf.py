@@ -66,6 +66,7 @@ nitpick_ignore = [
         "Timeline",
         "Rule",
         "Offload",
+        "Ragged",
         "Terms",
         "seq1f1b.seconds.Span",
         "seq1f1b.seconds.UnitSeconds",

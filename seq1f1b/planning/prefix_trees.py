@@ -122,7 +122,7 @@ class PrefixTrees:
 
     @property
     def parents(self) -> list[list[int]]:
-        """For each tree and node the number of the node that it follows; -1: it is the root."""
+        """For each tree and node the number of the node that it follows, -1 for the root."""
         return [list(shape.parents) for shape in self.shapes]
 
     @property
@@ -136,7 +136,7 @@ class PrefixTrees:
 
     @property
     def tree_token_ratio(self) -> float:
-        """Tokens that a step of rows computes, over those that a step of trees does: at least 1."""
+        """Tokens that a step of rows computes, over those that a step of trees does, so at least 1."""
         return self.row_tokens / self.tree_tokens
 
     def take(self, trees: Sequence[int]) -> PrefixTrees:
