@@ -333,6 +333,15 @@ int s1f_takes_path(s1f_holding holding)
     return lifetimes[holding].taken_at != EACH && lifetimes[holding].freed_at == EACH;
 }
 
+int s1f_stand_in_tree(const s1f_shape *shape, s1f_unit unit, int is_end)
+{
+    uint16_t mark = s1f_pass_is_forward(unit.pass) ? S1F_MARK_LAST_FORWARD : S1F_MARK_FIRST_BACKWARD;
+    if (shape->marks != NULL)
+        is_end = (shape->marks[s1f_cell_of_all(shape, unit)] & mark) != 0;
+    return (unit.segment == 0 ? S1F_STANDS_FIRST : 0) | (is_end ? S1F_STANDS_LAST : 0) |
+           (shape->trees->first_child[s1f_cell(shape, unit)] < 0 ? S1F_STANDS_LEAF : 0);
+}
+
 static s1f_lifetimes lifetimes_at(const s1f_shape *shape, s1f_cell_kind kind, int32_t pass, int stands)
 {
     const int is_at[] = {[EACH] = 1,

@@ -331,17 +331,13 @@ typedef struct {
 /* If an order has no backward, what F saved ends with F, and keys and values with F of the last segment. What the
  * shape borrows must outlive the table. */
 s1f_lifetime_table s1f_lifetimes_of(const s1f_shape *shape);
+/* is_end: whether it has the last number, which counts where there are no marks. */
+int s1f_stand_in_tree(const s1f_shape *shape, s1f_unit unit, int is_end);
 static inline int s1f_stand_of(const s1f_shape *shape, s1f_unit unit)
 {
-    int is_end = unit.segment + 1 == s1f_segments_of(shape, unit.microbatch);
-    int stands = unit.segment == 0 ? S1F_STANDS_FIRST : 0;
-    if (shape->trees == NULL)
-        return is_end ? stands | S1F_STANDS_LAST | S1F_STANDS_LEAF : stands;
-    uint16_t mark = s1f_pass_is_forward(unit.pass) ? S1F_MARK_LAST_FORWARD : S1F_MARK_FIRST_BACKWARD;
-    if (shape->marks != NULL)
-        is_end = (shape->marks[s1f_cell_of_all(shape, unit)] & mark) != 0;
-    stands |= is_end ? S1F_STANDS_LAST : 0;
-    return stands | (shape->trees->first_child[s1f_cell(shape, unit)] < 0 ? S1F_STANDS_LEAF : 0);
+    int is_first = unit.segment == 0, is_end = unit.segment + 1 == s1f_segments_of(shape, unit.microbatch);
+    return shape->trees != NULL ? s1f_stand_in_tree(shape, unit, is_end)
+                                : S1F_STANDS_FIRST * is_first | (S1F_STANDS_LAST | S1F_STANDS_LEAF) * is_end;
 }
 /* As if the unit's cell were of this kind. */
 static inline s1f_lifetimes s1f_lifetimes_as(const s1f_lifetime_table *table, s1f_unit unit, s1f_cell_kind kind)

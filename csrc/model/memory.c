@@ -22,11 +22,14 @@ s1f_byte_tables s1f_byte_tables_of(const s1f_shape *shape, const s1f_memory_byte
     return tables;
 }
 
-/* Bytes of the parents that the unit is the first below to go back; *own is the value of its own segment. */
-static int64_t bytes_of_new_path(const s1f_shape *shape, const int64_t *own, s1f_unit unit)
+/* Bytes of the segments before the unit's own that nothing has taken yet; *own is the value of that one. In a tree these
+ * are the parents below which the unit is the first to go back. */
+static int64_t bytes_of_path(const s1f_shape *shape, const int64_t *own, s1f_unit unit)
 {
     int64_t sum = 0;
-    while (s1f_parent_of(shape, unit) >= 0 && (s1f_opens_parent(shape, unit))) {
+    for (int32_t s = 1; shape->trees == NULL && s <= unit.segment; s++)
+        sum += own[-s];
+    while (shape->trees != NULL && s1f_parent_of(shape, unit) >= 0 && s1f_opens_parent(shape, unit)) {
         int32_t parent = s1f_parent_of(shape, unit);
         own -= unit.segment - parent; /* a column is a cell */
         sum += *own;
@@ -41,11 +44,8 @@ static inline int64_t bytes_of(const s1f_byte_tables *tables, int h, s1f_unit un
     s1f_table_steps steps = tables->of[h].steps;
     const int64_t *value = &tables->of[h].values[unit.stage * steps.stage + column * steps.column];
     int64_t sum = *value;
-    if (takes && tables->of[h].takes_path && tables->shape->trees == NULL)
-        for (int32_t s = 1; s <= unit.segment; s++)
-            sum += value[-s];
-    else if (takes && tables->of[h].takes_path)
-        sum += bytes_of_new_path(tables->shape, value, unit);
+    if (takes && tables->of[h].takes_path)
+        sum += bytes_of_path(tables->shape, value, unit);
     return sum;
 }
 
