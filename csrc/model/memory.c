@@ -22,8 +22,8 @@ s1f_byte_tables s1f_byte_tables_of(const s1f_shape *shape, const s1f_memory_byte
     return tables;
 }
 
-/* Bytes of the segments before the unit's own that nothing has taken yet; *own is the value of that one. In a tree these
- * are the parents below which the unit is the first to go back. */
+/* Bytes of the segments before the unit's own that nothing has taken yet; *own is the value of that one. In a tree
+ * these are the parents below which it is the first to go back. */
 static int64_t bytes_of_path(const s1f_shape *shape, const int64_t *own, s1f_unit unit)
 {
     int64_t sum = 0;
