@@ -133,7 +133,7 @@ class ByParts(ABC):
                 count = counts[0]
             else:
                 count = 1 if any(counts) else 0
-                sums = PassSeconds(*(_sum_of(counts, column) for column in zip(*layers, strict=True)))
+                sums = PassSeconds(*(sum_of(counts, column) for column in zip(*layers, strict=True)))
             has_layers = count > 0
             each = [
                 (count * layer + is_first * begin + is_last * end) * factor + has_layers * beyond + own
@@ -165,7 +165,7 @@ class ByParts(ABC):
     def cached(self, counts: Sequence[int], tokens: int) -> tuple[float, float]:
         """Keys and values of so many tokens in layers of so many of each kind, and their gradients."""
         keys, gradients = zip(*self.cache_bytes, strict=True)
-        return _sum_of(counts, [tokens * size for size in keys]), _sum_of(counts, [tokens * size for size in gradients])
+        return sum_of(counts, [tokens * size for size in keys]), sum_of(counts, [tokens * size for size in gradients])
 
     def copied(self, counts: Sequence[int], tokens: int) -> float:
         """The last copy of so many tokens in such layers and its gradients, where segments copy their prefix. They stay
@@ -178,7 +178,7 @@ class ByParts(ABC):
 
     def parameters(self, stage: int) -> float:
         """Parameters that one device of those that share the stage holds."""
-        m, h, layers = self.model, self.model.hidden, _sum_of(self.counts_of(stage), self.layer_parameters)
+        m, h, layers = self.model, self.model.hidden, sum_of(self.counts_of(stage), self.layer_parameters)
         if self.spreads:  # a shard of each, on the first stage of every rank
             of_rank = (2 - m.tied) * h * m.vocab / self.num_ranks / self.layout.tensor
             return layers + (stage < self.num_ranks) * of_rank
@@ -216,5 +216,5 @@ class ByParts(ABC):
         return 0.0 if self.spreads else self._logits(tokens) - self._saved_logits * tokens
 
 
-def _sum_of(counts: Sequence[int], each: Sequence[float]) -> float:
+def sum_of(counts: Sequence[int], each: Sequence[float]) -> float:
     return float(sum(map(operator.mul, counts, each)))

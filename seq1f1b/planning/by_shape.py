@@ -6,7 +6,7 @@ import math
 from functools import cached_property
 
 from seq1f1b.partition import Layer
-from seq1f1b.planning.by_parts import ByParts, UnitBytes
+from seq1f1b.planning.by_parts import ByParts, UnitBytes, sum_of
 from seq1f1b.seconds import NO_SECONDS, PassSeconds, Span, pairs_of
 
 __all__: list[str] = []
@@ -145,15 +145,12 @@ class ByShape(ByParts):
     # -- bytes
 
     def held(self, tokens: int) -> list[UnitBytes]:
-        of_kinds, words, gradients = self._token_bytes
+        _, words, gradients = self._token_bytes
         found = []
-        for counts, _, is_last in self.stages:
-            saved, kept, left = (
-                sum(n * each * tokens for n, each in zip(counts, column, strict=True)) for column in of_kinds
-            )
-            saved += sum(n * state for n, state in zip(counts, self._state_bytes, strict=True))
+        for (saved, kept, left, state), (_, _, is_last) in zip(self._stage_bytes, self.stages, strict=True):
             head, of_gradients = (words * tokens, gradients * tokens) if is_last else (0.0, 0.0)
-            found.append(UnitBytes(*map(math.ceil, (saved + head, kept, left + of_gradients))))
+            whole = (saved * tokens + state + head, kept * tokens, left * tokens + of_gradients)
+            found.append(UnitBytes(*map(math.ceil, whole)))
         return found
 
     def work(self, tokens: int) -> list[tuple[int, int]]:
@@ -173,6 +170,13 @@ class ByShape(ByParts):
             of_kinds.append([factor * each / self.shards for each in (saved + own, kept, left)])
         gradients = 0.0 if self.layout.head_in_loss else self.model.vocab * self.hardware.element_bytes
         return list(zip(*of_kinds, strict=True)), self._saved_logits, gradients / self.shards
+
+    @cached_property
+    def _stage_bytes(self) -> list[tuple[float, ...]]:
+        """Saved, kept and left bytes of all layers per token, and those of a unit whatever its length, by kind of
+        stage."""
+        columns = [*self._token_bytes[0], self._state_bytes]
+        return [tuple(sum_of(counts, column) for column in columns) for counts, _, _ in self.stages]
 
     @cached_property
     def _state_bytes(self) -> list[float]:
