@@ -124,9 +124,11 @@ def spans_of_tree(parts: Sequence[Sequence[int]], parents: Sequence[int], window
     spans: list[Span] = []
     for part, parent in zip(parts, parents, strict=True):
         begin = spans[parent].end if parent >= 0 else 0
-        leaves = [((begin + size,), begin, begin + size) for size in part]
-        within = tuple([sum(pairs_of(*leaf, window) for leaf in leaves) for window in windows])
-        spans.append(Span(sum(part), sum(pairs_of(*leaf) for leaf in leaves), begin + sum(part), within))
+        pairs = sum(size * begin + size * (size + 1) / 2 for size in part)
+        within = tuple(
+            [sum(pairs_of((begin + size,), begin, begin + size, window) for size in part) for window in windows]
+        )
+        spans.append(Span(sum(part), pairs, begin + sum(part), within))
     return spans
 
 
