@@ -14,7 +14,7 @@ import torch
 from processes import run_processes
 from replicas import wrap
 from slices import each_value
-from tiny_model import Config, Stage, cross_entropy, gradient_error, stage_of, whole_model
+from tiny_model import Config, Stage, cross_entropy, gradient_error, stage_of, two_stages_of, whole_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -92,8 +92,7 @@ def run_rows_whole(
 def stages_of(model: Stage, schedule: str, rank: int, num_ranks: int) -> Any:
     if schedule in ONE_STAGE:
         return stage_of(model, CONFIG, rank, num_ranks)
-    second = num_ranks + rank if "interleaved" in schedule else 2 * num_ranks - 1 - rank
-    return [stage_of(model, CONFIG, index, 2 * num_ranks) for index in (rank, second)]
+    return two_stages_of(model, CONFIG, schedule, rank, num_ranks)
 
 
 def train(

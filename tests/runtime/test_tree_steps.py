@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from processes import run_processes
 from replicas import wrap
-from tiny_model import Config, Stage, cross_entropy, full_gradient, gradient_error, stage_of, whole_model
+from tiny_model import Config, Stage, cross_entropy, full_gradient, gradient_error, stage_of, two_stages_of, whole_model
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -56,8 +56,7 @@ def of_tokens(output: Tensor, target: Tensor) -> Tensor:
 def stages_of(model: Stage, schedule: str, rank: int, num_ranks: int) -> Any:
     if schedule not in TWO_STAGES:
         return stage_of(model, CONFIG, rank, num_ranks)
-    second = num_ranks + rank if "interleaved" in schedule else 2 * num_ranks - 1 - rank
-    return [stage_of(model, CONFIG, index, 2 * num_ranks) for index in (rank, second)]
+    return two_stages_of(model, CONFIG, schedule, rank, num_ranks)
 
 
 def train(
