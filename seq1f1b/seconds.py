@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from seq1f1b import _C
 
@@ -14,7 +16,8 @@ __all__: list[str] = []
 class Span(NamedTuple):
     """Tokens of a segment, pairs of one of them and a token that it attends to, and tokens up to its end.
 
-    ``within``: the pairs in layers with a window, for each window of the model.
+    ``within``: the pairs in layers with a window, for each window of the model. Each field may be an array instead, of
+    many segments: sources of seconds use operators and ufuncs of numpy alone.
     """
 
     tokens: int
@@ -68,7 +71,8 @@ SHARD_PASSES = {name: letter for letter, name in zip(_C.PASSES, _C.PASS_NAMES, s
 
 
 class Source(Protocol):
-    """An origin of the seconds of units: parts of a model on a machine or in a profile, or measured stages.
+    """An origin of the seconds of units: parts of a model on a machine or in a profile, or measured stages. Seconds of
+    a span of arrays are arrays, or numbers where all segments are alike.
 
     Attributes:
         kinds: of each stage, a number: stages of one kind cost alike.
@@ -134,12 +138,23 @@ def spans_of_tree(parts: Sequence[Sequence[int]], parents: Sequence[int], window
 
 def seconds_of(source: Source, spans: Sequence[Span]) -> UnitSeconds:
     """The units over these spans, of any rows. Stages of one kind share a list."""
-    found = [source.seconds(span) for span in spans]
-    by_kind = [[list(row) for row in zip(*units, strict=True)] for units in zip(*found, strict=True)]
+    by_kind = [_lists(found, len(spans)) for found in source.seconds(_arrays(spans))]
     return UnitSeconds(*([by_kind[kind][i] for kind in source.kinds] for i in range(len(UnitSeconds._fields))))
 
 
 def shards_of(source: Source, spans: Sequence[Span]) -> dict[str, list[list[float]]]:
     """The passes of a vocabulary over the ranks, as :class:`seq1f1b.Costs` has them."""
-    rows = zip(*(source.shard(span) for span in spans), strict=True)
-    return {name: [list(row)] * len(source.kinds) for name, row in zip(ShardSeconds._fields, rows, strict=True)}
+    rows = _lists(source.shard(_arrays(spans)), len(spans))
+    return {name: [row] * len(source.kinds) for name, row in zip(ShardSeconds._fields, rows, strict=True)}
+
+
+def _arrays(spans: Sequence[Span]) -> Span:
+    """One span for all, of arrays."""
+    tokens, pairs, end, within = zip(*spans, strict=True)
+    columns: Any = [np.array(column, float) for column in (tokens, pairs, end, *zip(*within, strict=True))]
+    return Span(columns[0], columns[1], columns[2], tuple(columns[3:]))
+
+
+def _lists(seconds: Sequence[Any], count: int) -> list[list[float]]:
+    """Arrays as lists of so many numbers."""
+    return [np.broadcast_to(each, count).tolist() for each in seconds]

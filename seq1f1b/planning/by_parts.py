@@ -217,4 +217,5 @@ class ByParts(ABC):
 
 
 def sum_of(counts: Sequence[int], each: Sequence[float]) -> float:
-    return float(sum(map(operator.mul, counts, each)))
+    found: float = sum(map(operator.mul, counts, each))
+    return found

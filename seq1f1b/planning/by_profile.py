@@ -94,6 +94,7 @@ class ByProfile(ByParts):
 
 def _scaled(part: Part | None, factors: PassSeconds, span: Span, floor: bool) -> PassSeconds:
     """The passes of a part of the profile, times the factors of the machine."""
-    if part is None or span.tokens == 0:
+    if part is None:
         return NO_SECONDS
-    return PassSeconds(*map(operator.mul, part.seconds(span.tokens, span.pairs, floor), factors))
+    found = map(operator.mul, part.seconds(span.tokens, span.pairs, floor), factors)
+    return PassSeconds(*((span.tokens > 0) * seconds for seconds in found))

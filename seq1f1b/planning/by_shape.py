@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from functools import cached_property
 
+import numpy as np
+
 from seq1f1b.partition import Layer
 from seq1f1b.planning.by_parts import ByParts, UnitBytes, sum_of
-from seq1f1b.seconds import NO_SECONDS, PassSeconds, Span, pairs_of
+from seq1f1b.seconds import NO_SECONDS, PassSeconds, Span
 
 __all__: list[str] = []
 
@@ -36,11 +38,11 @@ class ByShape(ByParts):
         hw, attention = self.hardware, self._attention(span, kind)
         (work, collectives), fixed = self._work(span, attention, kind), self._fixed(span, attention, kind)
         ring = self._ring(span, self.layer_kinds[kind])  # hidden behind attention as far as that lasts
-        forward = max(work.forward + fixed.forward, hw.launch * hw.forward_kernels)
-        back = max(work.input + fixed.input, hw.launch * hw.input_kernels)
-        weight = max(work.weight + fixed.weight, hw.launch * hw.weight_kernels)
-        forward += collectives[0] + max(0.0, ring - attention[0])
-        back += collectives[1] + max(0.0, 2 * ring - attention[1])
+        forward = np.maximum(work.forward + fixed.forward, hw.launch * hw.forward_kernels)
+        back = np.maximum(work.input + fixed.input, hw.launch * hw.input_kernels)
+        weight = np.maximum(work.weight + fixed.weight, hw.launch * hw.weight_kernels)
+        forward += collectives[0] + np.maximum(0.0, ring - attention[0])
+        back += collectives[1] + np.maximum(0.0, 2 * ring - attention[1])
         return PassSeconds(forward, back, weight, back + weight, forward)
 
     def flow(self, span: Span, kind: int = 0) -> float:
@@ -79,7 +81,11 @@ class ByShape(ByParts):
         """The pairs within a window; a span that does not tell them is of one document."""
         if span.within:
             return span.within[self.windows.index(window)]
-        return min(span.pairs, pairs_of((span.end,), span.end - span.tokens, span.end, window))
+        begin, end = span.end - span.tokens, span.end
+        near, far = np.maximum(begin - window, 0), np.maximum(end - window, 0)
+        pairs = (end * (end + 1) - begin * (begin + 1) - far * (far + 1) + near * (near + 1)) / 2
+        found: float = np.minimum(span.pairs, pairs)
+        return found
 
     def _work(self, span: Span, attention: tuple[float, float], kind: int) -> tuple[PassSeconds, tuple[float, float]]:
         """One layer without what is fixed, and the collectives of F and of I."""
@@ -101,7 +107,7 @@ class ByShape(ByParts):
         """Seconds of F, I and W of one layer, however few rows a unit has: the begin and end of attention's tiles, the
         latency of collectives, sums of weight gradients, a copied prefix."""
         hw = self.hardware
-        rows = max(span.tokens / self.layout.context, 1.0)
+        rows = np.maximum(span.tokens / self.layout.context, 1.0)
         latency = hw.collective_latency * hw.tensor_exposed * (self.layout.tensor > 1)
         prefix = 0.0
         if self.layout.copies_prefix:  # read and written in F; read, read and written in the sum of gradients
@@ -138,7 +144,7 @@ class ByShape(ByParts):
         c, hw = self.layout.context, self.hardware
         if c == 1:
             return 0.0
-        seen = min(span.end, span.tokens + layer.window) if layer.window else span.end
+        seen = np.minimum(span.end, span.tokens + layer.window) if layer.window else span.end
         moved = (c - 1) / c * seen * layer.keys / self.layout.tensor * hw.element_bytes
         return moved / hw.link(c * self.layout.tensor)
 

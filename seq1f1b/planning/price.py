@@ -124,17 +124,14 @@ class Price:
     @cached_property
     def seconds(self) -> Any:
         """Seconds of each pass, a ``UnitSeconds`` of tables."""
-        known: dict[Span, int] = {}
-        places = [known.setdefault(span, len(known)) for span in self._spans]
-        found = seconds_of(self.cost.source, list(known))
-        spread: dict[int, list[Any]] = {}  # equal stages are one list: it is spread once
+        nested: dict[int, list[Any]] = {}  # equal stages share a list
 
         def row(values: list[float]) -> list[Any]:
-            if id(values) not in spread:
-                spread[id(values)] = self._nest([values[place] for place in places])
-            return spread[id(values)]
+            if id(values) not in nested:
+                nested[id(values)] = self._nest(values)
+            return nested[id(values)]
 
-        return UnitSeconds(*(list(map(row, table)) for table in found))
+        return UnitSeconds(*(list(map(row, table)) for table in seconds_of(self.cost.source, self._spans)))
 
     @cached_property
     def shard_seconds(self) -> dict[str, list[list[float]]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
 
 from seq1f1b.fit import Fit, fit_seconds
 from seq1f1b.seconds import PASSES, SHARD_PASSES, PassSeconds, ShardSeconds, Source, Span
@@ -108,6 +110,7 @@ def _measured(fits: dict[str, Fit], span: Span, like: PassSeconds) -> PassSecond
     )
 
 
-def _like(measured: float, wanted: float, known: float) -> float:
+def _like(measured: Any, wanted: Any, known: Any) -> Any:
     """The wanted seconds, of which the known ones were measured."""
-    return measured * wanted / known if known > 0 else wanted
+    is_known = np.greater(known, 0)
+    return np.where(is_known, measured * wanted / np.where(is_known, known, 1.0), wanted)

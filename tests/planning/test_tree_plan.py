@@ -114,7 +114,7 @@ def test_a_plan_of_a_hundred_trees_is_quick() -> None:
         plan = plan_step(trees, cost)
         took.append(time.perf_counter() - begin)
     print(f"a plan of 100 trees of 20 nodes for 8 ranks: {min(took) * 1e3:.1f} ms")
-    assert min(took) < 0.5  # 91 ms of a core were measured: 2,508 units of other lengths each are priced in Python
+    assert min(took) < 0.5  # 42 ms of a core were measured; a machine with other work takes longer
     assert plan_step(trees, cost).digest == plan.digest != plan_step(trees[1:], cost).digest
 
 
