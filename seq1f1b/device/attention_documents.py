@@ -1,7 +1,6 @@
 """Attention over packed documents by torch's flash ops, which take sequences of many lengths in one call.
 
-The documents of a segment are such sequences (``cum_seq_q``, ``cum_seq_k``). Each is causal, its last query sees its
-last key. A row of the batch is a call of its own, for the slabs of the KV cache have other rows' keys in between.
+The documents of a segment are such sequences (attention_sequences.py).
 
     forward   the first document goes on from an earlier segment: its keys begin there, or where the window does. All
               others have as many keys as queries. So one call computes a row, and no result is merged.
@@ -9,9 +8,8 @@ last key. A row of the batch is a call of its own, for the slabs of the KV cache
               segment concern its first document alone, and are taken as the way "flash" takes them: in ranges, each
               seen by that document's queries.
 
-So every sequence of a call has queries and keys, and they cover all rows of the tensors: the ops leave no element
-unwritten. Where documents lie is asked of document_layout.py. No GPU has run this way: it is used where it has proven
-itself (``is_right``), at its first use in each dtype and head size.
+Where documents lie is asked of document_layout.py. No GPU has run this way: it is used where it has proven itself
+(``is_right``), at its first use in each dtype and head size.
 """
 
 from __future__ import annotations
@@ -23,76 +21,53 @@ import torch
 from torch import Tensor
 
 from seq1f1b import proof
-from seq1f1b.device import attention_calls, attention_parts, attention_proof, attention_ways
-from seq1f1b.device.attention_ways import Given, Gradients, Options, Plan
+from seq1f1b.device import attention_calls, attention_parts, attention_proof, attention_sequences, attention_ways
+from seq1f1b.device.attention_sequences import Gradients
+from seq1f1b.device.attention_ways import Given, Options, Plan
 from seq1f1b.device.document_layout import Layout, Row, read
 
 __all__: list[str] = []
 
-_FEWEST = 2
-"""Least that the op is told of the longest sequence: for one query it leaves the mask out and moves heads about."""
-
 
 def forward(plan: Plan, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     layout = _layout(options)
-    outs, sums = [], []
-    for index, row in enumerate(layout.rows):
-        of_row = [t.narrow(0, index, 1) for t in (q, keys, values)]
-        out, lse = _forward_of_row(plan, options, layout, index, row, *of_row)
-        outs.append(out)
-        sums.append(lse)
-    out = outs[0][None] if len(outs) == 1 else torch.stack(outs)
-    out = out.transpose(1, 2)
-    if plan.width:
-        out = out[..., : values.shape[3]]
-    return out, sums[0][None] if len(sums) == 1 else torch.stack(sums)
+    rows = [[t.narrow(0, index, 1) for t in (q, keys, values)] for index in range(len(q))]
+    out, lse = attention_sequences.results_of([
+        _forward_of_row(plan, options, layout, index, *row) for index, row in enumerate(rows)
+    ])  # fmt: skip
+    return (out[..., : values.shape[3]] if plan.width else out), lse
 
 
 def _forward_of_row(
-    plan: Plan, options: Options, layout: Layout, index: int, row: Row, q: Tensor, keys: Tensor, values: Tensor
+    plan: Plan, options: Options, layout: Layout, index: int, q: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
     """out (tokens, heads, head_dim) and lse (heads, tokens)."""
-    offset, end = layout.offset, keys.shape[2]
+    row, offset, end = layout.rows[index], layout.offset, keys.shape[2]
     start = _first_key(row, offset, options.window)
     before = offset - start
-    q, keys, values = attention_ways.readable(
-        plan, q, keys.narrow(2, start, end - start), values.narrow(2, start, end - start)
-    )
-    longest = max(row.longest, _FEWEST)
-    left, right = (options.window - 1, 0) if options.window else (None, None)
-    found = torch.ops.aten._flash_attention_forward.default(
-        *_packed(q, keys, values), layout.bounds(options.docs)[index], layout.key_bounds(options.docs, index, before),
-        longest, max(longest, before + row.num_first), 0.0, True, False, scale=options.scale, window_size_left=left,
-        window_size_right=right,
+    tensors = attention_ways.readable(plan, q, keys.narrow(2, start, end - start), values.narrow(2, start, end - start))
+    return attention_sequences.forward(
+        tensors, layout.bounds(options.docs)[index], layout.key_bounds(options.docs, index, before),
+        row.longest, before + row.num_first, options.scale, options.window,
     )  # fmt: skip
-    return found[0], found[1]
 
 
 def backward(plan: Plan, given: Given) -> Gradients:
-    rows = [
-        _backward_of_row(plan, _layout(given.options), index, _of_row(given, index)) for index in range(len(given.q))
-    ]
-    if len(rows) == 1:
-        return rows[0]
-    dq, dk, dv = (
-        torch.cat([t.transpose(1, 2) for t in of_rows]).transpose(1, 2) for of_rows in zip(*rows, strict=True)
-    )
-    return dq, dk, dv
+    layout = _layout(given.options)
+    return attention_sequences.gradients_of([
+        _backward_of_row(plan, layout, index, _of_row(given, index)) for index in range(len(given.q))
+    ])  # fmt: skip
 
 
 def _backward_of_row(plan: Plan, layout: Layout, index: int, given: Given) -> Gradients:
     row, options = layout.rows[index], given.options
-    bounds, longest = layout.bounds(options.docs)[index], max(row.longest, _FEWEST)
-    left, right = (options.window - 1, 0) if options.window else (None, None)
+    bounds = layout.bounds(options.docs)[index]
 
     def own(*tensors: Tensor) -> Gradients:
-        unused = torch.empty(0, dtype=torch.int64, device=bounds.device)  # state of dropout
-        grads = torch.ops.aten._flash_attention_backward.default(
-            *[t[0] for t in tensors], given.lse[0].contiguous(), bounds, bounds, longest, longest, 0.0, True, unused,
-            unused, scale=options.scale, window_size_left=left, window_size_right=right,
-        )  # fmt: skip
-        dq, dk, dv = (t[None].transpose(1, 2) for t in grads)
-        return dq, dk, dv
+        of_row = [t[0] for t in tensors]
+        return attention_sequences.backward(
+            of_row, given.lse[0].contiguous(), bounds, row.longest, options.scale, options.window
+        )
 
     return attention_ways.flash_backward(_plan_of_row(plan, layout.offset, row, options.window), given, own)
 
@@ -117,11 +92,6 @@ def _first_key(row: Row, offset: int, window: int) -> int:
 def _layout(options: Options) -> Layout:
     assert options.layout is not None
     return options.layout
-
-
-def _packed(*tensors: Tensor) -> list[Tensor]:
-    """(1, heads, tokens, head_dim) as the op takes it: (tokens, heads, head_dim)."""
-    return [t[0].transpose(0, 1) for t in tensors]
 
 
 def _of_row(given: Given, index: int) -> Given:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from seq1f1b.device import attention_parts, kernel_library
 from seq1f1b.device.attention_calls import Call, Place
+from seq1f1b.device.attention_sequences import Gradients
 from seq1f1b.device.document_layout import Layout
 
 __all__: list[str] = []
@@ -150,7 +151,6 @@ class Given(NamedTuple):
     store: bool  # dk and dv hold nothing yet
 
 
-Gradients = tuple[Tensor, Tensor, Tensor]
 Part = Callable[[Call, Tensor, Tensor], Gradients]
 """dq, dk and dv of a call, from the keys and values of its range."""
 

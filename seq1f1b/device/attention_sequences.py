@@ -1,0 +1,78 @@
+"""Torch's flash ops over sequences of many lengths that lie one after another, such as documents.
+
+Each sequence is causal, its last query sees its last key. A row of the batch is a call of its own, for the slabs of the
+KV cache have other rows' keys in between. Every sequence of a call has queries and keys, and they cover all rows of the
+tensors: the ops leave no element unwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__: list[str] = []
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+FEWEST = 2
+"""Least that the op is told of the longest sequence: for one query it leaves the mask out and moves heads about."""
+
+
+def forward(
+    tensors: Sequence[Tensor], bounds: Tensor, key_bounds: Tensor, longest: int, most_keys: int,
+    scale: float, window: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out (tokens, heads, head_dim) and lse (heads, tokens) of a row.
+
+    Args:
+        tensors: q, keys and values, (1, their heads, tokens, head_dim).
+        bounds, key_bounds: (sequences + 1) in int32: 0, and the end of each sequence among the queries and keys.
+        longest, most_keys: tokens and keys of the longest sequence, at least.
+    """
+    longest = max(longest, FEWEST)
+    left, right = (window - 1, 0) if window else (None, None)
+    found = torch.ops.aten._flash_attention_forward.default(
+        *[t[0].transpose(0, 1) for t in tensors], bounds, key_bounds, longest, max(longest, most_keys), 0.0,
+        True, False, scale=scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return found[0], found[1]
+
+
+def backward(
+    tensors: Sequence[Tensor], lse: Tensor, bounds: Tensor, longest: int, scale: float, window: int = 0
+) -> Gradients:
+    """dq, dk and dv of a row, (1, their heads, tokens, head_dim), of sequences with as many keys as queries.
+
+    Args:
+        tensors: dout, q, keys, values and out, (tokens, their heads, head_dim).
+        lse: (heads, tokens), contiguous.
+    """
+    longest = max(longest, FEWEST)
+    left, right = (window - 1, 0) if window else (None, None)
+    unused = torch.empty(0, dtype=torch.int64, device=bounds.device)  # state of dropout
+    grads = torch.ops.aten._flash_attention_backward.default(
+        *tensors, lse, bounds, bounds, longest, longest, 0.0, True, unused, unused, scale=scale, window_size_left=left,
+        window_size_right=right,
+    )  # fmt: skip
+    dq, dk, dv = (t[None].transpose(1, 2) for t in grads)
+    return dq, dk, dv
+
+
+def results_of(rows: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """out (batch, heads, tokens, head_dim) and lse (batch, heads, tokens) from those of each row."""
+    if len(rows) == 1:
+        return rows[0][0][None].transpose(1, 2), rows[0][1][None]
+    outs, sums = zip(*rows, strict=True)
+    return torch.stack(outs).transpose(1, 2), torch.stack(sums)
+
+
+def gradients_of(rows: Sequence[Gradients]) -> Gradients:
+    """dq, dk and dv of the batch from those of each row, in token-major memory."""
+    if len(rows) == 1:
+        return rows[0]
+    dq, dk, dv = (
+        torch.cat([t.transpose(1, 2) for t in of_rows]).transpose(1, 2) for of_rows in zip(*rows, strict=True)
+    )
+    return dq, dk, dv
