@@ -18,7 +18,7 @@ from torch import Tensor
 
 import seq1f1b
 from seq1f1b import proof
-from seq1f1b.device import attention_parts, attention_proof, cuda_attention, kernel_library
+from seq1f1b.device import attention_parts, attention_paths, attention_proof, cuda_attention, kernel_library
 from seq1f1b.device.placement import step_on
 
 # -- attention: against fp64 of the whole sequence -------------------------------------------------------------------
@@ -110,6 +110,20 @@ def library(machine: Machine) -> Iterator[Case]:
             run = functools.partial(attention_errors, *arguments, v_head_dim=v_head_dim, by_cudnn=by_cudnn)
             text = f"bfloat16 d{head_dim}, values d{v_head_dim} kv2 {odd} {name}".rstrip()
             yield f"{text}{', cuDNN where it takes the shape' * by_cudnn}", run
+    for dtype, head_dim in ((bf16, 64), (bf16, 128), (fp16, 128)) if machine.is_cuda else ():
+        for name, packs in attention_paths.INSTEAD:
+            text = f"{proof.DTYPES[dtype]} d{head_dim} check of {name} over {'siblings' if packs else 'paths'}"
+            yield text, functools.partial(over_paths, machine, name, packs, dtype, head_dim)
+
+
+def over_paths(machine: Machine, name: str, packs: bool, dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
+    """The check at the first use, of attention over the keys of a tree's path: the first time, and again."""
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        attention_paths.prove(name, packs, dtype, head_dim, machine.device, cuda_attention._plan_by)
+        seconds.append(time.perf_counter() - start)
+    return {"ms": [round(each * 1e3, 1) for each in seconds]}
 
 
 # -- the package's own kernels ---------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ class Call(NamedTuple):
     first: int  # of the queries that see it
     num_queries: int
     comes_first: bool  # no call before it wrote to this range of dk and dv
-    is_own: bool  # its keys are the own ones of its queries, all of them
+    is_own: bool  # its last keys are the own ones of its queries, all of them
     row: int  # of its first key in the slabs
 
 
@@ -80,26 +80,33 @@ def ranges(
 
 
 def ranges_of_path(
-    place: Place, start: int, offset: int, window: int, longest: int, is_plain: bool = False
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Call, ...]]:
+    place: Place, start: int, offset: int, window: int, longest: int, *, is_plain: bool = False, joins: bool = False,
+    packs: bool = False,
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Call, ...]]:  # fmt: skip
     """As ``ranges``, of a path: the first row and the length of each piece, and the calls.
 
     A piece lies within one range of rows, and is added to or stored as a whole. Siblings that share the segment have a
     piece each, or several in the plain way, which their queries alone see.
+
+    Args:
+        joins: keys that lie right before the own ones are a piece with them, if no siblings share the segment.
+        packs: the own keys of siblings are one piece, and one call, which tells them apart.
     """
     rows: list[int] = []
     sizes: list[int] = []
     own: list[Call] = []
     before: list[Call] = []
-    for lo, hi in ((start, min(place.kept, offset)), (max(start, place.kept), offset)):
+    is_one = packs or not place.parts
+    lead = offset - max(start, place.ranges[-1][0]) if joins and not place.parts else 0
+    for lo, hi in ((start, min(place.kept, offset - lead)), (max(start, place.kept), offset - lead)):
         for first, row, size in place.rows_between(lo, hi):
             for begin, stop in bounds(first, first + size, longest):
                 rows.append(row + begin - first)
                 sizes.append(stop - begin)
                 before += _calls_of(len(rows) - 1, begin, stop, offset, place.end, window, False, is_plain, rows[-1])
-    ends = itertools.accumulate(place.parts or (place.end - offset,), initial=offset)
+    ends = itertools.accumulate((place.end - offset,) if is_one else place.parts, initial=offset)
     for first, end in itertools.pairwise(ends):
-        for begin, stop in bounds(max(first, start), end, longest) if is_plain else ((first, end),):
+        for begin, stop in bounds(max(first, start), end, longest) if is_plain else ((first - lead, end),):
             rows.append(place.row(begin))
             sizes.append(stop - begin)
             calls = _calls_of(len(rows) - 1, begin, stop, first, end, window, not is_plain, is_plain, rows[-1])

@@ -164,7 +164,7 @@ def _plan(q: Tensor, k: Tensor) -> Plan:
     """Ranges of fewer keys than there are before the segment."""
     return Plan(
         run=forward, way="documents", operation=None, tokens=q.shape[2], copied=None, width=0, pieces=(k.shape[2],),
-        hides_first=0, calls=(), sum_of_dq="total", key_range=40,
+        hides_first=0, calls=(), merges=True, sum_of_dq="total", key_range=40,
     )  # fmt: skip
 
 

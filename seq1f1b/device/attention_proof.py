@@ -1,9 +1,10 @@
-"""The small cases by which the two kernels of attention prove themselves (proof.py).
+"""The small cases by which the two kernels of attention, and ways by torch's ops, prove themselves (proof.py).
 
 A segment over a prefix, ragged in every direction: without options, with documents, with a window, and with all that
-the kernels take. The truth is computed on the CPU, by matrix products in float64. A result may be off twice as far as
-the same products are with each intermediate result rounded to 16 bits: benchmarks/gpu_attention.py asks the same of
-large cases. Memory around the results must stay as it is.
+the kernels take; and at the end of a tree's path, whose keys lie in two ranges or three. The truth is computed on the
+CPU, by matrix products in float64. A result may be off twice as far as the same products are with each intermediate
+result rounded to 16 bits: benchmarks/gpu_attention.py asks the same of large cases. Memory around the results must stay
+as it is.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from seq1f1b.device.attention_calls import Place
 from seq1f1b.proof import Numbers, Use, apart
 
 __all__: list[str] = []
@@ -42,6 +44,12 @@ class Options(NamedTuple):
     store: bool = False  # else backward adds to sums
     deterministic: bool = False
     num_parts: int = 1
+    place: Place | None = None  # of the keys in a tree; None: in the first rows
+
+    @property
+    def kept(self) -> int:
+        """Keys before the segment whose rows of dk and dv are added to."""
+        return self.place.kept if self.place is not None else 0 if self.store else KEYS
 
 
 CASES = (
@@ -58,6 +66,16 @@ DOCUMENT_CASES = (
     Options("documents and a window of one tile, stored", True, 64, store=True),
 )
 """For what takes documents, and neither a soft cap nor calls without documents."""
+
+_PATH = (0, 25, 116), (25, KEYS, 2)
+_SIBLINGS = (0, 30, 75), (30, PREFIX, 5), (PREFIX, KEYS, 110)
+PATH_CASES = (
+    Options("a path of two ranges", place=Place(_PATH, (), kept=40)),
+    Options("a path of two ranges and a window", window=50, place=Place(_PATH, (), kept=10)),
+    Options("siblings over two ranges", place=Place(_SIBLINGS, (1, 40, 29), kept=PREFIX)),
+    Options("siblings over two ranges that are stored", scale=0.3, place=Place(_SIBLINGS, (40, 29, 1))),
+)
+"""For what takes the keys of a tree's path."""
 
 
 def prove(launch: Launch, use: Use, cases: tuple[Options, ...] = CASES) -> None:
@@ -77,15 +95,23 @@ class _Rows(NamedTuple):
 
     memory: Tensor
     rows: Tensor
+    of_keys: Tensor | None = None  # among the rows, those that hold keys; None: all do
 
     def holding(self, values: Tensor | None) -> _Rows:
         if values is not None:
-            self.rows.copy_(values)
+            self._fill(values.to(self.rows))
         return self
+
+    def _fill(self, values: Tensor | float) -> None:
+        self.rows[:, :, slice(None) if self.of_keys is None else self.of_keys] = values
+
+    def keys(self) -> Tensor:
+        """The rows in the order of the keys."""
+        return self.rows if self.of_keys is None else self.rows[:, :, self.of_keys]
 
     def are_alone(self) -> bool:
         """Whether memory around them still is NaN. They become NaN too."""
-        self.rows.fill_(float("nan"))
+        self._fill(float("nan"))
         return bool(self.memory.isnan().all())
 
 
@@ -112,6 +138,9 @@ class _Case:
         distance = position[PREFIX:, None] - position
         hidden = (distance < 0) | (distance >= (self.options.window or KEYS))
         other = self.docs[:, PREFIX:, None] != self.docs[:, None, :]
+        parts = self.options.place.parts if self.options.place is not None else ()
+        for begin, end in itertools.pairwise(itertools.accumulate(parts, initial=PREFIX)):
+            hidden[begin - PREFIX : end - PREFIX, PREFIX:begin] = True  # of siblings before
         return (hidden | other)[:, None, None]
 
     def results(self, wide: torch.dtype, rounded: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
@@ -152,8 +181,12 @@ class _Case:
 
     def slab(self, values: Tensor | None, dtype: torch.dtype) -> _Rows:
         """Rows of all keys, in a slab that is longer."""
-        memory = self._memory(dtype, BATCH, KV_HEADS, KEYS + BEHIND, self.use.head_dim)
-        return _Rows(memory, memory[:, :, :KEYS]).holding(values)
+        place = self.options.place
+        ranges = ((0, KEYS, 0),) if place is None else place.ranges
+        num_rows = max(row + end - begin for begin, end, row in ranges)
+        memory = self._memory(dtype, BATCH, KV_HEADS, num_rows + BEHIND, self.use.head_dim)
+        rows = torch.cat([torch.arange(row, row + end - begin, device=memory.device) for begin, end, row in ranges])
+        return _Rows(memory, memory[:, :, :num_rows], None if place is None else rows).holding(values)
 
     def lse(self, values: Tensor | None = None) -> _Rows:
         count = BATCH * HEADS * TOKENS
@@ -201,21 +234,24 @@ def _prove_forward(launch: Launch, case: _Case) -> None:
 
 
 def _prove_backward(launch: Launch, case: _Case) -> None:
-    store, dtype = case.options.store, case.use.dtype
+    kept, dtype = case.options.kept, case.use.dtype
     (out, lse, *truths), (_, _, *in_16_bits) = case.truth(), case.in_16_bits()
     dq, own = case.queries(), [case.queries(heads=KV_HEADS) for _ in range(2)]
     before = [case.numbers(BATCH, KV_HEADS, KEYS, case.use.head_dim) for _ in range(2)]
-    sums = [case.slab(None if store else values, torch.float32) for values in before]
+    for values in before:
+        values[:, :, kept:] = float("nan")
+    sums = [case.slab(values, torch.float32) for values in before]
     case.launch(
         launch, case.queries(out).rows, case.lse(lse).rows, dout=case.queries(case.dout).rows, dq=dq.rows,
-        dk=sums[0].rows, dv=sums[1].rows, own_dk=own[0].rows, own_dv=own[1].rows, store=store,
+        dk=sums[0].rows, dv=sums[1].rows, own_dk=own[0].rows, own_dv=own[1].rows, store=kept == 0,
         deterministic=case.options.deterministic,
     )  # fmt: skip
     case.hold("dq", dq.rows, truths[0], in_16_bits[0])
     case.hold_around("dq", dq)
     for i, (name, slab, of_own) in enumerate(zip(("dk", "dv"), sums, own, strict=True)):
-        truth, peer = (of[1 + i] if store else before[i] + of[1 + i] for of in (truths, in_16_bits))
-        got = torch.cat([slab.rows[:, :, :PREFIX], of_own.rows.float()], 2)
+        added = before[i].nan_to_num(0.0)
+        truth, peer = (added + of[1 + i] for of in (truths, in_16_bits))
+        got = torch.cat([slab.keys()[:, :, :PREFIX], of_own.rows.float()], 2)
         case.hold(name, got, truth, peer.to(dtype))
         case.hold_around(name, slab)
         case.hold_around(f"the segment's {name}", of_own)

@@ -1,4 +1,4 @@
-"""Torch's flash ops over sequences of many lengths that lie one after another, such as documents.
+"""Torch's flash ops over sequences of many lengths that lie one after another: documents, or siblings of one unit.
 
 Each sequence is causal, its last query sees its last key. A row of the batch is a call of its own, for the slabs of the
 KV cache have other rows' keys in between. Every sequence of a call has queries and keys, and they cover all rows of the
@@ -7,10 +7,15 @@ tensors: the ops leave no element unwritten.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from seq1f1b import proof
+from seq1f1b.device import kernel_library
 
 __all__: list[str] = []
 
@@ -76,3 +81,51 @@ def gradients_of(rows: Sequence[Gradients]) -> Gradients:
         torch.cat([t.transpose(1, 2) for t in of_rows]).transpose(1, 2) for of_rows in zip(*rows, strict=True)
     )
     return dq, dk, dv
+
+
+# -- siblings: the host knows how long they are, so nothing is counted or read ----------------------------------------
+
+
+def siblings_forward(
+    parts: tuple[int, ...], q: Tensor, keys: Tensor, values: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out and lse over the own keys of siblings, of so many tokens each; all tensors (batch, heads, tokens, ...)."""
+    bounds, longest = _bounds(parts, q), max(parts)
+    return results_of([
+        forward([t.narrow(0, row, 1) for t in (q, keys, values)], bounds, bounds, longest, longest, scale)
+        for row in range(len(q))
+    ])  # fmt: skip
+
+
+def siblings_backward(parts: tuple[int, ...], lse: Tensor, scale: float, *tensors: Tensor) -> Gradients:
+    """dq, dk and dv (batch, heads, tokens, ...) of the own keys.
+
+    Args:
+        lse: (batch, heads, tokens), contiguous.
+        tensors: dout, q, keys, values and out, (batch, tokens, heads, head_dim).
+    """
+    bounds, longest = _bounds(parts, lse), max(parts)
+    rows = zip(*[t.unbind() for t in tensors], strict=True)
+    return gradients_of([
+        backward(row, of_row, bounds, longest, scale) for row, of_row in zip(rows, lse.unbind(), strict=True)
+    ])  # fmt: skip
+
+
+def _bounds(parts: tuple[int, ...], like: Tensor) -> Tensor:
+    """In int32 on the device of ``like``: 0, and the end of each sibling.
+
+    All layers of a unit share them, and its backward. They are kept for a stream alone, in whose order they are written
+    and read, and their memory is used again. A CUDA graph may run after they are gone, and so gets its own.
+    """
+    if proof.is_capturing():
+        bounds = torch.zeros(len(parts) + 1, dtype=torch.int32, device=like.device)
+        for i, end in enumerate(itertools.accumulate(parts), 1):
+            bounds[i].fill_(end)  # a copy from the host's memory would be made anew when the graph runs
+        return bounds
+    return _kept_bounds(parts, like.device, kernel_library.raw_stream(like.get_device()))
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_bounds(parts: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    ends = torch.tensor([0, *itertools.accumulate(parts)], dtype=torch.int32, device="cpu")
+    return ends.to(device, non_blocking=True)

@@ -8,6 +8,7 @@ What a plan has found out about the tensors' layouts is not asked again.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seq1f1b.device import attention_parts, kernel_library
+from seq1f1b.device import attention_parts, attention_sequences, kernel_library
 from seq1f1b.device.attention_calls import Call, Place
 from seq1f1b.device.attention_sequences import Gradients
 from seq1f1b.device.document_layout import Layout
@@ -55,12 +56,14 @@ class Plan:
     pieces: tuple[int, ...]  # lengths of the ranges of keys, from the first key on
     hides_first: int  # keys that the window hides from all queries: in a chain they are the first piece
     calls: tuple[Call, ...]
+    merges: bool  # a forward's results two by two: each is of all queries, and they are few
     sum_of_dq: str  # "total" of all calls' parts, "in place" of the first's, or "wide": one by one in float32
     key_range: int = 0  # most keys before the segment that a call of the documents' backward takes
     wait: float | None = None  # operations still to come before cuDNN's own plan pays; None: decided
     flops: float = 0.0  # of one call
     place: Place | None = None  # of the keys in a tree
     rows: tuple[int, ...] = ()  # first rows of the pieces there
+    packs: tuple[int, ...] = ()  # tokens of siblings that have one call over the own keys of all
 
 
 # -- pieces of the keys ----------------------------------------------------------------------------------------------
@@ -204,11 +207,15 @@ ForwardPart = Callable[[Call, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def over_path(plan: Plan, q: Tensor, keys: Tensor, values: Tensor, part: ForwardPart) -> tuple[Tensor, Tensor]:
-    """out and lse of all queries, over the pieces of a path."""
+    """out and lse of all queries, over the pieces of the keys."""
     of_keys, of_values = pieces_of(plan, keys), pieces_of(plan, values)
+    if plan.merges:
+        own, *others = plan.calls
+        out, lse = part(own, of_keys[own.piece], of_values[own.piece])
+        for call in others:
+            out, lse = attention_parts.merge(out, lse, *part(call, of_keys[call.piece], of_values[call.piece]))
+        return out, lse
     found = [part(call, of_keys[call.piece], of_values[call.piece]) for call in plan.calls]
-    if len(found) == 2 and all(call.num_queries == plan.tokens for call in plan.calls):
-        return attention_parts.merge(*found[0], *found[1])
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=found[0][1].dtype)
     for call, (_, of_call) in zip(plan.calls, found, strict=True):
         rows = lse.narrow(2, call.first, call.num_queries)
@@ -283,17 +290,18 @@ def launch_own_backward(operation: kernel_library.Operation, given: Given, kerne
 
 def cudnn_forward(plan: Plan, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     v_head_dim, scale = values.shape[3], options.scale
-    q, keys, values = readable(plan, q, keys, values)
+    q, keys, values = readable_forward(plan, q, keys, values)
     attend, sums = torch.ops.aten._scaled_dot_product_cudnn_attention.default, q.shape[:3]
-    if len(plan.pieces) == 1:
-        found = attend(q, keys, values, None, True, 0.0, True, False, scale=scale)
-        out, lse = found[0], found[1].view(sums)
-    else:
-        before, own = keys.split_with_sizes(plan.pieces, 2)
-        values_before, own_values = values.split_with_sizes(plan.pieces, 2)
-        of_own = attend(q, own, own_values, None, True, 0.0, True, False, scale=scale)
-        of_before = attend(q, before, values_before, None, True, 0.0, False, False, scale=scale)
-        out, lse = attention_parts.merge(of_own[0], of_own[1].view(sums), of_before[0], of_before[1].view(sums))
+
+    def part(call: Call, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if plan.width:
+            keys, values = readable(plan, keys, values)
+        if plan.packs and call.is_own:
+            return attention_sequences.siblings_forward(plan.packs, q, keys, values, scale)
+        found = attend(q, keys, values, None, True, 0.0, call.is_own, False, scale=scale)
+        return found[0], found[1].view(sums)
+
+    out, lse = over_path(plan, q, keys, values, part)
     return (out[..., :v_head_dim] if plan.width else out), lse
 
 
@@ -306,6 +314,10 @@ def cudnn_backward(plan: Plan, given: Given) -> Gradients:
 
     def part(call: Call, keys: Tensor, values: Tensor) -> Gradients:
         keys, values = readable_range(plan, keys, values)
+        if plan.packs and call.is_own:
+            of_all = [t.transpose(1, 2) for t in (dout, q, keys, values, out)]
+            of_own = attention_sequences.siblings_backward(plan.packs, lse.squeeze(3), scale, *of_all)
+            return narrowed(plan, given, *of_own)
         dq, dk, dv = attend(
             dout, q, keys, values, out, lse, unused, unused, None, None, None, tokens, keys.shape[2], 0.0, call.is_own,
             scale=scale,
@@ -313,6 +325,11 @@ def cudnn_backward(plan: Plan, given: Given) -> Gradients:
         return narrowed(plan, given, dq, dk, dv)
 
     return over_ranges(plan, given, keys, values, part)
+
+
+def readable_forward(plan: Plan, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+    """q, keys and values; these two get their zeros range by range."""
+    return (*readable(plan, q), keys, values) if plan.width else readable(plan, q, keys, values)
 
 
 def readable_backward(plan: Plan, given: Given) -> tuple[Tensor, ...]:
@@ -340,7 +357,6 @@ def narrowed(plan: Plan, given: Given, dq: Tensor, dk: Tensor, dv: Tensor) -> Gr
 
 def flash_forward(plan: Plan, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     v_head_dim, window, offset = values.shape[3], options.window, count_keys(plan, keys) - plan.tokens
-    q, keys, values = readable(plan, q, keys, values)
 
     def attend(q: Tensor, keys: Tensor, values: Tensor, causal: bool, sides: _Sides) -> tuple[Tensor, Tensor]:
         found = torch.ops.aten._flash_attention_forward.default(
@@ -350,13 +366,18 @@ def flash_forward(plan: Plan, q: Tensor, keys: Tensor, values: Tensor, options: 
         return found[0].transpose(1, 2), found[1]
 
     def part(call: Call, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = readable_range(plan, keys, values)
+        if plan.packs and call.is_own:
+            return attention_sequences.siblings_forward(plan.packs, q, keys, values, options.scale)
         behind, sides = _flash_sides(call, offset, keys.shape[2], window)
         (queries,) = _rows_of(plan, call, q)
         return attend(queries, keys, values, behind == 0, sides)
 
     if plan.place is None:
+        q, keys, values = readable(plan, q, keys, values)
         out, lse = attend(q, keys, values, True, (window - 1, 0) if window else (None, None))
     else:
+        q, keys, values = readable_forward(plan, q, keys, values)
         out, lse = over_path(plan, q, keys, values, part)
     return (out[..., :v_head_dim] if plan.width else out), lse
 
@@ -381,6 +402,8 @@ def flash_backward(plan: Plan, given: Given, own: OwnPart | None = None) -> Grad
     dout, q, keys, values, out = readable_backward(plan, given)
     dout, q, out = dout.transpose(1, 2), q.transpose(1, 2), out.transpose(1, 2)
     lse, options, offset = given.lse.contiguous(), given.options, count_keys(plan, keys) - plan.tokens
+    if plan.packs:
+        own = functools.partial(attention_sequences.siblings_backward, plan.packs, lse, options.scale)
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # state of dropout
     attend = torch.ops.aten._flash_attention_backward.default
 

@@ -25,10 +25,10 @@ torch's ops round each range's part to q's dtype before. Ours take all keys at o
 themselves. attention_parts.py has the launches that merge and add. Sinks are no business of a way: out and lse get them
 at the end of a forward, and a backward that takes these two needs nothing else.
 
-In a tree of segments the keys of a path lie in several ranges of rows, and siblings may share a unit
-(attention_calls.py). cuDNN's place is then taken by flash, for trees have shapes that rarely come twice, and own and
-documents do not take part: the others are called once for the own keys of each sibling and once for each range before
-them, and merged. No GPU has run calls over several ranges.
+In a tree of segments the keys of a path lie in several ranges of rows, and siblings may share a unit. A call is over
+one range before the segment, or over own keys: cuDNN and flash, where they have proven themselves (attention_paths.py),
+have one for the own keys of all siblings, efficient and plain one for each sibling. The results are merged. Documents
+and own take no trees: a call of our kernels always hides keys behind its queries.
 
 All that follows from the shapes and strides of a call is decided once, in a plan (``_plan``). A call whose plan is
 known makes its views and launches.
@@ -53,6 +53,7 @@ from seq1f1b.device import (
     attention_calls,
     attention_documents,
     attention_parts,
+    attention_paths,
     attention_ways,
     document_layout,
     kernel_library,
@@ -71,6 +72,10 @@ many heads as queries have, for so the ops hold them before they add up heads th
 heads of 128, in 16 bits. A constant and not a share of what is free, because the bits of a gradient follow from the
 ranges.
 """
+
+MOST_MERGED = 4
+"""Most results of a forward that are merged two by two, which rounds each time. Of three such merges the error is that
+of attention by matrix products in 16 bits, and grows with the root of their number; more are added up in float32."""
 
 PLAIN_LOGITS = 1 << 26
 """Most logits that the plain way holds at once; it keeps a few tensors of that size."""
@@ -104,7 +109,7 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, *options: 
         attention_parts.copy(k, v, to_k, to_v)
     chosen, path = Options(key_docs, *options), _C.key_ranges()
     if path is not None:
-        chosen = _along_path(chosen, layer, path, 0)
+        chosen = attention_paths.options_of(chosen, layer, path, 0)
     return _forward(q, keys, values, chosen)
 
 
@@ -116,41 +121,10 @@ def segment_attention_backward(
     kept, num_keys = held.numel(), keys.shape[2]
     chosen, path = Options(key_docs, *options), _C.key_ranges()
     if path is not None:
-        chosen = _along_path(chosen, layer, path, kept)
+        chosen = attention_paths.options_of(chosen, layer, path, kept)
     elif kept not in (0, num_keys):
         chosen = chosen._replace(place=Place(((0, num_keys, 0),), (), kept))
     return _backward(dout, q, keys, values, out, lse, chosen, dk, dv, store=kept == 0)
-
-
-def _along_path(options: Options, layer: Tensor, path: tuple[Any, ...], kept: int) -> Options:
-    """The options of a segment of a tree.
-
-    Args:
-        path: where the current unit says that its keys lie.
-        kept: keys whose rows of dk and dv hold gradients already.
-    """
-    ranges, parts, num_documents = path
-    place = Place(ranges, parts, kept)
-    none = options.docs.new_empty(0)
-    if parts and (options.window or options.slopes.numel()):
-        raise ValueError(
-            f"layer {int(layer)} has a window or ALiBi slopes, which count the tokens between two, and {len(parts)} "
-            "siblings share this unit: give each sibling a segment of its own"
-        )
-    if not options.docs.numel():
-        return options._replace(place=place)
-    if num_documents == 1:  # as the plan of the step says: the ids hide nothing
-        return options._replace(place=place, docs=none, key_docs=none)
-    rows = [options.key_docs.narrow(1, row, end - begin) for begin, end, row in ranges]
-    key_docs = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
-    if not parts:
-        return options._replace(place=place, key_docs=key_docs)
-    torch._assert_async(  # on the device: to read the answer here would wait for all that runs there
-        (key_docs == key_docs[:, -1:]).all(),
-        "doc_ids are of several documents, and siblings share this unit: give a tree of siblings one id, or each of "
-        "them a segment of its own",
-    )
-    return options._replace(place=place, docs=none, key_docs=none)
 
 
 def positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_parts: int) -> Tensor:
@@ -222,8 +196,10 @@ def _own(q: Tensor, v_head_dim: int, options: Options, operation: str) -> kernel
 
 
 def _is_final(q: Tensor, v_head_dim: int, options: Options, operation: str) -> bool:
-    """Whether ``_own`` and ``_documents_takes``, which were asked the same before, will not answer otherwise later."""
+    """Whether the ways, which were asked the same before, will not answer otherwise later."""
     width = max(q.shape[3], v_head_dim)
+    if not _is_known_over_path(q, v_head_dim, options):
+        return False
     for_documents = _is_for_documents(q, v_head_dim, options)
     if for_documents and not attention_documents.is_final(q.dtype, width, q.device):
         return False
@@ -246,14 +222,46 @@ def _asks_for_own(q: Tensor, v_head_dim: int, options: Options, operation: str) 
 
 
 def _cudnn_takes(q: Tensor, v_head_dim: int, options: Options, operation: str = "") -> bool:
-    is_fast = not options.window and options.place is None and not math.isinf(PLAN_FLOPS) and _has_cudnn(q.device)
+    if options.place is not None and options.place.parts and not _has_many_parts(q, options):
+        return False  # siblings have a call each, of shapes that rarely come twice
+    is_fast = not options.window and not math.isinf(PLAN_FLOPS) and _has_cudnn(q.device)
     return is_fast and _flash_takes(q, v_head_dim, options)
 
 
 def _flash_takes(q: Tensor, v_head_dim: int, options: Options, operation: str = "") -> bool:
+    if not _flash_fits(q, v_head_dim, options):
+        return False
+    return options.place is None or _is_right("flash", False, q, v_head_dim) is True
+
+
+def _flash_fits(q: Tensor, v_head_dim: int, options: Options) -> bool:
     if q.dtype not in (torch.bfloat16, torch.float16) or _needs_products(options):
         return False
     return max(q.shape[3], v_head_dim) % 8 == 0 and _has_flash(q.device)
+
+
+def _has_many_parts(q: Tensor, options: Options) -> bool:
+    """Whether siblings are more than rows of the batch, each of which has a call if that takes all siblings."""
+    return options.place is not None and len(options.place.parts) > len(q)
+
+
+def _packs(q: Tensor, v_head_dim: int, options: Options) -> bool:
+    """Whether siblings have one call of flash over the own keys of all: ``Plan.packs``."""
+    return _has_many_parts(q, options) and _is_right("flash", True, q, v_head_dim) is True
+
+
+def _is_right(name: str, packs: bool, q: Tensor, v_head_dim: int) -> bool | None:
+    return attention_paths.is_right(name, packs, q, v_head_dim, _plan_by)
+
+
+def _is_known_over_path(q: Tensor, v_head_dim: int, options: Options) -> bool:
+    """Whether ``_is_right`` has an answer to what a plan by flash follows from."""
+    if options.place is None or not _flash_fits(q, v_head_dim, options):
+        return True
+    found = _is_right("flash", False, q, v_head_dim)
+    if found and _has_many_parts(q, options):
+        found = _is_right("flash", True, q, v_head_dim)
+    return found is not None
 
 
 def _is_for_documents(q: Tensor, v_head_dim: int, options: Options) -> bool:
@@ -443,8 +451,9 @@ def _make_plan(operation: str, tensors: tuple[Tensor, ...], options: Options) ->
     q, _, values = _queries_keys_values(tensors)
     chosen = way(q, values.shape[3], options, operation)
     if chosen != "cudnn":
-        return _plan_by(chosen, operation, tensors, options)
-    plan = _plan_by("flash", operation, tensors, options)
+        packs = chosen == "flash" and _packs(q, values.shape[3], options)
+        return _plan_by(chosen, operation, tensors, options, packs)
+    plan = _plan_by("flash", operation, tensors, options, _packs(q, values.shape[3], options))
     shapes = _shapes_of_cudnn(operation, tensors, options)
     pairs = sum(shape.num_keys / (2 if shape.is_causal else 1) for shape in shapes)
     plan.flops = PRODUCTS[operation] * 2 * q.numel() * pairs
@@ -453,13 +462,17 @@ def _make_plan(operation: str, tensors: tuple[Tensor, ...], options: Options) ->
 
 
 def _plan_by_cudnn(operation: str, tensors: tuple[Tensor, ...], options: Options) -> Plan | None:
-    """None: torch does not hand each of the calls to cuDNN, or cuDNN has plans enough."""
+    """None: torch does not hand each of the calls to cuDNN, cuDNN has plans enough, or is not known to be right."""
     shapes = _shapes_of_cudnn(operation, tensors, options)
     of_cudnn = _plans.of_cudnn.union(shapes)
     if len(of_cudnn) > MOST_SHAPES or not all(_cudnn_fits(tensors, shape) for shape in set(shapes)):
         return None
+    q, _, values = _queries_keys_values(tensors)
+    packs = _has_many_parts(q, options)
+    if options.place is not None and not _is_right("cudnn", packs, q, values.shape[3]):
+        return None
     _plans.of_cudnn = of_cudnn
-    return _plan_by("cudnn", operation, tensors, options)
+    return _plan_by("cudnn", operation, tensors, options, packs)
 
 
 PRODUCTS = {"attention_forward": 2, "attention_backward": 5}
@@ -483,12 +496,9 @@ class _CudnnShape(NamedTuple):
 def _shapes_of_cudnn(operation: str, tensors: tuple[Tensor, ...], options: Options) -> list[_CudnnShape]:
     """One for each call."""
     q, keys, values = _queries_keys_values(tensors)
-    offset, tokens = keys.shape[2] - q.shape[2], q.shape[2]
-    if operation == "attention_forward":
-        calls = [(tokens, True), (offset, False)][: 2 if offset else 1]
-    else:
-        _, pieces, ranges = _ranges("cudnn", q, keys, values, options)
-        calls = [(pieces[call.piece], call.is_own) for call in ranges]
+    packs = _has_many_parts(q, options)
+    _, _, pieces, ranges = _ranges("cudnn", operation, q, keys, values, options, packs)
+    calls = [(pieces[call.piece], call.is_own) for call in ranges if not (packs and call.is_own)]
     of_all = operation, q.dtype, q.device, (q.shape, q.stride()), keys.shape[1], values.shape[3], keys.stride()
     return [_CudnnShape(*of_all, *call) for call in calls]
 
@@ -506,28 +516,15 @@ def _queries_keys_values(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tensors if len(tensors) == 3 else tensors[1:4]
 
 
-def _plan_by(name: str, operation: str, tensors: tuple[Tensor, ...], options: Options) -> Plan:
+def _plan_by(name: str, operation: str, tensors: tuple[Tensor, ...], options: Options, packs: bool = False) -> Plan:
     q, keys, values = _queries_keys_values(tensors)
-    tokens, end = q.shape[2], keys.shape[2]
+    tokens = q.shape[2]
     width = max(q.shape[3], values.shape[3])
-    hidden: int = 0
-    pieces: tuple[int, ...] = (end,)
-    rows: tuple[int, ...] = ()
-    calls: tuple[Call, ...] = ()
     is_backward = operation == "attention_backward"
-    if options.place is not None:
-        hidden, rows, pieces, calls = _ranges_of_path(name, q, values, options, options.place, is_backward)
-    elif is_backward and name not in ("own", "documents"):
-        hidden, pieces, calls = _ranges(name, q, keys, values, options)
-    elif name == "cudnn" and end > tokens:
-        pieces = end - tokens, tokens
-    elif name == "plain":
-        of_bounds = attention_calls.bounds(0, end, _plain_range(q))
-        pieces = attention_calls.lengths(of_bounds)
-        calls = tuple(Call(i, begin, 0, tokens, True, False, begin) for i, (begin, _) in enumerate(of_bounds))
+    hidden, rows, pieces, calls = _ranges(name, operation, q, keys, values, options, packs)
     copied = tuple(not are_rows_aligned(t) for t in tensors)
     return Plan(
-        run=WAYS[name].forward if operation == "attention_forward" else WAYS[name].backward,
+        run=WAYS[name].backward if is_backward else WAYS[name].forward,
         way=name,
         operation=_own(q, values.shape[3], options, operation) if name == "own" else None,
         tokens=tokens,
@@ -536,32 +533,39 @@ def _plan_by(name: str, operation: str, tensors: tuple[Tensor, ...], options: Op
         pieces=pieces,
         hides_first=hidden,
         calls=calls,
+        merges=len(calls) <= MOST_MERGED and all(call.num_queries == tokens for call in calls),
         sum_of_dq=attention_calls.sum_of_dq(calls, tokens, attention_parts.MOST_PARTS) if is_backward else "",
         place=options.place,
         rows=rows,
+        packs=options.place.parts if options.place is not None and packs else (),
         key_range=_key_range(q, values) if name == "documents" else 0,
     )
 
 
 def _ranges(
-    name: str, q: Tensor, keys: Tensor, values: Tensor, options: Options
-) -> tuple[int, tuple[int, ...], tuple[Call, ...]]:
-    """How many keys a window hides, the lengths of these and of all ranges behind them, and the calls of a backward."""
-    end, is_plain = keys.shape[2], name == "plain"
+    name: str, operation: str, q: Tensor, keys: Tensor, values: Tensor, options: Options, packs: bool
+) -> tuple[int, tuple[int, ...], tuple[int, ...], tuple[Call, ...]]:
+    """How many keys a window hides, the first rows of ranges of keys (none in a chain), their lengths and the calls.
+
+    In a chain those that a window hides are the first range.
+    """
+    place, is_plain, is_backward = options.place, name == "plain", operation == "attention_backward"
+    end = keys.shape[2] if place is None else place.end
     offset = end - q.shape[2]
     start = max(0, offset - options.window + 1) if options.window else 0
-    longest = _plain_range(q) if is_plain else _key_range(q, values)
-    return start, *attention_calls.ranges(start, offset, end, options.window, longest, is_plain)
-
-
-def _ranges_of_path(
-    name: str, q: Tensor, values: Tensor, options: Options, place: Place, is_backward: bool
-) -> tuple[int, tuple[int, ...], tuple[int, ...], tuple[Call, ...]]:
-    """As ``_ranges``, with the first rows before the lengths; of a forward as well."""
-    offset, is_plain = place.end - q.shape[2], name == "plain"
-    start = max(0, offset - options.window + 1) if options.window else 0
-    longest = _plain_range(q) if is_plain else _key_range(q, values) if is_backward else place.end
-    return start, *attention_calls.ranges_of_path(place, start, offset, options.window, longest, is_plain)
+    longest = _plain_range(q) if is_plain else _key_range(q, values) if is_backward else end
+    if place is not None:
+        joins = not is_backward and name in ("flash", "efficient")
+        return start, *attention_calls.ranges_of_path(
+            place, start, offset, options.window, longest, is_plain=is_plain, joins=joins, packs=packs
+        )
+    if name == "cudnn" or (is_backward and name not in ("own", "documents")):
+        return start, (), *attention_calls.ranges(start, offset, end, options.window, longest, is_plain)
+    if not is_plain:
+        return 0, (), (end,), ()
+    of_bounds = attention_calls.bounds(0, end, longest)
+    calls = tuple(Call(i, begin, 0, q.shape[2], True, False, begin) for i, (begin, _) in enumerate(of_bounds))
+    return 0, (), attention_calls.lengths(of_bounds), calls
 
 
 def _key_range(q: Tensor, values: Tensor) -> int:

@@ -16,7 +16,7 @@ from path_runs import Case, by_paths, by_units
 from simulated_step import SimulatedStep
 
 from seq1f1b import _C
-from seq1f1b.device import attention_calls, cuda_attention
+from seq1f1b.device import attention_calls, attention_paths, cuda_attention
 from seq1f1b.ops.attention import causal_attention, layer_handle, positions
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that kernels are replaced
@@ -66,7 +66,7 @@ def test_segments_longer_than_a_piece(dtype: torch.dtype, calls: list[Call]) -> 
 def test_a_piece_stored_that_should_be_added_to_is_seen(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
     """A defect that the comparison must tell: a second branch's gradient takes the first one's place."""
     place = attention_calls.Place
-    monkeypatch.setattr(cuda_attention, "Place", lambda ranges, parts, kept: place(ranges, parts, 0))
+    monkeypatch.setattr(attention_paths, "Place", lambda ranges, parts, kept: place(ranges, parts, 0))
     assert max(run(1, "none", torch.float32)) > 1e-2
 
 

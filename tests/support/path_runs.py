@@ -101,14 +101,23 @@ def by_units(
 class Case:
     """A random tree of segments of some tokens, with parts in some leaves, in a random order and random rows."""
 
-    def __init__(self, seed: int, *, count: int = 7, longest: int = 5, with_parts: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        count: int = 7,
+        longest: int = 5,
+        with_parts: bool = True,
+        most_parts: int = 3,
+        **options: Any,
+    ) -> None:
         numbers = random.Random(seed)
         self.parents = random_parents(numbers, count)
         sizes = [numbers.randint(1, longest) for _ in self.parents]
         parts = {}
         for s in range(count):
             if with_parts and s not in self.parents and numbers.random() < 0.7:
-                parts[s] = [numbers.randint(1, longest) for _ in range(numbers.randint(2, 3))]
+                parts[s] = [numbers.randint(1, longest) for _ in range(numbers.randint(2, most_parts))]
                 sizes[s] = sum(parts[s])
         self.order = random_order(numbers, self.parents)
         rows, num_rows = random_rows(numbers, self.order, sizes)
