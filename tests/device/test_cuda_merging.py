@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from aten_stand_ins import cuda_kernels_on_the_cpu
-from attention_runs import random_qkv, segmented
+from attention_runs import errors, random_qkv, segmented
 from emulated_cuda import build, emulated_parts
+from path_runs import by_paths, by_units
+from simulated_step import SimulatedStep
 from test_cuda_attention import check
 
 from seq1f1b.device import cuda_attention, kernel_library
@@ -46,3 +48,19 @@ def test_segments_equal_the_formula(
     # Keys and values of 3 segments are copied; the last segment's sums are its parts, where these lie as they must.
     assert launched.count("finish") >= 3 + 2
     assert "total" in launched
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_siblings_equal_their_paths(batch: int, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results over the own keys of all siblings, and over two ranges before them, lie as our kernels read them."""
+    monkeypatch.setattr(kernel_library, "preferred", "own")
+    monkeypatch.setattr(kernel_library, "choose", lambda *arguments, **options: None)
+    step = SimulatedStep([9, 7, 15], parents=[-1, 0, 1], parts={2: [4, 1, 10]}, rows=[30, 0, 50], num_rows=65)
+    given = {"batch": batch, "tokens": 31, "head_dim": 40, "dtype": torch.bfloat16}
+    qkv, dout = (random_qkv(4, 2, seed=seed, **given) for seed in (0, 1))
+    order = [(kind, s) for kind, segments in (("F", (0, 1, 2)), ("B", (2, 1, 0))) for s in segments]
+    with emulated_parts(library) as launched, cuda_kernels_on_the_cpu():
+        found = by_units(step, order, {}, qkv, dout[0])
+    assert max(errors(found, by_paths(step, {}, qkv, dout[0]))) < 1e-2
+    assert launched.count("merge") == 1 + 2  # of two ranges; of three
+    assert launched.count("add") == 1 + 2 and "total" in launched
