@@ -20,7 +20,7 @@ from seq1f1b.runtime.report import EdgeReport
 from seq1f1b.runtime.tied import TiedParameters
 from seq1f1b.schedule import Schedule
 from seq1f1b.transport import DTYPES, RankGroup
-from seq1f1b.transport.group import Edge, has_been_told, leave_place
+from seq1f1b.transport.group import TIED, Edge, has_been_told, leave_place
 
 __all__: list[str] = []
 
@@ -32,6 +32,7 @@ _CHANNELS = (  # what edges carry
     "gradients of the hidden state",
     "embedded tokens",
     "gradients of embedded tokens",
+    "tied gradients",
 )
 _DTYPE_CODES: dict[object, int] = {dtype: code for code, dtype in enumerate(DTYPES)}
 
@@ -143,15 +144,19 @@ class Pipeline:
         """Opens every edge of the program; all ranks in the same order."""
         for found in _C.program_edges(program):
             edge = _edge_of(found)
-            text = f"{_CHANNELS[edge.channel]} of stage {edge.source} to stage {edge.destination}"
-            if self.rank in (found.source_rank, found.destination_rank):
-                receiver = self.rank == found.destination_rank
-                peer = found.source_rank if receiver else found.destination_rank
-                self._is_receiver[edge] = receiver
-                self._ends[edge] = self.group.edge_end(edge, peer, receiver, text)
+            self._open(edge, found.source_rank, found.destination_rank)
         self.edges = tuple(self._edge_reports())
         if self.device.type == "cuda" and not self.is_between_gpus:
             self._take_gpu(open_gpu(self.device))
+
+    def _open(self, edge: Edge, source_rank: int, destination_rank: int) -> None:
+        if self.rank not in (source_rank, destination_rank):
+            return
+        text = f"{_CHANNELS[edge.channel]} of stage {edge.source} to stage {edge.destination}"
+        receiver = self.rank == destination_rank
+        peer = source_rank if receiver else destination_rank
+        self._is_receiver[edge] = receiver
+        self._ends[edge] = self.group.edge_end(edge, peer, receiver, text)
 
     def _take_gpu(self, gpu: Any) -> None:
         self.gpu = gpu
@@ -163,7 +168,11 @@ class Pipeline:
         if self._device_transport is None:
             return
         self.device_edges = self._gpu_part("edges")(self._device_transport, self.group, self.device)
+        for ranks in self.tied.pairs():
+            first, second = map(self.rank_of_stage.index, ranks)  # edges have the names of stages
+            self._open(Edge(first, second, TIED), *ranks)
         self._ends = self.device_edges.open(self._ends, self._is_receiver)
+        self.tied.exchanging = self.device_edges.exchanging
         self._take_gpu(self.device_edges.gpu)
         self.edges = tuple(self._edge_reports())
 

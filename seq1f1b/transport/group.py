@@ -24,6 +24,9 @@ DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _C.DTYP
 
 
 _SWAPS = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+TIED = 7
+"""Channel of the gradients of tied parameters, which no unit sends; ``csrc/core/unit.h`` has those below."""
+
 _ROUND = struct.Struct("qq")  # before what a rank gives to a gather: epoch and round
 
 
@@ -439,7 +442,7 @@ class RankGroup(ABC):
         dtype = like.grad_dtype or like.dtype
         places = {rank: torch.empty(like.shape, dtype=dtype, device="cpu") for rank in senders}
         transfers = [self._begin_receive(place, rank) for rank, place in places.items()]
-        if mine is not None:
+        if mine is not None and receivers:
             data = found[self.rank].cpu()  # a device's travel through host memory
             transfers += [self._begin_send(data, rank) for rank in receivers]
         for transfer in transfers:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from stand_in_library import stand_in
+from torch import Tensor
 
 from seq1f1b import PipelineEngine
 from seq1f1b.device.edges import DeviceEdges
@@ -16,6 +17,7 @@ from seq1f1b.transport import RankGroup
 
 class StandInEdges(DeviceEdges):
     proof_sizes = (1, 1023, 1 << 16)
+    piece_bytes = 100
 
     def __init__(self, *arguments: Any) -> None:
         self.driver = stand_in().path
@@ -31,6 +33,12 @@ class StandInEdges(DeviceEdges):
             return self.kept[-1]
 
         return after_the_stream
+
+    def exchange(self, *arguments: Any) -> dict[int, Tensor]:
+        found = super().exchange(*arguments)
+        stand_in().synchronise()
+        self.num_waits += 1
+        return found
 
     def ordinal(self) -> int:
         return self._group.rank
