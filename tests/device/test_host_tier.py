@@ -83,12 +83,11 @@ def test_gradients_are_equal_bit_for_bit(num_ranks: int, options: dict[str, Any]
         assert facts[0].num_growths == 0  # nothing is pinned in the second step
 
 
-def test_bytes_of_live_units_fall_under_a_cap_that_nothing_else_meets() -> None:
-    """A step whose live units may hold so much runs only if they move: neither recomputation nor blocks are given."""
+def test_bytes_of_live_units_fall_as_planned() -> None:
+    """tests/device/test_memory_cap.py has a step whose allocator is held to a cap."""
     [kept], [moved] = train(1, Memory()), train(1, Memory(offload=HOST))
     [before], [after] = kept[2].stages, moved[2].stages
-    cap = 0.62 * before.activation_bytes
-    assert before.activation_bytes > cap > after.activation_bytes
+    assert after.activation_bytes < 0.62 * before.activation_bytes
     assert after.planned_live_units == after.peak_live_units < before.peak_live_units == 8
 
 

@@ -156,10 +156,12 @@ CUresult cuMemHostAlloc(void **memory, size_t bytes, unsigned int flags)
     UNSAFE_IN_CAPTURE();
     if (bytes > (size_t)(machine.options.pinned_bytes - machine.counters.live_pinned_bytes))
         return CUDA_ERROR_OUT_OF_MEMORY;
-    if (posix_memalign(memory, ALIGNMENT, bytes) != 0)
+    int32_t fd;
+    *memory = take_memory(bytes, &fd);
+    if (*memory == NULL)
         return CUDA_ERROR_OUT_OF_MEMORY;
     memset(*memory, 0xFF, bytes);
-    add_allocation((allocation){.address = *memory, .bytes = bytes, .device = -1, .fd = -1});
+    add_allocation((allocation){.address = *memory, .bytes = bytes, .device = -1, .fd = fd});
     machine.counters.live_pinned_bytes += (int64_t)bytes;
     return CUDA_SUCCESS;
 }
