@@ -34,10 +34,10 @@ WANTED = 1.05  # from 512 keys a range on
 WARM = 3  # rounds that do not count
 
 
-def ranges_of(length: int) -> Ranges:
+def ranges_of(length: int, tokens: int = TOKENS, segment: int = SEGMENT) -> Ranges:
     """Ranges of so many keys, and the segment's own in the last one, in a random order of rows."""
-    begins = [*range(0, TOKENS - max(length, SEGMENT), length), TOKENS - max(length, SEGMENT)]
-    ends, draw = [*begins[1:], TOKENS], random.Random(length)
+    begins = [*range(0, tokens - max(length, segment), length), tokens - max(length, segment)]
+    ends, draw = [*begins[1:], tokens], random.Random(length)
     ranges, row = [], 0
     for i in draw.sample(range(len(begins)), len(begins)):
         row += draw.randint(1, 9)

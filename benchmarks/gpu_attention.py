@@ -13,7 +13,7 @@ import kernel_table
 import probes
 import torch
 import warpgroup_probes
-from gpu_cases import TOOL_FOUND_ERRORS, Case, Machine, Unmeasured, own_operations, use_cudnn, watched
+from gpu_cases import TOOL_FOUND_ERRORS, Case, Machine, Unmeasured, hold, own_operations, use_cudnn, watched
 from torch import Tensor
 
 import seq1f1b
@@ -54,12 +54,8 @@ def attention_errors(
         "whole": attention_runs.errors(attention_runs.gradients(whole, *qkv, dout), truth),
         "formula": attention_runs.errors(peer, truth),
     }
-    floor = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, torch.finfo(dtype).eps / 16)
-    for name in ("segmented", "whole"):
-        for error, theirs in zip(found[name], found["formula"], strict=True):
-            assert error <= 2 * theirs + floor, {k: [f"{e:.1e}" for e in v] for k, v in found.items()}
+    texts = hold(found, dtype)
     equal = dict(zip(("out", "dq", "dk", "dv"), (torch.equal(*pair) for pair in zip(*runs, strict=True)), strict=True))
-    texts = {name: " ".join(f"{e:.1e}" for e in values) for name, values in found.items()}
     return {**texts, "reruns equal": equal}
 
 

@@ -89,6 +89,31 @@ def random(machine: Machine, *sizes: int, dtype: torch.dtype = torch.bfloat16) -
     return torch.randn(*sizes, device=machine.device, dtype=torch.float32).to(dtype)
 
 
+def hold(found: dict[str, list[float]], dtype: torch.dtype) -> dict[str, str]:
+    """The errors as texts. Raises where one is more than twice that of the formula in the same dtype, and a floor.
+
+    Args:
+        found: errors of out, dq, dk and dv to float64, by what computed them; "formula" is the one to compare with.
+    """
+    texts = {name: " ".join(f"{error:.1e}" for error in errors) for name, errors in found.items()}
+    floor = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, torch.finfo(dtype).eps / 16)
+    for errors in found.values():
+        assert all(error <= 2 * theirs + floor for error, theirs in zip(errors, found["formula"], strict=True)), texts
+    return texts
+
+
+def worst_difference(gradients: dict[str, Tensor], truth: dict[str, Tensor], allowed: float) -> float:
+    """Between two gradients of a parameter, by norms. Raises where it is more than allowed, or a gradient missing."""
+    assert gradients.keys() == truth.keys(), f"no gradient of {sorted(gradients.keys() ^ truth.keys())}"
+    values = {}
+    for name, gradient in gradients.items():
+        wanted = truth[name].float()
+        values[name] = float(torch.linalg.vector_norm(gradient.float() - wanted) / torch.linalg.vector_norm(wanted))
+    worst = max(values, key=values.__getitem__)
+    assert all(value <= allowed for value in values.values()), f"the gradient of {worst} is {values[worst]:.2%} off"
+    return round(values[worst], 5)
+
+
 def own_operations(machine: Machine) -> dict[str, kernel_library.Operation]:
     found = kernel_library.operations()
     if not found:

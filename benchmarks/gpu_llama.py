@@ -1,4 +1,4 @@
-"""Some layers of Llama 3 in plain torch, for the training stage of gpu.py: grouped heads, SwiGLU, RoPE, no biases."""
+"""Some layers of Llama 3 in plain torch, for stages of gpu.py that train: grouped heads, SwiGLU, RoPE, no biases."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from gpu_cases import Machine
 from torch import Tensor, nn
 
 import seq1f1b
@@ -88,3 +89,15 @@ class LlamaStage(nn.Module):
         for layer in self.layers:
             x = layer(x, cos, sin)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def sizes_on(machine: Machine, sizes: Sizes) -> Sizes:
+    """A rehearsal has small ones."""
+    return sizes if machine.is_cuda else Sizes(hidden=64, heads=4, kv_heads=2, ffn=96, layers=1, vocab=50)
+
+
+def stage_on(machine: Machine, sizes: Sizes, *, is_ours: bool = True) -> LlamaStage:
+    """In bfloat16, in a rehearsal in float32."""
+    with machine.device:
+        stage = LlamaStage(sizes_on(machine, sizes), is_ours=is_ours)
+    return stage.to(torch.bfloat16 if machine.is_cuda else torch.float32)

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from gpu_cases import Case, Machine
-from gpu_llama import LlamaStage, Sizes
+from gpu_cases import Case, Machine, worst_difference
+from gpu_llama import Sizes, sizes_on, stage_on
 from gpu_times import engine_of, steps_of
 from torch import Tensor
 
@@ -52,13 +52,10 @@ class Bench:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        small = Sizes(hidden=64, heads=4, kv_heads=2, ffn=96, layers=1, vocab=50)
-        sizes = Sizes() if machine.is_cuda else small
         self.num_segments, self.timed = (16, 3) if machine.is_cuda else (2, 1)
-        with machine.device:
-            self.stage = LlamaStage(sizes, is_ours=True).to(torch.bfloat16 if machine.is_cuda else torch.float32)
-        length = 65536 if machine.is_cuda else 32
-        self.tokens = torch.randint(sizes.vocab, (1, length), device=machine.device)
+        self.stage = stage_on(machine, Sizes())
+        vocab, length = sizes_on(machine, Sizes()).vocab, 65536 if machine.is_cuda else 32
+        self.tokens = torch.randint(vocab, (1, length), device=machine.device)
         self.kept: dict[str, Any] = {}
         self.gradients: Gradients = {}
 
@@ -103,14 +100,8 @@ class Bench:
         return found
 
     def _compare(self, gradients: Gradients) -> float:
-        assert gradients.keys() == self.gradients.keys(), f"{KEPT} has to run before"
-        values = []
-        for name, gradient in gradients.items():
-            truth = self.gradients[name].float()
-            values.append(float(torch.linalg.vector_norm(gradient.float() - truth) / torch.linalg.vector_norm(truth)))
-        worst = max(values)
-        assert all(value <= GRADIENT_DIFFERENCE for value in values), f"a gradient is {worst:.2%} off"
-        return round(worst, 5)
+        assert self.gradients, f"{KEPT} has to run before"
+        return worst_difference(gradients, self.gradients, GRADIENT_DIFFERENCE)
 
 
 def tier(machine: Machine) -> Iterator[Case]:

@@ -13,7 +13,7 @@ from typing import Any
 import decoder
 import torch
 from gpu_cases import Case, Machine
-from gpu_llama import LlamaStage, Sizes, rotary
+from gpu_llama import LlamaStage, Sizes, rotary, sizes_on, stage_on
 from torch import Tensor, nn
 
 import seq1f1b
@@ -25,19 +25,13 @@ TUNED_SLOWER = 0.02  # of the best number of segments tried by hand
 PREDICTED_DIFFERENCE = 0.08  # of cuts that the profile has not seen
 BY_HAND = (1, 2, 4, 8)
 MEASURED, HELD_OUT = (1, 2, 4, 8), (3, 6)
+SIZES = Sizes(layers=2)
 
 
-def sizes(machine: Machine) -> Sizes:
-    small = Sizes(hidden=64, heads=4, kv_heads=2, ffn=96, layers=1, vocab=50)
-    return Sizes(layers=2) if machine.is_cuda else small
-
-
-def model(machine: Machine) -> tuple[nn.Module, Tensor]:
+def model(machine: Machine) -> tuple[LlamaStage, Tensor]:
     """Two layers of Llama 3 8B, and two sequences."""
-    own = sizes(machine)
-    with machine.device:
-        stage = LlamaStage(own, is_ours=True).to(torch.bfloat16 if machine.is_cuda else torch.float32)
-    return stage, torch.randint(own.vocab, (2, 16384 if machine.is_cuda else 128), device=machine.device)
+    vocab, length = sizes_on(machine, SIZES).vocab, 16384 if machine.is_cuda else 128
+    return stage_on(machine, SIZES), torch.randint(vocab, (2, length), device=machine.device)
 
 
 def engine_of(stage: nn.Module, num_segments: int, **options: Any) -> seq1f1b.PipelineEngine:
@@ -129,8 +123,7 @@ class Layers(nn.Module):
 def predicted(machine: Machine) -> dict[str, Any]:
     """F and B of cuts that a profile has not seen, from those that it has."""
     stage, tokens = model(machine)
-    assert isinstance(stage, LlamaStage)
-    length, hidden = tokens.shape[1], sizes(machine).hidden
+    length, hidden = tokens.shape[1], sizes_on(machine, SIZES).hidden
     dtype = next(stage.parameters()).dtype
 
     def inputs(count: int) -> Tensor:

@@ -20,7 +20,7 @@ import decoder
 import gpu
 import torch
 from gpu_cases import Case, Machine, Unmeasured, use_cudnn
-from gpu_llama import LlamaStage, Sizes
+from gpu_llama import Sizes, sizes_on, stage_on
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
@@ -226,7 +226,6 @@ def models(machine: Machine) -> list[Model]:
     shape = (
         {"hidden": 2048, "blocks": 8, "vocab": 32000} if machine.is_cuda else {"hidden": 64, "blocks": 2, "vocab": 50}
     )
-    sizes = Sizes() if machine.is_cuda else Sizes(hidden=64, heads=4, kv_heads=2, ffn=96, layers=1, vocab=50)
     generator = torch.Generator().manual_seed(0)
 
     def batch(vocab: int, rows: int, length: int) -> Tensor:
@@ -235,8 +234,7 @@ def models(machine: Machine) -> list[Model]:
 
     def llama(is_ours: bool, rank: int, num_ranks: int) -> nn.Module:
         assert num_ranks == 1
-        with machine.device:
-            return LlamaStage(sizes, is_ours=is_ours).to(dtype)
+        return stage_on(machine, Sizes(), is_ours=is_ours)
 
     def plain_decoder(is_ours: bool, rank: int, num_ranks: int) -> nn.Module:
         attention = "ours" if is_ours else "whole sequences"
@@ -244,7 +242,7 @@ def models(machine: Machine) -> list[Model]:
             return decoder.Stage(rank, num_ranks, attention=attention, **shape).to(dtype)
 
     return [
-        Model("Llama stage", llama, batch(sizes.vocab, 2, 32768)),
+        Model("Llama stage", llama, batch(sizes_on(machine, Sizes()).vocab, 2, 32768)),
         Model("hidden 2048", plain_decoder, batch(shape["vocab"], 4, 16384)),
     ]
 

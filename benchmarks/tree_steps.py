@@ -22,7 +22,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import seq1f1b
 
 HIDDEN, BLOCKS, VOCAB = 256, 4, 1024
+Step = tuple[list[Tensor], list[Tensor], dict[str, Any]]  # inputs, targets, and the other arguments of a step
 
 
 class TreeMaskStage(Stage):
@@ -67,25 +68,48 @@ def tree_mask(prompt: int, responses: int, response: int) -> Tensor:
     )  # added as it is; one of bool is made so each call
 
 
+class Prompts:
+    """Prompts with their responses, as trees and as rows. The responses alone are learnt.
+
+    Args:
+        count: prompts. device: of the tokens.
+    """
+
+    def __init__(
+        self, prompt: int, responses: int, response: int, *, count: int, vocab: int, device: torch.device | None = None
+    ) -> None:
+        self.prompt, self.responses, self.response = prompt, responses, response
+        generator = torch.Generator().manual_seed(0)
+        length = prompt + responses * response
+        self.trees = [torch.randint(vocab, (1, length), generator=generator).to(device) for _ in range(count)]
+        self.targets = [torch.full_like(t, -100) for t in self.trees]
+        self.rows, self.row_targets = [], []
+        for tokens, target in zip(self.trees, self.targets, strict=True):
+            for begin in range(prompt, length, response):
+                own = slice(begin, begin + response)
+                target[:, begin : own.stop - 1] = tokens[:, begin + 1 : own.stop]
+                self.rows.append(torch.cat([tokens[:, :prompt], tokens[:, own]], 1))
+                self.row_targets.append(torch.cat([target[:, :prompt], target[:, own]], 1))
+
+    def as_trees(self, siblings: int, segments: int) -> Step:
+        """siblings: responses in one unit. segments: of a prompt."""
+        sizes = even(self.prompt, segments)
+        leaves = [[self.response] * siblings] * (self.responses // siblings)
+        own = [*sizes, *(leaf if siblings > 1 else leaf[0] for leaf in leaves)]
+        parents = [*range(-1, segments - 1), *[segments - 1] * len(leaves)]
+        count = len(self.trees)
+        return self.trees, self.targets, {"segment_sizes": [own] * count, "parents": [parents] * count}
+
+    def as_rows(self, segments: int) -> Step:
+        sizes = [even(self.prompt + self.response, segments)] * len(self.rows)
+        return self.rows, self.row_targets, {"segment_sizes": sizes}
+
+
 class Arms:
     def __init__(self, rank: int, given: argparse.Namespace) -> None:
         self.rank, self.given = rank, given
         prompt, responses, response = given.prompt, given.responses, given.response
-        generator = torch.Generator().manual_seed(0)
-        self.trees = [
-            torch.randint(VOCAB, (1, prompt + responses * response), generator=generator) for _ in range(given.trees)
-        ]
-        self.targets = [torch.full_like(t, -100) for t in self.trees]
-        for tokens, target in zip(self.trees, self.targets, strict=True):
-            for i in range(responses):  # the answers alone are learnt
-                own = slice(prompt + i * response, prompt + (i + 1) * response - 1)
-                target[:, own] = tokens[:, own.start + 1 : own.stop + 1]
-        self.rows, self.row_targets = [], []
-        for tokens, target in zip(self.trees, self.targets, strict=True):
-            for i in range(responses):
-                own = slice(prompt + i * response, prompt + (i + 1) * response)
-                self.rows.append(torch.cat([tokens[:, :prompt], tokens[:, own]], 1))
-                self.row_targets.append(torch.cat([target[:, :prompt], target[:, own]], 1))
+        self.prompts = Prompts(prompt, responses, response, count=given.trees, vocab=VOCAB)
         shape: dict[str, Any] = {"hidden": HIDDEN, "blocks": BLOCKS, "vocab": VOCAB}
         self.ours = Stage(rank, 2, **shape)
         self.engine = seq1f1b.PipelineEngine(
@@ -99,21 +123,14 @@ class Arms:
     def run(self, name: str) -> None:
         given, first = self.given, self.rank == 0
         if name == "packed":
-            whole, target = torch.cat(self.trees), torch.cat(self.targets)
+            whole, target = torch.cat(self.prompts.trees), torch.cat(self.prompts.targets)
             self.torch.step(whole) if first else self.torch.step(target=target, losses=[])
             return
         if name == "trees":
-            prompt = even(given.prompt, given.segments)
-            leaves = [[given.response] * given.siblings] * (given.responses // given.siblings)
-            sizes: Any = [[*prompt, *(leaf if len(leaf) > 1 else leaf[0] for leaf in leaves)]] * given.trees
-            parents = [[*range(-1, len(prompt) - 1), *[len(prompt) - 1] * len(leaves)]] * given.trees
-            inputs, targets = self.trees, self.targets
+            inputs, targets, options = self.prompts.as_trees(given.siblings, given.segments)
         else:
-            sizes = [even(given.prompt + given.response, given.row_segments)] * len(self.rows)
-            parents, inputs, targets = None, self.rows, self.row_targets
-        self.engine.step(
-            inputs if first else None, target=None if first else targets, segment_sizes=sizes, parents=parents
-        )
+            inputs, targets, options = self.prompts.as_rows(given.row_segments)
+        self.engine.step(inputs if first else None, target=None if first else targets, **options)
 
     def gradients(self, name: str) -> list[Tensor]:
         modules = self.packed if name == "packed" else self.ours
@@ -127,6 +144,21 @@ class Arms:
 def even(tokens: int, count: int) -> list[int]:
     ends = [tokens * i // count for i in range(count + 1)]
     return [b - a for a, b in itertools.pairwise(ends)]
+
+
+def in_turns(names: Sequence[str], rounds: int, run: Callable[[str], float]) -> dict[str, list[float]]:
+    """What ``run`` returns of each arm, by round; every second round goes the other way."""
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(rounds):
+        for name in names if i % 2 else names[::-1]:
+            found[name].append(run(name))
+    return found
+
+
+def ratio(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
+    """How many times as long as ours theirs took: the median over the rounds, the least and the most."""
+    of_rounds = sorted(b / a for a, b in zip(ours, theirs, strict=True))
+    return statistics.median(of_rounds), of_rounds[0], of_rounds[-1]
 
 
 def timed(run: Callable[[], None]) -> float:
@@ -151,20 +183,20 @@ def measure(rank: int, given: argparse.Namespace) -> None:
         worst = max(float((a - b).norm() / b.norm().clamp(min=1e-6)) for a, b in pairs)
         if not worst < 1e-4:
             raise RuntimeError(f"gradients of {name} differ from those of trees by {worst:.1e}")
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for i in range(given.steps):
-        for name in names if i % 2 else names[::-1]:
-            arms.clear()
-            seconds[name].append(timed(lambda name=name: arms.run(name)))
+
+    def once(name: str) -> float:
+        arms.clear()
+        return timed(lambda: arms.run(name))
+
+    seconds = in_turns(names, given.steps, once)
     if rank == 0:
         what = f"prompt {given.prompt}, {given.responses} responses of {given.response}, {given.trees} trees"
         for name in names:
             s = sorted(seconds[name])
             print(f"{what}: {name:7s} {statistics.median(s):.3f} s [{s[0]:.3f}, {s[-1]:.3f}]")
         for name in names[1:]:
-            ratios = sorted(b / a for a, b in zip(seconds["trees"], seconds[name], strict=True))
-            middle = statistics.median(ratios)
-            print(f"{what}: {name} takes {middle:.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}] times as long as trees")
+            middle, least, most = ratio(seconds[name], seconds["trees"])
+            print(f"{what}: {name} takes {middle:.2f} [{least:.2f}, {most:.2f}] times as long as trees")
     arms.engine.close()
 
 

@@ -58,12 +58,18 @@ def random_rows(numbers: random.Random, order: Sequence[Unit], sizes: Sequence[i
     return rows, end
 
 
-def by_paths(step: SimulatedStep, options: dict[str, Any], qkv: Sequence[Tensor], dout: Tensor) -> list[Tensor]:
+def by_paths(
+    step: SimulatedStep,
+    options: dict[str, Any],
+    qkv: Sequence[Tensor],
+    dout: Tensor,
+    dtype: torch.dtype = torch.float64,
+) -> list[Tensor]:
     """out, dq, dk and dv, by the definition: each part attends at the end of its path, computed for it alone."""
-    leaves = [t.detach().double().requires_grad_() for t in qkv]
+    leaves = [t.detach().to(dtype).requires_grad_() for t in qkv]
     options = dict(options)
     docs = options.pop("doc_ids", None)
-    out = torch.zeros(*dout.shape, dtype=torch.float64)
+    out = dout.new_zeros(dout.shape, dtype=dtype)
     for segment in range(len(step.sizes)):
         before = [t for s in step.path(segment)[:-1] for t in range(*step.slice(s).indices(10**9))]
         for own in step.own_tokens(segment):
@@ -71,7 +77,7 @@ def by_paths(step: SimulatedStep, options: dict[str, Any], qkv: Sequence[Tensor]
             mine = {} if docs is None else {"doc_ids": docs[:, path]}
             found = formula(*(t[:, :, path] for t in leaves), **options, **mine)[:, :, len(before) :]
             out[:, :, own] = found.detach()
-            found.backward(dout[:, :, own].double())
+            found.backward(dout[:, :, own].to(dtype))
     return [out, *(t.grad for t in leaves if t.grad is not None)]
 
 
