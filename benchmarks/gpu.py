@@ -55,7 +55,7 @@ STAGES = {  # seconds that a stage may take; together no more than LIMIT
     "ncu": 35,
     "sanitizer": 60,
 }
-ALONE_STAGES = {"contact": 250, "tier": 150}  # run where they are asked for by --only
+ALONE_STAGES = {"contact": 250, "tier": 150, "trees": 150}  # run where they are asked for by --only
 LIMIT = 800  # seconds of the whole run; two models in eight arms take three minutes of it
 NEEDS_CUDA = "needs a CUDA device"  # why a case is unmeasured in a rehearsal
 
@@ -173,6 +173,7 @@ PEERS = {  # of an operation: torch's flash ops, of which the faster counts, and
 }
 NOT_FLASH = "documents, soft cap: where its check passes"  # what torch's flash ops do not take
 MESSAGES = "GB/s of 16 MiB messages"  # a figure of the stage of ranks
+ROWS_OVER_TREE = "rows over tree"  # a figure of the stage of trees: times of a step
 TRANSPORTS = {  # of which "auto" takes one, by a proof
     "auto": 'transport="auto"',
     "copy": 'transport="copy"',
@@ -310,6 +311,11 @@ def verdicts(records: list[Record]) -> list[tuple[str, str, str, str]]:
         names = ("time over everything kept", "memory over everything kept")
         fast = ", ".join(f"{name} {case[name]}" for name in names if name in case)
         rows.append(("Memory(offload=HOST)", right("tier"), fast, "if asked for"))
+    if "trees" in found:
+        fast = ", ".join(
+            f"{name}: {case[ROWS_OVER_TREE]} x rows" for name, case in found["trees"].items() if ROWS_OVER_TREE in case
+        )
+        rows.append(("trees of segments", right("trees", "paths:"), fast, "if asked for"))
     if "contact" in found:
         rows.append(("doctor --gpus", right("contact"), "", ""))
     costs = [f"{model} {of[arm]:.3f}" for model, of in training_ratios(found).items() if (arm := "k 4") in of]
