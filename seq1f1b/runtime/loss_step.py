@@ -29,7 +29,8 @@ class ToLoss(Sink):
     """Calls ``loss_fn`` on the last stage's outputs.
 
     Mean losses are not called for segments without counted targets: a mean over none is NaN, and weighs nothing. Sums
-    that come with a divisor are called for each. Until a loss has told which it is, it is called for each.
+    that come with a divisor are called for each. Until a loss has told which it is, it is called for each. In a step
+    that counts no target it is called once, to see whether it gives losses of tokens.
 
     Attributes:
         divides: whether the loss comes with a divisor; None: no loss has told yet.
@@ -44,6 +45,8 @@ class ToLoss(Sink):
         self.values: dict[int, Tensor] = {}
         self._seeds: tuple[Tensor, ...] = ()  # by cell, in the dtype of the losses
         self._looked_at: tuple[Any, Any, bool] | None = None  # arguments of a loss that is looked at
+        shares, is_reduced = self._arguments.shares, self._stage.head_parallel is not None
+        self._is_unseen = shares is not None and not any(shares) and not is_reduced  # each forward needs a backward
         self._passed_over = ""  # a segment without targets for which the loss told nothing, in words
 
     @property
@@ -57,7 +60,8 @@ class ToLoss(Sink):
             unit.output = detached(output)
         if arguments.targets is None:
             return
-        if not self.divides and not self._counts(unit.cell) and (self.divides is False or unit.is_again):
+        needs_counts = unit.is_again or (self.divides is False and not self._is_unseen)
+        if needs_counts and not self.divides and not self._counts(unit.cell):
             self._add_nothing(unit, output)
             return
         target = arguments.targets[unit.cell]
@@ -154,7 +158,9 @@ class ToLoss(Sink):
             if isinstance(result, tuple):
                 return self._learn(unit, output, result)
             if isinstance(result, Tensor):
-                self.divides = False
+                self.divides = self._is_unseen = False
+                if self._is_of_tokens(unit, result):
+                    self.values[unit.cell] = torch.zeros_like(result)
             self._passed_over = f"returned {_shown(result)} alone for {place}, which has no target"
         state.restore()
         unit.carried_out, unit.auxiliary = carried, auxiliary

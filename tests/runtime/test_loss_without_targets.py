@@ -241,6 +241,30 @@ def test_a_mean_is_left_out_where_nothing_counts(loss_fn: Any, recompute: str) -
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12)
 
 
+def of_tokens(y: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(y.transpose(1, 2), t, reduction="none")
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("options", [{}, {"memory": Memory(recompute="all")}, {"schedule": "seq-zb-h1"}])
+def test_losses_of_tokens_have_their_shape_where_nothing_counts(is_first: bool, options: dict[str, Any]) -> None:
+    """In the first step and in a later one, in an evaluation too; and other steps are as without it."""
+    engine, (tokens, labels), (_, nothing) = make_engine(of_tokens, **options), make_batch(), make_batch(first=12)
+    if not is_first:
+        engine.step(tokens, target=labels)
+    before = {name: g.clone() for name, g in gradients_of(engine).items()}
+    with pytest.warns(UserWarning, match="no target of this step is counted"):
+        found = [engine.step(tokens, target=nothing), engine.eval(tokens, target=nothing)]
+    for losses in found:
+        assert [loss.dtype for loss in losses] == [torch.float64] * 2
+        assert torch.equal(torch.cat(losses), torch.zeros(4, 12, dtype=torch.float64))
+    for name, gradient in gradients_of(engine).items():
+        assert torch.equal(gradient, before.get(name, torch.zeros_like(gradient)))
+    with torch.no_grad():
+        wanted = of_tokens(make_model()(tokens), labels)
+    torch.testing.assert_close(torch.cat(engine.step(tokens, target=labels)), wanted)
+
+
 def test_a_sum_that_cannot_be_computed_without_targets_is_named() -> None:
     def needs_targets(y: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         losses = F.cross_entropy(y.transpose(1, 2), t, reduction="none")[t != -100]
