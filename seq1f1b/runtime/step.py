@@ -238,13 +238,12 @@ class Step:
         """Losses of the M micro-batches on the rank of the last stage, or those of all their tokens; [] elsewhere."""
         if self._last is None or self._batch.target is None:
             return []
-        assert self._weighting is not None
-        if self._loss is not None and self._loss.values:
-            return self._values(self._loss.values, self._weighting.rows)
+        found = self._loss if self._head is None else self._head
+        assert found is not None and self._weighting is not None
+        if found.values:
+            return self._values(found.values, self._weighting.rows)
         if self._loss is not None and self._loss.divides:
             return divide(self._loss.losses, self._divisors, self._weighting.rows)
-        found = self._loss if self._head is None else self._head
-        assert found is not None
         return combine(found.losses, self._weighting.shares, self._weighting.scale)
 
     def _values(self, of_cells: dict[int, Tensor], rows: Rows) -> list[Tensor]:

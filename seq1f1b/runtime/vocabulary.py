@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,11 @@ class VocabularyParallelHead(VocabularyShard):
         label_smoothing: as of ``cross_entropy``.
         z_loss: weight of the mean of squares of the logarithm of the softmax's denominator, added to the loss.
         ignore_index: targets that do not count. Another one than -100 needs the engine's ``loss_weight``, too.
+        token_loss: in place of cross entropy, as a ``loss_fn`` of one value per token: it is called with the targets'
+            log-probabilities (...), 0 where a target is ignored, and a dict of ``"labels"`` and ``per_token``, and
+            returns (...), which ``step`` and ``eval`` give. Every rank calls it, so it draws no random numbers.
+        per_token: names of what the target, then a dict, may hold beside ``"labels"``, each (..., more), as that of
+            :class:`seq1f1b.data.PrefixTrees` does: ``("weights", "advantages")``.
         dtype, device: of the weight, (rows of the shard, hidden), and of the bias.
     Raises:
         ValueError: a number is out of range, or a shard would have no row.
@@ -113,6 +118,8 @@ class VocabularyParallelHead(VocabularyShard):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         ignore_index: int = -100,
+        token_loss: Callable[[Tensor, dict[str, Tensor]], Tensor] | None = None,
+        per_token: Sequence[str] = (),
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -121,7 +128,12 @@ class VocabularyParallelHead(VocabularyShard):
             raise ValueError(f"label_smoothing is {label_smoothing}, must be in 0..1")
         if not z_loss >= 0.0:
             raise ValueError(f"z_loss is {z_loss}, must be at least 0")
+        if token_loss is not None and (label_smoothing or z_loss):
+            raise ValueError("token_loss makes the loss from log-probabilities: label_smoothing and z_loss must be 0")
+        if isinstance(per_token, str) or (per_token and token_loss is None):
+            raise ValueError(f"per_token is {per_token!r}, must be a list of names for token_loss")
         self.label_smoothing, self.z_loss, self.ignore_index = label_smoothing, z_loss, ignore_index
+        self.token_loss, self.per_token = token_loss, tuple(per_token)
         rows = self.shard_sizes[self.rank]
         self._add_layer(nn.Linear(hidden, rows, bias=bias, dtype=dtype, device=device))
 
@@ -142,13 +154,14 @@ class VocabularyParallelHead(VocabularyShard):
     @property
     def settings(self) -> str:
         """Settings that must be the same on every rank, as text."""
+        of_tokens = "" if self.token_loss is None else f", token_loss, per_token={self.per_token}"
         return (
             f"VocabularyParallelHead({self.hidden}, {self.vocab}, label_smoothing={self.label_smoothing}, "
-            f"z_loss={self.z_loss}, ignore_index={self.ignore_index})"
+            f"z_loss={self.z_loss}, ignore_index={self.ignore_index}{of_tokens})"
         )
 
-    def forward(self, hidden: Tensor, target: Tensor | None = None) -> Tensor:
-        """The logits of this shard, (..., rows); with a target, and on one rank, the mean loss.
+    def forward(self, hidden: Tensor, target: Any = None) -> Tensor:
+        """The logits of this shard, (..., rows); with a target, and on one rank, the mean loss, or ``token_loss``'s.
 
         Args:
             hidden: (..., hidden). target: (...), row numbers of the whole vocabulary, or ``ignore_index``.
@@ -160,9 +173,51 @@ class VocabularyParallelHead(VocabularyShard):
             raise RuntimeError(
                 "a shard of the vocabulary has no loss of its own: give it to PipelineEngine as loss_fn, on every rank"
             )
-        losses = self.token_losses(self.combine([self.statistics(logits, target)]))
-        counted = (target != self.ignore_index).reshape(-1)
+        labels, more = self.read_target(target)
+        found = self.combine([self.statistics(logits, labels)])
+        if self.token_loss is not None:
+            return self.losses_of_tokens(self.log_probs(found, labels), labels, more)
+        losses = self.token_losses(found)
+        counted: Tensor = (labels != self.ignore_index).reshape(-1)
         return (losses * counted).sum() / counted.sum()
+
+    # -- a loss of tokens
+
+    def read_target(self, target: Any) -> tuple[Any, list[Tensor | None]]:
+        """The labels, and each of ``per_token``, None where it was left out. Raises ValueError."""
+        if self.token_loss is None or not isinstance(target, Mapping):
+            if isinstance(target, Mapping):
+                raise ValueError(
+                    f"the target is a dict of {list(target)}, and cross entropy takes labels alone: give the "
+                    "VocabularyParallelHead token_loss=, which makes the loss of each token from its log-probability"
+                )
+            return target, [None] * len(self.per_token)
+        unknown = [name for name in target if name not in ("labels", *self.per_token)]
+        if unknown or "labels" not in target:
+            raise ValueError(
+                f"the target is a dict of {list(target)}, must hold 'labels', and else what the "
+                f"VocabularyParallelHead's per_token={self.per_token} names"
+            )
+        labels = target["labels"]
+        for name in target:
+            if not isinstance(target[name], Tensor) or target[name].shape[: labels.dim()] != labels.shape:
+                raise ValueError(f"{name!r} of the target must have a value for each label, {tuple(labels.shape)}")
+        return labels, [target.get(name) for name in self.per_token]
+
+    def log_probs(self, found: Statistics, labels: Tensor) -> Tensor:
+        """Log-probabilities of the labels, in their shape; 0 where they are ignored."""
+        of_labels = (found.of_target - found.log_sum).view(labels.shape)
+        return torch.where(labels != self.ignore_index, of_labels, 0.0)
+
+    def losses_of_tokens(self, log_probs: Tensor, labels: Tensor, more: Sequence[Tensor | None]) -> Tensor:
+        """Calls ``token_loss`` on the log-probabilities. Raises ValueError unless it gives one value per token."""
+        assert self.token_loss is not None
+        named = {name: value for name, value in zip(self.per_token, more, strict=True) if value is not None}
+        values = self.token_loss(log_probs, {"labels": labels, **named})
+        if not isinstance(values, Tensor) or values.shape != labels.shape:
+            got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise ValueError(f"token_loss must return one value per token, {tuple(labels.shape)}, got {got}")
+        return values
 
     # -- the arithmetic of S and T
 

@@ -19,7 +19,7 @@ from seq1f1b.runtime.ends import ToStage, detached
 from seq1f1b.runtime.parts import Pass, Received, Source
 from seq1f1b.runtime.stage import StageStep
 from seq1f1b.runtime.unit import LiveUnit
-from seq1f1b.runtime.vocabulary import embedding_of, head_of
+from seq1f1b.runtime.vocabulary import Statistics, embedding_of, head_of
 
 __all__: list[str] = []
 
@@ -67,6 +67,7 @@ class _Kept:
     logits: Tensor
     target: Tensor
     scale: Tensor
+    more: list[Tensor | None]
     statistics: Tensor
 
 
@@ -90,13 +91,22 @@ class HeadStep(_ShardStep):
         self._handed: dict[int, tuple[Tensor, ...]] = {}  # from the last stage to S, on its own rank
         self._gradients: dict[int, Tensor | None] = {}  # from T to the last stage, the same
         self.losses: dict[int, Tensor] = {}  # by cell, on the rank of the last stage
+        self.values: dict[int, Tensor] = {}  # the same, of tokens, where a loss of tokens makes them
+        self._counts: dict[int, float] = {}  # by cell, what a loss of tokens is a mean over, the same
         self.peak_bytes = 0  # of logits between S and T
 
     def passes(self) -> dict[str, Pass]:
         return {"S": self.statistics, "T": self.loss}
 
-    def message(self, cell: int, outputs: Sequence[Tensor], target: Any, seed: Tensor | None) -> tuple[Tensor, ...]:
-        """Message of the last stage's F to every shard: its output, the targets, the gradient of a token's loss."""
+    def message(
+        self, cell: int, outputs: Sequence[Tensor], target: Any, seed: Tensor | None, count: float
+    ) -> tuple[Tensor, ...]:
+        """Message of the last stage's F to every shard: its output, the targets, the gradient of a token's loss, and
+        what else a loss of tokens takes, empty where it was left out.
+
+        Args:
+            count: the targets that a loss of tokens is a mean over.
+        """
         hidden = outputs[0]
         if len(outputs) > 1 or hidden.dim() < 2 or hidden.shape[-1] != self._head.hidden:
             raise ValueError(
@@ -104,6 +114,9 @@ class HeadStep(_ShardStep):
                 f"ranks; it returned {', '.join(str(tuple(each.shape)) for each in outputs)}"
             )
         shape = hidden.shape[:-1]
+        if target is not None:
+            self._counts[cell] = count
+        target, more = self._head.read_target(target)
         if target is None:
             target = torch.full(shape, self._head.ignore_index, device=hidden.device)
         if not isinstance(target, Tensor) or target.shape != shape or target.is_floating_point():
@@ -114,23 +127,27 @@ class HeadStep(_ShardStep):
         if bool(outside.any()):
             raise ValueError(f"the target holds {int(target[outside][0])}, must be in 0..{self._head.vocab - 1}")
         scale = torch.zeros(1, dtype=torch.float64, device=hidden.device)
-        if seed is not None:
+        if seed is not None and self._head.token_loss is not None:
+            scale = (seed / (count or 1.0)).reshape(1).double()
+        elif seed is not None:
             scale = (seed / counted.sum().clamp(min=1) if self._is_mean else seed).reshape(1).double()
-        found = hidden, target.long().contiguous(), scale
+        named = [hidden.new_empty(0) if value is None else value.detach().contiguous() for value in more]
+        found = hidden, target.long().contiguous(), scale, *named
         self._handed[cell] = (hidden.detach().requires_grad_(hidden.requires_grad), *found[1:])
         return found
 
     def statistics(self, cell: int, received: Received) -> tuple[Tensor, ...]:
         """S(m.s): the logits of this shard; returns what the others need to know of them."""
         if received is not None:
-            (hidden, target, scale), (requires_grad, *_) = received[0]
+            (hidden, target, scale, *more), (requires_grad, *_) = received[0]
             hidden = hidden.detach().requires_grad_(bool(requires_grad) and self._training)
         else:
-            hidden, target, scale = self._handed.pop(cell)
+            hidden, target, scale, *more = self._handed.pop(cell)
+        named = [value if value.numel() else None for value in more]
         logits = self._forward(hidden)
         with torch.no_grad():
             found = self._head.statistics(logits.detach(), target)
-        self._kept[cell] = _Kept(hidden, logits, target, scale, found)
+        self._kept[cell] = _Kept(hidden, logits, target, scale, named, found)
         held = sum(kept.logits.numel() * kept.logits.element_size() for kept in self._kept.values())
         self.peak_bytes = max(self.peak_bytes, held)
         return (found,)
@@ -144,18 +161,38 @@ class HeadStep(_ShardStep):
         everyones = [tensors[0] for tensors in _by_rank((kept.statistics,), self._head.rank, received)]
         with torch.no_grad():
             found = self._head.combine(everyones)
-            counted = (kept.target != self._head.ignore_index).reshape(-1)
-            if self._is_on_last and bool(counted.any()):
+            counted, scale = (kept.target != self._head.ignore_index).reshape(-1), kept.scale
+            if self._head.token_loss is not None:
+                scale = self._of_tokens(cell, kept, found)
+            elif self._is_on_last and bool(counted.any()):
                 total = (self._head.token_losses(found) * counted).sum()
                 self.losses[cell] = total / counted.sum() if self._is_mean else total
             if not self._training:
                 return (None,)
-            gradient = self._head.logit_gradients(kept.logits, kept.target, kept.statistics, found, kept.scale)
+            gradient = self._head.logit_gradients(kept.logits, kept.target, kept.statistics, found, scale)
         if kept.logits.requires_grad:
             self._backward(kept.logits, gradient, cell)
         if self._is_on_last:
             self._gradients[cell] = kept.hidden.grad
         return (kept.hidden.grad,)
+
+    def _of_tokens(self, cell: int, kept: _Kept, found: Statistics) -> Tensor:
+        """Notes the losses of tokens, 0 where no target counts; returns the gradient of each one's cross entropy."""
+        if not self._training and cell not in self._counts:
+            return kept.scale
+        head, labels = self._head, kept.target
+        with torch.set_grad_enabled(self._training):
+            log_probs = head.log_probs(found, labels).requires_grad_(self._training)
+            values = head.losses_of_tokens(log_probs, labels, kept.more)
+        if self._is_on_last:
+            self.values[cell] = values.detach() if self._counts[cell] else torch.zeros_like(values)
+        if not self._training:
+            return kept.scale
+        if not values.requires_grad:
+            raise ValueError("token_loss returned values that do not require grad, its log-probabilities do")
+        (gradient,) = torch.autograd.grad(values, log_probs, torch.ones_like(values))
+        counts = (labels != head.ignore_index) & (kept.scale != 0)
+        return torch.where(counts, -gradient * kept.scale, 0.0).reshape(-1)
 
     def hidden_gradient(self, cell: int, received: Received) -> tuple[Tensor | None, ...]:
         """The gradient of the last stage's output: the shards' parts, summed in the order of ranks."""
@@ -244,7 +281,8 @@ class ToHead(ToStage):
             return None
         target = None if arguments.targets is None else arguments.targets[cell]
         seed = None if arguments.seeds is None else arguments.seeds[cell]
-        return self._head.message(cell, outputs, target, seed)
+        count = 1.0 if arguments.counts is None else arguments.counts[cell]
+        return self._head.message(cell, outputs, target, seed, count)
 
     def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
         return self._head.hidden_gradient(unit.cell, received)

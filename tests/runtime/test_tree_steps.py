@@ -320,14 +320,16 @@ def test_state_goes_to_every_branch(schedule: str, recompute: str) -> None:
     assert gradient_error({name: p.grad for name, p in whole.named_parameters()}, truth) <= TOLERANCE
 
 
-def test_a_vocabulary_over_the_ranks() -> None:
+@pytest.mark.parametrize("token_loss", [None, lambda log_probs, _: -log_probs])
+def test_a_vocabulary_over_the_ranks(token_loss: Any) -> None:
     model, trees = whole_model(CONFIG), random_trees(random.Random(7), 3, 8)
     tokens, targets = data_of(trees)
-    losses, truth, _ = run_paths(model, trees, tokens, targets)
+    losses, truth, values = run_paths(model, trees, tokens, targets)
 
     def run(group: Any) -> Any:
         stage = stage_of(model, CONFIG, group.rank, 2)
-        head = VocabularyParallelHead(CONFIG.hidden, CONFIG.vocab, rank=group.rank, num_ranks=2, bias=True).double()
+        options = {"rank": group.rank, "num_ranks": 2, "bias": True, "token_loss": token_loss}
+        head = VocabularyParallelHead(CONFIG.hidden, CONFIG.vocab, **options).double()
         head.load_whole(model.head.weight, model.head.bias)
         if group.rank == 1:
             stage.head = torch.nn.Identity()
@@ -336,7 +338,8 @@ def test_a_vocabulary_over_the_ranks() -> None:
         return found, {name: p.grad for name, p in engine.named_parameters()}
 
     (_, first), (found, last) = run_ranks(2, run)
-    torch.testing.assert_close(torch.stack(found), torch.stack(losses), rtol=0, atol=TOLERANCE)
+    for own, wanted in zip(found, values if token_loss else losses, strict=True):
+        torch.testing.assert_close(own, wanted, rtol=0, atol=TOLERANCE)
     shared = {name: torch.cat([first[name], last[name]]) for name in first if name in last}
     assert gradient_error(first | last | shared, truth) <= TOLERANCE
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import warnings
 from functools import partial
 
 import pytest
@@ -469,6 +470,87 @@ def test_bits_are_equal_from_run_to_run():
         again = run(model, schedule, tokens, target)
         assert all(torch.equal(a, b) for a, b in zip(first[0], again[0], strict=True))
         assert all(torch.equal(g, again[2][name]) for name, g in first[2].items())
+
+
+# -- losses of tokens --------------------------------------------------------------------------------------------------
+
+
+def clipped(log_probs, target):
+    """The loss of a policy where old log-probabilities are given, else log-probabilities themselves."""
+    if "old" not in target:
+        return log_probs
+    gains = torch.stack([(log_probs - target["old"]).exp() + x for x in (0, target["pairs"].sum(-1))])
+    return -gains.amin(0) * target["weights"]
+
+
+def labels_of(config):
+    """Tokens, and what they have as targets: no label counts in the second segment of the first micro-batch."""
+    tokens, labels = batch(config, 2, LENGTH)
+    rng = torch.Generator().manual_seed(2)
+    labels = labels.masked_fill(torch.rand(labels.shape, generator=rng) < 0.3, -100)
+    labels[: len(labels) // 2, 5:9] = -100
+    old, weights = torch.randn(2, *labels.shape, generator=rng).double()
+    pairs = torch.randn(*labels.shape, 2, generator=rng).double()
+    return tokens, {"labels": labels, "old": old, "weights": weights * (labels != -100), "pairs": pairs}
+
+
+@pytest.mark.parametrize(("P", "name", "recompute"), [(2, "seq1f1b", "all"), (3, "seq-zb-h1", "none")])
+def test_a_loss_of_tokens(P, name, recompute):
+    """Values and gradients are those of the whole model's log-probabilities, whatever ranks hold the words; without a
+    target that counts, values are zeros of that shape."""
+    config = dataclasses.replace(CONFIG, layers=P)
+    (tokens, target), model = labels_of(config), whole_model(config)
+    labels, nothing = target["labels"], {"labels": torch.full_like(target["labels"], -100)}
+    losses = F.cross_entropy(model(tokens).transpose(1, 2), labels, reduction="none")
+    log_probs = -losses.detach()
+    truth = clipped(-losses, target)
+    total = (labels != -100).view(2, -1).sum(1)
+    sum(row.sum() / count / 2 for row, count in zip(truth.chunk(2), total, strict=True)).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    def work(group):
+        head = head_of(model, group.rank, P, token_loss=clipped, per_token=["old", "weights", "pairs"])
+        stage, sizes = last_without_head(model, group.rank, P, config), {"num_segments": 3, "segment_sizes": [5, 4, 4]}
+        options = {"memory": Memory(recompute=recompute), "group": group, **sizes}
+        engine = PipelineEngine(stage, schedule=name, num_microbatches=2, loss_fn=head, **options)
+        found = engine.eval(tokens, target={"labels": labels}), engine.step(tokens, target=target)
+        gradients = {name: p.grad.clone() for name, p in engine.named_parameters()}
+        verified = engine.verify(tokens, target=target, show=False).ok
+        return *found, engine.eval(tokens, target=nothing), gradients, verified
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="no target of this step is counted")
+        results = run_ranks(P, work)
+    *found, _, verified = results[-1]
+    for own, values in zip(found, (log_probs, truth.detach(), torch.zeros_like(log_probs)), strict=True):
+        torch.testing.assert_close(torch.cat(own), values, rtol=0, atol=1e-12)
+    assert gradient_error(join_rows([own for *_, own, _ in results]), wanted) <= 1e-10
+    assert verified
+
+
+def test_losses_of_tokens_that_cannot_be():
+    with pytest.raises(ValueError, match="label_smoothing and z_loss must be 0"):
+        VocabularyParallelHead(4, 9, token_loss=clipped, z_loss=0.1)
+    with pytest.raises(ValueError, match=r"per_token is \['old'\], must be a list of names for token_loss"):
+        VocabularyParallelHead(4, 9, per_token=["old"])
+    x, y = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long)
+    heads = {
+        r"a dict of \['labels'\], and cross entropy takes labels alone: give .* token_loss=": ({"labels": y}, {}),
+        r"a dict of \['labels', 'new'\], must hold 'labels', .* per_token=\('old',\) names": (
+            {"labels": y, "new": y},
+            {"token_loss": clipped, "per_token": ["old"]},
+        ),
+        r"'old' of the target must have a value for each label, \(1, 3\)": (
+            {"labels": y, "old": y[:, 0]},
+            {"token_loss": clipped, "per_token": ["old"]},
+        ),
+        r"must return one value per token, \(1, 3\), got \(\)": (y, {"token_loss": lambda given, _: given.sum()}),
+        "returned values that do not require grad": (y, {"token_loss": lambda given, _: given.detach()}),
+    }
+    for message, (target, options) in heads.items():
+        with pytest.raises(ValueError, match=message):
+            engine_with(VocabularyParallelHead(4, 9, **options)).step(x, target=target)
 
 
 # -- what cannot be ----------------------------------------------------------------------------------------------------
