@@ -11,17 +11,14 @@ packed  every token of a tree once, in one row of T with a dense mask: linear la
 nested  units of a tree, branch by branch, each with the attention of its own path
 
 A unit's forward takes its tokens, their pairs of keys at the rate of attention, and a fixed cost of launches, which the
-short units of a tree pay most often; leaves of one parent share a unit while they fit into its seconds. The backward
-takes twice the forward. Each way has the best of a few lengths of its units, as the planner chooses them. Messages take
-no time.
+short units of a tree pay most often. The planner cuts nodes into units, and packs leaves of one parent into them. The
+backward takes twice the forward. Each way has the best of a few lengths of its units. Messages take no time.
+``seq1f1b plan --prompt 2048 --responses 8x256`` does the same for a model on a machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import bisect
-import itertools
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import header
 
 from seq1f1b import Costs, build_schedule
+from seq1f1b.planning.step_rows import MOST_TOKENS, Rates, Tree, lay_out
+from seq1f1b.planning.tree_shape import TreeShape
 from seq1f1b.schedule import StepMemory
 
 FIXED = 128  # tokens of linear layers that take as long as what a unit costs whatever it holds
@@ -51,35 +50,10 @@ LIMITS = (
     4000,
 )  # seconds of a unit, in those of a token's linear layers
 TREES = 4  # a step
+RATES = Rates(token=1.0, pair=1 / HALF, unit=FIXED)
 
 
-@dataclass(frozen=True)
-class Tree:
-    """Tokens of nodes, and the node that each follows; nodes are as the data has them, not cut into units."""
-
-    sizes: tuple[int, ...]
-    parents: tuple[int, ...]
-
-    def path(self, node: int) -> list[int]:
-        path = [node]
-        while self.parents[path[-1]] >= 0:
-            path.append(self.parents[path[-1]])
-        return path[::-1]
-
-    def begin(self, node: int) -> int:
-        """The position of its first token along its path."""
-        return sum(self.sizes[above] for above in self.path(node)[:-1])
-
-    @property
-    def leaves(self) -> list[int]:
-        return [node for node in range(len(self.sizes)) if node not in self.parents]
-
-
-def star(trunk: int, leaf: int, count: int) -> Tree:
-    return Tree((trunk, *[leaf] * count), (-1, *[0] * count))
-
-
-def trajectories(trunk: int, turn: int, depth: int, branches: int) -> Tree:
+def trajectories(trunk: int, turn: int, depth: int, branches: int) -> TreeShape:
     """A trunk of turns; from the end of each one other turns branch off, and each of these goes on for one more."""
     sizes, parents, last = [trunk], [-1], 0
     for _ in range(depth):
@@ -89,39 +63,15 @@ def trajectories(trunk: int, turn: int, depth: int, branches: int) -> Tree:
         sizes.append(turn)
         parents.append(last)
         last = len(parents) - 1
-    return Tree(tuple(sizes), tuple(parents))
+    return TreeShape(tuple(sizes), tuple(parents))
 
 
 SHAPES = {
-    "1 prompt x 8 responses": star(2048, 256, 8),
-    "1 prompt x 16 responses": star(1024, 1024, 16),
+    "1 prompt x 8 responses": TreeShape.of_prompt(2048, [256] * 8),
+    "1 prompt x 16 responses": TreeShape.of_prompt(1024, [1024] * 16),
     "agent trajectories": trajectories(2048, 512, 5, 2),
-    "1 document x 32 questions": star(16384, 128, 32),
+    "1 document x 32 questions": TreeShape.of_prompt(16384, [128] * 32),
 }
-
-
-def seconds(tokens: int, pairs: float) -> float:
-    """Forward of a unit, in those of a token's linear layers."""
-    return FIXED + tokens + pairs / HALF
-
-
-def pairs(begin: int, tokens: int) -> float:
-    """Keys that tokens behind `begin` others attend to."""
-    return tokens * begin + tokens * (tokens + 1) / 2
-
-
-def cut(tokens: int, begin: int, limit: float) -> list[int]:
-    """Parts of equal time, none above the limit but for what a unit costs anyway: how a long node becomes units."""
-
-    def work(size: int) -> float:
-        return size + pairs(begin, size) / HALF
-
-    count = min(tokens, math.ceil(work(tokens) / limit))
-    ends = [bisect.bisect_left(range(tokens), work(tokens) * i / count, key=work) for i in range(1, count)]
-    return [b - a for a, b in itertools.pairwise([0, *ends, tokens])]
-
-
-# -- three ways --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -132,64 +82,40 @@ class Way:
     tokens: list[list[int]]
     parents: list[list[int]]
 
+    @classmethod
+    def of(cls, shapes: Sequence[TreeShape], limit: float) -> Way:
+        """Trees in units of so many seconds, as the planner lays them out."""
+        way = cls([], [], [])
+        for shape in shapes:
+            row = lay_out(Tree(shape, RATES), limit, MOST_TOKENS, RATES, packs=True)
+            assert row.parents is not None
+            begins: list[int] = []
+            for parent in row.parents:
+                begins.append(0 if parent < 0 else begins[parent] + sum(row.parts[parent]))
+            units = zip(begins, row.parts, strict=True)
+            way.forward.append([FIXED + sum(RATES.of_node(begin, size) for size in part) for begin, part in units])
+            way.tokens.append(list(map(sum, row.parts)))
+            way.parents.append(list(row.parents))
+        return way
 
-def rows(tree: Tree, limit: float) -> Way:
-    way = Way([], [], [])
-    for leaf in tree.leaves:
-        begin, own = 0, Way([[]], [[]], [])
-        for size in cut(sum(tree.sizes[node] for node in tree.path(leaf)), 0, limit):
-            own.forward[0].append(seconds(size, pairs(begin, size)))
-            own.tokens[0].append(size)
-            begin += size
-        way.forward += own.forward
-        way.tokens += own.tokens
-        way.parents.append(list(range(-1, len(own.tokens[0]) - 1)))
-    return way
+
+# -- three ways --------------------------------------------------------------------------------------------------------
 
 
-def packed(tree: Tree, limit: float) -> Way:
-    way = rows(Tree((sum(tree.sizes),), (-1,)), limit)
+def rows(tree: TreeShape, limit: float) -> Way:
+    return Way.of([TreeShape.of_prompt(tokens, []) for tokens in tree.paths], limit)
+
+
+def packed(tree: TreeShape, limit: float) -> Way:
+    way = Way.of([TreeShape.of_prompt(tree.tokens, [])], limit)
     way.forward[0] = [
         own + size * (size - 1) / 2 / HALF for own, size in zip(way.forward[0], way.tokens[0], strict=True)
     ]
     return way
 
 
-def grouped(tree: Tree, limit: float) -> dict[int, int]:
-    """For each leaf that shares a unit, the first leaf in it: units of one parent's leaves take about equal time."""
-    first: dict[int, int] = {}
-    for parent in range(len(tree.sizes)):
-        leaves = [node for node in tree.leaves if tree.parents[node] == parent]
-        work = {node: tree.sizes[node] + pairs(tree.begin(node), tree.sizes[node]) / HALF for node in leaves}
-        of_unit = sum(work.values()) / max(1, math.ceil(sum(work.values()) / limit))
-        done, opened = 0.0, -1.0
-        for node in leaves:
-            number = (done + work[node] / 2) // of_unit  # by its middle
-            if number > opened:
-                head, opened = node, number
-            first[node], done = head, done + work[node]
-    return first
-
-
-def nested(tree: Tree, limit: float) -> Way:
-    """Nodes cut into units; leaves of one parent that fit together are one unit, a document each."""
-    way, first = Way([[]], [[]], [[]]), grouped(tree, limit)
-    forward, tokens, parents = way.forward[0], way.tokens[0], way.parents[0]
-    last = {-1: -1}  # of a node, the number of its last unit
-    for node, (size, parent) in enumerate(zip(tree.sizes, tree.parents, strict=True)):
-        begin, head = tree.begin(node), first.get(node, node)
-        if head != node:
-            forward[last[head]] += size + pairs(begin, size) / HALF
-            tokens[last[head]] += size
-            continue
-        before = last[parent]
-        for part in cut(size, begin, limit):
-            forward.append(seconds(part, pairs(begin, part)))
-            tokens.append(part)
-            parents.append(before)
-            before, begin = len(parents) - 1, begin + part
-        last[node] = before
-    return way
+def nested(tree: TreeShape, limit: float) -> Way:
+    return Way.of([tree], limit)
 
 
 def run(way: Way, num_ranks: int) -> tuple[float, int]:
@@ -210,7 +136,7 @@ def run(way: Way, num_ranks: int) -> tuple[float, int]:
     return found.makespan, max(found.memory.activations)
 
 
-def best(way: Callable[[Tree, float], Way], tree: Tree, num_ranks: int) -> tuple[float, int]:
+def best(way: Callable[[TreeShape, float], Way], tree: TreeShape, num_ranks: int) -> tuple[float, int]:
     return min(run(way(tree, limit), num_ranks) for limit in LIMITS)
 
 
@@ -218,7 +144,7 @@ def table(ranks: Sequence[int]) -> list[tuple[str, int, list[float], list[int], 
     """Shape, P, makespans and peaks of the three ways, and how many times the tree's tokens its paths have."""
     found = []
     for name, tree in SHAPES.items():
-        shared = sum(sum(tree.sizes[node] for node in tree.path(leaf)) for leaf in tree.leaves) / sum(tree.sizes)
+        shared = sum(tree.paths) / tree.tokens
         for num_ranks in ranks:
             times, peaks = zip(*(best(way, tree, num_ranks) for way in (rows, packed, nested)), strict=True)
             found.append((name, num_ranks, list(times), list(peaks), shared))

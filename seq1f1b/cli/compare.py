@@ -8,7 +8,7 @@ from typing import Any
 
 import seq1f1b
 from seq1f1b.cli import workload
-from seq1f1b.cli.values import read_bytes
+from seq1f1b.cli.values import OldOption, read_bytes
 from seq1f1b.planning.compare import compare
 
 
@@ -21,6 +21,8 @@ def add(command: argparse.ArgumentParser) -> None:
         "--cap",
         help="leave out what holds more on a rank: 4 (micro-batches of activations) or 4GiB (with --model all bytes)",
     )
+    for name in ("--prompt", "--responses"):
+        command.add_argument(name, action=OldOption, of="seq1f1b plan")
     workload.add_order_options(command, recomputes_units=False)
     command.add_argument("--json", action="store_true", help="print JSON")
 

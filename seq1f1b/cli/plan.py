@@ -5,7 +5,16 @@ from __future__ import annotations
 import argparse
 
 from seq1f1b.cli.progress import progress_bar
-from seq1f1b.cli.values import OldOption, argument, read_bytes, read_counts, read_lengths, read_names, read_tokens
+from seq1f1b.cli.values import (
+    OldOption,
+    argument,
+    read_bytes,
+    read_counts,
+    read_lengths,
+    read_names,
+    read_responses,
+    read_tokens,
+)
 from seq1f1b.cli.workload import add_model_options, read_workload
 from seq1f1b.planning.search import VOCABULARIES, search_plans
 
@@ -24,8 +33,19 @@ def add(command: argparse.ArgumentParser) -> None:
         help="in place of --seq, for lengths that differ from step to step: how many sequences have N tokens; or a "
         "file with a line 'N COUNT' for each length, or 'N' for each sequence",
     )
+    command.add_argument(
+        "--prompt",
+        type=argument(read_tokens),
+        metavar="TOKENS",
+        help="in place of --seq, with --responses: what a step of shared prompts takes, as trees and as rows",
+    )
+    command.add_argument(
+        "--responses", type=argument(read_responses), metavar="NxTOKENS", help="to each prompt: 8x256 or 4x256,4x1024"
+    )
     command.add_argument("--ranks", type=int, required=True, metavar="P", help="pipeline ranks")
-    command.add_argument("--microbatches", type=int, required=True, metavar="M", help="micro-batches of a step")
+    command.add_argument(
+        "--microbatches", type=int, required=True, metavar="M", help="micro-batches, or prompts, of a step"
+    )
     command.add_argument(
         "--memory",
         type=argument(read_bytes),
@@ -45,7 +65,6 @@ def add(command: argparse.ArgumentParser) -> None:
         "--stages",
         type=argument(read_counts),
         metavar="V,V",
-        default=[1, 2, 4],
         help="stages per rank to try (default: 1,2,4)",
     )
     command.add_argument(
@@ -79,8 +98,12 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.prompt is not None or options.responses is not None:
+        from seq1f1b.cli import plan_trees  # needs torch
+
+        return plan_trees.run(options)
     if (options.seq is None) == (options.lengths is None):
-        raise ValueError("plan needs --seq, or --lengths where sequences differ: one of the two")
+        raise ValueError("plan needs --seq, --lengths (sequences that differ) or --prompt (responses that share one)")
     model, hardware, layout = read_workload(options)
     with progress_bar(1.0, "the search") as show:
         found = search_plans(
@@ -95,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
             optimizer_sync=not options.no_optimizer_sync,
             names=options.schedules,
             segments=options.segments,
-            stages_per_rank=options.stages,
+            stages_per_rank=options.stages or [1, 2, 4],
             inside=options.inside,
             remedies=options.remedies,
             vocabulary=options.vocabulary,

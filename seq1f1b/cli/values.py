@@ -9,15 +9,15 @@ from typing import Any
 
 
 class OldOption(argparse.Action):
-    """An option of 1.0.0rc1 that has another name now; help does not show it."""
+    """An option of 1.0.0rc1 that has another name now, or one that ``of`` has; help does not show it."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, *, now: str) -> None:
+    def __init__(self, option_strings: Sequence[str], dest: str, *, now: str = "", of: str = "") -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs="?", help=argparse.SUPPRESS)
-        self._now = now
+        self._remedy = f"{of} has it" if of else f"1.0.0rc1 had it, and now there is {now}"
 
     def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
         """Ends the command with the name that there is now."""
-        parser.error(f"there is no {self.option_strings[0]}: 1.0.0rc1 had it, and now there is {self._now}")
+        parser.error(f"there is no {self.option_strings[0]}: {self._remedy}")
 
 
 def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -62,6 +62,18 @@ def read_counts(text: str) -> list[int]:
     if not re.fullmatch(r"-?[0-9]+(,-?[0-9]+)*", text):
         raise ValueError(f"{text!r}: whole numbers are written 1,2,4")
     return [int(count) for count in text.split(",")]
+
+
+def read_responses(text: str) -> list[int]:
+    """Tokens of each response to a prompt: 8x256, or several such with commas between them."""
+    found: list[int] = []
+    for word in text.split(","):
+        match = re.fullmatch(r"(?:([0-9]{1,6})x)?([0-9]+[kKM]?)", word)
+        count, tokens = (int(match[1] or 1), read_tokens(match[2])) if match else (0, 0)
+        if count < 1 or tokens < 1:
+            raise ValueError(f"{text!r}: responses are written 8x256, eight of 256 tokens, or 4x256,4x1024")
+        found += [tokens] * count
+    return found
 
 
 def read_parents(text: str) -> list[list[int] | None]:

@@ -227,6 +227,11 @@ def _tokens(plan: Plan) -> str:
     return f"{', '.join(map(str, lengths))} tokens"
 
 
+def memory_cap(hardware: Hardware, memory: int | None) -> int:
+    """Bytes of a device that a plan may use, unless ``memory`` says so."""
+    return int(_SHARE_OF_MEMORY * hardware.memory) if memory is None else memory
+
+
 @renamed_arguments
 def search_plans(
     model: ModelShape,
@@ -288,7 +293,7 @@ def search_plans(
     Raises:
         ValueError: a count is out of range, or nothing fits: then it says the least that could.
     """
-    cap = int(_SHARE_OF_MEMORY * hardware.memory if memory is None else memory)
+    cap = memory_cap(hardware, memory)
     counts = {"memory": cap, "best": best, "num_ranks": num_ranks, "num_microbatches": num_microbatches}
     for name, value in counts.items():
         if value < 1:

@@ -19,6 +19,11 @@ class TreeShape(NamedTuple):
     sizes: tuple[int, ...]
     parents: tuple[int, ...]
 
+    @classmethod
+    def of_prompt(cls, prompt: int, responses: Sequence[int]) -> TreeShape:
+        """A prompt of so many tokens, and its responses."""
+        return cls((prompt, *responses), (-1, *[0] * len(responses)))
+
     @property
     def tokens(self) -> int:
         """Total over all nodes."""
@@ -31,6 +36,13 @@ class TreeShape(NamedTuple):
         for parent in self.parents:
             begins.append(0 if parent < 0 else begins[parent] + self.sizes[parent])
         return begins
+
+    @property
+    def paths(self) -> list[int]:
+        """Tokens of each path from the root to a leaf, by leaf: of the rows that make the tree."""
+        inner = set(self.parents)
+        ends = map(sum, zip(self.begins, self.sizes, strict=True))
+        return [end for node, end in enumerate(ends) if node not in inner]
 
     @property
     def is_chain(self) -> bool:

@@ -137,14 +137,14 @@ def test_ways_of_trees_have_the_tokens_and_pairs_of_their_paths(monkeypatch):
     trees = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, trees)
     spec.loader.exec_module(trees)
-    tree = trees.Tree((7, 3, 5, 2, 4), (-1, 0, 0, 1, 1))
+    tree = trees.TreeShape((7, 3, 5, 2, 4), (-1, 0, 0, 1, 1))
     ways = [way(tree, 1e9) for way in (trees.rows, trees.packed, trees.nested)]
     assert [sum(map(sum, way.tokens)) for way in ways] == [12 + 14 + 12, 21, 21]
     begins = (0, 7, 7, 10, 10)  # of nodes along their paths; the last two are alone below theirs, and share a unit
     pairs = sum(begin + i + 1 for begin, size in zip(begins, tree.sizes, strict=True) for i in range(size))
     assert sum(ways[2].forward[0]) == pytest.approx(21 + pairs / trees.HALF + 4 * trees.FIXED)
     assert ways[1].forward[0] == [pytest.approx(21 + 21 * 21 / trees.HALF + trees.FIXED)]
-    assert ways[2].parents == [[-1, 0, 0, 1]] and ways[2].tokens == [[7, 3, 5, 6]]
+    assert ways[2].parents == [[-1, 0, 1, 0]] and ways[2].tokens == [[7, 3, 6, 5]]  # branch by branch
     monkeypatch.setattr(trees, "SHAPES", dict(list(trees.SHAPES.items())[1:3]))
     for name, _, (of_rows, of_packed, of_nested), *_ in trees.table([2]):
         assert of_rows > of_packed > of_nested, name

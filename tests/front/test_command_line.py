@@ -281,6 +281,7 @@ def test_a_page_of_two(tmp_path):
     assert '"heading":"seq1f1b, 4 segments","makespan":26.25,"bubble":0.0857' in page
 
 
+TREES = "plan --model llama3-8b --ranks 8 --microbatches 4"
 MISTAKES = {
     "draw nonsense": "there is no schedule and no file named 'nonsense'; there are seq1f1b, 1f1b, ",
     "draw seq1f1": "there is no schedule and no file named 'seq1f1'; did you mean 'seq1f1b'?",
@@ -348,6 +349,12 @@ MISTAKES = {
     "compare --seq 64 --token-bytes many": "'many' is no number of bytes from 1 to 2^60; write 4096, 80GiB or 25GB",
     "compare --sizes 1,-2": "--sizes 1,-2: the tokens of each segment are written 10880,8448,7168",
     "compare --seq 2 --segments 4": "num_segments is 4, more than the 2 tokens of the sequence",
+    f"{TREES} --prompt 2k": "--prompt and --responses go together, as --prompt 2048 --responses 8x256",
+    f"{TREES} --prompt 2k --responses 8x9 --segments 4": "--segments is for steps of sequences: leave it out with",
+    f"{TREES} --prompt 2k --responses 8x9 --stages 1,2": "--stages names several, with --prompt it must be one",
+    f"{TREES} --prompt 0 --responses 8x9": "--prompt is 0, must be at least 1",
+    f"{TREES} --prompt 2k --responses 8x9 --memory 9GiB": "fits in 9,663,676,416 bytes a rank: the smallest budget",
+    f"{TREES} --prompt 2k --responses 9999x9": "a step of more than 20000 responses takes long to plan",
     "draw rule.txt": "rule.txt: a segment goes back after its own forward: ",
     "draw garbage.txt": "garbage.txt: line 2, unit 1, 'what?': a unit is written F1.0 or [2]F1.0",
     "simulate garbage.csv": "garbage.csv: line 1, unit 2, '0SEND_F0': a cell is written 2F3",
@@ -379,6 +386,8 @@ def test_mistakes_are_one_line_and_exit_2(line, tmp_path, monkeypatch, capsys):
     [
         ("draw 1f1b --width many", "argument --width: invalid int value: 'many'"),
         ("plan --model llama3-8b --seq 64 --ranks 2 --microbatches 2 --memory x", "'x' is no number of bytes from 1"),
+        ("compare --prompt 2048", "there is no --prompt: seq1f1b plan has it"),
+        (f"{TREES} --prompt 2048 --responses 8x", "'8x': responses are written 8x256, eight of 256 tokens, or 4x"),
         ("draw seq1f1b --parents=-1,x", "argument --parents: '-1,x': whole numbers are written 1,2,4"),
         ("draw 1f1b --model llama3-8b --seq 64 --documents a,b", "'a,b': whole numbers are written 1,2,4"),
         ("plan --model llama3-8b --seq 64 --ranks 2 --microbatches 2 --segments 4,", "whole numbers are written 1,2,4"),
@@ -388,6 +397,30 @@ def test_words_that_are_no_numbers_are_refused_with_what_is_written(line, messag
     with pytest.raises(SystemExit) as ended:
         main(line.split())
     assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_plan_of_shared_prompts(capsys):
+    """Tokens by hand; in less memory units run again; rows that do not fit are no error."""
+
+    def plan(more=""):
+        assert main(f"{TREES} --prompt 2048 --responses 7x256,1k {more} --json".split()) == 0
+        return json.loads(capsys.readouterr().out)
+
+    found = plan()
+    assert found["row_tokens"] == 4 * (7 * 2304 + 3072) and found["tree_tokens"] == 4 * (2048 + 7 * 256 + 1024)
+    assert found["tree_token_ratio"] == pytest.approx(19200 / 4864)
+    assert 2 < found["speedup"] == pytest.approx(found["rows"]["seconds"] / found["trees"]["seconds"])
+    assert sum(sum(size) if isinstance(size, list) else size for size in found["segment_sizes"]) == 4864
+    assert found["trees"]["siblings"] == max(len(size) for size in found["segment_sizes"] if isinstance(size, list)) > 1
+    assert found["trees"]["remedied"] == 0
+    less = max(found["trees"]["rank_bytes"]) - 2**30
+    found = plan(f"--memory {less}")
+    assert max(found["trees"]["rank_bytes"]) <= less and found["trees"]["remedied"] > 0
+    line = "plan --model llama3-8b --ranks 1 --microbatches 1 --prompt 4k --responses 32x16 --memory 150e9"
+    assert main(line.split()) == 0
+    text = capsys.readouterr().out
+    assert "131,584 tokens in rows, 4,608 in trees: 28.56 times fewer" in text
+    assert "rows: no order of these documents fits in 150,000,000,000 bytes" in text and "times as fast" not in text
 
 
 def test_output_that_nobody_reads_or_that_has_no_room(tmp_path):

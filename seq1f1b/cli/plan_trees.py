@@ -1,0 +1,120 @@
+"""``seq1f1b plan --prompt``: a step of prompts with their responses, as trees and as rows."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from seq1f1b.cli.workload import read_workload
+from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.pricing import GIB
+from seq1f1b.planning.search import memory_cap
+from seq1f1b.planning.step_plan import StepPlan, plan_step
+from seq1f1b.planning.tree_shape import TreeShape
+from seq1f1b.table import rounded, table_text
+
+_OF_SEQUENCES = ("seq", "lengths", "segments", "documents", "no_optimizer_sync", "verbose", "output")
+
+_MOST_ROWS, _MOST_SHOWN = 20_000, 12
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints what a step of trees takes, beside that of their rows."""
+    model, hardware, layout = read_workload(options)
+    _check(options)
+    tree = TreeShape.of_prompt(options.prompt, options.responses)
+    trees, rows = [tree] * options.microbatches, tree.paths * options.microbatches
+    cost = CostModel.balanced(
+        model,
+        hardware,
+        num_ranks=options.ranks,
+        stages_per_rank=1 if options.stages is None else options.stages[0],
+        seq_len=max(rows),
+        layout=replace(layout, inside="none" if options.inside is None else options.inside[0]),
+    )
+    cap = memory_cap(hardware, options.memory)
+    given: dict[str, Any] = {"memory": cap, "remedies": options.remedies}
+    if options.schedules:
+        given["schedule"] = options.schedules
+    plan = plan_step(trees, cost, **given)
+    found: dict[str, Any] = {
+        "prompts": options.microbatches,
+        "tree_tokens": sum(tree.tokens for tree in trees),
+        "row_tokens": sum(rows),
+        "tree_token_ratio": sum(rows) / sum(tree.tokens for tree in trees),
+        "memory": cap,
+        "segment_sizes": plan.segment_sizes[0],
+        "trees": _figures(plan),
+    }
+    try:
+        found["rows"] = _figures(plan_step(rows, cost, **given))
+        found["speedup"] = found["rows"]["seconds"] / plan.seconds
+    except ValueError as error:
+        found["rows"] = {"refused": str(error)}
+    title = f"{options.model}, P {options.ranks} on {hardware.name}, {options.microbatches} prompts"
+    print(json.dumps(found, indent=2) if options.json else _text(title, found))
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.responses is None or options.prompt is None:
+        raise ValueError("--prompt and --responses go together, as --prompt 2048 --responses 8x256")
+    unused = [name for name in _OF_SEQUENCES if getattr(options, name)]
+    unused += ["vocabulary"] if options.vocabulary == "ranks" else []
+    if unused:
+        raise ValueError(f"--{unused[0].replace('_', '-')} is for steps of sequences: leave it out with --prompt")
+    for name in ("stages", "inside"):
+        if len(getattr(options, name) or [1]) > 1:
+            raise ValueError(f"--{name} names several, with --prompt it must be one")
+    for name in ("prompt", "microbatches", "ranks"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} is {getattr(options, name)}, must be at least 1")
+    if options.microbatches * len(options.responses) > _MOST_ROWS:
+        raise ValueError(
+            f"a step of more than {_MOST_ROWS} responses takes long to plan: ask for a part of its prompts"
+        )
+
+
+def _figures(plan: StepPlan) -> dict[str, Any]:
+    shared = [len(size) for row in plan.segment_sizes for size in row if isinstance(size, tuple)]
+    return {
+        "seconds": plan.seconds,
+        "units": sum(map(len, plan.segment_sizes)),  # of a stage
+        "siblings": max(shared, default=1),  # at most in one unit
+        "remedied": plan.remedied,
+        "rank_bytes": [rank.total for rank in plan.ranks],
+    }
+
+
+def _text(title: str, found: dict[str, Any]) -> str:
+    table = [["", "step s", "units", "again", "GiB"]]
+    for name in ("trees", "rows"):
+        own = found[name]
+        if "refused" not in own:
+            of_rank = max(own["rank_bytes"]) / GIB
+            table.append([name, rounded(own["seconds"]), str(own["units"]), str(own["remedied"]), f"{of_rank:.1f}"])
+    ratio, refused = found["tree_token_ratio"], found["rows"].get("refused")
+    gain = f"rows: {refused}" if refused else f"trees are {rounded(found['speedup'])} times as fast as rows"
+    return (
+        f"{title}, {found['row_tokens']:,} tokens in rows, {found['tree_tokens']:,} in trees: {ratio:.2f} times fewer\n"
+        f"cap {found['memory'] / GIB:.1f} GiB\n\n{table_text(table)}"
+        "units of a stage; again: units of all stages that run twice or move; GiB of the\n"
+        f"      fullest rank; seconds without the optimizer\n\n{gain}\n{_units(found['segment_sizes'])}"
+    )
+
+
+def _units(sizes: Sequence[int | tuple[int, ...]]) -> str:
+    """The units of one prompt: 2048, 8x256 (2 times)."""
+    words = []
+    for size, same in itertools.groupby(sizes):
+        text = str(size) if isinstance(size, int) else "+".join(map(str, size))
+        if isinstance(size, tuple) and len(set(size)) == 1:
+            text = f"{len(size)}x{size[0]}"
+        times = len(list(same))
+        words.append(text if times == 1 else f"{text} ({times} times)")
+    shown = ", ".join([*words[:_MOST_SHOWN], *(["..."] if len(words) > _MOST_SHOWN else [])])
+    return f"{len(sizes)} units of a prompt: {shown}"
