@@ -41,7 +41,7 @@ class StepRecord:
     """The last step, kept by the engine until the next one.
 
     Attributes:
-        sizes: tokens of segments, as the executor took them.
+        sizes, siblings: tokens of segments, and of siblings in one, as the executor took them.
         length: tokens of the longest micro-batch.
         seconds: until the host had called all units.
         activations: of the stages where they were measured, in this step or before.
@@ -56,6 +56,7 @@ class StepRecord:
     training: bool
     number: int
     sizes: list[int]
+    siblings: tuple[Sequence[int], Sequence[int]]
     length: int
     seconds: float
     order: RankOrder
@@ -175,6 +176,8 @@ class Report:
         device_peak_bytes, device_reserved_bytes: most that this process's tensors have held on its GPU so far, and what
             torch's allocator has taken for them at most; 0 on the CPU. ``torch.cuda.reset_peak_memory_stats`` begins
             anew.
+        siblings: tokens of the leaves of a tree that share a segment, for each segment, () where it is alone; () where
+            all are.
     """
 
     rank: int
@@ -208,6 +211,7 @@ class Report:
     device_reserved_bytes: int = 0
     move_out_rate: float = 0.0
     move_in_rate: float = 0.0
+    siblings: tuple[tuple[int, ...], ...] = ()
 
     @property
     def moved_units(self) -> int:
@@ -296,12 +300,13 @@ class PipelineReport:
             raise ValueError(f"peak is {peak}, must be the FLOP per second of a device")
         schedule, sizes = self.simulated.schedule, self.ranks[0].segment_sizes
         pieces = [(0, sum(sizes))] * schedule.num_microbatches  # first position and tokens
-        if schedule.parents is not None:
-            cells = pairwise(schedule._first_cells)
-            rows = [(own, sizes[a:b]) for own, (a, b) in zip(schedule.parents, cells, strict=True)]
-            pieces = [piece for own, row in rows for piece in zip(positions_of(own, row), row, strict=True)]
-        elif schedule.rows is not None:
-            pieces = [(0, sum(sizes[a:b])) for a, b in pairwise(schedule._first_cells)]
+        if len(sizes) == schedule._first_cells[-1]:  # a step of rows; the text of an order does not always say so
+            parts = self.ranks[0].siblings or ((),) * len(sizes)
+            pieces = []
+            for m, (a, b) in enumerate(pairwise(schedule._first_cells)):
+                own = range(-1, b - a - 1) if schedule.parents is None else schedule.parents[m]
+                for first, size, part in zip(positions_of(own, sizes[a:b]), sizes[a:b], parts[a:b], strict=True):
+                    pieces += [(first, tokens) for tokens in part or (size,)]
         sequences = sum(rank.tokens for rank in self.ranks) / sum(length for _, length in pieces)
         whole = 3.0 * sequences * sum(model.flops(first, first + length) for first, length in pieces)
         return whole / (self.makespan * len(self.ranks) * peak)
@@ -421,7 +426,7 @@ def _read_line(line: bytes) -> PipelineReport:
     figures += [x for r in ranks for _, *span in (*r.timeline, *r.fills) for x in span]
     if not all(math.isfinite(x) for x in figures):
         raise ValueError("a time is not finite")
-    if not all(isinstance(size, int) for r in ranks for size in r.segment_sizes):
+    if not all(isinstance(size, int) for r in ranks for part in (r.segment_sizes, *r.siblings) for size in part):
         raise ValueError("the tokens of a segment are no whole number")
     return _of_ranks(ranks, schedule)
 
@@ -501,6 +506,7 @@ def _rank_report(
         step=record.number,
         training=record.training,
         segment_sizes=tuple(record.sizes),
+        siblings=tuple(tuple(record.siblings[0][a:b]) for a, b in pairwise(record.siblings[1])),
         start=total.start_ns * 1e-9,
         seconds=seconds,
         busy=total.run_ns * 1e-9 + filled,

@@ -372,6 +372,7 @@ class Runner:
             training=step.training,
             number=number,
             sizes=step.sizes,
+            siblings=step.siblings,
             length=step.length,
             seconds=seconds,
             order=order,

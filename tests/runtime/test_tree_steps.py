@@ -27,6 +27,7 @@ from seq1f1b import (
     VocabularyParallelHead,
     build_schedule,
 )
+from seq1f1b.runtime.report import PipelineReport
 from seq1f1b.testing import run_ranks
 
 CONFIG = Config(hidden=16, heads=2, kv_heads=1, ffn=16, vocab=13, layers=4)
@@ -458,11 +459,20 @@ def test_a_nested_order_holds_a_path_and_a_leaf_for_each_rank(num_ranks: int) ->
             assert stage.activation_bytes == pytest.approx(stage.planned_activation_bytes, rel=0.05)
 
 
-def test_attention_of_a_tree_counts_along_its_paths() -> None:
+@pytest.mark.parametrize(
+    ("sizes", "parents", "spans"),
+    [
+        ([8, 4, 4], [-1, 0, 0], [(0, 8), (8, 12), (8, 12)]),
+        ([8, 2, [4, 1], 3], [-1, 0, 0, 1], [(0, 8), (8, 10), (8, 12), (8, 9), (10, 13)]),
+        ([8, 2, [4, 1]], [-1, 0, 1], [(0, 10), (10, 14), (10, 11)]),  # in the order of a chain
+    ],
+)
+def test_attention_of_a_tree_counts_along_its_paths(sizes: Any, parents: Any, spans: Any, tmp_path: Any) -> None:
     """In the share of a device's FLOP per second: as so many tokens, each behind its own path alone."""
-    sizes, parents = [8, 4, 4], [-1, 0, 0]
     trees = Trees([sizes], [parents])
     (report,) = train("seq1f1b", 1, [(trees, *data_of(trees, size=1))])[2]
     shape = seq1f1b.ModelShape(hidden=16, layers=4, heads=2, kv_heads=1, ffn=16, vocab=13)
-    flops = 3 * (shape.flops(0, 8) + 2 * shape.flops(8, 12))
-    assert report.flops_utilization(shape, peak=1e9) == pytest.approx(flops / report.makespan / 1e9)
+    flops = 3 * sum(shape.flops(first, end) for first, end in spans)
+    report.save(tmp_path / "report.jsonl")
+    for own in (report, PipelineReport.load(tmp_path / "report.jsonl")):
+        assert own.flops_utilization(shape, peak=1e9) == pytest.approx(flops / report.makespan / 1e9)
