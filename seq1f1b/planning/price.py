@@ -218,13 +218,16 @@ class Price:
         return self._table(found)
 
     def least_bytes(self) -> float:
-        """A bound that no order can go below: weights and one micro-batch, in the mean over the ranks."""
+        """A bound that no order can go below: weights and one micro-batch, of a tree its longest path, in the mean over
+        the ranks."""
         cost, hw = self.cost, self.cost.hardware
         static = _state_bytes(cost) * sum(map(cost.parts.parameters, range(cost.num_stages)))
         begin, end = [0, *self._ends][self._longest], self._ends[self._longest]
-        by_kind = [sum(unit.saved for unit in units[begin:end]) for units in self._held]
-        held = (1 + hw.allocator_reserve) * sum(by_kind[kind] for kind in cost.parts.kinds)
-        return (static + held) / cost.num_ranks
+        units = [self._held[kind][begin:end] for kind in cost.parts.kinds]  # [stage][segment]
+        parents, paths = self.rows[self._longest].parents or range(-1, end - begin - 1), list[int]()
+        for parent, of_stages in zip(parents, zip(*units, strict=True), strict=True):
+            paths.append(sum(unit.saved for unit in of_stages) + (paths[parent] if parent >= 0 else 0))
+        return (static + (1 + hw.allocator_reserve) * max(paths)) / cost.num_ranks
 
     def memory(self, rank_of_stage: Sequence[int]) -> StepMemory:
         """Bytes of what units hold. With the cache where its pages come and go with units; else all of it is held all

@@ -208,9 +208,10 @@ def plan_step(
     work = seconds_of_documents(items, rates)
     families = (schedule,) if isinstance(schedule, str) else tuple(schedule)
     limit = math.inf if memory is None else memory
-    search = _Search(tokens_of(documents), cost, families, limit, tuple(remedies), prefetch)
-    best = best_unit(items, rates, cost.num_ranks) if unit_tokens is None else rates.of(unit_tokens)
     nodes = sum(len(item.seconds) for item in items if isinstance(item, Tree))
+    options = tuple(remedies), prefetch
+    search = _Search(tokens_of(documents), cost, families, limit, *options, is_of_trees=nodes > 0)
+    best = best_unit(items, rates, cost.num_ranks) if unit_tokens is None else rates.of(unit_tokens)
     made, tried = 0.0, set()
     for scales in (_SCALES if unit_tokens is None else (1.0,), _SMALLER):
         for scale in scales:
@@ -303,9 +304,13 @@ class _Search:
         memory: float,
         remedies: Sequence[str],
         prefetch: int | None,
+        *,
+        is_of_trees: bool,
     ) -> None:
         self._lengths, self._cost = tuple(lengths), cost
         self.first = tuple(name for name in families if name != "auto") or families  # tried with all rows
+        if is_of_trees and self.first == ("auto",):  # whose orders hold whole trees: nested ones hold a path
+            self.first = ("seq1f1b", "auto")
         self._last = tuple(name for name in families if name not in self.first)
         self._memory, self._remedies, self._prefetch = memory, remedies, prefetch
         self._least: float | None = None  # bytes that some order needs

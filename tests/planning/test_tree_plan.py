@@ -303,3 +303,17 @@ def test_data_of_other_trees() -> None:
         plan.join([{"labels": torch.zeros(7), "weights": torch.zeros(6)}, {"labels": torch.zeros(4)}])
     with pytest.raises(ValueError, match=r"rows are not as many or not as long .* give \(1, tokens, \.\.\.\) each"):
         plan.split([torch.zeros(7)])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_a_nested_order_holds_is_enough(num_ranks: int) -> None:
+    """No bound is above it; with ``auto``, whose orders hold whole trees, no unit runs twice where it fits."""
+    trees, cost = [TreeShape.of_prompt(512, [128] * 16)] * 2, cost_of(num_ranks)
+    nested = plan_step(trees, cost, unit_tokens=300)
+    peak = max(rank.total for rank in nested.ranks)
+    assert nested.costs.least_bytes() <= sum(rank.total for rank in nested.ranks) / num_ranks
+    found = plan_step(trees, cost, unit_tokens=300, schedule="auto", memory=peak)
+    assert found.remedied == 0 and max(rank.total for rank in found.ranks) <= peak
+    whole = plan_step(trees, cost, unit_tokens=300, schedule="gpipe")
+    assert whole.costs.least_bytes() == nested.costs.least_bytes()
+    assert max(rank.total for rank in whole.ranks) > 1.2 * peak, "else trees as a whole would have fitted, too"
