@@ -28,6 +28,8 @@ __all__ = ["ScheduleSeq1F1B", "ScheduleSeqInterleaved1F1B"]
 
 _TAKEN = ("stage", "num_microbatches", "num_segments", "loss_fn", "group")
 """Arguments of an engine that come from the stage and from the other arguments of a schedule."""
+_OF_ROWS = ("parents", "segment_sizes", "plan")
+"""Arguments of an engine's step that torch's schedules would hand to the stage."""
 
 
 class _Segmented:
@@ -115,6 +117,15 @@ class _Segmented:
                 )
         return order
 
+    def _refuse_rows(self, kwargs: Mapping[str, Any]) -> None:
+        """Raises for arguments of ``PipelineEngine.step`` that the stage's module would get in their place."""
+        for name in _OF_ROWS:
+            if name in kwargs and name not in (self._engine_options.get("arg_rules") or {}):
+                raise TypeError(
+                    f"{name}= is for steps of rows, which torch's schedules have no word for: call "
+                    f"PipelineEngine.step({name}=...); or, if it is an argument of the stage, name it in arg_rules"
+                )
+
     @property
     def engine(self) -> PipelineEngine:
         """Runs the steps; for its reports, its norm over all stages. The first use joins the pipeline's ranks."""
@@ -163,6 +174,7 @@ class _Segmented:
         """
         if self._has_backward and not torch.is_grad_enabled():
             raise RuntimeError("step() computes gradients, which torch.no_grad() forbids: call eval() instead")
+        self._refuse_rows(kwargs)
         whole, given = (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs)
         for value, microbatches, name in zip(whole, given, ("arg_mbs", "kwarg_mbs", "target_mbs"), strict=True):
             if microbatches is not None and not (value is None or value in ((), {})):

@@ -455,6 +455,15 @@ def refusals(rank: int, world: int) -> None:
         schedule.step(arg_mbs=[(tokens,)], target=target)
     with pytest.raises(TypeError, match="losses must be a list"):
         schedule.step(tokens, target=target, losses=())
+    with pytest.raises(
+        TypeError, match=r"parents= is for steps of rows, .*: call PipelineEngine\.step\(parents=\.\.\."
+    ):
+        schedule.step(tokens, target=target, parents=[[-1, 0]] * 2)
+    with pytest.raises(TypeError, match=r"plan= is for steps of rows"):
+        schedule.eval(tokens, plan=None)
+    named = ScheduleSeq1F1B(stage, 2, cross_entropy, n_segments=2, arg_rules={"plan": "replicate"})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'plan'"):  # the stage's own word
+        named.step(tokens, target=target, plan=0)
     with pytest.raises(ValueError, match="segment_sizes has 3 entries, num_segments is 2"):
         ScheduleSeq1F1B(stage, 2, cross_entropy, n_segments=2, segment_sizes=[3, 3, 2]).step(tokens, target=target)
     counts = {"num_ranks": 1, "num_microbatches": 2, "num_segments": 3, "parents": [[-1, 0, 0]] * 2}
