@@ -19,7 +19,8 @@ T = TypeVar("T")
 def run_ranks(num_ranks: int, fn: Callable[[Any], T]) -> list[T]:
     """Calls ``fn(group)`` once per rank, each in a thread of its own, with that rank's loopback group.
 
-    The threads take over the caller's grad mode and autocast state. Returns the results by rank. If threads fail, the
+    The threads take over the caller's grad mode and autocast state, and share torch's generators: make modules that
+    must be the same in each run before. Returns the results by rank. If threads fail, the
     earliest error is raised once every thread has ended.
     """
     groups = LoopbackGroup(num_ranks)

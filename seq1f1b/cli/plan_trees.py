@@ -65,6 +65,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--prompt and --responses go together, as --prompt 2048 --responses 8x256")
     unused = [name for name in _OF_SEQUENCES if getattr(options, name)]
     unused += ["vocabulary"] if options.vocabulary == "ranks" else []
+    unused += ["context"] if options.context > 1 else []  # such ranks share the tokens of a segment
     if unused:
         raise ValueError(f"--{unused[0].replace('_', '-')} is for steps of sequences: leave it out with --prompt")
     for name in ("stages", "inside"):
@@ -74,9 +75,7 @@ def _check(options: argparse.Namespace) -> None:
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} is {getattr(options, name)}, must be at least 1")
     if options.microbatches * len(options.responses) > _MOST_ROWS:
-        raise ValueError(
-            f"a step of more than {_MOST_ROWS} responses takes long to plan: ask for a part of its prompts"
-        )
+        raise ValueError(f"a step of more than {_MOST_ROWS} responses takes long to plan: ask for a part of it")
 
 
 def _figures(plan: StepPlan) -> dict[str, Any]:

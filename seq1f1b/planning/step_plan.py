@@ -133,7 +133,10 @@ class StepPlan:
         """
         lengths = [sum(self.lengths[index] for index in row) for row in self.rows]
         if [tuple(row.shape[:2]) for row in rows] != [(1, length) for length in lengths]:
-            raise ValueError("the rows are not as many or not as long as those of the plan: give (1, tokens, ...) each")
+            none = "" if rows else "; only the rank of the last stage has values, others get none"
+            raise ValueError(
+                f"the rows are not as many or not as long as those of the plan: give (1, tokens, ...) each{none}"
+            )
         found: dict[int, Tensor] = {}
         for row, indices, pieces in zip(rows, self.rows, self._pieces, strict=True):
             parts = torch.split(row[0], [size for _, size in pieces] or [self.lengths[index] for index in indices])

@@ -22,7 +22,7 @@ from seq1f1b.runtime.idle import CAUSES, Idle, StepTimes, advice, ideal_text, id
 from seq1f1b.runtime.measure import Activations
 from seq1f1b.runtime.offload import Tier
 from seq1f1b.runtime.rank_order import RankOrder
-from seq1f1b.runtime.trees import positions_of
+from seq1f1b.runtime.trees import runs_of
 from seq1f1b.schedule import Links, Schedule, Simulation, StepMemory
 from seq1f1b.table import table_text
 from seq1f1b.transport.values import pack, sendable, unpack
@@ -176,8 +176,7 @@ class Report:
         device_peak_bytes, device_reserved_bytes: most that this process's tensors have held on its GPU so far, and what
             torch's allocator has taken for them at most; 0 on the CPU. ``torch.cuda.reset_peak_memory_stats`` begins
             anew.
-        siblings: tokens of the leaves of a tree that share a segment, for each segment, () where it is alone; () where
-            all are.
+        siblings: by segment, tokens of the leaves of a tree that share it, () where it is alone; () where all are.
     """
 
     rank: int
@@ -288,8 +287,7 @@ class PipelineReport:
     def flops_utilization(self, model: ModelShape, peak: float) -> float:
         """Model FLOP of the step over what the ranks could have computed in it (MFU).
 
-        Forward and backward count three forwards of the model, attention with its causal mask; what recomputation runs
-        again does not count.
+        Counts three forwards of the model, attention with its causal mask, and nothing that recomputation runs again.
 
         Args:
             peak: FLOP per second of one rank's device, in the dtype of the products.
@@ -299,14 +297,10 @@ class PipelineReport:
         if not peak > 0:
             raise ValueError(f"peak is {peak}, must be the FLOP per second of a device")
         schedule, sizes = self.simulated.schedule, self.ranks[0].segment_sizes
-        pieces = [(0, sum(sizes))] * schedule.num_microbatches  # first position and tokens
-        if len(sizes) == schedule._first_cells[-1]:  # a step of rows; the text of an order does not always say so
-            parts = self.ranks[0].siblings or ((),) * len(sizes)
-            pieces = []
-            for m, (a, b) in enumerate(pairwise(schedule._first_cells)):
-                own = range(-1, b - a - 1) if schedule.parents is None else schedule.parents[m]
-                for first, size, part in zip(positions_of(own, sizes[a:b]), sizes[a:b], parts[a:b], strict=True):
-                    pieces += [(first, tokens) for tokens in part or (size,)]
+        rows: list[tuple[int, ...]] = [(sum(sizes),)] * schedule.num_microbatches
+        if len(sizes) == schedule._first_cells[-1]:  # a step of rows, which the text of an order does not always say
+            rows = [sizes[a:b] for a, b in pairwise(schedule._first_cells)]
+        pieces = runs_of(rows, schedule.parents, self.ranks[0].siblings)
         sequences = sum(rank.tokens for rank in self.ranks) / sum(length for _, length in pieces)
         whole = 3.0 * sequences * sum(model.flops(first, first + length) for first, length in pieces)
         return whole / (self.makespan * len(self.ranks) * peak)

@@ -137,6 +137,25 @@ def positions_of(parents: Sequence[int], sizes: Sequence[int]) -> list[int]:
     return found
 
 
+def runs_of(
+    rows: Sequence[Sequence[int]], parents: Sequence[Sequence[int]] | None, siblings: Sequence[Sequence[int]]
+) -> list[tuple[int, int]]:
+    """Runs of tokens of a step of rows: the position along its path at which each begins, and its tokens.
+
+    Args:
+        rows: tokens of the segments of every micro-batch.
+        parents: what these follow; None: each the one before it.
+        siblings: by cell, tokens of the leaves that share it, empty where it is alone; empty: all are.
+    """
+    found, cell = [], 0
+    for m, sizes in enumerate(rows):
+        own = range(-1, len(sizes) - 1) if parents is None else parents[m]
+        for begin, size in zip(positions_of(own, sizes), sizes, strict=True):
+            found += [(begin, tokens) for tokens in (siblings and siblings[cell]) or (size,)]
+            cell += 1
+    return found
+
+
 def read_rows(sizes: object, parents: object, num_parts: int = 1) -> tuple[Rows, Trees | None]:
     """The tokens of the segments of every micro-batch, and what they follow; raises where either breaks a rule.
 

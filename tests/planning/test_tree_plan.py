@@ -303,6 +303,8 @@ def test_data_of_other_trees() -> None:
         plan.join([{"labels": torch.zeros(7), "weights": torch.zeros(6)}, {"labels": torch.zeros(4)}])
     with pytest.raises(ValueError, match=r"rows are not as many or not as long .* give \(1, tokens, \.\.\.\) each"):
         plan.split([torch.zeros(7)])
+    with pytest.raises(ValueError, match="only the rank of the last stage has values, others get none"):
+        plan.split([])
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
