@@ -18,7 +18,6 @@ from seq1f1b.planning.tree_shape import TreeShape
 from seq1f1b.table import rounded, table_text
 
 _OF_SEQUENCES = ("seq", "lengths", "segments", "documents", "no_optimizer_sync", "verbose", "output")
-
 _MOST_ROWS, _MOST_SHOWN = 20_000, 12
 
 
@@ -27,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     model, hardware, layout = read_workload(options)
     _check(options)
     tree = TreeShape.of_prompt(options.prompt, options.responses)
-    trees, rows = [tree] * options.microbatches, tree.paths * options.microbatches
+    rows = tree.paths * options.microbatches
     cost = CostModel.balanced(
         model,
         hardware,
@@ -36,17 +35,15 @@ def run(options: argparse.Namespace) -> int:
         seq_len=max(rows),
         layout=replace(layout, inside="none" if options.inside is None else options.inside[0]),
     )
-    cap = memory_cap(hardware, options.memory)
-    given: dict[str, Any] = {"memory": cap, "remedies": options.remedies}
-    if options.schedules:
-        given["schedule"] = options.schedules
-    plan = plan_step(trees, cost, **given)
+    given: dict[str, Any] = {"memory": memory_cap(hardware, options.memory), "remedies": options.remedies}
+    given |= {"schedule": options.schedules} if options.schedules else {}
+    plan = plan_step([tree] * options.microbatches, cost, **given)
     found: dict[str, Any] = {
         "prompts": options.microbatches,
-        "tree_tokens": sum(tree.tokens for tree in trees),
+        "tree_tokens": tree.tokens * options.microbatches,
         "row_tokens": sum(rows),
-        "tree_token_ratio": sum(rows) / sum(tree.tokens for tree in trees),
-        "memory": cap,
+        "tree_token_ratio": sum(tree.paths) / tree.tokens,
+        "memory": given["memory"],
         "segment_sizes": plan.segment_sizes[0],
         "trees": _figures(plan),
     }
@@ -71,9 +68,8 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("stages", "inside"):
         if len(getattr(options, name) or [1]) > 1:
             raise ValueError(f"--{name} names several, with --prompt it must be one")
-    for name in ("prompt", "microbatches", "ranks"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name} is {getattr(options, name)}, must be at least 1")
+    for name in [name for name in ("prompt", "microbatches", "ranks") if getattr(options, name) < 1]:
+        raise ValueError(f"--{name} is {getattr(options, name)}, must be at least 1")
     if options.microbatches * len(options.responses) > _MOST_ROWS:
         raise ValueError(f"a step of more than {_MOST_ROWS} responses takes long to plan: ask for a part of it")
 
