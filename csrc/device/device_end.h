@@ -65,10 +65,15 @@ typedef struct { /* how bytes move. Called with the GPU's context current. */
     /* 1 once the last call is enqueued, which may need the peer; -1, with an error recorded: it failed. NULL: at once.
      * Under the lock. */
     int (*settled)(s1f_device_end *end);
+    int (*has_left)(
+        s1f_device_end *end);           /* asked by the proof: all that was sent is on its way; NULL: with its event */
     void (*abort)(s1f_device_end *end); /* ends what is under way, from any thread, once, under the lock; may be NULL */
+    /* A step has failed: what it sent there, and is not on its way, is worth nothing, as streams of this rank are about
+     * to be released. Under the lock; may be NULL. */
+    void (*disown)(s1f_device_end *end, int64_t step);
     /* Lets streams go on that wait for the peer in a step which has failed, again and again until all ranks have left
      * it; the end can be used afterwards. Under the lock; may be NULL. */
-    void (*release)(s1f_device_end *end);
+    void (*release)(s1f_device_end *end, int64_t step);
     void (*forget)(s1f_device_end *end); /* closes what it opened of the peer's memory; nothing is under way; or NULL */
     void (*close)(s1f_device_end *end);  /* nothing is under way; or NULL */
 } s1f_mover;

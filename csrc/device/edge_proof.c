@@ -42,7 +42,7 @@ static s1f_status wait_for(s1f_device_end *end, int (*is_done)(s1f_device_end *e
         s1f_status status = s1f_group_check_peer(end->head.group, &reason);
         if (status == S1F_OK)
             status = s1f_group_check(end->head.group);
-        if (status == S1F_OK && end->mover->settled != NULL) { /* NCCL says here that a transfer has failed */
+        if (status == S1F_OK && end->mover->settled != NULL) { /* it says here that a transfer has failed */
             s1f_device_end_lock(end);
             status = end->mover->settled(end) < 0 ? S1F_ERR_STATE : S1F_OK;
             s1f_device_end_unlock(end);
@@ -64,7 +64,7 @@ static int header_has_come(s1f_device_end *end, int64_t sequence)
 static int is_over(s1f_device_end *end, int64_t sequence)
 {
     (void)sequence;
-    return s1f_device_end_is_idle(end);
+    return s1f_device_end_is_idle(end) && (end->mover->has_left == NULL || end->mover->has_left(end));
 }
 
 /* Makes the context current, with a deadline for what follows. */
@@ -92,10 +92,10 @@ s1f_status s1f_edge_proof_post(s1f_edge_end *head, int64_t sequence, int64_t byt
     return s1f_device_leave(end->device, s1f_p2p_post(head, sequence, 0));
 }
 
-/* A transfer that failed half-way has put work on the stream: it counts until that has ended. (NCCL's is aborted.) */
+/* A transfer that failed half-way has put work on the stream, and counts until that has ended. Or it is aborted. */
 static void count_begun(s1f_device_end *end)
 {
-    if (end->mover->settled != NULL || end->started >= end->capacity || end->transfers[end->started].done == NULL)
+    if (end->mover->abort != NULL || end->started >= end->capacity || end->transfers[end->started].done == NULL)
         return;
     s1f_transfer *transfer = &end->transfers[end->started];
     if (end->device->driver->event_record(transfer->done, end->stream) == S1F_CU_SUCCESS) {
@@ -112,8 +112,10 @@ int s1f_edge_proof_give_up(s1f_edge_end *head)
     s1f_device_end_lock(end);
     count_begun(end);
     s1f_device_end_abort(end);
+    if (end->mover->disown != NULL)
+        end->mover->disown(end, s1f_group_step(head->group));
     if (end->mover->release != NULL)
-        end->mover->release(end);
+        end->mover->release(end, s1f_group_step(head->group));
     s1f_device_end_unlock(end);
     int idle = s1f_device_end_is_idle_within(end, GIVE_UP_NS);
     s1f_device_leave(end->device, S1F_OK);

@@ -2,27 +2,26 @@
 #include "staging_end.h"
 
 #include "../run/arena.h"
+#include "staging_relay.h"
 
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { MOST_SLOTS = 4096, SLOT_ALIGNMENT = 65536, PINNED_BLOCK = 2 << 20 };
-
-typedef struct { /* the ring's first bytes, by slot */
-    _Atomic uint64_t written[MOST_SLOTS], drained[MOST_SLOTS];
-} ring_words;
+enum { MOST_SLOTS = S1F_STAGING_SLOTS, SLOT_ALIGNMENT = 65536, PINNED_BLOCK = 2 << 20 };
 
 typedef struct {
     s1f_device_end base;
-    ring_words *words;
+    s1f_staging_ring *words;
+    s1f_staging_relay *relay;                 /* NULL: both processes map the ring */
     s1f_cu_address device_words;              /* as the GPU sees them */
     int64_t ring_bytes, stride, pinned_bytes; /* of a slot: its room, and what of it is pinned */
     int32_t num_pinned;                       /* slots */
     uint64_t last[MOST_SLOTS];                /* sender: what each slot held last */
 } staging_end;
 
-_Static_assert(sizeof(ring_words) % SLOT_ALIGNMENT == 0, "slots begin on pages");
+static const int64_t CLOSING_NS = INT64_C(1000) * 1000 * 1000;
+
+_Static_assert(sizeof(s1f_staging_ring) % SLOT_ALIGNMENT == 0, "slots begin on pages");
 
 static uint64_t position_of(const staging_end *end, int64_t sequence)
 {
@@ -52,7 +51,18 @@ static int64_t stride_for(const staging_end *end, int32_t num_places)
     int64_t num_slots = 8;
     while (num_slots < num_places)
         num_slots *= 8;
-    return (end->ring_bytes - (int64_t)sizeof(ring_words)) / num_slots / SLOT_ALIGNMENT * SLOT_ALIGNMENT;
+    return (end->ring_bytes - (int64_t)sizeof *end->words) / num_slots / SLOT_ALIGNMENT * SLOT_ALIGNMENT;
+}
+
+/* Sender with a relay: slots that are laid out anew overwrite what waits in the old ones, of a step that went well. */
+static s1f_status wait_for_slots(staging_end *end)
+{
+    s1f_status status = S1F_OK;
+    for (int32_t i = 0; end->relay != NULL && status == S1F_OK && i < MOST_SLOTS; i++)
+        if (end->last[i] > 0)
+            status = S1F_CU(end->base.device->driver, stream_wait_value, end->base.stream,
+                            word_address(end, &end->words->drained[i]), end->last[i], S1F_CU_WAIT_GEQ);
+    return status;
 }
 
 /* Pins as much of every slot as a message takes. What the end has begun goes on meanwhile, and is waited for. */
@@ -73,6 +83,8 @@ static s1f_status pin_slots(staging_end *end, int64_t bytes)
     bytes = (bytes + PINNED_BLOCK - 1) / PINNED_BLOCK * PINNED_BLOCK;
     bytes = bytes < stride ? bytes : stride;
     unpin_slots(end);
+    if (stride != end->stride)
+        status = wait_for_slots(end);
     end->stride = stride;
     for (int32_t i = 0; status == S1F_OK && i < num_places; i++) {
         status = S1F_CU(driver, host_register, slot_of(end, i), (size_t)bytes, S1F_CU_HOST_REGISTER_PORTABLE);
@@ -92,9 +104,10 @@ static s1f_status staging_prepare_send(s1f_device_end *base, int64_t sequence, i
 {
     (void)number;
     (void)tensors;
-    s1f_status status = s1f_arena_wait_posted(base->control, sequence);
-    return status == S1F_OK && message->payload_bytes > 0 ? pin_slots((staging_end *)base, message->payload_bytes)
-                                                          : status;
+    staging_end *end = (staging_end *)base;
+    if (end->relay == NULL) /* so all of the step before has been received */
+        S1F_TRY(s1f_arena_wait_posted(base->control, sequence));
+    return message->payload_bytes > 0 ? pin_slots(end, message->payload_bytes) : S1F_OK;
 }
 
 static s1f_status staging_prepare_receive(s1f_device_end *base, int32_t number)
@@ -111,8 +124,8 @@ static s1f_status staging_send(s1f_device_end *base, int32_t number, const s1f_m
     uint64_t position = position_of(end, message->sequence);
     s1f_cu_address written = word_address(end, &end->words->written[number]);
     uint64_t before = end->last[number];
-    end->last[number] = position;
-    if (before >> 32 == position >> 32) /* what an earlier step left there has been received */
+    int32_t is_awaited = end->relay != NULL ? before > 0 : before >> 32 == position >> 32;
+    if (is_awaited) /* what an earlier step left in a ring that both map has been received */
         S1F_TRY(S1F_CU(driver, stream_wait_value, base->stream, word_address(end, &end->words->drained[number]), before,
                        S1F_CU_WAIT_GEQ));
     for (int32_t i = 0; i < message->num_tensors; i++) {
@@ -121,7 +134,11 @@ static s1f_status staging_send(s1f_device_end *base, int32_t number, const s1f_m
             S1F_TRY(S1F_CU(driver, copy_to_host, slot_of(end, number) + tensor->offset,
                            (s1f_cu_address)(uintptr_t)tensors[i], (size_t)tensor->bytes, base->stream));
     }
-    return S1F_CU(driver, stream_write_value, base->stream, written, position, 0);
+    S1F_TRY(S1F_CU(driver, stream_write_value, base->stream, written, position, 0));
+    if (end->relay != NULL)
+        S1F_TRY(s1f_staging_relay_send(end->relay, number, end->stride, position, message->payload_bytes));
+    end->last[number] = position;
+    return S1F_OK;
 }
 
 static s1f_status staging_receive(s1f_device_end *base, int32_t number, const s1f_message *message)
@@ -139,10 +156,13 @@ static s1f_status staging_receive(s1f_device_end *base, int32_t number, const s1
 
 /* Only the words that this end's stream waits for, and only once all of earlier steps has ended there: a peer may still
  * be in the step before, which goes well, and what it waits for is not promised too early. */
-static void staging_release(s1f_device_end *base)
+static void staging_release(s1f_device_end *base, int64_t step)
 {
     staging_end *end = (staging_end *)base;
-    uint64_t all = (uint64_t)s1f_group_step(base->head.group) << 32 | UINT32_MAX;
+    uint64_t all = (uint64_t)step << 32 | UINT32_MAX;
+    if (end->relay != NULL && !base->head.is_receiver &&
+        !s1f_staging_relay_may_release(end->relay, step, base->watchdog->timeout_ns))
+        return;
     if (base->is_closed || base->device->driver->event_query(base->step_start) != S1F_CU_SUCCESS)
         return;
     for (int32_t i = 0; i < base->num_places && i < MOST_SLOTS; i++) {
@@ -155,22 +175,68 @@ static void staging_release(s1f_device_end *base)
 static void staging_close(s1f_device_end *base)
 {
     staging_end *end = (staging_end *)base;
+    int32_t is_sender = end->relay != NULL && !base->head.is_receiver;
+    s1f_staging_relay_free(end->relay);
+    end->relay = NULL;
+    for (int32_t i = 0; is_sender && i < MOST_SLOTS; i++) /* what waits for the relay goes on */
+        if (atomic_load(&end->words->drained[i]) < end->last[i])
+            atomic_store(&end->words->drained[i], end->last[i]);
+    if (is_sender)
+        s1f_device_end_is_idle_within(base, CLOSING_NS);
     unpin_slots(end);
     if (end->device_words != 0)
         base->device->driver->host_unregister(end->words);
     end->device_words = 0;
 }
 
-static const s1f_mover staging_mover = {
-    .name = "staging",
-    .prepare_send = staging_prepare_send,
-    .prepare_receive = staging_prepare_receive,
-    .receive = staging_receive,
-    .send = staging_send,
-    .is_one_sided = 1,
-    .release = staging_release,
-    .close = staging_close,
-};
+#define STAGING                                                                                                        \
+    .name = "staging", .prepare_send = staging_prepare_send, .prepare_receive = staging_prepare_receive,               \
+    .receive = staging_receive, .send = staging_send, .is_one_sided = 1, .release = staging_release,                   \
+    .close = staging_close
+static const s1f_mover staging_mover = {STAGING};
+
+/* -- between hosts ------------------------------------------------------------------------------------------------- */
+
+/* A receive has begun and its message is not there. */
+static int32_t awaits(const s1f_device_end *base)
+{
+    int64_t last = base->head.is_receiver ? base->started - 1 : -1;
+    while (last >= 0 && base->transfers[last].is_over) /* without bytes */
+        last--;
+    return last >= 0 && !s1f_device_end_is_over(base, last);
+}
+
+static int relayed_settled(s1f_device_end *base)
+{
+    return s1f_staging_relay_check(((staging_end *)base)->relay, awaits(base)) == S1F_OK ? 1 : -1;
+}
+
+static void relayed_disown(s1f_device_end *base, int64_t step)
+{
+    s1f_staging_relay_disown(((staging_end *)base)->relay, step);
+}
+
+static int relayed_has_left(s1f_device_end *base)
+{
+    return s1f_staging_relay_is_idle(((staging_end *)base)->relay);
+}
+
+static const s1f_mover relayed_mover = {STAGING, .settled = relayed_settled, .has_left = relayed_has_left,
+                                        .disown = relayed_disown};
+
+s1f_status s1f_staging_end_connect(s1f_edge_end *head, int fd)
+{
+    staging_end *end = (staging_end *)head;
+    s1f_staging_relay *relay;
+    S1F_TRY(s1f_staging_relay_create(fd, head->is_receiver, end->words, end->ring_bytes, &relay));
+    s1f_device_end_lock(&end->base);
+    end->relay = relay;
+    end->base.mover = &relayed_mover;
+    s1f_device_end_unlock(&end->base);
+    return S1F_OK;
+}
+
+/* -- creation ------------------------------------------------------------------------------------------------------ */
 
 static s1f_status pin_words(staging_end *end)
 {

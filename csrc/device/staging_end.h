@@ -9,7 +9,10 @@
  *
  * n is (step, message), so that no step waits for what another one left. The words lie in pinned memory: where a step
  * has failed, each end lets its own stream go on by writing the word that this one waits for (`release`). The ring
- * grows with the largest message, in the first step of a shape, and each process pins it for itself. */
+ * grows with the largest message, in the first step of a shape, and each process pins it for itself.
+ *
+ * Between two hosts each rank has a ring of its own, and a relay (staging_relay.h) does to it what the other rank's
+ * stream would: nothing else differs. */
 #ifndef S1F_STAGING_END_H
 #define S1F_STAGING_END_H
 
@@ -19,5 +22,8 @@
  * borrowed and outlive the end. */
 s1f_status s1f_staging_end_create(s1f_edge_end *control, s1f_edge_end *ring, s1f_watchdog *watchdog,
                                   s1f_edge_end **out);
+/* Before its first step, if the ring is this end's alone (as many bytes as the other end's): starts the relay. fd: a
+ * connection of byte streams to the other end; stays the caller's. */
+s1f_status s1f_staging_end_connect(s1f_edge_end *end, int fd);
 
 #endif

@@ -223,6 +223,12 @@ int s1f_group_has_failed(const s1f_group *group)
            atomic_load(&group->failure->step) <= group->turn;
 }
 
+int64_t s1f_group_failed_step(const s1f_group *group)
+{
+    int64_t step = s1f_group_step(group); /* first: what stands after this is not of an earlier one */
+    return s1f_group_has_failed(group) && atomic_load(&group->failure->step) <= step ? step : 0;
+}
+
 void s1f_group_failure(const s1f_group *group, s1f_failure *out)
 {
     if (s1f_group_has_failed(group)) {

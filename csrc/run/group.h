@@ -74,6 +74,8 @@ int s1f_group_fail_with(s1f_group *group, const s1f_failure *failure);
 /* S1F_ERR_PEER with rank and text once a failure ends the step that this rank is in. */
 s1f_status s1f_group_check(const s1f_group *group);
 int s1f_group_has_failed(const s1f_group *group); /* the same without a text */
+/* The step that this rank is in, or was in last, if a failure ends it; else 0. */
+int64_t s1f_group_failed_step(const s1f_group *group);
 void s1f_group_failure(const s1f_group *group, s1f_failure *out);
 /* The peer behind a reason's hangup_fd is gone: ends the step on every rank. S1F_OK while it is there. */
 s1f_status s1f_group_check_peer(s1f_group *group, const s1f_wait_reason *reason);

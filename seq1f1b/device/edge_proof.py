@@ -102,9 +102,10 @@ class Attempt:
 
         def connect(edge: Edge) -> None:
             _C.edge_proof_begin(self.ends[edge])
-            self._way.connect(self.ends[edge])
+            self._way.connect(edge, self.ends[edge])
 
         self._each(self._edges, connect)
+        self._way.connected()
         self._agree()
 
     def send(self, sequence: int, sizes: Mapping[Edge, int]) -> None:

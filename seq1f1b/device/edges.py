@@ -116,7 +116,8 @@ class DeviceEdges:
         identities = self._group.all_gather_object(self.identity())
         if self._group.rank == 0:
             warn_of_shared_gpus(identities)
-        self._ways = {kind.name: kind(self._group, self._watchdog, is_receiver) for kind in WAYS}
+        limit_s = min(self.proof_limit_s, self._group.timeout_s / 2)
+        self._ways = {kind.name: kind(self._group, self._watchdog, is_receiver, limit_s) for kind in WAYS}
         asked = None if self.transport == "auto" else self.transport
         if asked is not None:
             self._check_reach(self._ways[asked], controls)
@@ -131,7 +132,7 @@ class DeviceEdges:
             room=self.free_bytes() // 2 // (1 + sum(is_receiver.values())),
             sizes=self.proof_sizes,
         )
-        _C.watchdog_prove(self._watchdog, min(self.proof_limit_s, self._group.timeout_s / 2))
+        _C.watchdog_prove(self._watchdog, limit_s)
         try:
             proof.run()
         finally:

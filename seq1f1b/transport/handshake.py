@@ -22,7 +22,8 @@ def _peer_uid(connection: socket.socket) -> int:
     return int(uid)
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
+def receive_all(connection: socket.socket, size: int) -> bytes:
+    """So many bytes. Raises OSError if they do not come."""
     data = b""
     while len(data) < size:
         part = connection.recv(size - len(data))
@@ -90,7 +91,7 @@ class Handshake:
                     connection.sendall(_HELLO.pack(tokens[greeter], self.rank))
             for peer in [rank for rank in connections if rank < self.rank]:
                 with _naming(peer):
-                    token, answered_by = _HELLO.unpack(_receive(connections[peer], _HELLO.size))
+                    token, answered_by = _HELLO.unpack(receive_all(connections[peer], _HELLO.size))
                 if not hmac.compare_digest(token, self.token) or answered_by != peer:
                     raise ConnectionError(f"who answers in the name of rank {peer} is not rank {peer}")
         except BaseException:
@@ -131,7 +132,7 @@ class Handshake:
             return None
         connection.settimeout(5.0)
         try:
-            token, rank = _HELLO.unpack(_receive(connection, _HELLO.size))
+            token, rank = _HELLO.unpack(receive_all(connection, _HELLO.size))
         except OSError:
             return None
         connection.settimeout(self.timeout_s)

@@ -21,6 +21,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -42,7 +43,8 @@ typedef enum {
     BY_NCCL,
     BY_COPIES,
     BY_COPIES_OF_PROCESSES, /* which name memory and events by handles */
-    BY_STAGING
+    BY_STAGING,
+    BY_RELAY, /* staging between hosts */
 } transport_kind;
 
 typedef struct {
@@ -94,7 +96,8 @@ typedef struct pipeline {
     const s1f_edge *edges;
     void *block;
     s1f_group *groups[MAX_RANKS];
-    s1f_mapping *mappings[MAX_EDGES], *ring_mappings[MAX_EDGES];
+    s1f_mapping *mappings[MAX_EDGES], *ring_mappings[2][MAX_EDGES];
+    int connections[2][MAX_EDGES]; /* of the sender, of the receiver */
     s1f_edge_end *rings[MAX_RANKS][MAX_EDGES], *controls[MAX_RANKS][MAX_EDGES], *ends[MAX_RANKS][MAX_EDGES];
     rank_state states[MAX_RANKS];
     const s1f_nccl *nccl;
@@ -259,11 +262,14 @@ static s1f_edge_end *make_end(pipeline *p, int32_t edge, int32_t rank)
     s1f_edge_end *control = p->controls[rank][edge];
     if (p->set.transport == BY_NCCL)
         CHECK_STATUS(s1f_nccl_end_create(p->nccl, &p->ids[edge], control, p->states[rank].watchdog, &end), S1F_OK, "");
-    else if (p->set.transport == BY_STAGING) {
-        CHECK_STATUS(s1f_arena_end_create(p->groups[rank], p->ring_mappings[edge]->memory, RING_BYTES, -1, peer,
+    else if (p->set.transport >= BY_STAGING) {
+        int32_t own = p->set.transport == BY_RELAY && is_receiver;
+        CHECK_STATUS(s1f_arena_end_create(p->groups[rank], p->ring_mappings[own][edge]->memory, RING_BYTES, -1, peer,
                                           is_receiver, text, &p->rings[rank][edge]),
                      S1F_OK, "");
         CHECK_STATUS(s1f_staging_end_create(control, p->rings[rank][edge], p->states[rank].watchdog, &end), S1F_OK, "");
+        if (p->set.transport == BY_RELAY)
+            CHECK_STATUS(s1f_staging_end_connect(end, p->connections[is_receiver][edge]), S1F_OK, "");
     } else
         CHECK_STATUS(s1f_copy_end_create(control, p->states[rank].watchdog, p->set.transport == BY_COPIES, &end),
                      S1F_OK, "");
@@ -364,10 +370,15 @@ static void make_pipeline(setting set, pipeline *p)
         CHECK(fd >= 0 && ftruncate(fd, ARENA_BYTES) == 0);
         CHECK(s1f_mapping_create(fd, ARENA_BYTES, &p->mappings[i]) == S1F_OK);
         close(fd);
-        fd = memfd_create("ring", MFD_CLOEXEC);
-        CHECK(fd >= 0 && ftruncate(fd, RING_BYTES) == 0);
-        CHECK(s1f_mapping_create(fd, RING_BYTES, &p->ring_mappings[i]) == S1F_OK);
-        close(fd);
+        int pair[2];
+        CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0);
+        for (int end = 0; end < 2; end++) {
+            fd = memfd_create("ring", MFD_CLOEXEC);
+            CHECK(fd >= 0 && ftruncate(fd, RING_BYTES) == 0);
+            CHECK(s1f_mapping_create(fd, RING_BYTES, &p->ring_mappings[end][i]) == S1F_OK);
+            close(fd);
+            p->connections[end][i] = pair[end];
+        }
         CHECK(nccl->get_unique_id(&p->ids[i]) == S1F_NCCL_SUCCESS);
     }
     pthread_barrier_init(&p->begin, NULL, (unsigned)set.num_ranks + 1);
@@ -430,7 +441,10 @@ static void free_pipeline(pipeline *p)
         s1f_group_free(p->groups[rank]);
     for (int32_t i = 0; i < p->num_edges; i++) {
         s1f_mapping_free(p->mappings[i]);
-        s1f_mapping_free(p->ring_mappings[i]);
+        for (int end = 0; end < 2; end++) {
+            s1f_mapping_free(p->ring_mappings[end][i]);
+            close(p->connections[end][i]);
+        }
     }
     s1f_program_free(p->program);
     free(p->block);
@@ -513,6 +527,7 @@ static void check_setting(setting set)
                 (int)set.stages_per_rank,
                 set.transport == BY_NCCL      ? "NCCL"
                 : set.transport == BY_STAGING ? "staging"
+                : set.transport == BY_RELAY   ? "staging between hosts"
                                               : "copies",
                 (int)set.queues, (unsigned long long)set.seed, (int)set.injected_sync_permille,
                 stand_in_deadlock() == NULL ? "" : stand_in_deadlock());
@@ -522,6 +537,8 @@ static void check_setting(setting set)
 static void test_orders_and_timings(int32_t num_timings)
 {
     static const int32_t queues[] = {1, 2, 8};
+    static const transport_kind kinds[] = {BY_COPIES, BY_COPIES_OF_PROCESSES, BY_STAGING,
+                                           BY_COPIES, BY_COPIES_OF_PROCESSES, BY_RELAY};
     int32_t num_families = 0;
     s1f_family_facts family;
     while (s1f_schedule_family(num_families, &family))
@@ -543,10 +560,7 @@ static void test_orders_and_timings(int32_t num_timings)
                                 .num_microbatches = microbatches,
                                 .num_segments = segments,
                                 .stages_per_rank = family.stages_per_rank,
-                                .transport = timing % 6 < 3    ? BY_NCCL
-                                             : timing % 6 == 3 ? BY_COPIES
-                                             : timing % 6 == 4 ? BY_COPIES_OF_PROCESSES
-                                                               : BY_STAGING,
+                                .transport = timing % 6 < 3 ? BY_NCCL : kinds[timing % 12 / 6 * 3 + timing % 3],
                                 .queues = queues[timing / 7 % 3],
                                 .seed = (uint64_t)timing + 1,
                                 .injected_sync_permille = timing % 4 == 0 ? 100 : 0,
@@ -609,7 +623,7 @@ static void test_faults_of_transfers(void)
 /* A unit that raises, and a host that is late: as over host memory, and nothing stays under way on the GPUs. */
 static void test_faults_of_hosts(void)
 {
-    for (int transport = BY_NCCL; transport <= BY_STAGING; transport++)
+    for (int transport = BY_NCCL; transport <= BY_RELAY; transport++)
         for (int late = 0; late < 2; late++) {
             setting set = THREE_RANKS;
             set.transport = (transport_kind)transport;
@@ -637,10 +651,64 @@ static void end_stall(rank_state *state)
     s1f_device_leave(state->device, S1F_OK);
 }
 
+static void *cut_later(void *connection)
+{
+    nanosleep(&(struct timespec){.tv_nsec = STALL_NS}, NULL);
+    CHECK(shutdown(*(int *)connection, SHUT_RDWR) == 0);
+    return NULL;
+}
+
+/* A connection between hosts that ends: before a message, within it, and while the receiver alone waits for it. Nobody
+ * waits for the time-out. */
+static void test_connections_that_end(void)
+{
+    static const struct {
+        int end, within, stalls;
+        const char *part;
+    } cuts[] = {{0, 0, 0, "the connection: "},
+                {1, 0, 0, "the connection: "},
+                {0, 1, 0, "it ended within a message"},
+                {0, 0, 1, "the other rank has ended it"}};
+    for (size_t i = 0; i < sizeof cuts / sizeof cuts[0]; i++) {
+        setting set = THREE_RANKS;
+        set.transport = BY_RELAY;
+        set.timeout_s = 60;
+        pipeline p;
+        make_pipeline(set, &p);
+        step(&p, 1);
+        CHECK(stand_in_drain(2000) == 0);
+        int32_t edge = 0;
+        while (p.edges[edge].source_stage != 1 || p.edges[edge].destination_stage != 2)
+            edge++;
+        uint64_t head[] = {UINT64_C(2) << 32 | 1, 1 << 17, 1000, 0}; /* position, place in the ring, bytes, slot */
+        if (cuts[i].within)
+            CHECK(write(p.connections[0][edge], head, sizeof head) == sizeof head);
+        pthread_t thread;
+        p.states[1].stall_at = cuts[i].stalls ? 0 : -1; /* what it sends is announced, and never computed */
+        if (cuts[i].stalls)
+            CHECK(pthread_create(&thread, NULL, cut_later, &p.connections[cuts[i].end][edge]) == 0);
+        else
+            CHECK(shutdown(p.connections[cuts[i].end][edge], SHUT_RDWR) == 0);
+        s1f_failure failure = {.rank = -1};
+        for (int tenths = 0; cuts[i].within && failure.rank < 0 && tenths < 600; tenths++) {
+            nanosleep(&(struct timespec){.tv_nsec = 100000000}, NULL);
+            s1f_group_failure(p.groups[0], &failure);
+        }
+        step(&p, 2);
+        check_failed_step(&p, "activations of stage 1 to 2", cuts[i].part);
+        if (cuts[i].stalls) {
+            pthread_join(thread, NULL);
+            on_all_ranks(&p, end_stall);
+        }
+        CHECK(stand_in_drain(2000) == 0);
+        free_pipeline(&p);
+    }
+}
+
 /* A unit that never ends on its GPU: the others' bubble grows past the time-out though every host has started all. */
 static void test_a_unit_that_stalls(void)
 {
-    for (int transport = BY_NCCL; transport <= BY_STAGING; transport++) {
+    for (int transport = BY_NCCL; transport <= BY_RELAY; transport++) {
         setting set = THREE_RANKS;
         set.transport = (transport_kind)transport;
         pipeline p;
@@ -670,6 +738,92 @@ static void test_a_unit_that_stalls(void)
         }
         free_pipeline(&p);
     }
+}
+
+/* -- a step ahead -------------------------------------------------------------------------------------------------- */
+
+static int reads(int fd, void *out, size_t bytes)
+{
+    size_t done = 0;
+    for (ssize_t moved = 1; done < bytes && moved > 0; done += moved > 0 ? (size_t)moved : 0)
+        moved = read(fd, (char *)out + done, bytes - done);
+    return done == bytes;
+}
+
+/* Between hosts, a sender's next step begins while the last one's message waits for the connection: it overwrites
+ * nothing, neither in the message's slot nor where slots that are laid out anew lie upon it. */
+static void test_a_sender_that_is_a_step_ahead(int is_laid_out_anew)
+{
+    enum { BYTES = 3 << 19 };
+    stand_in_reset(5);
+    pipeline p = {0};
+    rank_state *state = &p.states[0];
+    char *block = aligned_alloc(64, (s1f_group_block_bytes(2) + 63) / 64 * 64), *bytes = malloc(BYTES);
+    memset(block, 0, s1f_group_block_bytes(2));
+    int pair[2], room = 4096;
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0);
+    CHECK(setsockopt(pair[0], SOL_SOCKET, SO_SNDBUF, &room, sizeof room) == 0);
+    s1f_mapping *mappings[2];
+    for (int i = 0; i < 2; i++) {
+        int fd = memfd_create("ahead", MFD_CLOEXEC);
+        CHECK(fd >= 0 && ftruncate(fd, RING_BYTES) == 0 && s1f_mapping_create(fd, RING_BYTES, &mappings[i]) == S1F_OK);
+        close(fd);
+        CHECK(s1f_group_create(block, 2, i, NULL, NULL, &p.groups[i]) == S1F_OK);
+        CHECK_STATUS(s1f_arena_end_create(p.groups[i], mappings[0]->memory, ARENA_BYTES, -1, 1 - i, i, "edge",
+                                          &p.controls[i][0]),
+                     S1F_OK, "");
+    }
+    CHECK_STATUS(s1f_device_create(LIBRARY, 0, &state->device), S1F_OK, "");
+    CHECK_STATUS(s1f_watchdog_create(p.groups[0], state->device, INT64_C(60000000000), &state->watchdog), S1F_OK, "");
+    CHECK_STATUS(s1f_arena_end_create(p.groups[0], mappings[1]->memory, RING_BYTES, -1, 1, 0, "edge", &p.rings[0][0]),
+                 S1F_OK, "");
+    s1f_edge_end *end = NULL;
+    CHECK_STATUS(s1f_staging_end_create(p.controls[0][0], p.rings[0][0], state->watchdog, &end), S1F_OK, "");
+    CHECK_STATUS(s1f_staging_end_connect(end, pair[0]), S1F_OK, "");
+    CHECK_STATUS(s1f_device_enter(state->device), S1F_OK, "");
+    CHECK(cuStreamCreate(&state->compute, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS);
+    for (int step = 1; step <= 2; step++) {
+        CUdeviceptr *source = &state->buffers[step];
+        int32_t is_new = step == 2 && is_laid_out_anew, places = is_new ? 16 : 1;
+        CHECK(cuMemAlloc_v2(source, BYTES) == CUDA_SUCCESS);
+        CHECK(cuMemsetD8Async(*source, (unsigned char)step, BYTES, state->compute) == CUDA_SUCCESS);
+        for (int i = 0; i < 2; i++)
+            s1f_group_begin_step(p.groups[i], step);
+        CHECK_STATUS(s1f_device_begin_step(state->device, state->compute), S1F_OK, "");
+        CHECK_STATUS(s1f_p2p_begin_step(p.controls[1][0], places), S1F_OK, "");
+        CHECK_STATUS(s1f_p2p_post(p.controls[1][0], 0, is_new), S1F_OK, "");
+        CHECK_STATUS(s1f_p2p_begin_step(end, places), S1F_OK, "");
+        s1f_message message = {.step = step, .num_tensors = 1};
+        message.tensors[0] = (s1f_tensor_header){.dtype = S1F_UINT8, .ndim = 1, .sizes = {BYTES / (is_new ? 3 : 1)}};
+        const void *tensors[] = {(const void *)(uintptr_t)*source};
+        CHECK_STATUS(s1f_p2p_send(end, 0, is_new, &message, tensors), S1F_OK, "");
+    }
+    CHECK(stand_in_drain(50) == 1); /* the second one waits */
+    for (int step = 1; step <= 2; step++) {
+        int64_t head[4], count = step == 2 && is_laid_out_anew ? BYTES / 3 : BYTES, wrong = 0;
+        CHECK(reads(pair[1], head, sizeof head) && head[2] == count && reads(pair[1], bytes, (size_t)count));
+        for (int64_t i = 0; i < count; i++)
+            wrong += bytes[i] != step;
+        CHECK(wrong == 0);
+        CHECK(reads(pair[1], head, 8) && head[0] == ((int64_t)step << 32) + 1);
+    }
+    CHECK(stand_in_drain(2000) == 0 && stand_in_misuses() == 0);
+    s1f_edge_end_free(end);
+    s1f_watchdog_free(state->watchdog);
+    cuMemFree_v2(state->buffers[1]);
+    cuMemFree_v2(state->buffers[2]);
+    cuStreamDestroy_v2(state->compute);
+    s1f_device_leave(state->device, S1F_OK);
+    s1f_device_free(state->device);
+    s1f_edge_end_free(p.rings[0][0]);
+    for (int i = 0; i < 2; i++) {
+        s1f_edge_end_free(p.controls[i][0]);
+        s1f_group_free(p.groups[i]);
+        s1f_mapping_free(mappings[i]);
+        close(pair[i]);
+    }
+    free(block);
+    free(bytes);
 }
 
 /* -- times --------------------------------------------------------------------------------------------------------- */
@@ -774,6 +928,9 @@ int main(int argc, char **argv)
     test_faults_of_transfers();
     test_faults_of_hosts();
     test_a_unit_that_stalls();
+    test_connections_that_end();
+    test_a_sender_that_is_a_step_ahead(0);
+    test_a_sender_that_is_a_step_ahead(1);
     test_times();
     return check_failures();
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import socket
+import struct
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +25,7 @@ from seq1f1b.device import edge_proof, edge_ways
 from seq1f1b.device.edges import DeviceEdges
 from seq1f1b.runtime.arguments import Disagreement, agreement_of, check_agreement
 from seq1f1b.testing import run_ranks
+from seq1f1b.transport.values import pack, unpack
 
 CONFIG = Config(kv_heads=2)
 FIRST, SECOND, LARGEST = StandInEdges.proof_sizes
@@ -88,9 +91,9 @@ def lose(kind: int, index: int) -> Plant:
 def break_as_they_connect(patch: pytest.MonkeyPatch) -> None:
     connect = edge_ways.Nccl.connect
 
-    def breaking(way: edge_ways.Nccl, end: object) -> None:
+    def breaking(way: edge_ways.Nccl, *arguments: Any) -> None:
         stand_in().break_communicators(0, 1, 6)
-        connect(way, end)
+        connect(way, *arguments)
 
     patch.setattr(edge_ways.Nccl, "connect", breaking)
 
@@ -172,6 +175,49 @@ def copy_short_of_staging(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(way, "make", damaging)
 
 
+def offer_elsewhere(patch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        offer = pack((*closed.getsockname(), b"nobody is there.."))
+    patch.setattr(edge_ways.Staging, "offer", lambda way, edges: dict.fromkeys(edges, offer))
+
+
+def dial_as_a_stranger(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StandInEdges, "proof_limit_s", 0.3)
+    dial = edge_ways.dial
+    patch.setattr(edge_ways, "dial", lambda offer, limit: dial(pack((*unpack(offer)[:2], b"x" * 16)), limit))
+
+
+def lose_the_descriptor(patch: pytest.MonkeyPatch) -> None:
+    dial = edge_ways.dial
+
+    def dialled(offer: bytes, limit_s: float) -> socket.socket:
+        with dial(offer, limit_s) as connection:
+            return connection
+
+    patch.setattr(edge_ways, "dial", dialled)
+
+
+def on_connections(do: Callable[[socket.socket], Any], of_receiver: bool) -> Plant:
+    """Does something with each connection once the relay of that end has it."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        connect = edge_ways.Staging.connect
+
+        def connecting(way: edge_ways.Staging, edge: Any, end: object) -> None:
+            connect(way, edge, end)
+            if way._is_receiver[edge] == of_receiver:
+                do(way._dialled[edge])
+
+        patch.setattr(edge_ways.Staging, "connect", connecting)
+
+    return plant
+
+
+def leave_within_a_message(connection: socket.socket) -> None:
+    connection.sendall(struct.pack("QqqiI", 1 << 60, 65536, 1000, 0, 0) + b"half of it")
+    connection.shutdown(socket.SHUT_WR)
+
+
 STAGING = {
     "pinning": (refuse("cuMemHostRegister", 2), "cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"),
     "the address": (refuse("cuMemHostGetDevicePointer", 1), "cuMemHostGetDevicePointer: CUDA_ERROR_INVALID_VALUE"),
@@ -181,11 +227,26 @@ STAGING = {
 }
 
 
-@pytest.mark.parametrize("defect", STAGING)
+# Each end has such memory of its own, and a thread that moves the bytes on a connection.
+BETWEEN_HOSTS = STAGING | {
+    "no address": (lambda patch: patch.setenv("GLOO_SOCKET_IFNAME", "nonesuch"), "No such device"),
+    "nobody listens": (offer_elsewhere, "Connection refused"),
+    "a stranger dials": (dial_as_a_stranger, "the other rank has not dialled for 0.3 s"),
+    "no descriptor": (lose_the_descriptor, "no thread for a connection: Bad file descriptor"),
+    "the receiver ends": (on_connections(lambda c: c.shutdown(socket.SHUT_RDWR), True), "the connection: "),
+    "the sender ends": (on_connections(lambda c: c.shutdown(socket.SHUT_RDWR), False), "the connection: "),
+    "the sender ends within a message": (on_connections(leave_within_a_message, False), "the connection: "),
+    "another's bytes": (on_connections(lambda c: c.sendall(b"x" * 64), False), "does not fit in the ring"),
+}
+
+
+@pytest.mark.parametrize("defect", [*STAGING, *(f"{each}, between hosts" for each in BETWEEN_HOSTS)])
 def test_staging_that_fails_leaves_its_edge_to_the_host(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for way in (edge_ways.Copies, edge_ways.Nccl):
         monkeypatch.setattr(way, "over", ())
-    plant, reason = STAGING[defect]
+    if defect.endswith("between hosts"):
+        monkeypatch.setattr(edge_ways.Staging, "_is_mapped_by_both", lambda way, edge: False)
+    plant, reason = BETWEEN_HOSTS[defect.removesuffix(", between hosts")]
     plant(monkeypatch)
     found = settle()
     assert found.errors == ["", ""]

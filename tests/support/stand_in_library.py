@@ -120,5 +120,6 @@ class StandIn:
 
 @functools.cache
 def stand_in() -> StandIn:
-    """The stand-ins of this process, built at the first call."""
-    return StandIn(build(Path(tempfile.mkdtemp(prefix="seq1f1b-stand-in-"))))
+    """The stand-ins of this process, built at the first call, unless the process that started it has built them."""
+    built = os.environ.get("SEQ1F1B_STAND_IN")
+    return StandIn(Path(built) if built else build(Path(tempfile.mkdtemp(prefix="seq1f1b-stand-in-"))))
