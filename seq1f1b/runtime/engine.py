@@ -94,7 +94,7 @@ class PipelineEngine:
             that names the argument and the values.
         transport: ``"auto"``: shared memory between ranks of one host, the process group between hosts; between stages
             on CUDA devices the first way that proves itself at set-up: within a host copies between the GPUs, NCCL,
-            pinned host memory, host memory; between hosts NCCL, host memory. ``"copy"``, ``"nccl"`` or ``"staging"``:
+            pinned host memory, host memory; between hosts the last three. ``"copy"``, ``"nccl"`` or ``"staging"``:
             that one, whose failure is an error. ``"shm"`` or ``"c10d"``: that on every edge, where messages of CUDA
             stages go through host memory. ``engine.edges`` says which one carries each edge, and why. No two GPUs have
             run any of these yet.
