@@ -2,8 +2,8 @@
  *
  * Starts are every named family that holds for these counts and this cap, so that auto never takes longer than one of
  * them, and list scheduling under several rules (list.h); the shortest of them are then improved (search.h). Ours; any
- * counts. Trees are searched as chains, in the order of their numbers: under a cap in bytes a nested order may fit where
- * none of these does. A whole backward has the time of I, and W takes none and follows at once. */
+ * counts. The search takes trees as chains, by their numbers: under a cap in bytes a nested order may fit where none of
+ * these does. A whole backward has the time of I, and W takes none and follows at once. */
 #include "families.h"
 #include "list.h"
 

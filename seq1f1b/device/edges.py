@@ -182,7 +182,7 @@ class DeviceEdges:
     def exchange(
         self, mine: Tensor | None, receivers: Sequence[int], senders: Sequence[int], like: Tensor
     ) -> dict[int, Tensor]:
-        """Does what :meth:`RankGroup.exchange` does, between GPUs; over the host where two ranks have no edge for it."""
+        """Does what :meth:`RankGroup.exchange` does, by these edges; over the host where two ranks have none for it."""
         rank, tied = self._group.rank, self._tied
         to_host, from_host = ([r for r in peers if (rank, r) not in tied] for peers in (receivers, senders))
         found = self._group.exchange(mine, to_host, from_host, like)

@@ -61,7 +61,7 @@ class Listener:
         """The connection. Raises TimeoutError if the rank does not dial in time; strangers may."""
         end = time.monotonic() + limit_s
         while True:
-            self._socket.settimeout(max(0.0, end - time.monotonic()))
+            self._socket.settimeout(max(1e-3, end - time.monotonic()))  # 0 would not wait at all
             try:
                 connection = accept(self._socket)
             except TimeoutError:
