@@ -66,7 +66,7 @@ def compile_and_link_flags() -> tuple[list[str], list[str]]:
     if switch("SEQ1F1B_DEBUG"):
         compile_flags += ["-O0", "-g", *DEBUG]
     else:
-        compile_flags += ["-O3", "-g1"]
+        compile_flags += ["-O1" if switch("SEQ1F1B_SANITIZE") else "-O3", "-g1"]
     if switch("SEQ1F1B_SANITIZE"):
         compile_flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
         link_flags += ["-fsanitize=address,undefined"]
