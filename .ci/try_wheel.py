@@ -65,10 +65,19 @@ def packages() -> list[Path]:
     return [Path(folder) for folder in sys.path if folder.endswith("site-packages")]
 
 
-def environment(python: str, place: Path, wheel: Path) -> dict[str, str]:
-    """Makes a virtual environment with the wheel alone. Returns the variables of a run there: PATH has no compiler."""
-    run(python, "-m", "venv", place)  # with a pip of its own: Debian's is too old for other Pythons
-    run(place / "bin" / "python", "-m", "pip", "-q", "install", "--no-deps", "--no-index", wheel)
+def environment(python: str, place: Path, wheel: Path, version: str = "") -> dict[str, str]:
+    """Makes a virtual environment with the wheel alone. Returns the variables of a run there: PATH has no compiler.
+
+    version: of that Python, where it may be another one than this; then there are no scripts.
+    """
+    run(python, "-m", "venv", "--without-pip", place)  # to install one takes longer than all else here
+    pip, there = [sys.executable, "-m", "pip"], []
+    if version:  # this pip may be too old to run on it, and knows what fits it
+        site = place / "lib" / f"python{version}" / "site-packages"
+        there = ["--target", site, "--python-version", version, "--only-binary", ":all:"]
+    else:
+        pip += ["--python", place / "bin" / "python"]
+    run(*pip, "-q", "install", "--no-deps", "--no-index", *there, wheel)
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV", "SEQ1F1B"))
     }
@@ -83,7 +92,7 @@ def try_here(wheel: Path, work: Path, with_torch: bool) -> None:
             absent.append(version)
             continue
         place = work / f"python{version}"
-        variables = environment(python, place, wheel)
+        variables = environment(python, place, wheel, version)
         cuda = str(int("+cuda" in wheel.name))
         print(run(place / "bin" / "python", ROOT / ".ci" / "check_wheel.py", cuda, cwd=work, env=variables), end="")
     print(f"Python versions not found: {', '.join(absent) or 'none'}")
