@@ -226,15 +226,15 @@ def test_documents_go_on_on_another_number_of_ranks_and_replicas(tmp_path: Path)
     """Documents and losses are alike from a checkpoint of two ranks on, on one, and on two replicas of two."""
     whole = tmp_path / "whole"
     whole.mkdir()
-    out = train(whole, 2, *SHORT, "--documents", "--steps", "8", "--save-every", "4")
+    out = train(whole, 2, *SHORT, "--documents", "--steps", "4", "--save-every", "2")
     assert "planned rows" in out and "rows of 96" in out
     for ranks, options in ((1, ()), (4, ("--data-parallel", "2"))):
         half = tmp_path / f"half-{ranks}"
         shutil.copytree(whole / "runs", half / "runs")
-        shutil.rmtree(half / "runs/gpt/checkpoints/step-000008")
+        shutil.rmtree(half / "runs/gpt/checkpoints/step-000004")
         train(half, ranks, "--resume", *options)
-        assert losses(half)[:4] == losses(whole)[:4]
-        assert losses(half)[4:] == pytest.approx(losses(whole)[4:], rel=1e-5)
+        assert losses(half)[:2] == losses(whole)[:2]
+        assert losses(half)[2:] == pytest.approx(losses(whole)[2:], rel=1e-5)
         assert [row["gradient_norm"] for row in log(half)] == pytest.approx(
             [row["gradient_norm"] for row in log(whole)], rel=1e-4
         )
