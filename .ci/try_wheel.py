@@ -70,14 +70,15 @@ def environment(python: str, place: Path, wheel: Path, version: str = "") -> dic
 
     version: of that Python, where it may be another one than this; then there are no scripts.
     """
-    run(python, "-m", "venv", "--without-pip", place)  # to install one takes longer than all else here
-    pip, there = [sys.executable, "-m", "pip"], []
-    if version:  # this pip may be too old to run on it, and knows what fits it
+    install = ("-q", "install", "--no-deps", "--no-index")
+    if version:  # by this pip, which knows what fits there: to bring a pip there takes longer than all else
+        run(python, "-m", "venv", "--without-pip", place)
         site = place / "lib" / f"python{version}" / "site-packages"
-        there = ["--target", site, "--python-version", version, "--only-binary", ":all:"]
+        there = ("--target", site, "--python-version", version, "--only-binary", ":all:")
+        run(sys.executable, "-m", "pip", *install, *there, wheel)
     else:
-        pip += ["--python", place / "bin" / "python"]
-    run(*pip, "-q", "install", "--no-deps", "--no-index", *there, wheel)
+        run(python, "-m", "venv", place)
+        run(place / "bin" / "python", "-m", "pip", *install, wheel)
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV", "SEQ1F1B"))
     }
