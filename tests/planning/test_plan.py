@@ -707,7 +707,7 @@ def test_bad_files_of_lengths(text, message, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--lengths", "8:1"], "plan needs --seq, or --lengths"),
+        (["--lengths", "8:1"], "plan needs --seq, --lengths (sequences that differ) or --prompt"),
         (["--memory", "1GiB"], "nothing fits in 1.00 GiB: the least possible is"),
         (["--model", "gpt-9"], "there is no preset 'gpt-9' among models"),
         (["--hardware", "none.json"], "none.json"),
