@@ -39,7 +39,7 @@ class TreeShape(NamedTuple):
 
     @property
     def paths(self) -> list[int]:
-        """Tokens of each path from the root to a leaf, by leaf: of the rows that make the tree."""
+        """The tokens of each path from the root to a leaf, which are those of the rows that make the tree."""
         inner, ends = set(self.parents), map(sum, zip(self.begins, self.sizes, strict=True))
         return [end for node, end in enumerate(ends) if node not in inner]
 
