@@ -127,12 +127,10 @@ def spans_of_tree(parts: Sequence[Sequence[int]], parents: Sequence[int], window
     """
     spans: list[Span] = []
     for part, parent in zip(parts, parents, strict=True):
-        begin = spans[parent].end if parent >= 0 else 0
-        pairs = sum(size * begin + size * (size + 1) / 2 for size in part)
-        within = tuple(
-            [sum(pairs_of((begin + size,), begin, begin + size, window) for size in part) for window in windows]
-        )
-        spans.append(Span(sum(part), pairs, begin + sum(part), within))
+        begin, tokens = spans[parent].end if parent >= 0 else 0, sum(part)
+        own = tokens * (tokens + 1) if len(part) == 1 else sum([size * (size + 1) for size in part])
+        within = [sum(pairs_of((begin + size,), begin, begin + size, window) for size in part) for window in windows]
+        spans.append(Span(tokens, tokens * begin + own / 2, begin + tokens, tuple(within)))
     return spans
 
 

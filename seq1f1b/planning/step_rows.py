@@ -224,11 +224,13 @@ def lay_out(tree: Tree, unit: float, most: int, rates: Rates, packs: bool) -> St
             continue
         (node,) = nodes
         count = _count(seconds[node], sizes[node], unit, most)
-        for size in _cut([sizes[node]], count, most, rates, tree.begins[node]):
+        for size in _cut([sizes[node]], count, most, rates, tree.begins[node]) if count > 1 else (sizes[node],):
             parts.append((size,))
             parents.append(parent)
             parent = len(parts) - 1
         children = tree.children[node]
+        if not children:
+            continue
         short = [leaf for leaf in tree.leaves[node] if packs and seconds[leaf] <= unit and sizes[leaf] <= most]
         groups = [[child] for child in children]
         if len(short) > 1:
