@@ -31,6 +31,7 @@ from seq1f1b import Costs, build_schedule
 from seq1f1b.planning.step_rows import MOST_TOKENS, Rates, Tree, lay_out
 from seq1f1b.planning.tree_shape import TreeShape
 from seq1f1b.schedule import StepMemory
+from seq1f1b.seconds import spans_of_tree
 
 FIXED = 128  # tokens of linear layers that take as long as what a unit costs whatever it holds
 HALF = 16384  # keys at which a token's attention takes as long as its linear layers
@@ -89,12 +90,9 @@ class Way:
         for shape in shapes:
             row = lay_out(Tree(shape, RATES), limit, MOST_TOKENS, RATES, packs=True)
             assert row.parents is not None
-            begins: list[int] = []
-            for parent in row.parents:
-                begins.append(0 if parent < 0 else begins[parent] + sum(row.parts[parent]))
-            units = zip(begins, row.parts, strict=True)
-            way.forward.append([FIXED + sum(RATES.of_node(begin, size) for size in part) for begin, part in units])
-            way.tokens.append(list(map(sum, row.parts)))
+            spans = spans_of_tree(row.parts, row.parents)
+            way.forward.append([FIXED + span.tokens + span.pairs / HALF for span in spans])
+            way.tokens.append([span.tokens for span in spans])
             way.parents.append(list(row.parents))
         return way
 

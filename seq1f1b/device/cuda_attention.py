@@ -74,8 +74,8 @@ ranges.
 """
 
 MOST_MERGED = 4
-"""Most results of a forward that are merged two by two, which rounds each time. Of three such merges the error is that
-of attention by matrix products in 16 bits, and grows with the root of their number; more are added up in float32."""
+"""A forward merges this many results at most two by two. Each merge rounds: the error of three is that of attention by
+matrix products in 16 bits, and it grows with the root of their number. More results are added up in float32."""
 
 PLAIN_LOGITS = 1 << 26
 """Most logits that the plain way holds at once; it keeps a few tensors of that size."""
