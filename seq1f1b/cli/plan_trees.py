@@ -75,11 +75,10 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _figures(plan: StepPlan) -> dict[str, Any]:
-    shared = [len(size) for row in plan.segment_sizes for size in row if isinstance(size, tuple)]
     return {
         "seconds": plan.seconds,
-        "units": sum(map(len, plan.segment_sizes)),  # of a stage
-        "siblings": max(shared, default=1),  # at most in one unit
+        "units": sum(map(len, plan.segment_sizes)),  # of a stage; siblings: at most in one of them
+        "siblings": max(len(size) if isinstance(size, tuple) else 1 for row in plan.segment_sizes for size in row),
         "remedied": plan.remedied,
         "rank_bytes": [rank.total for rank in plan.ranks],
     }

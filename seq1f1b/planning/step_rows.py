@@ -228,8 +228,7 @@ def lay_out(tree: Tree, unit: float, most: int, rates: Rates, packs: bool) -> St
             parts.append((size,))
             parents.append(parent)
             parent = len(parts) - 1
-        children = tree.children[node]
-        if not children:
+        if not (children := tree.children[node]):
             continue
         short = [leaf for leaf in tree.leaves[node] if packs and seconds[leaf] <= unit and sizes[leaf] <= most]
         groups = [[child] for child in children]
