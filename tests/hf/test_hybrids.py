@@ -240,7 +240,7 @@ FEW_NARROW = [("qwen3_next", "autocast"), ("gpt_oss", "bfloat16"), ("mamba", "fl
 
 @pytest.mark.parametrize(("name", "how"), slice_of(NARROW, FEW_NARROW))
 def test_narrow_dtypes_are_as_near_to_float64_as_the_whole_model(name, how):
-    """Twice the error of the whole model at most, and a rounding of each gradient's norm."""
+    """Twice the error of the whole model at most, and an ulp of each gradient's norm for every unit that adds to it."""
     dtype = torch.bfloat16 if how == "bfloat16" else torch.float32
     exact = build(name)
     exact.load_state_dict(build(name, dtype).state_dict())
@@ -276,7 +276,7 @@ def test_narrow_dtypes_are_as_near_to_float64_as_the_whole_model(name, how):
         return float((gradient.double() - want[n]).norm() / torch.maximum(want[n].norm(), floor))
 
     for n in want:
-        assert error(found[n], n) <= 2 * error(plain[n], n) + 2 * torch.finfo(narrow).eps, n
+        assert error(found[n], n) <= 2 * error(plain[n], n) + M * len(SIZES) * torch.finfo(narrow).eps, n
 
 
 @pytest.mark.parametrize("name", one_in(1, SLICE, rest=1, always=["qwen3_next", "mamba"]))
