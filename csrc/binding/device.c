@@ -49,22 +49,11 @@ static PyObject *watchdog_create(PyObject *Py_UNUSED(module), PyObject *argument
 {
     s1f_group *group;
     s1f_device *device;
-    double timeout_s;
-    if (!PyArg_ParseTuple(arguments, "O&O&d", s1f_to_group, &group, s1f_to_device, &device, &timeout_s))
+    if (!PyArg_ParseTuple(arguments, "O&O&", s1f_to_group, &group, s1f_to_device, &device))
         return NULL;
     s1f_watchdog *watchdog = NULL;
-    s1f_status status = s1f_watchdog_create(group, device, (int64_t)(timeout_s * 1e9), &watchdog);
+    s1f_status status = s1f_watchdog_create(group, device, &watchdog);
     return s1f_new_watchdog(status, watchdog, arguments);
-}
-
-static PyObject *watchdog_set_timeout(PyObject *Py_UNUSED(module), PyObject *arguments)
-{
-    s1f_watchdog *watchdog;
-    double timeout_s;
-    if (!PyArg_ParseTuple(arguments, "O&d", s1f_to_watchdog, &watchdog, &timeout_s))
-        return NULL;
-    s1f_watchdog_set_timeout(watchdog, (int64_t)(timeout_s * 1e9));
-    Py_RETURN_NONE;
 }
 
 static PyObject *watchdog_prove(PyObject *Py_UNUSED(module), PyObject *arguments)
@@ -293,7 +282,6 @@ PyMethodDef s1f_device_methods[] = {
     S1F_METHOD(device_end_unit, O, "All work of the unit has been started."),
     S1F_METHOD(device_free_bytes, O, "Free memory of the GPU."),
     S1F_METHOD(watchdog_create, VARARGS, "A thread that looks after the rank's transfers."),
-    S1F_METHOD(watchdog_set_timeout, VARARGS, "Longest silence of a peer."),
     S1F_METHOD(watchdog_prove, VARARGS, "Ends that are made now prove themselves, each call in so long; 0: no more."),
     S1F_METHOD(nccl_find, VARARGS,
                "(version, path) of NCCL; None: the copy that the process has loaded, or the loader's."),

@@ -161,7 +161,7 @@ static void staging_release(s1f_device_end *base, int64_t step)
     staging_end *end = (staging_end *)base;
     uint64_t all = (uint64_t)step << 32 | UINT32_MAX;
     if (end->relay != NULL && !base->head.is_receiver &&
-        !s1f_staging_relay_may_release(end->relay, step, base->watchdog->timeout_ns))
+        !s1f_staging_relay_may_release(end->relay, step, s1f_group_timeout_ns(base->head.group)))
         return;
     if (base->is_closed || base->device->driver->event_query(base->step_start) != S1F_CU_SUCCESS)
         return;

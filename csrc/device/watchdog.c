@@ -28,7 +28,7 @@ static void watch_transfer(s1f_watchdog *watchdog, s1f_device_end *end, int64_t 
         end->stuck_since_ns = now;
     }
     int64_t since = end->stuck_since_ns > watchdog->progress_ns ? end->stuck_since_ns : watchdog->progress_ns;
-    if (now - since <= watchdog->timeout_ns)
+    if (now - since <= s1f_group_timeout_ns(watchdog->group))
         return;
     char why[96];
     snprintf(why, sizeof why, "its transfer has been under way for %.1f s", (double)(now - since) * 1e-9);
@@ -88,14 +88,13 @@ static void *watch(void *context)
     return NULL;
 }
 
-s1f_status s1f_watchdog_create(s1f_group *group, s1f_device *device, int64_t timeout_ns, s1f_watchdog **out)
+s1f_status s1f_watchdog_create(s1f_group *group, s1f_device *device, s1f_watchdog **out)
 {
     s1f_watchdog *watchdog = calloc(1, sizeof *watchdog);
     if (watchdog == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for a watchdog");
     watchdog->group = group;
     watchdog->device = device;
-    watchdog->timeout_ns = timeout_ns;
     pthread_condattr_t attributes;
     pthread_condattr_init(&attributes);
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
@@ -110,13 +109,6 @@ s1f_status s1f_watchdog_create(s1f_group *group, s1f_device *device, int64_t tim
     }
     *out = watchdog;
     return S1F_OK;
-}
-
-void s1f_watchdog_set_timeout(s1f_watchdog *watchdog, int64_t timeout_ns)
-{
-    pthread_mutex_lock(&watchdog->lock);
-    watchdog->timeout_ns = timeout_ns;
-    pthread_mutex_unlock(&watchdog->lock);
 }
 
 void s1f_watchdog_prove(s1f_watchdog *watchdog, int64_t proof_ns)

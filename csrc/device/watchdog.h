@@ -20,16 +20,15 @@ typedef struct { /* for device_end.c and watchdog.c alone */
     pthread_mutex_t lock; /* of its ends: what both threads touch, and every call of a mover */
     pthread_cond_t ending;
     int32_t is_ending, has_thread;
-    int64_t timeout_ns, progress_ns;
+    int64_t progress_ns;
     int64_t proof_ns; /* not 0: ends that are made now prove themselves, each call within so long (edge_proof.h) */
     struct s1f_device_end *ends;
 } s1f_watchdog;
 
-/* group and device are borrowed. timeout_ns: a transfer that has started and does not end for so long, while no other
- * of the rank ended either, is a failure. */
-s1f_status s1f_watchdog_create(s1f_group *group, s1f_device *device, int64_t timeout_ns, s1f_watchdog **out);
+/* group and device are borrowed. A transfer that has started and does not end for as long as the group's limit, while no
+ * other of the rank ended either, is a failure. */
+s1f_status s1f_watchdog_create(s1f_group *group, s1f_device *device, s1f_watchdog **out);
 void s1f_watchdog_free(s1f_watchdog *watchdog); /* after its ends; NULL is fine */
-void s1f_watchdog_set_timeout(s1f_watchdog *watchdog, int64_t timeout_ns);
 /* Under the lock, where a step has failed: lets streams go on that wait for a peer in this step, the rank's last one.
  * is_failed: it is the one that failed, and what those streams compute from here on counts for no other rank. */
 void s1f_watchdog_release(s1f_watchdog *watchdog, int64_t step, int32_t is_failed);

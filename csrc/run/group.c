@@ -80,6 +80,11 @@ void s1f_group_set_limits(s1f_group *group, int64_t timeout_ns, int64_t spin_ns)
     group->spin_ns = spin_ns;
 }
 
+int64_t s1f_group_timeout_ns(const s1f_group *group)
+{
+    return group->timeout_ns;
+}
+
 void s1f_group_enter(s1f_group *group, int64_t step)
 {
     group->turn = step;

@@ -34,6 +34,7 @@ void s1f_group_free(s1f_group *group); /* NULL is fine */
 /* How long a peer may make no progress, and how long to spin before sleeping (0: never spin).
  * At first 300 s and 20 us. */
 void s1f_group_set_limits(s1f_group *group, int64_t timeout_ns, int64_t spin_ns);
+int64_t s1f_group_timeout_ns(const s1f_group *group);
 /* This rank comes to a step, and may still find that it cannot begin it. Steps are counted from 1 by every rank for
  * itself, those included that end with an error: so the ranks pair by their counts. */
 void s1f_group_enter(s1f_group *group, int64_t step);

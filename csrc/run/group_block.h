@@ -49,7 +49,8 @@ struct s1f_group {
     progress_row *rows;
     mailbox *mailboxes;
     int32_t num_ranks, rank;
-    int64_t timeout_ns, spin_ns;
+    _Atomic int64_t timeout_ns; /* a watchdog reads it */
+    int64_t spin_ns;
     _Atomic int64_t step; /* a watchdog reads it */
     uint32_t epoch;       /* of this rank's last gather */
     int32_t buffer;       /* that this epoch uses */

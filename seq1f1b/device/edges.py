@@ -61,7 +61,7 @@ class DeviceEdges:
         self._tied: dict[tuple[int, int], Any] = {}  # of them, by the ranks of sender and receiver
         self._ways: dict[str, Way] = {}
         self.gpu = _C.device_create(self.driver, self.ordinal())
-        self._watchdog = _C.watchdog_create(group.group, self.gpu, group.timeout_s)
+        self._watchdog = _C.watchdog_create(group.group, self.gpu)
 
     @staticmethod
     def serve(device: torch.device, group: RankGroup) -> bool:
@@ -128,7 +128,7 @@ class DeviceEdges:
             controls,
             is_receiver,
             asked=asked,
-            begin_step=lambda: self.begin_step(self._group.timeout_s),
+            begin_step=self.begin_step,
             room=self.free_bytes() // 2 // (1 + sum(is_receiver.values())),
             sizes=self.proof_sizes,
         )
@@ -153,8 +153,7 @@ class DeviceEdges:
                     f'goes over {other}: use "auto" or "nccl"'
                 )
 
-    def begin_step(self, timeout_s: float) -> None:
-        _C.watchdog_set_timeout(self._watchdog, timeout_s)
+    def begin_step(self) -> None:
         _C.device_begin_step(self.gpu, self.stream())
 
     def free_bytes(self) -> int:

@@ -318,7 +318,7 @@ class Runner:
         if pipeline.device.type == "cuda":
             run = in_ranges(run, order.texts)
         if pipeline.device_edges is not None:
-            pipeline.device_edges.begin_step(pipeline.group.timeout_s)
+            pipeline.device_edges.begin_step()
             run, place_views = pipeline.device_edges.around(run), pipeline.device_edges.place_views()
         elif pipeline.gpu is not None:
             _C.device_begin_step(pipeline.gpu, compute_stream(pipeline.device))

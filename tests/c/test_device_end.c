@@ -281,9 +281,7 @@ static void join_pipeline(rank_state *state)
     pipeline *p = state->p;
     int32_t rank = state->rank;
     CHECK_STATUS(s1f_device_create(LIBRARY, rank, &state->device), S1F_OK, "");
-    CHECK_STATUS(
-        s1f_watchdog_create(p->groups[rank], state->device, (int64_t)(p->set.timeout_s * 1e9), &state->watchdog),
-        S1F_OK, "");
+    CHECK_STATUS(s1f_watchdog_create(p->groups[rank], state->device, &state->watchdog), S1F_OK, "");
     CHECK_STATUS(s1f_device_enter(state->device), S1F_OK, "");
     CHECK(cuStreamCreate(&state->compute, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS);
     for (int32_t i = 0; i < MAX_BUFFERS; i++) {
@@ -774,7 +772,7 @@ static void test_a_sender_that_is_a_step_ahead(int is_laid_out_anew)
                      S1F_OK, "");
     }
     CHECK_STATUS(s1f_device_create(LIBRARY, 0, &state->device), S1F_OK, "");
-    CHECK_STATUS(s1f_watchdog_create(p.groups[0], state->device, INT64_C(60000000000), &state->watchdog), S1F_OK, "");
+    CHECK_STATUS(s1f_watchdog_create(p.groups[0], state->device, &state->watchdog), S1F_OK, "");
     CHECK_STATUS(s1f_arena_end_create(p.groups[0], mappings[1]->memory, RING_BYTES, -1, 1, 0, "edge", &p.rings[0][0]),
                  S1F_OK, "");
     s1f_edge_end *end = NULL;

@@ -59,9 +59,9 @@ class StandInEdges(DeviceEdges):
     def place_views(self) -> Any:
         return self._group.place_views
 
-    def begin_step(self, timeout_s: float) -> None:
+    def begin_step(self) -> None:
         stand_in().enter(self.ordinal())
-        super().begin_step(timeout_s)
+        super().begin_step()
 
 
 class StandInTier(HostTier):
