@@ -95,17 +95,22 @@ static PyObject *group_block_bytes(PyObject *Py_UNUSED(module), PyObject *argume
 
 static PyObject *group_create(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    s1f_mapping *mapping;
+    s1f_mapping *mapping, *spoiled = NULL;
     int num_ranks, rank;
-    if (!PyArg_ParseTuple(arguments, "O&ii", s1f_to_mapping, &mapping, &num_ranks, &rank))
+    if (!PyArg_ParseTuple(arguments, "O&ii|O&", s1f_to_mapping, &mapping, &num_ranks, &rank, s1f_to_mapping, &spoiled))
         return NULL;
     s1f_status status = S1F_OK;
     s1f_group *group = NULL;
     if (num_ranks >= 1 && mapping->bytes < (int64_t)s1f_group_block_bytes(num_ranks))
         status = s1f_fail(S1F_ERR_ARG, "the block of %d ranks needs %lld bytes, the mapping has %lld", num_ranks,
                           (long long)s1f_group_block_bytes(num_ranks), (long long)mapping->bytes);
+    else if (spoiled != NULL && spoiled->bytes < (int64_t)sizeof(s1f_spoiled))
+        status = s1f_fail(S1F_ERR_ARG, "what ranks of a host share needs %d bytes, the mapping has %lld",
+                          (int)sizeof(s1f_spoiled), (long long)spoiled->bytes);
     if (status == S1F_OK)
         status = s1f_group_create(mapping->memory, num_ranks, rank, check_signals, NULL, &group);
+    if (status == S1F_OK && spoiled != NULL)
+        s1f_group_share_spoiled(group, spoiled->memory);
     return s1f_new_group(status, group, arguments);
 }
 
@@ -221,6 +226,7 @@ static PyObject *group_fail(PyObject *Py_UNUSED(module), PyObject *arguments)
     Py_RETURN_NONE;
 }
 
+S1F_METHOD_RETURNS(group_is_spoiled, group, group, PyBool_FromLong(s1f_group_is_spoiled(group)))
 S1F_METHOD_RETURNS(group_check, group, group, s1f_none_of(s1f_group_check(group), group))
 
 static PyObject *failure_tuple(const s1f_failure *failure)
@@ -313,12 +319,13 @@ PyMethodDef s1f_group_methods[] = {
     S1F_METHOD(descriptor_own, VARARGS, "Closes the descriptor as it is freed."),
     S1F_METHOD(mapping_create, VARARGS, "Maps shared memory of a descriptor."),
     S1F_METHOD(group_block_bytes, VARARGS, "Size of the block that the ranks share."),
-    S1F_METHOD(group_create, VARARGS, "One rank's view of a block."),
+    S1F_METHOD(group_create, VARARGS, "One rank's view of a block, and of what ranks of its host share beside it."),
     S1F_METHOD(group_set_limits, VARARGS, "Longest silence of a peer; how long to spin before sleeping."),
     S1F_METHOD(group_enter, VARARGS, "Comes to a step, which may not begin."),
     S1F_METHOD(group_begin_step, VARARGS, "Begins a step."),
     S1F_METHOD(group_end_step, O, "Leaves the step, which went well."),
     S1F_METHOD(group_finish_step, VARARGS, "Waits until that rank's units are done as well."),
+    S1F_METHOD(group_is_spoiled, O, "Whether what this rank received in its step may be worth nothing."),
     S1F_METHOD(group_progress, VARARGS, "Says what this rank does now."),
     S1F_METHOD(group_set_progress, VARARGS, "Says what a watcher has learnt of another rank."),
     S1F_METHOD(group_get_progress, VARARGS, "(what, age_s or -1, rank it waits for or -1)."),

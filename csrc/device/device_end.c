@@ -391,8 +391,10 @@ static s1f_status device_finish(s1f_edge_end *head, int32_t failed)
     S1F_TRY(enter(end));
     s1f_status status = S1F_OK;
     if (failed) {
+        int64_t step = s1f_group_step(head->group);
+        s1f_group_spoil(head->group, step);
         s1f_device_end_abort(end);
-        s1f_watchdog_release(end->watchdog, s1f_group_step(head->group), 1);
+        s1f_watchdog_release(end->watchdog, step, 1);
     }
     if (!head->is_receiver && end->started > 0) /* the stream's last transfer is the edge's */
         status = S1F_CU(end->device->driver, stream_wait_event, end->device->compute,

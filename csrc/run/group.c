@@ -56,6 +56,7 @@ s1f_status s1f_group_create(void *block, int32_t num_ranks, int32_t rank, s1f_st
         return s1f_fail(S1F_ERR_MEMORY, "no memory for the group of rank %d", (int)rank);
     char *memory = block;
     group->failure = (failure_block *)memory;
+    group->spoiled = &group->failure->spoiled;
     group->rows = (progress_row *)(memory + FAILURE_BLOCK_BYTES);
     group->mailboxes = (mailbox *)(memory + FAILURE_BLOCK_BYTES + (size_t)num_ranks * sizeof(progress_row));
     group->num_ranks = num_ranks;
@@ -256,6 +257,21 @@ s1f_status s1f_group_check(const s1f_group *group)
         return s1f_fail(S1F_ERR_PEER, "rank %d ended step %lld, which rank %d had left well: %s", (int)failure.rank,
                         (long long)failure.step, (int)group->rank, failure.text);
     return s1f_fail(S1F_ERR_PEER, "rank %d ended the step: %s", (int)failure.rank, failure.text);
+}
+
+void s1f_group_spoil(s1f_group *group, int64_t step)
+{
+    atomic_store(&group->spoiled->steps[step % S1F_SPOILED_STEPS], step);
+}
+
+int s1f_group_is_spoiled(const s1f_group *group)
+{
+    return atomic_load(&group->spoiled->steps[group->step % S1F_SPOILED_STEPS]) == group->step;
+}
+
+void s1f_group_share_spoiled(s1f_group *group, s1f_spoiled *spoiled)
+{
+    group->spoiled = spoiled;
 }
 
 /* -- steps that a rank has left ---------------------------------------------------------------------------------- */

@@ -89,6 +89,19 @@ int s1f_group_passed(const s1f_group *group, int64_t step, s1f_failure *out);
 /* Forgets the failure, as all ranks have met in this rank's step; but not one of this step. By one rank alone. */
 void s1f_group_clear(s1f_group *group);
 
+/* Steps that have failed, in which a rank lets its GPU go on without what never came: what it sends to others of its host
+ * from there on is worth nothing, and may reach them before the failure does. */
+enum { S1F_SPOILED_STEPS = 64 }; /* the last ones: ranks of a host are fewer steps apart */
+typedef struct {
+    _Atomic int64_t steps[S1F_SPOILED_STEPS];
+} s1f_spoiled;
+/* Before the GPU goes on. From any thread. */
+void s1f_group_spoil(s1f_group *group, int64_t step);
+/* Whether that has happened in the step that this rank is in, asked when all that it receives is there. */
+int s1f_group_is_spoiled(const s1f_group *group);
+/* Where ranks of a host have a block each: memory that they all map, zero at first, borrowed. */
+void s1f_group_share_spoiled(s1f_group *group, s1f_spoiled *spoiled);
+
 /* Every rank gives `bytes` <= S1F_GATHER_BYTES and gets everyone's: out[rank * S1F_GATHER_BYTES], out_bytes[rank], 0 of
  * a rank that meets in a later epoch and gave nothing to this round. (epoch, round) is the same on all ranks and rises;
  * rounds of an epoch count from 0. Needs a block that all ranks share. recovering: the ranks meet in the step that is

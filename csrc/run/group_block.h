@@ -40,6 +40,7 @@ typedef struct {
     _Atomic int32_t lost; /* rank + 1 that died: never forgotten */
     s1f_failure failure;
     _Atomic int64_t step; /* the first that ends; 0: none */
+    s1f_spoiled spoiled;
 } failure_block;
 
 enum { FAILURE_BLOCK_BYTES = (sizeof(failure_block) + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE };
@@ -55,6 +56,7 @@ struct s1f_group {
     uint32_t epoch;       /* of this rank's last gather */
     int32_t buffer;       /* that this epoch uses */
     _Atomic int64_t turn; /* the step that this rank is in, or enters next: a failure of it, or before it, ends it */
+    s1f_spoiled *spoiled; /* the block's, or what a host shares */
     s1f_status (*interrupted)(void *context);
     void *context;
 };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from typing import Any
 
@@ -13,7 +14,7 @@ from seq1f1b.transport.group import ARENA_BYTES, RankGroup
 from seq1f1b.transport.handshake import Handshake
 from seq1f1b.transport.loopback import LoopbackGroup
 from seq1f1b.transport.rendezvous import SETUP_TIMEOUT, Rendezvous, refuse
-from seq1f1b.transport.shm import connect_shm
+from seq1f1b.transport.shm import connect_shm, share_on_host
 from seq1f1b.transport.store import StoreRank
 from seq1f1b.transport.table import TRANSPORTS
 
@@ -103,7 +104,17 @@ def _connect(rendezvous: Rendezvous, process_group: Any, transport: str, arena_b
         for connection in connections.values():
             connection.close()
         connections = {}
-    return StoreRank(rank, size, process_group, rendezvous.client, connections, rendezvous.attempt, arena_bytes)
+    host = {other for other in range(size) if _meet(unmet, rank, other)}
+    # Whom one rank of a host meets, all of them do, unless one was refused: then nothing is shared.
+    is_whole = all(_meet(unmet, one, other) == (other in host) for one in host for other in range(size))
+    spoiled = share_on_host(rank, connections, mmap.PAGESIZE) if connections and is_whole else None
+    return StoreRank(
+        rank, size, process_group, rendezvous.client, connections, rendezvous.attempt, arena_bytes, spoiled
+    )
+
+
+def _meet(unmet: list[dict[int, str]], one: int, other: int) -> bool:
+    return min(one, other) not in unmet[max(one, other)]
 
 
 def resolve_group(

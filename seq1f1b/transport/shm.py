@@ -79,17 +79,22 @@ def _share_arena(
 def connect_shm(
     rank: int, size: int, process_group: Any, connections: dict[int, socket.socket], arena_bytes: int
 ) -> ShmRank:
-    block_bytes = _C.group_block_bytes(size)
-    if rank == 0:
-        block = memory(block_bytes)
+    block = share_on_host(rank, connections, _C.group_block_bytes(size))
+    return ShmRank(rank, size, process_group, block, connections, arena_bytes)
+
+
+def share_on_host(rank: int, connections: dict[int, socket.socket], size: int) -> object:
+    """Memory of all ranks of a host, which the first of them makes. Each has a connection to each."""
+    first = min([rank, *connections])
+    if rank == first:
+        made = memory(size)
         for connection in connections.values():
-            socket.send_fds(connection, [b"b"], [block.number])
-    else:
-        try:
-            _, handed = receive(connections[0], 1)
-        except ConnectionError as error:
-            raise _C.PipelineError(f"rank 0 left during set-up: {error}") from error
-        if handed is None:
-            raise _C.PipelineError("rank 0 left during set-up")
-        block = handed
-    return ShmRank(rank, size, process_group, mapping(block, block_bytes), connections, arena_bytes)
+            socket.send_fds(connection, [b"b"], [made.number])
+        return mapping(made, size)
+    try:
+        _, handed = receive(connections[first], 1)
+    except ConnectionError as error:
+        raise _C.PipelineError(f"rank {first} left during set-up: {error}") from error
+    if handed is None:
+        raise _C.PipelineError(f"rank {first} left during set-up")
+    return mapping(handed, size)

@@ -44,6 +44,7 @@ class StoreRank(ProcessRank):
     Args:
         client: to the process group's store; closed with this rank.
         generation: a number that no other pipeline of this process group has.
+        spoiled: memory of all ranks of this host, by which they tell of steps in which what they sent is worth nothing.
     """
 
     def __init__(
@@ -55,10 +56,11 @@ class StoreRank(ProcessRank):
         connections: dict[int, socket.socket],
         generation: int,
         arena_bytes: int,
+        spoiled: object | None,
     ) -> None:
         self._generation = generation
         block_bytes = _C.group_block_bytes(size)
-        group = _C.group_create(private_mapping(block_bytes), size, rank)
+        group = _C.group_create(private_mapping(block_bytes), size, rank, *([] if spoiled is None else [spoiled]))
         local_size = 1 + len(connections)
         super().__init__(rank, size, group, process_group, connections, arena_bytes=arena_bytes, local_size=local_size)
         self._client, self._store = client, client.store
@@ -179,10 +181,20 @@ class StoreRank(ProcessRank):
             for relay in self._relays.values():
                 relay.flush()
                 relay.settle()
+            self._hear_of_spoiled()
         super().end_step(failed)
         self._client.post(self._publish_progress)
         if failed and self.rank == 0:  # the store may end with this process, perhaps at once: let the others read why
             time.sleep(4 * _WATCH_PERIOD)
+
+    def _hear_of_spoiled(self) -> None:
+        """Where a rank of this host has failed in this step, and its GPU went on: what tells of it is under way."""
+        deadline = time.monotonic() + self.timeout_s
+        while _C.group_is_spoiled(self.group):
+            self.check()
+            if time.monotonic() > deadline:
+                self.fail("a rank of this host has failed in this step, and has not told why")
+            time.sleep(0.001)
 
     def _leave(self) -> Failure:
         failure = super()._leave()

@@ -701,6 +701,30 @@ static void test_finish_step(void)
     free_pipeline(&p);
 }
 
+/* Ranks of a host, with a block each, hear of a step that one of them has spoiled, and of no other step. */
+static void test_spoiled_steps(void)
+{
+    pipeline p[2] = {make_pipeline(2, -1), make_pipeline(2, -1)};
+    s1f_group *one = p[0].groups[0], *other = p[1].groups[1];
+    s1f_spoiled shared = {0};
+    s1f_group_begin_step(one, 7);
+    s1f_group_begin_step(other, 7);
+    s1f_group_spoil(one, 7);
+    CHECK(s1f_group_is_spoiled(one) && !s1f_group_is_spoiled(other)); /* they share nothing yet */
+    s1f_group_share_spoiled(one, &shared);
+    s1f_group_share_spoiled(other, &shared);
+    CHECK(!s1f_group_is_spoiled(one) && !s1f_group_is_spoiled(other));
+    s1f_group_spoil(one, 7);
+    s1f_group_spoil(one, 8);
+    CHECK(s1f_group_is_spoiled(other)); /* also where the first one has gone on, and failed again */
+    for (int64_t step = 6; step <= 7 + S1F_SPOILED_STEPS; step++) {
+        s1f_group_begin_step(other, step);
+        CHECK(s1f_group_is_spoiled(other) == (step == 7 || step == 8));
+    }
+    free_pipeline(&p[0]);
+    free_pipeline(&p[1]);
+}
+
 /* A rank that is in a later step will not come to a collective of the one before, unless it had given to it. */
 static void test_gather_that_another_skips(void)
 {
@@ -870,6 +894,7 @@ int main(void)
     meet_a_rank_that_has_left(0);
     test_leaving_a_step_as_a_failure_is_forgotten();
     test_finish_step();
+    test_spoiled_steps();
     test_gather_that_another_skips();
     test_relay();
     return check_failures();
