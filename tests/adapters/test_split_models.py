@@ -49,7 +49,7 @@ def constants(self: Any, tokens: Tensor) -> Tensor:
     ramp, mask = torch.linspace(0, 1, HIDDEN), torch.ones(HIDDEN, HIDDEN).tril()
     x = self.embedding(tokens) * torch.tensor(8.0).sqrt()
     for block in self.blocks:
-        x = x + (block(x) * ramp).float() @ mask
+        x = x + (block(x) * ramp).float().double() @ mask.double()  # in float32 it would round as the rows are cut
     return self.head(x + torch.arange(HIDDEN))
 
 
