@@ -60,12 +60,12 @@ void s1f_watchdog_release(s1f_watchdog *watchdog, int64_t step, int32_t is_faile
 
 static void end_step(s1f_watchdog *watchdog, int64_t step)
 {
-    int32_t is_failed = s1f_group_failed_step(watchdog->group) == step;
-    if (is_failed)
-        s1f_group_spoil(watchdog->group, step);
+    int64_t failed = s1f_group_failed_step(watchdog->group);
+    if (failed > 0)
+        s1f_group_spoil(watchdog->group, failed);
     for (s1f_device_end *end = watchdog->ends; end != NULL; end = end->next)
         s1f_device_end_abort(end);
-    s1f_watchdog_release(watchdog, step, is_failed);
+    s1f_watchdog_release(watchdog, step, failed == step);
 }
 
 static void *watch(void *context)

@@ -25,8 +25,8 @@ typedef struct { /* for device_end.c and watchdog.c alone */
     struct s1f_device_end *ends;
 } s1f_watchdog;
 
-/* group and device are borrowed. A transfer that has started and does not end for as long as the group's limit, while no
- * other of the rank ended either, is a failure. */
+/* group and device are borrowed. A transfer that has started and does not end for as long as the group's limit, while
+ * no other of the rank ended either, is a failure. */
 s1f_status s1f_watchdog_create(s1f_group *group, s1f_device *device, s1f_watchdog **out);
 void s1f_watchdog_free(s1f_watchdog *watchdog); /* after its ends; NULL is fine */
 /* Under the lock, where a step has failed: lets streams go on that wait for a peer in this step, the rank's last one.

@@ -89,8 +89,8 @@ int s1f_group_passed(const s1f_group *group, int64_t step, s1f_failure *out);
 /* Forgets the failure, as all ranks have met in this rank's step; but not one of this step. By one rank alone. */
 void s1f_group_clear(s1f_group *group);
 
-/* Steps that have failed, in which a rank lets its GPU go on without what never came: what it sends to others of its host
- * from there on is worth nothing, and may reach them before the failure does. */
+/* Steps that have failed, in which a rank lets its GPU go on without what never came: what it sends to others of its
+ * host from there on is worth nothing, and may reach them before the failure does. */
 enum { S1F_SPOILED_STEPS = 64 }; /* the last ones: ranks of a host are fewer steps apart */
 typedef struct {
     _Atomic int64_t steps[S1F_SPOILED_STEPS];
@@ -99,7 +99,7 @@ typedef struct {
 void s1f_group_spoil(s1f_group *group, int64_t step);
 /* Whether that has happened in the step that this rank is in, asked when all that it receives is there. */
 int s1f_group_is_spoiled(const s1f_group *group);
-/* Where ranks of a host have a block each: memory that they all map, zero at first, borrowed. */
+/* For ranks of a host that have a block each: memory that they all map, zero at first, borrowed. */
 void s1f_group_share_spoiled(s1f_group *group, s1f_spoiled *spoiled);
 
 /* Every rank gives `bytes` <= S1F_GATHER_BYTES and gets everyone's: out[rank * S1F_GATHER_BYTES], out_bytes[rank], 0 of

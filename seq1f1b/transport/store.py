@@ -188,7 +188,7 @@ class StoreRank(ProcessRank):
             time.sleep(4 * _WATCH_PERIOD)
 
     def _hear_of_spoiled(self) -> None:
-        """Where a rank of this host has failed in this step, and its GPU went on: what tells of it is under way."""
+        """Waits for a failure that is under way: a rank of this host has failed in this step, and its GPU went on."""
         deadline = time.monotonic() + self.timeout_s
         while _C.group_is_spoiled(self.group):
             self.check()
