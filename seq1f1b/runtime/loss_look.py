@@ -18,6 +18,8 @@ from seq1f1b.runtime.nested import mapped, tensors_of
 __all__: list[str] = []
 
 _MOST = 1 << 20  # elements of the outputs that are compared: 4 MiB in float32
+_LEAST_TOKENS = 8  # of each segment
+_SHARE = 8  # all tokens together are so small a part of a segment: the head may be in the loss, and logits are large
 _DIFFERS, _DIFFERS_NARROW = 1e-3, 5e-2  # relative; in float32, and where anything is computed in 16 bits
 
 
@@ -54,7 +56,8 @@ class LossLook:
         if self._is_believed:
             return False
         elements = sum(t.numel() for t in tensors)
-        tokens = max(8, length * _MOST // max(1, elements * self._num_parts))
+        share = min(length * _MOST // max(1, elements), length // _SHARE) // self._num_parts
+        tokens = max(_LEAST_TOKENS, share)
         with torch.no_grad():
             rows = torch.linspace(0, length - 1, min(length, tokens), dtype=torch.float64, device="cpu").long()
 
@@ -92,13 +95,16 @@ class LossLook:
         leaves = [mapped(output, lambda t: t.clone().requires_grad_(t.is_floating_point())) for output, _ in parts]
         flat = [[t for t in tensors_of(leaf) if t.requires_grad] for leaf in leaves]
         every = [t for each in flat for t in each]
-        weighted: Any = 0.0
-        for leaf, (_, target), count in zip(leaves, parts, counts, strict=True):
-            weighted = weighted + loss_fn(leaf, target, **kwargs) * (count / total)
-        whole = loss_fn(self._joined(leaves), self._joined([target for _, target in parts]), **kwargs)
-        with torch.autocast(every[0].device.type, enabled=False):  # as every backward
-            apart = torch.autograd.grad(weighted, every, allow_unused=True)
-            together = torch.autograd.grad(whole, every, allow_unused=True)
+
+        def gradients(loss: Tensor, of: Sequence[Tensor]) -> Sequence[Tensor | None]:
+            with torch.autocast(every[0].device.type, enabled=False):  # as every backward
+                return torch.autograd.grad(loss, of, allow_unused=True)
+
+        apart: list[Tensor | None] = []  # what one part saves is gone before the next
+        for leaf, own, (_, target), count in zip(leaves, flat, parts, counts, strict=True):
+            apart += gradients(loss_fn(leaf, target, **kwargs) * (count / total), own)
+        joined = self._joined([target for _, target in parts])
+        together = gradients(loss_fn(self._joined(leaves), joined, **kwargs), every)
         pairs = [(a, b) for a, b in zip(apart, together, strict=True) if a is not None and b is not None]
         size = sum(float(b.double().square().sum()) for _, b in pairs) ** 0.5
         distance = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs) ** 0.5

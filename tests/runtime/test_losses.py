@@ -537,6 +537,24 @@ def test_the_look_changes_nothing() -> None:
     assert after_first == 9 + 4  # segments of the batch; those of one micro-batch again, and joined
 
 
+@pytest.mark.parametrize(("k", "most"), [(4, 128), (16, 128)])
+def test_the_look_takes_few_tokens(k: int, most: int) -> None:
+    """An eighth of a segment, and eight of each: the head may be in the loss, and no plan has room for more logits."""
+    lengths: list[int] = []
+
+    def counting(y: Tensor, t: Tensor) -> Tensor:
+        lengths.append(y.shape[1])
+        return plain(y, t)
+
+    tokens = torch.randint(1, VOCAB, (2, 4096), generator=torch.Generator().manual_seed(1))
+    stage = nn.Sequential(nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB))
+    engine = PipelineEngine(stage, num_microbatches=2, num_segments=k, loss_fn=counting)
+    engine.step(tokens, target=tokens.roll(-1, 1))
+    looked_at = [length for length in lengths if length <= most]
+    assert sorted(lengths)[-2 * k :] == [4096 // k] * 2 * k and sum(looked_at[:-1]) == looked_at[-1] == most
+    engine.close()
+
+
 # -- micro-batches with different numbers of targets -----------------------------------------------------------------
 
 
