@@ -116,7 +116,7 @@ def contact(parts: dict[str, Part], tmp_path: Path, seconds: float = 60.0) -> tu
 
 
 def test_a_case_that_hangs_is_told_and_stops_no_other(tmp_path: Path) -> None:
-    part = Part("Test", "contact_cases:cases", 1.5, lambda world, share: [Group("", 2)])
+    part = Part("Test", "contact_cases:cases", 5.0, lambda world, share: [Group("", 2)])
     outcome, archive = contact({"messages": part}, tmp_path)
     well, hung, after = outcome.records["messages"]
     assert (well["state"], well["figures"]["of rank 0"], well["figures"]["of rank 1"]) == ("passed", 1, 1)
