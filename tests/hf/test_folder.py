@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import os
@@ -412,6 +413,9 @@ def resident(peak: bool = False) -> int:
         return next(1024 * int(line.split()[1]) for line in file if line.startswith(field))
 
 
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+
+
 def forget_the_peak() -> None:
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
         file.write("5")
@@ -440,6 +444,7 @@ def load_train_and_save(rank: int, world: int, warm: Path, folder: Path, figures
         engine.close()
         return found | {"loss": float(torch.stack(losses).mean())} if losses else found
 
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)  # what is freed is seen to go: a heap keeps some, or not
     run(warm)  # imports what a load needs, and fills what is kept: not the folder's share
     (figures / f"{rank}.json").write_text(json.dumps(run(folder)))
 
