@@ -41,14 +41,17 @@ def join_host(hosts: tuple[Host, Host], rank: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 
 
-def join_strangers(folder: Path, rank: int) -> None:
-    """Two processes of one host that cannot meet in memory."""
+def join_strangers(folder: Path, world: int, rank: int) -> None:
+    """Processes of one host, of which the last cannot meet the others in memory."""
+    dial = Handshake._dial
 
     def refuse(handshake: Handshake, name: str) -> Any:
-        raise ConnectionRefusedError("Connection refused")
+        if handshake.rank == world - 1:
+            raise ConnectionRefusedError("Connection refused")
+        return dial(handshake, name)
 
-    Handshake._dial = refuse  # type: ignore[method-assign]
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    Handshake._dial = refuse  # type: ignore[method-assign]  # of this process, which nobody needs afterwards
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
 
 
 class Faulty(nn.Module):
@@ -98,7 +101,7 @@ def join(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
         with two_hosts(tmp_path) as hosts:
             yield partial(join_host, hosts)
     else:
-        yield partial(join_strangers, tmp_path)
+        yield partial(join_strangers, tmp_path, 2)
 
 
 def test_two_hosts_train_and_hear_of_a_death(join: Any) -> None:
@@ -138,19 +141,6 @@ class Stalling(nn.Module):
             stand_in().damage("cuMemcpy", -1, STALLED)
 
 
-def join_two_and_one(folder: Path, rank: int) -> None:
-    """Ranks 0 and 1 share memory, rank 2 does not."""
-    dial = Handshake._dial
-
-    def refuse(handshake: Handshake, name: str) -> Any:
-        if handshake.rank == 2:
-            raise ConnectionRefusedError("Connection refused")
-        return dial(handshake, name)
-
-    Handshake._dial = refuse  # type: ignore[method-assign]
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 3), rank=rank, world_size=3)
-
-
 def train_until_a_stall(rank: int, pipe: Connection, library: str) -> Any:
     """A good step, and one that rank 2 does not end, of which rank 0 hears some seconds late."""
     os.environ["SEQ1F1B_STAND_IN"] = library
@@ -164,7 +154,7 @@ def train_until_a_stall(rank: int, pipe: Connection, library: str) -> Any:
     assert {edge.transport for edge in engine.edges} == {"staging"}
     hears = time.monotonic() + 4.0
     exchange = StoreRank._exchange_failure
-    if rank == 0:
+    if rank == 0:  # hears late; in a process that nobody needs afterwards
         StoreRank._exchange_failure = (  # type: ignore[method-assign]
             lambda group: exchange(group) if time.monotonic() > hears else None
         )
@@ -175,7 +165,7 @@ def train_until_a_stall(rank: int, pipe: Connection, library: str) -> Any:
 
 def test_a_rank_ends_no_step_on_what_a_failed_neighbour_sent(tmp_path: Path) -> None:
     """Rank 1 ends its wait for rank 2, computes on what never came, and sends it to rank 0 before that one hears."""
-    join = partial(join_two_and_one, tmp_path)
+    join = partial(join_strangers, tmp_path, 3)
     with PipedProcesses(3, join_and_run, join, train_until_a_stall, stand_in().path) as ranks:
         found = [ranks.result(rank) for rank in range(3)]
         for process in ranks.processes:
