@@ -6,7 +6,6 @@ beyond it. Files do not count, nor do shared mappings, which the pinned memory o
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import resource
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import start_processes
+from processes import give_back_what_is_freed, start_processes
 from stand_in_engine import StandInEngine
 from stand_in_library import stand_in
 from tiny_model import Config, batch, cross_entropy, whole_model
@@ -24,7 +23,6 @@ from seq1f1b import HOST, LoopbackGroup, Memory, PipelineEngine
 from seq1f1b.runtime.offload import Away
 
 CONFIG = Config(hidden=32, heads=1, kv_heads=1, ffn=256, vocab=32, layers=4)
-M_MMAP_THRESHOLD = -3
 OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory|libtorch could not allocate a tensor"  # as ops ask for it
 
 
@@ -70,7 +68,7 @@ def forget_to_drop(patch: pytest.MonkeyPatch) -> None:
 def under_a_cap(_: int, folder: str | None) -> None:
     """The cap lies between what two engines, one of which moves units, need without one."""
     torch.set_num_threads(1)
-    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)  # a tensor that is freed is given back at once
+    give_back_what_is_freed()
     if folder is None:
         stand_in().reset(1, foreign_memory=1, shared_memory=1)
     kept, moved = make_engine(Memory()), make_engine(Memory(offload=folder or HOST))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import json
 import os
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from processes import run_processes
+from processes import give_back_what_is_freed, run_processes
 from slices import every_pair, slice_of
 from torch import Tensor
 
@@ -413,9 +412,6 @@ def resident(peak: bool = False) -> int:
         return next(1024 * int(line.split()[1]) for line in file if line.startswith(field))
 
 
-M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
-
-
 def forget_the_peak() -> None:
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
         file.write("5")
@@ -444,7 +440,7 @@ def load_train_and_save(rank: int, world: int, warm: Path, folder: Path, figures
         engine.close()
         return found | {"loss": float(torch.stack(losses).mean())} if losses else found
 
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)  # what is freed is seen to go: a heap keeps some, or not
+    give_back_what_is_freed()
     run(warm)  # imports what a load needs, and fills what is kept: not the folder's share
     (figures / f"{rank}.json").write_text(json.dumps(run(folder)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import multiprocessing
 import os
@@ -48,6 +49,12 @@ def run_processes(world: int, fn: Callable[..., None], *arguments: Any) -> None:
         processes = start_processes(world, _enter, world, f"{folder}/store", fn, arguments)
         while not processes.join():
             pass
+
+
+def give_back_what_is_freed() -> None:
+    """Has glibc give the memory of a tensor back as it is freed, in this process: a heap would keep some of it."""
+    m_mmap_threshold = -3  # malloc.h
+    assert ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 16)
 
 
 def shared_memory_names() -> set[str]:
