@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from seq1f1b._C import PipelineError, ScheduleError
 from seq1f1b.extras import torch_remedy
 from seq1f1b.partition import ModelShape, partition_sequence
-from seq1f1b.renamed import missing
 from seq1f1b.schedule import Schedule, Simulation, Unit, build_schedule, schedules
 from seq1f1b.simulation import Costs, Links, Noise
 from seq1f1b.where import HOST
@@ -112,7 +111,7 @@ _NEEDS_TORCH: dict[str, str] = {
 
 def __getattr__(name: str) -> object:
     if name not in _NEEDS_TORCH:
-        raise missing(__name__, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         value = getattr(import_module(_NEEDS_TORCH[name]), name)
     except ModuleNotFoundError as error:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from seq1f1b.files import json_fields, load, read, write_whole
 from seq1f1b.partition import ModelShape, check_model, check_segment_sizes
-from seq1f1b.renamed import renamed
 from seq1f1b.schedule import Costs, Schedule, build_schedule
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ _FORMAT = "seq1f1b plan 1"
 _TUNED_FORMAT = "seq1f1b tuned order 1"
 
 
-@renamed
 @dataclass(frozen=True)
 class Layout:
     """How a model is laid over devices, beside the pipeline.
@@ -266,9 +264,6 @@ class Plan(_File):
             ScheduleError: the order cannot be built.
         """
         fields = json_fields(text, "plan", _FORMAT)
-        layout = fields.get("layout")
-        if isinstance(layout, dict) and "recompute" in layout and "inside" not in layout:  # a file of 1.0.0rc1
-            fields["layout"] = {("inside" if name == "recompute" else name): each for name, each in layout.items()}
         plan = load(cls, fields, "plan")
         check_model(plan.model, "plan: model")
         if plan.prefetch is not None and plan.prefetch < 0:

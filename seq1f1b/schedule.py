@@ -14,7 +14,6 @@ from typing import Any
 from seq1f1b import _C
 from seq1f1b.families import Family, families, schedules
 from seq1f1b.files import nearest_name
-from seq1f1b.renamed import renamed
 from seq1f1b.simulation import (
     Costs,
     Links,
@@ -50,7 +49,6 @@ _CELL_KINDS = ".RL"  # by the core's number: what F saves is kept, recomputed, m
 _CELL_LETTERS = bytes.maketrans(bytes(range(len(_CELL_KINDS))), _CELL_KINDS.encode())
 
 
-@renamed
 class Schedule:
     """The order in which every rank runs its units.
 

@@ -264,7 +264,7 @@ def optimized(state: PipelineState) -> Callable[[str], bool]:
 
 
 def _read_shapes(text: str) -> tuple[dict[str, list[int]], bool | None]:
-    """Shapes of the whole model, and whether the optimizer had state; the first release candidate does not say."""
+    """Shapes of the whole model, and whether the optimizer had state; an older checkpoint does not say."""
     read = json.loads(text)
     return (read["shapes"], read["has_optimizer_state"]) if isinstance(read.get("shapes"), dict) else (read, None)
 

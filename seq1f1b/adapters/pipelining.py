@@ -16,7 +16,6 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from seq1f1b.files import nearest_name
 from seq1f1b.partition import ModelShape
-from seq1f1b.renamed import refuse_old_arguments
 from seq1f1b.runtime.arguments import Loss, order_of
 from seq1f1b.runtime.batch import StepArguments
 from seq1f1b.runtime.engine import PipelineEngine
@@ -84,7 +83,6 @@ class _Segmented:
     def _check_options(self, given: Mapping[str, Any]) -> None:
         """Raises unless these are keyword arguments of an engine, and none that the stage or torch's arguments tell."""
         name, known = type(self).__name__, inspect.signature(PipelineEngine).parameters
-        refuse_old_arguments("PipelineEngine", given, name)
         for option in given:
             if option in _TAKEN:
                 raise TypeError(f"{option}= is an argument of PipelineEngine that {name} sets itself")

@@ -6,7 +6,6 @@ import argparse
 
 from seq1f1b.cli.progress import progress_bar
 from seq1f1b.cli.values import (
-    OldOption,
     argument,
     read_bytes,
     read_counts,
@@ -73,7 +72,6 @@ def add(command: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help="recomputation inside of blocks to try (default: none,ffn,full)",
     )
-    command.add_argument("--recompute", action=OldOption, now="--inside")
     command.add_argument(
         "--remedies",
         type=read_names,

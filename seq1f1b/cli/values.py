@@ -4,20 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-
-class OldOption(argparse.Action):
-    """An option of 1.0.0rc1 that has another name now, or one that ``of`` has; help does not show it."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, *, now: str = "", of: str = "") -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs="?", help=argparse.SUPPRESS)
-        self._remedy = f"{of} has it" if of else f"1.0.0rc1 had it, and now there is {now}"
-
-    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
-        """Ends the command with the name that there is now."""
-        parser.error(f"there is no {self.option_strings[0]}: {self._remedy}")
 
 
 def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import seq1f1b
 from seq1f1b import _C, Costs, Links, Noise, Schedule
-from seq1f1b.cli.values import OldOption, argument, read_counts, read_parents, read_tokens
+from seq1f1b.cli.values import argument, read_counts, read_parents, read_tokens
 from seq1f1b.families import OPTION_KINDS
 from seq1f1b.files import nearest_name
 from seq1f1b.partition import ModelShape
@@ -87,12 +87,10 @@ def add_order_options(
     costs.add_argument(
         "--inside", choices=INSIDE, default="none", help="what backward computes again inside of blocks (default: none)"
     )
-    if not recomputes_units:
-        command.add_argument("--recompute", action=OldOption, now="--inside")
-    else:
+    if recomputes_units:
         command.add_argument(
             "--recompute",
-            type=argument(read_recompute),
+            choices=("none", "all"),
             metavar="none|all",
             default="none",
             help="all: the order holds an R before the backward of every unit (default: none)",
@@ -103,7 +101,6 @@ def add_order_options(
             metavar="S",
             help="move what units save to a tier and back: seconds, each way, for what a rank saves of a micro-batch",
         )
-        command.add_argument("--offload", action=OldOption, now="--tier")
 
 
 def add_variation_options(command: argparse.ArgumentParser) -> None:
@@ -160,16 +157,6 @@ def add_model_options(command: argparse._ActionsContainer, required: bool = Fals
         action="store_true",
         help="count the logits of all live segments: the output head is not inside the loss",
     )
-
-
-def read_recompute(text: str) -> str:
-    if text in ("units", *INSIDE[1:]):
-        raise ValueError(
-            f"--recompute {text} of 1.0.0rc1 is --{'recompute all' if text == 'units' else f'inside {text}'} now"
-        )
-    if text not in ("none", "all"):
-        raise ValueError(f"--recompute {text}: must be none or all")
-    return text
 
 
 def check_costs(options: argparse.Namespace) -> None:

@@ -17,7 +17,6 @@ from seq1f1b.planning.cost import CostModel, Price
 from seq1f1b.planning.fitting import order_for_costs
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.layout import INSIDE
-from seq1f1b.planning.renamed import refuse_old_names
 from seq1f1b.schedule import (
     Costs,
     Family,
@@ -31,8 +30,6 @@ from seq1f1b.schedule import (
 from seq1f1b.table import rounded, table_text
 
 __all__ = ["Comparison", "FamilyRow", "compare"]
-
-refuse_old_names(__name__)
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,14 @@ from seq1f1b.plan import Layout
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.layout import check_layout
 from seq1f1b.planning.price import PackedRow, Price, RankBytes
-from seq1f1b.planning.renamed import refuse_old_names, renamed
 from seq1f1b.runtime.unit_times import MeasuredUnits, Terms
 from seq1f1b.seconds import Source, Span, span_of
 
 __all__ = ["CostModel", "PackedRow", "Price", "RankBytes"]
 
-refuse_old_names(__name__)
-
 _PIECES = 1024  # of the sequence whose costs a split balances
 
 
-@renamed
 class CostModel:
     """A model in a pipeline on a machine. :meth:`price` tells the seconds and bytes of its units.
 

@@ -15,12 +15,9 @@ from typing import NamedTuple
 from seq1f1b.files import json_fields, load, read, write_whole
 from seq1f1b.fit import Fit
 from seq1f1b.partition import ModelShape, check_model
-from seq1f1b.planning.renamed import refuse_old_names
 from seq1f1b.seconds import NO_SECONDS, PASSES, PassSeconds, pairs_of
 
 __all__ = ["Fit", "Part", "PassSeconds", "Profile", "Sample"]
-
-refuse_old_names(__name__)
 
 _FORMAT = "seq1f1b profile 6"
 _TIER = ("tier_out", "tier_in", "move_out", "move_in")
@@ -249,7 +246,7 @@ class Profile:
             ValueError: not such a text; a field that is unknown, missing, of another type, negative or not finite.
         """
         fields = json_fields(text, "profile", _FORMAT, again="measure again with seq1f1b profile")
-        fields = {"device": "cpu", **fields}  # files of 1.0.0rc1 do not say it, nor that layers are alike
+        fields = {"device": "cpu", **fields}  # older files do not say it, nor that layers are alike
         if isinstance(fields.get("model"), dict):
             fields["model"] = {"kinds": [], "pattern": [], **fields["model"]}
         profile = load(cls, fields, "profile", least=0, defaults=False)

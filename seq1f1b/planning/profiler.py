@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from seq1f1b.fit import Fit, fit_seconds
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.planning.profile import Part, Profile, Sample
-from seq1f1b.planning.renamed import refuse_old_names
 from seq1f1b.planning.workspace import Workspace, measure_workspace
 from seq1f1b.runtime.arguments import Memory
 from seq1f1b.runtime.engine import LoneEngine
@@ -29,8 +28,6 @@ from seq1f1b.transport import LoopbackGroup
 from seq1f1b.where import Offload
 
 __all__ = ["StageTimes", "measure_stage"]
-
-refuse_old_names(__name__)
 
 SEGMENTS = (1, 2, 4, 8, 16)
 WARM_UP = 2  # steps whose times do not count: the first ones allocate

@@ -19,7 +19,6 @@ from seq1f1b.planning.compare import families_named
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.layout import INSIDE
 from seq1f1b.planning.pricing import GIB, Pricing, group_lengths
-from seq1f1b.planning.renamed import renamed_arguments
 from seq1f1b.schedule import Family, families
 from seq1f1b.table import rounded, table_text
 
@@ -232,7 +231,6 @@ def memory_cap(hardware: Hardware, memory: int | None) -> int:
     return int(_SHARE_OF_MEMORY * hardware.memory) if memory is None else memory
 
 
-@renamed_arguments
 def search_plans(
     model: ModelShape,
     hardware: Hardware,

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from seq1f1b.device.placement import common_device, gpu_part
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Plan, TunedOrder
-from seq1f1b.renamed import renamed
 from seq1f1b.runtime.arguments import (
     Agreement,
     Builder,
@@ -46,7 +45,6 @@ from seq1f1b.transport import RankGroup, last_attempt, resolve_group, withdraw
 __all__ = ["PipelineEngine"]
 
 
-@renamed
 class PipelineEngine:
     """Runs one rank's part of a pipeline-parallel training step.
 

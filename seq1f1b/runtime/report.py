@@ -17,7 +17,6 @@ import torch
 
 from seq1f1b import _C
 from seq1f1b.partition import ModelShape
-from seq1f1b.renamed import refuse_old_names
 from seq1f1b.runtime.idle import CAUSES, Idle, StepTimes, advice, ideal_text, idle_of_ranks, mean_idle
 from seq1f1b.runtime.measure import Activations
 from seq1f1b.runtime.offload import Tier
@@ -33,7 +32,6 @@ __all__ = ["EdgeReport", "Idle", "PipelineReport", "Report", "StageReport"]
 FORMAT = "seq1f1b report 1"
 _RUN = _C.OPCODES.index("RUN")
 sendable(Unit)
-refuse_old_names(__name__)
 
 
 @dataclass(frozen=True)

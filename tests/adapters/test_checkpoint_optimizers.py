@@ -287,8 +287,8 @@ def test_tensors_under_keys_that_a_checkpoint_cannot_hold_are_refused():
         run.state.state_dict()
 
 
-def rc1_optimizer_state(run: Run) -> None:
-    """State that the first release candidate made for all that had none, by a step with rate and gradients 0."""
+def older_optimizer_state(run: Run) -> None:
+    """State that an older PipelineState made for all that had none, by a step with rate and gradients 0."""
     for p in run.engine.parameters():
         if p.requires_grad and p not in run.optimizer.state:
             run.optimizer.state[p] = {
@@ -299,9 +299,9 @@ def rc1_optimizer_state(run: Run) -> None:
 
 
 @pytest.mark.parametrize("saved_at", [0, 2])
-def test_a_checkpoint_of_the_first_release_candidate_is_loaded(saved_at, tmp_path):
+def test_a_checkpoint_of_an_older_form_is_loaded(saved_at, tmp_path):
     run = Run("AdamW", {}).train(0, saved_at)
-    rc1_optimizer_state(run)
+    older_optimizer_state(run)
     state = run.state.state_dict()
     # Its format: "shapes" is the shapes alone, and the optimizer's entries are a plain dict.
     shapes = {name: list(value.shape) for name, value in run.module.state_dict().items()}

@@ -387,7 +387,7 @@ def test_mistakes_are_one_line_and_exit_2(line, tmp_path, monkeypatch, capsys):
     [
         ("draw 1f1b --width many", "argument --width: invalid int value: 'many'"),
         ("plan --model llama3-8b --seq 64 --ranks 2 --microbatches 2 --memory x", "'x' is no number of bytes from 1"),
-        ("compare --prompt 2048", "there is no --prompt: seq1f1b plan has it"),
+        ("compare --prompt 2048", "argument --prompt: seq1f1b plan has this option"),
         (f"{TREES} --prompt 2048 --responses 8x", "'8x': responses are written 8x256, eight of 256 tokens, or 4x"),
         ("draw seq1f1b --parents=-1,x", "argument --parents: '-1,x': whole numbers are written 1,2,4"),
         ("draw 1f1b --model llama3-8b --seq 64 --documents a,b", "'a,b': whole numbers are written 1,2,4"),

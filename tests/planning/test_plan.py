@@ -189,6 +189,18 @@ def test_a_vocabulary_over_the_ranks_evens_out_the_head():
         search_plans(LONG, machine, **LONG_COUNTS, **some, vocabulary="all")
 
 
+def test_a_vocabulary_over_the_ranks_can_be_asked_for():
+    shape, counts = SHAPE._replace(layers=4), {**COUNTS, "seq_len": 64, "names": ["seq1f1b"], "segments": [2]}
+    machine = load_hardware("h100")
+    for wanted in ("ends", "ranks"):
+        plans = search_plans(shape, machine, vocabulary=wanted, **counts).plans
+        assert {plan.layout.vocabulary for plan in plans} == {wanted}
+    with pytest.raises(ValueError, match="needs a vocabulary, and has its loss in its shards"):
+        search_plans(shape, machine, vocabulary="ranks", layout=Layout(head_in_loss=False), **counts)
+    with pytest.raises(ValueError, match="vocabulary is 'whole', must be one of any, ends, ranks"):
+        search_plans(shape, machine, vocabulary="whole", **counts)
+
+
 def test_order_and_remedies_are_chosen_together():
     """If no order fits, auto holds fewer units and recomputes some: no slower than the best named order with units
     recomputed."""

@@ -88,7 +88,7 @@ def test_a_profile_of_another_device_is_refused(tmp_path: Path, capsys) -> None:
         ProfiledHardware.of(of_gpu, MACHINE)
     assert ProfiledHardware.of(of_gpu, load_hardware("h100")).profile is of_gpu
     before = json.loads(profile().to_json())
-    del before["device"]  # a file of 1.0.0rc1
+    del before["device"]  # an older file
     assert Profile.from_json(json.dumps(before)).device == "cpu"
     of_gpu.save(tmp_path / "profile.json")
     asked = ["plan", "--model", "gpt-2.7b", "--profile", str(tmp_path / "profile.json"), "--hardware", "cpu-zen5"]
