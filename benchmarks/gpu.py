@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py                             all stages, fifteen minutes at most
     python benchmarks/gpu.py --only doctor,own           some of them
-    python benchmarks/gpu.py --only contact              what doctor --gpus runs, four minutes
+    python benchmarks/gpu.py --only tests                pytest tests/gpu, some minutes
     python benchmarks/gpu.py --only training --cases "Llama.*(torch alone|k 4$)"      some arms of the training
     python benchmarks/gpu.py --out results.jsonl         again with the same file: only what has not passed
     python benchmarks/gpu.py --rehearse                  all of it on a machine without a GPU, over stand-ins
@@ -55,7 +55,7 @@ STAGES = {  # seconds that a stage may take; together no more than LIMIT
     "ncu": 35,
     "sanitizer": 60,
 }
-ALONE_STAGES = {"contact": 250, "tier": 150, "trees": 150}  # run where they are asked for by --only
+ALONE_STAGES = {"tests": 500, "tier": 150, "trees": 150}  # run where they are asked for by --only
 LIMIT = 800  # seconds of the whole run; two models in eight arms take three minutes of it
 NEEDS_CUDA = "needs a CUDA device"  # why a case is unmeasured in a rehearsal
 
@@ -316,8 +316,8 @@ def verdicts(records: list[Record]) -> list[tuple[str, str, str, str]]:
             f"{name}: {case[ROWS_OVER_TREE]} x rows" for name, case in found["trees"].items() if ROWS_OVER_TREE in case
         )
         rows.append(("trees of segments", right("trees", "paths:"), fast, "if asked for"))
-    if "contact" in found:
-        rows.append(("doctor --gpus", right("contact"), "", ""))
+    if "tests" in found:
+        rows.append(("pytest tests/gpu", right("tests"), "", ""))
     costs = [f"{model} {of[arm]:.3f}" for model, of in training_ratios(found).items() if (arm := "k 4") in of]
     fast = f"time of 4 segments over torch alone: {', '.join(costs)}" if costs else ""
     rows.append(("times of the GPU, tuning, profile", right("times"), "", "yes"))

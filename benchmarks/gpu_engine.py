@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -19,14 +21,14 @@ import processes
 import tiny_model
 import torch
 from gpu_cases import Case, Machine, Unmeasured
+from gpu_runs import Rank, is_right, train
+from torch import Tensor, nn
 
 import seq1f1b
-from seq1f1b.first_contact import drills, messages
-from seq1f1b.first_contact.cases import Rank
 from seq1f1b.testing import run_ranks
 from seq1f1b.transport.table import TRANSPORTS
 
-# -- the drills of ``seq1f1b doctor --gpus``, in more dtypes ---------------------------------------------------------
+# -- steps of tests/support/gpu_runs.py ------------------------------------------------------------------------------
 
 
 def rank_of(machine: Machine, rank: int, world: int, group: Any, transport: str) -> Rank:
@@ -35,19 +37,54 @@ def rank_of(machine: Machine, rank: int, world: int, group: Any, transport: str)
         from stand_in_engine import StandInEngine
 
         made = StandInEngine
-    return Rank(rank, world, machine.device, group=group, engine=made)
+    return Rank(rank, world, machine.device, group, made)
+
+
+def right(rank: Rank, transport: str, dtype: torch.dtype) -> dict[str, Any]:
+    found = train(rank, transport, "Seq1F1B", dtype)
+    assert is_right(found), found
+    return dict(found)
 
 
 def of_threads(machine: Machine, num_ranks: int, dtype: torch.dtype, transport: str = "auto") -> dict[str, Any]:
     """Ranks as threads against the whole model."""
 
     def run(group: Any) -> dict[str, Any]:
-        rank = rank_of(machine, group.rank, num_ranks, group, transport)
-        return drills.drill(rank, transport, "Seq1F1B", dtype, thorough=False)
+        return right(rank_of(machine, group.rank, num_ranks, group, transport), transport, dtype)
 
     if not machine.is_cuda and TRANSPORTS[transport].between_gpus:
         prepare_stand_ins(1)
     return max(run_ranks(num_ranks, run), key=lambda found: float(found["error"]))
+
+
+class Scale(nn.Module):
+    """A stage that computes next to nothing, and sends as much as it gets."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), device=device, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def exchange(rank: Rank, transport: str) -> float:
+    """GB/s of messages of 16 MiB there and back between two ranks, by steps; what the stages compute is included."""
+    num_microbatches, tokens, hidden = 8, *((2048, 4096) if rank.is_cuda else (64, 128))
+    engine = rank.engine(
+        Scale(rank.device), transport=transport, group=rank.group, schedule="1f1b", num_microbatches=num_microbatches,
+        num_segments=1, loss_fn=lambda output, target: output[..., :1].float().mean() + 0 * target.sum(),
+    )  # fmt: skip
+    x = torch.ones(num_microbatches, tokens, hidden, device=rank.device, dtype=torch.bfloat16)
+    seconds = []
+    for _ in range(7):
+        start = time.perf_counter()
+        engine.step(x, target=x[..., 0])
+        if rank.is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    engine.close()
+    return 2 * x.numel() * x.element_size() / min(seconds[3:]) / 1e9
 
 
 def prepare_stand_ins(seed: int, **options: int) -> None:
@@ -79,8 +116,8 @@ def process_rank(rank: int, world: int, rehearsal: str | None, transport: str, d
             os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
     with rehearsed:
         own = rank_of(machine, rank, world, None, transport)
-        found = drills.drill(own, transport, "Seq1F1B", dtype, thorough=False)
-        rate = messages.exchange(own, transport, None, rank == 0)
+        found = right(own, transport, dtype)
+        rate = exchange(own, transport)
     if rank == 0:
         found |= {gpu.MESSAGES: round(rate, 2)}
         Path(path).write_text(json.dumps(found), encoding="utf-8")
@@ -117,6 +154,26 @@ def ranks(machine: Machine) -> Iterator[Case]:
             yield f"{transport}, {dtype}", functools.partial(pair, transport, dtype)
     for most_ctas in (8, 32):  # the package asks for 2
         yield f"nccl, at most {most_ctas} CTAs", functools.partial(pair, "nccl", torch.bfloat16, most_ctas)
+
+
+# -- tests/gpu -------------------------------------------------------------------------------------------------------
+
+
+def tests(machine: Machine) -> Iterator[Case]:
+    def run(*starter: str) -> dict[str, Any]:
+        """In processes of their own, as a user starts them; a rehearsal runs them over stand-ins."""
+        root = Path(__file__).resolve().parent.parent
+        environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+        environment |= {} if machine.is_cuda else {"SEQ1F1B_STAND_INS": "1"}
+        command = [sys.executable, "-m", *starter, "pytest", "-p", "no:cacheprovider", "-q", "tests/gpu"]
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+        return {"pytest": done.stdout.strip().splitlines()[-1]}
+
+    yield "pytest tests/gpu", run
+    num_ranks = str(max(2, torch.cuda.device_count()))
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks, "-m")
+    yield "torchrun -m pytest tests/gpu", functools.partial(run, *torchrun)
 
 
 # -- threads: ranks of one process, and what an engine promises ------------------------------------------------------

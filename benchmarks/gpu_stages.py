@@ -20,8 +20,7 @@ STAGES = {  # file: its stages, each a function that yields cases
     "gpu_doctor": ["doctor"],
     "gpu_attention": ["library", "own", "primitives", "sanitizer", "tiny"],  # tiny: of sanitizer
     "gpu_parts": ["parts"],
-    "gpu_engine": ["ranks", "threads"],
-    "gpu_contact": ["contact"],
+    "gpu_engine": ["ranks", "threads", "tests"],
     "gpu_training": ["training"],
     "gpu_times": ["times"],
     "gpu_tier": ["tier"],

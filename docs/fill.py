@@ -312,7 +312,9 @@ def commands(_page: Path, _rest: str) -> str:
     text = table(("command", "does"), rows)
     for name, _ in choices.choices.items():
         own = [row for row, names in taken.items() if names == [name]]
-        text += f"\n## {name}\n\n" + table(("argument", "meaning"), own)
+        text += f"\n## {name}\n\n" + (
+            table(("argument", "meaning"), own) if own else "It takes no arguments.\n"
+        )
     for takers in dict.fromkeys(tuple(names) for names in shared.values()):
         rows = [row for row, names in shared.items() if tuple(names) == takers]
         text += f"\n## What {', '.join(takers)} take\n\n"

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import platform
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import seq1f1b
 from seq1f1b import _C
@@ -20,48 +20,13 @@ PACKAGES = (
 
 
 def add(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--gpus",
-        action="store_true",
-        help="run pipelines on this machine's GPUs, or under torchrun on those of all hosts, for at most ten minutes "
-        "(four on one GPU), and write a page that says what works",
-    )
-    gpus = command.add_argument_group("with --gpus")
-    gpus.add_argument("--output", metavar="FILE", help="the page (default: first-contact.md)", type=Path)
-    gpus.add_argument("--ranks", metavar="P", type=int, help="ranks (default: one for each GPU, and four at least)")
-    gpus.add_argument("--only", metavar="PARTS", help="parts, comma-separated: machine, messages, drills, killed, ...")
-    gpus.add_argument("--cases", metavar="REGEX", help='cases whose "part: ranks: case" holds this, to try them again')
-    gpus.add_argument(
-        "--seconds", metavar="S", type=float, help="most seconds of the run (default: 600; 240 on one GPU)"
-    )
-    gpus.add_argument("--rehearse", action="store_true", help="run what a CPU can, without a GPU")
+    """Adds nothing: the command has no options."""
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.gpus:
-        return meet_gpus(options)
-    named = [
-        f"--{name}" for name in ("output", "ranks", "only", "cases", "seconds", "rehearse") if getattr(options, name)
-    ]
-    if named:
-        raise ValueError(f"{', '.join(named)}: of doctor --gpus, which was not asked for")
     for line in findings():
         print(wrapped(line), flush=True)
     return 0
-
-
-def meet_gpus(options: argparse.Namespace) -> int:
-    """Exit status 1 if something failed."""
-    contact = importlib.import_module("seq1f1b.first_contact.run")  # needs torch
-    outcome = contact.first_contact(
-        options.output or Path("first-contact.md"),
-        rehearse=options.rehearse,
-        num_ranks=options.ranks or 0,
-        only=options.only.split(",") if options.only else (),
-        cases=options.cases or "",
-        seconds=options.seconds or 0.0,
-    )
-    return int(contact.has_failed(outcome))
 
 
 def findings() -> Iterator[str]:
@@ -81,9 +46,7 @@ def findings() -> Iterator[str]:
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
         yield f"CUDA device {index}: {device.name}, sm_{device.major}{device.minor}, {device.total_memory >> 30} GiB"
-    if torch.cuda.is_available():
-        yield "pipelines on these GPUs: seq1f1b doctor --gpus runs them, in ten minutes at most, and says what works"
-    else:
+    if not torch.cuda.is_available():
         yield f"CUDA: no device{'' if torch.version.cuda else ', and a torch built without CUDA'}"
     yield (
         "attention on CUDA: torch's ops, or our kernels where they pass a check; run on H100 and H200 alone (see "
@@ -92,7 +55,45 @@ def findings() -> Iterator[str]:
     gpu_part = importlib.import_module("seq1f1b.device.placement").gpu_part
     yield from gpu_part("kernels").describe()
     yield f"NCCL: {gpu_part('nccl')()}"
-    yield "messages between GPUs: an edge tries copies, NCCL and host memory at set-up; never yet run between two GPUs"
+    if torch.cuda.device_count() > 1:
+        yield from edges_between(torch.cuda.device_count())
     for package, loss in PACKAGES:
         found = importlib.util.find_spec(package) is not None
         yield f"{package}: {'found' if found else 'not found: ' + loss}"
+
+
+def edges_between(num_gpus: int) -> Iterator[str]:
+    """Says of each transport which edges between neighbouring GPUs passed the proof at set-up, and their rates.
+
+    Each transport gets new processes, one for each GPU, because a transfer that does not end spoils its processes.
+    """
+    table = importlib.import_module("seq1f1b.transport.table").TRANSPORTS
+    for transport in ("auto", *(name for name, row in table.items() if row.between_gpus)):
+        try:
+            found = seq1f1b.launch(edges_of, num_gpus, transport)
+        except (OSError, RuntimeError, ValueError) as error:
+            yield f"transport={transport!r}: {str(error).splitlines()[0]}"
+        else:
+            yield from (f"transport={transport!r}: {text}" for texts in found for text in texts)
+
+
+def edges_of(transport: str) -> list[str]:
+    """Describes the edges on which this rank's GPU sends. Collective; each rank has the GPU of its number."""
+    import torch
+
+    rank = torch.distributed.get_rank()
+    torch.cuda.set_device(rank)
+    return sending_edges(rank, torch.nn.Linear(1, 1, device="cuda"), transport=transport)
+
+
+def sending_edges(rank: int, stage: Any, **options: Any) -> list[str]:
+    """Makes an engine, whose set-up proves its edges. Collective."""
+    engine = seq1f1b.PipelineEngine(
+        stage, num_microbatches=1, num_segments=1, loss_fn=lambda output, _: output, **options
+    )
+    edges = [edge for edge in engine.edges if edge.source_stage == rank]
+    engine.close()
+    return [
+        f"GPU {rank} to GPU {edge.destination_stage}: {edge.transport}, {edge.rate * 1e-9:.1f} GB/s, {edge.why}"
+        for edge in edges
+    ]

@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / ".ci"))
 import rings  # noqa: E402
 
-# The command `doctor` runs first_contact. csrc/binding is one extension over all of C.
-MAY_ASK_ALL = ("seq1f1b/cli/doctor.py", "csrc/binding/")
+# csrc/binding is one extension over all of C.
+MAY_ASK_ALL = ("csrc/binding/",)
 
 
 def modules_named(path: Path) -> Iterator[str]:

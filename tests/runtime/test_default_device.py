@@ -45,7 +45,6 @@ ALLOWED = {  # (file, function): why its tensors follow the default
     ("planning/step_plan.py", "doc_ids"): "made for the caller, as by torch's own factories",
     ("planning/decoder.py", "__init__"): "layers that profile_model makes under torch.device",
     ("planning/decoder.py", "profile_model"): "under torch.device",
-    ("first_contact/model.py", "__init__"): "layers that are made under torch.device",
 }
 
 

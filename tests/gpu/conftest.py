@@ -1,0 +1,51 @@
+"""Tests of a machine's GPUs. docs/how-to/gpus.md says how to run them, here and over several hosts.
+
+Without a GPU they skip. ``SEQ1F1B_STAND_INS=1 pytest tests/gpu`` rehearses them on a CPU, over stand-ins for the driver
+and for NCCL: CI does, by ``benchmarks/gpu.py --rehearse``.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from gpu_runs import Ranks
+
+IS_TORCHRUNS = "TORCHELASTIC_RUN_ID" in os.environ
+IS_REHEARSED = os.environ.get("SEQ1F1B_STAND_INS") == "1"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _gpu() -> None:
+    if not IS_REHEARSED and not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU here")
+    if not IS_REHEARSED:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+
+
+@pytest.fixture(scope="session")
+def ranks(_gpu: None) -> Iterator[Ranks]:
+    made = Ranks(IS_TORCHRUNS, IS_REHEARSED)
+    with pytest.MonkeyPatch.context() as patch:
+        if IS_REHEARSED:
+            from stand_in_library import stand_in
+
+            patch.setenv("SEQ1F1B_NCCL", stand_in().path)
+        yield made
+    made.leave()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_stand_ins() -> Iterator[None]:
+    if not IS_REHEARSED:
+        yield
+        return
+    from stand_in_library import stand_in
+
+    gc.collect()  # what an engine of the last test still holds goes before the stand-ins forget it
+    stand_in().reset(1, foreign_memory=1, shared_memory=int(IS_TORCHRUNS))
+    yield
+    assert stand_in().complaints() == []

@@ -1,0 +1,75 @@
+"""Is causal attention in segments right on this GPU, forward and backward, against float64?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from attention_runs import errors, formula, gradients, random_qkv, segmented
+from gpu_runs import Ranks
+from torch import Tensor
+
+from seq1f1b.device.placement import step_on
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+HEADS = 8
+FLOORS = {FP64: 1e-12, FP32: 1e-5}
+
+
+@pytest.fixture
+def device(ranks: Ranks) -> Iterator[torch.device]:
+    from aten_stand_ins import cuda_kernels_on_the_cpu
+
+    with cuda_kernels_on_the_cpu() if ranks.is_rehearsed else nullcontext():
+        yield torch.device("cpu") if ranks.is_rehearsed else torch.device("cuda", torch.cuda.current_device())
+
+
+def options_of(name: str, tokens: int) -> dict[str, Any]:
+    documents = torch.arange(tokens).mul(5).div(tokens, rounding_mode="floor").expand(2, -1)
+    every: dict[str, dict[str, Any]] = {
+        "": {}, "window": {"window": tokens // 5}, "softcap": {"softcap": 20.0}, "scale": {"scale": 0.3},
+        "slopes": {"alibi_slopes": 2.0 ** -torch.arange(1, HEADS + 1)}, "documents": {"doc_ids": documents},
+        "sinks": {"sinks": torch.linspace(-2.0, 2.0, HEADS)}, "far logits": {},
+    }  # fmt: skip
+    return every[name]
+
+
+CASES = [
+    *((dtype, 64, 64, 2, "") for dtype in (BF16, FP16, FP32, FP64)),
+    *((dtype, 64, 64, 2, name) for dtype in (BF16, FP32) for name in ("window", "softcap", "slopes", "documents")),
+    *((BF16, 128, 128, kv_heads, "") for kv_heads in (8, 1)),
+    *((BF16, size, size, 2, "") for size in (32, 40, 80, 96, 192, 256, 36)),
+    *((BF16, 64, 64, 2, name) for name in ("scale", "sinks", "far logits")),
+    *((BF16, *sizes, 2, name) for sizes in ((192, 128), (64, 128)) for name in ("", "documents")),
+]
+
+
+@pytest.mark.parametrize("sizes", [(113, 7, 1, 391), (192, 128, 192)], ids=str)
+@pytest.mark.parametrize(("dtype", "head_dim", "v_head_dim", "kv_heads", "name"), CASES, ids=str)
+def test_segments_are_right(
+    device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, kv_heads: int, name: str,
+    sizes: tuple[int, ...],
+) -> None:  # fmt: skip
+    """Our error is at most twice that of the formula in the same dtype, each time that the shape comes."""
+    if device.type == "cpu":  # a rehearsal computes in float64 what it can look up
+        sizes = tuple(-(-size // 16) for size in sizes)
+    tokens = sum(sizes)
+
+    def drawn(seed: int, size: int) -> list[Tensor]:
+        made = random_qkv(HEADS, kv_heads, tokens=tokens, head_dim=size, v_head_dim=v_head_dim, seed=seed, dtype=dtype)
+        return [t.to(device) for t in made]
+
+    (q, k, v), (dout, *_) = drawn(0, head_dim), drawn(1, v_head_dim)
+    if name == "far logits":  # all near -100, as exp(-lse) then leaves the range of float32
+        q, k = 0.1 * q + 3.5, 0.1 * k - 3.5
+    options = {key: t.to(device) if isinstance(t, Tensor) else t for key, t in options_of(name, tokens).items()}
+    truth = gradients(lambda *t: formula(*t, **options), *(t.double() for t in (q, k, v, dout)))
+    theirs = errors(gradients(lambda *t: formula(*t, **options), q, k, v, dout), truth)
+    floor = FLOORS.get(dtype, torch.finfo(dtype).eps / 16)
+    for _ in range(3):  # a later call may go another way than the first of its shape
+        with step_on(device):
+            ours = errors(segmented(sizes, options, [[q, k, v]], [dout])[0], truth)
+        assert all(own <= 2 * peer + floor for own, peer in zip(ours, theirs, strict=True)), (ours, theirs)
