@@ -160,20 +160,21 @@ def ranks(machine: Machine) -> Iterator[Case]:
 
 
 def tests(machine: Machine) -> Iterator[Case]:
-    def run(*starter: str) -> dict[str, Any]:
+    def run(place: str, *starter: str) -> dict[str, Any]:
         """In processes of their own, as a user starts them; a rehearsal runs them over stand-ins."""
         root = Path(__file__).resolve().parent.parent
         environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
         environment |= {} if machine.is_cuda else {"SEQ1F1B_STAND_INS": "1"}
-        command = [sys.executable, "-m", *starter, "pytest", "-p", "no:cacheprovider", "-q", "tests/gpu"]
+        command = [sys.executable, "-m", *starter, "pytest", "-p", "no:cacheprovider", "-q", place]
         done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
         return {"pytest": done.stdout.strip().splitlines()[-1]}
 
-    yield "pytest tests/gpu", run
+    yield "pytest tests/gpu", functools.partial(run, "tests/gpu")
     num_ranks = str(max(2, torch.cuda.device_count()))
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks, "-m")
-    yield "torchrun -m pytest tests/gpu", functools.partial(run, *torchrun)
+    place = "tests/gpu/test_training.py"
+    yield f"torchrun -m pytest {place}", functools.partial(run, place, *torchrun)
 
 
 # -- threads: ranks of one process, and what an engine promises ------------------------------------------------------
