@@ -39,7 +39,7 @@ def test_a_unit_that_is_a_little_off_is_seen(change: float, monkeypatch: pytest.
         def spoil(x: Tensor) -> Tensor:
             nonlocal units
             units += rank.rank == 0
-            if rank.rank == 1 or units != 40:
+            if rank.rank == 1 or units != 24:  # in the second of three steps
                 return x
             spoilt = torch.zeros_like(x)
             spoilt[0, 0, 0] = change
