@@ -38,8 +38,9 @@ def gpu_part(name: str) -> Any:
 
 
 def common_device(modules: Sequence[Any]) -> torch.device:
-    """The device of the parameters of a rank's stages; the CPU if there are none."""
+    """The device of the parameters of a rank's stages; the CPU if there are none. Parts on meta are never run."""
     devices = {p.device for m in modules if isinstance(m, nn.Module) for p in m.parameters()}
+    devices = devices - {torch.device("meta")} or devices
     if len(devices) > 1:
         raise ValueError(f"the stages of one rank lie on several devices: {sorted(map(str, devices))}")
     device = devices.pop() if devices else torch.device("cpu")

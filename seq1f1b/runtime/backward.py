@@ -57,12 +57,13 @@ def carry_back(unit: LiveUnit) -> None:
 
 
 def input_gradients(unit: LiveUnit) -> tuple[Tensor | None, ...]:
-    """Gradients of the unit's inputs, for the stage before; contiguous, as messages are."""
-    return tuple([_contiguous(leaf.grad) for leaf in unit.leaves])
+    """Gradients of the unit's inputs, for the stage before."""
+    return tuple([None if leaf.grad is None else as_message(leaf.grad) for leaf in unit.leaves])
 
 
-def _contiguous(gradient: Tensor | None) -> Tensor | None:
-    return gradient if gradient is None or gradient.is_contiguous() else gradient.contiguous()
+def as_message(tensor: Tensor) -> Tensor:
+    """The tensor as its bytes go to another rank: contiguous, and conjugated where torch has put that off."""
+    return tensor.contiguous().resolve_conj().resolve_neg()
 
 
 def import_backward() -> None:

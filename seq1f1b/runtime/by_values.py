@@ -267,7 +267,8 @@ class _Comparison:
     def _ways(self, one: Tensor, first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, int]]:
         """The three with their tokens in one dimension; in two ways where tokens and rows share one."""
         length, (a, b) = sum(self._sizes), self._sizes
-        for dim, size in enumerate(one.shape):
+        is_strided = type(one) is Tensor and one.layout == torch.strided and not one.is_nested
+        for dim, size in enumerate(one.shape if is_strided else ()):
             rows = size // length
             shapes = [(*one.shape[:dim], rows * n, *one.shape[dim + 1 :]) for n in (length, a, b)]
             if not rows or [tuple(t.shape) for t in (one, first, second)] != shapes:

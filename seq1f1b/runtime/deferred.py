@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from seq1f1b.runtime import products
-from seq1f1b.runtime.layer import Adding
 from seq1f1b.runtime.layers import Layers
 from seq1f1b.runtime.linear import Use
+from seq1f1b.runtime.measure import storages_of
 from seq1f1b.runtime.parts import Feature, Part, Pass, Received
 from seq1f1b.runtime.stage import Stage, StageStep
 from seq1f1b.runtime.unit import LiveUnit
@@ -69,7 +69,7 @@ class Deferred(Part):
         if unit.cell in self._step.order.split:
             unit.tape = Tape(self._noted)
         if self._adds:
-            unit.adding = Adding(self._added)
+            unit.added = self._added
 
     def before_backward(self, unit: LiveUnit) -> None:
         if unit.tape is not None:
@@ -79,8 +79,7 @@ class Deferred(Part):
         """W(m.s): the gradients of weights that I left."""
         unit, parallel = self._step.units[cell], self._stage.parallel
         tape, unit.tape = unit.tape, None
-        if tape is None:
-            raise RuntimeError("W finds nothing that I has left: it has run already")
+        assert tape is not None
         is_last = self._step.order.last_gradients == ("W", cell)
         is_left = bool(tape.products)  # else it has all run in waits
         tape.run()
@@ -95,13 +94,6 @@ class Deferred(Part):
             # The last one has its place in the order, alike on all replicas.
             self._stage.parallel.after_weight(is_last=False)
         return is_left
-
-    def finish(self) -> None:
-        """Raises where I of a unit has left what no W took: gradients of weights would be missing."""
-        for unit in self._step.units.values():
-            if unit.tape is not None:
-                m, s = unit.microbatch, unit.segment
-                raise RuntimeError(f"stage {self._stage.index}: no W{m}.{s} has taken what I{m}.{s} left")
 
     def figures(self) -> Mapping[str, Any]:
         return {
@@ -129,7 +121,6 @@ class Tape:
         self._noted = noted  # gets the elements of every weight that a product is for, by the weight's id
 
     def note(self, use: Use, x: Tensor, dy: Tensor) -> None:
-        use.layer.check(use.weight)
         if not self.is_open or torch.is_grad_enabled():
             raise RuntimeError(
                 f"{use.layer.name}: the stage takes a gradient through this layer inside its forward (as by "
@@ -155,7 +146,7 @@ class Tape:
                 f"{use.layer.name}: its weight, its input or its output's gradient was changed in place between I and "
                 "W, which needs all three as they were"
             )
-        products.accumulate(use.weight, x, dy, use.layer.is_hooked)
+        products.accumulate(use.weight, x, dy, use.layer.is_hooked(use.weight))
         return bool(self.products)
 
     def held_bytes(self, excluded: set[int]) -> tuple[int, int]:
@@ -163,7 +154,7 @@ class Tape:
         held = []
         seen = set(excluded)
         for tensors in ([p.x for p in self.products], [p.dy for p in self.products]):
-            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+            storages = {address: size for t in tensors for address, size in storages_of(t).items()}
             held.append(sum(size for address, size in storages.items() if address not in seen))
             seen |= storages.keys()
         return held[0], held[1]

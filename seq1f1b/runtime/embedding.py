@@ -34,9 +34,9 @@ class Embedding(Layer):
     def forward(self, input: Tensor) -> Tensor:
         module = self.module
         unit = None if torch.compiler.is_compiling() else self.unit(input)
-        if unit is None or unit.adding is None or not unit.adding.is_for(self, module.weight.dtype):
+        if unit is None or unit.added is None or not self.may_add(module.weight.dtype):
             return nn.Embedding.forward(module, input)
-        output: Tensor = _look_up(module.weight, input, module.padding_idx, To(module.weight, unit.adding))
+        output: Tensor = _look_up(module.weight, input, module.padding_idx, To(module.weight, unit.added))
         return output
 
 

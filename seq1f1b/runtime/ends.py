@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from seq1f1b.runtime.backward import input_gradients
+from seq1f1b.runtime.backward import as_message, input_gradients
 from seq1f1b.runtime.nested import mapped
 from seq1f1b.runtime.parts import Received, Sink, Source
 from seq1f1b.runtime.stage import StageStep
@@ -79,7 +79,7 @@ class ToStage(Sink):
     def take(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
         outputs = output if isinstance(output, tuple) else (output,)
         self._check(outputs, self._step.lengths[unit.cell])
-        outputs = tuple([o if o.is_contiguous() else o.contiguous() for o in outputs])
+        outputs = tuple([as_message(o) for o in outputs])
         if unit.kept is not None:
             outputs = tuple([unit.kept.with_gradient(o, unit.carried_in) for o in outputs])
         elif unit.training:

@@ -540,5 +540,7 @@ def _of_rows(segment_sizes: Any, parents: Any, plan: PlannedRows | None) -> dict
 def _norm(gradient: Tensor, norm_type: float) -> float:
     """Norm of the whole gradient, also where this rank holds a shard of it (DTensor)."""
     dtype = torch.float32 if gradient.dtype in REDUCED else None
+    if gradient.layout == torch.sparse_coo:
+        gradient = gradient.coalesce().values()
     norm = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)

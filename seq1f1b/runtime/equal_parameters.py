@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from seq1f1b.runtime.layer import is_plain
 from seq1f1b.runtime.recompute import digest
 
 __all__: list[str] = []
@@ -64,8 +65,8 @@ def unlisted(modules: Sequence[tuple[str, nn.Module]], listed: Collection[int]) 
         order = 0
         for prefix, part in parts:
             for name, parameter in part.named_parameters(recurse=False):
-                is_plain = type(parameter) is nn.Parameter and parameter.is_floating_point()
-                if id(parameter) in seen or not is_plain or parameter.is_meta:
+                is_floating = is_plain(parameter) and parameter.is_floating_point()
+                if id(parameter) in seen or not is_floating or parameter.is_meta:
                     continue
                 seen.add(id(parameter))
                 step = max(1, parameter.numel() // _SAMPLE)

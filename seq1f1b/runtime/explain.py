@@ -15,8 +15,18 @@ from seq1f1b.unit import Unit, unit_of
 __all__: list[str] = []
 
 _TARGET = re.compile(r"^Target -?[0-9]+ is out of bounds")  # of cross_entropy
-_ONEDNN = "could not create a primitive"  # oneDNN's words
-_IN_PLACE_ON_LEAF = "leaf Variable that requires grad is being used in an in-place operation"  # torch's words
+_LIKELY = {
+    "leaf Variable that requires grad is being used in an in-place operation": " If it is an input of the stage, the "
+    "stage must work on a copy: x = x * 2 in place of x *= 2",
+    "could not create a primitive": ". oneDNN often says so where no memory is left: see ulimit -v, or the limit of "
+    "the job",
+    "support saved tensor hooks": " A checkpoint has such hooks, and so has each block of Memory.blocks: use "
+    "Memory(recompute=...) for a stage that calls torch.func",
+    "does not require grad and does not have a grad_fn": ". Under Memory.recompute F runs without a graph: take the "
+    "gradient by torch.func.grad, or leave the stage's units out of Memory.recompute",
+}
+"""What words of torch and oneDNN are likely to mean."""
+
 # What torch and Python say where a module that wants tokens, (batch, tokens), gets hidden states.
 _TOKENS_WANTED = (
     "for argument #1 'indices'",
@@ -41,12 +51,9 @@ def explained(error: BaseException, executor: Any, stages: Mapping[int, Stage]) 
     failure = _C.take_op_failure()
     if failure is not None and isinstance(error, RuntimeError) and str(failure) in str(error):
         error = failure
-    if type(error) is RuntimeError and _IN_PLACE_ON_LEAF in str(error):
-        error.args = (
-            f"{error} If it is an input of the stage, the stage must work on a copy: x = x * 2 in place of x *= 2",
-        )
-    if type(error) is RuntimeError and _ONEDNN in str(error):
-        error.args = (f"{error}. oneDNN often says so where no memory is left: see ulimit -v, or the limit of the job",)
+    for words, meaning in _LIKELY.items():
+        if type(error) is RuntimeError and words in str(error):
+            error.args = (f"{error}{meaning}",)
     if type(error) in (ValueError, TypeError, RuntimeError, IndexError) and unit not in str(error):
         error.args = (f"{unit}: {error}{_hint(error, executor, stages)}",)
     return error

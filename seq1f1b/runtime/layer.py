@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 
 from seq1f1b.runtime.unit import LiveUnit, live_unit
@@ -20,34 +21,9 @@ from seq1f1b.runtime.unit import LiveUnit, live_unit
 __all__: list[str] = []
 
 
-class Adding:
-    """Which layers add to gradients themselves: chosen at the first call in a unit's forward.
-
-    So a checkpoint, which computes a part of the forward again, finds the same choice.
-
-    Args:
-        added: gets the elements of every weight for which a layer does, by the weight's id.
-    """
-
-    def __init__(self, added: dict[int, int]) -> None:
-        self._added = added
-        self._chosen: dict[Layer, bool] = {}
-
-    def is_for(self, layer: Layer, dtype: torch.dtype) -> bool:
-        """Whether the layer adds a gradient that it computes in this dtype."""
-        if layer not in self._chosen:
-            self._chosen[layer] = layer.adds and not layer.is_hooked and layer.takes(dtype)
-        return self._chosen[layer]
-
-    def note(self, weight: Tensor) -> None:
-        self._added[id(weight)] = weight.numel()
-
-
 class Layer:
     """A layer, for the life of an engine: compiled code that calls it sees the same object.
 
-    Args:
-        parent: the module that holds it as ``child``; None: the layer is the stage.
     Attributes:
         waits: whether it may leave its product to W.
         adds: whether it may add to the gradient itself.
@@ -57,9 +33,8 @@ class Layer:
 
     waits = adds = True
 
-    def __init__(self, name: str, parent: nn.Module | None, child: str, module: Any) -> None:
+    def __init__(self, name: str, module: Any) -> None:
         self.name, self.module = name, module
-        self._parent, self._child = parent, child
         self.held: dict[int, bool] = {}
 
     def forward(self, input: Tensor) -> Tensor:
@@ -70,20 +45,19 @@ class Layer:
         """Whether it can add what it computes in this dtype to the weight's gradient."""
         raise NotImplementedError
 
-    def is_at(self, parent: nn.Module | None, child: str, module: nn.Module) -> bool:
-        return self.module is module and self._parent is parent and self._child == child
+    def may_add(self, dtype: torch.dtype) -> bool:
+        """Whether it adds to the weight's gradient itself what it computes in this dtype."""
+        return self.adds and not self.is_hooked(self.module.weight) and self.takes(dtype)
 
     def forget(self) -> None:
         """At the end of a step."""
         self.held = {}
 
-    @property
-    def is_hooked(self) -> bool:
+    def is_hooked(self, weight: Tensor) -> bool:
         """Whether somebody waits for the weight's gradient: then autograd itself must accumulate it.
 
         Hooks of the node that accumulates live as long as somebody in Python holds it.
         """
-        weight = self.module.weight
         if has_hooks(weight):
             return True
         if id(weight) not in self.held:
@@ -91,23 +65,18 @@ class Layer:
             self.held[id(weight)] = sys.getrefcount(edge.node) > 2  # the edge's, and the argument's
         return self.held[id(weight)]
 
-    def check(self, weight: nn.Parameter) -> None:
-        """Raises where the module or the weight of a forward is no longer the stage's."""
-        is_there = self._parent is None or self._parent._modules.get(self._child) is self.module
-        if not is_there or self.module._parameters["weight"] is not weight:
-            raise RuntimeError(f"{self.name}: the layer or its weight was replaced between F and I")
-
     def unit(self, input: Tensor) -> LiveUnit | None:
         """The running unit, if the weight's gradient may go another way than autograd's in it."""
-        unit, weight = live_unit(), self.module.weight
+        unit, weight, bias = live_unit(), self.module.weight, getattr(self.module, "bias", None)
         if (
             unit is None
-            or (unit.tape is None and unit.adding is None)
+            or (unit.tape is None and unit.added is None)
             or type(weight) is not nn.Parameter
-            or type(input) not in (Tensor, nn.Parameter)
+            or not all(is_plain(t) for t in (weight, input, bias) if t is not None)
             or not weight.requires_grad
             or not torch.is_grad_enabled()
             or torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
         ):
             return None
         return unit
@@ -117,12 +86,15 @@ class To:
     """The weight to whose gradient a layer's backward adds. A plain object: autograd does not look inside.
 
     The layer gives its weight to ``apply`` as the first tensor, so the graph leads to it as ever.
+
+    Args:
+        added: gets the weight's elements, by its id.
     """
 
-    __slots__ = ("adding", "weight")
+    __slots__ = ("added", "weight")
 
-    def __init__(self, weight: nn.Parameter, adding: Adding) -> None:
-        self.weight, self.adding = weight, adding
+    def __init__(self, weight: nn.Parameter, added: dict[int, int]) -> None:
+        self.weight, self.added = weight, added
 
     def gradient(self, ctx: Any, add: Callable[[nn.Parameter], bool], make: Callable[[], Tensor]) -> Tensor | None:
         """In a backward: adds to the weight's gradient and returns None, or returns what autograd is to have.
@@ -140,8 +112,14 @@ class To:
             return make()
         if has_hooks(self.weight) or not add(self.weight):
             return make()
-        self.adding.note(self.weight)
+        self.added[id(self.weight)] = self.weight.numel()
         return None
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether it is a strided, real tensor of torch's own type: what products and sums of rows here are written for."""
+    is_strided = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return is_strided and not (tensor.is_complex() or tensor.is_nested)
 
 
 def has_hooks(weight: Tensor) -> bool:

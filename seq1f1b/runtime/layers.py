@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from seq1f1b.runtime.compiled import runs_compiled
@@ -37,6 +38,7 @@ class Layers:
             others: further modules of the same rank.
             adds: whether layers may add to gradients themselves; else only those that may leave a product are replaced.
         """
+        torch.clear_autocast_cache()  # casts in it hold nodes of weights, as a user who waits for a gradient does
         known, self._known = self._known, {}
         held: dict[int, bool] = {}
         roots = [root for root in (stage, *losses) if isinstance(root, nn.Module)]
@@ -46,8 +48,8 @@ class Layers:
                 if not (waits or adds):
                     continue
                 found = known.get(id(place.layer))
-                if found is None or not found[0].is_at(place.parent, place.child, place.layer):
-                    layer = _KINDS[type(place.layer)](place.name, place.parent, place.child, place.layer)
+                if found is None or found[0].module is not place.layer:
+                    layer = _KINDS[type(place.layer)](place.name, place.layer)
                     found = layer, layer.forward
                 found[0].waits, found[0].adds, found[0].held = waits, place.adds, held
                 self._known[id(place.layer)] = found
@@ -62,11 +64,9 @@ class Layers:
 
 
 class Place(NamedTuple):
-    """A layer and the place at which it stands."""
+    """A layer and its name in the stage."""
 
     name: str
-    parent: nn.Module | None  # None: the layer is the stage
-    child: str
     layer: Any
     waits: bool  # it may leave its product to W
     adds: bool  # it may add to the gradient itself
@@ -78,21 +78,23 @@ def deferrable(module: Any) -> list[nn.Linear]:
 
 
 def _places(module: nn.Module, others: Sequence[nn.Module]) -> Iterator[Place]:
-    shared: set[int] = set()  # parameters of other modules than linear layers
+    shared: set[int] = set()  # parameters of other modules than linear layers, and those that a module's hook may read
     reduced: set[int] = set()  # parameters for whose gradients DDP or FSDP wait
     for root in (module, *others):
         for owner in root.modules():
             if not _is_plain(owner, nn.Linear) or root is not module:
                 shared.update(map(id, owner._parameters.values()))
+            if owner._backward_hooks or nn.modules.module._global_backward_hooks:
+                shared.update(map(id, owner.parameters()))
             if is_reduced(owner):
                 reduced.update(map(id, owner.parameters()))
-    for name, parent, child, layer in _uncompiled("", None, "", module):
+    for name, layer in _uncompiled("", module):
         if any(_is_plain(layer, kind) for kind in _KINDS):
             weight: Any = layer._parameters["weight"]
             waits = (
                 type(layer) is nn.Linear and id(weight) not in shared and weight.shape[0] <= _WIDEST * weight.shape[1]
             )
-            yield Place(name, parent, child, layer, waits, id(weight) not in reduced)
+            yield Place(name, layer, waits, id(weight) not in reduced)
 
 
 def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -100,16 +102,14 @@ def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     return type(module) is kind and "forward" not in module.__dict__ and "weight" in module._parameters
 
 
-def _uncompiled(
-    name: str, parent: nn.Module | None, child: str, module: nn.Module
-) -> Iterator[tuple[str, nn.Module | None, str, nn.Module]]:
-    """The module and its parts, but for what runs as compiled code: the name of each, its parent, its name there."""
+def _uncompiled(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The module and its parts, each with its name, but for what runs as compiled code."""
     if runs_compiled(module):
         return
-    yield name, parent, child, module
+    yield name, module
     for own, part in module._modules.items():
         if part is not None:
-            yield from _uncompiled(f"{name}.{own}" if name else own, module, own, part)
+            yield from _uncompiled(f"{name}.{own}" if name else own, part)
 
 
 _KINDS: dict[type[nn.Module], type[Layer]] = {nn.Linear: Linear, nn.Embedding: Embedding}

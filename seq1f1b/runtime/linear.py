@@ -30,13 +30,13 @@ class Use(NamedTuple):
 class Linear(Layer):
     """An ``nn.Linear``."""
 
-    def __init__(self, name: str, parent: nn.Module | None, child: str, module: nn.Linear) -> None:
-        super().__init__(name, parent, child, module)
-        self._cast: tuple[int, Tensor] | None = None  # for autocast: the weight's version, and its copy
+    def __init__(self, name: str, module: nn.Linear) -> None:
+        super().__init__(name, module)
+        self._casts: dict[int, tuple[Any, ...]] = {}  # for autocast, by id: a weight, what it was, and its copy
 
     def forget(self) -> None:
         super().forget()
-        self._cast = None
+        self._casts.clear()
 
     def takes(self, dtype: torch.dtype) -> bool:
         return products.takes(self.module.weight, dtype)
@@ -51,27 +51,29 @@ class Linear(Layer):
         kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         output: Tensor
-        if unit.tape is not None and self.waits:
+        if unit.tape is not None and self.waits and not self.is_hooked(weight):
             value = weight.detach()
             if dtype is not None:
-                input, value, bias = autocast(input, dtype), self._autocast(value, dtype), autocast(bias, dtype)
+                input, value, bias = autocast(input, dtype), self._autocast(weight, dtype), autocast(bias, dtype)
             is_seen = input.requires_grad or (bias is not None and bias.requires_grad)
             anchor = None if is_seen else torch.zeros((), device=input.device, requires_grad=True)
             output = _leave(input, bias, anchor, value, Use(self, weight, unit.tape))
             return output
-        if unit.adding is None or not unit.adding.is_for(self, dtype or input.dtype):
+        if unit.added is None or not self.may_add(dtype or input.dtype):
             return F.linear(input, weight, bias)
         cast = None
         if dtype is not None:
-            input, cast, bias = autocast(input, dtype), self._autocast(weight.detach(), dtype), autocast(bias, dtype)
-        output = _add(weight, input, bias, cast, To(weight, unit.adding))
+            input, cast, bias = autocast(input, dtype), self._autocast(weight, dtype), autocast(bias, dtype)
+        output = _add(weight, input, bias, cast, To(weight, unit.added))
         return output
 
-    def _autocast(self, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight in autocast's dtype, cast once per step as autocast does."""
-        if self._cast is None or self._cast[0] != value._version or self._cast[1].dtype != dtype:
-            self._cast = value._version, autocast(value, dtype)
-        return self._cast[1]
+    def _autocast(self, weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """The weight in autocast's dtype, cast once per step as autocast does: the layer may be given several."""
+        key = weight.data_ptr(), weight._version, dtype
+        known = self._casts.get(id(weight))
+        if known is None or known[1] != key:
+            known = self._casts[id(weight)] = weight, key, autocast(weight.detach(), dtype)
+        return known[2]
 
 
 class _Leaving(torch.autograd.Function):
@@ -85,11 +87,12 @@ class _Leaving(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, anchor: Tensor | None, value: Tensor, use: Use) -> Tensor:
         ctx.save_for_backward(x, value)
         ctx.use = use
-        return _output(x, value, bias)
+        # A product may come out otherwise, in its last bits, of a weight that needs no gradient.
+        return _output(x, use.weight if value.dtype == use.weight.dtype else value, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, value = ctx.saved_tensors
+        (x, value), dy = ctx.saved_tensors, dy.to_dense()
         dx = dy @ value if ctx.needs_input_grad[0] else None
         db = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
         ctx.use.tape.note(ctx.use, x, dy)
@@ -110,7 +113,7 @@ class _Adding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, x, *cast = ctx.saved_tensors
+        (weight, x, *cast), dy = ctx.saved_tensors, dy.to_dense()  # torch.gather may leave a sparse one
         rows, flat = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         value = weight.to(dy.dtype) if not cast or torch.is_grad_enabled() else cast[0]
         dx = (rows @ value).view(x.shape) if ctx.needs_input_grad[1] else None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from seq1f1b.runtime.compiled import is_compiled
 from seq1f1b.runtime.data_parallel import Fsdp
-from seq1f1b.runtime.parts import Feature, Meter, Received
+from seq1f1b.runtime.parts import Feature, Part, Received
 from seq1f1b.runtime.stage import StageStep
 from seq1f1b.runtime.unit import LiveUnit
 
@@ -40,26 +40,29 @@ class Activations:
     peak_gradients: int
 
 
-class SavedBytes:
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     """Counts the storages that the graph built inside saves, each once; parameters and given tensors do not count.
 
-    A compiled module keeps its own account of what it saves and traces again under hooks: do not measure those.
+    A compiled module keeps its own account of what it saves and traces again under hooks: do not measure those. What
+    torch.func's transforms save is not counted.
     """
 
+    is_partial = False  # True: some of it could not be counted
+
     def __init__(self, modules: Iterable[nn.Module], excluded: Iterable[Any]) -> None:
+        super().__init__(self.pack, self.unpack)
         known = [t for t in excluded if isinstance(t, Tensor)]
         for module in modules:
             known += [*module.parameters(), *module.buffers()]
-        self._seen = {_storage(t).data_ptr() for t in known}
+        self._seen = {address for t in known for address in storages_of(t)}
         self.bytes = 0
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def count(self, tensor: Tensor) -> Tensor:
-        """Counts its storage. Returns what the graph may keep: an output, kept as it is, would keep its own graph."""
-        storage = _storage(tensor)
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
-            self.bytes += storage.nbytes()
+        """Counts its storages. Returns what the graph may keep: an output, kept as it is, would keep its own graph."""
+        storages = storages_of(tensor)
+        self.is_partial |= not storages
+        self.bytes += sum(size for address, size in storages.items() if address not in self._seen)
+        self._seen |= storages.keys()
         return tensor.detach()
 
     def pack(self, tensor: Tensor) -> Any:
@@ -76,21 +79,54 @@ class SavedBytes:
             )
         return tensor  # type: ignore[no-any-return]
 
-    def __enter__(self) -> SavedBytes:
-        self._hooks.__enter__()
-        return self
+    def __enter__(self) -> None:
+        _replace_refusal(1)
+        super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hooks.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        _replace_refusal(-1)
 
 
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    """The tensor's storage; for a DTensor, that of its own shard."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    storage: torch.UntypedStorage = local.untyped_storage()
-    return storage
+_refuse_hooks = torch.autograd.graph.disable_saved_tensors_hooks
+_num_counting, _lock = 0, threading.Lock()
+
+
+def _replace_refusal(more: int) -> None:
+    """While any thread counts, the function by which torch.func refuses hooks lets those of a counter through."""
+    global _num_counting
+    with _lock:
+        _num_counting += more
+        torch.autograd.graph.disable_saved_tensors_hooks = _without_counter if _num_counting else _refuse_hooks
+
+
+@contextmanager
+def _without_counter(message: str) -> Iterator[None]:
+    """Takes the counter's hooks off while a transform runs, for the stage must train as it does without the counter."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    counter = getattr(top and top[0], "__self__", None)
+    with ExitStack() as around:
+        if isinstance(counter, SavedBytes):
+            counter.is_partial = True
+            counter.__exit__()
+            around.callback(counter.__enter__)
+        around.enter_context(_refuse_hooks(message))
+        yield
+
+
+def storages_of(tensor: Any) -> dict[int, int]:
+    """Bytes of each storage in which the tensor's values lie, by address; nothing if torch does not say.
+
+    A wrapper tensor (a DTensor, a quantized weight) has its values in tensors inside; a sparse one has no storage.
+    """
+    try:
+        if hasattr(tensor, "__tensor_flatten__"):
+            inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            return {address: size for t in inner for address, size in storages_of(t).items()}
+        storage = tensor.untyped_storage()
+        return {storage.data_ptr(): storage.nbytes()}
+    except Exception:  # whatever it is: a step does not fail because it is measured
+        return {}
 
 
 class Measuring(Feature):
@@ -105,7 +141,7 @@ class Measuring(Feature):
         return None if is_hidden else Measure(step)
 
 
-class Measure(Meter):
+class Measure(Part):
     """Counts what the graphs of units keep, and what I leaves to W."""
 
     def __init__(self, step: StageStep) -> None:
@@ -114,6 +150,7 @@ class Measure(Meter):
         self._kept = self._gradients = self._kept_tokens = self._peak_gradients = 0  # of what I leaves to W
         self._head = self._head_tokens = 0
         self._head_now = 0  # held by the graph of a unit's head, which is gone at the end of its F
+        self._is_partial = False  # some of it could not be counted
 
     @contextmanager
     def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> Iterator[None]:
@@ -121,6 +158,7 @@ class Measure(Meter):
         saved = SavedBytes(self._modules, inputs) if unit.away is None else unit.away
         with saved if unit.away is None else nullcontext():
             yield
+        self._is_partial |= saved.is_partial
         tokens = self._step.lengths[unit.cell]
         if unit.kept is None:  # else R saves
             unit.saved_bytes = saved.bytes
@@ -134,16 +172,18 @@ class Measure(Meter):
     @contextmanager
     def around_head(self, hidden: Tensor) -> Iterator[None]:
         """Around the forward of a head that runs within F."""
-        with SavedBytes(self._modules, (hidden,)) as saved:
+        saved = SavedBytes(self._modules, (hidden,))
+        with saved:
             yield
         self._head_now = saved.bytes
+        self._is_partial |= saved.is_partial
 
     def after_backward(self, unit: LiveUnit, received: Received) -> None:
         if unit.tape is None:
             return
         # What is in places of receivers does not count.
         given = [*unit.leaves, *(received[0][0] if received is not None else ())]
-        places = {t.untyped_storage().data_ptr() for t in given if isinstance(t, Tensor)}
+        places = {address for t in given if isinstance(t, Tensor) for address in storages_of(t)}
         kept, gradients = unit.tape.held_bytes(places)
         unit.kept_bytes = min(kept, unit.saved_bytes)  # what a recomputation made, F has not saved
         unit.gradient_bytes = gradients + kept - unit.kept_bytes
@@ -162,7 +202,7 @@ class Measure(Meter):
         self._peak_saved = max(self._peak_saved, live)
 
     def figures(self) -> dict[str, Any]:
-        if not self._saved_tokens:
+        if not self._saved_tokens or self._is_partial:
             return {}
         tokens = max(1, self._kept_tokens)
         return {

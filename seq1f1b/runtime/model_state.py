@@ -99,7 +99,9 @@ def _take(tensor: Tensor, dtype: torch.dtype | None) -> None:
             return
         trained = tensor.is_floating_point() and tensor.requires_grad
         original = _Original(1, tensor.data, tensor.grad, tensor.grad_dtype if trained else None)
-        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        wanted = tensor.dtype
+        if dtype is not None and (tensor.is_floating_point() or tensor.is_complex()):
+            wanted = dtype.to_complex() if tensor.is_complex() else dtype
         copy = tensor.data.to(wanted, copy=True)
         tensor.grad = None
         tensor.data = copy
@@ -126,7 +128,7 @@ def has_changed(tensor: Tensor) -> bool:
     """Whether a tensor is, within :func:`keep_state`, another one than before."""
     with _lock:
         original = _originals[id(tensor)].data
-    return not torch.equal(tensor.data.to(original.dtype), original)
+    return not (original.is_meta or torch.equal(tensor.data.to(original.dtype).to_dense(), original.to_dense()))
 
 
 # -- attributes: what a module keeps from one forward to the next beside its buffers -----------------------------------

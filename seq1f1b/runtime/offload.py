@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from seq1f1b import _C
 from seq1f1b.runtime.arguments import Options
-from seq1f1b.runtime.measure import SavedBytes
+from seq1f1b.runtime.measure import SavedBytes, storages_of
 from seq1f1b.runtime.parts import Feature, Part, Pass, Received
 from seq1f1b.runtime.stage import Stage, StageStep
 from seq1f1b.runtime.unit import LiveUnit
@@ -207,9 +207,9 @@ class Away(SavedBytes):
         self.away_bytes = 0  # of these, that are in the tier alone
 
     def pack(self, tensor: Tensor) -> Any:
-        if type(tensor) not in _PLAIN or tensor.device != self._device or tensor.layout != torch.strided:
-            return super().pack(tensor)
-        if tensor.is_conj() or tensor.is_neg():
+        is_strided = type(tensor) in _PLAIN and tensor.layout == torch.strided and not tensor.is_nested
+        is_here = tensor.device == self._device and bool(storages_of(tensor))
+        if not (is_strided and is_here) or tensor.is_conj() or tensor.is_neg():
             return super().pack(tensor)
         saved = Saved(self.count(tensor))
         self._saved.append(weakref.ref(saved))

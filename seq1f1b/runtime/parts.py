@@ -59,24 +59,9 @@ class Part:
     def look_back(self) -> None:
         """After the last unit, once nothing surrounds the units any more, and before ranks meet at the step's end."""
 
-    def finish(self) -> None:
-        """After the last unit. Raises where something is missing."""
-
     def figures(self) -> Mapping[str, Any]:
         """Figures for the report, by name."""
         return {}
-
-
-class Meter(Part):
-    """A part that others tell of the bytes which units hold."""
-
-    def note(self, more: int = 0) -> None:
-        """Units hold more than before, and ``more`` bytes for the moment."""
-        raise NotImplementedError
-
-    def around_head(self, hidden: Tensor) -> AbstractContextManager[Any]:
-        """Around the forward of a head that runs within F."""
-        raise NotImplementedError
 
 
 class Source:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from seq1f1b import proof
 from seq1f1b.runtime.gradients import REDUCED
+from seq1f1b.runtime.layer import is_plain
 
 __all__: list[str] = []
 
@@ -99,7 +100,7 @@ def add(weight: nn.Parameter, x: Tensor, dy: Tensor) -> bool:
         return True
     if gradient is None:
         gradient = weight.grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-    if type(gradient) is not Tensor or gradient.layout != torch.strided:
+    if not is_plain(gradient):
         return False
     if gradient.dtype == dy.dtype:
         gradient.addmm_(dy.t(), x)
@@ -109,8 +110,8 @@ def add(weight: nn.Parameter, x: Tensor, dy: Tensor) -> bool:
 
 
 def accumulate(weight: nn.Parameter, x: Tensor, dy: Tensor, is_hooked: bool) -> None:
-    """Adds the product to the weight's gradient as autograd would; by autograd itself where hooks wait for it."""
-    if is_hooked:
+    """Adds the product to the weight's gradient as autograd would; by autograd itself where that is more than a sum."""
+    if is_hooked or not (weight.grad is None or is_plain(weight.grad)):
         torch.autograd.backward([weight], [(dy.t() @ x).to(weight.dtype)])
         return
     dtype = dtype_of_sum(weight)

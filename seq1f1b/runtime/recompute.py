@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from seq1f1b.ops.context import enter
 from seq1f1b.runtime.arguments import Options
+from seq1f1b.runtime.backward import as_message
 from seq1f1b.runtime.model_state import generator_states, set_generator_states
 from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.parts import Feature, Part, Pass, Received
@@ -156,7 +157,7 @@ def digest(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
     """
     found = []
     for tensor in tensors:
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
+        data = as_message(tensor.detach()).reshape(-1).view(torch.uint8).to(torch.int64)
         places = torch.arange(data.numel(), device=data.device) % 8191 + 1
         found.append((tuple(tensor.shape), tensor.dtype, int(data.sum()), int((data * places).sum())))
     return found

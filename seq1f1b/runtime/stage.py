@@ -18,7 +18,7 @@ from seq1f1b.runtime.data_parallel import data_parallel
 from seq1f1b.runtime.findings import Findings
 from seq1f1b.runtime.loss_look import LossLook
 from seq1f1b.runtime.nested import tensors_of
-from seq1f1b.runtime.parts import Feature, Meter, Part, Pass, Received, Sink, Source, hooks
+from seq1f1b.runtime.parts import Feature, Part, Pass, Received, Sink, Source, hooks
 from seq1f1b.runtime.rank_order import StageOrder
 from seq1f1b.runtime.trees import Path, by_paths
 from seq1f1b.runtime.unit import LiveUnit
@@ -155,7 +155,7 @@ class StageStep:
         self.figures: dict[str, Any] = {}  # what the report tells of the parts, once the step has ended
         self._module, self._parallel = stage.module, stage.parallel
         self.parts = [part for feature in stage.features if (part := feature.begin(self)) is not None]
-        self.measure = next((part for part in self.parts if isinstance(part, Meter)), None)
+        self.measure: Any = next((part for part in self.parts if hasattr(part, "around_head")), None)  # measure.py
         for parallel in stage.wrappers:
             parallel.begin_step()
 
@@ -184,11 +184,6 @@ class StageStep:
         """After the last unit, once nothing surrounds the units any more."""
         for part in self.parts:
             part.look_back()
-
-    def finish(self) -> None:
-        """After the last unit."""
-        for part in self.parts:
-            part.finish()
 
     def end(self) -> None:
         """After the last unit, or an error. Units go with the step: nothing that it holds may hold it."""

@@ -218,8 +218,6 @@ class Step:
         Args:
             factor: by which gradients of the step are multiplied.
         """
-        for part in self._parts.values():
-            part.finish()
         self._batch.leaves.propagate(factor)
         if (
             self._weighting is not None

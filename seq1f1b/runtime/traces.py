@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from seq1f1b.runtime.layer import is_plain
 from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.operations import Operations
 
@@ -81,7 +82,8 @@ class Hidden(Hooks):
 
 
 def _is_zero(name: str, parameter: Tensor) -> bool:
-    if "bias" in name or not parameter.is_floating_point() or parameter.is_meta or not parameter.numel():
+    is_floating = is_plain(parameter) and parameter.is_floating_point()
+    if "bias" in name or not is_floating or parameter.is_meta or not parameter.numel():
         return False
     values = parameter.detach()
     while values.dim() > 1:

@@ -370,18 +370,22 @@ class _Comparison:
 
 
 def _norm(value: Tensor | None) -> float:
-    return 0.0 if value is None else float(torch.linalg.vector_norm(value, dtype=torch.float64))
+    return 0.0 if value is None else float(torch.linalg.vector_norm(_double(value)))
+
+
+def _double(value: Tensor) -> Tensor:
+    return (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double()
 
 
 def _distance(value: Tensor | None, truth: Tensor | None) -> float:
     if value is None or truth is None:
         return _norm(value if truth is None else truth)
-    distance = _norm(value.to(torch.float64) - truth.to(torch.float64))
+    distance = _norm(_double(value) - _double(truth))
     return distance if math.isfinite(distance) or not _same_infinities(value, truth) else 0.0
 
 
 def _same_infinities(value: Tensor, truth: Tensor) -> bool:
-    return torch.equal(value.double().nan_to_num(0.5), truth.double().nan_to_num(0.5))
+    return torch.equal(_double(value).nan_to_num(0.5), _double(truth).nan_to_num(0.5))
 
 
 def _ratio(distance: float, norm: float) -> float:

@@ -15,6 +15,7 @@ from seq1f1b import _C
 from seq1f1b.runtime.batch import StepArguments
 from seq1f1b.runtime.data_parallel import without_hooks
 from seq1f1b.runtime.findings import Finding
+from seq1f1b.runtime.layer import is_plain
 from seq1f1b.runtime.model_state import ComparableRun, RandomState, has_changed, keep_state
 from seq1f1b.runtime.nested import mapped, tensors_of
 from seq1f1b.runtime.runner import Runner
@@ -115,7 +116,7 @@ class Session:
             losses, outputs = runner.run(arguments)
         draws = not self._state.is_current()
         compared = [*(p for _, p in runner.pipeline.named_parameters() if p.requires_grad), *tracked]
-        gradients = [None if t.grad is None else t.grad.detach() for t in compared]
+        gradients = [None if t.grad is None else t.grad.detach().to_dense() for t in compared]
         findings = [finding for stage in runner.stages.values() for finding in stage.findings.found]
         floating = [tensor for output in outputs or [] for tensor in _tensors(output)]
         assert runner.last_step is not None
@@ -144,7 +145,8 @@ class _Origin:
 
     def _note(self, name: str, text: str) -> Callable[..., None]:
         def look(module: nn.Module, args: Any, output: Any) -> None:
-            tensors = _tensors(output)
+            is_abstract = torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack()
+            tensors = [] if is_abstract else _tensors(output)
             if tensors and name not in self.forwards:
                 first = tensors[0].detach().double()
                 figures = float(first.norm()), float(first.sum())
@@ -239,8 +241,8 @@ def _prepared(tensor: Tensor, dtype: torch.dtype | None, leaves: list[Tensor]) -
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    """Floating tensors of what the last stage returned, which may be nested."""
-    return [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+    """Floating tensors of what a module returned, which may be nested."""
+    return [tensor for tensor in tensors_of(output) if is_plain(tensor) and tensor.is_floating_point()]
 
 
 def names_of(runner: Runner, run: Pass) -> list[str]:

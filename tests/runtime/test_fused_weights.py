@@ -17,6 +17,7 @@ from tiny_model import batch, gradient_error, run_whole, whole_model
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import get_gradient_edge
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from wide_products import Shape, wide_products
@@ -351,6 +352,42 @@ def test_autocast(calls: list[Shape], schedule: str) -> None:
         assert gradient_error(found, gradients(module, schedule=schedule)) <= 1e-2
 
 
+class Several(nn.Module):
+    """One layer with the weights of several: given by ``functional_call``, or swapped."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(HIDDEN, HIDDEN), how
+        self.others = nn.ParameterList([nn.Parameter(torch.randn(HIDDEN, HIDDEN)) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.layer.weight
+        for other in self.others:
+            if self.how == "functional_call":
+                x = x + functional_call(self.layer, {"weight": other}, (x.tanh(),))
+            else:
+                self.layer.weight = other
+                x = x + self.layer(x.tanh())
+        self.layer.weight = own
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("schedule", ["seq1f1b", "seq-zb-h1"])
+@pytest.mark.parametrize("how", ["functional_call", "swap"])
+def test_autocast_casts_each_weight_of_a_layer(calls: list[Shape], schedule: str, how: str) -> None:
+    def run() -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16):
+            return gradients(Several(how), schedule=schedule)
+
+    found = run()
+    assert len(calls) == 3 * UNITS
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "WITH_WIDE_RESULT", ())
+        schedule = "seq1f1b"
+        assert gradient_error(found, run()) <= 1e-2
+
+
 def test_gradients_in_the_parameters_dtype(calls: list[Shape]) -> None:
     compare(mlp, grad_dtype=None)
     assert not calls
@@ -481,10 +518,10 @@ def test_fsdp2_sees_what_autograd_accumulates(calls: list[Shape], one_replica: N
     from torch.distributed.fsdp import fully_shard
 
     stage = mlp().append(nn.Linear(HIDDEN, HIDDEN)).bfloat16()
-    places = {place.child: place.adds for place in _places_of(stage)}
+    places = {place.name: place.adds for place in _places_of(stage)}
     fully_shard(stage[0])
     assert places == {"0": True, "2": True, "3": True}
-    assert {place.child: place.adds for place in _places_of(stage)} == {"2": True, "3": True}
+    assert {place.name: place.adds for place in _places_of(stage)} == {"2": True, "3": True}
 
 
 def _places_of(module: nn.Module) -> Any:
