@@ -32,7 +32,7 @@ class Linear(Layer):
 
     def __init__(self, name: str, module: nn.Linear) -> None:
         super().__init__(name, module)
-        self._casts: dict[int, tuple[Any, ...]] = {}  # for autocast, by id: a weight, what it was, and its copy
+        self._casts: dict[int, tuple[Any, Any, Tensor]] = {}  # for autocast, by id: a weight, what it was, and its copy
 
     def forget(self) -> None:
         super().forget()

@@ -97,7 +97,8 @@ def _replace_refusal(more: int) -> None:
     global _num_counting
     with _lock:
         _num_counting += more
-        torch.autograd.graph.disable_saved_tensors_hooks = _without_counter if _num_counting else _refuse_hooks
+        chosen: Any = _without_counter if _num_counting else _refuse_hooks
+        torch.autograd.graph.disable_saved_tensors_hooks = chosen
 
 
 @contextmanager
