@@ -73,7 +73,7 @@ def launch(fn: Callable[..., Any], num_ranks: int, *arguments: Any, backend: str
         except Exception as error:  # whatever an object's own __reduce__ raises
             raise ValueError(
                 f"launch cannot send {getattr(fn, '__qualname__', fn)} or its arguments to another process ({error}): "
-                "define it at the top level of a module or script"
+                "define functions and classes at the top level of a module or script, and make engines in fn"
             ) from error
     # The ranks meet in a store of this process, as in that of torchrun: it outlives each of them.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -121,7 +120,8 @@ class Schedule:
             ValueError, TypeError: ``prefetch`` is below 0 or no int, or an int although ``costs`` are given,
                 ``weights`` is something else.
         """
-        other = copy.copy(self)
+        other = self._from_handle(self.handle, like=self)
+        other._lowered = self._lowered
         if prefetch is not ...:
             if prefetch is not None and (not isinstance(prefetch, int) or isinstance(prefetch, bool)):
                 raise TypeError(f"prefetch must be an int or None, got {type(prefetch).__name__}")
@@ -197,6 +197,11 @@ class Schedule:
 
     def __hash__(self) -> int:
         return hash((self.prefetch, self.fills, _C.schedule_digest(self.handle)))
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles are made of the text; an order of chains needs a line that tells it from one of rows."""
+        rows = "parents" + " -" * self.num_microbatches + "\n" if self.rows is not None and self.parents is None else ""
+        return _from_pickle, (type(self), rows + self.to_text(), self.prefetch, self._times, self.fills)
 
     def __repr__(self) -> str:
         return (
@@ -492,6 +497,13 @@ class Schedule:
         if self._lowered is None:
             self._lowered = _C.program_lower_edges(self.handle, self.prefetch, self._times)
         return self._lowered
+
+
+def _from_pickle(cls: type[Schedule], text: str, prefetch: int | None, times: bytes | None, fills: bool) -> Schedule:
+    """The order that :meth:`Schedule.__reduce__` has written."""
+    order = cls.from_text(text)
+    order.prefetch, order._times, order.fills = prefetch, times, fills
+    return order
 
 
 def _counts_of_trees(

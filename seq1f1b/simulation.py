@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -190,8 +191,8 @@ class Simulation:
     slack: tuple[tuple[float, ...], ...] | None
     critical_path: tuple[Unit, ...] | None
     schedule: Schedule = field(repr=False)
-    start: tuple[memoryview[float], ...] = field(repr=False, hash=False)
-    end: tuple[memoryview[float], ...] = field(repr=False, hash=False)
+    start: tuple[array[float], ...] = field(repr=False, hash=False)
+    end: tuple[array[float], ...] = field(repr=False, hash=False)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -319,5 +320,5 @@ def _ignore(num_run: int) -> None:
     """Progress that nobody wants to see; the call lets Ctrl-C through."""
 
 
-def _doubles(row: bytes) -> memoryview[float]:
-    return memoryview(row).cast("d")
+def _doubles(row: bytes) -> array[float]:
+    return array("d", row)

@@ -41,11 +41,12 @@ from seq1f1b.runtime.verify import Verification, verify
 from seq1f1b.runtime.vocabulary import join_shards
 from seq1f1b.schedule import Schedule
 from seq1f1b.transport import RankGroup, last_attempt, resolve_group, withdraw
+from seq1f1b.transport.group import OfOneProcess
 
 __all__ = ["PipelineEngine"]
 
 
-class PipelineEngine:
+class PipelineEngine(OfOneProcess):
     """Runs one rank's part of a pipeline-parallel training step.
 
     Args:

@@ -24,7 +24,7 @@ from seq1f1b.runtime.measure import SavedBytes, storages_of
 from seq1f1b.runtime.parts import Feature, Part, Pass, Received
 from seq1f1b.runtime.stage import Stage, StageStep
 from seq1f1b.runtime.unit import LiveUnit
-from seq1f1b.transport.group import holders
+from seq1f1b.transport.group import OfOneProcess, holders
 
 __all__: list[str] = []
 
@@ -32,7 +32,7 @@ _SMALLEST = 4096  # bytes of a storage that moves: the tier's blocks are as larg
 _PLAIN = (Tensor, nn.Parameter)
 
 
-class Tier:
+class Tier(OfOneProcess):
     """The tier of one rank, around a handle of the core's.
 
     Args:

@@ -20,7 +20,7 @@ from seq1f1b.runtime.report import EdgeReport
 from seq1f1b.runtime.tied import TiedParameters
 from seq1f1b.schedule import Schedule
 from seq1f1b.transport import DTYPES, RankGroup
-from seq1f1b.transport.group import TIED, Edge, has_been_told, leave_place
+from seq1f1b.transport.group import TIED, Edge, OfOneProcess, has_been_told, leave_place
 
 __all__: list[str] = []
 
@@ -37,7 +37,7 @@ _CHANNELS = (  # what edges carry
 _DTYPE_CODES: dict[object, int] = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
-class Pipeline:
+class Pipeline(OfOneProcess):
     """This rank's place in a pipeline, the same for every order: its modules, its edges, its tier, its tied copies.
 
     Args:

@@ -11,6 +11,7 @@ import torch
 from seq1f1b import _C
 from seq1f1b.runtime.arguments import Builder, Options
 from seq1f1b.schedule import Schedule
+from seq1f1b.transport.group import OfOneProcess
 
 __all__: list[str] = []
 
@@ -117,7 +118,7 @@ class StageOrder:
         self.split, self.recomputed, self.moved = (frozenset(of[letter]) for letter in "WRO")
 
 
-class RankOrder:
+class RankOrder(OfOneProcess):
     """An order as one rank runs it: the lowered program, the executor that walks it, and this rank's cells.
 
     Attributes:

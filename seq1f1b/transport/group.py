@@ -117,7 +117,18 @@ def has_been_told(error: BaseException | None) -> bool:
     return False
 
 
-class RankGroup(ABC):
+class OfOneProcess:
+    """Base of what is bound to this process and to its place among the ranks, which a copy would not have."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises TypeError for whoever copies or pickles it."""
+        raise TypeError(
+            f"a {type(self).__name__} is bound to its process and its place among the ranks, so it is neither copied "
+            "nor pickled: copy engine.stages or their state_dict(), and make a PipelineEngine in each process"
+        )
+
+
+class RankGroup(OfOneProcess, ABC):
     """One rank's membership in a pipeline: progress, failures, edges and small collectives.
 
     Every rank counts its steps, also those that end before they begin, and the ranks pair by this count. A step that

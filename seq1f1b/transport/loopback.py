@@ -11,10 +11,10 @@ from torch import Tensor
 
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import edge_memory, private_mapping
-from seq1f1b.transport.group import ARENA_BYTES, Edge, RankGroup
+from seq1f1b.transport.group import ARENA_BYTES, Edge, OfOneProcess, RankGroup
 
 
-class LoopbackGroup:
+class LoopbackGroup(OfOneProcess):
     """A pipeline whose ranks are threads of this process: ``LoopbackGroup(P)[rank]`` is one rank's group.
 
     For tests, and for looking at a schedule without launching anything.

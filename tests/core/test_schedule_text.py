@@ -1,11 +1,13 @@
 """Do orders survive being written and read, and do errors in them say where?"""
 
+import copy
+import pickle
 import random
 
 import pytest
 from orders import random_order
 
-from seq1f1b import Schedule, Unit, build_schedule
+from seq1f1b import Costs, Schedule, Unit, build_schedule
 
 # -- round trips -------------------------------------------------------------------------------------------------------
 
@@ -73,6 +75,9 @@ def test_units_and_schedules_as_values() -> None:
     one, same = (build_schedule("gpipe", num_ranks=2, num_microbatches=2) for _ in range(2))
     assert one == same and hash(one) == hash(same)
     assert one != build_schedule("1f1b", num_ranks=2, num_microbatches=2)
+    for order in (one, one.replace(prefetch=3), one.replace(costs=Costs(2.0), weights="fill")):
+        like = pickle.loads(pickle.dumps(order))
+        assert like == copy.deepcopy(order) == order and (like.places, like.fills) == (order.places, order.fills)
     assert repr(one) == "<Schedule: 2 ranks, 2 stages, 2 micro-batches, 1 segments>"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import signal
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from seq1f1b import ModelShape
-from seq1f1b.data import DocumentBatches, PlannedStep
+from seq1f1b.data import DocumentBatches, PlannedStep, PrefixTrees
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import load_hardware
 
@@ -112,6 +113,33 @@ def test_a_data_loader_takes_it_as_a_sampler() -> None:
         seen += sorted(set(torch.cat([row.flatten() for row in rows]).tolist()))
         assert sum(row.numel() for row in rows) == step.tokens
     assert sorted(seen) == list(range(len(LENGTHS)))
+
+
+class Steps(torch.utils.data.Dataset[Any]):
+    """Gives back what a worker was handed."""
+
+    def __getitem__(self, step: PlannedStep) -> PlannedStep:  # type: ignore[override]
+        return step
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_steps_go_through_the_workers_of_a_loader(context: str) -> None:
+    """Steps of documents and of trees come back equal, with what was planned."""
+    rows = [torch.tensor([7] * 40 + [i] * 9) for i in range(5)]
+    lengths = [*LENGTHS[:30], *copy.deepcopy(PrefixTrees(rows)).shapes]
+    loader: Any = torch.utils.data.DataLoader(
+        Steps(), sampler=batches(lengths=lengths), batch_size=None, num_workers=2, multiprocessing_context=context,
+        collate_fn=_as_it_is, timeout=120,
+    )  # fmt: skip
+    for step, planned in zip(loader, batches(lengths=lengths), strict=True):
+        assert step == copy.deepcopy(step) == planned
+        assert step.plan.digest == planned.plan.digest and step.plan.seconds == planned.plan.seconds
+        assert step.plan.costs.imbalance == planned.plan.costs.imbalance
+        assert step.plan.simulation.timeline == planned.plan.simulation.timeline
+
+
+def _as_it_is(step: PlannedStep) -> PlannedStep:
+    return step
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ before its output is sent, and when ranks disagree.
 
 from __future__ import annotations
 
+import copy
+import pickle
 import time
 from collections.abc import Callable
 from typing import Any
@@ -322,6 +324,27 @@ def test_a_closed_engine() -> None:
     engine.close()
     with pytest.raises(RuntimeError, match="the engine is closed"):
         engine.step(TOKENS, target=TARGET)
+
+
+BOUND: dict[str, Callable[[PipelineEngine], object]] = {
+    "engine": lambda engine: engine,
+    "group": lambda engine: engine._group,
+    "pipeline": lambda engine: engine._pipeline,
+    "runner": lambda engine: engine._runner,
+    "record of a step": lambda engine: [engine._runner.last_step],
+    "ranks that are threads": lambda _: seq1f1b.LoopbackGroup(2),
+}
+
+
+@pytest.mark.parametrize("name", BOUND)
+def test_what_is_bound_to_its_process_says_what_to_copy(name: str) -> None:
+    engine = make_engine()
+    good_step(engine)
+    for make in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"neither copied nor pickled: copy engine\.stages or their state_dict"):
+            make(BOUND[name](engine))
+    for result in (engine.report(), engine.report(gather=True), engine.edges, engine.schedule):
+        assert pickle.loads(pickle.dumps(result)) == copy.deepcopy(result) == result
 
 
 @pytest.mark.parametrize("again", ["step", "eval"])

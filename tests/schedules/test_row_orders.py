@@ -1,6 +1,8 @@
 """Do orders hold whose micro-batches, rows, have each its own number of segments?"""
 
+import copy
 import itertools
+import pickle
 import random
 
 import pytest
@@ -140,6 +142,10 @@ def test_what_is_made_of_an_order_holds(name: str) -> None:
             assert other.segments_of == rows
             _C.program_lower(other.handle, 1, True)  # its transfers that need both ends have no cycle
             assert Schedule.from_text(other.to_text()) == other
+            for like in (pickle.loads(pickle.dumps(other)), copy.deepcopy(other)):
+                assert (
+                    like == other and like.rows == rows and (like.digest, like.places) == (other.digest, other.places)
+                )
             other.simulate(Costs(0.7, 1.9), critical=True)
         again = {(u.microbatch, u.segment) for rank in made[3].ranks for u in rank if u.kind == "R"}
         assert again == some

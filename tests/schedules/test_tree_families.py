@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 
 import pytest
@@ -89,7 +90,7 @@ def test_nested_goes_through_a_tree_branch_by_branch(count: int) -> None:
         longest = max(len(path_of(own, s)) for own in trees for s in range(len(own)))
         order.check(max_live_units=longest + P - 1)
         _C.program_lower(order.handle, 0, True)
-        assert Schedule.from_text(order.to_text()) == order
+        assert Schedule.from_text(order.to_text()) == pickle.loads(pickle.dumps(order)) == order
         preorder = [
             (m, s) for m, own in enumerate(trees) for s in sorted(range(len(own)), key=lambda s: path_of(own, s))
         ]

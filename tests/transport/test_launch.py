@@ -69,7 +69,11 @@ if __name__ == "__main__":
     try:
         seq1f1b.launch(lambda: None, 2)
     except ValueError as error:
-        assert "define it at the top level" in str(error)
+        assert "define functions and classes at the top level" in str(error)
+    try:
+        seq1f1b.launch(train, 1, seq1f1b.LoopbackGroup(1))
+    except ValueError as error:
+        assert "copy engine.stages" in str(error) and "make engines in fn" in str(error), error
     print("done")
 """
 
