@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -65,9 +66,9 @@ class DocumentBatches(Sampler[PlannedStep]):
         seed: of the order of documents. None: they come as they are.
         replica, num_replicas: of data parallelism.
         drop_last: leaves out the last step of every epoch, which may be a small one.
-        engine: the engine that runs the steps, each before the next one is asked for. Its units are measured in the
-            first steps, which have units of several lengths, and the steps after them are planned by what units
-            took, so that ``cost`` needs no profile. All ranks iterate alike, in the processes that train.
+        engine: the engine that runs the steps, in their order. Its units are measured in the first steps, which have
+            units of several lengths, and the steps after them are planned by what units took, so that ``cost`` needs no
+            profile. All ranks iterate alike, in the threads that train; steps may be asked for ahead.
         options: keyword arguments of :func:`seq1f1b.planning.step_plan.plan_step`, such as ``memory``.
     Raises:
         ValueError: a document is empty, or so long that a step of one for each replica exceeds its tokens: names it and
@@ -95,6 +96,7 @@ class DocumentBatches(Sampler[PlannedStep]):
         self._lengths = tokens_of(self._documents)
         self.cost = cost
         self._engine, self._times, self._looks, self._unit = engine, UnitTimes(), 0, 0
+        self._ahead: list[StepPlan] = []  # handed out, and not measured
         self._replica, self._num_replicas, self._options = replica, num_replicas, options
         self._drop_last = drop_last
         if not 0 <= replica < num_replicas:
@@ -146,7 +148,8 @@ class DocumentBatches(Sampler[PlannedStep]):
             tokens = sum(self._lengths[i] for i in order[begin:end])
             yield PlannedStep(documents, plan, tokens, epoch, self.steps - 1)
             if self._engine is not None:
-                self._look(self._engine, plan)
+                self._ahead = [*self._ahead[-63:], plan]
+                self._look(self._engine)
 
     def __len__(self) -> int:
         """Steps that are left of this epoch."""
@@ -214,12 +217,25 @@ class DocumentBatches(Sampler[PlannedStep]):
             tokens += length
         return ends if self._drop_last else [*ends, len(order)]
 
-    def _look(self, engine: PipelineEngine, plan: StepPlan) -> None:
-        """Measures the units of the step that has run, until there are enough of them."""
-        if self._looks >= len(_SCALES):
+    def _look(self, engine: PipelineEngine) -> None:
+        """Measures the units of the step that has run last, until there are enough of them."""
+        if self._looks >= len(_SCALES) or engine._runner.last_step is None:  # steps are asked for ahead
             return
+        if engine._pipeline.thread != threading.get_ident():
+            raise RuntimeError(
+                "DocumentBatches(engine=) asks the engine what its steps took, so its next step must be asked for in "
+                "the thread that trains: prefetch what the steps hold, not the steps, or leave out engine="
+            )
         report = engine.report(gather=True)
-        self._looks += self._looks == 0 or _look_at_step(self._times, report, plan)
+        plan = next((plan for plan in self._ahead if _is_of(report, plan)), None)
+        if plan is None:
+            return
+        del self._ahead[: self._ahead.index(plan) + 1]
+        spans = [row.spans_in() for row in plan.costs.rows]
+        for rank in report.ranks if self._looks > 0 else ():
+            for (kind, stage, microbatch, segment), seconds in unit_seconds(rank).items():
+                self._times.add(kind, stage, spans[microbatch][segment], seconds)
+        self._looks += 1
         if self._looks == len(_SCALES):
             own = [(key, tuple(fit)) for key, fit in self._times.terms().items()]
             terms = engine.all_gather_object(own)[0]  # those of one machine: plans are equal to the last bit
@@ -249,16 +265,12 @@ class DocumentBatches(Sampler[PlannedStep]):
         return tuple(documents), plan_step(lengths, cost, **options)
 
 
-def _look_at_step(times: UnitTimes, report: PipelineReport, plan: StepPlan) -> bool:
-    """Adds the units of a planned step. False, and nothing is added, where the report is of another step."""
-    spans = [row.spans_in() for row in plan.costs.rows]
-    cells = {(m, s) for m, row in enumerate(spans) for s in range(len(row))}
-    if any(
-        not rank.training or {(u.microbatch, u.segment) for u, _, _ in rank.timeline if u.kind == "F"} != cells
+def _is_of(report: PipelineReport, plan: StepPlan) -> bool:
+    """Whether the report is of a training step of this plan."""
+    cells = {(m, s) for m, row in enumerate(plan.costs.rows) for s in range(len(row.sizes))}
+    return all(
+        rank.training
+        and rank.segment_sizes == tuple(plan.costs.sizes)
+        and {(u.microbatch, u.segment) for u, _, _ in rank.timeline if u.kind == "F"} == cells
         for rank in report.ranks
-    ):
-        return False
-    for rank in report.ranks:
-        for (kind, stage, microbatch, segment), seconds in unit_seconds(rank).items():
-            times.add(kind, stage, spans[microbatch][segment], seconds)
-    return True
+    )

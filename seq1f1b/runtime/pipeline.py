@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -216,7 +217,7 @@ class Pipeline(OfOneProcess):
     def in_use(self) -> Iterator[None]:
         """Around a step: there is one at a time."""
         self.check_idle()
-        self._running = True
+        self._running, self.thread = True, threading.get_ident()
         try:
             yield
         finally:

@@ -10,13 +10,15 @@ import subprocess
 import sys
 import threading
 import time
-from itertools import islice, pairwise
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from seq1f1b import ModelShape
+from seq1f1b import Loss, ModelShape, PipelineEngine
 from seq1f1b.data import DocumentBatches, PlannedStep, PrefixTrees
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import load_hardware
@@ -140,6 +142,40 @@ def test_steps_go_through_the_workers_of_a_loader(context: str) -> None:
 
 def _as_it_is(step: PlannedStep) -> PlannedStep:
     return step
+
+
+def summed(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return out.sum()
+
+
+@pytest.mark.parametrize("ahead", [0, 2, 5])
+def test_an_engine_is_asked_for_what_steps_took_however_far_a_loader_is_ahead(ahead: int) -> None:
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
+    engine = PipelineEngine(model, num_microbatches=1, loss_fn=summed, loss=Loss(reduction="sum"))
+    steps = batches(1, [20, 30, 10, 60] * 20, tokens_per_step=150, engine=engine)
+    waiting: list[PlannedStep] = []
+    took = []
+    for step in chain(steps, [None] * ahead):
+        waiting += [step] if step is not None else []
+        if step is None or len(waiting) > ahead:
+            first = waiting.pop(0)
+            own = first.plan.join([torch.zeros(n, dtype=torch.int64) for n in first.plan.lengths])
+            engine.step(own, target=own, plan=first.plan)
+            took.append(engine.report().segment_sizes)
+            assert took[-1] == tuple(first.plan.costs.sizes)
+    known = {sample[0] for own in steps._times._samples.values() for sample in own}
+    assert steps.cost.source is not steps.cost.parts
+    assert known <= set(chain(*took[1:])) and len(took) > 6  # the first step's units warm up
+
+
+def test_a_thread_that_asks_an_engine_for_steps_is_refused() -> None:
+    engine = PipelineEngine(nn.Embedding(8, 4), num_microbatches=1, loss_fn=summed, loss=Loss(reduction="sum"))
+    steps = iter(batches(1, [20, 30] * 20, tokens_per_step=100, engine=engine))
+    plan = next(steps).plan
+    own = plan.join([torch.zeros(n, dtype=torch.int64) for n in plan.lengths])
+    engine.step(own, target=own, plan=plan)
+    with ThreadPoolExecutor(1) as other, pytest.raises(RuntimeError, match="asked for in the thread that trains"):
+        other.submit(next, steps).result()
 
 
 @pytest.mark.parametrize(
