@@ -46,6 +46,9 @@ def run(options: argparse.Namespace) -> int:
             given[name] = read_bytes(text)
     cap = options.cap
     in_bytes = cap is not None and cap.endswith("B")
+    most = None if cap is None or in_bytes else read_microbatches(cap)
+    if most is not None and most > options.microbatches:
+        raise ValueError(f"--cap {cap} is in micro-batches, of which a step has {options.microbatches}: {cap}GiB?")
     workload.check_size("compare", options, segments, 2 if options.stages is None else options.stages)
     table = compare(
         options.schedule,
@@ -56,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         **{name: value for name in workload.SECONDS if (value := getattr(options, name)) is not None},
         **given,
         segment_sizes=sizes,
-        cap_microbatches=None if cap is None or in_bytes else read_microbatches(cap),
+        cap_microbatches=most,
         cap_bytes=read_bytes(cap) if in_bytes else None,
     )
     print(table.to_json() + "\n" if options.json else table.to_text(), end="")

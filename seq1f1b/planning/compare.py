@@ -130,9 +130,10 @@ def _unit(most: int) -> tuple[str, int]:
 
 
 def _bytes(count: int | None) -> str:
+    """Rounded up, so that the least possible fits as a cap."""
     count = count or 0
     name, unit = _unit(count)
-    return f"{count} bytes" if count < 2**20 else f"{count / unit:.1f} {name}"
+    return f"{count} bytes" if count < 2**20 else f"{-(-10 * count // unit) / 10:.1f} {name}"
 
 
 def compare(
@@ -204,7 +205,10 @@ def compare(
     fitting = [row for row in rows if work.excess(row) is None]
     refused |= {row.family: why for row in rows if (why := work.excess(row)) is not None}
     if not fitting:
-        with_less = [] if model is None or not rows else _with_recomputation(costs, rows, stages_per_rank)
+        with_less = []
+        if isinstance(costs, _ModelCosts) and rows and cap_bytes is not None:
+            [(_, least), *with_less] = _least_rows(costs, names, stages_per_rank)
+            rows = [least]
         raise ValueError(_nothing_fits(rows, refused, cap_bytes, with_less))
     fitting.sort(key=lambda row: (row.makespan, row.peak_microbatches))
     device = None if model is None or hardware is None else (hardware.name, hardware.memory)
@@ -267,6 +271,7 @@ class _Run(NamedTuple):
     message_bytes: Sequence[int] | None  # of each segment
 
 
+_NO_ROOM = 1  # a cap in bytes, for which orders hold as little as they can
 _STEPS: dict[str, Any] = {"steps": STEPS[False], "optimizer_sync": False}
 
 
@@ -377,7 +382,10 @@ class _ModelCosts:
             return schedule.simulate(price.costs(schedule)).makespan
 
         cap = math.inf if self.work.cap_bytes is None else self.work.cap_bytes
-        return order_for_costs(family, price, cap, build_for, seconds).schedule
+        made = order_for_costs(family, price, cap, build_for, seconds)
+        if made.peak > cap:  # nothing is made for such a cap: the same order for each of them
+            made = order_for_costs(family, price, _NO_ROOM, build_for, seconds)
+        return made.schedule
 
     def simulate(self, schedule: Schedule, v: int, k: int) -> _Run:
         price = self._price(v, k)
@@ -446,20 +454,17 @@ def _row(name: str, schedule: Schedule, work: _Work, costs: _GivenCosts | _Model
     )
 
 
-def _with_recomputation(
-    costs: _GivenCosts | _ModelCosts, rows: Sequence[FamilyRow], stages_per_rank: int | None
-) -> list[tuple[str, FamilyRow]]:
-    """The row of least bytes under more recomputation than it was priced with, each kind with its row."""
-    assert isinstance(costs, _ModelCosts)
-    least = min(rows, key=lambda row: row.peak_bytes or 0)
-    [family] = families_named([least.family])
-    more = INSIDE[INSIDE.index(costs.layout.inside) + 1 :]
+def _least_rows(costs: _ModelCosts, names: Collection[str], stages_per_rank: int | None) -> list[tuple[str, FamilyRow]]:
+    """The row of least bytes whatever the cap, as it is asked for, and under each kind of more recomputation."""
     found = []
-    for kind in more:
-        again = replace(costs, layout=replace(costs.layout, inside=kind))
-        order = _build(family, costs.work, stages_per_rank, again)
-        if isinstance(order, Schedule):
-            found.append((kind, _row(family.name, order, costs.work, again)))
+    for kind in INSIDE[INSIDE.index(costs.layout.inside) :]:
+        layout, work = replace(costs.layout, inside=kind), replace(costs.work, cap_bytes=_NO_ROOM)
+        again, rows = replace(costs, layout=layout, work=work), []
+        for family in families_named(dict.fromkeys(names)):
+            order = _build(family, work, stages_per_rank, again)
+            if isinstance(order, Schedule):
+                rows.append(_row(family.name, order, work, again))
+        found.append((kind, min(rows, key=lambda row: row.peak_bytes or 0)))
     return found
 
 

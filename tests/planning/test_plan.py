@@ -395,11 +395,11 @@ def test_bad_mixes(lengths, message):
 
 def test_nothing_fits_and_the_least_that_would():
     with pytest.raises(ValueError, match=r"nothing fits in 0\.00 GiB: the least possible is ") as error:
-        search_plans(SHAPE, MACHINE, **COUNTS, **SOME, memory=1000)
+        search_plans(SHAPE, MACHINE, **COUNTS, **SOME, memory=2**20)
     assert "inside full" in str(error.value)
     machine = replace(MACHINE, context_bytes=0.0)
     with pytest.raises(ValueError, match="nothing fits") as error:
-        search_plans(SHAPE, machine, **COUNTS, **SOME, memory=1)
+        search_plans(SHAPE, machine, **COUNTS, **SOME, memory=2**20)
     least = float(str(error.value).split("the least possible is ")[1].split(" GiB")[0])  # to two digits
     enough = int((least + 0.006) * 2**30)
     [plan] = search_plans(SHAPE, machine, **COUNTS, **SOME, memory=enough, best=1).plans
