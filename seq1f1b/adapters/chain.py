@@ -6,6 +6,7 @@ import copy
 import operator
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,8 +95,7 @@ def split(
 
 
 def _split(model: nn.Module, names: Sequence[str], sample: Any, check: bool) -> list[ChainStage]:
-    traced = trace(model, names)
-    check_lengths(model, traced.graph)
+    traced = trace(model, names, partial(check_lengths, model))
     while True:
         stage_of = _stages(model, traced.graph, names)
         check_shared(model, traced.graph, stage_of)

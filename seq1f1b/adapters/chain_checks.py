@@ -35,6 +35,8 @@ def constants_of(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
+_TAKE_ROWS = ("getitem", "narrow", "narrow_copy", "split", "tensor_split")
+
 # -- numbers of tokens -------------------------------------------------------------------------------------------------
 
 
@@ -42,18 +44,26 @@ def check_lengths(model: nn.Module, graph: fx.Graph) -> None:
     """Raises where forward counts tokens from zero: in a step, each segment would begin anew."""
     whose = type(model).__name__
     of_model = {node for node in graph.nodes if node.op == "get_attr"}
+    numbers = set[fx.Node]()  # sizes, and what may be a number that forward is given, or comes of such a one
     for node in graph.nodes:
         inputs = node.all_input_nodes
         sizes = [n for n in inputs if is_size(n) and _counts_tokens(n)]
-        if inputs and all(n in of_model or is_size(n) for n in inputs) and any(n in of_model for n in inputs):
+        name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+        of_numbers = getattr(node.target, "__module__", "") in ("_operator", "math") and name != "getitem"
+        if node.op == "placeholder" or is_size(node) or (of_numbers and numbers.issuperset(inputs)):
+            numbers.add(node)
+        known = {n for n in inputs if n in of_model or is_size(n)}
+        if name in _TAKE_ROWS:  # from where, and how many: a number; by which index, and of what: may be a tensor
+            index = node.args[1] if name == "getitem" else ()
+            tensors = (*node.args[:1], *(index if isinstance(index, tuple) else (index,)))
+            known |= {n for n in numbers if not any(n is tensor for tensor in tensors)}
+        if known.issuperset(inputs) and any(n in of_model for n in inputs):
             of_model.add(node)
-            is_rows = node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
-            if sizes and (is_rows or node.target in ("narrow", torch.narrow)):
+            if sizes and name in _TAKE_ROWS:
                 table = next(n for n in inputs if n in of_model)
                 raise ValueError(
-                    f"forward of {whose} takes the first rows of {table} by the number of tokens{line_of(node)}, and "
-                    "in a step each segment would begin anew: take them by position, as "
-                    "self.table[seq1f1b.positions(x)]"
+                    f"forward of {whose} takes rows of {table} by the number of tokens{line_of(node)}, and in a step "
+                    "each segment would begin anew: take them by position, as self.table[seq1f1b.positions(x)]"
                 )
         if sizes and node.op == "call_function" and node.target in (torch.arange, torch.linspace, torch.range):
             raise ValueError(

@@ -199,8 +199,11 @@ _FACTORIES = frozenset(_device_constructors())  # what makes tensors of nothing
 _TAKE_SIZES = ("zeros", "ones", "empty", "rand", "randn")  # torch parses their sizes before it asks a mode
 
 
-def trace(model: nn.Module, names: Sequence[str]) -> Traced:
-    """Traces forward, with the modules of these names left whole, and everything beside the modules that hold them."""
+def trace(model: nn.Module, names: Sequence[str], check: Callable[[fx.Graph], None]) -> Traced:
+    """Traces forward, with the modules of these names left whole, and everything beside the modules that hold them.
+
+    check: raises for a graph whose fault is to be told before forward is traced again with other arguments.
+    """
     inside: dict[nn.Module, str] = {model: ""}
     for name in names:
         path = name.split(".")
@@ -210,7 +213,7 @@ def trace(model: nn.Module, names: Sequence[str]) -> Traced:
     for module, name in inside.items():
         check_entered(module, f"{name!r} ({type(module).__name__})" if name else type(module).__name__)
     _check_arguments(model)
-    return _Traces(model, set(inside)).traced()
+    return _Traces(model, set(inside), check).traced()
 
 
 def _check_arguments(model: nn.Module) -> None:
@@ -222,8 +225,9 @@ def _check_arguments(model: nn.Module) -> None:
 class _Traces:
     """All traces of one model."""
 
-    def __init__(self, model: nn.Module, inside: set[nn.Module]) -> None:
+    def __init__(self, model: nn.Module, inside: set[nn.Module], check: Callable[[fx.Graph], None]) -> None:
         self._model, self._inside, self._whose = model, inside, type(model).__name__
+        self._check = check
         self._frozen = Frozen({module: name for name, module in model.named_modules()})
         self._constants: dict[str, Tensor] = {}
 
@@ -243,6 +247,7 @@ class _Traces:
         text = _text(graph, {})
         if text != _text(self._once(False, gradients=False, autocast=True), {}):
             self._name_difference(text)
+        self._check(graph)
         without: list[str] = []
         for name, default in defaults.items():
             plain = self._once(True, {name: default})

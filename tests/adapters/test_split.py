@@ -304,3 +304,71 @@ def test_what_is_refused(kind, cut, text):
 def test_another_thing_than_a_module():
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got list"):
         seq1f1b.split([nn.Linear(2, 2)], 1)
+
+
+# -- rows of a table by the number of tokens, from an argument on ------------------------------------------------------
+
+
+def by(take: Any) -> nn.Module:
+    """A Chain that adds ``take(table, tokens, start)`` to its words."""
+
+    def forward(self: Any, tokens: Tensor, start: Any = 0) -> Tensor:
+        return self.head(self.run(self.words(tokens) + take(self.table, tokens, start)))
+
+    def run(self: Any, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    model = type("By", (Chain,), {"forward": forward, "run": run})()
+    del model.places, model.norm, model.shift, model.scale
+    model.register_buffer("table", torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(0)))
+    return model
+
+
+FROM_AN_ARGUMENT = {
+    "slice": lambda table, x, start: table[start : start + x.size(1)],
+    "computed start": lambda table, x, start: table[2 * start + 1 : x.shape[1] + (2 * start + 1)],
+    "narrow": lambda table, x, start: torch.narrow(table, 0, start, x.shape[-1]),
+    "method, by name": lambda table, x, start: table.narrow(dim=0, start=start, length=x.size(1)),
+    "in turn": lambda table, x, start: table[start:][: x.shape[1]],
+    "several dimensions": lambda table, x, start: table[None, start : x.shape[1] + start, :],
+    "index_select": lambda table, x, start: table.index_select(0, torch.arange(start, start + x.size(1))),
+    "split": lambda table, x, start: table.split([start, x.size(1), 64 - start - x.size(1)])[1],
+}
+
+
+@pytest.mark.parametrize("name", FROM_AN_ARGUMENT)
+def test_rows_from_an_argument_on_are_refused(name):
+    with pytest.raises(ValueError, match=r"by the number of tokens.*positions\(x\)|counts its tokens.*positions\(x\)"):
+        seq1f1b.split(by(FROM_AN_ARGUMENT[name]), 2)
+
+
+BY_PLACE = {
+    "positions": lambda table, x, start: table[seq1f1b.positions(x) + start],
+    "a slice from the segment's position on": lambda table, x, start: table[
+        seq1f1b.positions(x)[0] : seq1f1b.positions(x)[0] + x.shape[1]
+    ],
+    "columns": lambda table, x, start: table[seq1f1b.positions(x)][..., start:],
+}
+
+
+@pytest.mark.parametrize("name", BY_PLACE)
+def test_rows_by_position_train_as_the_whole_model(name):
+    model = by(BY_PLACE[name]).double()
+    x = torch.randint(VOCAB, (4, TOKENS), generator=torch.Generator().manual_seed(1))
+    whole, target = copy.deepcopy(model), seq1f1b.shift_labels(x)
+    F.cross_entropy(whole(x).flatten(0, 1), target.flatten()).backward()
+    stages = seq1f1b.split(model, 2)
+
+    def work(group: Any) -> None:
+        engine = seq1f1b.PipelineEngine(
+            stages[group.rank], num_microbatches=2, num_segments=4, group=group, loss=seq1f1b.Loss(weight="targets"),
+            loss_fn=lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten()),
+        )  # fmt: skip
+        engine.step(x, target=target)
+
+    run_ranks(2, work)
+    for stage in stages:
+        for name_, parameter in stage.named_parameters():
+            assert torch.allclose(parameter.grad, whole.get_parameter(name_).grad, rtol=1e-9, atol=1e-12), name_
