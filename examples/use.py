@@ -72,8 +72,8 @@ stage = build_stage(rank, num_ranks)  # your layers of this rank, an nn.Module
 engine = PipelineEngine(stage, num_microbatches=4, num_segments=4, loss_fn=loss_fn, loss=Loss(weight="targets"))
 optimizer = torch.optim.AdamW(engine.parameters(), lr=3e-3)
 for step, (tokens, target) in enumerate(batches()):
-    losses = engine.step(tokens, target=target)  # one per micro-batch on the last rank, [] elsewhere
-    engine.clip_grad_norm_(1.0)  # one norm over all ranks
+    losses = engine.step(tokens, target=target)  # the same batch on every rank; losses: on the last rank, else []
+    engine.clip_grad_norm_(1.0)  # not torch's, which sees the gradients of one rank alone
     optimizer.step()
     optimizer.zero_grad()
     # -- What to look at
