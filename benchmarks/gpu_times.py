@@ -84,7 +84,7 @@ def tuned(machine: Machine) -> dict[str, Any]:
     engine = engine_of(stage, 4, schedule="tuned")
     for _ in range(60):
         steps_of(machine, engine, tokens, 1)
-        if not str(engine.report(gather=True).tuning).startswith("tuning"):
+        if engine.report(gather=True).is_tuned:
             break
     else:
         raise AssertionError(f"nothing was found in 60 steps: {engine.report(gather=True).tuning}")

@@ -102,9 +102,9 @@ class Engine(Arm):
         for _ in range(MOST_STEPS):
             self.step()
             self.zero_grad()
-            text = str(self.engine.report(gather=True).tuning)
-            if text:
-                return text
+            report = self.engine.report(gather=True)
+            if report.is_tuned:
+                return str(report.tuning)
         raise RuntimeError(f"no order was found in {MOST_STEPS} steps")
 
 

@@ -243,6 +243,7 @@ class PipelineReport:
         simulated: the same order with this step's measured units and free messages: the least time in which the order
             can run them. It is no prediction, for it takes its units from the step.
         tuning: in words, what a tuned engine has tried and found, or how far it has come; else empty. Not saved.
+        is_tuned: whether the order was found that a tuned engine now keeps. Not saved.
     """
 
     ranks: tuple[Report, ...]
@@ -250,6 +251,7 @@ class PipelineReport:
     bubble: float
     simulated: Simulation
     tuning: str = ""
+    is_tuned: bool = False
 
     @property
     def timeline(self) -> tuple[tuple[tuple[Unit, float, float], ...], ...]:
@@ -432,6 +434,7 @@ def make_report(
     trained: Mapping[int, int],
     gather: Callable[[Any], list[Any]] | None,
     tuning: str = "",
+    is_tuned: bool = False,
 ) -> Report | PipelineReport:
     """Reads the executor's spans; with ``gather`` (an all-gather of objects) joins those of all ranks.
 
@@ -443,7 +446,7 @@ def make_report(
     own = _rank_report(record, rank, cache, edges, trained)
     if gather is None:
         return own
-    return replace(_of_ranks(tuple(gather(own)), record.order.schedule), tuning=tuning)
+    return replace(_of_ranks(tuple(gather(own)), record.order.schedule), tuning=tuning, is_tuned=is_tuned)
 
 
 def _of_ranks(ranks: tuple[Report, ...], schedule: Schedule) -> PipelineReport:

@@ -411,6 +411,7 @@ class Runner:
             trained={index: stage.trained_weights for index, stage in self.stages.items()},
             gather=gather,
             tuning="" if self.tuner is None else self.tuner.text,
+            is_tuned=self.tuner is not None and self.tuner.has_found,
         )
 
     def _samples(self, arguments: StepArguments) -> list[Any]:

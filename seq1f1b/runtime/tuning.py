@@ -120,8 +120,15 @@ class Tuner:
     @property
     def text(self) -> str:
         """The order that was found, in words; before, how far the search has come."""
+        if torch.are_deterministic_algorithms_enabled():
+            return "torch.use_deterministic_algorithms is on: nothing is tuned"
         steps = f"{self._stamp - self._started} of about {self._expected}"
         return self._told or f"tuning: {steps} steps of training, under one order or another"
+
+    @property
+    def has_found(self) -> bool:
+        """Whether steps run the order that was found."""
+        return bool(self._told) and not torch.are_deterministic_algorithms_enabled()
 
     def _begin(self) -> Walk:
         self._told, self._started = "", self._stamp
@@ -139,7 +146,6 @@ class Tuner:
             length: tokens of the next one; 0: this rank does not know.
         """
         if torch.are_deterministic_algorithms_enabled():
-            self._told = "torch.use_deterministic_algorithms is on: nothing is tuned"
             return self.first
         own = None if record is None else (record.length, self._seconds(record), *self._figures())
         everyones = self._group.all_gather_object((self._stamp, length, own))

@@ -39,6 +39,13 @@ def gradients_of(stages: list[Stage]) -> dict[str, Tensor]:
     return found
 
 
+def told(engine: Any) -> str:
+    """What the report tells of tuning, in words and by its field."""
+    report = engine.report(gather=True)
+    assert report.is_tuned == report.tuning.startswith("tuned for ")
+    return str(report.tuning)
+
+
 @pytest.mark.parametrize(("num_ranks", "stages_per_rank"), [(2, 1), (1, 1), (2, 2)])
 def test_every_step_has_the_gradients_of_the_whole_model(num_ranks: int, stages_per_rank: int) -> None:
     model = whole_model(CONFIG)
@@ -56,7 +63,7 @@ def test_every_step_has_the_gradients_of_the_whole_model(num_ranks: int, stages_
             for name, gradient in gradients_of(stages).items():
                 gradients.setdefault(name, []).append(gradient)
             orders.append(f"{engine.num_segments} {engine.schedule.digest}")
-            texts.append(engine.report(gather=True).tuning)
+            texts.append(told(engine))
         kept = engine.eval(tokens, target=target)
         assert "more segments" not in str(engine.report(gather=True)), "the engine looks for them itself"
         assert not kept or torch.allclose(torch.stack(kept), torch.stack(losses), rtol=1e-12)
@@ -91,7 +98,7 @@ def test_another_length_is_tuned_again_and_what_is_found_can_be_kept(tmp_path: P
             tokens, target = batch(CONFIG, 2, length, size=1, seed=step)
             engine.step(tokens, target=target)
             gradients_of(stages)
-            texts.append(engine.report(gather=True).tuning)
+            texts.append(told(engine))
         known = max(len(engine._runner.orders._known), len(engine._runner.tuner._settings))
         found, order = engine.found_order(), engine.schedule
         assert (found.seq_len, found.num_segments) == (64, engine.num_segments)
@@ -150,7 +157,7 @@ def test_a_failure_on_one_rank_does_not_part_the_ranks() -> None:
             except (ValueError, TypeError, PipelineError):
                 failed += 1
             gradients = gradients_of(stages)
-        text = engine.report(gather=True).tuning
+        text = told(engine)
         engine.close()
         return gradients, failed, text
 
@@ -166,7 +173,7 @@ def _processes(rank: int, group: Any) -> None:
     engine, _ = engine_of(None, model)
     for _ in range(STEPS):
         engine.step(tokens, target=target)
-    assert engine.report(gather=True).tuning
+    assert told(engine)
     engine.close()
 
 
@@ -182,7 +189,7 @@ def test_where_reruns_are_to_be_equal_nothing_is_tuned() -> None:
         engine, _ = engine_of(group, model, num_segments=2)
         for _ in range(8):
             engine.step(tokens, target=target)
-        found = len({engine.schedule.digest}), engine.report(gather=True).tuning
+        found = len({engine.schedule.digest}), told(engine)
         engine.close()
         return found
 
