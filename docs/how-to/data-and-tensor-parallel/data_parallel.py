@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from model import Config, build_stage, cross_entropy  # examples/model.py
+from model import Config, build_stage, cross_entropy  # examples/model.py, PYTHONPATH=examples
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
