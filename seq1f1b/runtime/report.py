@@ -455,8 +455,7 @@ def _of_ranks(ranks: tuple[Report, ...], schedule: Schedule) -> PipelineReport:
     ends = [r.timeline[-1][2] for r in ranks if r.timeline]
     makespan = max(ends) - min(starts)
     busy = sum(r.busy for r in ranks)
-    durations = [list(_unit_seconds(r).values()) for r in ranks]
-    simulated = schedule.simulate(durations=durations)
+    simulated = schedule.simulate(durations=[list(_unit_seconds(r).values()) for r in ranks])
     return PipelineReport(ranks, makespan, 1.0 - busy / (makespan * len(ranks)), simulated)
 
 
@@ -580,7 +579,6 @@ def _stage_report(record: StepRecord, stage: int, rank: int, trained: int, layer
 def _planned_bytes(record: StepRecord, stage: int, rank: int, measured: Activations) -> tuple[int, int]:
     """Most bytes of saved activations, with a running head's, and of output gradients, that the program lets the units
     of one stage hold."""
-
     schedule = record.order.schedule
 
     def of_units(per_token: float) -> list[Sequence[Any]]:
@@ -596,6 +594,5 @@ def _planned_bytes(record: StepRecord, stage: int, rank: int, measured: Activati
         forward_work=of_units(measured.head),
     )
     gradients = StepMemory(output_gradients=of_units(measured.gradients))
-    totals = (_C.program_memory(record.order.program, held, Links())[rank].total for held in (memory, gradients))
-    activations, output_gradients = totals
-    return activations, output_gradients
+    saved, left = (_C.program_memory(record.order.program, held, Links())[rank].total for held in (memory, gradients))
+    return saved, left
