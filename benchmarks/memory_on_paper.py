@@ -29,10 +29,10 @@ GPUS = {  # of a pipeline rank, by length
     "llama3-70b": {2**17: 8, 2**18: 8, 2**19: 8, 2**20: 16},
 }
 WAYS = {
-    "keeps all": {"recompute": ["none"], "remedies": ()},
-    "block by block": {"recompute": ["ffn", "full"], "remedies": ()},
-    "whole units": {"recompute": ["none"], "remedies": ("recompute",)},
-    "and move": {"recompute": ["none"], "remedies": ("recompute", "offload")},
+    "keeps all": {"inside": ["none"], "remedies": ()},
+    "block by block": {"inside": ["ffn", "full"], "remedies": ()},
+    "whole units": {"inside": ["none"], "remedies": ("recompute",)},
+    "and move": {"inside": ["none"], "remedies": ("recompute", "offload")},
 }
 FEW = {  # what the default was before: up to 16 segments, no order of its own, the vocabulary at the ends
     "names": [family.name for family in families() if family.name not in ("auto", "slimpipe")],
