@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import KEPT_HEAP, header
-from decoder import HeadLoss, Stage, cross_entropy
+from decoder import HeadLoss, HeadPart, Stage, cross_entropy, make_head
 from torch import Tensor, nn
 
 from seq1f1b import PipelineEngine, VocabularyParallelEmbedding, VocabularyParallelHead
@@ -39,7 +39,8 @@ def resident_bytes() -> int:
 
 def make_engine(arm: str, rank: int, options: argparse.Namespace) -> PipelineEngine:
     P, hidden, vocab = options.ranks, options.hidden, options.vocab
-    stage = Stage(rank, P, hidden=hidden, blocks=P, vocab=vocab, head=arm == ARMS[0])
+    head: HeadPart = "norm" if arm == ARMS[2] else arm == ARMS[0]
+    stage = Stage(rank, P, hidden=hidden, blocks=P, vocab=vocab, head=head)
     loss_fn: Callable[..., Tensor] | None = None
     embedding = None
     if arm == ARMS[0]:
@@ -47,7 +48,12 @@ def make_engine(arm: str, rank: int, options: argparse.Namespace) -> PipelineEng
     elif arm == ARMS[1]:
         loss_fn = HeadLoss(hidden, vocab) if rank == P - 1 else None
     else:
-        loss_fn, embedding = VocabularyParallelHead(hidden, vocab), VocabularyParallelEmbedding(vocab, hidden)
+        place = {"rank": rank, "num_ranks": P}
+        loss_fn = VocabularyParallelHead(hidden, vocab, **place)
+        embedding = VocabularyParallelEmbedding(vocab, hidden, **place)
+        loss_fn.load_whole(make_head(hidden, vocab).get_parameter("1.weight"))
+        torch.manual_seed(P)  # as `Stage` makes its embedding
+        embedding.load_whole(nn.Embedding(vocab, hidden).weight)
         if rank == 0:
             stage.embedding = nn.Identity()
     return PipelineEngine(
