@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from seq1f1b.runtime import products
-from seq1f1b.runtime.layer import Layer, To
+from seq1f1b.runtime.layer import Layer, To, has_hooks
 
 __all__: list[str] = []
 
@@ -51,7 +51,9 @@ class Linear(Layer):
         kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         output: Tensor
-        if unit.tape is not None and self.waits and not self.is_hooked(weight):
+        # DDP holds the nodes of its weights, and takes their gradients after W.
+        is_hooked = self.is_hooked(weight) if self.adds else has_hooks(weight)
+        if unit.tape is not None and self.waits and not is_hooked:
             value = weight.detach()
             if dtype is not None:
                 input, value, bias = autocast(input, dtype), self._autocast(weight, dtype), autocast(bias, dtype)
