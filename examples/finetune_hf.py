@@ -303,9 +303,16 @@ def load_tokenizer(
     """The model's, or one trained on the conversations: the same on every rank."""
     if args.model is None:
         return train_tokenizer(conversations, args.vocab)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    remedy = "put its files (tokenizer.json, tokenizer_config.json) beside the model's"
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    except (OSError, ValueError) as error:
+        refuse(f"{args.model} has no tokenizer that loads: {remedy} ({str(error)[:200]})")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    texts = [message["content"] for messages in conversations for message in messages if message["content"]]
+    if texts and not set(tokenizer(texts[0])["input_ids"]) - set(tokenizer.all_special_ids):
+        refuse(f"the tokenizer of {args.model} has {len(tokenizer)} entries, none for {texts[0]!r:.40}: {remedy}")
     if tokenizer.chat_template is None:
         tokenizer.chat_template = TEMPLATE
     return tokenizer

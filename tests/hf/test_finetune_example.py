@@ -172,3 +172,15 @@ def test_the_example_refuses_a_line_that_is_no_conversation(finetune, tmp_path):
     done = finetune(tmp_path, [as_line(CONVERSATIONS[1]), '{"messages": [{"role": "wizard", "content": "hm"}]}'])
     assert "line 2 is no conversation" in done.stderr and "wizard" in done.stderr
     assert done.returncode == 2 and not (tmp_path / "run" / "model").exists()
+
+
+@pytest.mark.parametrize(("kind", "text"), [("llama", "bare has no token"), ("gpt2", "tokenizer of bare has")])
+def test_the_example_refuses_a_model_without_a_tokenizer(finetune, tmp_path, kind, text):
+    """transformers makes an empty one for some types of models, and fails for others."""
+    config = transformers.AutoConfig.for_model(
+        kind, vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "bare")
+    done = finetune(tmp_path, [as_line(each) for each in CONVERSATIONS], "--model=bare")
+    assert text in done.stderr and "put its files (tokenizer.json" in done.stderr
+    assert done.returncode == 2 and not (tmp_path / "run" / "model").exists()
