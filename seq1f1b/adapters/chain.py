@@ -40,7 +40,7 @@ class ChainStage(fx.GraphModule):
     def tied_parameters(self) -> dict[str, nn.Parameter]:
         return held(self, self.meta.get("seq1f1b_tied", {}))
 
-    def check_before_step(self) -> None:
+    def check_before_step(self, step: Any) -> None:
         """Raises ValueError where a value of Python that forward had read at the cut is another one now."""
         self.meta["seq1f1b_frozen"].check()
 

@@ -101,7 +101,8 @@ def carry_in(layer: Tensor | int, default: Tensor) -> Tensor:
     if unit.num_parts > 1:
         raise ValueError(
             f"stage {unit.stage}, micro-batch {unit.microbatch}: segment {unit.segment} holds {unit.num_parts} "
-            "siblings, and carry_in has one state for all of them: give each leaf a segment of its own in segment_sizes"
+            "siblings, and carry_in has one state for all of them: give each leaf a segment of its own in "
+            "segment_sizes, as plan_step(siblings=False) does"
         )
     key = _key(layer)
     if unit.carried_in is None:

@@ -1,4 +1,4 @@
-"""Before each step, has stages compare what they took as constants, where they say that they did."""
+"""Before each step, has stages look at what they took as constants, or are given, where they ask for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__: list[str] = []
 
 
 class Constants(Feature):
-    """Calls ``check_before_step()`` of a stage's modules that have it, as those of :func:`seq1f1b.split` do."""
+    """Calls ``check_before_step(step)`` of a stage's modules that have it, as those of :func:`seq1f1b.split` do."""
 
     def __init__(self, stage: Any, options: Any, tier: Any) -> None:
         modules = stage.module.modules() if isinstance(stage.module, nn.Module) else ()
@@ -20,6 +20,6 @@ class Constants(Feature):
         self._checks = [part.check_before_step for part in holders]
 
     def begin(self, step: Any) -> None:
-        """Raises ValueError where a constant has changed."""
+        """Raises ValueError where a constant has changed, or an argument is refused."""
         for check in self._checks:
-            check()
+            check(step)

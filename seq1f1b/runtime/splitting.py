@@ -106,6 +106,8 @@ def sequence_length(inputs: Any, dim: int) -> int:
         raise TypeError(f"inputs must begin with a tensor, got {type(first).__name__}")
     if first.dim() <= dim:
         raise ValueError(f"inputs of shape {tuple(first.shape)} have no sequence dimension {dim} (seq_dim)")
+    if first.numel() == 0:
+        raise ValueError(f"inputs of shape {tuple(first.shape)} hold no token: leave such a batch out, or pad its rows")
     return int(first.size(dim))
 
 

@@ -122,6 +122,14 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
         raise ValueError(
             f"{cannot(model)}: it has {len(found)} stacks of layers, {', '.join(found)}, and a pipeline is of one"
         )
+    for name, layers in lists.items():
+        numbers = [m.layer_idx for layer in layers for m in (*attentions_of(layer), *mixers(layer).values())]
+        if numbers:
+            raise ValueError(
+                f"{cannot(model)}: layers of {name} have layer_idx {numbers}, which must be 0, 1, 2, ...: if some were "
+                "dropped or repeated, make each a module of its own, and set layer_idx of its attention, and "
+                "num_hidden_layers and layer_types of the config, anew"
+            )
     name, longest = max(lists.items(), key=lambda item: len(item[1]), default=("", None))
     what = "it has no list of layers"
     if longest is not None:

@@ -159,7 +159,7 @@ def make_shards(
             what = f"{name!r} is a part of a module that does more"
         if what:
             raise ValueError(
-                f'the vocabulary of {type(model).__name__} cannot be spread over ranks: {what}; use vocabulary="whole"'
+                f'the vocabulary of {type(model).__name__} cannot be spread over ranks: {what}; use vocabulary="ends"'
             )
     first, last = given
     vocab, hidden = last.weight.shape
@@ -180,7 +180,7 @@ def make_shards(
             if num_hooks(whole):
                 raise ValueError(
                     f"{names[module]}.{name} has a hook for its gradient, which shards of a vocabulary would not call: "
-                    'remove it, or use vocabulary="whole"'
+                    'remove it, or use vocabulary="ends"'
                 )
             parameter.requires_grad_(whole.requires_grad)
             carry_attributes(whole, parameter)

@@ -170,7 +170,7 @@ def load_stage(
     load_state(files, stage.causal_lm, _state(stage), sources, needed)
     for name, own, shard in shards:
         if sources[name].converter is not None:
-            raise ValueError(f'{name!r} is made of several tensors of {files.folder}: use vocabulary="whole"')
+            raise ValueError(f'{name!r} is made of several tensors of {files.folder}: use vocabulary="ends"')
         files.read_into(sources[name].parts[0][1], own.detach(), shard.rows.start)
     return [
         *(own for name, own in stage.state_dict(keep_vars=True).items() if name in sources),

@@ -27,7 +27,7 @@ class CausalLMStage(nn.Module):
     """A stage, as :func:`pipeline_stage` makes it; parameters and state have the names of the unsplit model.
 
     The first stage takes token ids (batch, tokens), later ones hidden states (batch, tokens, hidden). The last stage
-    returns logits (batch, tokens, vocabulary), the others return hidden states; with ``vocabulary="parallel"`` all do.
+    returns logits (batch, tokens, vocabulary), the others return hidden states; with ``vocabulary="ranks"`` all do.
     Where layers take more than that of earlier stages, stages return a tuple of tensors, which the next one takes.
     Positions count along the sequence, or within packed documents if every stage is given ``doc_ids`` (batch, tokens)
     of :func:`seq1f1b.document_starts`.
@@ -36,7 +36,7 @@ class CausalLMStage(nn.Module):
         causal_lm: this stage's part of the transformers model.
         peft_model: a ``peft.PeftModel`` around that part, by which peft names, saves and loads its adapters; None
             without adapters. It is no way to run the stage.
-        embedding, head: with ``vocabulary="parallel"`` this rank's shards, which are no part of the stage: give them to
+        embedding, head: with ``vocabulary="ranks"`` this rank's shards, which are no part of the stage: give them to
             the engine as ``embedding`` and ``loss_fn``; else None.
         pipeline_place: (index, count): which of how many stages of the model this is.
         tied_parameters: parameters of this stage of which other stages hold copies, by their first name in the model.
@@ -106,7 +106,7 @@ class CausalLMStage(nn.Module):
         def logits(tokens: Tensor) -> Tensor:
             return base(input_ids=tokens, use_cache=False, return_dict=True).logits  # type: ignore[no-any-return]
 
-        def call(tokens: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+        def call(tokens: Tensor, doc_ids: Tensor | None = None, **_: Any) -> Tensor:
             if doc_ids is None:
                 return logits(tokens)
             rows = []
@@ -168,7 +168,7 @@ class CausalLMStage(nn.Module):
         if logits is not hidden:
             raise ValueError(
                 f"{type(self.causal_lm).__name__} changes its logits behind the head (a scale, a soft cap), which a "
-                'shard of the vocabulary does not: use vocabulary="whole"'
+                'shard of the vocabulary does not: use vocabulary="ends"'
             )
         return hidden
 
@@ -179,7 +179,22 @@ class CausalLMStage(nn.Module):
             refuse_dropout("layerdrop", getattr(self.config, "layerdrop", 0.0))
         return super().train(mode)
 
-    def forward(self, x: Tensor, *others: Tensor, doc_ids: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
+    def check_before_step(self, step: Any) -> None:
+        """Raises ValueError for an argument that says something which a stage does not take."""
+        end = 0
+        for (_, s, _), size, given in zip(step.order.places, step.lengths, step.arguments.kwargs or (), strict=False):
+            begin = end if s else 0
+            end = begin + size
+            check_says_nothing(given, range(begin, end))
+
+    def forward(
+        self, x: Tensor, *others: Tensor, doc_ids: Tensor | None = None, **given: Any
+    ) -> Tensor | tuple[Tensor, ...]:
+        """``given``: what a model takes beside them, where it says nothing, as an attention_mask of ones."""
+        if x.shape[1] == 0:
+            raise ValueError(f"the stage is given {tuple(x.shape)}, which holds no token: leave such a batch out")
+        if given and current() is None:
+            check_says_nothing(given, range(x.shape[1]))
         if doc_ids is None and others and not others[-1].is_floating_point():
             *others, doc_ids = others  # type: ignore[assignment]
         if doc_ids is None:
@@ -231,6 +246,26 @@ class CausalLMStage(nn.Module):
         if entry is not None:
             entry.given = ()
         return out  # type: ignore[no-any-return]
+
+
+_PACKED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_REMEDIES = {
+    "attention_mask": "let padding stand behind the tokens, with targets of -100",
+    "labels": "give target=seq1f1b.shift_labels(labels), and loss_fn to the engine",
+} | dict.fromkeys(_PACKED, "pack documents by doc_ids= of seq1f1b.document_starts")
+
+
+def check_says_nothing(given: Mapping[str, Any], places: range) -> None:
+    """Raises ValueError for an argument by which a model would not compute what it does of tokens at these places."""
+    for name, value in given.items():
+        says = value is not None and not (isinstance(value, int) and value == (name == "return_dict"))
+        if isinstance(value, Tensor) and name in ("attention_mask", "position_ids") and value.dim() <= 2:
+            own = torch.ones(len(places)) if name == "attention_mask" else torch.arange(places.start, places.stop)
+            says = value.shape[-1:] != own.shape or not bool((value == own.to(value.device)).all())
+        if says and name != "doc_ids":
+            shown = tuple(value.shape) if isinstance(value, Tensor) else value
+            remedy = _REMEDIES.get(name, "it returns hidden states or logits alone")
+            raise ValueError(f"a stage of a transformers model does not take {name} ({shown!r:.80}): {remedy}")
 
 
 class Hidden(nn.Module):

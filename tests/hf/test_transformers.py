@@ -471,7 +471,7 @@ def test_a_vocabulary_that_lies_on_all_ranks(tmp_path, name, tied):
             "gemma2",
             "the vocabulary of Gemma2ForCausalLM cannot be spread .*: 'model.embed_tokens' is a Gemma2TextScaled",
         ),
-        ("granite", "GraniteForCausalLM changes its logits behind the head"),
+        ("granite", 'GraniteForCausalLM changes its logits behind the head.* use vocabulary="ends"'),
     ],
 )
 def test_a_vocabulary_that_cannot_be_spread(name, text):
@@ -553,6 +553,13 @@ def in_one_memory(model: Any) -> Any:
     return model
 
 
+def with_layers(model: Any, path: str, order: list[int]) -> Any:
+    owner, _, name = path.rpartition(".")
+    layers = model.get_submodule(path)
+    setattr(model.get_submodule(owner), name, nn.ModuleList(layers[i] for i in order))
+    return model
+
+
 def cut(name: str, **options: Any) -> Callable[[], Any]:
     return lambda: pipeline_stage(build(name, **options), 0, 2)
 
@@ -575,6 +582,14 @@ def cut(name: str, **options: Any) -> Callable[[], Any]:
             lambda: pipeline_stage(in_one_memory(build("llama")), 0, 2),
             r"embed_tokens.weight and lm_head.weight are two",
         ),
+        (
+            lambda: pipeline_stage(with_layers(build("qwen3"), "model.layers", [2, 1, 0]), 0, 2),
+            r"model.layers have layer_idx \[2, 1, 0\], which must be 0, 1, 2, .*: if some were dropped or repeated",
+        ),
+        (
+            lambda: pipeline_stage(with_layers(build("gpt2"), "transformer.h", [0, 1, 1, 2]), 1, 2),
+            r"transformer.h have layer_idx \[0, 1, 1, 2\]",
+        ),
         (cut("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "'dynamic'"),
         (cut("gemma2", use_bidirectional_attention=True), "not causal"),
         (cut("mixtral", output_router_logits=True), "router"),
@@ -587,6 +602,46 @@ def cut(name: str, **options: Any) -> Callable[[], Any]:
 def test_what_cannot_be_cut_or_run_says_so(act, text):
     with pytest.raises(ValueError, match=text):
         act()
+
+
+ROW = torch.arange(TOKENS).expand(M, -1)
+SAID: dict[str, tuple[Any, str]] = {  # what is refused, and its remedy; "": it is taken
+    "attention_mask": (torch.ones(M, TOKENS), ""),
+    "position_ids": (ROW, ""),
+    "return_dict": (True, ""),
+    "output_attentions": (False, ""),
+    "past_key_values": (None, ""),
+    "a mask of padding": (ROW >= 3, r"attention_mask \(\(1, 9\)\): let padding stand behind the tokens"),
+    "other positions": (ROW + 1, r"position_ids .*: pack documents by doc_ids="),
+    "labels": (ROW, "labels .*: give target=seq1f1b.shift_labels"),
+    "seq_idx": (ROW, "seq_idx .*: pack documents by doc_ids="),
+    "output_hidden_states": (True, r"output_hidden_states \(True\): it returns hidden states or logits alone"),
+    "inputs_embeds": (torch.zeros(M, TOKENS, 32), "inputs_embeds"),
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_what_a_tokenizer_or_a_collator_adds_is_taken_where_it_says_nothing(said):
+    value, text = SAID[said]
+    name = {"a mask of padding": "attention_mask", "other positions": "position_ids"}.get(said, said)
+    stage = pipeline_stage(build("llama"), 0, 1)
+    engine = seq1f1b.PipelineEngine(
+        stage, num_microbatches=M, num_segments=4, segment_sizes=SIZES, loss_fn=loss_fn,
+        arg_rules={name: "slice"} if isinstance(value, Tensor) else None,
+    )  # fmt: skip
+    tokens, target = batch()
+    ran = []
+    stage.register_forward_pre_hook(lambda *_: ran.append(1))
+    if text:
+        with pytest.raises(ValueError, match=f"^a stage of a transformers model does not take {text}"):
+            engine.step(tokens, target=target, kwargs={name: value})
+        assert not ran
+        with pytest.raises(ValueError, match=text.partition(" ")[0]):
+            stage(tokens, **{name: value})
+    else:
+        losses = engine.step(tokens, target=target, kwargs={name: value})
+        plain = engine.eval(tokens, target=target)
+        assert torch.allclose(torch.stack(losses), torch.stack(plain)) and ran
 
 
 def test_attention_dropout_is_none_in_evaluation_and_refused_before_a_step():
