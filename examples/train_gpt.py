@@ -320,6 +320,7 @@ def train(args: argparse.Namespace) -> bool:
         return True
     step, report, plan = sorted(reports, key=lambda each: each[1].makespan)[len(reports) // 2]
     summary.draw_step(args.out, step, report)
+    report.save(args.out / "report.jsonl")
     summary.print_run(logs[0], tokens.header)
     print(f"\nof the last {len(reports)} steps the one of median time:")
     summary.print_step(step, report, predict(args, cost, engine, report, plan))

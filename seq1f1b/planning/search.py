@@ -227,11 +227,7 @@ def _tokens(plan: Plan) -> str:
 
 
 def memory_cap(hardware: Hardware, memory: int | None) -> int:
-    """Bytes of a device that a plan may use, unless ``memory`` says so.
-
-    Raises:
-        ValueError: ``memory`` is a number of GiB or MiB, by its size.
-    """
+    """Bytes of a device that a plan may use, unless ``memory`` says so. Refuses what must be a number of GiB."""
     if memory is not None and memory < 1 << 20:
         raise ValueError(f"memory is {memory} bytes, less than any device has: {memory}GiB?")
     return int(_SHARE_OF_MEMORY * hardware.memory) if memory is None else memory

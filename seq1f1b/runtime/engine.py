@@ -7,12 +7,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from inspect import signature
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from seq1f1b.device.placement import common_device, gpu_part
+from seq1f1b.files import nearest_name
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Plan, TunedOrder
 from seq1f1b.runtime.arguments import (
@@ -117,6 +119,21 @@ class PipelineEngine(OfOneProcess):
     _gpu_part = staticmethod(gpu_part)  # of tests: GPUs that are stand-ins
     _needs_whole_model = True  # False: one stage of a model may run alone
 
+    def __new__(cls, *args: Any, **named: Any) -> PipelineEngine:
+        """Refuses unknown arguments, and names the nearest one that there is."""
+        known = list(signature(cls.__init__).parameters)[1:]
+        for name in named.keys() - known:
+            raise TypeError(f"{cls.__name__} takes no {name}={nearest_name(name, known)}")
+        return super().__new__(cls)
+
+    if not TYPE_CHECKING:  # a checker of types would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Names what has the state of a rank, for the methods of modules that an engine lacks."""
+            state = ": seq1f1b.PipelineState(engine, optimizer) has the state of this rank's stages, for torch's DCP"
+            text = f"{type(self).__name__!r} object has no attribute {name!r}{state * name.endswith('state_dict')}"
+            raise AttributeError(text, name=name, obj=self)
+
     def __init__(
         self,
         stage: nn.Module | Sequence[nn.Module],
@@ -213,9 +230,9 @@ class PipelineEngine(OfOneProcess):
                 its rows in its order, with the units that it recomputes or moves, and with that order's receive places.
                 Equal on every rank. ``causal_attention`` of a row of several documents needs its ``doc_ids``.
         Returns:
-            M losses on the rank of the last stage, [] elsewhere. If ``loss_fn`` returns one value per token, (batch,
-            tokens), its values for the M micro-batches, 0 in segments without counted targets; the loss is then their
-            sum over the number of counted targets.
+            M losses on the rank of the last stage, [] elsewhere; they have no graph, for the step has run the backward.
+            If ``loss_fn`` returns one value per token, (batch, tokens), its values for the M micro-batches, 0 in
+            segments without counted targets; the loss is then their sum over the number of counted targets.
         Raises:
             ValueError, TypeError: arguments that break a rule, on the rank that was given them.
             PipelineError: another rank failed, was lost or made no progress.

@@ -83,19 +83,18 @@ class Verification:
         worst = sorted(self.parameters, key=excess, reverse=True)[:_SHOWN]
         shown = ["loss", "output", *worst]
         width = max(len("relative error of"), *map(len, shown))
-        lines = [f"{'relative error of':<{width}}     found   allowed" + "  in float64" * bool(self.exact)]
+        if self.ok:
+            lines = ["The pipeline computes what the whole model does."]
+        else:
+            is_compared = not self.causes[0].startswith(NOT_FINITE)
+            lines = ["The pipeline differs:" if is_compared else "The pipeline cannot be compared:"]
+        lines += [f"- {cause}" for cause in self.causes]
+        lines += [f"{'relative error of':<{width}}     found   allowed" + "  in float64" * bool(self.exact)]
         for name in shown:
             exact = f"  {self.exact[name]:10.1e}" if self.exact else ""
             lines.append(f"{name:<{width}}  {errors[name]:8.1e}  {self.allowed[name]:8.1e}{exact}")
         if len(self.parameters) > len(worst):
             lines.append(f"... and {len(self.parameters) - len(worst)} more, with less")
-        if self.ok:
-            lines.append("The pipeline computes what the whole model does.")
-        elif self.causes[0].startswith(NOT_FINITE):
-            lines.append("The pipeline cannot be compared:")
-        else:
-            lines.append("The pipeline differs:")
-        lines += [f"- {cause}" for cause in self.causes]
         return "\n".join([*lines, *self.notes])
 
 

@@ -326,6 +326,25 @@ def test_a_closed_engine() -> None:
         engine.step(TOKENS, target=TARGET)
 
 
+@pytest.mark.parametrize("name", ["n_microbatches", "num_microbatch", "n_segments", "lossfn"])
+def test_an_argument_that_an_engine_does_not_take_names_the_nearest(name: str) -> None:
+    near = {"n_microbatches": "num_microbatches", "num_microbatch": "num_microbatches", "n_segments": "num_segments"}
+    with pytest.raises(TypeError, match=f"takes no {name}=; did you mean '{near.get(name, 'loss_fn')}'"):
+        make_engine(**{name: 2})
+
+
+@pytest.mark.parametrize("name", ["state_dict", "load_state_dict"])
+def test_the_state_of_an_engine_is_named(name: str) -> None:
+    with pytest.raises(AttributeError, match=r"has no attribute .*: seq1f1b.PipelineState\(engine, optimizer\)"):
+        getattr(make_engine(), name)
+
+
+def test_no_token_is_a_sentence() -> None:
+    for shape in ((2, 0), (0, 3)):
+        with pytest.raises(ValueError, match=rf"inputs of shape \({shape[0]}, {shape[1]}\) hold no token"):
+            make_engine().eval(torch.zeros(shape, dtype=torch.int64))
+
+
 BOUND: dict[str, Callable[[PipelineEngine], object]] = {
     "engine": lambda engine: engine,
     "group": lambda engine: engine._group,
