@@ -118,6 +118,7 @@ class PipelineEngine(OfOneProcess):
 
     _gpu_part = staticmethod(gpu_part)  # of tests: GPUs that are stand-ins
     _needs_whole_model = True  # False: one stage of a model may run alone
+    _scaler: torch.amp.GradScaler | None = None  # of the last training step
 
     def __new__(cls, *args: Any, **named: Any) -> PipelineEngine:
         """Refuses unknown arguments, and names the nearest one that there is."""
@@ -216,7 +217,7 @@ class PipelineEngine(OfOneProcess):
                 size. The order is that of the engine's schedule, given by name or as a callable, for these counts.
                 Gradients are those of the mean over all counted targets of the step (of all micro-batches, on this
                 replica), however long the micro-batch of a target is; with ``loss_weight`` as above; with
-                ``Loss(scale_grads=False)`` those of the sum of the losses. An auxiliary loss weighs by its tokens. The
+                ``Loss(scale_grads=False)`` those of the sum of the losses. An auxiliary loss weighs as its micro-batch does. The
                 losses returned are the mean of each micro-batch; with ``Loss(reduction="sum")`` nothing changes.
             parents: makes the segments of these micro-batches trees, for prompts with several answers: for every
                 micro-batch the segment that each of its segments follows, -1 for segment 0, a lower number than its own
@@ -238,7 +239,8 @@ class PipelineEngine(OfOneProcess):
             PipelineError: another rank failed, was lost or made no progress.
         """
         given = StepArguments(True, inputs, target, kwargs, loss_weight, **_of_rows(segment_sizes, parents, plan))
-        if grad_scaler is None or not grad_scaler.is_enabled():
+        self._scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
+        if grad_scaler is None or self._scaler is None:
             return self._run(given)[0]
         grad_scaler.scale(torch.zeros((), device=self.device))  # a rank without the loss would have no scale
         scale = grad_scaler.get_scale()
@@ -345,8 +347,15 @@ class PipelineEngine(OfOneProcess):
             The norm before clipping, float32, or float64 where any gradient is; equal on every rank.
         Raises:
             RuntimeError: the norm is not finite, with ``error_if_nonfinite``. Gradients are as before.
+            ValueError: the gradients are still scaled by the step's ``grad_scaler``.
         """
         with self._group.telling():
+            scaler = self._scaler
+            if scaler and all(state["stage"].name == "READY" for state in scaler._per_optimizer_states.values()):
+                raise ValueError(
+                    f"the gradients are still scaled by grad_scaler, by {scaler.get_scale():g}: call "
+                    "scaler.unscale_(optimizer) on every rank between engine.step and engine.clip_grad_norm_"
+                )
             norm_type = float(norm_type)
             counted = self._gradients_in_order(self._tied_elsewhere())
             is_double = any(g.dtype == torch.float64 for _, gradients in counted for g in gradients)

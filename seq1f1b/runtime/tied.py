@@ -296,7 +296,8 @@ class TiedParameters:
         raise Disagreement(
             f"the copies of tied parameter {name!r} have come apart: {text} on rank {rank} differs from {copies[0][1]} "
             f"on rank {copies[0][0]} by up to {distance:.1e}{more}. Each copy is stepped by its own rank's optimizer, "
-            "with the same gradient: give all copies the same optimizer, learning rate, weight decay and options. "
+            "with the same gradient: give all copies the same optimizer, learning rate, weight decay and options, and "
+            "clip by engine.clip_grad_norm_, since torch's clip_grad_norm_ takes another norm on each rank. "
             f"Groups by name are alike if they are made of engine.named_parameters(), where every copy is {name!r}; "
             f"start again from weights that are equal ({PAGE})"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import Tensor
@@ -63,6 +64,34 @@ def test_scaled_gradients_are_the_plain_ones():
             for want, found in zip(plain, others, strict=True):
                 for a, b in zip(want[:3], found[:3], strict=True):
                     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_clipping_knows_of_the_scale(steps):
+    """Of accumulated steps, too; and after an update it asks anew."""
+
+    def run(group):
+        stage, scaler = stage_of(MODEL, CONFIG, group.rank, group.size), scaler_of()
+        engine = PipelineEngine(stage, num_microbatches=M, num_segments=K, loss_fn=cross_entropy, group=group)
+        optimizer, norms = torch.optim.SGD(stage.parameters(), lr=0.0), []
+        for kind in ("plain", "forgotten", "scaled", "forgotten", "scaled"):
+            for step in range(steps):
+                tokens, target = batch(CONFIG, M, LENGTH, seed=step)
+                engine.step(tokens, target=target, grad_scaler=None if kind == "plain" else scaler)
+            if kind == "forgotten":
+                with pytest.raises(ValueError, match=r"still scaled by grad_scaler, by 1024: call scaler\.unscale_"):
+                    engine.clip_grad_norm_(1e9)
+            else:
+                if kind == "scaled":
+                    scaler.unscale_(optimizer)
+                norms.append(float(engine.clip_grad_norm_(1e9)))
+            if kind == "scaled":
+                scaler.step(optimizer), scaler.update(1024.0)
+            optimizer.zero_grad()
+        return norms
+
+    for norms in run_ranks(2, run):
+        assert norms == [norms[0]] * 3
 
 
 def test_every_rank_skips_a_step_that_overflows_on_one():
