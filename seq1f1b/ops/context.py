@@ -160,14 +160,14 @@ def add_loss(tensor: Tensor, *, of: str = "segment") -> None:
     """Adds an auxiliary loss, for instance for the balance of experts, on any stage.
 
     It becomes one more root of the segment's backward. A loss that is a mean over the segment's tokens is weighted by
-    the segment's share of the sequence, and by 1 / M like the main one, so over a micro-batch it is the mean over all
-    tokens. With ``Loss(reduction="sum")`` it is added as it is. It is not part of the losses that ``step`` returns.
+    the segment's share of the sequence, so over a micro-batch it is the mean over all tokens, and like the main one by
+    1 / M, or by the micro-batch's share of the targets (``weight="targets"``, ``loss_weight=``, rows). With ``Loss(reduction="sum")`` it is added as it is. It is not part of the losses that ``step`` returns.
 
     Args:
         tensor: a tensor of one element.
         of: ``"segment"``: of the segment's own tokens, as above. ``"sequence"``: of all tokens up to the segment's last
             one, made of sums that :func:`carry_in` and :func:`carry_out` hand on. Give it in every segment: what the
-            last one gives is the micro-batch's loss, weighted by 1 / M alone, and the others do not count.
+            last one gives is the micro-batch's loss, weighted as that alone, and the others do not count.
     Raises:
         TypeError, ValueError: it is no tensor, has more than one element, or ``of`` is neither.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ __all__: list[str] = []
 
 
 def start_of(
-    unit: LiveUnit, gradients: Sequence[Tensor | None], auxiliary_seeds: tuple[float, float]
+    unit: LiveUnit, gradients: Sequence[Tensor | None], auxiliary_seeds: Callable[[LiveUnit], tuple[float, float]]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Roots of the unit's backward, and the gradient of each.
 
@@ -32,7 +32,8 @@ def start_of(
             roots, seeds = tuple([r for r, _ in pairs]), tuple([g for _, g in pairs])
     if unit.auxiliary is not None:
         roots += tuple([loss for loss, _ in unit.auxiliary])
-        seeds += tuple([torch.full_like(loss, auxiliary_seeds[is_of_all]) for loss, is_of_all in unit.auxiliary])
+        own = auxiliary_seeds(unit)
+        seeds += tuple([torch.full_like(loss, own[is_of_all]) for loss, is_of_all in unit.auxiliary])
     if unit.carried_out is not None and unit.carried_back is not None:
         for name, leaf in unit.carried_back.items():
             state = unit.carried_out[name]

@@ -6,11 +6,11 @@ Whoever looks hands over what it found: ``mixing.py`` at a stage's forward, ``lo
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from seq1f1b.runtime.nested import tensors_of
 
 __all__ = ["SegmentWarning"]
 
@@ -21,6 +21,7 @@ MIXING = "tokens mixed"
 STATISTICS = "batch statistics"
 RANDOMNESS = "randomness that differs"
 WEIGHTING = "loss weighting"
+COUPLING = "a loss of several tokens"
 DOCUMENTS = "documents that run into each other"
 
 _REMEDIES = {
@@ -32,6 +33,7 @@ _REMEDIES = {
     RANDOMNESS: "use nn.Dropout, which draws a number for every token",
     WEIGHTING: "let loss_fn return its sum and its divisor, (sum, divisor), or count the targets by Loss(weight=...), "
     'or return a sum with Loss(reduction="sum")',
+    COUPLING: "give each sequence one segment (num_segments=1, or segment_sizes of the step), and siblings one each",
     DOCUMENTS: "give the stage doc_ids, those of plan.doc_ids, and begin the state anew at each document, as "
     "docs/how-to/documents.md shows",
 }
@@ -84,30 +86,48 @@ class Findings:
             warnings.warn(f"{finding}. engine.verify compares with the whole model", SegmentWarning, stacklevel=3)
 
 
-# -- targets -----------------------------------------------------------------------------------------------------------
+# -- batches -----------------------------------------------------------------------------------------------------------
 
 _SAMPLE, _FEWEST = 512, 8  # tokens that are compared, and targets among them that count
 
 
 def sample_of(value: Any, dim: int) -> Any:
-    """Some elements of what is given as tokens, or as their targets; None if it is nothing that can be compared.
+    """Some elements of the first tensor of what ranks are given; None if it is nothing that can be compared.
 
     Returns:
-        Its shape, whether it changes along its tokens, and the elements.
+        Its shape, whether it is one of tokens or targets and changes along them, and the elements.
     """
-    while isinstance(value, (tuple, list)) and value:
-        value = value[0]
-    if not isinstance(value, Tensor) or value.is_floating_point() or value.dim() <= dim:
+    given = next(iter(tensors_of(value)), None)
+    if given is None or given.is_meta:
         return None
-    changes = bool((value.narrow(dim, 1, value.shape[dim] - 1) != value.narrow(dim, 0, value.shape[dim] - 1)).any())
-    elements = value.reshape(-1)[:: value.numel() // _SAMPLE | 1]  # odd, so that it is in no step with the rows
-    return tuple(value.shape), changes, elements.long().tolist()
+    changes = not given.is_floating_point() and given.dim() > dim and not isinstance(value, dict)
+    if changes:
+        length = given.shape[dim] - 1
+        changes = bool((given.narrow(dim, 1, length) != given.narrow(dim, 0, length)).any())
+    elements = given.detach().reshape(-1)[:: given.numel() // _SAMPLE | 1]  # odd: in no step with the rows
+    return tuple(given.shape), changes, elements.tolist()
 
 
-def look_at_targets(samples: Sequence[Any]) -> None:
-    """Warns where the targets are the tokens themselves. Samples of tokens and targets by rank."""
-    tokens = next((mine for each in samples if each is not None and (mine := each[0]) is not None), None)
-    targets = next((mine for each in samples if each is not None and (mine := each[1]) is not None), None)
+def look_at_batches(samples: Sequence[Mapping[str, Any]]) -> None:
+    """Warns where ranks are given batches that do not belong together. Samples by rank and argument."""
+    for name in dict.fromkeys(name for theirs in samples for name in theirs):
+        given = [(rank, str(theirs[name])) for rank, theirs in enumerate(samples) if theirs.get(name) is not None]
+        unlike = [(rank, sample) for rank, sample in given if sample != given[0][1]]
+        if unlike and samples[unlike[0][0]][name][0] == samples[given[0][0]][name][0]:
+            warnings.warn(
+                f"ranks {given[0][0]} and {unlike[0][0]} are given {name} of different batches, so tokens of one may "
+                "train with targets of another: let the loaders of all ranks shuffle by one seed, or give None where a "
+                "rank needs none",
+                SegmentWarning,
+                stacklevel=3,
+            )
+
+
+def look_at_targets(samples: Sequence[Mapping[str, Any]]) -> None:
+    """Warns where the targets are the tokens themselves. Samples by rank and argument."""
+    tokens, targets = (
+        next((own for each in samples if (own := each[n]) is not None), None) for n in ("inputs", "target")
+    )
     if tokens is None or targets is None or tokens[0] != targets[0] or not tokens[1]:
         return
     counted = [pair for pair in zip(tokens[2], targets[2], strict=True) if pair[1] != -100]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,7 +33,7 @@ class StepGradients:
     @torch.no_grad()
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        parameters: list[nn.Parameter],
         wide: Collection[int],
         dtype: torch.dtype | None,
         tied: Collection[int],
@@ -58,6 +58,12 @@ class StepGradients:
             raise
         for gradient in self._grown_in_place():
             gradient.mul_(divisor)
+
+    def set_apart(self, leaf: Any) -> None:
+        """A tensor that no module holds, whose gradient is to start from nothing, too: before the step adds to it."""
+        if id(leaf) not in self._before:
+            self._parameters.append(leaf)
+            self._before[id(leaf)], leaf.grad = leaf.grad, None
 
     def added(self, parameter: nn.Parameter) -> Tensor | None:
         """The gradient that the step has added, if it started from nothing."""

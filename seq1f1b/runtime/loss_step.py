@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
@@ -15,11 +15,12 @@ from seq1f1b.ops.context import enter
 from seq1f1b.runtime.data_parallel import Fsdp, without_wrapper
 from seq1f1b.runtime.divided import split_loss
 from seq1f1b.runtime.ends import detached
-from seq1f1b.runtime.findings import WEIGHTING, Finding
+from seq1f1b.runtime.findings import Finding
 from seq1f1b.runtime.model_state import RandomState
 from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.parts import Received, Sink
 from seq1f1b.runtime.stage import StageStep
+from seq1f1b.runtime.trees import Path, by_paths
 from seq1f1b.runtime.unit import LiveUnit
 
 __all__: list[str] = []
@@ -32,13 +33,16 @@ class ToLoss(Sink):
     that come with a divisor are called for each. Until a loss has told which it is, it is called for each. In a step
     that counts no target it is called once, to see whether it gives losses of tokens.
 
+    Args:
+        set_apart: is told of each leaf that the loss uses and no module holds, where gradients are of sums.
     Attributes:
         divides: whether the loss comes with a divisor; None: no loss has told yet.
         divisors: by cell, of losses that come with one.
         values: by cell, losses of tokens, where the loss comes so.
     """
 
-    def __init__(self, step: StageStep) -> None:
+    def __init__(self, step: StageStep, set_apart: Callable[[Tensor], None]) -> None:
+        self._set_apart = set_apart
         self._step, self._stage, self._arguments = step, step.stage, step.arguments
         self.divides = self._arguments.divides
         self.divisors: dict[int, Tensor | float] = {}
@@ -80,6 +84,7 @@ class ToLoss(Sink):
         if loss is None or not loss.requires_grad:
             self._add_nothing(unit, output)
         elif unit.training:
+            self._find_leaves(loss, output)
             unit.roots = (loss,)
             unit.seeds = (self._seed(unit, loss),)
 
@@ -118,6 +123,7 @@ class ToLoss(Sink):
         if loss is None or not loss.requires_grad:
             self._add_nothing(unit, output)
             return
+        self._find_leaves(loss, hidden)
         is_last = unit.cell == self._last_head
         around = parallel.backward(is_last, (loss,)) if parallel is not None else nullcontext()
         with around, torch.autocast(self._stage.device.type, enabled=False):
@@ -125,6 +131,23 @@ class ToLoss(Sink):
         if hidden.grad is not None:
             unit.roots = () if unit.kept is not None else (get_gradient_edge(output),)
             unit.seeds = (hidden.grad,)
+
+    def _find_leaves(self, loss: Tensor, output: Any) -> None:
+        """Tells of leaves that the loss uses and no module holds, such as a layer's in a closure."""
+        own = tensors_of(output)
+        seen: set[Any] = {None, *(o.grad_fn for o in own)}
+        nodes: set[Any] = {loss.grad_fn} if self.divides else set()
+        while nodes := nodes - seen:
+            seen |= nodes
+            for leaf in [node.variable for node in nodes if hasattr(node, "variable")]:
+                if id(leaf) not in self._known and not any(leaf is o for o in own):
+                    self._set_apart(leaf)
+            nodes = {before for node in nodes for before, _ in node.next_functions}
+
+    @cached_property
+    def _known(self) -> set[int]:
+        """Ids of the modules' parameters; under FSDP2 of the whole ones, once these have run."""
+        return {id(p) for module in self._stage.modules for p in module.parameters()}
 
     @cached_property
     def _last_head(self) -> int:
@@ -137,12 +160,34 @@ class ToLoss(Sink):
         if not self.divides and not self._counts(unit.cell):
             return self._loss_without_targets(unit, output, target)
         look = self._arguments.loss_look
-        is_looked_at = look is not None and look.microbatch == unit.microbatch and not unit.is_again
+        is_looked_at = look is not None and look.microbatch == unit.microbatch and unit.segment in look.sizes
+        is_looked_at &= not unit.is_again
         left = self._left_by_loss(unit) if is_looked_at else None
-        loss = self._learn(unit, output, self._stage.loss_fn(output, target, **self._arguments.loss_kwargs))
-        if is_looked_at and not self.divides and not any(isinstance(p, Fsdp) for p in self._stage.wrappers):
+        loss = self._learn(unit, output, self._call(unit, output, target))
+        if is_looked_at and not any(isinstance(p, Fsdp) for p in self._stage.wrappers):
             self._looked_at = output, target, left != self._left_by_loss(unit)
         return loss
+
+    def _call(self, unit: LiveUnit, output: Any, target: Any) -> Any:
+        """What ``loss_fn`` returns; in a tree that runs path by path, of each path's own tokens alone."""
+        arguments, paths = self._arguments, self._arguments.paths[unit.cell] if self._arguments.paths else ()
+        loss_fn: Any = self._stage.loss_fn
+        count, results = arguments.count, list[Any]()
+        if len(paths) < 2:
+            return loss_fn(output, target, **arguments.loss_kwargs)
+
+        def alone(output: Any, target: Any) -> Any:
+            loss = loss_fn(output, target, **arguments.loss_kwargs)
+            results.append((loss, 1.0 if count is None else count(target)))
+            return results[-1][0]
+
+        own = [Path(path.tokens[path.own], torch.arange(len(path.own), device="cpu")) for path in paths]
+        joined = by_paths(alone, own, arguments.seq_dim, (output, target), {}, lambda name: False)
+        if isinstance(joined, tuple):
+            return tuple(map(sum, zip(*(pair for pair, _ in results), strict=True)))
+        total = 1.0 if count is None else sum(number for _, number in results)
+        is_of_tokens = self._is_of_tokens(unit, joined)
+        return joined if is_of_tokens else sum(loss * (number / total) for loss, number in results if number)
 
     def _loss_without_targets(self, unit: LiveUnit, output: Any, target: Any) -> Tensor | None:
         """The sum of a segment without targets, from a loss that may be a mean: then the call leaves nothing."""
@@ -218,14 +263,14 @@ class ToLoss(Sink):
         assert look is not None and loss_fn is not None
         if isinstance(loss_fn, nn.Module):  # DDP would count its forward
             loss_fn = without_wrapper(loss_fn)
-        if not look.take(output, target, self._step.lengths[unit.cell], leaves):
+        if not look.take(output, target, unit.segment, leaves):
             return
         enter(None)
         found = look.difference(loss_fn, self._arguments.loss_kwargs, self._stage.device)
         enter(unit)
         if found:
             place = f"stage {self._stage.index}, the loss"
-            self._stage.findings.judge([Finding(WEIGHTING, place, found)], attends=True)
+            self._stage.findings.judge([Finding(look.cause, place, found)], attends=True)
 
     def _seed(self, unit: LiveUnit, loss: Tensor) -> Tensor:
         if self.divides:

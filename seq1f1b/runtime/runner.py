@@ -20,7 +20,7 @@ from seq1f1b.runtime.batch import Batch, StepArguments
 from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
 from seq1f1b.runtime.explain import explained, unit_text
 from seq1f1b.runtime.features import FEATURES
-from seq1f1b.runtime.findings import look_at_targets, sample_of
+from seq1f1b.runtime.findings import look_at_batches, look_at_targets, sample_of
 from seq1f1b.runtime.gradients import StepGradients, growing_wide
 from seq1f1b.runtime.measure import Activations
 from seq1f1b.runtime.pipeline import Pipeline
@@ -218,12 +218,15 @@ class Runner:
                     around.callback(step.end)
                     # 2. All ranks have come, with the same.
                     number = self._meet(arguments, order, number)
+                    if step.training:
+                        step.share_weights(self.pipeline.group, self.pipeline.rank_of_stage[-1])
                     # 3. The units, and what surrounds them all.
                     if self.pipeline.tier is not None:
                         around.callback(self.pipeline.tier.reset)
                     gradients = self._step_gradients(arguments.gradient_divisor) if step.training else None
                     if gradients is not None:
                         around.enter_context(gradients.kept_on_errors())
+                        step.set_apart = gradients.set_apart
                     executor = order.executor
                     seconds = self._run_units(step, order, number)
                     executor = None  # a look's error is no unit's
@@ -307,7 +310,9 @@ class Runner:
             self._has_had_rows = True
         samples = self.pipeline.tied.meet(lambda: self._samples(arguments))
         self.pipeline.tied.check()
-        if self.pipeline.has_last:
+        look_at_batches(samples)
+        # With one segment the loss itself may shift them.
+        if self.pipeline.has_last and (self.options.num_segments > 1 or arguments.rows is not None):
             look_at_targets(samples)
         return number
 
@@ -414,13 +419,13 @@ class Runner:
             is_tuned=self.tuner is not None and self.tuner.has_found,
         )
 
-    def _samples(self, arguments: StepArguments) -> list[Any]:
-        """Some of this rank's tokens and targets, where the loss cannot be what shifts them."""
-        options, pipeline = self.options, self.pipeline
-        if options.num_segments == 1 and arguments.rows is None:
-            return [None, None]
-        tokens = sample_of(arguments.inputs, options.seq_dim) if pipeline.has_first else None
-        return [tokens, sample_of(arguments.target, options.seq_dim) if pipeline.has_last else None]
+    def _samples(self, arguments: StepArguments) -> dict[str, Any]:
+        """Some of what this rank is given, by argument."""
+        kwargs, rules = arguments.kwargs or {}, self.options.arg_rules
+        kwargs = kwargs[0] if isinstance(kwargs, list) else kwargs
+        given = {name: value for name, value in kwargs.items() if rules.get(name) == "slice"}
+        given |= {"inputs": arguments.inputs, "target": arguments.target}
+        return {name: sample_of(value, self.options.seq_dim) for name, value in given.items()}
 
     def _set_limits(self, shape_known: bool) -> None:
         """Seconds without a peer's progress. A peer may compile for minutes while a shape is new."""

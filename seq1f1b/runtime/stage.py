@@ -104,10 +104,11 @@ class StageArguments:
         seeds: gradients of the last stage's losses, (cells) in float64.
         shares: what part of the micro-batch's loss each of these losses is.
         counts: the targets that it is a mean over.
+        count: counts those of a part of a sequence; None: losses are summed.
         sum_seed: gradient of a loss that comes with its divisor.
         divides: whether the loss comes with a divisor; None: the first one tells.
         loss_look: of the first step of a shape.
-        auxiliary_seeds: gradients of an auxiliary loss of a segment, and of one of the sequence.
+        auxiliary_seeds: of a unit, gradients of an auxiliary loss of its segment, and of one of the sequence.
         num_parts: by cell, leaves in it, in a step of trees.
         paths: by cell, of units that run path by path.
         documents: number in each micro-batch, where the step's plan says so.
@@ -123,11 +124,12 @@ class StageArguments:
     seeds: Tensor | None = None
     shares: list[float] | None = None
     counts: list[float] | None = None
+    count: Callable[[Any], float] | None = None
     sum_seed: float = 1.0
     divides: bool | None = None
     loss_look: LossLook | None = None
     loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    auxiliary_seeds: Sequence[tuple[float, float]] = ()
+    auxiliary_seeds: Callable[[LiveUnit], tuple[float, float]] = lambda unit: (1.0, 1.0)
     num_parts: Sequence[int] = ()
     paths: Sequence[Sequence[Path]] = ()
     documents: Sequence[int] = ()
@@ -271,7 +273,7 @@ class StageStep:
         unit.forward = False
         self.has_auxiliary |= unit.auxiliary is not None
         gradients = () if unit.seeds is not None else self._sink.gradients(unit, received)
-        roots, seeds = start_of(unit, gradients, self.arguments.auxiliary_seeds[cell])
+        roots, seeds = start_of(unit, gradients, self.arguments.auxiliary_seeds)
         enter(unit)
         if self.stage.is_whole:
             _C.unit_set_whole()

@@ -25,7 +25,8 @@ from seq1f1b.runtime.rows import Rows
 from seq1f1b.runtime.stage import Stage, StageArguments, StageStep
 from seq1f1b.runtime.trees import paths_of
 from seq1f1b.runtime.vocabulary_step import EmbeddingStep, FromEmbedding, HeadStep, ToHead
-from seq1f1b.runtime.weighting import Weighting, combine, divide
+from seq1f1b.runtime.weighting import Weighting, by_targets, combine, divide
+from seq1f1b.transport import RankGroup
 
 __all__: list[str] = []
 
@@ -68,8 +69,19 @@ class Step:
         self._parts: dict[int, StageStep] = {}
         self._passes: dict[int, tuple[Pass, ...]] = {}  # by stage; position: the number of the pass in C
         self._around: ExitStack | None = None  # the units, once they have begun
+        self.set_apart: Callable[[Tensor], None] = lambda leaf: None  # a leaf that the loss uses, held by no module
         if batch.length:
             self.learn(batch.length)
+
+    def share_weights(self, group: RankGroup, last_rank: int) -> None:
+        """Tells all ranks by what micro-batches weigh, where targets say it: auxiliary losses weigh so. Collective."""
+        arguments = self._batch.arguments
+        if group.size == 1 or (arguments.loss_weight is None and not by_targets(self._options, arguments)):
+            return
+        if arguments.rows is None and (length := max(group.all_gather_object(self.length))) and not self.length:
+            self.learn(length)
+        assert self._weighting is not None
+        self._weighting.weights = group.all_gather_object(self._weighting.weights)[last_rank]
 
     # -- the executor's ----------------------------------------------------------------------------------------------
 
@@ -101,7 +113,7 @@ class Step:
             training=self.training,
             rows=rows,
             kwargs=kwargs,
-            auxiliary_seeds=weighting.auxiliary_seeds(),
+            auxiliary_seeds=weighting.auxiliary_seeds,
             num_parts=() if trees is None else [len(part) for row in trees.parts for part in row],
             paths=() if whole is None else list(map(paths_of, whole.parents, whole.parts)),
             documents=() if batch.arguments.plan is None else [len(row) for row in batch.arguments.plan.rows],
@@ -135,6 +147,7 @@ class Step:
             "sum_seed": weighting.sum_seed(last),
             "shares": [share for row in weighting.shares for share in row],
             "counts": [count for row in weighting.counts for count in row],
+            "count": weighting.count,
             "loss_look": None if is_known else weighting.look(),
             "loss_kwargs": self._batch.leaves.replace(dict(arguments.loss_kwargs or {})),
         }
@@ -149,7 +162,7 @@ class Step:
             return ToStage(part, self._parts.get(index + 1))
         if self._head is not None:
             return ToHead(part, self._head)
-        self._loss = ToLoss(part)
+        self._loss = ToLoss(part, lambda leaf: self.set_apart(leaf))
         return self._loss
 
     def _passes_of(self, part: StageStep) -> tuple[Pass, ...]:

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from seq1f1b.runtime.arguments import Options
-from seq1f1b.runtime.batch import Batch
+from seq1f1b.runtime.batch import Batch, StepArguments
 from seq1f1b.runtime.counted_documents import DocumentCounts
 from seq1f1b.runtime.divided import read_at_once, sum_divisors
-from seq1f1b.runtime.loss_look import LossLook, choose_microbatch
+from seq1f1b.runtime.loss_look import LossLook, count_values
 from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.rows import Rows
 from seq1f1b.runtime.splitting import part_sizes, split_sequence
+from seq1f1b.runtime.unit import LiveUnit
 
 __all__: list[str] = []
 
@@ -38,7 +39,9 @@ class Weighting:
     Attributes:
         shares: of this rank's segments in their micro-batch's loss, once :meth:`seeds` has found them.
         counts: the targets that their losses are means over, 1.0 where losses are added as they are.
-        scale: by cell, the same on the device, float64.
+        count: counts those of any part of a sequence; None: losses are added as they are.
+        scale: by cell, the shares on the device, float64.
+        weights: of micro-batches, once they are known; None: all weigh alike.
     """
 
     scale: Tensor
@@ -52,23 +55,18 @@ class Weighting:
         self._counts: list[float] = []  # targets of the micro-batches, where losses are means over them
         self.shares: list[list[float]] = []
         self.counts: list[list[float]] = []
+        self.count = None if options.loss.reduction == "sum" else options.count or count_default
+        self.weights: list[float] | None = None
 
-    def auxiliary_seeds(self) -> list[tuple[float, float]]:
-        """By cell, gradients of an auxiliary loss of a segment, and of one of its micro-batch's whole sequence."""
-        options, arguments = self._options, self._arguments
-        averages = options.loss.scale_grads and arguments.loss_weight is None
-        num_microbatches = len(self.rows)
+    def auxiliary_seeds(self, unit: LiveUnit) -> tuple[float, float]:
+        """Gradients of an auxiliary loss of a unit's segment, and of one of its micro-batch's whole sequence."""
+        options, row = self._options, self.rows[unit.microbatch]
+        weight = self._arguments.gradient_scale / (len(self.rows) if options.loss.scale_grads else 1.0)
+        if self.weights is not None:
+            weight = self.weights[unit.microbatch]
         if options.loss.reduction == "sum":
-            scale = arguments.gradient_scale / (num_microbatches if averages else 1.0)
-            scale *= options.sequence_parallel[1]
-            return [(scale, scale)] * sum(map(len, self.rows))
-        num_tokens = sum(map(sum, self.rows))
-        seeds = []
-        for row in self.rows:
-            parts = num_microbatches if arguments.rows is None else num_tokens / sum(row)
-            scale = arguments.gradient_scale / (parts if averages else 1.0)
-            seeds += [(scale * size / sum(row), scale) for size in row]
-        return seeds
+            return (weight * options.sequence_parallel[1],) * 2
+        return weight * row[unit.segment] / sum(row), weight
 
     def seeds(self, last: Any) -> Tensor:
         """The seeds of the backwards of this rank's segments, (cells) in float64; finds their shares.
@@ -96,7 +94,9 @@ class Weighting:
         if arguments.loss_weight is not None:
             scale = arguments.gradient_scale * (num_parts if divisor is None else divisor)
             seeds = [scale * count / arguments.loss_weight for row in counts for count in row]
-        elif self._by_targets():
+            numbers = [row[0] if options.loss.reduction == "sum" else sum(row) for row in all_counts]
+            self.weights = [scale * number / arguments.loss_weight / num_parts for number in numbers]
+        elif by_targets(options, arguments):
             total = sum(map(sum, all_counts))
             scale = arguments.gradient_scale * num_parts
             if options.loss.weight == "targets" and arguments.training and last.wrappers:
@@ -104,6 +104,7 @@ class Weighting:
                 scale *= last.wrappers[0].divisor
                 total = last.wrappers[0].sum(total, self._device)
             seeds = [scale * count / (total or 1.0) for row in counts for count in row]
+            self.weights = [scale * sum(row) / (total or 1.0) / num_parts for row in all_counts]
         else:
             scale = arguments.gradient_scale / (len(self.rows) if options.loss.scale_grads else 1.0)
             seeds = [weight * scale for row in self.shares for weight in row]
@@ -115,12 +116,6 @@ class Weighting:
         ).unbind()  # the host waits for nothing
         own, self.scale = on_device
         return own
-
-    def _by_targets(self) -> bool:
-        """Whether a segment weighs by its share of all micro-batches' targets, not of its own micro-batch's."""
-        options = self._options
-        is_asked = options.loss.weight == "targets" or self._arguments.rows is not None
-        return is_asked and options.loss.scale_grads and options.loss.reduction == "mean"
 
     def sum_seed(self, last: Any) -> float:
         """The gradient of a segment's loss that comes with its divisor; :meth:`factor` does the rest."""
@@ -152,12 +147,32 @@ class Weighting:
         options = self._options
         if options.head is not None:
             return None
-        m = choose_microbatch(self._batch.target, self.shares, least=1 if self._by_targets() else 2)
-        if m < 0:
+        every = {m: self._looked_at(m) for m in range(len(self.rows))}
+        found = {m: sizes for m, sizes in every.items() if sum(map(len, sizes.values())) > 1}
+        if is_halved := not found and by_targets(options, self._arguments):
+            some = {m: sizes for m, sizes in every.items() if sizes}
+            found = {m: {s: (n // 2, n - n // 2) for s, (n,) in sizes.items()} for m, sizes in some.items()}
+        if not found:
             return None
-        count = None if options.loss.reduction == "sum" else options.count or count_default
-        num_parts = sum(share > 0.0 for share in self.shares[m])
-        return LossLook(m, count, options.seq_dim, num_parts, options.sequence_parallel[1])
+        m = min(found, key=lambda m: sum(map(count_values, tensors_of(self._batch.target[m]))))
+        if self._arguments.trees is not None:  # most siblings, or the most segments of a path
+            m = max(found, key=lambda m: (max(map(len, found[m].values())), len(found[m])))
+        return LossLook(m, found[m], self.count, options.seq_dim, is_halved)
+
+    def _looked_at(self, m: int) -> dict[int, Sequence[int]]:
+        """Tokens of the segments of a micro-batch, and of siblings in them, whose losses make that of all together.
+
+        In a tree they are those of a segment of siblings, or of the longest path.
+        """
+        counted = [s for s, share in enumerate(self.shares[m]) if share > 0.0]
+        trees, num_parts = self._arguments.trees, self._options.sequence_parallel[1]
+        if trees is None:
+            return {s: (self.rows[m][s] // num_parts,) for s in counted}
+        paths = list[list[int]]()
+        for s, parent in enumerate(trees.parents[m]):
+            paths.append([*(paths[parent] if parent >= 0 else ()), *([s] if s in counted else ())])
+        siblings = [[s] for s in counted if len(trees.parts[m][s]) > 1]
+        return {s: trees.parts[m][s] for s in (siblings or sorted(paths, key=len))[-1]}
 
     def tell_of_counts(self, last: Any) -> None:
         """Once it is known that the loss comes without a divisor: a word on means over unlike numbers of targets."""
@@ -170,12 +185,18 @@ class Weighting:
                 "no target of this step is counted, all are -100 or have the weight 0: its losses are 0, and it adds "
                 "nothing to gradients"
             )
-        elif arguments.training and len(set(counts)) > 1 and says_nothing and not self._by_targets():
+        elif arguments.training and len(set(counts)) > 1 and says_nothing and not by_targets(options, arguments):
             last.findings.say(
                 f"micro-batches count different numbers of targets, {_short_list(counts)}, and the loss is the mean of "
                 'their means, in which a target among few weighs more. Give the engine loss=Loss(weight="targets") for '
                 'the mean over all targets of a step, or "microbatches" if this is meant'
             )
+
+
+def by_targets(options: Options, arguments: StepArguments) -> bool:
+    """Whether a segment weighs by its share of all micro-batches' targets, not of its own micro-batch's."""
+    is_asked = options.loss.weight == "targets" or arguments.rows is not None
+    return is_asked and options.loss.scale_grads and options.loss.reduction == "mean"
 
 
 def _short_list(counts: list[float]) -> str:

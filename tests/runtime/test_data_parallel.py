@@ -32,7 +32,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
-from seq1f1b import Loss, Memory, PipelineEngine, ScheduleSeq1F1B, build_schedule
+from seq1f1b import Loss, Memory, PipelineEngine, ScheduleSeq1F1B, add_loss, build_schedule
 
 LENGTH, M, K = 13, 2, 3
 FSDP_COLLECTIVES = (
@@ -245,6 +245,22 @@ def global_count(rank: int, world: int) -> None:
             engine.step(tokens[own], target=target[own])
             found = {name: full_gradient(p.grad) / times for name, p in engine.named_parameters()}
             assert gradient_error(found, truth) < 1e-10, (kind, way, times)
+        engine.close()
+    # An auxiliary loss weighs by the targets of its micro-batch among those of all replicas.
+    model.zero_grad()
+    for part, counted in zip(model(tokens).chunk(2 * M), target.chunk(2 * M), strict=True):
+        share = float((counted != -100).sum()) / float((target != -100).sum())
+        (share * (cross_entropy(part, counted) + 0.1 * part.square().mean())).backward(retain_graph=True)
+    truth = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for options, weight in (({}, float((target != -100).sum())), ({"loss": Loss(weight="targets")}, None)):
+        stage = stage_of(model, config, 0, 1)
+        stage.register_forward_hook(lambda module, inputs, output: add_loss(0.1 * output.square().mean()))
+        wrapped = wrap("ddp", stage, mesh.get_group(), mesh)
+        engine = PipelineEngine(
+            wrapped, num_microbatches=M, num_segments=K, loss_fn=cross_entropy, group=alone, **options
+        )
+        engine.step(tokens[own], target=target[own], loss_weight=weight)
+        assert gradient_error({name: p.grad for name, p in engine.named_parameters()}, truth) < 1e-10, options
         engine.close()
 
 

@@ -145,6 +145,38 @@ def test_the_whole_model_on_every_rank_is_named(way):
         assert "[1]F0.0" in text and "did every rank build the whole model?" in text
 
 
+class Documents(nn.Linear):
+    def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("name", ["inputs", "target", "doc_ids", ""])
+def test_batches_that_do_not_belong_together_are_told(name: str) -> None:
+    """On every rank, in the first step; nothing is where they agree, or where a rank gives only what it needs."""
+    x, docs = torch.randn(4, 16, 8), torch.arange(64).view(4, 16) // 5
+
+    def run(group: Any) -> None:
+        given: dict[str, Any] = {"inputs": x, "target": (TOKENS, docs), "doc_ids": docs}
+        if group.rank == 2 and name:
+            given[name] = (TOKENS.flip(0), docs) if name == "target" else given[name].flip(0)
+        if not name:
+            given = {key: given[key] for key in (("inputs", "doc_ids"), ("doc_ids",), ("target",))[group.rank]}
+        engine = PipelineEngine(
+            Documents(8, 8), num_microbatches=2, loss_fn=lambda y, t: y.square().mean(), group=group,
+            arg_rules={"doc_ids": "slice"},
+        )  # fmt: skip
+        kwargs = {"doc_ids": given["doc_ids"]} if "doc_ids" in given else {}
+        for _ in range(2):
+            engine.step(given.get("inputs"), target=given.get("target"), kwargs=kwargs)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(3, run)
+    found = [str(warning.message) for warning in caught if issubclass(warning.category, seq1f1b.SegmentWarning)]
+    assert all(text.startswith(f"ranks 0 and 2 are given {name} of different batches") for text in found)
+    assert len(found) == (3 if name else 0)
+
+
 def test_other_errors_of_a_later_stage_have_no_such_hint():
     model = whole_model(CONFIG)
 

@@ -358,6 +358,34 @@ def test_an_auxiliary_loss_beside_a_divisor_is_refused() -> None:
         train(stages, pad, BATCH["padded"])
 
 
+class Outside:
+    """A loss that is no module, and uses a layer and a bare parameter."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(2)
+        self.layer, self.scale = nn.Linear(HIDDEN, VOCAB).double(), nn.Parameter(torch.tensor(0.7).double())
+
+    def __call__(self, y: Tensor, t: Any) -> tuple[Tensor, Tensor]:
+        return masked(self.layer(y) * self.scale, t)
+
+    def checkpointed(self, y: Tensor, t: Any) -> tuple[Tensor, Tensor]:
+        return masked(torch.utils.checkpoint.checkpoint(self.layer, y, use_reentrant=False) * self.scale, t)
+
+
+@pytest.mark.parametrize("name", ["__call__", "checkpointed"])
+@pytest.mark.parametrize("options", [{}, {"schedule": "seq-zb-h1"}, {"memory": Memory(recompute="all"), "P": 1}])
+def test_a_divisor_reaches_what_no_module_holds(name: str, options: dict[str, Any]) -> None:
+    stages, loss, target = make_model(head=False), Outside(), (BATCH["padded"], BATCH["weights"])
+    truth = copy.deepcopy(loss)
+    _, expected = whole_gradients(stages, getattr(truth, name), target)
+    check(train(stages, getattr(loss, name), target, steps=2, **options), expected, 2.0)
+    mine, theirs = ([*each.layer.parameters(), each.scale] for each in (loss, truth))
+    check([p.grad for p in mine], [p.grad for p in theirs], 2.0)
+    with pytest.raises(ValueError, match="sum to nan"):  # puts back what was there
+        train(stages, lambda y, t: (getattr(loss, name)(y, t)[0], float("nan")), target, **options)
+    check([p.grad for p in mine], [p.grad for p in theirs], 2.0)
+
+
 # -- losses that are looked at ---------------------------------------------------------------------------------------
 
 
@@ -391,6 +419,32 @@ def plain_first(y: Tensor, t: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(y.transpose(1, 2), t[0])
 
 
+def whitened(y: Tensor, t: Tensor) -> Tensor:
+    """By token; gains are whitened over all that count."""
+    log_probs, counted = -tokens_loss(y, t), t != -100
+    gains = log_probs.detach()[counted]
+    return -torch.where(counted, (log_probs.detach() - gains.mean()) / gains.std(correction=0), 0.0) * log_probs
+
+
+def pairs(y: Tensor, t: Tensor) -> Tensor:
+    """By token, the loss of the two answers that a pair of rows holds."""
+    margin = -tokens_loss(y, t).sum(1).unflatten(0, (-1, 2)).diff(dim=1)
+    return -F.logsigmoid(margin).repeat_interleave(2, 0) * (t != -100) / (t != -100).sum(1, keepdim=True).clamp(min=1)
+
+
+def with_divisor(of_tokens: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    return lambda y, t: (of_tokens(y, t).sum(), (t != -100).sum())
+
+
+def mean_of(of_tokens: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda y, t: of_tokens(y, t).sum() / (t != -100).sum()
+
+
+def of_rows(y: Tensor, t: Tensor) -> Tensor:
+    """A token depends on those of other rows at its place."""
+    return (tokens_loss(y, t) - tokens_loss(y, t).mean(0, keepdim=True)).square() * (t != -100)
+
+
 WRONG: dict[str, tuple[Any, Callable[[], Any], dict[str, Any]]] = {
     "ignore_index of padding": (mean_pad, lambda: BATCH["padded"], {}),
     "the same, all micro-batches in one": (mean_pad, lambda: BATCH["padded"], {"M": 1}),
@@ -409,6 +463,11 @@ WRONG: dict[str, tuple[Any, Callable[[], Any], dict[str, Any]]] = {
     ),
     "a head within the loss": (MeanHead, lambda: BATCH["padded"], {}),
     "recomputed": (mean_pad, lambda: BATCH["padded"], {"memory": Memory(recompute="all")}),
+    "whitened": (mean_of(whitened), lambda: BATCH["ignored"], {}),
+    "whitened, by token": (whitened, lambda: BATCH["ignored"], {"loss": Loss(weight="targets")}),
+    "whitened, a sum and its divisor": (with_divisor(whitened), lambda: BATCH["ignored"], {"P": 1}),
+    "pairs, by token": (pairs, lambda: BATCH["ignored"], {"loss": Loss(reduction="sum")}),
+    "pairs, a sum and its divisor": (with_divisor(pairs), lambda: BATCH["ignored"], {"k": 2}),
 }  # fmt: skip
 
 
@@ -417,9 +476,9 @@ def test_a_wrong_divisor_is_told_once(name: str) -> None:
     loss_fn, target, options = WRONG[name]
     is_head = isinstance(loss_fn, type)
     stages = make_model(head=not is_head)
-    with pytest.warns(SegmentWarning, match="loss weighting: stage 1, the loss") as found:
+    with pytest.warns(SegmentWarning, match=r"(loss weighting|a loss of several tokens): stage \d, the loss") as found:
         train(stages, loss_fn() if is_head else loss_fn, target(), steps=2, **options)
-    assert sum("loss weighting" in str(warning.message) for warning in found) == 1
+    assert sum(", the loss" in str(warning.message) for warning in found) == 1
 
 
 class Dropped(nn.Module):
@@ -501,6 +560,11 @@ RIGHT: dict[str, tuple[Any, Callable[[], Any], dict[str, Any]]] = {
     "all targets of a step": (plain, lambda: BATCH["ignored"], {"loss": Loss(weight="targets")}),
     "a wrong mean of one segment": (mean_pad, lambda: BATCH["padded"], {"k": 1}),
     "half precision": (lambda y, t: plain(y.bfloat16(), t), lambda: BATCH["ignored"], {}),
+    "rows at one place, by token": (of_rows, lambda: BATCH["ignored"], {}),
+    "rows at one place, a sum and its divisor": (with_divisor(of_rows), lambda: BATCH["ignored"], {}),
+    "weights beside the labels, a sum and its divisor": (masked, lambda: (BATCH["padded"], BATCH["weights"]), {}),
+    "whitened in one segment": (mean_of(whitened), lambda: BATCH["ignored"], {"k": 1, "loss": Loss(weight="targets")}),
+    "pairs in one segment": (mean_of(pairs), lambda: BATCH["ignored"], {"k": 1, "loss": Loss(weight="targets")}),
 }  # fmt: skip
 
 

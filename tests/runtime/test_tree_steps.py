@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -436,6 +437,50 @@ def test_verify_runs_each_path_alone() -> None:
     assert not any(found.ok for found in run_ranks(2, lambda group: run(group, Centred())))
     with pytest.raises(ValueError, match="verify over trees cannot compare what add_loss adds"):
         run(LoopbackGroup(1)[0], Adding())
+
+
+def spread(output: Tensor, target: Tensor) -> Tensor:
+    """By token, from the mean over all counted tokens of each row: an answer's own, if it is alone."""
+    counted = (target[..., :1] != 0).to(output.dtype)
+    mean = (output * counted).sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
+    return ((output - mean).square() * counted).sum(-1)
+
+
+FORMS: dict[str, Any] = {
+    "by token": spread,
+    "a sum": lambda y, t: spread(y, t).sum(),
+    "a sum and its divisor": lambda y, t: (spread(y, t).sum(), (t[..., 0] != 0).sum()),
+    "a mean": lambda y, t: spread(y, t).sum() / (t[..., 0] != 0).sum(),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("sizes", "parents", "is_right"),
+    [
+        ([[5, 3, 2, 4], [2, 3]], [[-1, 0, 0, 0], None], True),
+        ([[5, [3, 2], 4], [2, 3]], [[-1, 0, 0], None], False),
+        ([[5, 1, 2, 2, 4], [2, 3]], [[-1, 0, 1, 0, 0], None], False),
+    ],
+)
+def test_a_loss_of_several_tokens_is_right_where_each_answer_is_alone(form, sizes, parents, is_right) -> None:
+    """By the first step, and by verify, whose reference calls it for every path alone. Prompts do not count."""
+    x = [torch.randn(2, sum(map(tokens_of, row)), 4).double() for row in sizes]
+    y = [row.abs() + 1.0 for row in x]
+    for row, own in zip(y, sizes, strict=True):
+        row[:, : own[0]] = 0.0
+    loss = Loss(reduction="sum", scale_grads=False) if form in ("by token", "a sum") else Loss()
+    loss = Loss(weight=lambda t: float((t[..., 0] != 0).sum())) if form == "a mean" else loss
+    engine = PipelineEngine(
+        torch.nn.Linear(4, 4).double(), num_microbatches=1, loss_fn=FORMS[form], loss=loss,
+        group=LoopbackGroup(1)[0],
+    )  # fmt: skip
+    given = {"target": y, "segment_sizes": sizes, "parents": parents}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.step(x, **given)
+    assert any(", the loss" in str(warning.message) for warning in caught) != is_right
+    assert engine.verify(x, show=False, **given).ok == is_right
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
