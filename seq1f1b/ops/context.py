@@ -161,7 +161,8 @@ def add_loss(tensor: Tensor, *, of: str = "segment") -> None:
 
     It becomes one more root of the segment's backward. A loss that is a mean over the segment's tokens is weighted by
     the segment's share of the sequence, so over a micro-batch it is the mean over all tokens, and like the main one by
-    1 / M, or by the micro-batch's share of the targets (``weight="targets"``, ``loss_weight=``, rows). With ``Loss(reduction="sum")`` it is added as it is. It is not part of the losses that ``step`` returns.
+    1 / M, or by the micro-batch's share of the targets (``weight="targets"``, ``loss_weight=``, rows).
+    With ``Loss(reduction="sum")`` it is added as it is. It is not part of the losses that ``step`` returns.
 
     Args:
         tensor: a tensor of one element.

@@ -217,8 +217,9 @@ class PipelineEngine(OfOneProcess):
                 size. The order is that of the engine's schedule, given by name or as a callable, for these counts.
                 Gradients are those of the mean over all counted targets of the step (of all micro-batches, on this
                 replica), however long the micro-batch of a target is; with ``loss_weight`` as above; with
-                ``Loss(scale_grads=False)`` those of the sum of the losses. An auxiliary loss weighs as its micro-batch does. The
-                losses returned are the mean of each micro-batch; with ``Loss(reduction="sum")`` nothing changes.
+                ``Loss(scale_grads=False)`` those of the sum of the losses. An auxiliary loss weighs by the
+                micro-batch's targets. The losses returned are the mean of each; with ``Loss(reduction="sum")`` nothing
+                changes.
             parents: makes the segments of these micro-batches trees, for prompts with several answers: for every
                 micro-batch the segment that each of its segments follows, -1 for segment 0, a lower number than its own
                 for every other one; None for a micro-batch whose segments follow each other. A segment sees its path,

@@ -387,7 +387,7 @@ def half_square(output: Tensor, target: Tensor) -> Tensor:
 
 
 def test_arguments_and_auxiliary_losses_of_rows() -> None:
-    """An auxiliary loss weighs by its tokens: together it is the mean over all of the step."""
+    """An auxiliary loss weighs by its targets, here its tokens: together it is the mean over all of the step."""
     rows = [[3, 2, 4], [1], [2, 2]]
     lengths = [sum(row) for row in rows]
     x = [torch.rand(2, n, 4, dtype=torch.float64) for n in lengths]
