@@ -128,7 +128,8 @@ def test_an_auxiliary_loss_weighs_as_the_main_one(name: str, ranks: int) -> None
     rows, weight = options.pop("segment_sizes", None), options.pop("loss_weight", None)
     reduction = options.pop("reduction", "mean")
     summed = "sum" if reduction == "sum" else "mean"
-    tokens = [torch.randint(EXPERTS, (2, sum(row)), generator=torch.manual_seed(4)) for row in rows or [[12]] * 3]
+    torch.manual_seed(4)
+    tokens = [torch.randint(EXPERTS, (2, sum(row))) for row in rows or [[12]] * 3]
     targets = [seq1f1b.shift_labels(row) for row in tokens]
     targets[0][:, :2] = targets[1][0] = -100
     counts = [float((target != -100).sum()) for target in targets]
