@@ -3,7 +3,8 @@
 Two processes of one thread each, fp32, hidden 256, 4 blocks, heads of 64, vocabulary 1024, 2 micro-batches of one row
 of 4096 tokens, 8 segments. Rows are filled with documents of one length, or with short ones before a long one; segments
 are balanced by FLOPs, as of one document or of those in the row. Each pair of steps runs A B, the next B A; a pair
-counts only while other processes use less than 8 % of a core.
+counts only while other processes use less than 8 % of a core. Behind it stand the losses of its arms: attention over
+the whole row, which sees other documents, has another one than attention within; two ways to cut a row have one.
 
     python benchmarks/packing.py
 """
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from arms import Arm
-from common import header, spawn
+from common import FOREIGN_LIMIT, header, spawn
 from decoder import HEAD_DIM, cross_entropy
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,9 +25,8 @@ from train import compare
 
 import seq1f1b
 
-HIDDEN, BLOCKS, VOCAB, LENGTH, M, K = 256, 4, 1024, 4096, 2, 8
+HIDDEN, BLOCKS, VOCAB, M, K = 256, 4, 1024, 2, 8
 SHAPE = seq1f1b.ModelShape(HIDDEN, BLOCKS, HIDDEN // HEAD_DIM, HIDDEN // HEAD_DIM, 8 * HIDDEN // 3, VOCAB)
-MIXED = [128] * 16 + [2048]
 
 
 class Block(nn.Module):
@@ -70,7 +70,7 @@ class PackedArm(Arm):
             arg_rules={"doc_ids": "slice"},
             loss_fn=cross_entropy,
         )
-        tokens = torch.randint(VOCAB, (M, LENGTH), generator=torch.Generator().manual_seed(1))
+        tokens = torch.randint(VOCAB, (M, sum(lengths)), generator=torch.Generator().manual_seed(1))
         ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
         doc_ids = seq1f1b.document_starts(ids.expand(M, -1))
         self.arguments: dict[str, Any] = {"target": seq1f1b.shift_labels(tokens, doc_ids=doc_ids)}
@@ -83,39 +83,46 @@ class PackedArm(Arm):
         return sum(map(float, losses)) / M if losses else None
 
 
-def measure(rank: int, pairs: int) -> None:
-    plain = seq1f1b.partition_sequence(LENGTH, K, model=SHAPE)
-    for length in (LENGTH // 4, LENGTH // 16):
-        lengths = [length] * (LENGTH // length)
-        sizes = seq1f1b.partition_sequence(LENGTH, K, model=SHAPE, documents=lengths)
+def measure(rank: int, row: int, pairs: int, limit: float) -> None:
+    plain, mixed = seq1f1b.partition_sequence(row, K, model=SHAPE), [row // 32] * 16 + [row // 2]
+    for length in (row // 4, row // 16):
+        lengths = [length] * (row // length)
+        sizes = seq1f1b.partition_sequence(row, K, model=SHAPE, documents=lengths)
         whole = PackedArm(rank, lengths, within=False, sizes=plain)
         show(
             rank,
             f"documents of {length}: whole row against within",
             pairs,
+            limit,
             whole,
             PackedArm(rank, lengths, within=True, sizes=sizes),
         )
-    sizes = seq1f1b.partition_sequence(LENGTH, K, model=SHAPE, documents=MIXED)
-    one, own = (PackedArm(rank, MIXED, within=True, sizes=of) for of in (plain, sizes))
-    show(rank, "16 documents of 128, one of 2048: segments as of one against by documents", pairs, one, own)
+    sizes = seq1f1b.partition_sequence(row, K, model=SHAPE, documents=mixed)
+    one, own = (PackedArm(rank, mixed, within=True, sizes=of) for of in (plain, sizes))
+    name = f"16 documents of {row // 32}, one of {row // 2}: segments as of one against by documents"
+    show(rank, name, pairs, limit, one, own)
 
 
-def show(rank: int, name: str, pairs: int, a: PackedArm, b: PackedArm) -> None:
-    result = compare(pairs, a, b)
+def show(rank: int, name: str, pairs: int, limit: float, a: PackedArm, b: PackedArm) -> None:
+    result, losses = compare(pairs, a, b, limit), [(a.step(), b.step())] * 2
+    dist.broadcast_object_list(losses, src=1)
     for arm in (a, b):
         dist.barrier()
         arm.engine.close()
     if rank == 0:
-        print(result.describe(name), flush=True)
+        print(f"{result.describe(name)}; losses {losses[0][0]:.6f}, {losses[0][1]:.6f}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a row (%(default)s)")
     parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument(
+        "--foreign", type=float, default=FOREIGN_LIMIT, help="cores that others may use in a step that counts; inf: any"
+    )
     options = parser.parse_args()
     print(header("Steps over packed documents, two processes of one thread"))
-    spawn(2, measure, options.pairs)
+    spawn(2, measure, options.length, options.pairs, options.foreign)
 
 
 if __name__ == "__main__":

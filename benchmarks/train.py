@@ -57,7 +57,7 @@ class ExampleCase(Case):
 MODELS = {"benchmark": Case, "example": ExampleCase}
 
 
-def compare(pairs: int, a: Arm, b: Arm) -> Pairs:
+def compare(pairs: int, a: Arm, b: Arm, limit: float = FOREIGN_LIMIT) -> Pairs:
     pids: list[int] = [0, 0]
     dist.all_gather_object(pids, os.getpid())
     for arm in (a, b, a, b):
@@ -66,15 +66,15 @@ def compare(pairs: int, a: Arm, b: Arm) -> Pairs:
     while len(result.a) < pairs and result.discarded < 2 * pairs:
         load.start()
         times = in_turn(partial(timed, a), partial(timed, b), flip=len(result.a) % 2 == 1)
-        counted = [load.cores() < FOREIGN_LIMIT]
+        counted = [load.cores() < limit]
         dist.broadcast_object_list(counted, src=0)
         result.add(*times, counted[0])
     return result
 
 
-def measure_attention(rank: int, model: str, pairs: int, only: str) -> None:
+def measure_attention(rank: int, model: str, length: int, pairs: int, only: str, limit: float) -> None:
     """One engine and order under torch's attention, in the form that is fastest here, and under ours."""
-    case, k = MODELS[model](8192, 2), 8
+    case, k = MODELS[model](length, 2), 8
     for dtype in (torch.float32, torch.bfloat16):
         name = f"{model} S{case.length} M{case.microbatches} k{k} {str(dtype).removeprefix('torch.')}"
         if only not in name:
@@ -91,14 +91,23 @@ def measure_attention(rank: int, model: str, pairs: int, only: str) -> None:
         dist.broadcast_object_list(fastest, src=0)
         if rank == 0:
             print(f"{name}, seconds of a step: {', '.join(f'{a} {seconds[a]:.2f}' for a in arms)}", flush=True)
-        result = compare(pairs, arms[fastest[0]], arms["ours"])
+        result = compare(pairs, arms[fastest[0]], arms["ours"], limit)
         if rank == 0:
             theirs, ours = (case.tokens / statistics.median(x) if x else math.nan for x in (result.a, result.b))
             print(f"{result.describe(f'{name}, {fastest[0]} against ours')}; {theirs:.0f} against {ours:.0f} tokens/s")
+        for name_of_arm, arm in arms.items():
+            check_attention(name_of_arm, arm)
         texts = ["", ""]
         dist.all_gather_object(texts, shares(arms["ours"], case.tokens, dtype))
         if rank == 0:
             print("\n".join(f"{name}, rank {r}: {text}" for r, text in enumerate(texts)), flush=True)
+
+
+def check_attention(name: str, arm: OurArm) -> None:
+    """Raises RuntimeError unless the last step ran the attention that the arm is named after."""
+    calls = [stage.attention_layers for stage in arm.engine.report().stages]  # of `causal_attention`
+    if (name == "ours") != all(calls):
+        raise RuntimeError(f"the arm {name!r} runs other attention")
 
 
 def shares(arm: OurArm, tokens: int, dtype: torch.dtype) -> str:
@@ -123,13 +132,18 @@ def shares(arm: OurArm, tokens: int, dtype: torch.dtype) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="benchmark")
+    parser.add_argument("--length", type=int, default=8192, help="tokens of a sequence (%(default)s)")
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--only", default="", help="dtypes whose name holds this")
+    parser.add_argument(
+        "--foreign", type=float, default=FOREIGN_LIMIT, help="cores that others may use in a step that counts; inf: any"
+    )
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     print(header("Torch's attention and ours in training steps, two processes of one thread"))
     os.environ |= KEPT_HEAP
-    spawn(2, measure_attention, options.model, options.pairs, options.only)
+    given = (options.model, options.length, options.pairs, options.only, options.foreign)
+    spawn(2, measure_attention, *given)
 
 
 if __name__ == "__main__":

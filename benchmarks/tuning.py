@@ -51,9 +51,6 @@ class Whole(Arm):
         torch.set_num_threads(1)
         return statistics.mean(losses)
 
-    def spans(self) -> list[tuple[float, float]]:
-        raise NotImplementedError
-
 
 class Replica(Arm):
     """The whole model under DDP; micro-batches in turn are one replica's and the other's."""
@@ -75,9 +72,6 @@ class Replica(Arm):
     def gradients(self) -> dict[str, Tensor]:
         return super().gradients() if self._is_first else {}
 
-    def spans(self) -> list[tuple[float, float]]:
-        raise NotImplementedError
-
 
 class Engine(Arm):
     """Ours, whose order is found while it trains, or stays as it began."""
@@ -94,9 +88,6 @@ class Engine(Arm):
         losses = self.engine.step(self._tokens, target=self._targets)
         return float(torch.stack(losses).mean()) if losses else None
 
-    def spans(self) -> list[tuple[float, float]]:
-        return [(start, end) for _, start, end in self.engine.report().timeline]
-
     def tune(self) -> str:
         """Steps until an order is found. Returns what was."""
         for _ in range(MOST_STEPS):
@@ -108,7 +99,7 @@ class Engine(Arm):
         raise RuntimeError(f"no order was found in {MOST_STEPS} steps")
 
 
-def measure(rank: int, length: int, microbatches: int, rounds: int) -> None:
+def measure(rank: int, length: int, microbatches: int, rounds: int, limit: float) -> None:
     case = Case(length, microbatches)
     arms: dict[str, Arm] = {
         WHOLE: Whole(case, rank),
@@ -130,7 +121,7 @@ def measure(rank: int, length: int, microbatches: int, rounds: int) -> None:
     for turn in range(3 * rounds):
         load.start()
         steps = {name: timed(arm) for name, arm in list(arms.items())[:: -1 if turn % 2 else 1]}
-        quiet = [load.cores() < FOREIGN_LIMIT]
+        quiet = [load.cores() < limit]
         dist.broadcast_object_list(quiet)
         if quiet[0] and turn > 0:
             counted.append(steps)
@@ -138,7 +129,11 @@ def measure(rank: int, length: int, microbatches: int, rounds: int) -> None:
         if len(counted) == rounds:
             break
     report = tuned.engine.report(gather=True)
-    if rank == 0:
+    if not report.is_tuned:
+        raise RuntimeError(f"the tuned engine has begun to search again: {report.tuning}")
+    if rank == 0 and not counted:
+        print(f"\n{case}: UNMEASURED: others used the cores in {discarded} rounds\n{text}", flush=True)
+    elif rank == 0:
         print(f"\n{case}: {len(counted)} rounds, {discarded} discarded\n{text}")
         print(f"errors of gradients: {', '.join(f'{n} {max(e):.1e}' for n, e in found.items())}")
         for name in arms:
@@ -156,12 +151,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", type=int, nargs=2, action="append", metavar=("TOKENS", "M"))
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--foreign", type=float, default=FOREIGN_LIMIT, help="cores that others may use in a step that counts; inf: any"
+    )
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     print(header("A tuned engine beside one process, DDP and torch's schedules"))
     os.environ |= KEPT_HEAP
     for length, microbatches in options.case or CASES:
-        spawn(2, measure, length, microbatches, options.rounds)
+        spawn(2, measure, length, microbatches, options.rounds, options.foreign)
 
 
 if __name__ == "__main__":
