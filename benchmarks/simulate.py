@@ -4,9 +4,9 @@
 
 P = 64, M = 512, k = 16 of seq1f1b: 1048576 units, checked and lowered once, which has its own row. Every run has new
 random costs per (pass, stage, segment), alone and then with what is optional: transfers with latency and bandwidth,
-bytes of every kind of memory, times that vary, weight gradients in waits, slack. It is timed as a user calls it,
-`Schedule.simulate`, in CPU seconds of its one thread. Below it: how long `auto` searches for an order (F and B
-counted), with costs of every unit drawn at random.
+bytes of every kind of memory, times that vary, a W of every backward that fills waits, slack. It is timed as a user
+calls it, `Schedule.simulate`, in CPU seconds of its one thread. Below it: how long `auto` searches for an order (F and
+B counted), with costs of every unit drawn at random.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,11 @@ def with_links_and_bytes(rng: random.Random) -> dict[str, Any]:
     return {"costs": costs(rng, links), "memory": memory}
 
 
+def with_weights(rng: random.Random) -> dict[str, Any]:
+    given = with_noise(rng)
+    return given | {"costs": replace(given["costs"], weight=random_table(rng, 0.6))}
+
+
 def with_noise(rng: random.Random) -> dict[str, Any]:
     return with_links_and_bytes(rng) | {"noise": Noise(0.1, 0.1, rng.getrandbits(64))}
 
@@ -56,7 +62,7 @@ CASES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "random costs alone": lambda rng: {"costs": costs(rng)},
     "random costs, transfers, bytes": with_links_and_bytes,
     "the same with jitter": with_noise,
-    FILLS: with_noise,
+    FILLS: with_weights,
     "random costs, slack": lambda rng: {"costs": costs(rng), "critical": True},
 }
 
@@ -83,7 +89,9 @@ def measure(runs: int) -> None:
     print(row("build", units, [built - begin]))
     print(row("check, lower, first simulation", units, [time.process_time() - built]))
     for name, draw in CASES.items():
-        order, seconds = schedule.replace(weights="fill") if name == FILLS else schedule, []
+        order, seconds = schedule, []
+        if name == FILLS:
+            order, units = schedule.defer_weights().replace(weights="fill"), 3 * units // 2  # F, I and W
         order.simulate()  # lowered
         for run in range(WARM_UP + runs):
             given = draw(rng)
@@ -92,6 +100,7 @@ def measure(runs: int) -> None:
             if run >= WARM_UP:
                 seconds.append(time.process_time() - begin)
         print(row(name, units, seconds))
+        units = num_units(COUNTS)
 
 
 def auto_rows() -> None:
@@ -113,7 +122,10 @@ def auto_rows() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--quick", action="store_true", help="4096 units: whether it runs")
     options = parser.parse_args()
+    if options.quick:
+        COUNTS.update(num_ranks=8, num_microbatches=16)
     print(header("Simulator: median CPU seconds of a run, millions of units per second (lowest..highest)"))
     print(f"{'what':<34}{'units':>11}{'s':>9}{'10^6/s':>10}", flush=True)
     measure(options.runs)
