@@ -28,13 +28,13 @@ from common import Pairs, header
 
 from seq1f1b import _C
 
-HEADS, TOKENS, SEGMENT = 8, 4096, 256
+HEADS, SEGMENT = 8, 256
 LENGTHS = (512, 256, 64, 16)  # of ranges; below 256 the last one is longer, for the segment lies in one
 WANTED = 1.05  # from 512 keys a range on
 WARM = 3  # rounds that do not count
 
 
-def ranges_of(length: int, tokens: int = TOKENS, segment: int = SEGMENT) -> Ranges:
+def ranges_of(length: int, tokens: int, segment: int = SEGMENT) -> Ranges:
     """Ranges of so many keys, and the segment's own in the last one, in a random order of rows."""
     begins = [*range(0, tokens - max(length, segment), length), tokens - max(length, segment)]
     ends, draw = [*begins[1:], tokens], random.Random(length)
@@ -46,12 +46,12 @@ def ranges_of(length: int, tokens: int = TOKENS, segment: int = SEGMENT) -> Rang
     return sorted(ranges)
 
 
-def call_of(dtype: torch.dtype, dim: int) -> Call:
+def call_of(dtype: torch.dtype, dim: int, tokens: int) -> Call:
     generator = torch.Generator().manual_seed(0)
     q, dout, k, v = (
-        torch.randn(1, HEADS, n, dim, generator=generator).to(dtype) for n in (SEGMENT, SEGMENT, TOKENS, TOKENS)
+        torch.randn(1, HEADS, n, dim, generator=generator).to(dtype) for n in (SEGMENT, SEGMENT, tokens, tokens)
     )
-    return Call(q, k, v, dout, kept=TOKENS)
+    return Call(q, k, v, dout, kept=tokens)
 
 
 def seconds(memory: Memory) -> tuple[float, float]:
@@ -67,10 +67,10 @@ def spread(times: list[float]) -> float:
     return 50 * (high - low) / middle
 
 
-def measure(dtype: torch.dtype, dim: int, rounds: int) -> bool:
+def measure(dtype: torch.dtype, dim: int, tokens: int, rounds: int) -> bool:
     """Prints a line per pass and length. Returns whether ranges of 512 keys are within what is wanted."""
-    call = call_of(dtype, dim)
-    arms = [Memory(call), *(Memory(call, ranges_of(length)) for length in LENGTHS)]
+    call = call_of(dtype, dim, tokens)
+    arms = [Memory(call), *(Memory(call, ranges_of(length, tokens)) for length in LENGTHS)]
     for memory in arms:
         seconds(memory)
     one, *others = ([*memory.results().tensors()] for memory in arms)
@@ -91,7 +91,7 @@ def measure(dtype: torch.dtype, dim: int, rounds: int) -> bool:
             verdict = "" if length < 512 else "  ok" if ratio <= WANTED else "  FAILED"
             held &= ratio <= WANTED or length < 512
             print(
-                f"{start} | {len(ranges_of(length)):4} of {length:4}    {1000 * statistics.median(taken):8.2f} "
+                f"{start} | {len(ranges_of(length, tokens)):4} of {length:4}    {1000 * statistics.median(taken):8.2f} "
                 f"{spread(taken):4.1f}   x {ratio:.3f} [{low:.3f}, {high:.3f}]{verdict}",
                 flush=True,
             )
@@ -100,14 +100,18 @@ def measure(dtype: torch.dtype, dim: int, rounds: int) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096, help="keys (%(default)s)")
     parser.add_argument("--rounds", type=int, default=41)
     options = parser.parse_args()
     keep_memory()
     torch.set_num_threads(1)
-    print(header(f"Attention of {SEGMENT} tokens at the end of {TOKENS} keys in ranges, {HEADS} heads"))
+    print(header(f"Attention of {SEGMENT} tokens at the end of {options.tokens} keys in ranges, {HEADS} heads"))
     print(f"# attention kernels: {_C.attention_isa()}")
     print("dtype       d pass     | ranges                ms  +-%   by one piece")
-    held = [measure(dtype, dim, options.rounds) for dtype in (torch.float32, torch.bfloat16) for dim in (64, 128)]
+    given = [
+        (dtype, dim, options.tokens, options.rounds) for dtype in (torch.float32, torch.bfloat16) for dim in (64, 128)
+    ]
+    held = [measure(*each) for each in given]
     print(f"# ranges of 512 keys within {WANTED} of one piece: {'all' if all(held) else 'not all'}")
 
 

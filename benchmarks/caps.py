@@ -157,7 +157,7 @@ def run(options: argparse.Namespace, results: Results) -> None:
                 continue
             places = receive_bytes(own, plan, results.profile)
             results.add(what="plan", name=name, text=plan.to_json(), receive=places)
-            steps = max(STEPS, math.ceil(STEP_SECONDS / plan.seconds))
+            steps = STEPS if options.quick else max(STEPS, math.ceil(STEP_SECONDS / plan.seconds))
             spawn(own.ranks, measure, own, name, plan.to_json(), steps, options.output, results.path)
             results.reload()
 

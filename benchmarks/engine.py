@@ -36,7 +36,7 @@ from seq1f1b.runtime.stage import StageStep
 
 M, K, LENGTH, WIDTH = 8, 8, 64, 4
 PAIRS = M * K
-ROUNDS, STEPS_PER_ROUND = 30, 50
+ROUNDS, STEPS_PER_ROUND = 30, 50  # at most 20 steps where there are two processes
 
 
 class Scale(nn.Module):
@@ -54,12 +54,12 @@ def sum_loss(output: Tensor, target: Tensor) -> Tensor:
     return output.sum()
 
 
-def repeat(step: Callable[[], None]) -> float:
+def repeat(step: Callable[[], None], steps: int) -> float:
     """Seconds per step."""
     start = time.perf_counter()
-    for _ in range(STEPS_PER_ROUND):
+    for _ in range(steps):
         step()
-    return (time.perf_counter() - start) / STEPS_PER_ROUND
+    return (time.perf_counter() - start) / steps
 
 
 def bare_loop(module: nn.Module, inputs: Tensor, *, with_loss: bool) -> Callable[[], None]:
@@ -78,7 +78,7 @@ def bare_loop(module: nn.Module, inputs: Tensor, *, with_loss: bool) -> Callable
     return loop
 
 
-def report(name: str, costs: list[float], discarded: int) -> None:
+def report(name: str, costs: list[float], discarded: int, steps: int) -> None:
     costs = sorted(costs)
     if len(costs) < 15:
         print(f"{name}: unmeasured, {len(costs)} rounds counted, {discarded} discarded")
@@ -86,12 +86,31 @@ def report(name: str, costs: list[float], discarded: int) -> None:
     low, high = costs[len(costs) // 10], costs[-1 - len(costs) // 10]
     print(
         f"{name}: {statistics.median(costs) * 1e6:.1f} us per pair [{low * 1e6:.1f}, {high * 1e6:.1f}], "
-        f"{len(costs)} rounds of {STEPS_PER_ROUND} steps of {PAIRS} pairs, {discarded} discarded",
+        f"{len(costs)} rounds of {steps} steps of {PAIRS} pairs, {discarded} discarded",
         flush=True,
     )
 
 
-def pair() -> None:
+def check_gradients(module_of: dict[str, nn.Module], runs: dict[str, Callable[[], None]]) -> None:
+    """Runs each arm once. Raises RuntimeError unless all make one gradient, but for its scale: some take means."""
+    gradients = {}
+    for name, run in runs.items():
+        weight = module_of[name].get_parameter("weight")
+        weight.grad = None
+        run()
+        gradients[name] = nn.functional.normalize(weight.grad, dim=0)
+    first, *others = gradients.values()
+    if not all(torch.allclose(first, other, rtol=1e-4) for other in others):
+        raise RuntimeError(f"gradients differ: {gradients}")
+
+
+def check_transport(engine: seq1f1b.PipelineEngine, transport: str) -> None:
+    """Raises RuntimeError unless all messages go over this transport."""
+    if {edge.transport for edge in engine.edges} != {transport}:
+        raise RuntimeError(f"messages are to go by {transport}: {engine.edges}")
+
+
+def pair(rounds: int, steps: int, limit: float) -> None:
     torch.set_num_threads(1)
     module, inputs = Scale(), torch.randn(M, LENGTH, WIDTH)
     engine = seq1f1b.PipelineEngine(
@@ -102,28 +121,30 @@ def pair() -> None:
         engine.step(inputs, target=inputs)
 
     bare = bare_loop(module, inputs, with_loss=True)
-    for _ in range(3):
-        repeat(ours), repeat(bare)
+    check_gradients(dict.fromkeys(("bare", "ours"), module), {"bare": bare, "ours": ours})
+    for _ in range(min(3, rounds)):
+        repeat(ours, steps), repeat(bare, steps)
     costs, discarded, load = [], 0, ForeignLoad([os.getpid()])
-    for _ in range(3 * ROUNDS):
+    for _ in range(3 * rounds):
         load.start()
-        cost = (repeat(ours) - repeat(bare)) / PAIRS
-        if load.cores() < FOREIGN_LIMIT:
+        cost = (repeat(ours, steps) - repeat(bare, steps)) / PAIRS
+        if load.cores() < limit:
             costs.append(cost)
         else:
             discarded += 1
-        if len(costs) == ROUNDS:
+        if len(costs) == rounds:
             break
-    report("one process", costs, discarded)
+    report("one process", costs, discarded, steps)
 
 
-def two(rank: int, world: int) -> None:
+def two(rank: int, world: int, rounds: int, steps: int, limit: float) -> None:
     device = torch.device("cpu")
     batch = torch.randn(M, LENGTH, WIDTH)
-    flat = torch.randn(PAIRS, LENGTH // K, WIDTH)
+    flat = batch.unflatten(1, (K, -1)).flatten(0, 1)
     first, last = rank == 0, rank == world - 1
+    modules = [Scale() for _ in range(3)]
     engine = seq1f1b.PipelineEngine(
-        Scale(),
+        modules[0],
         num_microbatches=M,
         num_segments=K,
         loss_fn=sum_loss,
@@ -131,8 +152,9 @@ def two(rank: int, world: int) -> None:
         transport="shm",
     )
     order = seq1f1b.build_schedule("seq1f1b", num_ranks=world, num_microbatches=M, num_segments=K)
-    one = Schedule1F1B(PipelineStage(Scale(), rank, world, device), PAIRS, sum_loss, scale_grads=False)
-    general = torch_runtime(PipelineStage(Scale(), rank, world, device), order, sum_loss)
+    check_transport(engine, "shm")
+    one = Schedule1F1B(PipelineStage(modules[1], rank, world, device), PAIRS, sum_loss, scale_grads=False)
+    general = torch_runtime(PipelineStage(modules[2], rank, world, device), order, sum_loss)
 
     def torch_step(schedule: Any) -> Callable[[], None]:
         def step() -> None:
@@ -145,32 +167,31 @@ def two(rank: int, world: int) -> None:
         "torch Schedule1F1B over gloo": torch_step(one),
         "torch runtime, same order, over gloo": torch_step(general),
     }
+    check_gradients(dict(zip(arms, modules, strict=True)), arms)
     bare = bare_loop(Scale(), batch, with_loss=last)
     pids: list[int] = [0] * world
     dist.all_gather_object(pids, os.getpid())
-    global STEPS_PER_ROUND
-    STEPS_PER_ROUND = 20
     costs: dict[str, list[float]] = {name: [] for name in arms}
     discarded, load = 0, ForeignLoad(pids)
-    for turn in range(3 * ROUNDS):
+    for turn in range(3 * rounds):
         load.start()
         dist.barrier()
-        own = repeat(bare)
+        own = repeat(bare, steps)
         taken = {}
         for name, step in arms.items():
             dist.barrier()
-            taken[name] = repeat(step)
-        counted = [turn > 0 and load.cores() < FOREIGN_LIMIT]
+            taken[name] = repeat(step, steps)
+        counted = [turn > 0 and load.cores() < limit]
         dist.broadcast_object_list(counted, src=0)
         for name, seconds in taken.items():
             if counted[0]:
                 costs[name].append((seconds - own) / PAIRS)
-        discarded += not counted[0]
-        if len(costs["seq1f1b over shared memory"]) == ROUNDS:
+        discarded += turn > 0 and not counted[0]
+        if len(costs["seq1f1b over shared memory"]) == rounds:
             break
     if first:
         for name, values in costs.items():
-            report(name, values, discarded)
+            report(name, values, discarded, steps)
 
 
 class Sleeps(torch.autograd.Function):
@@ -253,6 +274,7 @@ def sleep(rank: int, world: int, options: argparse.Namespace, path: str) -> None
             Sleeper(unit * k / segments), schedule=orders[family], num_microbatches=count, num_segments=segments,
             loss_fn=sum_loss, loss=seq1f1b.Loss(reduction="sum"), transport=transport,
         )  # fmt: skip
+        check_transport(engine, transport)
         if not units:
             only_sleep(engine, unit)
         return lambda: engine.step(batch if first else None, target=batch if last else None)  # type: ignore[return-value]
@@ -368,6 +390,11 @@ def plot_sleeps(results: Records, path: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modes", nargs="*", metavar="{pair,two,sleep}", help="default: all")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="counted ones of pair and two (%(default)s)")
+    parser.add_argument("--round-steps", type=int, default=STEPS_PER_ROUND, help="of each of them (%(default)s)")
+    parser.add_argument(
+        "--foreign", type=float, default=FOREIGN_LIMIT, help="cores that others may use in a step that counts; inf: any"
+    )
     group = parser.add_argument_group("sleep")
     group.add_argument("--ranks", type=int, nargs="+", default=[8])
     group.add_argument("--microbatches", type=int, default=16)
@@ -376,9 +403,6 @@ def main() -> None:
         "--unit-ms", type=float, default=5.0, help="a segment's forward; its backward takes twice as long"
     )
     group.add_argument("--steps", type=int, default=MIN_COUNTED, help="counted ones of each arm")
-    group.add_argument(
-        "--foreign", type=float, default=FOREIGN_LIMIT, help="cores that others may use in a step that counts; inf: any"
-    )
     group.add_argument("--results", help="file of JSON lines that is added to")
     group.add_argument("--show", action="store_true", help="measure nothing")
     group.add_argument("--plot", help="picture of what the file holds")
@@ -388,9 +412,9 @@ def main() -> None:
     if modes != ["sleep"]:
         print(header("Cost of the engine"))
     if "pair" in modes:
-        pair()
+        pair(options.rounds, options.round_steps, options.foreign)
     if "two" in modes:
-        spawn(2, two, 2)
+        spawn(2, two, 2, options.rounds, min(20, options.round_steps), options.foreign)
     if "sleep" in modes:
         with tempfile.TemporaryDirectory() as folder:
             results = Records(options.results or f"{folder}/results")

@@ -116,6 +116,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=3)
+    names = [name for name, *_ in CASES]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="some rows; the first is always there")
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
@@ -131,7 +133,7 @@ def main() -> None:
     print(f"{'layers':<14}{'model':<12}{'F 1':>7}{'said':>6}{'F 4':>6}{'said':>6}{'F 8':>6}{'said':>6}{'off':>7}"
           f"{'saved':>7}{'of dense':>9}{'kv':>6}")  # fmt: skip
     machine, dense, sizes = None, 1.0, [options.seq // 8] * 8
-    for name, kind, types, given in CASES:
+    for name, kind, types, given in (c for c in CASES if c[0] in (names[0], *options.only)):
         model = build(kind, types, given)
         times, forward = measured(model, options.seq, options.repeats)
         machine = machine or fitted(model, forward, sizes)

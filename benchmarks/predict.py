@@ -65,6 +65,7 @@ BLOCK_SECONDS = 1.0  # of steps between two looks at the machine's load, whose c
 LEAST_STEPS = 5
 PAUSE = 0.3  # seconds over which the load is looked at before another try
 CASTS = 15  # repetitions
+SMALL = 8  # times shorter sequences, in a model of hidden 64, where it is only tried out
 WORK_STEPS = 12  # of F and B of a layer, which are the fixed work
 PARTS = ("layer", "single", "embedding", "head")
 KINDS = "FBIW"  # of units of the orders below, which recompute nothing
@@ -604,7 +605,17 @@ def check_plans(world: World, profiles: Profiles, of_setup: str) -> None:
         world.say(f"first plan over the measured best: {ratio:.3f}; wanted {WANTED_OF_BEST}: {verdict}")
 
 
+def make_small() -> None:
+    """Of all configurations, in this process."""
+    global BLOCK_SECONDS, WORK_STEPS
+    BLOCK_SECONDS, WORK_STEPS = 0.1, 2
+    SETUPS.update((s.name, replace(s, hidden=64, vocab=64, seq_len=s.seq_len // SMALL)) for s in [*SETUPS.values()])
+    CONFIGURATIONS[:] = [replace(c, seq_len=c.seq_len // SMALL) for c in CONFIGURATIONS]
+
+
 def worker(rank: int, store: str, options: argparse.Namespace) -> None:
+    if options.quick:
+        make_small()
     torch.set_num_threads(1)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
@@ -642,9 +653,11 @@ def run(world: World, number: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--any-load", action="store_true", help="count steps whatever else runs: no result")
+    parser.add_argument("--quick", action="store_true", help="a small model, whatever else runs: whether it runs")
     parser.add_argument("--first", type=int, default=len(CONFIGURATIONS), help="only so many configurations")
     parser.add_argument("--minutes", type=float, default=15.0, help="after which nothing is tried again (%(default)s)")
     options = parser.parse_args()
+    options.any_load |= options.quick
     if len(os.sched_getaffinity(0)) < CORES:
         parser.error(f"needs {CORES} cores")
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -12,6 +12,7 @@ is measured in steps of equal lengths.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 from functools import partial
@@ -47,7 +48,7 @@ def agreed(value: Any) -> Any:
 
 def quiet(load: ForeignLoad, limit: float) -> bool:
     load.start()
-    time.sleep(0.2)
+    time.sleep(0.2 if math.isfinite(limit) else 0.0)
     return load.cores() < limit
 
 
@@ -100,7 +101,10 @@ def draw(counted: dict[str, list[Any]], options: argparse.Namespace, busiest: fl
     head = header("One measured step of each schedule")
     print(head)
     for name, report in shown.items():
-        print(f"{name}: {report.makespan:.3f} s, bubble {report.bubble:.1%}, {len(counted[name])} steps counted")
+        print(
+            f"{name}: {report.makespan:.3f} s, bubble {report.bubble:.1%}, {len(counted[name])} steps counted, "
+            f"of {', '.join(str(len(rank.timeline)) for rank in report.ranks)} units"
+        )
     print(f"other processes used at most {busiest:.2f} of a core")
     first, second = (report.makespan for report in shown.values())
     machine = head.splitlines()[2].removeprefix("# ")
