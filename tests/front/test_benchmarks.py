@@ -1,4 +1,8 @@
-"""Does the benchmark of schedules run, compare like with like, and judge only what it measured?"""
+"""Do the benchmarks run, compare like with like, and judge only what they measured?
+
+Each script of ``benchmarks/README.md`` runs here in a shortest form: its arms are what they are called, and its steps
+count. Its figures are no matter of a test.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,267 @@ import dataclasses
 import importlib.util
 import json
 import math
+import random
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from scripts import Script, environment
+
+from seq1f1b.plan import Plan
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 CASE = "S64 M2 P2 hidden 64 blocks 4"
+FORKED = Path(__file__).parents[1] / "support" / "forked_benchmark.py"
+
+
+def run(folder: Path, script: str, *arguments: str) -> str:
+    """What a benchmark prints."""
+    code, out, err = Script(FORKED, [str(FOLDER / script), *arguments], folder, environment()).finish(240)
+    assert code == 0, f"{out[-2000:]}{err[-4000:]}"
+    return out
+
+
+def numbers(pattern: str, text: str) -> list[tuple[float, ...]]:
+    """The groups of each match, as numbers."""
+    return [tuple(map(float, match.groups())) for match in re.finditer(pattern, text, re.MULTILINE)]
+
+
+# -- each script in its shortest form ----------------------------------------------------------------------------------
+
+
+def of_tuning(out: str, _: Path) -> None:
+    """The order was found before the rounds; the script itself fails if the engine searches in them."""
+    assert "1 rounds, 0 discarded\ntuned for 96 tokens in " in out
+    arms = ("one process, two threads", "DDP, two processes", "as it began", "tuned", "torch 1F1B", "torch ZBV")
+    errors = re.search("errors of gradients: (.*)", out)
+    assert errors is not None and len(re.findall("[0-9.]+e-0[67]", errors[1])) == len(arms)
+    assert [name for name in arms if re.search(rf"^  {name} +[0-9.]+ s", out, re.MULTILINE)] == list(arms)
+
+
+def of_train(out: str, _: Path) -> None:
+    """The script compares the losses, and looks which attention each arm runs."""
+    assert all(name in out for name in ("ours", "two calls", "explicit mask", "causal_lower_right", "eager"))
+    assert "1 pairs, 0 discarded" in out and len(re.findall("attention [1-9]", out)) == 2
+
+
+def of_attention_ranges(out: str, _: Path) -> None:
+    """The script compares the results of all ranges to the bit."""
+    assert len(re.findall(r"^(?:float32|bfloat16) .*(?:one piece| of )", out, re.MULTILINE)) == 2 * 2 * 2 * 5
+
+
+def of_engine(out: str, _: Path) -> None:
+    """The script compares gradients, and by which transport messages go."""
+    assert out.count("1 rounds counted") == 4 and out.count(", 0 discarded") == 4
+    steps = numbers(r"^ +2 (?:torch|seq1f1b).* +2 +[12] +([0-9.]+) +([0-9.]+) .* 15$", out)
+    assert len(steps) == 5 and all(seconds > 0.9 * ideal for seconds, ideal in steps)
+
+
+def of_p2p(out: str, _: Path) -> None:
+    rows = numbers(r"^ *(\d+) +([0-9.]+) \(.*\) +([0-9.]+) \(.*\) +([0-9.]+)$", out)
+    assert [row[0] for row in rows] == [2**20, 3 * 2**20]
+    assert all(ratio == pytest.approx(gloo / ours, rel=0.02, abs=0.06) for _, ours, gloo, ratio in rows)
+
+
+def of_packing(out: str, _: Path) -> None:
+    assert out.count("1 pairs, 0 discarded") == 3
+    *others, (one, same) = numbers("losses ([0-9.]+), ([0-9.]+)", out)
+    assert len(others) == 2 and all(abs(whole - within) > 1e-3 for whole, within in others)
+    assert one == pytest.approx(same, abs=1e-5)
+
+
+def of_tree_steps(out: str, _: Path) -> None:
+    """The script compares the gradients of the three arms."""
+    assert [name for name in ("trees", "rows", "packed") if f"2 trees: {name} " in out] == ["trees", "rows", "packed"]
+    assert len(numbers(r"takes ([0-9.]+) \[", out)) == 2
+
+
+def of_timeline(out: str, folder: Path) -> None:
+    assert (folder / "step.png").read_bytes().startswith(b"\x89PNG")
+    assert re.search("^1F1B: .*, 15 steps counted, of 4, 4 units$", out, re.MULTILINE)
+    assert re.search("^Seq1F1B, 2 segments: .*, 15 steps counted, of 8, 8 units$", out, re.MULTILINE)
+
+
+def of_memory(out: str, folder: Path) -> None:
+    """The arms, before any is measured: `moves` and `caps` measure times and peaks as it does, the full test all."""
+    assert (folder / "memory.txt").read_text() == out
+    records = [json.loads(line) for line in (folder / "memory.jsonl").read_text().splitlines()]
+    torchs, plain, recomputed = [r["fields"] for r in records if r["what"] == "arm"]
+    assert (torchs["schedule"], torchs["checkpoint"]) == ("1F1B", False) and plain["name"] == "ours, no cap"
+    assert Plan.from_json(plain["plan"]).units == () and recomputed == plain | {
+        "name": "ours, all recomputed",
+        "recomputed": 1.0,
+    }
+    assert out.count(": unmeasured\n") == 2
+
+
+def of_moves(out: str, folder: Path) -> None:
+    assert (folder / "moves.txt").read_text() == out
+    records = [json.loads(line) for line in (folder / "moves.jsonl").read_text().splitlines()]
+    assert [r["arm"] for r in records if r["what"] == "checked"] == ["ours, no cap", "ours, a half moved"]
+    assert "1 pairs" in out and out.endswith(": unmeasured\n")  # a single pair is no result
+
+
+def of_vocabulary(out: str, _: Path) -> None:
+    losses = re.findall("losses (.*)", out)
+    assert len(losses) == 3 and len(set(losses)) == 1 and losses[0].count(".") == 2
+    assert numbers("below the head in the last stage: the largest rank falls by ([0-9.]+)", out)[0] > (0.05,)
+
+
+def of_memory_on_paper(out: str, _: Path) -> None:
+    way = r"^llama3-8b +131072 +1  {}.* +([0-9.]+)% +([0-9.]+) +(\d+)% +(\d+)%  {}$"
+    [(_, whole, recomputed, moved)] = numbers(way.format("block by block", "(?:ffn|full)"), out)
+    assert whole < 80 and (recomputed, moved) == (0, 0)
+    [(_, _, recomputed, moved)] = numbers(way.format("whole units", "none"), out)
+    assert recomputed > 0 and moved == 0
+    assert numbers(way.format("and move", "none"), out)[0][3] > 0
+    assert re.search("131072 +1  keeps all +nothing fits", out)
+
+
+def of_predict(out: str, _: Path) -> None:
+    told, measured = out.split("predictions, made before any step")[1].split("measured ms")
+    assert "h256 fp32 gpipe P2 M4 k1 S128 layers 2+2" in told
+    assert len(numbers(r"^ +(\d) +([0-9.]+) +([0-9.]+) +([0-9.]+) +\d+ .*(?:inside|OUTSIDE)$", measured)) == 1
+    assert " of 1 measured ones inside at the profile's speed, of 1," in measured
+
+
+def of_caps(out: str, folder: Path) -> None:
+    assert (folder / "caps.txt").read_text() == out
+    records = [json.loads(line) for line in (folder / "caps.jsonl").read_text().splitlines()]
+    [ran] = [r for r in records if r["what"] == "ran"]
+    [plan] = [Plan.from_json(r["text"]) for r in records if r["what"] == "plan"]
+    assert (
+        len(ran["steps"]) == 3 and sum(ran["units"]) == plan.num_microbatches * plan.num_segments * plan.stages_per_rank
+    )
+    assert all(total > shared > 0 for total, shared in zip(ran["total"], ran["shared"], strict=True))
+
+
+def of_paper(out: str, _: Path) -> None:
+    """No time is in it: all cells are fitted, predicted, or told to be out of memory."""
+    assert out.count(", fit\n") == 12 and out.count(" GB: out of memory\n") == 3 and "WRONG" not in out
+    assert [n for (n,) in numbers(r": n (\d+), mean error: model [0-9.]+%", out)] == [4, 3, 9, 5]
+
+
+def of_kinds(out: str, _: Path) -> None:
+    rows = re.findall(
+        r"^(dense|window, full) +(llama|gemma2) +(?:[0-9.]+ +){6}[-+]\d+% .* ([0-9.]+)$", out, re.MULTILINE
+    )
+    assert rows == [("dense", "llama", "1.000"), ("window, full", "gemma2", "1.000")]  # measured cache over said
+
+
+def of_exact(out: str, _: Path) -> None:
+    """No time is in it: orders and bounds are the same everywhere."""
+    assert re.findall("bar .*: (.*)", out) == ["reached"] * 3
+
+
+def of_simulate(out: str, _: Path) -> None:
+    rows = numbers(r"^.{34} +(\d+) +[0-9.]+ +([0-9.]+)  .* 1 runs$", out)
+    assert [units for units, _ in rows] == [4096] * 5 + [6144, 4096] and all(rate > 0 for _, rate in rows)
+    assert len(numbers(r"^auto, (\d) stages per rank: bubble ([0-9.]+)%", out)) == 3
+
+
+def of_endurance(out: str, _: Path) -> None:
+    assert out.count("nothing grew") == 2 and "GREW" not in out
+
+
+FOREIGN = "--foreign=inf"  # whatever else runs here
+SHORT: dict[str, tuple[list[str], Callable[[str, Path], None]]] = {
+    "tuning": (["--case", "96", "2", "--rounds=1", FOREIGN], of_tuning),
+    "train": (["--length=64", "--pairs=1", "--only=float32", FOREIGN], of_train),
+    "attention_ranges": (["--tokens=1024", "--rounds=2"], of_attention_ranges),
+    "engine": (
+        [FOREIGN, "--rounds=1", "--round-steps=2", "--ranks=2", "--microbatches=2", "--segments=2", "--unit-ms=1"],
+        of_engine,
+    ),
+    "p2p": (["--repeats=1", "--bytes", str(2**20), str(3 * 2**20)], of_p2p),
+    "packing": (["--length=128", "--pairs=1", FOREIGN], of_packing),
+    "tree_steps": (["--prompt=64", "--responses=4", "--response=16", "--steps=1"], of_tree_steps),
+    "timeline": (["step.png", "--limit=inf", "--length=128", "--segments=2"], of_timeline),
+    "memory": (["--quick", "--minutes=0", "--output=."], of_memory),
+    "moves": (["--quick", FOREIGN, "--output=."], of_moves),
+    "vocabulary": (["--ranks=2", "--vocab=4096", "--hidden=64", "--tokens=64", "--steps=2"], of_vocabulary),
+    "memory_on_paper": (["--models=llama3-8b", "--lengths=131072"], of_memory_on_paper),
+    "predict": (["--quick", "--first=1"], of_predict),
+    "caps": (["--quick", FOREIGN, "--output=."], of_caps),
+    "paper": ([], of_paper),
+    "kinds": (["--seq=128", "--repeats=1", "--only", "window, full"], of_kinds),
+    "exact": ([], of_exact),
+    "simulate": (["--quick", "--runs=1"], of_simulate),
+    "endurance": (["--steps=101", "--transports=shm"], of_endurance),
+}
+ELSEWHERE = {  # in the other tests of this file; gpu in test_gpu_benchmark.py
+    *("pipeline", "split", "attention", "lengths", "trees", "restarts", "gpu"),
+}
+
+
+@pytest.mark.parametrize("script", SHORT)
+def test_a_script_measures_what_it_is_called_after(script: str, tmp_path: Path) -> None:
+    arguments, check = SHORT[script]
+    if script == "kinds":
+        pytest.importorskip("transformers", reason="the script is about its layers; .ci/run comes back with the extra")
+    check(run(tmp_path, f"{script}.py", *arguments), tmp_path)
+
+
+def test_every_script_of_the_index_has_a_test() -> None:
+    named = set(re.findall(r"^\|.*\]\((\w+)\.py\)", (FOLDER / "README.md").read_text(), re.MULTILINE))
+    assert named == SHORT.keys() | ELSEWHERE
+
+
+def test_every_form_of_attention_is_checked_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong one ends the script."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import attention
+
+    for name, value in (("REPETITION_SECONDS", 0.0), ("SLOWED", 0.0)):
+        monkeypatch.setattr(attention, name, value)
+    case = attention.Case(torch.float32, 64, 2, 2, 32, 96, v_dim=64)
+    measured = attention.Measured(case, [1])
+    peaks = {1: attention.Peak(1)}
+    for _ in range(attention.ROUNDS):
+        measured.add(1.0, peaks)
+    [row] = measured.rows
+    assert set(row.times) == {"ours", "two calls"} and set(measured.errors) > {"ours", "two calls", "explicit mask"}
+    assert all(len(times) == len(row.peaks) >= attention.MIN_REPETITIONS for times in row.times.values())
+    assert not row.discarded and attention.rate(case, row, "ours", attention.BACKWARD)[0] > 0
+
+
+LAUNCHER = r"""
+import os, pathlib, subprocess
+log = pathlib.Path("runs/gpt/log.jsonl")
+log.parent.mkdir(parents=True)
+ranks = lambda seconds: [subprocess.Popen(["sleep", seconds], env=os.environ | {"RANK": r}) for r in "01"]
+log.write_text('{"loss": 2.0}\n')
+first = ranks("60")
+os.wait()
+for rank in first:
+    rank.kill()
+    rank.wait()
+again = ranks("0.1")
+log.write_text('{"loss": 2.0}\n{"loss": 1.0}\n')
+for rank in again:
+    rank.wait()
+"""
+
+
+def test_a_rank_is_killed_after_the_step_that_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In the place of torchrun stands a launcher that begins again when a rank dies."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import restarts
+
+    def start(folder: Path) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-S", "-c", LAUNCHER], cwd=folder)
+
+    monkeypatch.setattr(restarts, "start", start)
+    code, _, lost = restarts.disturb(tmp_path, [(1, 0.0)], random.Random(0))
+    assert code == 0 and restarts.rows(tmp_path) == [2.0, 1.0]
+    assert len(lost) == 1 and re.fullmatch(r"rank [01] after step 1, [0-9.]+ s", lost[0])
+
+
+# -- what single scripts judge -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -29,17 +285,7 @@ def test_arms_train_alike_and_what_cannot_run_says_why(tmp_path):
     arguments = ["--length=64", "--microbatches=2", "--hidden=64", "--segments=2", "--split=flops", "--rounds=2"]
     schedules = ["--schedules", "1F1B", "ZBVZeroBubble", "DualPipeV", "runtime", "seq1f1b", "seq1f1b-interleaved"]
     path = tmp_path / "results"
-    command = [
-        sys.executable,
-        str(FOLDER / "pipeline.py"),
-        *arguments,
-        *schedules,
-        "--foreign=inf",
-        "--results",
-        str(path),
-    ]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert run.returncode == 0, run.stderr
+    out = run(tmp_path, "pipeline.py", *arguments, *schedules, FOREIGN, "--results", str(path))
     records = [json.loads(line) for line in path.read_text().splitlines()]
     arms = [r for r in records if r["what"] == "arm"]
     assert len(arms) == 12 and all(r["case"] == CASE for r in arms)
@@ -53,8 +299,8 @@ def test_arms_train_alike_and_what_cannot_run_says_why(tmp_path):
     assert all(
         seconds > 0 and 0 <= least <= bubble < 1 for r in rounds for seconds, _, bubble, least in r["steps"].values()
     )
-    assert "refuses: DualPipeV requires" in run.stdout and "unmeasured (2)" in run.stdout
-    bars = run.stdout.partition("## What must hold\n")[2].splitlines()
+    assert "refuses: DualPipeV requires" in out and "unmeasured (2)" in out
+    bars = out.partition("## What must hold\n")[2].splitlines()
     assert len(bars) > 15 and all(line.endswith(": unmeasured") for line in bars)
 
 
@@ -117,13 +363,12 @@ def test_the_examples_model_has_one_gradient_under_every_attention(pipeline):
             torch.testing.assert_close(grad, truth[name], rtol=0, atol=5e-6 * float(truth[name].abs().max()), msg=name)
 
 
-def test_the_split_backward_is_measured_beside_torchs():
+def test_the_split_backward_is_measured_beside_torchs(monkeypatch, tmp_path):
     """That it runs, and that what I leaves to W is less than torch's split keeps: times are no matter of a test."""
-    run = subprocess.run(
-        [sys.executable, str(FOLDER / "split.py"), "--quick"], capture_output=True, text=True, timeout=240
-    )
-    assert run.returncode == 0, run.stderr
-    rows = [line.split() for line in run.stdout.splitlines() if line.startswith(("float32  ", "bfloat16  "))]
+    for name, value in (("MALLOC_MMAP_MAX_", "0"), ("MALLOC_TRIM_THRESHOLD_", str(2**40))):  # else it begins anew
+        monkeypatch.setenv(name, value)
+    out = run(tmp_path, "split.py", "--quick")
+    rows = [line.split() for line in out.splitlines() if line.startswith(("float32  ", "bfloat16  "))]
     cells = [row for row in rows if row[1] == "256"]
     assert len(cells) == 2
     for *_, ours, theirs in cells:
@@ -148,23 +393,6 @@ def test_ways_of_trees_have_the_tokens_and_pairs_of_their_paths(monkeypatch):
     monkeypatch.setattr(trees, "SHAPES", dict(list(trees.SHAPES.items())[1:3]))
     for name, _, (of_rows, of_packed, of_nested), *_ in trees.table([2]):
         assert of_rows > of_packed > of_nested, name
-
-
-@pytest.mark.full  # starts processes one after another, about 35 seconds
-def test_what_moving_costs_is_measured(tmp_path):
-    """Small, and under any load; a single pair is no result."""
-    run = subprocess.run(
-        [sys.executable, str(FOLDER / "moves.py"), "--quick", "--foreign=inf", "--output", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert run.returncode == 0, run.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["moves.jsonl", "moves.txt"]
-    assert (tmp_path / "moves.txt").read_text() == run.stdout
-    records = [json.loads(line) for line in (tmp_path / "moves.jsonl").read_text().splitlines()]
-    assert [r["arm"] for r in records if r["what"] == "checked"] == ["ours, no cap", "ours, a half moved"]
-    assert "1 pairs" in run.stdout and run.stdout.endswith(": unmeasured\n")
 
 
 @pytest.mark.timeout(600)  # many processes, one after the other, on a machine that may be busy
@@ -280,10 +508,7 @@ def test_plans_under_caps_are_judged(monkeypatch, tmp_path, capsys):
 
 
 def run_lengths(tmp_path, part, *options):
-    command = [sys.executable, str(FOLDER / "lengths.py"), part, "--quick", "--output", str(tmp_path), *options]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+    return run(tmp_path, "lengths.py", part, "--quick", "--output", str(tmp_path), *options)
 
 
 def test_planned_steps_are_faster_on_paper(tmp_path):
