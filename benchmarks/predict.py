@@ -606,7 +606,7 @@ def check_plans(world: World, profiles: Profiles, of_setup: str) -> None:
 
 
 def make_small() -> None:
-    """Of all configurations, in this process."""
+    """Makes the models and sequences of all configurations small, in this process."""
     global BLOCK_SECONDS, WORK_STEPS
     BLOCK_SECONDS, WORK_STEPS = 0.1, 2
     SETUPS.update((s.name, replace(s, hidden=64, vocab=64, seq_len=s.seq_len // SMALL)) for s in [*SETUPS.values()])
