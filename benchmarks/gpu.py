@@ -178,7 +178,6 @@ TRANSPORTS = {  # of which "auto" takes one, by a proof
     "auto": 'transport="auto"',
     "copy": 'transport="copy"',
     "nccl": 'transport="nccl"',
-    "staging": 'transport="staging"',
     "shm": "messages over pageable host memory",
 }
 

@@ -149,7 +149,7 @@ def ranks(machine: Machine) -> Iterator[Case]:
             os.environ.pop("NCCL_MAX_CTAS", None)
 
     for dtype in (torch.bfloat16, torch.float32) if machine.is_cuda else (torch.float32,):
-        everything = ("shm", "copy", "nccl", "c10d", "auto", "staging")
+        everything = ("shm", "copy", "nccl", "c10d", "auto")
         for transport in everything if machine.is_cuda else ("shm", "copy", "nccl"):
             yield f"{transport}, {dtype}", functools.partial(pair, transport, dtype)
     for most_ctas in (8, 32):  # the package asks for 2

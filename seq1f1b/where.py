@@ -85,7 +85,6 @@ ROWS = {
     "between gpus": Row(
         'messages that stay on GPUs: `transport="copy"`, `"nccl"`', _NO, _YES, _STAND_INS, _BETWEEN_GPUS
     ),
-    "staging": Row('messages through pinned memory: `transport="staging"`', _NO, _STAND_INS, _STAND_INS, _BETWEEN_GPUS),
 }
 
 

@@ -9,7 +9,6 @@
 #include "../device/exchange.h"
 #include "../device/host_end.h"
 #include "../device/nccl_end.h"
-#include "../device/staging_end.h"
 #include "../run/executor.h"
 
 #include <stdlib.h>
@@ -142,26 +141,6 @@ static PyObject *host_end(PyObject *Py_UNUSED(module), PyObject *arguments)
     return s1f_new_edge_end(status, end, arguments);
 }
 
-static PyObject *staging_end(PyObject *Py_UNUSED(module), PyObject *arguments)
-{
-    s1f_edge_end *control, *ring, *end = NULL;
-    s1f_watchdog *watchdog;
-    if (!PyArg_ParseTuple(arguments, "O&O&O&", s1f_to_edge_end, &control, s1f_to_edge_end, &ring, s1f_to_watchdog,
-                          &watchdog))
-        return NULL;
-    s1f_status status = s1f_staging_end_create(control, ring, watchdog, &end);
-    return s1f_new_edge_end(status, end, arguments);
-}
-
-static PyObject *staging_connect(PyObject *Py_UNUSED(module), PyObject *arguments)
-{
-    s1f_edge_end *end;
-    int fd;
-    if (!PyArg_ParseTuple(arguments, "O&i", s1f_to_edge_end, &end, &fd))
-        return NULL;
-    return s1f_none(s1f_staging_end_connect(end, fd));
-}
-
 S1F_METHOD_OF(device_end_forget, edge_end, end)
 {
     s1f_status status;
@@ -291,8 +270,6 @@ PyMethodDef s1f_device_methods[] = {
     S1F_METHOD(nccl_leave, O, "Starts to end its communicator; before any end is dropped."),
     S1F_METHOD(copy_end, VARARGS, "An end whose sender's copy engine writes into the receiver's memory."),
     S1F_METHOD(host_end, VARARGS, "An end whose messages go through pageable host memory, over its control edge."),
-    S1F_METHOD(staging_end, VARARGS, "An end whose messages go through pinned memory, the ring's."),
-    S1F_METHOD(staging_connect, VARARGS, "Joins a ring of one end alone to the other's by a connection's descriptor."),
     S1F_METHOD(device_end_forget, O, "Gives back the memory of its places; the sender's end goes first."),
     S1F_METHOD(edge_end_text, O, "Names the edge in errors."),
     S1F_METHOD(edge_proof_begin, O, "An end that proves itself enters the step."),

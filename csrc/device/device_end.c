@@ -224,8 +224,6 @@ static s1f_status device_begin_step(s1f_edge_end *head, int32_t num_places)
     S1F_TRY(s1f_p2p_begin_step(end->control, num_places));
     S1F_TRY(enter(end));
     s1f_status status = set_places(end, num_places);
-    if (status == S1F_OK && end->step_start != NULL)
-        status = S1F_CU(end->device->driver, event_record, end->step_start, end->stream);
     end->started = end->over = end->seen_over = 0;
     end->seen_started = 0;
     end->is_finished = 0;
@@ -275,8 +273,6 @@ static s1f_status take(s1f_device_end *end, int64_t sequence, int32_t number)
     s1f_status status = s1f_device_place_reserve(end, place, place->message->payload_bytes);
     if (status == S1F_OK && !place->message->on_device)
         status = end->mover->receive_staged(end, number, place->host_payload);
-    else if (status == S1F_OK && end->mover->prepare_receive != NULL)
-        status = end->mover->prepare_receive(end, number);
     S1F_TRY(s1f_device_leave(end->device, status));
     S1F_TRY(enter(end));
     S1F_TRY(leave(end, start_receive(end, place, number)));
@@ -391,10 +387,8 @@ static s1f_status device_finish(s1f_edge_end *head, int32_t failed)
     S1F_TRY(enter(end));
     s1f_status status = S1F_OK;
     if (failed) {
-        int64_t step = s1f_group_step(head->group);
-        s1f_group_spoil(head->group, step);
+        s1f_group_spoil(head->group, s1f_group_step(head->group));
         s1f_device_end_abort(end);
-        s1f_watchdog_release(end->watchdog, step, 1);
     }
     if (!head->is_receiver && end->started > 0) /* the stream's last transfer is the edge's */
         status = S1F_CU(end->device->driver, stream_wait_event, end->device->compute,
@@ -445,7 +439,6 @@ static void destroy_events(s1f_device_end *end)
         s1f_driver_event_destroy(driver, end->transfers[i].done);
     }
     s1f_driver_event_destroy(driver, end->ready);
-    s1f_driver_event_destroy(driver, end->step_start);
     if (end->stream != NULL)
         driver->stream_destroy(end->stream);
     end->started = end->over = end->capacity = 0;
@@ -515,8 +508,6 @@ static s1f_status init_end(s1f_device_end *end)
     s1f_status status = S1F_CU(driver, stream_create, &end->stream, S1F_CU_STREAM_NON_BLOCKING, greatest);
     if (status == S1F_OK && !end->head.is_receiver)
         status = S1F_CU(driver, event_create, &end->ready, S1F_CU_EVENT_DISABLE_TIMING);
-    if (status == S1F_OK && end->mover->release != NULL)
-        status = S1F_CU(driver, event_create, &end->step_start, S1F_CU_EVENT_DISABLE_TIMING);
     return s1f_device_leave(end->device, status);
 }
 

@@ -56,7 +56,6 @@ typedef struct { /* how bytes move. Called with the GPU's context current. */
      * it. */
     s1f_status (*prepare_send)(s1f_device_end *end, int64_t sequence, int32_t place, s1f_message *message,
                                const void **tensors);
-    s1f_status (*prepare_receive)(s1f_device_end *end, int32_t place); /* its header has come; may wait; or NULL */
     /* Enqueue on end->stream, under the watchdog's lock. */
     s1f_status (*receive)(s1f_device_end *end, int32_t place, const s1f_message *message);
     s1f_status (*send)(s1f_device_end *end, int32_t place, const s1f_message *message, const void *const *tensors);
@@ -65,15 +64,7 @@ typedef struct { /* how bytes move. Called with the GPU's context current. */
     /* 1 once the last call is enqueued, which may need the peer; -1, with an error recorded: it failed. NULL: at once.
      * Under the lock. */
     int (*settled)(s1f_device_end *end);
-    int (*has_left)(
-        s1f_device_end *end);           /* asked by the proof: all that was sent is on its way; NULL: with its event */
     void (*abort)(s1f_device_end *end); /* ends what is under way, from any thread, once, under the lock; may be NULL */
-    /* A step has failed: what it sent there, and is not on its way, is worth nothing, as streams of this rank are about
-     * to be released. Under the lock; may be NULL. */
-    void (*disown)(s1f_device_end *end, int64_t step);
-    /* Lets streams go on that wait for the peer in a step which has failed, again and again until all ranks have left
-     * it; the end can be used afterwards. Under the lock; may be NULL. */
-    void (*release)(s1f_device_end *end, int64_t step);
     void (*forget)(s1f_device_end *end); /* closes what it opened of the peer's memory; nothing is under way; or NULL */
     void (*close)(s1f_device_end *end);  /* nothing is under way; or NULL */
 } s1f_mover;
@@ -85,14 +76,13 @@ struct s1f_device_end { /* head of each mover's own struct */
     s1f_watchdog *watchdog;
     s1f_device *device;
     s1f_cu_stream stream;
-    s1f_cu_event ready;      /* sender: the result is computed */
-    s1f_cu_event step_start; /* on its stream; where the mover has `release` */
+    s1f_cu_event ready; /* sender: the result is computed */
     s1f_device_place *places;
     int32_t num_places;
     s1f_transfer *transfers; /* by message */
     int64_t capacity, started, over;
-    int32_t is_shared; /* another process opens its memory and events: what a place outgrew stays to the end */
-    s1f_cu_address *retired;
+    int32_t is_shared;       /* another process opens its memory and events */
+    s1f_cu_address *retired; /* what places outgrew, where the sender writes into them: it stays to the end */
     int32_t num_retired;
     int64_t largest; /* receiver: payload so far */
     char *staging;   /* host memory of a message */

@@ -10,7 +10,7 @@ static const int64_t SHARED_BLOCK_BYTES = 2 << 20;
 static s1f_status give_up_memory(s1f_device_end *end, s1f_device_place *place)
 {
     const s1f_driver *driver = end->device->driver;
-    if (end->is_shared) {
+    if (end->mover->post != NULL) { /* the sender may have it open, and a tensor may lie there */
         s1f_cu_address *grown = realloc(end->retired, (size_t)(end->num_retired + 1) * sizeof *grown);
         if (grown == NULL)
             return s1f_fail(S1F_ERR_MEMORY, "no memory for a list of %d", (int)end->num_retired + 1);
@@ -32,7 +32,7 @@ s1f_status s1f_device_place_grow(s1f_device_end *end, s1f_device_place *place, i
     const s1f_driver *driver = end->device->driver;
     if (bytes <= place->capacity)
         return S1F_OK;
-    if (end->is_shared) {
+    if (end->mover->post != NULL) {
         if (bytes < place->capacity + place->capacity / 2)
             bytes = place->capacity + place->capacity / 2; /* so that what is retired stays a fraction */
         bytes = (bytes + SHARED_BLOCK_BYTES - 1) / SHARED_BLOCK_BYTES * SHARED_BLOCK_BYTES;
@@ -72,8 +72,7 @@ s1f_status s1f_device_end_reserve(s1f_device_end *end)
     S1F_TRY(s1f_device_enter(end->device));
     s1f_status status = S1F_OK;
     for (int32_t i = 0; status == S1F_OK && i < end->num_places; i++)
-        if (end->is_shared || end->places[i].capacity == 0) /* a tensor may lie in memory that would be freed here */
-            status = s1f_device_place_grow(end, &end->places[i], end->largest);
+        status = s1f_device_place_grow(end, &end->places[i], end->largest);
     return s1f_device_leave(end->device, status);
 }
 

@@ -20,7 +20,6 @@ typedef struct {
 enum { S1F_CU_SUCCESS = 0, S1F_CU_ERROR_OUT_OF_MEMORY = 2, S1F_CU_ERROR_NOT_READY = 600 };
 enum { S1F_CU_STREAM_NON_BLOCKING = 1 };
 enum { S1F_CU_EVENT_TIMED = 0, S1F_CU_EVENT_DISABLE_TIMING = 2, S1F_CU_EVENT_INTERPROCESS = 4 };
-enum { S1F_CU_HOST_REGISTER_PORTABLE = 1, S1F_CU_HOST_REGISTER_MAPPED = 2, S1F_CU_WAIT_GEQ = 0 };
 enum { S1F_CU_IPC_LAZY_PEER_ACCESS = 1, S1F_CU_CAPTURE_RELAXED = 2 };
 
 /* X(name in the table, symbol, arguments) */
@@ -59,13 +58,6 @@ enum { S1F_CU_IPC_LAZY_PEER_ACCESS = 1, S1F_CU_CAPTURE_RELAXED = 2 };
     X(ipc_close_memory, cuIpcCloseMemHandle, (s1f_cu_address address))                                                 \
     X(ipc_export_event, cuIpcGetEventHandle, (s1f_cu_handle * handle, s1f_cu_event event))                             \
     X(ipc_open_event, cuIpcOpenEventHandle, (s1f_cu_event * event, s1f_cu_handle handle))                              \
-    X(host_register, cuMemHostRegister_v2, (void *memory, size_t bytes, unsigned int flags))                           \
-    X(host_unregister, cuMemHostUnregister, (void *memory))                                                            \
-    X(host_address, cuMemHostGetDevicePointer_v2, (s1f_cu_address * address, void *memory, unsigned int flags))        \
-    X(stream_wait_value, cuStreamWaitValue64_v2,                                                                       \
-      (s1f_cu_stream stream, s1f_cu_address address, uint64_t value, unsigned int flags))                              \
-    X(stream_write_value, cuStreamWriteValue64_v2,                                                                     \
-      (s1f_cu_stream stream, s1f_cu_address address, uint64_t value, unsigned int flags))                              \
     X(capture_mode, cuThreadExchangeStreamCaptureMode, (int *mode))
 
 typedef struct {

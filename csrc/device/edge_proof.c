@@ -64,7 +64,7 @@ static int header_has_come(s1f_device_end *end, int64_t sequence)
 static int is_over(s1f_device_end *end, int64_t sequence)
 {
     (void)sequence;
-    return s1f_device_end_is_idle(end) && (end->mover->has_left == NULL || end->mover->has_left(end));
+    return s1f_device_end_is_idle(end);
 }
 
 /* Makes the context current, with a deadline for what follows. */
@@ -112,10 +112,6 @@ int s1f_edge_proof_give_up(s1f_edge_end *head)
     s1f_device_end_lock(end);
     count_begun(end);
     s1f_device_end_abort(end);
-    if (end->mover->disown != NULL)
-        end->mover->disown(end, s1f_group_step(head->group));
-    if (end->mover->release != NULL)
-        end->mover->release(end, s1f_group_step(head->group));
     s1f_device_end_unlock(end);
     int idle = s1f_device_end_is_idle_within(end, GIVE_UP_NS);
     s1f_device_leave(end->device, S1F_OK);

@@ -48,24 +48,13 @@ static void watch_end(s1f_watchdog *watchdog, s1f_device_end *end, int64_t now)
     watch_transfer(watchdog, end, now);
 }
 
-void s1f_watchdog_release(s1f_watchdog *watchdog, int64_t step, int32_t is_failed)
-{
-    for (s1f_device_end *end = watchdog->ends; is_failed && end != NULL; end = end->next)
-        if (end->mover->disown != NULL)
-            end->mover->disown(end, step);
-    for (s1f_device_end *end = watchdog->ends; end != NULL; end = end->next)
-        if (end->mover->release != NULL)
-            end->mover->release(end, step);
-}
-
-static void end_step(s1f_watchdog *watchdog, int64_t step)
+static void end_step(s1f_watchdog *watchdog)
 {
     int64_t failed = s1f_group_failed_step(watchdog->group);
     if (failed > 0)
         s1f_group_spoil(watchdog->group, failed);
     for (s1f_device_end *end = watchdog->ends; end != NULL; end = end->next)
         s1f_device_end_abort(end);
-    s1f_watchdog_release(watchdog, step, failed == step);
 }
 
 static void *watch(void *context)
@@ -77,11 +66,11 @@ static void *watch(void *context)
     watchdog->device->driver->capture_mode(&relaxed);
     pthread_mutex_lock(&watchdog->lock);
     while (!watchdog->is_ending) {
-        int64_t now = s1f_now_ns(), then = now + WATCH_PERIOD_NS, step = s1f_group_step(watchdog->group);
+        int64_t now = s1f_now_ns(), then = now + WATCH_PERIOD_NS;
         for (s1f_device_end *end = watchdog->ends; end != NULL; end = end->next)
             watch_end(watchdog, end, now);
         if (watchdog->ends != NULL && s1f_group_has_failed(watchdog->group))
-            end_step(watchdog, step);
+            end_step(watchdog);
         struct timespec until = {.tv_sec = then / 1000000000, .tv_nsec = then % 1000000000};
         while (!watchdog->is_ending && pthread_cond_timedwait(&watchdog->ending, &watchdog->lock, &until) != ETIMEDOUT)
             continue;

@@ -29,9 +29,6 @@ typedef struct { /* for device_end.c and watchdog.c alone */
  * no other of the rank ended either, is a failure. */
 s1f_status s1f_watchdog_create(s1f_group *group, s1f_device *device, s1f_watchdog **out);
 void s1f_watchdog_free(s1f_watchdog *watchdog); /* after its ends; NULL is fine */
-/* Under the lock, where a step has failed: lets streams go on that wait for a peer in this step, the rank's last one.
- * is_failed: it is the one that failed, and what those streams compute from here on counts for no other rank. */
-void s1f_watchdog_release(s1f_watchdog *watchdog, int64_t step, int32_t is_failed);
 /* Ends that are made from now on prove themselves; 0: they do not. */
 void s1f_watchdog_prove(s1f_watchdog *watchdog, int64_t proof_ns);
 

@@ -242,12 +242,6 @@ int s1f_arena_hangup_fd(const s1f_edge_end *end)
     return ((const arena_end *)end)->hangup_fd;
 }
 
-void *s1f_arena_memory(s1f_edge_end *end, int64_t *bytes)
-{
-    *bytes = ((arena_end *)end)->bytes;
-    return ((arena_end *)end)->control;
-}
-
 void s1f_relay_done(s1f_edge_end *end, int64_t step, int64_t sequence)
 {
     arena_end *arena = (arena_end *)end;

@@ -105,7 +105,6 @@ class Attempt:
             self._way.connect(edge, self.ends[edge])
 
         self._each(self._edges, connect)
-        self._way.connected()
         self._agree()
 
     def send(self, sequence: int, sizes: Mapping[Edge, int]) -> None:

@@ -7,15 +7,11 @@ import ctypes
 import functools
 import importlib.util
 import os
-import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from seq1f1b import _C
 from seq1f1b.transport import RankGroup
-from seq1f1b.transport.descriptors import private_mapping
-from seq1f1b.transport.dialling import Listener, dial
 from seq1f1b.transport.group import Edge
 from seq1f1b.transport.table import TRANSPORTS
 
@@ -54,8 +50,6 @@ def found_nccl() -> str:
 class Way:
     """One way, and its ends on this rank.
 
-    Args:
-        limit_s: longest wait for a peer.
     Attributes:
         over: what may carry its headers, by ``RankGroup.transport_to``.
         is_one_sided: a send takes place without its receive.
@@ -67,8 +61,8 @@ class Way:
     is_one_sided = True
     needs = ""
 
-    def __init__(self, group: RankGroup, watchdog: object, is_receiver: Mapping[Edge, bool], limit_s: float) -> None:
-        self._group, self._watchdog, self._is_receiver, self._limit_s = group, watchdog, is_receiver, limit_s
+    def __init__(self, group: RankGroup, watchdog: object) -> None:
+        self._group, self._watchdog = group, watchdog
 
     def offer(self, edges: Sequence[Edge]) -> dict[Edge, bytes]:
         """The facts that all ranks are told before the ends are made: of edges that this rank sends on."""
@@ -80,9 +74,6 @@ class Way:
 
     def connect(self, edge: Edge, end: object) -> None:
         """Waits for the peer's end, which has been made."""
-
-    def connected(self) -> None:
-        """Drops what only connecting needed."""
 
     def leave(self, end: object) -> None:
         """Begins to close an end together with the peer, before any end of the rank is closed."""
@@ -130,55 +121,6 @@ class Nccl(Way):
         _C.nccl_leave(end)
 
 
-class Staging(Way):
-    """Pinned memory, without a host that waits: both processes map it, or each has its own and a thread between."""
-
-    name = "staging"
-    over = TRANSPORTS["staging"].over
-    needs = (
-        "it pins host memory, for each edge as much as its places hold: look at the container's memory limit; the GPU "
-        "must take stream memory operations (cuStreamWaitValue64); and other hosts must reach this one by TCP where "
-        "gloo does (GLOO_SOCKET_IFNAME)"
-    )
-    _RING = 64  # channels from here on are no edges, but rings beside them
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._listeners: dict[Edge, Listener] = {}
-        self._dialled: dict[Edge, socket.socket] = {}
-
-    def offer(self, edges: Sequence[Edge]) -> dict[Edge, bytes]:
-        self._listeners = {edge: Listener() for edge in edges if not self._is_mapped_by_both(edge)}
-        return {edge: listener.offer for edge, listener in self._listeners.items()}
-
-    def make(self, edge: Edge, control: object, offered: bytes) -> object:
-        ring = Edge(edge.source, edge.destination, edge.channel + self._RING)
-        peer, is_receiver, text = self._group.peer_of(edge), self._is_receiver[edge], _C.edge_end_text(control)
-        if self._is_mapped_by_both(edge):
-            memory = self._group.edge_end(ring, peer, is_receiver, text)
-        else:
-            own = private_mapping(self._group.arena_bytes)
-            memory = _C.arena_end(self._group.group, own, -1, peer, is_receiver, text)
-            if is_receiver:
-                self._dialled[edge] = dial(offered, self._limit_s)
-        return _C.staging_end(control, memory, self._watchdog)
-
-    def connect(self, edge: Edge, end: object) -> None:
-        if edge in self._listeners:
-            self._dialled[edge] = self._listeners[edge].accept(self._limit_s)
-        if edge in self._dialled:
-            _C.staging_connect(end, self._dialled[edge].fileno())
-
-    def connected(self) -> None:
-        for connection in self._dialled.values():
-            connection.close()
-        for listener in self._listeners.values():
-            listener.close()
-
-    def _is_mapped_by_both(self, edge: Edge) -> bool:
-        return self._group.transport_to(self._group.peer_of(edge)) != "c10d"
-
-
 class Host(Way):
     """The last resort: pageable host memory, and copies that the host waits for."""
 
@@ -191,5 +133,5 @@ class Host(Way):
         return _C.host_end(control, self._watchdog)
 
 
-WAYS: tuple[type[Way], ...] = (Copies, Nccl, Staging, Host)
+WAYS: tuple[type[Way], ...] = (Copies, Nccl, Host)
 """In the order in which ``transport="auto"`` tries them."""

@@ -117,7 +117,7 @@ class DeviceEdges:
         if self._group.rank == 0:
             warn_of_shared_gpus(identities)
         limit_s = min(self.proof_limit_s, self._group.timeout_s / 2)
-        self._ways = {kind.name: kind(self._group, self._watchdog, is_receiver, limit_s) for kind in WAYS}
+        self._ways = {kind.name: kind(self._group, self._watchdog) for kind in WAYS}
         asked = None if self.transport == "auto" else self.transport
         if asked is not None:
             self._check_reach(self._ways[asked], controls)

@@ -95,10 +95,9 @@ class PipelineEngine(OfOneProcess):
             that names the argument and the values.
         transport: ``"auto"``: shared memory between ranks of one host, the process group between hosts; between stages
             on CUDA devices the first way that proves itself at set-up: within a host copies between the GPUs, NCCL,
-            pinned host memory, host memory; between hosts the last three. ``"copy"``, ``"nccl"`` or ``"staging"``:
-            that one, whose failure is an error. ``"shm"`` or ``"c10d"``: that on every edge, where messages of CUDA
-            stages go through host memory. ``engine.edges`` says which one carries each edge, and why. No two GPUs have
-            run any of these yet.
+            host memory; between hosts the last two. ``"copy"`` or ``"nccl"``: that one, whose failure is an error.
+            ``"shm"`` or ``"c10d"``: that on every edge, where messages of CUDA stages go through host memory.
+            ``engine.edges`` says which one carries each edge, and why. No two GPUs have run any of these yet.
         limits: seconds that a rank waits for others, see :class:`seq1f1b.Limits`.
         grad_dtype: accumulates gradients of 16-bit parameters in this dtype during a step, unless they are under DDP or
             FSDP2; None: in their own.

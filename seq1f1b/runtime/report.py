@@ -124,7 +124,7 @@ class EdgeReport:
     Attributes:
         peer_rank: the rank at the other end. Gradients of tied parameters go from one rank's first stage to another's.
         transport: "shm" (memory that both ranks map), "c10d" (the process group), or "loopback" (threads). Between
-            GPUs "copy", "nccl", "staging" (pinned host memory), or "host" (host memory, over one of the others).
+            GPUs "copy", "nccl", or "host" (host memory, over one of the others).
         rate: between GPUs: bytes per second of the largest message of the proof at set-up, sent alone; else 0.
         why: between GPUs: why this transport, in words.
     """

@@ -33,7 +33,7 @@ def connect(
         process_group: of at least one rank; None: the default group. Used for set-up and for the gradients of tied
             parameters only, unless c10d carries edges.
         transport: "shm" (all processes on one host, as one user), "c10d", or "auto": shm on every edge where it can be;
-            "nccl", "copy" and "staging" (:mod:`seq1f1b.device.edges`) go over what "auto" gives. The same on all ranks.
+            "nccl" and "copy" (:mod:`seq1f1b.device.edges`) go over what "auto" gives. The same on all ranks.
         arena_bytes: address space of one edge at most; less is reserved where a rank's is limited.
         arrival_timeout: seconds for all ranks to come. timeout: for each part of what follows.
     Raises:

@@ -18,5 +18,4 @@ TRANSPORTS = {
     "c10d": Transport(("loopback", "c10d")),
     "nccl": Transport(("loopback", "shm", "c10d"), between_gpus=True),
     "copy": Transport(("loopback", "shm"), between_gpus=True),  # GPUs of one host
-    "staging": Transport(("loopback", "shm", "c10d"), between_gpus=True),  # through pinned host memory
 }

@@ -11,7 +11,6 @@
 #include "device/copy_end.h"
 #include "device/exchange.h"
 #include "device/nccl_end.h"
-#include "device/staging_end.h"
 #include "run/arena.h"
 #include "run/executor.h"
 #include "stand_in.h"
@@ -22,7 +21,6 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <sys/mman.h>
-#include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -32,7 +30,6 @@ enum {
     MAX_BUFFERS = 256,
     MAX_UNITS = 4096,
     ARENA_BYTES = 4 << 20,
-    RING_BYTES = 64 << 20, /* pages appear as they are touched */
     SEQUENCE = 24,
     STALL_NS = 200 * 1000 * 1000, /* for which a unit waits on its GPU */
     LATE_NS = 200 * 1000 * 1000,  /* by which a host starts one late */
@@ -44,8 +41,6 @@ typedef enum {
     BY_NCCL,
     BY_COPIES,
     BY_COPIES_OF_PROCESSES, /* which name memory and events by handles */
-    BY_STAGING,
-    BY_RELAY, /* staging between hosts */
 } transport_kind;
 
 typedef struct {
@@ -97,9 +92,8 @@ typedef struct pipeline {
     const s1f_edge *edges;
     void *block;
     s1f_group *groups[MAX_RANKS];
-    s1f_mapping *mappings[MAX_EDGES], *ring_mappings[2][MAX_EDGES];
-    int connections[2][MAX_EDGES]; /* of the sender, of the receiver */
-    s1f_edge_end *rings[MAX_RANKS][MAX_EDGES], *controls[MAX_RANKS][MAX_EDGES], *ends[MAX_RANKS][MAX_EDGES];
+    s1f_mapping *mappings[MAX_EDGES];
+    s1f_edge_end *controls[MAX_RANKS][MAX_EDGES], *ends[MAX_RANKS][MAX_EDGES];
     rank_state states[MAX_RANKS];
     const s1f_nccl *nccl;
     s1f_nccl_id ids[MAX_EDGES];
@@ -263,15 +257,7 @@ static s1f_edge_end *make_end(pipeline *p, int32_t edge, int32_t rank)
     s1f_edge_end *control = p->controls[rank][edge];
     if (p->set.transport == BY_NCCL)
         CHECK_STATUS(s1f_nccl_end_create(p->nccl, &p->ids[edge], control, p->states[rank].watchdog, &end), S1F_OK, "");
-    else if (p->set.transport >= BY_STAGING) {
-        int32_t own = p->set.transport == BY_RELAY && is_receiver;
-        CHECK_STATUS(s1f_arena_end_create(p->groups[rank], p->ring_mappings[own][edge]->memory, RING_BYTES, -1, peer,
-                                          is_receiver, text, &p->rings[rank][edge]),
-                     S1F_OK, "");
-        CHECK_STATUS(s1f_staging_end_create(control, p->rings[rank][edge], p->states[rank].watchdog, &end), S1F_OK, "");
-        if (p->set.transport == BY_RELAY)
-            CHECK_STATUS(s1f_staging_end_connect(end, p->connections[is_receiver][edge]), S1F_OK, "");
-    } else
+    else
         CHECK_STATUS(s1f_copy_end_create(control, p->states[rank].watchdog, p->set.transport == BY_COPIES, &end),
                      S1F_OK, "");
     return end;
@@ -369,15 +355,6 @@ static void make_pipeline(setting set, pipeline *p)
         CHECK(fd >= 0 && ftruncate(fd, ARENA_BYTES) == 0);
         CHECK(s1f_mapping_create(fd, ARENA_BYTES, &p->mappings[i]) == S1F_OK);
         close(fd);
-        int pair[2];
-        CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0);
-        for (int end = 0; end < 2; end++) {
-            fd = memfd_create("ring", MFD_CLOEXEC);
-            CHECK(fd >= 0 && ftruncate(fd, RING_BYTES) == 0);
-            CHECK(s1f_mapping_create(fd, RING_BYTES, &p->ring_mappings[end][i]) == S1F_OK);
-            close(fd);
-            p->connections[end][i] = pair[end];
-        }
         CHECK(nccl->get_unique_id(&p->ids[i]) == S1F_NCCL_SUCCESS);
     }
     pthread_barrier_init(&p->begin, NULL, (unsigned)set.num_ranks + 1);
@@ -394,7 +371,6 @@ static void free_ends(rank_state *state, int32_t is_receiver)
         if ((p->edges[i].destination_rank == state->rank) == is_receiver) {
             s1f_edge_end_free(p->ends[state->rank][i]);
             s1f_edge_end_free(p->controls[state->rank][i]);
-            s1f_edge_end_free(p->rings[state->rank][i]);
         }
 }
 
@@ -438,13 +414,8 @@ static void free_pipeline(pipeline *p)
     pthread_barrier_destroy(&p->end);
     for (int32_t rank = 0; rank < p->set.num_ranks; rank++)
         s1f_group_free(p->groups[rank]);
-    for (int32_t i = 0; i < p->num_edges; i++) {
+    for (int32_t i = 0; i < p->num_edges; i++)
         s1f_mapping_free(p->mappings[i]);
-        for (int end = 0; end < 2; end++) {
-            s1f_mapping_free(p->ring_mappings[end][i]);
-            close(p->connections[end][i]);
-        }
-    }
     s1f_program_free(p->program);
     free(p->block);
     for (int64_t i = 0; i < stand_in_misuses(); i++) {
@@ -452,8 +423,7 @@ static void free_pipeline(pipeline *p)
         check_failed++;
     }
     CHECK(stand_in_count("live_allocations") == 0 && stand_in_count("live_streams") == 0 &&
-          stand_in_count("live_events") == 0 && stand_in_count("live_communicators") == 0 &&
-          stand_in_count("live_registrations") == 0);
+          stand_in_count("live_events") == 0 && stand_in_count("live_communicators") == 0);
 }
 
 static void step_of_rank(rank_state *state)
@@ -523,12 +493,8 @@ static void check_setting(setting set)
     if (check_failed != failed_before)
         fprintf(stderr, "... in %s, P %d, M %d, k %d, v %d, %s, %d queues, seed %llu, synchronisations %d\n%s",
                 set.family, (int)set.num_ranks, (int)set.num_microbatches, (int)set.num_segments,
-                (int)set.stages_per_rank,
-                set.transport == BY_NCCL      ? "NCCL"
-                : set.transport == BY_STAGING ? "staging"
-                : set.transport == BY_RELAY   ? "staging between hosts"
-                                              : "copies",
-                (int)set.queues, (unsigned long long)set.seed, (int)set.injected_sync_permille,
+                (int)set.stages_per_rank, set.transport == BY_NCCL ? "NCCL" : "copies", (int)set.queues,
+                (unsigned long long)set.seed, (int)set.injected_sync_permille,
                 stand_in_deadlock() == NULL ? "" : stand_in_deadlock());
 }
 
@@ -536,8 +502,6 @@ static void check_setting(setting set)
 static void test_orders_and_timings(int32_t num_timings)
 {
     static const int32_t queues[] = {1, 2, 8};
-    static const transport_kind kinds[] = {BY_COPIES, BY_COPIES_OF_PROCESSES, BY_STAGING,
-                                           BY_COPIES, BY_COPIES_OF_PROCESSES, BY_RELAY};
     int32_t num_families = 0;
     s1f_family_facts family;
     while (s1f_schedule_family(num_families, &family))
@@ -559,7 +523,7 @@ static void test_orders_and_timings(int32_t num_timings)
                                 .num_microbatches = microbatches,
                                 .num_segments = segments,
                                 .stages_per_rank = family.stages_per_rank,
-                                .transport = timing % 6 < 3 ? BY_NCCL : kinds[timing % 12 / 6 * 3 + timing % 3],
+                                .transport = timing % 6 < 3 ? BY_NCCL : BY_COPIES + (timing % 2 == 0),
                                 .queues = queues[timing / 7 % 3],
                                 .seed = (uint64_t)timing + 1,
                                 .injected_sync_permille = timing % 4 == 0 ? 100 : 0,
@@ -622,7 +586,7 @@ static void test_faults_of_transfers(void)
 /* A unit that raises, and a host that is late: as over host memory, and nothing stays under way on the GPUs. */
 static void test_faults_of_hosts(void)
 {
-    for (int transport = BY_NCCL; transport <= BY_RELAY; transport++)
+    for (int transport = BY_NCCL; transport <= BY_COPIES_OF_PROCESSES; transport++)
         for (int late = 0; late < 2; late++) {
             setting set = THREE_RANKS;
             set.transport = (transport_kind)transport;
@@ -650,64 +614,10 @@ static void end_stall(rank_state *state)
     s1f_device_leave(state->device, S1F_OK);
 }
 
-static void *cut_later(void *connection)
-{
-    nanosleep(&(struct timespec){.tv_nsec = STALL_NS}, NULL);
-    CHECK(shutdown(*(int *)connection, SHUT_RDWR) == 0);
-    return NULL;
-}
-
-/* A connection between hosts that ends: before a message, within it, and while the receiver alone waits for it. Nobody
- * waits for the time-out. */
-static void test_connections_that_end(void)
-{
-    static const struct {
-        int end, within, stalls;
-        const char *part;
-    } cuts[] = {{0, 0, 0, "the connection: "},
-                {1, 0, 0, "the connection: "},
-                {0, 1, 0, "it ended within a message"},
-                {0, 0, 1, "the other rank has ended it"}};
-    for (size_t i = 0; i < sizeof cuts / sizeof cuts[0]; i++) {
-        setting set = THREE_RANKS;
-        set.transport = BY_RELAY;
-        set.timeout_s = 60;
-        pipeline p;
-        make_pipeline(set, &p);
-        step(&p, 1);
-        CHECK(stand_in_drain(2000) == 0);
-        int32_t edge = 0;
-        while (p.edges[edge].source_stage != 1 || p.edges[edge].destination_stage != 2)
-            edge++;
-        uint64_t head[] = {UINT64_C(2) << 32 | 1, 1 << 17, 1000, 0}; /* position, place in the ring, bytes, slot */
-        if (cuts[i].within)
-            CHECK(write(p.connections[0][edge], head, sizeof head) == sizeof head);
-        pthread_t thread;
-        p.states[1].stall_at = cuts[i].stalls ? 0 : -1; /* what it sends is announced, and never computed */
-        if (cuts[i].stalls)
-            CHECK(pthread_create(&thread, NULL, cut_later, &p.connections[cuts[i].end][edge]) == 0);
-        else
-            CHECK(shutdown(p.connections[cuts[i].end][edge], SHUT_RDWR) == 0);
-        s1f_failure failure = {.rank = -1};
-        for (int tenths = 0; cuts[i].within && failure.rank < 0 && tenths < 600; tenths++) {
-            nanosleep(&(struct timespec){.tv_nsec = 100000000}, NULL);
-            s1f_group_failure(p.groups[0], &failure);
-        }
-        step(&p, 2);
-        check_failed_step(&p, "activations of stage 1 to 2", cuts[i].part);
-        if (cuts[i].stalls) {
-            pthread_join(thread, NULL);
-            on_all_ranks(&p, end_stall);
-        }
-        CHECK(stand_in_drain(2000) == 0);
-        free_pipeline(&p);
-    }
-}
-
 /* A unit that never ends on its GPU: the others' bubble grows past the time-out though every host has started all. */
 static void test_a_unit_that_stalls(void)
 {
-    for (int transport = BY_NCCL; transport <= BY_RELAY; transport++) {
+    for (int transport = BY_NCCL; transport <= BY_COPIES_OF_PROCESSES; transport++) {
         setting set = THREE_RANKS;
         set.transport = (transport_kind)transport;
         pipeline p;
@@ -737,92 +647,6 @@ static void test_a_unit_that_stalls(void)
         }
         free_pipeline(&p);
     }
-}
-
-/* -- a step ahead -------------------------------------------------------------------------------------------------- */
-
-static int reads(int fd, void *out, size_t bytes)
-{
-    size_t done = 0;
-    for (ssize_t moved = 1; done < bytes && moved > 0; done += moved > 0 ? (size_t)moved : 0)
-        moved = read(fd, (char *)out + done, bytes - done);
-    return done == bytes;
-}
-
-/* Between hosts, a sender's next step begins while the last one's message waits for the connection: it overwrites
- * nothing, neither in the message's slot nor where slots that are laid out anew lie upon it. */
-static void test_a_sender_that_is_a_step_ahead(int is_laid_out_anew)
-{
-    enum { BYTES = 3 << 19 };
-    stand_in_reset(5);
-    pipeline p = {0};
-    rank_state *state = &p.states[0];
-    char *block = aligned_alloc(64, (s1f_group_block_bytes(2) + 63) / 64 * 64), *bytes = malloc(BYTES);
-    memset(block, 0, s1f_group_block_bytes(2));
-    int pair[2], room = 4096;
-    CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0);
-    CHECK(setsockopt(pair[0], SOL_SOCKET, SO_SNDBUF, &room, sizeof room) == 0);
-    s1f_mapping *mappings[2];
-    for (int i = 0; i < 2; i++) {
-        int fd = memfd_create("ahead", MFD_CLOEXEC);
-        CHECK(fd >= 0 && ftruncate(fd, RING_BYTES) == 0 && s1f_mapping_create(fd, RING_BYTES, &mappings[i]) == S1F_OK);
-        close(fd);
-        CHECK(s1f_group_create(block, 2, i, NULL, NULL, &p.groups[i]) == S1F_OK);
-        CHECK_STATUS(s1f_arena_end_create(p.groups[i], mappings[0]->memory, ARENA_BYTES, -1, 1 - i, i, "edge",
-                                          &p.controls[i][0]),
-                     S1F_OK, "");
-    }
-    CHECK_STATUS(s1f_device_create(LIBRARY, 0, &state->device), S1F_OK, "");
-    CHECK_STATUS(s1f_watchdog_create(p.groups[0], state->device, &state->watchdog), S1F_OK, "");
-    CHECK_STATUS(s1f_arena_end_create(p.groups[0], mappings[1]->memory, RING_BYTES, -1, 1, 0, "edge", &p.rings[0][0]),
-                 S1F_OK, "");
-    s1f_edge_end *end = NULL;
-    CHECK_STATUS(s1f_staging_end_create(p.controls[0][0], p.rings[0][0], state->watchdog, &end), S1F_OK, "");
-    CHECK_STATUS(s1f_staging_end_connect(end, pair[0]), S1F_OK, "");
-    CHECK_STATUS(s1f_device_enter(state->device), S1F_OK, "");
-    CHECK(cuStreamCreate(&state->compute, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS);
-    for (int step = 1; step <= 2; step++) {
-        CUdeviceptr *source = &state->buffers[step];
-        int32_t is_new = step == 2 && is_laid_out_anew, places = is_new ? 16 : 1;
-        CHECK(cuMemAlloc_v2(source, BYTES) == CUDA_SUCCESS);
-        CHECK(cuMemsetD8Async(*source, (unsigned char)step, BYTES, state->compute) == CUDA_SUCCESS);
-        for (int i = 0; i < 2; i++)
-            s1f_group_begin_step(p.groups[i], step);
-        CHECK_STATUS(s1f_device_begin_step(state->device, state->compute), S1F_OK, "");
-        CHECK_STATUS(s1f_p2p_begin_step(p.controls[1][0], places), S1F_OK, "");
-        CHECK_STATUS(s1f_p2p_post(p.controls[1][0], 0, is_new), S1F_OK, "");
-        CHECK_STATUS(s1f_p2p_begin_step(end, places), S1F_OK, "");
-        s1f_message message = {.step = step, .num_tensors = 1};
-        message.tensors[0] = (s1f_tensor_header){.dtype = S1F_UINT8, .ndim = 1, .sizes = {BYTES / (is_new ? 3 : 1)}};
-        const void *tensors[] = {(const void *)(uintptr_t)*source};
-        CHECK_STATUS(s1f_p2p_send(end, 0, is_new, &message, tensors), S1F_OK, "");
-    }
-    CHECK(stand_in_drain(50) == 1); /* the second one waits */
-    for (int step = 1; step <= 2; step++) {
-        int64_t head[4], count = step == 2 && is_laid_out_anew ? BYTES / 3 : BYTES, wrong = 0;
-        CHECK(reads(pair[1], head, sizeof head) && head[2] == count && reads(pair[1], bytes, (size_t)count));
-        for (int64_t i = 0; i < count; i++)
-            wrong += bytes[i] != step;
-        CHECK(wrong == 0);
-        CHECK(reads(pair[1], head, 8) && head[0] == ((int64_t)step << 32) + 1);
-    }
-    CHECK(stand_in_drain(2000) == 0 && stand_in_misuses() == 0);
-    s1f_edge_end_free(end);
-    s1f_watchdog_free(state->watchdog);
-    cuMemFree_v2(state->buffers[1]);
-    cuMemFree_v2(state->buffers[2]);
-    cuStreamDestroy_v2(state->compute);
-    s1f_device_leave(state->device, S1F_OK);
-    s1f_device_free(state->device);
-    s1f_edge_end_free(p.rings[0][0]);
-    for (int i = 0; i < 2; i++) {
-        s1f_edge_end_free(p.controls[i][0]);
-        s1f_group_free(p.groups[i]);
-        s1f_mapping_free(mappings[i]);
-        close(pair[i]);
-    }
-    free(block);
-    free(bytes);
 }
 
 /* -- gradients of tied parameters ---------------------------------------------------------------------------------- */
@@ -874,7 +698,7 @@ static void exchange_on_rank(rank_state *state)
 
 static void test_exchanges(void)
 {
-    for (int transport = BY_NCCL; transport <= BY_RELAY; transport++)
+    for (int transport = BY_NCCL; transport <= BY_COPIES_OF_PROCESSES; transport++)
         for (int32_t queues = 1; queues <= 8; queues += 7) {
             setting set = THREE_RANKS;
             set.num_ranks = 2;
@@ -994,9 +818,6 @@ int main(int argc, char **argv)
     test_faults_of_transfers();
     test_faults_of_hosts();
     test_a_unit_that_stalls();
-    test_connections_that_end();
-    test_a_sender_that_is_a_step_ahead(0);
-    test_a_sender_that_is_a_step_ahead(1);
     test_exchanges();
     test_times();
     return check_failures();

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import socket
-import struct
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +23,6 @@ from seq1f1b.device import edge_proof, edge_ways
 from seq1f1b.device.edges import DeviceEdges
 from seq1f1b.runtime.arguments import Disagreement, agreement_of, check_agreement
 from seq1f1b.testing import run_ranks
-from seq1f1b.transport.values import pack, unpack
 
 CONFIG = Config(kv_heads=2)
 FIRST, SECOND, LARGEST = StandInEdges.proof_sizes
@@ -145,8 +142,7 @@ NCCL = {
 
 @pytest.mark.parametrize("defect", NCCL)
 def test_nccl_that_fails_leaves_its_edge_to_the_host(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for way in (edge_ways.Copies, edge_ways.Staging):  # as between hosts
-        monkeypatch.setattr(way, "over", ())
+    monkeypatch.setattr(edge_ways.Copies, "over", ())  # as between hosts
     plant, reason = NCCL[defect]
     waits = defect in ("the other process", "a stalled send", "a stalled receive")  # somebody, in vain
     # As somebody does where a call fails, which it does at once; on a busy machine the proof may end before it.
@@ -162,99 +158,6 @@ def test_nccl_that_fails_leaves_its_edge_to_the_host(defect: str, monkeypatch: p
     for part in (" of stage ", "transport='nccl' failed its proof and is not used", reason, "NCCL_DEBUG=INFO"):
         assert part in found.warned[0], found.warned
     assert stand_in().drain()  # what was aborted has ended
-
-
-def copy_short_of_staging(patch: pytest.MonkeyPatch) -> None:
-    for way, function in ((edge_ways.Staging, "cuMemcpyDtoH"), (edge_ways.Host, "")):
-        make = way.make
-
-        def damaging(own: Any, *rest: Any, make: Any = make, function: str = function) -> object:
-            stand_in().damage(function, LARGEST, SHORT)
-            return make(own, *rest)
-
-        patch.setattr(way, "make", damaging)
-
-
-def offer_elsewhere(patch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        offer = pack((*closed.getsockname(), b"nobody is there.."))
-    patch.setattr(edge_ways.Staging, "offer", lambda way, edges: dict.fromkeys(edges, offer))
-
-
-def dial_as_a_stranger(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StandInEdges, "proof_limit_s", 0.3)
-    dial = edge_ways.dial
-    patch.setattr(edge_ways, "dial", lambda offer, limit: dial(pack((*unpack(offer)[:2], b"x" * 16)), limit))
-
-
-def lose_the_descriptor(patch: pytest.MonkeyPatch) -> None:
-    dial = edge_ways.dial
-
-    def dialled(offer: bytes, limit_s: float) -> socket.socket:
-        with dial(offer, limit_s) as connection:
-            return connection
-
-    patch.setattr(edge_ways, "dial", dialled)
-
-
-def on_connections(do: Callable[[socket.socket], Any], of_receiver: bool) -> Plant:
-    """Does something with each connection once the relay of that end has it."""
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        connect = edge_ways.Staging.connect
-
-        def connecting(way: edge_ways.Staging, edge: Any, end: object) -> None:
-            connect(way, edge, end)
-            if way._is_receiver[edge] == of_receiver:
-                do(way._dialled[edge])
-
-        patch.setattr(edge_ways.Staging, "connect", connecting)
-
-    return plant
-
-
-def leave_within_a_message(connection: socket.socket) -> None:
-    connection.sendall(struct.pack("QqqiI", 1 << 60, 65536, 1000, 0, 0) + b"half of it")
-    connection.shutdown(socket.SHUT_WR)
-
-
-STAGING = {
-    "pinning": (refuse("cuMemHostRegister", 2), "cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"),
-    "the address": (refuse("cuMemHostGetDevicePointer", 1), "cuMemHostGetDevicePointer: CUDA_ERROR_INVALID_VALUE"),
-    "waiting": (refuse("cuStreamWaitValue64", 801), "cuStreamWaitValue64"),
-    "writing": (refuse("cuStreamWriteValue64", 801), "cuStreamWriteValue64"),
-    "bytes": (copy_short_of_staging, "of 65536 bytes arrived wrong, the first is byte 32768"),
-}
-
-
-# Each end has such memory of its own, and a thread that moves the bytes on a connection.
-BETWEEN_HOSTS = STAGING | {
-    "no address": (lambda patch: patch.setenv("GLOO_SOCKET_IFNAME", "nonesuch"), "No such device"),
-    "nobody listens": (offer_elsewhere, "Connection refused"),
-    "a stranger dials": (dial_as_a_stranger, "the other rank has not dialled for 0.3 s"),
-    "no descriptor": (lose_the_descriptor, "no thread for a connection: Bad file descriptor"),
-    "the receiver ends": (on_connections(lambda c: c.shutdown(socket.SHUT_RDWR), True), "the connection: "),
-    "the sender ends": (on_connections(lambda c: c.shutdown(socket.SHUT_RDWR), False), "the connection: "),
-    "the sender ends within a message": (on_connections(leave_within_a_message, False), "the connection: "),
-    "another's bytes": (on_connections(lambda c: c.sendall(b"x" * 64), False), "does not fit in the ring"),
-}
-
-
-@pytest.mark.parametrize("defect", [*STAGING, *(f"{each}, between hosts" for each in BETWEEN_HOSTS)])
-def test_staging_that_fails_leaves_its_edge_to_the_host(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for way in (edge_ways.Copies, edge_ways.Nccl):
-        monkeypatch.setattr(way, "over", ())
-    if defect.endswith("between hosts"):
-        monkeypatch.setattr(edge_ways.Staging, "_is_mapped_by_both", lambda way, edge: False)
-    plant, reason = BETWEEN_HOSTS[defect.removesuffix(", between hosts")]
-    plant(monkeypatch)
-    found = settle()
-    assert found.errors == ["", ""]
-    assert found.carried[0] == found.carried[1] and "host" in found.carried[0].values()
-    assert len(found.warned) == 1
-    for part in (" of stage ", "transport='staging' failed its proof and is not used", reason, "memory limit"):
-        assert part in found.warned[0], found.warned
-    assert stand_in().complaints() == [] and stand_in().count("live_registrations") == 0
 
 
 def test_copies_that_stall_are_an_error_that_names_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +202,7 @@ def test_a_rank_that_fails_ends_the_proof_of_all(monkeypatch: pytest.MonkeyPatch
 
 def test_edges_of_several_ways_train_one_model() -> None:
     """One edge by each: gradients are those of the whole model, and the second step allocates nothing."""
-    refused = {"copy": {(0, 1), (1, 0), (1, 2)}, "nccl": {(1, 0), (1, 2)}, "staging": {(1, 0)}}
+    refused = {"copy": {(0, 1), (1, 0), (1, 2)}, "nccl": {(1, 0)}}
     P, model = 3, whole_model(CONFIG)
     tokens, target = batch(CONFIG, 4, 16)
 
@@ -321,7 +224,7 @@ def test_edges_of_several_ways_train_one_model() -> None:
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for way in (edge_ways.Copies, edge_ways.Nccl, edge_ways.Staging):
+        for way in (edge_ways.Copies, edge_ways.Nccl):
             make = way.make
 
             def refuse_some(own: Any, edge: Any, *rest: Any, make: Any = make) -> object:
@@ -332,7 +235,7 @@ def test_edges_of_several_ways_train_one_model() -> None:
             patch.setattr(way, "make", refuse_some)
         results = run_ranks(P, run)
     carried = {edge: way for theirs, *_ in results for edge, way in theirs.items()}
-    assert carried == {(0, 1): "nccl", (1, 0): "host", (1, 2): "staging", (2, 1): "copy"}
+    assert carried == {(0, 1): "nccl", (1, 0): "host", (1, 2): "nccl", (2, 1): "copy"}
     gradients = {name: g for _, theirs, _ in results for name, g in theirs.items()}
     assert gradient_error(gradients, run_whole(model, tokens, target, 4)[1]) < 1e-10
     for *_, allocations in results:

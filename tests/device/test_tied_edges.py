@@ -132,7 +132,7 @@ def test_bits_are_those_of_the_host(
     truth, _ = steps_of(PipelineEngine)
     over_host = len(host_sends)
     if way == "host":
-        for other in (edge_ways.Copies, edge_ways.Nccl, edge_ways.Staging):
+        for other in (edge_ways.Copies, edge_ways.Nccl):
             monkeypatch.setattr(other, "over", ())
     stand_in().set("queues", queues)
     found, ways = steps_of(StandInEngine, transport="auto" if way == "host" else way)
@@ -260,7 +260,7 @@ def test_a_rank_leaves_the_step_once_its_peers_have_all(monkeypatch: pytest.Monk
     assert first and gradient is not None and bool(gradient.any())
 
 
-@pytest.mark.parametrize("way", ["copy", "staging"])  # NCCL's communicators do not survive it
+@pytest.mark.parametrize("way", ["copy"])  # NCCL's communicators do not survive it
 def test_a_rank_that_fails_in_an_exchange_ends_the_step_of_all(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its peers hear why; gradients from before stay, and the next step goes well."""
     truth, _ = steps_of(PipelineEngine, steps=2)

@@ -25,7 +25,6 @@ ASKS = {
     "auto": {"transport": "auto"},
     "through host": {"transport": "shm"},
     "between gpus": {"transport": "copy"},
-    "staging": {"transport": "staging"},
 }
 
 
