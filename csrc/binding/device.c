@@ -6,7 +6,6 @@
 
 #include "../device/copy_end.h"
 #include "../device/edge_proof.h"
-#include "../device/exchange.h"
 #include "../device/host_end.h"
 #include "../device/nccl_end.h"
 #include "../run/executor.h"
@@ -190,70 +189,6 @@ S1F_METHOD_OF(edge_proof_give_up, edge_end, end)
 
 S1F_METHOD_DOES(edge_proof_end, edge_end, end, s1f_edge_proof_end(end))
 
-/* -- exchanges ----------------------------------------------------------------------------------------------------- */
-
-S1F_METHOD_OF(exchange_begin, edge_end, end)
-{
-    s1f_status status;
-    S1F_WITHOUT_GIL(status = s1f_exchange_begin(end));
-    return s1f_none_of(status, end->group);
-}
-
-S1F_METHOD_DOES(exchange_give_up, edge_end, end, S1F_WITHOUT_GIL((void)s1f_p2p_finish(end, 1)))
-
-typedef struct { /* from a sequence of pairs: an end's handle, an address on the GPU. The caller frees the values */
-    int32_t count;
-    s1f_parcel *values;
-} parcels;
-
-static int to_parcels(PyObject *pairs, void *out)
-{
-    parcels *found = out;
-    *found = (parcels){0};
-    PyObject *items = PySequence_Tuple(pairs);
-    Py_ssize_t n = items == NULL ? 0 : PyTuple_Size(items), i = 0;
-    if (items != NULL && (found->values = calloc((size_t)n + 1, sizeof *found->values)) == NULL)
-        PyErr_NoMemory();
-    while (found->values != NULL && i < n &&
-           PyArg_ParseTuple(PyTuple_GetItem(items, i), "O&O&", s1f_to_edge_end, &found->values[i].end, s1f_to_address,
-                            &found->values[i].data))
-        i++;
-    found->count = (int32_t)n;
-    Py_XDECREF(items); /* the pairs live as long as the arguments do */
-    if (found->values != NULL && i == n)
-        return 1;
-    free(found->values);
-    return 0;
-}
-
-static PyObject *moved(s1f_status status, const parcels *all)
-{
-    PyObject *result = s1f_none_of(status, all->count > 0 ? all->values->end->group : NULL);
-    free(all->values);
-    return result;
-}
-
-static PyObject *exchange_move(PyObject *Py_UNUSED(module), PyObject *arguments)
-{
-    int64_t bytes, piece_bytes;
-    parcels all;
-    s1f_status status;
-    if (!PyArg_ParseTuple(arguments, "O&O&O&", s1f_to_int64, &bytes, s1f_to_int64, &piece_bytes, to_parcels, &all))
-        return NULL;
-    S1F_WITHOUT_GIL(status = s1f_exchange_move(all.values, all.count, bytes, piece_bytes));
-    return moved(status, &all);
-}
-
-static PyObject *exchange_end(PyObject *Py_UNUSED(module), PyObject *pairs)
-{
-    parcels all;
-    s1f_status status;
-    if (!to_parcels(pairs, &all))
-        return NULL;
-    S1F_WITHOUT_GIL(status = s1f_exchange_end(all.values, all.count));
-    return moved(status, &all);
-}
-
 PyMethodDef s1f_device_methods[] = {
     S1F_METHOD(device_create, VARARGS, "A GPU by the CUDA driver's library; None: the system's."),
     S1F_METHOD(device_begin_step, VARARGS, "The CUstream on which the next step's units compute."),
@@ -277,9 +212,5 @@ PyMethodDef s1f_device_methods[] = {
     S1F_METHOD(edge_proof_move, VARARGS, "Sends known bytes, or receives and compares them; seconds."),
     S1F_METHOD(edge_proof_give_up, O, "Aborts what is under way; whether that has ended."),
     S1F_METHOD(edge_proof_end, O, "What fails from here on ends the step."),
-    S1F_METHOD(exchange_begin, O, "An end enters the exchanges of the step."),
-    S1F_METHOD(exchange_move, VARARGS, "A tensor's bytes, from or to each address; in the order of all ranks."),
-    S1F_METHOD(exchange_give_up, O, "What an end has under way counts no more."),
-    S1F_METHOD(exchange_end, O, "Waits until all has come, here and at the peers."),
     S1F_METHOD(device_end_close, O, "Ends its transfers; tensors that lie in its memory stay valid."),
     {NULL, NULL, 0, NULL}};

@@ -120,16 +120,6 @@ static s1f_status wait_for(s1f_device_end *end, int (*is_done)(void *context), c
     return S1F_OK;
 }
 
-/* Who made a message: for errors. */
-static void unit_text(const s1f_device_end *end, int64_t sequence, char *text, size_t bytes)
-{
-    s1f_unit unit = end->transfers[sequence].unit;
-    if (unit.pass == S1F_NO_PASS)
-        snprintf(text, bytes, "tied gradients");
-    else
-        s1f_unit_text(unit, 0, text, bytes);
-}
-
 s1f_wait_reason s1f_device_end_reason(const s1f_device_end *end, const char *purpose, int64_t sequence)
 {
     return (s1f_wait_reason){.peer_rank = end->head.peer_rank,
@@ -144,7 +134,7 @@ void s1f_device_end_fail(s1f_device_end *end, int64_t sequence, const char *why)
     s1f_failure failure = {.rank = end->head.peer_rank};
     char unit[sizeof failure.unit] = "a unit";
     if (sequence >= 0)
-        unit_text(end, sequence, unit, sizeof unit);
+        s1f_unit_text(end->transfers[sequence].unit, 0, unit, sizeof unit);
     snprintf(failure.unit, sizeof failure.unit, "%s", unit);
     snprintf(failure.edge, sizeof failure.edge, "%s", end->head.text);
     if (sequence >= 0)
@@ -372,7 +362,7 @@ static int has_all(void *context)
         count_over(end);
     if (end->over != before) { /* hosts may wait for the GPU as long as it works */
         char unit[32], what[S1F_WHAT_BYTES];
-        unit_text(end, end->over - 1, unit, sizeof unit);
+        s1f_unit_text(end->transfers[end->over - 1].unit, 0, unit, sizeof unit);
         snprintf(what, sizeof what, "%s on the GPU", unit);
         s1f_group_progress(end->head.group, what);
     }

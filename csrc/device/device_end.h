@@ -28,8 +28,6 @@
 #include "../run/p2p.h"
 #include "watchdog.h"
 
-enum { S1F_NO_PASS = -1 }; /* of a message that no unit has made (exchange.h) */
-
 typedef struct s1f_device_end s1f_device_end;
 
 typedef struct {

@@ -1,9 +1,8 @@
 """Edges between GPUs, each by the way that proves itself there: copies, NCCL, or host memory.
 
-Set-up is here, and what gradients of tied parameters call; how host, streams and events are ordered is C
-(``csrc/device/device_end.h``, ``exchange.h``). Headers and credits go over the edges of host memory that
-:mod:`seq1f1b.transport` opens. Copies and NCCL have run between processes of one GPU, never between two GPUs; the
-proof, what follows from it and what ties call, over stand-ins for driver and NCCL alone.
+Set-up is here; how host, streams and events are ordered is C (``csrc/device/device_end.h``). Headers and credits go
+over the edges of host memory that :mod:`seq1f1b.transport` opens. Copies and NCCL have run between processes of one
+GPU, never between two GPUs; the proof and what follows from it, over stand-ins for driver and NCCL alone.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from seq1f1b import _C
 from seq1f1b.device import kernel_library
@@ -24,7 +22,7 @@ from seq1f1b.device.edge_proof import Chosen, Proof, warn_of_shared_gpus
 from seq1f1b.device.edge_ways import WAYS, Way
 from seq1f1b.device.placement import compute_stream, ordinal_of
 from seq1f1b.transport import RankGroup
-from seq1f1b.transport.group import TIED, Edge
+from seq1f1b.transport.group import Edge
 
 __all__: list[str] = []
 
@@ -52,13 +50,11 @@ class DeviceEdges:
     driver: str | None = None  # library; None: the system's libcuda
     proof_sizes: tuple[int, ...] = (1, (1 << 20) - 1, 64 << 20)
     proof_limit_s = 20.0  # for one message, or one connection
-    piece_bytes = 16 << 20  # of a tied parameter's gradient; an edge has four places for them
 
     def __init__(self, transport: str, group: RankGroup, device: torch.device) -> None:
         self.transport, self._group, self._torch_device = transport, group, device
         self.chosen: dict[Edge, Chosen] = {}
         self._ends: dict[Edge, Any] = {}
-        self._tied: dict[tuple[int, int], Any] = {}  # of them, by the ranks of sender and receiver
         self._ways: dict[str, Way] = {}
         self.gpu = _C.device_create(self.driver, self.ordinal())
         self._watchdog = _C.watchdog_create(group.group, self.gpu)
@@ -138,10 +134,6 @@ class DeviceEdges:
         finally:
             _C.watchdog_prove(self._watchdog, 0.0)
         self._ends, self.chosen = proof.ends, proof.chosen
-        for edge in self._ends:
-            if edge.channel == TIED:
-                peer, rank = self._group.peer_of(edge), self._group.rank
-                self._tied[(peer, rank) if is_receiver[edge] else (rank, peer)] = self._ends[edge]
         return dict(self._ends)  # the caller lets go of its own before close() ends them
 
     def _check_reach(self, way: Way, controls: Mapping[Edge, object]) -> None:
@@ -160,43 +152,6 @@ class DeviceEdges:
         """Memory of the GPU that is free now."""
         return _C.device_free_bytes(self.gpu)
 
-    # -- gradients of tied parameters
-
-    @contextlib.contextmanager
-    def exchanging(self) -> Iterator[Callable[..., dict[int, Tensor]]]:
-        """Around the exchanges at the end of a step: gives the function that stands for :meth:`RankGroup.exchange`.
-
-        A rank leaves it once its peers have all that it sent, so that it takes nothing from them whatever it does then.
-        """
-        try:
-            for end in self._tied.values():
-                _C.exchange_begin(end)
-            yield self.exchange
-            _C.exchange_end([(end, 0) for end in self._tied.values()])
-        except BaseException:
-            for end in self._tied.values():
-                _C.exchange_give_up(end)
-            raise
-
-    def exchange(
-        self, mine: Tensor | None, receivers: Sequence[int], senders: Sequence[int], like: Tensor
-    ) -> dict[int, Tensor]:
-        """Does what :meth:`RankGroup.exchange` does, by these edges; over the host where two ranks have none for it."""
-        rank, tied = self._group.rank, self._tied
-        to_host, from_host = ([r for r in peers if (rank, r) not in tied] for peers in (receivers, senders))
-        found = self._group.exchange(mine, to_host, from_host, like)
-        dtype = like.grad_dtype or like.dtype
-        tensors: dict[tuple[int, int], Tensor] = {}
-        if mine is not None:
-            assert mine.dtype == dtype and mine.shape == like.shape
-            tensors = {(rank, peer): found[rank] for peer in receivers if (rank, peer) in tied}
-        for peer in senders:
-            if (peer, rank) in tied:
-                found[peer] = tensors[peer, rank] = torch.empty(like.shape, dtype=dtype, device=like.device)
-        parcels = [(tied[way], tensors[way].data_ptr()) for way in sorted(tensors)]
-        _C.exchange_move(like.numel() * dtype.itemsize, self.piece_bytes, parcels)
-        return found
-
     def close(self) -> None:
         """Leaves together with the other ranks, where these still can."""
         self._meet()  # a receiver whose last message is on its way takes a sender that left for one that is lost
@@ -206,7 +161,6 @@ class DeviceEdges:
             _C.device_end_close(end)
         self._meet()  # an end may use events, and a sender memory, that the other one owns
         self._ends.clear()
-        self._tied.clear()
 
     def _meet(self) -> None:
         with contextlib.suppress(RuntimeError):  # somebody may be gone

@@ -21,7 +21,7 @@ from seq1f1b.runtime.report import EdgeReport
 from seq1f1b.runtime.tied import TiedParameters
 from seq1f1b.schedule import Schedule
 from seq1f1b.transport import DTYPES, RankGroup
-from seq1f1b.transport.group import TIED, Edge, OfOneProcess, has_been_told, leave_place
+from seq1f1b.transport.group import Edge, OfOneProcess, has_been_told, leave_place
 
 __all__: list[str] = []
 
@@ -33,7 +33,6 @@ _CHANNELS = (  # what edges carry
     "gradients of the hidden state",
     "embedded tokens",
     "gradients of embedded tokens",
-    "tied gradients",
 )
 _DTYPE_CODES: dict[object, int] = {dtype: code for code, dtype in enumerate(DTYPES)}
 
@@ -169,11 +168,7 @@ class Pipeline(OfOneProcess):
         if self._device_transport is None:
             return
         self.device_edges = self._gpu_part("edges")(self._device_transport, self.group, self.device)
-        for ranks in self.tied.pairs():
-            first, second = map(self.rank_of_stage.index, ranks)  # edges have the names of stages
-            self._open(Edge(first, second, TIED), *ranks)
         self._ends = self.device_edges.open(self._ends, self._is_receiver)
-        self.tied.exchanging = self.device_edges.exchanging
         self._take_gpu(self.device_edges.gpu)
         self.edges = tuple(self._edge_reports())
 

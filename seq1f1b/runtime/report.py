@@ -122,7 +122,7 @@ class EdgeReport:
     """The transport of the messages from one stage to the next, or of gradients back, seen from one of its two ranks.
 
     Attributes:
-        peer_rank: the rank at the other end. Gradients of tied parameters go from one rank's first stage to another's.
+        peer_rank: the rank at the other end.
         transport: "shm" (memory that both ranks map), "c10d" (the process group), or "loopback" (threads). Between
             GPUs "copy", "nccl", or "host" (host memory, over one of the others).
         rate: between GPUs: bytes per second of the largest message of the proof at set-up, sent alone; else 0.

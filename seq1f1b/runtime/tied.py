@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,14 +39,10 @@ class TiedParameters:
 
     Args:
         modules: of this rank, each with its place in words.
-    Attributes:
-        exchanging: entered around the exchanges of a step; gives the function that sends and receives a gradient.
     """
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]], group: RankGroup) -> None:
         self._group, self._modules = group, modules
-        self.exchanging: Callable[[], AbstractContextManager[Callable[..., dict[int, Tensor]]]]
-        self.exchanging = lambda: nullcontext(group.exchange)
         is_alone = group.size == 1 and len(modules) == 1
         # Pairs that are bit-equal and not listed, once the ranks have met.
         self.equal: list[str] | None = [] if is_alone else None
@@ -61,12 +55,6 @@ class TiedParameters:
         self._has_stepped = self._is_apart = False
         if self._own.problem:
             raise ValueError(self._own.problem)
-
-    def pairs(self) -> list[tuple[int, int]]:
-        """Ranks that hold trained copies of one parameter, two and two, in both orders. Collective."""
-        mine = [name for name, own in self._own.by_name.items() if any(copy.parameter.requires_grad for copy in own)]
-        everyones = list(map(set, self._group.all_gather_object(mine)))
-        return [(a, b) for a, b in permutations(range(self._group.size), 2) if everyones[a] & everyones[b]]
 
     # -- the ranks meet ------------------------------------------------------------------------------------------------
 
@@ -220,21 +208,20 @@ class TiedParameters:
         elif is_due:
             self._compare([sums_of_bytes for *_, sums_of_bytes, _ in found])
         self._has_stepped = True
-        with self.exchanging() as exchange:
-            for name, own in self._held():
-                having = [rank for rank in self._holders[name] if name in found[rank][0]]
-                if not having:
-                    continue
-                dtype = reduce(torch.promote_types, (getattr(torch, found[rank][0][name]) for rank in having))
-                others = [rank for rank in self._holders[name] if rank != self._group.rank]
-                like = own[0].new_empty((), dtype=dtype).expand_as(own[0])
-                mine = None if (added := sums[name]) is None else added.to(dtype)
-                parts = exchange(mine, others, [rank for rank in having if rank in others], like)
-                total = parts[having[0]].clone()
-                for rank in having[1:]:
-                    total.add_(parts[rank])
-                for copy in own:
-                    gradients.replace(copy, total)
+        for name, own in self._held():
+            having = [rank for rank in self._holders[name] if name in found[rank][0]]
+            if not having:
+                continue
+            dtype = reduce(torch.promote_types, (getattr(torch, found[rank][0][name]) for rank in having))
+            others = [rank for rank in self._holders[name] if rank != self._group.rank]
+            like = own[0].new_empty((), dtype=dtype).expand_as(own[0])
+            mine = None if (added := sums[name]) is None else added.to(dtype)
+            parts = self._group.exchange(mine, others, [rank for rank in having if rank in others], like)
+            total = parts[having[0]].clone()
+            for rank in having[1:]:
+                total.add_(parts[rank])
+            for copy in own:
+                gradients.replace(copy, total)
 
     def _lost(self, having: Container[str]) -> str:
         """Tells of a copy that no module holds, and that has got no gradient; ``having`` are names that have."""

@@ -24,9 +24,6 @@ DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _C.DTYP
 
 
 _SWAPS = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-TIED = 7
-"""Channel of the gradients of tied parameters, which no unit sends; ``csrc/core/unit.h`` has those below."""
-
 _ROUND = struct.Struct("qq")  # before what a rank gives to a gather: epoch and round
 
 

@@ -9,7 +9,6 @@
 #include "core/receives.h"
 
 #include "device/copy_end.h"
-#include "device/exchange.h"
 #include "device/nccl_end.h"
 #include "run/arena.h"
 #include "run/executor.h"
@@ -649,73 +648,6 @@ static void test_a_unit_that_stalls(void)
     }
 }
 
-/* -- gradients of tied parameters ---------------------------------------------------------------------------------- */
-
-static void count_up(void *tensor)
-{
-    for (char *at = tensor, n = 1; *at != '\0'; at++, n++)
-        *at = (char)(*at + n);
-}
-
-/* Two ranks give each other some tensors out of one buffer each: what is sent next overwrites what was sent before. */
-static void exchange_on_rank(rank_state *state)
-{
-    enum { MOST = 1024, PIECE = 96 };
-    static const int64_t sizes[] = {1000, 96, 97, 1, 4 * 96, 0};
-    pipeline *p = state->p;
-    int32_t rank = state->rank;
-    CUdeviceptr data[2]; /* by sender */
-    s1f_group_begin_step(p->groups[rank], state->step);
-    CHECK_STATUS(s1f_device_enter(state->device), S1F_OK, "");
-    for (int i = 0; i < 2; i++)
-        CHECK(cuMemAlloc_v2(&data[i], MOST) == CUDA_SUCCESS);
-    CHECK_STATUS(s1f_device_begin_step(state->device, state->compute), S1F_OK, "");
-    s1f_parcel parcels[2];
-    for (int32_t i = 0; i < p->num_edges; i++) {
-        parcels[p->edges[i].source_rank] = (s1f_parcel){p->ends[rank][i], data[p->edges[i].source_rank]};
-        CHECK_STATUS(s1f_exchange_begin(p->ends[rank][i]), S1F_OK, "");
-    }
-    for (size_t t = 0; t < sizeof sizes / sizeof *sizes; t++) {
-        char *theirs = (char *)(uintptr_t)data[1 - rank];
-        CHECK(cuMemsetD8Async(data[rank], 0, MOST, state->compute) == CUDA_SUCCESS);
-        if (sizes[t] > 0)
-            CHECK(cuMemsetD8Async(data[rank], (unsigned char)(10 * rank + 100), (size_t)sizes[t], state->compute) ==
-                  CUDA_SUCCESS);
-        CHECK(cuLaunchHostFunc(state->compute, count_up, (void *)(uintptr_t)data[rank]) == CUDA_SUCCESS);
-        CHECK_STATUS(s1f_exchange_move(parcels, 2, sizes[t], PIECE), S1F_OK, "");
-        CHECK(cuStreamSynchronize(state->compute) == CUDA_SUCCESS);
-        int64_t wrong = 0;
-        for (int64_t i = 0; i < sizes[t]; i++)
-            wrong += theirs[i] != (char)(10 * (1 - rank) + 100 + (char)(i + 1));
-        CHECK(wrong == 0);
-    }
-    CHECK_STATUS(s1f_exchange_end(parcels, 2), S1F_OK, "");
-    s1f_group_end_step(p->groups[rank]);
-    for (int i = 0; i < 2; i++)
-        cuMemFree_v2(data[i]);
-    s1f_device_leave(state->device, S1F_OK);
-}
-
-static void test_exchanges(void)
-{
-    for (int transport = BY_NCCL; transport <= BY_COPIES_OF_PROCESSES; transport++)
-        for (int32_t queues = 1; queues <= 8; queues += 7) {
-            setting set = THREE_RANKS;
-            set.num_ranks = 2;
-            set.transport = (transport_kind)transport;
-            set.queues = queues;
-            set.timeout_s = 60;
-            pipeline p;
-            make_pipeline(set, &p);
-            for (int64_t number = 1; number <= 2; number++) {
-                p.states[0].step = p.states[1].step = number;
-                on_all_ranks(&p, exchange_on_rank);
-            }
-            CHECK(stand_in_drain(2000) == 0);
-            free_pipeline(&p);
-        }
-}
-
 /* -- times --------------------------------------------------------------------------------------------------------- */
 
 static void *end_stall_later(void *state)
@@ -818,7 +750,6 @@ int main(int argc, char **argv)
     test_faults_of_transfers();
     test_faults_of_hosts();
     test_a_unit_that_stalls();
-    test_exchanges();
     test_times();
     return check_failures();
 }

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from stand_in_library import stand_in
-from torch import Tensor
 
 from seq1f1b import PipelineEngine
 from seq1f1b.device.edges import DeviceEdges
@@ -17,7 +16,6 @@ from seq1f1b.transport import RankGroup
 
 class StandInEdges(DeviceEdges):
     proof_sizes = (1, 1023, 1 << 16)
-    piece_bytes = 100
 
     def __init__(self, *arguments: Any) -> None:
         self.driver = stand_in().path
@@ -33,13 +31,6 @@ class StandInEdges(DeviceEdges):
             return self.kept[-1]
 
         return after_the_stream
-
-    def exchange(self, *arguments: Any) -> dict[int, Tensor]:
-        try:
-            return super().exchange(*arguments)
-        finally:  # also where it fails: copies that it has begun write into tensors that nobody keeps
-            stand_in().synchronise()
-            self.num_waits += 1
 
     def ordinal(self) -> int:
         return self._group.rank
