@@ -47,21 +47,12 @@ static PyObject *watchdog_create(PyObject *Py_UNUSED(module), PyObject *argument
 {
     s1f_group *group;
     s1f_device *device;
-    if (!PyArg_ParseTuple(arguments, "O&O&", s1f_to_group, &group, s1f_to_device, &device))
+    double proof_s;
+    if (!PyArg_ParseTuple(arguments, "O&O&d", s1f_to_group, &group, s1f_to_device, &device, &proof_s))
         return NULL;
     s1f_watchdog *watchdog = NULL;
-    s1f_status status = s1f_watchdog_create(group, device, &watchdog);
+    s1f_status status = s1f_watchdog_create(group, device, (int64_t)(proof_s * 1e9), &watchdog);
     return s1f_new_watchdog(status, watchdog, arguments);
-}
-
-static PyObject *watchdog_prove(PyObject *Py_UNUSED(module), PyObject *arguments)
-{
-    s1f_watchdog *watchdog;
-    double limit_s;
-    if (!PyArg_ParseTuple(arguments, "O&d", s1f_to_watchdog, &watchdog, &limit_s))
-        return NULL;
-    s1f_watchdog_prove(watchdog, (int64_t)(limit_s * 1e9));
-    Py_RETURN_NONE;
 }
 
 static PyObject *nccl_find(PyObject *Py_UNUSED(module), PyObject *arguments)
@@ -155,29 +146,40 @@ static PyObject *edge_end_text(PyObject *Py_UNUSED(module), PyObject *handle)
 
 /* -- proofs -------------------------------------------------------------------------------------------------------- */
 
-S1F_METHOD_RETURNS(edge_proof_begin, edge_end, end, s1f_none(s1f_edge_proof_begin(end)))
-
 static PyObject *edge_proof_post(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     s1f_edge_end *end;
-    int64_t sequence, bytes;
+    int64_t bytes;
     s1f_status status;
-    if (!PyArg_ParseTuple(arguments, "O&O&O&", s1f_to_edge_end, &end, s1f_to_int64, &sequence, s1f_to_int64, &bytes))
+    if (!PyArg_ParseTuple(arguments, "O&O&", s1f_to_edge_end, &end, s1f_to_int64, &bytes))
         return NULL;
-    S1F_WITHOUT_GIL(status = s1f_edge_proof_post(end, sequence, bytes));
+    S1F_WITHOUT_GIL(status = s1f_edge_proof_post(end, bytes));
     return s1f_none_of(status, end->group);
 }
 
-static PyObject *edge_proof_move(PyObject *Py_UNUSED(module), PyObject *arguments)
+static PyObject *edge_proof_send(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     s1f_edge_end *end;
-    int64_t sequence, bytes, ns = 0;
+    const void *data;
+    int64_t bytes, ns;
     s1f_status status;
-    if (!PyArg_ParseTuple(arguments, "O&O&O&", s1f_to_edge_end, &end, s1f_to_int64, &sequence, s1f_to_int64, &bytes))
+    if (!PyArg_ParseTuple(arguments, "O&O&O&", s1f_to_edge_end, &end, s1f_to_address, &data, s1f_to_int64, &bytes))
         return NULL;
-    S1F_WITHOUT_GIL(status = end->is_receiver ? s1f_edge_proof_receive(end, sequence, bytes, &ns)
-                                              : s1f_edge_proof_send(end, sequence, bytes, &ns));
+    S1F_WITHOUT_GIL(status = s1f_edge_proof_send(end, data, bytes, &ns));
     return status == S1F_OK ? PyFloat_FromDouble((double)ns * 1e-9) : s1f_raise_for_group(status, end->group);
+}
+
+static PyObject *edge_proof_receive(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    s1f_edge_end *end;
+    const void *data;
+    int64_t bytes, ns;
+    s1f_status status;
+    if (!PyArg_ParseTuple(arguments, "O&O&", s1f_to_edge_end, &end, s1f_to_int64, &bytes))
+        return NULL;
+    S1F_WITHOUT_GIL(status = s1f_edge_proof_receive(end, bytes, &data, &ns));
+    return status == S1F_OK ? Py_BuildValue("Nd", PyLong_FromVoidPtr((void *)(uintptr_t)data), (double)ns * 1e-9)
+                            : s1f_raise_for_group(status, end->group);
 }
 
 S1F_METHOD_OF(edge_proof_give_up, edge_end, end)
@@ -195,8 +197,8 @@ PyMethodDef s1f_device_methods[] = {
     S1F_METHOD(device_restart_unit, O, "The unit that runs begins only now."),
     S1F_METHOD(device_end_unit, O, "All work of the unit has been started."),
     S1F_METHOD(device_free_bytes, O, "Free memory of the GPU."),
-    S1F_METHOD(watchdog_create, VARARGS, "A thread that looks after the rank's transfers."),
-    S1F_METHOD(watchdog_prove, VARARGS, "Ends that are made now prove themselves, each call in so long; 0: no more."),
+    S1F_METHOD(watchdog_create, VARARGS,
+               "A thread that looks after the rank's transfers, of which each end proves itself first."),
     S1F_METHOD(nccl_find, VARARGS,
                "(version, path) of NCCL; None: the copy that the process has loaded, or the loader's."),
     S1F_METHOD(nccl_unique_id, VARARGS, "128 bytes for one communicator."),
@@ -207,9 +209,9 @@ PyMethodDef s1f_device_methods[] = {
     S1F_METHOD(host_end, VARARGS, "An end whose messages go through pageable host memory, over its control edge."),
     S1F_METHOD(device_end_forget, O, "Gives back the memory of its places; the sender's end goes first."),
     S1F_METHOD(edge_end_text, O, "Names the edge in errors."),
-    S1F_METHOD(edge_proof_begin, O, "An end that proves itself enters the step."),
     S1F_METHOD(edge_proof_post, VARARGS, "At the receiver."),
-    S1F_METHOD(edge_proof_move, VARARGS, "Sends known bytes, or receives and compares them; seconds."),
+    S1F_METHOD(edge_proof_send, VARARGS, "Sends bytes of the GPU; seconds."),
+    S1F_METHOD(edge_proof_receive, VARARGS, "(address of the bytes that have come, seconds)."),
     S1F_METHOD(edge_proof_give_up, O, "Aborts what is under way; whether that has ended."),
     S1F_METHOD(edge_proof_end, O, "What fails from here on ends the step."),
     S1F_METHOD(device_end_close, O, "Ends its transfers; tensors that lie in its memory stay valid."),

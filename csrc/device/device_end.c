@@ -104,18 +104,26 @@ static s1f_status end_transfer(s1f_device_end *end)
     return leave(end, status);
 }
 
-/* Waits for the GPU or for NCCL. An end that proves itself has a deadline of its own. */
-static s1f_status wait_for(s1f_device_end *end, int (*is_done)(void *context), const s1f_wait_reason *reason)
+static int has_failed(s1f_device_end *end)
 {
-    if (end->deadline_ns == 0)
+    pthread_mutex_lock(&end->watchdog->lock);
+    int failed = end->mover->settled != NULL && end->mover->settled(end) < 0;
+    pthread_mutex_unlock(&end->watchdog->lock);
+    return failed;
+}
+
+s1f_status s1f_device_end_wait(s1f_device_end *end, int (*is_done)(void *end), const s1f_wait_reason *reason)
+{
+    if (end->proof_ns == 0)
         return s1f_group_poll(end->head.group, is_done, end, reason);
-    struct timespec pause = {.tv_nsec = 50 * 1000};
-    while (!is_done(end)) {
-        if (s1f_now_ns() > end->deadline_ns)
-            return s1f_fail(S1F_ERR_STATE, "it does not come to an end (%s)", reason->purpose);
-        nanosleep(&pause, NULL);
+    struct timespec pause = {.tv_nsec = 20 * 1000};
+    for (int64_t began = s1f_now_ns(); !is_done(end); nanosleep(&pause, NULL)) {
         S1F_TRY(s1f_group_check_peer(end->head.group, reason));
         S1F_TRY(s1f_group_check(end->head.group));
+        if (has_failed(end))
+            return S1F_ERR_STATE;
+        if (s1f_now_ns() - began > end->proof_ns)
+            return s1f_fail(S1F_ERR_STATE, "%s for %.1f s", reason->purpose, (double)(s1f_now_ns() - began) * 1e-9);
     }
     return S1F_OK;
 }
@@ -149,7 +157,7 @@ void s1f_device_end_fail(s1f_device_end *end, int64_t sequence, const char *why)
 /* An error of the mover is everybody's: the peer of a transfer that failed would wait for it. */
 static s1f_status moved(s1f_device_end *end, s1f_status status)
 {
-    if (status != S1F_ERR_STATE || end->deadline_ns != 0)
+    if (status != S1F_ERR_STATE || end->proof_ns != 0)
         return status;
     char why[256];
     snprintf(why, sizeof why, "%s", s1f_last_error());
@@ -175,7 +183,7 @@ s1f_status s1f_device_end_settle(s1f_device_end *end, const char *purpose, int64
     S1F_TRY(s1f_device_enter(end->device));
     for (int64_t until = s1f_now_ns() + ENQUEUE_NS; !is_settled(end) && s1f_now_ns() < until;)
         sched_yield();
-    s1f_status status = s1f_device_leave(end->device, wait_for(end, is_settled, &reason));
+    s1f_status status = s1f_device_leave(end->device, s1f_device_end_wait(end, is_settled, &reason));
     if (status != S1F_OK || (status = enter(end)) != S1F_OK)
         return status;
     return leave(end, end->mover->settled(end) < 0 ? moved(end, S1F_ERR_STATE) : S1F_OK);
@@ -520,7 +528,7 @@ s1f_status s1f_device_end_create(size_t bytes, const s1f_mover *mover, s1f_edge_
         return status;
     }
     s1f_device_end_lock(end);
-    end->deadline_ns = watchdog->proof_ns > 0 ? s1f_now_ns() + watchdog->proof_ns : 0;
+    end->proof_ns = watchdog->proof_ns;
     end->next = watchdog->ends;
     watchdog->ends = end;
     s1f_device_end_unlock(end);

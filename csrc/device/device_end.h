@@ -85,7 +85,7 @@ struct s1f_device_end { /* head of each mover's own struct */
     int64_t largest; /* receiver: payload so far */
     char *staging;   /* host memory of a message */
     int64_t staging_bytes;
-    int64_t deadline_ns; /* not 0: the end proves itself until then (edge_proof.h), and what fails is its own */
+    int64_t proof_ns; /* not 0: the end proves itself (edge_proof.h): what fails is its own, each wait ends so soon */
     int hangup_fd;
     int32_t is_aborted, is_finished, is_closed;
     struct s1f_device_end *next; /* of the watchdog's */
@@ -113,6 +113,8 @@ void s1f_device_end_abort(s1f_device_end *end);
 /* purpose: "waiting for"; sequence: -1: none. */
 s1f_wait_reason s1f_device_end_reason(const s1f_device_end *end, const char *purpose, int64_t sequence);
 
+/* Waits for the GPU, NCCL, or the host of the peer. */
+s1f_status s1f_device_end_wait(s1f_device_end *end, int (*is_done)(void *end), const s1f_wait_reason *reason);
 /* Waits until the mover's last call is enqueued. */
 s1f_status s1f_device_end_settle(s1f_device_end *end, const char *purpose, int64_t sequence);
 /* Makes a place hold at least so many bytes; what it held is lost. May wait for the GPU. */

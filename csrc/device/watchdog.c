@@ -39,7 +39,7 @@ static void watch_end(s1f_watchdog *watchdog, s1f_device_end *end, int64_t now)
 {
     s1f_wait_reason reason =
         s1f_device_end_reason(end, "watching", end->seen_over < end->started ? end->seen_over : -1);
-    if (end->is_aborted || s1f_group_check_peer(watchdog->group, &reason) != S1F_OK || end->deadline_ns != 0)
+    if (end->is_aborted || s1f_group_check_peer(watchdog->group, &reason) != S1F_OK || end->proof_ns != 0)
         return;
     if (end->mover->settled != NULL && end->mover->settled(end) < 0) {
         s1f_device_end_fail(end, reason.sequence, s1f_last_error());
@@ -80,13 +80,14 @@ static void *watch(void *context)
     return NULL;
 }
 
-s1f_status s1f_watchdog_create(s1f_group *group, s1f_device *device, s1f_watchdog **out)
+s1f_status s1f_watchdog_create(s1f_group *group, s1f_device *device, int64_t proof_ns, s1f_watchdog **out)
 {
     s1f_watchdog *watchdog = calloc(1, sizeof *watchdog);
     if (watchdog == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for a watchdog");
     watchdog->group = group;
     watchdog->device = device;
+    watchdog->proof_ns = proof_ns;
     pthread_condattr_t attributes;
     pthread_condattr_init(&attributes);
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
@@ -101,13 +102,6 @@ s1f_status s1f_watchdog_create(s1f_group *group, s1f_device *device, s1f_watchdo
     }
     *out = watchdog;
     return S1F_OK;
-}
-
-void s1f_watchdog_prove(s1f_watchdog *watchdog, int64_t proof_ns)
-{
-    pthread_mutex_lock(&watchdog->lock);
-    watchdog->proof_ns = proof_ns;
-    pthread_mutex_unlock(&watchdog->lock);
 }
 
 void s1f_watchdog_free(s1f_watchdog *watchdog)

@@ -21,15 +21,13 @@ typedef struct { /* for device_end.c and watchdog.c alone */
     pthread_cond_t ending;
     int32_t is_ending, has_thread;
     int64_t progress_ns;
-    int64_t proof_ns; /* not 0: ends that are made now prove themselves, each call within so long (edge_proof.h) */
+    int64_t proof_ns; /* not 0: its ends prove themselves first, each wait within so long (edge_proof.h) */
     struct s1f_device_end *ends;
 } s1f_watchdog;
 
 /* group and device are borrowed. A transfer that has started and does not end for as long as the group's limit, while
  * no other of the rank ended either, is a failure. */
-s1f_status s1f_watchdog_create(s1f_group *group, s1f_device *device, s1f_watchdog **out);
+s1f_status s1f_watchdog_create(s1f_group *group, s1f_device *device, int64_t proof_ns, s1f_watchdog **out);
 void s1f_watchdog_free(s1f_watchdog *watchdog); /* after its ends; NULL is fine */
-/* Ends that are made from now on prove themselves; 0: they do not. */
-void s1f_watchdog_prove(s1f_watchdog *watchdog, int64_t proof_ns);
 
 #endif

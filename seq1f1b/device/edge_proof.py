@@ -1,152 +1,43 @@
 """Finds, together with all other ranks, the way that carries each edge between GPUs: the first that proves itself.
 
-A way is tried on all edges that still have none at once. Between two parts of an attempt the ranks exchange what
-failed, so that both ends of an edge, and all ranks, know the same and go on alike; nobody waits for what another rank
-will not do. What an end shows, and within which time, is C (``csrc/device/edge_proof.h``).
+A way is tried on all edges that still have none at once, with one message for each. Between two parts of an attempt the
+ranks exchange what failed, so that both ends of an edge, and all ranks, know the same and go on alike; nobody waits for
+what another rank will not do. What an end does, and within which time, is C (``csrc/device/edge_proof.h``).
 """
 
 from __future__ import annotations
 
 import ctypes
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from seq1f1b import _C
 from seq1f1b.device.edge_ways import Way
 from seq1f1b.transport import RankGroup
-from seq1f1b.transport.group import Edge
+from seq1f1b.transport.group import DTYPES, Edge
 
 __all__: list[str] = []
 
 
-_LATE = ("its transfer has been under way", "no header has come", "it does not come to an end")  # csrc/device
+_LATE = ("its transfer has been under way", "no header has come", "starting to", "connecting")  # csrc/device
 
 
 class Chosen(NamedTuple):
     """The way that carries an edge.
 
     Attributes:
-        rate: bytes per second of the largest message of the proof, from its start to its arrival, sent alone.
+        rate: bytes per second of the proof's message, from its start to its arrival.
         why: in words.
     """
 
     transport: str
     rate: float
     why: str
-
-
-class Attempt:
-    """One way on the edges that are to try it. Every method is collective.
-
-    Args:
-        rounds: all edges of the pipeline, so that a rank has one in each round at most: where both ends must be there
-            at once, one that fails keeps nobody from another edge.
-    Attributes:
-        refused: why an edge cannot go this way; equal on all ranks after each exchange.
-    """
-
-    def __init__(
-        self,
-        group: RankGroup,
-        way: Way,
-        edges: Sequence[Edge],
-        controls: Mapping[Edge, object],
-        sends: set[Edge],
-        rounds: Sequence[set[Edge]],
-    ) -> None:
-        self._group, self._way, self._controls = group, way, controls
-        self._edges, self._sends, self._rounds = edges, sends, rounds
-        self.ends: dict[Edge, Any] = {}
-        self.refused: dict[Edge, str] = {}
-        self.seconds: dict[Edge, float] = {}  # of the last message, on this rank
-
-    def _each(self, edges: Iterable[Edge], call: Callable[[Edge], object]) -> None:
-        for edge in edges:
-            if edge in self.refused:
-                continue
-            try:
-                call(edge)
-            except _C.PipelineError:  # a rank is gone, or has failed: no way helps
-                raise
-            except (RuntimeError, ValueError, MemoryError, OSError) as error:
-                text = _C.edge_end_text(self._controls[edge])
-                first = (str(error) or type(error).__name__).splitlines()[0]
-                self.refused[edge] = first.removeprefix(text).lstrip(",: ")
-
-    def _agree(self, beside: Any = None) -> list[Any]:
-        found = self._group.all_gather_object((self.refused, beside))
-        reasons: dict[Edge, list[str]] = {}
-        for theirs, _ in found:
-            for edge, reason in theirs.items():
-                reasons.setdefault(edge, []).append(reason)
-        # All ranks use one of the texts: not that of an end which has waited in vain, and does not know why.
-        self.refused = {edge: min(texts, key=lambda text: text.startswith(_LATE)) for edge, texts in reasons.items()}
-        return [each for _, each in found]
-
-    def make(self) -> None:
-        offers: dict[Edge, bytes] = {}
-        sending = [edge for edge in self._edges if edge in self._sends]
-        try:
-            offers = self._way.offer(sending) if self._edges else {}
-        except (RuntimeError, ValueError, OSError) as error:
-            self.refused |= dict.fromkeys(self._edges, str(error).splitlines()[0])
-        for theirs in self._agree(offers):
-            offers |= theirs
-
-        def make(edge: Edge) -> None:
-            self.ends[edge] = self._way.make(edge, self._controls[edge], offers.get(edge, b""))
-
-        self._each(self._edges, make)
-        self._agree()
-
-        def connect(edge: Edge) -> None:
-            _C.edge_proof_begin(self.ends[edge])
-            self._way.connect(edge, self.ends[edge])
-
-        self._each(self._edges, connect)
-        self._agree()
-
-    def send(self, sequence: int, sizes: Mapping[Edge, int]) -> None:
-        """Message ``sequence`` of every edge, of so many bytes."""
-        receivers = [edge for edge in self._edges if edge not in self._sends]
-
-        def move(edge: Edge) -> None:
-            _C.group_progress(self._group.group, "the proof of an edge")
-            self.seconds[edge] = _C.edge_proof_move(self.ends[edge], sequence, sizes[edge])
-
-        self._each(receivers, lambda edge: _C.edge_proof_post(self.ends[edge], sequence, sizes[edge]))
-        self._agree()
-        if self._way.is_one_sided:
-            self._each(sorted(self._sends & set(self._edges)), move)
-            self._agree()
-            self._each(receivers, move)
-            self._agree()
-            return
-        for together in self._rounds:
-            self._each(together & set(self._edges), move)
-            self._agree()
-
-    def end(self) -> tuple[dict[Edge, Any], list[Edge]]:
-        """The ends that have proven themselves; and edges whose transfers do not end. All other ends are closed."""
-        failed = [edge for edge in self._edges if edge in self.refused and edge in self.ends]
-        stuck = [edge for edge in failed if not _C.edge_proof_give_up(self.ends[edge])]
-        all_stuck = sorted(set().union(*self._agree(stuck)))
-        if all_stuck:
-            for end in self.ends.values():  # to free them would wait for the GPU, for ever
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(end))
-            return {}, all_stuck
-        for senders in (True, False):  # who opened the other's memory goes first
-            for edge in self._edges:
-                if edge not in self.ends or (edge in self._sends) != senders:
-                    continue
-                if edge in self.refused:
-                    _C.device_end_close(self.ends.pop(edge))
-                else:
-                    _C.edge_proof_end(self.ends[edge])
-                    self._each([edge], lambda edge: _C.device_end_forget(self.ends[edge]))
-            self._agree()
-        return self.ends, []
 
 
 class Proof:
@@ -158,8 +49,10 @@ class Proof:
         is_receiver: by edge.
         asked: the transport that was asked for by name; None: any may be.
         begin_step: begins a step on this rank's device.
-        room: bytes that this rank can give to one message of the proof.
-        sizes: of the messages.
+        place_views: gives tensors over a message that has come.
+        room: bytes that this rank can give to one message.
+        size: of a message, in bytes.
+        device: on which messages lie.
     """
 
     def __init__(
@@ -171,14 +64,16 @@ class Proof:
         *,
         asked: str | None,
         begin_step: Callable[[], None],
+        place_views: Callable[..., Any],
         room: int,
-        sizes: Sequence[int],
+        size: int,
+        device: torch.device,
     ) -> None:
-        self._group, self._ways, self._controls = group, ways, controls
-        self._sends = {edge for edge in controls if not is_receiver[edge]}
-        self._asked, self._begin_step = asked, begin_step
-        self._room, self._sizes = room, sizes
+        self._group, self._ways, self._controls, self._is_receiver = group, ways, controls, is_receiver
+        self._asked, self._begin_step, self._place_views = asked, begin_step, place_views
+        self._room, self._size, self._device = room, size, device
         self._reasons: dict[Edge, list[str]] = {}  # why an earlier way is not it
+        self._refused: dict[Edge, str] = {}  # why an edge cannot go the way that is tried; equal on all ranks
         self.chosen: dict[Edge, Chosen] = {}
         self.ends: dict[Edge, Any] = {}
 
@@ -187,16 +82,16 @@ class Proof:
         everyones = self._group.all_gather_object(
             (self._room, {edge: _C.edge_end_text(control) for edge, control in self._controls.items()})
         )
-        room: dict[Edge, int] = {}
         self._texts: dict[Edge, str] = {}
         self._ranks: dict[Edge, list[int]] = {}  # at an edge
-        for rank, (theirs, texts) in enumerate(everyones):
-            room |= {edge: min(theirs, room.get(edge, theirs)) for edge in texts}
+        for rank, (_, texts) in enumerate(everyones):
             self._texts |= texts
             for edge in texts:
                 self._ranks.setdefault(edge, []).append(rank)
-        self._rounds = _rounds_of(self._ranks)
-        self._most = {edge: min(self._sizes[-1], max(1, room[edge])) for edge in room}
+        self._bytes = {
+            edge: max(1, min(self._size, *(everyones[rank][0] for rank in ranks)))
+            for edge, ranks in self._ranks.items()
+        }
         for way in self._ways:
             mine = [edge for edge in sorted(self._controls) if edge not in self.ends and self._can(way, edge)]
             if any(self._group.all_gather_object(bool(mine))):
@@ -209,66 +104,136 @@ class Proof:
     def _can(self, way: Way, edge: Edge) -> bool:
         return self._group.transport_to(self._group.peer_of(edge)) in way.over
 
+    def _each(self, edges: Iterable[Edge], call: Callable[[Edge], object]) -> None:
+        """Does a part of an attempt for edges that have not failed; then all ranks know which have. Collective."""
+        mine: dict[Edge, str] = {}
+        for edge in [each for each in edges if each not in self._refused]:
+            try:
+                call(edge)
+            except _C.PipelineError:  # a rank is gone, or has failed: no way helps
+                raise
+            except (RuntimeError, ValueError, MemoryError, OSError) as error:
+                first = (str(error) or type(error).__name__).splitlines()[0]
+                mine[edge] = first.removeprefix(self._texts[edge]).lstrip(",: ")
+        reasons: dict[Edge, list[str]] = {}
+        for theirs in self._group.all_gather_object(mine):
+            for edge, reason in theirs.items():
+                reasons.setdefault(edge, []).append(reason)
+        # All ranks use one of the texts: not that of an end which has waited in vain, and does not know why.
+        self._refused |= {edge: min(texts, key=lambda text: text.startswith(_LATE)) for edge, texts in reasons.items()}
+
     def _try(self, way: Way, edges: list[Edge]) -> None:
         self._group.begin_step(training=False)
         self._begin_step()
-        attempt = Attempt(self._group, way, edges, self._controls, self._sends, self._rounds)
-        attempt.make()
-        for sequence, size in enumerate(self._sizes):
-            attempt.send(sequence, {edge: min(size, self._most[edge]) for edge in edges})
-        ends, stuck = attempt.end()
-        refused = attempt.refused
-        if stuck:
-            raise RuntimeError(
-                f"{self._texts[stuck[0]]}: messages by transport={way.name!r} do not arrive "
-                f"({refused[stuck[0]]}), and what the GPU has begun cannot be undone. {way.needs}; "
-                f"start again with another transport=, as {self._other(way)}"
-            )
-        if refused and self._asked is not None:
-            edge = min(refused)
-            raise RuntimeError(
-                f"{self._texts[edge]}: transport={way.name!r} failed its proof: {refused[edge]}. {way.needs}; "
-                'or use transport="auto", which takes another way'
-            )
-        self._warn(way, refused)
-        for edge in edges:
-            if edge in refused:
-                self._reasons.setdefault(edge, []).append(f"{way.name}: {refused[edge]}")
-        rates = self._rates(way, attempt, ends)
-        for edge, end in ends.items():
-            self.ends[edge] = end
-            self.chosen[edge] = Chosen(way.name, rates[edge], self._why(edge))
+        self._refused = {}
+        sends = [edge for edge in edges if not self._is_receiver[edge]]
+        receives = [edge for edge in edges if self._is_receiver[edge]]
+        offers: dict[Edge, bytes] = {}
+        ends: dict[Edge, Any] = {}
+        seconds: dict[Edge, float] = {}
+        kept: list[Tensor] = []  # until nothing is under way
+
+        def offer(edge: Edge) -> None:
+            offers[edge] = way.offer()
+
+        def make(edge: Edge) -> None:
+            ends[edge] = way.make(self._controls[edge], offers[edge])
+
+        def move(edge: Edge) -> None:
+            _C.group_progress(self._group.group, "the proof of an edge")
+            size, known = self._bytes[edge], self._known_bytes(way, edge)
+            if not self._is_receiver[edge]:
+                kept.append(known.to(self._device))
+                seconds[edge] = _C.edge_proof_send(ends[edge], kept[-1].data_ptr(), size)
+                return
+            address, seconds[edge] = _C.edge_proof_receive(ends[edge], size)
+            [found], _ = self._place_views(ends[edge], address, [(DTYPES.index(torch.uint8), 0, (size,), 0)])
+            wrong = (found.cpu() != known).nonzero()
+            if len(wrong):
+                raise RuntimeError(f"{len(wrong)} of {size} bytes arrived wrong, the first is byte {int(wrong[0])}")
+
+        self._each(sends, offer)
+        for theirs in self._group.all_gather_object(offers):
+            offers |= theirs
+        self._each(edges, make)
+        self._each(edges, lambda edge: way.connect(ends[edge]))
+        self._each(receives, lambda edge: _C.edge_proof_post(ends[edge], self._bytes[edge]))
+        for part in (sends, receives) if way.is_one_sided else _rounds_of(self._ranks):
+            self._each([edge for edge in edges if edge in part], move)
+        self._look_for_stuck(way, ends, kept)
+        self._close(sends, receives, ends)
+        self._tell(way)
+        everyones = self._group.all_gather_object(seconds)
+        for edge in ends:
+            took = [theirs[edge] for theirs in everyones if edge in theirs]
+            rate = self._bytes[edge] / max(1e-9, sum(took) if way.is_one_sided else max(took))
+            self.chosen[edge] = Chosen(way.name, rate, self._why(edge))
+        self.ends |= ends
         self._group.end_step(failed=False)
 
-    def _rates(self, way: Way, attempt: Attempt, ends: Mapping[Edge, Any]) -> dict[Edge, float]:
-        """Bytes per second of the largest message: a one-sided send is over before its receive begins."""
-        everyones = self._group.all_gather_object({edge: attempt.seconds[edge] for edge in ends})
-        both = {edge: [theirs[edge] for theirs in everyones if edge in theirs] for edge in ends}
-        return {
-            edge: self._most[edge] / max(1e-9, sum(seconds) if way.is_one_sided else max(seconds))
-            for edge, seconds in both.items()
-        }
+    def _known_bytes(self, way: Way, edge: Edge) -> Tensor:
+        """The message: each edge and way has bytes of its own, so that what another one left is not taken for it."""
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{way.name} {self._texts[edge]}".encode()))
+        words = torch.empty(self._bytes[edge] // 8 + 1, dtype=torch.int64).random_(generator=generator)
+        return words.view(torch.uint8)[: self._bytes[edge]]
+
+    def _look_for_stuck(self, way: Way, ends: Mapping[Edge, Any], kept: Sequence[Tensor]) -> None:
+        """Ends what has failed. Raises, on every rank, if a transfer cannot be ended."""
+        mine = [edge for edge in ends if edge in self._refused and not _C.edge_proof_give_up(ends[edge])]
+        stuck = sorted(set().union(*self._group.all_gather_object(mine)))
+        if not stuck:
+            return
+        for each in (*ends.values(), *kept):  # to free them would wait for the GPU, for ever
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+        others = " or ".join(f'"{name}"' for name in ("nccl", "shm") if name != way.name)
+        raise RuntimeError(
+            f"{self._texts[stuck[0]]}: messages by transport={way.name!r} do not arrive ({self._refused[stuck[0]]}), "
+            f"and what the GPU has begun cannot be undone. {way.needs}; "
+            f"start again with another transport=, as {others}"
+        )
+
+    def _close(self, sends: Sequence[Edge], receives: Sequence[Edge], ends: dict[Edge, Any]) -> None:
+        """Closes ends that have failed; all others give back the memory of the proof."""
+        failed = set(self._refused)
+
+        def close(edge: Edge) -> None:
+            if edge not in failed:
+                _C.edge_proof_end(ends[edge])
+                _C.device_end_forget(ends[edge])
+
+        for part in (sends, receives):  # who opened the other's memory goes first
+            for edge in [edge for edge in part if edge in failed and edge in ends]:
+                _C.device_end_close(ends.pop(edge))
+            self._each(part, close)
+        for edge in self._refused:
+            ends.pop(edge, None)
+
+    def _tell(self, way: Way) -> None:
+        """An error for a way that was asked for by name; else one warning, by a rank that is at one of the edges."""
+        if not self._refused:
+            return
+        edge = min(self._refused)
+        reason = f"{self._refused[edge]}. {way.needs}"
+        if self._asked is not None:
+            raise RuntimeError(
+                f"{self._texts[edge]}: transport={way.name!r} failed its proof: {reason}; "
+                'or use transport="auto", which takes another way'
+            )
+        for each, why in self._refused.items():
+            self._reasons.setdefault(each, []).append(f"{way.name}: {why}")
+        if self._ranks[edge][0] == self._group.rank:
+            others = f" (and {len(self._refused) - 1} more edges)" if len(self._refused) > 1 else ""
+            warnings.warn(
+                f"{self._texts[edge]}{others}: transport={way.name!r} failed its proof and is not used: {reason}. "
+                "engine.edges says what is used instead",
+                stacklevel=2,
+            )
 
     def _why(self, edge: Edge) -> str:
         reasons = self._reasons.get(edge, [])
         found = "asked for" if self._asked is not None else "; ".join(["the first that proved itself", *reasons])
-        short = self._most[edge] < self._sizes[-1]
-        return f"{found}; proven with {self._most[edge]} bytes at most, as memory is short" if short else found
-
-    def _warn(self, way: Way, refused: Mapping[Edge, str]) -> None:
-        """One warning of the whole pipeline, by a rank that is at one of the edges."""
-        if not refused or self._ranks[min(refused)][0] != self._group.rank:
-            return
-        edge = min(refused)
-        others = f" (and {len(refused) - 1} more edges)" if len(refused) > 1 else ""
-        warnings.warn(
-            f"{self._texts[edge]}{others}: transport={way.name!r} failed its proof and is not used: {refused[edge]}. "
-            f"{way.needs}. engine.edges says what is used instead",
-            stacklevel=2,
-        )
-
-    def _other(self, way: Way) -> str:
-        return " or ".join(f'"{name}"' for name in ("nccl", "shm") if name != way.name)
+        short = self._bytes[edge] < self._size
+        return f"{found}; proven with {self._bytes[edge]} bytes, as memory is short" if short else found
 
 
 def _rounds_of(ranks: Mapping[Edge, Sequence[int]]) -> list[set[Edge]]:

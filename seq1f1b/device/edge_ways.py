@@ -7,12 +7,10 @@ import ctypes
 import functools
 import importlib.util
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from seq1f1b import _C
 from seq1f1b.transport import RankGroup
-from seq1f1b.transport.group import Edge
 from seq1f1b.transport.table import TRANSPORTS
 
 __all__: list[str] = []
@@ -64,15 +62,15 @@ class Way:
     def __init__(self, group: RankGroup, watchdog: object) -> None:
         self._group, self._watchdog = group, watchdog
 
-    def offer(self, edges: Sequence[Edge]) -> dict[Edge, bytes]:
-        """The facts that all ranks are told before the ends are made: of edges that this rank sends on."""
-        return {}
+    def offer(self) -> bytes:
+        """The facts that a sender tells the receiver before the ends of an edge are made."""
+        return b""
 
-    def make(self, edge: Edge, control: object, offered: bytes) -> object:
-        """This rank's end. Does not wait for the peer."""
+    def make(self, control: object, offered: bytes) -> object:
+        """An end of this rank. Does not wait for the peer."""
         raise NotImplementedError
 
-    def connect(self, edge: Edge, end: object) -> None:
+    def connect(self, end: object) -> None:
         """Waits for the peer's end, which has been made."""
 
     def leave(self, end: object) -> None:
@@ -87,7 +85,7 @@ class Copies(Way):
         "each other (nvidia-smi topo -p2p r); wrong bytes point to an IOMMU, or to PCIe ACS, that is switched on"
     )
 
-    def make(self, edge: Edge, control: object, offered: bytes) -> object:
+    def make(self, control: object, offered: bytes) -> object:
         return _C.copy_end(control, self._watchdog, self._is_one_process())
 
     def _is_one_process(self) -> bool:
@@ -107,14 +105,13 @@ class Nccl(Way):
     def _path(self) -> str | None:
         return find_nccl()
 
-    def offer(self, edges: Sequence[Edge]) -> dict[Edge, bytes]:
-        _C.nccl_find(self._path)
-        return {edge: _C.nccl_unique_id(self._path) for edge in edges}
+    def offer(self) -> bytes:
+        return _C.nccl_unique_id(self._path)
 
-    def make(self, edge: Edge, control: object, offered: bytes) -> object:
+    def make(self, control: object, offered: bytes) -> object:
         return _C.nccl_end(self._path, offered, control, self._watchdog)
 
-    def connect(self, edge: Edge, end: object) -> None:
+    def connect(self, end: object) -> None:
         _C.nccl_connect(end)
 
     def leave(self, end: object) -> None:
@@ -129,7 +126,7 @@ class Host(Way):
         "this way needs no more than copies between the GPU and the host: look at the GPU itself (nvidia-smi, dmesg)"
     )
 
-    def make(self, edge: Edge, control: object, offered: bytes) -> object:
+    def make(self, control: object, offered: bytes) -> object:
         return _C.host_end(control, self._watchdog)
 
 

@@ -48,7 +48,7 @@ class DeviceEdges:
     """
 
     driver: str | None = None  # library; None: the system's libcuda
-    proof_sizes: tuple[int, ...] = (1, (1 << 20) - 1, 64 << 20)
+    proof_bytes = (64 << 20) - 1  # unaligned, and long enough for a rate
     proof_limit_s = 20.0  # for one message, or one connection
 
     def __init__(self, transport: str, group: RankGroup, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class DeviceEdges:
         self._ends: dict[Edge, Any] = {}
         self._ways: dict[str, Way] = {}
         self.gpu = _C.device_create(self.driver, self.ordinal())
-        self._watchdog = _C.watchdog_create(group.group, self.gpu)
+        self._watchdog = _C.watchdog_create(group.group, self.gpu, min(self.proof_limit_s, group.timeout_s / 2))
 
     @staticmethod
     def serve(device: torch.device, group: RankGroup) -> bool:
@@ -112,7 +112,6 @@ class DeviceEdges:
         identities = self._group.all_gather_object(self.identity())
         if self._group.rank == 0:
             warn_of_shared_gpus(identities)
-        limit_s = min(self.proof_limit_s, self._group.timeout_s / 2)
         self._ways = {kind.name: kind(self._group, self._watchdog) for kind in WAYS}
         asked = None if self.transport == "auto" else self.transport
         if asked is not None:
@@ -125,14 +124,12 @@ class DeviceEdges:
             is_receiver,
             asked=asked,
             begin_step=self.begin_step,
-            room=self.free_bytes() // 2 // (1 + sum(is_receiver.values())),
-            sizes=self.proof_sizes,
+            place_views=self.place_views(),
+            room=self.free_bytes() // 2 // max(1, len(controls)),
+            size=self.proof_bytes,
+            device=self._torch_device,
         )
-        _C.watchdog_prove(self._watchdog, limit_s)
-        try:
-            proof.run()
-        finally:
-            _C.watchdog_prove(self._watchdog, 0.0)
+        proof.run()
         self._ends, self.chosen = proof.ends, proof.chosen
         return dict(self._ends)  # the caller lets go of its own before close() ends them
 

@@ -125,7 +125,7 @@ class EdgeReport:
         peer_rank: the rank at the other end.
         transport: "shm" (memory that both ranks map), "c10d" (the process group), or "loopback" (threads). Between
             GPUs "copy", "nccl", or "host" (host memory, over one of the others).
-        rate: between GPUs: bytes per second of the largest message of the proof at set-up, sent alone; else 0.
+        rate: between GPUs: bytes per second of the message of the proof at set-up; else 0.
         why: between GPUs: why this transport, in words.
     """
 

@@ -267,7 +267,7 @@ static void join_pipeline(rank_state *state)
     pipeline *p = state->p;
     int32_t rank = state->rank;
     CHECK_STATUS(s1f_device_create(LIBRARY, rank, &state->device), S1F_OK, "");
-    CHECK_STATUS(s1f_watchdog_create(p->groups[rank], state->device, &state->watchdog), S1F_OK, "");
+    CHECK_STATUS(s1f_watchdog_create(p->groups[rank], state->device, 0, &state->watchdog), S1F_OK, "");
     CHECK_STATUS(s1f_device_enter(state->device), S1F_OK, "");
     CHECK(cuStreamCreate(&state->compute, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS);
     for (int32_t i = 0; i < MAX_BUFFERS; i++) {

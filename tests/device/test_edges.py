@@ -288,6 +288,6 @@ def test_the_real_library(monkeypatch: pytest.MonkeyPatch) -> None:
     group = LoopbackGroup(2)[0]
     control = group.edge_end((0, 1), 1, False, "activations of stage 0 to stage 1")
     device = _C.device_create(stand_in().path, 0)
-    watchdog = _C.watchdog_create(group.group, device)
+    watchdog = _C.watchdog_create(group.group, device, 0.0)
     with pytest.raises(RuntimeError, match=r"activations of stage 0 to stage 1: ncclCommInitRankConfig: .*\(1\), Cuda"):
         _C.nccl_end(path, first, control, watchdog)

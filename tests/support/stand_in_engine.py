@@ -15,7 +15,7 @@ from seq1f1b.transport import RankGroup
 
 
 class StandInEdges(DeviceEdges):
-    proof_sizes = (1, 1023, 1 << 16)
+    proof_bytes = (1 << 16) - 1
 
     def __init__(self, *arguments: Any) -> None:
         self.driver = stand_in().path
