@@ -47,19 +47,10 @@ void make_current(int32_t device_index)
 
 static CUresult check_context(CUcontext context)
 {
-    for (int32_t d = 0; d < machine.options.devices; d++)
+    for (int32_t d = 0; d < MAX_DEVICES; d++)
         if (context == &machine.devices[d].context)
             return context->references > 0 ? CUDA_SUCCESS : CUDA_ERROR_CONTEXT_IS_DESTROYED;
     return CUDA_ERROR_INVALID_CONTEXT;
-}
-
-int unsafe_in_capture(api_call call)
-{
-    renew_thread();
-    if (!machine.options.capturing || thread.capture_mode == CU_STREAM_CAPTURE_MODE_RELAXED)
-        return 0;
-    misuse(call, "while a graph is captured, from a thread that is not in relaxed mode");
-    return 1;
 }
 
 void driver_reset(void)
@@ -80,7 +71,7 @@ CUresult cuDriverGetVersion(int *version)
 {
     ENTER(cuDriverGetVersion, CUDA_ERROR_NOT_PERMITTED);
     NEEDS_ARGUMENT(version != NULL);
-    *version = (int)machine.options.driver_version;
+    *version = 13000;
     return CUDA_SUCCESS;
 }
 
@@ -100,13 +91,11 @@ static const struct {
     X(CUDA_ERROR_INVALID_CONTEXT, "invalid device context"),
     X(CUDA_ERROR_MAP_FAILED, "mapping of buffer object failed"),
     X(CUDA_ERROR_INVALID_HANDLE, "invalid resource handle"),
-    X(CUDA_ERROR_NOT_FOUND, "named symbol not found"),
     X(CUDA_ERROR_NOT_READY, "device not ready"),
     X(CUDA_ERROR_LAUNCH_TIMEOUT, "the launch timed out and was terminated"),
     X(CUDA_ERROR_CONTEXT_IS_DESTROYED, "context is destroyed"),
     X(CUDA_ERROR_NOT_PERMITTED, "operation not permitted"),
     X(CUDA_ERROR_NOT_SUPPORTED, "operation not supported"),
-    X(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "operation not permitted when stream is capturing"),
 #undef X
 };
 
@@ -132,33 +121,6 @@ CUresult cuGetErrorString(CUresult error, const char **text)
     return *text != NULL ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-/* `symbol` is a name without its version, as the vendor's headers declare it; the newest version here is given. */
-CUresult cuGetProcAddress_v2(const char *symbol, void **function, int version, cuuint64_t flags,
-                             CUdriverProcAddressQueryResult *status)
-{
-    ENTER(cuGetProcAddress_v2, CUDA_ERROR_NOT_PERMITTED);
-    NEEDS_ARGUMENT(symbol != NULL && function != NULL);
-    (void)version;
-    (void)flags;
-    static const struct {
-        const char *name;
-        void (*function)(void);
-    } functions[] = {
-#define X(name) {#name, (void (*)(void))name},
-        DRIVER_CALLS(X)
-#undef X
-    };
-    *function = NULL;
-    size_t length = strlen(symbol);
-    for (size_t i = 0; i < sizeof functions / sizeof *functions; i++)
-        if (strncmp(functions[i].name, symbol, length) == 0 &&
-            (functions[i].name[length] == '\0' || strcmp(functions[i].name + length, "_v2") == 0))
-            memcpy(function, &functions[i].function, sizeof *function);
-    if (status != NULL)
-        *status = *function != NULL ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
-    return *function != NULL ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
-}
-
 CUresult cuDeviceGet(CUdevice *out, int ordinal)
 {
     ENTER(cuDeviceGet, CUDA_ERROR_NOT_PERMITTED);
@@ -169,25 +131,6 @@ CUresult cuDeviceGet(CUdevice *out, int ordinal)
     return CUDA_SUCCESS;
 }
 
-CUresult cuDeviceGetCount(int *count)
-{
-    ENTER(cuDeviceGetCount, CUDA_ERROR_NOT_PERMITTED);
-    NEEDS_INIT();
-    NEEDS_ARGUMENT(count != NULL);
-    *count = (int)machine.options.devices;
-    return CUDA_SUCCESS;
-}
-
-CUresult cuDeviceGetName(char *name, int bytes, CUdevice index)
-{
-    ENTER(cuDeviceGetName, CUDA_ERROR_NOT_PERMITTED);
-    NEEDS_INIT();
-    NEEDS_ARGUMENT(name != NULL && bytes > 0);
-    NEEDS_DEVICE(index);
-    snprintf(name, (size_t)bytes, "stand-in device");
-    return CUDA_SUCCESS;
-}
-
 CUresult cuDeviceGetPCIBusId(char *address, int bytes, CUdevice index)
 {
     ENTER(cuDeviceGetPCIBusId, CUDA_ERROR_NOT_PERMITTED);
@@ -195,36 +138,6 @@ CUresult cuDeviceGetPCIBusId(char *address, int bytes, CUdevice index)
     NEEDS_ARGUMENT(address != NULL && bytes >= 13);
     NEEDS_DEVICE(index);
     snprintf(address, (size_t)bytes, "0000:%02X:00.0", index + 0xA0);
-    return CUDA_SUCCESS;
-}
-
-CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice index)
-{
-    ENTER(cuDeviceGetAttribute, CUDA_ERROR_NOT_PERMITTED);
-    NEEDS_INIT();
-    NEEDS_ARGUMENT(value != NULL);
-    NEEDS_DEVICE(index);
-    switch ((int)attribute) {
-    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: *value = 132; return CUDA_SUCCESS;
-    case CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT: *value = 3; return CUDA_SUCCESS;
-    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = 9; return CUDA_SUCCESS;
-    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: *value = 0; return CUDA_SUCCESS;
-    case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING:
-    case CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES:
-    case CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS:
-    case CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_WAIT_VALUE_NOR: *value = 1; return CUDA_SUCCESS;
-    default: return CUDA_ERROR_INVALID_VALUE; /* not modelled */
-    }
-}
-
-CUresult cuDeviceCanAccessPeer(int *can, CUdevice index, CUdevice peer)
-{
-    ENTER(cuDeviceCanAccessPeer, CUDA_ERROR_NOT_PERMITTED);
-    NEEDS_INIT();
-    NEEDS_ARGUMENT(can != NULL);
-    NEEDS_DEVICE(index);
-    NEEDS_DEVICE(peer);
-    *can = index != peer;
     return CUDA_SUCCESS;
 }
 
@@ -250,15 +163,6 @@ CUresult cuDevicePrimaryCtxRelease_v2(CUdevice index)
         return CUDA_ERROR_INVALID_CONTEXT;
     }
     machine.devices[index].context.references--;
-    return CUDA_SUCCESS;
-}
-
-CUresult cuCtxGetCurrent(CUcontext *context)
-{
-    ENTER(cuCtxGetCurrent, CUDA_ERROR_NOT_PERMITTED);
-    NEEDS_INIT();
-    NEEDS_ARGUMENT(context != NULL);
-    *context = current_context();
     return CUDA_SUCCESS;
 }
 
@@ -309,15 +213,6 @@ CUresult cuCtxPopCurrent_v2(CUcontext *context)
     return CUDA_SUCCESS;
 }
 
-CUresult cuCtxGetDevice(CUdevice *out)
-{
-    ENTER(cuCtxGetDevice, CUDA_ERROR_NOT_PERMITTED);
-    NEEDS_ARGUMENT(out != NULL);
-    NEEDS_CONTEXT(index);
-    *out = index;
-    return CUDA_SUCCESS;
-}
-
 CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest)
 {
     ENTER(cuCtxGetStreamPriorityRange, CUDA_ERROR_NOT_PERMITTED);
@@ -334,9 +229,8 @@ CUresult cuCtxSynchronize(void)
 {
     ENTER(cuCtxSynchronize, CUDA_ERROR_NOT_PERMITTED);
     NEEDS_CONTEXT(index);
-    UNSAFE_IN_CAPTURE();
     check_no_group_on_device(this_call, index);
-    return synchronise_device(call_name(this_call), index, 0) ? CUDA_SUCCESS : CUDA_ERROR_LAUNCH_TIMEOUT;
+    return synchronise_device(call_name(this_call), index) ? CUDA_SUCCESS : CUDA_ERROR_LAUNCH_TIMEOUT;
 }
 
 CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode)

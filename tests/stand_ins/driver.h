@@ -20,13 +20,8 @@
     return CUDA_ERROR_INVALID_VALUE
 
 #define NEEDS_DEVICE(index)                                                                                            \
-    if ((index) < 0 || (index) >= machine.options.devices)                                                             \
+    if ((index) < 0 || (index) >= MAX_DEVICES)                                                                         \
     return CUDA_ERROR_INVALID_DEVICE
-
-/* A call that the capture of a graph by another thread forbids. */
-#define UNSAFE_IN_CAPTURE()                                                                                            \
-    if (unsafe_in_capture(this_call))                                                                                  \
-    return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
 
 #define NEEDS_STREAM(name)                                                                                             \
     CUresult name##_error;                                                                                             \
@@ -44,7 +39,6 @@
     }
 
 CUcontext current_context(void);
-int unsafe_in_capture(api_call call); /* notes the misuse */
 /* Comes between a launch and its stream: lazy module loading, for one, synchronises the device. */
 CUresult before_launch(api_call call, const struct CUstream_st *stream);
 int marker_reached(const void *argument); /* of a marker, for wait_until */

@@ -30,14 +30,6 @@ typedef struct {
 } ipc_handle;
 _Static_assert(sizeof(ipc_handle) <= sizeof(CUipcMemHandle), "a handle is 64 bytes");
 
-typedef struct registration { /* pinned host memory: of one device each, as ranks may be threads */
-    struct registration *next;
-    char *address;
-    size_t bytes;
-    int32_t device;
-} registration;
-
-static registration *registrations;
 static allocation *allocations;
 static int64_t num_allocations; /* over the life of the process: ids never repeat */
 
@@ -50,14 +42,6 @@ static allocation *find_allocation(const void *address)
         if (wanted >= a->address && wanted < a->address + a->bytes)
             return a;
     return NULL;
-}
-
-static int is_registered(const char *first, size_t bytes)
-{
-    for (registration *r = registrations; r != NULL; r = r->next)
-        if (first >= r->address && first + bytes <= r->address + r->bytes)
-            return 1;
-    return 0;
 }
 
 int find_span(api_call call, const void *address, size_t bytes, int host_allowed, span *out)
@@ -82,7 +66,7 @@ int find_span(api_call call, const void *address, size_t bytes, int host_allowed
             misuse(call, "%zu bytes that begin %zu before an allocation", bytes, (size_t)(a->address - first));
             return 0;
         }
-    if (address == NULL || (!host_allowed && !machine.options.foreign_memory && !is_registered(first, bytes))) {
+    if (address == NULL || (!host_allowed && !machine.options.foreign_memory)) {
         misuse(call, "%zu bytes at %p, which is not device memory", bytes, address);
         return 0;
     }
@@ -135,7 +119,6 @@ void memory_reset(void)
     for (allocation *a = allocations; a != NULL; a = a->next)
         give_back(a);
     allocations = NULL;
-    registrations = NULL;
 }
 
 static void *take_memory(size_t bytes, int32_t *fd)
@@ -153,7 +136,6 @@ CUresult cuMemHostAlloc(void **memory, size_t bytes, unsigned int flags)
     NEEDS_ARGUMENT(memory != NULL && bytes > 0 && flags == 0);
     NEEDS_CONTEXT(index);
     (void)index;
-    UNSAFE_IN_CAPTURE();
     if (bytes > (size_t)(machine.options.pinned_bytes - machine.counters.live_pinned_bytes))
         return CUDA_ERROR_OUT_OF_MEMORY;
     int32_t fd;
@@ -170,7 +152,6 @@ CUresult cuMemFreeHost(void *memory)
 {
     ENTER(cuMemFreeHost, CUDA_ERROR_NOT_PERMITTED);
     NEEDS_INIT();
-    UNSAFE_IN_CAPTURE();
     allocation *entry = find_allocation(memory);
     if (entry == NULL || entry->address != memory || entry->device >= 0) {
         misuse(this_call, "%p is not what cuMemHostAlloc gave, or freed already", memory);
@@ -188,8 +169,7 @@ CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
     ENTER(cuMemAlloc_v2, CUDA_ERROR_NOT_PERMITTED);
     NEEDS_ARGUMENT(address != NULL && bytes > 0);
     NEEDS_CONTEXT(index);
-    UNSAFE_IN_CAPTURE();
-    if (machine.options.synchronous_memory && !synchronise_device(call_name(this_call), index, 0))
+    if (machine.options.synchronous_memory && !synchronise_device(call_name(this_call), index))
         return CUDA_ERROR_LAUNCH_TIMEOUT;
     int64_t used = 0;
     for (allocation *a = allocations; a != NULL; a = a->next)
@@ -214,13 +194,12 @@ CUresult cuMemFree_v2(CUdeviceptr address)
     NEEDS_INIT();
     if (address == 0)
         return CUDA_SUCCESS;
-    UNSAFE_IN_CAPTURE();
     allocation *entry = find_allocation((const void *)(uintptr_t)address);
     if (entry == NULL || entry->address != (char *)(uintptr_t)address || entry->imported || entry->device < 0) {
         misuse(this_call, "%p is not what cuMemAlloc gave, or freed already", (void *)(uintptr_t)address);
         return CUDA_ERROR_INVALID_VALUE;
     }
-    if (machine.options.synchronous_memory && !synchronise_device(call_name(this_call), entry->device, 0))
+    if (machine.options.synchronous_memory && !synchronise_device(call_name(this_call), entry->device))
         return CUDA_ERROR_LAUNCH_TIMEOUT;
     if (entry->handles > 0)
         misuse(this_call, "%p is still open through %d handles", (void *)entry->address, entry->handles);
@@ -247,21 +226,6 @@ CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes)
     return CUDA_SUCCESS;
 }
 
-CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *bytes, CUdeviceptr address)
-{
-    ENTER(cuMemGetAddressRange_v2, CUDA_ERROR_NOT_PERMITTED);
-    NEEDS_CONTEXT(index);
-    (void)index;
-    allocation *entry = find_allocation((const void *)(uintptr_t)address);
-    if (entry == NULL)
-        return CUDA_ERROR_NOT_FOUND;
-    if (base != NULL)
-        *base = (CUdeviceptr)(uintptr_t)entry->address;
-    if (bytes != NULL)
-        *bytes = entry->bytes;
-    return CUDA_SUCCESS;
-}
-
 static CUresult copy(api_call call, const void *destination, int to_host, const void *source, int from_host,
                      size_t bytes, CUstream stream)
 {
@@ -275,8 +239,7 @@ static CUresult copy(api_call call, const void *destination, int to_host, const 
     op->destination = to;
     op->source = from;
     enqueue(op, stream);
-    int is_pageable = (to_host && to.allocation == 0 && !is_registered(to.address, bytes)) ||
-                      (from_host && from.allocation == 0 && !is_registered(from.address, bytes));
+    int is_pageable = (to_host && to.allocation == 0) || (from_host && from.allocation == 0);
     if (!is_pageable || !machine.options.pageable_waits)
         return CUDA_SUCCESS;
     machine.counters.pageable_copies++;
@@ -290,12 +253,6 @@ CUresult cuMemcpyAsync(CUdeviceptr destination, CUdeviceptr source, size_t bytes
 {
     ENTER(cuMemcpyAsync, CUDA_ERROR_NOT_PERMITTED);
     return copy(this_call, (const void *)(uintptr_t)destination, 1, (const void *)(uintptr_t)source, 1, bytes, stream);
-}
-
-CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr destination, CUdeviceptr source, size_t bytes, CUstream stream)
-{
-    ENTER(cuMemcpyDtoDAsync_v2, CUDA_ERROR_NOT_PERMITTED);
-    return copy(this_call, (const void *)(uintptr_t)destination, 0, (const void *)(uintptr_t)source, 0, bytes, stream);
 }
 
 CUresult cuMemcpyDtoHAsync_v2(void *destination, CUdeviceptr source, size_t bytes, CUstream stream)
@@ -324,52 +281,6 @@ CUresult cuMemsetD8Async(CUdeviceptr destination, unsigned char value, size_t by
     op->destination = to;
     op->value = value;
     enqueue(op, stream);
-    return CUDA_SUCCESS;
-}
-
-/* -- pinned host memory ------------------------------------------------------------------------------------------ */
-
-CUresult cuMemHostRegister_v2(void *memory, size_t bytes, unsigned int flags)
-{
-    ENTER(cuMemHostRegister_v2, CUDA_ERROR_NOT_PERMITTED);
-    NEEDS_ARGUMENT(memory != NULL && bytes > 0 && flags <= 15);
-    NEEDS_CONTEXT(index);
-    for (registration *r = registrations; r != NULL; r = r->next)
-        if (r->device == index && (char *)memory < r->address + r->bytes && r->address < (char *)memory + bytes) {
-            misuse(this_call, "%zu bytes at %p, of which some are registered already", bytes, memory);
-            return CUDA_ERROR_INVALID_VALUE;
-        }
-    registration *added = keep(sizeof *added);
-    *added = (registration){.next = registrations, .address = memory, .bytes = bytes, .device = index};
-    registrations = added;
-    machine.counters.live_registrations++;
-    return CUDA_SUCCESS;
-}
-
-CUresult cuMemHostUnregister(void *memory)
-{
-    ENTER(cuMemHostUnregister, CUDA_ERROR_NOT_PERMITTED);
-    NEEDS_CONTEXT(index);
-    registration **link = &registrations;
-    while (*link != NULL && ((*link)->device != index || (*link)->address != (char *)memory))
-        link = &(*link)->next;
-    if (*link == NULL) {
-        misuse(this_call, "%p is not registered by device %d", memory, index);
-        return CUDA_ERROR_INVALID_VALUE;
-    }
-    *link = (*link)->next;
-    machine.counters.live_registrations--;
-    return CUDA_SUCCESS;
-}
-
-CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *address, void *memory, unsigned int flags)
-{
-    ENTER(cuMemHostGetDevicePointer_v2, CUDA_ERROR_NOT_PERMITTED);
-    NEEDS_ARGUMENT(address != NULL && flags == 0);
-    NEEDS_CONTEXT(index);
-    (void)index;
-    NEEDS_ARGUMENT(is_registered(memory, 1));
-    *address = (CUdeviceptr)(uintptr_t)memory;
     return CUDA_SUCCESS;
 }
 
@@ -455,7 +366,6 @@ CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *address, CUipcMemHandle handle, unsi
         entry = allocations;
     }
     entry->handles++;
-    machine.counters.open_handles++;
     *address = (CUdeviceptr)(uintptr_t)entry->address;
     return CUDA_SUCCESS;
 }
@@ -470,7 +380,6 @@ CUresult cuIpcCloseMemHandle(CUdeviceptr address)
         misuse(this_call, "%p was not opened", (void *)(uintptr_t)address);
         return CUDA_ERROR_INVALID_VALUE;
     }
-    machine.counters.open_handles--;
     if (--entry->handles == 0 && entry->imported) {
         remove_allocation(entry);
         give_back(entry);

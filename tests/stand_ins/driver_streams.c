@@ -66,19 +66,19 @@ static marker last_record(const struct CUevent_st *event)
 CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned int flags, int priority)
 {
     ENTER(cuStreamCreateWithPriority, CUDA_ERROR_NOT_PERMITTED);
-    NEEDS_ARGUMENT(stream != NULL && (flags == CU_STREAM_DEFAULT || flags == CU_STREAM_NON_BLOCKING));
+    NEEDS_ARGUMENT(stream != NULL && flags == CU_STREAM_NON_BLOCKING);
     NEEDS_CONTEXT(index);
     (void)priority; /* any is allowed, and clamped; nothing here depends on it */
-    *stream = new_stream(index, flags);
+    *stream = new_stream(index);
     return CUDA_SUCCESS;
 }
 
 CUresult cuStreamCreate(CUstream *stream, unsigned int flags)
 {
     ENTER(cuStreamCreate, CUDA_ERROR_NOT_PERMITTED);
-    NEEDS_ARGUMENT(stream != NULL && (flags == CU_STREAM_DEFAULT || flags == CU_STREAM_NON_BLOCKING));
+    NEEDS_ARGUMENT(stream != NULL && flags == CU_STREAM_NON_BLOCKING);
     NEEDS_CONTEXT(index);
-    *stream = new_stream(index, flags);
+    *stream = new_stream(index);
     return CUDA_SUCCESS;
 }
 
@@ -92,15 +92,6 @@ CUresult cuStreamDestroy_v2(CUstream stream)
     check_no_group_in_progress(this_call, stream);
     stream->alive = 0;
     machine.counters.live_streams--;
-    return CUDA_SUCCESS;
-}
-
-CUresult cuStreamGetCtx(CUstream stream, CUcontext *context)
-{
-    ENTER(cuStreamGetCtx, CUDA_ERROR_NOT_PERMITTED);
-    NEEDS_ARGUMENT(context != NULL);
-    NEEDS_STREAM(stream);
-    *context = &machine.devices[stream->device].context;
     return CUDA_SUCCESS;
 }
 
@@ -128,25 +119,15 @@ CUresult cuStreamSynchronize(CUstream stream)
 {
     ENTER(cuStreamSynchronize, CUDA_ERROR_NOT_PERMITTED);
     NEEDS_STREAM(stream);
-    UNSAFE_IN_CAPTURE();
     check_no_group_in_progress(this_call, stream);
     list_synchronisation(call_name(this_call), stream->device);
     marker point = {.stream = stream, .issue = stream->first != NULL ? stream->last->issue : stream->ended};
     return wait_until(call_name(this_call), marker_reached, &point) ? CUDA_SUCCESS : CUDA_ERROR_LAUNCH_TIMEOUT;
 }
 
-CUresult cuStreamQuery(CUstream stream)
-{
-    ENTER(cuStreamQuery, CUDA_ERROR_NOT_PERMITTED);
-    NEEDS_STREAM(stream);
-    UNSAFE_IN_CAPTURE();
-    check_no_group_in_progress(this_call, stream);
-    return stream->first == NULL ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
-}
-
 /* Waits for a value in memory, or writes it. */
 static CUresult enqueue_value(operation_kind kind, api_call this_call, CUstream stream, CUdeviceptr address,
-                              cuuint64_t value, unsigned int flags)
+                              cuuint64_t value)
 {
     const void *pointer = (const void *)(uintptr_t)address;
     span found;
@@ -157,7 +138,6 @@ static CUresult enqueue_value(operation_kind kind, api_call this_call, CUstream 
     operation *op = new_operation(kind, this_call);
     *(kind == WAIT_VALUE ? &op->source : &op->destination) = found;
     op->value = value;
-    op->flags = flags;
     enqueue(op, stream);
     return CUDA_SUCCESS;
 }
@@ -165,22 +145,21 @@ static CUresult enqueue_value(operation_kind kind, api_call this_call, CUstream 
 CUresult cuStreamWaitValue64_v2(CUstream stream, CUdeviceptr address, cuuint64_t value, unsigned int flags)
 {
     ENTER(cuStreamWaitValue64_v2, CUDA_ERROR_NOT_PERMITTED);
-    NEEDS_ARGUMENT((flags & ~(unsigned int)CU_STREAM_WAIT_VALUE_FLUSH) <= CU_STREAM_WAIT_VALUE_NOR);
-    return enqueue_value(WAIT_VALUE, this_call, stream, address, value, flags);
+    NEEDS_ARGUMENT(flags == CU_STREAM_WAIT_VALUE_GEQ);
+    return enqueue_value(WAIT_VALUE, this_call, stream, address, value);
 }
 
 CUresult cuStreamWriteValue64_v2(CUstream stream, CUdeviceptr address, cuuint64_t value, unsigned int flags)
 {
     ENTER(cuStreamWriteValue64_v2, CUDA_ERROR_NOT_PERMITTED);
-    NEEDS_ARGUMENT(flags == CU_STREAM_WRITE_VALUE_DEFAULT || flags == CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER);
-    return enqueue_value(WRITE_VALUE, this_call, stream, address, value, flags);
+    NEEDS_ARGUMENT(flags == CU_STREAM_WRITE_VALUE_DEFAULT);
+    return enqueue_value(WRITE_VALUE, this_call, stream, address, value);
 }
 
 CUresult before_launch(api_call call, const struct CUstream_st *stream)
 {
     check_no_group_in_progress(call, stream);
-    machine.counters.launches++;
-    if (injection_drawn() && !synchronise_device(call_name(call), stream->device, 1))
+    if (injection_drawn() && !synchronise_device(call_name(call), stream->device))
         return CUDA_ERROR_LAUNCH_TIMEOUT;
     return CUDA_SUCCESS;
 }
@@ -290,7 +269,6 @@ CUresult cuEventQuery(CUevent event)
 {
     ENTER(cuEventQuery, CUDA_ERROR_NOT_PERMITTED);
     NEEDS_EVENT(event);
-    UNSAFE_IN_CAPTURE();
     return reached(last_record(event)) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
@@ -298,7 +276,6 @@ CUresult cuEventSynchronize(CUevent event)
 {
     ENTER(cuEventSynchronize, CUDA_ERROR_NOT_PERMITTED);
     NEEDS_EVENT(event);
-    UNSAFE_IN_CAPTURE();
     list_synchronisation(call_name(this_call), event->device);
     marker point = last_record(event);
     return wait_until(call_name(this_call), marker_reached, &point) ? CUDA_SUCCESS : CUDA_ERROR_LAUNCH_TIMEOUT;

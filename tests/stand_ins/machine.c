@@ -13,7 +13,8 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { TEXT_BYTES = 8192, CHUNK_BYTES = 1 << 20, POLL_NS = 100000, MAX_LINES = 10000 };
+enum { TEXT_BYTES = 8192, CHUNK_BYTES = 1 << 20, POLL_NS = 100000, MAX_LINES = 10000, DELAY_PERCENT = 50 };
+static const int64_t WAIT_LIMIT_NS = INT64_C(10) * 1000 * 1000 * 1000;
 
 typedef struct chunk {
     struct chunk *next;
@@ -56,7 +57,6 @@ static waiter *waiters;
 
 static _Thread_local int on_worker;
 static _Thread_local char thread_name[64];
-static _Thread_local char thread_text[TEXT_BYTES];
 
 static void set_defaults(void);
 static void *work(void *unused);
@@ -174,7 +174,6 @@ int call_fails(api_call call)
     if (wanted[0] == '\0' || strncmp(call_name(call), wanted, strlen(wanted)) != 0 || machine.failing_in-- > 0)
         return 0;
     machine.failing_call[0] = '\0';
-    machine.counters.failed_calls++;
     return 1;
 }
 
@@ -214,12 +213,12 @@ typedef struct stream_entry {
 } stream_entry;
 static stream_entry *streams;
 
-CUstream new_stream(int32_t device_index, unsigned int flags)
+CUstream new_stream(int32_t device_index)
 {
     device *of = &machine.devices[device_index];
     stream_entry *entry = keep(sizeof *entry);
     entry->stream = (struct CUstream_st){
-        .alive = 1, .number = ++machine.num_streams, .device = device_index, .queue = of->next_queue, .flags = flags};
+        .alive = 1, .number = ++machine.num_streams, .device = device_index, .queue = of->next_queue};
     of->next_queue = (of->next_queue + 1) % (int32_t)machine.options.queues;
     entry->next = streams;
     streams = entry;
@@ -233,19 +232,6 @@ int device_reached(int32_t device_index, int64_t issue)
         return 0;
     for (stream_entry *entry = streams; entry != NULL; entry = entry->next)
         if (entry->stream.device == device_index && oldest_issue(&entry->stream) <= issue)
-            return 0;
-    return 1;
-}
-
-/* The legacy null stream and the device's blocking streams wait for each other, in order of issue. */
-static int null_stream_allows(const operation *op)
-{
-    const struct CUstream_st *null_stream = &machine.devices[op->stream->device].null_stream;
-    if (op->stream != null_stream)
-        return (op->stream->flags & CU_STREAM_NON_BLOCKING) != 0 || oldest_issue(null_stream) > op->issue;
-    for (stream_entry *entry = streams; entry != NULL; entry = entry->next)
-        if (entry->stream.device == op->stream->device && (entry->stream.flags & CU_STREAM_NON_BLOCKING) == 0 &&
-            oldest_issue(&entry->stream) < op->issue)
             return 0;
     return 1;
 }
@@ -268,18 +254,11 @@ void check_no_group_on_device(api_call call, int32_t device_index)
 static int value_holds(const operation *op)
 {
     uint64_t found = __atomic_load_n((const uint64_t *)(const void *)op->source.address, __ATOMIC_ACQUIRE);
-    switch (op->flags & ~(unsigned int)CU_STREAM_WAIT_VALUE_FLUSH) {
-    case CU_STREAM_WAIT_VALUE_GEQ: return (int64_t)(found - op->value) >= 0;
-    case CU_STREAM_WAIT_VALUE_EQ: return found == op->value;
-    case CU_STREAM_WAIT_VALUE_AND: return (found & op->value) != 0;
-    default: return ~(found | op->value) != 0;
-    }
+    return (int64_t)(found - op->value) >= 0;
 }
 
 static int can_run(operation *op)
 {
-    if (!null_stream_allows(op))
-        return 0;
     switch (op->kind) {
     case WAIT_EVENT: return reached(op->awaited);
     case WAIT_VALUE: return !span_lives(op, &op->source) || value_holds(op);
@@ -333,7 +312,7 @@ static int nothing_can_run(void)
 /* Mostly short, now and then long enough for hosts to run far ahead. */
 static int32_t draw_delay(void)
 {
-    if (!chance(machine.options.delay_percent))
+    if (!chance(DELAY_PERCENT))
         return 0;
     return (int32_t)(1 + draw(chance(80) ? 4 : chance(70) ? 40 : 400));
 }
@@ -360,18 +339,16 @@ static void describe_head(operation *head, void *argument)
     static const char *const kinds[] = {"copy",        "memset",        "event record", "event wait", "value wait",
                                         "value write", "host function", "work",         "NCCL"};
     char detail[512] = "";
-    if (!null_stream_allows(head))
-        snprintf(detail, sizeof detail, ": the null stream and blocking streams wait for each other");
-    else if (head->kind == WAIT_EVENT && head->awaited.board != NULL)
+    if (head->kind == WAIT_EVENT && head->awaited.board != NULL)
         snprintf(detail, sizeof detail, " for record %lld of interprocess event %d", (long long)head->awaited.issue,
                  head->event->number);
     else if (head->kind == WAIT_EVENT)
         snprintf(detail, sizeof detail, " for event %d, recorded on stream %d of device %d", head->event->number,
                  head->awaited.stream->number, head->awaited.stream->device);
     else if (head->kind == WAIT_VALUE)
-        snprintf(detail, sizeof detail, ": %llu at %p, wanted %llu, flags %u",
+        snprintf(detail, sizeof detail, ": %llu at %p, wanted %llu",
                  (unsigned long long)*(const uint64_t *)(const void *)head->source.address,
-                 (const void *)head->source.address, (unsigned long long)head->value, head->flags);
+                 (const void *)head->source.address, (unsigned long long)head->value);
     else if (head->kind == NCCL)
         nccl_describe(head, detail, sizeof detail);
     add_text(argument, "device %d queue %d: stream %d, %s%s%s\n", head->stream->device, head->stream->queue,
@@ -409,16 +386,6 @@ static void declare_deadlock(void)
     wake_done();
 }
 
-/* Every host waits, none can go on, and no queue can move. */
-static int hopeless(void)
-{
-    int64_t waiting = 0;
-    for (waiter *w = waiters; w != NULL; w = w->next, waiting++)
-        if (w->broken || w->done(w->argument))
-            return 0;
-    return machine.options.hosts > 0 && waiting >= machine.options.hosts && nothing_can_run();
-}
-
 int wait_until(const char *call, int (*done)(const void *argument), const void *argument)
 {
     if (done(argument))
@@ -435,14 +402,13 @@ int wait_until(const char *call, int (*done)(const void *argument), const void *
     wake_done();
     const int64_t began = now_ns();
     while (!me.broken && !done(argument)) {
-        int64_t deadline =
-            (last_progress_ns > began ? last_progress_ns : began) + machine.options.wait_limit_ms * 1000000;
-        if (hopeless() || (!worker_busy && now_ns() >= deadline)) {
+        int64_t deadline = (last_progress_ns > began ? last_progress_ns : began) + WAIT_LIMIT_NS;
+        if (!worker_busy && now_ns() >= deadline) {
             declare_deadlock();
             break;
         }
         if (worker_busy) /* a host function may take its time */
-            deadline = now_ns() + machine.options.wait_limit_ms * 1000000;
+            deadline = now_ns() + WAIT_LIMIT_NS;
         struct timespec until = {.tv_sec = deadline / 1000000000, .tv_nsec = deadline % 1000000000};
         pthread_cond_timedwait(&me.wake, &lock, &until);
     }
@@ -473,10 +439,9 @@ static int point_reached(const void *argument)
     return device_reached(point->device_index, point->issue);
 }
 
-int synchronise_device(const char *call, int32_t device_index, int injected)
+int synchronise_device(const char *call, int32_t device_index)
 {
     list_synchronisation(call, device_index);
-    machine.counters.injected_synchronisations += injected;
     return wait_until(call, point_reached, &(device_point){device_index, machine.issued});
 }
 
@@ -534,7 +499,6 @@ void enqueue(operation *op, CUstream stream)
         of->queues[stream->queue].last->next_in_queue = op;
     of->queues[stream->queue].last = op;
     of->busy |= 1u << stream->queue;
-    machine.counters.issued++;
     machine.runnable_changed = 1;
     if (!worker_runs) {
         worker_runs = 1;
@@ -555,7 +519,6 @@ static void end(operation *op)
         of->busy &= ~(1u << stream->queue);
     stream->first = op->next_in_stream;
     stream->ended = op->issue;
-    machine.counters.executed++;
     op->next_in_queue = free_operations;
     free_operations = op;
 }
@@ -597,7 +560,6 @@ static void execute(operation *op)
     case MEMSET:
         if (!fill_or_copy(op))
             return;
-        *(op->kind == COPY ? &machine.counters.copy : &machine.counters.memset) += 1;
         if (op->kind == COPY)
             op->stream->clock += (int64_t)op->destination.bytes * machine.options.copy_ns_per_kib / 1024;
         break;
@@ -607,18 +569,15 @@ static void execute(operation *op)
         else if (op->event->recorded.issue == op->issue)
             op->event->reached_ns = now_ns();
         *op->clock = op->stream->clock;
-        machine.counters.record++;
         break;
     case WAIT_EVENT:
         if (op->awaited.clock != NULL && *op->awaited.clock > op->stream->clock)
             op->stream->clock = *op->awaited.clock;
-        machine.counters.wait_event++;
         break;
-    case WAIT_VALUE: machine.counters.wait_value++; break;
+    case WAIT_VALUE: break;
     case WRITE_VALUE:
         if (span_lives(op, &op->destination))
             __atomic_store_n((uint64_t *)(void *)op->destination.address, op->value, __ATOMIC_RELEASE);
-        machine.counters.write_value++;
         break;
     case HOST_FUNCTION:
         worker_busy = 1;
@@ -626,7 +585,6 @@ static void execute(operation *op)
         op->function(op->argument);
         pthread_mutex_lock(&lock);
         worker_busy = 0;
-        machine.counters.host_function++;
         break;
     case WORK: op->stream->clock += (int64_t)op->value; break;
     case NCCL:
@@ -634,7 +592,6 @@ static void execute(operation *op)
             op->delay = draw_delay();
             return;
         }
-        machine.counters.nccl++;
         break;
     }
     end(op);
@@ -664,8 +621,6 @@ static void *work(void *unused)
             pthread_mutex_lock(&lock);
             continue;
         }
-        if (hopeless())
-            declare_deadlock();
         worker_idle = 1;
         if (found.polled > 0) {
             struct timespec until;
@@ -742,13 +697,7 @@ static int end_worker(time_t seconds)
     return !runs || pthread_timedjoin_np(worker, NULL, &until) == 0;
 }
 
-void stand_in_stop(void)
-{
-    end_worker(600);
-    stand_in_reset(0);
-}
-
-/* Not stand_in_stop: a host function may wait for what is gone by now, such as an interpreter. */
+/* Not for ever: a host function may wait for what is gone by now, such as an interpreter. */
 __attribute__((destructor)) static void stop_at_exit(void)
 {
     if (end_worker(1))
@@ -808,7 +757,7 @@ int64_t stand_in_clock(void *stream)
 {
     LOCKED;
     CUresult error;
-    CUstream found = find_stream(CALL_cuStreamQuery, stream, &error);
+    CUstream found = find_stream(CALL_cuLaunchHostFunc, stream, &error);
     return found == NULL ? -1 : found->clock;
 }
 
@@ -843,25 +792,11 @@ const char *stand_in_synchronisation(int64_t index)
     return line_at(&synchronisations, index);
 }
 
-void stand_in_name_thread(const char *name)
-{
-    snprintf(thread_name, sizeof thread_name, "%s", name);
-}
-
 static int holds_work(void)
 {
     choice found = {0};
     each_head(sort_head, &found);
     return found.blocked + found.delayed + found.ready > 0 || worker_busy;
-}
-
-int stand_in_stuck(const char **text)
-{
-    LOCKED;
-    describe_all(thread_text);
-    if (text != NULL)
-        *text = thread_text;
-    return holds_work() && nothing_can_run();
 }
 
 const char *stand_in_deadlock(void)

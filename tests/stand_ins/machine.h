@@ -19,29 +19,20 @@ enum { MAX_DEVICES = 16, MAX_QUEUES = 32 };
     X(cuDriverGetVersion)                                                                                              \
     X(cuGetErrorName)                                                                                                  \
     X(cuGetErrorString)                                                                                                \
-    X(cuGetProcAddress_v2)                                                                                             \
     X(cuDeviceGet)                                                                                                     \
-    X(cuDeviceGetCount)                                                                                                \
     X(cuDeviceGetPCIBusId)                                                                                             \
-    X(cuDeviceGetName)                                                                                                 \
-    X(cuDeviceGetAttribute)                                                                                            \
-    X(cuDeviceCanAccessPeer)                                                                                           \
     X(cuDevicePrimaryCtxRetain)                                                                                        \
     X(cuDevicePrimaryCtxRelease_v2)                                                                                    \
-    X(cuCtxGetCurrent)                                                                                                 \
     X(cuCtxSetCurrent)                                                                                                 \
     X(cuCtxPushCurrent_v2)                                                                                             \
     X(cuCtxPopCurrent_v2)                                                                                              \
-    X(cuCtxGetDevice)                                                                                                  \
     X(cuCtxGetStreamPriorityRange)                                                                                     \
     X(cuCtxSynchronize)                                                                                                \
     X(cuStreamCreate)                                                                                                  \
     X(cuStreamCreateWithPriority)                                                                                      \
     X(cuStreamDestroy_v2)                                                                                              \
-    X(cuStreamGetCtx)                                                                                                  \
     X(cuStreamWaitEvent)                                                                                               \
     X(cuStreamSynchronize)                                                                                             \
-    X(cuStreamQuery)                                                                                                   \
     X(cuStreamWaitValue64_v2)                                                                                          \
     X(cuStreamWriteValue64_v2)                                                                                         \
     X(cuLaunchHostFunc)                                                                                                \
@@ -57,15 +48,10 @@ enum { MAX_DEVICES = 16, MAX_QUEUES = 32 };
     X(cuMemHostAlloc)                                                                                                  \
     X(cuMemFreeHost)                                                                                                   \
     X(cuMemGetInfo_v2)                                                                                                 \
-    X(cuMemGetAddressRange_v2)                                                                                         \
     X(cuMemcpyAsync)                                                                                                   \
-    X(cuMemcpyDtoDAsync_v2)                                                                                            \
     X(cuMemcpyDtoHAsync_v2)                                                                                            \
     X(cuMemcpyHtoDAsync_v2)                                                                                            \
     X(cuMemsetD8Async)                                                                                                 \
-    X(cuMemHostRegister_v2)                                                                                            \
-    X(cuMemHostUnregister)                                                                                             \
-    X(cuMemHostGetDevicePointer_v2)                                                                                    \
     X(cuIpcGetMemHandle)                                                                                               \
     X(cuIpcOpenMemHandle_v2)                                                                                           \
     X(cuIpcCloseMemHandle)                                                                                             \
@@ -77,17 +63,11 @@ enum { MAX_DEVICES = 16, MAX_QUEUES = 32 };
     X(ncclGetUniqueId)                                                                                                 \
     X(ncclGetErrorString)                                                                                              \
     X(ncclGetLastError)                                                                                                \
-    X(ncclCommInitRank)                                                                                                \
     X(ncclCommInitRankConfig)                                                                                          \
     X(ncclCommFinalize)                                                                                                \
     X(ncclCommDestroy)                                                                                                 \
     X(ncclCommAbort)                                                                                                   \
     X(ncclCommGetAsyncError)                                                                                           \
-    X(ncclCommCount)                                                                                                   \
-    X(ncclCommCuDevice)                                                                                                \
-    X(ncclCommUserRank)                                                                                                \
-    X(ncclCommRegister)                                                                                                \
-    X(ncclCommDeregister)                                                                                              \
     X(ncclSend)                                                                                                        \
     X(ncclRecv)                                                                                                        \
     X(ncclGroupStart)                                                                                                  \
@@ -123,14 +103,9 @@ void release_lock(pthread_mutex_t **lock);
 
 /* name, default, least, greatest; what they mean: stand_in.h */
 #define OPTIONS(X)                                                                                                     \
-    X(devices, 8, 1, MAX_DEVICES)                                                                                      \
     X(queues, 8, 1, MAX_QUEUES)                                                                                        \
     X(memory_bytes, 1LL << 34, 0, INT64_MAX)                                                                           \
-    X(driver_version, 13000, 0, INT32_MAX)                                                                             \
     X(nccl_version, 22907, 0, INT32_MAX)                                                                               \
-    X(hosts, 0, 0, INT32_MAX)                                                                                          \
-    X(wait_limit_ms, 10000, 1, INT32_MAX)                                                                              \
-    X(delay_percent, 50, 0, 100)                                                                                       \
     X(paused, 0, 0, 1)                                                                                                 \
     X(injected_sync_permille, 0, 0, 1000)                                                                              \
     X(pinned_bytes, 1LL << 34, 0, INT64_MAX)                                                                           \
@@ -139,29 +114,10 @@ void release_lock(pthread_mutex_t **lock);
     X(copy_ns_per_kib, 0, 0, INT32_MAX)                                                                                \
     X(synchronous_memory, 0, 0, 1)                                                                                     \
     X(foreign_memory, 0, 0, 1)                                                                                         \
-    X(shared_memory, 0, 0, 1)                                                                                          \
-    X(capturing, 0, 0, 1)                                                                                              \
-    X(in_progress_percent, 50, 0, 100)                                                                                 \
-    X(connection_setup, 1, 0, 1)                                                                                       \
-    X(buffered_bytes, 0, 0, INT64_MAX)
+    X(shared_memory, 0, 0, 1)
 
 #define COUNTERS(X)                                                                                                    \
-    X(issued)                                                                                                          \
-    X(executed)                                                                                                        \
-    X(copy)                                                                                                            \
-    X(memset)                                                                                                          \
-    X(record)                                                                                                          \
-    X(wait_event)                                                                                                      \
-    X(wait_value)                                                                                                      \
-    X(write_value)                                                                                                     \
-    X(host_function)                                                                                                   \
-    X(nccl)                                                                                                            \
-    X(send)                                                                                                            \
-    X(receive)                                                                                                         \
-    X(failed_calls)                                                                                                    \
-    X(launches)                                                                                                        \
     X(synchronisations)                                                                                                \
-    X(injected_synchronisations)                                                                                       \
     X(live_allocations)                                                                                                \
     X(live_bytes)                                                                                                      \
     X(live_pinned_bytes)                                                                                               \
@@ -169,9 +125,7 @@ void release_lock(pthread_mutex_t **lock);
     X(live_streams)                                                                                                    \
     X(live_events)                                                                                                     \
     X(interprocess_events)                                                                                             \
-    X(live_communicators)                                                                                              \
-    X(live_registrations)                                                                                              \
-    X(open_handles)
+    X(live_communicators)
 
 /* -- operations -------------------------------------------------------------------------------------------------- */
 
@@ -214,12 +168,11 @@ struct operation {
     int32_t faulty; /* misuse was noted: it does nothing */
     api_call call;  /* that issued it */
     span destination, source;
-    uint64_t value;     /* also the byte of a memset, the nanoseconds of WORK */
-    unsigned int flags; /* of WAIT_VALUE */
-    marker awaited;     /* of WAIT_EVENT */
-    int64_t *clock;     /* of RECORD */
-    CUevent event;      /* of RECORD and, for texts, WAIT_EVENT */
-    int64_t record;     /* of RECORD, on the event's board */
+    uint64_t value; /* also the byte of a memset, the nanoseconds of WORK */
+    marker awaited; /* of WAIT_EVENT */
+    int64_t *clock; /* of RECORD */
+    CUevent event;  /* of RECORD and, for texts, WAIT_EVENT */
+    int64_t record; /* of RECORD, on the event's board */
     CUhostFn function;
     void *argument;
     ncclComm_t comm; /* NCCL: its messages progress independently */
@@ -229,7 +182,6 @@ struct operation {
 /* Handles stay readable after they are destroyed, until reset, so that their use is seen. */
 struct CUstream_st {
     int32_t alive, number, device, queue;
-    unsigned int flags;
     int64_t ended; /* issue number of the last operation that ended */
     int64_t clock; /* virtual nanoseconds at which it ended */
     operation *first, *last;
@@ -313,7 +265,7 @@ int span_lives(operation *op, const span *memory);
 /* Waits, the lock given up meanwhile, until `done`. 0: it is a deadlock. */
 int wait_until(const char *call, int (*done)(const void *argument), const void *argument);
 /* Waits for a device; counts and lists the synchronisation. */
-int synchronise_device(const char *call, int32_t device_index, int injected);
+int synchronise_device(const char *call, int32_t device_index);
 void list_synchronisation(const char *call, int32_t device_index);
 /* Draws whether this launch synchronises the device first. */
 int injection_drawn(void);
@@ -327,7 +279,7 @@ CUstream find_stream(api_call call, CUstream stream, CUresult *error);
 /* Misuse if an NCCL group has yet to reach the stream, or any stream of the device. */
 void check_no_group_in_progress(api_call call, const struct CUstream_st *stream);
 void check_no_group_on_device(api_call call, int32_t device_index);
-CUstream new_stream(int32_t device_index, unsigned int flags);
+CUstream new_stream(int32_t device_index);
 void driver_reset(void); /* driver.c */
 /* In a function that a device runs no call of the API is allowed. Called without the lock. */
 int called_from_device(api_call call);

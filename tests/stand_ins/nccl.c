@@ -15,7 +15,6 @@
 
 enum { MAX_RANKS = MAX_DEVICES, MAX_POLLS = 3 };
 static const unsigned int CONFIG_MAGIC = 0xcafebeef;
-static const size_t CONFIG_BYTES_2_14 = 20; /* to the end of `blocking`, the least that any release has */
 
 typedef struct clique clique;
 
@@ -31,8 +30,6 @@ struct nccl_message {
     int64_t number; /* among the messages from sender to receiver */
     int32_t executed, done, lost;
     ncclResult_t fails; /* what its communicator reports when it is executed */
-    char *buffered;     /* a send that has ended without its receive */
-    int32_t left;       /* its operation has ended */
 };
 
 typedef enum { IDLE, CREATION, GROUP, FINALIZE } activity;
@@ -40,7 +37,7 @@ typedef enum { IDLE, CREATION, GROUP, FINALIZE } activity;
 struct ncclComm {
     ncclComm_t next; /* all since reset: handles stay readable after they are destroyed */
     int32_t alive, aborted, finalized;
-    int32_t number, rank, device, blocking;
+    int32_t number, rank, device;
     int64_t owner; /* thread */
     clique *of;
     ncclResult_t result;  /* asynchronous error */
@@ -49,7 +46,6 @@ struct ncclComm {
     operation *pending;   /* of the group in progress, still to reach its stream */
     int64_t idle_until;   /* issue number that the device must reach first: an injected synchronisation; 0: none */
     int64_t outstanding;  /* operations that reached their stream and have not ended */
-    int32_t registrations;
 };
 
 struct clique {
@@ -173,7 +169,7 @@ static int connected(const struct ncclComm *comm)
 {
     for (nccl_message *m = comm->pending != NULL ? comm->pending->messages : NULL; m != NULL; m = m->next) {
         int32_t from = m->sends ? comm->rank : m->peer, to = m->sends ? m->peer : comm->rank;
-        if (machine.options.connection_setup && !(comm->of->connected[0][from][to] && comm->of->connected[1][from][to]))
+        if (!(comm->of->connected[0][from][to] && comm->of->connected[1][from][to]))
             return 0;
     }
     return 1;
@@ -205,12 +201,6 @@ static int may_go_on(const struct ncclComm *comm)
     }
 }
 
-static int comm_may_go_on(const void *argument)
-{
-    const struct ncclComm *comm = argument;
-    return comm->aborted || may_go_on(comm);
-}
-
 static void launch(ncclComm_t comm);
 
 static void go_on(ncclComm_t comm)
@@ -221,57 +211,28 @@ static void go_on(ncclComm_t comm)
         launch(comm);
 }
 
-/* Ends the call that left `comm` in progress: now if it blocks, later or by chance now if not. */
+/* Ends the call that left `comm` in progress, later or by chance now. */
 static ncclResult_t settle(api_call call, ncclComm_t comm)
 {
-    comm->polls = chance(machine.options.in_progress_percent) ? (int32_t)(1 + draw(MAX_POLLS)) : 0;
-    if (comm->blocking && !wait_until(call_name(call), comm_may_go_on, comm))
-        return refuse(call, ncclInternalError, "communicator %d: no other rank comes", comm->number);
+    comm->polls = chance(50) ? (int32_t)(1 + draw(MAX_POLLS)) : 0;
     if (comm->aborted)
         return refuse(call, ncclInternalError, "communicator %d was aborted", comm->number);
-    if (!comm->blocking && (comm->polls > 0 || !may_go_on(comm)))
+    if (comm->polls > 0 || !may_go_on(comm))
         return ncclInProgress;
     go_on(comm);
     return ncclSuccess;
 }
 
-typedef struct { /* the fields of a configuration that matter here */
-    int blocking, cgaClusterSize, minCTAs, maxCTAs;
-} configuration;
-
-/* A caller's struct may be that of another release, longer or shorter: its size and version say which. */
-static ncclResult_t read_configuration(api_call this_call, const ncclConfig_t *config, configuration *out)
+/* As NCCL 2.18 lays it out, and nonblocking: nothing else is modelled. */
+static ncclResult_t check_configuration(api_call this_call, const ncclConfig_t *config)
 {
-    *out = (configuration){1, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT};
-    if (config == NULL)
-        return ncclSuccess;
-    ncclConfig_t copy = NCCL_CONFIG_INITIALIZER;
-    if (config->magic != CONFIG_MAGIC || config->size < CONFIG_BYTES_2_14)
-        REFUSE(ncclInvalidArgument, "ncclConfig_t (size %zu, magic %x) was not set up by NCCL_CONFIG_INITIALIZER",
-               config->size, config->magic);
-    memcpy(&copy, config, config->size < sizeof copy ? config->size : sizeof copy);
-    int known = (int)copy.version;
-    size_t wanted = known < NCCL_VERSION(2, 17, 0)   ? CONFIG_BYTES_2_14
-                    : known < NCCL_VERSION(2, 18, 0) ? offsetof(ncclConfig_t, splitShare)
-                                                     : offsetof(ncclConfig_t, splitShare) + sizeof copy.splitShare;
-    if (known < NCCL_VERSION(2, 14, 0) || config->size < wanted)
-        REFUSE(ncclInvalidArgument, "ncclConfig_t of version %d has %zu bytes, at least %zu are wanted", known,
-               config->size, wanted);
-    if (copy.blocking != NCCL_CONFIG_UNDEF_INT)
-        out->blocking = copy.blocking;
-    if (known >= NCCL_VERSION(2, 17, 0)) {
-        out->cgaClusterSize = copy.cgaClusterSize;
-        out->minCTAs = copy.minCTAs;
-        out->maxCTAs = copy.maxCTAs;
-    }
-    int least = out->minCTAs, most = out->maxCTAs, undefined = NCCL_CONFIG_UNDEF_INT;
-    if (out->blocking != 0 && out->blocking != 1)
-        REFUSE(ncclInvalidArgument, "blocking is %d, not 0 or 1", out->blocking);
-    if ((least != undefined && least <= 0) || (most != undefined && most <= 0) ||
-        (least != undefined && most != undefined && least > most))
-        REFUSE(ncclInvalidArgument, "minCTAs %d, maxCTAs %d", least, most);
-    if (out->cgaClusterSize != undefined && (out->cgaClusterSize < 0 || out->cgaClusterSize > 8))
-        REFUSE(ncclInvalidArgument, "cgaClusterSize %d", out->cgaClusterSize);
+    size_t wanted = offsetof(ncclConfig_t, splitShare) + sizeof config->splitShare;
+    if (config->magic != CONFIG_MAGIC || (int)config->version < NCCL_VERSION(2, 18, 0) || config->size < wanted)
+        REFUSE(ncclInvalidArgument, "ncclConfig_t (size %zu, magic %x, version %d) is not one of NCCL 2.18",
+               config->size, config->magic, (int)config->version);
+    if (config->blocking != 0 || config->minCTAs <= 0 || config->minCTAs > config->maxCTAs)
+        REFUSE(ncclInvalidArgument, "blocking %d, minCTAs %d, maxCTAs %d", config->blocking, config->minCTAs,
+               config->maxCTAs);
     return ncclSuccess;
 }
 
@@ -281,8 +242,7 @@ static ncclResult_t create(api_call this_call, ncclComm_t *out, int num_ranks, c
     renew_group();
     if (out == NULL || num_ranks < 1 || num_ranks > MAX_RANKS || rank < 0 || rank >= num_ranks)
         REFUSE(ncclInvalidArgument, "rank %d of %d", rank, num_ranks);
-    configuration wanted;
-    ncclResult_t result = read_configuration(this_call, config, &wanted);
+    ncclResult_t result = check_configuration(this_call, config);
     if (result != ncclSuccess)
         return result;
     clique *of = cliques;
@@ -307,7 +267,6 @@ static ncclResult_t create(api_call this_call, ncclComm_t *out, int num_ranks, c
                               .number = ++num_comms,
                               .rank = rank,
                               .device = index,
-                              .blocking = wanted.blocking,
                               .owner = thread_id(),
                               .of = of,
                               .in_progress = CREATION};
@@ -328,12 +287,6 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int nranks, ncclUniqueId i
 {
     ENTER(ncclCommInitRankConfig, ncclInvalidUsage);
     return create(this_call, comm, nranks, &id, rank, config);
-}
-
-ncclResult_t ncclCommInitRank(ncclComm_t *comm, int nranks, ncclUniqueId id, int rank)
-{
-    ENTER(ncclCommInitRank, ncclInvalidUsage);
-    return create(this_call, comm, nranks, &id, rank, NULL);
 }
 
 /* What every call but abort and the asking for errors demands of a communicator. */
@@ -373,59 +326,6 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *result)
         return ncclSuccess;
     go_on(comm);
     *result = ncclSuccess;
-    return ncclSuccess;
-}
-
-ncclResult_t ncclCommCount(const ncclComm_t comm, int *count)
-{
-    ENTER(ncclCommCount, ncclInvalidUsage);
-    ncclResult_t result = check(this_call, comm);
-    if (result == ncclSuccess)
-        *count = comm->of->num_ranks;
-    return result;
-}
-
-ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int *device_index)
-{
-    ENTER(ncclCommCuDevice, ncclInvalidUsage);
-    ncclResult_t result = check(this_call, comm);
-    if (result == ncclSuccess)
-        *device_index = comm->device;
-    return result;
-}
-
-ncclResult_t ncclCommUserRank(const ncclComm_t comm, int *rank)
-{
-    ENTER(ncclCommUserRank, ncclInvalidUsage);
-    ncclResult_t result = check(this_call, comm);
-    if (result == ncclSuccess)
-        *rank = comm->rank;
-    return result;
-}
-
-ncclResult_t ncclCommRegister(const ncclComm_t comm, void *buffer, size_t bytes, void **handle)
-{
-    ENTER(ncclCommRegister, ncclInvalidUsage);
-    ncclResult_t result = check(this_call, comm);
-    if (result != ncclSuccess)
-        return result;
-    span found;
-    if (handle == NULL || !find_span(this_call, buffer, bytes, 0, &found))
-        return refuse(this_call, ncclInvalidArgument, "%zu bytes at %p", bytes, buffer);
-    comm->registrations++;
-    *handle = keep(1);
-    return ncclSuccess;
-}
-
-ncclResult_t ncclCommDeregister(const ncclComm_t comm, void *handle)
-{
-    ENTER(ncclCommDeregister, ncclInvalidUsage);
-    ncclResult_t result = check(this_call, comm);
-    if (result != ncclSuccess)
-        return result;
-    if (handle == NULL || comm->registrations == 0)
-        REFUSE(ncclInvalidArgument, "communicator %d has no such registration", comm->number);
-    comm->registrations--;
     return ncclSuccess;
 }
 
@@ -599,7 +499,6 @@ static void launch(ncclComm_t comm)
         comm->of->messages = m;
     }
     comm->outstanding++;
-    machine.counters.launches++;
     CUstream stream = op->messages->stream;
     stream->groups_in_progress--;
     enqueue(op, stream);
@@ -608,8 +507,6 @@ static void launch(ncclComm_t comm)
 static ncclResult_t check_group(api_call this_call, nccl_message *messages)
 {
     for (nccl_message *m = messages; m != NULL; m = m->next) {
-        if (m->comm->blocking != messages->comm->blocking)
-            REFUSE(ncclInvalidArgument, "blocking and nonblocking communicators in one group");
         int32_t balance = 0;
         for (nccl_message *other = messages; other != NULL; other = other->next)
             if (other->comm == m->comm && other->peer == m->comm->rank)
@@ -664,14 +561,8 @@ static ncclResult_t end_group(api_call this_call)
         parts[i]->pending->messages->stream->groups_in_progress++;
     }
     for (size_t i = 0; i < num_parts; i++) {
-        if (injection_drawn()) {
-            if (parts[i]->blocking && !synchronise_device(call_name(this_call), parts[i]->device, 1))
-                return refuse(this_call, ncclInternalError, "the device did not become idle");
-            if (!parts[i]->blocking) {
-                parts[i]->idle_until = machine.issued; /* NCCL's own thread waits for it */
-                machine.counters.injected_synchronisations++;
-            }
-        }
+        if (injection_drawn())
+            parts[i]->idle_until = machine.issued; /* NCCL's own thread waits for it */
         result = settle(this_call, parts[i]);
         out = result != ncclSuccess && (out == ncclSuccess || out == ncclInProgress) ? result : out;
     }
@@ -686,7 +577,7 @@ static nccl_message *match(const nccl_message *m)
         return NULL;
     for (nccl_message *other = m->comm->of->messages; other != NULL; other = other->next_in_clique)
         if (other->sends != m->sends && other->peer == m->comm->rank && m->peer == other->comm->rank &&
-            other->number == m->number && other->executed && !other->lost && (!other->done || other->buffered != NULL))
+            other->number == m->number && other->executed && !other->lost && !other->done)
             return other;
     return NULL;
 }
@@ -722,13 +613,6 @@ static void start_message(operation *op, nccl_message *m)
     spoil(op, m);
     if (m->fails != ncclSuccess && m->comm->result == ncclSuccess)
         m->comm->result = m->fails;
-    if (m->sends && !m->lost && m->peer != m->comm->rank && m->memory.bytes > 0 &&
-        (int64_t)m->memory.bytes <= machine.options.buffered_bytes && span_lives(op, &m->memory)) {
-        m->buffered = keep(m->memory.bytes);
-        memcpy(m->buffered, m->memory.address, m->memory.bytes);
-        m->done = 1;
-        machine.counters.send++;
-    }
 }
 
 static void remove_message(nccl_message *m)
@@ -749,18 +633,11 @@ static void pass(operation *op, nccl_message *m, nccl_message *other)
             send->comm->rank, send->count, (int)send->type, receive->comm->rank, receive->count, (int)receive->type,
             send->comm->device, receive->comm->device, (long long)send->number);
         send->comm->result = receive->comm->result = ncclInvalidUsage;
-    } else if (send->memory.bytes > 0 && span_lives(op, &receive->memory) &&
-               (send->buffered != NULL || span_lives(op, &send->memory))) {
-        memmove(receive->memory.address, send->buffered != NULL ? send->buffered : send->memory.address,
-                send->memory.bytes);
+    } else if (send->memory.bytes > 0 && span_lives(op, &receive->memory) && span_lives(op, &send->memory)) {
+        memmove(receive->memory.address, send->memory.address, send->memory.bytes);
         damage(op->call, receive->memory.address, receive->memory.bytes);
     }
-    machine.counters.send += send->buffered == NULL;
-    machine.counters.receive++;
-    send->buffered = NULL;
     send->done = receive->done = 1;
-    if (send->left)
-        remove_message(send);
 }
 
 int nccl_run(operation *op)
@@ -791,11 +668,8 @@ int nccl_run(operation *op)
     }
     if (!all_done(op))
         return 0;
-    for (nccl_message *m = op->messages; m != NULL; m = m->next) {
-        m->left = 1;
-        if (m->buffered == NULL)
-            remove_message(m);
-    }
+    for (nccl_message *m = op->messages; m != NULL; m = m->next)
+        remove_message(m);
     op->comm->outstanding--;
     return 1;
 }
@@ -837,14 +711,4 @@ void stand_in_break_communicators(int32_t device_index, int32_t peer, int32_t re
         for (int32_t r = 0; comm->alive && comm->device == device_index && r < comm->of->num_ranks; r++)
             if (r != comm->rank && comm->of->ranks[r] != NULL && (peer < 0 || comm->of->ranks[r]->device == peer))
                 comm->result = (ncclResult_t)result;
-}
-
-void stand_in_end_faults(void)
-{
-    LOCKED;
-    faults = NULL;
-    for (clique *of = cliques; of != NULL; of = of->next)
-        for (nccl_message *m = of->messages; m != NULL; m = m->next_in_clique)
-            m->lost = m->done;
-    machine.runnable_changed = 1;
 }

@@ -14,7 +14,7 @@
  *              where a kernel that has started lets those of other streams pass.
  * Order        Among the heads of queues that can run the seed chooses, and delays some. A copy first fills its
  *              destination with 0xFF (NaN) and copies later, so what reads too early or overwrites too early is seen.
- * Null stream  Legacy: waits for the device's streams that are not CU_STREAM_NON_BLOCKING, and they for it.
+ * Streams      All are CU_STREAM_NON_BLOCKING, and communicators nonblocking: nothing else is modelled.
  * Misuse       What a real driver would leave undefined, and each trap, is written to a list: a test that ends asserts
  *              that stand_in_misuses() is 0. Errors that the real call returns are returned as well.
  * Waiting      A host call that waits while nothing can ever run again returns CUDA_ERROR_LAUNCH_TIMEOUT (NCCL:
@@ -33,15 +33,9 @@
 STAND_IN_API void stand_in_reset(uint64_t seed);
 
 /* Sets an option by its name; 0, or -1 if there is no such option or value.
- *   devices                8      number of devices, at most 16
  *   queues                 8      hardware queues per device, at most 32; set before streams are made
  *   memory_bytes           1<<34  capacity of a device
- *   driver_version         13000  of cuDriverGetVersion
  *   nccl_version           22907  of ncclGetVersion
- *   hosts                  0      host threads that use the devices: once so many wait inside the stand-in and nothing
- *                                 can run, it is a deadlock at once, without wait_limit_ms. 0: not known
- *   wait_limit_ms          10000  a wait in which no operation ends for so long is a deadlock
- *   delay_percent          50     operations that are held back for a while although they could run
  *   paused                 0      1: nothing is executed until set to 0 again
  *   injected_sync_permille 0      launches before which the device is synchronised (lazy module loading does)
  *   pinned_bytes           1<<34  of cuMemHostAlloc, over all devices
@@ -53,44 +47,26 @@ STAND_IN_API void stand_in_reset(uint64_t seed);
  *   synchronous_memory     0      1: cuMemAlloc and cuMemFree synchronise the device
  *   foreign_memory         0      1: operations may use memory that cuMemAlloc did not give
  *   shared_memory          0      1: memory and interprocess events that are made from now on can be opened by other
- *                                 processes, which then reset together with this one; 0: by this process only
- *   capturing              0      1: another library captures a graph in global mode: calls that this forbids, from a
- *                                 thread that is not in relaxed mode, are misuse
- *   in_progress_percent    50     calls on nonblocking communicators that return ncclInProgress though they need not
- *   connection_setup       1      the first message of a pair of ranks needs both hosts inside ncclGroupEnd
- *   buffered_bytes         0      sends up to so many bytes end without their receive */
+ *                                 processes, which then reset together with this one; 0: by this process only */
 STAND_IN_API int stand_in_set(const char *option, int64_t value);
 
 /* A counter since the last reset, by its name; -1 if there is none of that name. The name of a function of either API
  * counts its calls. Further:
- *   issued, executed                                operations of all kinds
- *   copy, memset, record, wait_event, wait_value,
- *   write_value, host_function, nccl                executed operations of this kind
- *   send, receive                                   NCCL messages executed
- *   failed_calls                                    by stand_in_fail_call
- *   launches                                        host functions, memsets and NCCL operations issued
- *   synchronisations, injected_synchronisations     times that a host waited for a device, or might have
+ *   synchronisations                                times that a host waited for a device, or might have
  *   interprocess_events                             events made with CU_EVENT_INTERPROCESS
  *   pageable_copies                                 copies that held up their caller, with pageable_waits
  *   live_pinned_bytes, live_allocations, live_bytes,
- *   live_streams, live_events, live_communicators,
- *   open_handles, live_registrations                not yet freed, destroyed, closed or unregistered */
+ *   live_streams, live_events, live_communicators   not yet freed or destroyed */
 STAND_IN_API int64_t stand_in_count(const char *counter);
 
 /* The misuse so far: its number, and one as text, valid until reset; NULL beyond the last or the first ten thousand. */
 STAND_IN_API int64_t stand_in_misuses(void);
 STAND_IN_API const char *stand_in_misuse(int64_t index);
 
-/* Host synchronisation number `index` (as for misuse): "cuCtxSynchronize device 1 thread 77",
- * with the thread's name of stand_in_name_thread in place of its number where it has one. */
+/* Host synchronisation number `index` (as for misuse): "cuCtxSynchronize device 1 thread 77". */
 STAND_IN_API const char *stand_in_synchronisation(int64_t index);
-STAND_IN_API void stand_in_name_thread(const char *name);
 
-/* 1 if some queue holds work and no head of a queue can run; *text (if not NULL): a line per head with what it waits
- * for, and a line per host that waits. The text is the thread's own, valid until its next call. */
-STAND_IN_API int stand_in_stuck(const char **text);
-
-/* The first deadlock since reset as such a text (NULL: none). */
+/* The first deadlock since reset: what each queue waits for, and each host (NULL: none). */
 STAND_IN_API const char *stand_in_deadlock(void);
 
 /* Waits, without being counted, until all queues are empty (0) or stuck (1) for `patience_ms` on end. */
@@ -114,9 +90,6 @@ STAND_IN_API int stand_in_work(void *stream, int64_t ns);
 /* Virtual nanoseconds at which the last operation of a stream ended. */
 STAND_IN_API int64_t stand_in_clock(void *stream);
 
-/* Forgets these faults: what was lost takes place now. Errors that were reported stay. */
-STAND_IN_API void stand_in_end_faults(void);
-
 /* From now on the communicators of the rank on `device` whose other ranks include one on `peer` (below 0: any) report
  * `result` as asynchronous error, as when a connection breaks while nothing is sent. What waits goes on waiting. */
 STAND_IN_API void stand_in_break_communicators(int32_t device, int32_t peer, int32_t result);
@@ -133,8 +106,5 @@ typedef enum {
     STAND_IN_STALLED = 2, /* a copy that does not begin */
 } stand_in_damage_kind;
 STAND_IN_API void stand_in_damage(const char *function, int64_t bytes, stand_in_damage_kind kind);
-
-/* Ends the worker thread and frees everything; also done when the program ends or the library is closed. */
-STAND_IN_API void stand_in_stop(void);
 
 #endif

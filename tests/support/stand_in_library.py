@@ -33,8 +33,8 @@ class StandIn:
     def __init__(self, library: Path) -> None:
         self.path = str(library)
         self.library = ctypes.CDLL(self.path)
-        for function in (self.library.stand_in_misuse, self.library.stand_in_synchronisation):
-            function.restype, function.argtypes = ctypes.c_char_p, [ctypes.c_int64]
+        self.library.stand_in_misuse.restype = ctypes.c_char_p
+        self.library.stand_in_misuse.argtypes = [ctypes.c_int64]
         self.library.stand_in_deadlock.restype = ctypes.c_char_p
         self.library.stand_in_count.restype = ctypes.c_int64
 
@@ -57,23 +57,12 @@ class StandIn:
     def misuses(self) -> list[str]:
         return self._lines(self.library.stand_in_misuse)
 
-    @property
-    def synchronisations(self) -> list[str]:
-        return self._lines(self.library.stand_in_synchronisation)
-
     @staticmethod
     def _lines(line: Callable[[int], bytes | None]) -> list[str]:
         lines: list[str] = []
         while (text := line(len(lines))) is not None:
             lines.append(text.decode())
         return lines
-
-    @property
-    def stuck(self) -> str | None:
-        """What each queue waits for, if none can go on."""
-        text = ctypes.c_char_p()
-        stuck = self.library.stand_in_stuck(ctypes.byref(text))
-        return text.value.decode() if stuck and text.value is not None else None
 
     @property
     def deadlock(self) -> str | None:
@@ -91,9 +80,6 @@ class StandIn:
     def fault(self, kind: int, source: int, destination: int, index: int, result: int = 6) -> None:
         self.library.stand_in_fault(kind, source, destination, ctypes.c_int64(index), result)
 
-    def end_faults(self) -> None:
-        self.library.stand_in_end_faults()
-
     def break_communicators(self, device: int, peer: int, result: int) -> None:
         self.library.stand_in_break_communicators(device, peer, result)
 
@@ -102,9 +88,6 @@ class StandIn:
 
     def damage(self, function: str, size: int, kind: int) -> None:
         self.library.stand_in_damage(function.encode(), ctypes.c_int64(size), kind)
-
-    def name_thread(self, name: str) -> None:
-        self.library.stand_in_name_thread(name.encode())
 
     def enter(self, ordinal: int) -> None:
         """Makes a device current on the calling thread."""
