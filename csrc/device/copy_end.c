@@ -30,6 +30,7 @@ _Static_assert(sizeof(s1f_message) + sizeof(place_notes) <= S1F_HEADER_BYTES, "t
 
 typedef struct {         /* what this end knows of a place beside s1f_device_place */
     s1f_cu_event copied; /* sender: own; receiver: the sender's */
+    shared_name name;    /* sender: of it */
     /* sender: the receiver's */
     s1f_cu_address target;
     s1f_cu_event freed;
@@ -141,9 +142,12 @@ static s1f_status copy_prepare_send(s1f_device_end *base, int64_t sequence, int3
     if (message->payload_bytes > 0)
         S1F_TRY(find_target(end, &notes->posted, place));
     unsigned int flags = S1F_CU_EVENT_DISABLE_TIMING | (base->is_shared ? S1F_CU_EVENT_INTERPROCESS : 0);
-    if (place->copied == NULL)
+    if (place->copied == NULL) {
         S1F_TRY(S1F_CU(driver, event_create, &place->copied, flags));
-    return name_event(end, place->copied, &notes->sent.copied);
+        S1F_TRY(name_event(end, place->copied, &place->name));
+    }
+    notes->sent.copied = place->name;
+    return S1F_OK;
 }
 
 static s1f_status copy_send(s1f_device_end *base, int32_t number, const s1f_message *message,

@@ -462,15 +462,17 @@ static void check_setting(setting set)
     make_pipeline(set, &p);
     atomic_store(&wrong_inputs, 0);
     atomic_store(&units_on_gpu, 0);
-    int64_t allocations = 0, synchronisations = 0;
+    int64_t allocations = 0, synchronisations = 0, exports = 0;
     for (int64_t number = 1; number <= 4; number++) {
         step(&p, number);
         for (int32_t rank = 0; rank < set.num_ranks; rank++)
             CHECK_STATUS(p.states[rank].status, S1F_OK, "");
         if (number == 1) /* it has reserved what a step of this shape takes */
             allocations = stand_in_count("cuMemAlloc_v2");
-        if (number == 2)
+        if (number == 2) {
             synchronisations = count_synchronisations();
+            exports = stand_in_count("cuIpcGetEventHandle");
+        }
     }
     CHECK(stand_in_drain(2000) == 0);
     CHECK(atomic_load(&wrong_inputs) == 0);
@@ -480,6 +482,7 @@ static void check_setting(setting set)
     CHECK(atomic_load(&units_on_gpu) == 4 * num_units);
     CHECK(stand_in_count("cuMemAlloc_v2") == allocations);
     CHECK(count_synchronisations() == synchronisations);
+    CHECK(stand_in_count("cuIpcGetEventHandle") == exports);
     CHECK(stand_in_deadlock() == NULL);
     CHECK(stand_in_misuses() == 0);
     CHECK((stand_in_count("interprocess_events") > 0) == (set.transport == BY_COPIES_OF_PROCESSES));
