@@ -481,14 +481,14 @@ class Agreement:
         check_beside: Callable[[Sequence[Any]], None] | None = None,
     ) -> None:
         self._group = group
-        self._own: Mapping[str, tuple[str, str]] | None = own
-        self._beside, self._check_beside = beside, check_beside
+        self._own, self._beside, self._check_beside = own, beside, check_beside
+        self._checked_in = -1  # the group's epoch: some ranks may have left a check well that failed on others
 
     def check(self) -> None:
         """Raises, on every rank, unless all were given the same. Collective."""
-        if self._own is not None:
+        if self._checked_in != self._group.epoch:
             found = self._group.all_gather_object((self._own, self._beside))
             check_agreement([own for own, _ in found])
             if self._check_beside is not None:
                 self._check_beside([beside for _, beside in found])
-            self._own = None
+            self._checked_in = self._group.epoch

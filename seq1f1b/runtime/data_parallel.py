@@ -6,8 +6,9 @@ Each would reduce in every backward; and DDP, whose forward and backward alterna
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ class Ddp:
         if module.static_graph:
             raise ValueError("DDP with static_graph=True takes one backward per forward: a pipeline step has many")
         self._module = module
+        self._is_reducing = False  # from the begin of a reduction to its end
 
     @property
     def divisor(self) -> float:
@@ -36,34 +38,41 @@ class Ddp:
         return _sum(value, device, [self._module.process_group])
 
     def begin_step(self) -> None:
-        pass
+        self._module.require_backward_grad_sync = False  # as its no_sync() does
 
-    def forward(self) -> AbstractContextManager[Any]:
-        return self._module.no_sync()
-
-    def backward(self, is_last: bool, outputs: Sequence[Tensor]) -> AbstractContextManager[Any]:
-        """Returns a context to run a backward in.
+    @contextmanager
+    def backward(self, is_last: bool, outputs: Sequence[Tensor]) -> Iterator[None]:
+        """Around a backward.
 
         Args:
             outputs: the module's, for the last backward; the reducer finds unused parameters by them.
         """
-        if not is_last:
-            return self._module.no_sync()
-        self._module.reducer.prepare_for_backward(list(outputs))
-        return nullcontext()
+        if is_last:
+            self._is_reducing = self._module.require_backward_grad_sync = True
+            self._module.reducer.prepare_for_backward(list(outputs))
+        yield
+        self._is_reducing = False
 
     def after_weight(self, is_last: bool) -> None:
         """After the last W all gradients are there: a backward that adds nothing tells DDP of each parameter."""
         if not is_last:
             return
         parameters = [p for p in self._module.parameters() if p.requires_grad and p.grad is not None]
-        roots = [p.view_as(p) for p in parameters]
-        self._module.reducer.prepare_for_backward(roots)
-        with without_hooks(parameters):
-            torch.autograd.backward(roots, [torch.zeros_like(p) for p in parameters])
+        outputs = [p.view_as(p) for p in parameters]
+        with self.backward(True, outputs), without_hooks(parameters):
+            torch.autograd.backward(outputs, [torch.zeros_like(p) for p in parameters])
 
     def end_step(self) -> None:
-        pass
+        """After a reduction that failed DDP refuses each forward, and what is under way still writes to its buckets: as
+        one that is unpickled, it gets others."""
+        ddp: Any = self._module
+        if self._is_reducing:
+            parameters, are_sparse = ddp._build_params_for_reducer()
+            names = ddp._build_debug_param_to_name_mapping(parameters)
+            ddp._ddp_init_helper(parameters, are_sparse, names, static_graph=False)
+            for hook, state in ddp._comm_hooks:
+                dist._register_comm_hook(ddp.reducer, state, hook)  # type: ignore[attr-defined]
+        self._is_reducing, ddp.require_backward_grad_sync = False, True
 
 
 @contextmanager
@@ -81,44 +90,35 @@ def without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 class Fsdp:
-    """Surrounds the passes of a stage under FSDP2.
+    """Surrounds the passes of a stage under FSDP2, or of one whose parts are.
 
     Parameters stay whole from their first use in a step to the last backward, and in an evaluation to its end. So all
     replicas gather equally often, even if a loss that holds the head is not called for segments without targets.
     """
 
     def __init__(self, module: Any) -> None:
-        self._module = module
-        self._is_reduced = True  # False from a training step's first F to the reduction of its gradients
+        self._module, self.roots = module, _outermost_sharded(module)
 
     @property
     def divisor(self) -> float:
         """The number by which FSDP2 divides the sum of the replicas' gradients. Torch has only a setter for it."""
-        for group in self._groups():
-            mesh = group.mesh_info
-            replicas = mesh.shard_mesh_size * getattr(mesh, "replicate_mesh_size", 1)
-            return float(group.gradient_divide_factor or replicas)
-        return 1.0
+        factors = (group.gradient_divide_factor for group in self._groups())
+        return float(next(factors, None) or self.replicas)
+
+    @property
+    def replicas(self) -> int:
+        return next((int(group.mesh_info.mesh.size()) for group in self._groups()), 1)
 
     def sum(self, value: float, device: torch.device) -> float:
         """The sum of a number over the replicas. Collective."""
-        for group in self._groups():
-            meshes = ("shard_process_group", "replicate_process_group")
-            return _sum(
-                value, device, [getattr(group.mesh_info, name) for name in meshes if hasattr(group.mesh_info, name)]
-            )
-        return value
+        groups = next((group.mesh_info.mesh.get_all_groups() for group in self._groups()), ())
+        return _sum(value, device, groups)
 
     def begin_step(self) -> None:
-        if not self._is_reduced:
-            self._forget()
-        self._module.set_reshard_after_forward(False)
+        self._shard()
+        for group in self._groups():
+            group.post_forward_mesh_info = None  # as set_reshard_after_forward(False), which not all kinds have
         self._set_last(False)
-
-    def forward(self) -> AbstractContextManager[Any]:
-        if torch.is_grad_enabled():  # not in an evaluation, nor in F of a unit that is recomputed
-            self._is_reduced = False
-        return nullcontext()
 
     @contextmanager
     def backward(self, is_last: bool, outputs: Sequence[Tensor]) -> Iterator[None]:
@@ -129,7 +129,8 @@ class Fsdp:
             for group in self._groups():
                 group._post_forward_indices.clear()
         yield
-        self._is_reduced = is_last
+        if is_last and self.roots != [self._module]:  # parts that this unit has not used reduce as well
+            self._reduce()
 
     def after_weight(self, is_last: bool) -> None:
         """Does FSDP2's work after a backward: the last W reduces, others move gradients to the reduction's dtype.
@@ -138,47 +139,53 @@ class Fsdp:
         """
         if is_last:
             self._set_last(True)
-            for group in self._groups():
-                group.post_backward()
-            self._module._get_fsdp_state()._root_post_backward_final_callback()
-            self._is_reduced = True
+            self._reduce()
             return
         for parameter in (p for group in self._groups() for p in group.fsdp_params if p.reduce_dtype is not None):
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
 
     def end_step(self) -> None:
-        """After an evaluation, or a step that failed, whole parameters are left."""
-        for module in self._module.modules():
-            if hasattr(module, "reshard"):
-                module.reshard()
-
-    def _forget(self) -> None:
-        """After a training step that failed: FSDP2 would go on with its gradients, and in its backward."""
-        if hasattr(self._module, "reset_iter_state"):
-            self._module.reset_iter_state()
-        else:  # older torch
-            state = self._module._get_fsdp_state()
-            state._state_ctx.iter_forward_root = None
-            self._module.set_is_last_backward(True)
-            self._module.set_requires_gradient_sync(False)
-            state._root_post_backward_final_callback()
-        for parameter in (p for group in self._groups() for p in group.fsdp_params):
+        """An evaluation, or a step that failed, leaves whole parameters; the latter gradients that are not reduced."""
+        self._shard()
+        for parameter in (p for group in self._groups() for p in group.fsdp_params if torch.is_grad_enabled()):
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
-        self._is_reduced = True
+        self._set_last(True)
+
+    def _reduce(self) -> None:
+        for group in self._groups():
+            group.post_backward()
+        for root in self.roots:
+            root._get_fsdp_state()._root_post_backward_final_callback()
+
+    def _shard(self) -> None:
+        """Shards all parameters, whatever has failed: FSDP2 would go on in a forward or backward that did not end, and
+        in a forward ``reshard()`` does nothing."""
+        sharded: Iterator[Any] = filter(_is_sharded, self._module.modules())
+        for module in sharded:
+            state = module._get_fsdp_state()
+            for group in _parameter_groups(state) if state._is_root is not None else ():  # else no forward has begun
+                group.finalize_backward()
+                group.comm_ctx.post_forward_order.clear()
+            for each in (state, *_parameter_groups(state)):
+                each._training_state = type(each._training_state).IDLE
+            state._state_ctx.iter_forward_root = None
+            state._state_ctx.post_backward_final_callback_queued = False
+            state._modules_to_run_forward.clear()
+            module.reshard()
 
     def _groups(self) -> Iterator[Any]:
         """Groups of parameters that are sharded and reduced together."""
-        for module in self._module.modules():
-            if hasattr(module, "_get_fsdp_state"):
-                yield from _parameter_groups(module._get_fsdp_state())
+        sharded: Iterator[Any] = filter(_is_sharded, self._module.modules())
+        return (group for module in sharded for group in _parameter_groups(module._get_fsdp_state()))
 
     def _set_last(self, is_last: bool) -> None:
-        self._module.set_is_last_backward(is_last)
-        self._module.set_reshard_after_backward(is_last)
-        self._module.set_requires_gradient_sync(is_last)
+        for root in self.roots:
+            root.set_is_last_backward(is_last)
+            root.set_reshard_after_backward(is_last)
+            root.set_requires_gradient_sync(is_last)
 
 
 def _sum(value: float, device: torch.device, groups: Sequence[Any]) -> float:
@@ -194,12 +201,42 @@ def _parameter_groups(state: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def _is_sharded(module: nn.Module) -> bool:
+    return hasattr(type(module), "_get_fsdp_state")  # some wrappers have their module's attributes
+
+
+def _outermost_sharded(module: nn.Module) -> list[Any]:
+    """The outermost modules under FSDP2: the module itself, or parts of it."""
+    if _is_sharded(module):
+        return [module]
+    return [part for child in module.children() for part in _outermost_sharded(child)]
+
+
 def data_parallel(module: Any) -> Ddp | Fsdp | None:
-    """The part of this file that a module needs; None for a module that is under neither DDP nor FSDP2."""
+    """The part of this file that a module needs; None for one of which nothing is under DDP or FSDP2."""
     if isinstance(module, DistributedDataParallel):
         return Ddp(module)
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever wrapped the module has imported it
-    return Fsdp(module) if fsdp is not None and isinstance(module, fsdp.FSDPModule) else None
+    return Fsdp(module) if isinstance(module, nn.Module) and _outermost_sharded(module) else None
+
+
+def check_parts(place: str, module: nn.Module) -> None:
+    """Refuses DDP on parts of a module, and warns of trained parameters outside of the parts that are under FSDP2."""
+    parallel = data_parallel(module)
+    inner = [] if isinstance(parallel, Ddp) else [m for m in module.modules() if isinstance(m, DistributedDataParallel)]
+    if any(dist.get_world_size(part.process_group) > 1 for part in inner):
+        raise ValueError(
+            f"{place} holds DDP inside, which takes one backward per forward: a pipeline step has many. Wrap the whole "
+            "stage, after torch.compile"
+        )
+    held = {id(p) for root in getattr(parallel, "roots", ()) for p in root.parameters()}
+    names = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]
+    if isinstance(parallel, Fsdp) and parallel.replicas > 1 and names:
+        warnings.warn(
+            f"{place}: parts of it are under FSDP2, and {len(names)} parameters, as {names[0]!r}, are not: the "
+            f"{parallel.replicas} replicas train these apart unless the script reduces their gradients. Call "
+            "fully_shard on the whole module, too, after its parts",
+            stacklevel=4,  # where the engine is made
+        )
 
 
 def is_reduced(module: nn.Module) -> bool:

@@ -116,7 +116,7 @@ class ToLoss(Sink):
         hidden = output.detach().requires_grad_(output.requires_grad)
         parallel, measure = self._stage.head_parallel, self._step.measure
         measured = measure.around_head(hidden) if measure is not None else nullcontext()
-        with measured, parallel.forward() if parallel is not None else nullcontext():
+        with measured:
             loss = self._loss(unit, hidden, target)
         if loss is not None:
             unit.loss = loss.detach()

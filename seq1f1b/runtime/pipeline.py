@@ -15,7 +15,7 @@ from torch import nn
 from seq1f1b import _C, where
 from seq1f1b.device.placement import gpu_part, open_gpu
 from seq1f1b.runtime.arguments import Agreement, Options
-from seq1f1b.runtime.data_parallel import without_wrapper
+from seq1f1b.runtime.data_parallel import check_parts, without_wrapper
 from seq1f1b.runtime.offload import Tier, file_tier
 from seq1f1b.runtime.report import EdgeReport
 from seq1f1b.runtime.tied import TiedParameters
@@ -72,6 +72,8 @@ class Pipeline(OfOneProcess):
         for shard in (options.head, options.embedding_shard):
             if shard is not None:
                 shard.check_place(self.rank, self.num_ranks)
+        for place, module in self.placed_modules():
+            check_parts(place, module)
         self._gpu_part = gpu_part
         self.tier = self._make_tier()
         self.tied = TiedParameters([(place, without_wrapper(m)) for place, m in self.placed_modules()], group)

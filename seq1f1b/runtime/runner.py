@@ -86,7 +86,7 @@ class Runner:
         }
         self.orders, self.build = RankOrders(), build
         can_divide = options.head is None and options.loss.reduction == "mean"
-        self.divides: bool | None = None if can_divide else False
+        self.divides = self._untold = None if can_divide else False
         self.last_step: StepRecord | None = None
         self._known_shapes: set[tuple[bool, int, int]] = set()
         self._activations: dict[int, Activations] = {}  # by stage, where they were measured
@@ -205,6 +205,9 @@ class Runner:
                 with ExitStack() as around:
                     # 1. What failed since this rank's last step; what it was given: an order, and a batch.
                     self.pipeline.group.enter()
+                    for parallel in (each for stage in self.stages.values() for each in stage.wrappers):
+                        around.callback(parallel.end_step)
+                        parallel.begin_step()
                     if arguments.rows is not None:
                         arguments = self._read_rows(arguments)
                     number = None
@@ -457,6 +460,7 @@ class Runner:
         The next step may try again: it waits until every rank has left this one. Gradients are undefined.
         """
         group = self.pipeline.group
+        self.divides, self._has_had_rows = self._untold, True  # ranks may have left the same collective otherwise
         if isinstance(error, Disagreement):  # every rank raises it and leaves the step
             group.end_step(failed=False)
             return error

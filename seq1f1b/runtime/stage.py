@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,8 +158,6 @@ class StageStep:
         self._module, self._parallel = stage.module, stage.parallel
         self.parts = [part for feature in stage.features if (part := feature.begin(self)) is not None]
         self.measure: Any = next((part for part in self.parts if hasattr(part, "around_head")), None)  # measure.py
-        for parallel in stage.wrappers:
-            parallel.begin_step()
 
     def connect(self, source: Source, sink: Sink) -> None:
         """Says where the stage's inputs come from, and where its outputs go."""
@@ -189,8 +187,6 @@ class StageStep:
 
     def end(self) -> None:
         """After the last unit, or an error. Units go with the step: nothing that it holds may hold it."""
-        for parallel in self.stage.wrappers:
-            parallel.end_step()
         self.figures = {name: value for part in self.parts for name, value in part.figures().items()}
         self.parts, self.measure = [], None
         self._connect([], Source(), Sink())
@@ -249,13 +245,10 @@ class StageStep:
                     "verify over trees cannot compare what add_loss adds: of one path it counts tokens that others "
                     "share; verify a step of rows"
                 )
-        elif self._parallel is None:
-            output = self._module(*inputs, **kwargs) if kwargs else self._module(*inputs)
         else:
-            with self._parallel.forward():
-                output = self._module(*inputs, **kwargs)
-            if self.order.last_gradients == ("B", unit.cell):
-                unit.outputs = tuple([o for o in tensors_of(output) if o.requires_grad])
+            output = self._module(*inputs, **kwargs) if kwargs else self._module(*inputs)
+        if self._parallel is not None and self.order.last_gradients == ("B", unit.cell):
+            unit.outputs = tuple([o for o in tensors_of(output) if o.requires_grad])
         for returned in self._returned:
             returned(unit, output)
         return self._sink.take(unit, output)
@@ -279,11 +272,9 @@ class StageStep:
             _C.unit_set_whole()
         for before in self._before:
             before(unit)
-        if roots and self._parallel is None:
-            torch.autograd.backward(roots, seeds)
-        elif roots:
-            assert self._parallel is not None
-            with self._parallel.backward(self.order.last_gradients == ("B", cell), unit.outputs):
+        if roots:
+            parallel, is_last = self._parallel, self.order.last_gradients == ("B", cell)
+            with parallel.backward(is_last, unit.outputs) if parallel is not None else nullcontext():
                 torch.autograd.backward(roots, seeds)
         carry_back(unit)
         for after in self._after:

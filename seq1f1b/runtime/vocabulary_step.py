@@ -37,11 +37,6 @@ class _ShardStep:
         if self._parallel is not None:
             self._parallel.begin_step()
 
-    def _forward(self, x: Tensor) -> Tensor:
-        with self._parallel.forward() if self._parallel is not None else nullcontext():
-            output: Tensor = self._module(x)
-        return output
-
     def _backward(self, output: Tensor, gradient: Tensor, cell: int) -> None:
         is_last = cell == self._last
         with self._parallel.backward(is_last, (output,)) if self._parallel is not None else nullcontext():
@@ -144,7 +139,7 @@ class HeadStep(_ShardStep):
         else:
             hidden, target, scale, *more = self._handed.pop(cell)
         named = [value if value.numel() else None for value in more]
-        logits = self._forward(hidden)
+        logits = self._module(hidden)
         with torch.no_grad():
             found = self._head.statistics(logits.detach(), target)
         self._kept[cell] = _Kept(hidden, logits, target, scale, named, found)
@@ -238,7 +233,7 @@ class EmbeddingStep(_ShardStep):
         if bool(outside.any()):
             raise ValueError(f"inputs hold {int(tokens[outside][0])}, must be in 0..{self._shard.vocab - 1}")
         places, own = self._shard.find(tokens)
-        rows = self._forward(own)
+        rows = self._module(own)
         if self._training or self._shard.rank == 0:  # which holds the first stage
             self._kept[cell] = places, rows
         return places, rows

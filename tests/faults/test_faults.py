@@ -30,3 +30,17 @@ def test_faults(tmp_path: Path, count: int) -> None:
     assert int(total[1]) == count and int(total[2]) < count / 4, total
     assert set(total[3:10]) == {"0"}
     print(text)
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(500, marks=[pytest.mark.full, pytest.mark.timeout(3600)])])
+def test_steps_after_failed_ones(count: int) -> None:
+    command = [
+        sys.executable,
+        str(HARNESS.with_name("failed_steps.py")),
+        "--configurations",
+        str(count),
+        "--seed",
+        "30",
+    ]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0 and f"{count} configurations, 0 wrong" in run.stdout, run.stdout + run.stderr

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -463,39 +464,98 @@ def test_mixed_precision_of_fsdp():
     run_processes(2, mixed_precision)
 
 
+# Where a call fails: in a training step or not; in which unit's forward, or backward, of a part.
+FAILURES = [
+    ("step", "backward", M * K - 1),
+    ("step", "backward", M * K),
+    ("step", "forward", 2),
+    ("eval", "forward", 1),
+]
+
+
 def failed_step(rank: int, world: int) -> None:
-    """A step that fails in a backward leaves nothing behind in replicas: the next one is right."""
+    """A call that fails leaves nothing behind in replicas: the next step is right."""
     config = Config(hidden=16, layers=2)
     model = whole_model(config)
     tokens, target = batch(config, 2 * M, LENGTH)
-    _, truth = run_whole(model, tokens, target, 2 * M)
+    cross_entropy(model(tokens), target).backward()
+    truth = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     own = slice(rank * 2 * M, (rank + 1) * 2 * M)
     mesh = init_device_mesh("cpu", (world,))
     alone = [dist.new_group([r]) for r in range(world)][rank]
-    for kind, schedule in itertools.product(("ddp", "fsdp"), ("seq1f1b", "seq-zb-h1")):
+    for kind, schedule, failure in itertools.product(("ddp", "fsdp"), ("seq1f1b", "seq-zb-h1"), FAILURES):
         stage = stage_of(model, config, 0, 1)
         engine = PipelineEngine(
             wrap(kind, stage, mesh.get_group(), mesh), schedule=schedule, num_microbatches=M, num_segments=K,
-            loss_fn=cross_entropy, group=alone,
+            loss_fn=pair, group=alone,
         )  # fmt: skip
-        calls = []
+        calls, (call, place, number) = [], failure
+        reductions: list[int] = []
+        if kind == "ddp":
+            engine._runner.stages[0].module.register_comm_hook((mesh.get_group(), reductions), count_reductions)
 
-        def fail(output: Tensor, calls: list[int] = calls) -> None:
+        def fail(*_: Any, calls: list[int] = calls, number: int = number) -> None:
             calls.append(1)
-            if len(calls) == M * K - 1:
+            if len(calls) == number:
                 raise ValueError("no such gradient")
 
-        hook = stage.blocks["0"].norm_1.register_full_backward_hook(lambda module, given, got: fail(got))
+        norm = stage.blocks["0"].norm_1
+        hook = norm.register_full_backward_hook(fail) if place == "backward" else norm.register_forward_hook(fail)
         with pytest.raises(ValueError, match="no such gradient"):
-            engine.step(tokens[own], target=target[own])
+            getattr(engine, call)(tokens[own], target=target[own])
         hook.remove()
         for parameter in engine.parameters():
             parameter.grad = None
         for step in (1, 2):
             engine.step(tokens[own], target=target[own])
             found = {name: full_gradient(p.grad) for name, p in engine.named_parameters()}
-            assert gradient_error(found, {n: step * g for n, g in truth.items()}) < 1e-10, (kind, schedule, step)
+            error = gradient_error(found, {n: step * g for n, g in truth.items()})
+            assert error < 1e-10, (kind, schedule, failure, step)
+            assert kind == "fsdp" or len(reductions) >= step, "DDP calls its hook no more"
+        dist.barrier()
         engine.close()
+
+
+def parts(rank: int, world: int) -> None:
+    """A stage of which only parts are under FSDP2 is right if they hold all that trains, else it is told."""
+    config = Config(hidden=16, layers=2)
+    model = whole_model(config)
+    tokens, target = batch(config, 2 * M, LENGTH)
+    target[2 * M :, ::3] = -100
+    cross_entropy(model(tokens), target).backward()
+    truth = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    own = slice(rank * 2 * M, (rank + 1) * 2 * M)
+    mesh, alone = init_device_mesh("cpu", (world,)), [dist.new_group([r]) for r in range(world)][rank]
+
+    def make(stage: nn.Module, schedule: str = "seq1f1b") -> PipelineEngine:
+        return PipelineEngine(stage, schedule=schedule, num_microbatches=M, num_segments=K, loss_fn=pair, group=alone)
+
+    for schedule, left_out in itertools.product(("seq1f1b", "seq-zb-h1"), ("head", "", "frozen")):
+        stage = stage_of(model, config, 0, 1)
+        for part in (stage.embedding, stage.position, *stage.blocks.values(), stage.norm, stage.head):
+            if part is not stage.head or not left_out:
+                fully_shard(part, mesh=mesh)
+        stage.head.requires_grad_(left_out != "frozen")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine = make(stage, schedule)
+        told = [str(w.message) for w in caught if "fully_shard" in str(w.message)]
+        assert len(told) == (left_out == "head") and all("'head.weight'" in text for text in told)
+        if left_out:
+            continue
+        for step in (1, 2):
+            engine.step(tokens[own], target=target[own])
+            found = {name: full_gradient(p.grad) for name, p in engine.named_parameters()}
+            assert gradient_error(found, {n: step * g for n, g in truth.items()}) < 1e-10, (schedule, step)
+    for number, replicas in ((0, mesh.get_group()), (1, alone)):
+        stage = stage_of(model, config, 0, 1)
+        stage.blocks[str(number)] = wrap("ddp", stage.blocks[str(number)], replicas, mesh)
+        with pytest.raises(ValueError, match="holds DDP inside") if number == 0 else nullcontext():
+            make(stage)
+
+
+def test_parts_of_a_stage_under_data_parallelism():
+    run_processes(2, parts)
 
 
 def test_a_step_after_a_failed_one():
