@@ -91,6 +91,7 @@ class Case:
         self.replicas = rng.choice((1, 2, 2, 2, 4))
         self.kind = rng.choice(WRAPS if self.replicas > 1 else ("plain", "plain", *WRAPS))
         mesh = meshes[self.replicas]
+        self.pipeline = mesh.get_group("pipeline")
         self.replica, self.rank = mesh.get_local_rank("data"), mesh.get_local_rank("pipeline")
         ranks = WORLD // self.replicas
         v = rng.choice((1, 2)) if ranks < 4 else 1
@@ -124,7 +125,7 @@ class Case:
         self.engine = PipelineEngine(
             self.stages, schedule=schedule, num_microbatches=self.M, num_segments=self.k, memory=memory,
             loss_fn=loss_fn if isinstance(loss_fn, nn.Module) else self.losing,
-            loss=Loss(weight="targets") if self.loss == "targets" else Loss(), group=mesh.get_group("pipeline"),
+            loss=Loss(weight="targets") if self.loss == "targets" else Loss(), group=self.pipeline,
         )  # fmt: skip
         self.tokens, self.target = batch(CONFIG, self.replicas * self.M, LENGTH, size=1, seed=seed % 5)
         self.truth = self.whole(model)
@@ -235,6 +236,7 @@ class Case:
         finally:
             disarm()
             self.fault = ""
+        dist.barrier()  # else a rank that left an evaluation well would gather, in its next call, until it hears of it
         assert ids == list(map(id, self.engine.parameters())), "the stage holds other parameters than before"
         for parameter, gradient in zip(self.engine.parameters(), gradients, strict=True):
             parameter.grad = gradient
@@ -248,8 +250,8 @@ class Case:
                 losses, went_well = self.call(), True
             except seq1f1b.PipelineError as error:
                 losses, went_well, told = [], False, str(error)
-            everyones: list[Any] = [None] * WORLD
-            dist.all_gather_object(everyones, went_well)
+            everyones: list[Any] = [None] * (WORLD // self.replicas)  # a replica may hear in one call more than others
+            dist.all_gather_object(everyones, went_well, group=self.pipeline)
             if all(everyones):
                 return self.compare(losses)
             for parameter, gradient in zip(self.engine.parameters(), gradients, strict=True):

@@ -32,7 +32,7 @@ def test_faults(tmp_path: Path, count: int) -> None:
     print(text)
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(500, marks=[pytest.mark.full, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("count", [6, pytest.param(500, marks=[pytest.mark.full, pytest.mark.timeout(3600)])])
 def test_steps_after_failed_ones(count: int) -> None:
     command = [
         sys.executable,
