@@ -102,7 +102,7 @@ class FirstLook(Part):
         kwargs = self._step.kwargs_of(unit)
         given = [(value, True) for value in inputs]
         given += [(value, arguments.arg_rules.get(name) == "slice") for name, value in kwargs.items()]
-        before = _collectives(stage.process_group)
+        before = _collectives(stage.group and stage.group.process_group)
         if any(map(is_compiled, stage.modules)):  # it would be traced again
             yield
         else:
@@ -112,7 +112,7 @@ class FirstLook(Part):
             seen, unit.watch = unit.watch, None
             self._found = findings_of(seen.sure(), places_of(stage.index, modules))
             self._attends = seen.attends
-        self._has_values &= before == _collectives(stage.process_group)
+        self._has_values &= before == _collectives(stage.group and stage.group.process_group)
 
     def look_back(self) -> None:
         if self._is_known:

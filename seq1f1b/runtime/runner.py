@@ -77,8 +77,7 @@ class Runner:
                 device=pipeline.device,
                 features=FEATURES,
                 tier=pipeline.tier,
-                in_threads=pipeline.group.is_thread,
-                process_group=pipeline.group.process_group,
+                group=pipeline.group,
                 is_whole=is_whole,
                 tells=tells,
             )

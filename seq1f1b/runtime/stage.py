@@ -22,6 +22,7 @@ from seq1f1b.runtime.parts import Feature, Part, Pass, Received, Sink, Source, h
 from seq1f1b.runtime.rank_order import StageOrder
 from seq1f1b.runtime.trees import Path, by_paths
 from seq1f1b.runtime.unit import LiveUnit
+from seq1f1b.transport import RankGroup
 
 __all__: list[str] = []
 
@@ -32,8 +33,7 @@ class Stage:
     Args:
         features: what an engine may do around its units.
         tier: where units of this rank may move what they saved.
-        in_threads: other ranks are threads that draw from the same generators.
-        process_group: torch's, of the pipeline; None: its ranks are threads.
+        group: of the pipeline; None: the stage runs by itself.
         is_whole: units are whole micro-batches, as outside a step.
         tells: whether what is found wrong is told, not only collected.
     """
@@ -48,8 +48,7 @@ class Stage:
         device: torch.device,
         features: Sequence[type[Feature]] = (),
         tier: Any = None,
-        in_threads: bool = False,
-        process_group: Any = None,
+        group: RankGroup | None = None,
         is_whole: bool = False,
         tells: bool = True,
     ) -> None:
@@ -61,7 +60,8 @@ class Stage:
         self.loss_fn = options.loss_fn if self.is_last and options.head is None else None
         # A loss that holds parameters is the model's head: its logits live only inside F.
         self.loss_is_head = isinstance(self.loss_fn, nn.Module) and any(True for _ in self.loss_fn.parameters())
-        self.in_threads, self.process_group = in_threads, process_group
+        self.group = group
+        self.in_threads = group is not None and group.is_thread  # the others draw from the same generators
         self.is_whole = is_whole
         self.findings = Findings(options.attention, tells=tells)
         self.parallel = data_parallel(module)

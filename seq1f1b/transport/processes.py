@@ -9,6 +9,7 @@ import os
 import queue
 import re
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -62,12 +63,34 @@ def within(limit_s: float, call: Callable[[], _T], what: str) -> _T:
 
 
 def _close_at_exit() -> None:
-    """Nobody waits for this rank any more; and a helper thread that is inside torch then ends with the process."""
+    """Nobody waits for this rank any more; and a thread that is inside torch then ends with the process."""
     _C.thread_interpreter_ends()
     for group in list(_open_groups):
         group.timeout_s = 1.0
         with contextlib.suppress(Exception):
             group.close()
+    _let_torch_finish(3.0)
+
+
+def _let_torch_finish(limit_s: float) -> None:
+    """Waits until gloo's threads have dropped the tensors of operations that are done.
+
+    DDP may hold their group longer than ``destroy_process_group``. Before Python 3.14, one that wants the interpreter
+    once that has ended is unwound, which gives up the main thread's state and ends the process by SIGABRT or SIGSEGV.
+    """
+    deadline, times_quiet = time.monotonic() + limit_s, 0
+    while times_quiet < 3 and time.monotonic() < deadline:
+        own = {thread.ident for thread in threading.enumerate()}
+        is_busy = sys._current_frames().keys() - own or any(map(_is_running_gloo, os.listdir("/proc/self/task")))
+        times_quiet = 0 if is_busy else times_quiet + 1
+        time.sleep(0.005)  # without the interpreter, which such a thread may wait for
+
+
+def _is_running_gloo(task: str) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/stat", encoding="utf-8") as file:
+        name, _, state = file.read().partition(") ")
+        return name.endswith("(pt_gloo_runloop") and not state.startswith("S")
+    return False
 
 
 atexit.register(_close_at_exit)
@@ -78,6 +101,7 @@ def _forget_sockets_after_fork() -> None:
     for group in _open_groups:
         for connection in group._connections.values():
             connection.close()
+    _open_groups.clear()  # they are the parent's to close
 
 
 os.register_at_fork(after_in_child=_forget_sockets_after_fork)
@@ -142,17 +166,21 @@ class ProcessRank(RankGroup):
         local_size: int,
     ) -> None:
         super().__init__(rank, size, group, arena_bytes=arena_bytes, local_size=local_size)
-        self._process_group, self._connections = process_group, connections
-        self.process_group = process_group
+        self.process_group, self._connections = process_group, connections
         _open_groups.add(self)
 
     def _exchange_tag(self) -> int:
         return _EXCHANGE_TAGS + self._exchanges % (_EXCHANGE_TAGS - 1)
 
     def _begin_send(self, data: Tensor, rank: int) -> Any:
-        work = dist.isend(data, group=self._process_group, group_dst=rank, tag=self._exchange_tag())
+        work = dist.isend(data, group=self.process_group, group_dst=rank, tag=self._exchange_tag())
         return _Transfer(self, rank, work)
 
     def _begin_receive(self, data: Tensor, rank: int) -> Any:
-        work = dist.irecv(data, group=self._process_group, group_src=rank, tag=self._exchange_tag())
+        work = dist.irecv(data, group=self.process_group, group_src=rank, tag=self._exchange_tag())
         return _Transfer(self, rank, work)
+
+    def close(self) -> None:
+        """Lets go of the process group, too: ``destroy_process_group`` ends its threads once nobody holds it."""
+        super().close()
+        self.process_group = None

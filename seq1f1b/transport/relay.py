@@ -306,6 +306,7 @@ class C10dRelay:
     def close(self) -> None:
         self._waiter.close()
         self.end = None
+        del self._process_group  # a transfer that has not begun never does
 
 
 class Lifeline:
@@ -319,8 +320,8 @@ class Lifeline:
         self._broken = broken
         to_peer = {"group": process_group, "tag": tag}
         data = [torch.zeros(1, dtype=torch.uint8, device="cpu") for _ in range(2)]
-        self._receive: Callable[[], Any] = functools.partial(dist.irecv, data[0], group_src=peer, **to_peer)
-        self._say_farewell: Callable[[], Any] = functools.partial(dist.isend, data[1], group_dst=peer, **to_peer)
+        self._receive: Any = functools.partial(dist.irecv, data[0], group_src=peer, **to_peer)
+        self._say_farewell: Any = functools.partial(dist.isend, data[1], group_dst=peer, **to_peer)
         self._has_begun = False
         self._worker = Worker(f"seq1f1b lifeline to rank {peer}", lambda error: None)
 
@@ -330,7 +331,8 @@ class Lifeline:
 
     def _wait(self) -> None:
         try:
-            self._receive().wait(FOREVER)
+            work, self._receive = self._receive(), None  # nothing holds the process group while this waits
+            work.wait(FOREVER)
         except Exception as error:
             self._broken(first_line(error))
 
@@ -338,4 +340,5 @@ class Lifeline:
         with contextlib.suppress(Exception):  # the peer, or the process group, may be gone
             if self._has_begun:
                 self._worker.put(functools.partial(self._say_farewell().wait, FOREVER))
+        self._say_farewell = None
         self._worker.close()

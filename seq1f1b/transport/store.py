@@ -350,10 +350,10 @@ class StoreRank(ProcessRank):
         broken = functools.partial(self._suspect, peer_rank)
         if peer_rank not in self._lifelines:
             tag = C10dRelay.TAGS * (first_tag + _TAGS - 1)
-            self._lifelines[peer_rank] = Lifeline(self._process_group, peer_rank, tag, broken)
+            self._lifelines[peer_rank] = Lifeline(self.process_group, peer_rank, tag, broken)
         tag = first_tag + _tag_of(edge)
         self._beginner = self._beginner or Worker("seq1f1b transfers", lambda error: self.fail(first_line(error)))
-        relay = C10dRelay(self, self._process_group, peer_rank, tag, is_receiver, text, self._beginner, broken)
+        relay = C10dRelay(self, self.process_group, peer_rank, tag, is_receiver, text, self._beginner, broken)
         self._relays[edge] = relay
         return relay.end
 
