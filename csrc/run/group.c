@@ -393,6 +393,10 @@ static s1f_status fail_lost(s1f_group *group, const s1f_wait_reason *reason)
     s1f_group_get_progress(group, rank, what, &age_ns, &waits_for);
     snprintf(text, sizeof text, "rank %d is gone%s%s (%s)", (int)rank, age_ns < 0 ? "" : ", last seen in ", what,
              waiting);
+    if (strcmp(what, "close()") == 0)
+        snprintf(text, sizeof text,
+                 "the script of rank %d has ended, or closed its engine (%s): did its data end earlier?", (int)rank,
+                 waiting);
     atomic_store(&group->failure->lost, rank + 1);
     return fail_wait(group, reason, S1F_ERR_PEER, rank, text);
 }

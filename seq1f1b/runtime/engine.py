@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -174,6 +175,8 @@ class PipelineEngine(OfOneProcess):
             self._group: RankGroup = joined
             joined.set_limits(limits.step)
             self._join(modules, source)
+            self._leave = weakref.finalize(self, joined.leave)
+            self._leave.atexit = False
         except BaseException as error:
             # The other ranks may wait for this one, while all come, while edges open, or in their first step.
             if joined is None:
@@ -461,6 +464,7 @@ class PipelineEngine(OfOneProcess):
 
     def close(self) -> None:
         """Leaves the pipeline's transports. The engine is unusable afterwards."""
+        self._leave.detach()
         self._runner.orders.clear()
         self._pipeline.close()
 

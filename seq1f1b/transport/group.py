@@ -188,6 +188,8 @@ class RankGroup(OfOneProcess, ABC):
         what, age, _ = _C.group_get_progress(self.group, rank)
         edge = edge or self._edge_texts.get(rank, "set-up")
         text = f"rank {rank} is gone{f', last seen in {what}' if age >= 0 else ''} ({edge}): {why}"
+        if what == "close()":
+            text = f"the script of rank {rank} has ended, or closed its engine ({edge}): did its data end earlier?"
         _C.group_fail(self.group, rank, text, what, edge.partition(",")[0])
         return text
 
@@ -510,6 +512,10 @@ class RankGroup(OfOneProcess, ABC):
             for dtype, flags, sizes, offset in tensors
         ]
         return views, [bool(flags & _C.TENSOR_REQUIRES_GRAD) for _, flags, _, _ in tensors]
+
+    def leave(self) -> None:
+        """Closes the group of an engine that was dropped without ``close``, soon."""
+        return
 
     def close(self) -> None:
         """Drops the edges; tensors that still lie in their places stay valid."""

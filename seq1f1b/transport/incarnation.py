@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from seq1f1b.transport.descriptors import uninterrupted
 from seq1f1b.transport.processes import first_line
+from seq1f1b.transport.store_client import own_connection
 
 _TAG = (1 << 31) - 1  # no edge of any generation has it, nor have exchanges
 _incarnations: weakref.WeakKeyDictionary[Any, Incarnation] = weakref.WeakKeyDictionary()
@@ -35,6 +36,7 @@ class Incarnation:
     def __init__(self, process_group: Any, rank: int, size: int) -> None:
         self._data = torch.tensor([secrets.randbits(62) + 1] * 2 if rank == 0 else [0, 0], device="cpu")
         self._works: list[Any] = []  # keep what is under way
+        self._connection: Any = None
         self.lost: tuple[int, str] | None = None
         """A rank that was gone already, and why."""
         for peer in range(1, size) if rank == 0 else [0]:
@@ -50,6 +52,11 @@ class Incarnation:
             return _incarnations.get(process_group) or _incarnations.setdefault(
                 process_group, Incarnation(process_group, rank, size)
             )
+
+    def connection(self, store: Any, timeout_s: float) -> Any:
+        """This process's own connection to the group's store, one for all pipelines."""
+        self._connection = self._connection or own_connection(store, timeout_s)
+        return self._connection
 
     def name(self, limit_s: float, look: Callable[[], None] = lambda: None) -> str | None:
         """None if it has not come in so many seconds, as rank 0 has not, or never will.

@@ -180,6 +180,11 @@ class ProcessRank(RankGroup):
         work = dist.irecv(data, group=self.process_group, group_src=rank, tag=self._exchange_tag())
         return _Transfer(self, rank, work)
 
+    def leave(self) -> None:
+        self.timeout_s = 1.0
+        with contextlib.suppress(Exception):
+            within(3.0, self.close, "the other ranks")  # the collector may run in a thread that close() waits for
+
     def close(self) -> None:
         """Lets go of the process group, too: ``destroy_process_group`` ends its threads once nobody holds it."""
         super().close()

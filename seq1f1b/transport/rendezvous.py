@@ -14,7 +14,7 @@ import torch.distributed as dist
 from seq1f1b import _C
 from seq1f1b.transport.incarnation import Incarnation
 from seq1f1b.transport.processes import first_line, within
-from seq1f1b.transport.store_client import SharedStore, StoreClient, own_connection
+from seq1f1b.transport.store_client import SharedStore, StoreClient
 from seq1f1b.transport.values import pack, unpack
 
 SETUP_TIMEOUT = 120.0  # seconds for each part of set-up, where the caller says nothing
@@ -48,7 +48,7 @@ class Rendezvous:
         self._group_store = process_group.get_group_store()
         self._incarnation = Incarnation.of(process_group, rank, size)
         try:
-            self.client = StoreClient(SharedStore(own_connection(self._group_store, timeout_s), _PREFIX))
+            self.client = StoreClient(SharedStore(self._incarnation.connection(self._group_store, timeout_s), _PREFIX))
         except (OSError, RuntimeError) as error:  # no descriptor is left, perhaps, here or where the store is
             text = f"rank {rank} has no connection to the launcher's store: {first_line(error)}"
             if isinstance(error, TimeoutError):

@@ -72,6 +72,7 @@ class StoreRank(ProcessRank):
         self._read: dict[int, bytes] = {}  # others' progress as last read
         self._begun = dict.fromkeys(range(size), 0)  # the last step that each rank began, as far as is known
         self._lost: str | None = None  # who is gone for good, in words
+        self._closed: set[int] = set()  # ranks that a later step of this one would wait for
         self._gone: set[int] = set()  # as far as this rank's connections tell
         self._closing = False
         self._begins: bool | None = None  # once all ranks agree on it
@@ -136,6 +137,8 @@ class StoreRank(ProcessRank):
             what, age, waiting_for, self._begun[rank] = unpack(value)
             if age >= 0:
                 _C.group_set_progress(self.group, rank, what, age, waiting_for)
+            if what == "close()":
+                self._closed.add(rank)
 
     def _find_the_lost(self) -> None:
         """Finds ranks whose connection ended though they have not closed, and tells all."""
@@ -143,11 +146,16 @@ class StoreRank(ProcessRank):
         for fd, _ in self._hang_ups.poll(0):
             self._hang_ups.unregister(fd)
             self._suspect(ranks[fd], "it closed its socket")
+        for rank in [r for r in self._closed if self._has_entered and self.step >= self._begun[r]]:
+            self._closed.remove(rank)
+            self._lost = self.lose(rank, "it has closed")
         while not self._suspects.empty():
             rank, why, edge = self._suspects.get()
             if edge is None and self._store.has(self._key(f"closed/{rank}")):
                 continue
             self._gone.add(rank)
+            if self._watching:  # it may have gone because of a failure that it told
+                self._exchange_failure()
             self._exchange_progress()
             self._lost = self.lose(rank, why, edge)
             self._store.set_first(self._key("lost"), self._lost.encode())
@@ -316,6 +324,8 @@ class StoreRank(ProcessRank):
         if all(there):
             return self._ask(lambda: self._store.get_all(keys))
         for rank in (rank for rank in later if not there[rank]):
+            if rank in self._closed:
+                raise self._failure(rank, self.lose(rank, "it has closed", "waiting for all ranks to meet"))
             step = f"has begun step {self._begun[rank]}"
             raise self._failure(rank, f"rank {rank} {step} without a collective that rank {self.rank} waits in")
         return None
@@ -390,10 +400,12 @@ class StoreRank(ProcessRank):
                 self._drain_with_neighbours(min(self.timeout_s, 5.0))
         super().close()
         _C.group_progress(self.group, "close()")
+        self._begun[self.rank] = self.step + 1  # which it never ends: whoever comes there waits in vain
         limit_s = 1.0 if failed else min(self.timeout_s, 30.0)
         with contextlib.suppress(RuntimeError):
             if failed:  # perhaps just now: whoever meets the others waits for this
                 self._ask(self._exchange_failure, limit_s, recovering=True)
+            self._ask(self._publish_progress, limit_s, recovering=True)
             self._ask(lambda: self._store.set(self._key(f"closed/{self.rank}"), b"-"), limit_s, recovering=True)
         for lifeline in self._lifelines.values():
             lifeline.close()

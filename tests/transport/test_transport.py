@@ -26,6 +26,7 @@ torch = pytest.importorskip("torch")  # what follows needs it, so these imports 
 import torch.distributed as dist  # noqa: E402
 from core_extension import core  # noqa: E402
 from processes import AT_ONCE, PipedProcesses, join_and_run, shared_memory_names  # noqa: E402
+from scripts import free_port  # noqa: E402
 
 import seq1f1b  # noqa: E402
 from seq1f1b import _C, Limits, PipelineError, transport  # noqa: E402
@@ -545,16 +546,18 @@ def step_in_limited_space(rank: int, pipe: Connection, limits: dict[int, int], k
     """A step where the rank's address space is limited to so many GiB. Returns what an edge reserved."""
     if rank in limits:
         resource.setrlimit(resource.RLIMIT_AS, (limits[rank] << 30, limits[rank] << 30))
-    stage, loss_fn = torch.nn.Linear(4, 4), torch.nn.functional.mse_loss
-    engine = seq1f1b.PipelineEngine(stage, num_microbatches=2, num_segments=2, loss_fn=loss_fn, transport=kind)
-    x = torch.ones(2, 4, 4)
+    engine, x = make_engine(kind), torch.ones(2, 4, 4)
     engine.step(x, target=x)
     engine.close()
     return engine._group.arena_bytes
 
 
-def join(store: str, rank: int) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def join(store: str, rank: int, size: int = 2) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+
+
+def join_tcp(port: int, rank: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 
 
 @pytest.mark.parametrize("kind", ["shm", "c10d"])
@@ -565,6 +568,62 @@ def test_edges_take_what_address_space_there_is(tmp_path: Path, kind: str, limit
     come = partial(join, str(tmp_path / "store"))
     with PipedProcesses(2, join_and_run, come, step_in_limited_space, limits, kind) as ranks:
         assert [ranks.result(rank) for rank in range(2)] == [wanted] * 2
+
+
+def make_engine(kind: str) -> seq1f1b.PipelineEngine:
+    stage, loss_fn = torch.nn.Linear(4, 4), torch.nn.functional.mse_loss
+    return seq1f1b.PipelineEngine(stage, num_microbatches=2, num_segments=2, loss_fn=loss_fn, transport=kind)
+
+
+def go_on_alone(rank: int, pipe: Connection, kind: str, closes: bool, what: str) -> tuple[str, float]:
+    """Rank 2 leaves after a step, and lives on. What the others hear, and after how many seconds."""
+    engine, x = make_engine(kind), torch.ones(2, 4, 4)
+    engine.step(x, target=x)
+    begun = time.monotonic()
+    if rank == 2:
+        if closes:
+            engine.close()
+        del engine
+        pipe.recv()
+        return "", 0.0
+    call = {"norm": lambda: engine.clip_grad_norm_(1.0), "step": lambda: engine.step(x, target=x)}[what]
+    with pytest.raises(PipelineError) as caught:
+        call()
+    return str(caught.value), time.monotonic() - begun
+
+
+@pytest.mark.parametrize(
+    ("kind", "closes", "what"), [("c10d", True, "step"), ("c10d", False, "norm"), ("shm", False, "step")]
+)
+def test_a_rank_that_has_left_is_heard_of_at_once(tmp_path: Path, kind: str, closes: bool, what: str) -> None:
+    come = partial(join, str(tmp_path / "store"), size=3)
+    with PipedProcesses(3, join_and_run, come, go_on_alone, kind, closes, what) as ranks:
+        for text, seconds in [ranks.result(rank) for rank in range(2)]:
+            assert "the script of rank 2 has ended, or closed its engine (" in text, text
+            assert "did its data end earlier?" in text and seconds < AT_ONCE, (text, seconds)
+        ranks.pipes[2].send("go")
+
+
+def make_many(rank: int, pipe: Connection, kind: str, closes: bool) -> list[tuple[int, int]]:
+    """Threads and descriptors after some engines, and after many."""
+    found, x = [], torch.ones(2, 4, 4)
+    for number in range(30):
+        engine = make_engine(kind)
+        engine.step(x, target=x)
+        if closes:
+            engine.close()
+        del engine
+        if number in (4, 29):
+            time.sleep(0.5)  # a thread that ends may still be there
+            found.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "closes"), [("c10d", True), ("c10d", False), ("shm", False)])
+def test_many_engines_one_after_the_other_leave_nothing(tmp_path: Path, kind: str, closes: bool) -> None:
+    with PipedProcesses(2, join_and_run, partial(join_tcp, free_port()), make_many, kind, closes) as ranks:
+        for some, many in [ranks.result(rank) for rank in range(2)]:
+            assert many[0] <= some[0] + 1 and many[1] <= some[1] + 1, (some, many)
 
 
 def test_a_message_for_which_there_is_no_address_space() -> None:
