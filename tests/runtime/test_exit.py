@@ -223,6 +223,7 @@ def test_a_script_ends_with_its_own_exit_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(2400)
 def test_a_hundred_scripts_end_on_a_busy_machine(tmp_path: Path) -> None:
     """None takes ten seconds longer than the same scripts without an engine."""
     words = ("torch", "seq1f1b"), ("", " c10d"), ("", " ddp"), ("", " close"), ("", " destroy")
