@@ -74,7 +74,7 @@ def defects_of(path: Path) -> Iterator[dict[str, object]]:
 
 
 def place_of(defect: dict[str, str], text: str) -> int:
-    """Where the line stands in a file: after the line that was before it when the defect was planted, or alone."""
+    """The place of the line in a file: after the line that was before it when the defect was planted, or alone."""
     pair = f"{defect['before']}\n{defect['line']}\n"
     if text.count(pair) == 1:
         return text.index(pair) + len(defect["before"]) + 1

@@ -59,7 +59,7 @@ def choose(case: Case, results: Results, share: float) -> tuple[str, Plan]:
     """A plan under a cap so far from the least that is possible to what the fastest needs, and the cap's name."""
     fastest = search(case, results.profile, None)
     try:
-        search(case, results.profile, 1)
+        search(case, results.profile, 1 << 20)
     except ValueError as error:
         least = int(float(str(error).split("the least possible is ")[1].split(" GiB")[0]) * 2**30)
     cap = int(least + share * (max(fastest.peak) - least))

@@ -117,7 +117,8 @@ class Torch:
 
     def seconds(self) -> tuple[float, float]:
         x = self.x.detach().requires_grad_()
-        with SavedBytes([self.module], [x]) as saved:
+        saved = SavedBytes([self.module], [x])
+        with saved:
             loss = (self.module(x) * self.seed).sum()
         begin = time.perf_counter()
         _, groups = stage_backward_input([loss], None, [x], self.module.parameters())

@@ -75,6 +75,7 @@ def draw_step(folder: Path, step: int, report: PipelineReport) -> None:
 FILES = {
     "log.jsonl": "a row for each step: loss, seconds, bubble, memory",
     "log_torch.jsonl": "the same of torch's Schedule1F1B",
+    "report.jsonl": "the times of the step above, for seq1f1b report",
     "loss.png": "the loss over the steps",
     "timeline.png": "the step above as a picture",
     "trace.json": "the same, for https://ui.perfetto.dev",

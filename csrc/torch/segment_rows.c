@@ -85,7 +85,8 @@ s1f_status s1f_segment_check_parts(const s1f_current_unit *unit, int64_t key, in
     if (by_distance)
         return s1f_fail(S1F_ERR_ARG,
                         "%s: layer %lld has a window or ALiBi slopes, which count the tokens between two, and %d "
-                        "siblings share this unit: give each sibling a segment of its own, as plan_step(siblings=False) does",
+                        "siblings share this unit: give each sibling a segment of its own, as "
+                        "plan_step(siblings=False) does",
                         name, (long long)key, (int)unit->num_parts);
     for (int64_t b = 0; rows->docs != NULL && b < batch; b++)
         for (int32_t i = 0; i < unit->num_ranges; i++) {

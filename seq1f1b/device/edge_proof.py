@@ -173,8 +173,8 @@ class Proof:
 
     def _known_bytes(self, way: Way, edge: Edge) -> Tensor:
         """The message: each edge and way has bytes of its own, so that what another one left is not taken for it."""
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{way.name} {self._texts[edge]}".encode()))
-        words = torch.empty(self._bytes[edge] // 8 + 1, dtype=torch.int64).random_(generator=generator)
+        generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{way.name} {self._texts[edge]}".encode()))
+        words = torch.empty(self._bytes[edge] // 8 + 1, dtype=torch.int64, device="cpu").random_(generator=generator)
         return words.view(torch.uint8)[: self._bytes[edge]]
 
     def _look_for_stuck(self, way: Way, ends: Mapping[Edge, Any], kept: Sequence[Tensor]) -> None:

@@ -7,9 +7,9 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,21 @@ from seq1f1b.transport import RankGroup, last_attempt, resolve_group, withdraw
 from seq1f1b.transport.group import OfOneProcess
 
 __all__ = ["PipelineEngine"]
+
+_P = ParamSpec("_P")
+
+
+def _known_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
+    """Decorates an ``__init__``: an unknown argument's error names the nearest one that there is."""
+    known = list(signature(init).parameters)[1:]
+
+    @wraps(init)
+    def checked(*args: _P.args, **named: _P.kwargs) -> None:
+        for name in named.keys() - known:
+            raise TypeError(f"PipelineEngine takes no {name}={nearest_name(name, known)}")
+        init(*args, **named)
+
+    return checked
 
 
 class PipelineEngine(OfOneProcess):
@@ -120,13 +135,6 @@ class PipelineEngine(OfOneProcess):
     _needs_whole_model = True  # False: one stage of a model may run alone
     _scaler: torch.amp.GradScaler | None = None  # of the last training step
 
-    def __new__(cls, *args: Any, **named: Any) -> PipelineEngine:
-        """Refuses unknown arguments, and names the nearest one that there is."""
-        known = list(signature(cls.__init__).parameters)[1:]
-        for name in named.keys() - known:
-            raise TypeError(f"{cls.__name__} takes no {name}={nearest_name(name, known)}")
-        return super().__new__(cls)
-
     if not TYPE_CHECKING:  # a checker of types would take any name for an attribute
 
         def __getattr__(self, name: str) -> Any:
@@ -135,6 +143,7 @@ class PipelineEngine(OfOneProcess):
             text = f"{type(self).__name__!r} object has no attribute {name!r}{state * name.endswith('state_dict')}"
             raise AttributeError(text, name=name, obj=self)
 
+    @_known_arguments
     def __init__(
         self,
         stage: nn.Module | Sequence[nn.Module],

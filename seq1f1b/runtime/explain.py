@@ -25,7 +25,7 @@ _LIKELY = {
     "does not require grad and does not have a grad_fn": ". Under Memory.recompute F runs without a graph: take the "
     "gradient by torch.func.grad, or leave the stage's units out of Memory.recompute",
 }
-"""What words of torch and oneDNN are likely to mean."""
+"""Explains error texts of torch and oneDNN that have a likely cause."""
 
 # What torch and Python say where a module that wants tokens, (batch, tokens), gets hidden states.
 _TOKENS_WANTED = (

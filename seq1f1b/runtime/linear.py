@@ -78,6 +78,11 @@ class Linear(Layer):
         return known[2]
 
 
+def dense(gradient: Tensor) -> Tensor:
+    """The gradient of an output, of which torch.gather may leave a sparse one."""
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
+
+
 class _Leaving(torch.autograd.Function):
     """Leaves the weight's gradient to a tape.
 
@@ -94,7 +99,7 @@ class _Leaving(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x, value), dy = ctx.saved_tensors, dy.to_dense()
+        (x, value), dy = ctx.saved_tensors, dense(dy)
         dx = dy @ value if ctx.needs_input_grad[0] else None
         db = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
         ctx.use.tape.note(ctx.use, x, dy)
@@ -115,7 +120,7 @@ class _Adding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (weight, x, *cast), dy = ctx.saved_tensors, dy.to_dense()  # torch.gather may leave a sparse one
+        (weight, x, *cast), dy = ctx.saved_tensors, dense(dy)
         rows, flat = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         value = weight.to(dy.dtype) if not cast or torch.is_grad_enabled() else cast[0]
         dx = (rows @ value).view(x.shape) if ctx.needs_input_grad[1] else None

@@ -34,14 +34,14 @@ class ToLoss(Sink):
     that counts no target it is called once, to see whether it gives losses of tokens.
 
     Args:
-        set_apart: is told of each leaf that the loss uses and no module holds, where gradients are of sums.
+        set_apart: are told of each leaf that the loss uses and no module holds, where gradients are of sums.
     Attributes:
         divides: whether the loss comes with a divisor; None: no loss has told yet.
         divisors: by cell, of losses that come with one.
         values: by cell, losses of tokens, where the loss comes so.
     """
 
-    def __init__(self, step: StageStep, set_apart: Callable[[Tensor], None]) -> None:
+    def __init__(self, step: StageStep, set_apart: Sequence[Callable[[Tensor], None]]) -> None:
         self._set_apart = set_apart
         self._step, self._stage, self._arguments = step, step.stage, step.arguments
         self.divides = self._arguments.divides
@@ -141,7 +141,8 @@ class ToLoss(Sink):
             seen |= nodes
             for leaf in [node.variable for node in nodes if hasattr(node, "variable")]:
                 if id(leaf) not in self._known and not any(leaf is o for o in own):
-                    self._set_apart(leaf)
+                    for set_apart in self._set_apart:
+                        set_apart(leaf)
             nodes = {before for node in nodes for before, _ in node.next_functions}
 
     @cached_property
@@ -169,7 +170,7 @@ class ToLoss(Sink):
         return loss
 
     def _call(self, unit: LiveUnit, output: Any, target: Any) -> Any:
-        """What ``loss_fn`` returns; in a tree that runs path by path, of each path's own tokens alone."""
+        """The value of ``loss_fn``; a tree that runs path by path has the values of each path's own tokens."""
         arguments, paths = self._arguments, self._arguments.paths[unit.cell] if self._arguments.paths else ()
         loss_fn: Any = self._stage.loss_fn
         count, results = arguments.count, list[Any]()

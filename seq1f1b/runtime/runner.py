@@ -90,7 +90,7 @@ class Runner:
         self._known_shapes: set[tuple[bool, int, int]] = set()
         self._activations: dict[int, Activations] = {}  # by stage, where they were measured
         self._look_seconds: dict[int, float] = {}  # by stage, of the last look at it
-        self._has_had_rows = False
+        self._has_had_rows, self._epoch = False, 0  # the group's
         self._is_measured = False  # whether the last step was a plain training step
         self.tuner: Tuner | None = None
         if is_tuned:
@@ -228,7 +228,7 @@ class Runner:
                     gradients = self._step_gradients(arguments.gradient_divisor) if step.training else None
                     if gradients is not None:
                         around.enter_context(gradients.kept_on_errors())
-                        step.set_apart = gradients.set_apart
+                        step.set_apart.append(gradients.set_apart)
                     executor = order.executor
                     seconds = self._run_units(step, order, number)
                     executor = None  # a look's error is no unit's
@@ -306,6 +306,8 @@ class Runner:
         """
         group = self.pipeline.group
         number = group.begin_step(arguments.training) if number is None else number
+        if self._epoch != group.epoch:  # ranks may have left the collective that failed with other answers
+            self._epoch, self.divides, self._has_had_rows = group.epoch, self._untold, True
         self.pipeline.agreement.check()
         if arguments.rows is not None or self._has_had_rows:  # plain steps between those of rows are compared, too
             check_equal_rows(group, arguments.rows, arguments.trees, arguments.plan, order.digest)
@@ -459,7 +461,6 @@ class Runner:
         The next step may try again: it waits until every rank has left this one. Gradients are undefined.
         """
         group = self.pipeline.group
-        self.divides, self._has_had_rows = self._untold, True  # ranks may have left the same collective otherwise
         if isinstance(error, Disagreement):  # every rank raises it and leaves the step
             group.end_step(failed=False)
             return error

@@ -69,7 +69,7 @@ class Step:
         self._parts: dict[int, StageStep] = {}
         self._passes: dict[int, tuple[Pass, ...]] = {}  # by stage; position: the number of the pass in C
         self._around: ExitStack | None = None  # the units, once they have begun
-        self.set_apart: Callable[[Tensor], None] = lambda leaf: None  # a leaf that the loss uses, held by no module
+        self.set_apart: list[Callable[[Tensor], None]] = []  # are told of leaves that the loss uses and no module holds
         if batch.length:
             self.learn(batch.length)
 
@@ -162,7 +162,7 @@ class Step:
             return ToStage(part, self._parts.get(index + 1))
         if self._head is not None:
             return ToHead(part, self._head)
-        self._loss = ToLoss(part, lambda leaf: self.set_apart(leaf))
+        self._loss = ToLoss(part, self.set_apart)
         return self._loss
 
     def _passes_of(self, part: StageStep) -> tuple[Pass, ...]:

@@ -260,8 +260,9 @@ def check_says_nothing(given: Mapping[str, Any], places: range) -> None:
     for name, value in given.items():
         says = value is not None and not (isinstance(value, int) and value == (name == "return_dict"))
         if isinstance(value, Tensor) and name in ("attention_mask", "position_ids") and value.dim() <= 2:
-            own = torch.ones(len(places)) if name == "attention_mask" else torch.arange(places.start, places.stop)
-            says = value.shape[-1:] != own.shape or not bool((value == own.to(value.device)).all())
+            own = torch.arange(places.start, places.stop, device=value.device)
+            wanted = torch.ones_like(own) if name == "attention_mask" else own
+            says = value.shape[-1:] != own.shape or not bool((value == wanted).all())
         if says and name != "doc_ids":
             shown = tuple(value.shape) if isinstance(value, Tensor) else value
             remedy = _REMEDIES.get(name, "it returns hidden states or logits alone")

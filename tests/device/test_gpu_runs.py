@@ -13,7 +13,7 @@ import gpu_runs
 import pytest
 import torch
 from gpu_runs import Rank, Ranks, is_right, train
-from stand_in_engine import StandInEngine
+from stand_in_engine import StandInEdges, StandInEngine
 from stand_in_library import CORRUPT, stand_in
 from torch import Tensor, nn
 
@@ -56,7 +56,7 @@ def test_the_doctor_tells_the_rate_of_each_edge_or_why_it_has_none(monkeypatch: 
     def launch(fn: Any, num_ranks: int, transport: str) -> list[list[str]]:
         stand_in().reset(1, foreign_memory=1)
         if transport == "nccl":
-            stand_in().damage("nccl", 1023, CORRUPT)
+            stand_in().damage("nccl", StandInEdges.proof_bytes, CORRUPT)
 
         def run(group: Any) -> list[str]:
             return doctor.sending_edges(group.rank, nn.Linear(1, 1), transport=transport, group=group)

@@ -64,7 +64,7 @@ def test_nccl_matches_the_header(tmp_path: Path) -> None:
     drifted = changed_copy(
         tmp_path,
         "nccl.c",
-        "ncclCommUserRank(const ncclComm_t comm, int *",
-        "ncclCommUserRank(const ncclComm_t comm, long *",
+        "ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *",
+        "ncclCommGetAsyncError(ncclComm_t comm, long *",
     )
     assert "conflicting types for" in compile_against(drifted, *flags)

@@ -464,7 +464,7 @@ def test_mixed_precision_of_fsdp():
     run_processes(2, mixed_precision)
 
 
-# Where a call fails: in a training step or not; in which unit's forward, or backward, of a part.
+# The call that fails is a training step or not, and fails in the forward or backward of this unit.
 FAILURES = [
     ("step", "backward", M * K - 1),
     ("step", "backward", M * K),

@@ -68,7 +68,7 @@ def test_scaled_gradients_are_the_plain_ones():
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_clipping_knows_of_the_scale(steps):
-    """Of accumulated steps, too; and after an update it asks anew."""
+    """The steps may be accumulated; after an update the engine asks anew."""
 
     def run(group):
         stage, scaler = stage_of(MODEL, CONFIG, group.rank, group.size), scaler_of()
