@@ -55,6 +55,8 @@ class Layers:
                 self._known[id(place.layer)] = found
         for layer, forward in self._known.values():
             layer.module.__dict__["forward"] = forward  # no attribute of torch's: it would be looked at as a submodule
+            if layer.module.weight.requires_grad:
+                layer.is_hooked(layer.module.weight)  # now, for graphs of units hold nodes as well
         try:
             yield
         finally:
