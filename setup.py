@@ -9,7 +9,7 @@ Switches, by environment:
     SEQ1F1B_COVERAGE=1    gcov counters
     SEQ1F1B_WERROR=1      warnings are errors (CI)
     SEQ1F1B_CUDA=0        no CUDA kernels, even where nvcc is found; 1: an error where they cannot be built
-    SEQ1F1B_CUDA_TILES=all   those shapes of them too that are there to be timed, and probes (benchmarks/gpu.py)
+    SEQ1F1B_CUDA_TILES=all   those shapes of them too that are there to be timed (benchmarks/gpu.py)
 """
 
 from __future__ import annotations
@@ -102,8 +102,7 @@ def nvcc_version(nvcc: str) -> str:
 
 
 def cuda_sources() -> list[str]:
-    probes = ["tests/cuda/primitive_probes.cu", "tests/cuda/sm90a_warpgroup_probes.cu"] if all_cuda_tiles() else []
-    return [*sorted(glob("kernels/cuda/*.cu", root_dir=ROOT)), *probes]
+    return sorted(glob("kernels/cuda/*.cu", root_dir=ROOT))
 
 
 def with_included(source: str | Path) -> list[Path]:
@@ -129,12 +128,6 @@ def cuda_source_hash(source: str | Path) -> str:
     for path in with_included(source):
         digest.update(code_of(path.read_text(encoding="utf-8")).encode())
     return digest.hexdigest()
-
-
-def architectures_of(source: str, architectures: list[str]) -> list[str]:
-    """Architectures of a file; one that is named sm90a_... is compiled for sm_90a alone."""
-    only = re.match(r"sm(\d+a)_", Path(source).name)
-    return [f"sm_{only[1]}"] if only else architectures
 
 
 def code_flags(architectures: list[str]) -> list[str]:
@@ -172,14 +165,7 @@ def build_cuda_library(
     objects = {source: work / f"{Path(source).stem}.cu.o" for source in sources}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         commands = [
-            [
-                nvcc,
-                *nvcc_flags(source, version, architectures_of(source, architectures), werror),
-                "-c",
-                str(ROOT / source),
-                "-o",
-                str(target),
-            ]
+            [nvcc, *nvcc_flags(source, version, architectures, werror), "-c", str(ROOT / source), "-o", str(target)]
             for source, target in objects.items()
         ]
         said = list(pool.map(run, commands))

@@ -5,15 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import attention_runs
-import kernel_table
-import probes
 import torch
-import warpgroup_probes
-from gpu_cases import TOOL_FOUND_ERRORS, Case, Machine, Unmeasured, hold, own_operations, use_cudnn, watched
+from gpu_cases import TOOL_FOUND_ERRORS, Case, Machine, hold, own_operations, use_cudnn, watched
 from torch import Tensor
 
 import seq1f1b
@@ -162,43 +159,6 @@ def own(machine: Machine) -> Iterator[Case]:
     for name, dtype, head_dim in uses if machine.is_cuda else uses[1:2]:
         text = f"{proof.DTYPES[dtype]} d{head_dim} check of {name} at its first use"
         yield text, functools.partial(check, name, dtype, head_dim)
-
-
-def primitives(machine: Machine) -> Iterator[Case]:
-    """Each primitive of the kernels alone, on numbers that tell which came where."""
-
-    def found_probes(name: str) -> kernel_table.Operation:
-        try:
-            return kernel_table.find_operation(kernel_library.LIBRARY, name)
-        except ValueError:
-            raise Unmeasured("the library has no probes: build it with SEQ1F1B_CUDA_TILES=all") from None
-
-    def prober() -> probes.Prober:
-        own_operations(machine)
-        if machine.rehearsal is not None:
-            import emulated_cuda
-
-            return emulated_cuda.prober(kernel_library.LIBRARY)
-        return probes.on_the_gpu(found_probes("primitive_probes"))
-
-    def one(check: Callable[[probes.Prober], None]) -> dict[str, Any]:
-        check(prober())
-        return {}
-
-    for check in probes.CHECKS:
-        yield check.__name__, functools.partial(one, check)
-
-    def of_warpgroup(name: str) -> dict[str, Any]:
-        """What a kernel for sm_90 would rest on (sm90a_warpgroup_probes.cu); ours use none of it."""
-        machine.need_cuda()
-        if kernel_library.architecture(machine.device) != "sm_90":
-            raise Unmeasured("is of sm_90 alone")
-        operation = found_probes("warpgroup_probes")
-        warpgroup_probes.check(name, warpgroup_probes.on_the_gpu(operation))
-        return {}
-
-    for name in warpgroup_probes.PROBES:
-        yield f"warpgroup {name}", functools.partial(of_warpgroup, name)
 
 
 def tiny(machine: Machine) -> Iterator[Case]:

@@ -18,7 +18,7 @@ from gpu_cases import Machine, run_cases
 
 STAGES = {  # file: its stages, each a function that yields cases
     "gpu_doctor": ["doctor"],
-    "gpu_attention": ["library", "own", "primitives", "sanitizer", "tiny"],  # tiny: of sanitizer
+    "gpu_attention": ["library", "own", "sanitizer", "tiny"],  # tiny: of sanitizer
     "gpu_parts": ["parts"],
     "gpu_engine": ["ranks", "threads", "tests"],
     "gpu_training": ["training"],

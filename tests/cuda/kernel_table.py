@@ -44,7 +44,7 @@ class Operation(ctypes.Structure):
 
 def operation_of(source: str) -> str:
     """Name of the operation of a .cu: that of the file, without its architecture."""
-    return re.sub(r"^sm\d+a?_", "", Path(source).stem)
+    return re.sub(r"^sm\d+_", "", Path(source).stem)
 
 
 def find_operation(library: Path, name: str) -> Operation:

@@ -1,7 +1,4 @@
-"""Does the emulation of tests/cuda object to what a GPU leaves undefined?
-
-Whether it computes what the PTX ISA says is for tests/cuda/probes.py, which tests/device/test_cuda_own.py runs.
-"""
+"""Does the emulation of tests/cuda object to what a GPU leaves undefined?"""
 
 from __future__ import annotations
 

@@ -1,16 +1,14 @@
 """Do our CUDA kernels do their work where a training step calls them? On the emulation of tests/cuda, not on a GPU.
 
 The kernels' own source stands in place of torch's ops: from causal_attention over the KV cache, the extension and the
-launcher to the results. Each primitive of sm80_primitives.cuh is held to what the PTX ISA says of it, by the same
-checks that benchmarks/gpu.py makes on a GPU.
+launcher to the results.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +16,13 @@ import pytest
 import torch
 from aten_stand_ins import Call, cuda_kernels_on_the_cpu
 from attention_runs import gradients, random_qkv, segmented
-from emulated_cuda import build, emulated_kernels, prober
+from emulated_cuda import build, emulated_kernels
 from slices import each_value
 from test_cuda_attention import check
 
 from seq1f1b import proof
 from seq1f1b.device import attention_documents, attention_proof, kernel_library
 from seq1f1b.ops.attention import causal_attention
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cuda"))
-
-import probes
-import warpgroup_probes
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that kernels are replaced
 
@@ -47,9 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("emulated")
-    sources = [f"kernels/cuda/sm80_{name}.cu" for name in kernel_library.OPERATIONS]
-    sources.append("tests/cuda/primitive_probes.cu")
-    build(sources, work)
+    build([f"kernels/cuda/sm80_{name}.cu" for name in kernel_library.OPERATIONS], work)
     return work / "emulated.so"
 
 
@@ -146,30 +137,3 @@ def test_by_default_documents_are_for_kernels_that_pass_the_check(
     of_aten, launched = calls
     checks = len(attention_proof.CASES) * 2
     assert of_aten == [] and (len(launched) == checks + 2 * len(sizes) if are_right else len(launched) < checks)
-
-
-@pytest.mark.parametrize("of", probes.CHECKS, ids=lambda check: check.__name__)
-def test_a_primitive_is_as_the_ptx_isa_says(of: Callable[[probes.Prober], None], library: Path) -> None:
-    of(prober(library))
-
-
-@pytest.mark.parametrize("name", warpgroup_probes.PROBES)
-def test_the_check_of_a_warpgroups_products_tells_right_from_wrong(name: str) -> None:
-    """Nothing here knows what the hardware does: only that the check takes a product, and no other order of it."""
-    by_columns, columns = warpgroup_probes.PROBES[name]
-    row, column = warpgroup_probes.places(columns)
-    assert len({*zip(row.expand_as(column).flatten().tolist(), column.flatten().tolist(), strict=True)}) == 64 * columns
-
-    def launch(transposed: bool, swapped: bool) -> warpgroup_probes.Launch:
-        def run(probe: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-            product = (a @ (b if by_columns != transposed else b.T)).float()
-            out.copy_(product[row, column ^ 8 if swapped else column])
-
-        return run
-
-    warpgroup_probes.check(name, launch(False, False))
-    with pytest.raises(AssertionError, match=f"{name}: .* wrong with the first factor's columns: thread 0, register 0"):
-        warpgroup_probes.check(name, launch(False, True))
-    if columns == 64:
-        with pytest.raises(AssertionError, match="wrong with the second factor's rows"):
-            warpgroup_probes.check(name, launch(True, False))

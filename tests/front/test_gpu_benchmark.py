@@ -158,7 +158,6 @@ def kernel_records(*changes: tuple[str, str, dict[str, Any]]) -> list[dict[str, 
             "versions": {"torch": "2.13"},
             "own kernels": {"attention_forward": {"source": "5a", "compiler": "13.0.88"}},
         },
-        "primitives": {"sums": {}},
         "own": {"bfloat16 d128 kv2 [9]": {}, "bfloat16 d64 kv2 [9]": {}, "float16 d64 kv2 [9]": {}},
         "sanitizer": {"memcheck": {"state": "unmeasured", "why": "not done in 25 s"}},
         "speed": {
@@ -203,7 +202,6 @@ CELL = "8/8 heads of 128, 4096 tokens of 16384"
     [
         ("own", "bfloat16 d128 kv8 [9]", {"state": "failed"}),
         ("own", "bfloat16 d128 kv8 [9]", {"state": "unmeasured"}),
-        ("primitives", "sums", {"state": "failed"}),
         ("sanitizer", "racecheck", {"state": "failed"}),
     ],
     ids=str,
@@ -229,7 +227,6 @@ def test_a_kernel_that_is_slow_somewhere_is_not_the_faster_one(change: dict[str,
     "change",
     [
         ("own", "float16 d128 kv8 [9]", {"state": "failed"}),  # of another kernel
-        ("primitives", "sums", {"state": "unmeasured"}),
         ("sanitizer", "initcheck", {"state": "failed"}),
         ("speed", CELL, {"FA2 forward": None, "not timed": {"FA2 forward": "RuntimeError"}}),  # the other peer remains
         ("speed", CELL, {"state": "failed", "why": "own backward"}),  # another operation's

@@ -30,7 +30,6 @@ from seq1f1b.device import kernel_library
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/cuda"))
 
-import probes  # noqa: E402
 from kernel_table import Kernel, Operation, kernels_of  # noqa: E402
 
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")  # then the kernels are built for it too
@@ -248,16 +247,6 @@ class Emulated:
             raise KernelError(error)
         if status != 0:
             raise Refused(f"{name} returned {status}")
-
-
-def prober(library: Path) -> probes.Prober:
-    """Runs the probes of primitives that an emulated library has."""
-    emulated = Emulated(library)
-
-    def launch(arguments: probes.Arguments, given: Tensor, output: Tensor) -> None:
-        emulated.launch("primitive_probes", arguments, [given], [output], 0)
-
-    return probes.Prober(launch, torch.device("cpu"))
 
 
 # -- in place of the installed kernels -------------------------------------------------------------------------------
