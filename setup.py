@@ -9,7 +9,6 @@ Switches, by environment:
     SEQ1F1B_COVERAGE=1    gcov counters
     SEQ1F1B_WERROR=1      warnings are errors (CI)
     SEQ1F1B_CUDA=0        no CUDA kernels, even where nvcc is found; 1: an error where they cannot be built
-    SEQ1F1B_CUDA_TILES=all   those shapes of them too that are there to be timed (benchmarks/gpu.py)
 """
 
 from __future__ import annotations
@@ -86,10 +85,6 @@ def instruction_set_flags(source: str) -> list[str]:
 # -- CUDA kernels ----------------------------------------------------------------------------------------------------
 
 
-def all_cuda_tiles() -> bool:
-    return os.environ.get("SEQ1F1B_CUDA_TILES") == "all"
-
-
 def find_nvcc() -> str | None:
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     found = [shutil.which("nvcc", path=os.path.join(home, "bin")) for home in homes]
@@ -139,8 +134,6 @@ def nvcc_flags(source: str, version: str, architectures: list[str], werror: bool
     flags = [*NVCC_FLAGS, *NVCC_HOST_FLAGS, "--threads", str(len(architectures)), *code_flags(architectures)]
     flags += [f'-DS1F_CUDA_{name}="{text}"' for name, text in texts.items()]
     flags.append(f"-frandom-seed={Path(source).stem}")  # for names of symbols, so that two builds are alike
-    if all_cuda_tiles():
-        flags += ["-DS1F_CUDA_ALL_TILES=1"]
     if werror:
         flags += ["-Werror", "all-warnings", "-Xptxas", "-Werror"]
     return flags
@@ -205,7 +198,7 @@ class BuildExt(build_ext):
             return super().build_extension(ext)
         library = Path(self.get_ext_fullpath(ext.name))
         needed = max(os.path.getmtime(path) for path in (__file__, *ext.depends))
-        if self.force or all_cuda_tiles() or not library.exists() or library.stat().st_mtime < needed:
+        if self.force or not library.exists() or library.stat().st_mtime < needed:
             library.unlink(missing_ok=True)  # one of other sources would be worse than none
             werror = switch("SEQ1F1B_WERROR")
             said = build_cuda_library(ext.sources, library, Path(self.build_temp), werror=werror)

@@ -8,8 +8,8 @@
     python benchmarks/gpu.py --rehearse                  all of it on a machine without a GPU, over stand-ins
 
 It needs this tree, torch, and two files that are built elsewhere, where there are a C compiler and nvcc:
-``SEQ1F1B_CUDA=1 SEQ1F1B_CUDA_TILES=all python setup.py build_ext --inplace`` puts ``_C.abi3.so`` and
-``libseq1f1b_cuda.so`` into seq1f1b/, for any Python from 3.10, torch from 2.10, and glibc from 2.34. No network.
+``SEQ1F1B_CUDA=1 python setup.py build_ext --inplace`` puts ``_C.abi3.so`` and ``libseq1f1b_cuda.so`` into seq1f1b/, for
+any Python from 3.10, torch from 2.10, and glibc from 2.34. No network.
 
 Stages come in order of value. Each runs in a process of its own with a time limit, so that one that fails, hangs or
 breaks the CUDA context stops no other. Every case is a line of JSON in the results, written through to the disk at
@@ -49,7 +49,6 @@ STAGES = {  # seconds that a stage may take; together no more than LIMIT
     "training": 200,
     "threads": 40,
     "times": 60,
-    "sweep": 30,
     "ceilings": 20,
     "ncu": 35,
     "sanitizer": 60,
@@ -401,7 +400,7 @@ def missing_files() -> str:
         return ""
     return (
         f"{PACKAGE} has no {' and no '.join(missing)}. Where there are a C compiler and nvcc, run\n"
-        "    SEQ1F1B_CUDA=1 SEQ1F1B_CUDA_TILES=all python setup.py build_ext --inplace\n"
+        "    SEQ1F1B_CUDA=1 python setup.py build_ext --inplace\n"
         "and put the .so files beside the package's sources here: they need glibc 2.34, and neither compiler."
     )
 

@@ -70,10 +70,10 @@ class Segment:
         self.flops = 4 * heads * head_dim * (tokens * self.offset + tokens * (tokens + 1) / 2)
 
     def own_backward(
-        self, operation: kernel_library.Operation, out: Tensor, lse: Tensor, kernel: int = -1
+        self, operation: kernel_library.Operation, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         given = attention_ways.Given(self.dout, *self.qkv, out, lse, self.options, self.dk, self.dv, store=False)
-        return attention_ways.launch_own_backward(operation, given, kernel)
+        return attention_ways.launch_own_backward(operation, given)
 
     def timed(self, machine: Machine, name: str, run: Callable[[], Any]) -> str:
         seconds = machine.seconds(run, budget=0.12)
@@ -287,7 +287,6 @@ def check_close(what: str, ours: Tensor, theirs: Tensor, allowed: float = 2**-7)
 
 
 SMALL = (2, 1, 64, 64, 128)
-SHAPES = [(32, 8, 128, 4096, 16384), (8, 8, 128, 1024, 32768), (32, 8, 64, 4096, 16384), (32, 32, 128, 8192, 8192)]
 
 
 def known_wrong(machine: Machine, head_dim: int) -> list[str]:
@@ -329,40 +328,6 @@ def own_runs(machine: Machine, inputs: Segment, out: Tensor, lse: Tensor) -> dic
         for prepare in (forward, backward)
         if f"attention_{prepare.__name__}" in operations
     }
-
-
-def sweep(machine: Machine) -> Iterator[Case]:
-    """Every tile of our kernels that is compiled, on four shapes of attention, each held to the launcher's choice."""
-
-    def one(heads: int, kv_heads: int, head_dim: int, tokens: int, end: int) -> dict[str, Any]:
-        operations, found = own_operations(machine), {}
-        inputs = Segment(machine, heads, kv_heads, head_dim, tokens, end)
-        out, lse = attention_ways.launch_own_forward(operations["attention_forward"], *inputs.qkv, inputs.options)
-        for name in kernel_library.ATTENTION:
-            operation = operations[name]
-            if name == "attention_forward":
-                run = functools.partial(attention_ways.launch_own_forward, operation, *inputs.qkv, inputs.options)
-            else:
-                run = functools.partial(inputs.own_backward, operation, out, lse)
-            chosen = run()
-            for index, kernel in enumerate(operation.kernels):
-                if (kernel.dtype, kernel.head_dim, kernel.query_rows > 0) != ("bfloat16", head_dim, True):
-                    continue
-                of_kernel = functools.partial(run, kernel=index)
-                try:
-                    results = of_kernel()
-                except ValueError as error:  # not one to choose, or more shared memory than this GPU has
-                    found[kernel.name] = str(error)
-                    continue
-                for ours, theirs in zip(results, chosen, strict=True):
-                    check_close(f"{kernel.name} and the launcher's choice", ours, theirs)
-                found[kernel.name] = inputs.timed(machine, name, of_kernel)
-        return found
-
-    for shape in SHAPES if machine.is_cuda else [SMALL]:
-        heads, kv_heads, head_dim, tokens, end = shape
-        name = f"{heads}/{kv_heads} heads of {head_dim}, {tokens} tokens of {end}"
-        yield name, functools.partial(one, *shape)
 
 
 Peer = Callable[[], Callable[[], Any]]
@@ -497,7 +462,7 @@ def one_shape(machine: Machine) -> Iterator[Case]:
     """Our kernels once, on a shape of the table, for ncu to look at."""
 
     def run() -> dict[str, Any]:
-        inputs = Segment(machine, *SHAPES[0] if machine.is_cuda else SMALL)
+        inputs = Segment(machine, *(32, 8, 128, 4096, 16384) if machine.is_cuda else SMALL)
         operations = own_operations(machine)
         out, lse = attention_ways.launch_own_forward(operations["attention_forward"], *inputs.qkv, inputs.options)
         if "attention_backward" in operations:

@@ -25,7 +25,7 @@ STAGES = {  # file: its stages, each a function that yields cases
     "gpu_times": ["times"],
     "gpu_tier": ["tier"],
     "gpu_trees": ["trees"],
-    "gpu_speed": ["speed", "sweep", "ceilings", "ncu", "one_shape"],  # one_shape: of ncu
+    "gpu_speed": ["speed", "ceilings", "ncu", "one_shape"],  # one_shape: of ncu
 }
 
 

@@ -19,18 +19,7 @@ using namespace s1f;
     X(element, dtype, 64, 128, 8, 99)                                                                                  \
     X(element, dtype, 128, 64, 4, 99)                                                                                  \
     X(element, dtype, 128, 128, 8, 163)
-#if S1F_CUDA_ALL_TILES /* to be timed, for which one dtype is enough: fp16 runs at the speed of bf16 */
-#define MORE_TILES(X, element, dtype)                                                                                  \
-    X(element, dtype, 64, 64, 64, 2, 2, 2, 99)                                                                         \
-    X(element, dtype, 64, 128, 64, 2, 4, 2, 163)                                                                       \
-    X(element, dtype, 128, 64, 64, 2, 2, 1, 99)                                                                        \
-    X(element, dtype, 128, 64, 64, 2, 4, 2, 163)                                                                       \
-    X(element, dtype, 128, 64, 128, 4, 2, 1, 163)
-#else
-#define MORE_TILES(X, element, dtype)
-#endif
 #define ALL(X)                                                                                                         \
-    MORE_TILES(X, bf16, S1F_BFLOAT16)                                                                                  \
     TILES(X, bf16, S1F_BFLOAT16)                                                                                       \
     TILES(X, fp16, S1F_FLOAT16)
 #define ALL_QUERY_TILES(X)                                                                                             \

@@ -13,20 +13,9 @@ using namespace s1f;
     X(element, dtype, 64, 128, 128, 4, 4, 163)                                                                         \
     X(element, dtype, 128, 128, 64, 4, 3, 99)                                                                          \
     X(element, dtype, 128, 256, 64, 8, 4, 163)
-#if S1F_CUDA_ALL_TILES /* to be timed, for which one dtype is enough: fp16 runs at the speed of bf16 */
-#define MORE_TILES(X, element, dtype)                                                                                  \
-    X(element, dtype, 64, 64, 64, 4, 3, 99)                                                                            \
-    X(element, dtype, 64, 128, 64, 4, 2, 99)                                                                           \
-    X(element, dtype, 128, 64, 64, 4, 3, 99)                                                                           \
-    X(element, dtype, 128, 128, 64, 4, 2, 99)                                                                          \
-    X(element, dtype, 128, 128, 64, 4, 4, 99)
-#else
-#define MORE_TILES(X, element, dtype)
-#endif
 #define ALL(X)                                                                                                         \
     TILES(X, bf16, S1F_BFLOAT16)                                                                                       \
-    TILES(X, fp16, S1F_FLOAT16)                                                                                        \
-    MORE_TILES(X, bf16, S1F_BFLOAT16)
+    TILES(X, fp16, S1F_FLOAT16)
 
 #define NAME(element, head_dim, rows, keys, warps, slots)                                                              \
     s1f_attention_forward_##element##_d##head_dim##_m##rows##n##keys##w##warps##s##slots

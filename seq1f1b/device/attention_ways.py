@@ -257,7 +257,7 @@ def _aligned_pair(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def launch_own_forward(
-    operation: kernel_library.Operation, q: Tensor, keys: Tensor, values: Tensor, options: Options, kernel: int = -1
+    operation: kernel_library.Operation, q: Tensor, keys: Tensor, values: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
     q, (keys, values) = aligned(q), _aligned_pair(keys, values)
     batch, heads, tokens, head_dim = q.shape
@@ -265,12 +265,12 @@ def launch_own_forward(
     lse = q.new_empty((batch, heads, tokens), dtype=torch.float32)
     kernel_library.launch_attention(
         operation, q, keys, values, out, lse, scale=options.scale, window=options.window, softcap=options.softcap,
-        docs=options.key_docs, kernel=kernel,
+        docs=options.key_docs,
     )  # fmt: skip
     return out, lse
 
 
-def launch_own_backward(operation: kernel_library.Operation, given: Given, kernel: int = -1) -> Gradients:
+def launch_own_backward(operation: kernel_library.Operation, given: Given) -> Gradients:
     dout, q, out = aligned(given.dout), aligned(given.q), aligned(given.out)
     (keys, values), options = _aligned_pair(given.keys, given.values), given.options
     batch, heads, tokens, head_dim = q.shape
@@ -280,7 +280,7 @@ def launch_own_backward(operation: kernel_library.Operation, given: Given, kerne
     kernel_library.launch_attention(
         operation, q, keys, values, out, given.lse.contiguous(), scale=options.scale, window=options.window,
         softcap=options.softcap, docs=options.key_docs, dout=dout, dq=dq, dk=given.dk, dv=given.dv, own_dk=own_dk,
-        own_dv=own_dv, store=given.store, kernel=kernel,
+        own_dv=own_dv, store=given.store,
     )  # fmt: skip
     return dq, own_dk, own_dv
 

@@ -1,6 +1,6 @@
 """Is the machine code of the CUDA kernels what it must be? Without a GPU: by the compiler's words and the disassembly.
 
-    python tests/cuda/sass.py            all of kernels/cuda/*.cu, every tile, for sm_80 and sm_90
+    python tests/cuda/sass.py            all of kernels/cuda/*.cu, for sm_80 and sm_90
     python tests/cuda/sass.py --install  and leaves the library in the package, as build_ext --inplace would
 
 Each kernel's row in the table of its .cu declares its tile and its shared memory; what must hold follows from that:
@@ -323,7 +323,6 @@ def main() -> int:
     if missing:
         print(f"SKIPPED: {missing}, so the CUDA kernels are neither compiled nor checked")
         return int(os.environ.get("SEQ1F1B_REQUIRE_NVCC") == "1")
-    os.environ["SEQ1F1B_CUDA_TILES"] = "all"
     began = time.monotonic()
     setup = load_setup()
     with tempfile.TemporaryDirectory(prefix="seq1f1b-cuda-") as work:

@@ -246,8 +246,8 @@ def test_libraries_that_cannot_be_used(build: Callable[..., Path], tmp_path: Pat
 # -- what was timed ---------------------------------------------------------------------------------------------------
 
 TIMED = {
-    "attention_forward": "d043af2e29bcfea2ae42bc96bbfd60d019d89596c977d0be646fde8d5510d03e",
-    "attention_backward": "967964e1af28f9220843dd3607f040c8577349ac94fe2c3cda5752a319ecdaba",
+    "attention_forward": "8ab01eabd7fdf8d307849cf20a696d83aead6d21dbd8f48844d778cd418d2d05",
+    "attention_backward": "92805b7b85528975a2b245e260c4aff0b187b4ace64111b87fc24d6637d374c2",
 }
 
 
