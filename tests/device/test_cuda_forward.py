@@ -23,7 +23,6 @@ from emulated_cuda import (
     HAS_FMA,
     SANITIZED,
     SHARED_99_KB,
-    SHARED_163_KB,
     Attention,
     CudaAttention,
     Emulated,
@@ -44,15 +43,10 @@ from torch import Tensor
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-@dataclasses.dataclass(frozen=True)
-class Case(Sequences):
-    tile: tuple[int, int, int, int] | None = None  # query rows, key rows, warps, stages; none: the launcher's choice
-
-
 class Inputs:
     """q, k, v and document ids of a case, in 16 bit; and what is to come out."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Sequences) -> None:
         generator = torch.Generator().manual_seed(1)
         sizes = [(case.batch, h, case.tokens, case.head_dim) for h in (case.heads, case.kv_heads, case.kv_heads)]
         self.q, self.k, self.v = (torch.randn(s, generator=generator).to(case.dtype) for s in sizes)
@@ -79,7 +73,7 @@ class Inputs:
 inputs = functools.cache(Inputs)
 
 
-def forward(emulated: Emulated, case: Case) -> tuple[Tensor, Tensor]:
+def forward(emulated: Emulated, case: Sequences) -> tuple[Tensor, Tensor]:
     """out and lse of the whole sequence, segment by segment over a slab whose later rows hold NaN."""
     given, rows = inputs(case), case.tokens + 9
     slab = [torch.full((case.batch, case.kv_heads, rows, case.head_dim), math.nan).to(case.dtype) for _ in range(2)]
@@ -103,7 +97,7 @@ def forward(emulated: Emulated, case: Case) -> tuple[Tensor, Tensor]:
         written = [lse, *dense_pieces(out)]
         attention = attention_of(case, begin, q, *slab, out, lse, docs, given.scale)
         arguments = CudaAttention(attention, num_parts=case.num_parts)
-        emulated.run("attention_forward", arguments, read, written, kernel_of(emulated, case))
+        emulated.run("attention_forward", arguments, read, written)
         assert emulated.conflicts == 0, f"{emulated.conflicts} bank conflicts"
         outs.append(out.clone())
         lses.append(lse)
@@ -111,20 +105,7 @@ def forward(emulated: Emulated, case: Case) -> tuple[Tensor, Tensor]:
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
-def kernel_of(emulated: Emulated, case: Case) -> int:
-    if case.tile is None:
-        return -1
-    of_case = (DTYPES[case.dtype], case.head_dim, *case.tile)
-    found = [
-        index
-        for index, k in enumerate(emulated.kernels("attention_forward"))
-        if (k.dtype, k.head_dim, k.query_rows, k.key_rows, k.warps, k.stages) == of_case
-    ]
-    assert len(found) == 1, f"{len(found)} kernels are {of_case}"
-    return found[0]
-
-
-def check(emulated: Emulated, case: Case) -> tuple[Tensor, Tensor]:
+def check(emulated: Emulated, case: Sequences) -> tuple[Tensor, Tensor]:
     """Errors of the whole sequence against the reference's, of segments against those of the whole."""
     given = inputs(dataclasses.replace(case, segments=()))
     whole = forward(emulated, dataclasses.replace(case, segments=()))
@@ -150,41 +131,39 @@ def emulated() -> Iterator[Emulated]:
 
 # -- what comes out --------------------------------------------------------------------------------------------------
 
-WIDE, LONG = (128, 64, 4, 3), (256, 64, 8, 4)
 CASES = [
-    Case(),
-    Case(tokens=1),
-    Case(tokens=64, head_dim=128),
-    Case(tokens=63, heads=1),
-    Case(tokens=65, heads=1, dtype=FP16),
-    Case(tokens=200, segments=(70, 1, 64, 65), head_dim=128, heads=4, kv_heads=2, batch=2),
-    Case(tokens=200, segments=(64, 64, 72), heads=3, dtype=FP16),
-    Case(tokens=150, segments=(100, 50), heads=6, kv_heads=2, head_major=True),
-    Case(tokens=330, segments=(300, 30), head_dim=128, window=100),
-    Case(tokens=330, segments=(129, 201), window=64, dtype=FP16),
-    Case(tokens=200, segments=(150, 50), window=1),
-    Case(tokens=150, segments=(100, 50), softcap=2.0),
-    Case(tokens=330, segments=(200, 130), documents=(50, 143, 1, 60, 76), batch=2),
-    Case(tokens=330, segments=(200, 130), documents=(10, 20, 90, 180, 30), num_parts=3, head_dim=128),
-    Case(tokens=330, segments=(200, 130), window=90, softcap=3.0, documents=(128, 64, 138), dtype=FP16, num_parts=2),
-    Case(tokens=330, segments=(320, 10), num_parts=4, heads=4, kv_heads=2),
-    Case(tokens=100, segments=(50, 50), num_parts=7, batch=2),
-    Case(tokens=700, segments=(690, 10), head_dim=128),
-    Case(tokens=300, segments=(200, 100), tile=(128, 128, 4, 4)),
-    Case(tokens=330, segments=(200, 130), tile=(256, 64, 8, 4), head_dim=128, dtype=FP16, window=130),
-    Case(tokens=100, scale=1.5, head_dim=128),
+    Sequences(),
+    Sequences(tokens=1),
+    Sequences(tokens=64, head_dim=128),
+    Sequences(tokens=63, heads=1),
+    Sequences(tokens=65, heads=1, dtype=FP16),
+    Sequences(tokens=200, segments=(70, 1, 64, 65), head_dim=128, heads=4, kv_heads=2, batch=2),
+    Sequences(tokens=200, segments=(64, 64, 72), heads=3, dtype=FP16),
+    Sequences(tokens=150, segments=(100, 50), heads=6, kv_heads=2, head_major=True),
+    Sequences(tokens=330, segments=(300, 30), head_dim=128, window=100),
+    Sequences(tokens=330, segments=(129, 201), window=64, dtype=FP16),
+    Sequences(tokens=200, segments=(150, 50), window=1),
+    Sequences(tokens=150, segments=(100, 50), softcap=2.0),
+    Sequences(tokens=330, segments=(200, 130), documents=(50, 143, 1, 60, 76), batch=2),
+    Sequences(tokens=330, segments=(200, 130), documents=(10, 20, 90, 180, 30), num_parts=3, head_dim=128),
+    Sequences(tokens=330, segments=(200, 130), window=90, softcap=3, documents=(128, 64, 138), dtype=FP16, num_parts=2),
+    Sequences(tokens=330, segments=(320, 10), num_parts=4, heads=4, kv_heads=2),
+    Sequences(tokens=100, segments=(50, 50), num_parts=7, batch=2),
+    Sequences(tokens=700, segments=(690, 10), head_dim=128),
+    Sequences(tokens=330, segments=(200, 130), head_dim=128, dtype=FP16, window=130),
+    Sequences(tokens=100, scale=1.5, head_dim=128),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_forward(emulated: Emulated, case: Case) -> None:
+def test_forward(emulated: Emulated, case: Sequences) -> None:
     emulated.seed = CASES.index(case)
     check(emulated, case)
 
 
 def test_equal_bits(emulated: Emulated) -> None:
     """Whatever the order of blocks, threads and copies."""
-    case = Case(tokens=300, segments=(150, 150), heads=4, kv_heads=2, num_parts=2)
+    case = Sequences(tokens=300, segments=(150, 150), heads=4, kv_heads=2, num_parts=2)
     results = []
     for emulated.seed in range(3):
         results.append(forward(emulated, case))
@@ -201,7 +180,7 @@ def test_sums_do_not_drift_over_many_blocks(emulated: Emulated) -> None:
     keys, values = (torch.randn(1, 1, tokens, 64, generator=generator).to(BF16) for _ in range(2))
     q = torch.randn(1, 1, rows, 64, generator=generator).to(BF16)
     out, lse, docs = torch.empty_like(q), torch.empty(1, 1, rows), torch.empty(0, dtype=torch.int32)
-    case = Case(tokens=tokens, heads=1)
+    case = Sequences(tokens=tokens, heads=1)
     attention = attention_of(case, tokens - rows, q, keys, values, out, lse, torch.empty(1, 0), scale)
     emulated.run("attention_forward", CudaAttention(attention, num_parts=1), [q, keys, values, docs], [out, lse])
     logits = q.double() @ keys.double().mT * scale
@@ -214,19 +193,19 @@ def test_sums_do_not_drift_over_many_blocks(emulated: Emulated) -> None:
 @pytest.mark.parametrize(
     "case, pairs",
     [
-        (Case(tokens=512, heads=1), 2 + 4 + 6 + 8),
-        (Case(tokens=512, heads=1, segments=(384, 128)), 8),
-        (Case(tokens=512, heads=1, segments=(384, 128), num_parts=3), 8),
-        (Case(tokens=512, heads=1, window=64), 2 + 3 + 3 + 3),
-        (Case(tokens=512, heads=1, documents=(128, 128, 128, 128)), 4 * 2),
-        (Case(tokens=512, heads=1, documents=(100, 28, 256, 128)), 2 + 2 + 4 + 2),
-        (Case(tokens=16, heads=8, kv_heads=1), 1),
+        (Sequences(tokens=512, heads=1), 2 + 4 + 6 + 8),
+        (Sequences(tokens=512, heads=1, segments=(384, 128)), 8),
+        (Sequences(tokens=512, heads=1, segments=(384, 128), num_parts=3), 8),
+        (Sequences(tokens=512, heads=1, window=64), 2 + 3 + 3 + 3),
+        (Sequences(tokens=512, heads=1, documents=(128, 128, 128, 128)), 4 * 2),
+        (Sequences(tokens=512, heads=1, documents=(100, 28, 256, 128)), 2 + 2 + 4 + 2),
+        (Sequences(tokens=16, heads=8, kv_heads=1), 1),
     ],
     ids=str,
 )
-def test_work_is_what_is_seen(emulated: Emulated, case: Case, pairs: int) -> None:
+def test_work_is_what_is_seen(emulated: Emulated, case: Sequences, pairs: int) -> None:
     """pairs: in the last segment, of 128 rows, of all query heads of a kv head, and 64 keys that they may see."""
-    forward(emulated, dataclasses.replace(case, tile=(128, 64, 4, 3)))
+    forward(emulated, case)
     assert emulated.products == pairs * 2 * 128 * 64 * case.head_dim / (16 * 8 * 16)
 
 
@@ -259,12 +238,11 @@ def test_too_little_scratch_is_refused(emulated: Emulated) -> None:
 
 
 def test_kernels_fit_their_configuration(emulated: Emulated) -> None:
-    """Two per head size and dtype at least: one for 99 KB of shared memory per block, one for 163."""
+    """One for each head size and dtype, in 99 KB of shared memory for a block."""
     kernels = [k for k in emulated.kernels("attention_forward") if k.products]
     assert all(k.shared_bytes <= k.shared_limit for k in kernels)
-    for dtype, head_dim in itertools.product(DTYPES.values(), (64, 128)):
-        limits = {k.shared_limit for k in kernels if (k.dtype, k.head_dim) == (dtype, head_dim)}
-        assert limits == {SHARED_99_KB, SHARED_163_KB}
+    found = sorted((k.dtype, k.head_dim, k.shared_limit) for k in kernels)
+    assert found == sorted(itertools.product(DTYPES.values(), (64, 128), [SHARED_99_KB]))
 
 
 def test_the_launcher_splits_keys_where_blocks_are_few(emulated: Emulated) -> None:
@@ -397,11 +375,11 @@ MUTATIONS = [
 ]
 
 MUTATION_CASES = [
-    Case(tokens=150, segments=(100, 50), heads=4, kv_heads=2),
-    Case(tokens=200, segments=(140, 60), window=70),
-    Case(tokens=200, segments=(140, 60), documents=(40, 60, 27, 73), num_parts=2),
-    Case(tokens=130, num_parts=4, softcap=3.0),
-    Case(tokens=100, head_dim=128, num_parts=3),
+    Sequences(tokens=150, segments=(100, 50), heads=4, kv_heads=2),
+    Sequences(tokens=200, segments=(140, 60), window=70),
+    Sequences(tokens=200, segments=(140, 60), documents=(40, 60, 27, 73), num_parts=2),
+    Sequences(tokens=130, num_parts=4, softcap=3.0),
+    Sequences(tokens=100, head_dim=128, num_parts=3),
 ]
 
 

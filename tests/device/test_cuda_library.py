@@ -246,7 +246,7 @@ def test_libraries_that_cannot_be_used(build: Callable[..., Path], tmp_path: Pat
 # -- what was timed ---------------------------------------------------------------------------------------------------
 
 TIMED = {
-    "attention_forward": "8ab01eabd7fdf8d307849cf20a696d83aead6d21dbd8f48844d778cd418d2d05",
+    "attention_forward": "30cc84d331cd6ead8243a0a7b172b0992b8acbb52f04f7f84da1506b86526602",
     "attention_backward": "92805b7b85528975a2b245e260c4aff0b187b4ace64111b87fc24d6637d374c2",
 }
 

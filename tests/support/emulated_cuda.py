@@ -219,15 +219,14 @@ class Emulated:
     def kernels(self, name: str) -> list[Kernel]:
         return kernels_of(self.operation(name))
 
-    def run(self, name: str, arguments: CudaAttention, read: Sequence[Tensor], written: Sequence[Tensor],
-            kernel: int = -1) -> None:  # fmt: skip
+    def run(self, name: str, arguments: CudaAttention, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """Launches with as much scratch as the operation asks for. ``read``, ``written``: dense tensors, the only
         memory that the kernels may touch."""
         self._library.s1f_emulation_set(self.mutation, self.shared_limit)
-        wanted = self.operation(name).scratch_bytes(byref(arguments), kernel)
+        wanted = self.operation(name).scratch_bytes(byref(arguments), -1)
         scratch = torch.full((max(wanted, 0) // 4,), math.nan)
         arguments.scratch, arguments.scratch_bytes = scratch.data_ptr(), max(wanted, 0)
-        self.launch(name, arguments, read, [*written, scratch], kernel)
+        self.launch(name, arguments, read, [*written, scratch], -1)
 
     def launch(self, name: str, arguments: Structure, read: Sequence[Tensor], written: Sequence[Tensor],
                kernel: int) -> None:  # fmt: skip
