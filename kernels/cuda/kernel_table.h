@@ -1,10 +1,9 @@
 /* kernel_table.h - what the shared object of CUDA kernels tells of itself. Plain C, read without a GPU.
  *
  * Each .cu of this folder is one operation: kernels of it in several shapes, and one launcher. A name that begins with
- * smNN_ says for which architecture a file is written; newer ones run it too. A .cu exports
- * one s1f_cuda_operation under the name s1f_cuda_<name of the file, without its architecture>, by which the caller
- * finds the launcher, the table of verified kernels finds what was compiled, and tests/cuda/sass.py finds what each
- * kernel's code must be like. */
+ * smNN_ says for which architecture a file is written; newer ones run it too. A .cu exports one s1f_cuda_operation
+ * under the name s1f_cuda_<name of the file, without its architecture>, by which the caller finds the launcher, the
+ * table of verified kernels finds what was compiled, and tests/cuda/sass.py finds what has matrix products. */
 #ifndef S1F_CUDA_KERNEL_TABLE_H
 #define S1F_CUDA_KERNEL_TABLE_H
 

@@ -6,8 +6,6 @@ import ctypes
 import re
 from pathlib import Path
 
-MMA_ROWS, MMA_COLUMNS, MMA_DEPTH = 16, 8, 16  # of one mma.m16n8k16
-
 
 class Kernel(ctypes.Structure):
     _fields_ = (
@@ -21,11 +19,6 @@ class Kernel(ctypes.Structure):
     @property
     def name(self) -> str:
         return str(self.name_bytes.decode())
-
-    def products_of_a_warp(self) -> float:
-        """Tensor-core instructions of one warp for one pair of a query tile and a key tile."""
-        multiply_adds = self.products * self.query_rows * self.key_rows * self.head_dim
-        return float(multiply_adds / (MMA_ROWS * MMA_COLUMNS * MMA_DEPTH * self.warps))
 
 
 class Operation(ctypes.Structure):
