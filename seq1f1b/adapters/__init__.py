@@ -1,1 +1,1 @@
-"""Other people's interfaces: torch's pipelining and checkpoints, torchtitan."""
+"""Other people's interfaces: torch's pipelining and checkpoints."""

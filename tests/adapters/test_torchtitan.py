@@ -14,13 +14,11 @@ from tiny_model import gradient_error
 
 pytest.importorskip("torchtitan", reason='needs the extra: pip install "seq1f1b[torchtitan]"')
 
-import titan_runs  # before all of torchtitan: gives it its device
+import titan_runs  # before all of torchtitan: gives it its device, and the example its path
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.models import deepseek_v3, gpt_oss, llama3, qwen3
 from torchtitan.models.common.attention import GQAttention, VarlenAttention
-
-from seq1f1b.adapters.torchtitan import convert, pipelining_fn
-from seq1f1b.torchtitan import segmented, shape_of
+from torchtitan_segmented import convert, pipelining_fn, segmented, shape_of
 
 UNEVEN = {"n_segments": 3, "segment_sizes": [40, 33, 23]}
 EVEN = {"n_segments": 3}  # of 32 tokens, which the chunks of a chunked loss divide

@@ -8,9 +8,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +49,8 @@ from torchtitan.models.common import attention as titan_attention  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
-from seq1f1b.torchtitan import segmented  # noqa: E402
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+from torchtitan_segmented import segmented  # noqa: E402
 
 VOCAB, LENGTH, STEPS, BATCH = 2048, 96, 3, 4
 
