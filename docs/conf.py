@@ -62,6 +62,7 @@ nitpick_ignore = [
     ("py:class", name)
     for name in (
         "Path",
+        "array",
         "Tensor",
         "Timeline",
         "Rule",

@@ -289,6 +289,7 @@ def partition_sequence(
         if strategy != "profiled" or costs is not None:
             raise ValueError("profile= is for strategy 'profiled', in place of costs=")
         costs = profile.piece_costs(seq_len, max(1, min(seq_len, _PIECES)))
+        costs = costs if any(costs) else [1.0]  # units have floors alone: all cuts are alike
     needs = {"even": None, "flops": "model", "profiled": "costs"}
     if strategy not in needs:
         raise ValueError(f"strategy is {strategy!r}, must be one of {', '.join(map(repr, needs))}")

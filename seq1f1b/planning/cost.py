@@ -114,7 +114,7 @@ class CostModel:
 
     def split(self, num_segments: int, *, mix: float = 1.0, multiple_of: int = 1) -> list[int]:
         """Segment sizes of equal time of F and B together, by this model's rates, mixed with equal length."""
-        costs = self._piece_seconds
+        costs = self._piece_seconds if any(self._piece_seconds) else [1.0]  # floors alone: all cuts are alike
         return partition_sequence(
             self.seq_len, num_segments, strategy="profiled", costs=costs, mix=mix, multiple_of=multiple_of
         )

@@ -38,13 +38,13 @@ class Incarnation:
         self._works: list[Any] = []  # keep what is under way
         self._connection: Any = None
         self.lost: tuple[int, str] | None = None
-        """A rank that was gone already, and why."""
+        """The first rank that was gone already, and why: later ones may have left because of it."""
         for peer in range(1, size) if rank == 0 else [0]:
             try:
                 begin, end = (dist.isend, {"group_dst": peer}) if rank == 0 else (dist.irecv, {"group_src": peer})
                 self._works.append(begin(self._data, group=process_group, tag=_TAG, **end))
             except RuntimeError as error:
-                self.lost = peer, f"rank {peer} is gone (the pipeline's set-up): {first_line(error)}"
+                self.lost = self.lost or (peer, f"rank {peer} is gone (the pipeline's set-up): {first_line(error)}")
 
     @staticmethod
     def of(process_group: Any, rank: int, size: int) -> Incarnation:
