@@ -185,3 +185,8 @@ def _local(tensor: Any) -> Tensor:
     """The part of a DTensor that lies here, or the tensor itself."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """The values of a gradient, which torch.gather or an embedding may leave sparse."""
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()

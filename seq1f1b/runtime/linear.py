@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from seq1f1b.runtime import products
+from seq1f1b.runtime.gradients import dense
 from seq1f1b.runtime.layer import Layer, To, has_hooks
 
 __all__: list[str] = []
@@ -76,11 +77,6 @@ class Linear(Layer):
         if known is None or known[1] != key:
             known = self._casts[id(weight)] = weight, key, autocast(weight.detach(), dtype)
         return known[2]
-
-
-def dense(gradient: Tensor) -> Tensor:
-    """The gradient of an output, of which torch.gather may leave a sparse one."""
-    return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
 class _Leaving(torch.autograd.Function):

@@ -306,12 +306,13 @@ class Runner:
         """
         group = self.pipeline.group
         number = group.begin_step(arguments.training) if number is None else number
-        if self._epoch != group.epoch:  # ranks may have left the collective that failed with other answers
-            self._epoch, self.divides, self._has_had_rows = group.epoch, self._untold, True
+        if is_after_failure := self._epoch != group.epoch:  # ranks may have left a collective with other answers
+            self._epoch, self.divides, self._has_had_rows = group.epoch, self._untold, False
         self.pipeline.agreement.check()
-        if arguments.rows is not None or self._has_had_rows:  # plain steps between those of rows are compared, too
+        # Plain steps between those of rows are compared, too.
+        if arguments.rows is not None or self._has_had_rows or is_after_failure:
             check_equal_rows(group, arguments.rows, arguments.trees, arguments.plan, order.digest)
-            self._has_had_rows = True
+            self._has_had_rows = self._has_had_rows or arguments.rows is not None
         samples = self.pipeline.tied.meet(lambda: self._samples(arguments))
         self.pipeline.tied.check()
         look_at_batches(samples)

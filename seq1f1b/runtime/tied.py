@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from seq1f1b.runtime.arguments import Disagreement
 from seq1f1b.runtime.equal_parameters import look_at_equal, unlisted
-from seq1f1b.runtime.gradients import StepGradients
+from seq1f1b.runtime.gradients import StepGradients, dense
 from seq1f1b.runtime.tied_copies import PAGE, OwnCopies, hooks_refused
 from seq1f1b.transport import RankGroup
 
@@ -297,9 +297,5 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 def _sum(added: Sequence[Tensor | None]) -> Tensor | None:
     """Sum of the gradients of copies on one rank."""
-    dense = [
-        gradient if gradient.layout == torch.strided else gradient.to_dense()
-        for gradient in added
-        if gradient is not None
-    ]
-    return None if not dense else dense[0] if len(dense) == 1 else torch.stack(dense).sum(0)
+    found = [dense(gradient) for gradient in added if gradient is not None]
+    return None if not found else found[0] if len(found) == 1 else torch.stack(found).sum(0)

@@ -127,16 +127,10 @@ def own_connection(store: Any, timeout_s: float) -> Any:
     if isinstance(_base(store), FileStore):
         return store
     socket.socket().close()  # torch tries again and again where no descriptor is left
-
-    def clone() -> Any:
-        with contextlib.suppress(RuntimeError):  # it may be asked by too many at once
-            return store.clone()
-        return store.clone()
-
     before = store.timeout
     store.set_timeout(datetime.timedelta(seconds=timeout_s / 2))  # for the connection, and once more for an answer
     try:
-        return within(timeout_s, clone, f"the launcher's store{place_of(store)}")
+        return within(timeout_s, store.clone, f"the launcher's store{place_of(store)}")
     finally:
         store.set_timeout(before)
 
