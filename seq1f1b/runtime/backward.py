@@ -64,7 +64,8 @@ def input_gradients(unit: LiveUnit) -> tuple[Tensor | None, ...]:
 
 def as_message(tensor: Tensor) -> Tensor:
     """The tensor as its bytes go to another rank: contiguous, and conjugated where torch has put that off."""
-    return tensor.contiguous().resolve_conj().resolve_neg()
+    tensor = tensor.contiguous()
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def import_backward() -> None:

@@ -84,7 +84,8 @@ class ToLoss(Sink):
         if loss is None or not loss.requires_grad:
             self._add_nothing(unit, output)
         elif unit.training:
-            self._find_leaves(loss, output)
+            if self.divides:
+                self._find_leaves(loss, output)
             unit.roots = (loss,)
             unit.seeds = (self._seed(unit, loss),)
 
@@ -123,7 +124,8 @@ class ToLoss(Sink):
         if loss is None or not loss.requires_grad:
             self._add_nothing(unit, output)
             return
-        self._find_leaves(loss, hidden)
+        if self.divides:
+            self._find_leaves(loss, hidden)
         is_last = unit.cell == self._last_head
         around = parallel.backward(is_last, (loss,)) if parallel is not None else nullcontext()
         with around, torch.autocast(self._stage.device.type, enabled=False):
@@ -136,7 +138,7 @@ class ToLoss(Sink):
         """Tells of leaves that the loss uses and no module holds, such as a layer's in a closure."""
         own = tensors_of(output)
         seen: set[Any] = {None, *(o.grad_fn for o in own)}
-        nodes: set[Any] = {loss.grad_fn} if self.divides else set()
+        nodes: set[Any] = {loss.grad_fn}
         while nodes := nodes - seen:
             seen |= nodes
             for leaf in [node.variable for node in nodes if hasattr(node, "variable")]:
@@ -171,11 +173,16 @@ class ToLoss(Sink):
 
     def _call(self, unit: LiveUnit, output: Any, target: Any) -> Any:
         """The value of ``loss_fn``; a tree that runs path by path has the values of each path's own tokens."""
-        arguments, paths = self._arguments, self._arguments.paths[unit.cell] if self._arguments.paths else ()
-        loss_fn: Any = self._stage.loss_fn
-        count, results = arguments.count, list[Any]()
+        arguments, loss_fn = self._arguments, self._stage.loss_fn
+        assert loss_fn is not None
+        paths = arguments.paths[unit.cell] if arguments.paths else ()
         if len(paths) < 2:
             return loss_fn(output, target, **arguments.loss_kwargs)
+        return self._path_by_path(unit, paths, output, target)
+
+    def _path_by_path(self, unit: LiveUnit, paths: Sequence[Path], output: Any, target: Any) -> Any:
+        arguments, loss_fn, results = self._arguments, self._stage.loss_fn, list[Any]()
+        count = arguments.count
 
         def alone(output: Any, target: Any) -> Any:
             loss = loss_fn(output, target, **arguments.loss_kwargs)

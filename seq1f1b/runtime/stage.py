@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -272,9 +272,11 @@ class StageStep:
             _C.unit_set_whole()
         for before in self._before:
             before(unit)
-        if roots:
-            parallel, is_last = self._parallel, self.order.last_gradients == ("B", cell)
-            with parallel.backward(is_last, unit.outputs) if parallel is not None else nullcontext():
+        if roots and self._parallel is None:
+            torch.autograd.backward(roots, seeds)
+        elif roots:
+            assert self._parallel is not None
+            with self._parallel.backward(self.order.last_gradients == ("B", cell), unit.outputs):
                 torch.autograd.backward(roots, seeds)
         carry_back(unit)
         for after in self._after:
