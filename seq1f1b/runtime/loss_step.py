@@ -181,7 +181,8 @@ class ToLoss(Sink):
         return self._path_by_path(unit, paths, output, target)
 
     def _path_by_path(self, unit: LiveUnit, paths: Sequence[Path], output: Any, target: Any) -> Any:
-        arguments, loss_fn, results = self._arguments, self._stage.loss_fn, list[Any]()
+        arguments, results = self._arguments, list[Any]()
+        loss_fn: Any = self._stage.loss_fn
         count = arguments.count
 
         def alone(output: Any, target: Any) -> Any:
