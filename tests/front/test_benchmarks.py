@@ -7,7 +7,6 @@ count. Its figures are no matter of a test.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import math
 import random
@@ -76,13 +75,6 @@ def of_p2p(out: str, _: Path) -> None:
     assert all(ratio == pytest.approx(gloo / ours, rel=0.02, abs=0.06) for _, ours, gloo, ratio in rows)
 
 
-def of_packing(out: str, _: Path) -> None:
-    assert out.count("1 pairs, 0 discarded") == 3
-    *others, (one, same) = numbers("losses ([0-9.]+), ([0-9.]+)", out)
-    assert len(others) == 2 and all(abs(whole - within) > 1e-3 for whole, within in others)
-    assert one == pytest.approx(same, abs=1e-5)
-
-
 def of_tree_steps(out: str, _: Path) -> None:
     """The script compares the gradients of the three arms."""
     assert [name for name in ("trees", "rows", "packed") if f"2 trees: {name} " in out] == ["trees", "rows", "packed"]
@@ -121,16 +113,6 @@ def of_vocabulary(out: str, _: Path) -> None:
     assert numbers("below the head in the last stage: the largest rank falls by ([0-9.]+)", out)[0] > (0.05,)
 
 
-def of_memory_on_paper(out: str, _: Path) -> None:
-    way = r"^llama3-8b +131072 +1  {}.* +([0-9.]+)% +([0-9.]+) +(\d+)% +(\d+)%  {}$"
-    [(_, whole, recomputed, moved)] = numbers(way.format("block by block", "(?:ffn|full)"), out)
-    assert whole < 80 and (recomputed, moved) == (0, 0)
-    [(_, _, recomputed, moved)] = numbers(way.format("whole units", "none"), out)
-    assert recomputed > 0 and moved == 0
-    assert numbers(way.format("and move", "none"), out)[0][3] > 0
-    assert re.search("131072 +1  keeps all +nothing fits", out)
-
-
 def of_predict(out: str, _: Path) -> None:
     told, measured = out.split("predictions, made before any step")[1].split("measured ms")
     assert "h256 fp32 gpipe P2 M4 k1 S128 layers 2+2" in told
@@ -155,18 +137,6 @@ def of_paper(out: str, _: Path) -> None:
     assert [n for (n,) in numbers(r": n (\d+), mean error: model [0-9.]+%", out)] == [4, 3, 9, 5]
 
 
-def of_kinds(out: str, _: Path) -> None:
-    rows = re.findall(
-        r"^(dense|window, full) +(llama|gemma2) +(?:[0-9.]+ +){6}[-+]\d+% .* ([0-9.]+)$", out, re.MULTILINE
-    )
-    assert rows == [("dense", "llama", "1.000"), ("window, full", "gemma2", "1.000")]  # measured cache over said
-
-
-def of_exact(out: str, _: Path) -> None:
-    """No time is in it: orders and bounds are the same everywhere."""
-    assert re.findall("bar .*: (.*)", out) == ["reached"] * 3
-
-
 def of_simulate(out: str, _: Path) -> None:
     rows = numbers(r"^.{34} +(\d+) +[0-9.]+ +([0-9.]+)  .* 1 runs$", out)
     assert [units for units, _ in rows] == [4096] * 5 + [6144, 4096] and all(rate > 0 for _, rate in rows)
@@ -187,31 +157,25 @@ SHORT: dict[str, tuple[list[str], Callable[[str, Path], None]]] = {
         of_engine,
     ),
     "p2p": (["--repeats=1", "--bytes", str(2**20), str(3 * 2**20)], of_p2p),
-    "packing": (["--length=128", "--pairs=1", FOREIGN], of_packing),
     "tree_steps": (["--prompt=64", "--responses=4", "--response=16", "--steps=1"], of_tree_steps),
     "timeline": (["step.png", "--limit=inf", "--length=128", "--segments=2"], of_timeline),
     "memory": (["--quick", "--minutes=0", "--output=."], of_memory),
     "moves": (["--quick", FOREIGN, "--output=."], of_moves),
     "vocabulary": (["--ranks=2", "--vocab=4096", "--hidden=64", "--tokens=64", "--steps=2"], of_vocabulary),
-    "memory_on_paper": (["--models=llama3-8b", "--lengths=131072"], of_memory_on_paper),
     "predict": (["--quick", "--first=1"], of_predict),
     "caps": (["--quick", FOREIGN, "--output=."], of_caps),
     "paper": ([], of_paper),
-    "kinds": (["--seq=128", "--repeats=1", "--only", "window, full"], of_kinds),
-    "exact": ([], of_exact),
     "simulate": (["--quick", "--runs=1"], of_simulate),
     "endurance": (["--steps=101", "--transports=shm"], of_endurance),
 }
 ELSEWHERE = {  # in the other tests of this file; gpu in test_gpu_benchmark.py
-    *("pipeline", "split", "attention", "lengths", "trees", "restarts", "gpu"),
+    *("pipeline", "split", "attention", "lengths", "restarts", "gpu"),
 }
 
 
 @pytest.mark.parametrize("script", SHORT)
 def test_a_script_measures_what_it_is_called_after(script: str, tmp_path: Path) -> None:
     arguments, check = SHORT[script]
-    if script == "kinds":
-        pytest.importorskip("transformers", reason="the script is about its layers; .ci/run comes back with the extra")
     check(run(tmp_path, f"{script}.py", *arguments), tmp_path)
 
 
@@ -373,26 +337,6 @@ def test_the_split_backward_is_measured_beside_torchs(monkeypatch, tmp_path):
     assert len(cells) == 2
     for *_, ours, theirs in cells:
         assert 0 < float(ours) < float(theirs)
-
-
-def test_ways_of_trees_have_the_tokens_and_pairs_of_their_paths(monkeypatch):
-    """Rows take longer than one packed row, and that longer than nested units, whether much or little is shared."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    spec = importlib.util.spec_from_file_location("benchmark_of_trees", FOLDER / "trees.py")
-    trees = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, trees)
-    spec.loader.exec_module(trees)
-    tree = trees.TreeShape((7, 3, 5, 2, 4), (-1, 0, 0, 1, 1))
-    ways = [way(tree, 1e9) for way in (trees.rows, trees.packed, trees.nested)]
-    assert [sum(map(sum, way.tokens)) for way in ways] == [12 + 14 + 12, 21, 21]
-    begins = (0, 7, 7, 10, 10)  # of nodes along their paths; the last two are alone below theirs, and share a unit
-    pairs = sum(begin + i + 1 for begin, size in zip(begins, tree.sizes, strict=True) for i in range(size))
-    assert sum(ways[2].forward[0]) == pytest.approx(21 + pairs / trees.HALF + 4 * trees.FIXED)
-    assert ways[1].forward[0] == [pytest.approx(21 + 21 * 21 / trees.HALF + trees.FIXED)]
-    assert ways[2].parents == [[-1, 0, 1, 0]] and ways[2].tokens == [[7, 3, 6, 5]]  # branch by branch
-    monkeypatch.setattr(trees, "SHAPES", dict(list(trees.SHAPES.items())[1:3]))
-    for name, _, (of_rows, of_packed, of_nested), *_ in trees.table([2]):
-        assert of_rows > of_packed > of_nested, name
 
 
 @pytest.mark.timeout(600)  # many processes, one after the other, on a machine that may be busy
