@@ -70,18 +70,11 @@ def exchange(rank: gpu_runs.Rank, transport: str) -> float:
 
 def edges(machine: Machine) -> Iterator[Case]:
     ranks = gpu_runs.Ranks(is_torchruns=False, is_rehearsed=not machine.is_cuda)
-    if not machine.is_cuda:
-        from stand_in_library import stand_in
-
-        os.environ["SEQ1F1B_NCCL"] = stand_in().path
 
     def between(transport: str) -> Record:
-        if not machine.is_cuda:
-            stand_in().reset(1, foreign_memory=1)
-        run = ranks.run if not machine.is_cuda else functools.partial(ranks.run_processes, 2)
-        return {"GB/s": round(run(exchange, transport)[0], 2)}
+        return {"GB/s": round(ranks.run_processes(2, exchange, transport)[0], 2)}
 
-    for transport in (*gpu_runs.MOVERS, *(("shm", "c10d") if machine.is_cuda else ())):
+    for transport in (*gpu_runs.MOVERS, "shm", "c10d") if machine.is_cuda else ("auto", "copy"):
         yield transport, functools.partial(between, transport)
 
 
