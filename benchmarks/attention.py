@@ -22,8 +22,9 @@ by /proc/stat, for two threads, and where a peak is a tenth below what it usuall
 on the same core. One that fills caches, but leaves the multipliers free, is not seen so.
 
 +- is half the range by the median. Errors are the largest differences from fp64 by its largest element, in the first kv
-head; backward: the worst of dQ, dK, dV and of the sinks' gradient. In plain rows peers with masks stay away from one
-thread and from more than 8192 keys, eager attention in float32 from one thread.
+head; backward: the worst of dQ, dK, dV and of the sinks' gradient. Peers but the two calls take part in the first round
+alone. In plain rows those with masks stay away from one thread and from more than 8192 keys, eager attention in float32
+from one thread.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ SLOWED = 0.9  # of the usual peak: below, others are on the core
 MASK_KEYS = 8192  # peers with masks take part up to here
 ROUNDS = 3  # of all rows, one after the other
 REPETITION_SECONDS = 0.3  # at least, so that the 10 ms ticks of /proc/stat tell who used the cores
-ALWAYS = ("ours", "two calls")  # in every row
+ALWAYS = ("ours", "two calls")  # in every row and round
 FORWARD, BACKWARD = 0, 1
 PASSES = ("forward", "backward")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # a peer beyond is wrong, not inexact
@@ -302,8 +303,8 @@ def measure(case: Case, arms: dict[str, Ours | Torchs], warm: dict[str, float], 
         load.start()
         before_arms, calm_before = peak.look()
         taken = {}
-        for name, arm in arms.items():
-            runs = [arm.times(clock) for _ in range(repeats[name])]
+        for name in arms if wanted == REPETITIONS else ALWAYS:
+            runs = [arms[name].times(clock) for _ in range(repeats[name])]
             taken[name] = [statistics.median(run[which] for run in runs) for which in (FORWARD, BACKWARD)]
         after_arms, calm_after = peak.look()
         alone = row.threads == 1 or load.cores() < FOREIGN_LIMIT
@@ -341,7 +342,7 @@ class Measured:
                 self.errors[name] = data.errors(results)
                 if not max(self.errors[name]) < TOLERANCE[self.case.dtype]:
                     sys.exit(f"{name} is wrong: {self.case}, errors {self.errors[name]}")
-            else:
+            elif name in ALWAYS:
                 arm.times(time.perf_counter)
         for row in self.rows:
             measure(self.case, arms, self._warm, row, peaks[row.threads])

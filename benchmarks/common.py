@@ -127,7 +127,7 @@ def spawn(world: int, fn: Callable[..., None], *arguments: object) -> None:
 
 
 def resident_bytes() -> int:
-    """Of this process, after a collection and after malloc has given back what it can."""
+    """Resident memory of this process, after a collection and after malloc has given back what it can."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return status_bytes("VmRSS")
@@ -159,7 +159,7 @@ def header(title: str) -> str:
 
 
 def parser_of(about: str | None) -> argparse.ArgumentParser:
-    """Of a benchmark that counts steps."""
+    """Options of a benchmark that counts steps."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     text = "cores that others may use in a step that counts; inf: any"
     parser.add_argument("--foreign", type=float, default=FOREIGN_LIMIT, help=text)

@@ -244,7 +244,7 @@ def alone(machine: Machine, model: Model, *, is_truth: bool = False) -> Record:
 
 
 def torchs(machine: Machine, model: Model) -> Record:
-    """The same by torch's Schedule1F1B, whose only rank this is."""
+    """The model by torch's Schedule1F1B, whose only rank this is."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     module = model.make(False)

@@ -353,7 +353,7 @@ def draw(results: Results, path: str) -> None:
     figure.suptitle(
         "What a step takes in less memory: our plans under caps, and torch's schedules\n"
         f"{case.ranks} ranks, {case.microbatches} micro-batches of {case.length} tokens, {case.blocks} blocks of "
-        f"hidden size {case.hidden}, the same attention; {head[2]}",
+        f"hidden size {case.hidden}, the same attention\n{head[2]}",
         fontsize=8, x=0.01, ha="left",
     )  # fmt: skip
     figure.savefig(path)

@@ -58,7 +58,7 @@ A = TypeVar("A", bound=Arm)
 
 
 def base_label(label: str) -> str:
-    """Of 1F1B with the same attention."""
+    """Label of 1F1B with the same attention."""
     return Spec(BASE, label.rpartition(" | ")[2]).label
 
 
