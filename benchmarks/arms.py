@@ -1,53 +1,40 @@
-"""Training steps of one model under torch's schedules, under torch's runtime with an order of ours, and under ours.
+"""Training steps of one model under torch's schedules and under ours.
 
 Every arm trains the same weights on the same batch; a step leaves out the optimizer and is followed by ``zero_grad``.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import statistics
-import sys
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "support"))
-
-from core_extension import core
+from common import ForeignLoad, Records, agreed, gathered
 from decoder import HeadLoss, HeadPart, Stage, cross_entropy, make_head
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime, get_schedule_class
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 import seq1f1b
-from seq1f1b import _C, Costs
+from seq1f1b import Costs
 
 TORCH = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 ONE_STAGE = ("GPipe", "1F1B")  # per rank; the others hold two
 V_PLACEMENT = ("ZBVZeroBubble", "DualPipeV")  # the second stage of rank r is 2 P - 1 - r, else P + r
-RUNTIME = "runtime"  # torch's, with the order of seq1f1b
 AUTO = "auto"  # the shortest order found for measured costs, backward whole, in no more units than 1F1B holds
 AUTO_SPLIT = "auto, split"  # the same with the backward as I and W
-TWO_STAGES = (
-    "interleaved-1f1b",
-    "breadth-first",
-    "hanayo",
-    "seq1f1b-interleaved",
-    "zbv",
-    "seq-zbv",
-    AUTO,
-    AUTO_SPLIT,
-)  # of our families
+TWO_STAGES = ("seq1f1b-interleaved", "seq-zbv", AUTO, AUTO_SPLIT)  # of our families
 MEASURED = (AUTO, AUTO_SPLIT, "seq-zbv")  # of our families: the costs of their units are measured first
+LARGEST_ERROR = 1e-4  # of the loss, and of the gradients; rounding in float32 is 1e-7 and 1e-6
 PIECES = 8  # equal pieces of the sequence whose cost is measured for the profiled split
 
 
@@ -90,7 +77,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Spec:
-    """An arm. ``schedule``: of ``TORCH``, ``RUNTIME``, or a family of ours. ``attention``: "torch" or "ours"."""
+    """An arm. ``schedule``: of ``TORCH``, or a family of ours. ``attention``: "torch" or "ours"."""
 
     schedule: str
     attention: str
@@ -100,7 +87,6 @@ class Spec:
     weights: str = "planned"  # of ours: where W runs, as Schedule.replace takes it
     spread: bool = False  # of ours: the rows of the head over the ranks
     checkpoint: bool = False  # of torch's: every block is computed again, by torch.utils.checkpoint
-    share: float = 1.0  # of our auto orders: units that a rank may hold, over those that 1F1B does
 
     @property
     def is_torchs(self) -> bool:
@@ -115,13 +101,10 @@ class Spec:
     def name(self) -> str:
         if self.is_torchs:
             return f"torch {self.schedule}" + ", blocks checkpointed" * self.checkpoint
-        if self.schedule == RUNTIME:
-            return f"torch's runtime, our order, k {self.segments}"
         head = ", head in the loss" if self.head_in_loss else ""
         spread = ", head over the ranks" if self.spread else ""
         waits = ", W in waits" if self.weights == "fill" else ""
-        share = f", {self.share:g} of the units" if self.share != 1 else ""
-        return f"{self.schedule} k {self.segments} {self.split}{head}{spread}{share}{waits}"
+        return f"{self.schedule} k {self.segments} {self.split}{head}{spread}{waits}"
 
     @property
     def label(self) -> str:
@@ -151,27 +134,39 @@ class Arm(ABC):
 
 def make_arm(case: Case, spec: Spec, rank: int) -> Arm:
     """Raises Unavailable where this torch lacks the schedule, or the schedule refuses the case. Collective."""
-    if spec.is_torchs or spec.schedule == RUNTIME:
-        return _TorchArm(case, spec, rank)
-    return OurArm(case, spec, rank)
+    return _TorchArm(case, spec, rank) if spec.is_torchs else OurArm(case, spec, rank)
 
 
 def _mean(losses: list[Tensor]) -> float | None:
     return sum(float(loss.detach()) for loss in losses) / len(losses) if losses else None
 
 
-class OurArm(Arm):
+class EngineArm(Arm):
+    """An engine over the stages of this rank, and its batch."""
+
     def __init__(
-        self,
-        case: Case,
-        spec: Spec,
-        rank: int,
-        *,
-        sizes: list[int] | None = None,
-        form: str = "two calls",
-        dtype: torch.dtype = torch.float32,
+        self, modules: list[nn.Module], engine: seq1f1b.PipelineEngine, batch: tuple[Any, Any], *,
+        dtype: torch.dtype = torch.float32, **options: Any,
+    ) -> None:  # fmt: skip
+        """dtype: below float32, that of autocast. options: of every step."""
+        self.modules, self.engine, self._batch, self._options, self._dtype = modules, engine, batch, options, dtype
+
+    def step(self) -> float | None:
+        tokens, target = self._batch
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._dtype == torch.bfloat16):
+            losses = self.engine.step(tokens, target=target, **self._options)
+        return _mean(losses)
+
+    def spans(self) -> list[tuple[float, float]]:
+        report = self.engine.report()
+        return [(start, end) for _, start, end in (*report.timeline, *report.fills)]
+
+
+class OurArm(EngineArm):
+    def __init__(
+        self, case: Case, spec: Spec, rank: int, *, sizes: list[int] | None = None, dtype: torch.dtype = torch.float32
     ) -> None:
-        """form: of torch's attention. dtype: below float32, that of autocast. sizes: in place of the split."""
+        """sizes: in place of the split."""
         k, per_rank = spec.segments, 2 if spec.schedule in TWO_STAGES else 1
         self.sizes = sizes = split_sizes(case, spec, rank) if sizes is None else sizes
         options, unit_costs = None, Costs()
@@ -179,7 +174,7 @@ class OurArm(Arm):
             backward = "split" if spec.splits else "whole"
             costs, unit_costs = _unit_costs(case, spec, sizes, rank, backward)
         if spec.schedule in (AUTO, AUTO_SPLIT):
-            options = {"backward": backward, "costs": costs, "cap": round(spec.share * case.ranks * per_rank * k)}
+            options = {"backward": backward, "costs": costs, "cap": case.ranks * per_rank * k}
         try:
             order = seq1f1b.build_schedule(
                 spec.schedule.partition(",")[0], num_ranks=case.ranks, num_microbatches=case.microbatches,
@@ -188,38 +183,20 @@ class OurArm(Arm):
         except ValueError as error:
             raise Unavailable(str(error)) from error
         own = [stage for stage, at in enumerate(order.rank_of_stage) if at == rank]
-        self.has_first, self.has_last = 0 in own, order.num_stages - 1 in own
-        attention = "ours" if spec.attention == "ours" else form
+        attention = "ours" if spec.attention == "ours" else "two calls"
         head: HeadPart = "norm" if spec.spread else not spec.head_in_loss
-        self.modules = [case.stage(i, order.num_stages, attention, head=head) for i in own]
-        if order.num_stages == case.ranks and case.ranks <= k:
-            for module in self.modules:
-                module.share_rows(order.peak_tokens(sizes)[rank])
+        modules = [case.stage(i, order.num_stages, attention, head=head) for i in own]
         loss_fn: Callable[..., Tensor] = cross_entropy
-        if spec.head_in_loss and self.has_last:
+        if spec.head_in_loss and order.num_stages - 1 in own:
             loss_fn = HeadLoss(case.hidden, case.vocab)
         if spec.spread:
             loss_fn, order = _shard_of_head(case, rank), order.spread_vocabulary(costs=unit_costs)
-        self.engine = seq1f1b.PipelineEngine(
-            list(self.modules), schedule=order.replace(weights=spec.weights),
+        engine = seq1f1b.PipelineEngine(
+            list(modules), schedule=order.replace(weights=spec.weights),
             num_microbatches=case.microbatches, num_segments=k, segment_sizes=sizes, loss_fn=loss_fn,
             attention="own" if spec.attention == "ours" else "any",  # torch's, over keys and values of its own
         )  # fmt: skip
-        if isinstance(loss_fn, nn.Module):
-            self.modules.append(loss_fn)
-        self._tokens, self._targets = case.batch()
-        self._dtype = dtype
-
-    def step(self) -> float | None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self._dtype == torch.bfloat16):
-            losses = self.engine.step(
-                self._tokens if self.has_first else None, target=self._targets if self.has_last else None
-            )
-        return _mean(losses)
-
-    def spans(self) -> list[tuple[float, float]]:
-        report = self.engine.report()
-        return [(start, end) for _, start, end in (*report.timeline, *report.fills)]
+        super().__init__(modules + [loss_fn] * isinstance(loss_fn, nn.Module), engine, case.batch(), dtype=dtype)
 
 
 def _shard_of_head(case: Case, rank: int) -> seq1f1b.VocabularyParallelHead:
@@ -297,73 +274,22 @@ class TimedStage(PipelineStage):
         self._spans = spans
 
     @contextmanager
-    def _unit(self, kind: str, index: int) -> Iterator[None]:
+    def _unit(self) -> Iterator[None]:
         start = time.perf_counter()
         yield
         self._spans.append((start, time.perf_counter()))
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
-        with self._unit("F", fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
+    def forward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
+        with self._unit():
+            return super().forward_one_chunk(*arguments, **options)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
-        with self._unit("B", bwd_chunk_id):
-            return super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
+    def backward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
+        with self._unit():
+            return super().backward_one_chunk(*arguments, **options)
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
-        with self._unit("W", bwd_chunk_id):
-            return super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **options)
-
-
-class SegmentStage(TimedStage):
-    """A stage of torch's runtime whose micro-batches are segments: sets the unit as our executor does.
-
-    So attention finds its rows, of our cache or of ``torch_attention``. Segments are of equal length: torch's
-    messages have one shape.
-    """
-
-    def __init__(self, *arguments: Any, order: seq1f1b.Schedule, rank: int, length: int, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._length, self._k = length // order.num_segments, order.num_segments
-        self.cache = _C.kv_cache_create()
-        program = _C.program_lower(order.handle, 1)
-        _, self._kv_slots, self._grad_slots = _C.program_stage_peak(program, self.stage_index)
-        self._slots = {
-            (_C.PASSES[unit[0]], unit[2] * self._k + unit[3]): slots
-            for op, _, unit, _, *slots, _ in core.program_instructions(program, rank)
-            if _C.OPCODES[op] == "RUN"
-        }
-
-    def begin_step(self) -> None:
-        slots = (self.stage_index, self._kv_slots, self._grad_slots)
-        core.kv_cache_begin_step(self.cache, [slots], self._length * self._k, self._k)
-
-    @contextmanager
-    def _unit(self, kind: str, index: int) -> Iterator[None]:
-        m, s = divmod(index, self._k)
-        core.current_unit_set(
-            self.cache, _C.PASSES.index(kind), self.stage_index, m, s, self._k, *self._slots[kind, index], True,
-            s * self._length, self._length, self._length * self._k, "process",
-        )  # fmt: skip
-        finished = False
-        try:
-            with super()._unit(kind, index):
-                yield
-            finished = True
-        finally:
-            core.current_unit_clear("process", finished)
-
-
-def torch_runtime(stage: PipelineStage, order: seq1f1b.Schedule, loss_fn: Any, *, scale_grads: bool = False) -> Any:
-    """Torch's general runtime with our order, segments as micro-batches of a flat index."""
-    runtime = _PipelineScheduleRuntime(
-        [stage], order.num_microbatches * order.num_segments, loss_fn=loss_fn, scale_grads=scale_grads
-    )
-    with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
-        file.write(order.to_csv())
-        file.flush()
-        runtime._load_csv(file.name, format="compute_only")
-    return runtime
+    def backward_weight_one_chunk(self, *arguments: Any, **options: Any) -> Any:
+        with self._unit():
+            return super().backward_weight_one_chunk(*arguments, **options)
 
 
 def torch_schedule(name: str) -> Any:
@@ -376,37 +302,23 @@ def torch_schedule(name: str) -> Any:
 
 class _TorchArm(Arm):
     def __init__(self, case: Case, spec: Spec, rank: int) -> None:
-        device, P, M, k = torch.device("cpu"), case.ranks, case.microbatches, spec.segments
+        P = case.ranks
         self._spans: list[tuple[float, float]] = []
-        self._segments: SegmentStage | None = None
         self._tokens, self._targets = case.batch()
-        attention = "ours" if spec.attention == "ours" else "two calls"  # torch's over the whole where there is no unit
-        if spec.schedule == RUNTIME:
-            if case.length % k != 0:
-                raise Unavailable(f"{k} segments of equal length do not make {case.length} tokens")
-            order = seq1f1b.build_schedule("seq1f1b", num_ranks=P, num_microbatches=M, num_segments=k)
-            own, num_stages = [rank], P
-            self.modules = [case.stage(rank, P, attention)]
-            self._segments = SegmentStage(
-                self.modules[0], rank, P, device, spans=self._spans, order=order, rank=rank, length=case.length
-            )
-            self._schedule = torch_runtime(self._segments, order, self._loss, scale_grads=True)
-            self._tokens, self._targets = (t.view(M * k, case.length // k) for t in (self._tokens, self._targets))
-        else:
-            make = torch_schedule(spec.schedule)
-            second = 2 * P - 1 - rank if spec.schedule in V_PLACEMENT else P + rank
-            own, num_stages = ([rank], P) if spec.schedule in ONE_STAGE else ([rank, second], 2 * P)
-            self.modules = [case.stage(i, num_stages, attention) for i in own]
-            for module in self.modules:
-                module.checkpoints = spec.checkpoint
-            stages = [
-                TimedStage(module, i, num_stages, device, spans=self._spans)
-                for i, module in zip(own, self.modules, strict=True)
-            ]
-            try:
-                self._schedule = make(stages[0] if len(stages) == 1 else stages, M, loss_fn=self._loss)
-            except ValueError as error:
-                raise Unavailable(f"torch's {spec.schedule} refuses: {error}") from error
+        make = torch_schedule(spec.schedule)
+        second = 2 * P - 1 - rank if spec.schedule in V_PLACEMENT else P + rank
+        own, num_stages = ([rank], P) if spec.schedule in ONE_STAGE else ([rank, second], 2 * P)
+        self.modules = [case.stage(i, num_stages, "ours" if spec.attention == "ours" else "two calls") for i in own]
+        for module in self.modules:
+            module.checkpoints = spec.checkpoint
+        stages = [
+            TimedStage(module, i, num_stages, torch.device("cpu"), spans=self._spans)
+            for i, module in zip(own, self.modules, strict=True)
+        ]
+        try:
+            self._schedule = make(stages[0] if len(stages) == 1 else stages, case.microbatches, loss_fn=self._loss)
+        except ValueError as error:
+            raise Unavailable(f"torch's {spec.schedule} refuses: {error}") from error
         self.has_first, self.has_last = 0 in own, num_stages - 1 in own
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
@@ -418,8 +330,6 @@ class _TorchArm(Arm):
 
     def step(self) -> float | None:
         self._spans.clear()
-        if self._segments is not None:
-            self._segments.begin_step()
         losses: list[Tensor] = []
         last = {"target": self._targets, "losses": losses} if self.has_last else {}
         self._schedule.step(*([self._tokens] if self.has_first else []), **last, return_outputs=False)
@@ -444,26 +354,26 @@ def whole_model(case: Case) -> tuple[float, dict[str, Tensor]]:
     return _mean(losses) or 0.0, {name: p.grad for name, p in model.named_parameters()}
 
 
-def errors(arm: Arm, rank: int, truth: tuple[float, dict[str, Tensor]] | None) -> tuple[float, float, float]:
-    """Runs a step. Its loss, the loss's relative error, and ||g - g64|| / ||g64|| over all gradients of all stages.
-
-    Collective; the numbers are rank 0's, which alone needs the truth.
-    """
-    gathered: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
-    dist.gather_object((arm.step(), arm.gradients()), gathered)
+def check_arm(arm: Arm, name: str, truth: tuple[float, dict[str, Tensor]] | None) -> dict[str, float]:
+    """Runs a step. Its loss, the loss's relative error, and ||g - g64|| / ||g64|| over all gradients of all stages, on
+    rank 0, which alone needs the truth. Collective. Raises RuntimeError where an error is too large."""
+    everyones = gathered((arm.step(), arm.gradients()))
     arm.zero_grad()
-    if gathered is None or truth is None:
-        return 0.0, 0.0, 0.0
-    loss = next(loss for loss, _ in gathered if loss is not None)
+    if truth is None:
+        return {}
+    loss = next(loss for loss, _ in everyones if loss is not None)
     found: dict[str, Tensor] = {}
-    for _, gradients in gathered:
-        for name, g in gradients.items():  # of a head over the ranks, each has rows, in the order of ranks
-            found[name] = torch.cat([found[name], g]) if name in found else g
+    for _, gradients in everyones:
+        for own, g in gradients.items():  # of a head over the ranks, each has rows, in the order of ranks
+            found[own] = torch.cat([found[own], g]) if own in found else g
     if found.keys() != truth[1].keys():
         raise RuntimeError(f"gradients are missing: {sorted(truth[1].keys() ^ found.keys())}")
-    difference = sum(float((found[name].double() - g).square().sum()) for name, g in truth[1].items())
+    difference = sum(float((found[own].double() - g).square().sum()) for own, g in truth[1].items())
     norm = sum(float(g.square().sum()) for g in truth[1].values())
-    return loss, abs(loss - truth[0]) / abs(truth[0]), (difference / norm) ** 0.5
+    loss_error, gradient_error = abs(loss - truth[0]) / abs(truth[0]), (difference / norm) ** 0.5
+    if not max(loss_error, gradient_error) <= LARGEST_ERROR:
+        raise RuntimeError(f"{name}: error of loss {loss_error}, of gradients {gradient_error}")
+    return {"loss": loss, "loss_error": loss_error, "gradient_error": gradient_error}
 
 
 def timed(arm: Arm) -> float:
@@ -476,6 +386,33 @@ def timed(arm: Arm) -> float:
     return seconds
 
 
+def take_rounds(
+    arms: dict[str, Arm],
+    results: Records,
+    rounds: int,
+    *,
+    base: Callable[[str], str] = lambda arm: arm,
+    deadline: float = math.inf,
+    also: Callable[[Arm], tuple[float, ...]] = lambda arm: (),
+    **fields: Any,
+) -> None:
+    """Rounds of all arms in turn, forwards and backwards, until each has so many counted steps beside its base's, or
+    the time is over; at most twice as many. Rank 0 adds them, with ``also`` of each step, to the results."""
+    for arm in arms.values():
+        timed(arm)
+    load = ForeignLoad(gathered(os.getpid()))
+    for turn in range(2 * rounds):
+        if not agreed(results.missing(arms, rounds, base, **fields) > 0 and time.time() < deadline):
+            break
+        steps = {}
+        for name, arm in list(arms.items())[:: -1 if turn % 2 else 1]:
+            load.start()
+            seconds, foreign = timed(arm), load.cores()
+            steps[name] = seconds, foreign, *also(arm)
+        if dist.get_rank() == 0:
+            results.add(what="round", steps=steps, **fields)
+
+
 def idle_shares(arm: Arm) -> tuple[float, float]:
     """The bubble of the last step, and the least bubble that any order of these units could have. Collective.
 
@@ -484,8 +421,6 @@ def idle_shares(arm: Arm) -> tuple[float, float]:
     """
     spans = arm.spans()
     own = (min(a for a, _ in spans), max(b for _, b in spans), sum(b - a for a, b in spans))
-    tracks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(tracks, own)
-    starts, ends, busy = zip(*tracks, strict=True)
+    starts, ends, busy = zip(*gathered(own), strict=True)
     mean = sum(busy) / len(busy)
     return 1.0 - mean / (max(ends) - min(starts)), 1.0 - mean / max(busy)

@@ -11,7 +11,6 @@ other processes used less than 8 % of a core. Receive places lie in memory that 
 resident is counted once, as the receivers'.
 
     python benchmarks/caps.py                      # about a quarter of an hour
-    python benchmarks/caps.py --show               # what is measured
     python benchmarks/caps.py --quick --output /tmp/try --foreign inf      # whether it runs
 
 Writes caps.jsonl and caps.txt into the output folder.
@@ -25,14 +24,15 @@ import math
 import os
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from arms import Case
-from common import FOREIGN_LIMIT, ForeignLoad, show_and_write, spawn
-from memory import MACHINE, MIB, WARM_TOKENS, Ours, PlannedArm, Results, gathered, measure_profile, mib, search
-from pipeline import peaks_of_steps, status_bytes
+from common import ForeignLoad, gathered, parser_of, show_and_write, spawn, status_bytes
+from memory import MACHINE, MIB, WARM_TOKENS, Ours, PlannedArm, Results, measure_profile, mib, search
+from pipeline import peaks_of_steps
 
 from seq1f1b.plan import Plan
 from seq1f1b.planning.cost import CostModel
@@ -43,7 +43,7 @@ TITLE = "Plans under caps: peaks of resident memory, and periods"
 LENGTHS, MICROBATCHES = (2048, 4096, 8192, 16384), (2, 4)
 SHARES = {(length, M): (0.6,) for length in LENGTHS for M in MICROBATCHES}  # of the way from the least to the fastest
 SHARES |= {(length, M): (0.6, 0.25) for length in (4096, 8192) for M in MICROBATCHES}
-WITHIN, WANTED_PERIODS = 0.05, 10 / 12
+WITHIN = 0.05
 STEPS, LEAST = 3, 2  # steps of each plan behind the first, at the least, and how many have to count
 STEP_SECONDS = 10.0  # of them together: what the tier has in flight at a peak differs from step to step
 
@@ -67,7 +67,7 @@ def choose(case: Case, results: Results, share: float) -> tuple[str, Plan]:
 
 
 def measure(rank: int, case: Case, name: str, text: str, steps: int, directory: str, path: str) -> None:
-    load = ForeignLoad(gathered(case, os.getpid()))
+    load = ForeignLoad(gathered(os.getpid()))
     seconds: list[tuple[float, float]] = []
 
     class TimedArm(PlannedArm):
@@ -84,14 +84,10 @@ def measure(rank: int, case: Case, name: str, text: str, steps: int, directory: 
             for module in self.modules:
                 module.zero_grad(set_to_none=False)
 
-    made, _, total = peaks_of_steps(
-        case,
-        "ours",
-        lambda: TimedArm(case, Ours(name, text), rank, directory),
-        steps + 1,
-        warm_tokens=max(WARM_TOKENS, *Plan.from_json(text).segment_sizes),
-    )
-    everyone, shared = gathered(case, total), gathered(case, status_bytes("RssShmem"))
+    warm = max(WARM_TOKENS, *Plan.from_json(text).segment_sizes)
+    arm = partial(TimedArm, case, Ours(name, text), rank, directory)
+    made, _, total = peaks_of_steps(case, "ours", arm, steps + 1, warm)
+    everyone, shared = gathered(total), gathered(status_bytes("RssShmem"))
     if rank == 0:
         report = made.engine.report()
         units = [report.kept_units, report.recomputed_units, report.moved_units]
@@ -129,13 +125,9 @@ def show(results: Results) -> None:
             f"{f'{plan.low:.2f}..{plan.high:.2f}':>16}{'-' if measured is None else f'{measured:.2f}':>9}"
             f"{len(steps):>6}   {', '.join(map(str, r['units']))}"
         )
-    print("\n## What must hold")
-    for text, found, of, wanted in (
-        (f"peaks of both ranks within {WITHIN:.0%} of the plan's", near, len(ran), len(ran)),
-        ("no rank above the cap", below, len(ran), len(ran)),
-        ("periods in the plan's interval", inside, counted, WANTED_PERIODS * len(ran)),
-    ):
-        print(f"{text}: {found} of {of}: {'passed' if found >= wanted and of else 'FAILED'}")
+    print(f"\npeaks of both ranks within {WITHIN:.0%} of the plan's: {near} of {len(ran)}")
+    print(f"no rank above the cap: {below} of {len(ran)}")
+    print(f"periods in the plan's interval: {inside} of {counted}")
 
 
 def run(options: argparse.Namespace, results: Results) -> None:
@@ -163,21 +155,16 @@ def run(options: argparse.Namespace, results: Results) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     folder = Path(__file__).parent / "results"
     parser.add_argument("--output", default=str(folder), help="folder of the results and of the tier's file: on a disk")
-    parser.add_argument(
-        "--foreign", type=float, default=FOREIGN_LIMIT, help="cores that others may use in a step that counts; inf: any"
-    )
     parser.add_argument("--quick", action="store_true", help="a small model and one plan: whether it runs")
-    parser.add_argument("--show", action="store_true", help="measure nothing")
     options: Any = parser.parse_args()
     options.output = str(Path(options.output).resolve())
     os.makedirs(options.output, exist_ok=True)
     results = Results(str(Path(options.output) / "caps.jsonl"), options.foreign)
-    if not options.show:
-        run(options, results)
-        results = Results(results.path, options.foreign)
+    run(options, results)
+    results.reload()
     show_and_write(lambda: show(results), Path(options.output) / "caps.txt")
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import ctypes
+import gc
 import io
 import json
 import math
@@ -14,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,12 +102,12 @@ class Pairs:
         medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
         return statistics.median(ratios), medians[50], medians[-51]
 
-    def describe(self, name: str, unit: str = "s", scale: float = 1.0) -> str:
+    def describe(self, name: str) -> str:
         ratio, low, high = self.ratio()
-        a, b = (statistics.median(x) * scale if x else math.nan for x in (self.a, self.b))
+        a, b = (statistics.median(x) if x else math.nan for x in (self.a, self.b))
         state = "" if self.measured else f"  UNMEASURED: fewer than {MIN_COUNTED} counted"
         return (
-            f"{name}: {a:.4g} against {b:.4g} {unit}, ratio {ratio:.3f} [{low:.3f}, {high:.3f}], "
+            f"{name}: {a:.4g} against {b:.4g} s, ratio {ratio:.3f} [{low:.3f}, {high:.3f}], "
             f"{len(self.a)} pairs, {self.discarded} discarded{state}"
         )
 
@@ -123,13 +126,16 @@ def spawn(world: int, fn: Callable[..., None], *arguments: object) -> None:
         mp.spawn(_worker, (f"{folder}/store", world, fn, arguments), nprocs=world)
 
 
-def in_turn(first: Callable[[], float], second: Callable[[], float], *, flip: bool) -> tuple[float, float]:
-    """Runs A B, or B A where flipped; returns (A, B)."""
-    if flip:
-        b = second()
-        return first(), b
-    a = first()
-    return a, second()
+def resident_bytes() -> int:
+    """Resident memory of this process, after a collection and after malloc has given back what it can."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return status_bytes("VmRSS")
+
+
+def status_bytes(field: str) -> int:
+    with open("/proc/self/status", encoding="utf-8") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
 
 
 def header(title: str) -> str:
@@ -152,6 +158,14 @@ def header(title: str) -> str:
     return "\n".join(lines)
 
 
+def parser_of(about: str | None) -> argparse.ArgumentParser:
+    """Options of a benchmark that counts steps."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    text = "cores that others may use in a step that counts; inf: any"
+    parser.add_argument("--foreign", type=float, default=FOREIGN_LIMIT, help=text)
+    return parser
+
+
 def show_and_write(show: Callable[[], None], path: Path) -> None:
     """Prints what a function prints, and writes it to a file."""
     text = io.StringIO()
@@ -162,13 +176,21 @@ def show_and_write(show: Callable[[], None], path: Path) -> None:
 
 
 class Records:
-    """JSON lines of what was measured, added to piece by piece: every piece begins with its header."""
+    """JSON lines of what was measured, added to piece by piece: every piece begins with its header. A round has, in
+    "steps", seconds by arm, the cores that other processes used meanwhile, and what else a benchmark notes.
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    limit: cores that other processes may use during a step that counts.
+    """
+
+    def __init__(self, path: str, limit: float = FOREIGN_LIMIT) -> None:
+        self.path, self.limit = path, limit
         self.records: list[dict[str, Any]] = []
-        if os.path.exists(path):
-            with open(path, encoding="utf-8") as file:
+        self.reload()
+
+    def reload(self) -> None:
+        """Reads what other processes have added."""
+        if os.path.exists(self.path):
+            with open(self.path, encoding="utf-8") as file:
                 self.records = [json.loads(line) for line in file]
 
     def add(self, **record: Any) -> None:
@@ -176,14 +198,62 @@ class Records:
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
+    def of(self, what: str, **fields: Any) -> list[dict[str, Any]]:
+        wanted = {"what": what, **fields}
+        return [r for r in self.records if all(r.get(name) == value for name, value in wanted.items())]
+
+    def last(self, what: str, **fields: Any) -> dict[str, Any] | None:
+        return next(iter(self.of(what, **fields)[::-1]), None)
+
+    def counted(self, arm: str, **fields: Any) -> tuple[list[list[float]], int]:
+        """Seconds, and what else was noted, of each step that counts; and the number of those that do not."""
+        steps = [r["steps"][arm] for r in self.of("round", **fields) if arm in r["steps"]]
+        counted = [[seconds, *others] for seconds, foreign, *others in steps if foreign < self.limit]
+        return counted, len(steps) - len(counted)
+
+    def pairs(self, a: str, b: str, **fields: Any) -> Pairs:
+        """Seconds of both arms in the rounds that hold both."""
+        pairs = Pairs()
+        for r in self.of("round", **fields):
+            if a in r["steps"] and b in r["steps"]:
+                (x, foreign_x, *_), (y, foreign_y, *_) = r["steps"][a], r["steps"][b]
+                pairs.add(x, y, max(foreign_x, foreign_y) < self.limit)
+        return pairs
+
+    def missing(
+        self, arms: Iterable[str], rounds: int, base: Callable[[str], str] = lambda arm: arm, **fields: Any
+    ) -> int:
+        """Counted steps beside those of its base that the arm with the fewest lacks."""
+        return max((rounds - len(self.pairs(base(arm), arm, **fields).a) for arm in arms), default=0)
+
     def begin(self, title: str) -> None:
         """Raises SystemExit where earlier pieces are of another commit or machine: they would be compared with it."""
         lines = header(title).split("\n")
-        for r in self.records:
-            if r["what"] == "header" and r["lines"][:3] != lines[:3]:
+        for r in self.of("header"):
+            if r["lines"][:3] != lines[:3]:
                 sys.exit("\n".join([f"{self.path} holds results of", *r["lines"], "and this is", *lines]))
         self.add(what="header", lines=lines)
 
     def header(self) -> str:
         """Each line once: the commands of all pieces under one head."""
-        return "\n".join(dict.fromkeys(line for r in self.records if r["what"] == "header" for line in r["lines"]))
+        return "\n".join(dict.fromkeys(line for r in self.of("header") for line in r["lines"]))
+
+
+def quartiles(seconds: Sequence[float]) -> str:
+    """The middle half of them."""
+    ordered = sorted(seconds)
+    return f"{ordered[len(ordered) // 4]:.3f}..{ordered[-1 - len(ordered) // 4]:.3f}"
+
+
+def gathered(value: Any) -> list[Any]:
+    """Every rank's."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def agreed(value: Any) -> Any:
+    """Rank 0's, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]

@@ -23,7 +23,7 @@ class Block(nn.Module):
         super().__init__()
         self.heads, self.attention = hidden // HEAD_DIM, attention
         self.layer = seq1f1b.layer_handle(index)
-        self.in_segments = torch_attention.InSegments(attention) if attention in torch_attention.FORMS else None
+        self.in_segments = torch_attention.InSegments() if attention == "two calls" else None
         self.norm_1, self.norm_2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
         self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
         self.up, self.down = nn.Linear(hidden, 4 * hidden, bias=False), nn.Linear(4 * hidden, hidden, bias=False)
@@ -45,8 +45,8 @@ class Stage(nn.Module):
     """Blocks of one of P stages; embedding on the first, head on the last unless ``head`` is off; "norm":
     of the head, only the norm before it.
 
-    Weights and their names are those of the whole model however many stages there are. Attention is "ours", torch's
-    over "whole sequences", or one of ``torch_attention.FORMS``. ``layers``: blocks of each stage, where they are not
+    Weights and their names are those of the whole model however many stages there are. Attention is "ours", or torch's
+    over "whole sequences" or in "two calls" (torch_attention.py). ``layers``: blocks of each stage, where they are not
     spread evenly.
     """
 
@@ -79,12 +79,6 @@ class Stage(nn.Module):
             self.head = make_head(hidden, vocab)
             if head == "norm":
                 del self.head[1]
-
-    def share_rows(self, tokens: int) -> None:
-        """See ``torch_attention.InSegments.capacity``."""
-        for block in self.blocks.values():
-            if block.in_segments is not None:
-                block.in_segments.capacity = tokens
 
     def forward(self, x: Tensor) -> Tensor:
         if hasattr(self, "embedding"):

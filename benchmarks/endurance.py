@@ -11,8 +11,6 @@ each new shape, 4 MB in all here, with or without a pipeline: its cache is off. 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import os
 import tempfile
@@ -20,20 +18,13 @@ import threading
 import time
 
 import torch
-from common import header, spawn
+from common import header, resident_bytes, spawn
 from decoder import Stage, cross_entropy
 
 import seq1f1b
 
 M, K, LONGEST, VOCAB = 2, 2, 256, 64
 SLACK = 1 << 20  # bytes of resident memory: pages that malloc keeps after steps of another length
-
-
-def resident_bytes() -> int:
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/statm", encoding="utf-8") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def train(rank: int, transport: str, steps: int, path: str) -> None:

@@ -1,207 +1,205 @@
-"""The stages of gpu.py that tell whether attention is right: by torch's ops, by our kernels, and under CUDA's tools."""
+"""The stage of gpu.py that times attention of a segment over its prefix, beside torch's flash op."""
 
 from __future__ import annotations
 
 import functools
-import itertools
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import attention_runs
 import torch
-from gpu_cases import TOOL_FOUND_ERRORS, Case, Machine, hold, own_operations, use_cudnn, watched
+from gpu import FLASH_OP, OWN, Case, Machine, Record
+from simulated_step import SimulatedStep
 from torch import Tensor
 
 import seq1f1b
-from seq1f1b import proof
-from seq1f1b.device import attention_parts, attention_paths, attention_proof, cuda_attention, kernel_library
+from seq1f1b import _C
+from seq1f1b.device import attention_parts, cuda_attention, kernel_library
 from seq1f1b.device.placement import step_on
 
-# -- attention: against fp64 of the whole sequence -------------------------------------------------------------------
+CUDNN, FLASH, ELSE = "cuDNN", "flash", "else"
+REPEATS = 9
+Shape = tuple[int, int, int, int, int]  # heads, kv_heads, head_dim, tokens, and the keys that end with these
+SMALL = (2, 1, 64, 64, 128)
+HALF_ULP = 2**-7  # of bfloat16: each side rounds its inner products and its result
 
 
-def attention_errors(
-    machine: Machine, dtype: torch.dtype, head_dim: int, kv_heads: int, sizes: list[int], options: dict[str, Any],
-    kernels: str, key_range: int = cuda_attention.KEY_RANGE, by_cudnn: bool = False, v_head_dim: int | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Errors of segments and of the whole, forward and backward, and whether a second run gives the same bits."""
-    kernel_library.use_kernels(kernels)
-    heads, cuda_attention.KEY_RANGE = 8, key_range
-    use_cudnn(by_cudnn)
-    options = {k: v.to(machine.device) if isinstance(v, Tensor) else v for k, v in options.items()}
-
-    def drawn(seed: int, head_dim: int) -> list[Tensor]:
-        made = attention_runs.random_qkv(
-            heads, kv_heads, tokens=sum(sizes), head_dim=head_dim, v_head_dim=v_head_dim, seed=seed, dtype=dtype
-        )
-        return [t.to(machine.device) for t in made]
-
-    qkv, (dout, *_) = drawn(0, head_dim), drawn(1, v_head_dim or head_dim)
-    whole = functools.partial(seq1f1b.causal_attention, layer=0, **options)
-    truth = attention_runs.gradients(
-        lambda *t: attention_runs.formula(*t, **options), *(t.double() for t in (*qkv, dout))
-    )
-    peer = attention_runs.gradients(lambda *t: attention_runs.formula(*t, **options), *qkv, dout)
-    machine.poison()
-    with step_on(machine.device):
-        runs = [attention_runs.segmented(sizes, options, [qkv], [dout])[0] for _ in range(2)]
-    found = {
-        "segmented": attention_runs.errors(runs[0], truth),
-        "whole": attention_runs.errors(attention_runs.gradients(whole, *qkv, dout), truth),
-        "formula": attention_runs.errors(peer, truth),
-    }
-    texts = hold(found, dtype)
-    equal = dict(zip(("out", "dq", "dk", "dv"), (torch.equal(*pair) for pair in zip(*runs, strict=True)), strict=True))
-    return {**texts, "reruns equal": equal}
+def use(way: str) -> None:
+    """Attention goes by cuDNN from the first call of a shape on, by our kernels, or by neither."""
+    kernel_library.use_kernels("own" if way == OWN else "library")
+    cuda_attention.PLAN_FLOPS = 0.0 if way == CUDNN else float("inf")
+    cuda_attention.forget_plans()
 
 
-def attention_options(tokens: int) -> dict[str, dict[str, Any]]:
-    docs = torch.arange(tokens).mul(5).div(tokens, rounding_mode="floor").expand(2, -1)
-    slopes = 2.0 ** -torch.arange(1, 9)
-    every: dict[str, dict[str, Any]] = {
-        "window": {"window": tokens // 5}, "softcap": {"softcap": 20.0}, "alibi": {"alibi_slopes": slopes},
-        "documents": {"doc_ids": docs}, "documents, window": {"doc_ids": docs, "window": tokens // 7},
-        "scale": {"scale": 0.3}, "sinks": {"sinks": torch.linspace(-2.0, 2.0, 8)},
+def ways(machine: Machine) -> list[str]:
+    if not machine.is_cuda:
+        return [FLASH, CUDNN]
+    has_cudnn = torch.cuda.get_device_capability() >= (9, 0)
+    return [FLASH, *[CUDNN] * has_cudnn, *[OWN] * bool(kernel_library.operations())]
+
+
+def drawn(machine: Machine, tokens: int, heads: int, head_dim: int) -> Tensor:
+    """As the projections of a model give it: (1, heads, tokens, head_dim), tokens before heads in memory."""
+    return torch.randn(1, tokens, heads, head_dim, device=machine.device).to(torch.bfloat16).transpose(1, 2)
+
+
+class Segment:
+    """A segment inside a step: after its prefix, and before a short last one, whose backward comes first, so that dK
+    and dV are added up. A window of one key makes the other segments cheap."""
+
+    LAST = 16  # tokens
+
+    def __init__(self, machine: Machine, shape: Shape, documents: int = 0, **options: Any) -> None:
+        heads, kv_heads, head_dim, tokens, end = shape
+        self.machine, self.options, self.cache = machine, options, _C.kv_cache_create()
+        self.sizes = [size for size in (end - tokens, tokens, self.LAST) if size]
+        self.own, self.layer = len(self.sizes) - 2, seq1f1b.layer_handle(0)
+        torch.manual_seed(0)
+        self.dout = drawn(machine, tokens, heads, head_dim)
+        self.leaves = [
+            [drawn(machine, size, count, head_dim).requires_grad_() for count in (heads, kv_heads, kv_heads)]
+            for size in self.sizes
+        ]
+        tokens_of_all = torch.arange(sum(self.sizes), device=machine.device, dtype=torch.int32)[None]
+        self.doc_ids = tokens_of_all * documents // end if documents else None
+
+    def forward(self, step: SimulatedStep, s: int) -> Tensor:
+        options = dict(self.options) if s == self.own else {"window": 1}
+        if self.doc_ids is not None:
+            options["doc_ids"] = self.doc_ids[:, step.slice(s)]
+        return seq1f1b.causal_attention(*self.leaves[s], layer=self.layer, **options)
+
+    def run(self) -> tuple[list[Tensor], float, float]:
+        """Results of the segment: out, dq, dk, dv. Seconds of its forward and of its backward."""
+        step, outs, seconds = SimulatedStep(self.sizes, cache=self.cache), [], []
+        with step_on(self.machine.device):
+            for s in range(len(self.sizes)):
+                with step.unit("F", 0, s):
+                    out, forward = self.machine.timed(functools.partial(self.forward, step, s))
+                outs.append(out)
+                seconds.append(forward)
+            with step.unit("B", 0, self.own + 1):
+                torch.autograd.grad(outs[-1], self.leaves[-1], torch.zeros_like(outs[-1]))
+            with step.unit("B", 0, self.own):
+                back = functools.partial(torch.autograd.grad, outs[self.own], self.leaves[self.own], self.dout)
+                gradients, backward = self.machine.timed(back)
+        return [outs[self.own].detach(), *gradients], seconds[self.own], backward
+
+
+def median(run: Callable[[], float], machine: Machine) -> float:
+    run()
+    return statistics.median(run() for _ in range(REPEATS if machine.is_cuda else 1))
+
+
+def flash_op(machine: Machine, shape: Shape) -> dict[str, float]:
+    """Seconds of torch's flash op over all keys; the backward with the sums in float32 that ours makes, too."""
+    heads, kv_heads, head_dim, tokens, end = shape
+    sizes = ((tokens, heads), (end, kv_heads), (end, kv_heads), (tokens, heads))
+    q, k, v, dout = (drawn(machine, n, count, head_dim).transpose(1, 2).contiguous() for n, count in sizes)
+    rest = (None, None, tokens, end, 0.0, True)
+    ops, empty = torch.ops.aten, torch.empty(0, dtype=torch.int64, device=machine.device)
+    out, lse, *_ = ops._flash_attention_forward(q, k, v, *rest, False)
+    sums = [torch.zeros(t.shape, device=machine.device) for t in (k, v)]
+
+    def backward() -> None:
+        _, *grads = ops._flash_attention_backward(dout, q, k, v, out, lse, *rest, empty, empty)
+        for total, part in zip(sums, grads, strict=True):
+            total += part
+
+    runs: dict[str, Callable[[], Any]] = {
+        "forward": lambda: ops._flash_attention_forward(q, k, v, *rest, False), "backward": backward,
     }  # fmt: skip
-    return every | {"all": {name: value for options in every.values() for name, value in options.items()}}
+    return {which: median(lambda run=run: machine.timed(run)[1], machine) for which, run in runs.items()}  # type: ignore[misc]
 
 
-def library(machine: Machine) -> Iterator[Case]:
-    """Attention by torch's ops over the cache."""
-    bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-    tokens = 512 if machine.is_cuda else 24
-    odd = [113, 7, 1, 391] if machine.is_cuda else [9, 3, 1, 11]
-    halves, many = [tokens // 2] * 2, [tokens // 8] * 8
-    every = attention_options(tokens)
-    shapes: list[tuple[torch.dtype, int, int, list[int], str]] = []
-    few_keys = 100 if machine.is_cuda else 4
-    shapes += [(dtype, 64, 2, odd, "") for dtype in (bf16, fp16, fp32, fp64)]
-    shapes += [(bf16, 128, kv_heads, sizes, "") for kv_heads in (8, 2, 1) for sizes in (halves, odd, many)]
-    shapes += [(dtype, 64, 2, odd, name) for name in every for dtype in (bf16, fp32)]
-    shapes += [(bf16, head_dim, 2, odd, "") for head_dim in (32, 40, 80, 96, 192, 256, 36)]
-    shapes += [(bf16, head_dim, 2, sizes, "documents") for head_dim in (40, 128, 192, 256) for sizes in (odd, many)]
-    shapes += [(fp32, head_dim, kv_heads, odd, "") for head_dim in (128, 36, 30) for kv_heads in (8, 1)]
-    shapes += [(fp16, 128, 2, [tokens - 1, 1], ""), (bf16, 64, 2, [1, tokens - 1], "window")]
-    for dtype, head_dim, kv_heads, sizes, name in shapes if machine.is_cuda else shapes[::5]:
-        text = f"{str(dtype).removeprefix('torch.')} d{head_dim} kv{kv_heads} {sizes} {name}".rstrip()
-        arguments = (machine, dtype, head_dim, kv_heads, sizes, every.get(name, {}), "library")
-        yield text, functools.partial(attention_errors, *arguments)
-        if sizes == odd and head_dim == 64:
-            yield f"{text}, backward by {few_keys} keys", functools.partial(attention_errors, *arguments, few_keys)
-        if name in ("", "sinks") and dtype in (bf16, fp16):
-            cudnn = functools.partial(attention_errors, *arguments, by_cudnn=True)
-            yield f"{text}, cuDNN where it takes the shape", cudnn
-    for head_dim, v_head_dim, name in (
-        (192, 128, ""),
-        (128, 64, "sinks"),
-        (64, 128, "window"),
-        (192, 128, "documents"),
-    ):
-        arguments = (machine, bf16, head_dim, 2, odd, every.get(name, {}), "library")
-        for by_cudnn in (False, True):
-            run = functools.partial(attention_errors, *arguments, v_head_dim=v_head_dim, by_cudnn=by_cudnn)
-            text = f"bfloat16 d{head_dim}, values d{v_head_dim} kv2 {odd} {name}".rstrip()
-            yield f"{text}{', cuDNN where it takes the shape' * by_cudnn}", run
-    for dtype, head_dim in ((bf16, 64), (bf16, 128), (fp16, 128)) if machine.is_cuda else ():
-        for name, packs in attention_paths.INSTEAD:
-            text = f"{proof.DTYPES[dtype]} d{head_dim} check of {name} over {'siblings' if packs else 'paths'}"
-            yield text, functools.partial(over_paths, machine, name, packs, dtype, head_dim)
+def check_close(what: str, ours: Tensor, theirs: Tensor) -> None:
+    difference, allowed = float((ours - theirs).abs().max()), HALF_ULP * max(1.0, float(theirs.abs().max()))
+    assert difference <= allowed, f"{what} differ by {difference}, more than {allowed}"
 
 
-def over_paths(machine: Machine, name: str, packs: bool, dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
-    """The check at the first use, of attention over the keys of a tree's path: the first time, and again."""
-    seconds = []
-    for _ in range(2):
-        start = time.perf_counter()
-        attention_paths.prove(name, packs, dtype, head_dim, machine.device, cuda_attention._plan_by)
-        seconds.append(time.perf_counter() - start)
-    return {"ms": [round(each * 1e3, 1) for each in seconds]}
+def by_ways(machine: Machine, names: list[str], shape: Shape, **options: Any) -> dict[str, tuple[float, float]]:
+    """Seconds of forward and backward by each way, whose results are those of the first."""
+    truth: list[Tensor] = []
+    found = {}
+    for way in names:
+        use(way)
+        segment = Segment(machine, shape, **options)
+        results, *_ = segment.run()
+        truth = truth or results
+        for what, ours, theirs in zip(("out", "dq", "dk", "dv"), results, truth, strict=True):
+            check_close(f"{what} by {way} and by {names[0]}", ours, theirs)
+        times = [segment.run()[1:] for _ in range(REPEATS if machine.is_cuda else 1)]
+        forward, backward = map(statistics.median, zip(*times, strict=True))
+        found[way] = forward, backward
+    return found
 
 
-# -- the package's own kernels ---------------------------------------------------------------------------------------
+def in_shape(machine: Machine, shape: Shape) -> Record:
+    heads, _, head_dim, tokens, end = shape
+    found = by_ways(machine, ways(machine), shape)
+    found[FLASH_OP] = tuple(flash_op(machine, shape).values())  # type: ignore[assignment]
+    visible = tokens * (end - tokens) + tokens * (tokens + 1) / 2
+    flops = {"forward": 4.0 * heads * head_dim * visible, "backward": 10.0 * heads * head_dim * visible}
+    return {
+        f"{way} {which}": f"{1e3 * seconds:.3f} ms {flops[which] / seconds / 1e12:.3g} TFLOP/s"
+        for way, times in found.items()
+        for which, seconds in zip(flops, times, strict=True)
+    }
 
 
-def own(machine: Machine) -> Iterator[Case]:
-    """Against fp64, with NaN in all that they are given to write; out, dk and dv have the same bits again."""
+def with_options(machine: Machine, **options: Any) -> Record:
+    """Milliseconds of our kernels and of what takes their place."""
+    names = [ELSE, *(way for way in ways(machine) if way == OWN)]
+    shape = (32, 8, 128, 8192, 8192) if machine.is_cuda else (*SMALL[:3], 128, 128)
+    found = by_ways(machine, names, shape, **options)
+    return {f"{way}, ms": [round(1e3 * seconds, 3) for seconds in times] for way, times in found.items()}
 
-    def one(*arguments: Any) -> dict[str, Any]:
-        own_operations(machine)
-        found = attention_errors(machine, *arguments, "own")
-        assert all(found["reruns equal"][name] for name in ("out", "dk", "dv")), found
-        return found
 
-    tokens = 1024 if machine.is_cuda else 130
-    odd = [113, 7, 1, tokens - 121] if machine.is_cuda else [70, 1, 59]
-    many = [tokens // 4] * 3 + [tokens - tokens // 4 * 3]
-    every = attention_options(tokens)
-    del every["alibi"], every["all"]["alibi_slopes"]
-    shapes: list[tuple[torch.dtype, int, int, list[int], str]] = []
-    for head_dim, dtype in itertools.product((128, 64), (torch.bfloat16, torch.float16)):
-        shapes += [(dtype, head_dim, kv_heads, odd, "") for kv_heads in (8, 2, 1)]
-        shapes += [(dtype, head_dim, 2, odd, name) for name in every]
-        shapes += [(dtype, head_dim, 2, sizes, "") for sizes in ([tokens], many, [tokens - 1, 1], [1, tokens - 1])]
-    for dtype, head_dim, kv_heads, sizes, name in shapes if machine.is_cuda else [shapes[34]]:
-        text = f"{str(dtype).removeprefix('torch.')} d{head_dim} kv{kv_heads} {sizes} {name}".rstrip()
-        yield text, functools.partial(one, dtype, head_dim, kv_heads, sizes, every.get(name, {}))
+def around(machine: Machine) -> Record:
+    """Seconds of merging two results and of adding up dK and dV, by our kernels and by torch's ops."""
+    heads, kv_heads, head_dim, tokens, prefix = (32, 8, 128, 4096, 16384) if machine.is_cuda else SMALL
+    own, before = (drawn(machine, tokens, heads, head_dim) for _ in range(2))
+    lses = [torch.randn(1, heads, tokens, device=machine.device) for _ in range(2)]
+    slabs = [torch.zeros(1, kv_heads, prefix, head_dim, device=machine.device) for _ in range(2)]
+    parts = [drawn(machine, prefix, kv_heads, head_dim) for _ in range(2)]
+    runs: dict[str, tuple[Callable[[], Any], int]] = {  # with the bytes that it must read and write
+        "merge": (lambda: attention_parts.merge(own, lses[0], before, lses[1]), 6 * own.numel() + 12 * lses[0].numel()),
+        "add": (lambda: attention_parts.add(*slabs, *parts, False), 20 * parts[0].numel()),
+    }
+    found = {}
+    for way in (OWN, "library") if OWN in ways(machine) else ("library",):
+        kernel_library.use_kernels(way)
+        for name, (run, size) in runs.items():
+            seconds = median(lambda run=run: machine.timed(run)[1], machine)  # type: ignore[misc]
+            found[f"{name} by {way}"] = f"{1e6 * seconds:.0f} us {size / seconds / 1e9:.0f} GB/s"
+    return found
 
-    def check(name: str, dtype: torch.dtype, head_dim: int) -> dict[str, Any]:
-        """The one at the first use: the first time, with what CUDA loads then, and again."""
-        launch = functools.partial(kernel_library.launch_attention, own_operations(machine)[name])
-        seconds = []
+
+def plans(machine: Machine) -> Record:
+    """Milliseconds of the first two steps of a new shape by cuDNN: the first one makes plans."""
+    use(CUDNN)
+    found = []
+    for end in (9008, 9024):
+        segment = Segment(machine, (32, 8, 128, 1024, end))
         for _ in range(2):
+            machine.sync()
             start = time.perf_counter()
-            attention_proof.prove(launch, proof.Use(name, dtype, head_dim, head_dim, machine.device))
-            seconds.append(time.perf_counter() - start)
-        return {"ms": [round(each * 1e3, 1) for each in seconds]}
-
-    uses = list(itertools.product(kernel_library.ATTENTION, proof.DTYPES, (128, 64)))
-    for name, dtype, head_dim in uses if machine.is_cuda else uses[1:2]:
-        text = f"{proof.DTYPES[dtype]} d{head_dim} check of {name} at its first use"
-        yield text, functools.partial(check, name, dtype, head_dim)
+            segment.run()
+            found.append(round(1e3 * (time.perf_counter() - start), 1))
+    return {"ms": found}
 
 
-def tiny(machine: Machine) -> Iterator[Case]:
-    """Each of our kernels once, on few tokens: for the tools that watch every access."""
-
-    def one() -> dict[str, Any]:
-        kernel_library.use_kernels("own")
-        tokens = 200 if machine.is_cuda else 80
-        options = {"window": 70, "softcap": 20.0, "doc_ids": attention_options(tokens)["documents"]["doc_ids"]}
-        options["doc_ids"] = options["doc_ids"].to(machine.device)
-        qkv, (dout, *_) = (
-            [
-                t.to(machine.device)
-                for t in attention_runs.random_qkv(8, 2, tokens=tokens, head_dim=64, seed=seed, dtype=torch.bfloat16)
-            ]
-            for seed in (0, 1)
-        )
-        with step_on(machine.device):
-            attention_runs.segmented([tokens - 50, 1, 49], options, [qkv], [dout])
-        machine.sync()
-        return {}
-
-    def merged_and_added_up() -> dict[str, Any]:
-        library = own_operations(machine)[kernel_library.PARTS].library
-        for what in ("merge", "add", "finish", "total"):
-            use = proof.Use(what, torch.bfloat16, 64, 64, machine.device)
-            attention_parts.prove(library, use)
-        machine.sync()
-        return {}
-
-    yield "window, soft cap and documents", one
-    yield "merged and added up", merged_and_added_up
-
-
-def sanitizer(machine: Machine) -> Iterator[Case]:
-    """initcheck watches all kernels, torch's too: of those that it does not watch it sees no write."""
-    ours = ["--kernel-name", "kns=s1f_"]
-    options = {"memcheck": [*ours, "--report-api-errors", "no"], "racecheck": ours, "synccheck": ours, "initcheck": []}
-
-    def one(tool: str) -> dict[str, Any]:
-        arguments = ["--tool", tool, "--error-exitcode", str(TOOL_FOUND_ERRORS), *options[tool]]
-        said = watched(machine, "compute-sanitizer", arguments, "tiny", 25, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-        return {"said": said.strip().splitlines()[-1]}
-
-    for tool in options if machine.is_cuda else ["memcheck"]:
-        yield tool, functools.partial(one, tool)
+def attention(machine: Machine) -> Iterator[Case]:
+    shapes: list[Shape] = [(32, 8, 128, tokens, end) for tokens in (4096, 2048, 8192) for end in (tokens, 16384, 65536)]
+    shapes += [(8, 8, 128, 1024, 32768), (32, 32, 128, 4096, 32768), (32, 8, 64, 4096, 16384)]
+    for shape in shapes if machine.is_cuda else [SMALL]:
+        name = "{}/{} heads of {}, {} tokens of {}".format(*shape)
+        yield name, functools.partial(in_shape, machine, shape)
+    end = 8192 if machine.is_cuda else 128
+    options = {"a window of an eighth": {"window": end // 8}, "a soft cap": {"softcap": 20.0}}
+    for text, given in (options | {"five documents": {"documents": 5}}).items():
+        yield f"{text}, 32/8 heads of 128, 8192 tokens", functools.partial(with_options, machine, **given)
+    yield "results merged, gradients added up", functools.partial(around, machine)
+    if CUDNN in ways(machine) and machine.is_cuda:
+        yield "plans of cuDNN", functools.partial(plans, machine)

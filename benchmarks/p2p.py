@@ -10,20 +10,16 @@ ends in the receiver's own tensor.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+from common import header, spawn
 from core_extension import core
 
 from seq1f1b import transport
@@ -45,7 +41,7 @@ class Ours:
         self.rank = rank
 
     def run(self, tensor: torch.Tensor, count: int) -> float:
-        """Seconds per round trip over ``count`` of them."""
+        """Seconds per round trip over ``count`` of them. Raises RuntimeError if the last message arrived changed."""
         rank, out, back = self.rank, self.out, self.back
         self.group.begin_step()
         header = [(transport.DTYPES.index(torch.uint8), 0, tuple(tensor.shape), tensor.data_ptr())]
@@ -59,25 +55,14 @@ class Ours:
                 core.edge_send(out, n, n % 2, header)
             if n + 1 < count:
                 core.edge_post(back, n + 1, (n + 1) % 2)
-            core.edge_wait(back, n, n % 2)
+            ((code, _, sizes, address),) = core.edge_wait(back, n, n % 2)
             if rank == 1:
                 core.edge_send(out, n, n % 2, header)
         seconds = (time.perf_counter() - begin) / count
+        if not torch.equal(place_tensor(back, address, code, sizes), tensor):
+            raise RuntimeError(f"{tensor.numel()} bytes arrived changed")
         self.group.end_step(failed=False)
         return seconds
-
-    def check(self, tensor: torch.Tensor) -> bool:
-        """Sends a pattern, and compares the one that came."""
-        self.group.begin_step()
-        core.edge_begin_step(self.out, 2)
-        core.edge_begin_step(self.back, 2)
-        core.edge_post(self.back, 0, 0)
-        code = transport.DTYPES.index(torch.uint8)
-        core.edge_send(self.out, 0, 0, [(code, 0, tuple(tensor.shape), tensor.data_ptr())])
-        ((_, _, sizes, address),) = core.edge_wait(self.back, 0, 0)
-        same = bool(torch.equal(place_tensor(self.back, address, code, sizes), tensor))
-        self.group.end_step(failed=False)
-        return same
 
 
 class Gloo:
@@ -98,17 +83,12 @@ class Gloo:
         return (time.perf_counter() - begin) / count
 
 
-def worker(rank: int, port: int, sizes: list[int], repeats: int) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def measure(rank: int, sizes: list[int], repeats: int) -> None:
     ours, gloo = Ours(rank), Gloo(rank)
     if rank == 0:
         print(f"{'bytes':>10}  {'seq1f1b [us]':>24}  {'gloo [us]':>24}  {'gloo / seq1f1b':>14}")
     for size in sizes:
         tensor = torch.arange(size, dtype=torch.int64).to(torch.uint8)
-        if not ours.check(tensor):
-            raise SystemExit(f"{size} bytes arrived changed")
         count = max(20, min(2000, (1 << 26) // size))
         times: dict[str, list[float]] = {"ours": [], "gloo": []}
         for repeat in range(WARM_UP + repeats):
@@ -121,7 +101,6 @@ def worker(rank: int, port: int, sizes: list[int], repeats: int) -> None:
             ratio = statistics.median(times["gloo"]) / statistics.median(times["ours"])
             print(f"{size:>10}  {cells[0]:>24}  {cells[1]:>24}  {ratio:>14.1f}", flush=True)
     ours.group.close()
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -129,13 +108,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--bytes", type=int, nargs="+", default=[64, 1 << 16, 1 << 20, 1 << 24])
     arguments = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    print(f"one-way message, median (lowest..highest) of {arguments.repeats} interleaved runs after {WARM_UP} untimed")
-    print(f"commit {commit}, torch {torch.__version__}, {os.cpu_count()} cores, {platform.machine()}")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = store.port
-    del store
-    mp.spawn(worker, args=(port, arguments.bytes, arguments.repeats), nprocs=2)
+    print(header("One-way message, median (lowest..highest) of runs in turn after some that are untimed"))
+    spawn(2, measure, arguments.bytes, arguments.repeats)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,18 @@
-"""Does the cost model predict the tables of the Seq1F1B paper better than guessing?
+"""Does the cost model predict the tables of the Seq1F1B paper?
 
 The machine is data/seq1f1b_machine.json: an A100 as the authors' code uses it, with the source of every number. Four of
-them are fitted on the rows marked "fit" of data/seq1f1b_paper.json, or of a file of the same form that is given: on
-throughput the share of the peak rate that products reach and a rank's own seconds per message between nodes, on memory
-the activation factor and the buffers of collectives per layer. All other rows are predicted, beside two naive
-predictors: "constant" keeps what the fitted row shows (ratio to 1F1B, TFLOPS, GB per token), "formula" takes 1F1B of
-the fitted row and the published bubble or activation formula. Where the model's mean error is not below both, the line
-says "not decidable". The last tables have mean error and bias of the model for each model and each family.
+them are fitted on the rows marked "fit" of data/seq1f1b_paper.json: on throughput the share of the peak rate that
+products reach and a rank's own seconds per message between nodes, on memory the activation factor and the buffers of
+collectives per layer. All other rows are predicted. The last tables have mean error and bias for each model and each
+family.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -34,13 +32,6 @@ DATA, MACHINE = (os.path.join(FOLDER, f"seq1f1b_{name}.json") for name in ("pape
 K = 4
 COLUMNS = {"1f1b": (1, 1), "interleaved-1f1b": (1, 2), "seq1f1b": (K, 1), "seq1f1b-interleaved": (K, 2)}  # k, v
 MEMORY_MICROBATCHES = 16  # of the memory table, not stated: peaks are the same from 2 P on
-PARTS: dict[str, dict[str, float]] = {
-    "products": {"linear_efficiency": 1e9},
-    "attention": {"attention_forward_efficiency": 1e9, "attention_backward_efficiency": 1e9},
-    "element-wise": {"saved_moves": 0.0},
-    "collectives": {"tensor_exposed": 0.0},
-    "messages": {"between_send": 0.0, "inside_send": 0.0},
-}
 GIB = 1 << 30  # the authors' code logs max_memory_reserved() / 1024**3
 
 
@@ -149,11 +140,6 @@ def fit_rate(rows: list[dict[str, Any]], hardware: Hardware) -> tuple[float, flo
     return least_squares(loss, (hardware.linear_efficiency, hardware.between_send))
 
 
-def bubble_formula(row: dict[str, Any], column: str) -> float:
-    k, v = COLUMNS[column]
-    return (row["pipeline"] - 1) / (row["microbatches"] * k * v)
-
-
 # -- memory
 
 
@@ -177,46 +163,32 @@ def fit_memory(rows: list[dict[str, Any]], hardware: Hardware) -> tuple[float, f
     return least_squares(loss, (hardware.activation_factor, hardware.collective_buffers))
 
 
-def activation_formula(row: dict[str, Any], column: str) -> float:
-    """Micro-batches of activations on the first rank, as published."""
-    k, v = COLUMNS[column]
-    p = row["pipeline"]
-    return (p - 1 + k) / k if v == 1 else ((v - 1) * p + 2 * (p - 1) + k) / (v * k)
-
-
 # -- the table
 
 
 class Errors:
-    """Relative errors of the model and of the two naive predictors, cell by cell."""
+    """Relative errors of the predictions, cell by cell."""
 
     def __init__(self, name: str, unit: str) -> None:
         self.name, self.unit = name, unit
-        self.cells: list[tuple[float, float, float]] = []
-        self.signed: dict[str, list[float]] = {}  # of the model, by model and by family
+        self.cells: list[float] = []
+        self.groups: dict[str, list[float]] = {}  # by model and by family
 
-    def add(self, row: dict[str, Any], column: str, values: tuple[float, ...], over: str = "") -> None:
-        measured, *predicted = values
-        errors = tuple(abs(x / measured - 1) for x in predicted)
-        self.cells.append(errors)  # type: ignore[arg-type]
+    def add(self, row: dict[str, Any], column: str, measured: float, predicted: float) -> None:
+        error = predicted / measured - 1
+        self.cells.append(error)
         for group in (row["model"], column):
-            self.signed.setdefault(group, []).append(predicted[0] / measured - 1)
-        texts = (f"{x:8.3f} ({e:5.1%})" for x, e in zip(predicted, errors, strict=True))
-        print(f"{place(row, column) + over:<48}{measured:>9.3f}  {'  '.join(texts)}  {self.unit}")
+            self.groups.setdefault(group, []).append(error)
+        print(f"{place(row, column):<48}{measured:>9.3f}  {predicted:8.3f} ({error:+6.1%})  {self.unit}")
 
     def summary(self) -> str:
-        model, constant, formula = (statistics.mean(column) for column in zip(*self.cells, strict=True))
-        verdict = "the model is better than both" if model < min(constant, formula) else "not decidable"
-        return (
-            f"{self.name}: n {len(self.cells)}, mean error: model {model:.1%}, constant {constant:.1%}, "
-            f"formula {formula:.1%}: {verdict}"
-        )
+        return f"{self.name}: n {len(self.cells)}, mean error {statistics.mean(map(abs, self.cells)):.1%}"
 
-    def groups(self) -> str:
+    def by_group(self) -> str:
         """Mean error and bias of each model and family."""
         lines = [
             f"  {group:<24}{len(each):>4}{statistics.mean(map(abs, each)):>10.1%}{statistics.mean(each):>+10.1%}"
-            for group, each in self.signed.items()
+            for group, each in self.groups.items()
         ]
         return "\n".join([f"{self.name + ', by':<26}{'n':>4}{'error':>10}{'bias':>10}", *lines])
 
@@ -231,82 +203,45 @@ def print_fitted(rows: list[dict[str, Any]], predict: Callable[[dict[str, Any], 
         print(f"  {place(row, column):<46}{row[column]:>9.3f}  {predict(row, column):8.3f}  {unit}, fit")
 
 
-def predict_throughput(rows: list[dict[str, Any]], hardware: Hardware) -> list[Errors]:
+def predict_throughput(rows: list[dict[str, Any]], hardware: Hardware) -> Errors:
     fitted = [row for row in rows if row["use"] == "fit"]
     rate, send = fit_rate(fitted, hardware)
     machine = on_machine(hardware, rate, send)
     print(f"fitted: products at {rate:.3f} of the peak, {send * 1e3:.1f} ms per message between nodes")
     print_fitted(fitted, partial(tflops, hardware=machine), "TFLOPS")
-    print_parts(fitted, machine)
-    absolute, ratio = Errors("TFLOPS per GPU", "TFLOPS"), Errors("throughput over 1F1B's", "ratio")
-    for row in (row for row in rows if row["use"] != "fit"):
-        base = like(row, fitted)
-        peak = base["1f1b"] * (1 + bubble_formula(base, "1f1b"))
-        values = {
-            column: (row[column], tflops(row, column, machine), base[column], peak / (1 + bubble_formula(row, column)))
-            for column in COLUMNS
-            if row[column]
-        }
-        add_all(row, values, absolute, ratio)
-    return [absolute, ratio]
+    errors = Errors("TFLOPS per GPU", "TFLOPS")
+    for row, column in cells(row for row in rows if row["use"] != "fit"):
+        errors.add(row, column, row[column], tflops(row, column, machine))
+    return errors
 
 
-def print_parts(rows: list[dict[str, Any]], machine: Hardware) -> None:
-    """By how much each cell's step would be shorter without a part."""
-    print(f"{'shorter without':<48}" + "".join(f"{part:>15}" for part in PARTS))
-    for row, column in cells(rows):
-        whole = tflops(row, column, machine)
-        shares = [1 - whole / tflops(row, column, replace(machine, **changes)) for changes in PARTS.values()]
-        print(f"  {place(row, column):<46}" + "".join(f"{share:>15.1%}" for share in shares))
-
-
-def like(row: dict[str, Any], fitted: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fitted row of the same model; if there is none, of the same tensor parallelism; else any."""
-    return min(fitted, key=lambda each: (each["model"] != row["model"], each["tensor"] != row["tensor"]))
-
-
-def predict_memory(rows: list[dict[str, Any]], hardware: Hardware) -> list[Errors]:
+def predict_memory(rows: list[dict[str, Any]], hardware: Hardware) -> Errors:
     fitted = [row for row in rows if row["use"] == "fit"]
     factor, buffers = fit_memory(fitted, hardware)
     machine = with_buffers(hardware, factor, buffers)
     print(f"fitted: activation factor {factor:.3f}, {buffers:.2f} hidden states of a segment per layer of a unit")
     print_fitted(fitted, partial(gib, hardware=machine), "GB")
-    absolute, ratio = Errors("GB", "GB"), Errors("memory over 1F1B's", "ratio")
-    for row in (row for row in rows if row["use"] != "fit"):
-        base = like(row, fitted)
-        longer = row["seq_len"] / base["seq_len"]
-        values = {}
-        for column in COLUMNS:
-            predicted = gib(row, column, machine)
-            if row[column] is None:
-                state = "out of memory" if predicted > hardware.memory / GIB else "fits: WRONG"
-                print(f"{place(row, column):<48}   out of memory; model {predicted:.1f} GB: {state}")
-                continue
-            units = activation_formula(row, column) / activation_formula(row, "1f1b")
-            values[column] = (row[column], predicted, base[column] * longer, base["1f1b"] * longer * units)
-        add_all(row, values, absolute, ratio)
-    return [absolute, ratio]
-
-
-def add_all(row: dict[str, Any], values: dict[str, tuple[float, ...]], absolute: Errors, ratio: Errors) -> None:
-    for column, cell in values.items():
-        absolute.add(row, column, cell)
-    for column, cell in values.items():
-        if column != "1f1b" and "1f1b" in values:
-            over = tuple(x / y for x, y in zip(cell, values["1f1b"], strict=True))
-            ratio.add(row, column, over, " / 1f1b")
+    errors = Errors("GB", "GB")
+    for row, column in itertools.product((row for row in rows if row["use"] != "fit"), COLUMNS):
+        predicted = gib(row, column, machine)
+        if row[column] is None:
+            state = "out of memory" if predicted > hardware.memory / GIB else "fits: WRONG"
+            print(f"{place(row, column):<48}   out of memory; model {predicted:.1f} GB: {state}")
+        else:
+            errors.add(row, column, row[column], predicted)
+    return errors
 
 
 def main() -> None:
-    with open(sys.argv[1] if len(sys.argv) > 1 else DATA, encoding="utf-8") as file:
+    with open(DATA, encoding="utf-8") as file:
         tables = json.load(file)
     assert tables["num_segments"] == K and tables["split"] == "flops"
     hardware = load_hardware(MACHINE)
     print(header("Predictions of the tables of the Seq1F1B paper, arXiv:2406.03488"))
-    print(f"{'cell':<48}{'measured':>9}  {'model':>8}            {'constant':>8}          {'formula':>8}")
-    errors = predict_throughput(tables["throughput"], hardware) + predict_memory(tables["memory_gb"], hardware)
+    print(f"{'cell':<48}{'measured':>9}  {'predicted':>9}")
+    errors = predict_throughput(tables["throughput"], hardware), predict_memory(tables["memory_gb"], hardware)
     print("\n".join(each.summary() for each in errors))
-    print("\n".join(each.groups() for each in errors[::2]))
+    print("\n".join(each.by_group() for each in errors))
 
 
 if __name__ == "__main__":

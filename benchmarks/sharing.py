@@ -19,7 +19,6 @@ def replay(
     cores: int,
     crowding: float = 1.0,
     waking: float = 0.0,
-    begin: Mapping[int, float] | None = None,
 ) -> float:
     """Makespan in seconds. Every rank runs its units in order, each once its message is there; places are not counted.
 
@@ -29,9 +28,8 @@ def replay(
 
     Args:
         waking: seconds from the end of a unit to the start of what waits on another rank.
-        begin: stage -> seconds that its first forward takes longer than those after it.
     """
-    ranks, now, begin = order.ranks, 0.0, dict(begin or {})
+    ranks, now = order.ranks, 0.0
     inputs = inputs_of(unit for rank in ranks for unit in rank)
     arrives: dict[Unit, float] = {}
     position = [0] * len(ranks)
@@ -47,12 +45,11 @@ def replay(
     def speed(rank: int) -> float:
         unit = ranks[rank][position[rank]]
         key = unit.kind, unit.stage, unit.segment
-        more = begin.get(unit.stage, 0.0)
         if len(left) <= cores:
             share = (len(left) - 1) / max(1, cores - 1)
-            return 1 / (alone[key] + more + share * (together[key] - alone[key]))
+            return 1 / (alone[key] + share * (together[key] - alone[key]))
         crowded = 1 + (crowding - 1) * min(1.0, (len(left) - cores) / cores)
-        return cores / len(left) / ((together[key] + more) * crowded)
+        return cores / len(left) / (together[key] * crowded)
 
     while True:
         idle = [r for r in range(len(ranks)) if r not in left and position[r] < len(ranks[r])]
@@ -68,7 +65,6 @@ def replay(
             if end <= event:
                 ended = ranks[r][position[r]]
                 arrives[ended] = event + waking
-                begin.pop(ended.stage, None)
                 position[r] += 1
                 del left[r]
             else:

@@ -4,9 +4,8 @@
 
 P = 64, M = 512, k = 16 of seq1f1b: 1048576 units, checked and lowered once, which has its own row. Every run has new
 random costs per (pass, stage, segment), alone and then with what is optional: transfers with latency and bandwidth,
-bytes of every kind of memory, times that vary, a W of every backward that fills waits, slack. It is timed as a user
-calls it, `Schedule.simulate`, in CPU seconds of its one thread. Below it: how long `auto` searches for an order (F and
-B counted), with costs of every unit drawn at random.
+bytes of every kind of memory, times that vary. It is timed as a user calls it, `Schedule.simulate`, in CPU seconds of
+its one thread.
 """
 
 from __future__ import annotations
@@ -14,14 +13,10 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import header
 
 from seq1f1b import Costs, Links, Noise, build_schedule
@@ -29,7 +24,6 @@ from seq1f1b.schedule import StepMemory
 
 COUNTS = {"num_ranks": 64, "num_microbatches": 512, "num_segments": 16}
 WARM_UP = 3
-FILLS = "and W in waits"
 
 
 def random_table(rng: random.Random, scale: float) -> list[list[float]]:
@@ -49,11 +43,6 @@ def with_links_and_bytes(rng: random.Random) -> dict[str, Any]:
     return {"costs": costs(rng, links), "memory": memory}
 
 
-def with_weights(rng: random.Random) -> dict[str, Any]:
-    given = with_noise(rng)
-    return given | {"costs": replace(given["costs"], weight=random_table(rng, 0.6))}
-
-
 def with_noise(rng: random.Random) -> dict[str, Any]:
     return with_links_and_bytes(rng) | {"noise": Noise(0.1, 0.1, rng.getrandbits(64))}
 
@@ -62,13 +51,7 @@ CASES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "random costs alone": lambda rng: {"costs": costs(rng)},
     "random costs, transfers, bytes": with_links_and_bytes,
     "the same with jitter": with_noise,
-    FILLS: with_weights,
-    "random costs, slack": lambda rng: {"costs": costs(rng), "critical": True},
 }
-
-
-def num_units(counts: dict[str, int]) -> int:
-    return 2 * counts["num_ranks"] * counts["num_microbatches"] * counts["num_segments"]
 
 
 def row(name: str, units: int, seconds: list[float]) -> str:
@@ -81,7 +64,7 @@ def row(name: str, units: int, seconds: list[float]) -> str:
 
 def measure(runs: int) -> None:
     rng = random.Random(0)
-    units = num_units(COUNTS)
+    units = 2 * COUNTS["num_ranks"] * COUNTS["num_microbatches"] * COUNTS["num_segments"]
     begin = time.process_time()
     schedule = build_schedule("seq1f1b", **COUNTS)
     built = time.process_time()
@@ -89,34 +72,14 @@ def measure(runs: int) -> None:
     print(row("build", units, [built - begin]))
     print(row("check, lower, first simulation", units, [time.process_time() - built]))
     for name, draw in CASES.items():
-        order, seconds = schedule, []
-        if name == FILLS:
-            order, units = schedule.defer_weights().replace(weights="fill"), 3 * units // 2  # F, I and W
-        order.simulate()  # lowered
+        seconds = []
         for run in range(WARM_UP + runs):
             given = draw(rng)
             begin = time.process_time()
-            order.simulate(**given)
+            schedule.simulate(**given)
             if run >= WARM_UP:
                 seconds.append(time.process_time() - begin)
         print(row(name, units, seconds))
-        units = num_units(COUNTS)
-
-
-def auto_rows() -> None:
-    """P 8, M 16, k 16; one, two and four stages per rank, the backward split."""
-    rng, counts = random.Random(0), {"num_ranks": 8, "num_microbatches": 16, "num_segments": 16}
-    for v in (1, 2, 4):
-        passes = [[[x * (0.9 + 0.2 * rng.random()) for _ in range(16)] for _ in range(8 * v)] for x in (1, 1.5, 0.5)]
-        options = {"costs": passes, "transfer": 0.05}
-        begin = time.process_time()
-        order = build_schedule("auto", **counts, stages_per_rank=v, options=options)
-        taken = time.process_time() - begin
-        backward = [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(*passes[1:], strict=True)]
-        costs = Costs(passes[0], backward, passes[2], links=Links(0.05))
-        run = order.replace(prefetch=256).simulate(costs)
-        print(f"auto, {v} stages per rank: bubble {run.bubble_ratio:.2%}".ljust(45), end="")
-        print(f"{num_units(counts) * v:>7}{taken:>9.3f}", flush=True)
 
 
 def main() -> None:
@@ -129,8 +92,6 @@ def main() -> None:
     print(header("Simulator: median CPU seconds of a run, millions of units per second (lowest..highest)"))
     print(f"{'what':<34}{'units':>11}{'s':>9}{'10^6/s':>10}", flush=True)
     measure(options.runs)
-    print(f"\n{'what':<45}{'units':>7}{'s':>9}")
-    auto_rows()
 
 
 if __name__ == "__main__":

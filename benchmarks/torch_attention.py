@@ -9,14 +9,12 @@ heads of one size: ``padded`` gives the narrower ones zeros. Its flex attention 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from seq1f1b import _C
 
@@ -105,12 +103,6 @@ def explicit_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
 
-def lower_right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2]), enable_gqa=True
-    )
-
-
 def padded_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     tokens, keys, scale = q.shape[2], k.shape[2], q.shape[3] ** -0.5
     mask = torch.ones(tokens, keys, dtype=torch.bool).tril(keys - tokens)
@@ -139,28 +131,18 @@ def eager(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tenso
     return torch.softmax(logits, dim=-1) @ v
 
 
-WHOLE = {"explicit mask": explicit_mask, "causal_lower_right": lower_right, "eager": eager}
+WHOLE = {"explicit mask": explicit_mask, "eager": eager}
 WHOLE_LATENT = {"explicit mask": explicit_mask, "mask, v padded": padded_mask, "eager": eager}
 WHOLE_WITH_SINKS = {"sink as a key": sink_as_a_key, "eager": eager}
 
 
-FORMS = ("two calls", *WHOLE)
-
-
 class _Rows:
-    """Keys, values and their gradients of one micro-batch, in a slab that two micro-batches fill from its two ends.
+    """Keys, values and their gradients of one micro-batch."""
 
-    Attention over a prefix does not ask for its order: where the slab is filled from the end, segments lie the other
-    way round, and prefixes are slices as well.
-    """
-
-    def __init__(self, slab: tuple[Tensor, Tensor], reverse: bool) -> None:
-        self.slab, self.reverse = slab, reverse
+    def __init__(self, like: Tensor, tokens: int) -> None:
+        shape = (*like.shape[:2], tokens, like.shape[3])
+        self.slab = like.new_empty(shape), like.new_empty(shape)
         self.gradients: Sequence[Tensor] = ()  # of the prefix; none before the last segment's backward
-
-    def part(self, t: Tensor, begin: int, end: int) -> Tensor:
-        """Tokens [begin, end) of rows that begin with token 0, or end with it."""
-        return t[:, :, t.shape[2] - end : t.shape[2] - begin] if self.reverse else t[:, :, begin:end]
 
     def write(self, k: Tensor, v: Tensor, offset: int) -> tuple[Tensor, ...]:
         """Keys and values of the prefix and of the segment, as views.
@@ -168,7 +150,7 @@ class _Rows:
         These have versions of their own, through ``data``: later rows may be written while they are saved.
         """
         end = offset + k.shape[2]
-        parts = [(self.part(t.data, 0, offset), self.part(t.data, offset, end)) for t in self.slab]
+        parts = [(t.data[:, :, :offset], t.data[:, :, offset:end]) for t in self.slab]
         for (_, own), t in zip(parts, (k, v), strict=True):
             own.copy_(t)
         return *(prefix for prefix, _ in parts), *(own for _, own in parts)
@@ -180,53 +162,21 @@ class _Rows:
             self.gradients = of_prefix
             return own
         for t, held in zip(own, self.gradients, strict=True):
-            t.add_(self.part(held, offset, offset + t.shape[2]))
+            t.add_(held[:, :, offset : offset + t.shape[2]])
         if offset > 0:
             for t, held in zip(of_prefix, self.gradients, strict=True):
-                self.part(held, 0, offset).add_(t)
+                held[:, :, :offset].add_(t)
         return own
 
 
-class _Prefix(torch.autograd.Function):
-    """Keys and values of the prefix and of the segment, for any attention: a graph per segment, as above."""
-
-    @staticmethod
-    def forward(ctx: Any, k: Tensor, v: Tensor, rows: _Rows, offset: int) -> tuple[Tensor, ...]:
-        ctx.rows, ctx.offset = rows, offset
-        return rows.write(k, v, offset)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.rows.collect(gradients, ctx.offset), None, None
-
-
 class InSegments:
-    """One of ``FORMS`` inside pipeline steps, ours or torch's that set the unit; outside one, of the whole sequence.
+    """Two calls inside our pipeline steps; outside one, torch's attention over the whole sequence.
 
     Keys and values of earlier segments are kept in rows, without a copy per segment: what ours does with its cache.
-
-    Attributes:
-        capacity: most tokens between their F and the end of their B, where those are never of more than two
-            micro-batches, one after the other, and leave from the last one: these share memory. None: they do not.
     """
 
-    def __init__(self, form: str) -> None:
-        self.form = form
-        self.capacity: int | None = None
+    def __init__(self) -> None:
         self._rows: dict[int, _Rows] = {}  # by micro-batch, as long as it has segments to come
-        self._ends: list[weakref.ref[_Rows]] = []  # micro-batches at the two ends of the slab, the later one last
-
-    def _take(self, like: Tensor, tokens: int) -> _Rows:
-        live = [rows for rows in (end() for end in self._ends) if rows is not None]
-        if self.capacity is not None and live:
-            if len(live) > 1:
-                raise RuntimeError("three micro-batches at once in memory for two")
-            rows = _Rows(live[0].slab, not live[0].reverse)
-        else:
-            shape = (*like.shape[:2], self.capacity or tokens, like.shape[3])
-            rows = _Rows((like.new_empty(shape), like.new_empty(shape)), False)
-        self._ends = [weakref.ref(rows) for rows in (*live, rows)]
-        return rows
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         unit = _C.current_unit()
@@ -234,11 +184,8 @@ class InSegments:
             if unit is None:
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             tokens, microbatch, segment, offset = unit.sequence_length, unit.microbatch, unit.segment, unit.offset
-            rows = self._take(k, tokens) if segment == 0 else self._rows.pop(microbatch)
+            rows = _Rows(k, tokens) if segment == 0 else self._rows.pop(microbatch)
             if segment < unit.num_segments - 1:
                 self._rows[microbatch] = rows
-            if self.form == "two calls":
-                q = q.transpose(1, 2).contiguous().transpose(1, 2)  # without its k and v; out lies alike
-                return _TwoCallsInRows.apply(q, k, v, rows, offset)
-            k_prefix, v_prefix, k, v = _Prefix.apply(k, v, rows, offset)
-            return WHOLE[self.form](q, torch.cat((k_prefix, k), dim=2), torch.cat((v_prefix, v), dim=2))
+            q = q.transpose(1, 2).contiguous().transpose(1, 2)  # without its k and v; out lies alike
+            return _TwoCallsInRows.apply(q, k, v, rows, offset)

@@ -10,8 +10,8 @@ trees   our engine: the prompt once, in segments; leaves nested, so many in one 
 rows    our engine: every response with its own prompt, a micro-batch each in segments, Seq1F1B
 packed  torch's Schedule1F1B: a tree is a micro-batch, and scaled_dot_product_attention gets its mask (T, T)
 
-All compute the same loss; their gradients are compared first. Each step of each arm is timed from a barrier to the end
-of the slower rank.
+All compute the same loss; their gradients are compared first. A step counts while other processes use less than 8 % of
+a core.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ import itertools
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+import tempfile
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from common import KEPT_HEAP, header, spawn
+from arms import Arm, EngineArm, take_rounds
+from common import KEPT_HEAP, Records, header, parser_of, spawn
 from decoder import Stage, cross_entropy
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -72,16 +71,14 @@ class Prompts:
     """Prompts with their responses, as trees and as rows. The responses alone are learnt.
 
     Args:
-        count: prompts. device: of the tokens.
+        count: prompts.
     """
 
-    def __init__(
-        self, prompt: int, responses: int, response: int, *, count: int, vocab: int, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, prompt: int, responses: int, response: int, count: int) -> None:
         self.prompt, self.responses, self.response = prompt, responses, response
         generator = torch.Generator().manual_seed(0)
         length = prompt + responses * response
-        self.trees = [torch.randint(vocab, (1, length), generator=generator).to(device) for _ in range(count)]
+        self.trees = [torch.randint(VOCAB, (1, length), generator=generator) for _ in range(count)]
         self.targets = [torch.full_like(t, -100) for t in self.trees]
         self.rows, self.row_targets = [], []
         for tokens, target in zip(self.trees, self.targets, strict=True):
@@ -105,40 +102,20 @@ class Prompts:
         return self.rows, self.row_targets, {"segment_sizes": sizes}
 
 
-class Arms:
-    def __init__(self, rank: int, given: argparse.Namespace) -> None:
-        self.rank, self.given = rank, given
-        prompt, responses, response = given.prompt, given.responses, given.response
-        self.prompts = Prompts(prompt, responses, response, count=given.trees, vocab=VOCAB)
-        shape: dict[str, Any] = {"hidden": HIDDEN, "blocks": BLOCKS, "vocab": VOCAB}
-        self.ours = Stage(rank, 2, **shape)
-        self.engine = seq1f1b.PipelineEngine(
-            self.ours, schedule="seq1f1b", num_microbatches=2, num_segments=2, loss_fn=cross_entropy
-        )
-        self.packed = TreeMaskStage(tree_mask(prompt, responses, response), rank, 2, **shape)
-        self.torch = Schedule1F1B(
-            PipelineStage(self.packed, rank, 2, torch.device("cpu")), n_microbatches=given.trees, loss_fn=cross_entropy
-        )
+class Packed(Arm):
+    def __init__(self, rank: int, prompts: Prompts, shape: dict[str, int]) -> None:
+        mask = tree_mask(prompts.prompt, prompts.responses, prompts.response)
+        self.modules = [TreeMaskStage(mask, rank, 2, **shape)]
+        stage = PipelineStage(self.modules[0], rank, 2, torch.device("cpu"))
+        self.torch = Schedule1F1B(stage, n_microbatches=len(prompts.trees), loss_fn=cross_entropy)
+        self._tokens = torch.cat(prompts.trees) if rank == 0 else None
+        self._target = torch.cat(prompts.targets)
 
-    def run(self, name: str) -> None:
-        given, first = self.given, self.rank == 0
-        if name == "packed":
-            whole, target = torch.cat(self.prompts.trees), torch.cat(self.prompts.targets)
-            self.torch.step(whole) if first else self.torch.step(target=target, losses=[])
-            return
-        if name == "trees":
-            inputs, targets, options = self.prompts.as_trees(given.siblings, given.segments)
+    def step(self) -> None:
+        if self._tokens is None:
+            self.torch.step(target=self._target, losses=[])
         else:
-            inputs, targets, options = self.prompts.as_rows(given.row_segments)
-        self.engine.step(inputs if first else None, target=None if first else targets, **options)
-
-    def gradients(self, name: str) -> list[Tensor]:
-        modules = self.packed if name == "packed" else self.ours
-        return [p.grad for p in modules.parameters() if p.grad is not None]
-
-    def clear(self) -> None:
-        for module in (self.ours, self.packed):
-            module.zero_grad()
+            self.torch.step(self._tokens)
 
 
 def even(tokens: int, count: int) -> list[int]:
@@ -146,62 +123,42 @@ def even(tokens: int, count: int) -> list[int]:
     return [b - a for a, b in itertools.pairwise(ends)]
 
 
-def in_turns(names: Sequence[str], rounds: int, run: Callable[[str], float]) -> dict[str, list[float]]:
-    """What ``run`` returns of each arm, by round; every second round goes the other way."""
-    found: dict[str, list[float]] = {name: [] for name in names}
-    for i in range(rounds):
-        for name in names if i % 2 else names[::-1]:
-            found[name].append(run(name))
-    return found
-
-
-def ratio(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
-    """How many times as long as ours theirs took: the median over the rounds, the least and the most."""
-    of_rounds = sorted(b / a for a, b in zip(ours, theirs, strict=True))
-    return statistics.median(of_rounds), of_rounds[0], of_rounds[-1]
-
-
-def timed(run: Callable[[], None]) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    run()
-    seconds = torch.tensor(time.perf_counter() - start)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return float(seconds)
-
-
-def measure(rank: int, given: argparse.Namespace) -> None:
-    arms = Arms(rank, given)
-    names = ["trees", "rows", "packed"]
-    found = {}
-    for name in names:
-        arms.clear()
-        arms.run(name)
-        found[name] = [g.clone() for g in arms.gradients(name)]
-    for name in names[1:]:
-        pairs = zip(found["trees"], found[name], strict=True)
-        worst = max(float((a - b).norm() / b.norm().clamp(min=1e-6)) for a, b in pairs)
+def measure(rank: int, given: argparse.Namespace, path: str) -> None:
+    prompts = Prompts(given.prompt, given.responses, given.response, given.trees)
+    shape = {"hidden": HIDDEN, "blocks": BLOCKS, "vocab": VOCAB}
+    stage = Stage(rank, 2, **shape)
+    engine = seq1f1b.PipelineEngine(
+        stage, schedule="seq1f1b", num_microbatches=2, num_segments=2, loss_fn=cross_entropy
+    )
+    steps = {"trees": prompts.as_trees(given.siblings, given.segments), "rows": prompts.as_rows(given.row_segments)}
+    arms: dict[str, Arm] = {
+        name: EngineArm([stage], engine, (inputs, targets), **options)
+        for name, (inputs, targets, options) in steps.items()
+    }
+    arms["packed"] = Packed(rank, prompts, shape)
+    truth: dict[str, Tensor] = {}
+    for name, arm in arms.items():
+        arm.step()
+        found = {own: gradient.clone() for own, gradient in arm.gradients().items()}
+        truth = truth or found
+        worst = max(float((found[own] - g).norm() / g.norm().clamp(min=1e-6)) for own, g in truth.items())
         if not worst < 1e-4:
             raise RuntimeError(f"gradients of {name} differ from those of trees by {worst:.1e}")
-
-    def once(name: str) -> float:
-        arms.clear()
-        return timed(lambda: arms.run(name))
-
-    seconds = in_turns(names, given.steps, once)
+        arm.zero_grad()
+    results = Records(path, given.foreign)
+    take_rounds(arms, results, given.steps)
     if rank == 0:
         what = f"prompt {given.prompt}, {given.responses} responses of {given.response}, {given.trees} trees"
-        for name in names:
-            s = sorted(seconds[name])
-            print(f"{what}: {name:7s} {statistics.median(s):.3f} s [{s[0]:.3f}, {s[-1]:.3f}]")
-        for name in names[1:]:
-            middle, least, most = ratio(seconds[name], seconds["trees"])
-            print(f"{what}: {name} takes {middle:.2f} [{least:.2f}, {most:.2f}] times as long as trees")
-    arms.engine.close()
+        for name in arms:
+            seconds = sorted(step[0] for step in results.counted(name)[0])
+            print(f"{what}: {name:7s} {statistics.median(seconds):.3f} s [{seconds[0]:.3f}, {seconds[-1]:.3f}]")
+        for name in ("rows", "packed"):
+            print(f"{what}: {results.pairs(name, 'trees').describe(f'{name} over trees')}")
+    engine.close()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--responses", type=int, default=8)
     parser.add_argument("--response", type=int, default=256)
@@ -217,7 +174,8 @@ def main() -> None:
     print(header("Prompts with several responses, two processes of one thread"))
     sys.stdout.flush()
     os.environ |= KEPT_HEAP
-    spawn(2, measure, given)
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(2, measure, given, f"{folder}/results")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A tuned engine beside the order that it began with, one process of two threads, DDP, and torch's schedules.
 
 Two processes of one thread each, fp32, the model of the other benchmarks. The engine is tuned first, over as many steps
-as it takes. Then rounds of one step of every arm, in turn and back; a round counts while other processes use less than
+as it takes. Then rounds of one step of every arm, in turn and back; a step counts while other processes use less than
 8 % of a core. "One process" runs the whole model with the same attention and two threads, while the other rank sleeps.
 "DDP" runs it on both ranks, each on half of the micro-batches; gradients are reduced in the last backward.
 
@@ -11,16 +11,16 @@ as it takes. Then rounds of one step of every arm, in turn and back; a round cou
 
 from __future__ import annotations
 
-import argparse
+import math
 import os
 import statistics
+import tempfile
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from arms import Arm, Case, Spec, errors, make_arm, timed, whole_model
-from common import FOREIGN_LIMIT, KEPT_HEAP, ForeignLoad, header, spawn
+from arms import Arm, Case, EngineArm, Spec, check_arm, make_arm, take_rounds, whole_model
+from common import KEPT_HEAP, Records, header, parser_of, spawn
 from decoder import cross_entropy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -66,100 +66,77 @@ class Replica(Arm):
             with nullcontext() if number == len(self._own) else self._ddp.no_sync():
                 loss = cross_entropy(self._ddp(x), y)
                 (loss / len(self._own)).backward()
-            losses.append(float(loss.detach()))
-        return statistics.mean(losses)
+            losses.append(loss.detach())
+        mean = torch.stack(losses).mean() / dist.get_world_size()
+        dist.all_reduce(mean)  # one number, in a step of seconds
+        return float(mean)
 
     def gradients(self) -> dict[str, Tensor]:
         return super().gradients() if self._is_first else {}
 
 
-class Engine(Arm):
-    """Ours, whose order is found while it trains, or stays as it began."""
-
-    def __init__(self, case: Case, rank: int, *, tuned: bool) -> None:
-        self.modules = [case.stage(rank, case.ranks, "ours")]
-        self.engine = seq1f1b.PipelineEngine(
-            self.modules[0], schedule="tuned" if tuned else "seq1f1b", num_microbatches=case.microbatches,
-            num_segments=4, loss_fn=cross_entropy,
-        )  # fmt: skip
-        self._tokens, self._targets = case.batch()
-
-    def step(self) -> float | None:
-        losses = self.engine.step(self._tokens, target=self._targets)
-        return float(torch.stack(losses).mean()) if losses else None
-
-    def tune(self) -> str:
-        """Steps until an order is found. Returns what was."""
-        for _ in range(MOST_STEPS):
-            self.step()
-            self.zero_grad()
-            report = self.engine.report(gather=True)
-            if report.is_tuned:
-                return str(report.tuning)
-        raise RuntimeError(f"no order was found in {MOST_STEPS} steps")
+def engine_arm(case: Case, rank: int, schedule: str) -> EngineArm:
+    stage = case.stage(rank, case.ranks, "ours")
+    engine = seq1f1b.PipelineEngine(
+        stage, schedule=schedule, num_microbatches=case.microbatches, num_segments=4, loss_fn=cross_entropy
+    )
+    return EngineArm([stage], engine, case.batch())
 
 
-def measure(rank: int, length: int, microbatches: int, rounds: int, limit: float) -> None:
+def tune(arm: EngineArm) -> str:
+    """Steps until an order is found. Returns what was."""
+    for _ in range(MOST_STEPS):
+        arm.step()
+        arm.zero_grad()
+        report = arm.engine.report(gather=True)
+        if report.is_tuned:
+            return str(report.tuning)
+    raise RuntimeError(f"no order was found in {MOST_STEPS} steps")
+
+
+def measure(rank: int, length: int, microbatches: int, rounds: int, limit: float, path: str) -> None:
     case = Case(length, microbatches)
+    tuned = engine_arm(case, rank, "tuned")
     arms: dict[str, Arm] = {
         WHOLE: Whole(case, rank),
         DDP: Replica(case, rank),
-        FIRST: Engine(case, rank, tuned=False),
-        TUNED: Engine(case, rank, tuned=True),
+        FIRST: engine_arm(case, rank, "seq1f1b"),
+        TUNED: tuned,
         "torch 1F1B": make_arm(case, Spec("1F1B", "torch"), rank),
         "torch ZBV": make_arm(case, Spec("ZBVZeroBubble", "torch"), rank),
     }
     truth = whole_model(case) if rank == 0 else None
-    found = {name: [errors(arm, rank, truth)[2]] for name, arm in arms.items()}
-    tuned = arms[TUNED]
-    assert isinstance(tuned, Engine)
-    text = tuned.tune()
-    found[TUNED].append(errors(tuned, rank, truth)[2])
-    pids: list[Any] = [None] * case.ranks
-    dist.all_gather_object(pids, os.getpid())
-    load, counted, discarded = ForeignLoad(pids), [], 0
-    for turn in range(3 * rounds):
-        load.start()
-        steps = {name: timed(arm) for name, arm in list(arms.items())[:: -1 if turn % 2 else 1]}
-        quiet = [load.cores() < limit]
-        dist.broadcast_object_list(quiet)
-        if quiet[0] and turn > 0:
-            counted.append(steps)
-        discarded += not quiet[0]
-        if len(counted) == rounds:
-            break
+    text = tune(tuned)
+    found = {name: check_arm(arm, name, truth).get("gradient_error") for name, arm in arms.items()}
+    results = Records(path, limit)
+    take_rounds(arms, results, rounds)
     report = tuned.engine.report(gather=True)
     if not report.is_tuned:
         raise RuntimeError(f"the tuned engine has begun to search again: {report.tuning}")
-    if rank == 0 and not counted:
-        print(f"\n{case}: UNMEASURED: others used the cores in {discarded} rounds\n{text}", flush=True)
-    elif rank == 0:
-        print(f"\n{case}: {len(counted)} rounds, {discarded} discarded\n{text}")
-        print(f"errors of gradients: {', '.join(f'{n} {max(e):.1e}' for n, e in found.items())}")
+    if rank == 0:
+        print(f"\n{case}: {text}")
+        print(f"errors of gradients: {', '.join(f'{name} {error:.1e}' for name, error in found.items())}")
         for name in arms:
-            seconds = sorted(steps[name] for steps in counted)
-            low, high = seconds[len(seconds) // 4], seconds[-1 - len(seconds) // 4]
-            line = f"  {name:26} {statistics.median(seconds):.4f} s [{low:.4f}, {high:.4f}]"
+            seconds = [step[0] for step in results.counted(name)[0]]
+            line = f"  {name:26} {statistics.median(seconds or [math.nan]):.4f} s, {len(seconds)} steps"
             for other in (WHOLE, "torch 1F1B", "torch ZBV"):
-                ratio = statistics.median(steps[other] / steps[name] for steps in counted)
+                ratio = results.pairs(other, name).ratio()[0]
                 line += f"  {ratio:.3f} of {other}'s speed" * (name != other)
             print(line)
         print(report, flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--case", type=int, nargs=2, action="append", metavar=("TOKENS", "M"))
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument(
-        "--foreign", type=float, default=FOREIGN_LIMIT, help="cores that others may use in a step that counts; inf: any"
-    )
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     print(header("A tuned engine beside one process, DDP and torch's schedules"))
     os.environ |= KEPT_HEAP
     for length, microbatches in options.case or CASES:
-        spawn(2, measure, length, microbatches, options.rounds, options.foreign)
+        with tempfile.TemporaryDirectory() as folder:
+            spawn(2, measure, length, microbatches, options.rounds, options.foreign, f"{folder}/results")
 
 
 if __name__ == "__main__":

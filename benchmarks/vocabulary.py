@@ -6,7 +6,7 @@ Ranks are processes. Two arms have the embedding on the first rank, and the head
 where one segment's logits are alive at a time; the third has a shard of both on every rank. Bytes of a rank: weights,
 gradients and the state of AdamW, with the most that graphs held at a time, logits included; beside it the growth of the
 process's resident memory. Imbalance is the share of their time in which the ranks wait for the busiest: 1 - mean / most
-of the seconds in units. Simulated: the same, and the bubble, with each unit's median seconds over the steps.
+of the seconds in units, each the median over the steps.
 """
 
 from __future__ import annotations
@@ -21,20 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from common import KEPT_HEAP, header
+from common import KEPT_HEAP, gathered, header, resident_bytes, spawn
 from decoder import HeadLoss, HeadPart, Stage, cross_entropy, make_head
 from torch import Tensor, nn
 
 from seq1f1b import PipelineEngine, VocabularyParallelEmbedding, VocabularyParallelHead
 
 ARMS = ("head in the last stage", "head in its loss", "vocabulary over the ranks")
-
-
-def resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def make_engine(arm: str, rank: int, options: argparse.Namespace) -> PipelineEngine:
@@ -65,9 +58,7 @@ def make_engine(arm: str, rank: int, options: argparse.Namespace) -> PipelineEng
     )
 
 
-def run_rank(rank: int, arm: str, options: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options.ranks)
+def run_rank(rank: int, arm: str, options: argparse.Namespace, path: str) -> None:
     before = resident_bytes()
     engine = make_engine(arm, rank, options)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
@@ -94,23 +85,18 @@ def run_rank(rank: int, arm: str, options: argparse.Namespace, folder: str) -> N
             [statistics.median(step[r][i] for step in units[1:]) for i in range(len(units[0][r]))]
             for r in range(options.ranks)
         ]
-        run = engine.schedule.simulate(durations=median)
         busy = [sum(row) for row in median]
-        found |= {
-            "imbalance": 1 - statistics.mean(busy) / max(busy),
-            "bubble": sum(run.bubble) / (options.ranks * run.makespan),
-            "makespan": run.makespan,
-            "measured": report.makespan,
-        }
-    Path(folder, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+        found["imbalance"] = 1 - statistics.mean(busy) / max(busy)
+    everyone = gathered(found)
+    if rank == 0:
+        Path(path).write_text(json.dumps(everyone), encoding="utf-8")
     engine.close()
-    dist.destroy_process_group()
 
 
 def run_arm(arm: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (arm, options, folder), nprocs=options.ranks)
-        return [json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(options.ranks)]
+        spawn(options.ranks, run_rank, arm, options, f"{folder}/found.json")
+        return list(json.loads(Path(folder, "found.json").read_text(encoding="utf-8")))
 
 
 def main() -> None:
@@ -123,27 +109,15 @@ def main() -> None:
     os.environ.update(KEPT_HEAP)
     print(header("Vocabulary over the ranks"))
     mib = 2**20
-    most = {}
     for arm in ARMS:
         found = run_arm(arm, options)
         print(f"\n{arm}\nrank  weights, gradients, AdamW  graphs, logits, KV     all  resident growth  (MiB)")
         for rank, each in enumerate(found):
             parts = each["held"] / mib, each["graphs"] / mib, (each["held"] + each["graphs"]) / mib
             print(f"{rank:4}  {parts[0]:26.1f}  {parts[1]:18.1f}  {parts[2]:6.1f}  {each['resident'] / mib:15.1f}")
-        most[arm] = [
-            max(f(each) for each in found) for f in (lambda e: e["held"] + e["graphs"], lambda e: e["resident"])
-        ]
-        first = found[0]
-        print(
-            f"imbalance {first['imbalance']:.1%}; simulated: bubble {first['bubble']:.1%}, "
-            f"{first['makespan']:.2f} s; measured {first['measured']:.2f} s; losses "
-            + ", ".join(f"{loss / options.microbatches:.4f}" for loss in found[-1]["losses"])
-        )
-    c, d = most[ARMS[-1]]
-    print()
-    for arm in ARMS[:-1]:
-        a, b = most[arm]
-        print(f"below the {arm}: the largest rank falls by {1 - c / a:.2f}, its resident growth by {1 - d / b:.2f}")
+        largest = max(each["held"] + each["graphs"] for each in found) / mib
+        losses = ", ".join(f"{loss / options.microbatches:.4f}" for loss in found[-1]["losses"])
+        print(f"largest rank {largest:.1f} MiB; imbalance {found[0]['imbalance']:.1%}; losses {losses}")
 
 
 if __name__ == "__main__":

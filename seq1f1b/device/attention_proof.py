@@ -3,7 +3,7 @@
 A segment over a prefix, ragged in every direction: without options, with documents, with a window, and with all that
 the kernels take; and at the end of a tree's path, whose keys lie in two ranges or three. The truth is computed on the
 CPU, by matrix products in float64. A result may be off twice as far as the same products are with each intermediate
-result rounded to 16 bits: benchmarks/gpu_attention.py asks the same of large cases. Memory around the results must stay
+result rounded to 16 bits: tests/gpu asks the same of larger cases. Memory around the results must stay
 as it is.
 """
 

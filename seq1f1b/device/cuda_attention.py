@@ -33,7 +33,7 @@ and own take no trees: a call of our kernels always hides keys behind its querie
 All that follows from the shapes and strides of a call is decided once, in a plan (``_plan``). A call whose plan is
 known makes its views and launches.
 
-benchmarks/gpu.py holds all of it to float64 on a GPU; an H200 and an H100 have run it (benchmarks/results). The tests
+tests/gpu holds all of it to float64 on a GPU; an H200 and an H100 have run it (benchmarks/results). The tests
 run it on the CPU, with stand-ins for the aten ops that torch's dispatcher holds to their schemas.
 """
 

@@ -1,7 +1,7 @@
 """Is attention of CUDA tensors right, as far as that can be told without a GPU?
 
 All of device/cuda_attention.py and of the cache runs here on CPU tensors, over stand-ins of aten's CUDA-only ops; what
-the real ops do is for benchmarks/gpu.py to show, on a GPU.
+the real ops do is for tests/gpu to show, on a GPU.
 """
 
 from __future__ import annotations

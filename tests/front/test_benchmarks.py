@@ -7,7 +7,6 @@ count. Its figures are no matter of a test.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import math
 import random
@@ -45,29 +44,21 @@ def numbers(pattern: str, text: str) -> list[tuple[float, ...]]:
 
 def of_tuning(out: str, _: Path) -> None:
     """The order was found before the rounds; the script itself fails if the engine searches in them."""
-    assert "1 rounds, 0 discarded\ntuned for 96 tokens in " in out
+    assert "tuned for 96 tokens in " in out
     arms = ("one process, two threads", "DDP, two processes", "as it began", "tuned", "torch 1F1B", "torch ZBV")
     errors = re.search("errors of gradients: (.*)", out)
     assert errors is not None and len(re.findall("[0-9.]+e-0[67]", errors[1])) == len(arms)
-    assert [name for name in arms if re.search(rf"^  {name} +[0-9.]+ s", out, re.MULTILINE)] == list(arms)
+    assert [name for name in arms if re.search(rf"^  {name} +[0-9.]+ s, 1 steps", out, re.MULTILINE)] == list(arms)
 
 
 def of_train(out: str, _: Path) -> None:
     """The script compares the losses, and looks which attention each arm runs."""
-    assert all(name in out for name in ("ours", "two calls", "explicit mask", "causal_lower_right", "eager"))
-    assert "1 pairs, 0 discarded" in out and len(re.findall("attention [1-9]", out)) == 2
-
-
-def of_attention_ranges(out: str, _: Path) -> None:
-    """The script compares the results of all ranges to the bit."""
-    assert len(re.findall(r"^(?:float32|bfloat16) .*(?:one piece| of )", out, re.MULTILINE)) == 2 * 2 * 2 * 5
+    assert "two calls against ours: " in out and "1 pairs, 0 discarded" in out
 
 
 def of_engine(out: str, _: Path) -> None:
     """The script compares gradients, and by which transport messages go."""
     assert out.count("1 rounds counted") == 4 and out.count(", 0 discarded") == 4
-    steps = numbers(r"^ +2 (?:torch|seq1f1b).* +2 +[12] +([0-9.]+) +([0-9.]+) .* 15$", out)
-    assert len(steps) == 5 and all(seconds > 0.9 * ideal for seconds, ideal in steps)
 
 
 def of_p2p(out: str, _: Path) -> None:
@@ -76,17 +67,10 @@ def of_p2p(out: str, _: Path) -> None:
     assert all(ratio == pytest.approx(gloo / ours, rel=0.02, abs=0.06) for _, ours, gloo, ratio in rows)
 
 
-def of_packing(out: str, _: Path) -> None:
-    assert out.count("1 pairs, 0 discarded") == 3
-    *others, (one, same) = numbers("losses ([0-9.]+), ([0-9.]+)", out)
-    assert len(others) == 2 and all(abs(whole - within) > 1e-3 for whole, within in others)
-    assert one == pytest.approx(same, abs=1e-5)
-
-
 def of_tree_steps(out: str, _: Path) -> None:
     """The script compares the gradients of the three arms."""
     assert [name for name in ("trees", "rows", "packed") if f"2 trees: {name} " in out] == ["trees", "rows", "packed"]
-    assert len(numbers(r"takes ([0-9.]+) \[", out)) == 2
+    assert out.count("over trees: ") == 2
 
 
 def of_timeline(out: str, folder: Path) -> None:
@@ -99,36 +83,23 @@ def of_memory(out: str, folder: Path) -> None:
     """The arms, before any is measured: `moves` and `caps` measure times and peaks as it does, the full test all."""
     assert (folder / "memory.txt").read_text() == out
     records = [json.loads(line) for line in (folder / "memory.jsonl").read_text().splitlines()]
-    torchs, plain, recomputed = [r["fields"] for r in records if r["what"] == "arm"]
-    assert (torchs["schedule"], torchs["checkpoint"]) == ("1F1B", False) and plain["name"] == "ours, no cap"
-    assert Plan.from_json(plain["plan"]).units == () and recomputed == plain | {
-        "name": "ours, all recomputed",
-        "recomputed": 1.0,
-    }
-    assert out.count(": unmeasured\n") == 2
+    torchs, ours = [r["fields"] for r in records if r["what"] == "arm"]
+    assert (torchs["schedule"], torchs["checkpoint"]) == ("1F1B", False) and ours["name"] == "ours, no cap"
+    assert Plan.from_json(ours["plan"]).units == ()
 
 
 def of_moves(out: str, folder: Path) -> None:
     assert (folder / "moves.txt").read_text() == out
     records = [json.loads(line) for line in (folder / "moves.jsonl").read_text().splitlines()]
     assert [r["arm"] for r in records if r["what"] == "checked"] == ["ours, no cap", "ours, a half moved"]
-    assert "1 pairs" in out and out.endswith(": unmeasured\n")  # a single pair is no result
+    assert "1 pairs" in out and "UNMEASURED" in out  # a single pair is no result
 
 
 def of_vocabulary(out: str, _: Path) -> None:
     losses = re.findall("losses (.*)", out)
     assert len(losses) == 3 and len(set(losses)) == 1 and losses[0].count(".") == 2
-    assert numbers("below the head in the last stage: the largest rank falls by ([0-9.]+)", out)[0] > (0.05,)
-
-
-def of_memory_on_paper(out: str, _: Path) -> None:
-    way = r"^llama3-8b +131072 +1  {}.* +([0-9.]+)% +([0-9.]+) +(\d+)% +(\d+)%  {}$"
-    [(_, whole, recomputed, moved)] = numbers(way.format("block by block", "(?:ffn|full)"), out)
-    assert whole < 80 and (recomputed, moved) == (0, 0)
-    [(_, _, recomputed, moved)] = numbers(way.format("whole units", "none"), out)
-    assert recomputed > 0 and moved == 0
-    assert numbers(way.format("and move", "none"), out)[0][3] > 0
-    assert re.search("131072 +1  keeps all +nothing fits", out)
+    (in_stage,), _, (spread,) = numbers("^largest rank ([0-9.]+) MiB", out)
+    assert spread < 0.95 * in_stage
 
 
 def of_predict(out: str, _: Path) -> None:
@@ -152,25 +123,12 @@ def of_caps(out: str, folder: Path) -> None:
 def of_paper(out: str, _: Path) -> None:
     """No time is in it: all cells are fitted, predicted, or told to be out of memory."""
     assert out.count(", fit\n") == 12 and out.count(" GB: out of memory\n") == 3 and "WRONG" not in out
-    assert [n for (n,) in numbers(r": n (\d+), mean error: model [0-9.]+%", out)] == [4, 3, 9, 5]
-
-
-def of_kinds(out: str, _: Path) -> None:
-    rows = re.findall(
-        r"^(dense|window, full) +(llama|gemma2) +(?:[0-9.]+ +){6}[-+]\d+% .* ([0-9.]+)$", out, re.MULTILINE
-    )
-    assert rows == [("dense", "llama", "1.000"), ("window, full", "gemma2", "1.000")]  # measured cache over said
-
-
-def of_exact(out: str, _: Path) -> None:
-    """No time is in it: orders and bounds are the same everywhere."""
-    assert re.findall("bar .*: (.*)", out) == ["reached"] * 3
+    assert [n for (n,) in numbers(r": n (\d+), mean error [0-9.]+%", out)] == [4, 9]
 
 
 def of_simulate(out: str, _: Path) -> None:
     rows = numbers(r"^.{34} +(\d+) +[0-9.]+ +([0-9.]+)  .* 1 runs$", out)
-    assert [units for units, _ in rows] == [4096] * 5 + [6144, 4096] and all(rate > 0 for _, rate in rows)
-    assert len(numbers(r"^auto, (\d) stages per rank: bubble ([0-9.]+)%", out)) == 3
+    assert [units for units, _ in rows] == [4096] * 5 and all(rate > 0 for _, rate in rows)
 
 
 def of_endurance(out: str, _: Path) -> None:
@@ -181,37 +139,27 @@ FOREIGN = "--foreign=inf"  # whatever else runs here
 SHORT: dict[str, tuple[list[str], Callable[[str, Path], None]]] = {
     "tuning": (["--case", "96", "2", "--rounds=1", FOREIGN], of_tuning),
     "train": (["--length=64", "--pairs=1", "--only=float32", FOREIGN], of_train),
-    "attention_ranges": (["--tokens=1024", "--rounds=2"], of_attention_ranges),
-    "engine": (
-        [FOREIGN, "--rounds=1", "--round-steps=2", "--ranks=2", "--microbatches=2", "--segments=2", "--unit-ms=1"],
-        of_engine,
-    ),
+    "engine": ([FOREIGN, "--rounds=1", "--round-steps=2"], of_engine),
     "p2p": (["--repeats=1", "--bytes", str(2**20), str(3 * 2**20)], of_p2p),
-    "packing": (["--length=128", "--pairs=1", FOREIGN], of_packing),
-    "tree_steps": (["--prompt=64", "--responses=4", "--response=16", "--steps=1"], of_tree_steps),
-    "timeline": (["step.png", "--limit=inf", "--length=128", "--segments=2"], of_timeline),
+    "tree_steps": (["--prompt=64", "--responses=4", "--response=16", "--steps=1", FOREIGN], of_tree_steps),
+    "timeline": (["step.png", FOREIGN, "--length=128", "--segments=2"], of_timeline),
     "memory": (["--quick", "--minutes=0", "--output=."], of_memory),
     "moves": (["--quick", FOREIGN, "--output=."], of_moves),
     "vocabulary": (["--ranks=2", "--vocab=4096", "--hidden=64", "--tokens=64", "--steps=2"], of_vocabulary),
-    "memory_on_paper": (["--models=llama3-8b", "--lengths=131072"], of_memory_on_paper),
     "predict": (["--quick", "--first=1"], of_predict),
     "caps": (["--quick", FOREIGN, "--output=."], of_caps),
     "paper": ([], of_paper),
-    "kinds": (["--seq=128", "--repeats=1", "--only", "window, full"], of_kinds),
-    "exact": ([], of_exact),
     "simulate": (["--quick", "--runs=1"], of_simulate),
     "endurance": (["--steps=101", "--transports=shm"], of_endurance),
 }
 ELSEWHERE = {  # in the other tests of this file; gpu in test_gpu_benchmark.py
-    *("pipeline", "split", "attention", "lengths", "trees", "restarts", "gpu"),
+    *("pipeline", "split", "attention", "lengths", "restarts", "gpu"),
 }
 
 
 @pytest.mark.parametrize("script", SHORT)
 def test_a_script_measures_what_it_is_called_after(script: str, tmp_path: Path) -> None:
     arguments, check = SHORT[script]
-    if script == "kinds":
-        pytest.importorskip("transformers", reason="the script is about its layers; .ci/run comes back with the extra")
     check(run(tmp_path, f"{script}.py", *arguments), tmp_path)
 
 
@@ -225,16 +173,16 @@ def test_every_form_of_attention_is_checked_and_measured(monkeypatch: pytest.Mon
     monkeypatch.syspath_prepend(str(FOLDER))
     import attention
 
-    for name, value in (("REPETITION_SECONDS", 0.0), ("SLOWED", 0.0)):
-        monkeypatch.setattr(attention, name, value)
+    for name in ("REPETITION_SECONDS", "SLOWED"):
+        monkeypatch.setattr(attention, name, 0.0)
     case = attention.Case(torch.float32, 64, 2, 2, 32, 96, v_dim=64)
     measured = attention.Measured(case, [1])
     peaks = {1: attention.Peak(1)}
     for _ in range(attention.ROUNDS):
-        measured.add(1.0, peaks)
+        measured.add(peaks)
     [row] = measured.rows
     assert set(row.times) == {"ours", "two calls"} and set(measured.errors) > {"ours", "two calls", "explicit mask"}
-    assert all(len(times) == len(row.peaks) >= attention.MIN_REPETITIONS for times in row.times.values())
+    assert all(len(times) == len(row.peaks) == attention.ROUNDS * attention.REPETITIONS for times in row.times.values())
     assert not row.discarded and attention.rate(case, row, "ours", attention.BACKWARD)[0] > 0
 
 
@@ -283,25 +231,23 @@ def pipeline(monkeypatch):
 
 def test_arms_train_alike_and_what_cannot_run_says_why(tmp_path):
     arguments = ["--length=64", "--microbatches=2", "--hidden=64", "--segments=2", "--split=flops", "--rounds=2"]
-    schedules = ["--schedules", "1F1B", "ZBVZeroBubble", "DualPipeV", "runtime", "seq1f1b", "seq1f1b-interleaved"]
+    schedules = ["--schedules", "1F1B", "ZBVZeroBubble", "DualPipeV", "seq1f1b", "seq1f1b-interleaved"]
     path = tmp_path / "results"
     out = run(tmp_path, "pipeline.py", *arguments, *schedules, FOREIGN, "--results", str(path))
     records = [json.loads(line) for line in path.read_text().splitlines()]
     arms = [r for r in records if r["what"] == "arm"]
-    assert len(arms) == 12 and all(r["case"] == CASE for r in arms)
+    assert len(arms) == 10 and all(r["case"] == CASE for r in arms)
     for r in arms:
         if r["spec"]["schedule"] == "DualPipeV":
             assert "DualPipeV requires at least as many microbatches as stages" in r["refused"]
         else:
             assert r["loss_error"] < 1e-6 and r["gradient_error"] < 1e-5, r
     rounds = [r for r in records if r["what"] == "round"]
-    assert [len(r["steps"]) for r in rounds] == [10, 10]
+    assert [len(r["steps"]) for r in rounds] == [8, 8]
     assert all(
         seconds > 0 and 0 <= least <= bubble < 1 for r in rounds for seconds, _, bubble, least in r["steps"].values()
     )
     assert "refuses: DualPipeV requires" in out and "unmeasured (2)" in out
-    bars = out.partition("## What must hold\n")[2].splitlines()
-    assert len(bars) > 15 and all(line.endswith(": unmeasured") for line in bars)
 
 
 def test_a_schedule_that_torch_lacks_is_named(pipeline):
@@ -312,91 +258,53 @@ def test_a_schedule_that_torch_lacks_is_named(pipeline):
         torch_schedule("Missing")
 
 
-@pytest.mark.parametrize(
-    ("seconds", "counted", "verdict"),
-    [(1.0, 15, "passed"), (1.3, 15, "FAILED"), (1.0, 14, "unmeasured"), (1.0, 0, "unmeasured")],
-)
-def test_a_ratio_is_judged_over_counted_pairs_only(pipeline, tmp_path, seconds, counted, verdict):
-    results = pipeline.Results(str(tmp_path / "results"))
-    bar = next(bar for bar in pipeline.bars() if bar.wanted == 1.16)
-    for i in range(20):  # a step that others disturbed is far too slow, and does not count
-        ours = [seconds, 0.02, 0.1] if i < counted else [100.0, 0.5, 0.1]
-        steps = {bar.theirs.label: [1.4, 0.02, 0.2], bar.ours[0].label: ours}
-        results.add(what="round", case=str(bar.case), steps=steps)
-    assert bar.judge(pipeline.Results(results.path)).endswith(verdict)
+def test_a_ratio_is_of_counted_pairs_only(monkeypatch, tmp_path):
+    """A step that others disturbed is far too slow, and does not count."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    from common import Records
 
-
-def test_memory_is_judged_by_the_worst_rank(pipeline, tmp_path):
-    results = pipeline.Results(str(tmp_path / "results"))
-    bar = next(bar for bar in pipeline.bars() if bar.memory and bar.wanted == 0.6)
-    assert bar.judge(results) == "unmeasured"
-    for spec, growth in ((bar.theirs, [100, 60]), (bar.ours[1], [50, 61])):
-        fields = pipeline.dataclasses.asdict(spec)
-        results.add(what="peak", case=str(bar.case), spec=fields, growth=growth, total=growth)
-    assert "0.610" in bar.judge(results) and bar.judge(results).endswith("FAILED")
-    results.add(what="peak", case=str(bar.case), spec=fields, growth=[50, 55], total=[50, 55])
-    assert bar.judge(results).endswith("passed")
+    results = Records(str(tmp_path / "results"))
+    for i in range(20):
+        results.add(what="round", case="one", steps={"a": [1.4, 0.02], "b": [1.0, 0.02] if i < 15 else [100.0, 0.5]})
+    results.add(what="round", case="two", steps={"a": [9.0, 0.0], "b": [1.0, 0.0]})
+    pairs = Records(results.path).pairs("a", "b", case="one")
+    assert pairs.measured and pairs.ratio() == (1.4, 1.4, 1.4) and pairs.discarded == 5
+    assert results.missing(["a", "b"], 18, case="one") == 3
 
 
 def test_results_of_another_commit_are_not_mixed_in(pipeline, tmp_path):
-    results = pipeline.Results(str(tmp_path / "results"))
+    results = pipeline.Records(str(tmp_path / "results"))
     results.add(what="header", lines=["# another", "# commit 0", "# machine"])
     with pytest.raises(SystemExit, match="holds results of\n# another"):
         results.begin("Pipeline")
 
 
-def test_the_examples_model_has_one_gradient_under_every_attention(pipeline):
+def test_the_examples_model_has_one_gradient_under_both_attentions(pipeline):
     from arms import OurArm, Spec
-    from torch_attention import FORMS
     from train import ExampleCase
 
-    case, found = ExampleCase(96, 2, ranks=1), {}
-    for form in ("ours", *FORMS):
-        arm = OurArm(case, Spec("seq1f1b", "ours" if form == "ours" else "torch", 3), 0, form=form)
-        loss = arm.step()
-        found[form] = loss, {name: grad.clone() for name, grad in arm.gradients().items()}
+    found = []
+    for attention in ("ours", "torch"):
+        arm = OurArm(ExampleCase(96, 2, ranks=1), Spec("seq1f1b", attention, 3), 0)
+        found.append((arm.step(), {name: grad.clone() for name, grad in arm.gradients().items()}))
         arm.engine.close()
-    loss, truth = found.pop("ours")
-    for form, (other_loss, gradients) in found.items():
-        assert abs(other_loss - loss) < 1e-6 * loss, form
-        for name, grad in gradients.items():
-            torch.testing.assert_close(grad, truth[name], rtol=0, atol=5e-6 * float(truth[name].abs().max()), msg=name)
+    (loss, truth), (other_loss, gradients) = found
+    assert abs(other_loss - loss) < 1e-6 * loss
+    for name, grad in gradients.items():
+        torch.testing.assert_close(grad, truth[name], rtol=0, atol=5e-6 * float(truth[name].abs().max()), msg=name)
 
 
 def test_the_split_backward_is_measured_beside_torchs(monkeypatch, tmp_path):
-    """That it runs, and that what I leaves to W is less than torch's split keeps: times are no matter of a test."""
+    """That it runs: times are no matter of a test."""
     for name, value in (("MALLOC_MMAP_MAX_", "0"), ("MALLOC_TRIM_THRESHOLD_", str(2**40))):  # else it begins anew
         monkeypatch.setenv(name, value)
     out = run(tmp_path, "split.py", "--quick")
-    rows = [line.split() for line in out.splitlines() if line.startswith(("float32  ", "bfloat16  "))]
-    cells = [row for row in rows if row[1] == "256"]
-    assert len(cells) == 2
-    for *_, ours, theirs in cells:
-        assert 0 < float(ours) < float(theirs)
-
-
-def test_ways_of_trees_have_the_tokens_and_pairs_of_their_paths(monkeypatch):
-    """Rows take longer than one packed row, and that longer than nested units, whether much or little is shared."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    spec = importlib.util.spec_from_file_location("benchmark_of_trees", FOLDER / "trees.py")
-    trees = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, trees)
-    spec.loader.exec_module(trees)
-    tree = trees.TreeShape((7, 3, 5, 2, 4), (-1, 0, 0, 1, 1))
-    ways = [way(tree, 1e9) for way in (trees.rows, trees.packed, trees.nested)]
-    assert [sum(map(sum, way.tokens)) for way in ways] == [12 + 14 + 12, 21, 21]
-    begins = (0, 7, 7, 10, 10)  # of nodes along their paths; the last two are alone below theirs, and share a unit
-    pairs = sum(begin + i + 1 for begin, size in zip(begins, tree.sizes, strict=True) for i in range(size))
-    assert sum(ways[2].forward[0]) == pytest.approx(21 + pairs / trees.HALF + 4 * trees.FIXED)
-    assert ways[1].forward[0] == [pytest.approx(21 + 21 * 21 / trees.HALF + trees.FIXED)]
-    assert ways[2].parents == [[-1, 0, 1, 0]] and ways[2].tokens == [[7, 3, 6, 5]]  # branch by branch
-    monkeypatch.setattr(trees, "SHAPES", dict(list(trees.SHAPES.items())[1:3]))
-    for name, _, (of_rows, of_packed, of_nested), *_ in trees.table([2]):
-        assert of_rows > of_packed > of_nested, name
+    cells = numbers(r"^(?:float32|bfloat16) +256 +256 +([0-9.]+) +([0-9.]+) \+ +([0-9.]+) ", out)
+    assert len(cells) == 2 and all(min(cell) > 0 for cell in cells)
 
 
 @pytest.mark.timeout(600)  # many processes, one after the other, on a machine that may be busy
-@pytest.mark.full  # starts 18 processes one after another, about 100 seconds of a core
+@pytest.mark.full  # starts many processes one after another, about a minute of a core
 def test_time_over_memory_is_measured(tmp_path):
     """Small, and under any load: what is written, not how fast it is."""
     run = subprocess.run(
@@ -410,20 +318,12 @@ def test_time_over_memory_is_measured(tmp_path):
     assert (tmp_path / "memory.txt").read_text() == run.stdout
     records = [json.loads(line) for line in (tmp_path / "memory.jsonl").read_text().splitlines()]
     names = [r["arm"] for r in records if r["what"] == "checked"]
-    assert {"torch 1F1B", "ours, no cap", "ours, all recomputed"} <= set(names)
+    assert names == ["torch 1F1B", "ours, no cap"]
     peaks = {r["arm"]: r for r in records if r["what"] == "peak"}
     assert sorted(peaks) == sorted(names) and all(min(r["growth"]) > 0 for r in peaks.values())
-    for kept, recomputed, moved in peaks["ours, all recomputed"]["units"]:
-        assert (kept, moved) == (0, 0) and recomputed > 0
-    assert max(peaks["ours, all recomputed"]["planned"]) < max(peaks["ours, no cap"]["planned"])
-    [steps] = [r["steps"] for r in records if r["what"] == "round"]
-    assert sorted(steps) == sorted(names)
-    for r in records:
-        if r["what"] == "attempt":
-            assert r["fits"] == (max(r["growth"]) <= 16 * 2**20)
-    [trained], [whole] = ([r for r in records if r["what"] == what] for what in ("trained", "whole"))
-    assert trained["losses"] == pytest.approx(whole["losses"], rel=1e-4)
-    assert "losses of these steps equal one process's" in run.stdout
+    assert [sorted(r["steps"]) for r in records if r["what"] == "round"] == [sorted(names)] * 2
+    attempts = [r for r in records if r["what"] == "attempt"]
+    assert attempts and all(r["fits"] == (max(r["growth"], default=2**40) <= 16 * 2**20) for r in attempts)
 
 
 def test_the_longest_sequence_is_found_from_growth(monkeypatch, tmp_path):
@@ -442,33 +342,6 @@ def test_the_longest_sequence_is_found_from_growth(monkeypatch, tmp_path):
         memory.find_longest(results, "one", 1024, math.inf, attempt)
         assert results.longest("one") == longest // 1024 * 1024
         assert len(results.of("attempt")) <= 6
-
-
-def test_our_curve_is_judged_at_each_size(monkeypatch, tmp_path):
-    """By the arms that are within the time, or within the size of torch's schedule."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import memory
-
-    results = memory.Results(str(tmp_path / "results"), 0.08)
-    arms = {"fast": (1.0, 500), "small": (1.05, 390), "tiny": (1.3, 240), "torch": (1.2, 1000)}
-    for name, (seconds, growth) in arms.items():
-        arm = memory.PEERS[0] if name == "torch" else memory.Ours(f"ours, {name}", "")
-        arms[name] = arm.name, seconds, growth
-        results.add(what="arm", fields=dataclasses.asdict(arm))
-        results.add(what="peak", arm=arm.name, growth=[growth // 2, growth])
-    assert all(line.endswith("unmeasured") for line in memory.verdicts(results))
-    for _ in range(16):
-        results.add(what="round", steps={name: (seconds, 0.02) for name, seconds, _ in arms.values()})
-        results.add(what="round", steps={name: (9.0, 0.5) for name, *_ in arms.values()})  # others use the cores
-    first, second, third = memory.verdicts(results)
-    assert first.endswith("0.390, ours, small, 1.050 times: passed")
-    assert second.endswith("0.240, ours, tiny, 1.300 times: passed")
-    assert third.endswith("1.200 [1.200, 1.200] times by ours, fast, 16 pairs: passed")
-    results.add(what="peak", arm="ours, small", growth=[410, 10])
-    results.add(what="peak", arm=memory.BASE, growth=[200, 230])
-    first, _, third = memory.verdicts(results)
-    assert first.endswith("1.783, ours, small, 1.050 times: FAILED")
-    assert third.endswith("no arm of ours needs as little: FAILED")
 
 
 def test_plans_under_caps_are_judged(monkeypatch, tmp_path, capsys):
@@ -496,15 +369,12 @@ def test_plans_under_caps_are_judged(monkeypatch, tmp_path, capsys):
 
     add("good", [1000 + 50, 1200 + 100], [1.4, 1.6])
     caps.show(results)
-    assert capsys.readouterr().out.count(": passed") == 3
+    assert re.findall(r": (\d of \d)$", capsys.readouterr().out, re.MULTILINE) == ["1 of 1"] * 3
     add("more than planned", [1060 + 50, 1200 + 100], [1.4, 1.6])
     add("above the cap", [1000 + 50, 1211 + 100], [2.1, 2.2])
     add("never alone", [1000 + 50, 1200 + 100], [1.4])
     caps.show(results)
-    *_, near, below, inside = capsys.readouterr().out.splitlines()
-    assert near.endswith("the plan's: 3 of 4: FAILED")
-    assert below.endswith("no rank above the cap: 3 of 4: FAILED")
-    assert inside.endswith("interval: 2 of 3: FAILED")
+    assert re.findall(r": (\d of \d)$", capsys.readouterr().out, re.MULTILINE) == ["3 of 4", "3 of 4", "2 of 3"]
 
 
 def run_lengths(tmp_path, part, *options):
@@ -514,8 +384,8 @@ def run_lengths(tmp_path, part, *options):
 def test_planned_steps_are_faster_on_paper(tmp_path):
     shown = run_lengths(tmp_path, "simulate")
     assert (tmp_path / "lengths-simulate.txt").read_text() == shown
-    bars = shown.partition("## What must hold\n")[2].splitlines()
-    assert [line.rpartition(": ")[2] for line in bars[:2]] == ["passed"] * 2  # the third is a time
+    [(mean, least)] = numbers(r"^gain over the best of the others: mean ([0-9.]+), least ([0-9.]+)$", shown)
+    assert mean >= 1.12 and least >= 1
 
 
 @pytest.mark.full  # four times two processes, one after the other: half a minute
@@ -526,4 +396,4 @@ def test_planned_steps_are_measured_beside_others(tmp_path):
     assert len(steps) == 2 and all(r["error"] < 1e-5 for r in steps)
     assert [sorted(r["seconds"]) for r in records if r["what"] == "round"] == [["fixed", "ours", "torchs"]] * 4
     assert [r["arm"] for r in records if r["what"] == "memory"] == ["ours", "fixed", "torchs"]
-    assert "fewer than 15 counted" in shown and ": unmeasured" in shown
+    assert "fewer than 15 counted" in shown

@@ -1,7 +1,7 @@
 """Tests of a machine's GPUs. docs/how-to/gpus.md says how to run them, here and over several hosts.
 
 Without a GPU they skip. ``SEQ1F1B_STAND_INS=1 pytest tests/gpu`` rehearses them on a CPU, over stand-ins for the driver
-and for NCCL: CI does, by ``benchmarks/gpu.py --rehearse``.
+and for NCCL; CI rehearses a slice of them, by ``benchmarks/gpu.py --rehearse``.
 """
 
 from __future__ import annotations

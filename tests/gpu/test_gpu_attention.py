@@ -1,4 +1,4 @@
-"""Is causal attention in segments right on this GPU, forward and backward, against float64?"""
+"""Is causal attention in segments, and in trees of them, right on this GPU, forward and backward, against float64?"""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import path_runs
 import pytest
 import torch
 from attention_runs import errors, formula, gradients, random_qkv, segmented
@@ -73,4 +74,30 @@ def test_segments_are_right(
         poison(device)
         with step_on(device):
             ours = errors(segmented(sizes, options, [[q, k, v]], [dout])[0], truth)
+        assert all(own <= 2 * peer + floor for own, peer in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        *((dtype, "") for dtype in (BF16, FP16, FP32, FP64)),
+        *((BF16, n) for n in ("window", "softcap", "slopes", "sinks")),
+    ],
+    ids=str,
+)
+def test_trees_are_right(device: torch.device, dtype: torch.dtype, name: str) -> None:
+    """Unit by unit in random rows, against every path alone: keys lie in several ranges, and siblings share units."""
+    longest = 9 if device.type == "cpu" else 150
+    for seed in range(3):
+        case = path_runs.Case(seed, longest=longest, with_parts=name not in ("window", "slopes"), most_parts=6)
+        made = [random_qkv(HEADS, 2, tokens=case.tokens, head_dim=64, seed=s, dtype=dtype) for s in (seed, seed + 100)]
+        qkv, (dout, *_) = ([t.to(device) for t in each] for each in made)
+        given = options_of(name, longest).items()
+        options = {key: t.to(device) if isinstance(t, Tensor) else t for key, t in given}
+        truth = path_runs.by_paths(case.step, options, qkv, dout)
+        theirs = errors(path_runs.by_paths(case.step, options, qkv, dout, dtype), truth)
+        poison(device)
+        with step_on(device):
+            ours = errors(path_runs.by_units(case.step, case.order, options, qkv, dout), truth)
+        floor = FLOORS.get(dtype, torch.finfo(dtype).eps / 16)
         assert all(own <= 2 * peer + floor for own, peer in zip(ours, theirs, strict=True)), (ours, theirs)

@@ -693,8 +693,6 @@ def test_one_core_does_all_the_work_in_its_time(case):
     work = sum(seconds[unit.kind, unit.stage, unit.segment] for rank in order.ranks for unit in rank)
     assert found == pytest.approx(work)
     assert work < sharing(*case, cores=1, crowding=1.5)[2] <= 1.5 * work
-    once = dict.fromkeys(range(order.num_stages), 10.0)
-    assert sharing(*case, cores=1, begin=once)[2] == pytest.approx(work + sum(once.values()))
 
 
 # -- the commands

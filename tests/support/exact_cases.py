@@ -1,6 +1,8 @@
 """Small cases whose shortest order is known: their rule, their file ``data/exact.jsonl``, one line each.
 
-``benchmarks/exact.py`` writes the file with the exact solver; ``test_exact.py`` holds ``auto`` to it.
+``test_exact.py`` holds ``auto`` to the file. ``python tests/support/exact_cases.py`` solves the cases anew and prints
+the lines of the file (pip install "seq1f1b[exact]"): at most 10 seconds a case, begun from the order of ``auto``, so
+that a case that ends unproved still has that order and a bound.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from seq1f1b import ModelShape, partition_sequence
+from seq1f1b import ModelShape, build_schedule, partition_sequence
 
 FILE = Path(__file__).parents[1] / "data" / "exact.jsonl"
 NUM_CASES = 120
@@ -122,3 +124,17 @@ def options_of(case: dict[str, Any]) -> dict[str, Any]:
 
 def read_cases() -> list[dict[str, Any]]:
     return [json.loads(line) for line in FILE.read_text().splitlines()]
+
+
+def main() -> None:
+    from exact_solver import shortest_schedule
+
+    for case in chosen_cases():
+        counts, options = counts_of(case), options_of(case)
+        start = build_schedule("auto", **counts, options=options)
+        found = shortest_schedule(**counts, options=options, start=start, seconds=10.0, workers=4)
+        print(json.dumps(case | {"makespan": found.makespan, "bound": found.bound, "proved": found.proved}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
