@@ -9,20 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.utils._pytree import tree_leaves
 
-from seq1f1b.adapters.checkpoint_values import (
-    OptimizerEntries,
-    Path,
-    RowShard,
-    Saved,
-    as_entry,
-    find_saved,
-    is_loading,
-    local,
-    set_value,
-    taken_over,
-    value_at,
-)
+from seq1f1b.adapters.checkpoint_values import OptimizerEntries, RowShard, Whole, as_kept, find_saved, is_loading, local
 from seq1f1b.runtime.engine import PipelineEngine
 from seq1f1b.runtime.tied import ties_of
 
@@ -63,45 +54,43 @@ class PipelineState:
         self._tensors: dict[str, list[Tensor]] = {}  # one, or copies of one
         self._names: dict[Tensor, str] = {}
         self._shards: dict[Tensor, tuple[int, int]] = {}  # first row, rows of the whole
-        own: list[tuple[str, str, tuple[int, ...]]] = []
+        own: list[tuple[str, list[int], bool]] = []  # name, shape, and whether several stages may have it
         tied = self._tied.names() if self._tied is not None else {}
         for module in engine.modules():
             for part in module.modules():
                 self._shards |= getattr(part, "row_shards", {})
-            for kind, name, tensor in _tensors_of(module):
+            for name, tensor in _tensors_of(module):
                 if tensor not in self._names:
-                    if id(tensor) in tied:
-                        kind, name = "tied", tied[id(tensor)]
-                    if tensor in self._shards:
-                        kind = "shard"
-                    self._names[tensor] = name
+                    name = self._names[tensor] = tied.get(id(tensor), name)
                     self._tensors.setdefault(name, []).append(tensor)
-                    own.append((kind, name, tuple(self._as_saved(tensor, tensor).shape)))
-        held: dict[str, tuple[int, str]] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
+                    is_shared = id(tensor) in tied or tensor in self._shards or not isinstance(tensor, nn.Parameter)
+                    own.append((name, list(self._as_saved(tensor, tensor).shape), is_shared))
+        held: dict[str, tuple[int, list[int], bool]] = {}
         for rank, theirs in enumerate(engine.all_gather_object(own)):
-            for kind, name, shape in theirs:
-                first, first_kind = held.setdefault(name, (rank, kind))
-                is_again = name in shapes
-                if shapes.setdefault(name, shape) != shape or (is_again and "parameter" in (kind, first_kind)):
+            for name, shape, is_shared in theirs:
+                if name not in held:
+                    held[name] = rank, shape, is_shared
+                elif not is_shared or held[name][1:] != (shape, True):
                     raise ValueError(
-                        f"{name!r} is a parameter of a stage on rank {first} and of one on rank {rank}: stages keep "
-                        "the names of the whole model, and copies of one parameter are listed in tied_parameters"
+                        f"{name!r} is a parameter of a stage on rank {held[name][0]} and of one on rank {rank}: stages "
+                        "keep the names of the whole model, and copies of one parameter are listed in tied_parameters"
                     )
-        for parameter, _, _ in self._optimized():
-            if parameter not in self._names:
-                raise ValueError(
-                    f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that is none of the engine's: "
-                    "make it of engine.parameters(), after fully_shard"
-                )
-        self._shapes = {name: list(shape) for name, shape in shapes.items()}
+        self._shapes = {name: shape for name, (_, shape, _) in held.items()}
+        self._optimized()
 
-    def _optimized(self) -> Iterator[tuple[Tensor, dict[str, Any], Any]]:
-        """Every parameter of the optimizers, with its group and the state of its optimizer."""
+    def _optimized(self) -> dict[str, list[tuple[Tensor, dict[str, Any], Any]]]:
+        """Each parameter of the optimizers, and its copies, with their groups and the state of their optimizers."""
+        found: dict[str, list[tuple[Tensor, dict[str, Any], Any]]] = {}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    yield parameter, group, optimizer.state
+                    if parameter not in self._names:
+                        raise ValueError(
+                            f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that is none of the "
+                            "engine's: make it of engine.parameters(), after fully_shard"
+                        )
+                    found.setdefault(self._names[parameter], []).append((parameter, group, optimizer.state))
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """The live tensors that DCP reads or fills (``model``, ``optimizer``) and the ``shapes`` of the whole model.
@@ -117,90 +106,107 @@ class PipelineState:
         if self._tied is not None and not is_loading():
             self._tied.compare()
         model = {name: self._as_saved(tensors[0], tensors[0].detach()) for name, tensors in self._tensors.items()}
-        has_state = any(state for optimizer in self._optimizers for state in optimizer.state.values())
-        shapes = {"shapes": self._shapes, "has_optimizer_state": has_state}
-        optimizer = OptimizerEntries(*self._entries(self), self._entries)
-        return {"model": model, "optimizer": optimizer, "shapes": json.dumps(shapes, sort_keys=True)}
+        optimizer = self._to_fill(self)
+        if optimizer is None:
+            optimizer = OptimizerEntries(self._live(), self._to_fill)
+        return {"model": model, "optimizer": optimizer, "shapes": json.dumps(self._shapes, sort_keys=True)}
 
-    def _entries(self, holder: object) -> tuple[dict[str, Any], dict[int, Tensor] | None]:
-        """State and options of the optimizers by name; or those of a checkpoint that DCP loads, and the new tensors."""
+    def _live(self) -> dict[str, Any]:
+        """State and options of the optimizers by name."""
         live: dict[str, Any] = {}
-        named: dict[str, tuple[Tensor, dict[str, Any]]] = {}
-        for parameter, group, state in self._optimized():
-            name = self._names[parameter]
-            if name in named:  # another copy
-                continue
-            named[name] = parameter, group
+        for name, ((parameter, group, state), *_) in self._optimized().items():
             for key, value in state.get(parameter, {}).items():
-                live[f"state.{name}.{key}"] = as_entry(self._as_saved(parameter, value), f"{key} of {name!r}")
+                live[f"state.{name}.{key}"] = self._as_saved(parameter, value, f"{key} of {name!r}")
             for key, value in group.items():
                 if key != "params":
-                    live[f"param_groups.{name}.{key}"] = as_entry(value, f"{key} of {name!r}")
-        saved = find_saved(holder, self._tensors) if self._optimizers else None
-        return (live, None) if saved is None else self._to_fill(saved, live, named)
+                    live[f"param_groups.{name}.{key}"] = self._as_saved(None, value, f"{key} of {name!r}")
+        return live
 
-    def _to_fill(
-        self, saved: Saved, live: dict[str, Any], named: dict[str, tuple[Tensor, dict[str, Any]]]
-    ) -> tuple[dict[str, Any], dict[int, Tensor]]:
-        """Entries of the parameters' names that a checkpoint has, in the live tensors where they fit."""
-        wanted: list[tuple[Path, str, str]] = []
-        for path in saved:
-            if path[0] == "optimizer":
-                kind, name, key = self._split(str(path[1]))
-                if name in named:
-                    wanted.append((path, name, key if kind == "state" else ""))
-        held = {path[1] for path, _, _ in wanted}
+    def _to_fill(self, holder: object) -> OptimizerEntries | None:
+        """Entries of this rank's optimizers that a checkpoint has, in the live tensors where they fit.
+
+        None: DCP is not loading.
+        """
+        saved = find_saved(holder) if self._optimizers else None
+        if saved is None:
+            return None
+        live, optimized = self._live(), self._optimized()
+        entries: dict[str, Any] = {}
+        for path, stored in saved.items():
+            kind, name, key = self._split(str(path[1])) if path[0] == "optimizer" else ("", "", "")
+            if name not in optimized:
+                continue
+            value = None
+            if isinstance(stored, TensorStorageMetadata):
+                value = live.get(str(path[1])) if len(path) == 2 else None
+                if not isinstance(value, Tensor) or value.shape != stored.size:
+                    parameter, group, _ = optimized[name][0]
+                    weight = saved.get(("model", name))
+                    dtype = weight.properties.dtype if isinstance(weight, TensorStorageMetadata) else None
+                    key = key if kind == "state" else ""
+                    value = self._room(parameter, group, dtype, key, stored.size, stored.properties.dtype)
+                    value = self._as_saved(parameter, value)
+            set_element(entries, path[1:], value)
         # DCP tells by name which option of an optimizer the checkpoint lacks.
-        entries = {key: value for key, value in live.items() if key.startswith("param_groups.") and key not in held}
-        made: dict[int, Tensor] = {}
-        for path, name, key in wanted:
-            own, tensor = value_at(live, path[1:]), saved[path]
-            if tensor is not None and not (isinstance(own, Tensor) and own.shape == tensor[0]):
-                weight = saved.get(("model", name))
-                own = self._room(*named[name], key, *tensor, None if weight is None else weight[1])
-                own = self._as_saved(named[name][0], own)
-                made[id(local(own))] = local(own)
-            set_value(entries, path[1:], None if tensor is None else own)
-        return entries, made
+        options = {key: value for key, value in live.items() if key.startswith("param_groups.")}
+        return OptimizerEntries(options | entries)
 
     def _room(
         self,
         parameter: Tensor,
         group: dict[str, Any],
-        key: str,
-        size: tuple[int, ...],
-        dtype: torch.dtype,
         weight: torch.dtype | None,
+        key: str,
+        size: Sequence[int],
+        dtype: torch.dtype,
     ) -> Tensor:
-        """A tensor for an optimizer's state, where torch would put it."""
-        if dtype == weight and size != ():  # as the parameter that it belongs to
+        """A tensor for an optimizer's state, where torch would put it.
+
+        Args:
+            weight: dtype of the parameter in the checkpoint.
+        """
+        if dtype == weight and size:  # as the parameter that it belongs to
             dtype = parameter.dtype
         if size in (parameter.shape, self._as_saved(parameter, parameter.detach()).shape):
             return torch.empty_like(parameter.detach(), dtype=dtype)
-        if size == ():
+        if not size:
             stays = not key or (key == "step" and not (group.get("capturable") or group.get("fused")))
             return torch.empty((), dtype=dtype, device="cpu" if stays else parameter.device)
         return parameter.detach().new_empty(size, dtype=dtype)
 
-    def _split(self, key: str) -> tuple[str, str, str]:
+    def _split(self, entry: str) -> tuple[str, str, str]:
         """Kind, parameter and key of an entry's name; a parameter's name has dots, too."""
-        kind, _, rest = key.partition(".")
+        kind, _, rest = entry.partition(".")
         name = rest
         while name not in self._shapes and name:
             name = name.rpartition(".")[0]
         return kind, name, rest[len(name) + 1 :]
 
-    def _as_saved(self, parameter: Tensor, value: Any) -> Any:
-        """A parameter, or a tensor of its optimizer state, as DCP is to see it."""
-        if parameter not in self._shards or not isinstance(value, Tensor) or value.dim() == 0:
+    def _as_saved(self, parameter: Tensor | None, value: Any, what: str = "") -> Any:
+        """A parameter, or a value of its optimizer, so that DCP saves it once and gives it back as it is."""
+        if isinstance(value, Tensor):
+            if parameter not in self._shards or value.dim() == 0:
+                return value
+            if value.shape != parameter.shape:
+                raise ValueError(
+                    f"the optimizer keeps a tensor of shape {tuple(value.shape)} for rows of "
+                    f"{self._names[parameter]!r}, of shape {tuple(parameter.shape)}, a shard of the vocabulary: it "
+                    "belongs to these rows alone and cannot be saved for another number of ranks: give it an optimizer "
+                    "whose state has the rows' shape"
+                )
+            return RowShard.of(value.detach(), *self._shards[parameter])
+        if not isinstance(value, (dict, list)):
             return value
-        if value.shape != parameter.shape:
+        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+            return Whole(value)
+        if isinstance(value, list):
+            return [self._as_saved(parameter, each, what) for each in value]
+        if not all(isinstance(key, str) for key in value):
             raise ValueError(
-                f"the optimizer keeps a tensor of shape {tuple(value.shape)} for rows of {self._names[parameter]!r}, "
-                f"of shape {tuple(parameter.shape)}, a shard of the vocabulary: it belongs to these rows alone and "
-                "cannot be saved for another number of ranks: give it an optimizer whose state has the rows' shape"
+                f"the optimizer keeps tensors under keys that are no texts, in {what}, which a checkpoint cannot hold: "
+                "let its keys be str"
             )
-        return RowShard.of(value.detach(), *self._shards[parameter])
+        return {key: self._as_saved(parameter, each, what) for key, each in value.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -208,10 +214,11 @@ class PipelineState:
 
         Raises:
             ValueError: the checkpoint belongs to another model, which has this one's parameters and more. (DCP itself
-                raises before it reads anything if one is missing or has another shape.) Or it has state of an
-                optimizer that DCP was not asked for.
+                raises before it reads anything if one is missing or has another shape.)
         """
-        theirs, has_state = _read_shapes(state["shapes"])
+        theirs = json.loads(state["shapes"])
+        if "has_optimizer_state" in theirs:  # in checkpoints of earlier versions
+            theirs = theirs["shapes"]
         if theirs != self._shapes:
             differing = sorted(name for name in {*theirs, *self._shapes} if theirs.get(name) != self._shapes.get(name))
             raise ValueError(
@@ -222,58 +229,38 @@ class PipelineState:
         for entry, value in state["optimizer"].items():
             kind, name, key = self._split(entry)
             loaded[kind].setdefault(name, {})[key] = value
-        made: dict[int, Tensor] | None = getattr(state["optimizer"], "made", None)
-        if made is None:
-            self._check_asked(loaded["state"], has_state)
         for name, tensors in self._tensors.items():
             for tensor in tensors:
                 tensor.copy_(local(state["model"][name]))
-        for parameter, group, of_optimizer in self._optimized():
-            name = self._names[parameter]
-            weight = local(state["model"][name]).dtype
-            found, own = loaded["state"].get(name, {}), of_optimizer.pop(parameter, {})
-            if found:
-                room = partial(self._room, parameter, group, weight=weight)
-                taken = {key: taken_over(own.get(key), value, partial(room, key), made) for key, value in found.items()}
-                own.clear()
-                own.update(taken)
-                of_optimizer[parameter] = own
-            for key, value in loaded["param_groups"].get(name, {}).items():
-                group[key] = taken_over(group.get(key), value)
-
-    def _check_asked(self, state: dict[str, Any], has_state: bool | None) -> None:
-        """Whether DCP was asked for the optimizer's state; it was not if nobody told what the checkpoint has."""
-        trained = {self._names[parameter] for parameter, _, _ in self._optimized() if parameter.requires_grad}
-        if not trained or not trained.isdisjoint(state) or has_state is False:
-            return
-        has = (
-            "the checkpoint has state of the optimizer"
-            if has_state
-            else "no state of the optimizer was read: if any is there"
-        )
-        raise ValueError(
-            f"{has}, which DCP was not asked for: give the PipelineState itself to DCP: "
-            'dcp.load({"train": state}, checkpoint_id=folder)'
-        )
+        for name, copies in self._optimized().items():
+            is_own = getattr(state["optimizer"], "is_filled", False)  # nobody else has the tensors
+            for parameter, group, of_optimizer in copies:
+                room = partial(self._room, parameter, group, local(state["model"][name]).dtype)
+                of_optimizer.pop(parameter, None)
+                if name in loaded["state"]:
+                    of_optimizer[parameter] = {
+                        key: as_kept(value, None if is_own else partial(room, key))
+                        for key, value in loaded["state"][name].items()
+                    }
+                for key, value in loaded["param_groups"].get(name, {}).items():
+                    if isinstance(group.get(key), Tensor) and isinstance(value, (Tensor, int, float)):
+                        group[key].copy_(torch.as_tensor(value))
+                    else:
+                        group[key] = as_kept(value, None if is_own else partial(room, ""))
+                is_own = False
 
 
 def optimized(state: PipelineState) -> Callable[[str], bool]:
     """Whether an entry of a checkpoint's optimizer is of a parameter that an optimizer of this rank has."""
-    names = {state._names[parameter] for parameter, _, _ in state._optimized()}
+    names = state._optimized().keys()
     return lambda key: state._split(key)[1] in names
 
 
-def _read_shapes(text: str) -> tuple[dict[str, list[int]], bool | None]:
-    """Shapes of the whole model, and whether the optimizer had state; an older checkpoint does not say."""
-    read = json.loads(text)
-    return (read["shapes"], read["has_optimizer_state"]) if isinstance(read.get("shapes"), dict) else (read, None)
-
-
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Kind, name and tensor of what a state dict holds; torch.compile adds to the names."""
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of what a state dict holds; torch.compile adds to the names."""
     for name, parameter in module.named_parameters():
-        yield "parameter", name.replace("_orig_mod.", ""), parameter
+        yield name.replace("_orig_mod.", ""), parameter
     for path, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
             if name not in part._non_persistent_buffers_set:
-                yield "buffer", f"{path}.{name}".removeprefix(".").replace("_orig_mod.", ""), buffer
+                yield f"{path}.{name}".removeprefix(".").replace("_orig_mod.", ""), buffer

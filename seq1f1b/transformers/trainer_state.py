@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from seq1f1b.adapters.checkpoint import PipelineState, optimized
-from seq1f1b.adapters.checkpoint_values import OptimizerEntries, as_kept
+from seq1f1b.adapters.checkpoint_values import as_kept
 from seq1f1b.runtime.engine import PipelineEngine
 from seq1f1b.transformers.saving import Ranks, num_bytes, save_together, together
 
@@ -80,7 +80,7 @@ def load_optimizer(engine: PipelineEngine, optimizer: torch.optim.Optimizer, sch
                 raise ValueError(f"the checkpoint lacks {key!r} of this rank's optimizer")
             if isinstance(value, tuple) and key in found:  # JSON has lists only
                 found[key] = tuple(found[key])
-        own.load_state_dict({**state, "optimizer": OptimizerEntries(found, made={})})
+        own.load_state_dict({**state, "optimizer": found})
         with open(os.path.join(folder, _SCHEDULER), encoding="utf-8") as file:
             scheduler.load_state_dict(json.load(file))
 
