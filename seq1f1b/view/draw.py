@@ -135,8 +135,10 @@ def _legend_handles(named: Mapping[str, Timeline], hatches: set[str | None]) -> 
     for kind, strength in style.STRENGTH.items():
         if kind in seen:
             handles.append(Patch(facecolor=(1 - 0.6 * strength,) * 3, label=f"{kind}: {PASSES[kind]}"))
-    gray = {"facecolor": "0.7", "edgecolor": "white"}
-    return handles + [Patch(**gray, hatch=hatch, label=text) for hatch, text in _HATCHES.items() if hatch in hatches]
+    for hatch, text in _HATCHES.items():
+        if hatch in hatches:
+            handles.append(Patch(facecolor="0.7", edgecolor="white", hatch=hatch, label=text))
+    return handles
 
 
 def trace_json(path: str | Path, tracks: Timeline | Mapping[str, Timeline]) -> None:
