@@ -27,10 +27,16 @@ def build_explorer(app, error):
     if error is not None or app.builder.format != "html":
         return
     explorer = runpy.run_path(str(Path(__file__).parent / "explorer/build.py"))
+    page = Path(app.outdir, "explorer", "index.html")
+    page.parent.mkdir(exist_ok=True)
     try:
-        explorer["build"](Path(app.outdir, "explorer"))
+        explorer["build"](page)
     except explorer["NoCompiler"] as missing:
-        print(f"the schedule explorer is not built: {missing}", file=sys.stderr)
+        text = f"the schedule explorer was not built with these pages: {missing}"
+        page.write_text(
+            f"<!doctype html>\n<meta charset=utf-8>\n<p>{text}\n", encoding="utf-8"
+        )
+        print(text, file=sys.stderr)
 
 
 def setup(app):

@@ -1,562 +1,320 @@
 // explorer.js - the page: forms of two designs, what comes of them, and their timelines.
 "use strict"
 
-const Explorer = (() => {
+const Explorer = (async () => {
+  const { element, digits, timeText } = Timelines
   const facts = JSON.parse(document.getElementById("facts").textContent)
   const byId = (id) => document.getElementById(id)
-  const digits = (x, n) => String(+x.toPrecision(n))
-
-  function element(tag, properties = {}, ...children) {
-    const made = Object.assign(document.createElement(tag), properties)
-    made.append(...children)
-    return made
-  }
+  const wasm = Uint8Array.from(atob(byId("wasm").textContent), (c) => c.charCodeAt(0))
+  const laboratory = await Laboratory.open(wasm, facts)
+  const GIB = 2 ** 30
 
   // -- the form of a design -----------------------------------------------------------------------------------------
 
-  const families = facts.families
-  const familyOf = (design) => families.find((one) => one.name === design.family)
-  const isOrder = (design) => design.family === "text"
-  const hasCounts = (design) => !isOrder(design)
-  const isPlain = (design) => design.costs === "seconds"
-  const takes = (option) => (design) => familyOf(design)?.options.includes(option)
-  const hasOwnLengths = (design) => !["even", "equal"].includes(design.split)
+  const familyOf = (design) => facts.families.find(({ name }) => name === design.family)
+  const modelOf = (design) => facts.presets[design.costs] // undefined: in seconds
   const fits = (design) => design.recompute === "fit" || design.offload === "fit"
-  const plain = (values) => [[null, values]]
-  const named = (test) => families.filter(test).map((one) => [one.name, one.name])
-  // The counts that a model's costs are known for; null: any.
-  const ofModel = (name) => (design) =>
-    isPlain(design) ? null : plain(facts.presets[design.costs][name].map((count) => [count, count]))
-  const WAYS = plain([["none", "none"], ["all", "all units"], ["fit", "as few as fit"]])
+  const familiesThat = (test) => facts.families.filter(test).map(({ name }) => [name, name])
+  const FAMILIES = {
+    "over segments": familiesThat((one) => one.has_segments),
+    "over whole micro-batches": familiesThat((one) => !one.has_segments),
+    yours: [["text", "an order as text"]],
+  }
+  const COSTS = {
+    "yours": [["seconds", "seconds"]],
+    "a model's on H100, on paper": Object.entries(facts.presets).map(([name, { title }]) => [name, title]),
+  }
+  const NO_FIELD = ["costs", "transfer", "unit_bytes", "cap_bytes"] // options that other fields say, or none
+  const WAYS = { "": [["none", "none"], ["all", "all units"], ["fit", "as few as fit"]] }
+  const SPLITS = { "": [["even", "equal lengths"], ["equal", "equal times"]] }
 
-  // The fields of a form: numbers, choices, or texts, and for which designs they say anything.
-  const FIELDS = {
-    family: {
-      wide: true, title: "the rule by which units are ordered",
-      choices: () => [
-        ["over segments", named((one) => one.has_segments)],
-        ["over whole micro-batches", named((one) => !one.has_segments)],
-        ["yours", [["text", "an order as text"]]],
-      ],
-    },
-    P: {
-      label: "P ranks", title: "pipeline ranks", least: 1, step: 1,
-      when: (design) => hasCounts(design) && isPlain(design),
-    },
-    M: { label: "M micro-b.", title: "micro-batches: slices of the batch", least: 1, step: 1, when: hasCounts },
-    k: {
-      label: "k segments", title: "segments: slices of each micro-batch along the sequence", least: 1, step: 1,
-      when: hasCounts, choices: ofModel("k"),
-    },
-    parents: {
-      label: "parents", wide: true, of: "parents", when: (design) => familyOf(design)?.has_segments && isPlain(design),
-      title:
+  // The fields that say something of a design: name, label, what it is, and its choices, or how its input looks.
+  function fieldsOf(design) {
+    const [family, isPlain] = [familyOf(design), !modelOf(design)]
+    const [count, seconds, text] = [{ min: 1, step: 1 }, { min: 0, step: "any" }, { type: "text" }]
+    const fields = [["family", "family", "the rule by which units are ordered", FAMILIES]]
+    if (family) {
+      fields.push(
+        ["P", "P ranks", "pipeline ranks", count],
+        ["M", "M micro-b.", "micro-batches: slices of the batch", count],
+        ["k", "k segments", "segments: slices of each micro-batch along the sequence", count],
+        ["v", "v stages", "stages that each rank holds", count],
+      )
+      const parents =
         "micro-batches whose segments are trees: what each segment follows, -1,0,0; a word for all micro-batches, or " +
-        "one for each, with - for a chain; empty: chains",
-    },
-    v: {
-      label: "v stages", title: "stages that each rank holds", least: 1, step: 1,
-      when: hasCounts, choices: ofModel("v"),
-    },
-    "option.cap": {
-      label: "cap, units", title: "(stage, segment) units that a rank holds at most; empty: the family's own", step: 1,
-      when: takes("cap"),
-    },
-    "option.group": {
-      label: "group", title: "micro-batches that go forward, and back, together; empty: 2", step: 1,
-      when: takes("group"),
-    },
-    "option.round": {
-      label: "round", title: "a round holds at least so many micro-batches; empty: the family's own", step: 1,
-      when: takes("round"),
-    },
-    "option.rounds": {
-      label: "rounds", title: "what a round of the interleaving holds", when: takes("rounds"),
-      choices: () => plain([["", "its own"], ["microbatches", "micro-batches"], ["segments", "segments"]]),
-    },
-    "option.extra_warmup": {
-      label: "extra warm-up", title: "more forwards before the first backward, for each stage behind the rank's own",
-      step: 1, when: takes("extra_warmup"),
-    },
-    "option.placement": {
-      label: "placement", title: "where stages lie", when: takes("placement"),
-      choices: () => plain([["", "the better"], ["loop", "loop"], ["v", "V"]]),
-    },
-    "option.trees": {
-      label: "trees", title: "whether branches go forward by their numbers, or one after another", when: takes("trees"),
-      choices: () => plain([["", "by number"], ["nested", "nested"]]),
-    },
-    "option.backward": {
-      label: "backward", title: "one B, or I and W", when: takes("backward"),
-      choices: () => plain([["", "split"], ["whole", "whole"]]),
-    },
-    costs: {
-      wide: true, title: "seconds and bytes of units",
-      choices: () => [
-        [null, [["seconds", "seconds"]]],
-        ["a model's on H100, on paper", Object.entries(facts.presets).map(([name, { title }]) => [name, title])],
-      ],
-    },
-    F: { label: "F, s", title: "seconds that a rank takes for the forward of a micro-batch", when: isPlain },
-    B: { label: "B, s", title: "seconds that it takes for the backward", when: isPlain },
-    W: {
-      label: "of it W, s", title: "the part of B that a split backward puts off, for weight gradients; empty: half",
-      placeholder: "half", when: isPlain,
-    },
-    message: { label: "message, s", title: "seconds of a message between two stages", when: isPlain },
-    attention: {
-      label: "attention", title: "share of causal attention in F and B: later segments attend to more tokens",
-      most: 1, step: 0.05, when: isPlain,
-    },
-    split: {
-      label: "split of the sequence", title: "how a sequence is cut into segments",
-      choices: (design) => {
-        const own = [[hasOwnLengths(design) ? design.split : "own", "lengths:"]]
-        return plain([["even", "equal lengths"], ["equal", "equal times"], ...(isPlain(design) ? own : [])])
-      },
-    },
-    lengths: {
-      label: "tokens of each segment", title: "numbers with blanks or commas between them", wide: true, of: "split",
-      when: (design) => isPlain(design) && hasOwnLengths(design),
-    },
-    recompute: { title: "units that run their forward again before the backward", choices: () => WAYS },
-    offload: {
-      label: "move to a tier", title: "units whose activations go to the host, or a file, and come back",
-      choices: () => WAYS,
-    },
-    tier: {
-      label: "each way, s", title: "seconds that a rank's tier takes for what the rank saves of a micro-batch",
-      when: (design) => isPlain(design) && design.offload !== "none",
-    },
-    cap: {
-      label: (design) => (isPlain(design) ? "cap, micro-batches" : "cap, GiB"),
-      title: "what a rank holds at most: activations in micro-batches, or all bytes, with weights and optimizer",
-      when: fits,
-    },
-    weights: {
-      label: "weight gradients", title: "whether backwards are split, and W also runs while a rank waits for a message",
-      choices: () => plain([["planned", "in their place"], ["fill", "fill waits"]]),
-    },
+        "one for each, with - for a chain; empty: chains"
+      if (family.has_segments && isPlain) fields.push(["parents", "parents", parents, text])
+      for (const option of family.options.filter((name) => !NO_FIELD.includes(name))) {
+        const words = laboratory.wordsOf(option).map((word) => [word, word])
+        const choices = { "": [["", "its own"], ...words] }
+        const title = `option ${option} of ${family.name}; empty: the family's own`
+        const about = words.length ? choices : { min: 0, step: 1 }
+        fields.push([`option.${option}`, option.replace("_", " "), title, about])
+      }
+    }
+    fields.push(["costs", "costs", "seconds and bytes of units", COSTS])
+    if (isPlain)
+      fields.push(
+        ["F", "F, s", "seconds that a rank takes for the forward of a micro-batch", seconds],
+        ["B", "B, s", "seconds that it takes for the backward", seconds],
+        ["W", "of it W, s", "the part of B that a split backward puts off, for weight gradients; empty: half", seconds],
+        ["message", "message, s", "seconds of a message between two stages", seconds],
+        ["attention", "attention", "share of causal attention in F and B: later segments attend to more tokens",
+          { min: 0, max: 1, step: 0.05 }],
+      )
+    fields.push(
+      ["split", "split", "how a sequence is cut into segments", SPLITS],
+      ["recompute", "recompute", "units that run their forward again before the backward", WAYS],
+      ["offload", "move to a tier", "units whose activations go to the host, or a file, and come back", WAYS],
+    )
+    if (isPlain && design.offload !== "none")
+      fields.push(["tier", "each way, s", "seconds of a rank's tier for what it saves of a micro-batch", seconds])
+    if (fits(design))
+      fields.push(["cap", isPlain ? "cap, micro-batches" : "cap, GiB",
+        "what a rank holds at most: activations in micro-batches, or all bytes, with weights and optimizer", seconds])
+    return fields
+  }
+
+  function control(name, value, about) {
+    const groups = Object.entries(about).filter(([, choices]) => Array.isArray(choices))
+    const made = groups.length ? element("select") : element("input", { type: "number", ...about })
+    for (const [label, choices] of groups) {
+      const options = choices.map(([value, textContent]) => element("option", { value, textContent }))
+      made.append(...(label ? [element("optgroup", { label }, ...options)] : options))
+    }
+    made.dataset.name = name
+    made.value = value ?? ""
+    return made
+  }
+
+  // What else changes with a choice: counts that the family, or the model, can have.
+  function following(before, changes, result) {
+    const after = { ...before, ...changes }
+    const [family, model] = [familyOf(after), modelOf(after)]
+    if (changes.family === "text") after.order = result.text ?? before.order
+    else if (changes.family) {
+      after.v = Number(family.validity.match(/v = (\d)\b/)?.[1] ?? Math.max(after.v, family.stages_per_rank))
+      if (family.has_segments !== after.k > 1) after.k = family.has_segments ? 4 : 1
+      if (family.validity.includes("M = P")) after.M = after.P
+    }
+    if (changes.costs && model) {
+      after.P = model.P
+      if (!model.k.includes(after.k)) after.k = 8
+    }
+    if (fits(after) && (changes.costs || !fits(before))) after.cap = model ? model.memory / GIB : 1
+    return after
   }
 
   class Panel {
-    constructor(side, changed) {
-      Object.assign(this, { side, changed, bench: new Bench(), result: null })
-      this.title = element("h2", {}, `Design ${side}`, element("small"))
-      this.form = element("div", { className: "fields" })
+    constructor(side) {
+      this.side = side
+      this.form = element("div", { className: "fields", onchange: ({ target }) => this.read(target) })
       this.rule = element("p", { className: "rule" })
-      this.said = element("div")
-      this.said.setAttribute("aria-live", "polite")
-      this.editor = this.makeEditor()
-      this.exports = this.makeExports()
-      const parts = [this.title, this.form, this.rule, this.said, this.editor, this.exports]
-      this.box = element("section", { className: "panel" }, ...parts)
-      this.box.setAttribute("aria-label", `Design ${side}`)
+      this.refusal = element("div", { ariaLive: "polite" })
+      this.area = element("textarea", { spellcheck: false, wrap: "off", ariaLabel: `Order of design ${side} as text` })
+      this.area.addEventListener("input", () => {
+        const wasText = this.design.family === "text"
+        this.set({ ...this.design, family: "text", order: this.area.value }, !wasText)
+      })
+      const summary = element("summary", { textContent: "The order as text: edit it" })
+      const editor = element("details", {}, summary, this.area)
+      const button = (textContent, title, onclick) => element("button", { type: "button", textContent, title, onclick })
+      this.exports = element(
+        "div", { className: "exports" },
+        button("Order", "Save the order as text", () => this.save("txt", this.result.text)),
+        button("Torch CSV", "Save the order as torch's action CSV", () => this.saveCsv()),
+        button("PNG", "Save the timeline as it stands, on white", () => this.savePng()),
+        button("SVG", "Save the timeline as it stands, on white", () => this.save("svg", this.svg())),
+        button("Python", "Save the lines that build and simulate this design", () => this.save("py", this.python())),
+      )
+      const title = element("h2", { textContent: `Design ${side}` })
+      const parts = [title, this.form, this.rule, this.refusal, editor, this.exports]
+      this.box = element("section", { className: "panel", ariaLabel: `Design ${side}` }, ...parts)
     }
 
-    set(changes, rebuilds = false) {
-      this.design = { ...this.design, ...changes }
-      if (rebuilds) this.fill()
-      this.changed(this)
+    // A new value of a field.
+    read({ dataset: { name }, value, type }) {
+      const option = name.startsWith("option.") ? name.slice(7) : null
+      const given = type !== "number" ? value : value === "" ? null : Number(value)
+      const { [option]: _, ...others } = this.design.options
+      if (given === null && !option && name !== "W") return
+      const design = option
+        ? { ...this.design, options: given ? { ...others, [option]: given } : others }
+        : following(this.design, { [name]: given }, this.result)
+      this.set(design, type === "select-one")
     }
 
-    show(design) {
+    set(design, changesForm) {
       this.design = design
-      this.fill()
+      if (changesForm) this.fill()
+      update([this], true)
     }
 
     // Writes the form anew.
     fill() {
       const { design } = this
       const focused = this.form.contains(document.activeElement) ? document.activeElement.dataset.name : null
-      const shown = Object.entries(FIELDS).filter(([, { when }]) => when === undefined || when(design))
-      this.form.replaceChildren(...shown.map(([name, field]) => this.field(name, field)))
-      const family = familyOf(design)
-      this.rule.textContent = family
-        ? `${family.description}. ${family.source}. Needs ${family.validity}.`
+      const fields = fieldsOf(design).map(([name, label, title, about]) => {
+        const value = name.startsWith("option.") ? design.options[name.slice(7)] : design[name]
+        const made = control(name, value, about)
+        return element("label", { title, className: made.type === "number" ? "" : "wide" }, label, made)
+      })
+      this.form.replaceChildren(...fields)
+      this.form.querySelector(`[data-name="${focused}"]`)?.focus()
+      const { description, source, validity } = familyOf(design) ?? {}
+      const rule = description
+        ? `${description}. ${source}. Needs ${validity}.`
         : "Units of a rank stand on one line, in the order in which it runs them."
-      if (!isPlain(design)) this.rule.textContent = `${facts.presets[design.costs].about}. ${this.rule.textContent}`
-      if (focused) this.form.querySelector(`[data-name="${focused}"]`)?.focus()
+      this.rule.textContent = modelOf(design) ? `${modelOf(design).about}. ${rule}` : rule
     }
 
-    field(name, { label = name, title, wide = false, choices, ...about }) {
-      const option = name.startsWith("option.") ? name.slice(7) : null
-      const given = option ? this.design.options[option] : this.design[about.of ?? name]
-      const groups = choices?.(this.design) ?? null
-      const control = groups ? this.choice(groups) : this.input(about)
-      control.dataset.name = name
-      control.value = given ?? ""
-      control.addEventListener(groups ? "change" : "input", () => {
-        const isNumber = about.least !== undefined || (!groups && !about.of)
-        const value = isNumber ? (control.value === "" ? null : Number(control.value)) : control.value
-        if (option) this.set({ options: this.withOption(option, value) }, groups !== null)
-        else if (groups) this.set(this.following({ [name]: value }), true)
-        else if (value !== null || name === "W") this.set({ [about.of ?? name]: value })
-      })
-      const text = typeof label === "function" ? label(this.design) : label
-      return element("label", { className: wide ? "wide" : "", title }, text, control)
-    }
-
-    input({ of, least = 0, most, step = "any", placeholder = "" }) {
-      if (of) return element("input", { size: 18 })
-      return element("input", { type: "number", min: least, max: most ?? "", step, placeholder })
-    }
-
-    choice(groups) {
-      const control = element("select")
-      for (const [label, values] of groups) {
-        const options = values.map(([value, text]) => element("option", { value, textContent: text }))
-        control.append(...(label === null ? options : [element("optgroup", { label }, ...options)]))
-      }
-      return control
-    }
-
-    withOption(option, value) {
-      const { [option]: _, ...others } = this.design.options
-      return value === null || value === "" ? others : { ...others, [option]: value }
-    }
-
-    // What else changes with a choice: counts that the family, or the model, can have.
-    following(changes) {
-      const after = { ...this.design, ...changes }
-      const family = familyOf(after)
-      if (changes.family === "text") changes.order = this.result?.text ?? this.design.order
-      else if (changes.family && family) {
-        if (after.v < family.stages_per_rank) changes.v = family.stages_per_rank
-        const only = family.validity.match(/v = (\d)\b/)
-        if (only) changes.v = Number(only[1])
-        if (!family.has_segments && after.k > 1) changes.k = 1
-        if (family.has_segments && after.k === 1) changes.k = 4
-        if (family.validity.includes("M = P")) changes.M = after.P
-      }
-      if (changes.split === "own") {
-        const k = this.result?.k ?? after.k
-        changes.split = Array.from({ length: k }, (_, s) => 1024 + 256 * (k - 1 - s)).join(" ")
-      }
-      if (changes.costs && changes.costs !== "seconds") {
-        const preset = facts.presets[changes.costs]
-        changes.P = preset.P
-        if (!preset.k.includes(after.k)) changes.k = 8
-        if (hasOwnLengths(after)) changes.split = "equal"
-      }
-      const isInBytes = !isPlain({ ...after, ...changes })
-      if (fits(after) && (changes.costs || !fits(this.design)))
-        changes.cap = isInBytes ? facts.presets[after.costs].memory / 2 ** 30 : 1
-      return changes
-    }
-
-    makeExports() {
-      const button = (text, title, act) => element("button", { type: "button", textContent: text, title, onclick: act })
-      const saveSvg = () => save(`${this.fileName()}.svg`, timelines.svg(this.index()), "image/svg+xml")
-      return element(
-        "div", { className: "exports" },
-        button("Order", "Save the order as text", () => save(`${this.fileName()}.txt`, this.result.text)),
-        button("Torch CSV", "Save the order as torch's action CSV", () => this.saveCsv()),
-        button("PNG", "Save the timeline as it stands, on white", () => this.savePng()),
-        button("SVG", "Save the timeline as it stands, on white", saveSvg),
-        button("Python", "The lines that build and simulate this design", () =>
-          showPython(Designs.toPython(this.computed, this.result, facts)),
-        ),
-      )
-    }
-
-    // -- the order as text ------------------------------------------------------------------------------------------
-
-    makeEditor() {
-      this.ink = element("pre")
-      this.ink.setAttribute("aria-hidden", "true")
-      this.area = element("textarea", { spellcheck: false, wrap: "off" })
-      this.area.setAttribute("aria-label", `Order of design ${this.side} as text`)
-      this.area.addEventListener("input", () => {
-        const wasText = this.design.family === "text"
-        this.paint([])
-        this.set({ family: "text", order: this.area.value }, !wasText)
-      })
-      this.area.addEventListener("scroll", () => this.follow())
-      const summary = element("summary", { textContent: "The order as text: edit it" })
-      const editor = element("div", { className: "editor" }, this.ink, this.area)
-      return element("details", { ontoggle: () => this.write() }, summary, editor)
-    }
-
-    // The order, where it is seen: a text of 100,000 units takes its time.
-    write() {
-      if (this.editor.open && this.area.value !== this.order) this.area.value = this.order
-    }
-
-    follow() {
-      this.ink.scrollTop = this.area.scrollTop
-      this.ink.scrollLeft = this.area.scrollLeft
-    }
-
-    paint(marks) {
-      const text = this.area.value
-      const parts = []
-      let at = 0
-      for (const { begin, end } of [...marks].sort((a, b) => a.begin - b.begin)) {
-        parts.push(text.slice(at, begin), element("mark", { textContent: text.slice(begin, end) }))
-        at = end
-      }
-      this.ink.replaceChildren(...parts, `${text.slice(at)}\n`)
-      this.follow()
-    }
-
-    // -- results ----------------------------------------------------------------------------------------------------
-
-    // What has been found of a design; the form may hold a newer one.
-    take(result, design) {
-      Object.assign(this, { result, computed: design })
-      this.order = isOrder(this.design) ? this.design.order : (result.text ?? "")
-      const { refused } = result
-      const marks = refused === null ? [] : Designs.marks(refused.text, this.order)
-      if (marks.length) this.editor.open = true
-      this.write()
-      this.paint(marks)
-      this.title.lastChild.textContent = isOrder(this.design) ? "an order as text" : ""
+    compute() {
+      this.result = laboratory.compute(this.design)
+      const { refused, text } = this.result
+      const isText = this.design.family === "text"
+      const order = isText ? this.design.order : (text ?? "")
+      if (this.area.value !== order) this.area.value = order
       this.exports.hidden = refused !== null
-      this.said.replaceChildren()
+      this.refusal.replaceChildren()
       if (refused === null) return
-      const about = element("b", { textContent: refused.where === "order" ? "The order breaks a rule. " : "" })
-      const box = element("div", { className: "refused" }, about, refused.text)
-      for (const rank of new Set(marks.map((mark) => mark.rank))) {
-        const row = marks.filter((mark) => mark.rank === rank).sort((a, b) => a.begin - b.begin)
-        const isNear = row.length > 1 && row[row.length - 1].end - row[0].begin < 160
-        const pieces = isNear ? [row] : row.map((mark) => [mark])
-        box.append(...pieces.map((piece) => shownAround(this.order, piece)))
-      }
-      this.said.replaceChildren(box)
-    }
-
-    index() {
-      return panels.filter((panel) => panel.shown).indexOf(this)
-    }
-
-    fileName() {
-      const { family, P, M, k } = { ...this.computed, ...this.result }
-      return `${family}-P${P}-M${M}-k${k}`
-    }
-
-    saveCsv() {
-      const csv = Designs.toCsv(this.result, facts.style.passes)
-      const lacks = this.result.parents ? "parents" : "cell for a unit that is recomputed or moved"
-      if (csv === null) alert(`Torch's CSV has no ${lacks}: save the order as text.`)
-      else save(`${this.fileName()}.csv`, csv, "text/csv")
-    }
-
-    savePng() {
-      timelines.canvas(this.index()).toBlob((blob) => save(`${this.fileName()}.png`, blob))
+      const box = element("div", { className: "refused" }, refused)
+      const marks = isText ? Designs.marks(refused, order) : []
+      if (marks.length) box.append(marked(order, marks))
+      this.refusal.append(box)
     }
 
     timeline() {
-      const { result, computed: design } = this
+      const { result, design } = this
       const name = design.family === "text" ? "order as text" : design.family
-      const { k } = result
-      const memory = {
-        kind: result.memory.unit === null ? "bytes" : "microbatches", whole: result.memory.unit ?? 1,
-        total: result.memory.total, constant: result.memory.constant,
-        changes: { ...result.memory.changes, holding: result.memory.changes.holding.map((h) => HOLDING[h]) },
-      }
-      const heading = `${this.side}: ${name}${k > 1 ? `, ${k} segments` : ""}`
-      return { ...result, heading, note: limitText(design, result), bubble: result.limits.bubble, memory }
+      const heading = `${this.side}: ${name}${result.k > 1 ? `, ${result.k} segments` : ""}`
+      return { ...result, heading, note: limitText(design, result) }
+    }
+
+    // -- what is saved ----------------------------------------------------------------------------------------------
+
+    save(kind, content) {
+      const { P, M, k } = this.result
+      const href = URL.createObjectURL(new Blob([content]))
+      element("a", { href, download: `${this.design.family}-P${P}-M${M}-k${k}.${kind}` }).click()
+      setTimeout(() => URL.revokeObjectURL(href), 10000)
+    }
+
+    saveCsv() {
+      const csv = Designs.toCsv(this.result, facts)
+      if (csv !== null) this.save("csv", csv)
+      else alert("Torch's CSV has no trees, and no units that are recomputed or moved: save the order as text.")
+    }
+
+    svg() {
+      return timelines.svgFile(shown().indexOf(this))
+    }
+
+    python() {
+      return Designs.toPython(this.design, this.result, facts)
+    }
+
+    async savePng() {
+      const image = element("img", { src: `data:image/svg+xml,${encodeURIComponent(this.svg())}` })
+      await image.decode()
+      const canvas = element("canvas", { width: 2 * image.width, height: 2 * image.height })
+      canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height)
+      canvas.toBlob((blob) => this.save("png", blob))
     }
   }
 
-  // By the core's number of a holding, its number among those that are drawn.
-  const HOLDING = facts.holdings.map(({ name }) => facts.style.holdings.findIndex((one) => one.name === name))
+  // -- results ------------------------------------------------------------------------------------------------------
 
-  // The line of an order around its marked units.
-  function shownAround(order, marks) {
-    const [begin, end] = [marks[0].begin, marks[marks.length - 1].end]
-    const from = Math.max(order.lastIndexOf("\n", begin) + 1, begin - 40)
-    const newline = order.indexOf("\n", end)
-    const until = Math.min(newline < 0 ? order.length : newline, end + 40)
+  // An order with marks in it.
+  function marked(order, marks) {
     const parts = []
-    let at = from
-    for (const mark of marks) {
-      parts.push(order.slice(at, mark.begin), element("mark", { textContent: order.slice(mark.begin, mark.end) }))
-      at = mark.end
+    let at = 0
+    for (const { begin, end } of marks) {
+      parts.push(order.slice(at, begin), element("mark", { textContent: order.slice(begin, end) }))
+      at = end
     }
-    const isCut = (place, edge) => (place > 0 && place < order.length && order[place + edge] !== "\n" ? "…" : "")
-    const head = `rank ${marks[0].rank}: ${isCut(from, -1)}`
-    return element("div", { className: "marked" }, head, ...parts, order.slice(at, until), isCut(until, 0))
-  }
-
-  function secondsText(x) {
-    const [second, name] = x >= 1 || x === 0 ? [1, "s"] : x >= 1e-3 ? [1e-3, "ms"] : [1e-6, "us"]
-    return `${digits(x / second, 3)} ${name}`
+    return element("pre", {}, ...parts, order.slice(at))
   }
 
   // A sentence on what limits the step: the work of the rank that works most, and its waits.
-  function limitText(design, result) {
-    const { rank, work, before, behind, between, pathMessages } = result.limits
-    const whole = result.makespan
-    const part = (x) => `${secondsText(x)} (${Math.round((100 * x) / whole)}%)`
-    const works = `works ${secondsText(work)} of ${secondsText(whole)}`
-    const ends = before + behind
-    const said = []
-    const fills = `${part(ends)} before its first unit and after its last, while the pipeline fills and drains`
-    const waits = [
-      [ends, `${fills}: more micro-batches or segments make this share smaller`],
-      [between, `${part(between)} between its units`],
-    ].filter(([seconds]) => seconds > 0.005 * whole)
-    const causes = waits.sort((a, b) => b[0] - a[0]).map(([, text]) => text)
-    if (ends + between < 0.01 * whole) said.push(`Limited by work: rank ${rank} ${works}, and waits for less than 1%.`)
-    else said.push(`Limited by rank ${rank}, which ${works}. It waits ${causes.join("; and ")}.`)
-    const others = (Array.from(result.busy).reduce((a, b) => a + b, 0) - work) / Math.max(1, result.P - 1)
-    if (result.P > 1 && work > 1.03 * others)
-      said.push(`The other ranks work ${secondsText(others)} on average: the stages are not balanced.`)
-    if (result.path && pathMessages > 0.005 * whole)
-      said.push(`Messages take ${part(pathMessages)} of the critical path.`)
-    const over = overText(design, result)
-    if (over) said.push(over)
-    const why = design.weights === "fill" ? "W fills waits" : "units move to a tier"
-    if (!result.path) said.push(`Slack and critical path are not known where ${why}.`)
+  function limitText(design, { P, busy, span, makespan, path, start, end, memory }) {
+    const isLevel = (more) => Math.abs(more) <= 1e-9 * makespan // of equal ones, the one without gaps
+    const first = (a, b) => (isLevel(busy[b] - busy[a]) ? span[b] - busy[b] < span[a] - busy[a] : busy[b] > busy[a])
+    const rank = Array.from({ length: P }, (_, r) => r).reduce((a, b) => (first(a, b) ? b : a))
+    const part = (x) => `${timeText(x)} (${Math.round((100 * x) / makespan)}%)`
+    const fills = "before its first unit and after its last: more micro-batches or segments make this share smaller"
+    const waits = [[makespan - span[rank], fills], [span[rank] - busy[rank], "between its units"]]
+      .filter(([seconds]) => seconds > 0.005 * makespan)
+      .sort(([a], [b]) => b - a)
+      .map(([seconds, text]) => `${part(seconds)} ${text}`)
+    const works = `Limited by rank ${rank}, which works ${timeText(busy[rank])} of ${timeText(makespan)}`
+    const said = [waits.length ? `${works}. It waits ${waits.join("; and ")}.` : `${works}.`]
+    const messages = makespan - (path ?? []).reduce((sum, i) => sum + end[i] - start[i], 0)
+    if (path && messages > 0.005 * makespan) said.push(`Messages take ${part(messages)} of the critical path.`)
+    if (!path) said.push("Slack and critical path are not known where units move to a tier.")
+    const [most, room] = [Math.max(...memory.total), modelOf(design)?.memory]
+    if (most > room) said.push(`A rank holds ${digits(most / GIB, 3)} GiB, and a GPU has ${digits(room / GIB, 3)} GiB.`)
     return said.join(" ")
   }
 
-  // Whether a rank holds more than a GPU of the preset has.
-  function overText(design, result) {
-    if (isPlain(design)) return null
-    const { memory } = facts.presets[design.costs]
-    const most = Math.max(...result.memory.total)
-    const gib = (bytes) => `${digits(bytes / 2 ** 30, 3)} GiB`
-    const rank = result.memory.total.indexOf(most)
-    return most > memory ? `Rank ${rank} holds ${gib(most)}, and a GPU has ${gib(memory)}.` : null
-  }
-
-  // -- the table ----------------------------------------------------------------------------------------------------
-
-  function peakText(result) {
-    const most = Math.max(...result.memory.total)
-    if (result.memory.unit === null) return `${digits(most / 2 ** 30, 3)} GiB`
-    return `${digits(most / result.memory.unit, 3)} micro-batches`
-  }
-
-  function showTable(shown) {
+  function showTable(results) {
+    const held = ({ memory }) => Math.max(...memory.total) / (memory.kind === "bytes" ? GIB : memory.whole)
+    const unit = ({ memory }) => (memory.kind === "bytes" ? "GiB" : "micro-batches")
     const rows = [
-      ["step", (r) => r.makespan, (r) => secondsText(r.makespan)],
-      ["bubble", (r) => r.limits.bubble, (r) => `${(100 * r.limits.bubble).toFixed(1)}%`],
-      ["most that a rank holds", (r) => Math.max(...r.memory.total) / (r.memory.unit ?? 1), peakText],
-    ]
-    const results = shown.map((panel) => panel.result)
-    const isOver = shown.map((panel) => overText(panel.computed, panel.result) !== null)
-    const alike = results.length === 2 && (results[0].memory.unit === null) === (results[1].memory.unit === null)
-    const line = ([label, value, text], n) => {
-      const cells = results.map((result) => element("td", { textContent: text(result) }))
-      if (results.length === 2 && (n !== 2 || alike)) {
-        const [a, b] = results.map(value)
-        if (Math.abs(a - b) > 1e-9 * Math.max(a, b)) cells[a < b ? 0 : 1].className = "better"
-        cells.push(element("td", { textContent: a > 0 ? `${(b / a).toFixed(2)}` : "" }))
-      } else if (results.length === 2) cells.push(element("td"))
-      if (n === 2) cells.forEach((cell, i) => cell.classList.toggle("over", isOver[i] === true))
+      ["step", (r) => r.makespan, (r) => timeText(r.makespan)],
+      ["bubble", (r) => r.bubble, (r) => `${(100 * r.bubble).toFixed(1)}%`],
+      ["most that a rank holds", held, (r) => `${digits(held(r), 3)} ${unit(r)}`],
+    ].map(([label, value, text]) => {
+      const [a, b] = results.map(value)
+      const isAlike = value !== held || new Set(results.map(unit)).size === 1
+      const ratio = b !== undefined && isAlike && a > 0 ? (b / a).toFixed(2) : ""
+      const cells = [...results.map(text), ratio].map((textContent) => element("td", { textContent }))
       return element("tr", {}, element("th", { scope: "row", textContent: label }), ...cells)
-    }
-    const heads = ["", ...shown.map((panel) => panel.side), ...(results.length === 2 ? ["B / A"] : [])]
-    const head = heads.map((textContent) => element("th", { scope: "col", textContent }))
-    byId("compared").replaceChildren(
-      element("thead", {}, element("tr", {}, ...head)),
-      element("tbody", {}, ...(results.length ? rows.map(line) : [])),
-    )
+    })
+    const heads = ["", ...shown().map(({ side }) => side), results.length === 2 ? "B / A" : ""]
+    const head = element("tr", {}, ...heads.map((textContent) => element("th", { scope: "col", textContent })))
+    byId("compared").replaceChildren(head, ...(results.length ? rows : []))
   }
 
   // -- the page -----------------------------------------------------------------------------------------------------
 
-  function save(name, content, type = "text/plain") {
-    const url = URL.createObjectURL(content instanceof Blob ? content : new Blob([content], { type }))
-    element("a", { href: url, download: name }).click()
-    setTimeout(() => URL.revokeObjectURL(url), 10000)
-  }
-
-  async function copy(text) {
-    try {
-      await navigator.clipboard.writeText(text)
-    } catch { // a page from a file may not have the right
-      const area = element("textarea", { value: text })
-      document.body.append(area)
-      area.select()
-      document.execCommand("copy")
-      area.remove()
-    }
-  }
-
-  function showPython(text) {
-    const dialog = byId("python")
-    dialog.querySelector("pre").textContent = text
-    dialog.querySelector(".copy").onclick = () => copy(text)
-    dialog.showModal()
-  }
-
   const timelines = new Timelines(byId("timelines"), facts.style, { wheelZooms: false })
-  const presets = Designs.presets(facts)
-  let pending = 0 // updates that are not done
-
-  function showAll(keepsView) {
-    panels.forEach((panel) => (panel.shown = panel.result !== null && panel.result.refused === null))
-    const shown = panels.filter((panel) => panel.shown)
-    showTable(shown)
-    const refusals = panels.filter((panel) => panel.result?.refused)
-    const texts = refusals.map(({ side, result }) => `${side}: ${result.refused.text}`)
-    byId("refusals").replaceChildren(...texts.map((textContent) => element("p", { className: "refused", textContent })))
-    timelines.show(shown.map((panel) => panel.timeline()), { keepsView })
-  }
+  const presets = Designs.presets(facts.presets)
+  const panels = ["A", "B"].map((side) => new Panel(side))
+  const shown = () => panels.filter(({ result }) => result.refused === null)
 
   // Computes what has changed and shows all; `keepsView`: as far as it was zoomed in.
-  async function update(changed, keepsView) {
-    pending++
-    document.body.classList.add("busy")
-    history.replaceState(null, "", `#${Designs.toLink(panels.map((panel) => panel.design))}`)
-    const taken = await Promise.all(
-      changed.map(async (panel) => {
-        const { design } = panel
-        const result = await panel.bench.compute(design)
-        if (result !== null) panel.take(result, design) // else a newer design is on its way
-        return result !== null
-      }),
-    )
-    if (taken.includes(true)) showAll(keepsView)
-    if (--pending === 0) document.body.classList.remove("busy")
+  function update(changed, keepsView) {
+    if (keepsView) byId("preset").value = ""
+    history.replaceState(null, "", `#${Designs.toLink(panels.map(({ design }) => design))}`)
+    changed.forEach((panel) => panel.compute())
+    showTable(shown().map(({ result }) => result))
+    timelines.show(shown().map((panel) => panel.timeline()), { keepsView })
   }
-
-  const panels = ["A", "B"].map((side) => new Panel(side, (panel) => {
-    byId("preset").value = ""
-    return update([panel], true)
-  }))
 
   function open(pair) {
-    panels.forEach((panel, i) => panel.show(pair[i] ?? pair[0]))
-    return update(panels, false)
+    panels.forEach((panel, i) => {
+      panel.design = structuredClone(pair[i] ?? pair[0])
+      panel.fill()
+    })
+    update(panels, false)
   }
 
-  function begin() {
-    byId("panels").append(...panels.map((panel) => panel.box))
-    const groups = new Map()
-    presets.forEach(({ group, name }, i) => {
-      if (!groups.has(group)) groups.set(group, element("optgroup", { label: group }))
-      groups.get(group).append(element("option", { value: i, textContent: name }))
-    })
-    const chosen = byId("preset")
-    chosen.append(element("option", { value: "", textContent: "the designs below" }), ...groups.values())
-    chosen.addEventListener("change", () => chosen.value && open(structuredClone(presets[chosen.value].pair)))
-    byId("link").addEventListener("click", async () => {
-      await copy(location.href)
-      byId("copied").textContent = "copied: the link holds both designs"
-      setTimeout(() => (byId("copied").textContent = ""), 3000)
-    })
-    addEventListener("hashchange", () => {
-      const pair = Designs.fromLink(location.hash.slice(1), facts)
-      if (pair === null || Designs.toLink(pair) === Designs.toLink(panels.map((panel) => panel.design))) return
-      chosen.value = ""
-      open(pair)
-    })
-    const linked = Designs.fromLink(location.hash.slice(1), facts)
-    chosen.value = linked === null ? "0" : ""
-    return open(linked ?? structuredClone(presets[0].pair))
+  byId("panels").append(...panels.map(({ box }) => box))
+  byId("preset").append(element("option", { value: "", textContent: "the designs below" }))
+  for (const label of new Set(presets.map(({ group }) => group))) {
+    const own = presets.filter(({ group }) => group === label)
+    const options = own.map((one) => element("option", { value: presets.indexOf(one), textContent: one.name }))
+    byId("preset").append(element("optgroup", { label }, ...options))
   }
-
-  begin()
-  return {
-    ...Designs, panels, timelines, presets, open, update, Bench, isBusy: () => document.body.classList.contains("busy"),
-    fromLink: (text) => Designs.fromLink(text, facts),
-    toPython: (design, result) => Designs.toPython(design, result, facts),
-    toCsv: (result) => Designs.toCsv(result, facts.style.passes),
-  } // for tests, and for whoever opens the console
+  byId("preset").addEventListener("change", ({ target }) => target.value && open(presets[target.value].pair))
+  byId("link").addEventListener("click", async () => {
+    const copying = navigator.clipboard.writeText(location.href)
+    const otherwise = "copy the address of this page: it holds both designs" // where pages may not copy
+    byId("copied").textContent = await copying.then(() => "copied: the link holds both designs", () => otherwise)
+  })
+  addEventListener("hashchange", () => location.reload()) // another link
+  const linked = Designs.fromLink(location.hash.slice(1))
+  byId("preset").value = linked === null ? "0" : ""
+  open(linked ?? presets[0].pair)
+  return { panels, timelines, presets, open, update, laboratory, facts } // for tests, and for whoever opens the console
 })()

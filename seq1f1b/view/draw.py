@@ -67,12 +67,13 @@ def _save_figure(
     axes = figure.subplots(len(rows), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": rows})[:, 0]
     axes[-1].set_xlim(0, longest / second or 1)
     axes[-1].set_xlabel(f"time ({unit_name})")
+    hatches: set[str | None] = set()
     for ax, (heading, timeline) in zip(axes, named.items(), strict=True):
         ax.set_title(heading, loc="left", fontsize=11)
-        _draw_tracks(ax, timeline, second, width)
+        hatches |= _draw_tracks(ax, timeline, second, width)
     if title is not None:
         figure.suptitle(title, x=0.01, ha="left", fontsize=13)
-    handles = _legend_handles(named)
+    handles = _legend_handles(named, hatches)
     most = max(1, int(width / 1.7))  # 8 in 14 inches
     columns = -(-len(handles) // -(-len(handles) // most))  # rows equally long
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
@@ -81,18 +82,24 @@ def _save_figure(
     write_whole(path, picture.getvalue())
 
 
-def _draw_tracks(ax: Any, timeline: Timeline, second: float, width: float) -> None:
-    """One row of bars per rank, each with its micro-batch and segment where it has room for them."""
+_HATCHES = {"////": "later stages of a rank", "....": "W in waits"}
+
+
+def _draw_tracks(ax: Any, timeline: Timeline, second: float, width: float) -> set[str | None]:
+    """One row of bars per rank, each with its micro-batch and segment where it has room for them; the hatches used."""
+    used: set[str | None] = set()
     begin, _ = extent(timeline)
     has_segments = any(unit.segment > 0 for track in timeline for unit, _, _ in track)
     room = 0.07 / width * ax.get_xlim()[1]  # that one character takes
     centred = {"ha": "center", "va": "center_baseline", "fontsize": 8}
-    for rank, (track, first_stage) in enumerate(zip(timeline, style.first_stages(timeline), strict=True)):
+    for rank, track in enumerate(timeline):
+        first_stage = min((unit.stage for unit, _, _ in track), default=0)
         hatches = [
             "...." if in_wait else "////" if unit.stage != first_stage else None
             for (unit, _, _), in_wait in zip(track, in_waits(track), strict=True)
         ]
-        for hatch in (None, "////", "...."):
+        used.update(hatches)
+        for hatch in (None, *_HATCHES):
             shown = [entry for entry, its in zip(track, hatches, strict=True) if its == hatch]
             bars = [((start - begin) / second, (stop - start) / second) for _, start, stop in shown]
             colors = [style.color_of(unit) for unit, _, _ in shown]
@@ -108,11 +115,11 @@ def _draw_tracks(ax: Any, timeline: Timeline, second: float, width: float) -> No
     ax.tick_params(axis="y", length=0)
     ax.grid(axis="x", color="0.9", lw=0.6)
     ax.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        ax.spines[side].set_visible(False)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    return used
 
 
-def _legend_handles(named: Mapping[str, Timeline]) -> list[Any]:
+def _legend_handles(named: Mapping[str, Timeline], hatches: set[str | None]) -> list[Any]:
     from matplotlib.patches import Patch
 
     units = [unit for timeline in named.values() for track in timeline for unit, _, _ in track]
@@ -128,15 +135,9 @@ def _legend_handles(named: Mapping[str, Timeline]) -> list[Any]:
     for kind, strength in style.STRENGTH.items():
         if kind in seen:
             handles.append(Patch(facecolor=(1 - 0.6 * strength,) * 3, label=f"{kind}: {PASSES[kind]}"))
-    if any(
-        unit.stage != first
-        for timeline in named.values()
-        for track, first in zip(timeline, style.first_stages(timeline), strict=True)
-        for unit, _, _ in track
-    ):
-        handles.append(Patch(facecolor="0.7", edgecolor="white", hatch="////", label="later stages of a rank"))
-    if any(any(in_waits(track)) for timeline in named.values() for track in timeline):
-        handles.append(Patch(facecolor="0.7", edgecolor="white", hatch="....", label="W in waits"))
+    for hatch, text in _HATCHES.items():
+        if hatch in hatches:
+            handles.append(Patch(facecolor="0.7", edgecolor="white", hatch=hatch, label=text))
     return handles
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from seq1f1b import _C
 from seq1f1b.timeline_text import PASSES
-
-if TYPE_CHECKING:
-    from seq1f1b.unit import Timeline, Unit
+from seq1f1b.unit import Timeline, Unit
 
 _HERE = Path(__file__).parent
 
@@ -33,11 +31,6 @@ def count_units(timelines: Iterable[Timeline]) -> int:
     return sum(len(track) for timeline in timelines for track in timeline)
 
 
-def first_stages(timeline: Timeline) -> list[int]:
-    """Per rank, the first of its stages: the others are marked."""
-    return [min((unit.stage for unit, _, _ in track), default=0) for track in timeline]
-
-
 MICROBATCH_COLORS = ("#1f77b4", "#e6862d", "#2c9a45", "#cc3b3b", "#7d5fb2",
                       "#8a6552", "#d062a8", "#6f7f8a", "#a3a029", "#1ca7b8")  # fmt: skip
 _STRENGTH = {"F": 0.38, "B": 1.0, "I": 0.8, "W": 0.6, "R": 0.2, "S": 0.3, "T": 0.9, "E": 0.15, "G": 0.7}
@@ -54,7 +47,7 @@ def color_of(unit: Unit) -> tuple[float, ...]:
 def ink_on(color: Sequence[float]) -> str:
     """The colour of a label on that colour: dark on a light one (relative luminance, ITU-R BT.709)."""
     red, green, blue = color
-    return "white" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.62 else "0.15"
+    return "white" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.62 else "#222222"
 
 
 HOLDING_COLORS = {  # from the bottom: what changes least lies lowest
@@ -78,22 +71,22 @@ _HOLDING_TEXTS = {
 }
 
 
-def scripts() -> str:
-    """The JavaScript of a page of timelines: ``picture.js`` and ``timeline.js``."""
-    return "\n".join((_HERE / f"{name}.js").read_text(encoding="utf-8") for name in ("picture", "timeline"))
-
-
-def stylesheet() -> str:
-    return (_HERE / "timeline.css").read_text(encoding="utf-8")
+def part(name: str) -> str:
+    """A part of a page of timelines: ``timeline.js`` or ``timeline.css``."""
+    return (_HERE / name).read_text(encoding="utf-8")
 
 
 def page_facts() -> dict[str, Any]:
     """The facts of passes, and of what ranks hold, that ``timeline.js`` is told."""
+
+    def colors(letter: str) -> list[dict[str, str]]:
+        found = [color_of(Unit(letter, 0, microbatch, 0)) for microbatch in range(len(MICROBATCH_COLORS))]
+        return [{"fill": f"rgb({','.join(str(round(255 * c)) for c in one)})", "ink": ink_on(one)} for one in found]
+
     texts = {**{row.name: row.text for row in _C.HOLDINGS}, **_HOLDING_TEXTS}
     names = [*HOLDING_COLORS, *(row.name for h, row in enumerate(_C.HOLDINGS) if row.counts_with == h)]
     return {
-        "passes": [{"letter": letter, "text": text, "strength": STRENGTH[letter]} for letter, text in PASSES.items()],
-        "microbatches": MICROBATCH_COLORS,
+        "passes": [{"letter": letter, "text": text, "colors": colors(letter)} for letter, text in PASSES.items()],
         "holdings": [
             {"name": name, "text": texts.get(name, name), "color": HOLDING_COLORS.get(name, "#d9c7a0")}
             for name in dict.fromkeys(names)

@@ -1,214 +1,409 @@
-// timeline.js - timelines on a page, drawn by picture.js. Several share one time axis, which a wheel, a drag, two
-// fingers or keys zoom and move. The HTML page of `seq1f1b draw --html` and the schedule explorer of the documentation
-// are made of it.
+// timeline.js - the timelines of every page, as SVG: ranks x time, units with their names, and the memory of each rank
+// below them. Several share one time axis, which a wheel, a drag, two fingers or keys zoom and move.
+//
+// A timeline is plain data. Units of all ranks lie one rank after another, each rank's in run order:
+//   heading, note                    text; a sentence below it, or none
+//   makespan, bubble                 seconds; a share of the ranks' time, or null
+//   first                            [rank + 1] number of each rank's first unit
+//   pass, stage, microbatch, segment [unit]; start, end [unit] seconds
+//   slack, path                      [unit] seconds, or null; numbers of units, or null
+//   inputs                           {first [unit + 1], units}: what each unit comes after
+//   memory                           {kind, whole, total [rank], constant {name: [rank]}, first, when, by, holding}
+//     kind    "bytes", "units" (numbers of live units), or "microbatches" (`whole` is one)
+//     first   [rank + 1] number of each rank's first change: when, by how much, and of which of the style's holdings
 "use strict"
 
 const Timelines = (() => {
-  const { Picture, palette, layout, firstAfter, LIGHT, ROWS } = Pictures
-  const { UNITS_TOP, UNITS_BOTTOM, PATH, MEMORY_TOP, MEMORY_BOTTOM } = ROWS
+  const [UNITS_TOP, UNITS_BOTTOM, PATH, MEMORY_TOP, MEMORY_BOTTOM] = [0.05, 0.56, 0.605, 0.65, 0.98] // of a rank's row
+  const [LEFT, RIGHT, AXIS] = [92, 10, 34] // pixels beside the time axis, and below the last rank
+  const LETTER = 6 // pixels of a letter of a unit's name
   const FINGER = 10 // pixels that a tap may be off
-  const MOST_OF_PATH = 500 // units of a critical path that is shown at first: more would hide the others
+  const MOST_OF_PATH = 500 // units of a critical path in view: more would hide the others
+  const [INK, FAINT, GRID] = [["ink", "#1d2329"], ["faint", "#5f6873"], ["grid", "#e3e7eb"]].map(
+    ([name, light]) => `var(--${name}, ${light})`,
+  )
+  const LATER =
+    '<pattern id="later" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">' +
+    '<rect width="2" height="7" fill="#fff" fill-opacity="0.5"/></pattern>'
 
-  const element = (tag, properties = {}, ...children) => {
+  // -- numbers and parts of pictures, as text -----------------------------------------------------------------------
+
+  const digits = (x, n) => String(+x.toPrecision(n))
+  const unitOfTime = (seconds) => (seconds >= 1 ? [1, "s"] : seconds >= 1e-3 ? [1e-3, "ms"] : [1e-6, "us"])
+  const bytesText = (x, n) => (x >= 2 ** 30 ? `${digits(x / 2 ** 30, n)} GiB` : `${digits(x / 2 ** 20, n)} MiB`)
+
+  function timeText(seconds, n = 3) {
+    const [second, name] = unitOfTime(seconds || 1)
+    return `${digits(seconds / second, n)} ${name}`
+  }
+
+  function amountText({ kind, whole }, x, n = 4) {
+    if (kind === "bytes") return bytesText(x, n)
+    return kind === "units" ? `${Math.round(x)} units` : `${digits(x / whole, n)} micro-batch${x === whole ? "" : "es"}`
+  }
+
+  const round = (x) => Math.round(100 * x) / 100
+  const rect = (x, y, width, height, fill) =>
+    `<rect x="${round(x)}" y="${round(y)}" width="${round(width)}" height="${round(height)}" fill="${fill}"/>`
+  const label = (x, y, size, fill, anchor, text) =>
+    `<text x="${round(x)}" y="${round(y)}" font-size="${size}" fill="${fill}" text-anchor="${anchor}" ` +
+    `dominant-baseline="central">${text}</text>`
+  const escape = (text) => text.replace(/[&<>]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[c])
+
+  function element(tag, properties = {}, ...children) {
     const made = Object.assign(document.createElement(tag), properties)
     made.append(...children)
     return made
   }
 
-  class Timelines {
-    // Data whose arrays are written as base64 of little-endian numbers: {array: their type, base64}.
-    static unpack(data) {
-      if (data === null || typeof data !== "object") return data
-      if (data.base64 !== undefined) {
-        const bytes = Uint8Array.from(atob(data.base64), (c) => c.charCodeAt(0))
-        return new globalThis[data.array](bytes.buffer)
-      }
-      if (Array.isArray(data)) return data.map(Timelines.unpack)
-      return Object.fromEntries(Object.entries(data).map(([name, value]) => [name, Timelines.unpack(value)]))
+  // -- one timeline -------------------------------------------------------------------------------------------------
+
+  class Picture {
+    constructor(timeline, style) {
+      Object.assign(this, { timeline, style, P: timeline.first.length - 1, shortest: Infinity })
+      const { first, stage, microbatch, segment, start, end } = timeline
+      const least = (values) => values.reduce((a, b) => Math.min(a, b), Infinity)
+      this.firstStage = Array.from({ length: this.P }, (_, rank) => least(stage.slice(first[rank], first[rank + 1])))
+      this.hasLater = stage.some((s, i) => s !== this.firstStage[this.rankOf(i)])
+      this.namesStage = this.hasLater || this.firstStage.some((s, rank) => s !== rank)
+      this.begin = least(start)
+      this.end = end.reduce((a, b) => Math.max(a, b), -Infinity)
+      this.critical = new Set(timeline.path ?? [])
+      start.forEach((at, i) => end[i] > at && (this.shortest = Math.min(this.shortest, end[i] - at)))
+      // As an order's text has them, or shorter where units lack the room for that.
+      const forms = [(i) => this.name(i), (i) => `${microbatch[i]}.${segment[i]}`]
+      if (!segment.some((s) => s > 0)) forms.push((i) => String(microbatch[i]))
+      const longest = (write) => stage.reduce((most, _, i) => Math.max(most, write(i).length), 0)
+      this.forms = forms.map((write) => ({ write, longest: longest(write) }))
     }
 
+    rankOf(i) {
+      return this.timeline.first.findIndex((begin, rank) => begin <= i && i < this.timeline.first[rank + 1])
+    }
+
+    name(i) {
+      const { pass, stage, microbatch, segment } = this.timeline
+      const { letter } = this.style.passes[pass[i]]
+      return `${this.namesStage ? `[${stage[i]}]` : ""}${letter}${microbatch[i]}.${segment[i]}`
+    }
+
+    heading() {
+      const { heading, makespan, bubble } = this.timeline
+      const share = bubble === null ? "" : `, bubble ${(100 * bubble).toFixed(1)}%`
+      return `${heading ? `${heading}: ` : ""}${timeText(makespan, 4)}${share}`
+    }
+
+    // from, to: seconds at the ends of the axis, behind the timeline's begin. most: of the tallest memory curve.
+    svg({ width, row, from, to, most, selected }) {
+      const room = width - LEFT - RIGHT
+      const scale = room / (to - from)
+      const g = { row, from, to, most, scale, room, x: (at) => (at - this.begin - from) * scale }
+      const ranks = Array.from({ length: this.P }, (_, rank) => rank)
+      const inside = ranks.flatMap((rank) => [...this.unitParts(rank, g), ...this.memoryParts(rank, g)])
+      if (selected !== null) {
+        const [x, y] = [g.x(this.timeline.start[selected]), (this.rankOf(selected) + UNITS_TOP) * row]
+        const width = Math.max(3, g.x(this.timeline.end[selected]) - x)
+        const box = rect(x, y, width, (UNITS_BOTTOM - UNITS_TOP) * row, "none")
+        inside.push(box.replace("/>", ` stroke="${INK}" stroke-width="2"/>`))
+      }
+      return (
+        `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${this.P * row + AXIS}">${LATER}` +
+        `${this.gridParts(g).join("")}<svg x="${LEFT}" width="${room}" height="${this.P * row}">` +
+        `${inside.join("")}${this.pathPart(g)}</svg>${ranks.map((rank) => this.rankName(rank, g)).join("")}</svg>`
+      )
+    }
+
+    gridParts({ row, from, to, scale, room }) {
+      const [second, name] = unitOfTime(to - from)
+      const wanted = Math.max(2, Math.floor(room / 90))
+      const power = 10 ** Math.floor(Math.log10((to - from) / second / wanted))
+      const step = second * power * [1, 2, 5, 10].find((m) => (to - from) / second / (m * power) <= wanted)
+      const parts = []
+      for (let n = Math.ceil(from / step - 1e-9); n * step <= to + 1e-9 * step; n++) {
+        const x = Math.round(LEFT + (n * step - from) * scale)
+        const text = `${digits((n * step) / second, 6)} ${name}`
+        parts.push(rect(x, 0, 1, this.P * row + 4, GRID), label(x, this.P * row + 15, 11, FAINT, "middle", text))
+      }
+      return parts
+    }
+
+    rankName(rank, { row }) {
+      const { memory } = this.timeline
+      const most = amountText(memory, memory.total[rank], 3).replace(/ micro-batch(es)?/, "")
+      const middle = (top, bottom) => (rank + (top + bottom) / 2) * row
+      const name = label(4, middle(UNITS_TOP, UNITS_BOTTOM), 12, INK, "start", `rank ${rank}`)
+      return name + label(4, middle(MEMORY_TOP, MEMORY_BOTTOM), 10, FAINT, "start", `peak ${most}`)
+    }
+
+    unitParts(rank, { row, scale, room, x }) {
+      const { first, start, end, pass, stage, microbatch } = this.timeline
+      const [top, height] = [(rank + UNITS_TOP) * row, (UNITS_BOTTOM - UNITS_TOP) * row]
+      const hasRoom = ({ longest }) => LETTER * longest + 2 <= this.shortest * scale // in all units
+      const { write } = this.forms.find(hasRoom) ?? this.forms[this.forms.length - 1]
+      const parts = []
+      let [begin, behind, longest] = [0, -Infinity, -1] // of what is not drawn yet: in a pixel, the longest unit
+      for (let i = first[rank]; i < first[rank + 1]; i++) {
+        if (x(end[i]) < 0 || x(start[i]) > room) continue
+        const [left, right] = [Math.max(0, x(start[i])), Math.min(room, x(end[i]))]
+        if (end[i] === start[i]) { // it takes none of the rank's time: a mark
+          parts.push(rect(left - 1, top + 0.3 * height, 2, 0.7 * height, INK))
+          continue
+        }
+        if (left > behind + 0.25) [begin, longest] = [left, -1]
+        behind = right
+        if (longest < 0 || end[i] - start[i] > end[longest] - start[longest]) longest = i
+        const isLast = i + 1 === first[rank + 1] || x(start[i + 1]) > right + 0.25
+        if (right - begin < 0.7 && !isLast) continue
+        const { colors } = this.style.passes[pass[longest]]
+        const { fill, ink } = colors[microbatch[longest] % colors.length]
+        const width = Math.max(right - begin - (right - begin > 5 ? 1 : 0), 0.7)
+        parts.push(rect(begin, top, width, height, fill))
+        if (stage[i] !== this.firstStage[rank] && width > 6) parts.push(rect(begin, top, width, height, "url(#later)"))
+        const name = width > LETTER ? write(i) : ""
+        if (name && LETTER * name.length <= width)
+          parts.push(label(begin + width / 2, top + height / 2, 10.5, ink, "middle", name))
+        ;[begin, longest] = [right, -1]
+      }
+      return parts
+    }
+
+    // Calls visit(from, to, tops) while a rank holds the same; tops: of each holding, with those below it.
+    walkMemory(rank, visit) {
+      const { first, start, end, memory } = this.timeline
+      if (first[rank] === first[rank + 1]) return
+      const held = this.style.holdings.map(({ name }) => memory.constant[name]?.[rank] ?? 0)
+      let last = start[first[rank]]
+      const settle = (until) => {
+        let sum = 0
+        if (until > last) visit(last, until, held.map((x) => (sum += x)))
+        last = until
+      }
+      for (let i = memory.first[rank]; i < memory.first[rank + 1]; i++) {
+        settle(memory.when[i])
+        held[memory.holding[i]] += memory.by[i]
+      }
+      settle(end[first[rank + 1] - 1])
+    }
+
+    memoryParts(rank, { row, most, room, x }) {
+      const columns = [] // of pixels: the tops where most is held in them
+      const last = this.style.holdings.length - 1
+      this.walkMemory(rank, (from, to, tops) => {
+        for (let c = Math.max(0, Math.floor(x(from))); c <= Math.min(x(to), room); c++)
+          if (!(columns[c]?.[last] > tops[last])) columns[c] = tops
+      })
+      const [base, scale] = [(rank + MEMORY_BOTTOM) * row, ((MEMORY_BOTTOM - MEMORY_TOP) * row) / most]
+      const parts = []
+      for (let h = last; h >= 0; h--) {
+        let [line, before, isSeen] = [`M0 ${round(base)}`, 0, false]
+        for (let c = 0; c <= room; c++) {
+          const top = columns[c]?.[h] ?? 0
+          isSeen ||= top > (columns[c]?.[h - 1] ?? 0)
+          if (top !== before) line += `H${c}V${round(base - scale * (before = top))}`
+        }
+        if (isSeen) parts.push(`<path d="${line}H${room}V${round(base)}Z" fill="${this.style.holdings[h].color}"/>`)
+      }
+      return parts
+    }
+
+    // A line under the units of the critical path, and from each to the next.
+    pathPart({ row, room, x }) {
+      const { start, end, path } = this.timeline
+      const isSeen = (i) => i !== undefined && x(end[i]) >= 0 && x(start[i]) <= room
+      const seen = (path ?? []).filter((i) => isSeen(i))
+      if (seen.length === 0 || seen.length > MOST_OF_PATH) return ""
+      const line = Array.from(path, (i, at) => {
+        const y = round((this.rankOf(i) + PATH) * row)
+        return isSeen(i) ? `${isSeen(path[at - 1]) ? "L" : "M"}${round(x(start[i]))} ${y}L${round(x(end[i]))} ${y}` : ""
+      })
+      return `<path d="${line.join("")}" fill="none" stroke="${INK}" stroke-width="2"/>`
+    }
+
+    // The number of the unit at a moment of a rank, -1 if there is none within `near` seconds.
+    unitAt(rank, moment, near) {
+      const { first, start, end } = this.timeline
+      let [best, least] = [-1, near]
+      for (let i = first[rank]; i < first[rank + 1] && least > 0; i++) {
+        const away = Math.max(start[i] - moment, moment - end[i], 0)
+        if (away < least) [best, least] = [i, away]
+      }
+      return best
+    }
+
+    // What is told of a unit: pairs of a label and a text.
+    tellUnit(i) {
+      const { pass, stage, start, end, inputs, slack } = this.timeline
+      const [second, unit] = unitOfTime(this.end - this.begin)
+      const time = (x) => `${digits(x / second, 6)} ${unit}`
+      const at = (x) => time(x - this.begin)
+      const list = (units, told) => units.map((j) => `${this.name(j)} on rank ${this.rankOf(j)}, ${told(j)}`).join("; ")
+      const earlier = Array.from(inputs.units.slice(inputs.first[i], inputs.first[i + 1]))
+      const later = []
+      for (let j = 0; j < pass.length; j++)
+        for (let e = inputs.first[j]; e < inputs.first[j + 1]; e++) if (inputs.units[e] === i) later.push(j)
+      const told = [
+        ["unit", `${this.name(i)}, ${this.style.passes[pass[i]].text}`],
+        ["rank", `${this.rankOf(i)}, stage ${stage[i]}`],
+        ["time", `${at(start[i])} to ${at(end[i])}, ${time(end[i] - start[i])} long`],
+        ["after", list(earlier.sort((a, b) => end[b] - end[a]), (j) => `ended at ${at(end[j])}`) || "nothing"],
+        ["before", list(later.sort((a, b) => start[a] - start[b]), (j) => `from ${at(start[j])}`) || "nothing"],
+      ]
+      if (slack === null) return told
+      return [...told, ["slack", this.critical.has(i) ? "on the critical path" : `may take ${time(slack[i])} longer`]]
+    }
+
+    // What a rank holds at a moment; null: nothing.
+    tellMemory(rank, moment) {
+      const { memory } = this.timeline
+      let told = null
+      this.walkMemory(rank, (from, to, tops) => {
+        if (moment < from || moment >= to) return
+        const amount = (x) => amountText(memory, x)
+        const all = `${amount(tops[tops.length - 1])} of at most ${amount(memory.total[rank])}`
+        told = [["rank", `${rank}`], ["holds", all]]
+        const kinds = this.style.holdings.map(({ text }, h) => [text, tops[h] - (tops[h - 1] ?? 0)]).reverse()
+        if (memory.kind === "bytes") told.push(...kinds.filter(([, x]) => x > 0).map(([text, x]) => [text, amount(x)]))
+      })
+      return told
+    }
+  }
+
+  // -- timelines on a page ------------------------------------------------------------------------------------------
+
+  class Timelines {
     // root: an element to fill. style: of units and holdings, as view/style.py gives them. wheelZooms: also where no
     // timeline is focused and without Ctrl; else the page scrolls.
     constructor(root, style, { wheelZooms = true } = {}) {
       Object.assign(this, { root, style, wheelZooms, pictures: [], frames: [], from: 0, to: 1, pointers: new Map() })
-      this.tapped = null // where a finger has come down, until it moves or another one comes
-      this.colors = palette(style)
+      Object.assign(this, { selected: null, tapped: null }) // {index, unit}; where a finger is that has not moved
       this.legend = element("div", { className: "timeline-legend" })
       this.body = element("div")
       this.tip = element("div", { className: "timeline-tip", hidden: true })
-      this.said = element("div", { className: "timeline-said" })
-      this.said.setAttribute("aria-live", "polite")
-      root.classList.add("timelines")
-      root.append(this.toolbar(), this.legend, this.body, this.said, this.tip)
-      new ResizeObserver(() => this.draw()).observe(root)
-      matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw())
-      addEventListener("pointerdown", ({ pointerType }) => { // what a tap has told stays until the next touch
-        if (pointerType !== "mouse") this.tip.hidden = true
-      })
-    }
-
-    toolbar() {
-      const button = (text, title, act) => {
-        const made = element("button", { type: "button", textContent: text, title, onclick: act })
-        made.setAttribute("aria-label", title)
-        return made
-      }
-      this.pathBox = element("input", { type: "checkbox", checked: true, onchange: () => this.draw() })
-      this.pathLabel = element("label", {}, this.pathBox, " critical path")
-      return element(
-        "div", { className: "timeline-tools" },
-        button("+", "Zoom in", () => this.zoom(0.7)), button("−", "Zoom out", () => this.zoom(1 / 0.7)),
-        button("Whole", "Show the whole step", () => this.reset()), this.pathLabel,
+      this.said = element("div", { className: "timeline-said", ariaLive: "polite" })
+      const button = (textContent, ariaLabel, onclick) =>
+        element("button", { type: "button", textContent, ariaLabel, title: ariaLabel, onclick })
+      const tools = element(
+        "div", { className: "timeline-tools" }, button("+", "Zoom in", () => this.zoom(0.7)),
+        button("−", "Zoom out", () => this.zoom(1 / 0.7)), button("Whole", "Show the whole step", () => this.reset()),
       )
+      root.classList.add("timelines")
+      root.append(tools, this.legend, this.body, this.said, this.tip)
+      new ResizeObserver(() => this.draw()).observe(root)
     }
 
     // Timelines, one above the other. keepsView: the time axis stays as it is.
     show(timelines, { keepsView = false } = {}) {
-      const wasWhole = !keepsView || this.from === this.whole?.[0]
-      this.pictures = timelines.map((timeline) => new Picture(timeline, this.style, this.colors))
-      const longest = Math.max(...this.pictures.map((p) => p.end - p.begin)) || 1
+      const isWhole = !keepsView || this.from === this.whole?.[0]
+      this.pictures = timelines.map((timeline) => new Picture(timeline, this.style))
+      const longest = Math.max(0, ...this.pictures.map(({ begin, end }) => end - begin)) || 1
       this.whole = [-0.01 * longest, 1.01 * longest]
-      if (wasWhole) [this.from, this.to] = this.whole
-      const paths = this.pictures.map((p) => p.timeline.path?.length ?? 0)
-      this.pathLabel.hidden = Math.max(...paths) === 0
-      if (!keepsView) this.pathBox.checked = Math.max(...paths) <= MOST_OF_PATH
-      while (this.frames.length > timelines.length) this.frames.pop().box.remove()
-      while (this.frames.length < timelines.length) this.frames.push(this.frame(this.frames.length))
+      if (isWhole) [this.from, this.to] = this.whole
+      this.frames = this.pictures.map((picture, index) => this.frame(picture, index))
+      this.body.replaceChildren(...this.frames.map(({ box }) => box))
       this.selected = null
       this.tip.hidden = true
       this.drawLegend()
       this.drawNow()
     }
 
-    frame(index) {
-      const heading = element("h3")
-      const note = element("p", { className: "timeline-note" })
-      const canvas = element("canvas", { tabIndex: 0 })
-      canvas.setAttribute("role", "img")
-      const box = element("section", { className: "timeline" }, heading, note, canvas)
-      this.body.append(box)
-      canvas.addEventListener("wheel", (event) => this.wheel(event), { passive: false })
-      canvas.addEventListener("pointerdown", (event) => this.press(event))
-      canvas.addEventListener("pointermove", (event) => this.move(event, index))
-      canvas.addEventListener("pointerup", (event) => this.release(event, index))
-      canvas.addEventListener("pointercancel", (event) => { // the page scrolls
-        this.pointers.delete(event.pointerId)
-        this.tapped = null
-      })
-      canvas.addEventListener("pointerleave", ({ pointerType }) => {
-        if (pointerType !== "touch") this.tip.hidden = true
-      })
-      canvas.addEventListener("dblclick", () => this.reset())
-      canvas.addEventListener("keydown", (event) => this.key(event, index))
-      canvas.addEventListener("blur", () => this.draw())
-      return { box, heading, note, canvas }
+    frame(picture, index) {
+      const keys = "Arrow keys go from unit to unit; plus and minus zoom."
+      const ariaLabel = `Timeline of ${picture.heading()}. ${keys}`
+      const plot = element("div", { className: "timeline-plot", tabIndex: 0, role: "img", ariaLabel })
+      const on = (type, act) => plot.addEventListener(type, (event) => act(event), { passive: false })
+      on("wheel", (event) => this.wheel(event))
+      on("pointerdown", (event) => this.press(event))
+      on("pointermove", (event) => this.move(event, index))
+      on("pointerup", (event) => this.release(event, index))
+      on("pointercancel", (event) => this.pointers.delete(event.pointerId)) // the page scrolls
+      on("pointerleave", ({ pointerType }) => pointerType === "mouse" && (this.tip.hidden = true))
+      on("keydown", (event) => this.key(event, index))
+      const note = element("p", { className: "timeline-note", textContent: picture.timeline.note ?? "" })
+      const heading = element("h3", { textContent: picture.heading() })
+      return { box: element("section", { className: "timeline" }, heading, note, plot), heading, plot }
     }
 
-    theme() {
-      const css = getComputedStyle(this.root)
-      const read = (name) => css.getPropertyValue(`--timeline-${name}`).trim() || LIGHT[name]
-      return Object.fromEntries(Object.keys(LIGHT).map((name) => [name, read(name)]))
+    // What the tallest memory curve holds, in the scale of this picture: curves of all have one.
+    most({ timeline: { memory } }) {
+      const one = ({ kind, whole }) => (kind === "bytes" ? 1 : whole)
+      const isAlike = ({ kind }) => (kind === "bytes") === (memory.kind === "bytes")
+      const alike = this.pictures.map((picture) => picture.timeline.memory).filter(isAlike)
+      return (Math.max(...alike.map((m) => Math.max(...m.total) / one(m))) || 1) * one(memory)
+    }
+
+    width() {
+      return Math.max(200, this.body.clientWidth)
     }
 
     // The height of a rank's row, so that all timelines are seen at once where that can be.
     row() {
-      const ranks = this.pictures.reduce((sum, picture) => sum + picture.P, 0)
-      return Math.max(30, Math.min(56, 420 / ranks))
+      return Math.max(30, Math.min(56, 420 / this.pictures.reduce((sum, { P }) => sum + P, 0)))
     }
 
-    // What the tallest memory curve holds, in the scale of this picture: curves of all have one.
-    most(picture) {
-      const one = ({ memory }) => (memory.kind === "bytes" ? 1 : memory.whole)
-      const known = this.pictures.map((p) => p.timeline).filter((t) => t.memory !== null)
-      const alike = known.filter((t) => (t.memory.kind === "bytes") === (picture.timeline.memory.kind === "bytes"))
-      return (Math.max(...alike.map((t) => Math.max(...t.memory.total) / one(t))) || 1) * one(picture.timeline)
+    svg(index, width, row) {
+      const picture = this.pictures[index]
+      const selected = this.selected?.index === index ? this.selected.unit : null
+      return picture.svg({ width, row, from: this.from, to: this.to, most: this.most(picture), selected })
     }
 
-    geometry(picture) {
-      const width = Math.max(200, this.body.clientWidth)
-      return layout(picture, width, this.row(), [this.from, this.to])
+    // A timeline as it stands, below its heading, on white: a file of its own.
+    svgFile(index, width = 1200, row = 56) {
+      const size = `width="${width}" height="${this.pictures[index].P * row + AXIS + 24}"`
+      const heading = label(4, 12, 14, INK, "start", escape(this.pictures[index].heading()))
+      const parts = `<rect width="100%" height="100%" fill="#fff"/>${heading}<g transform="translate(0 24)">`
+      const text = `<svg xmlns="http://www.w3.org/2000/svg" ${size} font-family="system-ui, sans-serif">${parts}`
+      return `${text}${this.svg(index, width, row)}</g></svg>\n`.replace(/var\([^,]*, ([^)]*)\)/g, "$1")
     }
 
     draw() {
-      if (this.waits) return
-      this.waits = true
-      requestAnimationFrame(() => {
-        this.waits = false
-        this.drawNow()
-      })
+      this.waits ??= requestAnimationFrame(() => this.drawNow())
     }
 
     drawNow() {
-      const theme = this.theme()
-      const sharpness = window.devicePixelRatio || 1
-      this.pictures.forEach((picture, index) => {
-        const { canvas, heading, note } = this.frames[index]
-        const g = this.geometry(picture)
-        heading.textContent = picture.heading()
-        note.textContent = picture.timeline.note ?? ""
-        const keys = "Arrow keys go from unit to unit; plus and minus zoom."
-        canvas.setAttribute("aria-label", `Timeline of ${picture.heading()}. ${keys}`)
-        if (canvas.width !== Math.round(g.width * sharpness) || canvas.height !== Math.round(g.height * sharpness)) {
-          canvas.width = Math.round(g.width * sharpness)
-          canvas.height = Math.round(g.height * sharpness)
-          canvas.style.height = `${g.height}px`
-        }
-        const ctx = canvas.getContext("2d")
-        ctx.setTransform(sharpness, 0, 0, sharpness, 0, 0)
-        picture.draw(ctx, g, theme, picture.timeline.memory === null ? 1 : this.most(picture), this.pathBox.checked)
-        if (this.selected !== null && this.selected.index === index) this.outline(ctx, picture, g, theme)
-      })
-    }
-
-    outline(ctx, picture, g, theme) {
-      const { unit } = this.selected
-      const left = g.x(picture.timeline.start[unit])
-      const width = Math.max(3, g.x(picture.timeline.end[unit]) - left)
-      const top = (picture.rankOf(unit) + UNITS_TOP) * g.row
-      ctx.strokeStyle = theme.ink
-      ctx.lineWidth = 2
-      ctx.strokeRect(left, top, width, (UNITS_BOTTOM - UNITS_TOP) * g.row)
+      cancelAnimationFrame(this.waits)
+      this.waits = null
+      this.frames.forEach(({ plot }, index) => (plot.innerHTML = this.svg(index, this.width(), this.row())))
     }
 
     drawLegend() {
-      const swatch = (color, text) => {
+      const swatch = (background, text) => {
         const box = element("i")
-        box.style.background = color
+        box.style.background = background
         return element("span", {}, box, text)
       }
       const all = this.pictures.map((picture) => picture.timeline)
-      const passes = this.style.passes.filter((_, pass) => all.some((t) => t.pass.includes(pass)))
-      const takesTime = (pass, t) => t.pass.some((p, i) => this.style.passes[p] === pass && t.end[i] > t.start[i])
-      const timed = passes.filter((pass) => all.some((t) => takesTime(pass, t)))
-      const units = timed.map((pass) => swatch(this.colors(this.style.passes.indexOf(pass), 0).css, pass.text))
-      const marks = passes.filter((pass) => !timed.includes(pass)).map(({ text }) => text)
-      if (marks.length) units.push(element("span", {}, element("i", { className: "mark" }), marks.join(", ")))
-      if (this.pictures.some((picture) => picture.hasLater()))
+      const isThere = (_, pass) => all.some((t) => t.pass.includes(pass))
+      const isTimed = (_, pass) => all.some((t) => t.pass.some((p, i) => p === pass && t.end[i] > t.start[i]))
+      const units = this.style.passes.filter(isTimed).map((one) => swatch(one.colors[0].fill, one.text))
+      const marks = this.style.passes.filter((one, pass) => isThere(one, pass) && !isTimed(one, pass))
+      if (marks.length) units.push(swatch("currentColor", marks.map(({ text }) => text).join(", ")))
+      if (this.pictures.some(({ hasLater }) => hasLater))
         units.push(swatch("repeating-linear-gradient(135deg,#777 0 2px,#ddd 2px 4px)", "later stages of a rank"))
-      const isIn = (kind) => all.some((t) => t.memory?.kind === kind)
-      const isHeld = ({ name }, h) => all.some((t) => t.memory !== null &&
-        (t.memory.constant[name]?.some((x) => x > 0) || t.memory.changes.holding.includes(h)))
+      if (this.pictures.some(({ critical }) => critical.size > 0)) units.push(element("span", {}, "— critical path"))
+      const isIn = (kind) => all.some(({ memory }) => memory.kind === kind)
+      const isHeld = ({ name }, h) =>
+        all.some(({ memory }) => memory.constant[name]?.some((x) => x > 0) || memory.holding.includes(h))
       const text = (one) => (isIn("bytes") ? one.text : "activations of live units")
       const held = this.style.holdings.filter(isHeld).map((one) => swatch(one.color, text(one)))
-      this.legend.replaceChildren(element("div", {}, "A colour is a micro-batch: ", ...units))
       const unit = isIn("microbatches") && !isIn("bytes") ? ", in micro-batches" : ""
-      if (held.length) this.legend.append(element("div", {}, `Memory, under each rank${unit}: `, ...held.reverse()))
+      this.legend.replaceChildren(
+        element("div", {}, "A colour is a micro-batch: ", ...units),
+        element("div", {}, `Memory, under each rank${unit}: `, ...held.reverse()),
+      )
     }
 
     // -- moving about -----------------------------------------------------------------------------------------------
 
     set(from, to) {
-      const [begin, end] = this.whole
-      const least = (end - begin) / 1e6
-      const width = Math.min(Math.max(to - from, least), 1.1 * (end - begin))
-      const slide = Math.min(Math.max(from, begin - 0.05 * (end - begin)), end + 0.05 * (end - begin) - width)
-      ;[this.from, this.to] = [slide, slide + width]
+      const span = this.whole[1] - this.whole[0]
+      const width = Math.min(Math.max(to - from, span / 1e6), 1.1 * span)
+      this.from = Math.min(Math.max(from, this.whole[0] - 0.05 * span), this.whole[1] + 0.05 * span - width)
+      this.to = this.from + width
       this.draw()
     }
 
     reset() {
-      ;[this.from, this.to] = this.whole
-      this.draw()
+      this.set(...this.whole)
     }
 
     // about: a share of the axis that stays where it is.
@@ -217,100 +412,81 @@ const Timelines = (() => {
       this.set(middle - factor * (middle - this.from), middle + factor * (this.to - middle))
     }
 
-    shareAt(event) {
-      const box = event.currentTarget.getBoundingClientRect()
-      const g = this.geometry(this.pictures[0])
-      return (event.clientX - box.left - g.left) / (g.right - g.left)
+    shareAt({ clientX, currentTarget }) {
+      return (clientX - currentTarget.getBoundingClientRect().left - LEFT) / (this.width() - LEFT - RIGHT)
     }
 
     wheel(event) {
       if (!this.wheelZooms && !event.ctrlKey && document.activeElement !== event.currentTarget) return
       event.preventDefault()
-      if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
-        const by = ((event.deltaX || event.deltaY) / 1000) * (this.to - this.from)
-        this.set(this.from + by, this.to + by)
-      } else this.zoom(Math.exp(event.deltaY / 700), this.shareAt(event))
+      this.zoom(Math.exp(event.deltaY / 700), this.shareAt(event))
     }
 
     press(event) {
       event.currentTarget.setPointerCapture(event.pointerId)
       this.pointers.set(event.pointerId, this.shareAt(event))
-      const isFirst = event.pointerType !== "mouse" && this.pointers.size === 1
-      this.tapped = isFirst ? [event.clientX, event.clientY] : null
+      this.tip.hidden = true
+      const isTap = event.pointerType !== "mouse" && this.pointers.size === 1
+      this.tapped = isTap ? [event.clientX, event.clientY] : null
     }
 
     // A tap tells what lies under it, as hovering does.
     release(event, index) {
       this.pointers.delete(event.pointerId)
       if (this.tapped === null) return
-      const [x, y] = this.placeOn(index, ...this.tapped)
-      const found = this.at(index, x, y, FINGER)
-      this.selected = found === null || found.unit < 0 ? null : { index, unit: found.unit }
-      this.tell(found?.told ?? null, ...this.tapped)
+      const unit = this.tellAt(index, ...this.tapped, FINGER)
+      this.selected = unit < 0 ? null : { index, unit }
       this.tapped = null
       this.draw()
     }
 
     move(event, index) {
-      if (!this.pointers.has(event.pointerId)) return this.hover(event, index)
-      if (this.tapped !== null) {
-        if (Math.hypot(event.clientX - this.tapped[0], event.clientY - this.tapped[1]) < FINGER) return
-        this.tapped = null
+      if (!this.pointers.has(event.pointerId)) {
+        this.tellAt(index, event.clientX, event.clientY, 3)
+        return
       }
-      const share = this.shareAt(event)
-      const before = this.pointers.get(event.pointerId)
-      const others = [...this.pointers].filter(([id]) => id !== event.pointerId)
-      this.pointers.set(event.pointerId, share)
+      const [x, y] = this.tapped ?? [Infinity, Infinity]
+      if (Math.hypot(event.clientX - x, event.clientY - y) < FINGER) return
+      this.tapped = null
       this.tip.hidden = true
-      const width = this.to - this.from
-      if (others.length === 1) {
-        const [, still] = others[0]
-        if (Math.abs(share - still) > 0.02) this.zoom(Math.abs(before - still) / Math.abs(share - still), still)
-      } else this.set(this.from - (share - before) * width, this.to - (share - before) * width)
+      const [share, before] = [this.shareAt(event), this.pointers.get(event.pointerId)]
+      this.pointers.set(event.pointerId, share)
+      const [other] = [...this.pointers].filter(([id]) => id !== event.pointerId).map(([, still]) => still)
+      const by = (share - before) * (this.to - this.from)
+      if (other === undefined) this.set(this.from - by, this.to - by)
+      else if (Math.abs(share - other) > 0.02) this.zoom(Math.abs(before - other) / Math.abs(share - other), other)
     }
 
-    hover(event, index) {
-      const [x, y] = this.placeOn(index, event.clientX, event.clientY)
-      this.tell(this.at(index, x, y, 3)?.told ?? null, event.clientX, event.clientY)
-    }
-
-    placeOn(index, x, y) {
-      const box = this.frames[index].canvas.getBoundingClientRect()
-      return [x - box.left, y - box.top]
-    }
-
-    // What is told at a place of a canvas: the number of a unit at most `near` pixels away, or -1, and the text. Null:
-    // nothing.
-    at(index, x, y, near) {
+    // Tells what lies at a place of the window; the number of the unit at most `near` pixels away, or -1.
+    tellAt(index, clientX, clientY, near) {
       const picture = this.pictures[index]
-      const g = this.geometry(picture)
-      const rank = Math.floor(y / g.row)
-      if (rank < 0 || rank >= picture.P || x < g.left - 2 || x > g.right + 2) return null
-      const inRow = y / g.row - rank
-      if (inRow < (UNITS_BOTTOM + PATH) / 2) {
-        const unit = picture.unitAt(rank, g.time(x), near / g.scale)
-        return unit < 0 ? null : { unit, told: picture.tellUnit(unit) }
+      const box = this.frames[index].plot.getBoundingClientRect()
+      const seconds = (this.to - this.from) / (this.width() - LEFT - RIGHT) // of a pixel
+      const moment = picture.begin + this.from + (clientX - box.left - LEFT) * seconds
+      const row = (clientY - box.top) / this.row()
+      const rank = Math.floor(row)
+      let [unit, told] = [-1, null]
+      if (rank >= 0 && rank < picture.P) {
+        if (row - rank < PATH) unit = picture.unitAt(rank, moment, near * seconds)
+        else told = picture.tellMemory(rank, moment)
       }
-      if (picture.timeline.memory === null) return null
-      const height = ((MEMORY_BOTTOM - inRow) / (MEMORY_BOTTOM - MEMORY_TOP)) * this.most(picture)
-      return { unit: -1, told: picture.tellMemory(rank, g.time(x), height) }
+      this.tell(unit < 0 ? told : picture.tellUnit(unit), clientX, clientY)
+      return unit
     }
 
     tell(told, x, y) {
       this.tip.hidden = told === null
       if (told === null) return
-      const line = ([label, text]) => [element("b", { textContent: label }), element("span", { textContent: text })]
+      const line = ([name, text]) => [element("b", { textContent: name }), element("span", { textContent: text })]
       this.tip.replaceChildren(...told.flatMap(line))
       const { offsetWidth, offsetHeight } = this.tip
-      const left = Math.min(x + 14, innerWidth - offsetWidth - 6)
-      this.tip.style.left = `${Math.max(4, left)}px`
-      this.tip.style.top = `${y + 18 + offsetHeight > innerHeight ? Math.max(4, y - offsetHeight - 12) : y + 18}px`
+      const top = y + 18 + offsetHeight > innerHeight ? y - offsetHeight - 12 : y + 18
+      this.tip.style.left = `${Math.max(4, Math.min(x + 14, innerWidth - offsetWidth - 6))}px`
+      this.tip.style.top = `${Math.max(4, top)}px`
     }
 
-    // Arrows go from unit to unit, Shift with them moves the axis, + and - zoom, 0 and Escape show the whole.
+    // Arrows go from unit to unit, + and - zoom, 0 and Escape show the whole.
     key(event, index) {
-      const width = this.to - this.from
-      const side = { ArrowLeft: -1, ArrowRight: 1 }[event.key]
       if (event.ctrlKey || event.metaKey || event.altKey) return
       if (event.key === "+" || event.key === "=") this.zoom(0.7)
       else if (event.key === "-") this.zoom(1 / 0.7)
@@ -318,43 +494,35 @@ const Timelines = (() => {
         this.selected = null
         this.tip.hidden = true
         this.reset()
-      } else if (side && event.shiftKey) this.set(this.from + 0.2 * side * width, this.to + 0.2 * side * width)
-      else if (side || ["ArrowUp", "ArrowDown", "Home", "End"].includes(event.key)) this.step(index, event.key)
+      } else if (["ArrowLeft", "ArrowRight", "ArrowUp", "ArrowDown"].includes(event.key)) this.step(index, event.key)
       else return
       event.preventDefault()
     }
 
-    // Selects the unit beside the selected one, or above or below it.
+    // Selects the unit beside the selected one, or above or below it; at first, the first.
     step(index, key) {
       const picture = this.pictures[index]
       const { first, start, end } = picture.timeline
-      const old = this.selected !== null && this.selected.index === index ? this.selected.unit : null
-      let unit = old ?? first[0]
-      if (old !== null) {
-        const rank = picture.rankOf(old)
-        const last = first[rank + 1] - 1
-        if (key === "Home") unit = first[rank]
-        else if (key === "End") unit = last
-        else if (key === "ArrowLeft") unit = Math.max(first[rank], old - 1)
-        else if (key === "ArrowRight") unit = Math.min(last, old + 1)
-        else {
-          const other = Math.min(picture.P - 1, Math.max(0, rank + (key === "ArrowUp" ? -1 : 1)))
-          unit = Math.min(first[other + 1] - 1, firstAfter(picture.timeline, other, start[old] + 1e-9 * this.whole[1]))
-        }
-      }
+      const old = this.selected?.index === index ? this.selected.unit : -1
+      const rank = picture.rankOf(Math.max(0, old))
+      const other = Math.min(picture.P - 1, Math.max(0, rank + (key === "ArrowUp" ? -1 : 1)))
+      let unit = 0
+      if (key === "ArrowLeft") unit = Math.max(first[rank], old - 1)
+      else if (key === "ArrowRight") unit = Math.min(first[rank + 1] - 1, old + 1)
+      else if (old >= 0) unit = picture.unitAt(other, start[old] + 1e-9 * this.whole[1], Infinity)
       this.selected = { index, unit }
       const [begin, stop] = [start[unit] - picture.begin, end[unit] - picture.begin]
       const half = (this.to - this.from) / 2
       if (begin < this.from || stop > this.to) this.set(begin - half, begin + half)
       this.drawNow()
       const told = picture.tellUnit(unit)
-      const g = this.geometry(picture)
-      const box = this.frames[index].canvas.getBoundingClientRect()
-      const middle = g.x((start[unit] + end[unit]) / 2)
-      this.tell(told, box.left + middle, box.top + (picture.rankOf(unit) + UNITS_BOTTOM) * g.row)
-      this.said.textContent = told.map(([label, text]) => `${label}: ${text}`).join(". ")
+      const box = this.frames[index].plot.getBoundingClientRect()
+      const middle = ((begin + stop) / 2 - this.from) / (this.to - this.from)
+      const x = box.left + LEFT + middle * (this.width() - LEFT - RIGHT)
+      this.tell(told, x, box.top + (picture.rankOf(unit) + UNITS_BOTTOM) * this.row())
+      this.said.textContent = told.map(([name, text]) => `${name}: ${text}`).join(". ")
     }
   }
 
-  return Timelines
+  return Object.assign(Timelines, { element, digits, timeText })
 })()

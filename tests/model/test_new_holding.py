@@ -31,7 +31,8 @@ CHANGES = {  # by file: what stands there, and what stands before it in the copy
 USE = """
 from seq1f1b import Costs, build_schedule
 from seq1f1b.schedule import StepMemory
-from seq1f1b.view.page import memory_curves, timeline_html
+from itertools import accumulate
+from seq1f1b.view.page import memory_changes, timeline_html
 
 order = build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=2)
 memory = StepMemory(activations=10, dummy=[1, 3])
@@ -39,7 +40,7 @@ run = order.simulate(Costs(), memory=memory)
 assert run.memory == order.peak_memory(memory)
 assert run.memory.dummy == (1 + 3 + 1, 1 + 3), run.memory
 assert run.memory.total == (35, 24), run.memory
-peaks = [max(held for _, held in curves["dummy"]) for curves in memory_curves(run)]
+peaks = [max(accumulate(by for _, by, name in rank if name == "dummy")) for rank in memory_changes(run)]
 assert peaks == [5, 4], peaks
 fitted = order.fit(memory, 30)
 assert fitted != order and fitted.peak_memory(memory).dummy == run.memory.dummy

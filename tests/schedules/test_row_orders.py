@@ -9,7 +9,7 @@ import pytest
 
 from seq1f1b import _C, Costs, Links, Schedule, ScheduleError, Unit, build_schedule
 from seq1f1b.schedule import Family, StepMemory, families
-from seq1f1b.view.page import memory_curves
+from seq1f1b.view.page import memory_changes
 
 ONE_STAGE = ["seq1f1b", "1f1b", "gpipe", "terapipe", "kfkb", "seq-zb-h1", "seq-zb-h2"]
 V_SHAPED = ["seq-zbv", "seq-v-half", "seq-v-min"]
@@ -170,7 +170,8 @@ def test_costs_of_every_row() -> None:
     given = StepMemory(activations=forward_bytes(lengths), kv=7)
     memory = order.simulate(Costs(forward, backward, links=Links(message_bytes=message)), memory=given)
     assert memory.memory is not None and max(memory.memory.kv) <= 3 * 7
-    assert max(live for _, live in memory_curves(memory)[0]["activations"]) == memory.memory.activations[0]
+    changes = [by for _, by, name in memory_changes(memory)[0] if name == "activations"]
+    assert max(itertools.accumulate(changes)) == memory.memory.activations[0]
     with pytest.raises(ValueError, match="forward must be a number or hold 2 stages of 3 micro-batches each"):
         order.simulate(Costs([[1.0, 1.0, 1.0]] * 2))
     with pytest.raises(ValueError, match="segment_sizes must be a number or hold 3 micro-batches"):

@@ -45,25 +45,22 @@ def open_browser(*, width: int = 1400, height: int = 1000) -> Iterator[Any]:
     session.quit()
 
 
-SAVED = Path(__file__).parents[2] / "docs/explorer/saved.js"
-
-
 class Timelines:
-    """The timelines of a page that holds them under a name, drawn by ``timeline.js``; and what the explorer saves."""
+    """The timelines of a page that holds them under a name, drawn by ``timeline.js``."""
 
-    def __init__(self, browser: Any, path: Path, name: str = "timelines") -> None:
+    def __init__(self, browser: Any, url: str, name: str = "timelines") -> None:
         self.browser, self.name = browser, name
-        browser.get(path.as_uri())
-        self.run(SAVED.read_text(encoding="utf-8"))
+        browser.get("about:blank")  # a link that differs in its hash alone would not be opened anew
+        browser.get(url)
 
     def run(self, script: str, *arguments: Any) -> Any:
         """What a script returns, in which ``all`` are the timelines."""
         return self.browser.execute_script(f"const all = {self.name}; {script}", *arguments)
 
-    def wait(self, script: str, *arguments: Any, seconds: float = 60) -> Any:
+    def wait(self, script: str) -> Any:
         """What a script returns once that is true."""
-        give_up = time.monotonic() + seconds
-        while not (found := self.run(script, *arguments)):
+        give_up = time.monotonic() + 20
+        while not (found := self.run(script)):
             assert time.monotonic() < give_up, script
             time.sleep(0.02)
         return found
@@ -71,12 +68,12 @@ class Timelines:
     def locate(self, index: int, moment: float, row: float) -> tuple[int, int]:
         """Pixels of the window where a timeline has that time and row, once it is in view."""
         x, y = self.run(
-            "const [index, moment, row] = arguments, {canvas} = all.frames[index];"
-            "const g = all.geometry(all.pictures[index]);"
-            "let box = canvas.getBoundingClientRect();"
+            "const [index, moment, row] = arguments, {plot} = all.frames[index];"
+            "let box = plot.getBoundingClientRect();"
             "if (box.top < 0 || box.bottom > innerHeight)"
-            "  { canvas.scrollIntoView({block: 'center'}); box = canvas.getBoundingClientRect() }"
-            "return [box.left + g.x(moment), box.top + row * g.row]",
+            "  { plot.scrollIntoView({block: 'center'}); box = plot.getBoundingClientRect() }"
+            "const share = (moment - all.pictures[index].begin - all.from) / (all.to - all.from);"
+            "return [box.left + 92 + share * (all.width() - 102), box.top + row * all.row()]",
             index,
             moment,
             row,
@@ -93,15 +90,10 @@ class Timelines:
         for near in (x + 2, x):  # a move, not a jump to where the pointer may be already
             actions.pointer_action.move_to_location(near, y)
         actions.perform()
-        return self.wait("return all.tip.hidden ? null : all.tip.innerText", seconds=10)
+        return self.wait("return all.tip.hidden ? null : all.tip.innerText")
 
-    def zoom(self, index: int, moment: float, notches: int) -> None:
-        from selenium.webdriver.common.action_chains import ActionChains
-        from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
-
-        origin = ScrollOrigin.from_viewport(*self.locate(index, moment, 0.3))
-        for _ in range(notches):
-            ActionChains(self.browser, duration=0).scroll_from_origin(origin, 0, -200).perform()
+    def headings(self) -> list[str]:
+        return self.run("return all.frames.map(({heading}) => heading.textContent)")
 
     def pixels(self, path: Path) -> Any:
         """The colours of a screenshot, one row for each pixel."""
@@ -111,3 +103,8 @@ class Timelines:
 
     def problems(self) -> list[Any]:
         return [entry for entry in self.browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+
+
+def share(pixels: Any, color: tuple[int, int, int]) -> float:
+    """Share of the pixels that have this colour."""
+    return float((abs(pixels - [channel / 255 for channel in color]).max(axis=1) < 0.01).mean())
