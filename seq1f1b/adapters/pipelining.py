@@ -6,13 +6,13 @@ Torch's classes split the batch and merge the outputs here as they do for their 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, _PipelineSchedule
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, _Action
 
 from seq1f1b.files import nearest_name
 from seq1f1b.partition import ModelShape
@@ -20,18 +20,27 @@ from seq1f1b.runtime.arguments import Loss, order_of
 from seq1f1b.runtime.batch import StepArguments
 from seq1f1b.runtime.engine import PipelineEngine
 from seq1f1b.runtime.rank_order import build
-from seq1f1b.schedule import Schedule
+from seq1f1b.schedule import Costs, Schedule
 
 __all__ = ["ScheduleSeq1F1B", "ScheduleSeqInterleaved1F1B"]
 
 
 _TAKEN = ("stage", "num_microbatches", "num_segments", "loss_fn", "group")
 """Arguments of an engine that come from the stage and from the other arguments of a schedule."""
+_OF_ROWS = ("parents", "segment_sizes", "plan")
+"""Arguments of an engine's step that torch's schedules would hand to the stage."""
 
 
-class _Segmented(_PipelineSchedule):
+class _Segmented:
     """The common part of both schedules: torch's ``step`` and ``eval`` over a :class:`seq1f1b.PipelineEngine`."""
 
+    _n_microbatches: int
+    _loss_fn: Callable[..., Tensor] | None
+    scale_grads: bool
+    _has_backward: bool
+    _split_inputs: Callable[..., tuple[list[Any], list[Any]]]
+    _merge_outputs: Callable[[list[Any]], Any]
+    _check_inputs: Callable[..., tuple[list[Any], list[Any]]]
     _family: str  # of its orders, unless it is given another
 
     def __init__(
@@ -50,65 +59,84 @@ class _Segmented(_PipelineSchedule):
         **engine: Any,
     ) -> None:
         self._check_options(engine)
-        loss = engine.get("loss", Loss())
-        if not isinstance(loss, Loss):
-            raise TypeError(f"loss must be a seq1f1b.Loss, got {type(loss).__name__}")
         self._own_stages = list(stage) if isinstance(stage, Sequence) else [stage]
+        self._order = self._build(engine.pop("schedule", self._family), n_microbatches, n_segments)
+        if "grad_dtype" not in engine:
+            engine["grad_dtype"] = None if n_segments == 1 else torch.float32
         self._engine_options = {
             "num_segments": n_segments,
             "segment_sizes": segment_sizes,
             "seq_dim": seq_dim,
-            "grad_dtype": None if n_segments == 1 else torch.float32,
             **engine,
-            "schedule": self._build(engine.get("schedule", self._family), n_microbatches, n_segments),
-            # Gradients are divided after the last backward, by gradient_divisor, as torch does.
-            "loss": replace(loss, scale_grads=False),
         }
         self._engine: PipelineEngine | None = None
-        construct: Any = super().__init__  # of the class that comes next, which takes the stage first
-        construct(
+        super().__init__(  # type: ignore[call-arg] # torch's, which asks for the order
             stage,
             n_microbatches,
             loss_fn,
             args_chunk_spec,
             kwargs_chunk_spec,
             output_merge_spec,
-            scale_grads=scale_grads and loss.scale_grads,
+            scale_grads=scale_grads,
         )
 
-    def _check_options(self, given: Iterable[str]) -> None:
+    def _check_options(self, given: Mapping[str, Any]) -> None:
         """Raises unless these are keyword arguments of an engine, and none that the stage or torch's arguments tell."""
-        known = sorted({"n_microbatches", "n_segments", *inspect.signature(PipelineEngine).parameters} - {*_TAKEN})
+        name, known = type(self).__name__, inspect.signature(PipelineEngine).parameters
         for option in given:
+            if option in _TAKEN:
+                raise TypeError(f"{option}= is an argument of PipelineEngine that {name} sets itself")
             if option not in known:
-                raise TypeError(f"{type(self).__name__} has no argument {option!r}{nearest_name(option, known)}")
+                options = sorted({"n_segments", *known} - {*_TAKEN})
+                raise TypeError(f"{name} has no argument {option!r}{nearest_name(option, options)}")
+        loss = given.get("loss", Loss())
+        if not isinstance(loss, Loss):
+            raise TypeError(f"loss must be a seq1f1b.Loss, got {type(loss).__name__}")
+        if not loss.scale_grads:
+            raise ValueError(f"Loss.scale_grads is False: give {name} its own argument scale_grads=False instead")
 
     def _build(self, schedule: Any, n_microbatches: int, n_segments: int) -> Schedule:
         """The order of these stages, which must lie where it has them."""
-        stages, rank = self._own_stages, self._own_stages[0].group_rank
+        stages = self._own_stages
         ranks, rest = divmod(stages[0].num_stages, len(stages))
+        if rest:
+            raise ValueError(f"{stages[0].num_stages} stages do not fill ranks of {len(stages)} stages each")
         source, _ = order_of(schedule, n_microbatches, n_segments, None)
         order = build(source, ranks, n_microbatches, n_segments, len(stages))
         if order.parents is not None:
             raise ValueError(
                 "the segments of this schedule are trees, which torch's have no word for: use PipelineEngine"
             )
-        own = [stage.stage_index for stage in stages]
-        expected = [index for index, holder in enumerate(order.rank_of_stage) if holder == rank]
-        if rest or own != expected:
-            raise ValueError(f"rank {rank} has stages {own} of {stages[0].num_stages}, in {schedule} it has {expected}")
+        for stage in stages:
+            rank, group_rank = order.rank_of_stage[stage.stage_index], stage.group_rank
+            if rank != group_rank:
+                raise ValueError(
+                    f"stage {stage.stage_index} of {schedule} belongs to rank {rank}, it is on {group_rank}"
+                )
         return order
+
+    def _refuse_rows(self, kwargs: Mapping[str, Any]) -> None:
+        """Raises for arguments of ``PipelineEngine.step`` that the stage's module would get in their place."""
+        for name in _OF_ROWS:
+            if name in kwargs and name not in (self._engine_options.get("arg_rules") or {}):
+                raise TypeError(
+                    f"{name}= is for steps of rows, which torch's schedules have no word for: call "
+                    f"PipelineEngine.step({name}=...); or, if it is an argument of the stage, name it in arg_rules"
+                )
 
     @property
     def engine(self) -> PipelineEngine:
         """Runs the steps; for its reports, its norm over all stages. The first use joins the pipeline's ranks."""
         if self._engine is None:
+            loss = self._engine_options.get("loss", Loss())
+            # Gradients are divided after the last backward, by gradient_divisor, as torch does.
             self._engine = PipelineEngine(
                 [stage.submod for stage in self._own_stages],
+                schedule=self._order,
                 num_microbatches=self._n_microbatches,
                 loss_fn=self._loss_fn,
                 group=self._own_stages[0].group,
-                **self._engine_options,
+                **{**self._engine_options, "loss": replace(loss, scale_grads=False)},
             )
         return self._engine
 
@@ -142,27 +170,28 @@ class _Segmented(_PipelineSchedule):
         Returns:
             The last stage's output for the whole batch on its rank, None elsewhere.
         """
+        if self._has_backward and not torch.is_grad_enabled():
+            raise RuntimeError("step() computes gradients, which torch.no_grad() forbids: call eval() instead")
+        self._refuse_rows(kwargs)
         whole, given = (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs)
         for value, microbatches, name in zip(whole, given, ("arg_mbs", "kwarg_mbs", "target_mbs"), strict=True):
             if microbatches is not None and not (value is None or value in ((), {})):
                 raise ValueError(f"{name} stands for the whole batch's: give one of the two")
         split_args, split_kwargs = self._split_inputs(args, kwargs)
+        arg_mbs = split_args if arg_mbs is None else arg_mbs
+        kwarg_mbs = split_kwargs if kwarg_mbs is None else kwarg_mbs
         if target_mbs is None and target is not None:
             target_mbs = list(torch.tensor_split(target, self._n_microbatches))
-        rows = self._step_microbatches(
-            split_args if arg_mbs is None else arg_mbs,
-            split_kwargs if kwarg_mbs is None else kwarg_mbs,
-            target_mbs,
-            losses,
-            return_outputs,
-            loss_kwargs,
-        )
+        rows = self._run(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
         return self._merge_outputs(rows) if rows is not None else None
 
     def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
         """Forward only and without gradients; arguments as in ``step``."""
-        with torch.no_grad():
-            return super().eval(*args, target=target, losses=losses, **kwargs)
+        has_backward, self._has_backward = self._has_backward, False
+        try:
+            return self.step(*args, target=target, losses=losses, **kwargs)
+        finally:
+            self._has_backward = has_backward
 
     def _step_microbatches(
         self,
@@ -170,26 +199,57 @@ class _Segmented(_PipelineSchedule):
         kwarg_mbs: list[Any] | None = None,
         target_mbs: list[Any] | None = None,
         losses: list[Tensor] | None = None,
-        return_outputs: bool = False,
+        return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        self._run(arg_mbs, kwarg_mbs, target_mbs, losses, False, loss_kwargs)
+
+    def _run(
+        self,
+        arg_mbs: list[Any] | None,
+        kwarg_mbs: list[Any] | None,
+        target_mbs: list[Any] | None,
+        losses: list[Tensor] | None,
+        return_outputs: bool,
+        loss_kwargs: dict[str, Any] | None,
     ) -> list[Any] | None:
         """Outputs of the M micro-batches, where they are asked for and this rank has them."""
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         engine = self.engine
-        found, rows = engine._run(
-            StepArguments(
-                self._has_backward,
-                arg_mbs if engine.has_first and any(arg_mbs) else None,
-                target_mbs if engine.has_last else None,
-                kwarg_mbs,
-                gradient_divisor=self._n_microbatches if self.scale_grads else 1,
-                loss_kwargs=loss_kwargs,
-                return_outputs=return_outputs,
+        inputs = [args if isinstance(args, tuple) else (args,) for args in arg_mbs] if engine.has_first else None
+        if engine.has_first and not any(inputs or ()):
+            raise ValueError("the rank of the first stage needs the model's positional arguments")
+        divisor = self._n_microbatches if self.scale_grads else 1
+        grad_mode = torch.enable_grad() if self._has_backward else torch.no_grad()
+        with grad_mode:
+            found, rows = engine._run(
+                StepArguments(
+                    self._has_backward,
+                    inputs,
+                    target_mbs if engine.has_last else None,
+                    kwarg_mbs,
+                    gradient_divisor=divisor,
+                    loss_kwargs=loss_kwargs,
+                    return_outputs=return_outputs,
+                )
             )
-        )
-        if losses is not None and engine.has_last:
+        if losses is not None and engine.has_last and self._loss_fn is not None and target_mbs is not None:
             losses[:] = found
         return rows
+
+    def _get_pipeline_order(self) -> dict[int, list[_Action | None]]:
+        """Torch's actions, segments counted as micro-batches (m * n_segments + s); None while a rank waits.
+
+        Columns are those of passes that take one unit of time each.
+        """
+        simulation = self._order.simulate(Costs(forward=1.0, backward=1.0))
+        columns = round(simulation.makespan)
+        order: dict[int, list[_Action | None]] = {rank: [None] * columns for rank in range(self._order.num_ranks)}
+        cells = (line.split(",") for line in self._order.to_csv().splitlines())
+        for rank, (actions, track) in enumerate(zip(cells, simulation.timeline, strict=True)):
+            for action, (_, start, _) in zip(actions, track, strict=True):
+                order[rank][round(start)] = _Action.from_str(action)
+        return order
 
 
 class ScheduleSeq1F1B(_Segmented, PipelineScheduleSingle):
@@ -229,3 +289,4 @@ class ScheduleSeqInterleaved1F1B(_Segmented, PipelineScheduleMulti):
 
     def __init__(self, stages: Sequence[Any], n_microbatches: int, *arguments: Any, **keywords: Any) -> None:
         super().__init__(stages, n_microbatches, *arguments, **keywords)
+        self.pipeline_order = self._get_pipeline_order()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from tiny_model import Config, Stage, batch, cross_entropy, stage_of, whole_mode
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
+from torch.distributed.pipelining.schedules import _validate_schedule
 
 from seq1f1b import (
     Limits,
+    Loss,
     Memory,
     PipelineError,
     ScheduleError,
@@ -225,53 +228,79 @@ def test_keyword_arguments_of_stages_and_loss(k):
 # -- gradients that are there already ----------------------------------------------------------------------------------
 
 
-def accumulated(rank: int, world: int, M: int, dtype: torch.dtype, every: int, options: dict[str, Any]) -> None:
-    """Each step adds the gradients of the mean of its M losses to what was there, which every n-th parameter has."""
-    config, options = Config(kv_heads=2), dict(options)
-    model = whole_model(config, dtype)
+def make_schedule(rank: int, world: int, model: Stage, config: Config, M: int, options: dict[str, Any]) -> Any:
+    """The rank's modules, and their schedule: interleaved if so asked."""
+    options = dict(options)
     kind = options.pop("kind", "single")
     own = [rank] if kind == "single" else [rank, rank + world]
-    modules = [stage_of(model, config, index, world * len(own)) for index in own]
-    stages = [PipelineStage(m, i, world * len(own), CPU) for m, i in zip(modules, own, strict=True)]
-    schedule = (
-        ScheduleSeq1F1B(stages[0], M, cross_entropy, **options)
-        if kind == "single"
-        else ScheduleSeqInterleaved1F1B(stages, M, cross_entropy, **options)
-    )
-    named = [pair for module in modules for pair in module.named_parameters()]
-    whole = whole_model(config)
-    whole.load_state_dict(model.state_dict())
-    want = {name: torch.zeros_like(p) for name, p in whole.named_parameters()}
-    for name, p in named[:: every or len(named) + 1][: len(named) * bool(every)]:
-        p.grad = torch.randn_like(p)
-        want[name] += p.grad
-    objects = [p.grad for _, p in named]
-    for seed in (1, 2, 3):
-        tokens, target = batch(config, M, 12, seed=seed)
-        args, own_target = roles(rank, world, tokens, target)
-        schedule.step(*args, target=own_target)
-        whole_results(config, whole, tokens, target, M)
-        for name, gradient in gradients(whole).items():
-            want[name] += gradient
-    limit = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
-    for (name, p), old in zip(named, objects, strict=True):
-        assert (p.grad.double() - want[name]).norm() <= limit * want[name].norm().clamp(min=1.0), name
-        assert p.grad.dtype == dtype and (old is None or p.grad is old)
-    schedule.close()
+    total = world * len(own)
+    modules = [stage_of(model, config, index, total) for index in own]
+    stages = [PipelineStage(m, index, total, CPU) for m, index in zip(modules, own, strict=True)]
+    if kind == "single":
+        return modules, ScheduleSeq1F1B(stages[0], M, cross_entropy, **options)
+    return modules, ScheduleSeqInterleaved1F1B(stages, M, cross_entropy, **options)
 
 
-@pytest.mark.parametrize(
-    ("M", "dtype", "every", "options"),  # every: 0 for none
-    [
-        (3, torch.float64, 0, {"n_segments": 3}),
-        (4, torch.float64, 2, {"n_segments": 2, "schedule": FILLED}),
-        (3, torch.bfloat16, 1, {"n_segments": 3}),
-        (3, torch.float32, 2, {}),
-        (2, torch.float64, 1, {"n_segments": 2, "kind": "interleaved", "memory": Memory(recompute="all")}),
-    ],
-)
-def test_a_step_divides_only_what_it_adds(M, dtype, every, options):
-    run_processes(2, accumulated, M, dtype, every, options)
+def accumulated(rank: int, world: int, variants: list[tuple[int, torch.dtype, str, dict[str, Any]]]) -> None:
+    """A step adds to what was there as one micro-batch's backward does: gradients of the mean of its M losses."""
+    for M, dtype, before, options in variants:
+        config = Config(kv_heads=2)
+        model = whole_model(config, dtype)
+        modules, schedule = make_schedule(rank, world, model, config, M, options)
+        parameters = [p for module in modules for p in module.parameters()]
+        names = {id(p): name for module in modules for name, p in module.named_parameters()}
+        steps = [batch(config, M, 12, seed=seed) for seed in (1, 2, 3)]
+        generator = torch.Generator().manual_seed(rank)
+        start: dict[int, Tensor] = {}
+        if before == "zeros":
+            start = {id(p): torch.zeros_like(p) for p in parameters}
+        elif before in ("own", "some"):  # some have none
+            given = parameters[:: 1 if before == "own" else 2]
+            start = {id(p): torch.randn(p.shape, generator=generator, dtype=torch.float64).to(dtype) for p in given}
+        for p in parameters:
+            p.grad = start[id(p)].clone() if id(p) in start else None
+        objects = [p.grad for p in parameters]
+        whole = whole_model(config)
+        whole.load_state_dict(model.state_dict())
+        want = {name: torch.zeros_like(p) for name, p in whole.named_parameters()}
+        first: list[Tensor] = []
+        for tokens, target in steps:
+            args, own_target = roles(rank, world, tokens, target)
+            schedule.step(*args, target=own_target)
+            first = first or [p.grad.clone() for p in parameters]
+            whole_results(config, whole, tokens, target, M)
+            for name, gradient in gradients(whole).items():
+                want[name] += gradient
+        for p in parameters:
+            expected = want[names[id(p)]] + start.get(id(p), torch.zeros_like(p)).double()
+            limit = 1e-11 if dtype == torch.float64 else 1e-5 if dtype == torch.float32 else 5e-2
+            assert (p.grad.double() - expected).norm() <= limit * expected.norm().clamp(min=1.0), (names[id(p)], before)
+        assert all(p.grad is old for p, old in zip(parameters, objects, strict=True) if old is not None)
+        assert all(p.grad.dtype == dtype for p in parameters)
+        if before in ("none", "zeros"):  # the first step is bit-equal in both
+            for p in parameters:
+                p.grad = None
+            tokens, target = steps[0]
+            args, own_target = roles(rank, world, tokens, target)
+            schedule.step(*args, target=own_target)
+            assert all(torch.equal(a, p.grad) for a, p in zip(first, parameters, strict=True))
+        schedule.close()
+
+
+def test_a_step_divides_only_what_it_adds():
+    variants: list[tuple[int, torch.dtype, str, dict[str, Any]]] = [
+        (2, torch.float64, "none", {}),
+        (3, torch.float64, "none", {"n_segments": 3}),
+        (5, torch.float32, "zeros", {}),
+        (3, torch.float64, "own", {"n_segments": 2}),
+        (4, torch.float64, "some", {"n_segments": 2, "schedule": FILLED}),
+        (3, torch.bfloat16, "own", {"n_segments": 3}),
+        (3, torch.bfloat16, "some", {}),
+        (2, torch.bfloat16, "zeros", {"n_segments": 2, "schedule": FILLED}),
+        (2, torch.float64, "own", {"n_segments": 2, "kind": "interleaved", "memory": Memory(recompute="all")}),
+        (3, torch.float32, "some", {"n_segments": 2, "kind": "interleaved"}),
+    ]
+    run_processes(2, accumulated, variants)
 
 
 def frozen_and_unused(rank: int, world: int) -> None:
@@ -293,6 +322,25 @@ def frozen_and_unused(rank: int, world: int) -> None:
 
 def test_gradients_to_which_a_step_adds_nothing():
     run_processes(1, frozen_and_unused)
+
+
+def as_torch_with_one_division(rank: int, world: int) -> None:
+    """Two steps of torch's schedule whose sums are divided once: the same bits, as M is a power of two."""
+    M, config = 4, Config(kv_heads=2)
+    model = whole_model(config, torch.float32)
+    theirs, ours = (stage_of(model, config, rank, world) for _ in range(2))
+    sums = Schedule1F1B(PipelineStage(theirs, rank, world, CPU), M, cross_entropy, scale_grads=False)
+    means = ScheduleSeq1F1B(PipelineStage(ours, rank, world, CPU), M, cross_entropy)
+    for seed in (1, 2, 3):
+        args, target = roles(rank, world, *batch(config, M, 16, seed=seed))
+        sums.step(*args, target=target)
+        means.step(*args, target=target)
+    for (name, a), b in zip(theirs.named_parameters(), ours.parameters(), strict=True):
+        assert a.grad is not None and torch.equal(a.grad / M, b.grad), name
+
+
+def test_accumulated_steps_are_torchs_with_one_division():
+    run_processes(2, as_torch_with_one_division)
 
 
 def failed_step(rank: int, world: int) -> None:
@@ -342,40 +390,125 @@ def test_uneven_microbatches_are_refused_on_every_rank():
     run_processes(2, uneven_microbatches)
 
 
+def repeated(rank: int, world: int) -> None:
+    """Steps and evaluations by turns, of several lengths, leave nothing behind."""
+    config = Config()
+    module = stage_of(whole_model(config), config, rank, world)
+    schedule = ScheduleSeq1F1B(PipelineStage(module, rank, world, CPU), 2, cross_entropy, n_segments=2)
+    outputs: list[weakref.ref[Tensor]] = []
+    live = []
+    for step in range(6):
+        args, target = roles(rank, world, *batch(config, 2, 10 + step % 2))
+        output = schedule.step(*args, target=target)
+        with torch.no_grad():
+            schedule.eval(*args, target=target)
+        if output is not None:
+            outputs.append(weakref.ref(output))
+        del output, args, target
+        gc.collect()
+        live.append(sum(isinstance(o, Tensor) for o in gc.get_objects()))
+    assert all(ref() is None for ref in outputs)
+    assert live[2:] == live[2:3] * len(live[2:]), live
+
+
+def test_repeated_steps_leave_nothing_behind():
+    run_processes(2, repeated)
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise ArithmeticError("broken on purpose")
+
+
+def failing_backward(rank: int, world: int) -> None:
+    config = Config()
+    module = stage_of(whole_model(config), config, rank, world)
+    if rank == 1:
+        plain = module.forward
+        module.forward = lambda x: plain(Broken.apply(x))  # type: ignore[method-assign]
+    schedule = ScheduleSeq1F1B(PipelineStage(module, rank, world, CPU), 2, cross_entropy, n_segments=2)
+    args, target = roles(rank, world, *batch(config, 2, 8))
+    with pytest.raises(Exception, match="broken on purpose"):  # on every rank, with the cause
+        schedule.step(*args, target=target)
+
+
+def test_an_error_in_backward_ends_every_rank():
+    run_processes(2, failing_backward)
+
+
 def refusals(rank: int, world: int) -> None:
     config = Config()
     module = stage_of(whole_model(config), config, rank, world)
     stage = PipelineStage(module, rank, world, CPU)
     schedule = ScheduleSeq1F1B(stage, 2, cross_entropy, n_segments=2)
     tokens, target = batch(config, 2, 8)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="step needs gradients; use eval"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"call eval\(\)"):
         schedule.step(tokens, target=target)
     with pytest.raises(ValueError, match="arg_mbs stands for the whole batch's"):
         schedule.step(tokens, arg_mbs=[(tokens,), (tokens,)], target=target)
     with pytest.raises(ValueError, match="Expecting 2 arg_mbs but got 1"):
         schedule.step(arg_mbs=[(tokens,)], target=target)
-    with pytest.raises(ValueError, match="inputs are needed on the rank of the first stage"):
-        schedule.step(target=target)
+    with pytest.raises(TypeError, match="losses must be a list"):
+        schedule.step(tokens, target=target, losses=())
+    with pytest.raises(
+        TypeError, match=r"parents= is for steps of rows, .*: call PipelineEngine\.step\(parents=\.\.\."
+    ):
+        schedule.step(tokens, target=target, parents=[[-1, 0]] * 2)
+    with pytest.raises(TypeError, match=r"plan= is for steps of rows"):
+        schedule.eval(tokens, plan=None)
+    named = ScheduleSeq1F1B(stage, 2, cross_entropy, n_segments=2, arg_rules={"plan": "replicate"})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'plan'"):  # the stage's own word
+        named.step(tokens, target=target, plan=0)
     with pytest.raises(ValueError, match="segment_sizes has 3 entries, num_segments is 2"):
         ScheduleSeq1F1B(stage, 2, cross_entropy, n_segments=2, segment_sizes=[3, 3, 2]).step(tokens, target=target)
     counts = {"num_ranks": 1, "num_microbatches": 2, "num_segments": 3, "parents": [[-1, 0, 0]] * 2}
     with pytest.raises(ValueError, match="are trees, which torch's have no word for: use PipelineEngine"):
         ScheduleSeq1F1B(stage, 2, cross_entropy, n_segments=3, schedule=build_schedule("seq1f1b", **counts))
-    counts = {"num_ranks": 2, "num_microbatches": 2, "num_segments": 1}
-    with pytest.raises(ValueError, match=r"rank 1 has stages \[0\] of 1, in .* it has \[1\]"):
-        elsewhere = mock.Mock(stage_index=0, num_stages=1, group_rank=1)
-        ScheduleSeq1F1B(elsewhere, 2, cross_entropy, schedule=build_schedule("seq1f1b", **counts))
     with pytest.raises(ValueError, match="num_microbatches is 0"):
         ScheduleSeq1F1B(stage, 0, cross_entropy)
+    with pytest.raises(TypeError, match="ScheduleSeq1F1B has no argument 'no_such_option'; there are arg_rules, "):
+        ScheduleSeq1F1B(stage, 2, cross_entropy, no_such_option=1)
     with pytest.raises(ScheduleError, match="stages per rank"):
         ScheduleSeqInterleaved1F1B([stage], 2, cross_entropy)
-    with pytest.raises(TypeError, match=r"ScheduleSeq1F1B has no argument 'limit'; did you mean 'limits'\?"):
-        ScheduleSeq1F1B(stage, 2, cross_entropy, limit=Limits())
-    with pytest.raises(TypeError, match=r"no argument 'num_segments'; did you mean 'n_segments'\?"):
+    with pytest.raises(TypeError, match="num_segments= is an argument of PipelineEngine that ScheduleSeqInter"):
         ScheduleSeqInterleaved1F1B([stage], 2, cross_entropy, n_segments=4, num_segments=2)
+    with pytest.raises(ValueError, match=r"Loss\.scale_grads is False: give ScheduleSeq1F1B its own argument"):
+        ScheduleSeq1F1B(stage, 2, cross_entropy, loss=Loss(scale_grads=False))
     with pytest.raises(TypeError, match=r"loss must be a seq1f1b\.Loss, got str"):
         ScheduleSeq1F1B(stage, 2, cross_entropy, loss="sum")
+    with pytest.raises(TypeError, match=r"ScheduleSeq1F1B has no argument 'limit'; did you mean 'limits'\?"):
+        ScheduleSeq1F1B(stage, 2, cross_entropy, limit=Limits())
+    with pytest.raises(TypeError, match="num_microbatches= is an argument of PipelineEngine that ScheduleSeq1F1B sets"):
+        ScheduleSeq1F1B(stage, 2, cross_entropy, num_microbatches=2)
 
 
 def test_refusals():
     run_processes(1, refusals)
+
+
+# -- the order as torch sees it ----------------------------------------------------------------------------------------
+
+
+def orders(rank: int, world: int) -> None:
+    config = Config()
+    stage = PipelineStage(stage_of(whole_model(config), config, rank, world), rank, world, CPU)
+    M, k = 3, 2
+    schedule = ScheduleSeq1F1B(stage, M, cross_entropy, n_segments=k)
+    order = schedule.pipeline_order
+    assert order is not None
+    assert _validate_schedule(order, world, world, M * k) == {0: 0, 1: 1}
+    text = [["" if action is None else str(action) for action in order[r]] for r in range(world)]
+    assert text == [
+        ["0F0", "0F1", "0F2", "", "0B1", "0F3", "0B0", "0F4", "0B3", "0F5", "0B2", "", "0B5", "0B4"],
+        ["", "1F0", "1F1", "1B1", "1F2", "1B0", "1F3", "1B3", "1F4", "1B2", "1F5", "1B5", "1B4", ""],
+    ]
+    assert Schedule1F1B(stage, 2, cross_entropy).pipeline_order is not None
+
+
+def test_pipeline_order_is_torchs():
+    run_processes(2, orders)
