@@ -244,7 +244,7 @@ class PipelineState:
                     }
                 for key, value in loaded["param_groups"].get(name, {}).items():
                     if isinstance(group.get(key), Tensor) and isinstance(value, (Tensor, int, float)):
-                        group[key].copy_(torch.as_tensor(value))
+                        group[key].copy_(torch.as_tensor(value, device=group[key].device))
                     else:
                         group[key] = as_kept(value, None if is_own else partial(room, ""))
                 is_own = False

@@ -276,7 +276,7 @@ def test_a_page_of_two(tmp_path):
     path = tmp_path / "two.html"
     assert main(["draw", "1f1b", "seq1f1b", "--microbatches", "8", "--segments", "4", "--html", str(path)]) == 0
     page = path.read_text()
-    assert "<title>1f1b and seq1f1b, 4 segments</title>" in page and '"path":{' in page
+    assert "<title>1f1b and seq1f1b, 4 segments</title>" in page and '"path":[' in page
     assert '"heading":"1f1b","makespan":33.0,"bubble":0.2727' in page
     assert '"heading":"seq1f1b, 4 segments","makespan":26.25,"bubble":0.0857' in page
 
