@@ -85,7 +85,7 @@ class Stage(nn.Module):
             x = self.embedding(x)
         for block in self.blocks.values():
             x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
-        return self.head(x) if hasattr(self, "head") else x  # type: ignore[no-any-return]
+        return self.head(x) if hasattr(self, "head") else x
 
 
 def make_head(hidden: int, vocab: int) -> nn.Sequential:

@@ -87,19 +87,21 @@ class Segment:
         return [outs[self.own].detach(), *gradients], seconds[self.own], backward
 
 
-def median(run: Callable[[], float], machine: Machine) -> float:
+def median(run: Callable[[], Any], machine: Machine) -> float:
+    """Seconds of a call, after a first one."""
     run()
-    return statistics.median(run() for _ in range(REPEATS if machine.is_cuda else 1))
+    return statistics.median(machine.timed(run)[1] for _ in range(REPEATS if machine.is_cuda else 1))
 
 
-def flash_op(machine: Machine, shape: Shape) -> dict[str, float]:
-    """Seconds of torch's flash op over all keys; the backward with the sums in float32 that ours makes, too."""
+def flash_op(machine: Machine, shape: Shape) -> tuple[float, float]:
+    """Seconds of torch's flash op over all keys: forward, and backward with sums in float32 as ours has."""
     heads, kv_heads, head_dim, tokens, end = shape
     sizes = ((tokens, heads), (end, kv_heads), (end, kv_heads), (tokens, heads))
     q, k, v, dout = (drawn(machine, n, count, head_dim).transpose(1, 2).contiguous() for n, count in sizes)
     rest = (None, None, tokens, end, 0.0, True)
     ops, empty = torch.ops.aten, torch.empty(0, dtype=torch.int64, device=machine.device)
-    out, lse, *_ = ops._flash_attention_forward(q, k, v, *rest, False)
+    forward = functools.partial(ops._flash_attention_forward, q, k, v, *rest, False)
+    out, lse, *_ = forward()
     sums = [torch.zeros(t.shape, device=machine.device) for t in (k, v)]
 
     def backward() -> None:
@@ -107,10 +109,7 @@ def flash_op(machine: Machine, shape: Shape) -> dict[str, float]:
         for total, part in zip(sums, grads, strict=True):
             total += part
 
-    runs: dict[str, Callable[[], Any]] = {
-        "forward": lambda: ops._flash_attention_forward(q, k, v, *rest, False), "backward": backward,
-    }  # fmt: skip
-    return {which: median(lambda run=run: machine.timed(run)[1], machine) for which, run in runs.items()}  # type: ignore[misc]
+    return median(forward, machine), median(backward, machine)
 
 
 def check_close(what: str, ours: Tensor, theirs: Tensor) -> None:
@@ -138,7 +137,7 @@ def by_ways(machine: Machine, names: list[str], shape: Shape, **options: Any) ->
 def in_shape(machine: Machine, shape: Shape) -> Record:
     heads, _, head_dim, tokens, end = shape
     found = by_ways(machine, ways(machine), shape)
-    found[FLASH_OP] = tuple(flash_op(machine, shape).values())  # type: ignore[assignment]
+    found[FLASH_OP] = flash_op(machine, shape)
     visible = tokens * (end - tokens) + tokens * (tokens + 1) / 2
     flops = {"forward": 4.0 * heads * head_dim * visible, "backward": 10.0 * heads * head_dim * visible}
     return {
@@ -171,7 +170,7 @@ def around(machine: Machine) -> Record:
     for way in (OWN, "library") if OWN in ways(machine) else ("library",):
         kernel_library.use_kernels(way)
         for name, (run, size) in runs.items():
-            seconds = median(lambda run=run: machine.timed(run)[1], machine)  # type: ignore[misc]
+            seconds = median(run, machine)
             found[f"{name} by {way}"] = f"{1e6 * seconds:.0f} us {size / seconds / 1e9:.0f} GB/s"
     return found
 

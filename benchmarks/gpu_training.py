@@ -109,12 +109,12 @@ class Layer(nn.Module):
             attended = seq1f1b.causal_attention(rotated(q), rotated(k), v, layer=self.layer)
         else:
             attended = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True, enable_gqa=True)
-        return self.out(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.out(attended.transpose(1, 2).flatten(2))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attend(self.norm_1(x), cos, sin)
         y = self.norm_2(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))  # type: ignore[no-any-return]
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
 class LlamaStage(nn.Module):
@@ -133,7 +133,7 @@ class LlamaStage(nn.Module):
         cos, sin = rotary(x, self.head_dim)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
+        return self.head(self.norm(x))
 
 
 # -- arms --------------------------------------------------------------------------------------------------------------

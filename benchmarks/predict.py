@@ -249,7 +249,7 @@ def quietly(world: World, processes: int, work: Callable[[Callable[[], object]],
         load, mine = ForeignLoad(world.pids), None
         if world.rank < processes:
             group = world.groups[processes]
-            mine = work(lambda g=group: dist.barrier(g))  # type: ignore[misc]
+            mine = work(lambda g=group: dist.barrier(g))
         everyone = gathered(mine)
         if world.agreed(load.cores() < FOREIGN_LIMIT):
             return everyone[:processes]

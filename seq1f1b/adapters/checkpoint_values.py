@@ -6,6 +6,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,9 +27,9 @@ _LOAD = inspect.unwrap(load).__code__
 
 def _given_to_load() -> Mapping[str, Any] | None:
     """The variables of ``dcp.load`` if it is among the callers."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _LOAD:
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None if frame is None else frame.f_locals
 
 

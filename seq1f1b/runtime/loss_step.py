@@ -34,7 +34,7 @@ class ToLoss(Sink):
     that counts no target it is called once, to see whether it gives losses of tokens.
 
     Args:
-        set_apart: are told of each leaf that the loss uses and no module holds, where gradients are of sums.
+        set_apart: functions that are told of each leaf that the loss uses and no module holds, if gradients are sums.
     Attributes:
         divides: whether the loss comes with a divisor; None: no loss has told yet.
         divisors: by cell, of losses that come with one.
