@@ -478,7 +478,7 @@ def test_large_designs_are_drawn_at_once(page: Timelines) -> None:
     return [panel.result.pass.length, Math.min(...times)]
     """
     for units, seconds, design in (
-        (8192, 0.2, {"P": 8, "M": 64, "k": 8}),
+        (8192, 0.1, {"P": 8, "M": 64, "k": 8}),
         (100_096, 1.0, {"P": 16, "M": 391, "k": 8}),
     ):
         count, milliseconds = page.run(script, design, 1000 * seconds)
