@@ -140,7 +140,7 @@ const Timelines = (() => {
       const [top, height] = [(rank + UNITS_TOP) * row, (UNITS_BOTTOM - UNITS_TOP) * row]
       const hasRoom = ({ longest }) => LETTER * longest + 2 <= this.shortest * scale // in all units
       const { write } = this.forms.find(hasRoom) ?? this.forms[this.forms.length - 1]
-      const parts = []
+      const [boxes, parts] = [new Map(), []] // of each colour one path of all its units; what lies on them
       let [begin, behind, longest] = [0, -Infinity, -1] // of what is not drawn yet: in a pixel, the longest unit
       for (let i = first[rank]; i < first[rank + 1]; i++) {
         if (x(end[i]) < 0 || x(start[i]) > room) continue
@@ -157,14 +157,15 @@ const Timelines = (() => {
         const { colors } = this.style.passes[pass[longest]]
         const { fill, ink } = colors[microbatch[longest] % colors.length]
         const width = Math.max(right - begin - (right - begin > 5 ? 1 : 0), 0.7)
-        parts.push(rect(begin, top, width, height, fill))
+        const edge = round(begin)
+        boxes.set(fill, `${boxes.get(fill) ?? ""}M${edge} ${round(top)}h${round(width)}v${round(height)}H${edge}z`)
         if (stage[i] !== this.firstStage[rank] && width > 6) parts.push(rect(begin, top, width, height, "url(#later)"))
         const name = width > LETTER ? write(i) : ""
         if (name && LETTER * name.length <= width)
           parts.push(label(begin + width / 2, top + height / 2, 10.5, ink, "middle", name))
         ;[begin, longest] = [right, -1]
       }
-      return parts
+      return [...Array.from(boxes, ([fill, d]) => `<path d="${d}" fill="${fill}"/>`), ...parts]
     }
 
     // Calls visit(from, to, tops) while a rank holds the same; tops: of each holding, with those below it.
