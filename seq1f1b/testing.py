@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from seq1f1b._C import PipelineError
 from seq1f1b.transport import LoopbackGroup
 
 __all__ = ["run_ranks"]
@@ -20,8 +21,8 @@ def run_ranks(num_ranks: int, fn: Callable[[Any], T]) -> list[T]:
     """Calls ``fn(group)`` once per rank, each in a thread of its own, with that rank's loopback group.
 
     The threads take over the caller's grad mode and autocast state, and share torch's generators: make modules that
-    must be the same in each run before. Returns the results by rank. If threads fail, the
-    earliest error is raised once every thread has ended.
+    must be the same in each run before. Returns the results by rank. If threads fail, one error
+    is raised once every thread has ended: the earliest that is not the PipelineError by which ranks hear of another's.
     """
     groups = LoopbackGroup(num_ranks)
     results: list[Any] = [None] * num_ranks
@@ -46,5 +47,5 @@ def run_ranks(num_ranks: int, fn: Callable[[Any], T]) -> list[T]:
     for thread in threads:
         thread.join()
     if errors:
-        raise errors[0]
+        raise next((error for error in errors if not isinstance(error, PipelineError)), errors[0])
     return results
