@@ -39,7 +39,6 @@ static const char LIBRARY[] = ""; /* this program: the stand-ins are linked with
 typedef enum {
     BY_NCCL,
     BY_COPIES,
-    BY_COPIES_OF_PROCESSES, /* which name memory and events by handles */
 } transport_kind;
 
 typedef struct {
@@ -257,8 +256,7 @@ static s1f_edge_end *make_end(pipeline *p, int32_t edge, int32_t rank)
     if (p->set.transport == BY_NCCL)
         CHECK_STATUS(s1f_nccl_end_create(p->nccl, &p->ids[edge], control, p->states[rank].watchdog, &end), S1F_OK, "");
     else
-        CHECK_STATUS(s1f_copy_end_create(control, p->states[rank].watchdog, p->set.transport == BY_COPIES, &end),
-                     S1F_OK, "");
+        CHECK_STATUS(s1f_copy_end_create(control, p->states[rank].watchdog, &end), S1F_OK, "");
     return end;
 }
 
@@ -282,7 +280,7 @@ static void join_pipeline(rank_state *state)
             p->ends[rank][i] = make_end(p, i, rank);
     for (int32_t i = 0; i < p->num_edges && p->set.transport == BY_NCCL; i++)
         if (p->ends[rank][i] != NULL)
-            CHECK_STATUS(s1f_nccl_end_connect(p->ends[rank][i]), S1F_OK, "");
+            CHECK_STATUS(s1f_device_end_connect(p->ends[rank][i]), S1F_OK, "");
     s1f_compute compute = {.context = state,
                            .run = run,
                            .release = release,
@@ -382,7 +380,7 @@ static void leave_pipeline(rank_state *state)
 {
     for (int32_t i = 0; state->p->set.transport == BY_NCCL && i < state->p->num_edges; i++)
         if (state->p->ends[state->rank][i] != NULL)
-            s1f_nccl_end_leave(state->p->ends[state->rank][i]);
+            s1f_device_end_leave(state->p->ends[state->rank][i]);
     if (state->p->set.transport == BY_NCCL)
         free_senders(state);
     free_ends(state, 1);
@@ -485,7 +483,7 @@ static void check_setting(setting set)
     CHECK(stand_in_count("cuIpcGetEventHandle") == exports);
     CHECK(stand_in_deadlock() == NULL);
     CHECK(stand_in_misuses() == 0);
-    CHECK((stand_in_count("interprocess_events") > 0) == (set.transport == BY_COPIES_OF_PROCESSES));
+    CHECK((stand_in_count("interprocess_events") > 0) == (set.transport == BY_COPIES));
     for (int64_t i = 0; check_failed != failed_before && stand_in_synchronisation(i) != NULL; i++)
         fprintf(stderr, "%s\n", stand_in_synchronisation(i));
     for (int32_t rank = 0; rank < set.num_ranks && check_failed != failed_before; rank++)
@@ -525,7 +523,7 @@ static void test_orders_and_timings(int32_t num_timings)
                                 .num_microbatches = microbatches,
                                 .num_segments = segments,
                                 .stages_per_rank = family.stages_per_rank,
-                                .transport = timing % 6 < 3 ? BY_NCCL : BY_COPIES + (timing % 2 == 0),
+                                .transport = timing % 6 < 3 ? BY_NCCL : BY_COPIES,
                                 .queues = queues[timing / 7 % 3],
                                 .seed = (uint64_t)timing + 1,
                                 .injected_sync_permille = timing % 4 == 0 ? 100 : 0,
@@ -588,7 +586,7 @@ static void test_faults_of_transfers(void)
 /* A unit that raises, and a host that is late: as over host memory, and nothing stays under way on the GPUs. */
 static void test_faults_of_hosts(void)
 {
-    for (int transport = BY_NCCL; transport <= BY_COPIES_OF_PROCESSES; transport++)
+    for (int transport = BY_NCCL; transport <= BY_COPIES; transport++)
         for (int late = 0; late < 2; late++) {
             setting set = THREE_RANKS;
             set.transport = (transport_kind)transport;
@@ -619,7 +617,7 @@ static void end_stall(rank_state *state)
 /* A unit that never ends on its GPU: the others' bubble grows past the time-out though every host has started all. */
 static void test_a_unit_that_stalls(void)
 {
-    for (int transport = BY_NCCL; transport <= BY_COPIES_OF_PROCESSES; transport++) {
+    for (int transport = BY_NCCL; transport <= BY_COPIES; transport++) {
         setting set = THREE_RANKS;
         set.transport = (transport_kind)transport;
         pipeline p;
@@ -738,7 +736,7 @@ static int test_times_of(transport_kind transport)
 /* On a busy machine any rank may wait, or begin when half of what is planted is over, but not in each of some runs. */
 static void test_times(void)
 {
-    for (int transport = BY_NCCL; transport <= BY_COPIES_OF_PROCESSES; transport++) {
+    for (int transport = BY_NCCL; transport <= BY_COPIES; transport++) {
         int told = 0;
         for (int attempt = 0; attempt < 4 && !told; attempt++)
             told = test_times_of((transport_kind)transport);
