@@ -121,7 +121,7 @@ def test_copies_that_fail_leave_their_edge_to_nccl(defect: str, monkeypatch: pyt
     for part in (" of stage ", "transport='copy' failed its proof and is not used", reason, "docker run --ipc=host"):
         assert part in found.warned[0], found.warned
     assert any(f"copy: {reason[:12]}" in why or reason in why for why in found.whys[0])
-    assert stand_in().misuses == []
+    assert stand_in().complaints() == []
 
 
 NCCL = {
@@ -253,7 +253,7 @@ def test_messages_of_the_real_size_arrive(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(StandInEdges, "proof_bytes", DeviceEdges.proof_bytes)
     found = settle()
     assert [set(carried.values()) for carried in found.carried] == [{"copy"}, {"copy"}] and found.warned == []
-    assert stand_in().complaints() == [] and stand_in().count("live_bytes") == 0
+    assert stand_in().complaints() == [] and stand_in().count("live_allocations") == 0
 
 
 def test_ranks_that_share_a_gpu_are_warned_of() -> None:
