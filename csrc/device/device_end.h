@@ -56,7 +56,8 @@ typedef struct { /* how bytes move. Called with the GPU's context current; a fun
     s1f_status (*send)(s1f_device_end *end, int32_t place, const s1f_message *message, const void *const *tensors);
     int32_t is_one_sided; /* the send needs no receive, and its event has to be recorded when the header is read */
     /* The next three are called under the lock.
-     * 1 once the last call is enqueued, which may need the peer; -1, with an error recorded: it failed. NULL: at once. */
+     * settled: 1 once the last call is enqueued, which may need the peer; -1, with an error recorded: it failed.
+     * NULL: at once. */
     int (*settled)(s1f_device_end *end);
     void (*abort)(s1f_device_end *end); /* ends what is under way, from any thread, once */
     void (*leave)(s1f_device_end *end); /* starts to close what needs the peer to be closed */
@@ -126,8 +127,8 @@ s1f_status s1f_device_place_reserve(s1f_device_end *end, s1f_device_place *place
 /* All places for the largest message so far. Those into which the sender writes cannot change once they are posted, so
  * they wait for the end of the step, when all that was sent has come. */
 s1f_status s1f_device_end_reserve(s1f_device_end *end);
-/* A message by way of pageable host memory, with copies that the host waits for: from the GPU, where tensors[] then name
- * host memory; and into the place where it has come. */
+/* A message by way of pageable host memory, with copies that the host waits for: from the GPU, after which tensors[]
+ * name host memory; and into the place where it has come. */
 s1f_status s1f_device_end_to_host(s1f_device_end *end, const s1f_message *message, const void **tensors);
 s1f_status s1f_device_end_from_host(s1f_device_end *end, const s1f_device_place *place);
 /* 1 once all that the end began on its stream has ended. */

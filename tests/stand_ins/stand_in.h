@@ -85,7 +85,8 @@ STAND_IN_API int stand_in_work(void *stream, int64_t ns);
 /* Virtual nanoseconds at which the last operation of a stream ended. */
 STAND_IN_API int64_t stand_in_clock(void *stream);
 
-/* From now on the communicators of the rank on `device` whose other rank is on `peer` report `result` as asynchronous error, as when a connection breaks while nothing is sent. What waits goes on waiting. */
+/* From now on the communicators of the rank on `device` whose other rank is on `peer` report `result` as asynchronous
+ * error, as when a connection breaks while nothing is sent. What waits goes on waiting. */
 STAND_IN_API void stand_in_break_communicators(int32_t device, int32_t peer, int32_t result);
 
 /* Among the calls from now on to functions whose names begin with `function` ("cuMemAlloc_v2"; "cu": any of the
