@@ -6,7 +6,6 @@
 
 #include "../device/copy_end.h"
 #include "../device/edge_proof.h"
-#include "../device/host_end.h"
 #include "../device/nccl_end.h"
 #include "../run/executor.h"
 
@@ -35,13 +34,6 @@ static PyObject *device_begin_step(PyObject *Py_UNUSED(module), PyObject *argume
 
 S1F_METHOD_RETURNS(device_restart_unit, device, device, s1f_none(s1f_device_restart_unit(device)))
 S1F_METHOD_RETURNS(device_end_unit, device, device, s1f_none(s1f_device_end_unit(device)))
-
-S1F_METHOD_OF(device_free_bytes, device, device)
-{
-    int64_t bytes;
-    s1f_status status = s1f_device_free_bytes(device, &bytes);
-    return status == S1F_OK ? PyLong_FromLongLong(bytes) : s1f_raise(status);
-}
 
 static PyObject *watchdog_create(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
@@ -100,42 +92,35 @@ static PyObject *nccl_end(PyObject *Py_UNUSED(module), PyObject *arguments)
     return s1f_new_edge_end(status, end, arguments);
 }
 
-S1F_METHOD_OF(nccl_connect, edge_end, end)
+S1F_METHOD_OF(device_end_connect, edge_end, end)
 {
     s1f_status status;
-    S1F_WITHOUT_GIL(status = s1f_nccl_end_connect(end));
+    S1F_WITHOUT_GIL(status = s1f_device_end_connect(end));
     return s1f_none_of(status, end->group);
 }
 
-S1F_METHOD_DOES(nccl_leave, edge_end, end, s1f_nccl_end_leave(end))
+S1F_METHOD_DOES(device_end_leave, edge_end, end, s1f_device_end_leave(end))
 S1F_METHOD_DOES(device_end_close, edge_end, end, S1F_WITHOUT_GIL(s1f_device_end_close(end)))
 
-static PyObject *copy_end(PyObject *Py_UNUSED(module), PyObject *arguments)
-{
-    s1f_edge_end *control, *end = NULL;
-    s1f_watchdog *watchdog;
-    int in_process;
-    if (!PyArg_ParseTuple(arguments, "O&O&p", s1f_to_edge_end, &control, s1f_to_watchdog, &watchdog, &in_process))
-        return NULL;
-    s1f_status status = s1f_copy_end_create(control, watchdog, in_process, &end);
-    return s1f_new_edge_end(status, end, arguments);
-}
-
-static PyObject *host_end(PyObject *Py_UNUSED(module), PyObject *arguments)
+static PyObject *make_end(PyObject *arguments,
+                          s1f_status (*create)(s1f_edge_end *control, s1f_watchdog *watchdog, s1f_edge_end **out))
 {
     s1f_edge_end *control, *end = NULL;
     s1f_watchdog *watchdog;
     if (!PyArg_ParseTuple(arguments, "O&O&", s1f_to_edge_end, &control, s1f_to_watchdog, &watchdog))
         return NULL;
-    s1f_status status = s1f_host_end_create(control, watchdog, &end);
+    s1f_status status = create(control, watchdog, &end);
     return s1f_new_edge_end(status, end, arguments);
 }
 
-S1F_METHOD_OF(device_end_forget, edge_end, end)
+static PyObject *copy_end(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    s1f_status status;
-    S1F_WITHOUT_GIL(status = s1f_device_end_forget((s1f_device_end *)end));
-    return s1f_none(status);
+    return make_end(arguments, s1f_copy_end_create);
+}
+
+static PyObject *host_end(PyObject *Py_UNUSED(module), PyObject *arguments)
+{
+    return make_end(arguments, s1f_host_end_create);
 }
 
 static PyObject *edge_end_text(PyObject *Py_UNUSED(module), PyObject *handle)
@@ -189,30 +174,33 @@ S1F_METHOD_OF(edge_proof_give_up, edge_end, end)
     return PyBool_FromLong(idle);
 }
 
-S1F_METHOD_DOES(edge_proof_end, edge_end, end, s1f_edge_proof_end(end))
+S1F_METHOD_OF(edge_proof_end, edge_end, end)
+{
+    s1f_status status;
+    S1F_WITHOUT_GIL(status = s1f_edge_proof_end(end));
+    return s1f_none(status);
+}
 
 PyMethodDef s1f_device_methods[] = {
     S1F_METHOD(device_create, VARARGS, "A GPU by the CUDA driver's library; None: the system's."),
     S1F_METHOD(device_begin_step, VARARGS, "The CUstream on which the next step's units compute."),
     S1F_METHOD(device_restart_unit, O, "The unit that runs begins only now."),
     S1F_METHOD(device_end_unit, O, "All work of the unit has been started."),
-    S1F_METHOD(device_free_bytes, O, "Free memory of the GPU."),
     S1F_METHOD(watchdog_create, VARARGS,
                "A thread that looks after the rank's transfers, of which each end proves itself first."),
     S1F_METHOD(nccl_find, VARARGS,
                "(version, path) of NCCL; None: the copy that the process has loaded, or the loader's."),
     S1F_METHOD(nccl_unique_id, VARARGS, "128 bytes for one communicator."),
-    S1F_METHOD(nccl_end, VARARGS, "An end of an edge between GPUs; then nccl_connect."),
-    S1F_METHOD(nccl_connect, O, "Waits for its communicator, and so for the peer."),
-    S1F_METHOD(nccl_leave, O, "Starts to end its communicator; before any end is dropped."),
+    S1F_METHOD(nccl_end, VARARGS, "An end that moves messages by a communicator of its own."),
     S1F_METHOD(copy_end, VARARGS, "An end whose sender's copy engine writes into the receiver's memory."),
     S1F_METHOD(host_end, VARARGS, "An end whose messages go through pageable host memory, over its control edge."),
-    S1F_METHOD(device_end_forget, O, "Gives back the memory of its places; the sender's end goes first."),
+    S1F_METHOD(device_end_connect, O, "Waits for the peer's end."),
+    S1F_METHOD(device_end_leave, O, "Starts to close it with the peer; before any end is closed."),
     S1F_METHOD(edge_end_text, O, "Names the edge in errors."),
     S1F_METHOD(edge_proof_post, VARARGS, "At the receiver."),
     S1F_METHOD(edge_proof_send, VARARGS, "Sends bytes of the GPU; seconds."),
     S1F_METHOD(edge_proof_receive, VARARGS, "(address of the bytes that have come, seconds)."),
     S1F_METHOD(edge_proof_give_up, O, "Aborts what is under way; whether that has ended."),
-    S1F_METHOD(edge_proof_end, O, "What fails from here on ends the step."),
+    S1F_METHOD(edge_proof_end, O, "What fails from here on ends the step; gives back memory, the sender's end first."),
     S1F_METHOD(device_end_close, O, "Ends its transfers; tensors that lie in its memory stay valid."),
     {NULL, NULL, 0, NULL}};

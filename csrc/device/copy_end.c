@@ -6,19 +6,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct { /* how an event, or memory, is named for the other end */
-    s1f_cu_handle handle;
-    uint64_t pointer; /* in one process */
-} shared_name;
-
 typedef struct { /* in a place, behind the header: written by the receiver before POST */
-    shared_name memory, freed;
+    s1f_cu_handle memory, freed;
     int64_t capacity;
     uint64_t generation; /* of the memory: 0 before there is any */
 } posted_note;
 
 typedef struct { /* behind that: written by the sender before the header */
-    shared_name copied;
+    s1f_cu_handle copied;
 } sent_note;
 
 typedef struct {
@@ -30,7 +25,7 @@ _Static_assert(sizeof(s1f_message) + sizeof(place_notes) <= S1F_HEADER_BYTES, "t
 
 typedef struct {         /* what this end knows of a place beside s1f_device_place */
     s1f_cu_event copied; /* sender: own; receiver: the sender's */
-    shared_name name;    /* sender: of it */
+    s1f_cu_handle name;  /* sender: of it */
     /* sender: the receiver's */
     s1f_cu_address target;
     s1f_cu_event freed;
@@ -61,20 +56,10 @@ static s1f_status reserve_places(copy_end *end)
     return S1F_OK;
 }
 
-static s1f_status name_event(const copy_end *end, s1f_cu_event event, shared_name *name)
+/* The other end's event, opened once. */
+static s1f_status find_event(const copy_end *end, s1f_cu_handle name, s1f_cu_event *event)
 {
-    name->pointer = (uint64_t)(uintptr_t)event;
-    return !end->base.is_shared ? S1F_OK : S1F_CU(end->base.device->driver, ipc_export_event, &name->handle, event);
-}
-
-static s1f_status find_event(const copy_end *end, const shared_name *name, s1f_cu_event *event)
-{
-    if (!end->base.is_shared || *event != NULL) {
-        if (!end->base.is_shared)
-            *event = (s1f_cu_event)(uintptr_t)name->pointer;
-        return S1F_OK;
-    }
-    return S1F_CU(end->base.device->driver, ipc_open_event, event, name->handle);
+    return *event != NULL ? S1F_OK : S1F_CU(end->base.device->driver, ipc_open_event, event, name);
 }
 
 /* -- receiver ------------------------------------------------------------------------------------------------------ */
@@ -87,11 +72,10 @@ static s1f_status copy_post(s1f_device_end *base, int32_t number)
     posted_note *note = &notes_of(end, number)->posted;
     s1f_status status = s1f_device_place_grow(base, place, base->largest);
     int is_new = place->capacity > 0 && place->generation != note->generation;
-    if (status == S1F_OK && is_new && end->base.is_shared)
-        status = S1F_CU(driver, ipc_export_memory, &note->memory.handle, place->address);
     if (status == S1F_OK && is_new)
-        status = name_event(end, place->freed, &note->freed);
-    note->memory.pointer = place->address;
+        status = S1F_CU(driver, ipc_export_memory, &note->memory, place->address);
+    if (status == S1F_OK && is_new)
+        status = S1F_CU(driver, ipc_export_event, &note->freed, place->freed);
     note->capacity = place->capacity;
     if (status == S1F_OK && is_new)
         note->generation = place->generation;
@@ -103,7 +87,7 @@ static s1f_status copy_receive(s1f_device_end *base, int32_t number, const s1f_m
     copy_end *end = (copy_end *)base;
     S1F_TRY(reserve_places(end));
     (void)message;
-    S1F_TRY(find_event(end, &notes_of(end, number)->sent.copied, &end->places[number].copied));
+    S1F_TRY(find_event(end, notes_of(end, number)->sent.copied, &end->places[number].copied));
     return S1F_CU(base->device->driver, stream_wait_event, base->stream, end->places[number].copied, 0);
 }
 
@@ -113,23 +97,18 @@ static s1f_status copy_receive(s1f_device_end *base, int32_t number, const s1f_m
 static s1f_status find_target(copy_end *end, const posted_note *note, copy_place *place)
 {
     const s1f_driver *driver = end->base.device->driver;
-    S1F_TRY(find_event(end, &note->freed, &place->freed));
+    S1F_TRY(find_event(end, note->freed, &place->freed));
     if (place->generation == note->generation)
         return S1F_OK;
-    if (!end->base.is_shared) {
-        place->target = note->memory.pointer;
-    } else {
-        if (place->generation != 0)
-            driver->ipc_close_memory(place->target);
-        place->generation = 0;
-        S1F_TRY(S1F_CU(driver, ipc_open_memory, &place->target, note->memory.handle, S1F_CU_IPC_LAZY_PEER_ACCESS));
-    }
+    if (place->generation != 0)
+        driver->ipc_close_memory(place->target);
+    place->generation = 0;
+    S1F_TRY(S1F_CU(driver, ipc_open_memory, &place->target, note->memory, S1F_CU_IPC_LAZY_PEER_ACCESS));
     place->generation = note->generation;
     return S1F_OK;
 }
 
-static s1f_status copy_prepare_send(s1f_device_end *base, int64_t sequence, int32_t number, s1f_message *message,
-                                    const void **tensors)
+static s1f_status copy_prepare_send(s1f_device_end *base, int64_t sequence, int32_t number, s1f_message *message)
 {
     copy_end *end = (copy_end *)base;
     const s1f_driver *driver = base->device->driver;
@@ -137,14 +116,14 @@ static s1f_status copy_prepare_send(s1f_device_end *base, int64_t sequence, int3
     S1F_TRY(reserve_places(end));
     place_notes *notes = notes_of(end, number);
     copy_place *place = &end->places[number];
-    if (message->payload_bytes > notes->posted.capacity)
-        return s1f_device_end_to_host(base, sequence, number, message, tensors);
+    message->on_device = message->payload_bytes <= notes->posted.capacity;
+    if (!message->on_device)
+        return S1F_OK;
     if (message->payload_bytes > 0)
         S1F_TRY(find_target(end, &notes->posted, place));
-    unsigned int flags = S1F_CU_EVENT_DISABLE_TIMING | (base->is_shared ? S1F_CU_EVENT_INTERPROCESS : 0);
     if (place->copied == NULL) {
-        S1F_TRY(S1F_CU(driver, event_create, &place->copied, flags));
-        S1F_TRY(name_event(end, place->copied, &place->name));
+        S1F_TRY(S1F_CU(driver, event_create, &place->copied, S1F_CU_EVENT_DISABLE_TIMING | S1F_CU_EVENT_INTERPROCESS));
+        S1F_TRY(S1F_CU(driver, ipc_export_event, &place->name, place->copied));
     }
     notes->sent.copied = place->name;
     return S1F_OK;
@@ -173,7 +152,7 @@ static void copy_forget(s1f_device_end *base)
     copy_end *end = (copy_end *)base;
     for (int32_t i = 0; i < end->num_places; i++) {
         copy_place *place = &end->places[i];
-        if (place->generation != 0 && base->is_shared)
+        if (place->generation != 0)
             base->device->driver->ipc_close_memory(place->target);
         place->generation = 0;
     }
@@ -185,18 +164,14 @@ static void copy_close(s1f_device_end *base)
     const s1f_driver *driver = base->device->driver;
     copy_forget(base);
     for (int32_t i = 0; i < end->num_places; i++) {
-        copy_place *place = &end->places[i];
-        int owns_copied = !base->head.is_receiver || end->base.is_shared;
-        s1f_driver_event_destroy(driver, owns_copied ? place->copied : NULL);
-        s1f_driver_event_destroy(driver, end->base.is_shared ? place->freed : NULL);
+        s1f_driver_event_destroy(driver, end->places[i].copied);
+        s1f_driver_event_destroy(driver, end->places[i].freed);
     }
     free(end->places);
 }
 
 static const s1f_mover copy_mover = {
-    .name = "copy",
     .post = copy_post,
-    .receive_staged = s1f_device_end_from_host,
     .prepare_send = copy_prepare_send,
     .receive = copy_receive,
     .send = copy_send,
@@ -205,11 +180,10 @@ static const s1f_mover copy_mover = {
     .close = copy_close,
 };
 
-s1f_status s1f_copy_end_create(s1f_edge_end *control, s1f_watchdog *watchdog, int32_t in_process, s1f_edge_end **out)
+s1f_status s1f_copy_end_create(s1f_edge_end *control, s1f_watchdog *watchdog, s1f_edge_end **out)
 {
     s1f_device_end *end;
     S1F_TRY(s1f_device_end_create(sizeof(copy_end), &copy_mover, control, watchdog, &end));
-    end->is_shared = !in_process;
     *out = &end->head;
     return S1F_OK;
 }

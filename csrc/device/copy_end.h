@@ -1,17 +1,15 @@
 /* copy_end.h - edges whose payloads the sender's copy engine writes straight into the receiver's places: ranks of one
  * host, on one GPU or on several. No multiprocessor takes part, and no transfer waits for another one's start.
  *
- * With POST the receiver says where the place is; with the header the sender says which event ends the copy. Within one
- * process both are pointers, between processes CUDA's IPC handles. A message that is larger than its place (in the
+ * With POST the receiver says where the place is; with the header the sender says which event ends the copy: both by
+ * CUDA's IPC handles, which a driver opens in another process only. A message that is larger than its place (in the
  * first step of a shape) goes through host memory, and the place has grown when it is posted again. */
 #ifndef S1F_COPY_END_H
 #define S1F_COPY_END_H
 
 #include "device_end.h"
 
-/* control: an edge end over an arena that both ranks map (s1f_arena_end_create), borrowed, must outlive
- * the new end.
- * in_process: the ranks are threads of one process. */
-s1f_status s1f_copy_end_create(s1f_edge_end *control, s1f_watchdog *watchdog, int32_t in_process, s1f_edge_end **out);
+/* control: an edge end over an arena that both ranks map (s1f_arena_end_create), borrowed, must outlive the new end. */
+s1f_status s1f_copy_end_create(s1f_edge_end *control, s1f_watchdog *watchdog, s1f_edge_end **out);
 
 #endif

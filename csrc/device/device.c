@@ -184,12 +184,3 @@ s1f_status s1f_device_time_of(const s1f_device *device, s1f_cu_event event, int6
     *ns += device->first_ns;
     return s1f_device_leave(device, status);
 }
-
-s1f_status s1f_device_free_bytes(const s1f_device *device, int64_t *bytes)
-{
-    size_t unused = 0, total;
-    S1F_TRY(s1f_device_enter(device));
-    s1f_status status = s1f_device_leave(device, S1F_CU(device->driver, memory_info, &unused, &total));
-    *bytes = (int64_t)unused;
-    return status;
-}

@@ -50,7 +50,4 @@ s1f_status s1f_device_settle_times(s1f_device *device);
 /* After that: when a timed event of the step happened, on the host's monotonic clock. */
 s1f_status s1f_device_time_of(const s1f_device *device, s1f_cu_event event, int64_t *ns);
 
-/* Bytes that are free on the GPU. */
-s1f_status s1f_device_free_bytes(const s1f_device *device, int64_t *bytes);
-
 #endif

@@ -37,16 +37,6 @@ static s1f_status leave(s1f_device_end *end, s1f_status status)
     return s1f_device_leave(end->device, status);
 }
 
-void s1f_device_end_lock(s1f_device_end *end)
-{
-    pthread_mutex_lock(&end->watchdog->lock);
-}
-
-void s1f_device_end_unlock(s1f_device_end *end)
-{
-    pthread_mutex_unlock(&end->watchdog->lock);
-}
-
 void s1f_device_end_abort(s1f_device_end *end)
 {
     if (!end->is_aborted && end->mover->abort != NULL) {
@@ -189,6 +179,11 @@ s1f_status s1f_device_end_settle(s1f_device_end *end, const char *purpose, int64
     return leave(end, end->mover->settled(end) < 0 ? moved(end, S1F_ERR_STATE) : S1F_OK);
 }
 
+s1f_status s1f_device_end_connect(s1f_edge_end *end)
+{
+    return s1f_device_end_settle((s1f_device_end *)end, "connecting", -1);
+}
+
 /* -- the transport ------------------------------------------------------------------------------------------------- */
 
 static s1f_status check_place(const s1f_device_end *end, int32_t place)
@@ -201,7 +196,7 @@ static s1f_status check_place(const s1f_device_end *end, int32_t place)
 static s1f_status set_places(s1f_device_end *end, int32_t num_places)
 {
     const s1f_driver *driver = end->device->driver;
-    unsigned int flags = S1F_CU_EVENT_DISABLE_TIMING | (end->is_shared ? S1F_CU_EVENT_INTERPROCESS : 0);
+    unsigned int flags = S1F_CU_EVENT_DISABLE_TIMING | (end->mover->post != NULL ? S1F_CU_EVENT_INTERPROCESS : 0);
     if (num_places <= end->num_places) /* those beyond stay for a step that needs them */
         return S1F_OK;
     s1f_device_place *places = realloc(end->places, (size_t)num_places * sizeof *places);
@@ -264,13 +259,11 @@ static s1f_status take(s1f_device_end *end, int64_t sequence, int32_t number)
     s1f_device_place *place = &end->places[number];
     S1F_TRY(end->control->transport->wait(end->control, sequence, number, &place->message, &place->host_payload));
     S1F_TRY(s1f_message_check_sound(place->message, sequence));
-    if (!place->message->on_device && end->mover->receive_staged == NULL)
-        return s1f_fail(S1F_ERR_STATE, "the sender put it into host memory: do all ranks compute on a GPU?");
     S1F_TRY(s1f_device_enter(end->device));
     end->largest = place->message->payload_bytes > end->largest ? place->message->payload_bytes : end->largest;
     s1f_status status = s1f_device_place_reserve(end, place, place->message->payload_bytes);
     if (status == S1F_OK && !place->message->on_device)
-        status = end->mover->receive_staged(end, number, place->host_payload);
+        status = s1f_device_end_from_host(end, place);
     S1F_TRY(s1f_device_leave(end->device, status));
     S1F_TRY(enter(end));
     S1F_TRY(leave(end, start_receive(end, place, number)));
@@ -282,7 +275,7 @@ static s1f_status device_receive(s1f_edge_end *head, int64_t sequence, int32_t n
 {
     s1f_device_end *end = (s1f_device_end *)head;
     S1F_TRY(check_place(end, number));
-    return end->mover->is_late ? S1F_OK : take(end, sequence, number);
+    return end->mover->receive == NULL ? S1F_OK : take(end, sequence, number);
 }
 
 static s1f_status device_wait(s1f_edge_end *head, int64_t sequence, int32_t number, const s1f_message **message,
@@ -290,7 +283,7 @@ static s1f_status device_wait(s1f_edge_end *head, int64_t sequence, int32_t numb
 {
     s1f_device_end *end = (s1f_device_end *)head;
     S1F_TRY(check_place(end, number));
-    if (end->mover->is_late)
+    if (end->mover->receive == NULL)
         S1F_TRY(take(end, sequence, number));
     if (sequence >= end->started)
         return s1f_fail(S1F_ERR_STATE, "waited for before its receive was started: the program was lowered without "
@@ -331,6 +324,16 @@ static s1f_status move_out(s1f_device_end *end, int64_t sequence, int32_t number
     return end_transfer(end);
 }
 
+/* Finds out how the message goes; it may go through host memory. */
+static s1f_status prepare_send(s1f_device_end *end, int64_t sequence, int32_t number, s1f_message *message,
+                               const void **tensors)
+{
+    message->on_device = end->mover->send != NULL;
+    if (end->mover->prepare_send != NULL)
+        S1F_TRY(end->mover->prepare_send(end, sequence, number, message));
+    return message->on_device ? S1F_OK : s1f_device_end_to_host(end, message, tensors);
+}
+
 /* If the data needs the peer, its header goes first: the peer then starts its receive. */
 static s1f_status device_send(s1f_edge_end *head, int64_t sequence, int32_t number, const s1f_message *message,
                               const void *const *tensors)
@@ -339,12 +342,9 @@ static s1f_status device_send(s1f_edge_end *head, int64_t sequence, int32_t numb
     s1f_message sent = *message;
     const void *data[S1F_MAX_TENSORS];
     memcpy(data, tensors, (size_t)message->num_tensors * sizeof *data);
-    sent.on_device = 1;
     S1F_TRY(check_place(end, number));
-    if (end->mover->prepare_send != NULL) {
-        S1F_TRY(s1f_device_enter(end->device));
-        S1F_TRY(s1f_device_leave(end->device, end->mover->prepare_send(end, sequence, number, &sent, data)));
-    }
+    S1F_TRY(s1f_device_enter(end->device));
+    S1F_TRY(s1f_device_leave(end->device, prepare_send(end, sequence, number, &sent, data)));
     s1f_message_seal(&sent);
     if (end->mover->is_one_sided)
         S1F_TRY(move_out(end, sequence, number, &sent, data));
@@ -442,17 +442,28 @@ static void destroy_events(s1f_device_end *end)
     end->started = end->over = end->capacity = 0;
 }
 
+void s1f_device_end_leave(s1f_edge_end *head)
+{
+    s1f_device_end *end = (s1f_device_end *)head;
+    if (end->mover->leave == NULL || s1f_device_enter(end->device) != S1F_OK)
+        return;
+    pthread_mutex_lock(&end->watchdog->lock);
+    end->mover->leave(end);
+    pthread_mutex_unlock(&end->watchdog->lock);
+    s1f_device_leave(end->device, S1F_OK);
+}
+
 void s1f_device_end_close(s1f_edge_end *head)
 {
     s1f_device_end *end = (s1f_device_end *)head;
     if (end->is_closed)
         return;
     int entered = s1f_device_enter(end->device) == S1F_OK, idle = s1f_device_end_is_idle_within(end, FAREWELL_NS);
-    s1f_device_end_lock(end);
+    pthread_mutex_lock(&end->watchdog->lock);
     unlink_end(end);
     if (!idle)
         s1f_device_end_abort(end);
-    s1f_device_end_unlock(end);
+    pthread_mutex_unlock(&end->watchdog->lock);
     if (idle || s1f_device_end_is_idle_within(end, FAREWELL_NS)) /* then units that read its places end as well */
         end->device->driver->stream_synchronize(end->device->compute);
     if (end->mover->close != NULL)
@@ -527,11 +538,20 @@ s1f_status s1f_device_end_create(size_t bytes, const s1f_mover *mover, s1f_edge_
         s1f_edge_end_free(&end->head);
         return status;
     }
-    s1f_device_end_lock(end);
+    pthread_mutex_lock(&end->watchdog->lock);
     end->proof_ns = watchdog->proof_ns;
     end->next = watchdog->ends;
     watchdog->ends = end;
-    s1f_device_end_unlock(end);
+    pthread_mutex_unlock(&end->watchdog->lock);
     *out = end;
+    return S1F_OK;
+}
+
+s1f_status s1f_host_end_create(s1f_edge_end *control, s1f_watchdog *watchdog, s1f_edge_end **out)
+{
+    static const s1f_mover host_mover = {.is_one_sided = 1};
+    s1f_device_end *end;
+    S1F_TRY(s1f_device_end_create(sizeof *end, &host_mover, control, watchdog, &end));
+    *out = &end->head;
     return S1F_OK;
 }

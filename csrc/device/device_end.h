@@ -45,26 +45,25 @@ typedef struct { /* one message of this step; events are made once and used agai
     int32_t is_over; /* nothing to wait for: it had no bytes, or went through host memory */
 } s1f_transfer;
 
-typedef struct { /* how bytes move. Called with the GPU's context current. */
-    const char *name;
-    /* The next three may wait; NULL: nothing to do. */
+typedef struct { /* how bytes move. Called with the GPU's context current; a function may be NULL. */
+    /* These two may wait. */
     s1f_status (*post)(s1f_device_end *end, int32_t place); /* receiver, before the place is granted */
-    s1f_status (*receive_staged)(s1f_device_end *end, int32_t place, const void *payload); /* it came over the host */
-    /* Sender. May put *message into host memory (on_device 0, tensors[] in host memory) where the GPU's cannot take
-     * it. */
-    s1f_status (*prepare_send)(s1f_device_end *end, int64_t sequence, int32_t place, s1f_message *message,
-                               const void **tensors);
-    /* Enqueue on end->stream, under the watchdog's lock. */
+    /* Sender. Clears message->on_device if the message has to go through host memory. */
+    s1f_status (*prepare_send)(s1f_device_end *end, int64_t sequence, int32_t place, s1f_message *message);
+    /* Enqueue on end->stream, under the watchdog's lock. NULL: every message goes through host memory, and the receiver
+     * waits for it no sooner than WAIT. */
     s1f_status (*receive)(s1f_device_end *end, int32_t place, const s1f_message *message);
     s1f_status (*send)(s1f_device_end *end, int32_t place, const s1f_message *message, const void *const *tensors);
     int32_t is_one_sided; /* the send needs no receive, and its event has to be recorded when the header is read */
-    int32_t is_late;      /* all comes over the host, which waits for it no sooner than WAIT */
-    /* 1 once the last call is enqueued, which may need the peer; -1, with an error recorded: it failed. NULL: at once.
-     * Under the lock. */
+    /* The next three are called under the lock.
+     * settled: 1 once the last call is enqueued, which may need the peer; -1, with an error recorded: it failed.
+     * NULL: at once. */
     int (*settled)(s1f_device_end *end);
-    void (*abort)(s1f_device_end *end); /* ends what is under way, from any thread, once, under the lock; may be NULL */
-    void (*forget)(s1f_device_end *end); /* closes what it opened of the peer's memory; nothing is under way; or NULL */
-    void (*close)(s1f_device_end *end);  /* nothing is under way; or NULL */
+    void (*abort)(s1f_device_end *end); /* ends what is under way, from any thread, once */
+    void (*leave)(s1f_device_end *end); /* starts to close what needs the peer to be closed */
+    /* Nothing is under way. */
+    void (*forget)(s1f_device_end *end); /* closes what it opened of the peer's memory */
+    void (*close)(s1f_device_end *end);
 } s1f_mover;
 
 struct s1f_device_end { /* head of each mover's own struct */
@@ -79,7 +78,6 @@ struct s1f_device_end { /* head of each mover's own struct */
     int32_t num_places;
     s1f_transfer *transfers; /* by message */
     int64_t capacity, started, over;
-    int32_t is_shared;       /* another process opens its memory and events */
     s1f_cu_address *retired; /* what places outgrew, where the sender writes into them: it stays to the end */
     int32_t num_retired;
     int64_t largest; /* receiver: payload so far */
@@ -98,12 +96,17 @@ struct s1f_device_end { /* head of each mover's own struct */
 s1f_status s1f_device_end_create(size_t bytes, const s1f_mover *mover, s1f_edge_end *control, s1f_watchdog *watchdog,
                                  s1f_device_end **out);
 extern const s1f_transport s1f_device_transport;
+/* An end whose messages all go through pageable host memory, over the control edge: it needs nothing but copies to and
+ * from the host, which waits for two copies a message. */
+s1f_status s1f_host_end_create(s1f_edge_end *control, s1f_watchdog *watchdog, s1f_edge_end **out);
+/* Waits until the mover's end is connected to the peer's. */
+s1f_status s1f_device_end_connect(s1f_edge_end *end);
+/* Starts to close what needs the peer to be closed, and returns at once; closing the end waits for it. A rank that
+ * leaves calls it on all its ends before it closes one, or ranks may wait for each other in different ends. */
+void s1f_device_end_leave(s1f_edge_end *end);
 /* Ends what the end does, after a while for what is under way; its memory stays until it is freed, as tensors may lie
  * there. Freeing does it as well. */
 void s1f_device_end_close(s1f_edge_end *end);
-/* Around calls of a mover's own, so that the watchdog makes none meanwhile. */
-void s1f_device_end_lock(s1f_device_end *end);
-void s1f_device_end_unlock(s1f_device_end *end);
 
 /* The watchdog calls these, under the lock. is_over: the transfer of a message has ended. fail: ends the step on every
  * rank; sequence is -1 if no message is to blame. abort: ends what is under way, once. */
@@ -124,17 +127,13 @@ s1f_status s1f_device_place_reserve(s1f_device_end *end, s1f_device_place *place
 /* All places for the largest message so far. Those into which the sender writes cannot change once they are posted, so
  * they wait for the end of the step, when all that was sent has come. */
 s1f_status s1f_device_end_reserve(s1f_device_end *end);
-/* A message by way of pageable host memory, with copies that the host waits for, as a mover's prepare_send and
- * receive_staged: from the GPU, where *message and tensors[] then name host memory; and into a place. */
-s1f_status s1f_device_end_to_host(s1f_device_end *end, int64_t sequence, int32_t place, s1f_message *message,
-                                  const void **tensors);
-s1f_status s1f_device_end_from_host(s1f_device_end *end, int32_t place, const void *payload);
+/* A message by way of pageable host memory, with copies that the host waits for: from the GPU, after which tensors[]
+ * name host memory; and into the place where it has come. */
+s1f_status s1f_device_end_to_host(s1f_device_end *end, const s1f_message *message, const void **tensors);
+s1f_status s1f_device_end_from_host(s1f_device_end *end, const s1f_device_place *place);
 /* 1 once all that the end began on its stream has ended. */
 int s1f_device_end_is_idle(s1f_device_end *end);
 /* Waits so long for that: aborted transfers end as well. */
 int s1f_device_end_is_idle_within(s1f_device_end *end, int64_t ns);
-/* Gives back what places hold, and what was opened of the peer's: the sender's end first, then the receiver's. Nothing
- * is under way. */
-s1f_status s1f_device_end_forget(s1f_device_end *end);
 
 #endif

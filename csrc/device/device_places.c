@@ -76,31 +76,9 @@ s1f_status s1f_device_end_reserve(s1f_device_end *end)
     return s1f_device_leave(end->device, status);
 }
 
-s1f_status s1f_device_end_forget(s1f_device_end *end)
+s1f_status s1f_device_end_to_host(s1f_device_end *end, const s1f_message *message, const void **tensors)
 {
     const s1f_driver *driver = end->device->driver;
-    S1F_TRY(s1f_device_enter(end->device));
-    if (end->mover->forget != NULL)
-        end->mover->forget(end);
-    s1f_status status = S1F_CU(driver, stream_synchronize, end->device->compute);
-    for (int32_t i = 0; status == S1F_OK && i < end->num_places; i++) {
-        if (end->places[i].capacity > 0)
-            status = S1F_CU(driver, memory_free, end->places[i].address);
-        end->places[i].capacity = 0;
-        end->places[i].message = NULL;
-    }
-    while (status == S1F_OK && end->num_retired > 0)
-        status = S1F_CU(driver, memory_free, end->retired[--end->num_retired]);
-    end->largest = 0;
-    return s1f_device_leave(end->device, status);
-}
-
-s1f_status s1f_device_end_to_host(s1f_device_end *end, int64_t sequence, int32_t place, s1f_message *message,
-                                  const void **tensors)
-{
-    const s1f_driver *driver = end->device->driver;
-    (void)sequence;
-    (void)place;
     if (message->payload_bytes > end->staging_bytes) {
         free(end->staging);
         end->staging = malloc((size_t)message->payload_bytes);
@@ -120,17 +98,15 @@ s1f_status s1f_device_end_to_host(s1f_device_end *end, int64_t sequence, int32_t
                             end->stream);
         tensors[i] = host;
     }
-    message->on_device = 0;
     return status == S1F_OK ? S1F_CU(driver, stream_synchronize, end->stream) : status;
 }
 
-s1f_status s1f_device_end_from_host(s1f_device_end *end, int32_t number, const void *payload)
+s1f_status s1f_device_end_from_host(s1f_device_end *end, const s1f_device_place *place)
 {
     const s1f_driver *driver = end->device->driver;
-    const s1f_device_place *place = &end->places[number];
     int64_t bytes = place->message->payload_bytes;
     S1F_TRY(S1F_CU(driver, stream_wait_event, end->stream, place->freed, 0));
     if (bytes > 0)
-        S1F_TRY(S1F_CU(driver, copy_from_host, place->address, payload, (size_t)bytes, end->stream));
+        S1F_TRY(S1F_CU(driver, copy_from_host, place->address, place->host_payload, (size_t)bytes, end->stream));
     return S1F_CU(driver, stream_synchronize, end->stream);
 }

@@ -25,7 +25,6 @@ enum { S1F_CU_IPC_LAZY_PEER_ACCESS = 1, S1F_CU_CAPTURE_RELAXED = 2 };
 /* X(name in the table, symbol, arguments) */
 #define S1F_DRIVER_FUNCTIONS(X)                                                                                        \
     X(init, cuInit, (unsigned int flags))                                                                              \
-    X(driver_version, cuDriverGetVersion, (int *version))                                                              \
     X(error_name, cuGetErrorName, (s1f_cu_result error, const char **name))                                            \
     X(error_string, cuGetErrorString, (s1f_cu_result error, const char **text))                                        \
     X(device_get, cuDeviceGet, (int *device, int ordinal))                                                             \
@@ -48,7 +47,6 @@ enum { S1F_CU_IPC_LAZY_PEER_ACCESS = 1, S1F_CU_CAPTURE_RELAXED = 2 };
     X(memory_free, cuMemFree_v2, (s1f_cu_address address))                                                             \
     X(host_allocate, cuMemHostAlloc, (void **memory, size_t bytes, unsigned int flags))                                \
     X(host_free, cuMemFreeHost, (void *memory))                                                                        \
-    X(memory_info, cuMemGetInfo_v2, (size_t * free, size_t * total))                                                   \
     X(copy, cuMemcpyAsync, (s1f_cu_address destination, s1f_cu_address source, size_t bytes, s1f_cu_stream stream))    \
     X(copy_to_host, cuMemcpyDtoHAsync_v2, (void *host, s1f_cu_address source, size_t bytes, s1f_cu_stream stream))     \
     X(copy_from_host, cuMemcpyHtoDAsync_v2,                                                                            \

@@ -74,19 +74,34 @@ int s1f_edge_proof_give_up(s1f_edge_end *head)
     s1f_device_end *end = (s1f_device_end *)head;
     if (s1f_device_enter(end->device) != S1F_OK)
         return 0;
-    s1f_device_end_lock(end);
+    pthread_mutex_lock(&end->watchdog->lock);
     count_begun(end);
     s1f_device_end_abort(end);
-    s1f_device_end_unlock(end);
+    pthread_mutex_unlock(&end->watchdog->lock);
     int idle = s1f_device_end_is_idle_within(end, GIVE_UP_NS);
     s1f_device_leave(end->device, S1F_OK);
     return idle;
 }
 
-void s1f_edge_proof_end(s1f_edge_end *head)
+s1f_status s1f_edge_proof_end(s1f_edge_end *head)
 {
     s1f_device_end *end = (s1f_device_end *)head;
-    s1f_device_end_lock(end);
+    const s1f_driver *driver = end->device->driver;
+    pthread_mutex_lock(&end->watchdog->lock);
     end->proof_ns = 0;
-    s1f_device_end_unlock(end);
+    pthread_mutex_unlock(&end->watchdog->lock);
+    S1F_TRY(s1f_device_enter(end->device));
+    if (end->mover->forget != NULL)
+        end->mover->forget(end);
+    s1f_status status = S1F_CU(driver, stream_synchronize, end->device->compute);
+    for (int32_t i = 0; status == S1F_OK && i < end->num_places; i++) {
+        if (end->places[i].capacity > 0)
+            status = S1F_CU(driver, memory_free, end->places[i].address);
+        end->places[i].capacity = 0;
+        end->places[i].message = NULL;
+    }
+    while (status == S1F_OK && end->num_retired > 0)
+        status = S1F_CU(driver, memory_free, end->retired[--end->num_retired]);
+    end->largest = 0;
+    return s1f_device_leave(end->device, status);
 }

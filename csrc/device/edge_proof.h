@@ -8,7 +8,7 @@
  *     post                  receiver
  *     send, receive         a one-sided mover's send first, else both at once
  *     give_up               after an error: nothing more is begun
- *     end */
+ *     end                   the sender's first */
 #ifndef S1F_EDGE_PROOF_H
 #define S1F_EDGE_PROOF_H
 
@@ -22,7 +22,7 @@ s1f_status s1f_edge_proof_send(s1f_edge_end *end, const void *data, int64_t byte
 s1f_status s1f_edge_proof_receive(s1f_edge_end *end, int64_t bytes, const void **data, int64_t *ns);
 /* Aborts what is under way. 0: it does not end, so neither the end nor what it uses can be freed. */
 int s1f_edge_proof_give_up(s1f_edge_end *end);
-/* From here on failures are the group's again. */
-void s1f_edge_proof_end(s1f_edge_end *end);
+/* From here on failures are the group's again. Gives back what places hold, and what was opened of the peer's. */
+s1f_status s1f_edge_proof_end(s1f_edge_end *end);
 
 #endif

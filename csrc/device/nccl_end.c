@@ -31,35 +31,36 @@ static int nccl_settled(s1f_device_end *base)
     return state != S1F_NCCL_IN_PROGRESS;
 }
 
-static s1f_status nccl_receive(s1f_device_end *base, int32_t number, const s1f_message *message)
+/* The tensors of a message as one group. sent: those of the sender; NULL: they come to `place`. */
+static s1f_status move(const nccl_end *end, const s1f_message *message, const void *const *sent, char *place)
 {
-    nccl_end *end = (nccl_end *)base;
-    char *payload = (char *)(uintptr_t)base->places[number].address;
+    s1f_cu_stream stream = end->base.stream;
     s1f_status status = checked(end, end->nccl->group_start(), "ncclGroupStart");
-    for (int32_t i = 0; status == S1F_OK && i < message->num_tensors; i++)
-        if (message->tensors[i].bytes > 0)
+    for (int32_t i = 0; status == S1F_OK && i < message->num_tensors; i++) {
+        size_t bytes = (size_t)message->tensors[i].bytes;
+        if (bytes > 0 && sent != NULL)
+            status =
+                checked(end, end->nccl->send(sent[i], bytes, S1F_NCCL_UINT8, RECEIVER, end->comm, stream), "ncclSend");
+        else if (bytes > 0)
             status = checked(end,
-                             end->nccl->receive(payload + message->tensors[i].offset, (size_t)message->tensors[i].bytes,
-                                                S1F_NCCL_UINT8, SENDER, end->comm, base->stream),
+                             end->nccl->receive(place + message->tensors[i].offset, bytes, S1F_NCCL_UINT8, SENDER,
+                                                end->comm, stream),
                              "ncclRecv");
+    }
     s1f_status ended = checked(end, end->nccl->group_end(), "ncclGroupEnd");
     return status == S1F_OK ? ended : status;
+}
+
+static s1f_status nccl_receive(s1f_device_end *base, int32_t number, const s1f_message *message)
+{
+    return move((nccl_end *)base, message, NULL, (char *)(uintptr_t)base->places[number].address);
 }
 
 static s1f_status nccl_send(s1f_device_end *base, int32_t number, const s1f_message *message,
                             const void *const *tensors)
 {
     (void)number;
-    nccl_end *end = (nccl_end *)base;
-    s1f_status status = checked(end, end->nccl->group_start(), "ncclGroupStart");
-    for (int32_t i = 0; status == S1F_OK && i < message->num_tensors; i++)
-        if (message->tensors[i].bytes > 0)
-            status = checked(end,
-                             end->nccl->send(tensors[i], (size_t)message->tensors[i].bytes, S1F_NCCL_UINT8, RECEIVER,
-                                             end->comm, base->stream),
-                             "ncclSend");
-    s1f_status ended = checked(end, end->nccl->group_end(), "ncclGroupEnd");
-    return status == S1F_OK ? ended : status;
+    return move((nccl_end *)base, message, tensors, NULL);
 }
 
 static void nccl_abort(s1f_device_end *base)
@@ -70,13 +71,24 @@ static void nccl_abort(s1f_device_end *base)
     end->comm = NULL;
 }
 
+static void nccl_leave(s1f_device_end *base)
+{
+    nccl_end *end = (nccl_end *)base;
+    if (end->comm == NULL || end->is_leaving)
+        return;
+    end->is_leaving = 1;
+    int32_t result = end->nccl->comm_finalize(end->comm);
+    if (result != S1F_NCCL_SUCCESS && result != S1F_NCCL_IN_PROGRESS)
+        nccl_abort(base);
+}
+
 /* A communicator ends as it began, with its peer; without one it is aborted. */
 static void nccl_close(s1f_device_end *base)
 {
     nccl_end *end = (nccl_end *)base;
     struct timespec pause = {.tv_nsec = 1000 * 1000};
     int settled = 0;
-    s1f_nccl_end_leave(&base->head);
+    s1f_device_end_leave(&base->head);
     if (end->comm == NULL)
         return;
     for (int64_t i = 0; i < FAREWELL_POLLS && (settled = nccl_settled(base)) == 0; i++)
@@ -89,11 +101,11 @@ static void nccl_close(s1f_device_end *base)
 }
 
 static const s1f_mover nccl_mover = {
-    .name = "nccl",
     .receive = nccl_receive,
     .send = nccl_send,
     .settled = nccl_settled,
     .abort = nccl_abort,
+    .leave = nccl_leave,
     .close = nccl_close,
 };
 
@@ -119,25 +131,4 @@ s1f_status s1f_nccl_end_create(const s1f_nccl *nccl, const s1f_nccl_id *id, s1f_
     }
     *out = &base->head;
     return S1F_OK;
-}
-
-void s1f_nccl_end_leave(s1f_edge_end *head)
-{
-    nccl_end *end = (nccl_end *)head;
-    if (end->is_leaving || s1f_device_enter(end->base.device) != S1F_OK)
-        return;
-    end->is_leaving = 1;
-    s1f_device_end_lock(&end->base);
-    if (end->comm != NULL && !end->base.is_aborted) {
-        int32_t result = end->nccl->comm_finalize(end->comm);
-        if (result != S1F_NCCL_SUCCESS && result != S1F_NCCL_IN_PROGRESS)
-            nccl_abort(&end->base);
-    }
-    s1f_device_end_unlock(&end->base);
-    s1f_device_leave(end->base.device, S1F_OK);
-}
-
-s1f_status s1f_nccl_end_connect(s1f_edge_end *end)
-{
-    return s1f_device_end_settle((s1f_device_end *)end, "connecting", -1);
 }

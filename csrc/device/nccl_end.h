@@ -7,14 +7,11 @@
 #include "device_end.h"
 #include "nccl.h"
 
-/* Starts to create the communicator and returns at once; connect waits for it, and for the peer. So all ends of a rank
+/* Starts to create the communicator and returns at once; s1f_device_end_connect waits for it, and for the peer. So all
+ * ends of a rank
  * can be created before any is connected, and no order among edges is needed. control: an edge end of host memory with
  * the same peer, borrowed, must outlive the new end. id: the same 128 bytes at both ends, used once. */
 s1f_status s1f_nccl_end_create(const s1f_nccl *nccl, const s1f_nccl_id *id, s1f_edge_end *control,
                                s1f_watchdog *watchdog, s1f_edge_end **out);
-s1f_status s1f_nccl_end_connect(s1f_edge_end *end);
-/* Starts to end the communicator, which needs the peer as well, and returns at once; freeing the end waits for it. A
- * rank that leaves calls it on all its ends before it frees one, or ranks may wait for each other in different ends. */
-void s1f_nccl_end_leave(s1f_edge_end *end);
 
 #endif

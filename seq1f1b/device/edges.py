@@ -8,21 +8,23 @@ GPU, never between two GPUs; the proof and what follows from it, over stand-ins 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import warnings
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from seq1f1b import _C
 from seq1f1b.device import kernel_library
-from seq1f1b.device.edge_proof import Chosen, Proof, warn_of_shared_gpus
 from seq1f1b.device.edge_ways import WAYS, Way
 from seq1f1b.device.placement import compute_stream, ordinal_of
 from seq1f1b.transport import RankGroup
-from seq1f1b.transport.group import Edge
+from seq1f1b.transport.group import DTYPES, Edge
 
 __all__: list[str] = []
 
@@ -38,26 +40,41 @@ def _warn_of_few_queues(num_streams: int) -> None:
         )
 
 
+def _warn_of_shared_gpus(gpus: Sequence[str], num_visible: int) -> None:
+    """Warns of ranks that compute on one GPU although there are several.
+
+    Args:
+        gpus: by rank, what identifies its GPU.
+    """
+    shared = [str(rank) for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
+    if shared and num_visible > 1:
+        warnings.warn(
+            f"ranks {', '.join(shared)} do not have a GPU each, and {num_visible} are visible: give each rank its own, "
+            'as by torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before the stages are made',
+            stacklevel=2,
+        )
+
+
 class DeviceEdges:
     """One rank's ends of the edges of a pipeline on GPUs.
 
     Args:
         transport: ``"auto"``, or the name of one way, which every edge then goes.
     Attributes:
-        chosen: what carries each edge of this rank, its bytes per second and why, once they are open.
+        chosen: by edge of this rank, the name of its way, bytes per second of the proof's message and why it goes that
+            way, once they are open.
     """
 
     driver: str | None = None  # library; None: the system's libcuda
-    proof_bytes = (64 << 20) - 1  # unaligned, and long enough for a rate
+    proof_bytes = (16 << 20) - 1  # unaligned, and long enough for a rate
     proof_limit_s = 20.0  # for one message, or one connection
 
     def __init__(self, transport: str, group: RankGroup, device: torch.device) -> None:
-        self.transport, self._group, self._torch_device = transport, group, device
-        self.chosen: dict[Edge, Chosen] = {}
+        self.transport, self.group, self.device = transport, group, device
+        self.chosen: dict[Edge, tuple[str, float, str]] = {}
         self._ends: dict[Edge, Any] = {}
-        self._ways: dict[str, Way] = {}
         self.gpu = _C.device_create(self.driver, self.ordinal())
-        self._watchdog = _C.watchdog_create(group.group, self.gpu, min(self.proof_limit_s, group.timeout_s / 2))
+        self.watchdog = _C.watchdog_create(group.group, self.gpu, min(self.proof_limit_s, group.timeout_s / 2))
 
     @staticmethod
     def serve(device: torch.device, group: RankGroup) -> bool:
@@ -69,25 +86,19 @@ class DeviceEdges:
 
     def ordinal(self) -> int:
         """Number of the GPU, as the driver counts. Raises ValueError if the stages are not on one."""
-        if self._torch_device.type != "cuda":
+        if self.device.type != "cuda":
             raise ValueError(
-                f"transport={self.transport!r} moves messages between GPUs, the stages lie on {self._torch_device}: "
+                f"transport={self.transport!r} moves messages between GPUs, the stages lie on {self.device}: "
                 'use "auto", or move the stages'
             )
-        return ordinal_of(self._torch_device)
+        return ordinal_of(self.device)
 
-    def identity(self) -> tuple[str, int]:
-        """A name that no other GPU has, and how many GPUs this rank sees."""
-        properties = torch.cuda.get_device_properties(self._torch_device)
-        uuid = getattr(properties, "uuid", None)  # torch before 2.5 has none
-        return f"{uuid or f'{os.uname().nodename} {self.ordinal()}'}", torch.cuda.device_count()
-
-    def stream(self) -> int:
-        """The CUstream on which units compute."""
-        return compute_stream(self._torch_device)
+    def identity(self) -> str:
+        """A name that no other GPU has."""
+        return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def place_views(self) -> Callable[..., Any]:
-        return functools.partial(self._group.place_views, gpu=self.ordinal())
+        return functools.partial(self.group.place_views, gpu=self.ordinal())
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Makes the function that the executor calls for every unit, from the one that runs it."""
@@ -96,7 +107,7 @@ class DeviceEdges:
     def warm(self) -> None:
         """Has torch's context, its kernels' module and the allocator ready: loading them waits for the whole GPU, and
         so for a receive that waits for its sender."""
-        first = torch.ones(1024, device=self._torch_device)
+        first = torch.ones(1024, device=self.device)
         (first + first).sum().item()
         with contextlib.suppress(OSError, ValueError, RuntimeError):  # whoever uses a kernel is told what is wrong
             kernel_library.operations()
@@ -109,33 +120,21 @@ class DeviceEdges:
             RuntimeError: on all ranks: an edge fails its proof, and no other way is left, or one was asked for by name.
         """
         _warn_of_few_queues(len(controls))
-        identities = self._group.all_gather_object(self.identity())
-        if self._group.rank == 0:
-            warn_of_shared_gpus(identities)
-        self._ways = {kind.name: kind(self._group, self._watchdog) for kind in WAYS}
-        asked = None if self.transport == "auto" else self.transport
-        if asked is not None:
-            self._check_reach(self._ways[asked], controls)
+        gpus = self.group.all_gather_object(self.identity())
+        if self.group.rank == 0:
+            _warn_of_shared_gpus(gpus, torch.cuda.device_count())
+        ways = [way for way in WAYS if self.transport in ("auto", way.name)]
+        if self.transport != "auto":
+            self._check_reach(ways[0], controls)
         self.warm()
-        proof = Proof(
-            self._group,
-            [way for name, way in self._ways.items() if asked in (None, name)],
-            controls,
-            is_receiver,
-            asked=asked,
-            begin_step=self.begin_step,
-            place_views=self.place_views(),
-            room=self.free_bytes() // 2 // max(1, len(controls)),
-            size=self.proof_bytes,
-            device=self._torch_device,
-        )
+        proof = Proof(self, ways, controls, is_receiver)
         proof.run()
         self._ends, self.chosen = proof.ends, proof.chosen
         return dict(self._ends)  # the caller lets go of its own before close() ends them
 
     def _check_reach(self, way: Way, controls: Mapping[Edge, object]) -> None:
         for edge in controls:
-            other = self._group.transport_to(self._group.peer_of(edge))
+            other = self.group.transport_to(self.group.peer_of(edge))
             if other not in way.over:
                 raise ValueError(
                     f'transport="{way.name}" is for ranks of one host; the edge of stage {edge[0]} to {edge[1]} '
@@ -143,17 +142,13 @@ class DeviceEdges:
                 )
 
     def begin_step(self) -> None:
-        _C.device_begin_step(self.gpu, self.stream())
-
-    def free_bytes(self) -> int:
-        """Memory of the GPU that is free now."""
-        return _C.device_free_bytes(self.gpu)
+        _C.device_begin_step(self.gpu, compute_stream(self.device))
 
     def close(self) -> None:
         """Leaves together with the other ranks, where these still can."""
         self._meet()  # a receiver whose last message is on its way takes a sender that left for one that is lost
-        for edge, end in self._ends.items():
-            self._ways[self.chosen[edge].transport].leave(end)
+        for end in self._ends.values():
+            _C.device_end_leave(end)
         for end in self._ends.values():
             _C.device_end_close(end)
         self._meet()  # an end may use events, and a sender memory, that the other one owns
@@ -161,4 +156,182 @@ class DeviceEdges:
 
     def _meet(self) -> None:
         with contextlib.suppress(RuntimeError):  # somebody may be gone
-            self._group.barrier()
+            self.group.barrier()
+
+
+class Proof:
+    """Finds, together with all other ranks, the way that carries each edge of this rank: the first that proves itself.
+
+    A way is tried on all edges that still have none at once, with one message for each. Between two parts of an attempt
+    the ranks exchange what failed, so that both ends of an edge, and all ranks, know the same and go on alike; nobody
+    waits for what another rank will not do. What an end does, and within which time, is C
+    (``csrc/device/edge_proof.h``).
+
+    Args:
+        edges: those of the rank, with their device, limits and the transport that was asked for.
+        ways: in the order in which they are tried.
+        controls: ends of this rank's edges that carry headers.
+        is_receiver: by edge.
+    Attributes:
+        ends: by edge.
+        chosen: by edge, the name of its way, bytes per second of the proof's message and why it goes that way.
+    """
+
+    def __init__(
+        self,
+        edges: DeviceEdges,
+        ways: Sequence[Way],
+        controls: Mapping[Edge, object],
+        is_receiver: Mapping[Edge, bool],
+    ) -> None:
+        self._edges, self._ways, self._controls, self._is_receiver = edges, ways, controls, is_receiver
+        self._group, self._size, self._is_free = edges.group, edges.proof_bytes, edges.transport == "auto"
+        self._reasons: dict[Edge, list[str]] = {}  # why an earlier way is not it
+        self._refused: dict[Edge, str] = {}  # why an edge cannot go the way that is tried; equal on all ranks
+        self.chosen: dict[Edge, tuple[str, float, str]] = {}
+        self.ends: dict[Edge, Any] = {}
+
+    def run(self) -> None:
+        """Raises RuntimeError, on every rank, if an edge has no way, or a transfer that does not end. Collective."""
+        texts = {edge: _C.edge_end_text(control) for edge, control in self._controls.items()}
+        self._texts: dict[Edge, str] = {}
+        self._ranks: dict[Edge, set[int]] = {}  # at an edge
+        for rank, theirs in enumerate(self._group.all_gather_object(texts)):
+            self._texts |= theirs
+            for edge in theirs:
+                self._ranks.setdefault(edge, set()).add(rank)
+        for way in self._ways:
+            mine = [edge for edge in sorted(self._controls) if edge not in self.ends]
+            mine = [edge for edge in mine if self._group.transport_to(self._group.peer_of(edge)) in way.over]
+            if any(self._group.all_gather_object(bool(mine))):
+                self._try(way, mine)
+        if self._refused:
+            raise RuntimeError(f"{self._texts[min(self._refused)]}: no transport carries its messages between GPUs")
+
+    def _each(self, edges: Iterable[Edge], call: Callable[[Edge], object]) -> None:
+        """Does a part of an attempt for edges that have not failed; then all ranks know which have. Collective."""
+        mine: dict[Edge, str] = {}
+        for edge in [each for each in edges if each not in self._refused]:
+            try:
+                call(edge)
+            except _C.PipelineError:  # a rank is gone, or has failed: no way helps
+                raise
+            except (RuntimeError, ValueError, MemoryError, OSError) as error:
+                first = (str(error) or type(error).__name__).splitlines()[0]
+                mine[edge] = first.removeprefix(self._texts[edge]).lstrip(",: ")
+        for theirs in self._group.all_gather_object(mine):
+            for edge, reason in theirs.items():
+                self._refused[edge] = f"{self._refused[edge]}; {reason}" if edge in self._refused else reason
+
+    def _try(self, way: Way, edges: list[Edge]) -> None:
+        self._group.begin_step(training=False)
+        self._edges.begin_step()
+        self._refused = {}
+        sends = [edge for edge in edges if not self._is_receiver[edge]]
+        receives = [edge for edge in edges if self._is_receiver[edge]]
+        offers: dict[Edge, bytes] = {}
+        ends: dict[Edge, Any] = {}
+        seconds: dict[Edge, float] = {}
+        kept: list[Tensor] = []  # until nothing is under way
+
+        def offer(edge: Edge) -> None:
+            offers[edge] = way.offer()
+
+        def make(edge: Edge) -> None:
+            ends[edge] = way.make(self._controls[edge], self._edges.watchdog, offers[edge])
+
+        def move(edge: Edge) -> None:
+            _C.group_progress(self._group.group, "the proof of an edge")
+            size, known = self._size, self._known_bytes(way, edge)
+            if not self._is_receiver[edge]:
+                kept.append(known.to(self._edges.device))
+                seconds[edge] = _C.edge_proof_send(ends[edge], kept[-1].data_ptr(), size)
+                return
+            address, seconds[edge] = _C.edge_proof_receive(ends[edge], size)
+            [found], _ = self._edges.place_views()(ends[edge], address, [(DTYPES.index(torch.uint8), 0, (size,), 0)])
+            wrong = (found.cpu() != known).nonzero()
+            if len(wrong):
+                raise RuntimeError(f"{len(wrong)} of {size} bytes arrived wrong, the first is byte {int(wrong[0])}")
+
+        self._each(sends, offer)
+        for theirs in self._group.all_gather_object(offers):
+            offers |= theirs
+        self._each(edges, make)
+        self._each(edges, lambda edge: _C.device_end_connect(ends[edge]))
+        self._each(receives, lambda edge: _C.edge_proof_post(ends[edge], self._size))
+        for part in (sends, receives) if way.is_one_sided else _rounds_of(self._ranks):
+            self._each([edge for edge in edges if edge in part], move)
+        self._look_for_stuck(way, ends, kept)
+        self._close(sends, receives, ends)
+        self._tell(way)
+        everyones = self._group.all_gather_object(seconds)
+        for edge in ends:
+            took = [theirs[edge] for theirs in everyones if edge in theirs]
+            rate = self._size / max(1e-9, sum(took) if way.is_one_sided else max(took))
+            why = "; ".join(["the first that proved itself", *self._reasons.get(edge, [])])
+            self.chosen[edge] = (way.name, rate, why if self._is_free else "asked for")
+        self.ends |= ends
+        self._group.end_step(failed=False)
+
+    def _known_bytes(self, way: Way, edge: Edge) -> Tensor:
+        """The message: each edge and way has bytes of its own, so that what another one left is not taken for it."""
+        generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{way.name} {self._texts[edge]}".encode()))
+        words = torch.empty(self._size // 8 + 1, dtype=torch.int64, device="cpu").random_(generator=generator)
+        return words.view(torch.uint8)[: self._size]
+
+    def _look_for_stuck(self, way: Way, ends: Mapping[Edge, Any], kept: Sequence[Tensor]) -> None:
+        """Ends what has failed. Raises, on every rank, if a transfer cannot be ended."""
+        mine = [edge for edge in ends if edge in self._refused and not _C.edge_proof_give_up(ends[edge])]
+        stuck = sorted(set().union(*self._group.all_gather_object(mine)))
+        if not stuck:
+            return
+        for each in (*ends.values(), *kept):  # to free them would wait for the GPU, for ever
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+        others = " or ".join(f'"{name}"' for name in ("nccl", "shm") if name != way.name)
+        raise RuntimeError(
+            f"{self._texts[stuck[0]]}: messages by transport={way.name!r} do not arrive ({self._refused[stuck[0]]}), "
+            f"and what the GPU has begun cannot be undone. {way.needs}; "
+            f"start again with another transport=, as {others}"
+        )
+
+    def _close(self, sends: Sequence[Edge], receives: Sequence[Edge], ends: dict[Edge, Any]) -> None:
+        """Closes ends that have failed; all others give back the memory of the proof."""
+        for part in (sends, receives):  # who opened the other's memory goes first
+            for edge in [edge for edge in part if edge in self._refused and edge in ends]:
+                _C.device_end_close(ends.pop(edge))
+            self._each(part, lambda edge: _C.edge_proof_end(ends[edge]))
+        for edge in self._refused:
+            ends.pop(edge, None)
+
+    def _tell(self, way: Way) -> None:
+        """An error for a way that was asked for by name; else one warning."""
+        if not self._refused:
+            return
+        edge = min(self._refused)
+        reason = f"{self._refused[edge]}. {way.needs}"
+        if not self._is_free:
+            raise RuntimeError(
+                f"{self._texts[edge]}: transport={way.name!r} failed its proof: {reason}; "
+                'or use transport="auto", which takes another way'
+            )
+        for each, why in self._refused.items():
+            self._reasons.setdefault(each, []).append(f"{way.name}: {why}")
+        if self._group.rank == 0:
+            others = f" (and {len(self._refused) - 1} more edges)" if len(self._refused) > 1 else ""
+            warnings.warn(
+                f"{self._texts[edge]}{others}: transport={way.name!r} failed its proof and is not used: {reason}. "
+                "engine.edges says what is used instead",
+                stacklevel=2,
+            )
+
+
+def _rounds_of(ranks: Mapping[Edge, set[int]]) -> list[set[Edge]]:
+    """Edges, in order, each in the first round in which neither of its ranks has one yet."""
+    rounds: list[tuple[set[Edge], set[int]]] = []
+    for edge in sorted(ranks):
+        found = next((each for each in rounds if each[1].isdisjoint(ranks[edge])), None)
+        if found is None:
+            rounds.append(found := (set(), set()))
+        found[0].add(edge)
+        found[1].update(ranks[edge])
+    return [edges for edges, _ in rounds]

@@ -19,7 +19,7 @@ from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, 
 from torch.multiprocessing import ProcessExitedException
 
 from seq1f1b import _C, PipelineError
-from seq1f1b.device import edge_proof, edge_ways
+from seq1f1b.device import edge_ways, edges
 from seq1f1b.device.edges import DeviceEdges
 from seq1f1b.runtime.arguments import Disagreement, agreement_of, check_agreement
 from seq1f1b.testing import run_ranks
@@ -31,7 +31,6 @@ SIZE = StandInEdges.proof_bytes
 @pytest.fixture(autouse=True)
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("SEQ1F1B_NCCL", stand_in().path)
-    monkeypatch.setattr(edge_ways.Copies, "_is_one_process", lambda way: False)  # threads that use handles all the same
     gc.collect()
     stand_in().reset(3, foreign_memory=1)
     yield
@@ -58,10 +57,10 @@ def settle(P: int = 2, transport: str = "auto") -> Outcome:
             engine = StandInEngine(stage, group=group, transport=transport, **options)
         except (RuntimeError, ZeroDivisionError) as error:
             return {}, [], str(error)
-        edges = engine.edges
+        found = engine.edges
         engine.close()
-        assert all(e.rate > 0 for e in edges)
-        return {(e.source_stage, e.destination_stage): e.transport for e in edges}, [e.why for e in edges], ""
+        assert all(e.rate > 0 for e in found)
+        return {(e.source_stage, e.destination_stage): e.transport for e in found}, [e.why for e in found], ""
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -86,13 +85,13 @@ def lose(kind: int, index: int) -> Plant:
 
 
 def break_as_they_connect(patch: pytest.MonkeyPatch) -> None:
-    connect = edge_ways.Nccl.connect
+    connect = _C.device_end_connect
 
-    def breaking(way: edge_ways.Nccl, *arguments: Any) -> None:
+    def breaking(end: object) -> None:
         stand_in().break_communicators(0, 1, 6)
-        connect(way, *arguments)
+        connect(end)
 
-    patch.setattr(edge_ways.Nccl, "connect", breaking)
+    patch.setattr(_C, "device_end_connect", breaking)
 
 
 # What fails in copies of one edge, or of all, and what the warning says of it.
@@ -122,7 +121,7 @@ def test_copies_that_fail_leave_their_edge_to_nccl(defect: str, monkeypatch: pyt
     for part in (" of stage ", "transport='copy' failed its proof and is not used", reason, "docker run --ipc=host"):
         assert part in found.warned[0], found.warned
     assert any(f"copy: {reason[:12]}" in why or reason in why for why in found.whys[0])
-    assert stand_in().misuses == []
+    assert stand_in().complaints() == []
 
 
 NCCL = {
@@ -140,7 +139,7 @@ NCCL = {
 
 @pytest.mark.parametrize("defect", NCCL)
 def test_nccl_that_fails_leaves_its_edge_to_the_host(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edge_ways.Copies, "over", ())  # as between hosts
+    monkeypatch.setattr(edges, "WAYS", (edge_ways.NCCL, edge_ways.HOST))  # as between hosts
     plant, reason = NCCL[defect]
     waits = defect in ("the other process", "a stalled send", "a stalled receive")  # somebody, in vain
     # As somebody does where a call fails, which it does at once; on a busy machine the proof may end before it.
@@ -186,14 +185,14 @@ def test_no_way_at_all_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch
 
 def fails_in_its_proof(patch: pytest.MonkeyPatch, do: Callable[[], Any], rank: int = 1) -> None:
     """Does something in place of this rank's message."""
-    known = edge_proof.Proof._known_bytes
+    known = edges.Proof._known_bytes
 
     def failing(proof: Any, *arguments: Any) -> Any:
         if proof._group.rank == rank:
             do()
         return known(proof, *arguments)
 
-    patch.setattr(edge_proof.Proof, "_known_bytes", failing)
+    patch.setattr(edges.Proof, "_known_bytes", failing)
 
 
 def test_a_rank_that_fails_ends_the_proof_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,17 +227,17 @@ def test_edges_of_several_ways_train_one_model() -> None:
         engine.close()
         return carried, gradients, allocations
 
+    def refusing(way: edge_ways.Way) -> edge_ways.Way:
+        def make(control: object, watchdog: object, offered: bytes) -> object:
+            if _C.edge_end_text(control).startswith(refused.get(way.name, ("none",))):
+                raise RuntimeError("not here")
+            return way.make(control, watchdog, offered)
+
+        return way._replace(make=make)
+
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for way in (edge_ways.Copies, edge_ways.Nccl):
-            make = way.make
-
-            def refuse_some(own: Any, control: object, offered: bytes, make: Any = make) -> object:
-                if _C.edge_end_text(control).startswith(refused[own.name]):
-                    raise RuntimeError("not here")
-                return make(own, control, offered)
-
-            patch.setattr(way, "make", refuse_some)
+        patch.setattr(edges, "WAYS", [refusing(way) for way in edge_ways.WAYS])
         results = run_ranks(P, run)
     carried = {edge: way for theirs, *_ in results for edge, way in theirs.items()}
     assert carried == {(0, 1): "nccl", (1, 0): "host", (1, 2): "nccl", (2, 1): "copy"}
@@ -249,32 +248,21 @@ def test_edges_of_several_ways_train_one_model() -> None:
     assert stand_in().complaints() == []
 
 
-def test_short_memory_makes_the_proof_smaller_and_the_report_says_so() -> None:
-    stand_in().set("memory_bytes", 300_000)
-    stand_in().set("foreign_memory", 1)
-    found = settle(transport="nccl")
-    assert found.errors == ["", ""]
-    stand_in().reset(3, foreign_memory=1, memory_bytes=160_000)
-    found = settle(transport="nccl")
-    assert found.errors == ["", ""]
-    assert all("as memory is short" in why for whys in found.whys for why in whys)
-
-
 @pytest.mark.full
 def test_messages_of_the_real_size_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StandInEdges, "proof_bytes", DeviceEdges.proof_bytes)
     found = settle()
     assert [set(carried.values()) for carried in found.carried] == [{"copy"}, {"copy"}] and found.warned == []
-    assert stand_in().complaints() == [] and stand_in().count("live_bytes") == 0
+    assert stand_in().complaints() == [] and stand_in().count("live_allocations") == 0
 
 
 def test_ranks_that_share_a_gpu_are_warned_of() -> None:
-    with pytest.warns(UserWarning, match="ranks 1, 3 share one GPU, and 4 are visible: give each rank its own"):
-        edge_proof.warn_of_shared_gpus([("a", 4), ("b", 4), ("c", 4), ("b", 4)])
+    with pytest.warns(UserWarning, match="ranks 1, 3 do not have a GPU each, and 4 are visible: give each"):
+        edges._warn_of_shared_gpus(["a", "b", "c", "b"], 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        edge_proof.warn_of_shared_gpus([("a", 1), ("a", 1)])  # no other is there
-        edge_proof.warn_of_shared_gpus([("a", 2), ("b", 2)])
+        edges._warn_of_shared_gpus(["a", "a"], 1)  # no other is there
+        edges._warn_of_shared_gpus(["a", "b"], 2)
 
 
 def dies_in_its_proof(rank: int, world: int, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""Does the engine train over edges between GPUs (stand-ins), without allocating or waiting; do faults end a step?"""
+"""Does the engine train over edges between GPUs (stand-ins); do faults end a step?"""
 
 from __future__ import annotations
 
@@ -90,30 +90,6 @@ def test_gradients_are_those_of_the_whole_model(transport: str, schedule: str, P
     gc.collect()
     for kind in ("allocations", "communicators", "streams", "events"):
         assert stand_in().count(f"live_{kind}") == 0
-
-
-@pytest.mark.parametrize("transport", BETWEEN_GPUS)
-def test_a_step_neither_allocates_nor_waits(transport: str) -> None:
-    """From the second step on nothing is allocated, and from the third on the only waits are the stand-in engine's."""
-    reset(5)
-    config = Config()
-    model = whole_model(config)
-    tokens, target = batch(config, 4, LENGTH)
-
-    def run(group):
-        engine = make_engine(model, config, group.rank, 2, group=group, transport=transport)
-        counts = []
-        for _ in range(5):
-            engine.step(tokens, target=target)
-            waits = sum(engine.all_gather_object(engine.num_waits))
-            counts.append((stand_in().count("cuMemAlloc_v2"), stand_in().count("synchronisations") - waits))
-            engine.all_gather_object(None)  # nobody is in the next step before all have counted
-        engine.close()
-        return counts
-
-    for counts in run_ranks(2, run):
-        assert counts[1] == counts[4] and counts[1][0] > 0
-        assert counts[0][0] == counts[4][0]  # the first step of a shape reserves all places
 
 
 @pytest.mark.parametrize("transport", BETWEEN_GPUS)

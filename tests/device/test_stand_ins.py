@@ -40,31 +40,12 @@ def compile_against(source: Path, *flags: str | Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=120).stderr
 
 
-def changed_copy(folder: Path, name: str, old: str, new: str) -> Path:
-    shutil.copytree(stand_in_library.FOLDER, folder, dirs_exist_ok=True)
-    text = (folder / name).read_text()
-    assert text.count(old) == 1
-    (folder / name).write_text(text.replace(old, new))
-    return folder / name
-
-
-def test_driver_matches_the_header(tmp_path: Path) -> None:
+def test_driver_matches_the_header() -> None:
     flags = ("-DSTAND_IN_REAL_CUDA_H", f"-I{cuda_include()}")
     for source in stand_in_library.FOLDER.glob("driver*.c"):
         assert compile_against(source, *flags) == ""
-    drifted = changed_copy(
-        tmp_path, "driver_streams.c", "CUresult cuEventRecord(CUevent event,", "CUresult cuEventRecord(CUcontext event,"
-    )
-    assert "conflicting types for" in compile_against(drifted, *flags)
 
 
-def test_nccl_matches_the_header(tmp_path: Path) -> None:
+def test_nccl_matches_the_header() -> None:
     flags = ("-DSTAND_IN_REAL_CUDA_H", "-DSTAND_IN_REAL_NCCL_H", f"-I{cuda_include()}", f"-I{nccl_include()}")
     assert compile_against(stand_in_library.FOLDER / "nccl.c", *flags) == ""
-    drifted = changed_copy(
-        tmp_path,
-        "nccl.c",
-        "ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *",
-        "ncclCommGetAsyncError(ncclComm_t comm, long *",
-    )
-    assert "conflicting types for" in compile_against(drifted, *flags)

@@ -1,24 +1,17 @@
-"""Do GPUs (stand-ins) of two hosts without NCCL train one model, and hear of a host that dies?
-
-The hosts are network namespaces of this machine, in which no process maps memory of another one.
-"""
+"""Do GPUs (stand-ins) of ranks that share no memory and have no NCCL train one model, and hear of one that dies?"""
 
 from __future__ import annotations
 
-import datetime
 import os
 import signal
 import time
-from collections.abc import Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from hosts import Host, two_hosts
 from processes import AT_ONCE, PipedProcesses, join_and_run, outcome
 from stand_in_engine import StandInEngine
 from stand_in_library import stand_in
@@ -30,13 +23,6 @@ from seq1f1b.transport.handshake import Handshake
 CONFIG = Config(kv_heads=2)
 M, K = 4, 2
 TOKENS, TARGET = batch(CONFIG, M, 16)
-PORT = 29540  # of a network namespace's own
-
-
-def join_host(hosts: tuple[Host, Host], rank: int) -> None:
-    hosts[rank].enter()
-    store = dist.TCPStore(hosts[1].name, PORT, 2, is_master=rank == 1, timeout=datetime.timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 
 
 def join_strangers(folder: Path, world: int, rank: int) -> None:
@@ -93,18 +79,8 @@ def train(rank: int, pipe: Connection, library: str) -> Any:
     return failure, time.monotonic()
 
 
-# In a network namespace torch waits for a name server that is not there, for ten seconds.
-@pytest.fixture(params=[pytest.param("two hosts", marks=pytest.mark.full), "one host"])
-def join(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
-    if request.param == "two hosts":
-        with two_hosts(tmp_path) as hosts:
-            yield partial(join_host, hosts)
-    else:
-        yield partial(join_strangers, tmp_path, 2)
-
-
-def test_two_hosts_train_and_hear_of_a_death(join: Any) -> None:
-    with PipedProcesses(2, join_and_run, join, train, stand_in().path) as ranks:
+def test_strangers_train_and_hear_of_a_death(tmp_path: Path) -> None:
+    with PipedProcesses(2, join_and_run, partial(join_strangers, tmp_path, 2), train, stand_in().path) as ranks:
         found = {}
         for rank in range(2):
             carried, gradients, complaints, failed = ranks.result(rank)

@@ -34,17 +34,6 @@ int32_t current_device(void)
     return context != NULL && context->references > 0 ? context->device : -1;
 }
 
-void make_current(int32_t device_index)
-{
-    CUcontext context = &machine.devices[device_index].context;
-    renew_thread();
-    machine.initialised = 1;
-    context->references++; /* the runtime's own, never given back */
-    if (thread.depth == 0)
-        thread.depth = 1;
-    thread.stack[thread.depth - 1] = context;
-}
-
 static CUresult check_context(CUcontext context)
 {
     for (int32_t d = 0; d < MAX_DEVICES; d++)
@@ -64,14 +53,6 @@ CUresult cuInit(unsigned int flags)
     ENTER(cuInit, CUDA_ERROR_NOT_PERMITTED);
     NEEDS_ARGUMENT(flags == 0);
     machine.initialised = 1;
-    return CUDA_SUCCESS;
-}
-
-CUresult cuDriverGetVersion(int *version)
-{
-    ENTER(cuDriverGetVersion, CUDA_ERROR_NOT_PERMITTED);
-    NEEDS_ARGUMENT(version != NULL);
-    *version = 13000;
     return CUDA_SUCCESS;
 }
 
@@ -223,14 +204,6 @@ CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest)
     if (greatest != NULL)
         *greatest = -5;
     return CUDA_SUCCESS;
-}
-
-CUresult cuCtxSynchronize(void)
-{
-    ENTER(cuCtxSynchronize, CUDA_ERROR_NOT_PERMITTED);
-    NEEDS_CONTEXT(index);
-    check_no_group_on_device(this_call, index);
-    return synchronise_device(call_name(this_call), index) ? CUDA_SUCCESS : CUDA_ERROR_LAUNCH_TIMEOUT;
 }
 
 CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode)

@@ -39,8 +39,6 @@
     }
 
 CUcontext current_context(void);
-/* Comes between a launch and its stream: lazy module loading, for one, synchronises the device. */
-CUresult before_launch(api_call call, const struct CUstream_st *stream);
 int marker_reached(const void *argument); /* of a marker, for wait_until */
 void memory_reset(void);
 void boards_reset(void);

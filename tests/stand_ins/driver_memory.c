@@ -56,14 +56,9 @@ int find_span(api_call call, const void *address, size_t bytes, int host_allowed
         out->device = owner->device;
         return 1;
     }
-    if (owner != NULL) {
-        misuse(call, "%zu bytes at offset %zu of an allocation of %zu bytes", bytes, (size_t)(first - owner->address),
-               owner->bytes);
-        return 0;
-    }
-    for (allocation *a = allocations; a != NULL; a = a->next)
-        if (first < a->address && a->address < first + bytes) {
-            misuse(call, "%zu bytes that begin %zu before an allocation", bytes, (size_t)(a->address - first));
+    for (const allocation *a = allocations; a != NULL; a = a->next)
+        if (first < a->address + a->bytes && a->address < first + bytes) {
+            misuse(call, "%zu bytes at offset %td of an allocation of %zu bytes", bytes, first - a->address, a->bytes);
             return 0;
         }
     if (address == NULL || (!host_allowed && !machine.options.foreign_memory)) {
@@ -169,13 +164,8 @@ CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
     ENTER(cuMemAlloc_v2, CUDA_ERROR_NOT_PERMITTED);
     NEEDS_ARGUMENT(address != NULL && bytes > 0);
     NEEDS_CONTEXT(index);
-    if (machine.options.synchronous_memory && !synchronise_device(call_name(this_call), index))
+    if (machine.options.synchronous_memory && !synchronise_device(this_call, index))
         return CUDA_ERROR_LAUNCH_TIMEOUT;
-    int64_t used = 0;
-    for (allocation *a = allocations; a != NULL; a = a->next)
-        used += a->device == index && !a->imported ? (int64_t)a->bytes : 0;
-    if (bytes > (size_t)(machine.options.memory_bytes - used))
-        return CUDA_ERROR_OUT_OF_MEMORY;
     int32_t fd;
     char *memory = take_memory(bytes, &fd);
     if (memory == NULL)
@@ -183,7 +173,6 @@ CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
     memset(memory, 0xFF, bytes);
     add_allocation((allocation){.address = memory, .bytes = bytes, .device = index, .fd = fd});
     machine.counters.live_allocations++;
-    machine.counters.live_bytes += (int64_t)bytes;
     *address = (CUdeviceptr)(uintptr_t)memory;
     return CUDA_SUCCESS;
 }
@@ -199,7 +188,7 @@ CUresult cuMemFree_v2(CUdeviceptr address)
         misuse(this_call, "%p is not what cuMemAlloc gave, or freed already", (void *)(uintptr_t)address);
         return CUDA_ERROR_INVALID_VALUE;
     }
-    if (machine.options.synchronous_memory && !synchronise_device(call_name(this_call), entry->device))
+    if (machine.options.synchronous_memory && !synchronise_device(this_call, entry->device))
         return CUDA_ERROR_LAUNCH_TIMEOUT;
     if (entry->handles > 0)
         misuse(this_call, "%p is still open through %d handles", (void *)entry->address, entry->handles);
@@ -208,21 +197,8 @@ CUresult cuMemFree_v2(CUdeviceptr address)
             misuse(this_call, "%p is still open through %d handles", (void *)entry->address, a->handles);
     memset(entry->address, 0xFF, entry->bytes);
     machine.counters.live_allocations--;
-    machine.counters.live_bytes -= (int64_t)entry->bytes;
-    machine.runnable_changed = 1; /* a wait for a value in it is void */
     remove_allocation(entry);
     give_back(entry);
-    return CUDA_SUCCESS;
-}
-
-CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes)
-{
-    ENTER(cuMemGetInfo_v2, CUDA_ERROR_NOT_PERMITTED);
-    NEEDS_ARGUMENT(free_bytes != NULL && total_bytes != NULL);
-    NEEDS_CONTEXT(index);
-    *free_bytes = *total_bytes = (size_t)machine.options.memory_bytes;
-    for (allocation *a = allocations; a != NULL; a = a->next)
-        *free_bytes -= a->device == index && !a->imported ? a->bytes : 0;
     return CUDA_SUCCESS;
 }
 
@@ -243,9 +219,9 @@ static CUresult copy(api_call call, const void *destination, int to_host, const 
     if (!is_pageable || !machine.options.pageable_waits)
         return CUDA_SUCCESS;
     machine.counters.pageable_copies++;
-    list_synchronisation(call_name(call), stream->device);
+    machine.counters.synchronisations++;
     marker end = {.stream = stream, .issue = op->issue};
-    return wait_until(call_name(call), marker_reached, &end) ? CUDA_SUCCESS : CUDA_ERROR_LAUNCH_TIMEOUT;
+    return wait_until(call, marker_reached, &end) ? CUDA_SUCCESS : CUDA_ERROR_LAUNCH_TIMEOUT;
 }
 
 /* Host memory is read and written when the copy runs; where it is not pinned the host waits for that, if so wanted. */
@@ -265,23 +241,6 @@ CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr destination, const void *source, size_
 {
     ENTER(cuMemcpyHtoDAsync_v2, CUDA_ERROR_NOT_PERMITTED);
     return copy(this_call, (const void *)(uintptr_t)destination, 0, source, 1, bytes, stream);
-}
-
-CUresult cuMemsetD8Async(CUdeviceptr destination, unsigned char value, size_t bytes, CUstream stream)
-{
-    ENTER(cuMemsetD8Async, CUDA_ERROR_NOT_PERMITTED);
-    NEEDS_STREAM(stream);
-    span to;
-    if (!find_span(this_call, (const void *)(uintptr_t)destination, bytes, 0, &to))
-        return CUDA_ERROR_INVALID_VALUE;
-    CUresult result = before_launch(this_call, stream);
-    if (result != CUDA_SUCCESS)
-        return result;
-    operation *op = new_operation(MEMSET, this_call);
-    op->destination = to;
-    op->value = value;
-    enqueue(op, stream);
-    return CUDA_SUCCESS;
 }
 
 /* -- memory of other processes ----------------------------------------------------------------------------------- */

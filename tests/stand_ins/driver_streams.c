@@ -35,18 +35,13 @@ CUstream find_stream(api_call call, CUstream stream, CUresult *error)
         *error = CUDA_ERROR_NOT_INITIALIZED;
         return NULL;
     }
-    if (stream == NULL || stream == CU_STREAM_LEGACY) {
+    if (stream == NULL) {
         int32_t index = current_device();
         if (index < 0) {
             *error = current_context() == NULL ? CUDA_ERROR_INVALID_CONTEXT : CUDA_ERROR_CONTEXT_IS_DESTROYED;
             return NULL;
         }
         return &machine.devices[index].null_stream;
-    }
-    if (stream == CU_STREAM_PER_THREAD) {
-        misuse(call, "the stand-in has no per-thread default streams");
-        *error = CUDA_ERROR_NOT_SUPPORTED;
-        return NULL;
     }
     if (!stream->alive) {
         misuse(call, "stream %d is destroyed", stream->number);
@@ -73,20 +68,11 @@ CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned int flags, int pr
     return CUDA_SUCCESS;
 }
 
-CUresult cuStreamCreate(CUstream *stream, unsigned int flags)
-{
-    ENTER(cuStreamCreate, CUDA_ERROR_NOT_PERMITTED);
-    NEEDS_ARGUMENT(stream != NULL && flags == CU_STREAM_NON_BLOCKING);
-    NEEDS_CONTEXT(index);
-    *stream = new_stream(index);
-    return CUDA_SUCCESS;
-}
-
 /* Returns at once; what was enqueued is still executed. */
 CUresult cuStreamDestroy_v2(CUstream stream)
 {
     ENTER(cuStreamDestroy_v2, CUDA_ERROR_NOT_PERMITTED);
-    if (stream == NULL || stream == CU_STREAM_LEGACY)
+    if (stream == NULL)
         return CUDA_ERROR_INVALID_HANDLE;
     NEEDS_STREAM(stream);
     check_no_group_in_progress(this_call, stream);
@@ -120,48 +106,9 @@ CUresult cuStreamSynchronize(CUstream stream)
     ENTER(cuStreamSynchronize, CUDA_ERROR_NOT_PERMITTED);
     NEEDS_STREAM(stream);
     check_no_group_in_progress(this_call, stream);
-    list_synchronisation(call_name(this_call), stream->device);
+    machine.counters.synchronisations++;
     marker point = {.stream = stream, .issue = stream->first != NULL ? stream->last->issue : stream->ended};
-    return wait_until(call_name(this_call), marker_reached, &point) ? CUDA_SUCCESS : CUDA_ERROR_LAUNCH_TIMEOUT;
-}
-
-/* Waits for a value in memory, or writes it. */
-static CUresult enqueue_value(operation_kind kind, api_call this_call, CUstream stream, CUdeviceptr address,
-                              cuuint64_t value)
-{
-    const void *pointer = (const void *)(uintptr_t)address;
-    span found;
-    NEEDS_STREAM(stream);
-    if (address == 0 || address % 8 != 0 || !find_span(this_call, pointer, 8, 0, &found))
-        return CUDA_ERROR_INVALID_VALUE;
-    check_no_group_in_progress(this_call, stream);
-    operation *op = new_operation(kind, this_call);
-    *(kind == WAIT_VALUE ? &op->source : &op->destination) = found;
-    op->value = value;
-    enqueue(op, stream);
-    return CUDA_SUCCESS;
-}
-
-CUresult cuStreamWaitValue64_v2(CUstream stream, CUdeviceptr address, cuuint64_t value, unsigned int flags)
-{
-    ENTER(cuStreamWaitValue64_v2, CUDA_ERROR_NOT_PERMITTED);
-    NEEDS_ARGUMENT(flags == CU_STREAM_WAIT_VALUE_GEQ);
-    return enqueue_value(WAIT_VALUE, this_call, stream, address, value);
-}
-
-CUresult cuStreamWriteValue64_v2(CUstream stream, CUdeviceptr address, cuuint64_t value, unsigned int flags)
-{
-    ENTER(cuStreamWriteValue64_v2, CUDA_ERROR_NOT_PERMITTED);
-    NEEDS_ARGUMENT(flags == CU_STREAM_WRITE_VALUE_DEFAULT);
-    return enqueue_value(WRITE_VALUE, this_call, stream, address, value);
-}
-
-CUresult before_launch(api_call call, const struct CUstream_st *stream)
-{
-    check_no_group_in_progress(call, stream);
-    if (injection_drawn() && !synchronise_device(call_name(call), stream->device))
-        return CUDA_ERROR_LAUNCH_TIMEOUT;
-    return CUDA_SUCCESS;
+    return wait_until(this_call, marker_reached, &point) ? CUDA_SUCCESS : CUDA_ERROR_LAUNCH_TIMEOUT;
 }
 
 CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *argument)
@@ -169,9 +116,10 @@ CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *argument)
     ENTER(cuLaunchHostFunc, CUDA_ERROR_NOT_PERMITTED);
     NEEDS_ARGUMENT(function != NULL);
     NEEDS_STREAM(stream);
-    CUresult result = before_launch(this_call, stream);
-    if (result != CUDA_SUCCESS)
-        return result;
+    check_no_group_in_progress(this_call, stream);
+    /* As lazy loading of modules does. */
+    if (injection_drawn() && !synchronise_device(this_call, stream->device))
+        return CUDA_ERROR_LAUNCH_TIMEOUT;
     operation *op = new_operation(HOST_FUNCTION, this_call);
     op->function = function;
     op->argument = argument;
@@ -270,15 +218,6 @@ CUresult cuEventQuery(CUevent event)
     ENTER(cuEventQuery, CUDA_ERROR_NOT_PERMITTED);
     NEEDS_EVENT(event);
     return reached(last_record(event)) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
-}
-
-CUresult cuEventSynchronize(CUevent event)
-{
-    ENTER(cuEventSynchronize, CUDA_ERROR_NOT_PERMITTED);
-    NEEDS_EVENT(event);
-    list_synchronisation(call_name(this_call), event->device);
-    marker point = last_record(event);
-    return wait_until(call_name(this_call), marker_reached, &point) ? CUDA_SUCCESS : CUDA_ERROR_LAUNCH_TIMEOUT;
 }
 
 CUresult cuEventElapsedTime(float *milliseconds, CUevent start, CUevent end)

@@ -13,7 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { TEXT_BYTES = 8192, CHUNK_BYTES = 1 << 20, POLL_NS = 100000, MAX_LINES = 10000, DELAY_PERCENT = 50 };
+enum { CHUNK_BYTES = 1 << 20, POLL_NS = 100000, MAX_LINES = 10000, DELAY_PERCENT = 50 };
 static const int64_t WAIT_LIMIT_NS = INT64_C(10) * 1000 * 1000 * 1000;
 
 typedef struct chunk {
@@ -33,7 +33,6 @@ typedef struct {
 
 typedef struct waiter {
     struct waiter *next;
-    const char *call, *thread;
     int (*done)(const void *argument);
     const void *argument;
     int broken; /* by a deadlock */
@@ -51,8 +50,7 @@ static uint64_t random_state;
 static int64_t last_progress_ns;
 static chunk *chunks;
 static operation *free_operations;
-static line_list misuses, synchronisations;
-static const char *first_deadlock;
+static line_list misuses;
 static waiter *waiters;
 
 static _Thread_local int on_worker;
@@ -131,14 +129,6 @@ static void add_line(line_list *list, const char *text)
     else
         list->first = added;
     list->last = added;
-}
-
-static const char *line_at(const line_list *list, int64_t index)
-{
-    line *found = list->first;
-    for (; found != NULL && index > 0; index--)
-        found = found->next;
-    return found != NULL ? found->text : NULL;
 }
 
 static const char *this_thread(void)
@@ -243,25 +233,11 @@ void check_no_group_in_progress(api_call call, const struct CUstream_st *stream)
                stream->number);
 }
 
-void check_no_group_on_device(api_call call, int32_t device_index)
-{
-    check_no_group_in_progress(call, &machine.devices[device_index].null_stream);
-    for (stream_entry *entry = streams; entry != NULL; entry = entry->next)
-        if (entry->stream.device == device_index)
-            check_no_group_in_progress(call, &entry->stream);
-}
-
-static int value_holds(const operation *op)
-{
-    uint64_t found = __atomic_load_n((const uint64_t *)(const void *)op->source.address, __ATOMIC_ACQUIRE);
-    return (int64_t)(found - op->value) >= 0;
-}
-
 static int can_run(operation *op)
 {
     switch (op->kind) {
     case WAIT_EVENT: return reached(op->awaited);
-    case WAIT_VALUE: return !span_lives(op, &op->source) || value_holds(op);
+    case HOLD: return machine.num_releases > op->value;
     case NCCL: return nccl_can_run(op);
     case COPY: return !is_damaged(op->call, op->destination.bytes, STAND_IN_STALLED);
     default: return 1;
@@ -278,7 +254,7 @@ static void each_head(void (*visit)(operation *head, void *argument), void *argu
 
 typedef struct {
     int32_t blocked, delayed, ready;
-    int32_t polled; /* among the blocked, those that wait for memory which anyone may write */
+    int32_t polled; /* among the blocked, those that wait for another process's record */
     operation *ready_heads[MAX_DEVICES * MAX_QUEUES];
 } choice;
 
@@ -287,7 +263,7 @@ static void sort_head(operation *head, void *argument)
     choice *found = argument;
     if (!can_run(head)) {
         found->blocked++;
-        found->polled += head->kind == WAIT_VALUE || (head->kind == WAIT_EVENT && head->awaited.board != NULL);
+        found->polled += head->kind == WAIT_EVENT && head->awaited.board != NULL;
     } else if (head->delay > 0) {
         found->delayed++;
     } else {
@@ -317,53 +293,6 @@ static int32_t draw_delay(void)
     return (int32_t)(1 + draw(chance(80) ? 4 : chance(70) ? 40 : 400));
 }
 
-/* -- texts ------------------------------------------------------------------------------------------------------- */
-
-typedef struct {
-    char *text;
-    size_t used;
-} writer;
-
-__attribute__((format(printf, 2, 3))) static void add_text(writer *out, const char *format, ...)
-{
-    va_list arguments;
-    va_start(arguments, format);
-    int written = vsnprintf(out->text + out->used, TEXT_BYTES - out->used, format, arguments);
-    va_end(arguments);
-    size_t left = TEXT_BYTES - out->used - 1;
-    out->used += (size_t)written < left ? (size_t)written : left;
-}
-
-static void describe_head(operation *head, void *argument)
-{
-    static const char *const kinds[] = {"copy",        "memset",        "event record", "event wait", "value wait",
-                                        "value write", "host function", "work",         "NCCL"};
-    char detail[512] = "";
-    if (head->kind == WAIT_EVENT && head->awaited.board != NULL)
-        snprintf(detail, sizeof detail, " for record %lld of interprocess event %d", (long long)head->awaited.issue,
-                 head->event->number);
-    else if (head->kind == WAIT_EVENT)
-        snprintf(detail, sizeof detail, " for event %d, recorded on stream %d of device %d", head->event->number,
-                 head->awaited.stream->number, head->awaited.stream->device);
-    else if (head->kind == WAIT_VALUE)
-        snprintf(detail, sizeof detail, ": %llu at %p, wanted %llu",
-                 (unsigned long long)*(const uint64_t *)(const void *)head->source.address,
-                 (const void *)head->source.address, (unsigned long long)head->value);
-    else if (head->kind == NCCL)
-        nccl_describe(head, detail, sizeof detail);
-    add_text(argument, "device %d queue %d: stream %d, %s%s%s\n", head->stream->device, head->stream->queue,
-             head->stream->number, kinds[head->kind], detail, can_run(head) ? " (can run)" : "");
-}
-
-static void describe_all(char *text)
-{
-    writer out = {.text = text};
-    text[0] = '\0';
-    each_head(describe_head, &out);
-    for (waiter *w = waiters; w != NULL; w = w->next)
-        add_text(&out, "%s waits in %s\n", w->thread, w->call);
-}
-
 /* -- waiting ----------------------------------------------------------------------------------------------------- */
 
 static void wake_done(void)
@@ -373,24 +302,19 @@ static void wake_done(void)
             pthread_cond_signal(&w->wake);
 }
 
-static void declare_deadlock(void)
+static void declare_deadlock(api_call call)
 {
-    char text[TEXT_BYTES];
-    describe_all(text);
-    if (first_deadlock == NULL) {
-        char *kept = keep(strlen(text) + 1);
-        first_deadlock = strcpy(kept, text);
-    }
+    misuse(call, "waits, and nothing can run");
     for (waiter *w = waiters; w != NULL; w = w->next)
         w->broken = 1;
     wake_done();
 }
 
-int wait_until(const char *call, int (*done)(const void *argument), const void *argument)
+int wait_until(api_call call, int (*done)(const void *argument), const void *argument)
 {
     if (done(argument))
         return 1;
-    waiter me = {.next = waiters, .call = call, .thread = this_thread(), .done = done, .argument = argument};
+    waiter me = {.next = waiters, .done = done, .argument = argument};
     pthread_condattr_t attributes;
     pthread_condattr_init(&attributes);
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
@@ -404,7 +328,7 @@ int wait_until(const char *call, int (*done)(const void *argument), const void *
     while (!me.broken && !done(argument)) {
         int64_t deadline = (last_progress_ns > began ? last_progress_ns : began) + WAIT_LIMIT_NS;
         if (!worker_busy && now_ns() >= deadline) {
-            declare_deadlock();
+            declare_deadlock(call);
             break;
         }
         if (worker_busy) /* a host function may take its time */
@@ -420,14 +344,6 @@ int wait_until(const char *call, int (*done)(const void *argument), const void *
     return done(argument);
 }
 
-void list_synchronisation(const char *call, int32_t device_index)
-{
-    char text[160];
-    snprintf(text, sizeof text, "%s device %d %s", call, device_index, this_thread());
-    add_line(&synchronisations, text);
-    machine.counters.synchronisations++;
-}
-
 typedef struct {
     int32_t device_index;
     int64_t issue;
@@ -439,9 +355,9 @@ static int point_reached(const void *argument)
     return device_reached(point->device_index, point->issue);
 }
 
-int synchronise_device(const char *call, int32_t device_index)
+int synchronise_device(api_call call, int32_t device_index)
 {
-    list_synchronisation(call, device_index);
+    machine.counters.synchronisations++;
     return wait_until(call, point_reached, &(device_point){device_index, machine.issued});
 }
 
@@ -523,25 +439,21 @@ static void end(operation *op)
     free_operations = op;
 }
 
-/* A copy or memset; 1 once it has ended. */
-static int fill_or_copy(operation *op)
+/* 1 once it has ended. */
+static int copy(operation *op)
 {
     span *to = &op->destination, *from = &op->source;
-    int valid = span_lives(op, to) && (op->kind == MEMSET || span_lives(op, from));
-    int apart =
-        op->kind == MEMSET || to->address + to->bytes <= from->address || from->address + to->bytes <= to->address;
-    if (!op->started && valid && apart && to->bytes > 0) {
+    if (to->bytes == 0 || !span_lives(op, to) || !span_lives(op, from))
+        return 1;
+    int apart = to->address + to->bytes <= from->address || from->address + to->bytes <= to->address;
+    if (!op->started && apart) {
         memset(to->address, 0xFF, to->bytes);
         op->started = 1;
         op->delay = draw_delay();
         return 0;
     }
-    if (valid && to->bytes > 0 && op->kind == MEMSET)
-        memset(to->address, (int)op->value, to->bytes);
-    else if (valid && to->bytes > 0)
-        memmove(to->address, from->address, to->bytes);
-    if (valid && to->bytes > 0 && op->kind == COPY)
-        damage(op->call, to->address, to->bytes);
+    memmove(to->address, from->address, to->bytes);
+    damage(op->call, to->address, to->bytes);
     return 1;
 }
 
@@ -557,11 +469,9 @@ static void execute(operation *op)
 {
     switch (op->kind) {
     case COPY:
-    case MEMSET:
-        if (!fill_or_copy(op))
+        if (!copy(op))
             return;
-        if (op->kind == COPY)
-            op->stream->clock += (int64_t)op->destination.bytes * machine.options.copy_ns_per_kib / 1024;
+        op->stream->clock += (int64_t)op->destination.bytes * machine.options.copy_ns_per_kib / 1024;
         break;
     case RECORD:
         if (op->event->board != NULL)
@@ -574,11 +484,7 @@ static void execute(operation *op)
         if (op->awaited.clock != NULL && *op->awaited.clock > op->stream->clock)
             op->stream->clock = *op->awaited.clock;
         break;
-    case WAIT_VALUE: break;
-    case WRITE_VALUE:
-        if (span_lives(op, &op->destination))
-            __atomic_store_n((uint64_t *)(void *)op->destination.address, op->value, __ATOMIC_RELEASE);
-        break;
+    case HOLD: break;
     case HOST_FUNCTION:
         worker_busy = 1;
         pthread_mutex_unlock(&lock);
@@ -586,7 +492,7 @@ static void execute(operation *op)
         pthread_mutex_lock(&lock);
         worker_busy = 0;
         break;
-    case WORK: op->stream->clock += (int64_t)op->value; break;
+    case WORK: op->stream->clock += op->value; break;
     case NCCL:
         if (!nccl_run(op)) {
             op->delay = draw_delay();
@@ -674,8 +580,7 @@ void stand_in_reset(uint64_t seed)
     }
     free_operations = NULL;
     streams = NULL;
-    first_deadlock = NULL;
-    misuses = synchronisations = (line_list){0};
+    misuses = (line_list){0};
     int64_t generation = machine.generation;
     machine = (machine_state){.generation = generation};
     random_state = seed;
@@ -761,17 +666,35 @@ int64_t stand_in_clock(void *stream)
     return found == NULL ? -1 : found->clock;
 }
 
-int stand_in_work(void *stream, int64_t ns)
+static int enqueue_control(operation_kind kind, void *stream, int64_t value)
 {
-    LOCKED;
     CUresult error;
     CUstream found = find_stream(CALL_cuLaunchHostFunc, stream, &error);
     if (found == NULL)
         return (int)error;
-    operation *op = new_operation(WORK, CALL_cuLaunchHostFunc);
-    op->value = (uint64_t)ns;
+    operation *op = new_operation(kind, CALL_cuLaunchHostFunc);
+    op->value = value;
     enqueue(op, found);
     return 0;
+}
+
+int stand_in_work(void *stream, int64_t ns)
+{
+    LOCKED;
+    return enqueue_control(WORK, stream, ns);
+}
+
+void stand_in_hold(void *stream)
+{
+    LOCKED;
+    (void)enqueue_control(HOLD, stream, machine.num_releases);
+}
+
+void stand_in_release(void)
+{
+    LOCKED;
+    machine.num_releases++;
+    machine.runnable_changed = 1;
 }
 
 int64_t stand_in_misuses(void)
@@ -783,13 +706,10 @@ int64_t stand_in_misuses(void)
 const char *stand_in_misuse(int64_t index)
 {
     LOCKED;
-    return line_at(&misuses, index);
-}
-
-const char *stand_in_synchronisation(int64_t index)
-{
-    LOCKED;
-    return line_at(&synchronisations, index);
+    line *found = misuses.first;
+    for (; found != NULL && index > 0; index--)
+        found = found->next;
+    return found != NULL ? found->text : NULL;
 }
 
 static int holds_work(void)
@@ -797,12 +717,6 @@ static int holds_work(void)
     choice found = {0};
     each_head(sort_head, &found);
     return found.blocked + found.delayed + found.ready > 0 || worker_busy;
-}
-
-const char *stand_in_deadlock(void)
-{
-    LOCKED;
-    return first_deadlock;
 }
 
 int stand_in_drain(int64_t patience_ms)

@@ -16,7 +16,6 @@ enum { MAX_DEVICES = 16, MAX_QUEUES = 32 };
 
 #define DRIVER_CALLS(X)                                                                                                \
     X(cuInit)                                                                                                          \
-    X(cuDriverGetVersion)                                                                                              \
     X(cuGetErrorName)                                                                                                  \
     X(cuGetErrorString)                                                                                                \
     X(cuDeviceGet)                                                                                                     \
@@ -27,31 +26,24 @@ enum { MAX_DEVICES = 16, MAX_QUEUES = 32 };
     X(cuCtxPushCurrent_v2)                                                                                             \
     X(cuCtxPopCurrent_v2)                                                                                              \
     X(cuCtxGetStreamPriorityRange)                                                                                     \
-    X(cuCtxSynchronize)                                                                                                \
-    X(cuStreamCreate)                                                                                                  \
     X(cuStreamCreateWithPriority)                                                                                      \
     X(cuStreamDestroy_v2)                                                                                              \
     X(cuStreamWaitEvent)                                                                                               \
     X(cuStreamSynchronize)                                                                                             \
-    X(cuStreamWaitValue64_v2)                                                                                          \
-    X(cuStreamWriteValue64_v2)                                                                                         \
     X(cuLaunchHostFunc)                                                                                                \
     X(cuThreadExchangeStreamCaptureMode)                                                                               \
     X(cuEventCreate)                                                                                                   \
     X(cuEventRecord)                                                                                                   \
     X(cuEventQuery)                                                                                                    \
-    X(cuEventSynchronize)                                                                                              \
     X(cuEventElapsedTime)                                                                                              \
     X(cuEventDestroy_v2)                                                                                               \
     X(cuMemAlloc_v2)                                                                                                   \
     X(cuMemFree_v2)                                                                                                    \
     X(cuMemHostAlloc)                                                                                                  \
     X(cuMemFreeHost)                                                                                                   \
-    X(cuMemGetInfo_v2)                                                                                                 \
     X(cuMemcpyAsync)                                                                                                   \
     X(cuMemcpyDtoHAsync_v2)                                                                                            \
     X(cuMemcpyHtoDAsync_v2)                                                                                            \
-    X(cuMemsetD8Async)                                                                                                 \
     X(cuIpcGetMemHandle)                                                                                               \
     X(cuIpcOpenMemHandle_v2)                                                                                           \
     X(cuIpcCloseMemHandle)                                                                                             \
@@ -104,7 +96,6 @@ void release_lock(pthread_mutex_t **lock);
 /* name, default, least, greatest; what they mean: stand_in.h */
 #define OPTIONS(X)                                                                                                     \
     X(queues, 8, 1, MAX_QUEUES)                                                                                        \
-    X(memory_bytes, 1LL << 34, 0, INT64_MAX)                                                                           \
     X(nccl_version, 22907, 0, INT32_MAX)                                                                               \
     X(paused, 0, 0, 1)                                                                                                 \
     X(injected_sync_permille, 0, 0, 1000)                                                                              \
@@ -119,7 +110,6 @@ void release_lock(pthread_mutex_t **lock);
 #define COUNTERS(X)                                                                                                    \
     X(synchronisations)                                                                                                \
     X(live_allocations)                                                                                                \
-    X(live_bytes)                                                                                                      \
     X(live_pinned_bytes)                                                                                               \
     X(pageable_copies)                                                                                                 \
     X(live_streams)                                                                                                    \
@@ -129,7 +119,7 @@ void release_lock(pthread_mutex_t **lock);
 
 /* -- operations -------------------------------------------------------------------------------------------------- */
 
-typedef enum { COPY, MEMSET, RECORD, WAIT_EVENT, WAIT_VALUE, WRITE_VALUE, HOST_FUNCTION, WORK, NCCL } operation_kind;
+typedef enum { COPY, RECORD, WAIT_EVENT, HOLD, HOST_FUNCTION, WORK, NCCL } operation_kind;
 
 typedef struct operation operation;
 typedef struct nccl_message nccl_message; /* nccl.c */
@@ -168,10 +158,10 @@ struct operation {
     int32_t faulty; /* misuse was noted: it does nothing */
     api_call call;  /* that issued it */
     span destination, source;
-    uint64_t value; /* also the byte of a memset, the nanoseconds of WORK */
+    int64_t value;  /* of HOLD: releases before it; of WORK: nanoseconds */
     marker awaited; /* of WAIT_EVENT */
     int64_t *clock; /* of RECORD */
-    CUevent event;  /* of RECORD and, for texts, WAIT_EVENT */
+    CUevent event;  /* of RECORD */
     int64_t record; /* of RECORD, on the event's board */
     CUhostFn function;
     void *argument;
@@ -238,6 +228,7 @@ typedef struct {
     int32_t num_streams, num_events;
     int64_t issued;           /* issue number of the last operation */
     int64_t generation;       /* resets so far: what threads keep from before is void */
+    int64_t num_releases;     /* of streams that are held */
     int32_t runnable_changed; /* something happened that may let a head run: the worker must look */
 } machine_state;
 extern machine_state machine;
@@ -262,23 +253,19 @@ int find_span(api_call call, const void *address, size_t bytes, int host_allowed
 /* Still what it was when the operation was issued; notes the misuse if not, once per operation. driver_memory.c */
 int span_lives(operation *op, const span *memory);
 
-/* Waits, the lock given up meanwhile, until `done`. 0: it is a deadlock. */
-int wait_until(const char *call, int (*done)(const void *argument), const void *argument);
-/* Waits for a device; counts and lists the synchronisation. */
-int synchronise_device(const char *call, int32_t device_index);
-void list_synchronisation(const char *call, int32_t device_index);
+/* Waits, the lock given up meanwhile, until `done`. 0: it is a deadlock, which is noted as a misuse. */
+int wait_until(api_call call, int (*done)(const void *argument), const void *argument);
+/* Waits for a device; counts the synchronisation. */
+int synchronise_device(api_call call, int32_t device_index);
 /* Draws whether this launch synchronises the device first. */
 int injection_drawn(void);
 
 /* The device of this thread's current context, below 0 if it has none. driver.c */
 int32_t current_device(void);
-/* Makes the device current where the thread has no context, as the CUDA runtime does. driver.c */
-void make_current(int32_t device_index);
 /* The stream itself, or the null stream of the current context; NULL with *error set if neither. driver_streams.c */
 CUstream find_stream(api_call call, CUstream stream, CUresult *error);
-/* Misuse if an NCCL group has yet to reach the stream, or any stream of the device. */
+/* Misuse if an NCCL group has yet to reach the stream. */
 void check_no_group_in_progress(api_call call, const struct CUstream_st *stream);
-void check_no_group_on_device(api_call call, int32_t device_index);
 CUstream new_stream(int32_t device_index);
 void driver_reset(void); /* driver.c */
 /* In a function that a device runs no call of the API is allowed. Called without the lock. */
@@ -295,6 +282,5 @@ int call_fails(api_call call);
 int nccl_can_run(operation *op);
 /* One step of the operation; 1 once it has ended. */
 int nccl_run(operation *op);
-void nccl_describe(const operation *op, char *text, size_t bytes);
 void nccl_reset(void);
 #endif

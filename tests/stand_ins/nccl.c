@@ -1,8 +1,8 @@
-/* nccl.c - NCCL's functions over the machine, for ranks that are threads of one process.
+/* nccl.c - NCCL's functions over the machine, for communicators of two ranks, which are threads of one process.
  *
- * A message passes once its send and its receive are both executed, at the heads of their queues; nothing is buffered
- * unless asked for. The n-th send from one rank to another belongs to the n-th receive. The messages of one group on
- * one communicator are one operation of its stream, in which they progress independently.
+ * A message passes once its send and its receive are both executed, at the heads of their queues; nothing is buffered.
+ * The n-th send of one rank belongs to the n-th receive of the other. A group holds messages of one communicator: they
+ * are one operation of its stream, in which they progress independently.
  *
  * A nonblocking communicator is in progress after its creation, a group or ncclCommFinalize until what that needs has
  * come about and ncclCommGetAsyncError has been asked, some more times by chance; only then do the group's operations
@@ -13,7 +13,7 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { MAX_RANKS = MAX_DEVICES, MAX_POLLS = 3 };
+enum { MAX_POLLS = 3 };
 static const unsigned int CONFIG_MAGIC = 0xcafebeef;
 
 typedef struct clique clique;
@@ -24,9 +24,7 @@ struct nccl_message {
     ncclComm_t comm;
     CUstream stream;
     span memory;
-    size_t count;
-    ncclDataType_t type;
-    int32_t peer, sends;
+    int32_t sends;
     int64_t number; /* among the messages from sender to receiver */
     int32_t executed, done, lost;
     ncclResult_t fails; /* what its communicator reports when it is executed */
@@ -46,16 +44,15 @@ struct ncclComm {
     operation *pending;   /* of the group in progress, still to reach its stream */
     int64_t idle_until;   /* issue number that the device must reach first: an injected synchronisation; 0: none */
     int64_t outstanding;  /* operations that reached their stream and have not ended */
+    int64_t numbers[2];   /* messages so far: receives, sends */
+    int32_t connects[2];  /* its host has come to ncclGroupEnd with a receive, with a send */
 };
 
 struct clique {
     clique *next;
     ncclUniqueId id;
-    int32_t num_ranks, arrived, left; /* left: finalized, destroyed or aborted */
-    ncclComm_t ranks[MAX_RANKS];
+    ncclComm_t ranks[2]; /* that have arrived */
     nccl_message *messages;
-    int64_t numbers[2][MAX_RANKS][MAX_RANKS];         /* messages so far: [sends][from][to] */
-    unsigned char connected[2][MAX_RANKS][MAX_RANKS]; /* a host has come to ncclGroupEnd with such a message */
 };
 
 typedef struct fault {
@@ -75,11 +72,9 @@ static int32_t num_ids, num_comms;
 /* The group that a thread has open. */
 static _Thread_local struct {
     int64_t generation;
-    int32_t depth;
+    int32_t is_open;
     ncclResult_t error;
     nccl_message *first, *last;
-    ncclComm_t created[MAX_RANKS * 4];
-    int32_t num_created;
 } group;
 static _Thread_local char last_error[512];
 
@@ -93,7 +88,7 @@ __attribute__((format(printf, 3, 4))) static ncclResult_t refuse(api_call call, 
     va_start(arguments, format);
     vsnprintf(last_error + used, sizeof last_error - (size_t)used, format, arguments);
     va_end(arguments);
-    group.error = group.depth > 0 && group.error == ncclSuccess ? result : group.error;
+    group.error = group.is_open && group.error == ncclSuccess ? result : group.error;
     return result;
 }
 
@@ -131,14 +126,6 @@ const char *ncclGetLastError(ncclComm_t comm)
 
 /* -- communicators ----------------------------------------------------------------------------------------------- */
 
-static void renew_group(void)
-{
-    if (group.generation != machine.generation) {
-        memset(&group, 0, sizeof group);
-        group.generation = machine.generation;
-    }
-}
-
 ncclResult_t ncclGetUniqueId(ncclUniqueId *id)
 {
     ENTER(ncclGetUniqueId, ncclInvalidUsage);
@@ -154,24 +141,17 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *id)
     return ncclSuccess;
 }
 
-static int left_clique(const struct ncclComm *comm)
+static const struct ncclComm *peer_of(const struct ncclComm *comm)
 {
-    return comm->finalized || comm->aborted || !comm->alive;
-}
-
-static int clique_complete(const struct ncclComm *comm)
-{
-    return comm->of->arrived == comm->of->num_ranks;
+    return comm->of->ranks[1 - comm->rank];
 }
 
 /* Both ends of every message of the group have come to their ncclGroupEnd, unless an earlier one connected them. */
 static int connected(const struct ncclComm *comm)
 {
-    for (nccl_message *m = comm->pending != NULL ? comm->pending->messages : NULL; m != NULL; m = m->next) {
-        int32_t from = m->sends ? comm->rank : m->peer, to = m->sends ? m->peer : comm->rank;
-        if (!(comm->of->connected[0][from][to] && comm->of->connected[1][from][to]))
+    for (nccl_message *m = comm->pending != NULL ? comm->pending->messages : NULL; m != NULL; m = m->next)
+        if (!peer_of(comm)->connects[!m->sends])
             return 0;
-    }
     return 1;
 }
 
@@ -180,21 +160,17 @@ static int group_can_launch(const struct ncclComm *comm)
     return connected(comm) && (comm->idle_until == 0 || device_reached(comm->device, comm->idle_until));
 }
 
-/* Its operations have ended and every rank has come as far: finalization is collective. */
+/* Its operations have ended and its peer has come as far: finalization is collective. */
 static int can_finalize(const struct ncclComm *comm)
 {
-    if (comm->outstanding > 0)
-        return 0;
-    for (int32_t r = 0; r < comm->of->num_ranks; r++)
-        if (comm->of->ranks[r] != NULL && !left_clique(comm->of->ranks[r]))
-            return 0;
-    return 1;
+    const struct ncclComm *peer = peer_of(comm);
+    return comm->outstanding == 0 && (peer == NULL || peer->finalized || peer->aborted || !peer->alive);
 }
 
 static int may_go_on(const struct ncclComm *comm)
 {
     switch (comm->in_progress) {
-    case CREATION: return clique_complete(comm);
+    case CREATION: return peer_of(comm) != NULL;
     case GROUP: return group_can_launch(comm);
     case FINALIZE: return can_finalize(comm);
     default: return 1;
@@ -236,31 +212,24 @@ static ncclResult_t check_configuration(api_call this_call, const ncclConfig_t *
     return ncclSuccess;
 }
 
-static ncclResult_t create(api_call this_call, ncclComm_t *out, int num_ranks, const ncclUniqueId *id, int rank,
-                           const ncclConfig_t *config)
+ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int num_ranks, ncclUniqueId id, int rank, ncclConfig_t *config)
 {
-    renew_group();
-    if (out == NULL || num_ranks < 1 || num_ranks > MAX_RANKS || rank < 0 || rank >= num_ranks)
+    ENTER(ncclCommInitRankConfig, ncclInvalidUsage);
+    if (out == NULL || num_ranks != 2 || rank < 0 || rank > 1)
         REFUSE(ncclInvalidArgument, "rank %d of %d", rank, num_ranks);
     ncclResult_t result = check_configuration(this_call, config);
     if (result != ncclSuccess)
         return result;
     clique *of = cliques;
-    while (of != NULL && memcmp(&of->id, id, sizeof *id) != 0)
+    while (of != NULL && memcmp(&of->id, &id, sizeof id) != 0)
         of = of->next;
     if (of == NULL)
         REFUSE(ncclInvalidArgument, "the id is not one of ncclGetUniqueId of this process");
-    if (of->num_ranks != 0 && (of->num_ranks != num_ranks || of->ranks[rank] != NULL))
-        REFUSE(ncclInvalidUsage, "rank %d of %d came before, or others say that there are %d ranks", rank, num_ranks,
-               of->num_ranks);
     int32_t index = current_device();
-    if (index < 0) /* as the CUDA runtime that NCCL uses */
-        make_current(index = 0);
-    for (int32_t r = 0; r < num_ranks; r++)
-        if (of->ranks[r] != NULL && of->ranks[r]->device == index)
-            REFUSE(ncclInvalidUsage, "ranks %d and %d are both on device %d", r, rank, index);
-    if (group.num_created == (int32_t)(sizeof group.created / sizeof *group.created))
-        REFUSE(ncclInvalidUsage, "more than %d communicators in one group: not modelled", group.num_created);
+    if (index < 0 || of->ranks[rank] != NULL)
+        REFUSE(ncclInvalidUsage, "rank %d came before, or its thread has no context", rank);
+    if (of->ranks[1 - rank] != NULL && of->ranks[1 - rank]->device == index)
+        REFUSE(ncclInvalidUsage, "both ranks are on device %d", index);
     ncclComm_t comm = keep(sizeof *comm);
     *comm = (struct ncclComm){.next = comms,
                               .alive = 1,
@@ -271,28 +240,15 @@ static ncclResult_t create(api_call this_call, ncclComm_t *out, int num_ranks, c
                               .of = of,
                               .in_progress = CREATION};
     comms = comm;
-    of->num_ranks = num_ranks;
     of->ranks[rank] = comm;
-    of->arrived++;
     machine.counters.live_communicators++;
     *out = comm;
-    if (group.depth > 0) {
-        group.created[group.num_created++] = comm;
-        return ncclSuccess;
-    }
     return settle(this_call, comm);
-}
-
-ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int nranks, ncclUniqueId id, int rank, ncclConfig_t *config)
-{
-    ENTER(ncclCommInitRankConfig, ncclInvalidUsage);
-    return create(this_call, comm, nranks, &id, rank, config);
 }
 
 /* What every call but abort and the asking for errors demands of a communicator. */
 static ncclResult_t check(api_call this_call, const struct ncclComm *comm)
 {
-    renew_group();
     if (comm == NULL)
         return refuse(this_call, ncclInvalidArgument, "the communicator is NULL");
     if (!comm->alive)
@@ -301,9 +257,6 @@ static ncclResult_t check(api_call this_call, const struct ncclComm *comm)
         misuse(this_call, "communicator %d belongs to thread %lld", comm->number, (long long)comm->owner);
     if (comm->result != ncclSuccess)
         return refuse(this_call, comm->result, "communicator %d has failed before", comm->number);
-    for (int32_t i = 0; i < group.num_created; i++)
-        if (group.created[i] == comm)
-            REFUSE(ncclInvalidUsage, "communicator %d is created in the group that is still open", comm->number);
     if (comm->in_progress != IDLE)
         REFUSE(ncclInvalidArgument, "communicator %d is still in progress: ask ncclCommGetAsyncError until it is not",
                comm->number);
@@ -344,13 +297,6 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm)
     return settle(this_call, comm);
 }
 
-static int comm_finalized(const void *argument)
-{
-    const struct ncclComm *comm = argument;
-    return comm->aborted || can_finalize(comm);
-}
-
-/* Without ncclCommFinalize before it the host waits, as that would. */
 ncclResult_t ncclCommDestroy(ncclComm_t comm)
 {
     ENTER(ncclCommDestroy, ncclInvalidUsage);
@@ -359,14 +305,8 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm)
     ncclResult_t result = check(this_call, comm);
     if (result != ncclSuccess)
         return result;
-    if (!comm->finalized) {
-        comm->finalized = 1;
-        if (!wait_until(call_name(this_call), comm_finalized, comm))
-            return refuse(this_call, ncclInternalError, "communicator %d: another rank or an operation does not end",
-                          comm->number);
-    }
-    if (!comm->alive) /* aborted meanwhile */
-        return ncclInternalError;
+    if (!comm->finalized)
+        REFUSE(ncclInvalidUsage, "communicator %d is not finalized: not modelled", comm->number);
     comm->alive = 0;
     machine.counters.live_communicators--;
     return ncclSuccess;
@@ -393,15 +333,7 @@ ncclResult_t ncclCommAbort(ncclComm_t comm)
 
 /* -- groups ------------------------------------------------------------------------------------------------------ */
 
-static size_t type_bytes(ncclDataType_t type)
-{
-    static const size_t bytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
-    return (unsigned int)type < sizeof bytes / sizeof *bytes ? bytes[type] : 0;
-}
-
-static ncclResult_t end_group(api_call this_call);
-
-static ncclResult_t add_message(api_call this_call, const void *buffer, size_t count, ncclDataType_t type, int peer,
+static ncclResult_t add_message(api_call this_call, const void *buffer, size_t bytes, ncclDataType_t type, int peer,
                                 ncclComm_t comm, CUstream stream, int sends)
 {
     ncclResult_t result = check(this_call, comm);
@@ -409,8 +341,10 @@ static ncclResult_t add_message(api_call this_call, const void *buffer, size_t c
         return result;
     if (comm->finalized)
         REFUSE(ncclInvalidUsage, "communicator %d is finalized", comm->number);
-    if (peer < 0 || peer >= comm->of->num_ranks || type_bytes(type) == 0)
-        REFUSE(ncclInvalidArgument, "peer %d of %d ranks, type %d", peer, comm->of->num_ranks, (int)type);
+    if (peer != 1 - comm->rank || type != ncclUint8)
+        REFUSE(ncclInvalidArgument, "peer %d, type %d", peer, (int)type);
+    if (!group.is_open || (group.first != NULL && (group.first->comm != comm || group.first->stream != stream)))
+        REFUSE(ncclInvalidUsage, "outside a group, or of two communicators or streams in one: not modelled");
     if (current_device() != comm->device)
         REFUSE(ncclInvalidUsage, "communicator %d is of device %d, the thread's current one is %d", comm->number,
                comm->device, current_device());
@@ -420,23 +354,19 @@ static ncclResult_t add_message(api_call this_call, const void *buffer, size_t c
         REFUSE(ncclUnhandledCudaError, "communicator %d is of device %d, the stream is not", comm->number,
                comm->device);
     span memory;
-    if (!find_span(this_call, buffer, count * type_bytes(type), 0, &memory))
-        return refuse(this_call, ncclInvalidArgument, "%zu elements at %p", count, buffer);
+    if (!find_span(this_call, buffer, bytes, 0, &memory))
+        return refuse(this_call, ncclInvalidArgument, "%zu bytes at %p", bytes, buffer);
     if (memory.allocation != 0 && memory.device != comm->device)
         REFUSE(ncclInvalidArgument, "communicator %d is of device %d, the memory of device %d", comm->number,
                comm->device, memory.device);
-    for (nccl_message *m = group.first; m != NULL; m = m->next)
-        if (m->comm == comm && m->stream != stream)
-            REFUSE(ncclInvalidUsage, "one group on two streams of communicator %d: not modelled", comm->number);
     nccl_message *added = keep(sizeof *added);
-    *added = (nccl_message){
-        .comm = comm, .stream = stream, .memory = memory, .count = count, .type = type, .peer = peer, .sends = sends};
+    *added = (nccl_message){.comm = comm, .stream = stream, .memory = memory, .sends = sends};
     if (group.last != NULL)
         group.last->next = added;
     else
         group.first = added;
     group.last = added;
-    return group.depth > 0 ? ncclSuccess : end_group(this_call);
+    return ncclSuccess;
 }
 
 ncclResult_t ncclSend(const void *buffer, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, CUstream stream)
@@ -454,21 +384,32 @@ ncclResult_t ncclRecv(void *buffer, size_t count, ncclDataType_t type, int peer,
 ncclResult_t ncclGroupStart(void)
 {
     ENTER(ncclGroupStart, ncclInvalidUsage);
-    renew_group();
-    if (group.depth++ == 0)
-        group.error = ncclSuccess;
+    memset(&group, 0, sizeof group);
+    group.generation = machine.generation;
+    group.is_open = 1;
     return ncclSuccess;
 }
 
 ncclResult_t ncclGroupEnd(void)
 {
     ENTER(ncclGroupEnd, ncclInvalidUsage);
-    renew_group();
-    if (group.depth == 0)
+    if (!group.is_open || group.generation != machine.generation)
         REFUSE(ncclInvalidUsage, "there is no ncclGroupStart to it");
-    if (--group.depth > 0)
-        return ncclSuccess;
-    return end_group(this_call);
+    group.is_open = 0;
+    if (group.error != ncclSuccess || group.first == NULL)
+        return group.error;
+    ncclComm_t comm = group.first->comm;
+    check_no_group_in_progress(this_call, group.first->stream);
+    comm->pending = new_operation(NCCL, this_call);
+    comm->pending->comm = comm;
+    comm->pending->messages = group.first;
+    for (const nccl_message *m = group.first; m != NULL; m = m->next)
+        comm->connects[m->sends] = 1;
+    comm->in_progress = GROUP;
+    group.first->stream->groups_in_progress++;
+    if (injection_drawn())
+        comm->idle_until = machine.issued; /* NCCL's own thread waits for it */
+    return settle(this_call, comm);
 }
 
 static const fault *find_fault(int sends, int32_t source, int32_t destination, int64_t index)
@@ -487,10 +428,9 @@ static void launch(ncclComm_t comm)
     comm->pending = NULL;
     comm->idle_until = 0;
     for (nccl_message *m = op->messages; m != NULL; m = m->next) {
-        int32_t from = m->sends ? comm->rank : m->peer, to = m->sends ? m->peer : comm->rank;
-        int32_t peer_device = comm->of->ranks[m->peer]->device;
+        int32_t peer_device = peer_of(comm)->device;
         int32_t source = m->sends ? comm->device : peer_device, destination = m->sends ? peer_device : comm->device;
-        m->number = comm->of->numbers[m->sends][from][to]++;
+        m->number = comm->numbers[m->sends]++;
         const fault *f = find_fault(m->sends, source, destination, device_messages[m->sends][source][destination]++);
         m->lost = f != NULL;
         if (f != NULL && (f->kind == STAND_IN_SENDER_FAILS || f->kind == STAND_IN_RECEIVER_FAILS))
@@ -504,71 +444,6 @@ static void launch(ncclComm_t comm)
     enqueue(op, stream);
 }
 
-static ncclResult_t check_group(api_call this_call, nccl_message *messages)
-{
-    for (nccl_message *m = messages; m != NULL; m = m->next) {
-        int32_t balance = 0;
-        for (nccl_message *other = messages; other != NULL; other = other->next)
-            if (other->comm == m->comm && other->peer == m->comm->rank)
-                balance += other->sends ? 1 : -1;
-        if (balance != 0)
-            REFUSE(ncclInvalidUsage, "a message of rank %d to itself without its other end in the group",
-                   m->comm->rank);
-    }
-    return ncclSuccess;
-}
-
-static ncclResult_t end_group(api_call this_call)
-{
-    nccl_message *messages = group.first;
-    ncclResult_t result = group.error;
-    int32_t num_created = group.num_created;
-    group.first = group.last = NULL;
-    group.num_created = 0;
-    group.error = ncclSuccess;
-    if (result == ncclSuccess)
-        result = check_group(this_call, messages);
-    if (result != ncclSuccess)
-        return result;
-    ncclResult_t out = ncclSuccess;
-    for (int32_t i = 0; i < num_created; i++) {
-        result = settle(this_call, group.created[i]);
-        out = result != ncclSuccess && (out == ncclSuccess || out == ncclInProgress) ? result : out;
-    }
-    ncclComm_t parts[MAX_RANKS * 4];
-    size_t num_parts = 0;
-    for (nccl_message *m = messages, *next; m != NULL; m = next) {
-        next = m->next;
-        ncclComm_t comm = m->comm;
-        if (comm->pending == NULL) {
-            if (num_parts == sizeof parts / sizeof *parts)
-                REFUSE(ncclInvalidUsage, "more than %zu communicators in one group: not modelled", num_parts);
-            parts[num_parts++] = comm;
-            comm->pending = new_operation(NCCL, this_call);
-            comm->pending->comm = comm;
-            check_no_group_in_progress(this_call, m->stream);
-        }
-        nccl_message **end = &comm->pending->messages;
-        while (*end != NULL)
-            end = &(*end)->next;
-        *end = m;
-        m->next = NULL;
-        int32_t from = m->sends ? comm->rank : m->peer, to = m->sends ? m->peer : comm->rank;
-        comm->of->connected[m->sends][from][to] = 1;
-    }
-    for (size_t i = 0; i < num_parts; i++) {
-        parts[i]->in_progress = GROUP;
-        parts[i]->pending->messages->stream->groups_in_progress++;
-    }
-    for (size_t i = 0; i < num_parts; i++) {
-        if (injection_drawn())
-            parts[i]->idle_until = machine.issued; /* NCCL's own thread waits for it */
-        result = settle(this_call, parts[i]);
-        out = result != ncclSuccess && (out == ncclSuccess || out == ncclInProgress) ? result : out;
-    }
-    return out;
-}
-
 /* -- execution --------------------------------------------------------------------------------------------------- */
 
 static nccl_message *match(const nccl_message *m)
@@ -576,8 +451,8 @@ static nccl_message *match(const nccl_message *m)
     if (m->done || m->lost || !m->executed)
         return NULL;
     for (nccl_message *other = m->comm->of->messages; other != NULL; other = other->next_in_clique)
-        if (other->sends != m->sends && other->peer == m->comm->rank && m->peer == other->comm->rank &&
-            other->number == m->number && other->executed && !other->lost && !other->done)
+        if (other->comm != m->comm && other->sends != m->sends && other->number == m->number && other->executed &&
+            !other->lost && !other->done)
             return other;
     return NULL;
 }
@@ -626,12 +501,9 @@ static void remove_message(nccl_message *m)
 static void pass(operation *op, nccl_message *m, nccl_message *other)
 {
     nccl_message *send = m->sends ? m : other, *receive = m->sends ? other : m;
-    if (send->memory.bytes != receive->memory.bytes || send->type != receive->type) {
-        misuse(
-            op->call,
-            "rank %d sends %zu elements of type %d, rank %d receives %zu of type %d (devices %d to %d, message %lld)",
-            send->comm->rank, send->count, (int)send->type, receive->comm->rank, receive->count, (int)receive->type,
-            send->comm->device, receive->comm->device, (long long)send->number);
+    if (send->memory.bytes != receive->memory.bytes) {
+        misuse(op->call, "%zu bytes are sent, %zu received (devices %d to %d, message %lld)", send->memory.bytes,
+               receive->memory.bytes, send->comm->device, receive->comm->device, (long long)send->number);
         send->comm->result = receive->comm->result = ncclInvalidUsage;
     } else if (send->memory.bytes > 0 && span_lives(op, &receive->memory) && span_lives(op, &send->memory)) {
         memmove(receive->memory.address, send->memory.address, send->memory.bytes);
@@ -674,17 +546,6 @@ int nccl_run(operation *op)
     return 1;
 }
 
-void nccl_describe(const operation *op, char *text, size_t bytes)
-{
-    size_t used = (size_t)snprintf(text, bytes, " operation of communicator %d", op->comm->number);
-    for (nccl_message *m = op->messages; m != NULL && used < bytes; m = m->next)
-        if (!m->done)
-            used += (size_t)snprintf(text + used, bytes - used, ", %s of message %lld, %zu bytes, %s device %d%s",
-                                     m->sends ? "send" : "receive", (long long)m->number, m->memory.bytes,
-                                     m->sends ? "to" : "from", op->comm->of->ranks[m->peer]->device,
-                                     m->lost ? " (lost by a fault)" : "");
-}
-
 /* -- control ----------------------------------------------------------------------------------------------------- */
 
 void nccl_reset(void)
@@ -708,7 +569,6 @@ void stand_in_break_communicators(int32_t device_index, int32_t peer, int32_t re
 {
     LOCKED;
     for (ncclComm_t comm = comms; comm != NULL; comm = comm->next)
-        for (int32_t r = 0; comm->alive && comm->device == device_index && r < comm->of->num_ranks; r++)
-            if (r != comm->rank && comm->of->ranks[r] != NULL && (peer < 0 || comm->of->ranks[r]->device == peer))
-                comm->result = (ncclResult_t)result;
+        if (comm->alive && comm->device == device_index && peer_of(comm) != NULL && peer_of(comm)->device == peer)
+            comm->result = (ncclResult_t)result;
 }

@@ -8,7 +8,6 @@
 #ifdef STAND_IN_REAL_NCCL_H
 #include <nccl.h>
 #else
-#include <limits.h>
 #include <stddef.h>
 
 typedef struct ncclComm *ncclComm_t;
@@ -27,20 +26,7 @@ typedef enum {
     ncclInProgress = 7,
 } ncclResult_t;
 
-typedef enum {
-    ncclInt8 = 0,
-    ncclUint8 = 1,
-    ncclInt32 = 2,
-    ncclUint32 = 3,
-    ncclInt64 = 4,
-    ncclUint64 = 5,
-    ncclFloat16 = 6,
-    ncclFloat32 = 7,
-    ncclFloat64 = 8,
-    ncclBfloat16 = 9,
-    ncclFloat8e4m3 = 10,
-    ncclFloat8e5m2 = 11,
-} ncclDataType_t;
+typedef enum { ncclUint8 = 1 } ncclDataType_t;
 
 typedef struct {
     size_t size;          /* of this struct */
@@ -52,13 +38,6 @@ typedef struct {
 } ncclConfig_t;
 
 #define NCCL_VERSION(major, minor, patch) ((major)*10000 + (minor)*100 + (patch))
-#define NCCL_CONFIG_UNDEF_INT INT_MIN
-#define NCCL_CONFIG_INITIALIZER                                                                                        \
-    {                                                                                                                  \
-        sizeof(ncclConfig_t), 0xcafebeef, NCCL_VERSION(2, 18, 1), NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT,        \
-            NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, NULL, NCCL_CONFIG_UNDEF_INT                                  \
-    }
-
 #pragma GCC visibility push(default)
 ncclResult_t ncclGetVersion(int *version);
 ncclResult_t ncclGetUniqueId(ncclUniqueId *id);

@@ -6,11 +6,10 @@
  * legal, ordered, free of deadlock and of use after free; they say nothing about speed or about real hardware.
  *
  * Launches     One at a time over all devices: a function that waits for another hangs, one that sleeps holds up all.
- *              For a kernel that takes long let the stream wait for a value (cuStreamWaitValue64), which the test
- *              writes when it likes.
+ *              A test that wants a kernel which takes long holds the stream (stand_in_hold).
  * Queues       A stream belongs to one hardware queue of its device, dealt round robin as streams are created (a
  *              device's null stream to queue 0). A queue executes in order of issue, whatever the stream: an operation
- *              that waits (event, value, NCCL without its match) keeps all behind it waiting. Stricter than hardware,
+ *              that waits (event, hold, NCCL without its match) keeps all behind it waiting. Stricter than hardware,
  *              where a kernel that has started lets those of other streams pass.
  * Order        Among the heads of queues that can run the seed chooses, and delays some. A copy first fills its
  *              destination with 0xFF (NaN) and copies later, so what reads too early or overwrites too early is seen.
@@ -18,7 +17,7 @@
  * Misuse       What a real driver would leave undefined, and each trap, is written to a list: a test that ends asserts
  *              that stand_in_misuses() is 0. Errors that the real call returns are returned as well.
  * Waiting      A host call that waits while nothing can ever run again returns CUDA_ERROR_LAUNCH_TIMEOUT (NCCL:
- *              ncclInternalError) instead of hanging; stand_in_deadlock() tells who waited for what.
+ *              ncclInternalError) instead of hanging; that is on the list as well.
  *
  * Every function here may be called from any thread, but not from a function that the stand-in runs. Not after fork. */
 #ifndef STAND_IN_H
@@ -34,7 +33,6 @@ STAND_IN_API void stand_in_reset(uint64_t seed);
 
 /* Sets an option by its name; 0, or -1 if there is no such option or value.
  *   queues                 8      hardware queues per device, at most 32; set before streams are made
- *   memory_bytes           1<<34  capacity of a device
  *   nccl_version           22907  of ncclGetVersion
  *   paused                 0      1: nothing is executed until set to 0 again
  *   injected_sync_permille 0      launches before which the device is synchronised (lazy module loading does)
@@ -55,19 +53,13 @@ STAND_IN_API int stand_in_set(const char *option, int64_t value);
  *   synchronisations                                times that a host waited for a device, or might have
  *   interprocess_events                             events made with CU_EVENT_INTERPROCESS
  *   pageable_copies                                 copies that held up their caller, with pageable_waits
- *   live_pinned_bytes, live_allocations, live_bytes,
+ *   live_pinned_bytes, live_allocations,
  *   live_streams, live_events, live_communicators   not yet freed or destroyed */
 STAND_IN_API int64_t stand_in_count(const char *counter);
 
 /* The misuse so far: its number, and one as text, valid until reset; NULL beyond the last or the first ten thousand. */
 STAND_IN_API int64_t stand_in_misuses(void);
 STAND_IN_API const char *stand_in_misuse(int64_t index);
-
-/* Host synchronisation number `index` (as for misuse): "cuCtxSynchronize device 1 thread 77". */
-STAND_IN_API const char *stand_in_synchronisation(int64_t index);
-
-/* The first deadlock since reset: what each queue waits for, and each host (NULL: none). */
-STAND_IN_API const char *stand_in_deadlock(void);
 
 /* Waits, without being counted, until all queues are empty (0) or stuck (1) for `patience_ms` on end. */
 STAND_IN_API int stand_in_drain(int64_t patience_ms);
@@ -84,14 +76,17 @@ typedef enum {
 /* `result` is an ncclResult_t, read by the last two. A send and a receive that are lost may still be aborted. */
 STAND_IN_API void stand_in_fault(stand_in_fault_kind kind, int32_t source, int32_t destination, int64_t index,
                                  int32_t result);
+/* A stream executes nothing that is enqueued behind this until all that are held are released. */
+STAND_IN_API void stand_in_hold(void *stream);
+STAND_IN_API void stand_in_release(void);
 /* Work on a stream (NULL: the null stream of the current context) that takes so many virtual nanoseconds; 0, or an
  * error as a launch returns it. */
 STAND_IN_API int stand_in_work(void *stream, int64_t ns);
 /* Virtual nanoseconds at which the last operation of a stream ended. */
 STAND_IN_API int64_t stand_in_clock(void *stream);
 
-/* From now on the communicators of the rank on `device` whose other ranks include one on `peer` (below 0: any) report
- * `result` as asynchronous error, as when a connection breaks while nothing is sent. What waits goes on waiting. */
+/* From now on the communicators of the rank on `device` whose other rank is on `peer` report `result` as asynchronous
+ * error, as when a connection breaks while nothing is sent. What waits goes on waiting. */
 STAND_IN_API void stand_in_break_communicators(int32_t device, int32_t peer, int32_t result);
 
 /* Among the calls from now on to functions whose names begin with `function` ("cuMemAlloc_v2"; "cu": any of the

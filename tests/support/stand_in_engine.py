@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from stand_in_library import stand_in
 
-from seq1f1b import PipelineEngine
+from seq1f1b import _C, PipelineEngine
 from seq1f1b.device.edges import DeviceEdges
 from seq1f1b.device.host_tier import HostTier
 from seq1f1b.transport import RankGroup
@@ -33,27 +33,24 @@ class StandInEdges(DeviceEdges):
         return after_the_stream
 
     def ordinal(self) -> int:
-        return self._group.rank
+        return self.group.rank
 
     @staticmethod
     def serve(device: torch.device, group: RankGroup) -> bool:
         return True
 
-    def identity(self) -> tuple[str, int]:
-        return f"stand-in {self.ordinal()}", 8
+    def identity(self) -> str:
+        return f"stand-in {self.ordinal()}"
 
     def warm(self) -> None:
         """Nothing: kernels are torch's on the CPU."""
 
-    def stream(self) -> int:
-        return 0
-
     def place_views(self) -> Any:
-        return self._group.place_views
+        return self.group.place_views
 
     def begin_step(self) -> None:
         stand_in().enter(self.ordinal())
-        super().begin_step()
+        _C.device_begin_step(self.gpu, 0)
 
 
 class StandInTier(HostTier):

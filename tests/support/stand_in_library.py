@@ -10,7 +10,6 @@ import functools
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "stand_ins"
@@ -35,7 +34,6 @@ class StandIn:
         self.library = ctypes.CDLL(self.path)
         self.library.stand_in_misuse.restype = ctypes.c_char_p
         self.library.stand_in_misuse.argtypes = [ctypes.c_int64]
-        self.library.stand_in_deadlock.restype = ctypes.c_char_p
         self.library.stand_in_count.restype = ctypes.c_int64
 
     def reset(self, seed: int, **options: int) -> None:
@@ -53,25 +51,12 @@ class StandIn:
             raise ValueError(f"the stand-ins have no counter {counter}")
         return found
 
-    @property
-    def misuses(self) -> list[str]:
-        return self._lines(self.library.stand_in_misuse)
-
-    @staticmethod
-    def _lines(line: Callable[[int], bytes | None]) -> list[str]:
+    def complaints(self) -> list[str]:
+        """Misuse, and host calls that would have waited for ever: nothing, where all is well."""
         lines: list[str] = []
-        while (text := line(len(lines))) is not None:
+        while (text := self.library.stand_in_misuse(len(lines))) is not None:
             lines.append(text.decode())
         return lines
-
-    @property
-    def deadlock(self) -> str | None:
-        text = self.library.stand_in_deadlock()
-        return text.decode() if text is not None else None
-
-    def complaints(self) -> list[str]:
-        """Misuse, and the first deadlock: nothing, where all is well."""
-        return [*self.misuses, *([self.deadlock] if self.deadlock is not None else [])]
 
     def drain(self, patience_ms: int = 100) -> bool:
         """Waits until the queues are empty; False if they are stuck."""
