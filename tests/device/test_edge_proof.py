@@ -248,6 +248,15 @@ def test_edges_of_several_ways_train_one_model() -> None:
     assert stand_in().complaints() == []
 
 
+def test_short_memory_makes_the_proof_smaller_and_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StandInEdges, "room", 40_000)
+    found = settle()
+    assert found.errors == ["", ""] and found.warned == []
+    assert all("proven with 20000 bytes, as memory is short" in why for whys in found.whys for why in whys)
+    stand_in().damage("cuMemcpyAsync", 20_000, CORRUPT)  # the message is of that size
+    assert "1 of 20000 bytes arrived wrong" in settle().warned[0]
+
+
 @pytest.mark.full
 def test_messages_of_the_real_size_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StandInEdges, "proof_bytes", DeviceEdges.proof_bytes)
