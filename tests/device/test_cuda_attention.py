@@ -164,7 +164,7 @@ def test_a_shape_goes_by_cudnn_once_it_has_come_often(cudnn_calls: list[Call], m
 
 @pytest.mark.parametrize("length", [64, 192, 320, 63, 128, 200])
 def test_cudnn_gets_no_64_keys_behind_whole_tiles(length: int) -> None:
-    """Of 128, before the own ones: its backward makes NaN of them on Hopper (cudnn-frontend#628)."""
+    """Tiles have 128 keys. Its backward makes NaN of such keys before the own ones on Hopper (cudnn-frontend#628)."""
     for longest in (length + 8, 100, 192):
         calls = attention_calls.calls_of("cudnn", attention_calls.chain(length + 8), 8, 0, longest, True)
         sizes = [call.size for call in calls if not call.is_own]
