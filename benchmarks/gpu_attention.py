@@ -28,14 +28,14 @@ HALF_ULP = 2**-7  # of bfloat16: each side rounds its inner products and its res
 def use(way: str) -> None:
     """Attention goes by cuDNN from the first call of a shape on, by our kernels, or by neither."""
     kernel_library.use_kernels("own" if way == OWN else "library")
-    cuda_attention.PLAN_FLOPS = 0.0 if way == CUDNN else float("inf")
+    cuda_attention.OFTEN = 0 if way == CUDNN else float("inf")
     cuda_attention.forget_plans()
 
 
 def ways(machine: Machine) -> list[str]:
     if not machine.is_cuda:
         return [FLASH, CUDNN]
-    has_cudnn = torch.cuda.get_device_capability() >= (9, 0)
+    has_cudnn = cuda_attention._has_cudnn(machine.device)
     return [FLASH, *[CUDNN] * has_cudnn, *[OWN] * bool(kernel_library.operations())]
 
 

@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,27 +22,19 @@ DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class Use(NamedTuple):
-    """A kernel as it was proven: in another dtype, of other heads or on another device it is proven again."""
+    """A kernel or a way as it was proven: in another dtype, of other heads or on another device it is proven anew."""
 
     kernel: str
     dtype: torch.dtype
-    head_dim: int
+    head_dim: int  # 0: any, in any dtype
     v_head_dim: int
     device: torch.device
 
     def __str__(self) -> str:
+        if not self.head_dim:
+            return self.kernel
         heads = self.head_dim if self.head_dim == self.v_head_dim else f"{self.head_dim} and {self.v_head_dim}"
         return f"{self.kernel} ({DTYPES[self.dtype]}, heads of {heads})"
-
-
-class WayUse(NamedTuple):
-    """A way by torch's ops as it was proven."""
-
-    way: str
-    device: torch.device
-
-    def __str__(self) -> str:
-        return self.way
 
 
 REBUILD = "Install seq1f1b again to build its kernels anew, or set SEQ1F1B_CUDA_KERNELS=library to do without them"
@@ -52,57 +44,53 @@ class Proofs:
     """Which kernels of a family have proven themselves in this process.
 
     Args:
-        family: its name, for the warning of a kernel that failed; empty if each kernel's is enough.
-        instead: for that warning: what takes the kernel's place, a sentence.
+        instead: for the warning of a kernel that failed: what takes its place, a sentence.
         remedy: for that warning, the same.
-        ends_all: a kernel that fails ends the use of the whole family on its device.
+        family: for that warning: what stands before the kernel's name.
     """
 
     PATIENCE = 10.0  # seconds for another thread's check, which may wait for what this thread has yet to launch
 
-    def __init__(self, family: str, instead: str, *, remedy: str = REBUILD, ends_all: bool = False) -> None:
-        self.family, self.instead, self.remedy, self.ends_all = family, instead, remedy, ends_all
+    def __init__(self, instead: str, *, remedy: str = REBUILD, family: str = "") -> None:
+        self.instead, self.remedy, self.family = instead, remedy, family
         self.lock = threading.Lock()
-        self.results: dict[tuple[Any, ...], bool] = {}  # by Use
-        self.lost: set[torch.device] = set()
+        self.results: dict[Use, bool] = {}
 
-    def holds(self, use: Use | WayUse, prove: Callable[[], None]) -> bool | None:
+    def holds(self, use: Use, prove: Callable[[], None]) -> bool:
         """Whether the kernel has proven itself, now or before.
+
+        While a CUDA graph is captured, or another thread's check takes long, an unproven kernel is not to be used; a
+        later call finds out.
 
         Args:
             prove: raises if the kernel is wrong or does not run.
-        Returns:
-            None: not known yet. The kernel is not to be used in this call, and a later one finds out.
         """
         found = self.results.get(use)
         if found is not None:
             return found
         if is_capturing() or not self.lock.acquire(timeout=self.PATIENCE):
-            return None
+            return False
         try:
             if use not in self.results:
-                self.results[use] = use.device not in self.lost and self._proves_itself(use, prove)
+                self.results[use] = self._proves_itself(use, prove)
             return self.results[use]
         finally:
             self.lock.release()
 
-    def _proves_itself(self, use: Use | WayUse, prove: Callable[[], None]) -> bool:
+    def _proves_itself(self, use: Use, prove: Callable[[], None]) -> bool:
         try:
             prove()
         except Exception as error:
-            if self.ends_all:
-                self.lost.add(use.device)
-                self.results.update({other: False for other in self.results if other[-1] == use.device})
             self._warn(use, error)
             return False
         return True
 
-    def _warn(self, use: Use | WayUse, error: Exception) -> None:
+    def _warn(self, use: Use, error: Exception) -> None:
         name = torch.cuda.get_device_name(use.device) if use.device.type == "cuda" else "this machine"
-        what = f"the CUDA kernel {self.family} {use}".replace("  ", " ") if isinstance(use, Use) else str(use)
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         warnings.warn(
-            f"{what} failed its check on {use.device}, {name}: {first}. {self.instead} {self.remedy}", stacklevel=2
+            f"{self.family}{use} failed its check on {use.device}, {name}: {first}. {self.instead} {self.remedy}",
+            stacklevel=2,
         )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -45,11 +46,17 @@ class Options(NamedTuple):
     deterministic: bool = False
     num_parts: int = 1
     place: Place | None = None  # of the keys in a tree; None: in the first rows
+    prefix: int = PREFIX
+    logit: float = 0.0  # of all pairs, about
+
+    @property
+    def keys(self) -> int:
+        return self.prefix + TOKENS
 
     @property
     def kept(self) -> int:
         """Keys before the segment whose rows of dk and dv are added to."""
-        return self.place.kept if self.place is not None else 0 if self.store else KEYS
+        return self.place.kept if self.place is not None else 0 if self.store else self.keys
 
 
 CASES = (
@@ -76,6 +83,14 @@ PATH_CASES = (
     Options("siblings over two ranges that are stored", scale=0.3, place=Place(_SIBLINGS, (40, 29, 1))),
 )
 """For what takes the keys of a tree's path."""
+
+CUDNN_CASES = (
+    CASES[0],
+    Options("a segment behind 192 keys with logits near -100", prefix=192, logit=-100.0, store=True),
+    PATH_CASES[0],
+)
+"""For cuDNN: versions of it are known to fail with few heads of keys, with 64 keys behind whole tiles, and for small
+sums."""
 
 
 def prove(launch: Launch, use: Use, cases: tuple[Options, ...] = CASES) -> None:
@@ -121,9 +136,11 @@ class _Case:
     def __init__(self, use: Use, options: Options) -> None:
         self.use, self.options, self.numbers = use, options, Numbers()
         self.q, self.dout = (self._numbers(HEADS, TOKENS) for _ in range(2))
-        self.k, self.v = (self._numbers(KV_HEADS, KEYS) for _ in range(2))
+        self.k, self.v = (self._numbers(KV_HEADS, options.keys) for _ in range(2))
         self.scale = options.scale or use.head_dim**-0.5
-        self.docs = torch.zeros(BATCH, KEYS, dtype=torch.int32, device="cpu")
+        shift = math.sqrt(abs(options.logit) / (self.scale * use.head_dim))
+        self.q, self.k = self.q + shift, self.k + math.copysign(shift, options.logit)
+        self.docs = torch.zeros(BATCH, options.keys, dtype=torch.int32, device="cpu")
         for row, starts in zip(self.docs, DOCUMENTS if options.has_documents else (), strict=False):
             for start in starts:
                 row[start:] = start
@@ -134,13 +151,13 @@ class _Case:
     @functools.cached_property
     def hidden(self) -> Tensor:
         """(batch, 1, 1, queries, keys)"""
-        position = torch.arange(KEYS, device="cpu")
-        distance = position[PREFIX:, None] - position
-        hidden = (distance < 0) | (distance >= (self.options.window or KEYS))
-        other = self.docs[:, PREFIX:, None] != self.docs[:, None, :]
+        prefix, position = self.options.prefix, torch.arange(self.options.keys, device="cpu")
+        distance = position[prefix:, None] - position
+        hidden = (distance < 0) | (distance >= (self.options.window or self.options.keys))
+        other = self.docs[:, prefix:, None] != self.docs[:, None, :]
         parts = self.options.place.parts if self.options.place is not None else ()
-        for begin, end in itertools.pairwise(itertools.accumulate(parts, initial=PREFIX)):
-            hidden[begin - PREFIX : end - PREFIX, PREFIX:begin] = True  # of siblings before
+        for begin, end in itertools.pairwise(itertools.accumulate(parts, initial=prefix)):
+            hidden[begin - prefix : end - prefix, prefix:begin] = True  # of siblings before
         return (hidden | other)[:, None, None]
 
     def results(self, wide: torch.dtype, rounded: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
@@ -182,7 +199,7 @@ class _Case:
     def slab(self, values: Tensor | None, dtype: torch.dtype) -> _Rows:
         """Rows of all keys, in a slab that is longer."""
         place = self.options.place
-        ranges = ((0, KEYS, 0),) if place is None else place.ranges
+        ranges = ((0, self.options.keys, 0),) if place is None else place.ranges
         num_rows = max(row + end - begin for begin, end, row in ranges)
         memory = self._memory(dtype, BATCH, KV_HEADS, num_rows + BEHIND, self.use.head_dim)
         rows = torch.cat([torch.arange(row, row + end - begin, device=memory.device) for begin, end, row in ranges])
@@ -198,6 +215,8 @@ class _Case:
 
     def launch(self, launch: Launch, out: Tensor, lse: Tensor, **of_backward: Any) -> None:
         docs = self.docs.to(self.use.device) if self.options.has_documents else self.docs[:, :0]
+        if self.options.place is not None:
+            of_backward["place"] = self.options.place
         launch(
             self.queries(self.q).rows, self.slab(self.k, self.use.dtype).rows, self.slab(self.v, self.use.dtype).rows,
             out, lse,
@@ -237,7 +256,7 @@ def _prove_backward(launch: Launch, case: _Case) -> None:
     kept, dtype = case.options.kept, case.use.dtype
     (out, lse, *truths), (_, _, *in_16_bits) = case.truth(), case.in_16_bits()
     dq, own = case.queries(), [case.queries(heads=KV_HEADS) for _ in range(2)]
-    before = [case.numbers(BATCH, KV_HEADS, KEYS, case.use.head_dim) for _ in range(2)]
+    before = [case.numbers(BATCH, KV_HEADS, case.options.keys, case.use.head_dim) for _ in range(2)]
     for values in before:
         values[:, :, kept:] = float("nan")
     sums = [case.slab(values, torch.float32) for values in before]
@@ -251,7 +270,7 @@ def _prove_backward(launch: Launch, case: _Case) -> None:
     for i, (name, slab, of_own) in enumerate(zip(("dk", "dv"), sums, own, strict=True)):
         added = before[i].nan_to_num(0.0)
         truth, peer = (added + of[1 + i] for of in (truths, in_16_bits))
-        got = torch.cat([slab.keys()[:, :, :PREFIX], of_own.rows.float()], 2)
+        got = torch.cat([slab.keys()[:, :, : case.options.prefix], of_own.rows.float()], 2)
         case.hold(name, got, truth, peer.to(dtype))
         case.hold_around(name, slab)
         case.hold_around(f"the segment's {name}", of_own)

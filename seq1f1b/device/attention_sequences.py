@@ -20,6 +20,7 @@ from seq1f1b.device import kernel_library
 __all__: list[str] = []
 
 Gradients = tuple[Tensor, Tensor, Tensor]
+"""Those of queries, keys and values."""
 
 FEWEST = 2
 """Least that the op is told of the longest sequence: for one query it leaves the mask out and moves heads about."""
@@ -77,20 +78,15 @@ def gradients_of(rows: Sequence[Gradients]) -> Gradients:
     """dq, dk and dv of the batch from those of each row, in token-major memory."""
     if len(rows) == 1:
         return rows[0]
-    dq, dk, dv = (
-        torch.cat([t.transpose(1, 2) for t in of_rows]).transpose(1, 2) for of_rows in zip(*rows, strict=True)
-    )
+    dq, dk, dv = (torch.cat([t.transpose(1, 2) for t in each]).transpose(1, 2) for each in zip(*rows, strict=True))
     return dq, dk, dv
-
-
-# -- siblings: the host knows how long they are, so nothing is counted or read ----------------------------------------
 
 
 def siblings_forward(
     parts: tuple[int, ...], q: Tensor, keys: Tensor, values: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """out and lse over the own keys of siblings, of so many tokens each; all tensors (batch, heads, tokens, ...)."""
-    bounds, longest = _bounds(parts, q), max(parts)
+    bounds, longest = _sibling_bounds(parts, q), max(parts)
     return results_of([
         forward([t.narrow(0, row, 1) for t in (q, keys, values)], bounds, bounds, longest, longest, scale)
         for row in range(len(q))
@@ -104,14 +100,15 @@ def siblings_backward(parts: tuple[int, ...], lse: Tensor, scale: float, *tensor
         lse: (batch, heads, tokens), contiguous.
         tensors: dout, q, keys, values and out, (batch, tokens, heads, head_dim).
     """
-    bounds, longest = _bounds(parts, lse), max(parts)
+    bounds, longest = _sibling_bounds(parts, lse), max(parts)
     rows = zip(*[t.unbind() for t in tensors], strict=True)
     return gradients_of([
-        backward(row, of_row, bounds, longest, scale) for row, of_row in zip(rows, lse.unbind(), strict=True)
+        backward(row, of_row, bounds, longest, scale)
+        for row, of_row in zip(rows, lse.unbind(), strict=True)
     ])  # fmt: skip
 
 
-def _bounds(parts: tuple[int, ...], like: Tensor) -> Tensor:
+def _sibling_bounds(parts: tuple[int, ...], like: Tensor) -> Tensor:
     """In int32 on the device of ``like``: 0, and the end of each sibling.
 
     All layers of a unit share them, and its backward. They are kept for a stream alone, in whose order they are written

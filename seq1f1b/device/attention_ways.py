@@ -1,28 +1,30 @@
-"""The ways of cuda_attention.py: each computes attention, forward and backward, as a plan of its shapes says.
+"""The ways of cuda_attention.py: each computes attention, forward and backward.
 
-A forward takes the plan, q, keys, values and the options, and returns out (batch, heads, tokens, head_dim of values)
-and lse (batch, heads, tokens), both before sinks. A backward adds to the slabs dk and dv, or stores there, and returns
-dq, and dk and dv of the queries' own tokens. Keys and values reach from the sequence's first token to the last query's.
-What a plan has found out about the tensors' layouts is not asked again.
+A forward takes q, keys, values and the options, and returns out (batch, heads, tokens, head_dim of values) and lse
+(batch, heads, tokens), both before sinks. A backward adds to the slabs dk and dv, or stores there, and returns dq, and
+dk and dv of the queries' own tokens. Keys and values lie where ``Options.place`` says, up to the last query's token.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seq1f1b.device import attention_parts, attention_sequences, kernel_library
-from seq1f1b.device.attention_calls import Call, Place
+from seq1f1b.device import attention_calls, attention_parts, attention_sequences, kernel_library
+from seq1f1b.device.attention_calls import Call, Place, calls_of
 from seq1f1b.device.attention_sequences import Gradients
-from seq1f1b.device.document_layout import Layout
+from seq1f1b.device.document_layout import Layout, Row
 
 __all__: list[str] = []
+
+MOST_MERGED = 4
+"""A forward merges this many results at most two by two. Each merge rounds: the error of three is that of attention by
+matrix products in 16 bits, and it grows with the root of their number. More results are added up in float32."""
 
 _LSE_ALIGNMENT = 32  # rows of lse that _efficient_attention_backward reads come in multiples of this
 _BOTTOM_RIGHT = 2  # custom_mask_type of the efficient ops: causal, the last query sees the last key
@@ -38,105 +40,9 @@ class Options(NamedTuple):
     scale: float
     window: int
     softcap: float
-    in_pieces: bool = False  # tokens of a document are known not to follow one another
-    layout: Layout | None = None  # of the documents, where the way needs it
-    place: Place | None = None  # of the keys in a tree; None: in the first rows, and the last query sees the last one
-
-
-@dataclass(slots=True, eq=False)
-class Plan:
-    """How calls of one shape are computed. Holds no tensor and no address."""
-
-    run: Callable[..., Any]  # the way's forward or backward
-    way: str
-    operation: kernel_library.Operation | None  # of the own way
-    tokens: int  # queries; the last of them is the last key's token
-    copied: tuple[bool, ...] | None  # tensors whose rows the ops cannot read as they lie; None: they can read all
-    width: int  # heads of q and k, and of v, get zeros up to so many; 0: they stay as they are
-    pieces: tuple[int, ...]  # lengths of the ranges of keys, from the first key on
-    hides_first: int  # keys that the window hides from all queries: in a chain they are the first piece
-    calls: tuple[Call, ...]
-    merges: bool  # a forward's results two by two: each is of all queries, and they are few
-    sum_of_dq: str  # "total" of all calls' parts, "in place" of the first's, or "wide": one by one in float32
-    key_range: int = 0  # most keys before the segment that a call of the documents' backward takes
-    wait: float | None = None  # operations still to come before cuDNN's own plan pays; None: decided
-    flops: float = 0.0  # of one call
-    place: Place | None = None  # of the keys in a tree
-    rows: tuple[int, ...] = ()  # first rows of the pieces there
-    packs: tuple[int, ...] = ()  # tokens of siblings that have one call over the own keys of all
-
-
-# -- pieces of the keys ----------------------------------------------------------------------------------------------
-
-
-def count_keys(plan: Plan, keys: Tensor) -> int:
-    """Along the path."""
-    return keys.shape[2] if plan.place is None else plan.place.end
-
-
-def pieces_of(plan: Plan, keys: Tensor) -> tuple[Tensor, ...]:
-    if plan.rows:
-        return tuple([keys.narrow(2, row, size) for row, size in zip(plan.rows, plan.pieces, strict=True)])
-    return keys.split_with_sizes(plan.pieces, 2) if len(plan.pieces) > 1 else (keys,)
-
-
-def _hidden_rows(plan: Plan, store: bool) -> list[tuple[int, int]]:
-    """First rows and lengths of what a window hides from all queries, and holds nothing yet."""
-    if not plan.hides_first:
-        return []
-    if plan.place is None:
-        return [(0, plan.pieces[0])] if store else []
-    return [(row, size) for _, row, size in plan.place.rows_between(plan.place.kept, plan.hides_first)]
-
-
-# -- layouts ---------------------------------------------------------------------------------------------------------
-
-
-def are_rows_aligned(t: Tensor) -> bool:
-    """Whether the ops can read (batch, heads, tokens, head_dim) where it lies: 16-byte rows, taken for granted."""
-    strides, sizes, unit = t.stride(), t.shape, 16 // t.element_size()
-    fits = strides[3] == 1 and all(strides[d] % unit == 0 or sizes[d] == 1 for d in range(3))
-    return fits and t.data_ptr() % 16 == 0
-
-
-def aligned(t: Tensor) -> Tensor:
-    return t if are_rows_aligned(t) else _token_major_copy(t)
-
-
-def _token_major_copy(t: Tensor) -> Tensor:
-    return t.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
-
-
-def token_major(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """In that dtype, in memory (batch, tokens, heads, head_dim), as the ops promise; a copy if need be."""
-    _, heads, tokens, head_dim = t.shape
-    if t.dtype == dtype:
-        if t.stride() == (tokens * heads * head_dim, head_dim, heads * head_dim, 1):
-            return t
-        return t.transpose(1, 2).contiguous().transpose(1, 2)
-    return t.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).transpose(1, 2)
-
-
-def _by_kv_head(t: Tensor, kv_heads: int) -> Tensor:
-    """(batch, heads, ...) as (batch, kv_heads, heads that share one, ...)."""
-    return t.view(t.shape[0], kv_heads, t.shape[1] // kv_heads, *t.shape[2:])
-
-
-def padded(t: Tensor, width: int) -> Tensor:
-    """With zeros behind heads that are narrower."""
-    return t if t.shape[3] == width else F.pad(t, (0, width - t.shape[3]))
-
-
-def readable(plan: Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors of the plan as the way's ops can read them."""
-    if plan.width:
-        return tuple([aligned(padded(t, plan.width)) for t in tensors])
-    if plan.copied is not None:
-        return tuple([_token_major_copy(t) if copy else t for t, copy in zip(tensors, plan.copied, strict=True)])
-    return tensors
-
-
-# -- a backward over ranges of keys ----------------------------------------------------------------------------------
+    layout: Layout | None = None  # of the documents, for the way that needs it
+    place: Place | None = None  # of the keys; None: a chain, to whose dk and dv a backward adds
+    longest: int = 0  # most keys of a call before the own ones: see calls_of
 
 
 class Given(NamedTuple):
@@ -151,101 +57,143 @@ class Given(NamedTuple):
     options: Options
     dk: Tensor
     dv: Tensor
-    store: bool  # dk and dv hold nothing yet
 
+
+def place_of(options: Options) -> Place:
+    assert options.place is not None
+    return options.place
+
+
+# -- layouts ---------------------------------------------------------------------------------------------------------
+
+
+def aligned(t: Tensor) -> Tensor:
+    """(batch, heads, tokens, head_dim) as the ops can read it: in rows that begin at multiples of 16 bytes."""
+    *strides, last = t.stride()
+    unit = 16 // t.element_size()
+    fits = all(stride % unit == 0 or size == 1 for stride, size in zip(strides, t.shape, strict=False))
+    if last == 1 and fits and t.data_ptr() % 16 == 0:
+        return t
+    return t.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def fit(t: Tensor, width: int) -> Tensor:
+    """As the ops can read it, with zeros behind heads that are narrower."""
+    return aligned(t if t.shape[3] == width else F.pad(t, (0, width - t.shape[3])))
+
+
+def _cut(t: Tensor, width: int) -> Tensor:
+    """Without such zeros."""
+    return t if t.shape[3] == width else t[..., :width]
+
+
+def token_major(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """In that dtype, in memory (batch, tokens, heads, head_dim), as the ops promise; a copy if need be."""
+    _, heads, tokens, head_dim = t.shape
+    if t.dtype == dtype:
+        if t.stride() == (tokens * heads * head_dim, head_dim, heads * head_dim, 1):
+            return t
+        return t.transpose(1, 2).contiguous().transpose(1, 2)
+    return t.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def _token_major_zeros(like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    batch, heads, tokens, _ = like.shape
+    return like.new_zeros((batch, tokens, heads, width), dtype=dtype).transpose(1, 2)
+
+
+def _by_kv_head(t: Tensor, kv_heads: int) -> Tensor:
+    """(batch, heads, ...) as (batch, kv_heads, heads that share one, ...)."""
+    return t.view(t.shape[0], kv_heads, t.shape[1] // kv_heads, *t.shape[2:])
+
+
+def _rows_of(call: Call, *tensors: Tensor, dim: int = 2) -> tuple[Tensor, ...]:
+    """The queries of a call."""
+    if call.num_queries == tensors[0].shape[dim]:
+        return tensors
+    return tuple([t.narrow(dim, call.first, call.num_queries) for t in tensors])
+
+
+def _keys_of(call: Call, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    if call.size == keys.shape[2]:
+        return keys, values
+    return keys.narrow(2, call.row, call.size), values.narrow(2, call.row, call.size)
+
+
+# -- passes over calls -----------------------------------------------------------------------------------------------
+
+ForwardPart = Callable[[Call, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""out and lse of a call's queries, from the keys and values of its range."""
 
 Part = Callable[[Call, Tensor, Tensor], Gradients]
 """dq, dk and dv of a call, from the keys and values of its range."""
 
 
-def over_ranges(plan: Plan, given: Given, keys: Tensor, values: Tensor, part: Part) -> Gradients:
+def over_keys(
+    calls: Sequence[Call], q: Tensor, keys: Tensor, values: Tensor, part: ForwardPart
+) -> tuple[Tensor, Tensor]:
+    """out and lse of all queries, from those of each call."""
+    if len(calls) <= MOST_MERGED and all(call.num_queries == q.shape[2] for call in calls):
+        out, lse = part(calls[0], *_keys_of(calls[0], keys, values))
+        for call in calls[1:]:
+            out, lse = attention_parts.merge(out, lse, *part(call, *_keys_of(call, keys, values)))
+        return out, lse
+    sums = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse, out = q.new_full(q.shape[:3], float("-inf"), dtype=sums), _token_major_zeros(q, values.shape[3], sums)
+    for call in calls:
+        of_call, lse_of_call = part(call, *_keys_of(call, keys, values))
+        rows, lse_of_rows = *_rows_of(call, out), *_rows_of(call, lse)
+        both = torch.logaddexp(lse_of_rows, lse_of_call)
+        rows.mul_(torch.exp(lse_of_rows - _finite(both))[..., None])
+        rows.add_(_cut(of_call, values.shape[3]) * torch.exp(lse_of_call - _finite(both))[..., None])
+        lse_of_rows.copy_(both)
+    return out, lse
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """With the least number in place of -inf, of rows that see no key: the difference of two -inf is no number."""
+    return lse.clamp_min(torch.finfo(lse.dtype).min)
+
+
+def gradients_over(calls: tuple[Call, ...], place: Place, given: Given, part: Part) -> Gradients:
     """dq, and the own tokens' dk and dv, in q's dtype and token-major memory.
 
     Later segments went backward before, so the own tokens' rows of the slabs are complete. They are read here for the
     last time, and so not written: earlier segments see none of these rows.
     """
-    dtype, dk, dv, store = given.q.dtype, given.dk, given.dv, given.store
-    of_keys, of_values = pieces_of(plan, keys), pieces_of(plan, values)
-    for row, size in _hidden_rows(plan, store):
-        dk.narrow(2, row, size).zero_()
+    q, dk, dv, tokens = given.q, given.dk, given.dv, given.q.shape[2]
+    how = attention_calls.how_to_add(calls, tokens, attention_parts.MOST_PARTS)
+    for _, row, size in place.rows_between(place.kept, min(call.begin for call in calls)):
+        dk.narrow(2, row, size).zero_()  # no query sees these rows, and they hold nothing yet
         dv.narrow(2, row, size).zero_()
     own: list[tuple[Tensor, Tensor]] = []
     parts: list[Tensor] = []
-    dq = _token_major_zeros(given.q, given.lse.dtype) if plan.sum_of_dq == "wide" else None
-    for call in plan.calls:
-        part_q, part_k, part_v = part(call, of_keys[call.piece], of_values[call.piece])
-        if plan.place is not None:
-            store = call.begin >= plan.place.kept
+    dq = _token_major_zeros(q, q.shape[3], given.lse.dtype) if how == "wide" else None
+    for call in calls:
+        part_q, part_k, part_v = part(call, *_keys_of(call, given.keys, given.values))
+        part_q, part_k, part_v = _cut(part_q, q.shape[3]), _cut(part_k, q.shape[3]), _cut(part_v, dv.shape[3])
+        store = call.begin >= place.kept
         if call.is_own:
             own.append(attention_parts.finish(dk, dv, part_k, part_v, store, call.row))
         else:
             attention_parts.add(dk, dv, part_k, part_v, store and call.comes_first, call.row)
         del part_k, part_v  # before the next call makes as many
-        if plan.sum_of_dq == "total":
+        if how == "total":
             parts.append(part_q)
         elif dq is None:
             dq = part_q
         else:
-            dq.narrow(2, call.first, call.num_queries).add_(part_q)
+            _rows_of(call, dq)[0].add_(part_q)
     if dq is None:
         dq = attention_parts.total(parts)
     if not own:
-        offset = count_keys(plan, dk) - plan.tokens
-        row = offset if plan.place is None else plan.place.row(offset)
-        own = [(dk.narrow(2, row, plan.tokens), dv.narrow(2, row, plan.tokens))]
-    own_dk, own_dv = own[0] if len(own) == 1 else (torch.cat(parts, 2) for parts in zip(*own, strict=True))
-    return token_major(dq, dtype), token_major(own_dk, dtype), token_major(own_dv, dtype)
-
-
-def _token_major_zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
-    batch, heads, tokens, head_dim = like.shape
-    return like.new_zeros((batch, tokens, heads, head_dim), dtype=dtype).transpose(1, 2)
-
-
-ForwardPart = Callable[[Call, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""out and lse of a call's queries, from the keys and values of its range."""
-
-
-def over_path(plan: Plan, q: Tensor, keys: Tensor, values: Tensor, part: ForwardPart) -> tuple[Tensor, Tensor]:
-    """out and lse of all queries, over the pieces of the keys."""
-    of_keys, of_values = pieces_of(plan, keys), pieces_of(plan, values)
-    if plan.merges:
-        own, *others = plan.calls
-        out, lse = part(own, of_keys[own.piece], of_values[own.piece])
-        for call in others:
-            out, lse = attention_parts.merge(out, lse, *part(call, of_keys[call.piece], of_values[call.piece]))
-        return out, lse
-    found = [part(call, of_keys[call.piece], of_values[call.piece]) for call in plan.calls]
-    lse = q.new_full(q.shape[:3], float("-inf"), dtype=found[0][1].dtype)
-    for call, (_, of_call) in zip(plan.calls, found, strict=True):
-        rows = lse.narrow(2, call.first, call.num_queries)
-        rows.copy_(torch.logaddexp(rows, of_call))
-    batch, heads, tokens, width = *q.shape[:3], found[0][0].shape[3]
-    out = q.new_zeros((batch, tokens, heads, width), dtype=lse.dtype).transpose(1, 2)
-    for call, (of_call, lse_of_call) in zip(plan.calls, found, strict=True):
-        share = torch.exp(lse_of_call - lse.narrow(2, call.first, call.num_queries))
-        out.narrow(2, call.first, call.num_queries).add_(of_call * share[..., None])
-    return token_major(out, q.dtype), lse
-
-
-def _rows_of(plan: Plan, call: Call, *tensors: Tensor, dim: int = 2) -> tuple[Tensor, ...]:
-    """The queries of a call."""
-    if call.num_queries == plan.tokens:
-        return tensors
-    return tuple([t.narrow(dim, call.first, call.num_queries) for t in tensors])
+        row = place.row(place.end - tokens)
+        own = [(dk.narrow(2, row, tokens), dv.narrow(2, row, tokens))]
+    own_dk, own_dv = own[0] if len(own) == 1 else (torch.cat(each, 2) for each in zip(*own, strict=True))
+    return token_major(dq, q.dtype), token_major(own_dk, q.dtype), token_major(own_dv, q.dtype)
 
 
 # -- own -------------------------------------------------------------------------------------------------------------
-
-
-def own_forward(plan: Plan, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    assert plan.operation is not None
-    return launch_own_forward(plan.operation, q, keys, values, options)
-
-
-def own_backward(plan: Plan, given: Given) -> Gradients:
-    assert plan.operation is not None
-    return launch_own_backward(plan.operation, given)
 
 
 def _aligned_pair(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -256,31 +204,30 @@ def _aligned_pair(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     return first.contiguous(), second.contiguous()
 
 
-def launch_own_forward(
-    operation: kernel_library.Operation, q: Tensor, keys: Tensor, values: Tensor, options: Options
-) -> tuple[Tensor, Tensor]:
+def own_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     q, (keys, values) = aligned(q), _aligned_pair(keys, values)
     batch, heads, tokens, head_dim = q.shape
     out = q.new_empty((batch, tokens, heads, head_dim)).transpose(1, 2)
     lse = q.new_empty((batch, heads, tokens), dtype=torch.float32)
     kernel_library.launch_attention(
-        operation, q, keys, values, out, lse, scale=options.scale, window=options.window, softcap=options.softcap,
-        docs=options.key_docs,
+        kernel_library.operations()["attention_forward"], q, keys, values, out, lse, scale=options.scale,
+        window=options.window, softcap=options.softcap, docs=options.key_docs,
     )  # fmt: skip
     return out, lse
 
 
-def launch_own_backward(operation: kernel_library.Operation, given: Given) -> Gradients:
+def own_backward(given: Given) -> Gradients:
     dout, q, out = aligned(given.dout), aligned(given.q), aligned(given.out)
     (keys, values), options = _aligned_pair(given.keys, given.values), given.options
+    store = options.place is not None and options.place.kept == 0
     batch, heads, tokens, head_dim = q.shape
     dq, own_dk, own_dv = (
         q.new_empty((batch, tokens, of_heads, head_dim)).transpose(1, 2) for of_heads in (heads, *[keys.shape[1]] * 2)
     )
     kernel_library.launch_attention(
-        operation, q, keys, values, out, given.lse.contiguous(), scale=options.scale, window=options.window,
-        softcap=options.softcap, docs=options.key_docs, dout=dout, dq=dq, dk=given.dk, dv=given.dv, own_dk=own_dk,
-        own_dv=own_dv, store=given.store,
+        kernel_library.operations()["attention_backward"], q, keys, values, out, given.lse.contiguous(),
+        scale=options.scale, window=options.window, softcap=options.softcap, docs=options.key_docs, dout=dout, dq=dq,
+        dk=given.dk, dv=given.dv, own_dk=own_dk, own_dv=own_dv, store=store,
     )  # fmt: skip
     return dq, own_dk, own_dv
 
@@ -288,142 +235,175 @@ def launch_own_backward(operation: kernel_library.Operation, given: Given) -> Gr
 # -- cuDNN: it masks from the first query and key on, so a segment's own keys and those before are a call each ---------
 
 
-def cudnn_forward(plan: Plan, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    v_head_dim, scale = values.shape[3], options.scale
-    q, keys, values = readable_forward(plan, q, keys, values)
-    attend, sums = torch.ops.aten._scaled_dot_product_cudnn_attention.default, q.shape[:3]
+def cudnn_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    place, v_head_dim, width = place_of(options), values.shape[3], max(q.shape[3], values.shape[3])
+    q = fit(q, width)
 
     def part(call: Call, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        if plan.width:
-            keys, values = readable(plan, keys, values)
-        if plan.packs and call.is_own:
-            return attention_sequences.siblings_forward(plan.packs, q, keys, values, scale)
-        found = attend(q, keys, values, None, True, 0.0, call.is_own, False, scale=scale)
-        return found[0], found[1].view(sums)
+        keys, values = fit(keys, width), fit(values, width)
+        if place.parts and call.is_own:
+            return attention_sequences.siblings_forward(place.parts, q, keys, values, options.scale)
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+            q, keys, values, None, True, 0.0, call.is_own, False, scale=options.scale
+        )
+        return found[0], found[1].view(q.shape[:3])
 
-    out, lse = over_path(plan, q, keys, values, part)
-    return (out[..., :v_head_dim] if plan.width else out), lse
+    calls = calls_of("cudnn", place, q.shape[2], 0, options.longest, False)
+    out, lse = over_keys(calls, q, keys, values, part)
+    return _cut(out, v_head_dim), lse
 
 
-def cudnn_backward(plan: Plan, given: Given) -> Gradients:
-    keys, values, scale, tokens = given.keys, given.values, given.options.scale, plan.tokens
-    dout, q, keys, values, out = readable_backward(plan, given)
-    lse = given.lse.contiguous().unsqueeze(3)
+def cudnn_backward(given: Given) -> Gradients:
+    options, place, tokens = given.options, place_of(given.options), given.q.shape[2]
+    width = max(given.q.shape[3], given.values.shape[3])
+    dout, q, out = fit(given.dout, width), fit(given.q, width), fit(given.out, width)
+    lse = given.lse.contiguous()
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # state of dropout
-    attend = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
     def part(call: Call, keys: Tensor, values: Tensor) -> Gradients:
-        keys, values = readable_range(plan, keys, values)
-        if plan.packs and call.is_own:
+        keys, values = fit(keys, width), fit(values, width)
+        if place.parts and call.is_own:
             of_all = [t.transpose(1, 2) for t in (dout, q, keys, values, out)]
-            of_own = attention_sequences.siblings_backward(plan.packs, lse.squeeze(3), scale, *of_all)
-            return narrowed(plan, given, *of_own)
-        dq, dk, dv = attend(
-            dout, q, keys, values, out, lse, unused, unused, None, None, None, tokens, keys.shape[2], 0.0, call.is_own,
-            scale=scale,
+            return attention_sequences.siblings_backward(place.parts, lse, options.scale, *of_all)
+        found: Gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
+            dout, q, keys, values, out, lse.unsqueeze(3), unused, unused, None, None, None, tokens, call.size, 0.0,
+            call.is_own, scale=options.scale,
         )  # fmt: skip
-        return narrowed(plan, given, dq, dk, dv)
+        return found
 
-    return over_ranges(plan, given, keys, values, part)
-
-
-def readable_forward(plan: Plan, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-    """q, keys and values; these two get their zeros range by range."""
-    return (*readable(plan, q), keys, values) if plan.width else readable(plan, q, keys, values)
-
-
-def readable_backward(plan: Plan, given: Given) -> tuple[Tensor, ...]:
-    """dout, q, keys, values and out; keys and values get their zeros range by range."""
-    if not plan.width:
-        return readable(plan, *given[:5])
-    dout, q, out = readable(plan, given.dout, given.q, given.out)
-    return dout, q, given.keys, given.values, out
-
-
-def readable_range(plan: Plan, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-    return readable(plan, keys, values) if plan.width else (keys, values)
-
-
-def narrowed(plan: Plan, given: Given, dq: Tensor, dk: Tensor, dv: Tensor) -> Gradients:
-    """Without the zeros."""
-    if not plan.width:
-        return dq, dk, dv
-    head_dim, v_head_dim = given.q.shape[3], given.values.shape[3]
-    return dq[..., :head_dim], dk[..., :head_dim], dv[..., :v_head_dim]
+    return gradients_over(calls_of("cudnn", place, tokens, 0, options.longest, True), place, given, part)
 
 
 # -- flash -----------------------------------------------------------------------------------------------------------
 
 
-def flash_forward(plan: Plan, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    v_head_dim, window, offset = values.shape[3], options.window, count_keys(plan, keys) - plan.tokens
+def flash_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    place, v_head_dim, width = place_of(options), values.shape[3], max(q.shape[3], values.shape[3])
+    q = fit(q, width)
+    offset = place.end - q.shape[2]
 
-    def attend(q: Tensor, keys: Tensor, values: Tensor, causal: bool, sides: _Sides) -> tuple[Tensor, Tensor]:
+    def part(call: Call, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = fit(keys, width), fit(values, width)
+        if place.parts and call.is_own:
+            return attention_sequences.siblings_forward(place.parts, q, keys, values, options.scale)
+        is_causal, left, right = _mask_of(call, offset, options.window)
         found = torch.ops.aten._flash_attention_forward.default(
-            q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), None, None, q.shape[2], keys.shape[2], 0.0,
-            causal, False, scale=options.scale, window_size_left=sides[0], window_size_right=sides[1],
+            _rows_of(call, q)[0].transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), None, None,
+            call.num_queries, call.size, 0.0, is_causal, False, scale=options.scale, window_size_left=left,
+            window_size_right=right,
         )  # fmt: skip
         return found[0].transpose(1, 2), found[1]
 
-    def part(call: Call, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = readable_range(plan, keys, values)
-        if plan.packs and call.is_own:
-            return attention_sequences.siblings_forward(plan.packs, q, keys, values, options.scale)
-        behind, sides = _flash_sides(call, offset, keys.shape[2], window)
-        (queries,) = _rows_of(plan, call, q)
-        return attend(queries, keys, values, behind == 0, sides)
-
-    if plan.place is None:
-        q, keys, values = readable(plan, q, keys, values)
-        out, lse = attend(q, keys, values, True, (window - 1, 0) if window else (None, None))
-    else:
-        q, keys, values = readable_forward(plan, q, keys, values)
-        out, lse = over_path(plan, q, keys, values, part)
-    return (out[..., :v_head_dim] if plan.width else out), lse
+    calls = calls_of("flash", place, q.shape[2], options.window, options.longest, False)
+    out, lse = over_keys(calls, q, keys, values, part)
+    return _cut(out, v_head_dim), lse
 
 
-_Sides = tuple[int | None, int | None]
-"""A window's, as the flash ops take them: keys that a query sees to its left and right."""
-
-
-def _flash_sides(call: Call, offset: int, num_keys: int, window: int) -> tuple[int, _Sides]:
-    """How far the last query of a call is behind the last of its keys, and the window. offset: of the segment."""
-    behind = offset + call.first + call.num_queries - (call.begin + num_keys)
-    hides = window and behind + num_keys > window  # the first key from the last query
-    return behind, (window - 1 - behind, behind) if hides else (None, None)
+def _mask_of(call: Call, offset: int, window: int) -> tuple[bool, int | None, int | None]:
+    """Whether a call is causal, and the keys that a query sees to its left and right, as the flash ops take them, which
+    mask from the last query and key backwards. offset: of the segment."""
+    behind = offset + call.first + call.num_queries - (call.begin + call.size)  # the last query, of the last key
+    hides = window and behind + call.size > window  # the first key from the last query
+    return (behind == 0, window - 1 - behind, behind) if hides else (behind == 0, None, None)
 
 
 OwnPart = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Gradients]
 """dq, dk and dv from dout, q, keys, values and out, all of the segment, as flash takes them."""
 
 
-def flash_backward(plan: Plan, given: Given, own: OwnPart | None = None) -> Gradients:
+def flash_backward(given: Given) -> Gradients:
+    options, place = given.options, place_of(given.options)
+    own = None
+    if place.parts:
+        own = functools.partial(
+            attention_sequences.siblings_backward, place.parts, given.lse.contiguous(), options.scale
+        )
+    calls = calls_of("flash", place, given.q.shape[2], options.window, options.longest, True)
+    return _flash_gradients(given, calls, place, own)
+
+
+def _flash_gradients(given: Given, calls: tuple[Call, ...], place: Place, own: OwnPart | None) -> Gradients:
     """own: takes the place of the call over the segment's own keys."""
-    dout, q, keys, values, out = readable_backward(plan, given)
-    dout, q, out = dout.transpose(1, 2), q.transpose(1, 2), out.transpose(1, 2)
-    lse, options, offset = given.lse.contiguous(), given.options, count_keys(plan, keys) - plan.tokens
-    if plan.packs:
-        own = functools.partial(attention_sequences.siblings_backward, plan.packs, lse, options.scale)
+    options, width = given.options, max(given.q.shape[3], given.values.shape[3])
+    dout, q, out = (fit(t, width).transpose(1, 2) for t in (given.dout, given.q, given.out))
+    offset = place.end - q.shape[1]
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # state of dropout
-    attend = torch.ops.aten._flash_attention_backward.default
 
     def part(call: Call, keys: Tensor, values: Tensor) -> Gradients:
-        """Masked from the last query and key backwards, as the op does."""
-        keys, values = readable_range(plan, keys, values)
+        keys, values = fit(keys, width).transpose(1, 2), fit(values, width).transpose(1, 2)
         if own is not None and call.is_own:
-            return narrowed(plan, given, *own(dout, q, keys.transpose(1, 2), values.transpose(1, 2), out))
-        of_dout, of_q, of_out = _rows_of(plan, call, dout, q, out, dim=1)
-        (of_lse,) = _rows_of(plan, call, lse)
-        num_keys = keys.shape[2]
-        behind, (left, right) = _flash_sides(call, offset, num_keys, options.window)
-        dq, dk, dv = attend(
-            of_dout, of_q, keys.transpose(1, 2), values.transpose(1, 2), of_out, of_lse.contiguous(), None, None,
-            call.num_queries, num_keys, 0.0, behind == 0, unused, unused, scale=options.scale, window_size_left=left,
+            return own(dout, q, keys, values, out)
+        of_dout, of_q, of_out = _rows_of(call, dout, q, out, dim=1)
+        is_causal, left, right = _mask_of(call, offset, options.window)
+        found = torch.ops.aten._flash_attention_backward.default(
+            of_dout, of_q, keys, values, of_out, _rows_of(call, given.lse)[0].contiguous(), None, None,
+            call.num_queries, call.size, 0.0, is_causal, unused, unused, scale=options.scale, window_size_left=left,
             window_size_right=right,
         )  # fmt: skip
-        return narrowed(plan, given, dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2))
+        dq, dk, dv = (t.transpose(1, 2) for t in found)
+        return dq, dk, dv
 
-    return over_ranges(plan, given, keys, values, part)
+    return gradients_over(calls, place, given, part)
+
+
+# -- documents by flash: sequences of many lengths in one call -------------------------------------------------------
+
+
+def documents_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """The first document goes on from an earlier segment: its keys begin there, or where the window does. All others
+    have as many keys as queries. So one call computes a row, and no result is merged."""
+    layout, width = options.layout, max(q.shape[3], values.shape[3])
+    assert layout is not None
+    rows = []
+    for index, row in enumerate(layout.rows):
+        start = _first_key_of(row, layout.offset, options.window)
+        before, size = layout.offset - start, keys.shape[2] - start
+        queries, *of_keys = (t.narrow(0, index, 1) for t in (q, keys, values))
+        tensors = [fit(t, width) for t in (queries, *(t.narrow(2, start, size) for t in of_keys))]
+        rows.append(attention_sequences.forward(
+            tensors, layout.bounds(options.docs)[index], layout.key_bounds(options.docs, index, before), row.longest,
+            before + row.num_first, options.scale, options.window,
+        ))  # fmt: skip
+    out, lse = attention_sequences.results_of(rows)
+    return _cut(out, values.shape[3]), lse
+
+
+def documents_backward(given: Given) -> Gradients:
+    """One call over the segment's own keys, all documents as long in keys as in queries. The keys before the segment
+    concern its first document alone, and are taken as flash takes them: in ranges, each seen by that document's
+    queries."""
+    options = given.options
+    assert options.layout is not None
+    found = []
+    for index, row in enumerate(options.layout.rows):
+        dout, q, keys, values, out, lse, dk, dv = (t.narrow(0, index, 1) for t in (*given[:6], given.dk, given.dv))
+        of_row = Given(dout, q, keys, values, out, lse, options, dk, dv)
+        found.append(_document_gradients(index, row, of_row))
+    return attention_sequences.gradients_of(found)
+
+
+def _document_gradients(index: int, row: Row, given: Given) -> Gradients:
+    """Those of a row: its own keys for all queries, the keys before them for the queries of the first document."""
+    options, place, tokens, layout = given.options, place_of(given.options), given.q.shape[2], given.options.layout
+    assert layout is not None
+    bounds, lse, offset = layout.bounds(options.docs)[index], given.lse[0].contiguous(), layout.offset
+    start, end = _first_key_of(row, offset, options.window), offset + row.num_first
+    first = Place(((start, end, start),), (), place.kept)
+    own_call, *before = calls_of("flash", first, row.num_first, options.window, options.longest, True)
+
+    def own(*tensors: Tensor) -> Gradients:
+        return attention_sequences.backward(
+            [t[0] for t in tensors], lse, bounds, row.longest, options.scale, options.window
+        )
+
+    calls = own_call._replace(size=tokens, num_queries=tokens), *before
+    return _flash_gradients(given, calls, place, own)
+
+
+def _first_key_of(row: Row, offset: int, window: int) -> int:
+    """The first key that the segment's first query sees."""
+    start = min(row.start, offset)
+    return max(start, offset - window + 1) if window else start
 
 
 # -- memory-efficient: as many heads of keys as of queries, so one call per query head of a group --------------------
@@ -438,32 +418,29 @@ def _ungroup(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts, 2).flatten(1, 2)
 
 
-def efficient_forward(plan: Plan, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    q, keys, values = readable(plan, q, keys, values)
-
-    def attend(q: Tensor, keys: Tensor, values: Tensor, mask: int) -> tuple[Tensor, Tensor]:
-        outs, lses, kv_heads, tokens = [], [], keys.shape[1], q.shape[2]
-        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-        for group in _groups(q, kv_heads):
-            found = torch.ops.aten._efficient_attention_forward.default(
-                group.transpose(1, 2), keys, values, None, None, None, None, None, 0.0, mask, True, scale=options.scale,
-            )  # fmt: skip
-            outs.append(found[0].transpose(1, 2))
-            lses.append(found[1] if found[1].shape[2] == tokens else found[1].narrow(2, 0, tokens))
-        return _ungroup(outs), _ungroup(lses)  # the op rounds the number of rows of lse up
+def efficient_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    q = aligned(q)
 
     def part(call: Call, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        (queries,) = _rows_of(plan, call, q)
-        return attend(queries, keys, values, _BOTTOM_RIGHT if call.is_own else 0)
+        outs, lses = [], []
+        of_keys, of_values = aligned(keys).transpose(1, 2), aligned(values).transpose(1, 2)
+        for group in _groups(_rows_of(call, q)[0], keys.shape[1]):
+            found = torch.ops.aten._efficient_attention_forward.default(
+                group.transpose(1, 2), of_keys, of_values, None, None, None, None, None, 0.0,
+                _BOTTOM_RIGHT if call.is_own else 0, True, scale=options.scale,
+            )  # fmt: skip
+            outs.append(found[0].transpose(1, 2))
+            lses.append(found[1].narrow(2, 0, call.num_queries))  # the op rounds their number up
+        return _ungroup(outs), _ungroup(lses)
 
-    return attend(q, keys, values, _BOTTOM_RIGHT) if plan.place is None else over_path(plan, q, keys, values, part)
+    calls = calls_of("efficient", place_of(options), q.shape[2], 0, options.longest, False)
+    return over_keys(calls, q, keys, values, part)
 
 
-def efficient_backward(plan: Plan, given: Given) -> Gradients:
-    dout, q, keys, values, out = readable_backward(plan, given)
-    kv_heads, scale = keys.shape[1], given.options.scale
-    unused = torch.empty((), dtype=torch.int64, device=q.device)  # state of dropout
-    attend = torch.ops.aten._efficient_attention_backward.default
+def efficient_backward(given: Given) -> Gradients:
+    of_all = aligned(given.dout), aligned(given.q), aligned(given.out), given.lse
+    kv_heads, options, tokens = given.keys.shape[1], given.options, given.q.shape[2]
+    unused = torch.empty((), dtype=torch.int64, device=given.q.device)  # state of dropout
 
     def groups_of(dout: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> list[tuple[Tensor, ...]]:
         padding = -lse.shape[2] % _LSE_ALIGNMENT
@@ -473,18 +450,17 @@ def efficient_backward(plan: Plan, given: Given) -> Gradients:
             for of_dout, of_q, of_out, of_lse in zip(*(_groups(t, kv_heads) for t in (dout, q, out, lse)), strict=True)
         ]
 
-    of_all = dout, q, out, given.lse
     groups = groups_of(*of_all)
 
     def part(call: Call, keys: Tensor, values: Tensor) -> Gradients:
-        num_keys, mask = keys.shape[2], _BOTTOM_RIGHT if call.is_own else 0
-        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        keys, values = aligned(keys).transpose(1, 2), aligned(values).transpose(1, 2)
         dqs, dk, dv = [], None, None
-        is_all = call.num_queries == plan.tokens
-        for of_dout, of_q, of_out, of_lse in groups if is_all else groups_of(*_rows_of(plan, call, *of_all)):
-            part_dq, part_dk, part_dv, _ = attend(
-                of_dout, of_q, keys, values, None, of_out, None, None, call.num_queries, num_keys, of_lse, 0.0, unused,
-                unused, mask, False, scale=scale,
+        for of_dout, of_q, of_out, of_lse in (
+            groups if call.num_queries == tokens else groups_of(*_rows_of(call, *of_all))
+        ):
+            part_dq, part_dk, part_dv, _ = torch.ops.aten._efficient_attention_backward.default(
+                of_dout, of_q, keys, values, None, of_out, None, None, call.num_queries, call.size, of_lse, 0.0, unused,
+                unused, _BOTTOM_RIGHT if call.is_own else 0, False, scale=options.scale,
             )  # fmt: skip
             dqs.append(part_dq.transpose(1, 2))
             dk = part_dk if dk is None else dk + part_dk
@@ -492,7 +468,8 @@ def efficient_backward(plan: Plan, given: Given) -> Gradients:
         assert dk is not None and dv is not None
         return _ungroup(dqs), dk.transpose(1, 2), dv.transpose(1, 2)
 
-    return over_ranges(plan, given, keys, values, part)
+    place = place_of(options)
+    return gradients_over(calls_of("efficient", place, tokens, 0, options.longest, True), place, given, part)
 
 
 # -- plain: (batch, kv_heads, group, tokens, ...) throughout, in float32 or float64 ----------------------------------
@@ -502,22 +479,18 @@ def _wide(t: Tensor) -> Tensor:
     return t.to(torch.float64 if t.dtype == torch.float64 else torch.float32)
 
 
-def _logits(
-    q: Tensor, keys: Tensor, options: Options, rows: slice, query: int, key: int
-) -> tuple[Tensor, Tensor | None]:
-    """Logits, -inf where hidden, and what the soft cap leaves of the products' gradients.
-
-    rows: of the segment, those of q; query, key: the first tokens of q and keys.
-    """
+def _logits(q: Tensor, keys: Tensor, options: Options, call: Call, num_tokens: int) -> tuple[Tensor, Tensor | None]:
+    """Logits of a call, -inf where hidden, and what the soft cap leaves of the products' gradients. num_tokens: of the
+    segment."""
     batch, kv_heads, _, tokens, _ = q.shape
-    num_keys = keys.shape[2]
     logits = torch.einsum("bhgsd,bhkd->bhgsk", q, keys) * options.scale
     slope = None
     if options.softcap:
         capped = torch.tanh(logits / options.softcap)
         logits, slope = options.softcap * capped, 1 - capped.square()
+    query = place_of(options).end - num_tokens + call.first
     position = torch.arange(query, query + tokens, device=q.device)
-    distance = position[:, None] - torch.arange(key, key + num_keys, device=q.device)[None, :]
+    distance = position[:, None] - torch.arange(call.begin, call.begin + call.size, device=q.device)[None, :]
     if options.slopes.numel():
         slopes = _by_kv_head(options.slopes.expand(batch, -1), kv_heads).to(logits.dtype)
         logits = logits - slopes[..., None, None] * distance
@@ -525,42 +498,33 @@ def _logits(
     if options.window:
         hidden = hidden | (distance >= options.window)
     if options.docs.numel():
-        other = options.docs[:, rows, None] != options.key_docs[:, None, key : key + num_keys]
+        (docs,) = _rows_of(call, options.docs, dim=1)
+        other = docs[:, :, None] != options.key_docs[:, None, call.begin : call.begin + call.size]
         hidden = hidden | other[:, None, None]
     return logits.masked_fill(hidden, float("-inf")), slope
 
 
-def plain_forward(plan: Plan, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Over ranges of keys twice: first the sums, then the products with what they make of the logits."""
-    kv_heads, offset = keys.shape[1], count_keys(plan, keys) - plan.tokens
-    wide, of_keys, of_values = _wide(_by_kv_head(q, kv_heads)), pieces_of(plan, keys), pieces_of(plan, values)
+def plain_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    def part(call: Call, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        of_q = _wide(_by_kv_head(_rows_of(call, q)[0], keys.shape[1]))
+        logits, _ = _logits(of_q, _wide(keys), options, call, q.shape[2])
+        lse = logits.logsumexp(-1)
+        weights = torch.exp(logits - _finite(lse)[..., None])
+        out = torch.einsum("bhgsk,bhkd->bhgsd", weights, _wide(values))
+        return out.flatten(1, 2), lse.flatten(1, 2)
 
-    def logits_of(call: Call) -> Tensor:
-        rows = slice(call.first, call.first + call.num_queries)
-        part = _wide(of_keys[call.piece])
-        return _logits(wide[:, :, :, rows], part, options, rows, offset + call.first, call.begin)[0]
-
-    lse = wide.new_full(wide.shape[:4], float("-inf"))
-    for call in plan.calls:
-        sums = lse.narrow(3, call.first, call.num_queries)
-        sums.copy_(torch.logaddexp(sums, logits_of(call).logsumexp(-1)))
-    out = wide.new_zeros((*wide.shape[:4], values.shape[3]))
-    for call in plan.calls:
-        weights = torch.exp(logits_of(call) - lse.narrow(3, call.first, call.num_queries)[..., None])
-        products = torch.einsum("bhgsk,bhkd->bhgsd", weights, _wide(of_values[call.piece]))
-        out.narrow(3, call.first, call.num_queries).add_(products)
-    return out.flatten(1, 2), lse.flatten(1, 2)
+    calls = calls_of("plain", place_of(options), q.shape[2], options.window, options.longest, False)
+    return over_keys(calls, q, keys, values, part)
 
 
-def plain_backward(plan: Plan, given: Given) -> Gradients:
-    kv_heads, options = given.keys.shape[1], given.options
-    offset = count_keys(plan, given.keys) - plan.tokens
+def plain_backward(given: Given) -> Gradients:
+    options, kv_heads = given.options, given.keys.shape[1]
 
     def part(call: Call, keys: Tensor, values: Tensor) -> Gradients:
-        rows = slice(call.first, call.first + call.num_queries)
-        dout, q, out = (_wide(_by_kv_head(t[:, :, rows], kv_heads)) for t in (given.dout, given.q, given.out))
-        lse, keys, values = _by_kv_head(given.lse[:, :, rows], kv_heads), _wide(keys), _wide(values)
-        logits, slope = _logits(q, keys, options, rows, offset + call.first, call.begin)
+        of_call = _rows_of(call, given.dout, given.q, given.out, given.lse)
+        dout, q, out, lse = (_wide(_by_kv_head(t, kv_heads)) for t in of_call)
+        keys, values = _wide(keys), _wide(values)
+        logits, slope = _logits(q, keys, options, call, given.q.shape[2])
         weights = torch.exp(logits - lse[..., None])
         dv = torch.einsum("bhgsk,bhgsd->bhkd", weights, dout)
         delta = (dout * out).sum(-1, keepdim=True)
@@ -571,4 +535,21 @@ def plain_backward(plan: Plan, given: Given) -> Gradients:
         dk = torch.einsum("bhgsk,bhgsd->bhkd", dlogits, q)
         return dq.flatten(1, 2), dk, dv
 
-    return over_ranges(plan, given, given.keys, given.values, part)
+    place = place_of(options)
+    calls = calls_of("plain", place, given.q.shape[2], options.window, options.longest, True)
+    return gradients_over(calls, place, given, part)
+
+
+class Way(NamedTuple):
+    forward: Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
+    backward: Callable[[Given], Gradients]
+
+
+WAYS = {
+    "own": Way(own_forward, own_backward),
+    "cudnn": Way(cudnn_forward, cudnn_backward),
+    "flash": Way(flash_forward, flash_backward),
+    "documents": Way(documents_forward, documents_backward),
+    "efficient": Way(efficient_forward, efficient_backward),
+    "plain": Way(plain_forward, plain_backward),
+}

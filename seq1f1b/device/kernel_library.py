@@ -3,11 +3,11 @@
 Each kernel proves itself where it runs, at its first use (proof.py). Those of attention then take the calls with a
 soft cap on every GPU of Ampere or later: matrix products, the only other way, are up to 200 times slower. On the
 architectures of ``TIMED`` they take calls with documents, too, and of those that torch's flash ops take as well what
-was faster there. Elsewhere calls with documents go to ours where torch's flash ops have failed their check for these
-(attention_documents.py): over documents nobody has measured them yet, and a kernel that was timed is known to be nearly
-as fast, and asks nothing of the host. ``SEQ1F1B_CUDA_KERNELS=own``, for tests and benchmarks, takes our kernels
-wherever there is one for the call, unproven; ``library`` never. The environment is read once, when this module is
-imported; ``use_kernels`` changes the choice later.
+was faster there. Elsewhere calls with documents go to ours where torch's flash ops have failed their check for these:
+over documents nobody has measured them yet, and a kernel that was timed is known to be nearly as fast, and asks nothing
+of the host. ``SEQ1F1B_CUDA_KERNELS=own``, for tests and benchmarks, takes our kernels wherever there is one for the
+call, unproven; ``library`` never. The environment is read once, when this module is imported; ``use_kernels`` changes
+the choice later.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,11 @@ __all__: list[str] = []
 LIBRARY = Path(__file__).parents[1] / "libseq1f1b_cuda.so"
 ATTENTION = ("attention_forward", "attention_backward")
 PARTS = "attention_parts"  # the work around attention over ranges of keys; see attention_parts.py
-OPERATIONS = (*ATTENTION, PARTS)
+USES = {
+    **dict.fromkeys(ATTENTION, "for soft caps, and for documents that torch's flash ops do not take"),
+    PARTS: "for results over ranges of keys, which are merged and added up",
+}
+OPERATIONS = tuple(USES)
 TIMED: dict[str, set[tuple[str, str, int]]] = {"sm_90": {("attention_forward", "bfloat16", 128)}}
 """By architecture on which benchmarks/gpu.py has timed our attention (an H200): what is faster than torch's flash op
 there, by operation, dtype and head size."""
@@ -46,25 +50,36 @@ class Operation(NamedTuple):
     library: object
 
 
-@functools.cache
-def operations(path: Path | None = None) -> dict[str, Operation]:
-    """The library's operations by name; none if it was not built. An older one lacks ``PARTS``.
+def operations() -> dict[str, Operation]:
+    """The library's operations by name; none if it was not built.
 
     Raises:
         OSError, ValueError: there is one, and it cannot be used.
     """
-    path = path or LIBRARY
+    return _operations_of(LIBRARY)
+
+
+@functools.cache
+def _operations_of(path: Path) -> dict[str, Operation]:
     if not path.exists():
         return {}
     library = _C.cuda_library_open(str(path))
-    found = {}
-    for name in OPERATIONS:
-        try:
-            found[name] = Operation(name, *_C.cuda_operation(library, name), library)
-        except ValueError:
-            if name != PARTS:
-                raise
-    return found
+    return {name: Operation(name, *_C.cuda_operation(library, name), library) for name in OPERATIONS}
+
+
+@functools.cache
+def _usable(path: Path) -> dict[str, Operation]:
+    """As ``operations``; none, with a warning, if the library cannot be used."""
+    try:
+        return _operations_of(path)
+    except (OSError, ValueError) as error:
+        warnings.warn(
+            f"torch's ops take the place of this package's CUDA kernels of attention, and matrix products, up to 200 "
+            f"times slower, where there are documents or a soft cap: {error}. Install seq1f1b again to build them "
+            "anew, or set SEQ1F1B_CUDA_KERNELS=library to do without them",
+            stacklevel=2,
+        )
+        return {}
 
 
 preferred = os.environ.get("SEQ1F1B_CUDA_KERNELS", "")
@@ -90,51 +105,57 @@ def use_kernels(wish: str) -> None:
 
 
 _proofs = proof.Proofs(
-    "",
     "Torch's ops take its place there: with a soft cap, and with documents that torch's flash ops do not take, matrix "
     "products, up to 200 times slower.",
+    family="the CUDA kernel ",
 )
-_choices: dict[tuple[Any, ...], Operation | None] = {}  # by the arguments of _decide
 
 
 def choose(name: str, q: Tensor) -> Operation | None:
     """The operation of ours that is to be launched for such queries; None: torch's ops are.
 
-    None can also mean that nothing is known yet, while a CUDA graph is captured or another thread's check takes long: a
-    later call may get another answer (``is_final``).
+    Raises:
+        RuntimeError: ours are asked for by the environment, and there is no library of them.
+    """
+    wish, dtype, head_dim = preference(), q.dtype, q.shape[3]
+    found = wanted(name, q.device)
+    if found is None or not _has_heads(name, q):
+        if not wish and can_run(q.device) and (found is not None or not LIBRARY.exists()):
+            _warn_of_products(found is not None, _name_of(dtype), head_dim)
+        return None
+    if wish:
+        return found
+    use = proof.Use(name, dtype, head_dim, head_dim, q.device)
+    prove = functools.partial(attention_proof.prove, functools.partial(launch_attention, found), use)
+    return found if _proofs.holds(use, prove) else None
+
+
+def wanted(name: str, device: torch.device) -> Operation | None:
+    """An operation of ours if the device runs it and the environment does not rule it out; unproven.
 
     Raises:
         RuntimeError: ours are asked for by the environment, and there is no library of them.
     """
     wish = preference()
-    if wish == "library":
+    if wish == "library" or not (wish or can_run(device)):
         return None
-    if wish == "own":
-        found = operations()
-        if not found:
-            raise RuntimeError(
-                f"SEQ1F1B_CUDA_KERNELS=own, but there is no {LIBRARY}: install again with nvcc and SEQ1F1B_CUDA=1"
-            )
-        return _for_heads(found.get(name), q.dtype, q.shape[3])
-    key = name, q.dtype, q.shape[3], q.device
-    try:
-        return _choices[key]
-    except KeyError:
-        return _decide(*key)
+    found = operations() if wish else _usable(LIBRARY)
+    if wish and not found:
+        raise RuntimeError(
+            f"SEQ1F1B_CUDA_KERNELS=own, but there is no {LIBRARY}: install again with nvcc and SEQ1F1B_CUDA=1"
+        )
+    return found.get(name)
 
 
-def is_final(name: str, q: Tensor) -> bool:
-    """Whether ``choose``, which was asked the same before, will not answer otherwise later."""
-    return bool(preference()) or (name, q.dtype, q.shape[3], q.device) in _choices
+@functools.cache
+def can_run(device: torch.device) -> bool:
+    """Whether our kernels are for the device: Ampere or later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def is_timed(name: str, q: Tensor) -> bool:
     """Whether the library has the operation for such queries, on an architecture where it was timed."""
-    try:
-        operation = _for_heads(operations().get(name), q.dtype, q.shape[3])
-    except (OSError, ValueError):
-        return False
-    return operation is not None and architecture(q.device) in TIMED
+    return architecture(q.device) in TIMED and _has_heads(name, q)
 
 
 def is_faster(name: str, q: Tensor) -> bool:
@@ -142,55 +163,20 @@ def is_faster(name: str, q: Tensor) -> bool:
     return is_timed(name, q) and (name, _name_of(q.dtype), q.shape[3]) in TIMED[architecture(q.device)]
 
 
-def _decide(name: str, dtype: torch.dtype, head_dim: int, device: torch.device) -> Operation | None:
-    operation = _wanted(name, dtype, head_dim) if _can_run(device) else None
-    if operation is not None:
-        use = proof.Use(name, dtype, head_dim, head_dim, device)
-        launch = functools.partial(launch_attention, operation)
-        holds = _proofs.holds(use, functools.partial(attention_proof.prove, launch, use))
-        if holds is None:
-            return None
-        operation = operation if holds else None
-    _choices[name, dtype, head_dim, device] = operation
-    return operation
+def _has_heads(name: str, q: Tensor) -> bool:
+    return (q.dtype, q.shape[3]) in _heads_of(LIBRARY, name)
 
 
-def _wanted(name: str, dtype: torch.dtype, head_dim: int) -> Operation | None:
-    """The operation that is to be used if it proves itself."""
-    try:
-        found = operations()
-    except (OSError, ValueError) as error:
-        _warn_of_library(str(error))
-        return None
-    operation = _for_heads(found.get(name), dtype, head_dim)
-    if operation is None:
-        _warn_of_products(bool(found), _name_of(dtype), head_dim)
-    return operation
-
-
-def _can_run(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _for_heads(operation: Operation | None, dtype: torch.dtype, head_dim: int) -> Operation | None:
-    """The operation if it has a kernel for such heads."""
-    wanted = _name_of(dtype), head_dim
-    has_one = operation is not None and any((k.dtype, k.head_dim) == wanted for k in operation.kernels)
-    return operation if has_one else None
+@functools.cache
+def _heads_of(path: Path, name: str) -> set[tuple[torch.dtype, int]]:
+    """Dtypes and head sizes of the operation's kernels."""
+    found = _usable(path)
+    kernels = found[name].kernels if name in found else ()
+    return {(getattr(torch, kernel.dtype), kernel.head_dim) for kernel in kernels if kernel.head_dim}
 
 
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-@functools.cache
-def _warn_of_library(error: str) -> None:
-    warnings.warn(
-        f"torch's ops take the place of this package's CUDA kernels of attention, and matrix products, up to 200 times "
-        f"slower, where there are documents or a soft cap: {error}. Install seq1f1b again to build them anew, or set "
-        "SEQ1F1B_CUDA_KERNELS=library to do without them",
-        stacklevel=2,
-    )
 
 
 @functools.cache
@@ -207,6 +193,7 @@ def _warn_of_products(is_built: bool, dtype: str, head_dim: int) -> None:
     )
 
 
+@functools.cache
 def architecture(device: torch.device) -> str:
     if device.type != "cuda":
         return "emulated"
@@ -273,9 +260,6 @@ def launch_attention(
         )
 
 
-CHECKED = "of Ampere or later that passes a check at the first use"
-
-
 def describe() -> list[str]:
     """Lines for ``seq1f1b doctor``: what there is, and what its absence costs."""
     try:
@@ -286,28 +270,18 @@ def describe() -> list[str]:
         return ["own CUDA kernels: not built (no nvcc at installation, or SEQ1F1B_CUDA=0): torch's ops only"]
     lines = []
     for operation in found.values():
-        if operation.name == PARTS:
-            lines.append(_describe_parts(operation))
-            continue
-        shapes = sorted({f"{kernel.dtype} d{kernel.head_dim}" for kernel in operation.kernels if kernel.head_dim})
-        where = sorted(
+        heads = sorted({f"{kernel.dtype} d{kernel.head_dim}" for kernel in operation.kernels if kernel.head_dim})
+        heads = heads or [*sorted({kernel.dtype for kernel in operation.kernels}), "head_dim a multiple of 8"]
+        faster = sorted(
             f"{name} {dtype} d{head_dim}"
-            for name, faster in TIMED.items()
-            for of, dtype, head_dim in faster
+            for name, rows in TIMED.items()
+            for of, dtype, head_dim in rows
             if of == operation.name
         )
-        said = f"; on {', '.join(where)} also for calls that torch's flash op takes" if where else ""
+        said = f"; on {', '.join(faster)} also for calls that torch's flash op takes" if faster else ""
         lines.append(
-            f"own CUDA kernel {operation.name}: {', '.join(shapes)}; {operation.architectures}, nvcc "
-            f"{operation.compiler}; default for soft caps, and for documents that torch's flash ops do "
-            f"not take, on each GPU {CHECKED}{said}"
+            f"own CUDA kernels {operation.name}: {', '.join(heads)}; {operation.architectures}, nvcc "
+            f"{operation.compiler}; {USES[operation.name]}, on each GPU of Ampere or later that passes a check at the "
+            f"first use{said}"
         )
     return lines
-
-
-def _describe_parts(operation: Operation) -> str:
-    dtypes = sorted({kernel.dtype for kernel in operation.kernels})
-    return (
-        f"own CUDA kernels {operation.name}: results over ranges of keys merged and added up, {', '.join(dtypes)}, "
-        f"head_dim a multiple of 8; {operation.architectures}, nvcc {operation.compiler}; default on each GPU {CHECKED}"
-    )

@@ -30,7 +30,6 @@ _SCHEMA = (
 _BLOCK = 1 << 18  # elements of a temporary on the CPU, where a gradient is wider than its product: so it stays in cache
 
 _proofs = proof.Proofs(
-    "",
     "Autograd makes these gradients in each unit, casts and adds them, which costs some percent of a step.",
     remedy="Torch 2.10 to 2.13 built for CUDA are known to do it right",
 )
@@ -45,7 +44,7 @@ def is_proven(way: str, device: torch.device, prove: Callable[[torch.device], No
     """Whether a way of adding to gradients is for the device, and has computed there what it should."""
     if device.type not in WITH_WIDE_RESULT or torch.version.hip:
         return False
-    return bool(_proofs.holds(proof.WayUse(way, device), partial(_apart, device, prove)))
+    return _proofs.holds(proof.Use(way, torch.float32, 0, 0, device), partial(_apart, device, prove))
 
 
 def _apart(device: torch.device, prove: Callable[[torch.device], None]) -> None:

@@ -5,12 +5,9 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
-#include <limits>
+#include <immintrin.h>
 #include <vector>
 
-#if !defined(__x86_64__)
-#include <ucontext.h>
-#endif
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #endif
@@ -20,7 +17,6 @@ namespace s1f
 namespace emulation
 {
 
-int mutation = 0;
 int shared_limit = 163 * 1024;
 
 namespace
@@ -30,7 +26,6 @@ enum { STACK_BYTES = 64 * 1024, MOST_THREADS = 1024, LAUNCH_FAILURE = 719 /* cud
 
 /* -- fibers: a place in the code and its stack --------------------------------------------------------------------- */
 
-#if defined(__x86_64__)
 /* Saves what a call must preserve on the stack that is left; ucontext's swap makes a system call each time. */
 extern "C" void s1f_emulation_switch(void **from, void *to);
 asm(R"(
@@ -73,37 +68,11 @@ void begin_at(place &p, char *stack, void (*entry)())
     p.stack_pointer = top - 6;
     std::fill(top - 6, top, nullptr);
 }
-#else
-struct place {
-    ucontext_t context;
-};
-
-void switch_places(place &from, place &to)
-{
-    swapcontext(&from.context, &to.context);
-}
-
-void begin_at(place &p, char *stack, void (*entry)())
-{
-    getcontext(&p.context);
-    p.context.uc_stack.ss_sp = stack;
-    p.context.uc_stack.ss_size = STACK_BYTES;
-    p.context.uc_link = nullptr;
-    makecontext(&p.context, entry, 0);
-}
-#endif
-
 /* -- the machine --------------------------------------------------------------------------------------------------- */
 
-enum : int16_t { NOBODY = -1, SEVERAL_WARPS = -2, LANES_OF = 2048 /* + warp */ };
-
-struct access_mark { /* who touched four bytes of shared memory last, and when */
-    int16_t who = NOBODY;
+struct cell { /* four bytes of shared memory: who wrote there last, and when */
+    int writer = -1;
     uint32_t epoch = 0, phase = 0; /* of the block's barriers, of the warp's */
-};
-
-struct cell {
-    access_mark written, read;
     bool is_written = false, is_pending = false;
 };
 
@@ -119,27 +88,16 @@ struct thread {
     request *wanted = nullptr;
     std::vector<copy> copies;
     int64_t groups = 0;
-    int accesses = 0; /* of shared memory since the warp last met */
-};
-
-struct warp_accesses { /* the i-th access of each lane since the warp last met: one instruction of it */
-    uint32_t lanes = 0, address[WARP_SIZE];
-    int bytes = 0;
 };
 
 struct warp {
-    uint32_t runnable = 0, arrived = 0, finished = 0, phase = 0;
-    std::vector<warp_accesses> accesses;
+    uint32_t runnable = 0, arrived = 0, phase = 0;
 };
 
 struct extent {
     uintptr_t begin, end;
     bool writable;
-    std::vector<int32_t> writer,
-        reader; /* blocks of this launch by their number from 1, per four bytes of writable ones */
 };
-
-enum : int32_t { SEVERAL_BLOCKS = -1, SUMMED = -2 };
 
 struct machine {
     uint64_t random_state = 0;
@@ -155,7 +113,6 @@ struct machine {
     place launcher;
     int current = 0, num_threads = 0, at_barrier = 0, num_finished = 0;
     index3 block = {0, 0, 0};
-    int32_t block_number = 0;
     uint32_t epoch = 0;
     void (*body)(const void *) = nullptr;
     const void *context = nullptr;
@@ -163,8 +120,6 @@ struct machine {
     std::vector<chunk> shared;
     std::vector<cell> cells;
     int shared_bytes = 0;
-    int64_t conflicts = 0, products = 0, blocks_run = 0;
-    std::vector<float> fp16_values;
 };
 
 machine m;
@@ -235,71 +190,21 @@ void run_another()
          m.num_threads, m.num_finished);
 }
 
-/* Shared memory has 32 banks of 4 bytes. It serves 16 bytes for 8 lanes at once, or 4 for 32; different addresses in
- * the same banks take turns. */
-void count_conflicts(const warp_accesses &of)
-{
-    const int lanes_at_once = of.bytes == CHUNK_BYTES ? 8 : 32;
-    for (int first = 0; first < WARP_SIZE; first += lanes_at_once) {
-        int turns[32] = {}, most = 1;
-        for (int lane = first; lane < first + lanes_at_once; lane++) {
-            bool is_served = (of.lanes >> lane & 1) == 0;
-            for (int before = first; before < lane && !is_served; before++)
-                is_served = (of.lanes >> before & 1) != 0 && of.address[before] == of.address[lane];
-            if (!is_served)
-                most = std::max(most, ++turns[of.address[lane] / (uint32_t)of.bytes % (uint32_t)lanes_at_once]);
-        }
-        m.conflicts += most - 1;
-    }
-}
-
-void note_access(uint32_t address, int bytes)
-{
-    thread &t = m.threads[(size_t)m.current];
-    std::vector<warp_accesses> &accesses = warp_of(m.current).accesses;
-    const size_t index = (size_t)t.accesses++;
-    if (accesses.size() <= index)
-        accesses.resize(index + 1);
-    const int lane = m.current % WARP_SIZE;
-    accesses[index].address[lane] = address;
-    accesses[index].lanes |= 1u << lane;
-    accesses[index].bytes = bytes;
-}
-
-/* The lanes have met: what they accessed one by one is complete. */
-void settle_accesses(int w)
-{
-    warp &of = m.warps[(size_t)w];
-    for (const warp_accesses &accesses : of.accesses)
-        count_conflicts(accesses);
-    of.accesses.clear();
-    for (int lane = 0; lane < WARP_SIZE; lane++)
-        m.threads[(size_t)(w * WARP_SIZE + lane)].accesses = 0;
-}
-
 /* -- shared memory ------------------------------------------------------------------------------------------------- */
 
-/* Whether the access happened with no barrier between it and now, by another thread than t. */
-bool races(const access_mark &mark, int t)
+/* Fails if another thread than t wrote there with no barrier between that and now. */
+void check_race(int t, uint32_t address, const cell &c, const char *what)
 {
-    if (mark.who == NOBODY || mark.who == t || mark.epoch != m.epoch)
-        return false;
-    if (mark.who == SEVERAL_WARPS)
-        return true;
-    const int w = mark.who >= LANES_OF ? mark.who - LANES_OF : mark.who / WARP_SIZE;
-    return w != t / WARP_SIZE || mark.phase == m.warps[(size_t)w].phase;
+    if (c.writer < 0 || c.writer == t || c.epoch != m.epoch)
+        return;
+    if (c.writer / WARP_SIZE != t / WARP_SIZE || c.phase == warp_of(t).phase)
+        fail("shared byte %u is written by thread %d and %s by %d with no barrier between", address - SHARED_BASE,
+             c.writer, what, t);
 }
 
-void mark_access(access_mark &mark, int t, bool several)
+void mark_written(int t, cell &c)
 {
-    const int w = t / WARP_SIZE;
-    const uint32_t phase = m.warps[(size_t)w].phase;
-    int16_t who = (int16_t)t;
-    if (several && mark.who != NOBODY && mark.who != t && mark.epoch == m.epoch) {
-        const int before = mark.who >= LANES_OF ? mark.who - LANES_OF : mark.who / WARP_SIZE;
-        who = mark.who == SEVERAL_WARPS || before != w ? (int16_t)SEVERAL_WARPS : (int16_t)(LANES_OF + w);
-    }
-    mark = {who, m.epoch, phase};
+    c = {t, m.epoch, warp_of(t).phase, true, false};
 }
 
 void check_range(uint32_t address, int bytes)
@@ -316,16 +221,11 @@ char *shared_pointer(uint32_t address)
     return (char *)m.shared.data() + (address - SHARED_BASE);
 }
 
-void check_write(int t, uint32_t address, cell &c)
+void check_write(int t, uint32_t address, const cell &c)
 {
     if (c.is_pending)
         fail("shared byte %u is written while an asynchronous copy writes there", address - SHARED_BASE);
-    if (races(c.written, t))
-        fail("shared byte %u is written by threads %d and %d with no barrier between", address - SHARED_BASE,
-             c.written.who, t);
-    if (races(c.read, t))
-        fail("shared byte %u is read by thread %d and written by %d with no barrier between", address - SHARED_BASE,
-             c.read.who, t);
+    check_race(t, address, c, "written");
 }
 
 void *access_shared(int t, uint32_t address, int bytes, bool write)
@@ -335,18 +235,14 @@ void *access_shared(int t, uint32_t address, int bytes, bool write)
         cell &c = m.cells[(address - SHARED_BASE + (uint32_t)byte) / 4];
         if (write) {
             check_write(t, address, c);
-            mark_access(c.written, t, false);
-            c.is_written = true;
+            mark_written(t, c);
             continue;
         }
         if (c.is_pending)
             fail("shared byte %u is read before the asynchronous copy to it was waited for", address - SHARED_BASE);
         if (!c.is_written)
             fail("shared byte %u is read and was never written", address - SHARED_BASE);
-        if (races(c.written, t))
-            fail("shared byte %u is written by thread %d and read by %d with no barrier between", address - SHARED_BASE,
-                 c.written.who, t);
-        mark_access(c.read, t, true);
+        check_race(t, address, c, "read");
     }
     return shared_pointer(address);
 }
@@ -357,20 +253,6 @@ void read_source(const copy &c)
         memcpy(shared_pointer(c.shared), c.global, CHUNK_BYTES);
     else
         memset(shared_pointer(c.shared), 0, CHUNK_BYTES);
-}
-
-/* -- global memory ------------------------------------------------------------------------------------------------- */
-
-void claim(std::vector<int32_t> &marks, size_t index, bool add)
-{
-    marks[index] = add                                                   ? (int32_t)SUMMED
-                   : marks[index] == 0 || marks[index] == m.block_number ? m.block_number
-                                                                         : (int32_t)SEVERAL_BLOCKS;
-}
-
-bool of_another_block(int32_t mark)
-{
-    return mark != 0 && mark != m.block_number;
 }
 
 /* -- what 32 lanes do together ------------------------------------------------------------------------------------- */
@@ -400,7 +282,7 @@ void multiply(request *const *lanes)
         for (int i = 0; i < 6; i++)
             for (int high = 0; high < 2; high++) {
                 const uint16_t bits = (uint16_t)(words[i] >> (16 * high));
-                const double x = is_bf16 ? from_bf16(bits) : m.fp16_values[bits];
+                const double x = is_bf16 ? from_bf16(bits) : from_fp16(bits);
                 if (i < 4)
                     a[group + i % 2 * 8][pair + i / 2 * 8 + high] = x;
                 else
@@ -416,21 +298,14 @@ void multiply(request *const *lanes)
     for (int lane = 0; lane < WARP_SIZE; lane++)
         for (int i = 0; i < 4; i++)
             lanes[lane]->d[i] = towards_zero(d[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2]);
-    m.products++;
 }
 
 void load(request *const *lanes, int first_thread)
 {
     const bool transposed = lanes[0]->what == LOAD_TRANSPOSED;
     const uint16_t *rows[WARP_SIZE];
-    warp_accesses together;
-    together.lanes = 0xffffffffu;
-    together.bytes = CHUNK_BYTES;
-    for (int lane = 0; lane < WARP_SIZE; lane++) {
+    for (int lane = 0; lane < WARP_SIZE; lane++)
         rows[lane] = (const uint16_t *)access_shared(first_thread + lane, lanes[lane]->address, CHUNK_BYTES, false);
-        together.address[lane] = lanes[lane]->address;
-    }
-    count_conflicts(together);
     for (int lane = 0; lane < WARP_SIZE; lane++)
         for (int matrix = 0; matrix < 4; matrix++) {
             const int group = lane / 4, pair = lane % 4 * 2;
@@ -446,10 +321,8 @@ void shuffle_lanes(request *const *lanes)
     float values[WARP_SIZE];
     for (int lane = 0; lane < WARP_SIZE; lane++)
         values[lane] = lanes[lane]->value;
-    for (int lane = 0; lane < WARP_SIZE; lane++) {
-        const bool is_xor = lanes[lane]->what == SHUFFLE_XOR;
-        lanes[lane]->value = values[(is_xor ? lane ^ lanes[lane]->number : (int)lanes[lane]->b0) % WARP_SIZE];
-    }
+    for (int lane = 0; lane < WARP_SIZE; lane++)
+        lanes[lane]->value = values[(lane ^ lanes[lane]->number) % WARP_SIZE];
 }
 
 void vote(request *const *lanes)
@@ -474,8 +347,7 @@ void perform(int w)
     case MULTIPLY_FP16: return multiply(lanes);
     case LOAD:
     case LOAD_TRANSPOSED: return load(lanes, w * WARP_SIZE);
-    case SHUFFLE_XOR:
-    case SHUFFLE: return shuffle_lanes(lanes);
+    case SHUFFLE_XOR: return shuffle_lanes(lanes);
     case BALLOT: return vote(lanes);
     case WARP_BARRIER: m.warps[(size_t)w].phase++; return;
     }
@@ -489,11 +361,7 @@ void fiber()
     thread &t = m.threads[(size_t)m.current];
     if (!t.copies.empty())
         fail("an asynchronous copy is never waited for");
-    warp &mine = warp_of(m.current);
-    mine.runnable &= ~(1u << m.current % WARP_SIZE);
-    mine.finished |= 1u << m.current % WARP_SIZE;
-    if (mine.finished == 0xffffffffu)
-        settle_accesses(m.current / WARP_SIZE);
+    warp_of(m.current).runnable &= ~(1u << m.current % WARP_SIZE);
     if (++m.num_finished == m.num_threads)
         switch_places(t.at, m.launcher);
     run_another();
@@ -504,7 +372,6 @@ void run_block(int threads, int shared_bytes)
     m.num_threads = threads;
     m.at_barrier = m.num_finished = 0;
     m.epoch = 1;
-    m.blocks_run++;
     m.threads.assign((size_t)threads, thread());
     m.warps.assign((size_t)(threads / WARP_SIZE), warp());
     for (warp &w : m.warps)
@@ -546,7 +413,6 @@ void warp_operation(request &wanted)
     mine.arrived |= 1u << lane;
     mine.runnable &= ~(1u << lane);
     if (mine.arrived == 0xffffffffu) {
-        settle_accesses(w);
         perform(w);
         mine.arrived = 0;
         mine.runnable = 0xffffffffu;
@@ -560,10 +426,8 @@ void block_barrier()
 {
     warp_of(m.current).runnable &= ~(1u << m.current % WARP_SIZE);
     if (++m.at_barrier == m.num_threads) {
-        for (size_t w = 0; w < m.warps.size(); w++) {
-            settle_accesses((int)w);
-            m.warps[w].runnable = 0xffffffffu;
-        }
+        for (warp &w : m.warps)
+            w.runnable = 0xffffffffu;
         m.at_barrier = 0;
         m.epoch++;
     }
@@ -572,11 +436,10 @@ void block_barrier()
 
 void *shared_access(uint32_t address, int bytes, bool write)
 {
-    note_access(address, bytes);
     return access_shared(m.current, address, bytes, write);
 }
 
-void global_access(const void *address, int64_t bytes, int alignment, bool write, bool add)
+void global_access(const void *address, int64_t bytes, int alignment, bool write)
 {
     const uintptr_t begin = (uintptr_t)address, end = begin + (uintptr_t)bytes;
     if (begin % (uintptr_t)alignment != 0)
@@ -584,30 +447,14 @@ void global_access(const void *address, int64_t bytes, int alignment, bool write
     const auto holds = [&](const extent &e) { return e.begin <= begin && end <= e.end; };
     if (m.last_extent >= m.extents.size() || !holds(m.extents[m.last_extent]))
         m.last_extent = (size_t)(std::find_if(m.extents.begin(), m.extents.end(), holds) - m.extents.begin());
-    if (m.last_extent == m.extents.size()) {
+    if (m.last_extent == m.extents.size())
         fail("%s of %lld global bytes outside of every extent", write ? "write" : "read", (long long)bytes);
-        return;
-    }
-    extent &e = m.extents[m.last_extent];
-    if (!e.writable) {
-        if (write)
-            fail("write to global memory that is only to be read");
-        return;
-    }
-    for (uintptr_t byte = begin; byte < end; byte += 4) {
-        const size_t index = (byte - e.begin) / 4;
-        const int32_t writer = e.writer[index], reader = e.reader[index];
-        if (add ? writer != SUMMED && of_another_block(writer) : of_another_block(writer))
-            fail("global memory written by another block of the launch is %s", write ? "written" : "read");
-        if (write && of_another_block(reader))
-            fail("global memory read by another block of the launch is written");
-        claim(write ? e.writer : e.reader, index, add);
-    }
+    if (write && m.last_extent < m.extents.size() && !m.extents[m.last_extent].writable)
+        fail("write to global memory that is only to be read");
 }
 
 void copy_async(uint32_t shared, const void *global, bool valid)
 {
-    note_access(shared, CHUNK_BYTES);
     check_range(shared, CHUNK_BYTES);
     if (valid)
         global_access(global, CHUNK_BYTES, CHUNK_BYTES, false);
@@ -639,12 +486,8 @@ void copy_async_wait(int groups)
             continue;
         if (!c.at_once)
             read_source(c);
-        for (int word = 0; word < 4; word++) {
-            cell &of = m.cells[(c.shared - SHARED_BASE) / 4 + (uint32_t)word];
-            of.is_pending = false;
-            of.is_written = true;
-            mark_access(of.written, m.current, false);
-        }
+        for (int word = 0; word < 4; word++)
+            mark_written(m.current, m.cells[(c.shared - SHARED_BASE) / 4 + (uint32_t)word]);
     }
     t.copies.erase(std::remove_if(t.copies.begin(), t.copies.end(), [&](const copy &c) { return !is_late(c); }),
                    t.copies.end());
@@ -666,10 +509,6 @@ int launch(index3 blocks, int threads, int shared_bytes, void (*body)(const void
         m.failed = true;
         return LAUNCH_FAILURE;
     }
-    for (extent &e : m.extents) {
-        e.writer.assign(e.writable ? (e.end - e.begin + 3) / 4 : 0, 0);
-        e.reader = e.writer;
-    }
     std::vector<int64_t> order((size_t)((int64_t)blocks.x * blocks.y * blocks.z));
     for (size_t i = 0; i < order.size(); i++)
         order[i] = (int64_t)i;
@@ -677,7 +516,6 @@ int launch(index3 blocks, int threads, int shared_bytes, void (*body)(const void
         std::swap(order[i - 1], order[random_number() % i]);
     for (const int64_t index : order) {
         m.block = {(int)(index % blocks.x), (int)(index / blocks.x % blocks.y), (int)(index / blocks.x / blocks.y)};
-        m.block_number = (int32_t)index + 1;
         run_block(threads, shared_bytes);
         if (m.failed)
             return LAUNCH_FAILURE;
@@ -687,7 +525,12 @@ int launch(index3 blocks, int threads, int shared_bytes, void (*body)(const void
 
 float from_fp16(uint16_t bits)
 {
-    return m.fp16_values[bits];
+    return _cvtsh_ss(bits);
+}
+
+uint16_t to_fp16(float x)
+{
+    return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
 }
 
 uint16_t to_bf16(float x)
@@ -698,41 +541,6 @@ uint16_t to_bf16(float x)
         return 0x7fff;
     return (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16);
 }
-
-uint16_t to_fp16(float x)
-{
-    const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
-    const double size = std::fabs((double)x);
-    if (x != x)
-        return 0x7fff;
-    if (size >= 65520) /* half a step above the largest */
-        return sign | 0x7c00;
-    if (size < 0x1p-14) /* steps of 2^-24; rounding up to the smallest normal number is right as it is */
-        return sign | (uint16_t)std::nearbyint(size * 0x1p24);
-    int exponent;
-    const double fraction = std::frexp(size, &exponent); /* in [0.5, 1) */
-    const int mantissa = (int)std::nearbyint(fraction * 2048);
-    return sign | (uint16_t)(((exponent + 14) << 10) + (mantissa - 1024)); /* a mantissa of 2048 carries over */
-}
-
-namespace
-{
-
-struct fp16_table {
-    fp16_table()
-    {
-        m.fp16_values.resize(65536);
-        for (int bits = 0; bits < 65536; bits++) {
-            const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
-            double x = exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25);
-            if (exponent == 31)
-                x = mantissa != 0 ? std::numeric_limits<double>::quiet_NaN() : std::numeric_limits<double>::infinity();
-            m.fp16_values[(size_t)bits] = (float)(bits & 0x8000 ? -x : x);
-        }
-    }
-} const fill_fp16_table;
-
-} // namespace
 
 } // namespace emulation
 } // namespace s1f
@@ -751,18 +559,16 @@ S1F_EXPORT void s1f_emulation_reset(uint64_t seed)
     m.error[0] = '\0';
     m.failed = false;
     m.extents.clear();
-    m.conflicts = m.products = m.blocks_run = 0;
 }
 
 /* Global memory that kernels may read, or also write. */
 S1F_EXPORT void s1f_emulation_add_extent(const void *begin, int64_t bytes, int writable)
 {
-    m.extents.push_back({(uintptr_t)begin, (uintptr_t)begin + (uintptr_t)bytes, writable != 0, {}, {}});
+    m.extents.push_back({(uintptr_t)begin, (uintptr_t)begin + (uintptr_t)bytes, writable != 0});
 }
 
-S1F_EXPORT void s1f_emulation_set(int mutation, int shared_limit)
+S1F_EXPORT void s1f_emulation_set(int shared_limit)
 {
-    s1f::emulation::mutation = mutation;
     s1f::emulation::shared_limit = shared_limit;
 }
 
@@ -770,13 +576,5 @@ S1F_EXPORT void s1f_emulation_set(int mutation, int shared_limit)
 S1F_EXPORT const char *s1f_emulation_error(void)
 {
     return m.error;
-}
-
-/* Since the reset: turns that shared memory took beyond one per access, products of 16 x 8 x 16, blocks. */
-S1F_EXPORT void s1f_emulation_counts(int64_t *conflicts, int64_t *products, int64_t *blocks)
-{
-    *conflicts = m.conflicts;
-    *products = m.products;
-    *blocks = m.blocks_run;
 }
 }

@@ -5,14 +5,13 @@
  * order. What a GPU leaves undefined is an error here, or happens at random by the seed:
  *   - an asynchronous copy reads and writes when it is issued, or when it is waited for; till then its destination is
  *     NaN, and reading it, or writing to it, is an error
- *   - two threads that touch the same shared memory without a barrier between, one of them writing, are an error; so
- *     are two blocks that do so in global memory, but for sums by global_add
+ *   - two threads that touch the same shared memory without a barrier between, the first of them writing, are an error
  *   - shared memory is NaN at first, and reading it before it is written is an error
  *   - whatever lies outside of shared memory, or of the extents of global memory that the test named, is an error; so
  *     are unaligned addresses, lanes of a warp or threads of a block that do not all arrive, and copies without a wait
  * The first error ends the launch and is kept as text. Matrix products are exact, and rounded once, towards zero:
  * tensor cores do about that. Built with -ffp-contract=fast, products that are added become FMAs, as nvcc makes them.
- * Nothing here tells how long anything takes, but for bank conflicts, which are counted. */
+ * Nothing here tells how long anything takes. */
 #ifndef S1F_TESTS_EMULATION_H
 #define S1F_TESTS_EMULATION_H
 
@@ -24,7 +23,7 @@ namespace s1f
 namespace emulation
 {
 
-enum operation { MULTIPLY_BF16, MULTIPLY_FP16, LOAD, LOAD_TRANSPOSED, SHUFFLE_XOR, SHUFFLE, BALLOT, WARP_BARRIER };
+enum operation { MULTIPLY_BF16, MULTIPLY_FP16, LOAD, LOAD_TRANSPOSED, SHUFFLE_XOR, BALLOT, WARP_BARRIER };
 
 struct request { /* of a lane to its warp; pointers are to arrays of the kernel's, on the fiber's stack */
     operation what;
@@ -37,13 +36,20 @@ struct request { /* of a lane to its warp; pointers are to arrays of the kernel'
     uint32_t address;
 };
 
+inline request request_of(operation what)
+{
+    request wanted = {};
+    wanted.what = what;
+    return wanted;
+}
+
 int current_thread();
 index3 current_block();
 void warp_operation(request &wanted);
 void block_barrier();
 /* Address of shared memory, once it was checked. */
 void *shared_access(uint32_t address, int bytes, bool write);
-void global_access(const void *address, int64_t bytes, int alignment, bool write, bool add = false);
+void global_access(const void *address, int64_t bytes, int alignment, bool write);
 void copy_async(uint32_t shared, const void *global, bool valid);
 void copy_async_commit();
 void copy_async_wait(int groups);
@@ -53,7 +59,6 @@ uint16_t to_fp16(float x);
 uint16_t to_bf16(float x);
 
 enum { SHARED_BASE = 1024 };
-extern int mutation;
 extern int shared_limit;
 
 } // namespace emulation
@@ -80,8 +85,7 @@ inline void block_barrier()
 
 inline void warp_barrier()
 {
-    emulation::request wanted = {};
-    wanted.what = emulation::WARP_BARRIER;
+    emulation::request wanted = emulation::request_of(emulation::WARP_BARRIER);
     emulation::warp_operation(wanted);
 }
 
@@ -100,53 +104,57 @@ template <int N> inline void copy_async_wait()
     emulation::copy_async_wait(N);
 }
 
+namespace emulation
+{
+inline void load_matrices(operation what, uint32_t *words, uint32_t address)
+{
+    request wanted = request_of(what);
+    wanted.words = words;
+    wanted.address = address;
+    warp_operation(wanted);
+}
+
+template <typename T> inline T shared_load(uint32_t address)
+{
+    T found;
+    memcpy(&found, shared_access(address, sizeof found, false), sizeof found);
+    return found;
+}
+
+template <typename T> inline void shared_store(uint32_t address, const T &value)
+{
+    memcpy(shared_access(address, sizeof value, true), &value, sizeof value);
+}
+} // namespace emulation
+
 inline void load_matrices(uint32_t (&r)[4], uint32_t row_address)
 {
-    emulation::request wanted = {};
-    wanted.what = emulation::LOAD;
-    wanted.words = r;
-    wanted.address = row_address;
-    emulation::warp_operation(wanted);
+    emulation::load_matrices(emulation::LOAD, r, row_address);
 }
 
 inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t row_address)
 {
-    emulation::request wanted = {};
-    wanted.what = emulation::LOAD_TRANSPOSED;
-    wanted.words = r;
-    wanted.address = row_address;
-    emulation::warp_operation(wanted);
+    emulation::load_matrices(emulation::LOAD_TRANSPOSED, r, row_address);
 }
 
 inline chunk shared_load_16(uint32_t address)
 {
-    chunk c;
-    memcpy(&c, emulation::shared_access(address, sizeof c, false), sizeof c);
-    return c;
+    return emulation::shared_load<chunk>(address);
 }
 
 inline void shared_store_16(uint32_t address, const chunk &c)
 {
-    memcpy(emulation::shared_access(address, sizeof c, true), &c, sizeof c);
-}
-
-inline uint32_t shared_load_4(uint32_t address)
-{
-    uint32_t word;
-    memcpy(&word, emulation::shared_access(address, sizeof word, false), sizeof word);
-    return word;
+    emulation::shared_store(address, c);
 }
 
 inline float_pair shared_load_pair(uint32_t address)
 {
-    float_pair pair;
-    memcpy(&pair, emulation::shared_access(address, sizeof pair, false), sizeof pair);
-    return pair;
+    return emulation::shared_load<float_pair>(address);
 }
 
 inline void shared_store_4(uint32_t address, uint32_t word)
 {
-    memcpy(emulation::shared_access(address, sizeof word, true), &word, sizeof word);
+    emulation::shared_store(address, word);
 }
 
 template <typename T> inline T global_load(const T *address)
@@ -163,7 +171,7 @@ template <typename T> inline void global_store(T *address, const T &value)
 
 inline void global_add(float *address, float value)
 {
-    emulation::global_access(address, sizeof(float), alignof(float), true, true);
+    emulation::global_access(address, sizeof(float), alignof(float), true);
     *address += value;
 }
 
@@ -192,8 +200,7 @@ inline emulation::operation multiplication(fp16)
 template <typename Element>
 inline void matrix_multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
 {
-    emulation::request wanted = {};
-    wanted.what = multiplication(Element());
+    emulation::request wanted = emulation::request_of(multiplication(Element()));
     wanted.d = d;
     wanted.a = a;
     wanted.b0 = b0;
@@ -203,28 +210,16 @@ inline void matrix_multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t 
 
 inline float shuffle_xor(float value, int mask)
 {
-    emulation::request wanted = {};
-    wanted.what = emulation::SHUFFLE_XOR;
+    emulation::request wanted = emulation::request_of(emulation::SHUFFLE_XOR);
     wanted.number = mask;
     wanted.value = value;
     emulation::warp_operation(wanted);
     return wanted.value;
 }
 
-inline float shuffle(float value, int lane)
-{
-    emulation::request wanted = {};
-    wanted.what = emulation::SHUFFLE;
-    wanted.value = value;
-    wanted.b0 = (uint32_t)lane;
-    emulation::warp_operation(wanted);
-    return wanted.value;
-}
-
 inline uint32_t warp_ballot(bool condition)
 {
-    emulation::request wanted = {};
-    wanted.what = emulation::BALLOT;
+    emulation::request wanted = emulation::request_of(emulation::BALLOT);
     wanted.b0 = condition;
     emulation::warp_operation(wanted);
     return wanted.b1;

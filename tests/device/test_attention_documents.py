@@ -6,7 +6,9 @@ On CPU tensors, over stand-ins of these ops that leave unwritten memory NaN; the
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import aten_stand_ins
@@ -20,7 +22,7 @@ from slices import full_only
 from torch import Tensor
 
 from seq1f1b import proof
-from seq1f1b.device import attention_documents, cuda_attention, document_layout, kernel_library
+from seq1f1b.device import attention_ways, cuda_attention, document_layout, kernel_library
 from seq1f1b.device.attention_ways import Options
 from seq1f1b.device.document_layout import Layout
 from seq1f1b.ops.attention import causal_attention
@@ -119,7 +121,7 @@ def test_nothing_is_read_while_a_graph_is_captured(calls: list[Call], monkeypatc
 
 
 def prove(head_dim: int = 64) -> None:
-    attention_documents.prove(torch.bfloat16, head_dim, torch.device("cpu"))
+    cuda_attention.prove("documents", torch.bfloat16, head_dim, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("head_dim", [64, 192])
@@ -186,8 +188,8 @@ DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "a bound off by one": (Layout, "bounds", shifted_bounds),
     "a row without a document": (Layout, "bounds", short_bounds),
     "bounds of another row": (Layout, "bounds", bounds_of_the_first_row),
-    "no keys before the segment": (attention_documents, "_first_key", lambda row, offset, window: offset),
-    "keys before the document": (attention_documents, "_first_key", lambda row, offset, window: 0),
+    "no keys before the segment": (attention_ways, "_first_key_of", lambda row, offset, window: offset),
+    "keys before the document": (attention_ways, "_first_key_of", lambda row, offset, window: 0),
     "a key too many": (document_layout, "layouts", changed_row(start=lambda start: max(0, start - 1))),
     "a key too few": (document_layout, "layouts", changed_row(start=lambda start: start + 1)),
     "a query of the first document too few": (document_layout, "layouts", changed_row(num_first=lambda n: n - 1)),
@@ -213,15 +215,8 @@ def test_a_defect_fails_the_check(name: str, calls: list[Call], monkeypatch: pyt
 
 
 def test_keys_that_no_query_sees_get_zeros(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
-    """If gradients are stored, rows before the first document hold nothing: a plan that skips them fails."""
-    plan_of_row = attention_documents._plan_of_row
-
-    def without_zeros(*arguments: Any) -> Any:
-        plan = plan_of_row(*arguments)
-        plan.hides_first = False
-        return plan
-
-    monkeypatch.setattr(attention_documents, "_plan_of_row", without_zeros)
+    """If gradients are stored, rows before the first document hold nothing: a backward that skips them fails."""
+    monkeypatch.setattr(attention_ways, "min", lambda *given: 0 if len(given) == 1 else min(*given), raising=False)
     with pytest.raises(AssertionError, match="is off by nan"):
         prove()
 
@@ -236,7 +231,7 @@ def test_the_order_of_ways(
     is_built: bool, is_timed: bool, is_right: bool, calls: list[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Our kernels if they were timed on such a GPU, torch's flash ops, our kernels in any case, matrix products."""
-    monkeypatch.setattr(attention_documents, "is_right", lambda *use: is_right)
+    monkeypatch.setattr(cuda_attention, "_is_proven", lambda *use: is_right)
     monkeypatch.setattr(kernel_library, "is_timed", lambda name, q: is_built and is_timed)
     monkeypatch.setattr(kernel_library, "choose", lambda name, q: object() if is_built else None)
     none = torch.empty(0)
@@ -244,34 +239,34 @@ def test_the_order_of_ways(
     q = torch.empty(2, 4, 20, 64, dtype=torch.bfloat16)
     by_ours = "own" if is_built and (is_timed or not is_right) else ""
     assert cuda_attention.way(q, 64, options) == (by_ours or ("documents" if is_right else "plain"))
-    for changed in (options._replace(softcap=3.0), options._replace(in_pieces=True)):
-        assert cuda_attention.way(q, 64, changed) == ("own" if is_built else "plain")
+    for changed, in_pieces in ((options._replace(softcap=3.0), False), (options, True)):
+        assert cuda_attention.way(q, 64, changed, in_pieces=in_pieces) == ("own" if is_built else "plain")
     assert cuda_attention.way(q, 64, options._replace(slopes=torch.ones(4))) == "plain"
     assert cuda_attention.way(q.float(), 64, options) == "plain"
 
 
-def test_a_way_that_fails_its_check_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each dtype and head size, and with a warning that names it."""
+@pytest.mark.parametrize("name", cuda_attention._CHECKED)
+def test_a_way_that_fails_its_check_is_not_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each dtype and head size, and with a warning that names it and what takes its place."""
     proved: list[tuple[torch.dtype, int]] = []
 
-    def prove(dtype: torch.dtype, head_dim: int, device: torch.device) -> None:
+    def prove(way: str, dtype: torch.dtype, head_dim: int, device: torch.device) -> None:
         proved.append((dtype, head_dim))
-        assert head_dim == 64, "dq of documents is off by 1.0e+00 of its norm"
+        assert way == name and head_dim == 64, "dq of a case is off by 1.0e+00 of its norm"
 
-    of_way = attention_documents._proofs
-    monkeypatch.setattr(
-        attention_documents, "_proofs", proof.Proofs(of_way.family, of_way.instead, remedy=of_way.remedy)
-    )
-    monkeypatch.setattr(attention_documents, "prove", prove)
+    what, cases, now = cuda_attention._CHECKED[name]
+    fresh = proof.Proofs(now.instead, remedy=now.remedy)
+    monkeypatch.setitem(cuda_attention._CHECKED, name, (what, cases, fresh))
+    monkeypatch.setattr(cuda_attention, "prove", prove)
+    monkeypatch.setattr(cuda_attention, "_cudnn_takes", lambda *use: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    device, found = torch.device("cuda", 0), []
-    with pytest.warns(UserWarning, match=r"flash ops \(float16, heads of 80\) failed its check on cuda:0, a GPU: dq"):
-        for _ in range(2):
-            for use in ((torch.bfloat16, 64), (torch.float16, 80)):
-                found.append((attention_documents.is_right(*use, device), attention_documents.is_final(*use, device)))
-    assert found == [(True, True), (False, True)] * 2
+    uses = [SimpleNamespace(dtype=dtype, device=torch.device("cuda", 0)) for dtype in (torch.bfloat16, torch.float16)]
+    words = re.escape(f"{what} (float16, heads of 80) failed its check on cuda:0, a GPU: dq of")
+    words += f".*{re.escape(f'{now.instead} {now.remedy}')}"
+    with pytest.warns(UserWarning, match=words) as said:
+        found = [[cuda_attention._is_proven(name, *of) for of in zip(uses, (64, 80), strict=True)] for _ in range(2)]
+    assert found == [[True, False]] * 2 and len(said) == 1
     assert proved == [(torch.bfloat16, 64), (torch.float16, 80)]
-    assert not attention_documents.is_final(torch.float16, 64, device)
 
 
 # -- what is asked of the host ---------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,8 +24,8 @@ from torch import Tensor
 import seq1f1b
 import seq1f1b.runtime.engine
 import seq1f1b.transport
-from seq1f1b import _C, proof
-from seq1f1b.device import attention_proof, cuda_attention, kernel_library, placement
+from seq1f1b import _C
+from seq1f1b.device import attention_calls, cuda_attention, placement
 from seq1f1b.ops.attention import causal_attention, layer_handle, positions
 from seq1f1b.runtime.step import Step
 from seq1f1b.testing import run_ranks
@@ -107,10 +106,9 @@ CUDNN, FLASH = "_scaled_dot_product_cudnn_attention", "_flash_attention_forward"
 
 @pytest.fixture
 def cudnn_calls(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """cuDNN takes every shape that torch would hand to it, from its first call on."""
+    """cuDNN takes every shape that it can, from its first call on."""
     monkeypatch.setattr(cuda_attention, "_has_cudnn", lambda device: not torch.are_deterministic_algorithms_enabled())
-    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda params: True)
-    monkeypatch.setattr(cuda_attention, "PLAN_FLOPS", 0.0)
+    monkeypatch.setattr(cuda_attention, "OFTEN", 0)
     return calls
 
 
@@ -138,95 +136,59 @@ def test_cudnn_takes_no_options(name: str, cudnn_calls: list[Call]) -> None:
     assert not [call for call in cudnn_calls if call[0].startswith(CUDNN)]
 
 
-def test_a_plan_is_made_for_a_shape_that_comes_often(cudnn_calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each shape on its own, and anew in each thread; under deterministic algorithms for none."""
-    qkv = random_qkv(4, 2, head_dim=8, dtype=torch.bfloat16)
-    monkeypatch.setattr(cuda_attention, "PLAN_FLOPS", 2.5 * 2 * 2 * qkv[0].numel() * 12 / 2)
+def test_a_shape_goes_by_cudnn_once_it_has_come_often(cudnn_calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shape on its own, forward and backward; under deterministic algorithms none, and what comes once is
+    forgotten."""
+    monkeypatch.setattr(cuda_attention, "OFTEN", 3)
+    qkv = [t.requires_grad_() for t in random_qkv(4, 2, head_dim=8, dtype=torch.bfloat16)]
 
     def ways(tokens: int, times: int) -> list[bool]:
         cudnn_calls.clear()
         for _ in range(times):
-            causal_attention(*(t[:, :, :tokens].contiguous() for t in qkv), layer=0)
-        return [call[0] == CUDNN for call in cudnn_calls]
+            out = causal_attention(*(t[:, :, :tokens].contiguous() for t in qkv), layer=0)
+            out.backward(out.detach())
+        found = [call[0].startswith(CUDNN) for call in cudnn_calls]
+        assert found[::2] == found[1::2]
+        return found[::2]
 
     assert ways(12, 5) == [False] * 3 + [True] * 2
     assert ways(11, 4) == [False] * 3 + [True]
     assert ways(12, 2) == [True] * 2
-    with ThreadPoolExecutor(1) as other:
-        assert other.submit(ways, 12, 4).result() == [False] * 3 + [True]
     torch.use_deterministic_algorithms(True)
     try:
         assert ways(12, 2) == [False] * 2
     finally:
         torch.use_deterministic_algorithms(False)
+    assert cuda_attention._passes.cache_info().maxsize == cuda_attention.MOST_SHAPES
 
 
-def test_shapes_that_come_once_are_forgotten(cudnn_calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
-    qkv = random_qkv(4, 2, tokens=60, head_dim=8, dtype=torch.bfloat16)
-    monkeypatch.setattr(cuda_attention, "MOST_SHAPES", 8)
-    causal_attention(*(t[:, :, :60] for t in qkv), layer=0)
-    monkeypatch.setattr(cuda_attention, "PLAN_FLOPS", 1e12)
-    for tokens in range(2, 50):
-        causal_attention(*(t[:, :, :tokens] for t in qkv), layer=0)
-    plans = cuda_attention._plans
-    assert len(plans.recent) + len(plans.before) <= 8 and len(plans.of_cudnn) == 1
-    cudnn_calls.clear()
-    causal_attention(*(t[:, :, :60] for t in qkv), layer=0)
-    assert [name for name, *_ in cudnn_calls] == [CUDNN]
+@pytest.mark.parametrize("length", [64, 192, 320, 63, 128, 200])
+def test_cudnn_gets_no_64_keys_behind_whole_tiles(length: int) -> None:
+    """Tiles have 128 keys. Its backward makes NaN of such keys before the own ones on Hopper (cudnn-frontend#628)."""
+    for longest in (length + 8, 100, 192):
+        calls = attention_calls.calls_of("cudnn", attention_calls.chain(length + 8), 8, 0, longest, True)
+        sizes = [call.size for call in calls if not call.is_own]
+        assert sum(sizes) == length and all(size % 128 != 64 for size in sizes)
+        assert [call.begin for call in calls[1:]] == [sum(sizes[:i]) for i in range(len(sizes))]
 
 
-# -- plans -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_plan_is_made_once_for_each_shape(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And anew when what it follows from is switched; it holds no tensor, so it keeps no memory and no address."""
-    made: list[str] = []
-    make = cuda_attention._make_plan
-    monkeypatch.setattr(cuda_attention, "_make_plan", lambda *a: made.append(a[0]) or make(*a))
-    qkv, dout = (random_qkv(4, 2, head_dim=8, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
-
-    def step() -> int:
-        made.clear()
-        segmented([5, 7], {}, [qkv], [dout[0]])
-        return len(made)
-
-    assert [step(), step(), step()] == [4, 0, 0]
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert [step(), step()] == [4, 0]
-    finally:
-        torch.use_deterministic_algorithms(False)
-    monkeypatch.setattr(kernel_library, "preferred", "library")
-    assert [step(), step()] == [4, 0]
-    for plan in (*cuda_attention._plans.recent.values(), *cuda_attention._plans.before.values()):
-        held = [getattr(plan, name) for name in plan.__slots__]
-        assert not any(isinstance(each, Tensor) for each in held)
-
-
-def test_a_plan_is_not_kept_while_a_kernel_has_yet_to_prove_itself(
-    calls: list[Call], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("version", "capability", "found"),
+    [(91501, (9, 0), True), (92000, (10, 3), True), (91500, (9, 0), False), (92000, (8, 9), False),
+     (92000, (12, 0), False), (None, (9, 0), False)],
+)  # fmt: skip
+def test_where_cudnn_is_taken(
+    version: int | None, capability: tuple[int, int], found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another thread's check takes long: this thread's calls go by matrix products meanwhile, and not for ever."""
-    operation = kernel_library.Operation("attention_forward", "", "", "", (), None)
-    proofs = proof.Proofs("", "")
-    for name, value in {
-        "preferred": "", "_choices": {}, "_proofs": proofs, "_can_run": lambda device: True,
-        "_wanted": lambda *of_call: operation,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(kernel_library, name, value)
-    monkeypatch.setattr(proof.Proofs, "PATIENCE", 0.01)
-    monkeypatch.setattr(attention_proof, "prove", lambda launch, use: None)
-    q, keys, values = random_qkv(4, 2, head_dim=64, tokens=5, dtype=torch.bfloat16)
-    empty = torch.empty(0)
-    options = cuda_attention.Options(empty, empty, empty, empty, 0.125, 0, 20.0)
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.setattr(cuda_attention, "_capability", lambda device: capability)
+    assert cuda_attention._has_cudnn(torch.device("cuda", 0)) is found
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+    assert not cuda_attention._has_cudnn(torch.device("cuda", 0))
 
-    def plan() -> Any:
-        return cuda_attention._plan("attention_forward", (q, keys, values), options)
 
-    with proofs.lock:
-        assert plan().way == "plain"
-    found = plan()
-    assert found.way == "own" and found.operation is operation and plan() is found
+# -- ranges of keys ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,13 @@
-"""Do our CUDA kernels do their work where a training step calls them? On the emulation of tests/cuda, not on a GPU.
+"""Do our CUDA kernels compute attention where a training step calls them? On the emulation of tests/cuda, not on GPUs.
 
-The kernels' own source stands in place of torch's ops: from causal_attention over the KV cache, the extension and the
-launcher to the results.
+From causal_attention over the KV cache, the extension and the launcher to the results: the kernels' own source stands
+in place of torch's ops. What the emulation checks by itself (races, copies that are not waited for, bounds) makes every
+run here fail; tests/cuda/emulation.h lists it. On a GPU benchmarks/gpu.py runs the same kernels.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,125 +15,160 @@ from typing import Any
 import pytest
 import torch
 from aten_stand_ins import Call, cuda_kernels_on_the_cpu
-from attention_runs import gradients, random_qkv, segmented
-from emulated_cuda import build, emulated_kernels
-from slices import each_value
+from attention_runs import errors, gradients, random_qkv, segmented
+from emulated_cuda import SHARED_99_KB, build, emulated_kernels
+from path_runs import by_paths, by_units
+from simulated_step import SimulatedStep
 from test_cuda_attention import check
 
 from seq1f1b import proof
-from seq1f1b.device import attention_documents, attention_proof, kernel_library
+from seq1f1b.device import attention_proof, cuda_attention, kernel_library
 from seq1f1b.ops.attention import causal_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that kernels are replaced
 
-TOKENS, SIZES = 100, [66, 1, 33]  # a tile of 64 rows and a part of one
-OPTIONS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "window": {"window": 40},
-    "softcap": {"softcap": 5.0},
-    "scale": {"scale": 0.3},
-    "documents": {"doc_ids": torch.arange(2 * TOKENS).view(2, TOKENS) // 37},
-    "all": {"window": 90, "softcap": 5.0, "scale": 0.3, "doc_ids": torch.arange(2 * TOKENS).view(2, TOKENS) // 67},
-}
+BF16, FP16 = torch.bfloat16, torch.float16
+Calls = tuple[list[Call], list[str]]
+"""What was called of torch's ops, and launched of our kernels."""
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    work = tmp_path_factory.mktemp("emulated")
-    build([f"kernels/cuda/sm80_{name}.cu" for name in kernel_library.OPERATIONS], work)
-    return work / "emulated.so"
+    return build(tmp_path_factory.mktemp("emulated"))
 
 
 @pytest.fixture
-def calls(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Call], list[str]]]:
-    """The emulated kernels in place of torch's ops: what was called of either."""
+def calls(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     monkeypatch.setattr(kernel_library, "preferred", "own")
     with emulated_kernels(library) as launched, cuda_kernels_on_the_cpu() as of_aten:
         yield of_aten, launched
 
 
-@pytest.mark.parametrize(
-    "name, dtype, head_dim", each_value(list(OPTIONS), [(torch.bfloat16, 64), (torch.float16, 128)]), ids=str
-)
-def test_segments_equal_the_formula(
-    name: str, dtype: torch.dtype, head_dim: int, calls: tuple[list[Call], list[str]]
-) -> None:
-    heads = {"dtype": dtype, "head_dim": head_dim, "tokens": TOKENS}
-    qkv, dout = (random_qkv(4, 2, seed=seed, **heads) for seed in (0, 1))
-    options = OPTIONS[name]
-    check(segmented(SIZES, options, [qkv], [dout[0]])[0], options, qkv, dout[0])
-    check(gradients(lambda *t: causal_attention(*t, layer=0, **options), *qkv, dout[0]), options, qkv, dout[0])
+def documents(*lengths: int, batch: int = 2) -> dict[str, Any]:
+    """Ids go 0, 1, ... and start again after 3, so that documents come back; each row has other boundaries."""
+    numbers = torch.arange(len(lengths)) % 4
+    rows = [torch.repeat_interleave(numbers, torch.tensor(lengths).roll(row)) for row in range(batch)]
+    return {"doc_ids": torch.stack(rows).to(torch.int32)}
+
+
+# Sizes of segments, heads of queries and of keys, head_dim, dtype, options. Tiles have 64 or 128 rows.
+CASES: list[tuple[list[int], tuple[int, int], int, torch.dtype, dict[str, Any]]] = [
+    ([66, 1, 33], (4, 2), 64, BF16, {}),
+    ([1], (2, 1), 128, FP16, {}),
+    ([64, 63], (2, 2), 128, BF16, {"scale": 0.3}),
+    ([126, 74], (3, 3), 128, FP16, {}),
+    ([120, 30], (8, 1), 64, BF16, {}),  # several parts by the launcher's choice
+    ([70, 60], (2, 1), 128, BF16, {"scale": 1.5}),  # logits of +-60
+    ([300, 30], (1, 1), 128, BF16, {"window": 100}),
+    ([129, 201], (2, 1), 64, FP16, {"window": 64}),
+    ([150, 50], (2, 1), 64, BF16, {"window": 1}),
+    ([100, 50], (2, 1), 128, FP16, {"softcap": 2.0}),
+    ([200, 130], (2, 1), 64, BF16, documents(50, 143, 1, 60, 76)),
+    ([200, 130], (1, 1), 128, FP16, documents(10, 20, 90, 180, 30)),
+    ([310, 20], (2, 1), 64, FP16, {"window": 90, "softcap": 3.0, **documents(128, 64, 138)}),
+]
+IDS = [f"{sizes} {heads} {head_dim} {dtype} {'+'.join(options)}" for sizes, heads, head_dim, dtype, options in CASES]
+
+
+def check_case(index: int) -> None:
+    sizes, heads, head_dim, dtype, options = CASES[index]
+    given = {"tokens": sum(sizes), "head_dim": head_dim, "dtype": dtype}
+    qkv, dout = (random_qkv(*heads, seed=seed, **given) for seed in (0, 1))
+    check(segmented(sizes, options, [qkv], [dout[0]])[0], options, qkv, dout[0])
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=IDS)
+def test_segments_equal_the_formula(index: int, calls: Calls) -> None:
+    check_case(index)
     of_aten, launched = calls
-    runs = len(SIZES) + 1
-    assert sorted(launched) == sorted(kernel_library.ATTENTION * runs)
-    assert of_aten == []
+    ours = [name for name in launched if name in kernel_library.ATTENTION]
+    assert sorted(ours) == sorted(kernel_library.ATTENTION * len(CASES[index][0])) and of_aten == []
 
 
-def test_deterministic_gradients_have_the_same_bits(calls: tuple[list[Call], list[str]]) -> None:
-    qkv, dout = (random_qkv(4, 1, seed=seed, dtype=torch.bfloat16, head_dim=64, tokens=TOKENS) for seed in (0, 1))
+@pytest.mark.parametrize("index", [0, 3, 6, 10, 11])
+def test_tiles_for_less_shared_memory(index: int, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the backward on sm_86, sm_89 and sm_120."""
+    monkeypatch.setattr(kernel_library, "preferred", "own")
+    with emulated_kernels(library, SHARED_99_KB) as launched, cuda_kernels_on_the_cpu():
+        check_case(index)
+    assert "attention_backward" in launched
+
+
+def test_whole_sequences_and_other_layouts(calls: Calls) -> None:
+    """Outside of a step, and of rows with space between."""
+    qkv, dout = (random_qkv(4, 2, seed=seed, dtype=BF16, head_dim=72, tokens=100) for seed in (0, 1))
+    qkv, dout = ([t[..., :64] for t in tensors] for tensors in (qkv, dout))
+    check(gradients(lambda *t: causal_attention(*t, layer=0), *qkv, dout[0]), {}, qkv, dout[0])
+    assert calls == ([], list(kernel_library.ATTENTION))
+
+
+@pytest.mark.parametrize("index", [0, 3, 8, 12])
+def test_deterministic_gradients_have_the_same_bits(index: int, calls: Calls) -> None:
+    """Whatever the order of blocks, threads and copies; by kernels of their own, which are right too."""
+    sizes, heads, head_dim, dtype, options = CASES[index]
+    given = {"tokens": sum(sizes), "head_dim": head_dim, "dtype": dtype}
+    qkv, dout = (random_qkv(*heads, seed=seed, **given) for seed in (0, 1))
     torch.use_deterministic_algorithms(True)
     try:
-        runs = [segmented(SIZES, {}, [qkv], [dout[0]])[0] for _ in range(2)]  # blocks in another order
+        runs = [segmented(sizes, options, [qkv], [dout[0]])[0] for _ in range(2)]  # blocks in another order
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
+    check(runs[0], options, qkv, dout[0])
 
 
 @pytest.mark.parametrize("name", ["alibi", "float32", "head_dim", "library"])
-def test_what_ours_lack_goes_torchs_way(
-    name: str, calls: tuple[list[Call], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = {"dtype": torch.float32 if name == "float32" else torch.bfloat16, "tokens": 12}
+def test_what_ours_lack_goes_torchs_way(name: str, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"dtype": torch.float32 if name == "float32" else BF16, "tokens": 12}
     sizes["head_dim"] = 40 if name == "head_dim" else 64
     qkv, dout = (random_qkv(4, 2, seed=seed, **sizes) for seed in (0, 1))
     options = {"alibi_slopes": torch.rand(4)} if name == "alibi" else {}
     if name == "library":
         monkeypatch.setattr(kernel_library, "preferred", "library")
     check(segmented([5, 7], options, [qkv], [dout[0]])[0], options, qkv, dout[0])
-    assert calls[1] == []
-
-
-# -- by default: after a check, see test_kernel_proof.py --------------------------------------------------------------
+    assert not set(calls[1]) & set(kernel_library.ATTENTION) and bool(calls[1]) == (name in ("head_dim", "alibi"))
 
 
 @pytest.mark.parametrize("name", kernel_library.ATTENTION)
-@pytest.mark.parametrize("dtype", proof.DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, FP16), (128, BF16)], ids=str)
 def test_the_kernels_pass_the_check_at_the_first_use(
-    head_dim: int, dtype: torch.dtype, name: str, calls: tuple[list[Call], list[str]]
+    head_dim: int, dtype: torch.dtype, name: str, calls: Calls
 ) -> None:
     launch = functools.partial(kernel_library.launch_attention, kernel_library.operations()[name])
     attention_proof.prove(launch, proof.Use(name, dtype, head_dim, head_dim, torch.device("cpu")))
     assert calls[1] == [name] * len(attention_proof.CASES)
 
 
-@pytest.mark.parametrize("are_right", [True, False])
-def test_by_default_documents_are_for_kernels_that_pass_the_check(
-    are_right: bool, calls: tuple[list[Call], list[str]], monkeypatch: pytest.MonkeyPatch
+# -- results of torch's ops over ranges of keys, which our kernels merge and add up ------------------------------------
+
+
+@pytest.mark.parametrize("way", ["cudnn", "flash"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_ranges_are_merged_and_added_up(
+    dtype: torch.dtype, way: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU of which there is no record, and where torch's flash ops have failed theirs."""
-    monkeypatch.setattr(attention_documents, "is_right", lambda dtype, head_dim, device: False)
-    monkeypatch.setattr(kernel_library, "preferred", "")
-    now = kernel_library._proofs
-    monkeypatch.setattr(kernel_library, "_proofs", proof.Proofs(now.family, now.instead))
-    monkeypatch.setattr(kernel_library, "_choices", {})
-    monkeypatch.setattr(kernel_library, "_can_run", lambda device: True)
-    launch = kernel_library.launch_attention
-
-    def launch_without_documents(*tensors: Any, docs: torch.Tensor, **options: Any) -> None:
-        launch(*tensors, docs=docs[:, :0], **options)
-
-    if not are_right:
-        monkeypatch.setattr(kernel_library, "launch_attention", launch_without_documents)
-    tokens, sizes = 31 if are_right else 32, [14, 17 if are_right else 18]
-    options = {"doc_ids": torch.arange(2 * tokens).view(2, tokens) // 9}
-    heads = {"dtype": torch.float16, "head_dim": 64, "tokens": tokens}
-    qkv, dout = (random_qkv(4, 2, seed=seed, **heads) for seed in (0, 1))
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        check(segmented(sizes, options, [qkv], [dout[0]])[0], options, qkv, dout[0])
-    failures = [str(warning.message) for warning in said if "failed its check" in str(warning.message)]
-    assert len(failures) == (0 if are_right else len(kernel_library.ATTENTION)), failures
+    monkeypatch.setattr(kernel_library, "choose", lambda *arguments: None)
+    monkeypatch.setattr(cuda_attention, "_has_cudnn", lambda device: way == "cudnn")
+    monkeypatch.setattr(cuda_attention, "OFTEN", 0)
+    monkeypatch.setattr(cuda_attention, "KEY_RANGE", 8)
+    qkv, dout = (random_qkv(4, 2, seed=seed, tokens=40, head_dim=40, dtype=dtype) for seed in (0, 1))
+    check(segmented([12, 18, 10], {}, [qkv], [dout[0]])[0], {}, qkv, dout[0])
     of_aten, launched = calls
-    checks = len(attention_proof.CASES) * 2
-    assert of_aten == [] and (len(launched) == checks + 2 * len(sizes) if are_right else len(launched) < checks)
+    assert all(way in name for name, *_ in of_aten) and set(launched) == {"merge", "add", "finish", "total"} - (
+        {"merge"} if way == "flash" else set()
+    )
+    assert launched.count("merge") == (2 if way == "cudnn" else 0)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_siblings_equal_their_paths(batch: int, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results over the own keys of all siblings, and over two ranges before them, lie as our kernels read them."""
+    monkeypatch.setattr(kernel_library, "choose", lambda *arguments: None)
+    step = SimulatedStep([9, 7, 15], parents=[-1, 0, 1], parts={2: [4, 1, 10]}, rows=[30, 0, 50], num_rows=65)
+    given = {"batch": batch, "tokens": 31, "head_dim": 40, "dtype": BF16}
+    qkv, dout = (random_qkv(4, 2, seed=seed, **given) for seed in (0, 1))
+    order = [(kind, s) for kind, segments in (("F", (0, 1, 2)), ("B", (2, 1, 0))) for s in segments]
+    found = by_units(step, order, {}, qkv, dout[0])
+    assert max(errors(found, by_paths(step, {}, qkv, dout[0]))) < 1e-2
+    assert calls[1].count("merge") == 1 + 2  # of two ranges; of three
+    assert calls[1].count("add") == 1 + 2 and "total" in calls[1]

@@ -66,136 +66,86 @@ def right(operation: Operation, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
         own.copy_(total[:, :, keys - tokens :])
 
 
+OPTIONS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {  # changes of what a launch is asked for
+    "another scale": lambda o: {"scale": o["scale"] * 1.03},
+    "a window longer by one": lambda o: {"window": o["window"] and o["window"] + 1},
+    "a window shorter by one": lambda o: {"window": o["window"] and o["window"] - 1},
+    "no window": lambda o: {"window": 0},
+    "no soft cap": lambda o: {"softcap": 0.0},
+    "no documents": lambda o: {"docs": o["docs"][:, :0]},
+    "documents of one row for all": lambda o: {"docs": o["docs"][:1].expand_as(o["docs"])},
+    "a document that begins late": lambda o: {"docs": begins_late(o["docs"].clone())},
+}
+OF_BACKWARD: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "sums are not added to": lambda o: {"store": True},
+    "sums are read where there are none": lambda o: {"store": False},
+}
 Launch = Callable[..., None]
+Change = Callable[[list[Any], dict[str, Any]], object]
+BOTH: dict[str, Change] = {  # changes of results
+    "one element off": lambda t, o: [r[1, 1, -1, 5].add_(3.0) for r in results_of(t, o)],
+    "a row behind is written": lambda t, o: [
+        r.as_strided((1,), (1,), r.storage_offset() + r.shape[2] * r.stride(2)).zero_() for r in results_of(t, o)
+    ],
+}
+RESULTS: dict[str, dict[str, Change]] = {
+    FORWARD: {
+        **BOTH,
+        "lse of base 2": lambda t, o: t[5].div_(math.log(2)),
+        "a row before lse is written": lambda t, o: t[5].as_strided((1,), (1,), t[5].storage_offset() - 1).zero_(),
+    },
+    BACKWARD: {
+        **BOTH,
+        "own rows lack the sums": lambda t, o: o["own_dk"].mul_(0.5),
+        "the deterministic one is wrong": lambda t, o: o["dq"].mul_(0.9 if o["deterministic"] else 1.0),
+        "more parts are wrong": lambda t, o: o["dv"].mul_(0.9 if o["num_parts"] > 1 else 1.0),
+    },
+}
 
 
-class Flaws:
-    """Launches that are not right, by name; each gets what launch_attention gets."""
-
-    @staticmethod
-    def another_scale(*tensors: Any, scale: float, **options: Any) -> None:
-        right(*tensors, scale=scale * 1.03, **options)
-
-    @staticmethod
-    def a_window_longer_by_one(*tensors: Any, window: int, **options: Any) -> None:
-        right(*tensors, window=window and window + 1, **options)
-
-    @staticmethod
-    def a_window_shorter_by_one(*tensors: Any, window: int, **options: Any) -> None:
-        right(*tensors, window=window and window - 1, **options)
-
-    @staticmethod
-    def no_window(*tensors: Any, window: int, **options: Any) -> None:
-        right(*tensors, window=0, **options)
-
-    @staticmethod
-    def no_soft_cap(*tensors: Any, softcap: float, **options: Any) -> None:
-        right(*tensors, softcap=0.0, **options)
-
-    @staticmethod
-    def no_documents(*tensors: Any, docs: Tensor, **options: Any) -> None:
-        right(*tensors, docs=docs[:, :0], **options)
-
-    @staticmethod
-    def a_document_that_begins_late(*tensors: Any, docs: Tensor, **options: Any) -> None:
-        docs = docs.clone()
-        if docs.numel():
-            docs[1, 100] = docs[1, 99]
-        right(*tensors, docs=docs, **options)
-
-    @staticmethod
-    def documents_of_one_row_for_all(*tensors: Any, docs: Tensor, **options: Any) -> None:
-        right(*tensors, docs=docs[:1].expand_as(docs), **options)
-
-    @staticmethod
-    def one_element_off(*tensors: Any, **options: Any) -> None:
-        right(*tensors, **options)
-        for result in results_of(tensors, options):
-            result[1, 1, -1, 5] += 3.0
-
-    @staticmethod
-    def nothing_is_written(*tensors: Any, **options: Any) -> None:
-        pass
-
-    @staticmethod
-    def a_row_behind_is_written(*tensors: Any, **options: Any) -> None:
-        right(*tensors, **options)
-        for result in results_of(tensors, options):
-            result.as_strided((1,), (1,), result.storage_offset() + result.shape[2] * result.stride(2)).zero_()
-
-    @staticmethod
-    def a_launch_fails(*tensors: Any, **options: Any) -> None:
-        raise RuntimeError("CUDA error 209: no kernel image is available")
+def begins_late(docs: Tensor) -> Tensor:
+    if docs.numel():
+        docs[1, 100] = docs[1, 99]
+    return docs
 
 
-def results_of(tensors: tuple[Any, ...], options: dict[str, Any]) -> list[Tensor]:
+def results_of(tensors: list[Any], options: dict[str, Any]) -> list[Tensor]:
     return [options["dq"], options["dk"], options["own_dv"]] if "dq" in options else [tensors[4]]
 
 
-class BackwardFlaws:
-    @staticmethod
-    def sums_are_not_added_to(*tensors: Any, store: bool, **options: Any) -> None:
-        right(*tensors, store=True, **options)
-
-    @staticmethod
-    def sums_are_read_where_there_are_none(*tensors: Any, store: bool, **options: Any) -> None:
-        right(*tensors, store=False, **options)
-
-    @staticmethod
-    def own_rows_lack_the_sums(*tensors: Any, own_dk: Tensor, dk: Tensor, **options: Any) -> None:
-        before = dk.clone()
-        right(*tensors, own_dk=own_dk, dk=dk, **options)
-        own_dk.sub_(before[:, :, -own_dk.shape[2] :].nan_to_num(0.0))
-
-    @staticmethod
-    def the_deterministic_one_is_wrong(*tensors: Any, deterministic: bool, **options: Any) -> None:
-        right(*tensors, **options)
-        options["dq"].mul_(0.9 if deterministic else 1.0)
-
-    @staticmethod
-    def more_parts_are_wrong(*tensors: Any, num_parts: int, **options: Any) -> None:
-        right(*tensors, **options)
-        options["dv"].mul_(0.9 if num_parts > 1 else 1.0)
+def nothing_is_written(*tensors: Any, **options: Any) -> None: ...
 
 
-class ForwardFlaws:
-    @staticmethod
-    def lse_of_base_2(*tensors: Any, **options: Any) -> None:
-        right(*tensors, **options)
-        tensors[5].div_(math.log(2))
-
-    @staticmethod
-    def a_row_before_lse_is_written(*tensors: Any, **options: Any) -> None:
-        right(*tensors, **options)
-        tensors[5].as_strided((1,), (1,), tensors[5].storage_offset() - 1).zero_()
+def a_launch_fails(*tensors: Any, **options: Any) -> None:
+    raise RuntimeError("CUDA error 209: no kernel image is available")
 
 
-def flaws() -> list[Any]:
-    of = {FORWARD: (Flaws, ForwardFlaws), BACKWARD: (Flaws, BackwardFlaws)}
-    pairs = [(name, launch) for name in ATTENTION for group in of[name] for launch in vars(group).items()]
-    return [
-        pytest.param(name, launch.__func__, id=f"{name.removeprefix('attention_')}: {of_launch.replace('_', ' ')}")
-        for name, (of_launch, launch) in pairs
-        if isinstance(launch, staticmethod)
-    ]
+def flaws() -> Iterator[Any]:
+    """Launches that are not right, by operation."""
+    for name in ATTENTION:
+        for what, of_options in (OPTIONS | (OF_BACKWARD if name == BACKWARD else {})).items():
+            launch: Any = lambda *t, change=of_options, **o: right(*t, **(o | change(o)))  # noqa: E731
+            yield pytest.param(name, launch, id=f"{name}: {what}")
+        for what, of_results in RESULTS[name].items():
+            launch = lambda *t, change=of_results, **o: (right(*t, **o), change(list(t), o))  # noqa: E731
+            yield pytest.param(name, launch, id=f"{name}: {what}")
+        for launch in (nothing_is_written, a_launch_fails):
+            yield pytest.param(name, launch, id=f"{name}: {launch.__name__}")
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Operation]]:
-    """A new process and a built library, the operations of which it yields."""
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Operation]:
+    """A new process and a built library, the operations of which it gives."""
     found = {name: operation(name) for name in ATTENTION}
-    monkeypatch.setattr(kernel_library, "preferred", "")
     now = kernel_library._proofs
     for name, value in {
-        "operations": lambda: found, "launch_attention": right, "_can_run": lambda device: True, "_choices": {},
-        "_proofs": proof.Proofs(now.family, now.instead, ends_all=now.ends_all),
+        "preferred": "", "LIBRARY": tmp_path / "library.so", "_operations_of": lambda path: found,
+        "launch_attention": right, "can_run": lambda device: True,
+        "_proofs": proof.Proofs(now.instead, family=now.family),
     }.items():  # fmt: skip
         monkeypatch.setattr(kernel_library, name, value)
     kernel_library._warn_of_products.cache_clear()
-    kernel_library._warn_of_library.cache_clear()
-    yield found
-    kernel_library._warn_of_products.cache_clear()
-    kernel_library._warn_of_library.cache_clear()
+    return found
 
 
 def choose(name: str = FORWARD, dtype: torch.dtype = torch.bfloat16, head_dim: int = 64) -> Operation | None:
@@ -222,7 +172,7 @@ def test_a_kernel_that_is_right_is_used(
     state = torch.get_rng_state()
     for _ in range(2):
         assert choose(name, dtype, head_dim) is gpu[name]
-    assert kernel_library._proofs.results == {(name, dtype, head_dim, head_dim, CPU): True}
+    assert kernel_library._proofs.results == {proof.Use(name, dtype, head_dim, head_dim, CPU): True}
     assert not recwarn.list and torch.equal(torch.get_rng_state(), state)
 
 
@@ -296,23 +246,6 @@ def test_a_thread_does_not_wait_for_anothers_check_for_ever(
     assert choose() is gpu[FORWARD] and len(counted) == 1
 
 
-@pytest.mark.parametrize("ends_all", [False, True])
-def test_a_kernel_that_fails_ends_the_use_of_its_family_if_that_is_asked(ends_all: bool) -> None:
-    proofs = proof.Proofs("of a family", "Others do.", ends_all=ends_all)
-    uses = [proof.Use(f"kernel {i}", torch.float16, 64, 24, CPU) for i in range(3)]
-    assert proofs.holds(uses[0], lambda: None) is True
-
-    def fail() -> None:
-        raise ValueError("no")
-
-    words = r"kernel of a family kernel 1 .float16, heads of 64 and 24. failed .*: no. Others do. Install"
-    with pytest.warns(UserWarning, match=words):
-        assert proofs.holds(uses[1], fail) is False
-    assert [proofs.holds(use, lambda: None) for use in uses] == [not ends_all, False, not ends_all]
-    other = uses[1]._replace(device=torch.device("meta"))
-    assert proofs.holds(other, lambda: None) is True
-
-
 # -- which calls the kernels take -------------------------------------------------------------------------------------
 
 
@@ -326,14 +259,11 @@ def test_the_environment_decides_without_a_check(
     assert choose() is None and not counted
 
 
-def test_older_gpus_and_cpus_have_none(
-    gpu: dict[str, Operation], counted: list[proof.Use], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    for capability, wanted in (((7, 5), False), ((8, 0), True), ((8, 9), True), ((12, 0), True)):
+def test_older_gpus_and_cpus_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for index, (capability, wanted) in enumerate((((7, 5), False), ((8, 0), True), ((8, 9), True), ((12, 0), True))):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert kernel_library._can_run(torch.device("cuda", 0)) is wanted
-    assert not kernel_library._can_run(CPU)
+        assert kernel_library.can_run(torch.device("cuda", 100 + index)) is wanted
+    assert not kernel_library.can_run(CPU)
 
 
 def test_heads_for_which_there_is_no_kernel_are_told_once(gpu: dict[str, Operation], counted: list[proof.Use]) -> None:
@@ -344,21 +274,22 @@ def test_heads_for_which_there_is_no_kernel_are_told_once(gpu: dict[str, Operati
 
 
 def test_a_library_that_was_not_built_is_told_once(gpu: dict[str, Operation], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_library, "operations", dict)
+    monkeypatch.setattr(kernel_library, "_operations_of", lambda path: {})
     with pytest.warns(UserWarning, match="were not built: install seq1f1b again with nvcc and SEQ1F1B_CUDA=1") as said:
         assert choose() is choose(BACKWARD) is choose() is None
     assert len(said) == 1
 
 
 def test_a_library_that_lacks_an_operation_is_told_once(
-    gpu: dict[str, Operation], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    gpu: dict[str, Operation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is of another version: training goes on without it."""
 
-    def lacking() -> dict[str, Operation]:
+    def lacking(path: Path) -> dict[str, Operation]:
         raise ValueError("old.so has no operation attention_backward")
 
-    monkeypatch.setattr(kernel_library, "operations", lacking)
+    monkeypatch.setattr(kernel_library, "_operations_of", lacking)
+    kernel_library.LIBRARY.touch()
     with pytest.warns(UserWarning, match=r"old.so has no operation attention_backward. Install seq1f1b again") as said:
         assert choose() is choose(BACKWARD) is None
     assert len(said) == 1

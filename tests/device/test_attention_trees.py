@@ -1,0 +1,384 @@
+"""Is attention of CUDA tensors right over the keys of a tree's path, as far as that can be told without a GPU?
+
+On CPU tensors, over stand-ins of aten's CUDA-only ops that leave unwritten memory NaN; the truth is each path alone, in
+float64. What a GPU runs at the first use of a way (cuda_attention.prove) is held to its purpose here: defects fail it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import aten_stand_ins
+import pytest
+import torch
+from aten_stand_ins import Call, cuda_kernels_on_the_cpu
+from attention_runs import OPTIONS, errors, formula, random_qkv
+from path_runs import Case, by_paths, by_units
+from simulated_step import SimulatedStep
+from slices import full_only
+from torch import Tensor
+
+from seq1f1b import _C, proof
+from seq1f1b.device import (
+    attention_calls,
+    attention_parts,
+    attention_sequences,
+    attention_ways,
+    cuda_attention,
+)
+from seq1f1b.ops.attention import causal_attention, layer_handle, positions
+
+pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that kernels are replaced
+
+FLASH, CUDNN = "_flash_attention", "_scaled_dot_product_cudnn_attention"
+LIMITS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
+BY_DISTANCE = ("window", "window of 1", "slopes", "slopes per batch", "all")  # siblings refuse them
+HEADS = [(4, 4), (4, 2), (4, 1)]
+SIZES = [(64, 64), (16, 16), (24, 40), (40, 24)]  # of q and k, and of v
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
+    monkeypatch.setattr(cuda_attention, "KEY_RANGE", 5)
+    monkeypatch.setattr(cuda_attention, "PLAIN_LOGITS", 0)  # ranges of 16 keys, the fewest
+    monkeypatch.setattr(cuda_attention, "OFTEN", 0)
+    with cuda_kernels_on_the_cpu() as calls:
+        yield calls
+
+
+def use_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_attention, "_has_cudnn", lambda device: True)
+
+
+# -- what comes out --------------------------------------------------------------------------------------------------
+
+
+def run(seed: int, name: str, dtype: torch.dtype, **shape: Any) -> list[float]:
+    case = Case(seed, with_parts=name not in (*BY_DISTANCE, "documents"), **shape)
+    qkv = random_qkv(4, 2, tokens=case.tokens, head_dim=8, dtype=dtype, seed=seed)
+    dout = random_qkv(4, 2, tokens=case.tokens, head_dim=8, dtype=dtype, seed=9)[0]
+    options = dict(OPTIONS[name])
+    if "doc_ids" in options:
+        options["doc_ids"] = torch.arange(2 * case.tokens, dtype=torch.int32).view(2, case.tokens) // 9
+    return errors(by_units(case.step, case.order, options, qkv, dout), by_paths(case.step, options, qkv, dout))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_units_equal_paths(name: str, dtype: torch.dtype, calls: list[Call]) -> None:
+    for seed in range(2):
+        found = run(seed, name, dtype)
+        assert max(found) < LIMITS[dtype], (seed, found)
+    is_flash = dtype == torch.bfloat16 and name in ("none", "scale", "window", "window of 1", "sinks")
+    is_efficient = dtype == torch.float32 and name in ("none", "scale", "sinks")
+    used = {call[0].split("_attention")[0] for call in calls}
+    assert used == ({"_flash"} if is_flash else {"_efficient"} if is_efficient else set())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_segments_longer_than_a_call(dtype: torch.dtype, calls: list[Call]) -> None:
+    """Each way cuts what lies before, the plain one own keys too; windows end anywhere."""
+    for seed, name in enumerate(("none", "window")):
+        found = run(seed, name, dtype, count=5, longest=23)
+        assert max(found) < LIMITS[dtype], found
+
+
+@pytest.mark.parametrize("seed", [*range(12), *full_only(*((seed,) for seed in range(12, 400)))])
+def test_random_trees(seed: int, calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orders, rows, heads, sizes and batches. Sums of gradients are stored, added to, or both in one unit. Trees of
+    some tokens: the ops multiply dout by out as it is rounded, which shows where there are two or three."""
+    choose = random.Random(seed)
+    if by_cudnn := choose.random() < 0.5:
+        use_cudnn(monkeypatch)
+    dtype, batch = choose.choice([torch.bfloat16, torch.float16]), choose.randint(1, 3)
+    (heads, kv_heads), (head_dim, v_head_dim) = HEADS[seed % 3], SIZES[seed % 4]
+    case = Case(seed, count=choose.randint(3, 6), longest=choose.randint(3, 9), most_parts=6)
+    given = {"tokens": case.tokens, "batch": batch, "dtype": dtype}
+    qkv = random_qkv(heads, kv_heads, head_dim=head_dim, v_head_dim=v_head_dim, **given, seed=seed)
+    dout = random_qkv(heads, heads, head_dim=v_head_dim, **given, seed=seed + 1)[0]
+    options = {"scale": choose.choice([None, 0.3])}
+    found = errors(by_units(case.step, case.order, options, qkv, dout), by_paths(case.step, options, qkv, dout))
+    assert max(found) < LIMITS[dtype], found
+    assert by_cudnn or all(name.startswith(FLASH) for name, *_ in calls)
+
+
+def test_a_range_stored_that_should_be_added_to_is_seen(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defect that the comparison must tell: a second branch's gradient takes the first one's place."""
+    place = attention_calls.Place
+    monkeypatch.setattr(cuda_attention, "Place", lambda ranges, parts, kept: place(ranges, parts, 0))
+    assert max(run(1, "none", torch.float32)) > 1e-2
+
+
+def test_results_over_many_ranges_are_rounded_once(calls: list[Call]) -> None:
+    """Merged two by two they would be less exact than the formula in 16 bits."""
+    count = 12
+    step = SimulatedStep([8] * count, parents=range(-1, count - 1), rows=[s * 37 % count * 10 for s in range(count)],
+                         num_rows=10 * count)  # fmt: skip
+    qkv = random_qkv(4, 2, batch=1, tokens=8 * count, head_dim=64, dtype=torch.bfloat16)
+    for s in range(count):
+        calls.clear()
+        with step.unit("F", 0, s), torch.no_grad():
+            out = causal_attention(*[t[:, :, step.slice(s)] for t in qkv], layer=layer_handle(0))
+    assert len(calls) == count
+    truth, peer = (formula(*(t.to(dtype) for t in qkv))[:, :, -8:] for dtype in (torch.float64, torch.bfloat16))
+    assert (out - truth).norm() < 0.8 * (peer - truth).norm()
+
+
+# -- which calls -----------------------------------------------------------------------------------------------------
+
+
+def prompt_and(parts: list[int], rows: list[int]) -> SimulatedStep:
+    return SimulatedStep([12, sum(parts)], parents=[-1, 0], parts={1: parts}, rows=rows, num_rows=200)
+
+
+def passes_over(step: SimulatedStep, calls: list[Call]) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    """Ops of the second unit's forward, and of its backward, and the shapes of their keys."""
+    total = sum(step.sizes)
+    qkv = [t.requires_grad_() for t in random_qkv(4, 2, batch=1, tokens=total, head_dim=8, dtype=torch.bfloat16)]
+    for s in range(2):
+        calls.clear()
+        with step.unit("F", 0, s):
+            out = causal_attention(*[t[:, :, step.slice(s)] for t in qkv], layer=layer_handle(0))
+    yield [(name, shape) for name, shape, *_ in calls]
+    calls.clear()
+    with step.unit("B", 0, 1):
+        out.backward(out.detach())
+    yield [(name, shape) for name, shape, *_ in calls]
+
+
+@pytest.mark.parametrize("by_cudnn", [False, True])
+def test_eight_siblings_take_two_calls(by_cudnn: bool, calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each direction: one over the prompt, by the way of such calls, and one over the own keys of all siblings. What
+    is left beside them is one merge forward, and one launch for each gradient backward."""
+    if by_cudnn:
+        use_cudnn(monkeypatch)
+    monkeypatch.setattr(cuda_attention, "KEY_RANGE", 100)
+    launched: list[str] = []
+    for name in ("merge", "add", "finish", "total"):
+        run = getattr(attention_parts, name)
+        monkeypatch.setattr(
+            attention_parts, name, lambda *given, run=run, name=name: launched.append(name) or run(*given)
+        )
+    passes = passes_over(prompt_and([3, 1, 4, 1, 5, 9, 2, 6], [100, 7]), calls)
+    way, over_prompt = (CUDNN, (1, 2, 12, 8)) if by_cudnn else (FLASH, (1, 12, 2, 8))
+    forward = way if by_cudnn else f"{way}_forward"
+    assert next(passes) == [(f"{FLASH}_forward", (31, 2, 8)), (forward, over_prompt)]
+    assert launched[-1:] == ["merge"] and launched.count("merge") == 1
+    launched.clear()
+    assert next(passes) == [(f"{FLASH}_backward", (31, 2, 8)), (f"{way}_backward", over_prompt)]
+    assert launched == ["finish", "add", "total"]
+
+
+def test_keys_are_read_where_they_lie(calls: list[Call]) -> None:
+    """Ranges apart, two siblings in one unit: a call for each range and each row of siblings, none over a copy."""
+    step = SimulatedStep([8, 8, 16], parents=[-1, 0, 1], parts={2: [8, 8]}, rows=[0, 16, 32], num_rows=48)
+    qkv = random_qkv(2, 2, tokens=32, head_dim=8, dtype=torch.bfloat16, batch=1)
+    for s in range(3):
+        calls.clear()
+        with step.unit("F", 0, s), torch.no_grad():
+            causal_attention(*(t[:, :, step.slice(s)] for t in qkv), layer=layer_handle(0))
+    assert [shape[-3] for _, shape, *_ in calls] == [16, 8, 8]
+    first = min(address for *_, address in calls)
+    assert sorted((address - first) // (8 * 2) for *_, address in calls) == [0, 16, 32]  # rows of 8 in 16 bits
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_range_with_the_own_keys_is_one_call(dtype: torch.dtype, calls: list[Call]) -> None:
+    """A chain that lies elsewhere in the slab is no worse off forward than one in the first rows; a range apart is one
+    call more."""
+    step = SimulatedStep([4, 5, 6], parents=[-1, 0, 1], rows=[20, 2, 7], num_rows=30)
+    qkv = random_qkv(2, 2, tokens=15, head_dim=8, dtype=dtype)
+    for s, lengths in enumerate(([4], [5, 4], [11, 4])):
+        calls.clear()
+        with step.unit("F", 0, s), torch.no_grad():
+            causal_attention(*(t[:, :, step.slice(s)] for t in qkv), layer=layer_handle(0))
+        assert [shape[1] for _, shape, *_ in calls] == lengths
+
+
+def test_layers_and_passes_share_bounds(calls: list[Call]) -> None:
+    """They are made once for a unit, on the host: nothing is counted and nothing read."""
+    attention_sequences._kept_bounds.cache_clear()
+    step = prompt_and([2, 3, 4], [0, 12])
+    qkv = [t.requires_grad_() for t in random_qkv(4, 2, batch=1, tokens=21, head_dim=8, dtype=torch.bfloat16)]
+    outs = []
+    for s in range(2):
+        with step.unit("F", 0, s):
+            outs = [causal_attention(*[t[:, :, step.slice(s)] for t in qkv], layer=layer) for layer in range(3)]
+    with step.unit("B", 0, 1):
+        torch.autograd.backward(outs, [out.detach() for out in outs])
+    found = attention_sequences._kept_bounds.cache_info()
+    assert (found.misses, found.hits) == (1, 5)
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_a_graph_has_bounds_of_its_own(is_captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may run after those of a unit are gone."""
+    monkeypatch.setattr(proof, "is_capturing", lambda: is_captured)
+    found = [attention_sequences._sibling_bounds((3, 1, 4), torch.empty(0)) for _ in range(2)]
+    assert [bounds.tolist() for bounds in found] == [[0, 3, 4, 8]] * 2
+    assert (found[0] is found[1]) != is_captured
+
+
+def test_siblings_of_one_unit(calls: list[Call]) -> None:
+    """No window, one document, and positions that begin anew."""
+    step = SimulatedStep([3, 4], parents=[-1, 0], parts={1: [1, 3]})
+    q, k, v = random_qkv(2, 1, tokens=7, batch=1, head_dim=8)
+    own = step.slice(1)
+    ids = torch.full((1, 3), 5)
+    with step.unit("F", 0, 0):
+        causal_attention(*(t[:, :, :3] for t in (q, k, v)), layer=layer_handle(0))
+        causal_attention(*(t[:, :, :3] for t in (q, k, v)), layer=layer_handle(1), doc_ids=ids)
+    tensors = [t[:, :, own] for t in (q, k, v)]
+    with pytest.raises(ValueError, match=r"window or ALiBi slopes.* 2 siblings share this unit"), step.unit("F", 0, 1):
+        causal_attention(*tensors, layer=layer_handle(0), window=3)
+    with pytest.raises(RuntimeError, match="siblings share this unit: give a tree of"), step.unit("F", 0, 1):
+        causal_attention(*tensors, layer=layer_handle(1), doc_ids=torch.tensor([[5, 5, 6, 5]]))
+    with step.unit("F", 0, 1):
+        assert positions(torch.empty(1, 4)).tolist() == [3, 3, 4, 5]
+        assert positions(torch.empty(1, 2), sequence_parallel=(1, 2)).tolist() == [4, 5]
+        assert positions(torch.empty(1, 4), doc_ids=torch.tensor([[0, 3, 3, 5]])).tolist() == [[3, 0, 1, 0]]
+        with pytest.raises(RuntimeError, match="must be positions of documents' first tokens"):
+            positions(torch.empty(1, 4), doc_ids=torch.tensor([[0, 3, 3, 0]]))
+
+
+def test_ids_of_one_document_hide_nothing(calls: list[Call]) -> None:
+    """A tree beside rows of documents goes the fast way if the plan of the step says that it is one document."""
+    qkv = random_qkv(2, 1, tokens=8, batch=1, head_dim=8, dtype=torch.bfloat16)
+    found = []
+    for num_documents in (0, 1):
+        step = SimulatedStep([4, 4], parents=[-1, 0], rows=[0, 6], num_rows=10)
+        for s in range(2):
+            calls.clear()
+            with step.unit("F", 0, s), torch.no_grad():
+                _C.unit_set_documents(num_documents)
+                of_segment = (t[:, :, step.slice(s)] for t in qkv)
+                out = causal_attention(*of_segment, layer=layer_handle(0), doc_ids=torch.full((1, 4), 7))
+        found.append((out, len(calls)))
+    assert [count for _, count in found] == [0, 2]
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-2, atol=1e-2)
+
+
+# -- the check at the first use --------------------------------------------------------------------------------------
+
+WAYS = ("flash", "cudnn")
+
+
+def prove(name: str, head_dim: int = 64) -> None:
+    cuda_attention.prove(name, torch.bfloat16, head_dim, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_ways_pass_their_check(name: str, calls: list[Call]) -> None:
+    """Each by its own ops; flash also of sequences of many lengths, for siblings."""
+    prove(name)
+    assert all(op.startswith(FLASH if name == "flash" else CUDNN) for op, *_ in calls)
+    assert any(len(shape) == 3 for _, shape, *_ in calls) == (name == "flash")
+
+
+def changed_result(change: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda whole: lambda *arguments, **options: change(whole(*arguments, **options))
+
+
+def changed_argument(index: int, value: Any) -> Callable[..., Any]:
+    return lambda whole: lambda *given, **options: whole(*given[:index], value, *given[index + 1 :], **options)
+
+
+def shifted(bounds: Tensor) -> Tensor:
+    bounds = bounds.clone()
+    bounds[1] += 1
+    return bounds
+
+
+def a_row_further(found: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (*found[:-1], found[-1]._replace(row=found[-1].row + 1))
+
+
+def nan_behind_tiles(multiple: int, rest: int = 0) -> Callable[..., Any]:
+    """cudnn-frontend#628 in a backward: where sums are small, of so many keys behind whole tiles."""
+
+    def changed(whole: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            dq, dk, dv = whole(*arguments, **options)
+            is_hit = arguments[2].shape[2] % multiple == rest and bool((arguments[5] < -88.7).any())
+            return dq * (float("nan") if is_hit else 1.0), dk, dv
+
+        return call
+
+    return changed
+
+
+def few_heads_swapped(whole: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda q, k, v, *rest, **options: whole(q, k.flip(1), v, *rest, **options)
+
+
+FLASH_ALONE, CUDNN_ALONE = ("flash",), ("cudnn",)
+DEFECTS: dict[str, tuple[tuple[str, ...], Any, str, Any]] = {
+    "a bound off by one": (FLASH_ALONE, attention_sequences, "_sibling_bounds", changed_result(shifted)),
+    "the last sibling lacks": (FLASH_ALONE, attention_sequences, "_sibling_bounds", changed_result(lambda t: t[:-1])),
+    "one sibling": (FLASH_ALONE, attention_sequences, "_sibling_bounds", changed_result(lambda t: t[[0, -1]])),
+    "a range is left out": (WAYS, attention_ways, "calls_of", changed_result(lambda found: found[:-1])),
+    "rows of another range": (WAYS, attention_ways, "calls_of", changed_result(a_row_further)),
+    "results are not merged": (WAYS, attention_parts, "merge", lambda whole: lambda *given: given[:2]),
+    "sums of half the keys": (
+        WAYS, attention_parts, "merge", lambda whole: lambda *given: (whole(*given)[0], given[1])
+    ),
+    "stored, not added": (WAYS, attention_parts, "add", changed_argument(4, True)),
+    "added, not stored": (WAYS, attention_parts, "add", changed_argument(4, False)),
+    "one part of dq": (WAYS, attention_parts, "total", lambda whole: lambda parts: whole(parts[:1])),
+    "hidden keys keep what memory held": (FLASH_ALONE, attention_ways, "min", lambda whole: lambda *given: 0),
+    "a window that is not told": (
+        FLASH_ALONE, attention_ways, "_mask_of", changed_result(lambda found: (found[0], None, None))
+    ),
+    "small sums are lost": (CUDNN_ALONE, aten_stand_ins, f"{CUDNN}_backward", nan_behind_tiles(1)),
+    "few heads of keys": (CUDNN_ALONE, aten_stand_ins, CUDNN, few_heads_swapped),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("defect, name", [(defect, name) for defect, (names, *_) in DEFECTS.items() for name in names])
+def test_a_defect_fails_the_check(defect: str, name: str, calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, module, attribute, change = DEFECTS[defect]
+    if module is aten_stand_ins:
+        monkeypatch.setitem(aten_stand_ins._OPS, attribute, change(aten_stand_ins._OPS[attribute]))
+    else:
+        monkeypatch.setattr(module, attribute, change(getattr(module, attribute, min)), raising=False)
+    with cuda_kernels_on_the_cpu(), pytest.raises((AssertionError, RuntimeError)):
+        prove(name)
+
+
+def test_cudnn_gets_no_keys_that_its_backward_makes_nan_of(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 behind whole tiles of 128, before the segment: they are two calls, which the check sees."""
+    op = f"{CUDNN}_backward"
+    monkeypatch.setitem(aten_stand_ins._OPS, op, nan_behind_tiles(128, 64)(aten_stand_ins._OPS[op]))
+    with cuda_kernels_on_the_cpu():
+        prove("cudnn")
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                attention_calls, "_bounds", lambda start, limit, *_: [(start, limit)] if start < limit else []
+            )
+            attention_calls.calls_of.cache_clear()
+            with pytest.raises(AssertionError, match=r"logits near -100 is off by nan"):
+                prove("cudnn")
+    attention_calls.calls_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "proven, forward",
+    [
+        (("flash", "cudnn"), [(f"{FLASH}_forward", 3), (CUDNN, 4)]),
+        (("flash",), [(f"{FLASH}_forward", 3), (f"{FLASH}_forward", 4)]),
+        (("cudnn",), []),
+    ],
+)
+def test_a_way_that_fails_its_check_is_not_taken(
+    proven: tuple[str, ...], forward: list[tuple[str, int]], calls: list[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_cudnn(monkeypatch)
+    monkeypatch.setattr(cuda_attention, "_is_proven", lambda name, q, width: name in proven)
+    step = prompt_and([2, 3, 4], [0, 20])
+    assert [(name, len(shape)) for name, shape in next(passes_over(step, calls))] == forward
+    qkv = random_qkv(4, 2, batch=1, tokens=21, head_dim=8, dtype=torch.bfloat16)
+    order = [("F", 0), ("F", 1), ("B", 1), ("B", 0)]
+    found = errors(by_units(prompt_and([2, 3, 4], [0, 20]), order, {}, qkv, qkv[0]), by_paths(step, {}, qkv, qkv[0]))
+    assert max(found) < LIMITS[torch.bfloat16]
