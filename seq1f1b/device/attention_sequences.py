@@ -20,7 +20,7 @@ from seq1f1b.device import kernel_library
 __all__: list[str] = []
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""Those of queries, keys and values."""
+"""Gradients of queries, keys and values."""
 
 FEWEST = 2
 """Least that the op is told of the longest sequence: for one query it leaves the mask out and moves heads about."""

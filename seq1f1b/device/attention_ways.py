@@ -383,7 +383,7 @@ def documents_backward(given: Given) -> Gradients:
 
 
 def _document_gradients(index: int, row: Row, given: Given) -> Gradients:
-    """Those of a row: its own keys for all queries, the keys before them for the queries of the first document."""
+    """The calls of a row: its own keys for all queries, the keys before them for the queries of the first document."""
     options, place, tokens, layout = given.options, place_of(given.options), given.q.shape[2], given.options.layout
     assert layout is not None
     bounds, lse, offset = layout.bounds(options.docs)[index], given.lse[0].contiguous(), layout.offset

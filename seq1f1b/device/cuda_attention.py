@@ -299,7 +299,7 @@ _CHECKED: dict[str, tuple[str, tuple[attention_proof.Options, ...], proof.Proofs
         ),
     ),
 }
-"""What is checked of a way: its name, the cases, and what has been found."""
+"""The check of a way: its name, its cases, and its results so far."""
 
 
 def _is_proven(name: str, q: Tensor, width: int) -> bool:

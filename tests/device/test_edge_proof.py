@@ -252,9 +252,9 @@ def test_short_memory_makes_the_proof_smaller_and_the_report_says_so(monkeypatch
     monkeypatch.setattr(StandInEdges, "room", 40_000)
     found = settle()
     assert found.errors == ["", ""] and found.warned == []
-    assert all("proven with 20000 bytes, as memory is short" in why for whys in found.whys for why in whys)
-    stand_in().damage("cuMemcpyAsync", 20_000, CORRUPT)  # the message is of that size
-    assert "1 of 20000 bytes arrived wrong" in settle().warned[0]
+    assert all("proven with 10000 bytes, as memory is short" in why for whys in found.whys for why in whys)
+    stand_in().damage("cuMemcpyAsync", 10_000, CORRUPT)  # the message is of that size
+    assert "1 of 10000 bytes arrived wrong" in settle().warned[0]
 
 
 @pytest.mark.full
