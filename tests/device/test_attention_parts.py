@@ -250,7 +250,7 @@ def chosen(what: str = "merge", dtype: torch.dtype = torch.bfloat16, head_dim: i
     return attention_parts._library(what, q, q)
 
 
-@pytest.mark.parametrize("what, dtype", itertools.product(WHATS, DTYPES), ids=str)
+@pytest.mark.parametrize("what, dtype", list(itertools.product(WHATS, DTYPES)), ids=str)
 def test_kernels_that_are_right_prove_it_once(
     what: str, dtype: torch.dtype, launched: list[str], proofs: proof.Proofs, recwarn: pytest.WarningsRecorder
 ) -> None:

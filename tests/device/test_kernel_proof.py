@@ -176,7 +176,7 @@ def test_a_kernel_that_is_right_is_used(
     assert not recwarn.list and torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("name, launch", flaws())
+@pytest.mark.parametrize("name, launch", list(flaws()))
 def test_a_kernel_that_is_wrong_is_told_once_and_not_used(
     name: str, launch: Launch, gpu: dict[str, Operation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
