@@ -245,8 +245,8 @@ def _has_cudnn(device: torch.device) -> bool:
     """Whether cuDNN's attention is worth a plan. Its backward adds dQ up in any order, and cannot be told not to."""
     if device.type != "cuda" or torch.version.hip or torch.are_deterministic_algorithms_enabled():
         return False
-    is_enabled: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    is_enabled: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call] # torch's has no types
+    version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call] # torch's has no types
     return is_enabled and _capability(device)[0] in (9, 10) and (version or 0) >= OLDEST_CUDNN
 
 

@@ -4,6 +4,7 @@ of a GPU, and torch's elementary operations for kernels that are right; test_cud
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import warnings
@@ -120,15 +121,22 @@ def a_launch_fails(*tensors: Any, **options: Any) -> None:
     raise RuntimeError("CUDA error 209: no kernel image is available")
 
 
+def with_options(change: Callable[[dict[str, Any]], dict[str, Any]], *tensors: Any, **options: Any) -> None:
+    right(*tensors, **(options | change(options)))
+
+
+def with_results(change: Change, *tensors: Any, **options: Any) -> None:
+    right(*tensors, **options)
+    change(list(tensors), options)
+
+
 def flaws() -> Iterator[Any]:
     """Launches that are not right, by operation."""
     for name in ATTENTION:
         for what, of_options in (OPTIONS | (OF_BACKWARD if name == BACKWARD else {})).items():
-            launch: Any = lambda *t, change=of_options, **o: right(*t, **(o | change(o)))  # noqa: E731
-            yield pytest.param(name, launch, id=f"{name}: {what}")
+            yield pytest.param(name, functools.partial(with_options, of_options), id=f"{name}: {what}")
         for what, of_results in RESULTS[name].items():
-            launch = lambda *t, change=of_results, **o: (right(*t, **o), change(list(t), o))  # noqa: E731
-            yield pytest.param(name, launch, id=f"{name}: {what}")
+            yield pytest.param(name, functools.partial(with_results, of_results), id=f"{name}: {what}")
         for launch in (nothing_is_written, a_launch_fails):
             yield pytest.param(name, launch, id=f"{name}: {launch.__name__}")
 
