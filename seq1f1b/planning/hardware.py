@@ -17,7 +17,6 @@ from seq1f1b.partition import ModelShape, make_model
 from seq1f1b.plan import Layout
 from seq1f1b.planning.by_parts import ByParts
 from seq1f1b.planning.by_profile import ByProfile
-from seq1f1b.planning.by_shape import ByShape
 from seq1f1b.planning.configs import shape_of
 from seq1f1b.planning.layout import INSIDE
 from seq1f1b.planning.profile import Profile
@@ -129,7 +128,7 @@ class Hardware:
 
     def parts(self, model: ModelShape, layout: Layout, layers: tuple[int, ...], num_ranks: int) -> ByParts:
         """Seconds and bytes of a model in stages of so many layers on this machine."""
-        return ByShape(model, self, layout, layers, num_ranks)
+        return ByParts(model, self, layout, layers, num_ranks)
 
 
 @dataclass(frozen=True)
