@@ -361,8 +361,9 @@ class _Work:
         messages = None if sizes is None or self.message_bytes is None else [n * self.message_bytes for n in sizes]
         how: dict[str, Any] = {"steps": STEPS[False], "optimizer_sync": False}
         if self.of is None:
-            units = [None if x is None else x / (v * k) for x in (self.forward, self.backward, self.weight)]
-            costs: Any = Costs(*units, links=Links(self.transfer, self.bandwidth, message_bytes=messages or 0))
+            weight = None if self.weight is None else self.weight / (v * k)
+            links = Links(self.transfer, self.bandwidth, message_bytes=messages or 0)
+            costs = Costs(self.forward / (v * k), self.backward / (v * k), weight, links=links)
             run = schedule.simulate(costs, memory=StepMemory([held or [0] * k] * schedule.num_stages), **how)
             if held is not None and run.memory is not None:
                 peak_bytes = max(run.memory.activations)
