@@ -159,45 +159,27 @@ class PlanSearch:
 
     def _rows(self) -> list[tuple[str, ...]]:
         """A head and a row for each plan; what is the same usual value in all is left empty."""
-        shows_stages = any(plan.stages_per_rank > 1 for plan in self.plans)
-        shows_mix = any(plan.mix != 1 for plan in self.plans)
-        shows_vocabulary = any(plan.layout.vocabulary != "ends" for plan in self.plans)
-        shows_recompute = any(plan.layout.inside != "none" or _share(plan, "R") for plan in self.plans)
-        shows_moved = any(_share(plan, "L") for plan in self.plans)
-        head = (
-            "   schedule",
-            "k",
-            "v",
-            "mix",
-            "vocab",
-            "recompute",
-            "moved",
-            "step s",
-            "interval",
-            "bubble",
-            "tokens/s",
-            "GiB",
-        )
-        return [
-            head,
-            *(
-                (
-                    f"{number:>2} {plan.schedule}",
-                    str(plan.num_segments),
-                    str(plan.stages_per_rank) if shows_stages else "",
-                    f"{plan.mix:.2f}" if shows_mix else "",
-                    plan.layout.vocabulary if shows_vocabulary else "",
-                    _share(plan, "R") or plan.layout.inside if shows_recompute else "",
-                    _share(plan, "L") if shows_moved else "",
-                    rounded(plan.seconds),
-                    f"{rounded(plan.low)}..{rounded(plan.high)}",
-                    f"{plan.bubble:.1%}",
-                    rounded(plan.tokens_per_second),
-                    f"{max(plan.peak) / GIB:.1f}",
-                )
-                for number, plan in enumerate(self.plans, 1)
-            ),
-        ]
+
+        def told(texts: Iterable[str], usual: str) -> list[str]:
+            found = list(texts)
+            return found if set(found) != {usual} else [""] * len(found)
+
+        plans = self.plans
+        columns = {
+            "   schedule": [f"{number:>2} {plan.schedule}" for number, plan in enumerate(plans, 1)],
+            "k": [str(plan.num_segments) for plan in plans],
+            "v": told((str(plan.stages_per_rank) for plan in plans), "1"),
+            "mix": told((f"{plan.mix:.2f}" for plan in plans), "1.00"),
+            "vocab": told((plan.layout.vocabulary for plan in plans), "ends"),
+            "recompute": told((_share(plan, "R") or plan.layout.inside for plan in plans), "none"),
+            "moved": [_share(plan, "L") for plan in plans],
+            "step s": [rounded(plan.seconds) for plan in plans],
+            "interval": [f"{rounded(plan.low)}..{rounded(plan.high)}" for plan in plans],
+            "bubble": [f"{plan.bubble:.1%}" for plan in plans],
+            "tokens/s": [rounded(plan.tokens_per_second) for plan in plans],
+            "GiB": [f"{max(plan.peak) / GIB:.1f}" for plan in plans],
+        }
+        return [tuple(columns), *zip(*columns.values(), strict=True)]
 
 
 def _list(head: str, items: Iterable[str]) -> list[str]:

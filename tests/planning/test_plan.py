@@ -396,60 +396,34 @@ def test_a_plan_file_says_the_same_again(tmp_path):
         plan = small_plan(**wanted, segments=[4])
         plan.save(tmp_path / "plan.json")
         again = Plan.load(tmp_path / "plan.json")
-        assert again == plan
-        assert again.build() == plan.build()
-    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
-    with pytest.raises(OSError):
-        plan.save(tmp_path / "none" / "plan.json")
+        assert again == plan and again.build() == plan.build()
     before = (tmp_path / "plan.json").read_text()
-    broken = replace(plan, options={"costs": object()})
     with pytest.raises(TypeError):
-        broken.save(tmp_path / "plan.json")
+        replace(plan, options={"costs": object()}).save(tmp_path / "plan.json")
     assert (tmp_path / "plan.json").read_text() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
-
-
-def small_length(**changes):
-    """A length of a plan's mix, as its file has it."""
-    plan = small_plan(names=["seq1f1b"], segments=[4], lengths={8: 3, 16: 1})
-    return {**json.loads(plan.to_json())["lengths"][1], **changes}
 
 
 def test_bad_plan_files():
+    """Beside what test_files.py has of all files: what a plan alone must say."""
+    mix = json.loads(small_plan(names=["seq1f1b"], segments=[4], lengths={8: 3, 16: 1}).to_json())["lengths"][1]
     good = json.loads(small_plan(names=["seq1f1b"], segments=[4]).to_json())
     for change, message in (
         ({"format": "x"}, '"format"'),
         ({"layout": {"size": 1}}, r"plan: layout: unknown fields \['size'\]"),
-        ({"layout": 3}, "plan: layout is 3, must be an object"),
         ({"segment_sizes": [16]}, "4 segments has 1 segment_sizes"),
         ({"segment_sizes": [4, 4, 4, 5]}, "more than the 16 tokens|sum to 17"),
-        ({"segment_sizes": ["a"]}, r"plan: segment_sizes\[0\] is 'a', must be a whole number"),
-        ({"num_ranks": "two"}, "plan: num_ranks is 'two', must be a whole number"),
         ({"num_ranks": 0}, "num_ranks is 0"),
         ({"schedule": "fast"}, "no schedule named 'fast'"),
-        ({"seconds": "soon"}, "seconds is 'soon', must be a finite number"),
-        ({"seconds": float("nan")}, "seconds is nan, must be a finite number"),
-        ({"second": 1}, r"unknown fields \['second'\], missing fields \[\]; did you mean 'seconds'"),
         ({"options": {"extra_warmup": []}}, "a plan has wrong options: "),
         ({"prefetch": -1}, "prefetch of a plan is -1"),
-        ({"units": 3}, "plan: units is 3, must be a list"),
-        ({"units": [1, 2]}, r"units\[0\] is 1, must be a text"),
         ({"units": ["...."]}, "units must be 2 texts, one per stage, each of 4 words of 4 letters"),
         ({"units": ["...X .... .... ....", ".... .... .... ...."]}, "must be '.', 'R' or 'L'"),
-        ({"prefetch": "all"}, "prefetch is 'all', must be a whole number"),
         ({"model": {"hidden": 1}}, r"plan: model: unknown fields \[\], missing fields \['layers'"),
-        ({"lengths": [{"seq_len": 16}]}, r"plan: lengths\[0\]: unknown fields \[\], missing fields \['share'"),
-        ({"lengths": [small_length(segment_sizes=[16])]}, "4 segments has 1 segment_sizes"),
-        ({"lengths": [small_length(segment_sizes=[4, 4, 4, 3])]}, "sum to 15"),
+        ({"lengths": [{**mix, "segment_sizes": [16]}]}, "4 segments has 1 segment_sizes"),
+        ({"lengths": [{**mix, "segment_sizes": [4, 4, 4, 3]}]}, "sum to 15"),
     ):
         with pytest.raises(ValueError, match=message):
             Plan.from_json(json.dumps({**good, **change}))
-    for text in ("", "[]", "{", "3"):
-        with pytest.raises(ValueError, match="a plan must be"):
-            Plan.from_json(text)
-    del good["cap"]
-    with pytest.raises(ValueError, match=r"plan: unknown fields \[\], missing fields \['cap'\]"):
-        Plan.from_json(json.dumps(good))
 
 
 def run_plan(plan, batches, **options):
@@ -551,44 +525,37 @@ def test_what_the_engine_does_not_do_is_refused_by_name():
 # -- the command
 
 
-ASKED = ["plan", "--model", "gpt-2.7b", "--hardware", "a100", "--seq", "16384", "--ranks", "8", "--microbatches", "16"]
+ASKED = ["plan", "--model", "gpt-2.7b", "--hardware", "a100", "--ranks", "8", "--microbatches", "16"]
+SEQ = ["--seq", "16384"]
 
 
 def test_the_command_prints_the_best_and_why_others_fall(capsys, tmp_path):
     few = ["--segments", "1,4", "--stages", "1", "--schedules", "1f1b,seq1f1b,hanayo", "--memory", "40GiB"]
     few += ["--vocabulary", "ends"]
     file = tmp_path / "plan.json"
-    assert main([*ASKED, *few, "--best", "1", "--output", str(file), "--verbose"]) == 0
+    assert main([*ASKED, *SEQ, *few, "--best", "1", "--output", str(file), "--verbose"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("gpt-2.7b, 16384 tokens, P 8, M 16 on a100, assumed rates\ncap 40.0 of 80.0 GiB")
     assert "GiB in the worst case of the estimate, within the cap" in text
     call = f"seq1f1b.PipelineEngine(stage, schedule={str(file)!r}, ...)"
     assert text.endswith(f"plan 1 is in {file}: {call} runs it\n")
     assert "\n   hanayo: cannot be built: needs v = 2 w" in text
-    assert main([*ASKED, *few, "--best", "1", "--json"]) == 0
+    assert main([*ASKED, *SEQ, *few, "--best", "1", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     plan = Plan.load(file)
     assert data["plans"][0]["segment_sizes"] == list(plan.segment_sizes)
     assert max(plan.peak) <= 40 << 30
     assert data["plans"][0]["margin"] == list(plan.margin)
-    assert main([*ASKED, *few, "--best", "1", "--json", "--no-optimizer-sync"]) == 0
+    assert main([*ASKED, *SEQ, *few, "--best", "1", "--json", "--no-optimizer-sync"]) == 0
     free = json.loads(capsys.readouterr().out)["plans"][0]
     assert plan.optimizer_sync and not free["optimizer_sync"] and free["seconds"] < plan.seconds
-
-
-def test_a_plan_keeps_a_margin_by_default(capsys):
-    """A device of 80 GiB is filled up to 68; lengths may be written as contexts are."""
-    few = ["--segments", "8", "--stages", "1", "--schedules", "seq1f1b", "--vocabulary", "ends", "--best", "1"]
-    found = []
-    for more in ([], ["--memory", "68GiB"]):
-        assert main([*ASKED, "--seq", "16k", *few, "--remedies", "recompute", *more]) == 0
-        found.append(capsys.readouterr().out)
-    assert found[0] == found[1] and "cap 68.0 of 80.0 GiB" in found[0] and "16384 tokens" in found[0]
+    assert main([*ASKED, "--seq", "16k", *few[:6], "--best", "1"]) == 0  # unless told: 85 % of the device
+    assert "gpt-2.7b, 16384 tokens" in (text := capsys.readouterr().out) and "cap 68.0 of 80.0 GiB" in text
 
 
 def test_the_command_takes_a_mix_of_lengths(capsys, tmp_path):
     few = ["--ranks", "4", "--microbatches", "4", "--segments", "1,4", "--schedules", "seq1f1b", "--best", "1"]
-    line = ["plan", "--model", "gpt-2.7b", "--hardware", "a100", *few, "--inside", "full"]
+    line = [*ASKED, *few, "--inside", "full"]
     (tmp_path / "lengths.txt").write_text("# tokens of each sequence\n8192\n2048 2\n2048\n\n")
     for given in ("2048:3,8192:1", str(tmp_path / "lengths.txt")):
         assert main([*line, "--lengths", given]) == 0
@@ -603,47 +570,33 @@ def test_the_command_takes_a_mix_of_lengths(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("2048\nlong\n", "lengths.txt, line 2: 'long' must be a length, or a length and a count"),
-        ("2048 -1\n", "line 1: '2048 -1' must be"),
-        ("# none\n", "lengths.txt: there is no length"),
-        ("0 4\n", "a length is 0, must be at least 1"),
-        (None, "No such file"),
-    ],
-)
-def test_bad_files_of_lengths(text, message, capsys, tmp_path):
-    path = tmp_path / "lengths.txt"
-    if text is not None:
-        path.write_text(text)
-    line = ["plan", "--model", "gpt-2.7b", "--ranks", "4", "--microbatches", "4", "--lengths", str(path)]
-    assert main(line) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("seq1f1b: ") and message in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--lengths", "8:1"], "plan needs --seq, --lengths (sequences that differ) or --prompt"),
-        (["--memory", "1GiB"], "nothing fits in 1.00 GiB: the least possible is"),
-        (["--model", "gpt-9"], "there is no preset 'gpt-9' among models"),
-        (["--hardware", "none.json"], "none.json"),
-        (["--schedules", "fast"], "there is no schedule named 'fast'"),
-        (["--ranks", "33"], "there are 33 stages, must be in 1..32"),
+        ([*SEQ, "--lengths", "8:1"], "plan needs --seq, --lengths (sequences that differ) or --prompt"),
+        (["2048\nlong\n"], "lengths.txt, line 2: 'long' must be a length, or a length and a count"),
+        (["2048 -1\n"], "line 1: '2048 -1' must be"),
+        (["# none\n"], "lengths.txt: there is no length"),
+        (["0 4\n"], "a length is 0, must be at least 1"),
+        ([*SEQ, "--memory", "1GiB"], "nothing fits in 1.00 GiB: the least possible is"),
+        ([*SEQ, "--model", "gpt-9"], "there is no preset 'gpt-9' among models"),
+        ([*SEQ, "--hardware", "none.json"], "none.json"),
+        ([*SEQ, "--schedules", "fast"], "there is no schedule named 'fast'"),
+        ([*SEQ, "--ranks", "33"], "there are 33 stages, must be in 1..32"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_no_file(arguments, message, capsys, tmp_path):
-    file = tmp_path / "plan.json"
-    few = ["--segments", "1,4", "--stages", "1", "--schedules", "1f1b,seq1f1b", "--output", str(file)]
+    if len(arguments) == 1:
+        (tmp_path / "lengths.txt").write_text(arguments[0])
+        arguments = ["--lengths", str(tmp_path / "lengths.txt")]
+    few = ["--segments", "1,4", "--stages", "1", "--schedules", "1f1b,seq1f1b", "--output", str(tmp_path / "plan.json")]
     assert main([*ASKED, *few, *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("seq1f1b: ") and message in captured.err
-    assert captured.err.count("\n") == 1 and not list(tmp_path.iterdir())
+    assert captured.err.count("\n") == 1 and not (tmp_path / "plan.json").exists()
 
 
 @pytest.mark.parametrize("arguments", [["--memory", "much"], ["--memory", "1e99GiB"], ["--segments", "a"]])
 def test_an_argument_that_cannot_be_read(arguments):
     with pytest.raises(SystemExit) as exit_:
-        main([*ASKED, *arguments])
+        main([*ASKED, *SEQ, *arguments])
     assert exit_.value.code == 2

@@ -20,7 +20,6 @@ from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import ProfiledHardware, load_hardware
 from seq1f1b.planning.profile import Part, Profile, Sample
-from seq1f1b.planning.search import search_plans
 
 SHAPE = ModelShape(hidden=32, layers=4, heads=4, kv_heads=4, ffn=32, vocab=29)
 MACHINE = load_hardware("cpu-zen5")
@@ -534,27 +533,6 @@ def test_split_and_whole_backwards_have_their_own_costs():
             assert found == pytest.approx(sum(sum(rows[0]) for rows in passes))
 
 
-@pytest.mark.parametrize("name", ["seq-zb-h1", "auto"])
-def test_split_orders_are_made_for_the_measured_costs(name):
-    """F, I and W of the profile go into the order and its price; they are not alike. auto may leave backwards whole."""
-    machine = ProfiledHardware.of(profile(), MACHINE)
-    found = search_plans(
-        SHAPE, machine, seq_len=512, num_ranks=2, num_microbatches=4, names=[name], segments=[2], stages_per_rank=[1]
-    )
-    plan = found.plans[0]
-    cost = CostModel(SHAPE, machine, num_ranks=2, seq_len=512, layout=plan.layout)
-    seconds = cost.price(plan.segment_sizes).seconds
-    is_split = "W" in plan.build().kinds
-    split, whole = [seconds.forward, seconds.input, seconds.weight], [seconds.forward, seconds.backward, 0.0]
-    assert plan.options["costs"] == (split if is_split else whole)
-    assert all(f != i != w != f for f, i, w in zip(*(rows[0] for rows in split), strict=True))
-    of_backward = {"measured_input", "measured_weight"} if is_split else {"measured_backward"}
-    assert name == "auto" or of_backward == {"measured_input", "measured_weight"}
-    others = {"measured_input", "measured_weight", "measured_backward"} - of_backward
-    assert of_backward <= {term.name for term in found.uncertain}
-    assert others.isdisjoint(term.name for term in found.uncertain)
-
-
 @pytest.mark.parametrize(
     ("model", "layout", "message"),
     [
@@ -566,16 +544,6 @@ def test_split_orders_are_made_for_the_measured_costs(name):
 def test_what_a_profile_does_not_tell(model, layout, message):
     with pytest.raises(ValueError, match=message):
         CostModel(model, ProfiledHardware.of(profile(), MACHINE), num_ranks=2, seq_len=64, layout=Layout(**layout))
-
-
-def test_a_plan_by_a_profile():
-    machine = ProfiledHardware.of(profile(), MACHINE)
-    counts = {"seq_len": 4096, "num_ranks": 2, "num_microbatches": 4}
-    found = search_plans(SHAPE, machine, **counts, names=["1f1b", "seq1f1b"], stages_per_rank=[1])
-    plan = found.plans[0]
-    assert plan.schedule == "seq1f1b" and plan.hardware == "a machine (profile)"
-    assert {"measured_forward", "measured_backward"} <= {term.name for term in found.uncertain}
-    assert plan.layout.inside == "none" and plan.low < plan.seconds < plan.high
 
 
 # -- ranks that share cores, in benchmarks/predict.py
