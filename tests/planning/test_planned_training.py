@@ -29,6 +29,7 @@ from seq1f1b.seconds import Span, seconds_of
 from seq1f1b.testing import run_ranks
 
 CONFIG = Config(hidden=16, heads=2, kv_heads=1, ffn=16, vocab=13, layers=4)
+MANY = [40, 3, 7, 23, 12, 1, 9, 30, 5, 16]  # units of these move
 SHAPE = ModelShape(hidden=16, layers=4, heads=2, kv_heads=1, ffn=16, vocab=13)
 
 
@@ -102,7 +103,8 @@ def step(engine: PipelineEngine, plan: StepPlan, tokens: list[Tensor], targets: 
 
 def check(rng: random.Random, num_ranks: int, schedule: str, seed: int, folder: Path) -> str:
     """Trains one list of documents; returns what became of its units."""
-    lengths, remedy = random_lengths(rng), (None, "recompute", "offload")[seed % 3]
+    lengths = MANY if seed == 5 else random_lengths(rng)
+    remedy = (None, "recompute", "offload")[seed % 3]
     plan = plan_of(rng, lengths, num_ranks, schedule, remedy)
     tokens, targets = texts_of(lengths, seed)
     model = whole_model(CONFIG)
