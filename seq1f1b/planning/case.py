@@ -75,8 +75,7 @@ class Asked:
 
     Attributes:
         lengths: of the sequences, ascending.
-        orders: those that do not depend on costs, by the family's name, v and k; few: the same with few places, where
-            asked for.
+        orders: those that do not depend on costs, by the family's name, v and k.
     """
 
     model: ModelShape
@@ -88,7 +87,6 @@ class Asked:
     optimizer_sync: bool
     num_simulated: int = 0
     orders: dict[tuple[str, int, int], Schedule] = field(default_factory=dict)
-    few: dict[tuple[str, int, int], Schedule] = field(default_factory=dict)
 
     def mean(self, values: Iterable[float]) -> float:
         """Over the steps, of one value for each length."""
@@ -146,17 +144,8 @@ class Asked:
         if key not in self.orders:
             self.orders[key] = self.build(candidate, {})
             while len(self.orders) > 1 and sum(self.num_units(v, k) for _, v, k in self.orders) > _MOST_KEPT:
-                oldest = next(iter(self.orders))
-                del self.orders[oldest]
-                self.few.pop(oldest, None)
+                del self.orders[next(iter(self.orders))]
         return self.orders[key]
-
-    def with_few_places(self, candidate: Candidate, schedule: Schedule) -> Schedule:
-        """The order with one place beyond those that it needs."""
-        few = schedule.replace(prefetch=1)
-        if "costs" in candidate.family.options or candidate.vocabulary != "ends":
-            return few
-        return self.few.setdefault((candidate.family.name, candidate.stages_per_rank, candidate.num_segments), few)
 
 
 def of_shards(price: Price) -> float:
@@ -208,7 +197,7 @@ class Case:
         made = self._order(cap if not self.candidate.remedies else math.inf)
         choices = [made]
         if made.peak > cap:
-            schedule = self._asked.with_few_places(self.candidate, made.schedule)
+            schedule = made.schedule.replace(prefetch=1)  # one place beyond those that it needs
             if schedule.places != made.schedule.places:
                 choices.append(self._changed(made, schedule))
         if self.candidate.remedies:

@@ -84,12 +84,27 @@ class Comparison:
 
     def to_text(self) -> str:
         """A table, one line per family, and below it those that are left out."""
-        head = ("family", "v", "k", "makespan", "period", "bubble", "units", "held", "tokens")
-        held, sent = (_unit(most) for most in (self._most("peak_bytes"), self._most("sent_bytes")))
-        rows = [self._line(row, held[1], sent[1]) for row in self.rows]
-        table = table_text([(*head, held[0], "sends", f"sent {sent[0]}"), *rows])
-        last = held[0] if self._most("peak_bytes") else "held"
+        rows, seconds = self.rows, "{:.6g}".format if self.device is None else rounded
+        (held, of_held), (sent, of_sent) = (_unit(self._most(name)) for name in ("peak_bytes", "sent_bytes"))
+        is_period_another = any(abs(row.period / row.makespan - 1) > 0.01 for row in rows)
+        tokens = [None if self.device is not None else row.peak_tokens for row in rows]
+        columns = {
+            "family": [row.family for row in rows],
+            "v": [str(row.stages_per_rank) for row in rows],
+            "k": [str(row.num_segments) for row in rows],
+            "makespan": [seconds(row.makespan) for row in rows],
+            "period": [seconds(row.period) if is_period_another else "" for row in rows],
+            "bubble": [f"{row.bubble_ratio:.1%}" for row in rows],
+            "units": [str(row.peak_units) for row in rows],
+            "held": [f"{row.peak_microbatches:.2f}" for row in rows],
+            "tokens": ["" if count is None else str(count) for count in tokens],
+            held: ["" if row.peak_bytes is None else f"{row.peak_bytes / of_held:.1f}" for row in rows],
+            "sends": [str(row.messages) for row in rows],
+            f"sent {sent}": ["" if row.sent_bytes is None else f"{row.sent_bytes / of_sent:.1f}" for row in rows],
+        }
+        table = table_text([tuple(columns), *zip(*columns.values(), strict=True)])
         lines = ["", "v: stages per rank; k: segments; held: activations in micro-batches;"]
+        last = held if self._most("peak_bytes") else "held"
         lines.append(f"units to {last}: the most that a rank holds at once")
         if self.device is not None:
             name, memory = self.device
@@ -103,24 +118,6 @@ class Comparison:
 
     def _most(self, field: str) -> int:
         return max((getattr(row, field) or 0 for row in self.rows), default=0)
-
-    def _line(self, row: FamilyRow, held: int, sent: int) -> tuple[str, ...]:
-        seconds = "{:.6g}".format if self.device is None else rounded
-        is_period_another = any(abs(each.period / each.makespan - 1) > 0.01 for each in self.rows)
-        return (
-            row.family,
-            str(row.stages_per_rank),
-            str(row.num_segments),
-            seconds(row.makespan),
-            seconds(row.period) if is_period_another else "",
-            f"{row.bubble_ratio:.1%}",
-            str(row.peak_units),
-            f"{row.peak_microbatches:.2f}",
-            "" if row.peak_tokens is None or self.device is not None else str(row.peak_tokens),
-            "" if row.peak_bytes is None else f"{row.peak_bytes / held:.1f}",
-            str(row.messages),
-            "" if row.sent_bytes is None else f"{row.sent_bytes / sent:.1f}",
-        )
 
 
 def _unit(most: int) -> tuple[str, int]:
