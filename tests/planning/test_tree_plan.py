@@ -247,20 +247,20 @@ def test_a_planned_step_of_trees_trains_as_each_row_alone(num_ranks: int, schedu
         assert float((gradients[name] - parameter.grad).norm()) <= 1e-12 * max(1.0, float(parameter.grad.norm())), name
 
 
-BAD: dict[str, tuple[TreeShape, str]] = {
-    "child before parent": (TreeShape((1, 1, 1), (-1, 2, 0)), "tree 0: node 1 follows 2, must follow one of 0..0"),
-    "itself": (TreeShape((1, 1), (-1, 1)), "node 1 follows 1, must follow one of 0..0: a parent comes before its"),
-    "two roots": (TreeShape((1, 1), (-1, -1)), "node 1 follows -1, .* only node 0 is a root"),
-    "no root": (TreeShape((1, 1), (0, 0)), r"node 0 follows 0, must follow nothing \(-1\): it is the root"),
-    "empty node": (TreeShape((1, 0), (-1, 0)), "node 1 has 0 tokens, must have at least 1"),
-    "parents": (TreeShape((1, 2), (-1,)), "has 2 nodes and 1 parents: each node has one"),
-    "none": (TreeShape((), ()), "has 0 nodes and 0 parents"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_trees(name: str) -> None:
-    tree, message = BAD[name]
+@pytest.mark.parametrize(
+    ("sizes", "parents", "message"),
+    [
+        ((1, 1, 1), (-1, 2, 0), "tree 0: node 1 follows 2, must follow one of 0..0"),
+        ((1, 1), (-1, 1), "node 1 follows 1, must follow one of 0..0: a parent comes before its"),
+        ((1, 1), (-1, -1), "node 1 follows -1, .* only node 0 is a root"),
+        ((1, 1), (0, 0), r"node 0 follows 0, must follow nothing \(-1\): it is the root"),
+        ((1, 0), (-1, 0), "node 1 has 0 tokens, must have at least 1"),
+        ((1, 2), (-1,), "has 2 nodes and 1 parents: each node has one"),
+        ((), (), "has 0 nodes and 0 parents"),
+    ],
+)
+def test_bad_trees(sizes: tuple[int, ...], parents: tuple[int, ...], message: str) -> None:
+    tree = TreeShape(sizes, parents)
     with pytest.raises(ValueError, match=message):
         plan_step([tree], cost_of(2))
     with pytest.raises(ValueError, match=message):
