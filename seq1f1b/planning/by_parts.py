@@ -140,16 +140,13 @@ class ByParts:
             return NO_SECONDS, NO_SECONDS
         return self.embedding(span, floor), self.head(span, floor)
 
-    @cached_property
-    def _factors(self) -> PassSeconds:
-        split = 1 + self.hardware.split_backward_extra
-        return PassSeconds(forward=1.0, input=split, weight=split, backward=1.0, recompute=1.0)
-
     def seconds(self, span: Span) -> list[PassSeconds]:
         """A unit over the span, by kind of its stage."""
         own, (embedding, head) = self.hardware.unit_overhead, self.ends(span)
+        split = 1 + self.hardware.split_backward_extra
+        factors = PassSeconds(forward=1.0, input=split, weight=split, backward=1.0, recompute=1.0)
         layers = [self.layer(span, kind) for kind in range(len(self.counts))]
-        ends = list(zip(embedding, head, self._factors, self.beyond, strict=True))
+        ends = list(zip(embedding, head, factors, self.beyond, strict=True))
         count, sums = 0, layers[0]
         found = []
         for counts, is_first, is_last in self.stages:
@@ -202,7 +199,8 @@ class ByParts:
     def _work(self, span: Span, attention: tuple[float, float], kind: int) -> tuple[PassSeconds, tuple[float, float]]:
         """One layer without what is fixed, and the collectives of F and of I."""
         hw, layer, tokens = self.hardware, self.layer_kinds[kind], span.tokens / self.shards
-        linear = 2 * (layer.mixer + 3 * self.model.hidden * layer.ffn) * tokens / (hw.peak * hw.linear_efficiency)
+        products = 3 * self.model.hidden * layer.ffn  # of the feed-forward
+        linear = 2 * (layer.mixer + products) * tokens / (hw.peak * hw.linear_efficiency)
         # What is saved was written once, and is read once by what follows; backward reads it and moves its gradient.
         traffic = hw.saved_moves * self._all_saved[kind] * tokens / hw.bandwidth
         experts = self._experts(tokens, layer)
@@ -210,8 +208,10 @@ class ByParts:
         collectives_back = self._gathers(span.tokens, _COLLECTIVES_BACK) + experts
         forward = linear + attention[0] + traffic
         again = 0.0
-        if self.layout.inside != "none":
-            again = forward + collectives if self.layout.inside == "full" else 2 / 3 * self._ffn_share(layer) * linear
+        if self.layout.inside == "full":
+            again = forward + collectives
+        elif self.layout.inside == "ffn" and products:
+            again = 2 / 3 * (products / (layer.mixer + products)) * linear
         back = linear + attention[1] + 1.5 * traffic + again
         return PassSeconds(forward, back, linear, back + linear), (collectives, collectives_back)
 
@@ -230,10 +230,6 @@ class ByParts:
         if self.layout.inside == "full":
             back += forward
         return PassSeconds(forward, back, summed, back + summed, forward)
-
-    def _ffn_share(self, layer: Layer) -> float:
-        products = 3 * self.model.hidden * layer.ffn
-        return products / (layer.mixer + products) if products else 0.0
 
     def _gathers(self, tokens: int, count: int) -> float:
         """So many all-gathers and reduce-scatters of hidden states."""

@@ -201,7 +201,9 @@ def expected_seconds(
     finally:
         torch.set_num_threads(before)
     rate = 2.0 * rows * model.hidden * inner / min(times)
-    sharing = max(1.0, processes / torch.cuda.device_count() if device == "cuda" else processes * threads / _cores())
+    sharing = max(
+        1.0, processes / torch.cuda.device_count() if device == "cuda" else processes * threads / (os.cpu_count() or 1)
+    )
     work = sum(_work_in_order(model, seq_len, layers, repeats, offload is not None))
     return _STARTUP + _BESIDE_PRODUCTS * sharing * work / rate
 
@@ -248,10 +250,6 @@ def _work(
     except BaseException:
         _barrier.abort()  # the others wait for this one
         raise
-
-
-def _cores() -> int:
-    return os.cpu_count() or 1
 
 
 def _check(device: str, offload: Offload, **counts: int) -> None:

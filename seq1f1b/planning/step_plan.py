@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -354,9 +354,10 @@ class _Search:
             simulation = self._simulate(order, costs)
             if self.found is None or simulation.makespan < self.found.seconds:
                 documents, sizes = tuple(row.documents for row in rows), tuple(row.sizes for row in rows)
-                self.found = StepPlan(
-                    self._lengths, documents, sizes, order, tuple(ranks), simulation, costs, *_followed(rows)
-                )
+                self.found = StepPlan(self._lengths, documents, sizes, order, tuple(ranks), simulation, costs)
+                if any(row.parents is not None for row in rows):
+                    parents, pieces = tuple(row.parents for row in rows), tuple(row.pieces for row in rows)
+                    self.found = replace(self.found, parents=parents, pieces=pieces)
                 self._rows = rows
 
     def _simulate(self, order: Schedule, costs: Price) -> Simulation:
@@ -406,13 +407,6 @@ class _Search:
             f"no order of these documents fits in {self._memory:,.0f} bytes a rank: the smallest budget that does is "
             f"{math.ceil(self._least):,} bytes; the longest document, {longest}, has {self._lengths[longest]} tokens"
         )
-
-
-def _followed(rows: Rows) -> tuple[Any, Any]:
-    """Parents of segments, and the order of trees' data, as a plan has them."""
-    if all(row.parents is None for row in rows):
-        return None, ()
-    return tuple(row.parents for row in rows), tuple(row.pieces for row in rows)
 
 
 def padded_rows(lengths: Sequence[int], num_segments: int, model: ModelShape) -> list[PackedRow]:
