@@ -280,18 +280,27 @@ def search_plans(
     grouped = group_lengths(seq_len, lengths, layout)
     layout = replace(layout or Layout(), vocabulary="ranks" if vocabulary == "ranks" else "ends")
     asked = Asked(model, hardware, grouped, num_ranks, num_microbatches, layout, optimizer_sync)
-    pricing = Pricing(asked, cap, best, within, progress)
+    pricing, shortest = Pricing(asked, cap, best, within, progress), grouped[0].seq_len
+    tried = segments or [k for k in _FIRST_SEGMENTS if k <= shortest]
+    if min(tried) < 1 or max(tried) > shortest:
+        raise ValueError(f"segments are {list(tried)}, must be in 1..{shortest}, the tokens of the shortest sequence")
+    for kind in inside or ():
+        if kind not in INSIDE:
+            raise ValueError(f"inside is {kind!r}, must be one of {', '.join(INSIDE)}")
+    if vocabulary not in VOCABULARIES:
+        raise ValueError(f"vocabulary is {vocabulary!r}, must be one of {', '.join(VOCABULARIES)}")
     wanted = _Wanted(
-        _wanted_families(names),
+        # without names all but auto, which comes last, and those that say nothing of their own
+        families_named(names) if names else [each for each in families() if each.name not in (*_OTHERS, "auto")],
         stages_per_rank,
-        _wanted_segments(segments, grouped[0].seq_len),
-        _wanted_inside(inside, hardware),
+        tried,
+        hardware.insides if inside is None else inside,
         _wanted_remedies(remedies, hardware),
         is_free=not names,
         vocabulary=layout.vocabulary,
-        spreads=_may_spread(model, num_ranks, layout, vocabulary),
+        spreads=vocabulary == "any" and model.vocab > 0 and num_ranks > 1 and layout.head_in_loss,
     )
-    _try_all(pricing, wanted, grouped[0].seq_len if segments is None else 0)
+    _try_all(pricing, wanted, shortest if segments is None else 0)
     fitting = pricing.fitting
     is_small = sum(pricing.num_units(found.candidate) for found in fitting) <= _MOST_UNCERTAIN
     terms: list[tuple[Uncertain, ...]] = []
@@ -404,26 +413,6 @@ class _Wanted(NamedTuple):
         ]
 
 
-def _wanted_families(names: Sequence[str] | None) -> list[Family]:
-    """The families that are named; else all but ``auto``, which comes last, and those that say nothing of their own."""
-    if names:
-        return families_named(names)
-    return [family for family in families() if family.name not in (*_OTHERS, "auto")]
-
-
-def _may_spread(model: ModelShape, num_ranks: int, layout: Layout, vocabulary: str) -> bool:
-    if vocabulary not in VOCABULARIES:
-        raise ValueError(f"vocabulary is {vocabulary!r}, must be one of {', '.join(VOCABULARIES)}")
-    return vocabulary == "any" and model.vocab > 0 and num_ranks > 1 and layout.head_in_loss
-
-
-def _wanted_segments(segments: Sequence[int] | None, shortest: int) -> Sequence[int]:
-    wanted = segments or [k for k in _FIRST_SEGMENTS if k <= shortest]
-    if min(wanted) < 1 or max(wanted) > shortest:
-        raise ValueError(f"segments are {list(wanted)}, must be in 1..{shortest}, the tokens of the shortest sequence")
-    return wanted
-
-
 def _wanted_remedies(remedies: Sequence[str], hardware: Hardware) -> list[tuple[str, ...]]:
     """Each alone, and all together."""
     for remedy in remedies:
@@ -437,12 +426,3 @@ def _wanted_remedies(remedies: Sequence[str], hardware: Hardware) -> list[tuple[
         )
     wanted: list[tuple[str, ...]] = [(remedy,) for remedy in REMEDIES if remedy in remedies]
     return [*wanted, REMEDIES] if len(wanted) > 1 else wanted
-
-
-def _wanted_inside(inside: Sequence[str] | None, hardware: Hardware) -> Sequence[str]:
-    if inside is None:
-        return hardware.insides
-    for kind in inside:
-        if kind not in INSIDE:
-            raise ValueError(f"inside is {kind!r}, must be one of {', '.join(INSIDE)}")
-    return inside
