@@ -156,21 +156,15 @@ def _layer(model: ModelShape, kind: LayerKind) -> Layer:
         queries=queries,
         values=values,
         keys=keys,
-        window=kind.window,
         ffn=ffn * visited + kind.shared,
         expert=ffn,
         experts=own(kind.experts, model.experts),
         experts_per_token=visited,
-        shared=kind.shared,
         mixer=own(kind.mixer, model.hidden * (queries + keys + values)),
         inner=own(kind.inner, queries + keys),
         outer=own(kind.outer, values),
         kept=own(kind.kept, queries + values),
-        scan=kind.scan,
-        state=kind.state,
-        tail=kind.tail,
-        norms=kind.norms,
-        other=kind.other,
+        **{name: getattr(kind, name) for name in ("window", "shared", "scan", "state", "tail", "norms", "other")},
     )
 
 

@@ -3,14 +3,16 @@ head at the end."""
 
 from __future__ import annotations
 
+import math
 import operator
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from seq1f1b.partition import ModelShape, layers_of
+import numpy as np
+
+from seq1f1b.partition import Layer, ModelShape, layers_of
 from seq1f1b.plan import Layout
 from seq1f1b.seconds import NO_SECONDS, PassSeconds, ShardSeconds, Span
 
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from seq1f1b.planning.hardware import Hardware
 
 __all__: list[str] = []
+
+_ATTENTION_BACKWARD = 2.5  # products of flash attention's backward over those of its forward: 5 / 2
+_COLLECTIVES, _COLLECTIVES_BACK = 4, 6  # of a layer: backward gathers the inputs of two products again
 
 
 class StageKind(NamedTuple):
@@ -36,8 +41,19 @@ class UnitBytes(NamedTuple):
     added: int
 
 
-class ByParts(ABC):
-    """A source of the seconds of units, and of their bytes: a model in stages on a machine.
+class ByParts:
+    """A source of the seconds of units, and of their bytes: a model in stages on a machine, by its shape.
+
+    One layer, per token, h = hidden, q = heads * head_dim, g = kv_heads * head_dim, f = ffn of a token's experts:
+    F is 2 (2 h q + 2 h g + 3 h f) FLOP of products and 4 q per earlier token of attention; I and W each repeat the
+    products, and I has the 2.5-fold attention, W none. To each pass come its elementwise traffic, exposed collectives
+    (4 in F, 6 in I, which gathers two inputs again), what few rows take as long as many for (the ends of attention's
+    tiles, latencies, sums of weight gradients), and the floor of its kernel launches. The first stage has the embedding
+    (bytes only), the last the head.
+
+    A kind of layer has its own products and pairs: those within its window, of which there are as many for every token
+    far behind the begin. A recurrence has as much work for every token, at attention's rates, and keeps what its fused
+    kernels keep: its inputs and outputs. Each unit keeps the state that it hands on, whatever its length.
 
     Args:
         model: a shape; hardware: a machine; layout: degrees and choices.
@@ -85,47 +101,52 @@ class ByParts(ABC):
     beyond = NO_SECONDS
     """Seconds of a unit beyond those of its layers."""
 
-    @abstractmethod
     def layer(self, span: Span, kind: int = 0) -> PassSeconds:
         """One layer of a kind."""
+        hw, attention = self.hardware, self._attention(span, kind)
+        (work, collectives), fixed = self._work(span, attention, kind), self._fixed(span, attention, kind)
+        ring = self._ring(span, self.layer_kinds[kind])  # hidden behind attention as far as that lasts
+        forward = np.maximum(work.forward + fixed.forward, hw.launch * hw.forward_kernels)
+        back = np.maximum(work.input + fixed.input, hw.launch * hw.input_kernels)
+        weight = np.maximum(work.weight + fixed.weight, hw.launch * hw.weight_kernels)
+        forward += collectives[0] + np.maximum(0.0, ring - attention[0])
+        back += collectives[1] + np.maximum(0.0, 2 * ring - attention[1])
+        return PassSeconds(forward, back, weight, back + weight, forward)
 
-    @abstractmethod
     def flow(self, span: Span, kind: int = 0) -> float:
         """F and B of one layer of a kind without floors: segments share them alike."""
+        work, collectives = self._work(span, self._attention(span, kind), kind)
+        return work.total + sum(collectives)
 
     def flows(self, span: Span) -> list[float]:
         """F and B without floors of each layer of the model, in their order."""
         of_kinds = [self.flow(span, kind) if n else 0.0 for kind, n in enumerate(self.counts)]
         return [of_kinds[place] for place in self._places]
 
-    @abstractmethod
     def head(self, span: Span, floor: bool = True) -> PassSeconds:
-        """The whole head."""
+        """The whole head: F, I and W are each a product, and logits written and read in fp32."""
+        hw, words = self.hardware, self.model.vocab / self.shards * span.tokens
+        each = 2 * self.model.hidden * words / (hw.peak * hw.linear_efficiency)
+        each += hw.saved_moves * 4 * words / hw.bandwidth
+        return PassSeconds(each, each, each, 2 * each, 0.0 if self.layout.head_in_loss else each)
 
-    @abstractmethod
     def embedding(self, span: Span, floor: bool = True) -> PassSeconds:
-        """The whole embedding."""
-
-    def _last(self, span: Span, floor: bool = True) -> PassSeconds:
-        """The head as the last stage runs it."""
-        return self.head(span, floor)
+        """The whole embedding: no seconds, for the traffic of an embedding is not counted."""
+        return NO_SECONDS
 
     def ends(self, span: Span, floor: bool = True) -> tuple[PassSeconds, PassSeconds]:
         """The embedding and the head as far as the first and the last stage have them."""
         if self.spreads:
             return NO_SECONDS, NO_SECONDS
-        return self.embedding(span, floor), self._last(span, floor)
-
-    @cached_property
-    def _factors(self) -> PassSeconds:
-        split = 1 + self.hardware.split_backward_extra
-        return PassSeconds(forward=1.0, input=split, weight=split, backward=1.0, recompute=1.0)
+        return self.embedding(span, floor), self.head(span, floor)
 
     def seconds(self, span: Span) -> list[PassSeconds]:
         """A unit over the span, by kind of its stage."""
         own, (embedding, head) = self.hardware.unit_overhead, self.ends(span)
+        split = 1 + self.hardware.split_backward_extra
+        factors = PassSeconds(forward=1.0, input=split, weight=split, backward=1.0, recompute=1.0)
         layers = [self.layer(span, kind) for kind in range(len(self.counts))]
-        ends = list(zip(embedding, head, self._factors, self.beyond, strict=True))
+        ends = list(zip(embedding, head, factors, self.beyond, strict=True))
         count, sums = 0, layers[0]
         found = []
         for counts, is_first, is_last in self.stages:
@@ -148,19 +169,113 @@ class ByParts(ABC):
         whole = (head.forward, head.total - head.forward, embedding.forward, embedding.total - embedding.forward)
         return ShardSeconds(*(seconds / self.num_ranks + own for seconds in whole))
 
+    def _attention(self, span: Span, kind: int) -> tuple[float, float]:
+        """Attention's and a recurrence's part of F and of I."""
+        hw, layer = self.hardware, self.layer_kinds[kind]
+        pairs = self._pairs(span, layer.window) if layer.window else span.pairs
+        flops = (self._pair_flops[kind] * pairs + layer.scan * span.tokens) / self.shards
+        back = _ATTENTION_BACKWARD * flops / (hw.peak * hw.attention_backward_efficiency)
+        return flops / (hw.peak * hw.attention_forward_efficiency), back
+
+    @cached_property
+    def _pair_flops(self) -> list[float]:
+        """Products of q with a key, and of a weight with its value, in whole tiles of heads, by kind of layer."""
+        tile, found = self.hardware.head_tile, []
+        for layer in self.layer_kinds:
+            sizes = [size / layer.heads for size in (layer.queries, layer.values)] if layer.heads else []
+            found.append(2 * layer.heads * tile * sum(math.ceil(size / tile) for size in sizes))
+        return found
+
+    def _pairs(self, span: Span, window: int) -> float:
+        """The pairs within a window; a span that does not tell them is of one document."""
+        if span.within:
+            return span.within[self.windows.index(window)]
+        begin, end = span.end - span.tokens, span.end
+        near, far = np.maximum(begin - window, 0), np.maximum(end - window, 0)
+        pairs = (end * (end + 1) - begin * (begin + 1) - far * (far + 1) + near * (near + 1)) / 2
+        found: float = np.minimum(span.pairs, pairs)
+        return found
+
+    def _work(self, span: Span, attention: tuple[float, float], kind: int) -> tuple[PassSeconds, tuple[float, float]]:
+        """One layer without what is fixed, and the collectives of F and of I."""
+        hw, layer, tokens = self.hardware, self.layer_kinds[kind], span.tokens / self.shards
+        products = 3 * self.model.hidden * layer.ffn  # of the feed-forward
+        linear = 2 * (layer.mixer + products) * tokens / (hw.peak * hw.linear_efficiency)
+        # What is saved was written once, and is read once by what follows; backward reads it and moves its gradient.
+        traffic = hw.saved_moves * self._all_saved[kind] * tokens / hw.bandwidth
+        experts = self._experts(tokens, layer)
+        collectives = self._gathers(span.tokens, _COLLECTIVES) + experts
+        collectives_back = self._gathers(span.tokens, _COLLECTIVES_BACK) + experts
+        forward = linear + attention[0] + traffic
+        again = 0.0
+        if self.layout.inside == "full":
+            again = forward + collectives
+        elif self.layout.inside == "ffn" and products:
+            again = 2 / 3 * (products / (layer.mixer + products)) * linear
+        back = linear + attention[1] + 1.5 * traffic + again
+        return PassSeconds(forward, back, linear, back + linear), (collectives, collectives_back)
+
+    def _fixed(self, span: Span, attention: tuple[float, float], kind: int) -> PassSeconds:
+        """Seconds of F, I and W of one layer, however few rows a unit has: the begin and end of attention's tiles, the
+        latency of collectives, sums of weight gradients, a copied prefix."""
+        hw = self.hardware
+        rows = np.maximum(span.tokens / self.layout.context, 1.0)
+        latency = hw.collective_latency * hw.tensor_exposed * (self.layout.tensor > 1)
+        prefix = 0.0
+        if self.layout.copies_prefix:  # read and written in F; read, read and written in the sum of gradients
+            prefix = self.layer_kinds[kind].keys * hw.element_bytes * span.end / self.shards / hw.bandwidth
+        summed = 2 * hw.gradient_bytes * self.layer_parameters[kind] / hw.bandwidth
+        forward = attention[0] * hw.attention_forward_rows / rows + _COLLECTIVES * latency + 2 * prefix
+        back = attention[1] * hw.attention_backward_rows / rows + _COLLECTIVES_BACK * latency + 3 * prefix
+        if self.layout.inside == "full":
+            back += forward
+        return PassSeconds(forward, back, summed, back + summed, forward)
+
+    def _gathers(self, tokens: int, count: int) -> float:
+        """So many all-gathers and reduce-scatters of hidden states."""
+        hw, t = self.hardware, self.layout.tensor
+        if t == 1:
+            return 0.0
+        moved = count * (t - 1) / t * tokens / self.layout.context * self.model.hidden * hw.element_bytes
+        return hw.tensor_exposed * moved / hw.link(t)
+
+    def _experts(self, tokens: float, layer: Layer) -> float:
+        """Tokens to their experts and back."""
+        hw, e = self.hardware, self.layout.expert
+        if layer.experts == 1:
+            return 0.0
+        moved = 2 * (e - 1) / e * tokens * layer.experts_per_token * self.model.hidden * hw.element_bytes
+        return hw.expert_exposed * moved / hw.link(e * self.layout.tensor * self.layout.context)
+
+    def _ring(self, span: Span, layer: Layer) -> float:
+        """Keys and values of the prefix that the other devices of the ring hold."""
+        c, hw = self.layout.context, self.hardware
+        if c == 1:
+            return 0.0
+        seen = np.minimum(span.end, span.tokens + layer.window) if layer.window else span.end
+        moved = (c - 1) / c * seen * layer.keys / self.layout.tensor * hw.element_bytes
+        return moved / hw.link(c * self.layout.tensor)
+
     # -- bytes
 
-    @abstractmethod
     def held(self, tokens: int) -> list[UnitBytes]:
         """Bytes that a unit holds beside the cache, by kind of its stage."""
+        found, words = [], self._saved_logits
+        gradients = 0.0 if self.layout.head_in_loss else self.model.vocab * self.hardware.element_bytes / self.shards
+        for (saved, kept, left, state), (_, _, is_last) in zip(self._stage_bytes, self.stages, strict=True):
+            head, of_gradients = (words * tokens, gradients * tokens) if is_last else (0.0, 0.0)
+            whole = (saved * tokens + state + head, kept * tokens, left * tokens + of_gradients)
+            found.append(UnitBytes(*map(math.ceil, whole)))
+        return found
 
-    @abstractmethod
     def work(self, tokens: int) -> list[tuple[int, int]]:
         """Most that F, and B or I, of a unit allocate for a while, by kind of its stage; empty if it is not known."""
+        return []
 
-    @abstractmethod
     def standing_work(self, tokens: int, is_last: bool) -> float:
         """Most that the longest unit of a rank allocates for a while, where that of each is not known."""
+        work = 0.0 if self.layout.inside == "none" else max(self._all_saved) * tokens / self.shards
+        return max(work, self.logit_work(tokens)) if is_last else work
 
     def cached(self, counts: Sequence[int], tokens: int) -> tuple[float, float]:
         """Keys and values of so many tokens in layers of so many of each kind, and their gradients."""
@@ -214,6 +329,50 @@ class ByParts(ABC):
     def logit_work(self, tokens: int) -> float:
         """The other logits of a unit of the last stage, for a while."""
         return 0.0 if self.spreads else self._logits(tokens) - self._saved_logits * tokens
+
+    @cached_property
+    def _stage_bytes(self) -> list[tuple[float, ...]]:
+        """Saved, kept and left bytes of all layers per token, and the state that a unit of any length hands to the next
+        of its sequence, and keeps for its backward, by kind of stage."""
+        hw, of_kinds = self.hardware, []
+        for layer in self.layer_kinds:
+            saved, (kept, left) = self._saved_bytes(layer, self.layout.inside), self._left_bytes(layer)
+            own = layer.keys * hw.element_bytes if self.layout.copies_prefix else 0.0
+            of_token = [hw.activation_factor * each / self.shards for each in (saved + own, kept, left)]
+            of_kinds.append((*of_token, (4 * layer.state + hw.element_bytes * layer.tail) / self.shards))
+        columns = list(zip(*of_kinds, strict=True))
+        return [tuple(sum_of(counts, column) for column in columns) for counts, _, _ in self.stages]
+
+    @cached_property
+    def _all_saved(self) -> list[float]:
+        return [self._saved_bytes(layer, "none") for layer in self.layer_kinds]
+
+    def _saved_bytes(self, layer: Layer, inside: str) -> float:
+        """Activations of one token and layer: norms' inputs and outputs, q, attention's output and its sums, gate, up
+        and their product. Keys and values are counted with the cache."""
+        h, e = self.model.hidden, self.hardware.element_bytes
+        if inside == "full":
+            return e * h
+        saved = e * (2 * layer.norms * h + layer.kept) + 4 * layer.heads
+        if inside == "none":
+            saved += e * 3 * layer.ffn
+        if layer.experts > 1:
+            saved += 2 * e * h * layer.experts_per_token  # tokens as sent to the experts, and what came back
+        return saved
+
+    def _left_bytes(self, layer: Layer) -> tuple[float, float]:
+        """Bytes that W reads of one token and layer: inputs that F saved, and what I leaves beside them.
+
+        I leaves gradients of q, k, v, gate, up and two outputs, and inputs that were computed again.
+        """
+        h, e = self.model.hidden, self.hardware.element_bytes
+        routed = e * h * layer.experts_per_token if layer.experts > 1 else 0.0
+        hidden = min(layer.norms, 2) * h  # inputs of the mixer and of the feed-forward, or their outputs
+        inputs = {"norms": e * (hidden + layer.outer) + routed, "ffn": e * layer.ffn}
+        gradients = e * (hidden + layer.inner + 2 * layer.ffn) + routed
+        again = {"none": (), "ffn": ("ffn",), "full": ("norms", "ffn")}[self.layout.inside]
+        left = gradients + sum(inputs[name] for name in again)
+        return sum(inputs.values()) + gradients - left, left
 
 
 def sum_of(counts: Sequence[int], each: Sequence[float]) -> float:

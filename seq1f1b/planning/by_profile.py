@@ -59,9 +59,9 @@ class ByProfile(ByParts):
     def embedding(self, span: Span, floor: bool = True) -> PassSeconds:
         return _scaled(self._profile.embedding, self._of_ends, span, floor)
 
-    def _last(self, span: Span, floor: bool = True) -> PassSeconds:
-        head = self.head(span, floor)
-        return NO_SECONDS._replace(forward=head.total) if self.layout.head_in_loss else head
+    def ends(self, span: Span, floor: bool = True) -> tuple[PassSeconds, PassSeconds]:
+        embedding, head = super().ends(span, floor)
+        return embedding, NO_SECONDS._replace(forward=head.total) if self.layout.head_in_loss else head
 
     # -- bytes
 

@@ -14,7 +14,7 @@ from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.price import Price, RankBytes
 from seq1f1b.schedule import Costs, Family, Schedule, build_schedule
 
-__all__ = ["REMEDIES", "STEPS", "Asked", "Candidate", "Case", "Found", "Length", "Shared", "Uncertain"]
+__all__ = ["REMEDIES", "STEPS", "Asked", "Candidate", "Case", "Found", "Length", "Uncertain"]
 
 STEPS = {True: 2, False: 3}  # simulated for the period, by optimizer_sync; with it all steps but the first are alike
 _MOST_KEPT = 4_000_000  # units of the orders that several candidates share, kept for the next one
@@ -69,9 +69,14 @@ class Candidate(NamedTuple):
         return bool(self.remedies) and "cap_bytes" in self.family.options
 
 
-@dataclass(frozen=True)
+@dataclass
 class Asked:
-    """The work of all candidates. ``lengths``: of the sequences, ascending."""
+    """The work of all candidates, and the orders that several of them share.
+
+    Attributes:
+        lengths: of the sequences, ascending.
+        orders: those that do not depend on costs, by the family's name, v and k.
+    """
 
     model: ModelShape
     hardware: Hardware
@@ -80,6 +85,8 @@ class Asked:
     num_microbatches: int
     layout: Layout
     optimizer_sync: bool
+    num_simulated: int = 0
+    orders: dict[tuple[str, int, int], Schedule] = field(default_factory=dict)
 
     def mean(self, values: Iterable[float]) -> float:
         """Over the steps, of one value for each length."""
@@ -121,27 +128,11 @@ class Asked:
         assert run.period is not None and isinstance(costs.optimizer, Sequence)
         return run.period, 1 - (sum(run.busy) + sum(costs.optimizer)) / (run.period * self.num_ranks)
 
-
-def of_shards(price: Price) -> float:
-    """Seconds of a rank's passes of the vocabulary in one micro-batch; 0 where it is not over the ranks."""
-    return sum(sum(table[0]) for table in price.shard_seconds.values())
-
-
-@dataclass
-class Shared:
-    """Orders that do not depend on costs: of candidates which differ in recomputation, layers or split alone, by the
-    family's name, v and k."""
-
-    asked: Asked
-    num_simulated: int = 0
-    _orders: dict[tuple[str, int, int], Schedule] = field(default_factory=dict)
-    _few: dict[tuple[str, int, int], Schedule] = field(default_factory=dict)  # with few places, where asked for
-
     def build(self, candidate: Candidate, options: Mapping[str, Any]) -> Schedule:
         return build_schedule(
             candidate.family.name,
-            num_ranks=self.asked.num_ranks,
-            num_microbatches=self.asked.num_microbatches,
+            num_ranks=self.num_ranks,
+            num_microbatches=self.num_microbatches,
             num_segments=candidate.num_segments,
             stages_per_rank=candidate.stages_per_rank,
             options=options,
@@ -150,20 +141,16 @@ class Shared:
     def order(self, candidate: Candidate) -> Schedule:
         """That of a family which takes no costs. The oldest kept ones go first."""
         key = (candidate.family.name, candidate.stages_per_rank, candidate.num_segments)
-        if key not in self._orders:
-            self._orders[key] = self.build(candidate, {})
-            while len(self._orders) > 1 and sum(self.asked.num_units(v, k) for _, v, k in self._orders) > _MOST_KEPT:
-                oldest = next(iter(self._orders))
-                del self._orders[oldest]
-                self._few.pop(oldest, None)
-        return self._orders[key]
+        if key not in self.orders:
+            self.orders[key] = self.build(candidate, {})
+            while len(self.orders) > 1 and sum(self.num_units(v, k) for _, v, k in self.orders) > _MOST_KEPT:
+                del self.orders[next(iter(self.orders))]
+        return self.orders[key]
 
-    def with_few_places(self, candidate: Candidate, schedule: Schedule) -> Schedule:
-        """The order with one place beyond those that it needs."""
-        few = schedule.replace(prefetch=1)
-        if "costs" in candidate.family.options or candidate.vocabulary != "ends":
-            return few
-        return self._few.setdefault((candidate.family.name, candidate.stages_per_rank, candidate.num_segments), few)
+
+def of_shards(price: Price) -> float:
+    """Seconds of a rank's passes of the vocabulary in one micro-batch; 0 where it is not over the ranks."""
+    return sum(sum(table[0]) for table in price.shard_seconds.values())
 
 
 @dataclass(eq=False)
@@ -194,8 +181,8 @@ class Case:
         bounds: seconds that no order of them can beat, likewise.
     """
 
-    def __init__(self, shared: Shared, candidate: Candidate, prices: Sequence[Price], bounds: Sequence[float]) -> None:
-        self._shared, self._asked = shared, shared.asked
+    def __init__(self, asked: Asked, candidate: Candidate, prices: Sequence[Price], bounds: Sequence[float]) -> None:
+        self._asked = asked
         self.candidate, self.prices, self._bounds = candidate, prices, bounds
         self.longest = prices[-1]
 
@@ -210,7 +197,7 @@ class Case:
         made = self._order(cap if not self.candidate.remedies else math.inf)
         choices = [made]
         if made.peak > cap:
-            schedule = self._shared.with_few_places(self.candidate, made.schedule)
+            schedule = made.schedule.replace(prefetch=1)  # one place beyond those that it needs
             if schedule.places != made.schedule.places:
                 choices.append(self._changed(made, schedule))
         if self.candidate.remedies:
@@ -232,7 +219,7 @@ class Case:
         """The candidate's order; of one that is made for the cap the fastest that fits it, if any does. Bytes are the
         most of any length."""
         if "costs" not in self.candidate.family.options:
-            schedule = self._spread(self._shared.order(self.candidate))
+            schedule = self._spread(self._asked.order(self.candidate))
             made = Made(schedule, {}, self.longest.rank_bytes(schedule))
         else:
             made = order_for_costs(self.candidate.family, self.longest, cap, self._build, self._seconds)
@@ -259,7 +246,7 @@ class Case:
         )
 
     def _build(self, options: Mapping[str, Any]) -> Schedule:
-        return self._spread(self._shared.build(self.candidate, options))
+        return self._spread(self._asked.build(self.candidate, options))
 
     @property
     def _spread_seconds(self) -> dict[str, Any]:
@@ -286,7 +273,7 @@ class Case:
 
     def _simulated(self, made: Made) -> Found:
         runs = [self._asked.period(made.schedule, costs) for costs in self._costs(made.schedule)]
-        self._shared.num_simulated += 1
+        self._asked.num_simulated += 1
         # A few steps in a row may still be settling.
         periods = [max(period, bound) for bound, (period, _) in zip(self._bounds, runs, strict=True)]
         seconds = self._asked.mean(periods)

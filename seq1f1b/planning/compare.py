@@ -22,7 +22,6 @@ from seq1f1b.schedule import (
     Family,
     Links,
     Schedule,
-    Simulation,
     StepMemory,
     build_schedule,
     families,
@@ -85,12 +84,27 @@ class Comparison:
 
     def to_text(self) -> str:
         """A table, one line per family, and below it those that are left out."""
-        head = ("family", "v", "k", "makespan", "period", "bubble", "units", "held", "tokens")
-        held, sent = (_unit(most) for most in (self._most("peak_bytes"), self._most("sent_bytes")))
-        rows = [self._line(row, held[1], sent[1]) for row in self.rows]
-        table = table_text([(*head, held[0], "sends", f"sent {sent[0]}"), *rows])
-        last = held[0] if self._most("peak_bytes") else "held"
+        rows, seconds = self.rows, "{:.6g}".format if self.device is None else rounded
+        (held, of_held), (sent, of_sent) = (_unit(self._most(name)) for name in ("peak_bytes", "sent_bytes"))
+        is_period_another = any(abs(row.period / row.makespan - 1) > 0.01 for row in rows)
+        tokens = [None if self.device is not None else row.peak_tokens for row in rows]
+        columns = {
+            "family": [row.family for row in rows],
+            "v": [str(row.stages_per_rank) for row in rows],
+            "k": [str(row.num_segments) for row in rows],
+            "makespan": [seconds(row.makespan) for row in rows],
+            "period": [seconds(row.period) if is_period_another else "" for row in rows],
+            "bubble": [f"{row.bubble_ratio:.1%}" for row in rows],
+            "units": [str(row.peak_units) for row in rows],
+            "held": [f"{row.peak_microbatches:.2f}" for row in rows],
+            "tokens": ["" if count is None else str(count) for count in tokens],
+            held: ["" if row.peak_bytes is None else f"{row.peak_bytes / of_held:.1f}" for row in rows],
+            "sends": [str(row.messages) for row in rows],
+            f"sent {sent}": ["" if row.sent_bytes is None else f"{row.sent_bytes / of_sent:.1f}" for row in rows],
+        }
+        table = table_text([tuple(columns), *zip(*columns.values(), strict=True)])
         lines = ["", "v: stages per rank; k: segments; held: activations in micro-batches;"]
+        last = held if self._most("peak_bytes") else "held"
         lines.append(f"units to {last}: the most that a rank holds at once")
         if self.device is not None:
             name, memory = self.device
@@ -104,24 +118,6 @@ class Comparison:
 
     def _most(self, field: str) -> int:
         return max((getattr(row, field) or 0 for row in self.rows), default=0)
-
-    def _line(self, row: FamilyRow, held: int, sent: int) -> tuple[str, ...]:
-        seconds = "{:.6g}".format if self.device is None else rounded
-        is_period_another = any(abs(each.period / each.makespan - 1) > 0.01 for each in self.rows)
-        return (
-            row.family,
-            str(row.stages_per_rank),
-            str(row.num_segments),
-            seconds(row.makespan),
-            seconds(row.period) if is_period_another else "",
-            f"{row.bubble_ratio:.1%}",
-            str(row.peak_units),
-            f"{row.peak_microbatches:.2f}",
-            "" if row.peak_tokens is None or self.device is not None else str(row.peak_tokens),
-            "" if row.peak_bytes is None else f"{row.peak_bytes / held:.1f}",
-            str(row.messages),
-            "" if row.sent_bytes is None else f"{row.sent_bytes / sent:.1f}",
-        )
 
 
 def _unit(most: int) -> tuple[str, int]:
@@ -183,36 +179,39 @@ def compare(
         ValueError: unknown name, a number out of range, a size that is missing, a model without the rest of its four
             arguments or beside token bytes; or no family is left, which names the least cap that one fits.
     """
-    work = _Work(num_ranks, num_microbatches, num_segments, segment_sizes, cap_microbatches, cap_bytes)
-    work.check()
-    costs: _GivenCosts | _ModelCosts
-    if model is None:
-        costs = _GivenCosts(work, forward, backward, weight, transfer, bandwidth, token_bytes, message_bytes)
-    else:
+    of = None
+    if model is not None:
         if hardware is None or seq_len is None:
             raise ValueError("a model's costs need hardware and seq_len")
         if token_bytes is not None or message_bytes is not None or bandwidth is not None:
             raise ValueError("token_bytes, message_bytes and bandwidth are the model's, where a model is given")
-        costs = _ModelCosts(work, model, hardware, layout or Layout(), seq_len)
-    costs.check()
-    rows, refused = [], {}
-    for family in families_named(dict.fromkeys(names)):
-        found = _build(family, work, stages_per_rank, costs)
-        if isinstance(found, str):
-            refused[family.name] = f"needs {found}"
-        else:
-            rows.append(_row(family.name, found, work, costs))
+        of = _Model(model, hardware, layout or Layout(), seq_len)
+    work = _Work(
+        num_ranks,
+        num_microbatches,
+        num_segments,
+        stages_per_rank,
+        forward,
+        backward,
+        weight,
+        transfer,
+        bandwidth,
+        segment_sizes,
+        token_bytes,
+        message_bytes,
+        cap_microbatches,
+        cap_bytes,
+        of,
+    )
+    work.check()
+    wanted = families_named(dict.fromkeys(names))
+    rows, refused = work.rows(wanted)
     fitting = [row for row in rows if work.excess(row) is None]
     refused |= {row.family: why for row in rows if (why := work.excess(row)) is not None}
     if not fitting:
-        with_less = []
-        if isinstance(costs, _ModelCosts) and rows and cap_bytes is not None:
-            [(_, least), *with_less] = _least_rows(costs, names, stages_per_rank)
-            rows = [least]
-        raise ValueError(_nothing_fits(rows, refused, cap_bytes, with_less))
+        raise ValueError(work.nothing_fits(wanted, rows, refused))
     fitting.sort(key=lambda row: (row.makespan, row.peak_microbatches))
-    device = None if model is None or hardware is None else (hardware.name, hardware.memory)
-    return Comparison(tuple(fitting), refused, device)
+    return Comparison(tuple(fitting), refused, None if of is None else (of.hardware.name, of.hardware.memory))
 
 
 def families_named(names: Collection[str]) -> list[Family]:
@@ -224,25 +223,185 @@ def families_named(names: Collection[str]) -> list[Family]:
     return [known[name] for name in names] or list(known.values())
 
 
+_NO_ROOM = 1  # a cap in bytes, for which orders hold as little as they can
+
+
+class _Model(NamedTuple):
+    """A model on a machine, whose seconds and bytes take the place of given ones."""
+
+    model: ModelShape
+    hardware: Hardware
+    layout: Layout
+    seq_len: int
+
+
 @dataclass(frozen=True)
 class _Work:
-    """The work that every family does, and the caps that it has to keep."""
+    """The work that every family does, and the caps that it has to keep: arguments of :func:`compare`."""
 
     num_ranks: int
     num_microbatches: int
     num_segments: int
+    stages_per_rank: int | None
+    forward: float
+    backward: float
+    weight: float | None
+    transfer: float
+    bandwidth: float | None
     segment_sizes: Sequence[int] | None
+    token_bytes: int | None
+    message_bytes: int | None
     cap_microbatches: float | None
     cap_bytes: int | None
+    of: _Model | None
 
     def check(self) -> None:
-        for name, cap in (("cap_microbatches", self.cap_microbatches), ("cap_bytes", self.cap_bytes)):
-            if cap is not None and not cap > 0:
+        for name in ("cap_microbatches", "cap_bytes"):
+            if (cap := getattr(self, name)) is not None and not cap > 0:
                 raise ValueError(f"{name} is {cap}, must be above 0")
-        if (sizes := self.segment_sizes) is not None:
+        sizes = self.segment_sizes
+        if sizes is not None:
             if len(sizes) != self.num_segments:
                 raise ValueError(f"segment_sizes holds {len(sizes)} values, must hold {self.num_segments}")
             check_segment_sizes(sizes, sum(sizes))
+        if self.of is not None:
+            if sizes is not None and sum(sizes) != self.of.seq_len:
+                raise ValueError(f"segment_sizes holds {sum(sizes)} tokens, seq_len is {self.of.seq_len}")
+            if (vocabulary := self.of.layout.vocabulary) != "ends":
+                raise ValueError(f"vocabulary is {vocabulary!r}, must be 'ends': families are compared as they are")
+            return
+        if sizes is None and (self.token_bytes is not None or self.message_bytes is not None):
+            raise ValueError("bytes of a token need the tokens of each segment: give segment_sizes")
+        if self.cap_bytes is not None and self.token_bytes is None:
+            raise ValueError("a cap in bytes needs the bytes of a token: give token_bytes, or a model")
+        for name in ("token_bytes", "message_bytes"):
+            if (value := getattr(self, name)) is not None and value < 0:
+                raise ValueError(f"{name} is {value}, must be at least 0")
+        if self.weight is not None and self.weight > self.backward:
+            raise ValueError("weight is more than backward, of which it is a part")
+
+    # -- an order
+
+    def rows(self, wanted: Sequence[Family]) -> tuple[list[FamilyRow], dict[str, str]]:
+        """The rows of the families that can be built, and why each of the others cannot."""
+        rows, refused = [], {}
+        for family in wanted:
+            found = self._order(family)
+            if isinstance(found, str):
+                refused[family.name] = f"needs {found}"
+            else:
+                rows.append(self._row(family.name, found))
+        return rows, refused
+
+    def _order(self, family: Family) -> Schedule | str:
+        """The family with as many stages and segments as asked for, or what it can have in their place; or the rule
+        that it breaks."""
+        least, rule = family.stages_per_rank, None
+        for v, k in product(
+            dict.fromkeys((least if self.stages_per_rank is None else self.stages_per_rank, least)),
+            (self.num_segments, 1) if family.has_segments else (1,),
+        ):
+            counts: dict[str, Any] = {
+                "num_ranks": self.num_ranks,
+                "num_microbatches": self.num_microbatches,
+                "num_segments": k,
+                "stages_per_rank": v,
+                "options": self._options(family, v, k) if v > 0 and k > 0 else {},
+            }
+            broken = family.broken_rule(**counts)
+            if broken is None and self.of is not None and self.num_ranks * v > self.of.model.layers:
+                broken = f"P v <= {self.of.model.layers} layers: here P = {self.num_ranks}, v = {v}"
+            if broken is not None:
+                rule = rule or broken
+            elif self.of is None or "costs" not in family.options:
+                return build_schedule(family.name, **counts)
+            else:
+                return self._order_for_costs(family, counts, self._price(self.of, v, k))
+        assert rule is not None
+        return rule
+
+    def _order_for_costs(self, family: Family, counts: dict[str, Any], price: Price) -> Schedule:
+        def build(given: dict[str, Any]) -> Schedule:
+            limits = {} if "cap_bytes" in given else counts["options"]
+            return build_schedule(family.name, **{**counts, "options": limits | given})
+
+        def seconds(schedule: Schedule) -> float:
+            return schedule.simulate(price.costs(schedule)).makespan
+
+        cap = math.inf if self.cap_bytes is None else self.cap_bytes
+        made = order_for_costs(family, price, cap, build, seconds)
+        if made.peak > cap:  # nothing is made for such a cap: the same order for each of them
+            made = order_for_costs(family, price, _NO_ROOM, build, seconds)
+        return made.schedule
+
+    def _options(self, family: Family, v: int, k: int) -> dict[str, Any]:
+        """Given costs, where a family takes them; and for "auto" the tighter one of two caps. Its row tells if that is
+        below one micro-batch."""
+        most = math.inf if self.cap_microbatches is None else self.cap_microbatches
+        options, held = dict[str, Any](), self._unit_bytes(v, k)
+        if self.of is None:
+            put_off = self.backward / 2 if self.weight is None else self.weight
+            seconds = (self.forward, self.backward - put_off, put_off)
+            options = {"costs": tuple(x / (v * k) for x in seconds), "transfer": self.transfer}
+        if held is not None and self.cap_bytes is not None and self.cap_bytes < most * v * sum(held):
+            options["unit_bytes"] = [held] * (self.num_ranks * v)
+            options["cap_bytes"] = max(self.cap_bytes, v * sum(held))
+        elif family.name == "auto" and most < self.num_microbatches:
+            options["cap"] = max(int(most * v * k), v * k)
+        return {name: value for name, value in options.items() if name in family.options}
+
+    # -- its row
+
+    def _row(self, name: str, schedule: Schedule) -> FamilyRow:
+        v, k = schedule.num_stages // self.num_ranks, schedule.num_segments
+        sizes, held, peak_bytes = self._sizes(k), self._unit_bytes(v, k), None
+        messages = None if sizes is None or self.message_bytes is None else [n * self.message_bytes for n in sizes]
+        how: dict[str, Any] = {"steps": STEPS[False], "optimizer_sync": False}
+        if self.of is None:
+            weight = None if self.weight is None else self.weight / (v * k)
+            links = Links(self.transfer, self.bandwidth, message_bytes=messages or 0)
+            costs = Costs(self.forward / (v * k), self.backward / (v * k), weight, links=links)
+            run = schedule.simulate(costs, memory=StepMemory([held or [0] * k] * schedule.num_stages), **how)
+            if held is not None and run.memory is not None:
+                peak_bytes = max(run.memory.activations)
+        else:
+            price = self._price(self.of, v, k)
+            sizes, messages = price.sizes, price.message_bytes
+            run = schedule.simulate(price.costs(schedule), **how)
+            peak_bytes = max(rank.total for rank in price.rank_bytes(schedule))
+        crossings = 2 * self.num_microbatches * sum(a != b for a, b in pairwise(schedule.rank_of_stage))  # of a segment
+        return FamilyRow(
+            family=name,
+            stages_per_rank=v,
+            num_segments=k,
+            makespan=run.makespan,
+            span=max(run.span),
+            period=run.period or 0.0,
+            bubble_ratio=run.bubble_ratio,
+            peak_units=max(run.peak),
+            peak_microbatches=max(run.peak) / (v * k),
+            peak_tokens=None if sizes is None else max(schedule.peak_tokens(sizes)),
+            peak_bytes=peak_bytes,
+            messages=crossings * k,
+            sent_bytes=None if messages is None else crossings * sum(messages),
+        )
+
+    def _price(self, of: _Model, v: int, k: int) -> Price:
+        counts = {"num_ranks": self.num_ranks, "stages_per_rank": v, "seq_len": of.seq_len}
+        cost = CostModel.balanced(of.model, of.hardware, layout=of.layout, **counts)
+        return cost.price(self._sizes(k) or cost.split(k))
+
+    def _sizes(self, k: int) -> Sequence[int] | None:
+        """Tokens of each of k segments, or of the whole sequence if the family cuts none; None: they were not given."""
+        sizes = self.segment_sizes
+        return sizes if sizes is None or k == self.num_segments else [sum(sizes)]
+
+    def _unit_bytes(self, v: int, k: int) -> list[int] | None:
+        """Activations of the units of one stage, where the bytes of a token were given."""
+        sizes = self._sizes(k)
+        return None if sizes is None or self.token_bytes is None else [-(-n * self.token_bytes // v) for n in sizes]
+
+    # -- the caps
 
     def excess(self, row: FamilyRow) -> str | None:
         """Why a row does not keep the caps; None where it does."""
@@ -252,248 +411,34 @@ class _Work:
             return f"holds {_bytes(row.peak_bytes)}, the cap is {_bytes(self.cap_bytes)}"
         return None
 
-    def sizes(self, k: int) -> Sequence[int] | None:
-        """Tokens of each of k segments, or of the whole sequence if the family cuts none."""
-        sizes = self.segment_sizes
-        return sizes if sizes is None or k == self.num_segments else [sum(sizes)]
-
-    def cap_option(self, family: Family, v: int, k: int) -> dict[str, Any]:
-        """The option of "auto" for the cap in micro-batches. Its row tells if the cap is below one micro-batch."""
-        most = self.cap_microbatches
-        if family.name != "auto" or most is None or most >= self.num_microbatches:
-            return {}
-        return {"cap": max(int(most * v * k), v * k)}
-
-
-class _Run(NamedTuple):
-    simulation: Simulation
-    peak_bytes: int | None
-    message_bytes: Sequence[int] | None  # of each segment
-
-
-_NO_ROOM = 1  # a cap in bytes, for which orders hold as little as they can
-_STEPS: dict[str, Any] = {"steps": STEPS[False], "optimizer_sync": False}
-
-
-@dataclass(frozen=True)
-class _GivenCosts:
-    """Seconds of a rank for a micro-batch and bytes of a token, which stages and segments share."""
-
-    work: _Work
-    forward: float
-    backward: float
-    weight: float | None
-    transfer: float
-    bandwidth: float | None
-    token_bytes: int | None
-    message_bytes: int | None
-
-    most_stages = None
-
-    def check(self) -> None:
-        if self.work.segment_sizes is None and (self.token_bytes is not None or self.message_bytes is not None):
-            raise ValueError("bytes of a token need the tokens of each segment: give segment_sizes")
-        if self.work.cap_bytes is not None and self.token_bytes is None:
-            raise ValueError("a cap in bytes needs the bytes of a token: give token_bytes, or a model")
-        for name, value in (("token_bytes", self.token_bytes), ("message_bytes", self.message_bytes)):
-            if value is not None and value < 0:
-                raise ValueError(f"{name} is {value}, must be at least 0")
-        if self.weight is not None and self.weight > self.backward:
-            raise ValueError("weight is more than backward, of which it is a part")
-
-    def build(self, family: Family, counts: dict[str, Any]) -> Schedule:
-        return build_schedule(family.name, **counts)
-
-    def options(self, family: Family, v: int, k: int) -> dict[str, Any]:
-        """The costs, where a family takes them; and "auto", whose order is made for its cap, that and the transfer."""
-        put_off = self.backward / 2 if self.weight is None else self.weight
-        seconds = (self.forward, self.backward - put_off, put_off)
-        options: dict[str, Any] = {"costs": tuple(x / (v * k) for x in seconds), "transfer": self.transfer}
-        held, cap = self._unit_bytes(v, k), self.work.cap_bytes
-        most = math.inf if self.work.cap_microbatches is None else self.work.cap_microbatches
-        if held is not None and cap is not None and cap < most * v * sum(held):  # the tighter one of two
-            options |= {"unit_bytes": [held] * (self.work.num_ranks * v), "cap_bytes": max(cap, v * sum(held))}
-        else:
-            options |= self.work.cap_option(family, v, k)
-        return {name: value for name, value in options.items() if name in family.options}
-
-    def simulate(self, schedule: Schedule, v: int, k: int) -> _Run:
-        sizes, held, messages = self.work.sizes(k), self._unit_bytes(v, k), None
-        if sizes is not None and self.message_bytes is not None:
-            messages = [size * self.message_bytes for size in sizes]
-        costs = Costs(
-            self.forward / (v * k),
-            self.backward / (v * k),
-            None if self.weight is None else self.weight / (v * k),
-            links=Links(self.transfer, self.bandwidth, message_bytes=messages or 0),
-        )
-        run = schedule.simulate(costs, memory=StepMemory(activations=[held or [0] * k] * schedule.num_stages), **_STEPS)
-        assert run.memory is not None
-        return _Run(run, None if held is None else max(run.memory.activations), messages)
-
-    def sizes(self, v: int, k: int) -> Sequence[int] | None:
-        """Tokens of the segments, where they were given."""
-        return self.work.sizes(k)
-
-    def _unit_bytes(self, v: int, k: int) -> list[int] | None:
-        """Activations of the units of one stage, where the bytes of a token were given."""
-        sizes = self.work.sizes(k)
-        return None if sizes is None or self.token_bytes is None else [-(-n * self.token_bytes // v) for n in sizes]
-
-
-@dataclass(frozen=True)
-class _ModelCosts:
-    """Seconds and bytes of a model on a machine."""
-
-    work: _Work
-    model: ModelShape
-    hardware: Hardware
-    layout: Layout
-    seq_len: int
-
-    @property
-    def most_stages(self) -> int:
-        return self.model.layers
-
-    def check(self) -> None:
-        sizes = self.work.segment_sizes
-        if sizes is not None and sum(sizes) != self.seq_len:
-            raise ValueError(f"segment_sizes holds {sum(sizes)} tokens, seq_len is {self.seq_len}")
-        if self.layout.vocabulary != "ends":
-            raise ValueError(
-                f"vocabulary is {self.layout.vocabulary!r}, must be 'ends': families are compared as they are"
-            )
-
-    def options(self, family: Family, v: int, k: int) -> dict[str, Any]:
-        return self.work.cap_option(family, v, k)
-
-    def build(self, family: Family, counts: dict[str, Any]) -> Schedule:
-        """Costs come here, for only counts that can be built have them."""
-        if "costs" not in family.options:
-            return build_schedule(family.name, **counts)
-        price = self._price(counts["stages_per_rank"], counts["num_segments"])
-
-        def build_for(given: dict[str, Any]) -> Schedule:
-            in_bytes = "cap_bytes" in given
-            limits = {name: value for name, value in counts["options"].items() if not (in_bytes and name == "cap")}
-            return build_schedule(family.name, **{**counts, "options": limits | given})
-
-        def seconds(schedule: Schedule) -> float:
-            return schedule.simulate(price.costs(schedule)).makespan
-
-        cap = math.inf if self.work.cap_bytes is None else self.work.cap_bytes
-        made = order_for_costs(family, price, cap, build_for, seconds)
-        if made.peak > cap:  # nothing is made for such a cap: the same order for each of them
-            made = order_for_costs(family, price, _NO_ROOM, build_for, seconds)
-        return made.schedule
-
-    def simulate(self, schedule: Schedule, v: int, k: int) -> _Run:
-        price = self._price(v, k)
-        run = schedule.simulate(price.costs(schedule), **_STEPS)
-        return _Run(run, max(rank.total for rank in price.rank_bytes(schedule)), price.message_bytes)
-
-    def sizes(self, v: int, k: int) -> Sequence[int]:
-        """Tokens of the segments."""
-        return self._price(v, k).sizes
-
-    def _price(self, v: int, k: int) -> Price:
-        cost = CostModel.balanced(
-            self.model,
-            self.hardware,
-            num_ranks=self.work.num_ranks,
-            stages_per_rank=v,
-            seq_len=self.seq_len,
-            layout=self.layout,
-        )
-        return cost.price(self.work.sizes(k) or cost.split(k))
-
-
-def _build(family: Family, work: _Work, v: int | None, costs: _GivenCosts | _ModelCosts) -> Schedule | str:
-    """The family with v stages per rank and k segments, or what it can have in their place; or the rule it breaks."""
-    rule = None
-    for stages, segments in product(
-        dict.fromkeys((family.stages_per_rank if v is None else v, family.stages_per_rank)),
-        (work.num_segments, 1) if family.has_segments else (1,),
-    ):
-        counts: dict[str, Any] = {
-            "num_ranks": work.num_ranks,
-            "num_microbatches": work.num_microbatches,
-            "num_segments": segments,
-            "stages_per_rank": stages,
-            "options": costs.options(family, stages, segments) if stages > 0 and segments > 0 else {},
-        }
-        broken = family.broken_rule(**counts)
-        if broken is None and costs.most_stages is not None and work.num_ranks * stages > costs.most_stages:
-            broken = f"P v <= {costs.most_stages} layers: here P = {work.num_ranks}, v = {stages}"
-        if broken is None:
-            return costs.build(family, counts)
-        rule = rule or broken
-    assert rule is not None
-    return rule
-
-
-def _row(name: str, schedule: Schedule, work: _Work, costs: _GivenCosts | _ModelCosts) -> FamilyRow:
-    v, k = schedule.num_stages // work.num_ranks, schedule.num_segments
-    run, peak_bytes, messages = costs.simulate(schedule, v, k)
-    sizes = costs.sizes(v, k)
-    crossings = 2 * work.num_microbatches * sum(a != b for a, b in pairwise(schedule.rank_of_stage))  # of a segment
-    return FamilyRow(
-        family=name,
-        stages_per_rank=v,
-        num_segments=k,
-        makespan=run.makespan,
-        span=max(run.span),
-        period=run.period or 0.0,
-        bubble_ratio=run.bubble_ratio,
-        peak_units=max(run.peak),
-        peak_microbatches=max(run.peak) / (v * k),
-        peak_tokens=None if sizes is None else max(schedule.peak_tokens(sizes)),
-        peak_bytes=peak_bytes,
-        messages=crossings * k,
-        sent_bytes=None if messages is None else crossings * sum(messages),
-    )
-
-
-def _least_rows(costs: _ModelCosts, names: Collection[str], stages_per_rank: int | None) -> list[tuple[str, FamilyRow]]:
-    """The row of least bytes whatever the cap, as it is asked for, and under each kind of more recomputation."""
-    found = []
-    for kind in INSIDE[INSIDE.index(costs.layout.inside) :]:
-        layout, work = replace(costs.layout, inside=kind), replace(costs.work, cap_bytes=_NO_ROOM)
-        again, rows = replace(costs, layout=layout, work=work), []
-        for family in families_named(dict.fromkeys(names)):
-            order = _build(family, work, stages_per_rank, again)
-            if isinstance(order, Schedule):
-                rows.append(_row(family.name, order, work, again))
-        found.append((kind, min(rows, key=lambda row: row.peak_bytes or 0)))
-    return found
-
-
-def _nothing_fits(
-    rows: Sequence[FamilyRow],
-    refused: dict[str, str],
-    cap_bytes: int | None,
-    with_less: Sequence[tuple[str, FamilyRow]],
-) -> str:
-    if not rows:
-        return "no family can be built: " + "; ".join(f"{name} {rule}" for name, rule in refused.items())
-    if cap_bytes is None:
-        least = min(rows, key=lambda row: row.peak_microbatches)
-        return (
-            f"no family fits the cap; the least possible is {least.peak_microbatches:.2f} micro-batches, of "
+    def nothing_fits(self, wanted: Sequence[Family], rows: Sequence[FamilyRow], refused: dict[str, str]) -> str:
+        """Says the least that could, and what more recomputation would do."""
+        if not rows:
+            return "no family can be built: " + "; ".join(f"{name} {rule}" for name, rule in refused.items())
+        if self.cap_bytes is None:
+            least = min(rows, key=lambda row: row.peak_microbatches)
+            held = f"{least.peak_microbatches:.2f} micro-batches"
+            return f"no family fits the cap; the least possible is {held}, of {least.family}"
+        kinds = dict[str, FamilyRow]()
+        for kind in [] if self.of is None else INSIDE[INSIDE.index(self.of.layout.inside) :]:
+            assert self.of is not None
+            of = self.of._replace(layout=replace(self.of.layout, inside=kind))
+            kinds[kind] = _least(replace(self, of=of, cap_bytes=_NO_ROOM).rows(wanted)[0])  # whatever the cap
+        least, *others = kinds.values() or [_least(rows)]
+        text = (
+            f"no family fits the cap of {_bytes(self.cap_bytes)}; the least possible is {_bytes(least.peak_bytes)}, of "
             f"{least.family}"
         )
-    least = min(rows, key=lambda row: row.peak_bytes or 0)
-    text = (
-        f"no family fits the cap of {_bytes(cap_bytes)}; the least possible is {_bytes(least.peak_bytes)}, of "
-        f"{least.family}"
-    )
-    for kind, row in with_less:
-        if (row.peak_bytes or 0) <= cap_bytes:
-            return f"{text}. With --inside {kind} it holds {_bytes(row.peak_bytes)}, which fits"
-    if not with_less:
-        return text
-    kind, row = with_less[-1]
-    return (
-        f"{text}, and {_bytes(row.peak_bytes)} with --inside {kind}: more segments, more ranks, or a higher tensor "
-        "or context degree need less"
-    )
+        for kind, row in list(kinds.items())[1:]:
+            if (row.peak_bytes or 0) <= self.cap_bytes:
+                return f"{text}. With --inside {kind} it holds {_bytes(row.peak_bytes)}, which fits"
+        if not others:
+            return text
+        return (
+            f"{text}, and {_bytes(others[-1].peak_bytes)} with --inside {kind}: more segments, more ranks, or a higher "
+            "tensor or context degree need less"
+        )
+
+
+def _least(rows: Sequence[FamilyRow]) -> FamilyRow:
+    return min(rows, key=lambda row: row.peak_bytes or 0)

@@ -142,11 +142,6 @@ def _latent_attention(c: _Config) -> Fields:
     }
 
 
-def _in_window(c: _Config, attention: Callable[[_Config], Fields], default: int | None) -> Fields:
-    said = c.get("sliding_window") if "sliding_window" in c.data else default  # null: none
-    return {**attention(c), "window": said or 0}
-
-
 # -- recurrent layers --------------------------------------------------------------------------------------------------
 
 _CHUNK = 64  # tokens that kernels of linear attention take together
@@ -289,15 +284,11 @@ def _by_step(c: _Config, layer: int) -> bool:
     return layer not in only and (layer + 1) % (c.get("decoder_sparse_step", 1) or 1) == 0
 
 
-def _behind_first(c: _Config, layer: int) -> bool:
-    return layer >= int(c.get("first_k_dense_replace", 0))
-
-
-def _counted_shared(c: _Config) -> int:
-    return int(c["moe_intermediate_size"]) * (c.get("n_shared_experts", 1) or 0)
-
-
-_WITH_SHARED = partial(_sparse, is_sparse=_behind_first, shared=_counted_shared)
+_WITH_SHARED = partial(
+    _sparse,
+    is_sparse=lambda c, layer: layer >= c.get("first_k_dense_replace", 0),
+    shared=lambda c: c["moe_intermediate_size"] * (c.get("n_shared_experts", 1) or 0),
+)
 _WITH_GATED = partial(  # the shared expert has a gate of one number
     _sparse,
     is_sparse=_by_step,
@@ -340,11 +331,6 @@ def _from_layer(c: _Config, layer: int) -> str:
     return "sliding_attention" if is_far else "full_attention"
 
 
-def _jamba_type(c: _Config, layer: int) -> str:
-    is_attention = layer % c["attn_layer_period"] == c.at_least(0, "attn_layer_offset")
-    return "full_attention" if is_attention else "linear_attention"
-
-
 def _at_indices(key: str, others: str) -> Callable[[_Config, int], str]:
     return lambda c, layer: "full_attention" if layer in (c.list(key) or []) else others
 
@@ -359,7 +345,7 @@ class _Model:
         mixers: of layers of other types than attention.
         feed_forward: fields of a layer by its number.
         names: of the shape's fields in the config, where they are not the usual ones.
-        type_of: a layer's type, where the config has no ``layer_types``.
+        type_of: the type of all layers, or of each by its number, where the config has no ``layer_types``.
         tied: whether the head is the embedding, where the config does not say it.
         norms: of hidden states in a layer.
         fixed: fields of the shape that the config does not have.
@@ -370,14 +356,10 @@ class _Model:
     mixers: Mapping[str, Callable[[_Config], Fields]] = field(default_factory=dict)
     feed_forward: Callable[[_Config, int], Fields] = _alike
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    type_of: Callable[[_Config, int], str] = lambda c, layer: "full_attention"
+    type_of: str | Callable[[_Config, int], str] = "full_attention"
     tied: bool = False
     norms: int = 2
     fixed: Mapping[str, int] = field(default_factory=dict)
-
-
-def _sliding(c: _Config, layer: int) -> str:
-    return "sliding_attention"
 
 
 _HEADS = partial(_attention, head_norms="head")
@@ -395,7 +377,7 @@ _JAMBA_EXPERTS = partial(
 
 _SELECTIVE = _Model(
     mixers={"linear_attention": partial(_mamba, names=_MAMBA)},
-    type_of=lambda c, layer: "linear_attention",
+    type_of="linear_attention",
     fixed=_NO_HEADS,
     tied=True,
     norms=1,
@@ -404,9 +386,9 @@ _SELECTIVE = _Model(
 MODELS: dict[str, _Model] = {
     **dict.fromkeys(("llama", "granite"), _Model()),
     "smollm3": _Model(window=None),
-    "mistral": _Model(type_of=_sliding),
-    "ministral": _Model(type_of=_sliding),
-    "phi3": _Model(window=None, type_of=_sliding),
+    "mistral": _Model(type_of="sliding_attention"),
+    "ministral": _Model(type_of="sliding_attention"),
+    "phi3": _Model(window=None, type_of="sliding_attention"),
     "qwen2": _Model(_QWEN2, type_of=_from_layer),
     "qwen3": _Model(_HEADS, type_of=_from_layer),
     "seed_oss": _Model(partial(_attention, out_bias="attention_out_bias")),
@@ -416,7 +398,7 @@ MODELS: dict[str, _Model] = {
     "cohere2": _Model(type_of=_every("sliding_window_pattern", 4, "sliding_attention"), tied=True, norms=1),
     "gemma2": _Model(type_of=_every("", 2, "sliding_attention"), tied=True, norms=4),
     "gemma3_text": _Model(_HEADS, type_of=_every("sliding_window_pattern", 6, "sliding_attention"), tied=True, norms=4),
-    "mixtral": _Model(window=None, type_of=_sliding, names=_EXPERTS),
+    "mixtral": _Model(window=None, type_of="sliding_attention", names=_EXPERTS),
     "olmoe": _Model(partial(_attention, head_norms="all"), names=_EXPERTS),
     "gpt_oss": _Model(
         partial(_attention, bias=True, sinks=True),
@@ -465,23 +447,27 @@ MODELS: dict[str, _Model] = {
         mixers={"linear_attention": partial(_mamba2, names=_PREFIXED)},
         type_of=_at_indices("attn_layer_indices", "linear_attention"),
     ),
-    "falcon_h1": _Model(mixers={"hybrid": _both}, type_of=lambda c, layer: "hybrid"),
+    "falcon_h1": _Model(mixers={"hybrid": _both}, type_of="hybrid"),
     "granitemoehybrid": _Model(
         mixers={"linear_attention": partial(_mamba2, names=_PREFIXED)},
-        type_of=lambda c, layer: "linear_attention",
+        type_of="linear_attention",
         names=_EXPERTS,
         feed_forward=_granite_experts,
     ),
     "jamba": _Model(
         mixers={"linear_attention": partial(_mamba, names=_PREFIXED, norms=True)},
-        type_of=_jamba_type,
+        type_of=lambda c, layer: (
+            "full_attention"
+            if layer % c["attn_layer_period"] == c.at_least(0, "attn_layer_offset")
+            else "linear_attention"
+        ),
         names=_EXPERTS,
         feed_forward=_JAMBA_EXPERTS,
     ),
     **dict.fromkeys(("mamba", "falcon_mamba"), _SELECTIVE),
     "mamba2": _Model(
         mixers={"linear_attention": partial(_mamba2, names=_MAMBA2)},
-        type_of=lambda c, layer: "linear_attention",
+        type_of="linear_attention",
         fixed=_NO_HEADS,
         norms=1,
     ),
@@ -530,7 +516,8 @@ def shape_of(data: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _type_of(c: _Config, model: _Model, layer: int) -> str:
     types = c.list("layer_types", c["num_hidden_layers"])
-    kind = types[layer] if types else model.type_of(c, layer)
+    of_model = model.type_of
+    kind = types[layer] if types else of_model if isinstance(of_model, str) else of_model(c, layer)
     known = ("full_attention", "sliding_attention", *model.mixers)
     if kind not in known:
         raise ValueError(
@@ -543,7 +530,8 @@ def _layer_kind(c: _Config, model: _Model, layer: int, kind: str) -> LayerKind:
     if kind in model.mixers:
         mixer = model.mixers[kind](c)
     elif kind == "sliding_attention":
-        mixer = _in_window(c, model.attention, model.window)
+        said = c.get("sliding_window") if "sliding_window" in c.data else model.window  # null: none
+        mixer = {**model.attention(c), "window": said or 0}
     else:
         mixer = model.attention(c)
     ffn = model.feed_forward(c, layer)

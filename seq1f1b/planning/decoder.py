@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, wait
+from functools import partial
 from threading import BrokenBarrierError
 from typing import Any
 
@@ -118,13 +119,7 @@ def profile_model(
     check_decoder(model, seq_len)
     with torch.device(device):
         blocks = nn.Sequential(*(_Block(model, i) for i in range(layers)))
-    settings: dict[str, Any] = {
-        "seq_len": seq_len,
-        "repeats": repeats,
-        "offload": offload,
-        "wait": wait,
-        "progress": progress,
-    }
+    measure = partial(measure_stage, seq_len=seq_len, repeats=repeats, wait=wait, progress=progress)
 
     def hidden(tokens: int) -> Tensor:
         return torch.randn(1, tokens, model.hidden, device=device)
@@ -132,16 +127,15 @@ def profile_model(
     def words(tokens: int) -> Tensor:
         return torch.randint(model.vocab, (1, tokens), device=device)
 
-    found = {"layer": measure_stage(blocks, hidden, layers=layers, **settings)}
+    found = {"layer": measure(blocks, hidden, layers=layers, offload=offload)}
     if layers > 1:
-        few = few_cuts(cuts_of(seq_len, SEGMENTS))
-        found["single"] = measure_stage(blocks[:1], hidden, segments=few, **{**settings, "offload": None})
+        found["single"] = measure(blocks[:1], hidden, segments=few_cuts(cuts_of(seq_len, SEGMENTS)))
     if model.vocab:
         with torch.device(device):
             embedding = nn.Embedding(model.vocab, model.hidden)
             head = nn.Sequential(nn.RMSNorm(model.hidden), nn.Linear(model.hidden, model.vocab, bias=False))
-        found["embedding"] = measure_stage(embedding, words, **settings)
-        found["head"] = measure_stage(head, hidden, loss_fn=_cross_entropy, make_target=words, **settings)
+        found["embedding"] = measure(embedding, words, offload=offload)
+        found["head"] = measure(head, hidden, loss_fn=_cross_entropy, make_target=words, offload=offload)
     return found
 
 
@@ -201,7 +195,9 @@ def expected_seconds(
     finally:
         torch.set_num_threads(before)
     rate = 2.0 * rows * model.hidden * inner / min(times)
-    sharing = max(1.0, processes / torch.cuda.device_count() if device == "cuda" else processes * threads / _cores())
+    sharing = max(
+        1.0, processes / torch.cuda.device_count() if device == "cuda" else processes * threads / (os.cpu_count() or 1)
+    )
     work = sum(_work_in_order(model, seq_len, layers, repeats, offload is not None))
     return _STARTUP + _BESIDE_PRODUCTS * sharing * work / rate
 
@@ -248,10 +244,6 @@ def _work(
     except BaseException:
         _barrier.abort()  # the others wait for this one
         raise
-
-
-def _cores() -> int:
-    return os.cpu_count() or 1
 
 
 def _check(device: str, offload: Offload, **counts: int) -> None:

@@ -17,7 +17,6 @@ from seq1f1b.partition import ModelShape, make_model
 from seq1f1b.plan import Layout
 from seq1f1b.planning.by_parts import ByParts
 from seq1f1b.planning.by_profile import ByProfile
-from seq1f1b.planning.by_shape import ByShape
 from seq1f1b.planning.configs import shape_of
 from seq1f1b.planning.layout import INSIDE
 from seq1f1b.planning.profile import Profile
@@ -129,7 +128,7 @@ class Hardware:
 
     def parts(self, model: ModelShape, layout: Layout, layers: tuple[int, ...], num_ranks: int) -> ByParts:
         """Seconds and bytes of a model in stages of so many layers on this machine."""
-        return ByShape(model, self, layout, layers, num_ranks)
+        return ByParts(model, self, layout, layers, num_ranks)
 
 
 @dataclass(frozen=True)
@@ -257,7 +256,7 @@ def load_hardware(name: str) -> Hardware:
         low, value, high = ends
         if not all(map(is_number, ends)):
             raise ValueError(f"{name}: {key} is {entry!r}, must be finite numbers")
-        if not 0 <= low <= value <= high or (value == 0 and key not in _MAY_BE_ZERO):
+        if not 0 <= low <= value <= high or (value == 0 and key in _ABOVE_ZERO):
             raise ValueError(f"{name}: {key} is {value} in [{low}, {high}], must be 0 < low <= value <= high")
         values[key], sources[key] = float(value), str(entry.get("source", ""))
         if low < high:
@@ -265,13 +264,10 @@ def load_hardware(name: str) -> Hardware:
     return Hardware(name=name, spread=spread, sources=sources, **values)
 
 
-_MAY_BE_ZERO = frozenset(
+_ABOVE_ZERO = frozenset(
     {
-        *("inside_send", "between_send", "collective_latency"),
-        *("length_pools", "collective_buffers", "attention_forward_rows", "attention_backward_rows"),
-        *("launch", "forward_kernels", "input_kernels", "weight_kernels", "unit_overhead", "split_backward_extra"),
-        *("tensor_exposed", "expert_exposed", "data_exposed", "inside_latency", "between_latency"),
-        *("allocator_reserve", "context_bytes", "optimizer_bytes", "release_tokens"),
-        *("tier_bandwidth", "host_memory", "move_out", "move_in"),
+        *("memory", "peak", "bandwidth", "node_size", "inside_bandwidth", "between_bandwidth", "link_efficiency"),
+        *("linear_efficiency", "attention_forward_efficiency", "attention_backward_efficiency", "head_tile"),
+        *("saved_moves", "activation_factor", "element_bytes", "gradient_bytes"),
     }
 )

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from seq1f1b.plan import Layout
-from seq1f1b.planning.case import Asked, Candidate, Case, Found, Length, Shared, Uncertain, of_shards
+from seq1f1b.planning.case import Asked, Candidate, Case, Found, Length, Uncertain, of_shards
 from seq1f1b.planning.cost import CostModel, Price
 from seq1f1b.planning.fitting import LEVELS
+from seq1f1b.schedule import families
 from seq1f1b.seconds import Span, seconds_of
 from seq1f1b.table import rounded
 
-__all__ = ["GIB", "Pricing", "group_lengths"]
+__all__ = ["GIB", "LEAST_GAIN", "Pricing", "group_lengths"]
 
 GIB = 1 << 30
 _MOST_UNITS = 10_000_000  # of one candidate, about 300 bytes each
+LEAST_GAIN = 0.002  # share of the step; what gains less is not looked for
+_MOST_SPREAD = 3  # plans that are also tried with the vocabulary over the ranks
+_MOST_OF_AUTO = 40_000  # units of all orders that are searched for unless auto is asked for: a second or two
 _MOST_LENGTHS = 8  # that sequences are padded to, where they have more
 
 
@@ -50,14 +54,28 @@ def group_lengths(seq_len: int | None, lengths: Mapping[int, int] | None, layout
 
 
 class Pricing:
-    """The price of candidates, and what became of each family."""
+    """The price of candidates, the best of them, and what became of each family.
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
-        self.shared = Shared(asked)
+    Args:
+        cap: bytes of a device.
+        best, within: how many are kept at most, none slower than ``within`` times the fastest.
+
+    Attributes:
+        fitting: the best, fastest first.
+    """
+
+    def __init__(
+        self, asked: Asked, cap: int, best: int, within: float, progress: Callable[[int, int], None] | None
+    ) -> None:
+        self.asked, self.cap, self.fitting = asked, cap, list[Found]()
+        self._best, self._within, self._progress = best, within, progress
+        self.num_candidates = 0
+        self._left_of_auto = _MOST_OF_AUTO
+        self._seconds: dict[Candidate, tuple[int, float]] = {}  # by all but k: at which it is fastest, and its seconds
+        self._of_k: dict[int, float] = {}  # the least seconds of each number of segments
         self.is_quick = False  # whether orders with remedies are searched for by one level, until they are refined
-        self.units_priced = 0  # of all ranks, in F and B
-        self.too_large: dict[Candidate, int] = {}  # peak bytes of what did not fit, by all but k and the split
+        self._units_priced = 0  # of all ranks, in F and B
+        self._too_large: dict[Candidate, int] = {}  # peak bytes of what did not fit, by all but k and the split
         self._bounds: dict[tuple[Any, ...], tuple[float, ...]] = {}
         self._costs: dict[tuple[int, str, int, int, str], CostModel] = {}
         self._sizes: dict[tuple[int, int, float, str, str], list[int]] = {}
@@ -152,33 +170,57 @@ class Pricing:
         """F and B of all ranks."""
         return self.asked.num_units(candidate.stages_per_rank, candidate.num_segments)
 
-    def consider(self, candidate: Candidate, fitting: list[Found], cap: int, best: int, within: float) -> float | None:
+    def allowed(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """The candidates that can be built, the lowest bound first."""
+        self.num_candidates += len(candidates)
+        possible = [(candidate, i) for i, candidate in enumerate(candidates) if self.rule(candidate) is None]
+        known = sorted((self.bound(candidate), i) for candidate, i in possible if not self.is_repeated(candidate))
+        return [candidates[i] for _, i in known]
+
+    def consider(self, tried: Sequence[Candidate], most_units: float = math.inf) -> None:
+        """Prices candidates in turn, until so many units have been priced."""
+        begin = self._units_priced
+        for done, candidate in enumerate(tried):
+            if self._progress is not None:
+                self._progress(done, len(tried))
+            if self._units_priced - begin >= most_units:
+                continue
+            seconds = self._consider(candidate)
+            of = candidate._replace(num_segments=0, mix=1.0)
+            k = candidate.num_segments
+            if seconds is None:
+                continue
+            self._of_k[k] = min(seconds, self._of_k.get(k, math.inf))
+            if seconds < self._seconds.get(of, (0, math.inf))[1]:
+                self._seconds[of] = (k, seconds)
+
+    def _consider(self, candidate: Candidate) -> float | None:
         """Prices a candidate unless it cannot be among the best; keeps it if it fits and is.
 
         Returns:
             Its seconds, where it was priced and fits.
         """
-        name, bound = candidate.family.name, self.bound(candidate)
-        limit = within * fitting[0].seconds if fitting else math.inf
-        if len(fitting) >= best:
+        name, bound, fitting = candidate.family.name, self.bound(candidate), self.fitting
+        limit = self._within * fitting[0].seconds if fitting else math.inf
+        if len(fitting) >= self._best:
             limit = min(limit, fitting[-1].seconds)
         if bound >= limit:
             if bound < self._slower.get(name, (math.inf, True))[0]:
                 self._slower[name] = (bound, True)
             return None
-        case = Case(self.shared, candidate, self._prices(candidate), self._bounds_of(candidate))
+        case = Case(self.asked, candidate, self._prices(candidate), self._bounds_of(candidate))
         if fitting and not candidate.remedies:
             least = case.longest.least_bytes()
-            if least > cap:
+            if least > self.cap:
                 self._least.setdefault(name, (math.ceil(least), candidate))
                 return None
-        found = case.priced(cap, LEVELS[:1] if self.is_quick else LEVELS)
+        found = case.priced(self.cap, LEVELS[:1] if self.is_quick else LEVELS)
         is_dear = candidate.remedies or isinstance(found, Found)  # else it was only looked at
-        self.units_priced += self.num_units(candidate) // (1 if is_dear else 4)
+        self._units_priced += self.num_units(candidate) // (1 if is_dear else 4)
         if found is None:
             return None  # it fits without its remedies, and so does the candidate without
         if isinstance(found, int):
-            self.too_large[candidate._replace(num_segments=0, mix=1.0)] = found
+            self._too_large[candidate._replace(num_segments=0, mix=1.0)] = found
             if found < self._least.get(name, (math.inf, candidate))[0]:
                 self._least[name] = (found, candidate)
             return None
@@ -190,7 +232,7 @@ class Pricing:
         fitting[:] = [other for other in fitting if other not in alike]
         fitting.append(found)
         fitting.sort(key=lambda each: each.sort_key)
-        fitting[:] = [each for each in fitting[:best] if each.seconds <= within * fitting[0].seconds]
+        fitting[:] = [each for each in fitting[: self._best] if each.seconds <= self._within * fitting[0].seconds]
         return found.seconds
 
     @staticmethod
@@ -211,6 +253,85 @@ class Pricing:
             for each in terms
         )
 
+    # -- what to try
+
+    def goes_on(self, k: int) -> bool:
+        """Whether more than k segments may help: nothing fits so far, or k are better than half of them."""
+        if not self.fitting:
+            return True
+        fewer = min((seconds for other, seconds in self._of_k.items() if other < k), default=math.inf)
+        return self._of_k.get(k, math.inf) <= fewer * (1 - LEAST_GAIN)
+
+    def likeliest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """The fastest first, by the bound, and by what the same with other segments took over it or lacked of room:
+        more segments come nearer to the bound, and need less."""
+
+        def expected(candidate: Candidate) -> float:
+            of = candidate._replace(num_segments=0)
+            bound, found = self.bound(candidate), self._seconds.get(of)
+            if found is None:
+                return 1.05 * bound * math.sqrt(max(1.0, self._too_large.get(of, 0) / self.cap))
+            k, seconds = found
+            return bound * math.sqrt(math.sqrt(max(1.0, seconds / self.bound(candidate._replace(num_segments=k)))))
+
+        return sorted(candidates, key=expected)
+
+    def between(self, most: int) -> list[Candidate]:
+        """The best ones with numbers of segments that lie between those tried."""
+        numbers = [(found.candidate, k * found.candidate.num_segments // 4) for found in self.fitting for k in (3, 6)]
+        return self.allowed([each._replace(num_segments=k) for each, k in numbers if 4 < k <= most])
+
+    def mixed(self, mixes: Sequence[float]) -> list[Candidate]:
+        """The best ones with other splits."""
+        cut = [found.candidate for found in self.fitting if found.candidate.num_segments > 1]
+        return [each._replace(mix=mix) for each in cut for mix in mixes if mix != each.mix]
+
+    def finer(self, by: float) -> list[Candidate]:
+        """The best one with splits to both sides of its own."""
+        best = self.fitting[0].candidate
+        mixes = [best.mix - by, best.mix + by] if best.num_segments > 1 else []
+        return [best._replace(mix=mix) for mix in mixes if 0 <= mix <= 1]
+
+    def searched(self) -> list[Candidate]:
+        """Candidates of ``auto`` in place of the best ones."""
+        auto = next(family for family in families() if family.name == "auto")
+        found = list[Candidate]()
+        for each in self.fitting:
+            candidate = each.candidate._replace(family=auto)
+            if candidate not in found and self._may_gain(candidate) and self._may_search(candidate):
+                found.append(candidate)
+        return found
+
+    def refine(self) -> None:
+        """Searches for longer in place of the best order that was searched for with what its units give up."""
+        made = next((i for i, each in enumerate(self.fitting) if each.candidate.is_searched), None)
+        if made is not None:
+            self.fitting[made] = self.fitting[made].case.refined(self.fitting[made], self.cap)
+            self.fitting.sort(key=lambda each: each.sort_key)
+
+    def _may_search(self, candidate: Candidate) -> bool:
+        """Whether another order may be searched for: all of them together have a bounded number of units."""
+        units = self.num_units(candidate)
+        if units > self._left_of_auto:
+            return False
+        self._left_of_auto -= units
+        return True
+
+    def _may_gain(self, candidate: Candidate) -> bool:
+        return self.bound(candidate) <= self.fitting[0].seconds * (1 - LEAST_GAIN)
+
+    def spread(self) -> list[Candidate]:
+        """The best ones with the vocabulary over the ranks."""
+        found = list[Candidate]()
+        for each in self.fitting:
+            candidate = each.candidate._replace(vocabulary="ranks")
+            is_allowed = candidate.family.name != "auto" or self._may_search(candidate)
+            if len(found) < _MOST_SPREAD and is_allowed and self._may_gain(candidate):
+                found.append(candidate)
+        return found
+
+    # -- what is told
+
     def share_again(self, found: Found) -> float:
         """The share of the step in which ranks compute what they had computed before, or wait for the tier."""
         kept, P = [], self.asked.num_ranks
@@ -223,14 +344,14 @@ class Pricing:
             kept.append((self.asked.num_microbatches * work + sum(price.cost.optimizer_seconds())) / P)
         return max(0.0, 1 - found.bubble - self.asked.mean(kept) / found.seconds)
 
-    def explain_nothing(self, cap: int) -> str:
+    def explain_nothing(self) -> str:
         """Why there is no plan."""
         if not self._least:
             rules = sorted({f"{name} needs {rule}" for (name, _, _), rule in self._rules.items() if rule})
             return f"no schedule can be built for these counts: {'; '.join(rules)}"
         peak, candidate = min(self._least.values(), key=lambda least: least[0])
         return (
-            f"nothing fits in {cap / GIB:.2f} GiB: the least possible is {peak / GIB:.2f} GiB, {candidate}; "
+            f"nothing fits in {self.cap / GIB:.2f} GiB: the least possible is {peak / GIB:.2f} GiB, {candidate}; "
             "more ranks, a higher tensor or context degree, or more segments need less"
         )
 

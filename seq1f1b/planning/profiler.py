@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from seq1f1b.fit import Fit, fit_seconds
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.planning.profile import Part, Profile, Sample
-from seq1f1b.planning.workspace import Workspace, measure_workspace
+from seq1f1b.planning.workspace import measure_workspace
 from seq1f1b.runtime.arguments import Memory
 from seq1f1b.runtime.engine import LoneEngine
 from seq1f1b.schedule import Schedule, Unit, build_schedule
@@ -144,7 +144,7 @@ def measure_stage(
     return result
 
 
-def _workspace(case: _Case, tokens: int) -> Workspace:
+def _workspace(case: _Case, tokens: int) -> tuple[float, float, float]:
     if case.loss_fn is None or case.make_target is None:
         return measure_workspace(case.stage, _leaves(case.make_inputs(tokens)), None)
     loss_fn, target = case.loss_fn, case.make_target(tokens)

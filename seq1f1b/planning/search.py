@@ -18,7 +18,7 @@ from seq1f1b.planning.case import REMEDIES, Asked, Candidate, Found, Uncertain
 from seq1f1b.planning.compare import families_named
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.layout import INSIDE
-from seq1f1b.planning.pricing import GIB, Pricing, group_lengths
+from seq1f1b.planning.pricing import GIB, LEAST_GAIN, Pricing, group_lengths
 from seq1f1b.schedule import Family, families
 from seq1f1b.table import rounded, table_text
 
@@ -28,12 +28,9 @@ VOCABULARIES = ("any", "ends", "ranks")
 _MIXES = (0.75, 0.5, 0.0)  # tried on the best orders beside 1; between them lie the optima of StateFlow's measurements
 _FINER = (0.125, 0.0625)  # then to both sides of the best one's
 _FIRST_SEGMENTS = (1, 2, 4, 8, 16)  # tried with every family; more of them with those that did well, while that helps
-_LEAST_GAIN = 0.002  # share of the step; what gains less is not looked for
 _MOST_OF_ROUND = 350_000  # units, F and B, that are priced for one number of segments beyond the first ones
 _MOST_UNCERTAIN = 40_000  # units of the best plans that are simulated at the ends of each term
-_MOST_SPREAD = 3  # plans that are also tried with the vocabulary over the ranks
 _SHARE_OF_MEMORY = 0.85  # of a device: the rest is for the worst case, and for what torch's allocator cannot use
-_MOST_OF_AUTO = 40_000  # units of all orders that are searched for unless auto is asked for: a second or two
 _OTHERS = {
     "slimpipe": "not tried: its order is that of seq1f1b-interleaved, whose ranks also even out attention",
 }
@@ -162,45 +159,27 @@ class PlanSearch:
 
     def _rows(self) -> list[tuple[str, ...]]:
         """A head and a row for each plan; what is the same usual value in all is left empty."""
-        shows_stages = any(plan.stages_per_rank > 1 for plan in self.plans)
-        shows_mix = any(plan.mix != 1 for plan in self.plans)
-        shows_vocabulary = any(plan.layout.vocabulary != "ends" for plan in self.plans)
-        shows_recompute = any(plan.layout.inside != "none" or _share(plan, "R") for plan in self.plans)
-        shows_moved = any(_share(plan, "L") for plan in self.plans)
-        head = (
-            "   schedule",
-            "k",
-            "v",
-            "mix",
-            "vocab",
-            "recompute",
-            "moved",
-            "step s",
-            "interval",
-            "bubble",
-            "tokens/s",
-            "GiB",
-        )
-        return [
-            head,
-            *(
-                (
-                    f"{number:>2} {plan.schedule}",
-                    str(plan.num_segments),
-                    str(plan.stages_per_rank) if shows_stages else "",
-                    f"{plan.mix:.2f}" if shows_mix else "",
-                    plan.layout.vocabulary if shows_vocabulary else "",
-                    _share(plan, "R") or plan.layout.inside if shows_recompute else "",
-                    _share(plan, "L") if shows_moved else "",
-                    rounded(plan.seconds),
-                    f"{rounded(plan.low)}..{rounded(plan.high)}",
-                    f"{plan.bubble:.1%}",
-                    rounded(plan.tokens_per_second),
-                    f"{max(plan.peak) / GIB:.1f}",
-                )
-                for number, plan in enumerate(self.plans, 1)
-            ),
-        ]
+
+        def told(texts: Iterable[str], usual: str) -> list[str]:
+            found = list(texts)
+            return found if set(found) != {usual} else [""] * len(found)
+
+        plans = self.plans
+        columns = {
+            "   schedule": [f"{number:>2} {plan.schedule}" for number, plan in enumerate(plans, 1)],
+            "k": [str(plan.num_segments) for plan in plans],
+            "v": told((str(plan.stages_per_rank) for plan in plans), "1"),
+            "mix": told((f"{plan.mix:.2f}" for plan in plans), "1.00"),
+            "vocab": told((plan.layout.vocabulary for plan in plans), "ends"),
+            "recompute": told((_share(plan, "R") or plan.layout.inside for plan in plans), "none"),
+            "moved": [_share(plan, "L") for plan in plans],
+            "step s": [rounded(plan.seconds) for plan in plans],
+            "interval": [f"{rounded(plan.low)}..{rounded(plan.high)}" for plan in plans],
+            "bubble": [f"{plan.bubble:.1%}" for plan in plans],
+            "tokens/s": [rounded(plan.tokens_per_second) for plan in plans],
+            "GiB": [f"{max(plan.peak) / GIB:.1f}" for plan in plans],
+        }
+        return [tuple(columns), *zip(*columns.values(), strict=True)]
 
 
 def _list(head: str, items: Iterable[str]) -> list[str]:
@@ -300,20 +279,29 @@ def search_plans(
             raise ValueError(f"{name} is {value}, must be at least 1")
     grouped = group_lengths(seq_len, lengths, layout)
     layout = replace(layout or Layout(), vocabulary="ranks" if vocabulary == "ranks" else "ends")
-    pricing = Pricing(Asked(model, hardware, grouped, num_ranks, num_microbatches, layout, optimizer_sync))
+    asked = Asked(model, hardware, grouped, num_ranks, num_microbatches, layout, optimizer_sync)
+    pricing, shortest = Pricing(asked, cap, best, within, progress), grouped[0].seq_len
+    tried = segments or [k for k in _FIRST_SEGMENTS if k <= shortest]
+    if min(tried) < 1 or max(tried) > shortest:
+        raise ValueError(f"segments are {list(tried)}, must be in 1..{shortest}, the tokens of the shortest sequence")
+    for kind in inside or ():
+        if kind not in INSIDE:
+            raise ValueError(f"inside is {kind!r}, must be one of {', '.join(INSIDE)}")
+    if vocabulary not in VOCABULARIES:
+        raise ValueError(f"vocabulary is {vocabulary!r}, must be one of {', '.join(VOCABULARIES)}")
     wanted = _Wanted(
-        _wanted_families(names),
+        # without names all but auto, which comes last, and those that say nothing of their own
+        families_named(names) if names else [each for each in families() if each.name not in (*_OTHERS, "auto")],
         stages_per_rank,
-        _wanted_segments(segments, grouped[0].seq_len),
-        _wanted_inside(inside, hardware),
+        tried,
+        hardware.insides if inside is None else inside,
         _wanted_remedies(remedies, hardware),
         is_free=not names,
         vocabulary=layout.vocabulary,
-        spreads=_may_spread(model, num_ranks, layout, vocabulary),
+        spreads=vocabulary == "any" and model.vocab > 0 and num_ranks > 1 and layout.head_in_loss,
     )
-    tries = _Tries(pricing, cap, best, within, progress)
-    _try_all(tries, wanted, grouped[0].seq_len if segments is None else 0)
-    fitting = tries.fitting
+    _try_all(pricing, wanted, shortest if segments is None else 0)
+    fitting = pricing.fitting
     is_small = sum(pricing.num_units(found.candidate) for found in fitting) <= _MOST_UNCERTAIN
     terms: list[tuple[Uncertain, ...]] = []
     for done, found in enumerate(fitting):
@@ -328,7 +316,7 @@ def search_plans(
     if not names:
         fallen |= _OTHERS
         if "auto" not in shown:
-            fallen.setdefault("auto", f"not tried: no order could gain {_LEAST_GAIN:.1%}, or all have too many units")
+            fallen.setdefault("auto", f"not tried: no order could gain {LEAST_GAIN:.1%}, or all have too many units")
     for name in (family.name for family in wanted.families):
         if name not in shown:
             fallen.setdefault(name, "not tried: no number of segments is left to it")
@@ -337,8 +325,8 @@ def search_plans(
         plans,
         terms[0],
         fallen,
-        tries.num_candidates,
-        pricing.shared.num_simulated,
+        pricing.num_candidates,
+        asked.num_simulated,
         next_step,
         hardware.memory,
         hardware.rates,
@@ -346,152 +334,35 @@ def search_plans(
     )
 
 
-def _try_all(tries: _Tries, wanted: _Wanted, shortest: int) -> None:
+def _try_all(pricing: Pricing, wanted: _Wanted, shortest: int) -> None:
     """Tries what could be fastest first, and then other splits of the best. ``shortest``: tokens, of which there may be
     more segments than wanted; 0: not."""
-    pricing = tries.pricing
-    first = tries.allowed(wanted.candidates(pricing.balances, wanted.segments))
-    tries.consider(first)
+    first = pricing.allowed(wanted.candidates(pricing.balances, wanted.segments))
+    pricing.consider(first)
     k, most = max(wanted.segments), 0
     if shortest:
         most = min(shortest, max(k, pricing.longest // pricing.fill_tokens()))
-    while 2 * k <= most and tries.goes_on(k):
+    while 2 * k <= most and pricing.goes_on(k):
         k *= 2
-        tries.consider(tries.likeliest(tries.allowed(wanted.candidates(pricing.balances, [k]))), _MOST_OF_ROUND)
-    if not tries.fitting:  # equal segments need less: of equal time the first one is the longest by far
-        last = first if k == max(wanted.segments) else tries.allowed(wanted.candidates(pricing.balances, [k]))
-        tries.consider([each._replace(mix=0.0) for each in last if each.num_segments > 1], math.inf)
-    if not tries.fitting:
-        raise ValueError(pricing.explain_nothing(tries.cap))
+        pricing.consider(pricing.likeliest(pricing.allowed(wanted.candidates(pricing.balances, [k]))), _MOST_OF_ROUND)
+    if not pricing.fitting:  # equal segments need less: of equal time the first one is the longest by far
+        last = first if k == max(wanted.segments) else pricing.allowed(wanted.candidates(pricing.balances, [k]))
+        pricing.consider([each._replace(mix=0.0) for each in last if each.num_segments > 1], math.inf)
+    if not pricing.fitting:
+        raise ValueError(pricing.explain_nothing())
     if shortest and k > 4:
-        tries.consider(tries.between(most), _MOST_OF_ROUND // 2)
-    tries.consider(tries.mixed(_MIXES), math.inf if not shortest else _MOST_OF_ROUND // 2)
+        pricing.consider(pricing.between(most), _MOST_OF_ROUND // 2)
+    pricing.consider(pricing.mixed(_MIXES), math.inf if not shortest else _MOST_OF_ROUND // 2)
     if shortest:
         for finer in _FINER:
-            tries.consider(tries.finer(finer), _MOST_OF_ROUND // 4)
+            pricing.consider(pricing.finer(finer), _MOST_OF_ROUND // 4)
     pricing.is_quick = wanted.is_free
     if wanted.is_free:
-        tries.consider(tries.searched(), math.inf)
+        pricing.consider(pricing.searched(), math.inf)
     if wanted.spreads:
-        tries.consider(tries.spread(), _MOST_OF_ROUND)
+        pricing.consider(pricing.spread(), _MOST_OF_ROUND)
     if wanted.is_free:
-        tries.refine()
-
-
-class _Tries:
-    """The candidates that have been tried, and the best of them."""
-
-    def __init__(
-        self, pricing: Pricing, cap: int, best: int, within: float, progress: Callable[[int, int], None] | None
-    ) -> None:
-        self.pricing, self.cap, self.fitting = pricing, cap, list[Found]()
-        self._best, self._within, self._progress = best, within, progress
-        self._seconds: dict[Candidate, tuple[int, float]] = {}  # by all but k: at which it is fastest, and its seconds
-        self._of_k: dict[int, float] = {}  # the least seconds of each number of segments
-        self.num_candidates = 0
-        self._left_of_auto = _MOST_OF_AUTO
-
-    def allowed(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """The candidates that can be built, the lowest bound first."""
-        self.num_candidates += len(candidates)
-        pricing = self.pricing
-        possible = [(candidate, i) for i, candidate in enumerate(candidates) if pricing.rule(candidate) is None]
-        known = sorted((pricing.bound(candidate), i) for candidate, i in possible if not pricing.is_repeated(candidate))
-        return [candidates[i] for _, i in known]
-
-    def consider(self, tried: Sequence[Candidate], most_units: float = math.inf) -> None:
-        """Prices candidates in turn, until so many units have been priced."""
-        begin = self.pricing.units_priced
-        for done, candidate in enumerate(tried):
-            if self._progress is not None:
-                self._progress(done, len(tried))
-            if self.pricing.units_priced - begin >= most_units:
-                continue
-            seconds = self.pricing.consider(candidate, self.fitting, self.cap, self._best, self._within)
-            of = candidate._replace(num_segments=0, mix=1.0)
-            k = candidate.num_segments
-            if seconds is None:
-                continue
-            self._of_k[k] = min(seconds, self._of_k.get(k, math.inf))
-            if seconds < self._seconds.get(of, (0, math.inf))[1]:
-                self._seconds[of] = (k, seconds)
-
-    def goes_on(self, k: int) -> bool:
-        """Whether more than k segments may help: nothing fits so far, or k are better than half of them."""
-        if not self.fitting:
-            return True
-        fewer = min((seconds for other, seconds in self._of_k.items() if other < k), default=math.inf)
-        return self._of_k.get(k, math.inf) <= fewer * (1 - _LEAST_GAIN)
-
-    def likeliest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """The fastest first, by the bound, and by what the same with other segments took over it or lacked of room:
-        more segments come nearer to the bound, and need less."""
-
-        def expected(candidate: Candidate) -> float:
-            of = candidate._replace(num_segments=0)
-            bound, found = self.pricing.bound(candidate), self._seconds.get(of)
-            if found is None:
-                return 1.05 * bound * math.sqrt(max(1.0, self.pricing.too_large.get(of, 0) / self.cap))
-            k, seconds = found
-            return bound * math.sqrt(
-                math.sqrt(max(1.0, seconds / self.pricing.bound(candidate._replace(num_segments=k))))
-            )
-
-        return sorted(candidates, key=expected)
-
-    def between(self, most: int) -> list[Candidate]:
-        """The best ones with numbers of segments that lie between those tried."""
-        numbers = [(found.candidate, k * found.candidate.num_segments // 4) for found in self.fitting for k in (3, 6)]
-        return self.allowed([each._replace(num_segments=k) for each, k in numbers if 4 < k <= most])
-
-    def mixed(self, mixes: Sequence[float]) -> list[Candidate]:
-        """The best ones with other splits."""
-        cut = [found.candidate for found in self.fitting if found.candidate.num_segments > 1]
-        return [each._replace(mix=mix) for each in cut for mix in mixes if mix != each.mix]
-
-    def finer(self, by: float) -> list[Candidate]:
-        """The best one with splits to both sides of its own."""
-        best = self.fitting[0].candidate
-        mixes = [best.mix - by, best.mix + by] if best.num_segments > 1 else []
-        return [best._replace(mix=mix) for mix in mixes if 0 <= mix <= 1]
-
-    def searched(self) -> list[Candidate]:
-        """Candidates of ``auto`` in place of the best ones."""
-        auto = next(family for family in families() if family.name == "auto")
-        found = list[Candidate]()
-        for each in self.fitting:
-            candidate = each.candidate._replace(family=auto)
-            if candidate not in found and self._may_gain(candidate) and self._may_search(candidate):
-                found.append(candidate)
-        return found
-
-    def refine(self) -> None:
-        """Searches for longer in place of the best order that was searched for with what its units give up."""
-        made = next((i for i, each in enumerate(self.fitting) if each.candidate.is_searched), None)
-        if made is not None:
-            self.fitting[made] = self.fitting[made].case.refined(self.fitting[made], self.cap)
-            self.fitting.sort(key=lambda each: each.sort_key)
-
-    def _may_search(self, candidate: Candidate) -> bool:
-        """Whether another order may be searched for: all of them together have a bounded number of units."""
-        units = self.pricing.num_units(candidate)
-        if units > self._left_of_auto:
-            return False
-        self._left_of_auto -= units
-        return True
-
-    def _may_gain(self, candidate: Candidate) -> bool:
-        return self.pricing.bound(candidate) <= self.fitting[0].seconds * (1 - _LEAST_GAIN)
-
-    def spread(self) -> list[Candidate]:
-        """The best ones with the vocabulary over the ranks."""
-        found = list[Candidate]()
-        for each in self.fitting:
-            candidate = each.candidate._replace(vocabulary="ranks")
-            is_allowed = candidate.family.name != "auto" or self._may_search(candidate)
-            if len(found) < _MOST_SPREAD and is_allowed and self._may_gain(candidate):
-                found.append(candidate)
-        return found
+        pricing.refine()
 
 
 def _next_step(pricing: Pricing, best: Found, is_limited: bool, names: Sequence[str] | None) -> str:
@@ -542,26 +413,6 @@ class _Wanted(NamedTuple):
         ]
 
 
-def _wanted_families(names: Sequence[str] | None) -> list[Family]:
-    """The families that are named; else all but ``auto``, which comes last, and those that say nothing of their own."""
-    if names:
-        return families_named(names)
-    return [family for family in families() if family.name not in (*_OTHERS, "auto")]
-
-
-def _may_spread(model: ModelShape, num_ranks: int, layout: Layout, vocabulary: str) -> bool:
-    if vocabulary not in VOCABULARIES:
-        raise ValueError(f"vocabulary is {vocabulary!r}, must be one of {', '.join(VOCABULARIES)}")
-    return vocabulary == "any" and model.vocab > 0 and num_ranks > 1 and layout.head_in_loss
-
-
-def _wanted_segments(segments: Sequence[int] | None, shortest: int) -> Sequence[int]:
-    wanted = segments or [k for k in _FIRST_SEGMENTS if k <= shortest]
-    if min(wanted) < 1 or max(wanted) > shortest:
-        raise ValueError(f"segments are {list(wanted)}, must be in 1..{shortest}, the tokens of the shortest sequence")
-    return wanted
-
-
 def _wanted_remedies(remedies: Sequence[str], hardware: Hardware) -> list[tuple[str, ...]]:
     """Each alone, and all together."""
     for remedy in remedies:
@@ -575,12 +426,3 @@ def _wanted_remedies(remedies: Sequence[str], hardware: Hardware) -> list[tuple[
         )
     wanted: list[tuple[str, ...]] = [(remedy,) for remedy in REMEDIES if remedy in remedies]
     return [*wanted, REMEDIES] if len(wanted) > 1 else wanted
-
-
-def _wanted_inside(inside: Sequence[str] | None, hardware: Hardware) -> Sequence[str]:
-    if inside is None:
-        return hardware.insides
-    for kind in inside:
-        if kind not in INSIDE:
-            raise ValueError(f"inside is {kind!r}, must be one of {', '.join(INSIDE)}")
-    return inside

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -204,16 +204,16 @@ def plan_step(
             smallest budget.
         ScheduleError: no family can be built for these rows.
     """
-    documents = _documents(lengths)
     _check(unit_tokens, segment_tokens, memory)
     rates = Rates.from_cost(cost)
-    items = [Tree(document, rates) if isinstance(document, TreeShape) else document for document in documents]
+    items = _items(lengths, rates)
+    tokens = [item.shape.tokens if isinstance(item, Tree) else item for item in items]
     work = seconds_of_documents(items, rates)
     families = (schedule,) if isinstance(schedule, str) else tuple(schedule)
     limit = math.inf if memory is None else memory
     nodes = sum(len(item.seconds) for item in items if isinstance(item, Tree))
     options = tuple(remedies), prefetch
-    search = _Search(tokens_of(documents), cost, families, limit, *options, is_of_trees=nodes > 0)
+    search = _Search(tokens, cost, families, limit, *options, is_of_trees=nodes > 0)
     best = best_unit(items, rates, cost.num_ranks) if unit_tokens is None else rates.of(unit_tokens)
     made, tried = 0.0, set()
     for scales in (_SCALES if unit_tokens is None else (1.0,), _SMALLER):
@@ -251,16 +251,14 @@ def share_documents(
     """
     if num_replicas < 1:
         raise ValueError(f"num_replicas is {num_replicas}, must be at least 1")
-    documents = _documents(lengths)
-    if len(documents) < num_replicas:
-        raise ValueError(f"{len(documents)} documents are too few for {num_replicas} replicas: each needs one at least")
     rates = Rates.from_cost(cost)
-    work = seconds_of_documents(
-        [Tree(document, rates) if isinstance(document, TreeShape) else document for document in documents], rates
-    )
+    items = _items(lengths, rates)
+    if len(items) < num_replicas:
+        raise ValueError(f"{len(items)} documents are too few for {num_replicas} replicas: each needs one at least")
+    work = seconds_of_documents(items, rates)
     shares: list[list[int]] = [[] for _ in range(num_replicas)]
     done = [0.0] * num_replicas
-    for index in sorted(range(len(documents)), key=lambda i: -work[i]):
+    for index in sorted(range(len(items)), key=lambda i: -work[i]):
         least = min(range(num_replicas), key=lambda replica: (done[replica], len(shares[replica])))
         shares[least].append(index)
         done[least] += work[index]
@@ -275,25 +273,22 @@ def _check(unit_tokens: int | None, segment_tokens: int | None, memory: float | 
         raise ValueError(f"memory is {memory}, must be at least 1 byte")
 
 
-def _documents(lengths: Sequence[int | TreeShape] | PrefixTrees) -> list[int | TreeShape]:
+def _items(lengths: Sequence[int | TreeShape] | PrefixTrees, rates: Rates) -> list[int | Tree]:
     """The documents by their tokens, and the trees; a tree without a branch is a document."""
     given = lengths.shapes if isinstance(lengths, PrefixTrees) else lengths
     if not given:
         raise ValueError("there are no documents to plan a step of")
-    documents: list[int | TreeShape] = []
+    items: list[int | Tree] = []
     for index, length in enumerate(given):
         if isinstance(length, TreeShape):
             length.check(f"tree {index}")
-            tokens = length.tokens
-            documents.append(tokens if length.is_chain else length)
         elif not isinstance(length, int):
             raise TypeError(f"document {index} has {length!r} tokens, must be a whole number")
-        else:
-            tokens = length
-            documents.append(length)
+        (tokens,) = tokens_of([length])
         if not 1 <= tokens <= MOST_TOKENS:
             raise ValueError(f"document {index} has {tokens} tokens, must have 1 to {MOST_TOKENS}")
-    return documents
+        items.append(Tree(length, rates) if isinstance(length, TreeShape) and not length.is_chain else tokens)
+    return items
 
 
 class _Search:
@@ -354,9 +349,10 @@ class _Search:
             simulation = self._simulate(order, costs)
             if self.found is None or simulation.makespan < self.found.seconds:
                 documents, sizes = tuple(row.documents for row in rows), tuple(row.sizes for row in rows)
-                self.found = StepPlan(
-                    self._lengths, documents, sizes, order, tuple(ranks), simulation, costs, *_followed(rows)
-                )
+                self.found = StepPlan(self._lengths, documents, sizes, order, tuple(ranks), simulation, costs)
+                if any(row.parents is not None for row in rows):
+                    parents, pieces = tuple(row.parents for row in rows), tuple(row.pieces for row in rows)
+                    self.found = replace(self.found, parents=parents, pieces=pieces)
                 self._rows = rows
 
     def _simulate(self, order: Schedule, costs: Price) -> Simulation:
@@ -406,13 +402,6 @@ class _Search:
             f"no order of these documents fits in {self._memory:,.0f} bytes a rank: the smallest budget that does is "
             f"{math.ceil(self._least):,} bytes; the longest document, {longest}, has {self._lengths[longest]} tokens"
         )
-
-
-def _followed(rows: Rows) -> tuple[Any, Any]:
-    """Parents of segments, and the order of trees' data, as a plan has them."""
-    if all(row.parents is None for row in rows):
-        return None, ()
-    return tuple(row.parents for row in rows), tuple(row.pieces for row in rows)
 
 
 def padded_rows(lengths: Sequence[int], num_segments: int, model: ModelShape) -> list[PackedRow]:

@@ -7,35 +7,21 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from seq1f1b.runtime.layers import deferrable
 
-__all__ = ["Workspace", "measure_workspace"]
-
-
-class Workspace(NamedTuple):
-    """Bytes of one unit.
-
-    Attributes:
-        forward: most that F allocates and gives back.
-        backward: most that B holds beyond what was there.
-        input: most that I holds beyond what was there, what it leaves to W included.
-    """
-
-    forward: float
-    backward: float
-    input: float
+__all__ = ["measure_workspace"]
 
 
 def measure_workspace(
     stage: nn.Module,
     inputs: tuple[Tensor, ...],
     loss: Callable[[Any], Tensor] | None,
-) -> Workspace:
+) -> tuple[float, float, float]:
     """Runs a forward and its backward, and again with the backward as I.
 
     Gradients of the inputs count, those of the parameters do not: they are there already, as in a step's later units.
@@ -43,10 +29,13 @@ def measure_workspace(
     Args:
         inputs: of one segment, outside of a step; leaves.
         loss: of the stage's output, for a last stage.
+    Returns:
+        Bytes of one unit: most that F allocates and gives back; most that B holds beyond what was there; most that I
+        holds beyond that, what it leaves to W included.
     """
     _pass_bytes(stage, inputs, loss, nullcontext())  # makes the gradients of the parameters
     forward, backward = _pass_bytes(stage, inputs, loss, nullcontext())
-    return Workspace(forward, backward, _pass_bytes(stage, inputs, loss, _leaving_weights(stage))[1])
+    return forward, backward, _pass_bytes(stage, inputs, loss, _leaving_weights(stage))[1]
 
 
 def _pass_bytes(

@@ -93,6 +93,8 @@ def test_what_is_left_out_says_why() -> None:
     capped = compare(["gpipe", "1f1b", "seq1f1b"], **COUNTS, num_segments=4, cap_microbatches=3)
     assert [row.family for row in capped.rows] == ["seq1f1b"]
     assert capped.refused["gpipe"] == "holds 8.00 micro-batches, the cap is 3"
+    found = json.loads(capped.to_json())
+    assert [FamilyRow(**each) for each in found["rows"]] == list(capped.rows) and found["refused"] == capped.refused
     rule = next(f for f in families() if f.name == "slimpipe").broken_rule(**COUNTS, num_segments=2)
     assert compare(**COUNTS, num_segments=2).refused["slimpipe"] == f"needs {rule}"
 
@@ -175,33 +177,21 @@ def test_auto_is_made_for_a_models_cap_in_bytes() -> None:
     assert found.peak_bytes <= cap and free.makespan <= found.makespan <= 1.02 * named.makespan
 
 
-def test_json_holds_rows_and_reasons() -> None:
-    table = compare(["gpipe", "seq1f1b"], **COUNTS, num_segments=4, cap_microbatches=3)
-    found = json.loads(table.to_json())
-    assert [FamilyRow(**each) for each in found["rows"]] == list(table.rows)
-    assert found["refused"] == table.refused == {"gpipe": "holds 8.00 micro-batches, the cap is 3"}
-
-
 def test_a_cap_in_bytes() -> None:
-    sizes = {"num_segments": 4, "segment_sizes": [8] * 4, "token_bytes": 10}
-    held = row("seq1f1b", **sizes).peak_bytes
-    assert held == 7 * 80
-    assert row("seq1f1b", **sizes, cap_bytes=held).peak_bytes == held
-    with pytest.raises(ValueError, match=r"the cap of 559 bytes; the least possible is 560 bytes, of seq1f1b$"):
-        row("seq1f1b", **sizes, cap_bytes=held - 1)
-
-
-def test_auto_is_made_for_a_cap_in_bytes() -> None:
-    """Segments are uneven, so that bytes say another thing than units; the tighter of two caps counts."""
-    sizes = {"num_segments": 4, "segment_sizes": [16, 8, 4, 4], "token_bytes": 10}
+    """Segments are uneven, so that bytes say another thing than units to auto; the tighter of two caps counts."""
+    even = {"num_segments": 4, "segment_sizes": [8] * 4, "token_bytes": 10}
+    assert row("seq1f1b", **even, cap_bytes=560).peak_bytes == 7 * 80
+    sizes = {**even, "segment_sizes": [16, 8, 4, 4]}
     free = row("auto", **sizes)
     for cap in (free.peak_bytes - 1, 500, 320):  # a micro-batch has 320
         found = row("auto", **sizes, cap_bytes=cap)
         assert found.peak_bytes <= cap and found.makespan >= free.makespan
         assert row("auto", **sizes, cap_bytes=cap, cap_microbatches=7) == found
     assert row("auto", **sizes, cap_bytes=10_000, cap_microbatches=1).peak_microbatches <= 1
-    with pytest.raises(ValueError, match=r"the cap of 319 bytes; the least possible is 320 bytes, of auto$"):
-        row("auto", **sizes, cap_bytes=319)
+    for name, given, least in (("seq1f1b", even, 560), ("auto", sizes, 320)):
+        message = rf"the cap of {least - 1} bytes; the least possible is {least} bytes, of {name}$"
+        with pytest.raises(ValueError, match=message):
+            row(name, **given, cap_bytes=least - 1)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from seq1f1b import Loss, ModelShape, PipelineEngine
-from seq1f1b.data import DocumentBatches, PlannedStep, PrefixTrees
+from seq1f1b.data import DocumentBatches, PlannedStep, PrefixTrees, TreeShape
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import load_hardware
 
@@ -77,16 +77,20 @@ def test_replicas_share_the_documents_of_a_step() -> None:
             assert max(work) <= 4 / 3 * max(longest, sum(work) / replicas)  # Graham's bound for the longest first
 
 
-@pytest.mark.parametrize("at", [0, 1, 5, 6, 7, 13, 20])
+@pytest.mark.parametrize("at", [0, 1, 6, 20])
 def test_a_state_goes_on_on_other_ranks_and_replicas(at: int) -> None:
-    steps = batches()
-    truth = [sorted(step.documents) for step in several(batches(), at + 9)]
+    """A step of documents and trees."""
+    lengths = [n if n % 2 else TreeShape.of_prompt(n, [9, n // 2]) for n in LENGTHS]
+    steps = batches(lengths=lengths)
+    planned = several(batches(lengths=lengths), at + 9)
+    truth = [sorted(step.documents) for step in planned]
+    assert any(step.plan.parents for step in planned)
     several(steps, at)
     state = json.loads(json.dumps(steps.state_dict()))
     for ranks, replicas in ((1, 1), (2, 1), (4, 2)):
         found: list[list[int]] = [[] for _ in range(9)]
         for replica in range(replicas):
-            resumed = batches(num_ranks=ranks, replica=replica, num_replicas=replicas)
+            resumed = batches(ranks, lengths, replica=replica, num_replicas=replicas)
             resumed.load_state_dict(state)
             for place, step in enumerate(several(resumed, 9)):
                 assert step.step == at + place
@@ -104,44 +108,34 @@ def test_a_state_does_not_run_ahead_of_what_was_handed_out() -> None:
     steps.close()  # type: ignore[attr-defined]
 
 
-def test_a_data_loader_takes_it_as_a_sampler() -> None:
-    class Documents(torch.utils.data.Dataset[Any]):
-        def __getitem__(self, step: PlannedStep) -> Any:  # type: ignore[override]
-            return step.plan.join([torch.full((LENGTHS[i],), i) for i in step.documents]), step
+class Documents(torch.utils.data.Dataset[Any]):
+    """Gives back the step that it was handed, and its documents in rows."""
 
-    loader = torch.utils.data.DataLoader(Documents(), sampler=batches(), batch_size=None, collate_fn=lambda x: x)
-    seen = []
-    for rows, step in loader:
-        seen += sorted(set(torch.cat([row.flatten() for row in rows]).tolist()))
-        assert sum(row.numel() for row in rows) == step.tokens
-    assert sorted(seen) == list(range(len(LENGTHS)))
+    def __getitem__(self, step: PlannedStep) -> Any:  # type: ignore[override]
+        return step.plan.join(
+            [torch.full((n,), i) for i, n in zip(step.documents, step.plan.lengths, strict=True)]
+        ), step
 
 
-class Steps(torch.utils.data.Dataset[Any]):
-    """Gives back what a worker was handed."""
-
-    def __getitem__(self, step: PlannedStep) -> PlannedStep:  # type: ignore[override]
-        return step
+def as_it_is(step: Any) -> Any:
+    return step
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
-def test_steps_go_through_the_workers_of_a_loader(context: str) -> None:
+@pytest.mark.parametrize("context", [None, "fork", "spawn", "forkserver"])
+def test_steps_go_through_a_loader_and_its_workers(context: str | None) -> None:
     """Steps of documents and of trees come back equal, with what was planned."""
     rows = [torch.tensor([7] * 40 + [i] * 9) for i in range(5)]
     lengths = [*LENGTHS[:30], *copy.deepcopy(PrefixTrees(rows)).shapes]
+    workers = {"num_workers": 2, "multiprocessing_context": context, "timeout": 120} if context else {}
     loader: Any = torch.utils.data.DataLoader(
-        Steps(), sampler=batches(lengths=lengths), batch_size=None, num_workers=2, multiprocessing_context=context,
-        collate_fn=_as_it_is, timeout=120,
-    )  # fmt: skip
-    for step, planned in zip(loader, batches(lengths=lengths), strict=True):
+        Documents(), sampler=batches(lengths=lengths), batch_size=None, collate_fn=as_it_is, **workers
+    )
+    for (joined, step), planned in zip(loader, batches(lengths=lengths), strict=True):
         assert step == copy.deepcopy(step) == planned
+        assert sorted(set(torch.cat(joined, 1)[0].tolist())) == sorted(step.documents)
         assert step.plan.digest == planned.plan.digest and step.plan.seconds == planned.plan.seconds
         assert step.plan.costs.imbalance == planned.plan.costs.imbalance
         assert step.plan.simulation.timeline == planned.plan.simulation.timeline
-
-
-def _as_it_is(step: PlannedStep) -> PlannedStep:
-    return step
 
 
 def summed(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -183,32 +177,27 @@ def test_a_thread_that_asks_an_engine_for_steps_is_refused() -> None:
     [
         ([], {}, "there are no documents to sample"),
         ([5, 0], {}, "document 1 has 0 tokens, must have at least 1"),
-        ([5, -1], {}, "document 1 has -1 tokens"),
         ([5, 2.5], {}, "document 1 has 2.5 tokens"),
         ([5, 9000], {}, "document 1 has 9000 tokens; a step of 8000 has no room .* at least 9000"),
         ([5, 6000], {"num_replicas": 2}, "for each of 2 replicas: .* at least 12000"),
         ([5], {"replica": 2, "num_replicas": 2}, r"replica is 2, must be in 0\.\.1"),
+        (
+            [4000] * 3,
+            {"num_replicas": 2},
+            "the last step of the epoch has 1 documents, fewer than 2 replicas: give drop_",
+        ),
+        ([4, 5], {"drop_last": True}, "the documents hold 9 tokens, which fill no step of 8000, and drop_last leaves"),
+        ([5], {"memory": 1}, "the smallest budget that does is"),
     ],
 )
 def test_bad_documents(lengths: Any, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        batches(lengths=lengths, **change)
+        list(batches(lengths=lengths, **change))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("seq1f1b-plan") and thread.daemon]
 
 
-def test_a_last_step_too_small_for_the_replicas() -> None:
-    lengths = [4000, 4000, 4000]
-    with pytest.raises(
-        ValueError, match="the last step of the epoch has 1 documents, fewer than 2 replicas: give drop_"
-    ):
-        list(batches(lengths=lengths, num_replicas=2))
-    assert [step.tokens for step in batches(lengths=lengths, num_replicas=2, drop_last=True)] == [8000]
-
-
-def test_an_epoch_without_a_step() -> None:
-    with pytest.raises(
-        ValueError, match="the documents hold 9 tokens, which fill no step of 8000, and drop_last leaves"
-    ):
-        next(iter(batches(lengths=[4, 5], drop_last=True)))
+def test_a_last_step_that_is_too_small_can_be_left_out() -> None:
+    assert [step.tokens for step in batches(lengths=[4000] * 3, num_replicas=2, drop_last=True)] == [8000]
 
 
 def test_states_that_do_not_fit_are_refused() -> None:
@@ -233,12 +222,6 @@ def test_states_that_do_not_fit_are_refused() -> None:
         with pytest.raises(ValueError, match=message):
             fresh.load_state_dict(state | change)
         assert fresh.state_dict() == before
-
-
-def test_what_planning_refuses_comes_out_of_the_iterator() -> None:
-    with pytest.raises(ValueError, match="the smallest budget that does is"):
-        next(iter(batches(memory=1)))
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("seq1f1b-plan") and thread.daemon]
 
 
 def test_an_interrupt_while_a_plan_is_made_is_clean() -> None:

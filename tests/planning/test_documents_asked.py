@@ -105,18 +105,16 @@ def test_attention_without_documents_is_refused(does: str, options: dict[str, An
     check(model, whole, [(d[:-1], d[1:]) for d in documents])
 
 
-def test_a_row_of_several_segments_is_asked_for_its_documents() -> None:
-    documents, plan = make_documents(LENGTHS), make_plan(LENGTHS, unit_tokens=8)
-    assert any(len(row) > 1 and len(sizes) > 1 for row, sizes in zip(plan.rows, plan.segment_sizes, strict=True))
+@pytest.mark.parametrize(("unit_tokens", "compiles"), [(8, False), (30, True)])
+def test_rows_of_several_segments_and_compiled_attention_are_refused(unit_tokens: int, compiles: bool) -> None:
+    documents, plan = make_documents(LENGTHS), make_plan(LENGTHS, unit_tokens=unit_tokens)
+    rows = zip(plan.rows, plan.segment_sizes, strict=True)
+    assert any(len(row) > 1 and len(sizes) > 1 for row, sizes in rows) != compiles
+    stage: Any = Stage(Layer(0)).double()
     with pytest.raises(ValueError, match="was given no doc_ids"):
-        train(make_engine(Stage(Layer(0)).double()), plan, documents, tells=False)
-
-
-def test_compiled_attention_is_refused() -> None:
-    documents, plan = make_documents(LENGTHS), make_plan(LENGTHS, unit_tokens=30)
-    stage = torch.compile(Stage(Layer(0)).double(), backend="aot_eager")
-    with pytest.raises(ValueError, match="was given no doc_ids"):
-        train(make_engine(stage), plan, documents, tells=False)
+        train(
+            make_engine(torch.compile(stage, backend="aot_eager") if compiles else stage), plan, documents, tells=False
+        )
 
 
 def test_every_rank_hears_which_stage_leaves_them_out() -> None:
@@ -151,11 +149,6 @@ def test_rows_of_one_document_need_none() -> None:
     whole = copy.deepcopy(model)
     train(make_engine(model), plan, documents, tells=False)
     check(model, whole, [(d[:-1], d[1:]) for d in documents])
-
-
-def test_steps_that_are_not_planned_are_as_before() -> None:
-    engine, tokens = make_engine(Stage(Layer(0)).double()), torch.randint(16, (1, 30))
-    engine.step([tokens], target=[tokens], segment_sizes=[[20, 10]])
 
 
 class Carried(nn.Module):

@@ -151,12 +151,27 @@ QWEN2 = {
     "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 50,
     "intermediate_size": 96,
 }  # fmt: skip
+LLAMA = {
+    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "head_dim": None,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_a_config_of_transformers_is_a_shape(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    assert load_model(str(path)) == load_model("llama3-8b")
+    experts = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+    path.write_text(json.dumps({**LLAMA, "model_type": "qwen3_moe", "head_dim": 128, **experts}))
+    shape = load_model(str(path))
+    assert (shape.ffn, shape.experts, shape.experts_per_token, shape.head_dim) == (768, 128, 8, 128)
 
 
 def test_a_config_is_refused_by_the_field_that_is_not_known(tmp_path):
     path = tmp_path / "config.json"
     for changes, message in (
-        ({"model_type": "rwkv"}, "model_type is 'rwkv', must be one of llama, "),
+        ({"model_type": "rwkv"}, "model_type is 'rwkv', must be one of llama, .*write the shape into a file"),
+        ({"vocab_size": None}, "a config of 'qwen2' without vocab_size"),
         (
             {"layer_types": ["full_attention"] * 3 + ["conv"]},
             r"layer_types\[3\] is 'conv', must be one of full_attention",

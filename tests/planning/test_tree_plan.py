@@ -18,7 +18,7 @@ from seq1f1b import Loss, ModelShape, PipelineEngine, build_schedule
 from seq1f1b.data import DocumentBatches, PrefixTrees, TreeShape
 from seq1f1b.planning.cost import CostModel, PackedRow
 from seq1f1b.planning.hardware import load_hardware
-from seq1f1b.planning.step_plan import StepPlan, plan_step, share_documents
+from seq1f1b.planning.step_plan import StepPlan, plan_step
 from seq1f1b.testing import run_ranks
 
 MODEL = ModelShape(hidden=256, layers=4, heads=4, kv_heads=2, ffn=512, vocab=1000)
@@ -180,36 +180,6 @@ def test_memory_is_that_of_a_path() -> None:
     assert tight.remedied and max(rank.total for rank in tight.ranks) <= (least + most) // 2 and tight.parents
 
 
-def test_a_sampler_goes_on_with_trees() -> None:
-    rng = random.Random(2)
-    documents = [random_tree(rng, 10, 60) if rng.random() < 0.5 else rng.randint(1, 400) for _ in range(60)]
-    options: dict[str, Any] = {"tokens_per_step": 4000, "num_replicas": 2}
-
-    def steps(replica: int) -> DocumentBatches:
-        return DocumentBatches(documents, cost_of(2), replica=replica, **options)
-
-    whole = [list(steps(replica)) for replica in range(2)]
-    assert sorted(i for own in whole for step in own for i in step.documents) == list(range(60))
-    assert any(step.plan.parents for step in whole[0]) and len(whole[0]) >= 3
-    first = steps(1)
-    taken = list(itertools.islice(first, 2))
-    later = steps(1)
-    later.load_state_dict(first.state_dict())
-    assert [*taken, *later] == whole[1]
-    other = DocumentBatches([*documents[:-1], 5], cost_of(2), **options)
-    with pytest.raises(ValueError, match="lengths"):
-        other.load_state_dict(first.state_dict())
-
-
-def test_replicas_share_trees() -> None:
-    rng = random.Random(3)
-    trees, cost = [random_tree(rng) for _ in range(60)], cost_of(2)
-    shares = share_documents(trees, 4, cost)
-    assert sorted(itertools.chain(*shares)) == list(range(60))
-    work = [sum(pairs + 3000 for i in share for pairs in pairs_of_tokens(trees[i])) for share in shares]
-    assert max(work) < 1.05 * min(work)
-
-
 def make_rows() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Two prompts with answers, one of which goes on in two ways, and rows that share nothing; masks; advantages."""
     generator = torch.Generator().manual_seed(1)
@@ -277,20 +247,20 @@ def test_a_planned_step_of_trees_trains_as_each_row_alone(num_ranks: int, schedu
         assert float((gradients[name] - parameter.grad).norm()) <= 1e-12 * max(1.0, float(parameter.grad.norm())), name
 
 
-BAD: dict[str, tuple[TreeShape, str]] = {
-    "child before parent": (TreeShape((1, 1, 1), (-1, 2, 0)), "tree 0: node 1 follows 2, must follow one of 0..0"),
-    "itself": (TreeShape((1, 1), (-1, 1)), "node 1 follows 1, must follow one of 0..0: a parent comes before its"),
-    "two roots": (TreeShape((1, 1), (-1, -1)), "node 1 follows -1, .* only node 0 is a root"),
-    "no root": (TreeShape((1, 1), (0, 0)), r"node 0 follows 0, must follow nothing \(-1\): it is the root"),
-    "empty node": (TreeShape((1, 0), (-1, 0)), "node 1 has 0 tokens, must have at least 1"),
-    "parents": (TreeShape((1, 2), (-1,)), "has 2 nodes and 1 parents: each node has one"),
-    "none": (TreeShape((), ()), "has 0 nodes and 0 parents"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_trees(name: str) -> None:
-    tree, message = BAD[name]
+@pytest.mark.parametrize(
+    ("sizes", "parents", "message"),
+    [
+        ((1, 1, 1), (-1, 2, 0), "tree 0: node 1 follows 2, must follow one of 0..0"),
+        ((1, 1), (-1, 1), "node 1 follows 1, must follow one of 0..0: a parent comes before its"),
+        ((1, 1), (-1, -1), "node 1 follows -1, .* only node 0 is a root"),
+        ((1, 1), (0, 0), r"node 0 follows 0, must follow nothing \(-1\): it is the root"),
+        ((1, 0), (-1, 0), "node 1 has 0 tokens, must have at least 1"),
+        ((1, 2), (-1,), "has 2 nodes and 1 parents: each node has one"),
+        ((), (), "has 0 nodes and 0 parents"),
+    ],
+)
+def test_bad_trees(sizes: tuple[int, ...], parents: tuple[int, ...], message: str) -> None:
+    tree = TreeShape(sizes, parents)
     with pytest.raises(ValueError, match=message):
         plan_step([tree], cost_of(2))
     with pytest.raises(ValueError, match=message):
