@@ -450,9 +450,10 @@ class Runner:
         for module in modules if dtype is not None else ():
             wide |= growing_wide(module) if data_parallel(module) is None else {}
         apart = {id(p): p for p in self.pipeline.tied.parameters()}  # a stage may list one that it has not registered
-        if divisor > 1 or self.divides is not False:
-            apart |= {id(p): p for m in modules for p in without_wrapper(m).parameters()}
-        return StepGradients(list((apart | wide).values()), wide, dtype, divisor)
+        own = [p for m in modules for p in without_wrapper(m).parameters()]
+        if self.divides is not False:
+            apart |= {id(p): p for p in own}
+        return StepGradients(list((apart | wide).values()), wide, dtype, divisor, own if divisor > 1 else ())
 
     def _end_failed_step(self, error: BaseException, executor: Any) -> BaseException:
         """Ends the step on every rank, and gives the error its place: stage and unit.
