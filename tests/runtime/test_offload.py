@@ -309,13 +309,8 @@ class Overwriting(nn.Linear):
 def test_a_saved_tensor_that_is_changed_is_an_error(tmp_path: Path, late: bool) -> None:
     stage = Overwriting(32, 32)
     stage.late = late
-    engine = PipelineEngine(
-        stage,
-        num_microbatches=6,
-        schedule="gpipe",
-        memory=Memory(offload=tmp_path),
-        loss_fn=lambda o, t: (o - t).square().mean(),
-    )
+    options = {"num_microbatches": 6, "schedule": "gpipe", "loss_fn": nn.functional.mse_loss}
+    engine = PipelineEngine(stage, memory=Memory(offload=tmp_path), **options)
     x, target = torch.randn(12, 64, 32), torch.zeros(12, 64, 32)
     for _ in range(2):
         with pytest.raises(
