@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import resource
 from collections import Counter
@@ -430,12 +429,6 @@ def _read_line(line: bytes) -> PipelineReport:
         raise ValueError("its ranks are no reports")
     if tuple(tuple(unit for unit, *_ in r.timeline) for r in ranks) != schedule.ranks:
         raise ValueError("its units are not those of its order")
-    figures = [x for r in ranks for x in (r.start, r.seconds, r.busy, r.wait, r.send, r.bubble)]
-    figures += [x for r in ranks for _, *span in (*r.timeline, *r.fills) for x in span]
-    if not all(math.isfinite(x) for x in figures):
-        raise ValueError("a time is not finite")
-    if not all(isinstance(size, int) for r in ranks for part in (r.segment_sizes, *r.siblings) for size in part):
-        raise ValueError("the tokens of a segment are no whole number")
     return _of_ranks(ranks, schedule)
 
 

@@ -331,11 +331,6 @@ def test_a_file_of_reports(report, tmp_path, capsys, monkeypatch):
         lambda line: line.replace(b'["Report",[0,1,', b'["Report",[0,'),
         lambda line: line.replace(b'"ranks":', b'"ranks":3,"other":'),
         lambda line: line.replace(b'"ranks":', b'"ranks":[],"other":'),
-        lambda line: line.replace(b'["Report",[0,1,true,{"tuple":[4,4]}', b'["Report",[0,1,true,{"tuple":["a",4]}'),
-        lambda line: line.replace(b'["Report",[0,1,true,{"tuple":[4,4]}', b'["Report",[0,1,true,3'),
-        lambda line: line.replace(
-            b'["Report",[0,1,true,{"tuple":[4,4]},', b'["Report",[0,1,true,{"tuple":[4,4]},NaN,0*'
-        ),
     ],
 )
 def test_what_is_no_report_is_refused_by_name(report, tmp_path, capsys, change):
