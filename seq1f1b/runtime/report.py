@@ -275,7 +275,7 @@ class PipelineReport:
         """Per rank as :attr:`timeline`, with the parts of W that ran in waits, each before its unit's own place."""
         return self._from_zero(sorted((*r.timeline, *r.fills), key=lambda entry: entry[1]) for r in self.ranks)
 
-    def _from_zero(self, tracks: Iterable[Any]) -> Any:
+    def _from_zero(self, tracks: Iterable[Iterable[Any]]) -> tuple[tuple[tuple[Unit, float, float], ...], ...]:
         start = min(r.timeline[0][1] for r in self.ranks if r.timeline)
         return tuple(tuple((u, a - start, b - start) for u, a, b in track) for track in tracks)
 
