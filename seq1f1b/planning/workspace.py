@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seq1f1b.runtime.layers import deferrable
+from seq1f1b.runtime.deferred import deferrable
 
 __all__ = ["measure_workspace"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,21 +50,6 @@ class StepArguments:
     plan: PlannedRows | None = None
     paths: Trees | None = None  # units are whole micro-batches, and run path by path
     divides: bool | None = None  # whether the loss comes with its divisor; None: not known yet
-
-
-class Split(NamedTuple):
-    """A batch in segments. Lists are by cell: segments counted over all micro-batches.
-
-    Attributes:
-        rows: tokens of the segments of every micro-batch.
-        sizes: the same as the executor takes them: alike for all micro-batches, or in a row.
-    """
-
-    rows: Rows
-    sizes: list[int]
-    inputs: list[tuple[Any, ...]] | None
-    kwargs: list[dict[str, Any]] | None
-    targets: list[Any] | None
 
 
 class Batch:
@@ -141,8 +126,13 @@ class Batch:
         self._inputs = self.leaves.replace(self._inputs)
         self.length = sequence_length(self._inputs, options.seq_dim)
 
-    def split(self, length: int) -> Split:
-        """Cuts what this rank was given into segments."""
+    def split(self, length: int) -> tuple[Rows, list[int], Any, Any, Any]:
+        """Cuts what this rank was given into segments.
+
+        Returns:
+            Tokens of the segments of every micro-batch; the same as the executor takes them, alike for all or in a row;
+            and by cell, over all micro-batches, the inputs, keyword arguments and targets, or None.
+        """
         options = self._options
         dim, part = options.seq_dim, options.sequence_parallel
         if self.rows:
@@ -159,7 +149,7 @@ class Batch:
             kwargs = _flat(split_kwargs(given, options.arg_rules, rows, dim, part, positions))
         if self._has_last and self.target is not None:
             targets = self._split_targets(rows)
-        return Split(rows, sizes, inputs, kwargs, targets)
+        return rows, sizes, inputs, kwargs, targets
 
     def _split_targets(self, rows: Rows) -> list[Any]:
         options = self._options

@@ -3,23 +3,25 @@
 While a training step runs, a stage's ``nn.Linear`` layers compute their output as always. Where the order splits the
 backward, I makes only the gradients of input and bias; the pair (input, output gradient) goes to the unit's tape, and W
 makes the weight's gradient from it. In a whole backward the layer adds the product to the gradient itself, where the
-device has an op for that (``products.py``). All else is autograd's as ever, at I or B: what does not go this way costs
+device has an op for that (``linear.py``). All else is autograd's as ever, at I or B: what does not go this way costs
 time, never correctness. [Zero Bubble, arXiv:2401.10241]
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from seq1f1b.runtime import products
-from seq1f1b.runtime.layers import Layers
-from seq1f1b.runtime.linear import Use
+from seq1f1b.runtime import linear
+from seq1f1b.runtime.compiled import runs_compiled
+from seq1f1b.runtime.data_parallel import is_reduced
+from seq1f1b.runtime.embedding import Embedding
+from seq1f1b.runtime.layer import Layer, Use, Weights
 from seq1f1b.runtime.measure import storages_of
 from seq1f1b.runtime.parts import Feature, Part, Pass, Received
 from seq1f1b.runtime.stage import Stage, StageStep
@@ -27,21 +29,20 @@ from seq1f1b.runtime.unit import LiveUnit
 
 __all__: list[str] = []
 
+_WIDEST = 8  # times as many outputs as inputs: of a wider layer, a head, the output gradients would fill the memory
+
 
 class WeightGradients(Feature):
     """Makes gradients of weights by the product itself, and in W where an order splits the backward."""
 
     def __init__(self, stage: Stage, options: Any, tier: Any) -> None:
-        self._layers = Layers()
+        self._layers: dict[int, Layer] = {}
 
     def begin(self, step: StageStep) -> Deferred | None:
         stage = step.stage
         # DDP and FSDP wait for autograd to accumulate; and a whole model, to which segments are compared, is torch's.
         adds = (
-            step.arguments.training
-            and not stage.wrappers
-            and not stage.is_whole
-            and products.are_one_call(stage.device)
+            step.arguments.training and not stage.wrappers and not stage.is_whole and linear.are_one_call(stage.device)
         )
         return Deferred(step, self._layers, adds) if step.order.split or adds else None
 
@@ -53,7 +54,7 @@ class Deferred(Part):
         adds: whether layers add their products themselves, where they leave none to W.
     """
 
-    def __init__(self, step: StageStep, layers: Layers, adds: bool) -> None:
+    def __init__(self, step: StageStep, layers: dict[int, Layer], adds: bool) -> None:
         self._step, self._stage, self._layers, self._adds = step, step.stage, layers, adds
         self._noted: dict[int, int] = {}  # elements of weights that I left to W, by the weight's id
         self._added: dict[int, int] = {}  # the same of those whose layers added products themselves
@@ -61,9 +62,36 @@ class Deferred(Part):
     def passes(self) -> Mapping[str, Pass]:
         return {"W": self.weight}
 
-    def in_step(self, others: Sequence[nn.Module]) -> AbstractContextManager[None]:
-        losses = [module for module in self._stage.modules if module is not self._stage.module]
-        return self._layers.replaced(self._stage.module, losses, others, adds=self._adds)
+    @contextmanager
+    def in_step(self, others: Sequence[nn.Module]) -> Iterator[None]:
+        """Layers that may leave products to W, or add them, run as ``linear.py`` and ``embedding.py`` say.
+
+        They are looked for in each step, for users change modules in between. What losses hold leaves nothing to W, nor
+        does a layer that shares its weight with anything but a linear layer of the stage.
+        """
+        torch.clear_autocast_cache()  # casts in it hold nodes of weights, as a user who waits for a gradient does
+        weights, found = Weights(), dict[int, Layer]()
+        for root in self._stage.modules:
+            for layer in _layers_of(root, [m for m in (*self._stage.modules, *others) if m is not root]):
+                layer.waits &= root is self._stage.module
+                if layer.waits or self._adds:
+                    own = self._layers.get(id(layer.module))
+                    if own is None or own.module is not layer.module:
+                        own, layer.in_step = layer, layer.forward
+                    own.waits, own.adds, own.weights = layer.waits, layer.adds, weights
+                    found[id(layer.module)] = own
+        self._layers.clear()
+        self._layers.update(found)
+        for layer in found.values():
+            vars(layer.module)["forward"] = layer.in_step  # no attribute of torch's: it would be seen as a submodule
+            if layer.module.weight.requires_grad:
+                weights.is_hooked(layer.module.weight)  # now, for graphs of units hold nodes as well
+        try:
+            yield
+        finally:
+            for layer in found.values():
+                vars(layer.module).pop("forward", None)
+                layer.weights = Weights()
 
     def begin(self, unit: LiveUnit) -> None:
         if unit.cell in self._step.order.split:
@@ -82,7 +110,8 @@ class Deferred(Part):
         assert tape is not None
         is_last = self._step.order.last_gradients == ("W", cell)
         is_left = bool(tape.products)  # else it has all run in waits
-        tape.run()
+        while tape.run_next():
+            continue
         if parallel is not None and (is_left or is_last):
             parallel.after_weight(is_last)
 
@@ -102,22 +131,18 @@ class Deferred(Part):
         }
 
 
-class Product(NamedTuple):
-    """Inputs of W from one use of a weight, with versions that tell whether they have been changed meanwhile."""
-
-    use: Use
-    x: Tensor  # (tokens, inputs)
-    dy: Tensor  # (tokens, outputs)
-    versions: tuple[int, int, int]
-
-
 class Tape:
-    """The products that one unit leaves to its W, in the order in which its backward came to them."""
+    """The products that one unit leaves to its W, in the order in which its backward came to them.
+
+    Attributes:
+        products: the use of a weight, inputs (tokens, inputs) and output gradients (tokens, outputs), and the versions
+            of all three, which tell whether they have been changed meanwhile.
+    """
 
     is_open = False  # True from I on: until then a gradient is one that the stage takes for itself
 
     def __init__(self, noted: dict[int, int]) -> None:
-        self.products: deque[Product] = deque()
+        self.products: deque[tuple[Use, Tensor, Tensor, list[int]]] = deque()
         self._noted = noted  # gets the elements of every weight that a product is for, by the weight's id
 
     def note(self, use: Use, x: Tensor, dy: Tensor) -> None:
@@ -127,38 +152,69 @@ class Tape:
                 "torch.autograd.grad), and a schedule that splits the backward would lose the weight's part. Use a "
                 "schedule with whole backwards"
             )
-        x, dy = x.detach().reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        self.products.append(Product(use, x, dy, _versions(use, x, dy)))
+        self.products.append((use, x, dy, [t._version for t in (use.weight, x, dy)]))
         self._noted[id(use.weight)] = use.weight.numel()
 
-    def run(self) -> None:
-        """W: adds every product to its weight's gradient."""
-        while self.run_next():
-            continue
-
     def run_next(self) -> bool:
-        """Adds the next product and drops it; returns whether any is left. An empty tape does nothing."""
+        """Adds the next product to its weight's gradient, and drops it; returns whether any is left."""
         if not self.products:
             return False
         use, x, dy, versions = self.products.popleft()
-        if _versions(use, x, dy) != versions:
+        if [t._version for t in (use.weight, x, dy)] != versions:
             raise RuntimeError(
                 f"{use.layer.name}: its weight, its input or its output's gradient was changed in place between I and "
                 "W, which needs all three as they were"
             )
-        products.accumulate(use.weight, x, dy, use.layer.is_hooked(use.weight))
+        if use.layer.weights.is_hooked(use.weight) or not linear.add_product(use.weight, x, dy):
+            torch.autograd.backward([use.weight], [(dy.t() @ x).to(use.weight.dtype)])
         return bool(self.products)
 
     def held_bytes(self, excluded: set[int]) -> tuple[int, int]:
         """Bytes of inputs and of output gradients, each storage once; ``excluded``: addresses that do not count."""
         held = []
         seen = set(excluded)
-        for tensors in ([p.x for p in self.products], [p.dy for p in self.products]):
+        for tensors in ([x for _, x, *_ in self.products], [dy for _, _, dy, _ in self.products]):
             storages = {address: size for t in tensors for address, size in storages_of(t).items()}
             held.append(sum(size for address, size in storages.items() if address not in seen))
             seen |= storages.keys()
         return held[0], held[1]
 
 
-def _versions(use: Use, x: Tensor, dy: Tensor) -> tuple[int, int, int]:
-    return use.weight._version, x._version, dy._version
+def deferrable(module: Any) -> list[nn.Linear]:
+    """The linear layers that leave their weights' gradients to W where no other module has a part in them."""
+    return [layer.module for layer in _layers_of(module, ()) if layer.waits] if isinstance(module, nn.Module) else []
+
+
+def _layers_of(module: nn.Module, others: Sequence[nn.Module]) -> Iterator[Layer]:
+    """The layers of a module that run otherwise in a step. What runs as compiled code stays as it is."""
+    shared: set[int] = set()  # parameters of other modules than linear layers, and those that a module's hook may read
+    reduced: set[int] = set()  # parameters for whose gradients DDP or FSDP wait
+    compiled: set[int] = set()  # modules within compiled code
+    for root in (module, *others):
+        for owner in root.modules():
+            if type(owner) is not nn.Linear or _is_own(owner) or root is not module:
+                shared.update(map(id, owner._parameters.values()))
+            if owner._backward_hooks or nn.modules.module._global_backward_hooks:
+                shared.update(map(id, owner.parameters()))
+            if is_reduced(owner):
+                reduced.update(map(id, owner.parameters()))
+            if root is module and runs_compiled(owner):
+                compiled.update(map(id, owner.modules()))
+    for name, part in module.named_modules():
+        kind = _KINDS.get(type(part))
+        if kind is not None and not _is_own(part) and id(part) not in compiled:
+            layer, weight = kind(name, part), part._parameters["weight"]
+            assert weight is not None
+            layer.waits &= id(weight) not in shared and weight.shape[0] <= _WIDEST * weight.shape[1]
+            layer.adds = id(weight) not in reduced
+            yield layer
+
+
+def _is_own(module: nn.Module) -> bool:
+    """Whether an instance of one of the kinds below computes something else than its kind does."""
+    if type(module) is nn.Embedding and (module.sparse or module.scale_grad_by_freq or module.max_norm is not None):
+        return True  # its gradient is not the sum over tokens
+    return "forward" in module.__dict__ or "weight" not in module._parameters
+
+
+_KINDS: dict[type[nn.Module], type[Layer]] = {nn.Linear: linear.Linear, nn.Embedding: Embedding}

@@ -7,14 +7,14 @@ bits, which is cast to 2 GB and added. Here a unit's backward costs as much as i
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from seq1f1b.runtime import products
-from seq1f1b.runtime.layer import Layer, To
+from seq1f1b.runtime.layer import Layer, Use
 
 __all__: list[str] = []
 
@@ -26,17 +26,12 @@ class Embedding(Layer):
 
     waits = False
 
-    def takes(self, dtype: torch.dtype) -> bool:
-        module = self.module
-        is_sum = not (module.sparse or module.scale_grad_by_freq or module.max_norm is not None)
-        return is_sum and products.is_proven("the sum of an embedding's rows", module.weight.device, _prove)
-
     def forward(self, input: Tensor) -> Tensor:
-        module = self.module
-        unit = None if torch.compiler.is_compiling() else self.unit(input)
-        if unit is None or unit.added is None or not self.may_add(module.weight.dtype):
+        module, unit = self.module, self.unit(input)
+        if unit is None or unit.added is None or not self.adds:
             return nn.Embedding.forward(module, input)
-        output: Tensor = _look_up(module.weight, input, module.padding_idx, To(module.weight, unit.added))
+        use = Use(self, module.weight, None, unit.added)
+        output: Tensor = _look_up(module.weight, input, module.padding_idx, use)
         return output
 
 
@@ -44,19 +39,16 @@ class _LookUp(torch.autograd.Function):
     """Adds the table's gradient in its own backward, where autograd would have added it; else returns it."""
 
     @staticmethod
-    def forward(ctx: Any, weight: nn.Parameter, ids: Tensor, padding: int | None, to: To) -> Tensor:
+    def forward(ctx: Any, weight: nn.Parameter, ids: Tensor, padding: int | None, use: Use) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.padding, ctx.to, ctx.rows = padding, to, weight.shape[0]
+        ctx.padding, ctx.use = -1 if padding is None else padding, use
         return F.embedding(ids, weight, padding)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (ids,) = ctx.saved_tensors
-        padding = -1 if ctx.padding is None else ctx.padding
-        dw = ctx.to.gradient(
-            ctx, lambda weight: add_rows(weight, ids, dy, padding), lambda: dense(dy, ids, ctx.rows, padding)
-        )
-        return dw, None, None, None
+        (ids,), padding, use = ctx.saved_tensors, ctx.padding, ctx.use
+        make = partial(dense, dy, ids, len(use.weight), padding)
+        return use.gradient(ctx, lambda weight: add_rows(weight, ids, dy, padding), make), None, None, None
 
 
 _look_up: Callable[..., Tensor] = _LookUp.apply
@@ -82,8 +74,9 @@ def add_rows(weight: nn.Parameter, ids: Tensor, dy: Tensor, padding: int) -> boo
         return False
     gradient, num_rows = weight.grad, weight.shape[0]
     if gradient is None:
-        dtype = products.dtype_of_sum(weight)
-        gradient = weight.grad = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        gradient = weight.grad = torch.zeros(
+            weight.shape, dtype=weight.grad_dtype or weight.dtype, device=weight.device
+        )
     if type(gradient) is not Tensor or gradient.layout != torch.strided:
         return False
     if ids.numel() * _SPARSE > num_rows or torch.are_deterministic_algorithms_enabled():
@@ -99,19 +92,3 @@ def add_rows(weight: nn.Parameter, ids: Tensor, dy: Tensor, padding: int) -> boo
     # An id's sum stands where it comes first, zeros where it comes again: to count them would wait for the device.
     gradient.index_add_(0, in_order, sums[:-1].to(gradient.dtype))
     return True
-
-
-def _prove(device: torch.device) -> None:
-    """Raises where rows that are added are not those of the whole table's gradient."""
-    ids = torch.arange(24, device=device).square() % 11 + torch.arange(24, device=device) % 3 * 60
-    dy = torch.cos(torch.arange(24 * 16, device=device, dtype=torch.float32)).view(24, 16).to(torch.bfloat16)
-    for padding in (-1, 64):
-        weight = nn.Parameter(torch.zeros(200, 16, device=device))
-        weight.grad = torch.ones_like(weight)
-        if not add_rows(weight, ids, dy, padding):
-            raise AssertionError("rows are not added")
-        exact = torch.ones(200, 16, device=device, dtype=torch.float64)
-        for number, row in zip(ids.tolist(), dy.double(), strict=True):
-            exact[number] += row * (number != padding)
-        if not bool((weight.grad - exact).abs().max() <= 1e-5 * exact.abs().max()):
-            raise AssertionError(f"sums of rows are wrong (padding {padding})")

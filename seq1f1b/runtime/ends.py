@@ -100,19 +100,7 @@ class ToStage(Sink):
         return self._following.units[unit.cell].take_handed()
 
     def _check(self, outputs: tuple[Any, ...], length: int) -> None:
-        known, device, index = self._spec.get(length), self._stage.device, self._stage.index
-        if known is not None and len(known) == len(outputs):
-            for o, (shape, dtype) in zip(outputs, known, strict=True):
-                if (
-                    not isinstance(o, Tensor)
-                    or o.shape != shape
-                    or o.dtype != dtype
-                    or o.device != device
-                    or o.layout != torch.strided
-                ):
-                    break
-            else:
-                return
+        device, index = self._stage.device, self._stage.index
         for o in outputs:
             if not isinstance(o, Tensor):
                 raise TypeError(
@@ -126,12 +114,12 @@ class ToStage(Sink):
                     f"its outputs must be strided tensors on {device}"
                 )
         spec = [(o.shape, o.dtype) for o in outputs]
-        if known is not None:
+        known = self._spec.setdefault(length, spec)
+        if known != spec:
             raise ValueError(
                 f"stage {index} returned {_spec_text(spec)} for a segment of {length} tokens, and "
                 f"{_spec_text(known)} for another of the same length in this step"
             )
-        self._spec[length] = spec
 
 
 def detached(output: Any) -> Any:

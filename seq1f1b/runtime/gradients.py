@@ -15,49 +15,55 @@ REDUCED = (torch.bfloat16, torch.float16)
 
 
 class StepGradients:
-    """The gradients of one training step, from its begin to its end or its failure.
+    """Gradients of one training step that start from nothing; what was there is added at the end.
 
     16-bit parameters are added to M k times. Their gradients grow in a wider dtype meanwhile, and are rounded once.
-    They and those of tied parameters start from nothing, and what was there is added at the end; others grow in place,
-    unless the loss may say at the end by what the step is divided.
+    Others start from nothing because they are summed over ranks, or because the loss may say at the end by what the
+    step is divided.
 
     Args:
-        parameters: of this rank, each once: at least those named below, and all of them if the divisor is not 1 or
-            ``is_apart``.
+        parameters: those meant, each once.
         wide: ids of those whose gradients grow in ``dtype``.
-        tied: ids of those whose gradients are summed over ranks at the end.
         divisor: what the step adds is divided by it at the end.
-        is_apart: all gradients start from nothing.
+        others: those to which the step may add in place, if the divisor is not 1.
     """
 
-    @torch.no_grad()
     def __init__(
         self,
         parameters: list[nn.Parameter],
         wide: Collection[int],
         dtype: torch.dtype | None,
-        tied: Collection[int],
         divisor: int,
-        *,
-        is_apart: bool = False,
+        others: Collection[nn.Parameter],
     ) -> None:
-        self._parameters, self._divisor = parameters, divisor
-        self._before = {id(p): p.grad for p in parameters if is_apart or id(p) in wide or id(p) in tied}
+        self._others = others
+        self._parameters, self._wide, self._dtype, self._divisor = parameters, wide, dtype, divisor
+        self._before: dict[int, Tensor | None] = {id(p): p.grad for p in parameters}
         # DDP's gradients may lie in a bucket that its next reduction overwrites.
-        self._copies = {key: g.clone() for key, g in self._before.items() if g is not None and _is_part(g)}
+        self._copies = {key: g.detach().clone() for key, g in self._before.items() if g is not None and _is_part(g)}
         self._zeros: dict[int, Tensor] = {}
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within, an error puts back what was there; what the step has added is undefined then."""
         try:
-            for parameter in parameters:
-                if id(parameter) in self._before:
-                    parameter.grad = None
-                if id(parameter) in wide:
-                    assert dtype is not None
-                    self._zeros[id(parameter)] = _make_zeros(parameter, dtype)
+            for parameter in self._parameters:
+                parameter.grad = None
+                if id(parameter) in self._wide:
+                    assert self._dtype is not None
+                    self._zeros[id(parameter)] = _make_zeros(parameter, self._dtype)
+            for gradient in self._grown_in_place():
+                gradient.mul_(self._divisor)
+            yield
         except BaseException:
-            self._put_back()
+            for gradient in self._grown_in_place():
+                gradient.div_(self._divisor)
+            with torch.no_grad():
+                for parameter in self._parameters:
+                    parameter.grad = self._before[id(parameter)]
+                for key, copy in self._copies.items():
+                    self._before[key].copy_(copy)  # type: ignore[union-attr]
             raise
-        for gradient in self._grown_in_place():
-            gradient.mul_(divisor)
 
     def set_apart(self, leaf: Any) -> None:
         """A tensor that no module holds, whose gradient is to start from nothing, too: before the step adds to it."""
@@ -66,7 +72,7 @@ class StepGradients:
             self._before[id(leaf)], leaf.grad = leaf.grad, None
 
     def added(self, parameter: nn.Parameter) -> Tensor | None:
-        """The gradient that the step has added, if it started from nothing."""
+        """The gradient that the step has added."""
         zeros = self._zeros.get(id(parameter))
         return None if zeros is not None and parameter.grad is zeros and not zeros._version else parameter.grad
 
@@ -89,8 +95,6 @@ class StepGradients:
         for gradient in self._grown_in_place():
             gradient.div_(self._divisor)
         for parameter in self._parameters:
-            if id(parameter) not in self._before:
-                continue
             before, added = self._before[id(parameter)], self.added(parameter)
             copy = self._copies.get(id(parameter), before)
             if added is not None:
@@ -110,38 +114,13 @@ class StepGradients:
             if before is not None and copy is not None and copy is not before:
                 before.copy_(copy)
 
-    @contextmanager
-    def kept_on_errors(self) -> Iterator[None]:
-        """Within, an error puts back what was there."""
-        try:
-            yield
-        except BaseException:
-            self.fail()
-            raise
-
-    @torch.no_grad()
-    def fail(self) -> None:
-        """After an error what the step has added is undefined. What was there stays, except where it grew in place."""
-        for gradient in self._grown_in_place():
-            gradient.div_(self._divisor)
-        self._put_back()
-
-    def _put_back(self) -> None:
-        for parameter in self._parameters:
-            if id(parameter) in self._before:
-                parameter.grad = self._before[id(parameter)]
-        for key, copy in self._copies.items():
-            self._before[key].copy_(copy)  # type: ignore[union-attr]
-
     def _grown_in_place(self) -> list[Tensor]:
-        """Gradients to which the step adds what is divided later: multiplied before, they come out as they were, to the
-        last bit or the one before it.
+        """Gradients of others, to which the step adds what is divided later: multiplied before, they come out as they
+        were, to the last bit or the one before it.
 
         Setting them aside would take a second buffer, and DDP's lie in a bucket that the next reduction overwrites.
         """
-        if self._divisor == 1:
-            return []
-        own = (p.grad for p in self._parameters if p.requires_grad and id(p) not in self._before)
+        own = (p.grad for p in self._others if p.requires_grad and id(p) not in self._before)
         return list({id(gradient): gradient for gradient in own if gradient is not None}.values())
 
 
@@ -151,22 +130,22 @@ def _is_part(gradient: Tensor) -> bool:
     return is_plain and gradient.untyped_storage().nbytes() > gradient.nbytes
 
 
-def growing_wide(module: nn.Module) -> set[int]:
-    """Ids of a module's 16-bit parameters whose gradients may lie in a wider dtype for a while.
+def growing_wide(module: nn.Module) -> dict[int, nn.Parameter]:
+    """A module's 16-bit parameters whose gradients may lie in a wider dtype for a while, by their ids.
 
     A sparse gradient is no sum, and a user may have chosen another dtype for one.
     """
-    found = {
-        id(p)
+    sparse = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
+    return {
+        id(p): p
         for p in module.parameters()
         if p.dtype in REDUCED
         and p.requires_grad
+        and id(p) not in sparse
         and p.grad_dtype in (p.dtype, None)
         and (type(p.data) is Tensor or hasattr(p, "to_local"))
         and (p.grad is None or p.grad.layout == torch.strided)
     }
-    embeddings = (part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)))
-    return found - {id(part.weight) for part in embeddings if part.sparse} if found else found
 
 
 def _make_zeros(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:

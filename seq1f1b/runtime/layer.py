@@ -1,4 +1,4 @@
-"""A layer of a stage that adds its weight's gradient itself: what the kinds of layers have in common.
+"""A layer of a stage that adds its weight's gradient itself: what linear layers and embeddings have in common.
 
 Autograd makes a gradient of the weight's size in each unit, casts it to the dtype in which gradients grow, and adds it.
 A layer whose backward can add to the gradient in place of that does so while a training step runs. Wherever somebody
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,51 +22,30 @@ __all__: list[str] = []
 
 
 class Layer:
-    """A layer, for the life of an engine: compiled code that calls it sees the same object.
+    """A layer, for the life of an engine.
 
     Attributes:
+        in_step: its forward; one object for all steps, for compiled code that calls the layer looks at it.
         waits: whether it may leave its product to W.
         adds: whether it may add to the gradient itself.
-        held: by a weight's id, whether somebody holds the node that accumulates its gradient. Shared by all layers of a
-            stage, and asked before a graph of the stage holds it, too.
+        weights: what the step knows of weights. All layers of a stage share it.
     """
 
     waits = adds = True
+    weights: Weights
+    in_step: Callable[[Tensor], Tensor]
 
     def __init__(self, name: str, module: Any) -> None:
         self.name, self.module = name, module
-        self.held: dict[int, bool] = {}
 
     def forward(self, input: Tensor) -> Tensor:
         """In place of the module's own forward, while the step runs."""
         raise NotImplementedError
 
-    def takes(self, dtype: torch.dtype) -> bool:
-        """Whether it can add what it computes in this dtype to the weight's gradient."""
-        raise NotImplementedError
-
-    def may_add(self, dtype: torch.dtype) -> bool:
-        """Whether it adds to the weight's gradient itself what it computes in this dtype."""
-        return self.adds and not self.is_hooked(self.module.weight) and self.takes(dtype)
-
-    def forget(self) -> None:
-        """At the end of a step."""
-        self.held = {}
-
-    def is_hooked(self, weight: Tensor) -> bool:
-        """Whether somebody waits for the weight's gradient: then autograd itself must accumulate it.
-
-        Hooks of the node that accumulates live as long as somebody in Python holds it.
-        """
-        if has_hooks(weight):
-            return True
-        if id(weight) not in self.held:
-            edge = get_gradient_edge(weight)
-            self.held[id(weight)] = sys.getrefcount(edge.node) > 2  # the edge's, and the argument's
-        return self.held[id(weight)]
-
     def unit(self, input: Tensor) -> LiveUnit | None:
         """The running unit, if the weight's gradient may go another way than autograd's in it."""
+        if torch.compiler.is_compiling():  # what a compiled backward keeps may be overwritten
+            return None
         unit, weight, bias = live_unit(), self.module.weight, getattr(self.module, "bias", None)
         if (
             unit is None
@@ -77,27 +56,57 @@ class Layer:
             or not torch.is_grad_enabled()
             or torch._C._are_functorch_transforms_active()
             or forward_ad._current_level >= 0
+            # DDP holds the nodes of its weights, and takes their gradients after W.
+            or (self.weights.is_hooked(weight) if self.adds else has_hooks(weight))
         ):
             return None
         return unit
 
 
-class To:
-    """The weight to whose gradient a layer's backward adds. A plain object: autograd does not look inside.
+class Weights:
+    """What one step knows of a stage's weights, by their ids."""
 
-    The layer gives its weight to ``apply`` as the first tensor, so the graph leads to it as ever.
+    def __init__(self) -> None:
+        self._held: dict[int, bool] = {}
+        self._casts: dict[int, tuple[Any, Any, Tensor]] = {}  # for autocast: a weight, what it was, and its copy
 
-    Args:
-        added: gets the weight's elements, by its id.
+    def is_hooked(self, weight: Tensor) -> bool:
+        """Whether somebody waits for the weight's gradient: then autograd itself must accumulate it.
+
+        Hooks of the node that accumulates live as long as somebody in Python holds it. The first answer for a weight
+        must come before a graph of the stage holds its node, too.
+        """
+        if id(weight) not in self._held:
+            edge = get_gradient_edge(weight)
+            self._held[id(weight)] = sys.getrefcount(edge.node) > 2  # the edge's, and the argument's
+        return has_hooks(weight) or self._held[id(weight)]
+
+    def cast(self, weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """The weight in autocast's dtype, cast once per step as autocast does."""
+        key = weight.data_ptr(), weight._version, dtype
+        known = self._casts.get(id(weight))
+        if known is None or known[1] != key:
+            known = self._casts[id(weight)] = weight, key, autocast(weight.detach(), dtype)
+        return known[2]
+
+
+class Use(NamedTuple):
+    """One call of a layer. A plain object: autograd does not look for the weight inside.
+
+    Attributes:
+        tape: to which I leaves the product (``deferred.py``); None: B adds it.
+        added: gets the elements of weights to whose gradients B has added, by the weight's id.
     """
 
-    __slots__ = ("added", "weight")
-
-    def __init__(self, weight: nn.Parameter, added: dict[int, int]) -> None:
-        self.weight, self.added = weight, added
+    layer: Layer
+    weight: nn.Parameter
+    tape: Any
+    added: dict[int, int] | None
 
     def gradient(self, ctx: Any, add: Callable[[nn.Parameter], bool], make: Callable[[], Tensor]) -> Tensor | None:
-        """In a backward: adds to the weight's gradient and returns None, or returns what autograd is to have.
+        """In a B: adds to the weight's gradient and returns None, or returns what autograd is to have.
+
+        The layer has given its weight to ``apply`` as the first tensor, so the graph leads to it as ever.
 
         Args:
             add: adds to the gradient of a weight; False: it cannot, and has done nothing.
@@ -112,8 +121,16 @@ class To:
             return make()
         if has_hooks(self.weight) or not add(self.weight):
             return make()
+        assert self.added is not None
         self.added[id(self.weight)] = self.weight.numel()
         return None
+
+
+def autocast(tensor: Any, dtype: torch.dtype) -> Any:
+    """Casts what autocast would cast: floating tensors but doubles."""
+    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype)
 
 
 def is_plain(tensor: Any) -> bool:

@@ -227,7 +227,7 @@ class Runner:
                         around.callback(self.pipeline.tier.reset)
                     gradients = self._step_gradients(arguments.gradient_divisor) if step.training else None
                     if gradients is not None:
-                        around.enter_context(gradients.kept_on_errors())
+                        around.enter_context(gradients.apart())
                         step.set_apart.append(gradients.set_apart)
                     executor = order.executor
                     seconds = self._run_units(step, order, number)
@@ -446,15 +446,14 @@ class Runner:
     def _step_gradients(self, divisor: int) -> StepGradients:
         """Gradients of a training step; DDP and FSDP2 own those of the modules under them."""
         modules = [module for _, module in self.pipeline.placed_modules()]
-        dtype, wide = self.options.grad_dtype, set[int]()
-        if dtype is not None:
-            wide = set().union(*(growing_wide(m) for m in modules if data_parallel(m) is None))
-        tied = {id(p): p for p in self.pipeline.tied.parameters()}  # a stage may list one that it has not registered
-        is_apart = self.divides is not False
-        needs_all = bool(wide) or divisor > 1 or is_apart
-        own = {id(p): p for m in modules for p in without_wrapper(m).parameters()} if needs_all else {}
-        parameters = own | tied
-        return StepGradients(list(parameters.values()), wide, dtype, tied, divisor, is_apart=is_apart)
+        dtype, wide = self.options.grad_dtype, dict[int, nn.Parameter]()
+        for module in modules if dtype is not None else ():
+            wide |= growing_wide(module) if data_parallel(module) is None else {}
+        apart = {id(p): p for p in self.pipeline.tied.parameters()}  # a stage may list one that it has not registered
+        own = [p for m in modules for p in without_wrapper(m).parameters()]
+        if self.divides is not False:
+            apart |= {id(p): p for p in own}
+        return StepGradients(list((apart | wide).values()), wide, dtype, divisor, own if divisor > 1 else ())
 
     def _end_failed_step(self, error: BaseException, executor: Any) -> BaseException:
         """Ends the step on every rank, and gives the error its place: stage and unit.

@@ -290,28 +290,27 @@ class Tuner:
         for family in families:
             for num_segments in (fewer, 2 * fewer):
                 choice = Choice(family, {}, num_segments)
-                if num_segments * SHORTEST <= length and self._can_be(choice):
-                    yield choice
-
-    def _can_be(self, choice: Choice) -> bool:
-        with contextlib.suppress(ValueError):
-            self.make(choice, 0)
-            return True
-        return False
+                if num_segments * SHORTEST <= length:
+                    with contextlib.suppress(ValueError):
+                        self.make(choice, 0)
+                        yield choice
 
     def _candidates(
         self, length: int, units: MeasuredUnits, most: int, steps: list[tuple[Setting, list[Figures]]]
     ) -> list[Choice]:
         """The orders that are shortest when simulated with the costs of measured units, the best one first."""
-        room = Room(self.first, length, steps)
-        found: list[tuple[float, Choice]] = []
+        _, measured = steps[-1]
+        of_token = max((each for own in measured for each in own[3]), default=0.0)  # bytes of a live one
+        first, found = self.first, list[tuple[float, Choice]]()
+        room = max(first.schedule.peak_tokens(first.options.sizes_of(length))) * of_token
+        room += MEMORY * min(own[4] for own in measured) / len(measured)
 
         def simulate(choices: Iterable[Choice]) -> None:
             for choice in choices:
                 with contextlib.suppress(ValueError, ScheduleError):
                     setting = self.make(choice, 0)
                     sizes = setting.options.sizes_of(length)
-                    if room.holds(setting.schedule, sizes):
+                    if max(setting.schedule.peak_tokens(sizes)) * of_token <= room:
                         simulated = setting.schedule.simulate(costs_of(units, sizes))
                         found.append((simulated.makespan, choice))
             found.sort(key=lambda each: each[0])
@@ -395,17 +394,3 @@ def costs_of(units: MeasuredUnits, sizes: list[int]) -> Costs:
     spans = spans_of(sizes)
     shards: dict[str, Any] = {**shards_of(units, spans)}
     return Costs(**seconds_of(units, spans)._asdict(), **shards)
-
-
-class Room:
-    """Whether an order's units fit into what memory there is."""
-
-    def __init__(self, first: Setting, length: int, steps: list[tuple[Setting, list[Figures]]]) -> None:
-        _, measured = steps[-1]
-        self._bytes = max((each for own in measured for each in own[3]), default=0.0)  # of a live token
-        peak = max(first.schedule.peak_tokens(first.options.sizes_of(length))) * self._bytes
-        self._room = peak + MEMORY * min(own[4] for own in measured) / len(measured)
-
-    def holds(self, schedule: Schedule, sizes: list[int]) -> bool:
-        """Whether the order may be tried."""
-        return bool(max(schedule.peak_tokens(sizes)) * self._bytes <= self._room)

@@ -10,6 +10,7 @@ import numpy as np
 
 from seq1f1b.fit import Fit, fit_seconds
 from seq1f1b.seconds import PASSES, SHARD_PASSES, PassSeconds, ShardSeconds, Source, Span
+from seq1f1b.unit import Unit
 
 if TYPE_CHECKING:
     from seq1f1b.runtime.report import Report
@@ -22,13 +23,11 @@ Terms: TypeAlias = "dict[tuple[str, int], Fit]"
 _ASSUMED = PassSeconds(1.0, 1.0, 1.0, 2.0, 1.0)  # of which only the ratios count: what is not measured follows them
 
 
-def unit_seconds(report: Report) -> dict[tuple[str, int, int, int], float]:
-    """Seconds of each unit of a rank by (pass, stage, micro-batch, segment), with the engine's own time around it."""
-    spans: dict[tuple[str, int, int, int], float] = defaultdict(float)
-    for unit, start, end in (*report.timeline, *report.fills):
-        spans[unit.kind, unit.stage, unit.microbatch, unit.segment] += end - start
-    own = max(0.0, report.seconds - report.busy - report.wait - report.send - report.tier) / max(1, len(spans))
-    return {key: seconds + own for key, seconds in spans.items()}
+def unit_seconds(report: Report) -> dict[Unit, float]:
+    """Seconds of each unit of a rank, with the engine's own time around it."""
+    units = report._unit_seconds
+    own = report._own_seconds / max(1, len(units))
+    return {unit: seconds + own for unit, seconds in units.items()}
 
 
 class UnitTimes:

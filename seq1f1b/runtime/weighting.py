@@ -187,9 +187,9 @@ class Weighting:
             )
         elif arguments.training and len(set(counts)) > 1 and says_nothing and not by_targets(options, arguments):
             last.findings.say(
-                f"micro-batches count different numbers of targets, {_short_list(counts)}, and the loss is the mean of "
-                'their means, in which a target among few weighs more. Give the engine loss=Loss(weight="targets") for '
-                'the mean over all targets of a step, or "microbatches" if this is meant'
+                f"micro-batches count different numbers of targets, {min(counts):g} to {max(counts):g}, and the loss "
+                "is the mean of their means, in which a target among few weighs more. Give the engine "
+                'loss=Loss(weight="targets") for the mean over all targets, or "microbatches" if this is meant'
             )
 
 
@@ -197,11 +197,6 @@ def by_targets(options: Options, arguments: StepArguments) -> bool:
     """Whether a segment weighs by its share of all micro-batches' targets, not of its own micro-batch's."""
     is_asked = options.loss.weight == "targets" or arguments.rows is not None
     return is_asked and options.loss.scale_grads and options.loss.reduction == "mean"
-
-
-def _short_list(counts: list[float]) -> str:
-    shown = [f"{count:g}" for count in counts[:8]]
-    return ", ".join([*shown, *(["..."] if len(counts) > 8 else [])])
 
 
 def count_targets(

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_tree_steps import CONFIG, data_of, squared
+from test_tree_steps import squared
 from tiny_model import cross_entropy, stage_of, whole_model
 from torch import Tensor
-from tree_runs import Trees
+from tree_runs import CONFIG, Trees, data_of
 
 import seq1f1b
 from seq1f1b import Limits, LoopbackGroup, PipelineEngine, PipelineError, ScheduleError, build_schedule

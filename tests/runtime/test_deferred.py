@@ -1,84 +1,89 @@
-"""What I may leave to W, what it must not, and that nothing of it is lost, doubled or forgotten."""
+"""Weight gradients that I leaves to W, or that a product adds in one call: as autograd's, nothing lost or doubled."""
 
 from __future__ import annotations
 
+import copy
 import gc
+import itertools
 import weakref
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
+from order_runs import CONFIG, LENGTH, SIZES, few_cases, run_order
+from slices import by_family, full_only
+from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from wide_products import autograds_sums, wide_products
 
 from seq1f1b import Memory, PipelineEngine, Schedule, build_schedule
-from seq1f1b.runtime import deferred, products
-from seq1f1b.runtime import linear as layers
+from seq1f1b.runtime import linear
 from seq1f1b.testing import run_ranks
 
 SPLIT = Schedule.from_text("F0.0 F0.1 I0.1 I0.0 F1.0 F1.1 W0.1 W0.0 I1.1 I1.0 W1.1 W1.0")
-M, K, LENGTH, HIDDEN = 2, 2, 6, 8
+M, K, TOKENS, HIDDEN = 2, 2, 6, 8
+UNITS = M * K
+ROUTES = {"W": (SPLIT, nullcontext), "one call": ("seq1f1b", wide_products), "both": (SPLIT, wide_products)}
+"""By name: the schedule, and what a step runs in."""
 
 
 def engine_of(module, **options):
-    options = {"schedule": SPLIT, "num_segments": K, "loss_fn": mean_of_squares} | options
+    options = {"num_segments": K, "loss_fn": mean_of_squares, "attention": "unchecked"} | options
     return PipelineEngine(module, num_microbatches=M, **options)
 
 
 def mean_of_squares(output, target):
-    return (output.float() - target).square().mean()
+    return (output.float() if output.dtype != torch.float64 else output).sub(target).square().mean()
 
 
 def data(dtype=torch.float64):
     torch.manual_seed(3)
-    return torch.randn(2 * M, LENGTH, HIDDEN, dtype=dtype), torch.zeros(2 * M, LENGTH, HIDDEN, dtype=dtype)
+    target = torch.zeros(2 * M, TOKENS, HIDDEN, dtype=torch.promote_types(dtype, torch.float32))
+    return torch.randn(2 * M, TOKENS, HIDDEN, dtype=dtype), target
 
 
-def gradients_of(module, run):
-    module.zero_grad()
-    run()
+def of(module):
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
-def compare(module, *, x=None, tolerance=1e-12, **options):
-    """Gradients by I and W against those of the module run whole by torch; returns the engine."""
-    inputs, target = data(next(module.parameters()).dtype)
-    inputs = inputs if x is None else x
-
-    def whole():
-        for one, wanted in zip(inputs.chunk(M), target.chunk(M), strict=True):
-            (mean_of_squares(module(one), wanted) / M).backward()
-
-    truth = gradients_of(module, whole)
+def step(module, **options):
+    """The gradients of one step, and the report of its stage."""
+    module.zero_grad()
+    x, target = data(next(module.parameters()).dtype)
     engine = engine_of(module, **options)
-    found = gradients_of(module, lambda: engine.step(inputs, target=target))
+    engine.step(x, target=target)
+    return of(module), engine.report().stages[0]
+
+
+def compare(module, route, calls=None, **options):
+    """A step's gradients beside those of the module run whole by torch in float64; returns the report.
+
+    Args:
+        calls: gets the shapes of products whose sums are wider.
+    """
+    exact, (x, target) = copy.deepcopy(module).double(), data(next(module.parameters()).dtype)
+    for one, wanted in zip(x.double().chunk(M), target.double().chunk(M), strict=True):
+        (mean_of_squares(exact(one), wanted) / M).backward()
+    schedule, around = ROUTES[route]
+    with around() as wide:
+        found, report = step(module, **{"schedule": schedule} | options)
+    if calls is not None:
+        calls.extend(wide)
+    truth = of(exact)
     assert found.keys() == truth.keys()
     for name, gradient in truth.items():
-        assert (found[name] - gradient).norm() <= tolerance * max(float(gradient.norm()), 1e-3), name
-    return engine
-
-
-class Deferred:
-    """Notes which layers leave products."""
-
-    def __init__(self, monkeypatch):
-        self.names = []
-        note = deferred.Tape.note
-
-        def noted(tape, use, x, dy):
-            self.names.append(use.layer.name)
-            note(tape, use, x, dy)
-
-        monkeypatch.setattr(deferred.Tape, "note", noted)
-
-
-@pytest.fixture
-def noted(monkeypatch):
-    return Deferred(monkeypatch).names
+        bound = 1e-12 if x.dtype == torch.float64 else 2e-2
+        assert (found[name] - gradient).norm() <= bound * max(float(gradient.norm()), 1e-3), name
+    return report
 
 
 def mlp(bias=True):
@@ -86,28 +91,11 @@ def mlp(bias=True):
     return nn.Sequential(nn.Linear(HIDDEN, 12, bias=bias), nn.GELU(), nn.Linear(12, HIDDEN, bias=bias)).double()
 
 
-# -- what is deferred --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_linear_layers(noted, bias):
-    """Without a bias nothing that autograd sees requires grad at the first layer."""
-    compare(mlp(bias))
-    assert sorted(noted) == ["0"] * M * K + ["2"] * M * K
-
-
-def test_nothing_is_deferred_in_whole_backwards_and_outside_of_steps(noted):
-    module = mlp()
-    compare(module, schedule="seq1f1b")
-    engine = compare(module)
-    del noted[:]
-    engine.eval(data()[0])
-    module(data()[0]).sum().backward()
-    assert noted == []
+# -- every kind of stage -----------------------------------------------------------------------------------------------
 
 
 class Body(nn.Module):
-    """Two linear layers, and what happens between them."""
+    """Layers, and what happens between them."""
 
     def __init__(self, between, bias=True):
         super().__init__()
@@ -145,10 +133,17 @@ def change_through_view(m, x):
     return y.transpose(0, 1).tanh_().transpose(0, 1)
 
 
-IN_PLACE = {
-    "ReLU": lambda m, x: nn.ReLU(inplace=True)(m.up(x)),
-    "SiLU": lambda m, x: nn.SiLU(inplace=True)(m.up(x)),
-    "Dropout": lambda m, x: nn.Dropout(0.0, inplace=True)(m.up(x)),
+def experts(m, x):
+    """The first takes some tokens, the second none."""
+    flat = x.flatten(0, 1)
+    picked = (flat[:, 0] > 0).nonzero().squeeze(1)
+    some = torch.zeros(len(flat), 12, dtype=x.dtype).index_put((picked,), m.up(flat[picked]))
+    return some.view(*x.shape[:2], 12) + m.side(flat[:0]).sum()
+
+
+BETWEEN = {
+    "ReLU in place": lambda m, x: nn.ReLU(inplace=True)(m.up(x)),
+    "Dropout in place": lambda m, x: nn.Dropout(0.0, inplace=True)(m.up(x)),
     "a layer added": lambda m, x: m.up(x).add_(m.side(x)),
     "a product": lambda m, x: m.up(x).mul_(m.side(x)).sigmoid_(),
     "a parameter added": lambda m, x: m.up(x).add_(m.shift),
@@ -161,48 +156,366 @@ IN_PLACE = {
     "one dimension": lambda m, x: torch.stack([m.up(r).relu_() for r in x.flatten(0, 1)]).view(*x.shape[:2], -1),
     "not contiguous": lambda m, x: m.up(x.transpose(0, 1)).relu_().transpose(0, 1),
     "checkpoint": lambda m, x: checkpoint(lambda x: m.up(x).relu_(), x.requires_grad_(), use_reentrant=False),
+    "reentrant checkpoint": lambda m, x: checkpoint(lambda x: m.up(x).relu_(), m.up(x)[..., :8], use_reentrant=True),
+    "a layer twice": lambda m, x: m.up(torch.tanh(m.up(x))[..., :HIDDEN]),
+    "experts": experts,
 }
 
 
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("between", IN_PLACE.values(), ids=IN_PLACE)
-def test_an_output_may_be_changed_in_place(noted, between, bias):
-    compare(Body(between, bias))
-    assert {"up", "down"} <= set(noted)
+@pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
+def test_what_happens_between_layers(between, bias, route):
+    """Outputs are changed in place, layers run often, again or never."""
+    weights = 12 * HIDDEN
+    report = compare(Body(between, bias), route)
+    assert 2 * weights <= report.fused_weights <= 3 * weights
+    assert report.deferred_weights == (0 if route == "one call" else report.fused_weights)
 
 
+@pytest.mark.parametrize("between", [BETWEEN["ReLU in place"], BETWEEN["a slice"]])
+@pytest.mark.parametrize("options", [{}, {"memory": Memory(recompute="all")}], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("schedule", ["seq-zb-h1", partial(build_schedule, "seq1f1b", weights="fill")])
+def test_other_orders_and_recomputation(between, options, schedule):
+    for route in ("W", "both"):
+        compare(Body(between), route, schedule=schedule, **options)
+
+
+class Own(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Various(nn.Module):
+    """Layers that are no plain ones, weights that have two uses, and a plain layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.tied = nn.Embedding(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.tied.weight = self.embedding.weight
+        self.norm, self.own, self.other = nn.LayerNorm(HIDDEN), Own(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.scaled = nn.utils.parametrizations.weight_norm(nn.Linear(HIDDEN, HIDDEN))
+        self.wide, self.plain = nn.Linear(HIDDEN, 9 * HIDDEN), nn.Linear(9 * HIDDEN, HIDDEN)
+        self.frozen = nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)
+        self.hooked = nn.Sequential(nn.Linear(HIDDEN, HIDDEN))
+        self.hooked.register_full_backward_hook(lambda *_: None)
+
+    def forward(self, x):
+        x = self.tied(self.own(self.norm(x))) + self.embedding.weight.sum(0)
+        x = self.plain(self.wide(self.scaled(x))) + F.linear(x, self.other.weight) + self.other(x)
+        return self.frozen(self.hooked(x))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_what_is_no_plain_layer_is_autograds(route):
+    """And what is shared or wide is whole at I, where a product may add it in one call."""
+    report, square = compare(Various().double(), route), HIDDEN * HIDDEN
+    assert report.deferred_weights == (0 if route == "one call" else 10 * square)  # plain and other
+    assert report.fused_weights == (10 if route == "W" else 21) * square  # and tied, wide and hooked
+    frozen = mlp()
+    frozen[0].requires_grad_(False)
+    report = compare(frozen, route)
+    assert (report.fused_weights, report.trained_weights) == (12 * HIDDEN, 12 * HIDDEN + HIDDEN)
+
+
+def test_evaluations_and_steps_on_a_device_without_the_op_are_autograds():
+    engine = engine_of(mlp(), schedule=SPLIT)
+    engine.eval(data()[0])
+    assert engine.report().stages[0].deferred_weights == 0
+    assert step(mlp())[1].fused_weights == 0
+
+
+# -- dtypes ------------------------------------------------------------------------------------------------------------
+
+GRID = [own[0] for own in by_family(sorted(few_cases(5)))]
+CASES = [(torch.bfloat16, True, *case) for case in GRID] + [(torch.bfloat16, False, *case) for case in GRID[1::2]]
+CASES += [(torch.float64, True, *case) for case in GRID[::2]]
+CASES += full_only(*((torch.float32, True, *case) for case in GRID))
+
+
+@pytest.mark.parametrize(("dtype", "adds", "name", "P", "M", "k", "v", "uneven"), CASES)
+def test_every_family(dtype, adds, name, P, M, k, v, uneven):
+    """No further from the whole model in float64 than the same model run whole by torch in this dtype."""
+    schedule = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
+    tokens, target = batch(CONFIG, M, LENGTH)
+    model = whole_model(CONFIG, dtype)
+    exact = run_whole(copy.deepcopy(model).double(), tokens, target, M)[1]
+    whole = gradient_error(run_whole(model, tokens, target, M)[1], exact)
+    with wide_products() if adds else nullcontext([]) as calls:
+        found = run_order(model, schedule, tokens, target, sizes=SIZES[k] if uneven else None)[1]
+    assert all(gradient.dtype == dtype for gradient in found.values())
+    assert gradient_error(found, exact) <= max(1e-10 if dtype == torch.float64 else 0.0, 1.5 * whole)
+    layers = sum(isinstance(part, nn.Linear) for part in model.modules())
+    assert len(calls) == (M * k * layers if adds and dtype == torch.bfloat16 else 0)  # of one dtype: no wide result
+
+
+class Several(nn.Module):
+    """One layer with the weights of several: given by ``functional_call``, or swapped."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(HIDDEN, HIDDEN)
+        self.others = nn.ParameterList([nn.Parameter(torch.randn(HIDDEN, HIDDEN)) for _ in range(2)])
+
+    def forward(self, x):
+        x = x + functional_call(self.layer, {"weight": self.others[0]}, (x.tanh(),))
+        own, self.layer.weight = self.layer.weight, self.others[1]
+        x = x + self.layer(x.tanh())
+        self.layer.weight = own
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
-    "options", [{"schedule": "seq-zb-h1"}, {"schedule": partial(build_schedule, "seq1f1b", weights="fill")}]
+    ("make", "kind", "num_calls", "options"),
+    [
+        (mlp, torch.bfloat16, 2 * UNITS, {}),
+        (mlp, torch.bfloat16, 2 * M, {"num_segments": 1}),
+        (lambda: nn.Linear(HIDDEN, HIDDEN, bias=False), torch.bfloat16, UNITS, {}),
+        (lambda: Body(experts), torch.bfloat16, 2 * UNITS - 1, {}),  # a unit without tokens for either
+        (mlp, torch.float32, 2 * UNITS, {}),  # under autocast
+        (Several, torch.float32, 3 * UNITS, {}),
+        (lambda: Body(BETWEEN["a layer added"]), torch.float32, 3 * UNITS, {}),
+        (mlp, torch.bfloat16, 0, {"grad_dtype": None}),
+    ],
 )
-@pytest.mark.parametrize("between", [IN_PLACE["ReLU"], IN_PLACE["a slice"]])
-def test_an_output_may_be_changed_in_place_in_other_orders(between, options):
-    compare(Body(between), **options)
-    compare(Body(between), memory=Memory(recompute="all"), **options)
+def test_gradients_of_16_bit_products(monkeypatch, make, kind, num_calls, options, route):
+    """In the dtype in which gradients grow, by one call for each layer and unit; also in pieces of one row on a CPU."""
+    if route != "one call" and options.get("num_segments"):
+        options = options | {"schedule": Schedule.from_text("F0.0 I0.0 F1.0 W0.0 I1.0 W1.0")}
+    if route == "W":
+        monkeypatch.setattr(linear, "_BLOCK", 1)
+    calls = None if route == "W" else []
+    with torch.autocast("cpu", torch.bfloat16) if kind == torch.float32 else nullcontext():
+        compare(make().to(kind), route, calls, **options)
+    assert calls is None or len(calls) == num_calls
 
 
-def test_an_output_may_be_changed_in_place_under_autocast(noted):
-    module = Body(IN_PLACE["a layer added"]).float()
-    with torch.autocast("cpu", torch.bfloat16):
-        compare(module, tolerance=2e-2)
-    assert "up" in noted
+def test_gradients_add_up_over_steps():
+    module, (x, target) = mlp().bfloat16(), data(torch.bfloat16)
+    once, _ = step(module)
+    with wide_products():
+        engine = engine_of(module)
+        engine.step(x, target=target)
+    assert gradient_error(of(module), {name: 2 * gradient for name, gradient in once.items()}) <= 1e-2
 
 
-def test_the_output_is_no_copy():
-    """A view of the product before, the product now."""
-    made, linear = [], F.linear
+class Head(nn.Module):
+    """A loss that holds the output layer, ten times as wide as its input."""
 
-    def noting(*args):
-        made.append(linear(*args))
-        return made[-1]
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(HIDDEN, 10 * HIDDEN)
 
-    x = torch.randn(2, 3, HIDDEN)
-    layer = nn.Linear(HIDDEN, 12)
-    use = layers.Use(layers.Linear("", layer), layer.weight, deferred.Tape({}))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layers.F, "linear", noting)
-        output = layers._leave(x, layer.bias, None, layer.weight.detach(), use)
-    assert output.data_ptr() == made[0].data_ptr() and not output._is_view()
-    assert torch.equal(output, linear(x, layer.weight, layer.bias))
+    def forward(self, output, target):
+        return self.out(output).float().square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["seq1f1b", "seq-zb-h1"])
+@pytest.mark.parametrize("memory", [Memory(), Memory(recompute="all")])
+def test_heads(schedule, memory):
+    """Wide ones in a stage, and those within the loss, add their products in whole backwards, and before W too."""
+
+    def run():
+        torch.manual_seed(0)
+        stage, head = mlp().append(nn.Linear(HIDDEN, 10 * HIDDEN)).append(nn.Linear(10 * HIDDEN, HIDDEN)), Head()
+        both = nn.ModuleList([stage, head]).bfloat16()
+        step(stage, loss_fn=head, schedule=schedule, memory=memory)
+        return of(both)
+
+    with wide_products() as calls:
+        fused = run()
+    assert len(calls) == 5 * UNITS
+    assert gradient_error(fused, run()) <= 1e-2
+
+
+# -- embeddings --------------------------------------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    """A table, which may be the output layer's, too."""
+
+    def __init__(self, rows, tied=False, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(rows, HIDDEN, **options)
+        self.head = nn.Linear(HIDDEN, rows, bias=False) if tied else None
+        if self.head is not None:
+            self.head.weight = self.table.weight
+
+    def forward(self, x):
+        x = self.table(x).relu()
+        return x if self.head is None else self.head(x)[..., :HIDDEN]
+
+
+TABLES = {
+    "many rows": (400, {}),
+    "few rows": (20, {}),
+    "padding": (400, {"padding_idx": 3}),
+    "padding of few": (20, {"padding_idx": 3}),
+    "a table that the head shares": (400, {"tied": True}),
+    "scaled by frequency": (400, {"scale_grad_by_freq": True}),
+    "clipped": (400, {"max_norm": 1.0}),
+    "sparse": (400, {"sparse": True}),
+}
+
+
+@pytest.mark.parametrize("schedule", ["seq1f1b", SPLIT])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("which", TABLES)
+def test_embeddings_add_the_rows_of_their_tokens(which, dtype, schedule):
+    """As autograd does, which makes the whole table's gradient; over two steps, with tokens that come often."""
+    rows, options = TABLES[which]
+    torch.manual_seed(0)
+    x = torch.randint(rows, (2 * M, TOKENS))
+    x[:, ::3] = 3
+    x[:, 1] = 0
+    x[0] = rows - 1
+
+    def run():
+        module = Words(rows, **options).to(dtype)
+        engine = engine_of(module, schedule=schedule)
+        for _ in range(2):
+            engine.step(x, target=torch.zeros(2 * M, TOKENS, HIDDEN))
+        return module.table.weight.grad, engine.report().stages[0].fused_weights
+
+    with wide_products():
+        found, fused = run()
+    assert fused == (0 if which in ("scaled by frequency", "clipped", "sparse") else rows * HIDDEN)
+    truth, _ = run()
+    assert found.is_sparse == truth.is_sparse == (which == "sparse")
+    found, truth = found.to_dense(), truth.to_dense()
+    assert (found - truth).norm() <= (1e-12 if dtype == torch.float64 else 1e-2) * truth.norm()
+    assert torch.equal(found.ne(0), truth.ne(0))
+
+
+# -- who else looks at gradients ---------------------------------------------------------------------------------------
+
+
+def clamp(seen, m):
+    """Not linear: of parts it makes another sum."""
+    m.up.weight.register_hook(lambda g: seen.append(g) or g.clamp(-1e-3, 1e-3))
+
+
+def sign_after(seen, m):
+    def hook(weight):
+        seen.append(weight.grad.clone())
+        weight.grad.sign_()
+
+    m.up.weight.register_post_accumulate_grad_hook(hook)
+
+
+def of_a_node(seen, m):
+    """It lives as long as somebody keeps the node."""
+    m.node = get_gradient_edge(m.up.weight).node
+    m.node.register_hook(lambda _, gradients: seen.append(gradients[0]))
+
+
+def several(seen, m):
+    m.handle = register_multi_grad_hook([m.up.weight, m.side.weight], lambda gs: seen.extend(gs))
+
+
+def of_a_leaf(seen, m):
+    m.leaf.register_hook(lambda g: seen.append(g) or g.sign())
+
+
+def of_a_module(seen, m):
+    """It reads the gradient that the unit has added."""
+    m.down.register_full_backward_hook(lambda module, _, dy: seen.extend([dy[0], module.weight.grad.clone()]))
+
+
+def between_the_passes(seen, m):
+    """The forward had chosen to add the product."""
+
+    def hook(module, *_):
+        if module.up.weight._backward_hooks is None:
+            module.up.weight.register_hook(lambda g: seen.append(g) or g.sign())
+
+    m.register_forward_hook(hook)
+
+
+USES = {
+    "twice": lambda m, x: m.up(x) + m.up(torch.tanh(x)) * m.leaf + m.side(x),
+    "shared": lambda m, x: m.up(x) * m.leaf + m.shared(torch.tanh(x)) + m.side(x),
+    "by a function": lambda m, x: F.linear(x, m.up.weight) * m.leaf + m.up(x.sin()) + m.up.weight.norm() + m.side(x),
+}
+HOOKS = [clamp, sign_after, of_a_node, several, of_a_leaf, of_a_module]
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(("add", "route"), [*itertools.product(HOOKS, ROUTES), (between_the_passes, "one call")])
+def test_hooks_see_what_they_see_in_whole_backwards(add, use, route):
+    """As often, and what they return counts."""
+
+    def run(schedule):
+        seen, module, (x, target) = [], Body(USES[use]), data()
+        module.shared = nn.Linear(HIDDEN, 12).double()
+        module.shared.weight = module.up.weight
+        module.leaf = torch.linspace(0, 1, 12, dtype=torch.float64, requires_grad=True)
+        add(seen, module)
+        engine_of(module, schedule=schedule).step(x, target=target)
+        return [*seen, module.leaf.grad, *(p.grad for p in module.parameters() if p.grad is not None)]
+
+    schedule, around = ROUTES[route]
+    with around():
+        found = run(schedule)
+    truth = run("seq1f1b")
+    assert len(found) == len(truth) > 1
+    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-13) for a, b in zip(found, truth, strict=True))
+
+
+@pytest.fixture
+def one_replica(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_ddp_and_fsdp2_see_what_autograd_accumulates(one_replica):
+    from torch.distributed.fsdp import fully_shard
+
+    with wide_products() as calls:
+        step(DistributedDataParallel(mlp().bfloat16()))
+        assert not calls
+        outer = nn.Sequential(DistributedDataParallel(mlp().bfloat16()), nn.Linear(HIDDEN, HIDDEN).bfloat16())
+        with outer[0].no_sync():
+            step(outer)
+        assert len(calls) == UNITS  # of the layer outside
+        stage = mlp().append(nn.Linear(HIDDEN, HIDDEN)).bfloat16()
+        fully_shard(stage[0])
+        assert step(stage)[1].fused_weights == 0  # parts that FSDP2 shards make it the stage's wrapper
+
+
+def inside(m, x, of):
+    y = m.up(x.requires_grad_())
+    if of == "input":
+        return y + torch.autograd.grad(y.sum(), x, retain_graph=True)[0].sum()
+    if of == "weight":
+        return y + torch.autograd.grad(y.sum(), m.up.weight, retain_graph=True)[0].sum()
+    if of == "backward":
+        m.up(x.detach()).square().mean().backward()
+        return y
+    return y + torch.autograd.grad(y.square().sum(), x, create_graph=True)[0].square().sum()  # a gradient penalty
+
+
+@pytest.mark.parametrize("of", ["input", "weight", "backward", "penalty"])
+def test_a_gradient_that_a_stage_takes_in_its_forward_is_refused_or_right(of):
+    """Its product must not reach the tape: with I of the unit it would be taken for a gradient of the loss."""
+    make = partial(Body, partial(inside, of=of))
+    told = (
+        "appears to not have been used" if of == "weight" else "up: the stage takes a gradient .* with whole backwards"
+    )
+    with pytest.raises(RuntimeError, match=told):
+        step(make(), schedule=SPLIT)
+    with wide_products():
+        found, report = step(make())
+    truth, _ = step(make())
+    assert report.fused_weights == 2 * 12 * HIDDEN and gradient_error(found, truth) <= 1e-12
+
+
+# -- what changes meanwhile, and what is left --------------------------------------------------------------------------
 
 
 def change_input(m, x):
@@ -226,335 +539,14 @@ def change_weight(m, x):
     return y
 
 
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("between", [change_input, change_part_of_input, change_weight])
-@pytest.mark.parametrize("schedule", ["seq1f1b", SPLIT])
-def test_what_a_layer_has_used_may_not(between, schedule):
+def test_what_a_layer_has_used_may_not_change(between, route):
     """Torch's own error, as in a whole backward."""
-    x, target = data()
-    engine = engine_of(
-        nn.Sequential(nn.Identity(), nn.Linear(HIDDEN, HIDDEN).double(), Body(between)), schedule=schedule
-    )
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        engine.step(x, target=target)
-
-
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x):
-        return self.layer(torch.tanh(self.layer(x)))
-
-
-def test_a_layer_called_twice_leaves_two_products(noted):
-    compare(Twice().double())
-    assert noted == ["layer"] * 2 * M * K
-
-
-class Tied(nn.Module):
-    """The weight is a layer's and an operation's."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(HIDDEN, HIDDEN)
-        self.head = nn.Linear(HIDDEN, HIDDEN, bias=False)
-        self.head.weight = self.embedding.weight
-        self.other = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x):
-        return self.head(x @ self.embedding.weight) + self.other(x) + F.linear(x, self.other.weight)
-
-
-def test_a_weight_that_another_module_has_is_whole_at_i(noted):
-    compare(Tied().double())
-    assert noted == ["other"] * M * K  # its use in F.linear arrives at I, and both add up
-
-
-class Various(nn.Module):
-    """Layers that are no plain Linear."""
-
-    def __init__(self):
-        super().__init__()
-
-        class Own(nn.Linear):
-            def forward(self, x):
-                return 2 * super().forward(x)
-
-        self.norm, self.own = nn.LayerNorm(HIDDEN), Own(HIDDEN, HIDDEN)
-        self.scaled = nn.utils.parametrizations.weight_norm(nn.Linear(HIDDEN, HIDDEN))
-        self.wide = nn.Linear(HIDDEN, 9 * HIDDEN)
-        self.frozen = nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)
-        self.plain = nn.Linear(9 * HIDDEN, HIDDEN)
-
-    def forward(self, x):
-        return self.frozen(self.plain(self.wide(self.scaled(self.own(self.norm(x))))))
-
-
-def test_all_else_is_whole_at_i(noted):
-    compare(Various().double())
-    assert set(noted) == {"plain"}
-
-
-class Experts(nn.Module):
-    """The first expert takes every token, the last one none."""
-
-    def __init__(self):
-        super().__init__()
-        self.router = nn.Linear(HIDDEN, 3)
-        self.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
-
-    def forward(self, x):
-        scores = self.router(x).softmax(-1)
-        out = scores[..., :1] * self.experts[0](x)
-        flat, picked = x.flatten(0, 1), (x.flatten(0, 1)[:, 0] > 0).nonzero().squeeze(1)
-        some = torch.zeros_like(flat).index_put((picked,), self.experts[1](flat[picked]))
-        none = self.experts[2](flat[:0])
-        return out + some.view_as(x) + none.sum()
-
-
-def test_experts_without_tokens():
-    compare(Experts().double())
-
-
-class Recomputed(nn.Module):
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.inner, self.use_reentrant = mlp(), use_reentrant
-        self.first = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x):
-        return checkpoint(self.inner, self.first(x), use_reentrant=self.use_reentrant)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_recomputation_notes_what_the_recomputed_forward_saw(noted, use_reentrant):
-    compare(Recomputed(use_reentrant).double())
-    assert noted == ["inner.2", "inner.0", "first"] * M * K
-
-
-def report_of(module):
-    x, target = data()
-    engine = engine_of(module)
-    engine.step(x, target=target)
-    (stage,) = engine.report().stages
-    return stage.deferred_weights, stage.trained_weights
-
-
-def test_the_report_tells_how_much_w_made():
-    weights, biases = 2 * 12 * HIDDEN, 12 + HIDDEN
-    assert report_of(mlp()) == (weights, weights + biases)
-    frozen = mlp()
-    frozen[0].requires_grad_(False)
-    assert report_of(frozen) == (weights // 2, weights // 2 + HIDDEN)
-    assert report_of(Twice().double()) == (HIDDEN * HIDDEN, HIDDEN * (HIDDEN + 1))  # a weight counts once
-    compiled = mlp()
-    compiled.compile(backend="eager")
-    assert report_of(compiled) == (0, weights + biases)
-    engine = compare(mlp(), schedule="seq1f1b")
-    assert engine.report().stages[0].deferred_weights == 0
-    engine = compare(mlp())
-    engine.eval(data()[0])
-    assert engine.report().stages[0].deferred_weights == 0
-
-
-# -- dtypes ------------------------------------------------------------------------------------------------------------
-
-
-def relative(found, truth):
-    return max(float((found[n] - truth[n]).norm() / truth[n].norm()) for n in truth)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_defers_what_it_casts(noted, dtype):
-    module, (x, target) = mlp().float(), data(torch.float32)
-
-    def run(schedule):
-        engine = engine_of(module, schedule=schedule)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return gradients_of(module, lambda: engine.step(x, target=target))
-
-    truth = run("seq1f1b")
-    assert noted == []
-    found = run(SPLIT)
-    assert len(noted) == 2 * M * K and all(g.dtype == torch.float32 for g in found.values())
-    assert relative(found, truth) <= 1e-6  # the same products, added up in another order
-
-
-@pytest.mark.parametrize("grad_dtype", [torch.float32, None])
-@pytest.mark.parametrize("blocks", [1, 1 << 18])
-def test_16_bit_gradients_grow_in_grad_dtype(monkeypatch, grad_dtype, blocks):
-    """Also in pieces of one row, as wide weights do."""
-    monkeypatch.setattr(products, "_BLOCK", blocks)
-    module, (x, target) = mlp().bfloat16(), data(torch.bfloat16)
-
-    def run(schedule):
-        engine = engine_of(module, schedule=schedule, grad_dtype=grad_dtype)
-        return gradients_of(module, lambda: engine.step(x, target=target))
-
-    truth, found = run("seq1f1b"), run(SPLIT)
-    assert all(found[name].dtype == truth[name].dtype for name in truth)
-    assert relative(found, truth) <= (1e-6 if grad_dtype else 1e-2)
-
-
-def test_grad_scaler():
-    module, (x, target) = mlp().float(), data(torch.float32)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    truth = gradients_of(module, lambda: engine_of(module).step(x, target=target))
-    found = gradients_of(module, lambda: engine_of(module).step(x, target=target, grad_scaler=scaler))
-    assert relative({n: g / 1024 for n, g in found.items()}, truth) <= 1e-6
-
-
-# -- hooks -------------------------------------------------------------------------------------------------------------
-
-
-def test_hooks_fire_as_often_as_in_whole_backwards():
-    """On the parameter, after its accumulation, and on the node that accumulates, which its user keeps alive."""
-
-    def count(schedule):
-        module, calls = mlp(), {"tensor": 0, "post": 0, "node": 0}
-
-        def hook(name):
-            def called(*_):
-                calls[name] += 1
-
-            return called
-
-        module[0].weight.register_hook(hook("tensor"))
-        module[2].weight.register_post_accumulate_grad_hook(hook("post"))
-        module.append(nn.Linear(HIDDEN, HIDDEN).double())
-        node = get_gradient_edge(module[3].weight).node
-        node.register_hook(hook("node"))
-        compare(module, schedule=schedule)
-        return calls
-
-    assert count(SPLIT) == count("seq1f1b")
-
-
-def clamp(seen, m):
-    """Not linear: of parts it makes another sum."""
-    m.up.weight.register_hook(lambda g: seen.append(g) or g.clamp(-1e-3, 1e-3))
-
-
-def sign_after(seen, m):
-    def hook(weight):
-        seen.append(weight.grad.clone())
-        weight.grad.sign_()
-
-    m.up.weight.register_post_accumulate_grad_hook(hook)
-
-
-def several(seen, m):
-    m.handle = register_multi_grad_hook([m.up.weight, m.side.weight], lambda gs: seen.extend(gs))
-
-
-def of_a_leaf(seen, m):
-    m.leaf.register_hook(lambda g: seen.append(g) or g.sign())
-
-
-def of_a_module(seen, m):
-    """It reads the gradient that the unit has added."""
-    m.down.register_full_backward_hook(lambda module, _, dy: seen.extend([dy[0], module.weight.grad.clone()]))
-
-
-USES = {
-    "twice": lambda m, x: m.up(x) + m.up(torch.tanh(x)) * m.leaf + m.side(x),
-    "shared": lambda m, x: m.up(x) * m.leaf + m.shared(torch.tanh(x)) + m.side(x),
-    "by a function": lambda m, x: F.linear(x, m.up.weight) * m.leaf + m.up(x.sin()) + m.up.weight.norm() + m.side(x),
-}
-
-
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("add", [clamp, sign_after, several, of_a_leaf, of_a_module])
-def test_hooks_see_what_they_see_in_whole_backwards(add, use):
-    def run(schedule):
-        seen, module, (x, target) = [], Body(USES[use]), data()
-        module.shared = nn.Linear(HIDDEN, 12).double()
-        module.shared.weight = module.up.weight
-        module.leaf = torch.linspace(0, 1, 12, dtype=torch.float64, requires_grad=True)
-        add(seen, module)
-        engine_of(module, schedule=schedule).step(x, target=target)
-        return [*seen, module.leaf.grad, *(p.grad for p in module.parameters() if p.grad is not None)]
-
-    found, truth = run(SPLIT), run("seq1f1b")
-    assert len(found) == len(truth)
-    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-13) for a, b in zip(found, truth, strict=True))
-
-
-# -- nothing is left, lost or changed ----------------------------------------------------------------------------------
-
-
-def test_five_steps_leave_no_tensors():
-    module, (x, target) = mlp(), data()
-    engine = engine_of(module)
-    counts = []
-    for _ in range(5):
-        engine.step(x, target=target)
-        module.zero_grad()
-        gc.collect()
-        counts.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
-    assert len(set(counts[1:])) == 1, counts
-
-
-def test_a_step_that_fails_leaves_no_graph():
-    kept = []
-
-    class Exp(nn.Module):
-        def forward(self, x):
-            output = x.exp()  # which its own backward takes
-            kept.append(StorageWeakRef(output.untyped_storage()))
-            return output
-
-    module, (x, target) = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Exp()).double(), data()
-
-    def loss_fn(output, target):
-        if len(kept) == M:
-            raise ValueError("the last one fails")
-        return mean_of_squares(output, target)
-
-    with pytest.raises(Exception, match="the last one fails"):
-        engine_of(module, loss_fn=loss_fn, schedule="gpipe", num_segments=1).step(x, target=target)
-    gc.collect()
-    assert len(kept) == M
-    assert all(storage.expired() for storage in kept)
-
-
-def test_products_are_dropped_as_they_are_done(monkeypatch):
-    module, (x, target) = mlp(), data()
-    seen = []
-    accumulate = products.accumulate
-
-    def watched(weight, x, dy, *others):
-        assert all(ref() is None for ref in seen[:-1])
-        seen.append(weakref.ref(dy))
-        accumulate(weight, x, dy, *others)
-
-    monkeypatch.setattr(products, "accumulate", watched)
-    engine_of(module).step(x, target=target)
-    assert len(seen) == 2 * M * K
-
-
-class Penalised(nn.Module):
-    """Adds the norm of its layer's gradient by the input, as a gradient penalty does."""
-
-    def __init__(self, create_graph):
-        super().__init__()
-        self.layer, self.create_graph = nn.Linear(HIDDEN, HIDDEN), create_graph
-
-    def forward(self, x):
-        x = x.detach().requires_grad_()
-        y = torch.tanh(self.layer(x))
-        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=self.create_graph, retain_graph=True)
-        return y + slope
-
-
-@pytest.mark.parametrize("create_graph", [True, False])
-def test_a_gradient_inside_the_forward_is_refused_or_right(create_graph):
-    """Its product must not reach the tape: with I of the unit it would be taken for a gradient of the loss."""
-    module, (x, target) = Penalised(create_graph).double(), data()
-    with pytest.raises(RuntimeError, match=r"layer: the stage takes a gradient .* schedule with whole backwards"):
-        engine_of(module).step(x, target=target)
-    compare(module, schedule="seq1f1b")
+    schedule, around = ROUTES[route]
+    module = nn.Sequential(nn.Identity(), nn.Linear(HIDDEN, HIDDEN).double(), Body(between))
+    with around(), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step(module, schedule=schedule)
 
 
 class Meddling(nn.Module):
@@ -562,7 +554,9 @@ class Meddling(nn.Module):
 
     def __init__(self, what, call):
         super().__init__()
+        torch.manual_seed(0)
         self.layer, self.what, self.call, self.calls = nn.Linear(HIDDEN, HIDDEN), what, call, 0
+        self.double()
 
     def forward(self, x):
         h = torch.tanh(x) + 0.0
@@ -583,36 +577,85 @@ def replace_weight(module, h, y):
 
 def change_weight_after_i(module, h, y):
     def change(_):
-        module.layer.weight.data.add_(0.0)  # unseen by versions
         with torch.no_grad():
             module.layer.weight.add_(1.0)
 
     h.register_hook(change)
 
 
-def test_what_changes_between_the_passes_is_an_error():
+def test_what_changes_between_i_and_w_is_an_error():
     """Call 1 is F0.0, whose I is the last one of its micro-batch: no other backward reads the weight before a W."""
-    module, (x, target) = Meddling(change_weight_after_i, 1).double(), data()
+    x, target = data()
     with pytest.raises(RuntimeError, match="layer: its weight, its input or its output's gradient was changed in"):
-        engine_of(module).step(x.requires_grad_(), target=target)
+        engine_of(Meddling(change_weight_after_i, 1), schedule=SPLIT).step(x.requires_grad_(), target=target)
 
 
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("what", [replace_layer, replace_weight])
-def test_the_gradient_goes_to_the_weight_that_f_has_read(what):
+def test_the_gradient_goes_to_the_weight_that_f_has_read(what, route):
     """As in a whole backward, whatever is replaced before I."""
 
     def run(schedule):
-        torch.manual_seed(0)
-        module, (x, target) = Meddling(what, 2).double(), data()
+        module = Meddling(what, 2)
         before = module.layer.weight
-        engine_of(module, schedule=schedule).step(x, target=target)
+        step(module, schedule=schedule)
         return before.grad, module.layer.weight.grad
 
-    for found, truth in zip(run(SPLIT), run("seq1f1b"), strict=True):
-        assert torch.allclose(found, truth, rtol=1e-12)
+    schedule, around = ROUTES[route]
+    with around():
+        found = run(schedule)
+    for own, truth in zip(found, run("seq1f1b"), strict=True):
+        assert torch.allclose(own, truth, rtol=1e-12)
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("route", ["W", "one call"])
+def test_five_steps_leave_no_tensors(route):
+    module, (x, target) = mlp(), data()
+    schedule, around = ROUTES[route]
+    engine = engine_of(module, schedule=schedule)
+    counts = []
+    with around():
+        for _ in range(5):
+            engine.step(x, target=target)
+            module.zero_grad()
+            gc.collect()
+            counts.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
+    assert len(set(counts[1:])) == 1, counts
+
+
+def test_a_step_that_fails_leaves_no_graph():
+    kept = []
+
+    class Exp(nn.Module):
+        def forward(self, x):
+            output = x.exp()  # which its own backward takes
+            kept.append(StorageWeakRef(output.untyped_storage()))
+            return output
+
+    def loss_fn(output, target):
+        if len(kept) == UNITS:
+            raise ValueError("the last one fails")
+        return mean_of_squares(output, target)
+
+    module = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Exp()).double()
+    with wide_products(), pytest.raises(Exception, match="the last one fails"):
+        step(module, loss_fn=loss_fn, schedule="gpipe")
+    gc.collect()
+    assert len(kept) == UNITS
+    assert all(storage.expired() for storage in kept)
+
+
+def test_products_are_dropped_as_they_are_done(monkeypatch):
+    seen, add = [], linear.add_product
+
+    def watched(weight, x, dy):
+        assert all(ref() is None for ref in seen[:-1])
+        seen.append(weakref.ref(dy))
+        return add(weight, x, dy)
+
+    monkeypatch.setattr(linear, "add_product", watched)
+    step(mlp(), schedule=SPLIT)
+    assert len(seen) == 2 * UNITS
 
 
 @pytest.mark.parametrize("name", ["seq-zb-h1", "seq-zb-h2"])
@@ -624,19 +667,62 @@ def test_peaks_are_the_plans(name):
     schedule = build_schedule(name, num_ranks=2, num_microbatches=4, num_segments=4)
 
     def run(group):
-        engine = PipelineEngine(
-            stage_of(model, config, group.rank, 2),
-            schedule=schedule,
-            num_microbatches=4,
-            num_segments=4,
-            loss_fn=cross_entropy,
-            group=group,
-        )
+        stage, options = stage_of(model, config, group.rank, 2), {"num_microbatches": 4, "num_segments": 4}
+        engine = PipelineEngine(stage, schedule=schedule, loss_fn=cross_entropy, group=group, **options)
         engine.step(tokens, target=target)
         return engine.report().stages[0]
 
     for stage in run_ranks(2, run):
-        assert (
-            stage.gradient_bytes == pytest.approx(stage.planned_gradient_bytes, rel=0.02) and stage.gradient_bytes > 0
-        )
+        assert stage.gradient_bytes == pytest.approx(stage.planned_gradient_bytes, rel=0.02)
+        assert stage.gradient_bytes > 0
         assert stage.activation_bytes == pytest.approx(stage.planned_activation_bytes, rel=0.05)
+
+
+# -- compiled code -----------------------------------------------------------------------------------------------------
+
+
+class Compiled(nn.Module):
+    """Two layers, compiled in one way or another."""
+
+    def __init__(self, how, backend):
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 12), nn.Linear(12, HIDDEN)
+        self.apply_to = [lambda up, down, x: down(F.gelu(up(x)))]
+        if how == "module":
+            self.compile(backend=backend)
+        elif how == "forward":
+            self.forward = torch.compile(self.forward, backend=backend)
+        elif how == "method":
+            self.run = torch.compile(self.run, backend=backend)
+        else:
+            self.apply_to = [torch.compile(self.apply_to[0], backend=backend)]
+
+    def run(self, x):
+        return self.apply_to[0](self.up, self.down, x)
+
+    def forward(self, x):
+        return self.run(x)
+
+
+@pytest.mark.parametrize("how", ["module", "forward", "method", "a function that is given the layers"])
+def test_compiled_layers_are_left_alone_and_compiled_once(how):
+    """As many graphs as engines make that add nothing themselves, over steps and evaluations."""
+
+    def graphs():
+        torch._dynamo.reset()
+        counter, (x, target), found = CompileCounterWithBackend("eager"), data(torch.bfloat16), []
+        stage = nn.Sequential(Compiled(how, counter), nn.Linear(HIDDEN, HIDDEN)).bfloat16()
+        engine = engine_of(stage, grad_dtype=None)
+        for _ in range(3):
+            engine.step(x, target=target)
+            engine.eval(x, target=target)
+            found.append(counter.frame_count)
+        assert not any("forward" in vars(layer) for layer in stage.modules() if type(layer) is nn.Linear)
+        return found, engine.report().stages[0].trained_weights
+
+    with wide_products():
+        with_op = graphs()
+    with autograds_sums():
+        assert how.startswith("a function") or with_op == graphs()
+    assert len(set(with_op[0])) == 1
+    torch._dynamo.reset()

@@ -27,6 +27,16 @@ from seq1f1b.testing import run_ranks
 GRID = all_cases()
 
 
+def engine_of(stage, group=None, **options):
+    """An engine that recomputes all units of two micro-batches in two segments, unless told otherwise."""
+    given = {"num_microbatches": 2, "num_segments": 2, "loss_fn": squares, "memory": Memory(recompute="all")}
+    return PipelineEngine(stage, group=group, **(given | options))
+
+
+def squares(output, target):
+    return (output.float() if output.dtype == torch.bfloat16 else output).sub(target).square().mean()
+
+
 def check(name, P, M, k, v, uneven, weights="planned"):
     counts = {"num_ranks": P, "num_microbatches": M, "num_segments": k, "stages_per_rank": v}
     schedule = build_schedule(name, **counts, recompute="all", weights=weights)
@@ -152,10 +162,9 @@ class Dropping(nn.Module):
 def with_dropout(group, recompute: str, rank: int = 0, num_stages: int = 1):
     tokens, target = batch(CONFIG, 3, LENGTH)
     stage = Dropping(stage_of(whole_model(CONFIG), CONFIG, rank, num_stages))
-    engine = PipelineEngine(
-        stage, num_microbatches=3, num_segments=3, segment_sizes=[1, 7, 5], loss_fn=cross_entropy, group=group,
-        memory=Memory(recompute=recompute), attention="unchecked",
-    )  # fmt: skip
+    sizes, memory = {"num_segments": 3, "segment_sizes": [1, 7, 5]}, Memory(recompute=recompute)
+    options = {"num_microbatches": 3, "loss_fn": cross_entropy, "attention": "unchecked"} | sizes
+    engine = engine_of(stage, group, memory=memory, **options)
     torch.manual_seed(7)
     engine.all_gather_object(None)  # ranks that are threads have one generator: nobody draws before all have seeded it
     losses = [*engine.step(tokens, target=target), *engine.step(tokens, target=target)]
@@ -183,14 +192,7 @@ def test_dropout_in_compiled_code(fresh_dynamo: None, backend: str) -> None:
     inner = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.3), nn.ReLU(), nn.Linear(32, 16), nn.Dropout(0.5))
     inner.compile(backend=backend)
     stage = Dropping(inner)
-    engine = PipelineEngine(
-        stage,
-        num_microbatches=2,
-        num_segments=2,
-        loss_fn=lambda o, t: (o - t).square().mean(),
-        memory=Memory(recompute="all"),
-        attention="unchecked",
-    )
+    engine = engine_of(stage, attention="unchecked")
     engine.step(torch.randn(4, 12, 16), target=torch.zeros(4, 12, 16))
     assert all(torch.equal(first, again) for first, again in stage.made.values())
 
@@ -213,11 +215,9 @@ def two_processes(rank: int, world: int) -> None:
     for name, weights in (("seq1f1b", "planned"), ("seq-zb-h1", "planned"), ("seq1f1b", "fill")):
         tokens, target = batch(CONFIG, 3, LENGTH)
         _, truth = run_whole(model, tokens, target, 3)
-        engine = PipelineEngine(
-            stage_of(model, CONFIG, rank, world), schedule=partial(build_schedule, name, weights=weights),
-            num_microbatches=3, num_segments=3, segment_sizes=[1, 7, 5], loss_fn=cross_entropy, transport="shm",
-            memory=Memory(recompute="all"),
-        )  # fmt: skip
+        options = {"num_microbatches": 3, "num_segments": 3, "segment_sizes": [1, 7, 5], "loss_fn": cross_entropy}
+        order = partial(build_schedule, name, weights=weights)
+        engine = engine_of(stage_of(model, CONFIG, rank, world), schedule=order, transport="shm", **options)
         for step in (1, 2):
             engine.step(tokens, target=target)
             own = {n: p.grad for n, p in engine.named_parameters()}
@@ -238,14 +238,7 @@ def test_evaluation_verification_and_checkpointing_are_as_before() -> None:
     tokens, target = batch(config, 2, LENGTH)
     losses, truth = run_whole(model, tokens, target, 2)
     stage = copy.deepcopy(model)
-    engine = PipelineEngine(
-        stage,
-        num_microbatches=2,
-        num_segments=3,
-        segment_sizes=SIZES[3],
-        loss_fn=cross_entropy,
-        memory=Memory(recompute="all"),
-    )
+    engine = engine_of(stage, num_segments=3, segment_sizes=SIZES[3], loss_fn=cross_entropy)
     stage.zero_grad()
     engine.step(tokens, target=target)
     assert gradient_error({n: p.grad for n, p in engine.named_parameters()}, truth) <= 1e-10
@@ -266,10 +259,7 @@ def test_gradients_of_inputs_and_keyword_arguments() -> None:
         for recompute in ("none", "all"):
             inputs, factor = x.clone().requires_grad_(), scale.clone().requires_grad_()
             stage.zero_grad()
-            engine = PipelineEngine(
-                stage, num_microbatches=2, num_segments=2, loss_fn=lambda o, t: (o - t).square().mean(),
-                arg_rules={"scale": "replicate"}, memory=Memory(recompute=recompute),
-            )  # fmt: skip
+            engine = engine_of(stage, arg_rules={"scale": "replicate"}, memory=Memory(recompute=recompute))
             engine.step(inputs, target=torch.zeros(4, 6, 5).double(), kwargs={"scale": factor})
             found.append([inputs.grad, factor.grad, *(p.grad for p in stage.parameters() if not frozen)])
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -300,10 +290,7 @@ def test_outputs_without_a_gradient_beside_one_with() -> None:
 
         def run(group, recompute=recompute):
             stage = copy.deepcopy(stages[group.rank])
-            engine = PipelineEngine(
-                stage, num_microbatches=2, num_segments=2, loss_fn=lambda o, t: (o - t).square().mean(), group=group,
-                memory=Memory(recompute=recompute),
-            )  # fmt: skip
+            engine = engine_of(stage, group, memory=Memory(recompute=recompute))
             engine.step(torch.linspace(0, 1, 64).double().view(4, 4, 4), target=torch.zeros(4, 4, 4).double())
             assert not stage.constant.requires_grad
             return [p.grad for p in stage.parameters()]
@@ -312,22 +299,23 @@ def test_outputs_without_a_gradient_beside_one_with() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16])
-def test_autocast(dtype: torch.dtype) -> None:
+def test_autocast(tmp_path: Path) -> None:
     """R makes the gradient of a weight that autocast has cast in F, where nothing records (pytorch#158232)."""
-    model = whole_model(CONFIG, torch.float32)
-    tokens, target = batch(CONFIG, 2, LENGTH)
     found = []
-    for recompute in ("none", "all"):
-        stage = copy.deepcopy(model)
-        engine = PipelineEngine(
-            stage, num_microbatches=2, num_segments=2, loss_fn=lambda o, t: cross_entropy(o.float(), t),
-            memory=Memory(recompute=recompute),
-        )  # fmt: skip
-        with torch.autocast("cpu", dtype=dtype):
-            losses = engine.step(tokens, target=target)
+    for memory in (Memory(), Memory(recompute="all"), Memory(offload=tmp_path)):
+        torch.manual_seed(0)
+        stage = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        engine = engine_of(stage, schedule="seq-zb-h1", num_microbatches=4, memory=memory)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses = engine.step(torch.linspace(-1, 1, 4096).view(8, 32, 16), target=torch.zeros(8, 32, 16))
+        report = engine.report()
+        assert (report.recomputed_units > 0, report.moved_bytes > 0) == (
+            memory.recompute == "all",
+            bool(memory.offload),
+        )
         found.append([*losses, *(p.grad for p in stage.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for own in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], own, strict=True))
 
 
 def test_compiled_blocks_have_one_more_kind_of_graph(fresh_dynamo: None) -> None:
@@ -339,14 +327,7 @@ def test_compiled_blocks_have_one_more_kind_of_graph(fresh_dynamo: None) -> None
     counter = CompileCounterWithBackend("aot_eager")
     for block in stage.blocks.values():
         block.compile(fullgraph=True, backend=counter)
-    engine = PipelineEngine(
-        stage,
-        num_microbatches=2,
-        num_segments=4,
-        segment_sizes=[9, 2, 5, 7],
-        loss_fn=cross_entropy,
-        memory=Memory(recompute="all"),
-    )
+    engine = engine_of(stage, num_segments=4, segment_sizes=[9, 2, 5, 7], loss_fn=cross_entropy)
     counts = []
     for step in (1, 2):
         engine.step(tokens, target=target)
@@ -380,14 +361,7 @@ def test_an_r_that_fails_is_named_and_the_next_step_works() -> None:
 
     def run(group):
         stage = Failing(stage_of(model, CONFIG, group.rank, 2))
-        engine = PipelineEngine(
-            stage,
-            num_microbatches=2,
-            num_segments=2,
-            loss_fn=cross_entropy,
-            group=group,
-            memory=Memory(recompute="all"),
-        )
+        engine = engine_of(stage, group, loss_fn=cross_entropy)
         engine.step(tokens, target=target)
         stage.at = (1, 0) if group.rank == 1 else None
         error = ValueError if group.rank == 1 else PipelineError
@@ -407,9 +381,7 @@ def test_a_stage_that_changes_its_input_is_told_so() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.add_(1.0))
 
-    engine = PipelineEngine(
-        Adding(3, 3), num_microbatches=1, loss_fn=lambda o, t: o.mean(), memory=Memory(recompute="all")
-    )
+    engine = engine_of(Adding(3, 3), loss_fn=lambda o, t: o.mean())
     with pytest.raises(RuntimeError, match=r"\[0\]F0.0: the stage has changed its input, or"):
         engine.step(torch.randn(2, 4, 3), target=torch.zeros(2, 4))
 
@@ -435,13 +407,8 @@ def step_of_counting(recompute: str, **flags: bool) -> Tensor:
     torch.manual_seed(0)
     stage = Counting(3, 3)
     stage.__dict__.update(flags)
-    engine = PipelineEngine(
-        stage,
-        num_microbatches=1,
-        num_segments=3,
-        loss_fn=lambda o, t: o.sin().mean(),
-        memory=Memory(recompute=recompute),
-    )
+    options = {"num_microbatches": 1, "num_segments": 3, "loss_fn": lambda o, t: o.sin().mean()}
+    engine = engine_of(stage, memory=Memory(recompute=recompute), **options)
     engine.step(torch.linspace(-1, 1, 36).view(2, 6, 3), target=torch.zeros(2, 6))
     return stage.weight.grad
 
@@ -469,19 +436,15 @@ class Drawing(nn.Linear):
 
 
 def test_a_stage_that_does_something_else_in_r_is_told() -> None:
-    options = {
-        "num_microbatches": 1,
-        "num_segments": 2,
-        "loss_fn": lambda o, t: o.mean(),
-    }
+    options = {"num_microbatches": 1, "loss_fn": lambda o, t: o.mean()}
     inputs, target = torch.randn(2, 4, 3), torch.zeros(2, 4)
-    engine = PipelineEngine(Drawing(3, 3), **options, memory=Memory("all", check=True))
+    engine = engine_of(Drawing(3, 3), **options, memory=Memory("all", check=True))
     with pytest.raises(RuntimeError, match=r"\[0\]R0.1: stage 0 has computed something else in R0.1 than in its F"):
         engine.step(inputs, target=target)
-    PipelineEngine(Drawing(3, 3), **options, memory=Memory("all")).step(inputs, target=target)  # nobody asked
+    engine_of(Drawing(3, 3), **options, memory=Memory("all")).step(inputs, target=target)  # nobody asked
     stage = Drawing(3, 3)
     stage.draws = False
-    engine = PipelineEngine(stage, **options, memory=Memory("all", check=True))
+    engine = engine_of(stage, **options, memory=Memory("all", check=True))
     for length in (4, 4, 3):
         engine.step(inputs[:, :length], target=target[:, :length])
     stage.draws = True
@@ -497,29 +460,3 @@ def test_a_digest_tells_bits_and_their_places_apart() -> None:
     for other in (x + 1e-6 * (x == 5), x.flip(0), x.view(4, 3), x.double(), x.roll(1, 1)):
         assert digest([other]) != same
     assert digest([torch.tensor(float("nan"))]) == digest([torch.tensor(float("nan"))])
-
-
-# -- what is seen of it ------------------------------------------------------------------------------------------------
-
-
-def test_reports_and_traces_show_r(tmp_path: Path) -> None:
-    from seq1f1b.view.draw import timeline_text, trace_json
-
-    tokens, target = batch(CONFIG, 2, LENGTH)
-    engine = PipelineEngine(
-        stage_of(whole_model(CONFIG), CONFIG, 0, 1), num_microbatches=2, num_segments=2, loss_fn=cross_entropy,
-        memory=Memory(recompute="all"), group=LoopbackGroup(1)[0],
-    )  # fmt: skip
-    engine.step(tokens, target=target)
-    report = engine.report(gather=True)
-    assert report.ranks[0].recomputed_units == 4
-    assert report.ranks[0].recompute_seconds == sum(
-        b - a for unit, a, b in report.ranks[0].timeline if unit.kind == "R"
-    )
-    trace_json(tmp_path / "trace.json", report.timeline)
-    assert (
-        '"R1.0"' in (tmp_path / "trace.json").read_text() and "recomputation" in (tmp_path / "trace.json").read_text()
-    )
-    assert "recomputation" in timeline_text(report.timeline)
-    report.save(tmp_path / "report")
-    assert type(report).load(tmp_path / "report").ranks[0].recomputed_units == 4

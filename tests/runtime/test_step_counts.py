@@ -13,10 +13,9 @@ import pytest
 import torch
 from op_counts import launches
 from torch import Tensor, nn
-from wide_products import wide_products
+from wide_products import autograds_sums, wide_products
 
 from seq1f1b import PipelineEngine
-from seq1f1b.runtime import products
 
 HIDDEN = 8
 
@@ -48,11 +47,9 @@ def counts(schedule: str, segments: int, layers: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize(("schedule", "is_fused"), [("seq1f1b", True), ("seq1f1b", False), ("seq-zb-h1", True)])
-def test_launches_of_a_step(monkeypatch: pytest.MonkeyPatch, schedule: str, is_fused: bool) -> None:
+def test_launches_of_a_step(schedule: str, is_fused: bool) -> None:
     """Without the op each layer and unit has four, with the sum of its weight's gradient; before that was summed so."""
-    with wide_products():
-        if not is_fused:
-            monkeypatch.setattr(products, "WITH_WIDE_RESULT", ())
+    with wide_products() if is_fused else autograds_sums():
         short, deep, long = (counts(schedule, k, layers) for k, layers in ((2, 2), (2, 4), (4, 2)))
     of_two_layers = Counter(deep)
     of_two_layers.subtract(short)

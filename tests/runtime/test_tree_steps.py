@@ -13,11 +13,22 @@ import torch
 import torch.nn.functional as F
 from processes import run_processes
 from replicas import wrap
-from tiny_model import Config, Stage, cross_entropy, full_gradient, gradient_error, stage_of, two_stages_of, whole_model
+from tiny_model import Stage, cross_entropy, full_gradient, gradient_error, stage_of, whole_model
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
-from tree_runs import Trees, paths_of, random_tree, random_trees, run_paths, tokens_of
+from tree_runs import (
+    CONFIG,
+    TWO_STAGES,
+    Trees,
+    data_of,
+    paths_of,
+    random_tree,
+    random_trees,
+    run_paths,
+    tokens_of,
+    train,
+)
 
 import seq1f1b
 from seq1f1b import (
@@ -25,81 +36,19 @@ from seq1f1b import (
     Loss,
     Memory,
     PipelineEngine,
+    VocabularyParallelEmbedding,
     VocabularyParallelHead,
-    build_schedule,
 )
 from seq1f1b.runtime.report import PipelineReport
 from seq1f1b.testing import run_ranks
 
-CONFIG = Config(hidden=16, heads=2, kv_heads=1, ffn=16, vocab=13, layers=4)
 TOLERANCE = 1e-12
 NUMBERS = {"options": {"trees": "numbers"}}
-TWO_STAGES = ("interleaved-1f1b", "seq1f1b-interleaved", "hanayo", "dualpipev", "seq-zbv", "seq-v-half", "seq-v-min")
-
-
-def data_of(trees: Trees, seed: int = 0, size: int = 2) -> tuple[list[Tensor], list[Tensor]]:
-    """Tokens and targets of every tree, (size, length); some targets are ignored, in short segments at times all."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = [torch.randint(CONFIG.vocab, (size, sum(map(tokens_of, s))), generator=generator) for s in trees.sizes]
-    targets = []
-    for row in tokens:
-        target = torch.randint(CONFIG.vocab, row.shape, generator=generator)
-        target[torch.rand(target.shape, generator=generator) < 0.3] = -100
-        targets.append(target)
-    targets[-1][0, 0] = 1  # at least one counts
-    return tokens, targets
 
 
 def of_tokens(output: Tensor, target: Tensor) -> Tensor:
     each = F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none")
     return each.view(target.shape)
-
-
-def stages_of(model: Stage, schedule: str, rank: int, num_ranks: int) -> Any:
-    if schedule not in TWO_STAGES:
-        return stage_of(model, CONFIG, rank, num_ranks)
-    return two_stages_of(model, CONFIG, schedule, rank, num_ranks)
-
-
-def train(
-    schedule: str,
-    num_ranks: int,
-    steps: list[tuple[Trees, list[Tensor], list[Tensor]]],
-    *,
-    order: dict[str, Any] | None = None,
-    loss_fn: Any = cross_entropy,
-    kwargs: Any = None,
-    **options: Any,
-) -> tuple[list[list[Tensor]], dict[str, Tensor], list[Any]]:
-    """What steps returned, each after an evaluation of the same; the model's gradients; every rank's report."""
-    model = whole_model(CONFIG)
-
-    def run(group: Any) -> Any:
-        engine = PipelineEngine(
-            stages_of(model, schedule, group.rank, num_ranks),
-            schedule=schedule if order is None else partial(build_schedule, schedule, **order),
-            num_microbatches=16,
-            num_segments=4,
-            loss_fn=loss_fn,
-            group=group,
-            **options,
-        )
-        returned = []
-        for trees, tokens, targets in steps:
-            given: dict[str, Any] = {"target": targets if engine.has_last else None, "kwargs": kwargs}
-            given |= {"segment_sizes": trees.sizes, "parents": trees.parents}
-            inputs = tokens if engine.has_first else None
-            returned += [engine.eval(inputs, **given), engine.step(inputs, **given)]
-        gradients = {name: p.grad.clone() for name, p in engine.named_parameters() if p.grad is not None}
-        report = engine.report(gather=True)
-        engine.close()
-        return returned, gradients, report
-
-    found = run_ranks(num_ranks, run)
-    merged: dict[str, Tensor] = {}
-    for _, gradients, _ in found:
-        merged |= gradients
-    return next(r for r, *_ in found if r[0]), merged, [report for *_, report in found]
 
 
 def check(schedule: str, num_ranks: int, seed: int, most_nodes: int = 6, **options: Any) -> None:
@@ -322,8 +271,17 @@ def test_state_goes_to_every_branch(schedule: str, recompute: str) -> None:
     assert gradient_error({name: p.grad for name, p in whole.named_parameters()}, truth) <= TOLERANCE
 
 
-@pytest.mark.parametrize("token_loss", [None, lambda log_probs, _: -log_probs])
-def test_a_vocabulary_over_the_ranks(token_loss: Any) -> None:
+def without_embedding(stage: Stage, x: Tensor) -> Tensor:
+    x = x + stage.position(seq1f1b.positions(x))
+    for block in stage.blocks.values():
+        x = block(x)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("embeds", "token_loss"), [(False, None), (True, None), (True, lambda log_probs, _: -log_probs)]
+)
+def test_a_vocabulary_over_the_ranks(embeds: bool, token_loss: Any) -> None:
     model, trees = whole_model(CONFIG), random_trees(random.Random(7), 3, 8)
     tokens, targets = data_of(trees)
     losses, truth, values = run_paths(model, trees, tokens, targets)
@@ -333,9 +291,16 @@ def test_a_vocabulary_over_the_ranks(token_loss: Any) -> None:
         options = {"rank": group.rank, "num_ranks": 2, "bias": True, "token_loss": token_loss}
         head = VocabularyParallelHead(CONFIG.hidden, CONFIG.vocab, **options).double()
         head.load_whole(model.head.weight, model.head.bias)
+        embedding = None
+        if embeds:
+            embedding = VocabularyParallelEmbedding(CONFIG.vocab, CONFIG.hidden, rank=group.rank, num_ranks=2).double()
+            embedding.load_whole(model.embedding.weight)
         if group.rank == 1:
             stage.head = torch.nn.Identity()
-        engine = PipelineEngine(stage, num_microbatches=1, loss_fn=head, group=group)
+        elif embeds:
+            stage.embedding = torch.nn.Identity()
+            stage.forward = partial(without_embedding, stage)  # type: ignore[method-assign]
+        engine = PipelineEngine(stage, num_microbatches=1, loss_fn=head, embedding=embedding, group=group)
         found = engine.step(tokens, target=targets, segment_sizes=trees.sizes, parents=trees.parents)
         return found, {name: p.grad for name, p in engine.named_parameters()}
 

@@ -167,20 +167,6 @@ def test_a_failure_on_one_rank_does_not_part_the_ranks() -> None:
     assert gradient_error({n: g for gradients, *_ in ranks for n, g in gradients.items()}, truth) < 1e-12
 
 
-def _processes(rank: int, group: Any) -> None:
-    model = whole_model(CONFIG, torch.float32)
-    tokens, target = batch(CONFIG, 2, 128, size=1)
-    engine, _ = engine_of(None, model)
-    for _ in range(STEPS):
-        engine.step(tokens, target=target)
-    assert told(engine)
-    engine.close()
-
-
-def test_two_processes() -> None:
-    run_processes(2, _processes)
-
-
 def test_where_reruns_are_to_be_equal_nothing_is_tuned() -> None:
     model = whole_model(CONFIG)
     tokens, target = batch(CONFIG, 2, 128, size=1)

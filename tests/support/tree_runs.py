@@ -1,18 +1,28 @@
-"""Random trees of segments, and the model run on every path alone: what a step of trees must equal."""
+"""Steps of rows and trees of segments, and the model run on every path alone: what such a step must equal."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tiny_model import Config, Stage, cross_entropy, stage_of, two_stages_of, whole_model
 from torch import Tensor
+
+from seq1f1b import PipelineEngine, build_schedule
+from seq1f1b.testing import run_ranks
 
 Sizes = list[int | list[int]]
 
-__all__ = ["Trees", "paths_of", "random_tree", "random_trees", "run_paths", "tokens_of"]
+__all__ = ["Trees", "data_of", "paths_of", "random_tree", "random_trees", "run_paths", "tokens_of", "train"]
+
+CONFIG = Config(hidden=16, heads=2, kv_heads=1, ffn=16, vocab=13, layers=4)
+TWO_STAGES = (
+    "interleaved-1f1b", "seq1f1b-interleaved", "hanayo", "dualpipev", "seq-zbv", "seq-v-half", "seq-v-min"
+)  # fmt: skip
 
 
 @dataclass
@@ -119,3 +129,68 @@ def run_paths(
         losses.append(loss.detach() / max(1, counted))
         of_tokens.append(values)
     return losses, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, of_tokens
+
+
+def data_of(trees: Trees, seed: int = 0, size: int = 2) -> tuple[list[Tensor], list[Tensor]]:
+    """Tokens and targets of every tree, (size, length); some targets are ignored, in short segments at times all."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [torch.randint(CONFIG.vocab, (size, sum(map(tokens_of, s))), generator=generator) for s in trees.sizes]
+    targets = []
+    for row in tokens:
+        target = torch.randint(CONFIG.vocab, row.shape, generator=generator)
+        target[torch.rand(target.shape, generator=generator) < 0.3] = -100
+        targets.append(target)
+    targets[-1][0, 0] = 1  # at least one counts
+    return tokens, targets
+
+
+def stages_of(model: Stage, schedule: str, rank: int, num_ranks: int) -> Any:
+    if schedule not in TWO_STAGES:
+        return stage_of(model, CONFIG, rank, num_ranks)
+    return two_stages_of(model, CONFIG, schedule, rank, num_ranks)
+
+
+def train(
+    schedule: str,
+    num_ranks: int,
+    steps: list[tuple[Trees, list[Tensor], list[Tensor]]],
+    *,
+    order: dict[str, Any] | None = None,
+    loss_fn: Any = cross_entropy,
+    kwargs: Any = None,
+    plain: tuple[int, int] = (16, 4),
+    **options: Any,
+) -> tuple[list[list[Tensor]], dict[str, Tensor], list[Any]]:
+    """What steps returned, each after an evaluation of the same; the model's gradients; every rank's report.
+
+    Args:
+        plain: micro-batches and segments of a plain step.
+    """
+    model = whole_model(CONFIG)
+
+    def run(group: Any) -> Any:
+        engine = PipelineEngine(
+            stages_of(model, schedule, group.rank, num_ranks),
+            schedule=schedule if order is None else partial(build_schedule, schedule, **order),
+            num_microbatches=plain[0],
+            num_segments=plain[1],
+            loss_fn=loss_fn,
+            group=group,
+            **options,
+        )
+        returned = []
+        for trees, tokens, targets in steps:
+            given: dict[str, Any] = {"target": targets if engine.has_last else None, "kwargs": kwargs}
+            given |= {"segment_sizes": trees.sizes, "parents": trees.parents if any(trees.parents) else None}
+            inputs = tokens if engine.has_first else None
+            returned += [engine.eval(inputs, **given), engine.step(inputs, **given)]
+        gradients = {name: p.grad.clone() for name, p in engine.named_parameters() if p.grad is not None}
+        report = engine.report(gather=True)
+        engine.close()
+        return returned, gradients, report
+
+    found = run_ranks(num_ranks, run)
+    merged: dict[str, Tensor] = {}
+    for _, gradients, _ in found:
+        merged |= gradients
+    return next(r for r, *_ in found if r[0]), merged, [report for *_, report in found]

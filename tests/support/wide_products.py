@@ -10,19 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from seq1f1b.runtime import products
+from seq1f1b.runtime import linear
 
 Shape = tuple[int, int, int]
 """Tokens, inputs and outputs of a product."""
 
 
 @contextmanager
-def wide_products(scale: float = 1.0) -> Iterator[list[Shape]]:
-    """Within, CPU tensors go the way of CUDA tensors; the list gets every call.
-
-    Args:
-        scale: multiplies what comes out, for an op that is wrong.
-    """
+def wide_products() -> Iterator[list[Shape]]:
+    """Within, CPU tensors go the way of CUDA tensors; the list gets every call."""
     calls: list[Shape] = []
 
     def addmm(
@@ -33,15 +29,21 @@ def wide_products(scale: float = 1.0) -> Iterator[list[Shape]]:
         assert a.dim() == b.dim() == 2 and out.shape == (a.shape[0], b.shape[1]) and a.shape[1] == b.shape[0] > 0
         assert not any(t.requires_grad for t in (self, a, b, out) if torch.is_grad_enabled())
         calls.append((a.shape[1], b.shape[1], a.shape[0]))
-        return out.copy_((self.double() + a.double() @ b.double()) * scale)
+        return out.copy_(self.double() + a.double() @ b.double())
 
     library = torch.library.Library("aten", "IMPL")
     library.impl("addmm.dtype_out", addmm, "CPU")
-    products._proofs.results.clear()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(products, "WITH_WIDE_RESULT", ("cuda", "cpu"))
+            patch.setattr(linear, "are_one_call", lambda device: True)
             yield calls
     finally:
-        products._proofs.results.clear()
         library._destroy()
+
+
+@contextmanager
+def autograds_sums() -> Iterator[None]:
+    """Within, autograd makes and adds every gradient, as on a device without the op."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "are_one_call", lambda device: False)
+        yield
