@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 import seq1f1b
 from seq1f1b import _C, Costs, Links, Noise, Schedule
-from seq1f1b.cli.values import argument, read_counts, read_parents, read_tokens
+from seq1f1b.cli.values import argument, read_counts, read_parents, read_sizes, read_tokens
 from seq1f1b.families import OPTION_KINDS
 from seq1f1b.files import nearest_name
 from seq1f1b.partition import ModelShape
@@ -81,7 +80,12 @@ def add_order_options(
         metavar="TOKENS",
         help="tokens of a micro-batch, which is one sequence: 131072 or 128k",
     )
-    command.add_argument("--sizes", metavar="N,N,...", help="tokens of each segment (default: equal time)")
+    command.add_argument(
+        "--sizes",
+        type=argument(read_sizes),
+        metavar="N,N,...",
+        help="tokens of each segment (default: equal time)",
+    )
     costs = command.add_argument_group("the costs of a model in place of those seconds; they need --seq")
     add_model_options(costs)
     costs.add_argument(
@@ -160,16 +164,12 @@ def add_model_options(command: argparse._ActionsContainer, required: bool = Fals
 
 
 def check_costs(options: argparse.Namespace) -> None:
-    """Fills in the default seconds; refuses costs that are no time, and options that say nothing here."""
-    for name in ("forward", "backward", "weight", "transfer", "jitter", "optimizer", "tier"):
-        seconds = getattr(options, name, None)
-        if seconds is not None and not (math.isfinite(seconds) and seconds >= 0):
-            raise ValueError(f"--{name} is {seconds:g}, must be finite and at least 0")
-        if seconds is not None and name in SECONDS:
-            if options.model is not None:
-                raise ValueError(f"--{name} and --model: the model has costs of its own, give one of the two")
-        elif name in SECONDS:
-            setattr(options, name, SECONDS[name])
+    """Fills in the default seconds; refuses options that say nothing here."""
+    for name, default in SECONDS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+        elif options.model is not None:
+            raise ValueError(f"--{name} and --model: the model has costs of its own, give one of the two")
     if options.model is None:
         unused = [name for name, default in OF_A_MODEL.items() if getattr(options, name) != default]
         if options.command in ("draw", "simulate"):
@@ -199,28 +199,20 @@ def read_workload(options: argparse.Namespace) -> tuple[ModelShape, Hardware, La
     return model, hardware, layout
 
 
-def read_sizes(options: argparse.Namespace) -> list[int] | None:
-    if options.sizes is None:
-        return None
-    if not re.fullmatch(r"\d+(,\d+)*", options.sizes):
-        raise ValueError(f"--sizes {options.sizes}: the tokens of each segment are written 10880,8448,7168")
-    return [int(size) for size in options.sizes.split(",")]
-
-
 def tokens_of(options: argparse.Namespace) -> int:
     """The tokens of a micro-batch, which a model needs."""
-    sizes = read_sizes(options)
-    if sizes is None and options.seq is None:
+    seq_len = options.seq if options.sizes is None else sum(options.sizes)
+    if seq_len is None:
         raise ValueError("--model needs --seq, the tokens of a micro-batch")
-    if sizes is not None and options.seq not in (None, sum(sizes)):
-        raise ValueError(f"--sizes holds {sum(sizes)} tokens, --seq is {options.seq}")
-    return options.seq if sizes is None else sum(sizes)
+    if options.seq not in (None, seq_len):
+        raise ValueError(f"--sizes holds {seq_len} tokens, --seq is {options.seq}")
+    return int(seq_len)
 
 
 def price_of(options: argparse.Namespace, num_ranks: int, num_segments: int, stages_per_rank: int) -> Price:
     """The units of the model over the stages."""
     model, hardware, layout = read_workload(options)
-    sizes, seq_len = read_sizes(options), tokens_of(options)
+    sizes, seq_len = options.sizes, tokens_of(options)
     cost = CostModel.balanced(
         model,
         hardware,
@@ -245,8 +237,7 @@ def wanted_segments(options: argparse.Namespace) -> int:
     """k of the families that cut micro-batches into segments."""
     if options.segments is not None:
         return int(options.segments)
-    sizes = read_sizes(options)
-    return int(options.default_segments) if sizes is None else len(sizes)
+    return int(options.default_segments) if options.sizes is None else len(options.sizes)
 
 
 def check_size(name: str, options: argparse.Namespace, num_segments: int, stages_per_rank: int) -> None:
