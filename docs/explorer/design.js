@@ -62,8 +62,6 @@ const Designs = (() => {
     })
     const read = sentence.match(/^line (\d+), unit (\d+)/)
     if (read) return words.filter(({ line, unit }) => line === Number(read[1]) && unit === Number(read[2]))
-    const twice = sentence.match(/order of rank (\d+), at positions (\d+) and (\d+)/)?.map(Number)
-    if (twice) return words.filter((one) => one.rank === twice[1] && twice.slice(2).includes(one.unit - 1))
     const named = sentence.split("; ").flatMap((part) => {
       const ranks = [...part.matchAll(/rank (\d+)/g)]
       return [...part.matchAll(/(?:\[\d+\])?[A-Z]\d+\.\d+/g)].map(({ 0: name, index }) => {

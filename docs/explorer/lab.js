@@ -273,7 +273,7 @@ const Laboratory = (() => {
         inputs: { first: first_input, units: inputs },
         tables,
         memory: {
-          kind: whole === null ? "bytes" : "microbatches", whole: whole ?? 1, constant: { ...constant, receive },
+          whole, constant: { ...constant, receive },
           total: Array.from(total, (x, rank) => x + sum(Object.values(constant).map((of) => of[rank]))),
           first: first_change, when, by, holding: holding.map((h) => names.indexOf(this.facts.holdings[h].name)),
         },
