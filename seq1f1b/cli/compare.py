@@ -21,7 +21,7 @@ def add(command: argparse.ArgumentParser) -> None:
         "--cap",
         help="leave out what holds more on a rank: 4 (micro-batches of activations) or 4GiB (with --model all bytes)",
     )
-    workload.add_order_options(command, recomputes_units=False)
+    workload.add_order_options(command)
     command.add_argument("--json", action="store_true", help="print JSON")
 
 

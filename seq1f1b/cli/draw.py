@@ -18,7 +18,6 @@ PICTURES = {
 
 
 def add(command: argparse.ArgumentParser) -> None:
-    command.add_argument("schedule", nargs="+", help=workload.schedule_kinds())
     command.add_argument("--width", type=int, metavar="N", help="columns of the text (default: the terminal's, or 100)")
     for form, about in PICTURES.items():
         command.add_argument(f"--{form}", metavar="FILE", help=about)

@@ -14,7 +14,6 @@ from seq1f1b.table import rounded, table_text
 
 
 def add(command: argparse.ArgumentParser) -> None:
-    command.add_argument("schedule", nargs="+", help=workload.schedule_kinds())
     command.add_argument(
         "--steps", type=int, default=1, metavar="N", help="steps in a row, for the time from step to step (default: 1)"
     )

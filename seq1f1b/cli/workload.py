@@ -35,13 +35,7 @@ OF_A_MODEL = {  # options that say nothing without a model, with their defaults
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-def add_order_options(
-    command: argparse.ArgumentParser,
-    *,
-    recomputes_units: bool = True,
-    microbatches: int = 8,
-    segments: int = SEGMENTS,
-) -> None:
+def add_order_options(command: argparse.ArgumentParser, *, microbatches: int = 8, segments: int = SEGMENTS) -> None:
     """The counts and costs of draw, simulate and compare.
 
     Args:
@@ -91,24 +85,25 @@ def add_order_options(
     costs.add_argument(
         "--inside", choices=INSIDE, default="none", help="what backward computes again inside of blocks (default: none)"
     )
-    if recomputes_units:
-        command.add_argument(
-            "--recompute",
-            choices=("none", "all"),
-            metavar="none|all",
-            default="none",
-            help="all: the order holds an R before the backward of every unit (default: none)",
-        )
-        command.add_argument(
-            "--tier",
-            type=float,
-            metavar="S",
-            help="move what units save to a tier and back: seconds, each way, for what a rank saves of a micro-batch",
-        )
 
 
 def add_variation_options(command: argparse.ArgumentParser) -> None:
-    """The noise and the family options of draw and simulate."""
+    """Schedules of draw and simulate, and what their units do beside F and B; noise, trees and options of a family."""
+    kinds = f"one of {', '.join(seq1f1b.schedules())}; or a file with an order as text, or as torch's CSV (.csv)"
+    command.add_argument("schedule", nargs="+", help=kinds)
+    command.add_argument(
+        "--recompute",
+        choices=("none", "all"),
+        metavar="none|all",
+        default="none",
+        help="all: the order holds an R before the backward of every unit (default: none)",
+    )
+    command.add_argument(
+        "--tier",
+        type=float,
+        metavar="S",
+        help="move what units save to a tier and back: seconds, each way, for what a rank saves of a micro-batch",
+    )
     command.add_argument(
         "--jitter", type=float, default=0.0, metavar="X", help="vary the seconds of each unit by up to this share"
     )
@@ -131,11 +126,6 @@ def add_variation_options(command: argparse.ArgumentParser) -> None:
         help="an option of the schedule; "
         + "; ".join(f"{family.name}: {', '.join(family.options)}" for family in families() if family.options),
     )
-
-
-def schedule_kinds() -> str:
-    """Lists the values of a schedule argument, for help texts."""
-    return f"one of {', '.join(seq1f1b.schedules())}; or a file with an order as text, or as torch's CSV (.csv)"
 
 
 def add_model_options(command: argparse._ActionsContainer, required: bool = False) -> None:
@@ -248,10 +238,10 @@ def check_size(name: str, options: argparse.Namespace, num_segments: int, stages
 
 def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
     """A named family with the counts and costs asked for, or the order in a file."""
-    moved = "none" if getattr(options, "tier", None) is None else "all"
+    moved = "none" if options.tier is None else "all"
     if name not in seq1f1b.schedules():
         if os.path.isfile(name):
-            if getattr(options, "parents", None) is not None:
+            if options.parents is not None:
                 raise ValueError(f"{name}: an order in a file has its parents there; leave out --parents")
             schedule = read_schedule(name, 1 if options.segments is None else options.segments)
             moves = "O" in schedule.kinds  # as it says itself
@@ -268,7 +258,7 @@ def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
     if "transfer" in known.options and options.model is None:
         given.setdefault("transfer", options.transfer)
     changes: dict[str, Any] = {"recompute": options.recompute, "offload_units": moved}
-    if getattr(options, "parents", None) is None or not known.has_segments:
+    if options.parents is None or not known.has_segments:
         return seq1f1b.build_schedule(name, num_microbatches=options.microbatches, options=given, **counts, **changes)
     trees = trees_of(options, segments)
     counts["num_segments"] = [len(own) for own in trees]
@@ -328,7 +318,7 @@ def units_per_microbatch(schedule: Schedule) -> int:
 def costs_of(schedule: Schedule, options: argparse.Namespace) -> Costs:
     """Costs of a step. Without a model all segments cost the same, and so do all stages."""
     parts = units_per_microbatch(schedule)
-    tier, optimizer = (getattr(options, "tier", None) or 0.0) / parts, getattr(options, "optimizer", None)
+    tier, optimizer = (options.tier or 0.0) / parts, getattr(options, "optimizer", None)
     if options.model is None:
         return Costs(
             forward=options.forward / parts,
