@@ -33,13 +33,11 @@ const Designs = (() => {
 
   const toLink = (pair) => encodeURIComponent(JSON.stringify(pair))
 
-  // The designs of a link; null where it holds none. What means nothing is left out.
+  // The designs of a link; null where it holds none.
   function fromLink(text) {
-    const isAlike = (a, b) => (a === null ? typeof b === "number" || b === null : b !== null && typeof a === typeof b)
-    const isKnown = ([name, value]) => name in PLAIN && isAlike(PLAIN[name], value)
     try {
       const [a, b = a] = JSON.parse(decodeURIComponent(text))
-      return [a, b].map((design) => make(Object.fromEntries(Object.entries(design).filter(isKnown))))
+      return [make(a), make(b)]
     } catch {
       return null
     }

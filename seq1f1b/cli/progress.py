@@ -15,7 +15,7 @@ def progress_bar(total: float, what: str) -> Iterator[Callable[[float], None] | 
         return
 
     def show(done: float) -> None:
-        share = done / total if total > 0 else 0.0
+        share = done / total
         filled = int(40 * share)
         bar = "#" * filled + "." * (40 - filled)
         print(f"\r[{bar}] {share:4.0%} of {what}\033[K", end="", file=sys.stderr, flush=True)

@@ -49,10 +49,11 @@ def timeline_html(
         ValueError: a timeline holds no unit, or all together more than 100000.
     """
     named = tracks if isinstance(tracks, Mapping) else {"": tracks}
-    timelines = style.named_timelines("page", {name: getattr(run, "timeline", run) for name, run in named.items()})
+    runs = {heading: run for heading, run in named.items() if isinstance(run, Simulation)}
+    timelines = {heading: run.timeline if isinstance(run, Simulation) else run for heading, run in named.items()}
     shown = [
-        _shown(heading, timelines[heading], run if isinstance(run, Simulation) else None)
-        for heading, run in named.items()
+        _shown(heading, timeline, runs.get(heading))
+        for heading, timeline in style.named_timelines("page", timelines).items()
     ]
     parts = {
         "title": escape(title),

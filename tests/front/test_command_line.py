@@ -279,7 +279,6 @@ MISTAKES = {  # many more are the core's, whose sentences are told in the same w
     "compare --model gpt-7b --seq 64 --transfer 1": "--transfer and --model: the model has costs of its own",
     "compare --model gpt-7b --seq 64 --token-bytes 8": "token_bytes, message_bytes and bandwidth are the model's",
     "compare --model gpt-7b --seq 64 --cap 1MiB": "no family fits the cap of 1.0 MiB; the least possible is ",
-    "draw 1f1b --width 100000000": "--width is 100000000, must be in 20..10000",
     "draw 1f1b --png=": "Is a directory: ",
     "draw 1f1b --forward 1e308 --backward 1e308": "the costs sum to more than a double holds",
     "simulate 1f1b --steps 99999999999": "steps is 99999999999, must be in 1..2147483647",
