@@ -45,7 +45,7 @@ static struct {
 /* clang-format off */
 #define ARRAYS(X)                                                                                                      \
     X(counts) X(rank_of_stage) X(segments_of) X(parents) X(first) X(pass) X(stage) X(microbatch) X(segment)            \
-    X(makespan) X(span) X(busy) X(wait) X(start) X(end) X(slack) X(path) X(first_input) X(inputs)                      \
+    X(makespan) X(span) X(busy) X(start) X(end) X(slack) X(path) X(first_input) X(inputs)                              \
     X(receive) X(total) X(first_change) X(when) X(by) X(holding)
 /* clang-format on */
 #define NUMBER_OF(name) TELL_##name,
@@ -310,7 +310,6 @@ static void tell_times(void)
         tell(TELL_first, told[TELL_pass].count);
         tell(TELL_span, run->span[rank]);
         tell(TELL_busy, run->busy[rank]);
-        tell(TELL_wait, run->wait[rank]);
         for (int64_t i = 0; i < run->num_units[rank]; i++) {
             s1f_unit unit = lab.program->ranks[rank].units[i];
             tell(TELL_pass, unit.pass);

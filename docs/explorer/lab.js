@@ -106,7 +106,7 @@ const Laboratory = (() => {
         tables.message ? this.wholes(tables.message) : 0,
         moves && tables.tier.some((x) => x > 0) ? this.doubles(tables.tier) : 0,
       )
-      this.facts.holdings.forEach(({ name }, h) => {
+      this.facts.holdings.forEach((name, h) => {
         if (tables.bytes[name]?.some((x) => x > 0)) c.set_bytes(h, this.wholes(tables.bytes[name]))
       })
       if (design.recompute === "fit" || design.offload === "fit") this.fit(design, tables, shape)
@@ -267,7 +267,7 @@ const Laboratory = (() => {
         memory: {
           whole, constant: { ...constant, receive },
           total: Array.from(total, (x, rank) => x + sum(Object.values(constant).map((of) => of[rank]))),
-          first: first_change, when, by, holding: holding.map((h) => names.indexOf(this.facts.holdings[h].name)),
+          first: first_change, when, by, holding: holding.map((h) => names.indexOf(this.facts.holdings[h])),
         },
       })
     }
