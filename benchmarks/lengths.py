@@ -377,11 +377,9 @@ def costs_here(profile: str, shape: seq1f1b.ModelShape, vocab: int) -> CostModel
 
 
 def make_profile(options: argparse.Namespace, path: Path) -> None:
-    shape = example.Config(vocab=read_documents(options.quick)[3]).shape
-    model = path.with_name("lengths-model.json")
-    model.write_text(json.dumps(shape._asdict()))
-    given: dict[str, Any] = {"model": model, "seq": 64 if options.quick else TOKENS, "processes": 2, "output": path}
-    given |= {"repeats": 2} if options.quick else {}
+    given = {"model": path.with_name("lengths-model.json"), "seq": 64 if options.quick else TOKENS, "processes": 2}
+    given |= {"output": path} | ({"repeats": 2} if options.quick else {})
+    given["model"].write_text(json.dumps(example.Config(vocab=read_documents(options.quick)[3]).shape._asdict()))
     command = [sys.executable, "-m", "seq1f1b", "profile", *(f"--{name}={value}" for name, value in given.items())]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
