@@ -16,6 +16,7 @@ the model is profiled first. Each part writes its own file into the output folde
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import statistics
@@ -376,11 +377,10 @@ def costs_here(profile: str, shape: seq1f1b.ModelShape, vocab: int) -> CostModel
 
 
 def make_profile(options: argparse.Namespace, path: Path) -> None:
-    shape = example.Config(vocab=read_documents(options.quick)[3]).shape
-    sizes: dict[str, Any] = {"hidden": shape.hidden, "heads": shape.heads, "kv-heads": shape.kv_heads, "ffn": shape.ffn}
-    sizes |= {"vocab": shape.vocab, "seq": 64 if options.quick else TOKENS, "processes": 2}
-    sizes |= {"output": path} | ({"repeats": 2} if options.quick else {})
-    command = [sys.executable, "-m", "seq1f1b", "profile", *(f"--{name}={value}" for name, value in sizes.items())]
+    given = {"model": path.with_name("lengths-model.json"), "seq": 64 if options.quick else TOKENS, "processes": 2}
+    given |= {"output": path} | ({"repeats": 2} if options.quick else {})
+    given["model"].write_text(json.dumps(example.Config(vocab=read_documents(options.quick)[3]).shape._asdict()))
+    command = [sys.executable, "-m", "seq1f1b", "profile", *(f"--{name}={value}" for name, value in given.items())]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 

@@ -75,9 +75,7 @@ def facts() -> dict[str, Any]:
     return {
         "families": list(map(asdict, families())),
         "options": [name for name, _ in _C.FAMILY_OPTIONS],  # in the core's order
-        "holdings": [
-            {"name": row.name, "counts_with": row.counts_with} for row in _C.HOLDINGS
-        ],
+        "holdings": [row.name for row in _C.HOLDINGS],
         "style": style.page_facts(),
         "presets": {name: preset(*given) for name, given in PRESETS.items()},
     }

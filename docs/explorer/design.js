@@ -33,13 +33,11 @@ const Designs = (() => {
 
   const toLink = (pair) => encodeURIComponent(JSON.stringify(pair))
 
-  // The designs of a link; null where it holds none. What means nothing is left out.
+  // The designs of a link; null where it holds none.
   function fromLink(text) {
-    const isAlike = (a, b) => (a === null ? typeof b === "number" || b === null : b !== null && typeof a === typeof b)
-    const isKnown = ([name, value]) => name in PLAIN && isAlike(PLAIN[name], value)
     try {
       const [a, b = a] = JSON.parse(decodeURIComponent(text))
-      return [a, b].map((design) => make(Object.fromEntries(Object.entries(design).filter(isKnown))))
+      return [make(a), make(b)]
     } catch {
       return null
     }
@@ -62,8 +60,6 @@ const Designs = (() => {
     })
     const read = sentence.match(/^line (\d+), unit (\d+)/)
     if (read) return words.filter(({ line, unit }) => line === Number(read[1]) && unit === Number(read[2]))
-    const twice = sentence.match(/order of rank (\d+), at positions (\d+) and (\d+)/)?.map(Number)
-    if (twice) return words.filter((one) => one.rank === twice[1] && twice.slice(2).includes(one.unit - 1))
     const named = sentence.split("; ").flatMap((part) => {
       const ranks = [...part.matchAll(/rank (\d+)/g)]
       return [...part.matchAll(/(?:\[\d+\])?[A-Z]\d+\.\d+/g)].map(({ 0: name, index }) => {

@@ -257,8 +257,8 @@ const Explorer = (async () => {
   }
 
   function showTable(results) {
-    const held = ({ memory }) => Math.max(...memory.total) / (memory.kind === "bytes" ? GIB : memory.whole)
-    const unit = ({ memory }) => (memory.kind === "bytes" ? "GiB" : "micro-batches")
+    const held = ({ memory }) => Math.max(...memory.total) / (memory.whole ?? GIB)
+    const unit = ({ memory }) => (memory.whole === null ? "GiB" : "micro-batches")
     const rows = [
       ["step", (r) => r.makespan, (r) => timeText(r.makespan)],
       ["bubble", (r) => r.bubble, (r) => `${(100 * r.bubble).toFixed(1)}%`],

@@ -45,7 +45,7 @@ static struct {
 /* clang-format off */
 #define ARRAYS(X)                                                                                                      \
     X(counts) X(rank_of_stage) X(segments_of) X(parents) X(first) X(pass) X(stage) X(microbatch) X(segment)            \
-    X(makespan) X(span) X(busy) X(wait) X(start) X(end) X(slack) X(path) X(first_input) X(inputs)                      \
+    X(makespan) X(span) X(busy) X(start) X(end) X(slack) X(path) X(first_input) X(inputs)                              \
     X(receive) X(total) X(first_change) X(when) X(by) X(holding)
 /* clang-format on */
 #define NUMBER_OF(name) TELL_##name,
@@ -181,13 +181,39 @@ EXPORT(set_rows) void set_rows(const int32_t *segments_of, const int32_t *parent
     lab.options.parents = parents;
 }
 
+/* Places are counted by the seconds that the order was built for, where it was: a family's costs, and its transfer. */
+static s1f_places count_places(const s1f_shape *shape)
+{
+    s1f_places places = {.by_time = 1};
+    if (lab.options.costs[0] == NULL)
+        return places;
+    int64_t count = s1f_table_count(shape, S1F_PER_CELL), pairs = s1f_table_count(shape, S1F_PER_PAIR);
+    double *seconds = take((int32_t)((s1f_num_passes * count + pairs) * (int64_t)sizeof *seconds));
+    places.seconds = seconds;
+    places.latency = seconds + s1f_num_passes * count;
+    for (int32_t pass = S1F_PASS_FORWARD; pass <= S1F_PASS_RECOMPUTE; pass++)
+        memcpy(seconds + pass * count, lab.pass_seconds[pass], (size_t)count * sizeof *seconds);
+    for (int64_t i = 0; i < count; i++) {
+        seconds[S1F_PASS_BACKWARD * count + i] =
+            seconds[S1F_PASS_BACKWARD_INPUT * count + i] + seconds[S1F_PASS_BACKWARD_WEIGHT * count + i];
+        seconds[S1F_PASS_RECOMPUTE * count + i] = seconds[i];
+    }
+    for (int64_t s = 0; s < pairs; s++)
+        seconds[s1f_num_passes * count + s] = lab.options.transfer;
+    return places;
+}
+
+/* Checks and lowers an order, if there is one, in place of the one before. */
 static s1f_status adopt(s1f_status status, s1f_schedule *order)
 {
-    if (status == S1F_OK) {
-        s1f_schedule_free(lab.order);
-        lab.order = order;
-    }
-    return status;
+    S1F_TRY(status);
+    s1f_schedule_free(lab.order);
+    s1f_program_free(lab.program);
+    lab.order = order;
+    lab.program = NULL;
+    S1F_TRY(s1f_schedule_check(order, 0));
+    s1f_shape shape = s1f_schedule_shape(order);
+    return s1f_schedule_lower_edges(order, count_places(&shape), &lab.program);
 }
 
 EXPORT(build) int32_t build(const char *family, int32_t P, int32_t M, int32_t k, int32_t v)
@@ -204,11 +230,6 @@ EXPORT(read_text) int32_t read_text(const char *text)
     return adopt(status, order);
 }
 
-EXPORT(check) int32_t check(void)
-{
-    return s1f_schedule_check(lab.order, 0);
-}
-
 /* These change cells of all stages: a byte for each; 0: all of them. */
 EXPORT(recompute) int32_t recompute(const unsigned char *chosen)
 {
@@ -222,12 +243,6 @@ EXPORT(offload) int32_t offload(const unsigned char *chosen)
     s1f_schedule *order = NULL;
     s1f_status status = s1f_schedule_offload(lab.order, chosen, &order);
     return adopt(status, order);
-}
-
-/* Bits (1 << s1f_pass) of the passes that occur. */
-EXPORT(passes) int32_t passes(void)
-{
-    return (int32_t)s1f_schedule_passes(lab.order);
 }
 
 /* The order as text. */
@@ -254,57 +269,23 @@ EXPORT(tell_shape) void tell_shape(void)
         tell(TELL_parents, shape.trees->parent[cell]);
 }
 
-/* Places are counted by the seconds that the order was built for, where it was: a family's costs, and its transfer. */
-static s1f_places count_places(const s1f_shape *shape)
-{
-    s1f_places places = {.by_time = 1};
-    if (lab.options.costs[0] == NULL)
-        return places;
-    int64_t count = s1f_table_count(shape, S1F_PER_CELL), pairs = s1f_table_count(shape, S1F_PER_PAIR);
-    double *seconds = take((int32_t)((s1f_num_passes * count + pairs) * (int64_t)sizeof *seconds));
-    places.seconds = seconds;
-    places.latency = seconds + s1f_num_passes * count;
-    for (int32_t pass = S1F_PASS_FORWARD; pass <= S1F_PASS_RECOMPUTE; pass++)
-        memcpy(seconds + pass * count, lab.pass_seconds[pass], (size_t)count * sizeof *seconds);
-    for (int64_t i = 0; i < count; i++) {
-        seconds[S1F_PASS_BACKWARD * count + i] =
-            seconds[S1F_PASS_BACKWARD_INPUT * count + i] + seconds[S1F_PASS_BACKWARD_WEIGHT * count + i];
-        seconds[S1F_PASS_RECOMPUTE * count + i] = seconds[i];
-    }
-    for (int64_t s = 0; s < pairs; s++)
-        seconds[s1f_num_passes * count + s] = lab.options.transfer;
-    return places;
-}
-
-EXPORT(lower) int32_t lower(void)
-{
-    s1f_shape shape = s1f_schedule_shape(lab.order);
-    s1f_program *program = NULL;
-    S1F_TRY(s1f_schedule_lower_edges(lab.order, count_places(&shape), &program));
-    s1f_program_free(lab.program);
-    lab.program = program;
-    return S1F_OK;
-}
-
 /* -- what comes of it ---------------------------------------------------------------------------------------------- */
 
-/* with_causes: and slack and the critical path. */
-EXPORT(simulate) int32_t simulate(int32_t with_causes)
+static s1f_status simulate(s1f_keep keep)
 {
-    s1f_keep keep = with_causes ? S1F_KEEP_CAUSES : S1F_KEEP_TIMELINE;
     s1f_simulation_free(lab.simulation);
     lab.simulation = NULL;
-    S1F_TRY(s1f_program_simulate(lab.program, &lab.costs, keep, &lab.simulation));
-    return with_causes ? s1f_simulation_find_slack(lab.program, &lab.costs, lab.simulation) : S1F_OK;
+    return s1f_program_simulate(lab.program, &lab.costs, keep, &lab.simulation);
 }
 
-/* As few units as possible give up what their F saved, so that each rank fits into its room, [rank] bytes. The order is
- * lowered, before and after, and before simulated where units may do both. */
+/* As few units as possible give up what their F saved, so that each rank fits into its room, [rank] bytes. */
 EXPORT(fit) int32_t fit(const int64_t *room, int32_t recomputes, int32_t moves)
 {
     const s1f_shape *shape = &lab.program->shape;
     int32_t count = (int32_t)(shape->num_stages * s1f_num_cells(shape));
     unsigned char *kinds = take(count), *chosen = take(count);
+    if (recomputes && moves)
+        S1F_TRY(simulate(S1F_KEEP_TIMELINE));
     s1f_fit given = {.bytes = &lab.bytes,
                      .room = room,
                      .recomputes = recomputes,
@@ -318,10 +299,10 @@ EXPORT(fit) int32_t fit(const int64_t *room, int32_t recomputes, int32_t moves)
         if (memchr(chosen, 1, (size_t)count) != NULL)
             S1F_TRY(kind == S1F_CELL_RECOMPUTED ? recompute(chosen) : offload(chosen));
     }
-    return lower();
+    return S1F_OK;
 }
 
-EXPORT(tell_times) void tell_times(void)
+static void tell_times(void)
 {
     const s1f_simulation *run = lab.simulation;
     tell(TELL_makespan, run->makespan);
@@ -329,7 +310,6 @@ EXPORT(tell_times) void tell_times(void)
         tell(TELL_first, told[TELL_pass].count);
         tell(TELL_span, run->span[rank]);
         tell(TELL_busy, run->busy[rank]);
-        tell(TELL_wait, run->wait[rank]);
         for (int64_t i = 0; i < run->num_units[rank]; i++) {
             s1f_unit unit = lab.program->ranks[rank].units[i];
             tell(TELL_pass, unit.pass);
@@ -348,7 +328,7 @@ EXPORT(tell_times) void tell_times(void)
 }
 
 /* After the times. */
-EXPORT(tell_inputs) void tell_inputs(void)
+static void tell_inputs(void)
 {
     const s1f_shape *shape = &lab.program->shape;
     int64_t cells = shape->num_stages * s1f_num_cells(shape);
@@ -391,7 +371,7 @@ static void tell_changes(uint32_t holdings, int64_t (*bytes_of)(const s1f_byte_t
     }
 }
 
-EXPORT(tell_memory) int32_t tell_memory(void)
+static s1f_status tell_memory(void)
 {
     const s1f_program *program = lab.program;
     int32_t P = program->shape.num_ranks;
@@ -412,4 +392,16 @@ EXPORT(tell_memory) int32_t tell_memory(void)
     }
     tell(TELL_first_change, told[TELL_when].count);
     return S1F_OK;
+}
+
+/* Simulates the order and tells what comes of it; slack and the critical path are not known where units move. */
+EXPORT(run) int32_t run(void)
+{
+    int has_causes = !(s1f_schedule_passes(lab.order) & 1u << S1F_PASS_OUT);
+    S1F_TRY(simulate(has_causes ? S1F_KEEP_CAUSES : S1F_KEEP_TIMELINE));
+    if (has_causes)
+        S1F_TRY(s1f_simulation_find_slack(lab.program, &lab.costs, lab.simulation));
+    tell_times();
+    tell_inputs();
+    return tell_memory();
 }

@@ -3,8 +3,6 @@
 "use strict"
 
 const Laboratory = (() => {
-  // Numbers of the passes, as csrc/core/unit.h has them.
-  const PASS = { F: 0, B: 1, I: 2, W: 3, R: 4, S: 5, T: 6, E: 7, G: 8, O: 9, A: 10, L: 11 }
   const NAMES = { F: "forward", B: "backward", I: "input", W: "weight", R: "recompute", O: "move_out", L: "move_in" }
   const TOKENS = 65536 // of a sequence without a length of its own, where it is cut by seconds
   const MOST_UNITS = 200_000 // of a design that this page takes
@@ -98,7 +96,6 @@ const Laboratory = (() => {
         this.build(design, shape)
         shape = this.readShape()
       }
-      this.must(c.check())
       if (!isPlain) this.placeModel(tables, shape)
       if (design.recompute === "all") this.must(c.recompute(0))
       if (design.offload === "all") this.must(c.offload(0))
@@ -109,17 +106,12 @@ const Laboratory = (() => {
         tables.message ? this.wholes(tables.message) : 0,
         moves && tables.tier.some((x) => x > 0) ? this.doubles(tables.tier) : 0,
       )
-      this.facts.holdings.forEach(({ name }, h) => {
+      this.facts.holdings.forEach((name, h) => {
         if (tables.bytes[name]?.some((x) => x > 0)) c.set_bytes(h, this.wholes(tables.bytes[name]))
       })
-      this.must(c.lower())
       if (design.recompute === "fit" || design.offload === "fit") this.fit(design, tables, shape)
-      const causes = c.passes() & (1 << PASS.O) ? 0 : 1
-      this.must(c.simulate(causes))
-      c.tell_times()
-      c.tell_inputs()
-      this.must(c.tell_memory())
-      this.read(result, shape, tables, causes)
+      this.must(c.run())
+      this.read(result, shape, tables)
     }
 
     checkSize(units) {
@@ -245,7 +237,9 @@ const Laboratory = (() => {
     giveTables({ passes }, { S, k, trees }) {
       const count = S * (trees ? trees.flat().length : k)
       const all = { ...passes, S: Array(count).fill(0.25), T: Array(count).fill(0.5) } // as Costs() has them
-      for (const [letter, seconds] of Object.entries(all)) this.c.set_pass(PASS[letter], this.doubles(seconds))
+      this.facts.style.passes.forEach(({ letter }, pass) => {
+        if (letter in all) this.c.set_pass(pass, this.doubles(all[letter]))
+      })
       this.must(this.c.fill_in(count))
     }
 
@@ -254,28 +248,26 @@ const Laboratory = (() => {
       const room = Array.from({ length: P }, (_, rank) =>
         Math.max(0, all - sum(Object.values(constant).map((of) => of[rank]))),
       )
-      const [recomputes, moves] = [design.recompute === "fit", design.offload === "fit"]
-      if (recomputes && moves) this.must(this.c.simulate(0))
-      this.must(this.c.fit(this.wholes(room), recomputes ? 1 : 0, moves ? 1 : 0))
+      this.must(this.c.fit(this.wholes(room), design.recompute === "fit", design.offload === "fit"))
     }
 
     // -- results: the order as text, and a timeline as timeline.js says -----------------------------------------------
 
-    read(result, shape, { constant, whole, ...tables }, causes) {
+    read(result, shape, { constant, whole, ...tables }) {
       const { makespan, first_input, inputs, receive, total, first_change, when, by, holding, ...told } = this.told()
       const names = this.facts.style.holdings.map(({ name }) => name)
       Object.assign(result, told, shape, {
         text: this.text(this.c.text()),
         makespan: makespan[0],
         bubble: makespan[0] > 0 ? 1 - sum(told.busy) / (makespan[0] * shape.P) : 0,
-        slack: causes ? told.slack : null,
-        path: causes ? told.path : null,
+        slack: told.path.length ? told.slack : null,
+        path: told.path.length ? told.path : null,
         inputs: { first: first_input, units: inputs },
         tables,
         memory: {
-          kind: whole === null ? "bytes" : "microbatches", whole: whole ?? 1, constant: { ...constant, receive },
+          whole, constant: { ...constant, receive },
           total: Array.from(total, (x, rank) => x + sum(Object.values(constant).map((of) => of[rank]))),
-          first: first_change, when, by, holding: holding.map((h) => names.indexOf(this.facts.holdings[h].name)),
+          first: first_change, when, by, holding: holding.map((h) => names.indexOf(this.facts.holdings[h])),
         },
       })
     }

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._pytree import tree_leaves
 
-from seq1f1b.adapters.checkpoint_values import OptimizerEntries, RowShard, Whole, as_kept, find_saved, is_loading, local
+from seq1f1b.adapters.checkpoint_values import OptimizerEntries, RowShard, Saved, Whole, as_kept, local
 from seq1f1b.runtime.engine import PipelineEngine
 from seq1f1b.runtime.tied import ties_of
 
@@ -103,12 +103,10 @@ class PipelineState:
             ValueError: an optimizer holds state that could not be given back. Or copies of a tied parameter have come
                 apart, so the checkpoint would hold one of several; on every rank.
         """
-        if self._tied is not None and not is_loading():
+        optimizer = OptimizerEntries(self._live(), self._to_fill).state_dict(self)
+        if self._tied is not None and not optimizer.is_filled:
             self._tied.compare()
         model = {name: self._as_saved(tensors[0], tensors[0].detach()) for name, tensors in self._tensors.items()}
-        optimizer = self._to_fill(self)
-        if optimizer is None:
-            optimizer = OptimizerEntries(self._live(), self._to_fill)
         return {"model": model, "optimizer": optimizer, "shapes": json.dumps(self._shapes, sort_keys=True)}
 
     def _live(self) -> dict[str, Any]:
@@ -122,14 +120,8 @@ class PipelineState:
                     live[f"param_groups.{name}.{key}"] = self._as_saved(None, value, f"{key} of {name!r}")
         return live
 
-    def _to_fill(self, holder: object) -> OptimizerEntries | None:
-        """Entries of this rank's optimizers that a checkpoint has, in the live tensors where they fit.
-
-        None: DCP is not loading.
-        """
-        saved = find_saved(holder) if self._optimizers else None
-        if saved is None:
-            return None
+    def _to_fill(self, saved: Saved) -> dict[str, Any]:
+        """Entries of this rank's optimizers that a checkpoint has, in the live tensors where they fit."""
         live, optimized = self._live(), self._optimized()
         entries: dict[str, Any] = {}
         for path, stored in saved.items():
@@ -149,7 +141,7 @@ class PipelineState:
             set_element(entries, path[1:], value)
         # DCP tells by name which option of an optimizer the checkpoint lacks.
         options = {key: value for key, value in live.items() if key.startswith("param_groups.")}
-        return OptimizerEntries(options | entries)
+        return options | entries
 
     def _room(
         self,

@@ -25,20 +25,10 @@ __all__: list[str] = []
 _LOAD = inspect.unwrap(load).__code__
 
 
-def _given_to_load() -> Mapping[str, Any] | None:
-    """The variables of ``dcp.load`` if it is among the callers."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _LOAD:
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals
+Saved = Mapping[tuple[str | int, ...], STORAGE_TYPES]
 
 
-def is_loading() -> bool:
-    """Whether DCP calls to load."""
-    return _given_to_load() is not None
-
-
-def find_saved(holder: object) -> dict[tuple[str | int, ...], STORAGE_TYPES] | None:
+def find_saved(holder: object) -> Saved | None:
     """Finds what the checkpoint that DCP is loading has of a state, by its path in that state.
 
     DCP asks for a state to save and to fill by one call, ``state_dict()``, and tells it nothing. To save, a state must
@@ -48,17 +38,20 @@ def find_saved(holder: object) -> dict[tuple[str | int, ...], STORAGE_TYPES] | N
     Args:
         holder: what DCP calls; it tells two states of one checkpoint apart.
     Returns:
-        None: DCP is not loading, or no checkpoint.
+        None: DCP is not loading.
     Raises:
         ValueError: the checkpoint has several states, and none of them is the holder's own.
     """
-    given = _given_to_load()
-    if given is None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _LOAD:
+        frame = frame.f_back
+    if frame is None:
         return None
+    given = frame.f_locals
     try:
         metadata = given["storage_reader"].read_metadata()
     except Exception:
-        return None  # DCP says what is wrong with it
+        return {}  # DCP says what is wrong with it
     paths = metadata.planner_data or {}
     is_part = isinstance(holder, OptimizerEntries)  # of a state dict that is given in whole
     roots = [() if is_part else (key,) for key, value in given["state_dict"].items() if value is holder]
@@ -83,19 +76,18 @@ class OptimizerEntries(dict[str, Any]):
     of it again. Inside another dict DCP asks nothing and would fill what there is, which is an error.
 
     Args:
-        to_fill: finds the entries that the checkpoint has, while DCP loads; None: these are such entries.
+        to_fill: makes the entries that a checkpoint has, while DCP loads; None: these are such entries.
     """
 
-    def __init__(
-        self, entries: Mapping[str, Any], to_fill: Callable[[object], OptimizerEntries | None] | None = None
-    ) -> None:
+    def __init__(self, entries: Mapping[str, Any], to_fill: Callable[[Saved], dict[str, Any]] | None = None) -> None:
         super().__init__(entries)
         self._to_fill = to_fill
         self.is_filled = to_fill is None
 
-    def state_dict(self) -> dict[str, Any]:
-        found = None if self._to_fill is None else self._to_fill(self)
-        return self if found is None else found
+    def state_dict(self, holder: object = None) -> OptimizerEntries:
+        """holder: what DCP calls, if not these entries."""
+        saved = None if self._to_fill is None else find_saved(holder or self)
+        return self if saved is None or self._to_fill is None else OptimizerEntries(self._to_fill(saved))
 
     def load_state_dict(self, entries: dict[str, Any]) -> None:
         self.clear()

@@ -6,7 +6,7 @@ Torch's classes split the batch and merge the outputs here as they do for their 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, _Action
 
-from seq1f1b.files import nearest_name
 from seq1f1b.partition import ModelShape
 from seq1f1b.runtime.arguments import Loss, order_of
 from seq1f1b.runtime.batch import StepArguments
@@ -23,12 +22,6 @@ from seq1f1b.runtime.rank_order import build
 from seq1f1b.schedule import Costs, Schedule
 
 __all__ = ["ScheduleSeq1F1B", "ScheduleSeqInterleaved1F1B"]
-
-
-_TAKEN = ("stage", "num_microbatches", "num_segments", "loss_fn", "group")
-"""Arguments of an engine that come from the stage and from the other arguments of a schedule."""
-_OF_ROWS = ("parents", "segment_sizes", "plan")
-"""Arguments of an engine's step that torch's schedules would hand to the stage."""
 
 
 class _Segmented:
@@ -58,17 +51,25 @@ class _Segmented:
         seq_dim: int = 1,
         **engine: Any,
     ) -> None:
-        self._check_options(engine)
         self._own_stages = list(stage) if isinstance(stage, Sequence) else [stage]
         self._order = self._build(engine.pop("schedule", self._family), n_microbatches, n_segments)
-        if "grad_dtype" not in engine:
-            engine["grad_dtype"] = None if n_segments == 1 else torch.float32
-        self._engine_options = {
-            "num_segments": n_segments,
-            "segment_sizes": segment_sizes,
-            "seq_dim": seq_dim,
+        loss = engine.pop("loss", Loss())
+        if not loss.scale_grads:
+            raise ValueError("Loss.scale_grads is False: give the schedule its own argument scale_grads=False instead")
+        engine.setdefault("grad_dtype", None if n_segments == 1 else torch.float32)
+        self._arguments = dict(
+            schedule=self._order,
+            num_microbatches=n_microbatches,
+            num_segments=n_segments,
+            segment_sizes=segment_sizes,
+            seq_dim=seq_dim,
+            loss_fn=loss_fn,
+            # Gradients are divided after the last backward, by gradient_divisor, as torch does.
+            loss=replace(loss, scale_grads=False),
+            group=self._own_stages[0].group,
             **engine,
-        }
+        )
+        inspect.signature(PipelineEngine).bind(None, **self._arguments)
         self._engine: PipelineEngine | None = None
         super().__init__(  # type: ignore[call-arg] # torch's, which asks for the order
             stage,
@@ -79,21 +80,6 @@ class _Segmented:
             output_merge_spec,
             scale_grads=scale_grads,
         )
-
-    def _check_options(self, given: Mapping[str, Any]) -> None:
-        """Raises unless these are keyword arguments of an engine, and none that the stage or torch's arguments tell."""
-        name, known = type(self).__name__, inspect.signature(PipelineEngine).parameters
-        for option in given:
-            if option in _TAKEN:
-                raise TypeError(f"{option}= is an argument of PipelineEngine that {name} sets itself")
-            if option not in known:
-                options = sorted({"n_segments", *known} - {*_TAKEN})
-                raise TypeError(f"{name} has no argument {option!r}{nearest_name(option, options)}")
-        loss = given.get("loss", Loss())
-        if not isinstance(loss, Loss):
-            raise TypeError(f"loss must be a seq1f1b.Loss, got {type(loss).__name__}")
-        if not loss.scale_grads:
-            raise ValueError(f"Loss.scale_grads is False: give {name} its own argument scale_grads=False instead")
 
     def _build(self, schedule: Any, n_microbatches: int, n_segments: int) -> Schedule:
         """The order of these stages, which must lie where it has them."""
@@ -115,29 +101,11 @@ class _Segmented:
                 )
         return order
 
-    def _refuse_rows(self, kwargs: Mapping[str, Any]) -> None:
-        """Raises for arguments of ``PipelineEngine.step`` that the stage's module would get in their place."""
-        for name in _OF_ROWS:
-            if name in kwargs and name not in (self._engine_options.get("arg_rules") or {}):
-                raise TypeError(
-                    f"{name}= is for steps of rows, which torch's schedules have no word for: call "
-                    f"PipelineEngine.step({name}=...); or, if it is an argument of the stage, name it in arg_rules"
-                )
-
     @property
     def engine(self) -> PipelineEngine:
         """Runs the steps; for its reports, its norm over all stages. The first use joins the pipeline's ranks."""
         if self._engine is None:
-            loss = self._engine_options.get("loss", Loss())
-            # Gradients are divided after the last backward, by gradient_divisor, as torch does.
-            self._engine = PipelineEngine(
-                [stage.submod for stage in self._own_stages],
-                schedule=self._order,
-                num_microbatches=self._n_microbatches,
-                loss_fn=self._loss_fn,
-                group=self._own_stages[0].group,
-                **{**self._engine_options, "loss": replace(loss, scale_grads=False)},
-            )
+            self._engine = PipelineEngine([stage.submod for stage in self._own_stages], **self._arguments)
         return self._engine
 
     def close(self) -> None:
@@ -172,7 +140,6 @@ class _Segmented:
         """
         if self._has_backward and not torch.is_grad_enabled():
             raise RuntimeError("step() computes gradients, which torch.no_grad() forbids: call eval() instead")
-        self._refuse_rows(kwargs)
         whole, given = (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs)
         for value, microbatches, name in zip(whole, given, ("arg_mbs", "kwarg_mbs", "target_mbs"), strict=True):
             if microbatches is not None and not (value is None or value in ((), {})):
@@ -182,7 +149,7 @@ class _Segmented:
         kwarg_mbs = split_kwargs if kwarg_mbs is None else kwarg_mbs
         if target_mbs is None and target is not None:
             target_mbs = list(torch.tensor_split(target, self._n_microbatches))
-        rows = self._run(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
+        rows = self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
         return self._merge_outputs(rows) if rows is not None else None
 
     def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
@@ -201,17 +168,6 @@ class _Segmented:
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        self._run(arg_mbs, kwarg_mbs, target_mbs, losses, False, loss_kwargs)
-
-    def _run(
-        self,
-        arg_mbs: list[Any] | None,
-        kwarg_mbs: list[Any] | None,
-        target_mbs: list[Any] | None,
-        losses: list[Tensor] | None,
-        return_outputs: bool,
-        loss_kwargs: dict[str, Any] | None,
     ) -> list[Any] | None:
         """Outputs of the M micro-batches, where they are asked for and this rank has them."""
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
@@ -219,16 +175,14 @@ class _Segmented:
         inputs = [args if isinstance(args, tuple) else (args,) for args in arg_mbs] if engine.has_first else None
         if engine.has_first and not any(inputs or ()):
             raise ValueError("the rank of the first stage needs the model's positional arguments")
-        divisor = self._n_microbatches if self.scale_grads else 1
-        grad_mode = torch.enable_grad() if self._has_backward else torch.no_grad()
-        with grad_mode:
+        with torch.set_grad_enabled(self._has_backward):
             found, rows = engine._run(
                 StepArguments(
                     self._has_backward,
                     inputs,
                     target_mbs if engine.has_last else None,
                     kwarg_mbs,
-                    gradient_divisor=divisor,
+                    gradient_divisor=self._n_microbatches if self.scale_grads else 1,
                     loss_kwargs=loss_kwargs,
                     return_outputs=return_outputs,
                 )

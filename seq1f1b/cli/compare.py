@@ -8,7 +8,7 @@ from typing import Any
 
 import seq1f1b
 from seq1f1b.cli import workload
-from seq1f1b.cli.values import argument, read_bytes
+from seq1f1b.cli.values import read_bytes
 from seq1f1b.planning.compare import compare
 
 
@@ -21,19 +21,13 @@ def add(command: argparse.ArgumentParser) -> None:
         "--cap",
         help="leave out what holds more on a rank: 4 (micro-batches of activations) or 4GiB (with --model all bytes)",
     )
-    for name in ("--prompt", "--responses"):
-        command.add_argument(name, type=argument(of_plan), default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    workload.add_order_options(command, recomputes_units=False)
+    workload.add_order_options(command)
     command.add_argument("--json", action="store_true", help="print JSON")
-
-
-def of_plan(text: str) -> str:
-    raise ValueError("seq1f1b plan has this option")
 
 
 def run(options: argparse.Namespace) -> int:
     workload.check_costs(options)
-    sizes, given = workload.read_sizes(options), dict[str, Any]()
+    sizes, given = options.sizes, dict[str, Any]()
     segments = workload.wanted_segments(options)
     if options.model is not None:
         model, hardware, layout = workload.read_workload(options)

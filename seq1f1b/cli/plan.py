@@ -11,7 +11,7 @@ from seq1f1b.cli.values import (
     read_counts,
     read_lengths,
     read_names,
-    read_responses,
+    read_sizes,
     read_tokens,
 )
 from seq1f1b.cli.workload import add_model_options, read_workload
@@ -39,7 +39,7 @@ def add(command: argparse.ArgumentParser) -> None:
         help="in place of --seq, with --responses: what a step of shared prompts takes, as trees and as rows",
     )
     command.add_argument(
-        "--responses", type=argument(read_responses), metavar="NxTOKENS", help="to each prompt: 8x256 or 4x256,4x1024"
+        "--responses", type=argument(read_sizes), metavar="NxTOKENS", help="to each prompt: 8x256 or 4x256,4x1024"
     )
     command.add_argument("--ranks", type=int, required=True, metavar="P", help="pipeline ranks")
     command.add_argument(

@@ -9,29 +9,16 @@ from typing import Any
 
 from seq1f1b.cli.progress import progress_bar
 from seq1f1b.cli.values import argument, read_tokens
-from seq1f1b.partition import ModelShape, make_model
 from seq1f1b.planning.hardware import load_model, presets
 from seq1f1b.planning.profile import Profile
 from seq1f1b.where import HOST
 
 __all__ = ["add", "run"]
 
-SIZES = {
-    "hidden": "width of the hidden states",
-    "heads": "attention heads",
-    "kv_heads": "heads of keys and values (default: as many)",
-    "ffn": "inner width of the feed-forward",
-    "vocab": "words of the embedding and the output head",
-    "head_dim": "size of a head (default: hidden / heads)",
-}
-
 
 def add(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--model", help=f"{', '.join(presets('models'))}; or a .json file of the same form; or give the sizes below"
-    )
-    for name, meaning in SIZES.items():
-        command.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=meaning)
+    models = ", ".join(presets("models"))
+    command.add_argument("--model", required=True, help=f"{models}; or a .json file of the same form")
     command.add_argument(
         "--seq",
         type=argument(read_tokens),
@@ -75,7 +62,7 @@ def add(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     decoder = importlib.import_module("seq1f1b.planning.decoder")  # needs torch, which the other commands do not
-    model = read_model(options)
+    model = load_model(options.model)
     settings: dict[str, Any] = {
         "seq_len": options.seq,
         "layers": options.layers,
@@ -87,20 +74,11 @@ def run(options: argparse.Namespace) -> int:
         "offload": HOST if options.offload == "host" else options.offload,
     }
     print(f"seq1f1b: measuring, about {duration(decoder.expected_seconds(model, **settings))}", file=sys.stderr)
-    with progress_bar(1.0, "the work", every=0.1) as progress:
+    with progress_bar(1.0, "the work") as progress:
         found: Profile = decoder.profile_decoder(model, **settings, progress=progress)
     found.save(options.output)
     print(found.to_text())
     return 0
-
-
-def read_model(options: argparse.Namespace) -> ModelShape:
-    sizes = {name: value for name in SIZES if (value := getattr(options, name)) is not None}
-    if (options.model is None) == (not sizes):
-        raise ValueError("profile needs --model, or the sizes of a model (--hidden, --heads, ...), one of the two")
-    if options.model is not None:
-        return load_model(options.model)
-    return make_model({"layers": 1, "kv_heads": sizes.get("heads"), **sizes}, "sizes of the model")
 
 
 def duration(seconds: float) -> str:

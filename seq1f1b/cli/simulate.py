@@ -12,11 +12,8 @@ from seq1f1b.cli import workload
 from seq1f1b.cli.progress import progress_bar
 from seq1f1b.table import rounded, table_text
 
-MOST_RUN = 1_000_000_000  # units over all steps: a minute or two
-
 
 def add(command: argparse.ArgumentParser) -> None:
-    command.add_argument("schedule", nargs="+", help=workload.schedule_kinds())
     command.add_argument(
         "--steps", type=int, default=1, metavar="N", help="steps in a row, for the time from step to step (default: 1)"
     )
@@ -40,8 +37,6 @@ def run(options: argparse.Namespace) -> int:
     for name in options.schedule:
         schedule = workload.make_schedule(name, options)
         num_units = 2 * schedule.num_stages * schedule.num_microbatches * schedule.num_segments * max(options.steps, 1)
-        if num_units > MOST_RUN:
-            raise ValueError(f"{name}: {num_units} units in {options.steps} steps, more than {MOST_RUN}")
         with progress_bar(num_units, f"{num_units:.3g} units") as progress:
             simulation = schedule.simulate(
                 workload.costs_of(schedule, options),

@@ -52,14 +52,14 @@ def read_counts(text: str) -> list[int]:
     return [int(count) for count in text.split(",")]
 
 
-def read_responses(text: str) -> list[int]:
-    """Tokens of each response to a prompt: 8x256, or several such with commas between them."""
+def read_sizes(text: str) -> list[int]:
+    """Tokens of each response, or segment: 10880,8448 or 8x256, or several such with commas between them."""
     found: list[int] = []
     for word in text.split(","):
         match = re.fullmatch(r"(?:([0-9]{1,6})x)?([0-9]+[kKM]?)", word)
         count, tokens = (int(match[1] or 1), read_tokens(match[2])) if match else (0, 0)
         if count < 1 or tokens < 1:
-            raise ValueError(f"{text!r}: responses are written 8x256, eight of 256 tokens, or 4x256,4x1024")
+            raise ValueError(f"{text!r}: tokens are written 256,1024 or 8x256, eight times 256, or 4x256,4x1024")
         found += [tokens] * count
     return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 import seq1f1b
 from seq1f1b import _C, Costs, Links, Noise, Schedule
-from seq1f1b.cli.values import argument, read_counts, read_parents, read_tokens
+from seq1f1b.cli.values import argument, read_counts, read_parents, read_sizes, read_tokens
 from seq1f1b.families import OPTION_KINDS
 from seq1f1b.files import nearest_name
 from seq1f1b.partition import ModelShape
@@ -36,13 +35,7 @@ OF_A_MODEL = {  # options that say nothing without a model, with their defaults
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-def add_order_options(
-    command: argparse.ArgumentParser,
-    *,
-    recomputes_units: bool = True,
-    microbatches: int = 8,
-    segments: int = SEGMENTS,
-) -> None:
+def add_order_options(command: argparse.ArgumentParser, *, microbatches: int = 8, segments: int = SEGMENTS) -> None:
     """The counts and costs of draw, simulate and compare.
 
     Args:
@@ -81,30 +74,36 @@ def add_order_options(
         metavar="TOKENS",
         help="tokens of a micro-batch, which is one sequence: 131072 or 128k",
     )
-    command.add_argument("--sizes", metavar="N,N,...", help="tokens of each segment (default: equal time)")
+    command.add_argument(
+        "--sizes",
+        type=argument(read_sizes),
+        metavar="N,N,...",
+        help="tokens of each segment (default: equal time)",
+    )
     costs = command.add_argument_group("the costs of a model in place of those seconds; they need --seq")
     add_model_options(costs)
     costs.add_argument(
         "--inside", choices=INSIDE, default="none", help="what backward computes again inside of blocks (default: none)"
     )
-    if recomputes_units:
-        command.add_argument(
-            "--recompute",
-            choices=("none", "all"),
-            metavar="none|all",
-            default="none",
-            help="all: the order holds an R before the backward of every unit (default: none)",
-        )
-        command.add_argument(
-            "--tier",
-            type=float,
-            metavar="S",
-            help="move what units save to a tier and back: seconds, each way, for what a rank saves of a micro-batch",
-        )
 
 
 def add_variation_options(command: argparse.ArgumentParser) -> None:
-    """The noise and the family options of draw and simulate."""
+    """Schedules of draw and simulate, and what their units do beside F and B; noise, trees and options of a family."""
+    kinds = f"one of {', '.join(seq1f1b.schedules())}; or a file with an order as text, or as torch's CSV (.csv)"
+    command.add_argument("schedule", nargs="+", help=kinds)
+    command.add_argument(
+        "--recompute",
+        choices=("none", "all"),
+        metavar="none|all",
+        default="none",
+        help="all: the order holds an R before the backward of every unit (default: none)",
+    )
+    command.add_argument(
+        "--tier",
+        type=float,
+        metavar="S",
+        help="move what units save to a tier and back: seconds, each way, for what a rank saves of a micro-batch",
+    )
     command.add_argument(
         "--jitter", type=float, default=0.0, metavar="X", help="vary the seconds of each unit by up to this share"
     )
@@ -127,11 +126,6 @@ def add_variation_options(command: argparse.ArgumentParser) -> None:
         help="an option of the schedule; "
         + "; ".join(f"{family.name}: {', '.join(family.options)}" for family in families() if family.options),
     )
-
-
-def schedule_kinds() -> str:
-    """Lists the values of a schedule argument, for help texts."""
-    return f"one of {', '.join(seq1f1b.schedules())}; or a file with an order as text, or as torch's CSV (.csv)"
 
 
 def add_model_options(command: argparse._ActionsContainer, required: bool = False) -> None:
@@ -160,16 +154,12 @@ def add_model_options(command: argparse._ActionsContainer, required: bool = Fals
 
 
 def check_costs(options: argparse.Namespace) -> None:
-    """Fills in the default seconds; refuses costs that are no time, and options that say nothing here."""
-    for name in ("forward", "backward", "weight", "transfer", "jitter", "optimizer", "tier"):
-        seconds = getattr(options, name, None)
-        if seconds is not None and not (math.isfinite(seconds) and seconds >= 0):
-            raise ValueError(f"--{name} is {seconds:g}, must be finite and at least 0")
-        if seconds is not None and name in SECONDS:
-            if options.model is not None:
-                raise ValueError(f"--{name} and --model: the model has costs of its own, give one of the two")
-        elif name in SECONDS:
-            setattr(options, name, SECONDS[name])
+    """Fills in the default seconds; refuses options that say nothing here."""
+    for name, default in SECONDS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+        elif options.model is not None:
+            raise ValueError(f"--{name} and --model: the model has costs of its own, give one of the two")
     if options.model is None:
         unused = [name for name, default in OF_A_MODEL.items() if getattr(options, name) != default]
         if options.command in ("draw", "simulate"):
@@ -199,28 +189,20 @@ def read_workload(options: argparse.Namespace) -> tuple[ModelShape, Hardware, La
     return model, hardware, layout
 
 
-def read_sizes(options: argparse.Namespace) -> list[int] | None:
-    if options.sizes is None:
-        return None
-    if not re.fullmatch(r"\d+(,\d+)*", options.sizes):
-        raise ValueError(f"--sizes {options.sizes}: the tokens of each segment are written 10880,8448,7168")
-    return [int(size) for size in options.sizes.split(",")]
-
-
 def tokens_of(options: argparse.Namespace) -> int:
     """The tokens of a micro-batch, which a model needs."""
-    sizes = read_sizes(options)
-    if sizes is None and options.seq is None:
+    seq_len = options.seq if options.sizes is None else sum(options.sizes)
+    if seq_len is None:
         raise ValueError("--model needs --seq, the tokens of a micro-batch")
-    if sizes is not None and options.seq not in (None, sum(sizes)):
-        raise ValueError(f"--sizes holds {sum(sizes)} tokens, --seq is {options.seq}")
-    return options.seq if sizes is None else sum(sizes)
+    if options.seq not in (None, seq_len):
+        raise ValueError(f"--sizes holds {seq_len} tokens, --seq is {options.seq}")
+    return int(seq_len)
 
 
 def price_of(options: argparse.Namespace, num_ranks: int, num_segments: int, stages_per_rank: int) -> Price:
     """The units of the model over the stages."""
     model, hardware, layout = read_workload(options)
-    sizes, seq_len = read_sizes(options), tokens_of(options)
+    sizes, seq_len = options.sizes, tokens_of(options)
     cost = CostModel.balanced(
         model,
         hardware,
@@ -245,8 +227,7 @@ def wanted_segments(options: argparse.Namespace) -> int:
     """k of the families that cut micro-batches into segments."""
     if options.segments is not None:
         return int(options.segments)
-    sizes = read_sizes(options)
-    return int(options.default_segments) if sizes is None else len(sizes)
+    return int(options.default_segments) if options.sizes is None else len(options.sizes)
 
 
 def check_size(name: str, options: argparse.Namespace, num_segments: int, stages_per_rank: int) -> None:
@@ -257,10 +238,10 @@ def check_size(name: str, options: argparse.Namespace, num_segments: int, stages
 
 def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
     """A named family with the counts and costs asked for, or the order in a file."""
-    moved = "none" if getattr(options, "tier", None) is None else "all"
+    moved = "none" if options.tier is None else "all"
     if name not in seq1f1b.schedules():
         if os.path.isfile(name):
-            if getattr(options, "parents", None) is not None:
+            if options.parents is not None:
                 raise ValueError(f"{name}: an order in a file has its parents there; leave out --parents")
             schedule = read_schedule(name, 1 if options.segments is None else options.segments)
             moves = "O" in schedule.kinds  # as it says itself
@@ -277,7 +258,7 @@ def make_schedule(name: str, options: argparse.Namespace) -> Schedule:
     if "transfer" in known.options and options.model is None:
         given.setdefault("transfer", options.transfer)
     changes: dict[str, Any] = {"recompute": options.recompute, "offload_units": moved}
-    if getattr(options, "parents", None) is None or not known.has_segments:
+    if options.parents is None or not known.has_segments:
         return seq1f1b.build_schedule(name, num_microbatches=options.microbatches, options=given, **counts, **changes)
     trees = trees_of(options, segments)
     counts["num_segments"] = [len(own) for own in trees]
@@ -337,7 +318,7 @@ def units_per_microbatch(schedule: Schedule) -> int:
 def costs_of(schedule: Schedule, options: argparse.Namespace) -> Costs:
     """Costs of a step. Without a model all segments cost the same, and so do all stages."""
     parts = units_per_microbatch(schedule)
-    tier, optimizer = (getattr(options, "tier", None) or 0.0) / parts, getattr(options, "optimizer", None)
+    tier, optimizer = (options.tier or 0.0) / parts, getattr(options, "optimizer", None)
     if options.model is None:
         return Costs(
             forward=options.forward / parts,

@@ -54,9 +54,8 @@ def _save_figure(
     except ModuleNotFoundError as error:
         raise ImportError('a picture of a timeline needs matplotlib; run: pip install "seq1f1b[plot]"') from error
 
-    named: Mapping[str, Timeline] = tracks if isinstance(tracks, Mapping) else {"": tracks}
+    named = style.named_timelines("picture", tracks)
     longest = max(end - begin for begin, end in map(extent, named.values()))
-    style.check_size("picture", style.count_units(named.values()))
     second, unit_name = time_unit(longest)
     rows = [len(timeline) for timeline in named.values()]
     figure = Figure(
@@ -74,8 +73,7 @@ def _save_figure(
     if title is not None:
         figure.suptitle(title, x=0.01, ha="left", fontsize=13)
     handles = _legend_handles(named, hatches)
-    most = max(1, int(width / 1.7))  # 8 in 14 inches
-    columns = -(-len(handles) // -(-len(handles) // most))  # rows equally long
+    columns = max(1, int(width / 1.7))  # 8 in 14 inches
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     picture = io.BytesIO()
     figure.savefig(picture, format=form)
@@ -150,10 +148,8 @@ def trace_json(path: str | Path, tracks: Timeline | Mapping[str, Timeline]) -> N
     Raises:
         ValueError: a timeline holds no unit, or all together more than 1000000.
     """
-    named: Mapping[str, Timeline] = tracks if isinstance(tracks, Mapping) else {"pipeline": tracks}
-    style.check_size("trace", style.count_units(named.values()))
     events: list[dict[str, object]] = []
-    for pid, (heading, timeline) in enumerate(named.items()):
+    for pid, (heading, timeline) in enumerate(style.named_timelines("trace", tracks, "pipeline").items()):
         begin, _ = extent(timeline)
         events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": heading}})
         names_stage = any(unit.stage != rank for rank, track in enumerate(timeline) for unit, _, _ in track)

@@ -49,15 +49,11 @@ def timeline_html(
         ValueError: a timeline holds no unit, or all together more than 100000.
     """
     named = tracks if isinstance(tracks, Mapping) else {"": tracks}
-    timelines: dict[str, Timeline] = {
-        heading: run.timeline if isinstance(run, Simulation) else run for heading, run in named.items()
-    }
-    for timeline in timelines.values():
-        extent(timeline)  # of units that there are
-    style.check_size("page", style.count_units(timelines.values()))
+    runs = {heading: run for heading, run in named.items() if isinstance(run, Simulation)}
+    timelines = {heading: run.timeline if isinstance(run, Simulation) else run for heading, run in named.items()}
     shown = [
-        _shown(heading, timeline, run if isinstance(run, Simulation) else None)
-        for (heading, timeline), run in zip(timelines.items(), named.values(), strict=True)
+        _shown(heading, timeline, runs.get(heading))
+        for heading, timeline in style.named_timelines("page", timelines).items()
     ]
     parts = {
         "title": escape(title),
@@ -79,11 +75,8 @@ _PAGE = """<!doctype html>
 %(style)s
 </style>
 <h2>%(title)s</h2>
-<p>
-<span class="by-mouse">The wheel zooms, a drag moves. Hover over a unit, or press arrow keys, for its times and what it
-waits for.</span>
-<span class="by-touch">Two fingers zoom, one moves. Tap a unit for its times and what it waits for.</span>
-</p>
+<p>The wheel or two fingers zoom, a drag moves. Hover over a unit, tap it, or press arrow keys, for its times and what
+it waits for.</p>
 <div id="timelines"></div>
 <script>
 %(script)s
@@ -164,11 +157,11 @@ def predecessors(timeline: Timeline, parents: Sequence[tuple[int, ...]] | None =
 
 def _shown(heading: str, timeline: Timeline, run: Simulation | None) -> dict[str, Any]:
     """A timeline as the head of ``timeline.js`` says."""
+    begin, end = extent(timeline)
     placed = [entry for track in timeline for entry in track]
     number = {unit: i for i, (unit, _, _) in enumerate(placed)}
     after = predecessors(timeline, None if run is None else run.schedule.parents)
     edges = [[number[other] for other in after[unit]] for unit, _, _ in placed]
-    begin, end = extent(timeline)
     busy = sum(stop - start for _, start, stop in placed)
     makespan = end - begin
     path = None if run is None else run.critical_path
@@ -206,8 +199,7 @@ def _memory(timeline: Timeline, run: Simulation | None) -> dict[str, Any]:
         peaks = [max(accumulate((by for _, by, _ in changes), initial=0)) for changes in rows]
     holding = {row["name"]: h for h, row in enumerate(style.page_facts()["holdings"])}
     return {
-        "kind": "bytes" if constant else "units",
-        "whole": max(1, len({(unit.stage, unit.segment) for unit, _, _ in timeline[0]})),
+        "whole": None if constant else max(1, len({(unit.stage, unit.segment) for unit, _, _ in timeline[0]})),
         "total": peaks,
         "constant": constant,
         "first": _firsts(rows),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,21 @@ MOST_UNITS = 100_000  # of a picture or page: some seconds, in matplotlib or in 
 MOST_TRACED = 1_000_000  # 170 MB of JSON
 
 
-def check_size(what: str, num_units: int) -> None:
-    """Refuses a picture, page or trace that would take minutes and help nobody."""
+def named_timelines(what: str, tracks: Timeline | Mapping[str, Timeline], alone: str = "") -> Mapping[str, Timeline]:
+    """Timelines by their headings; refuses a picture, page or trace that would take minutes and help nobody.
+
+    Args:
+        alone: heading of a timeline that was given without one.
+    """
+    named: Mapping[str, Timeline] = tracks if isinstance(tracks, Mapping) else {alone: tracks}
+    num_units = sum(len(track) for timeline in named.values() for track in timeline)
     most = MOST_TRACED if what == "trace" else MOST_UNITS
     if num_units > most:
         raise ValueError(
             f"a {what} of {num_units} units, more than the {most} that it shows in good time; draw fewer "
             "micro-batches, ranks or segments, the pattern repeats"
         )
-
-
-def count_units(timelines: Iterable[Timeline]) -> int:
-    """Units of all timelines together."""
-    return sum(len(track) for timeline in timelines for track in timeline)
+    return named
 
 
 MICROBATCH_COLORS = ("#1f77b4", "#e6862d", "#2c9a45", "#cc3b3b", "#7d5fb2",

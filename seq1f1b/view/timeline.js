@@ -8,8 +8,8 @@
 //   pass, stage, microbatch, segment [unit]; start, end [unit] seconds
 //   slack, path                      [unit] seconds, or null; numbers of units, or null
 //   inputs                           {first [unit + 1], units}: what each unit comes after
-//   memory                           {kind, whole, total [rank], constant {name: [rank]}, first, when, by, holding}
-//     kind    "bytes", "units" (numbers of live units), or "microbatches" (`whole` is one)
+//   memory                           {whole, total [rank], constant {name: [rank]}, first, when, by, holding}
+//     whole   null: amounts are bytes; else what a micro-batch of activations is
 //     first   [rank + 1] number of each rank's first change: when, by how much, and of which of the style's holdings
 "use strict"
 
@@ -37,10 +37,8 @@ const Timelines = (() => {
     return `${digits(seconds / second, n)} ${name}`
   }
 
-  function amountText({ kind, whole }, x, n = 4) {
-    if (kind === "bytes") return bytesText(x, n)
-    return kind === "units" ? `${Math.round(x)} units` : `${digits(x / whole, n)} micro-batch${x === whole ? "" : "es"}`
-  }
+  const amountText = ({ whole }, x, n = 4) =>
+    whole === null ? bytesText(x, n) : `${digits(x / whole, n)} micro-batch${x === whole ? "" : "es"}`
 
   const round = (x) => Math.round(100 * x) / 100
   const rect = (x, y, width, height, fill) =>
@@ -263,7 +261,7 @@ const Timelines = (() => {
         const all = `${amount(tops[tops.length - 1])} of at most ${amount(memory.total[rank])}`
         told = [["rank", `${rank}`], ["holds", all]]
         const kinds = this.style.holdings.map(({ text }, h) => [text, tops[h] - (tops[h - 1] ?? 0)]).reverse()
-        if (memory.kind === "bytes") told.push(...kinds.filter(([, x]) => x > 0).map(([text, x]) => [text, amount(x)]))
+        if (memory.whole === null) told.push(...kinds.filter(([, x]) => x > 0).map(([text, x]) => [text, amount(x)]))
       })
       return told
     }
@@ -326,8 +324,8 @@ const Timelines = (() => {
 
     // What the tallest memory curve holds, in the scale of this picture: curves of all have one.
     most({ timeline: { memory } }) {
-      const one = ({ kind, whole }) => (kind === "bytes" ? 1 : whole)
-      const isAlike = ({ kind }) => (kind === "bytes") === (memory.kind === "bytes")
+      const one = ({ whole }) => whole ?? 1
+      const isAlike = ({ whole }) => (whole === null) === (memory.whole === null)
       const alike = this.pictures.map((picture) => picture.timeline.memory).filter(isAlike)
       return (Math.max(...alike.map((m) => Math.max(...m.total) / one(m))) || 1) * one(memory)
     }
@@ -381,15 +379,14 @@ const Timelines = (() => {
       if (this.pictures.some(({ hasLater }) => hasLater))
         units.push(swatch("repeating-linear-gradient(135deg,#777 0 2px,#ddd 2px 4px)", "later stages of a rank"))
       if (this.pictures.some(({ critical }) => critical.size > 0)) units.push(element("span", {}, "— critical path"))
-      const isIn = (kind) => all.some(({ memory }) => memory.kind === kind)
+      const isInBytes = all.some(({ memory }) => memory.whole === null)
       const isHeld = ({ name }, h) =>
         all.some(({ memory }) => memory.constant[name]?.some((x) => x > 0) || memory.holding.includes(h))
-      const text = (one) => (isIn("bytes") ? one.text : "activations of live units")
+      const text = (one) => (isInBytes ? one.text : "activations of live units, in micro-batches")
       const held = this.style.holdings.filter(isHeld).map((one) => swatch(one.color, text(one)))
-      const unit = isIn("microbatches") && !isIn("bytes") ? ", in micro-batches" : ""
       this.legend.replaceChildren(
         element("div", {}, "A colour is a micro-batch: ", ...units),
-        element("div", {}, `Memory, under each rank${unit}: `, ...held.reverse()),
+        element("div", {}, "Memory, under each rank: ", ...held.reverse()),
       )
     }
 

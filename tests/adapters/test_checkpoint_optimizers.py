@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
+from torch.utils._pytree import tree_flatten
 
 from seq1f1b import PipelineEngine, PipelineState
 
@@ -122,17 +123,14 @@ class Run:
 
 def equal(a: Any, b: Any) -> bool:
     """Bit for bit, and of one type."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        return (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device) and torch.equal(a, b)
-    if isinstance(a, np.ndarray):
-        return bool((a == b).all())
-    if isinstance(a, dict):
-        return [*a] == [*b] and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return bool(a == b)
+
+    def same(x: Any, y: Any) -> bool:
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            return (x.dtype, x.device) == (y.dtype, y.device) and torch.equal(x, y)
+        return type(x) is type(y) and bool(np.all(x == y))
+
+    (own, form), (others, other_form) = tree_flatten(a), tree_flatten(b)
+    return form == other_form and all(map(same, own, others))
 
 
 @pytest.mark.parametrize("name", MAKERS)

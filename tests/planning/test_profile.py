@@ -554,23 +554,33 @@ def test_replays_of_ranks_that_share_cores(case):
 
 # -- the commands
 
-SIZES = ["--hidden", "32", "--heads", "4", "--ffn", "32", "--vocab", "29"]
-
 
 def test_profile_then_plan_on_the_command_line(tmp_path, capfd):
     pytest.importorskip("torch", reason="measuring needs torch")
     model, file, order = tmp_path / "m.json", tmp_path / "p.json", tmp_path / "plan.json"
     model.write_text(json.dumps(SHAPE._asdict()))
-    measure = ["profile", *SIZES, "--seq", "128", "--repeats", "1", "--dtype", "bf16", "--processes", "2"]
+    measure = [
+        "profile",
+        "--model",
+        str(model),
+        "--seq",
+        "128",
+        "--repeats",
+        "1",
+        "--dtype",
+        "bf16",
+        "--processes",
+        "2",
+    ]
     measure += ["--offload", str(tmp_path)]
     assert main([*measure, "--output", str(file)]) == 0
     text, told = capfd.readouterr()
-    assert re.fullmatch(r"seq1f1b: measuring, about \d+ (seconds|minutes?)\n(seq1f1b: \d+% of the work\n)*", told)
+    assert re.fullmatch(r"seq1f1b: measuring, about \d+ (seconds|minutes?)\n", told)
     assert "bfloat16 autocast, 1 threads in 2 processes" in text and "\nhead       backward" in text
     assert "\nlayer      recompute" in text
     assert re.search(r"a token of a layer moves \d+ bytes; a process's tier takes \S+ GB/s and gives back", text)
     found = Profile.load(file)
-    assert found.model == SHAPE._replace(layers=1) and found.layer.layers == 2 and found.seconds > 0
+    assert found.model == SHAPE and found.layer.layers == 2 and found.seconds > 0
     asked = ["plan", "--model", str(model), "--profile", str(file), "--seq", "128", "--ranks", "2"]
     few = ["--microbatches", "4", "--schedules", "1f1b,seq-zb-h1", "--stages", "1", "--output", str(order)]
     assert main([*asked, *few]) == 0
@@ -587,14 +597,10 @@ def test_profile_then_plan_on_the_command_line(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "profile needs --model, or the sizes of a model"),
-        (["--model", "gpt-2.7b", "--hidden", "8"], "one of the two"),
         (["--model", "gpt-9"], "there is no preset 'gpt-9'"),
-        (["--hidden", "8"], "missing fields ['heads', 'ffn', 'vocab']"),
-        ([*SIZES, "--heads", "3"], "heads is 3, must divide hidden 32"),
-        ([*SIZES, "--processes", "0"], "processes is 0, must be at least 1"),
+        (["--model", "gpt-2.7b", "--processes", "0"], "processes is 0, must be at least 1"),
         (["--model", "qwen3-30b-a3b"], "the model has 128 experts"),
-        ([*SIZES, "--offload", "/nowhere"], "offload directory /nowhere: no file can be made there"),
+        (["--model", "gpt-2.7b", "--offload", "/nowhere"], "offload directory /nowhere: no file can be made there"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_no_file(arguments, message, tmp_path, capfd):

@@ -174,7 +174,7 @@ def test_200_random_designs_have_the_numbers_of_the_package(page: Timelines) -> 
         assert found["refused"] is None, (design, found["refused"])
         assert found["text"] == run.schedule.to_text(), design
         assert found["makespan"] == run.makespan, design
-        for name in ("span", "busy", "wait"):
+        for name in ("span", "busy"):
             assert tuple(found[name]) == getattr(run, name), (design, name)
         for name in ("start", "end", "slack"):
             rows = getattr(run, name)
@@ -202,26 +202,14 @@ def test_trees_have_the_numbers_of_the_package(page: Timelines) -> None:
     found = compute(page, [
         {**plain, "options": {"trees": "nested"}},
         {**plain, "family": "text", "order": nested.to_text(), "parents": ""},
-        {**plain, "family": "gpipe", "parents": "-1,0,0"},
-        {**plain, "parents": "-1,0 -"},
-        {**plain, "parents": "-1,0,,0"},
-        {**plain, "parents": "-1,1 - -"},
     ])  # fmt: skip
     run = nested.simulate(Costs(seconds(F), seconds(B)), memory=StepMemory(activations=1))
     first = nested.units_of(0).index(("F", 0, 0, 2))
-    for result in found[:2]:
+    for result in found:
         assert result["text"] == nested.to_text() and result["trees"] == trees
         assert result["makespan"] == pytest.approx(run.makespan) and tuple(result["memory"]["total"]) == run.peak
         begin, end = result["inputs"]["first"][first : first + 2]
         assert nested.units_of(0).index(("F", 0, 0, 0)) in result["inputs"]["units"][int(begin) : int(end)]
-    counts |= {"num_segments": 3, "parents": [[-1, 0, 0]] * 3}
-    assert found[2]["text"] == build_schedule("gpipe", **counts).to_text()
-    assert [result["refused"] for result in found[3:]] == [
-        "parents hold 2 words, must hold one for all or for each of 3",
-        '"-1,0,,0": parents are written -1,0,0, or - for a chain, with blanks between',
-        "parents of micro-batch 0: segment 1 follows segment 1, must follow one of 0..0: a parent comes before its "
-        "children",
-    ]
 
 
 DESIGNS = [
@@ -277,6 +265,9 @@ MISTAKES = {
     "llama3-8b, 128k tokens has costs for P = 4": {"costs": "8b-128k", "P": 5},
     "llama3-8b, 128k tokens has costs for v = 1, 2, k = 1, 2, 4, 8, 16, 32": {"costs": "8b-128k", "k": 3},
     "line 1, unit 2, 'X1.0'": {"family": "text", "order": "F0.0 X1.0"},
+    "parents hold 2 words, must hold one for all or for each of 4": {"parents": "-1,0 -"},
+    '"-1,0,,0": parents are written -1,0,0, or - for a chain, with blanks between': {"parents": "-1,0,,0"},
+    "parents of micro-batch 0: segment 1 follows segment 1, must follow one of 0..0": {"parents": "-1,1"},
 }
 
 
@@ -295,10 +286,6 @@ def test_the_first_look_is_1f1b_beside_seq1f1b_without_a_network(page: Timelines
     assert page.run("return all.frames[1].plot.getBoundingClientRect().bottom <= innerHeight"), "both are in view"
     assert page.run("return performance.getEntriesByType('resource').length") == 0
     assert page.problems() == []
-    text = page.hover(1, 1.25, 1.3)
-    assert "F0.1, forward" in text and "1 s to 1.5 s, 0.5 s long" in text
-    assert "F0.1 on rank 0, ended at 1 s" in text and "on the critical path" not in text
-    assert "2.5 micro-batches of at most 2.5" in page.hover(1, 4.0, 0.9)
     table = page.browser.find_element("id", "compared").text
     assert "step 21 s 16.5 s 0.79" in table and "bubble 42.9% 27.3% 0.64" in table
     note = page.browser.find_element("css selector", ".timeline-note").text
@@ -327,9 +314,8 @@ def test_a_link_holds_the_designs(browser: Any, url: str, page: Timelines) -> No
     before, link = page.run(state), page.run("return location.hash")
     assert opened(browser, url + link).run(state) == before and before[1][2] == order
     odd = "return Designs.fromLink(arguments[0])"
-    assert [page.run(odd, text) for text in ("", "x=1", "%5B", "7", "[]")] == [None] * 5
-    wrong = json.dumps([{"P": "many", "k": None, "M": 6, "wrong": 1, "W": None}])
-    assert page.run(odd, wrong) == page.run("return [Designs.make({M: 6})]") * 2
+    assert [page.run(odd, text) for text in ("", "x=1", "%5B", "7")] == [None] * 4
+    assert page.run(odd, json.dumps([{"M": 6}])) == page.run("return [Designs.make({M: 6})]") * 2
 
 
 def test_a_wrong_order_names_its_rule_and_marks_both_units(page: Timelines) -> None:
@@ -384,7 +370,7 @@ def test_saved_forms(page: Timelines) -> None:
 
 
 def test_keys_alone_change_a_design(page: Timelines) -> None:
-    """From field to field with Tab, counts with arrows; then along a timeline."""
+    """From field to field with Tab, counts with arrows."""
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
 
@@ -392,10 +378,6 @@ def test_keys_alone_change_a_design(page: Timelines) -> None:
     page.run("document.querySelectorAll('.panel')[1].querySelector('[data-name=family]').focus()")
     keys.send_keys(Keys.TAB, Keys.TAB, Keys.ARROW_UP, Keys.ARROW_UP, Keys.TAB, Keys.ARROW_UP, Keys.TAB).perform()
     assert page.run("const {M, k} = explorer.panels[1].result; return [M, k]") == [6, 3]
-    page.run("all.frames[1].plot.focus()")
-    keys.reset_actions()
-    keys.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT).perform()
-    assert page.run("return all.said.textContent").startswith("unit: F0.1, forward. rank: 0, stage 0. ")
     nameless = "return [...document.querySelectorAll('input, select, textarea, button, .timeline-plot')].filter("
     nameless += "(e) => !e.textContent && !e.title && !e.ariaLabel && !e.closest('label')?.textContent).length"
     assert page.run(nameless) == 0

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,27 +17,50 @@ def simulate(name: str, num_segments: int, forward: float, num_microbatches: int
     return schedule.simulate(Costs(forward, 2 * forward))
 
 
-def test_text_of_1f1b_and_seq1f1b() -> None:
-    assert simulate("1f1b", 1, 2.0).to_text(92) == (
+TEXTS = {
+    "1f1b": (
+        (simulate("1f1b", 1, 2.0), 92),
         "rank 0  0---1---2---3---                        0=======    1=======    2=======    3=======\n"
         "rank 1      0---1---2---                0=======3---1=======    2=======    3=======\n"
         "rank 2          0---1---        0=======2---1=======3---2=======    3=======\n"
         "rank 3              0---0=======1---1=======2---2=======3---3=======\n"
-        "0-- forward, 0== backward of micro-batch 0; one column is 500 ms\n"
-    )
-    assert simulate("seq1f1b", 2, 1.0).to_text(92) == (
+        "0-- forward, 0== backward of micro-batch 0; one column is 500 ms\n",
+    ),
+    "seq1f1b": (
+        (simulate("seq1f1b", 2, 1.0), 92),
         "rank 0  0a0b1a1b2a            0b==2b0a==3a1b==3b1a==  2b==  2a==  3b==3a==\n"
         "rank 1    0a0b1a1b        0b==2a0a==2b1b==3a1a==3b2b==  2a==  3b==3a==\n"
         "rank 2      0a0b1a    0b==1b0a==2a1b==2b1a==3a2b==3b2a==  3b==3a==\n"
         "rank 3        0a0b0b==1a0a==1b1b==2a1a==2b2b==3a2a==3b3b==3a==\n"
-        "0b-- forward, 0b== backward of micro-batch 0, segment 1; one column is 500 ms\n"
-    )
+        "0b-- forward, 0b== backward of micro-batch 0, segment 1; one column is 500 ms\n",
+    ),
+    "split backward": (
+        (Schedule.from_text("[0]F0.0 [1]F0.0 [1]I0.0 [0]I0.0 [1]W0.0 [0]W0.0").simulate(), 38),
+        "rank 0  0----0----0~~~~0~~~~0++++0++++\n"
+        "0-- forward, 0~~ input gradient, 0++\n"
+        "weight gradient of micro-batch 0; one\n"
+        "column is 200 ms\n",
+    ),
+    "recomputation": (
+        (Schedule.from_text("F0.0 F1.0 R0.0 B0.0 R1.0 B1.0").simulate(), 40),
+        "rank 0  0---1---0^^^0=======1^^^1=======\n"
+        "0-- forward, 0== backward, 0^^\n"
+        "recomputation of micro-batch 0; one\n"
+        "column is 250 ms\n",
+    ),
+    "no time": (
+        (Schedule.from_text("F0.0 B0.0").simulate(Costs(0.0, 0.0)), 100),
+        "rank 0  \n-- forward, == backward\n",
+    ),
+}
 
 
-def test_the_page_on_timelines_shows_what_we_print() -> None:
-    page = (ROOT / "docs/how-to/timeline.md").read_text()
-    for simulation in (simulate("1f1b", 1, 2.0), simulate("seq1f1b", 2, 1.0)):
-        assert "\n".join(simulation.to_text(92).splitlines()[:-1]) in page
+@pytest.mark.parametrize("name", TEXTS)
+def test_text(name: str) -> None:
+    (run, width), text = TEXTS[name]
+    assert run.to_text(width) == text
+    if "1f1b" in name:  # the page shows what is printed, to a time of its own
+        assert "\n".join(text.splitlines()[:-1]) in (ROOT / "docs/how-to/timeline.md").read_text()
 
 
 def test_labels_shrink_with_the_width() -> None:
@@ -51,27 +75,10 @@ def test_labels_shrink_with_the_width() -> None:
         assert max(map(len, lines[4:])) <= max(width, 40)
 
 
-def test_text_of_a_split_backward() -> None:
-    simulation = Schedule.from_text("[0]F0.0 [1]F0.0 [1]I0.0 [0]I0.0 [1]W0.0 [0]W0.0").simulate()
-    assert simulation.to_text(38) == (
-        "rank 0  0----0----0~~~~0~~~~0++++0++++\n"
-        "0-- forward, 0~~ input gradient, 0++\n"
-        "weight gradient of micro-batch 0; one\n"
-        "column is 200 ms\n"
-    )
-
-
-def test_recomputation_has_a_fill_a_colour_and_a_name(tmp_path: Path) -> None:
-    run = Schedule.from_text("F0.0 F1.0 R0.0 B0.0 R1.0 B1.0").simulate()
-    assert run.to_text(40) == (
-        "rank 0  0---1---0^^^0=======1^^^1=======\n"
-        "0-- forward, 0== backward, 0^^\n"
-        "recomputation of micro-batch 0; one\n"
-        "column is 250 ms\n"
-    )
+def test_recomputation_has_a_colour_and_a_name(tmp_path: Path) -> None:
+    (run, _), _ = TEXTS["recomputation"]
     draw.trace_json(tmp_path / "trace.json", run.timeline)
-    bars = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
-    assert [(bar["name"], bar["cat"]) for bar in bars if bar["name"][0] == "R"] == [
+    assert [(bar["name"], bar["cat"]) for bar in bars_of(tmp_path / "trace.json") if bar["name"][0] == "R"] == [
         ("R0.0", "recomputation"), ("R1.0", "recomputation")
     ]  # fmt: skip
     colors = [style.color_of(Unit(kind, 0, 0, 0)) for kind in "FBIWR"]
@@ -111,40 +118,32 @@ def test_units_narrower_than_a_column_have_their_shares() -> None:
                 assert abs(drawn[:until].count(fill) - spent) <= 1.0, (line, until)
 
 
-def test_text_of_units_that_take_no_time() -> None:
-    text = Schedule.from_text("F0.0 B0.0").simulate(Costs(0.0, 0.0)).to_text()
-    assert text == "rank 0  \n-- forward, == backward\n"
+def bars_of(path: Path) -> list[dict[str, Any]]:
+    return [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
 
 
 def test_trace(tmp_path: Path) -> None:
-    planned, measured = simulate("1f1b", 1, 2e-3), simulate("seq1f1b", 2, 1e-3)
+    runs = {"planned": simulate("1f1b", 1, 2e-3), "measured": simulate("seq1f1b", 2, 1e-3)}
     path = tmp_path / "trace.json"
-    draw.trace_json(path, {"planned": planned.timeline, "measured": measured.timeline})
+    draw.trace_json(path, {name: run.timeline for name, run in runs.items()})
     events = json.loads(path.read_text())["traceEvents"]
-    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
-    assert names == ["planned", "measured"]
-    threads = {
-        (event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"
-    }
-    assert threads == {(pid, rank): f"rank {rank}" for pid in range(2) for rank in range(4)}
-    for pid, simulation in enumerate((planned, measured)):
-        for rank, track in enumerate(simulation.timeline):
-            bars = [event for event in events if event["ph"] == "X" and (event["pid"], event["tid"]) == (pid, rank)]
-            assert [bar["name"] for bar in bars] == [str(unit) for unit, _, _ in track]
-            assert [bar["ts"] for bar in bars] == pytest.approx([1e6 * start for _, start, _ in track])
-            assert [bar["dur"] for bar in bars] == pytest.approx([1e6 * (end - start) for _, start, end in track])
-            assert [bar["args"] for bar in bars] == [
-                {"stage": unit.stage, "microbatch": unit.microbatch, "segment": unit.segment} for unit, _, _ in track
-            ]
-            assert [bar["cat"] for bar in bars] == [{"F": "forward", "B": "backward"}[u.kind] for u, _, _ in track]
-
-
-def test_trace_names_stages_where_a_rank_holds_several(tmp_path: Path) -> None:
-    schedule = Schedule.from_text("[0]F0.0 [3]F0.0\n[1]F0.0 [2]F0.0")
-    draw.trace_json(tmp_path / "trace.json", schedule.simulate().timeline)
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    bars = [(event["tid"], event["name"]) for event in events if event["ph"] == "X"]
-    assert bars == [(0, "[0]F0.0"), (0, "[3]F0.0"), (1, "[1]F0.0"), (1, "[2]F0.0")]
+    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == [*runs]
+    threads = [(e["pid"], e["tid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"]
+    assert threads == [(pid, rank, f"rank {rank}") for pid in range(2) for rank in range(4)]
+    fields = ("stage", "microbatch", "segment")
+    expected = [
+        (pid, rank, str(unit), {"F": "forward", "B": "backward"}[unit.kind], dict(zip(fields, unit[1:], strict=True)))
+        for pid, run in enumerate(runs.values())
+        for rank, track in enumerate(run.timeline)
+        for unit, _, _ in track
+    ]
+    assert [(e["pid"], e["tid"], e["name"], e["cat"], e["args"]) for e in bars_of(path)] == expected
+    times = [entry[1:] for run in runs.values() for track in run.timeline for entry in track]
+    found = [(bar["ts"], bar["ts"] + bar["dur"]) for bar in bars_of(path)]
+    assert found == [pytest.approx((1e6 * start, 1e6 * end)) for start, end in times]
+    several = Schedule.from_text("[0]F0.0 [3]F0.0\n[1]F0.0 [2]F0.0")  # stages of a rank have names
+    draw.trace_json(path, several.simulate().timeline)
+    assert [bar["name"] for bar in bars_of(path)] == ["[0]F0.0", "[3]F0.0", "[1]F0.0", "[2]F0.0"]
 
 
 def test_a_timeline_without_units(tmp_path: Path) -> None:
@@ -205,8 +204,7 @@ def test_parts_in_waits_are_told_apart(tmp_path: Path) -> None:
     assert text.splitlines()[0] == "rank 0  0-0~::  1~0+"
     assert ":: weight gradient in a wait" in text.replace("\n", " ")
     draw.trace_json(tmp_path / "trace.json", [track])
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    categories = [event["cat"] for event in events if event["ph"] == "X"]
+    categories = [bar["cat"] for bar in bars_of(tmp_path / "trace.json")]
     assert categories == ["forward", "input gradient", "weight gradient in a wait", "input gradient", "weight gradient"]
     draw.timeline_png(tmp_path / "waits.png", [track])
     assert (tmp_path / "waits.png").stat().st_size > 0
