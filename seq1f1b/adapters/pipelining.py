@@ -54,6 +54,8 @@ class _Segmented:
         self._own_stages = list(stage) if isinstance(stage, Sequence) else [stage]
         self._order = self._build(engine.pop("schedule", self._family), n_microbatches, n_segments)
         loss = engine.pop("loss", Loss())
+        if not isinstance(loss, Loss):
+            raise TypeError(f"loss must be a seq1f1b.Loss, got {type(loss).__name__}")
         if not loss.scale_grads:
             raise ValueError("Loss.scale_grads is False: give the schedule its own argument scale_grads=False instead")
         engine.setdefault("grad_dtype", None if n_segments == 1 else torch.float32)

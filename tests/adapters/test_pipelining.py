@@ -373,6 +373,7 @@ def refusals(rank: int, world: int) -> None:
         (ValueError, "num_microbatches is 0", {"n_microbatches": 0}),
         (ScheduleError, "stages per rank", {"kind": ScheduleSeqInterleaved1F1B, "stages": [stage]}),
         (ValueError, "give the schedule its own argument scale_grads=False", {"loss": Loss(scale_grads=False)}),
+        (TypeError, "loss must be a seq1f1b.Loss, got str", {"loss": "sum"}),
         (TypeError, "unexpected keyword argument 'limit'", {"limit": Limits()}),
         (TypeError, "multiple values for keyword argument 'num_segments'", {"num_segments": 2}),
     ):
