@@ -21,7 +21,7 @@ from seq1f1b.runtime.data_parallel import data_parallel
 from seq1f1b.runtime.findings import RANDOMNESS, STATE, STATISTICS, WEIGHTING
 from seq1f1b.runtime.runner import Runner
 from seq1f1b.runtime.verify_model import PRECISION, NotRun, WholeModel
-from seq1f1b.runtime.verify_runs import Pass, Session, names_of
+from seq1f1b.runtime.verify_runs import Pass, Session, names_of, refuse
 
 __all__ = ["Verification"]
 
@@ -114,17 +114,14 @@ def verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None, 
 
 def _verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None, model: Any) -> Verification:
     group = runner.pipeline.group
-    mine = [_refusal(runner), str(_own_dtype(runner)), _fits(runner), model is not None]
-    everyones = group.all_gather_object(mine)
-    for rank, (text, *_) in enumerate(everyones):
-        if text:
-            raise ValueError(f"rank {rank}: {text}")
+    refuse(group, _refusal(runner))
+    everyones = group.all_gather_object([str(_own_dtype(runner)), _fits(runner), model is not None])
     if arguments.rows is None:
         runner.settle(arguments)
     runner.pipeline.tied.compare(always=True)  # makes copies equal first, before a run has its own copies
     whole = WholeModel(runner, arguments, model) if any(given for *_, given in everyones) else None
-    fits = all(fits for _, _, fits, _ in everyones) and (whole is None or whole.fits_wide)
-    own = sorted({name for _, name, *_ in everyones})
+    fits = all(fits for _, fits, _ in everyones) and (whole is None or whole.fits_wide)
+    own = sorted({name for name, *_ in everyones})
     wide = dtype if dtype is not None else torch.float64 if fits else None
     if [str(wide)] == own:
         wide = None

@@ -16,9 +16,10 @@ from tiny_model import Config, batch, cross_entropy, run_whole, stage_of, whole_
 from torch import Tensor, nn
 
 import seq1f1b
-from seq1f1b.runtime import verify_whole
+from seq1f1b.runtime import verify_model
 from seq1f1b.runtime.batch import StepArguments
 from seq1f1b.runtime.verify_model import WholeModel
+from seq1f1b.runtime.verify_runs import Session
 from seq1f1b.testing import run_ranks
 
 VOCAB, HIDDEN, HEADS, LENGTH, M, K = 23, 16, 2, 18, 2, 3
@@ -145,6 +146,8 @@ def test_the_reference_is_the_model_run_by_itself():
         stage = stage_of(model, CONFIG, group.rank, 2)
         engine = seq1f1b.PipelineEngine(stage, num_microbatches=M, num_segments=K, loss_fn=cross_entropy, group=group)
         whole = WholeModel(engine._runner, StepArguments(True, tokens, target, None), model)
+        session = Session(engine._runner, StepArguments(True, tokens, target, None))
+        whole.note(session.run(whole=False, dtype=None))
         found = whole.run(dtype=None)
         return found.losses, dict(zip((name for name, _ in engine.named_parameters()), found.gradients, strict=True))
 
@@ -208,11 +211,11 @@ PLANTED: dict[str, tuple[Callable[[Model, Model], None], str]] = {
     "mode": (of(1, "blocks.2.drop", training=False), r"dropout: with p = 0\.1 .* the training mode"),
     "final norm": (of(1, "", has_norm=False), r"the cut: head \(Linear\)"),
     "order of blocks": (another_order, r"the cut: blocks\.0"),
-    "buffer": (of(1, "", gain=torch.full((HIDDEN,), 1.6)), "buffers: the model has another value for gain of stage 1"),
+    "buffer": (of(1, "", gain=torch.full((HIDDEN,), 1.6)), "buffers: the model has another value for gain,"),
     "constant": (of(1, "", shift=torch.full((HIDDEN,), 0.3)), r"the cut: head \(Linear\)"),
     "hook": (unhooked, r"the cut: blocks\.1 \(Block\)"),
     "autocast": (without_autocast, "precision: rounding makes an error of .* as under torch.autocast"),
-    "autocast of a stage": (of(1, "", autocasts=False), r"precision: blocks\.2\.norm .* under autocast to bfloat16 in"),
+    "autocast of a stage": (of(1, "", autocasts=False), r"precision: blocks\.2\.norm .* under autocast to torch"),
     "frozen": (frozen, r"frozen parameters: requires_grad is another one in the model for blocks\.2\.up\.weight"),
 }  # fmt: skip
 
@@ -495,7 +498,7 @@ REFUSED: dict[str, tuple[Callable[[Model], Any], str]] = {
     "more": (more, "the model has what no stage holds: more.weight, more.bias"),
     "less": (less, r"stages hold what the model lacks: side.weight \(stage 0, rank 0\), side.bias"),
     "shape": (wider, r"side.weight is \(16, 16\) in stage 0, \(17, 16\) in the model"),
-    "kind": (lambda model: [model], "rank 0: model must be a torch.nn.Module, the whole one, got list"),
+    "kind": (lambda model: [model], "rank 0: model must be a torch.nn.Module, the whole one, .* got list"),
     "meta": (lambda model: copy.deepcopy(model).to("meta"), "rank 0: the model lies on the meta device"),
 }
 
@@ -524,11 +527,11 @@ def test_what_is_refused_on_every_rank(name):
 def test_a_model_that_does_not_fit(monkeypatch):
     model = make_model()
     model.autocasts = False
-    monkeypatch.setattr(verify_whole, "free_bytes", lambda device: 10_000)
+    monkeypatch.setattr(verify_model, "free_bytes", lambda device: 10_000)
     with pytest.raises(ValueError, match="rank 0: the model does not fit beside the stages: values and gradients need"):
         verified(model, stages_of(model))
     need = 5 * 8 * sum(t.numel() for t in {*model.parameters(), *model.buffers()})
-    monkeypatch.setattr(verify_whole, "free_bytes", lambda device: need)
+    monkeypatch.setattr(verify_model, "free_bytes", lambda device: need)
     result = verified(model, stages_of(model))
     assert result and not result.exact  # in the engine's own dtype
 
@@ -541,9 +544,7 @@ def test_a_model_on_another_rank_alone():
         engine = seq1f1b.PipelineEngine(
             stages[group.rank], num_microbatches=M, num_segments=K, loss_fn=cross_entropy, group=group
         )
-        with pytest.raises(
-            ValueError, match="rank 0: model= was given on another rank: give the whole model on rank 0"
-        ):
+        with pytest.raises(ValueError, match=r"rank 0: model must be a torch\.nn\.Module, .* got NoneType"):
             engine.verify(*given()[:1], target=given()[1], model=model if group.rank else None)
 
     run_ranks(2, run)
