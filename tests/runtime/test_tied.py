@@ -124,40 +124,6 @@ def test_copies_start_equal_and_frozen_ones_get_no_gradient():
         assert torch.equal(start, embedding) and gradient is None
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_one_parameter_that_a_stage_lists_twice_counts_once(ranks):
-    """The model's own two ends are listed, so that it may be cut anywhere, and not at all."""
-    embedding, linear = weights(torch.float64)
-    parts = [Part("embedding", embedding), Part("linear", linear), Part("head", embedding)]
-    parts[2].layer.weight = parts[0].layer.weight
-    parts[2].tied_parameters = {"embedding": parts[2].weight}
-
-    def run(group: Any) -> Tensor:
-        own = copy.deepcopy(parts if ranks == 1 else [parts[:2], parts[2:]][group.rank])
-        engine = seq1f1b.PipelineEngine(
-            nn.Sequential(*own), num_microbatches=M, num_segments=2, loss_fn=loss_fn, group=group
-        )
-        engine.step(batch(), target=seq1f1b.shift_labels(batch()))
-        gradient = own[0 if group.rank == 0 else -1].weight.grad
-        assert gradient is not None
-        return gradient
-
-    for gradient in run_ranks(ranks, run):
-        assert torch.allclose(gradient, whole_gradients(steps=1)[0], rtol=1e-12, atol=1e-15)
-
-
-@pytest.mark.parametrize("difference", ["shape", "frozen"])
-def test_copies_that_differ_are_refused(difference):
-    def run(group: Any) -> None:
-        rows = VOCAB + (group.rank if difference == "shape" else 0)
-        stage = Part("embedding" if group.rank == 0 else "head", torch.zeros(rows, HIDDEN))
-        stage.weight.requires_grad_(difference == "shape" or group.rank == 0)
-        seq1f1b.PipelineEngine(stage, num_microbatches=M, loss_fn=loss_fn, group=group)._tied_elsewhere()
-
-    with pytest.raises(ValueError, match="tied parameter 'embedding' differs between ranks"):
-        run_ranks(2, run)
-
-
 # -- parameters that nobody listed -------------------------------------------------------------------------------------
 
 
