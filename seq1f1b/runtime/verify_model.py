@@ -21,12 +21,13 @@ from seq1f1b.device.placement import common_device, free_bytes
 from seq1f1b.runtime.arguments import Agreement, Memory
 from seq1f1b.runtime.batch import StepArguments
 from seq1f1b.runtime.data_parallel import without_wrapper
-from seq1f1b.runtime.nested import tensors_of
+from seq1f1b.runtime.nested import mapped, tensors_of
 from seq1f1b.runtime.pipeline import Pipeline
 from seq1f1b.runtime.runner import Runner
 from seq1f1b.runtime.verify_runs import (
     Forward,
     Held,
+    NotRun,
     Pass,
     Session,
     named_tensors,
@@ -43,10 +44,6 @@ __all__: list[str] = []
 FROZEN, BUFFERS, UNTIED = "frozen parameters", "buffers", "untied parameters"
 DROPOUT, PRECISION = "dropout", "precision"
 _LISTED = 5  # names in an error
-
-
-class NotRun(ValueError):
-    """The model does not run in some dtype. Raised on every rank, between two exchanges."""
 
 
 class WholeModel:
@@ -71,7 +68,7 @@ class WholeModel:
         described = [[h.name, h.place, h.kind, tuple(h.tensor.shape), h.tensor.requires_grad] for h in own]
         everyones = self._group.all_gather_object([described, compared])
         self._compared: list[list[str]] = [theirs for _, theirs in everyones]
-        self._model: _Model | None = None
+        self._model: Any = None  # a _Model on rank 0
         text = ""
         if self._rank == 0:
             try:
@@ -116,7 +113,7 @@ class WholeModel:
         differences, self.notes = self._group.all_gather_object(texts)[0]
         self._differences += differences
 
-    def run(self, *, dtype: torch.dtype | None) -> Pass:
+    def run(self, dtype: torch.dtype | None) -> Pass:
         """One run of the model.
 
         Returns:
@@ -126,35 +123,29 @@ class WholeModel:
         """
         self._group.set_limits(self._runner.options.limits.longest)  # the other ranks wait for rank 0
         self._group.all_gather_object(True)  # all have given back what ranks that are threads share
-        found, told, error = None, None, None
+        found, told = None, None
         if self._model is not None:
-            found, error = self._model.run(dtype)
-            if found is None:
-                told = [f"{type(error).__name__}: {error}".splitlines()[0], False, {}, {}]
-            else:
+            try:
+                found = self._model.session.run_whole(dtype, lambda: self._model.fill(dtype))
                 forwards = {n.removeprefix("model."): f for n, f in found.forwards.items() if n.startswith("model.")}
                 told = ["", found.draws, dict(found.drops), forwards]
+            except NotRun as error:
+                told = [str(error), False, {}, {}]
         text, draws, drops, self._forwards[dtype] = self._group.all_gather_object(told)[0]
         if text:
-            raise NotRun(text) from error
+            raise NotRun(text)
         self._drops = Counter(drops)
         mine: Any = None
         for rank, compared in enumerate(self._compared):
-            part = None if self._model is None else self._model.part(found, compared, rank == 0, rank == self._last)
+            part = None if found is None else self._model.part(found, compared, rank == 0, rank == self._last)
             arrived = _sent(self._group, part, 0, rank)
             mine = arrived if rank == self._rank else mine
         device = self._runner.pipeline.device
-        losses, outputs, gradients = ([None if t is None else t.to(device) for t in tensors] for tensors in mine)
+        losses, outputs, gradients = mapped(mine, lambda tensor: tensor.to(device))
         not_finite = [] if found is None else found.not_finite
         if not_finite:
             not_finite[1] = not_finite[1].replace("stage 0, model.", "the model, ")
         return Pass(losses, outputs, gradients, draws, Counter(drops), [], [], not_finite)
-
-    def recover(self, error: Exception) -> str:
-        """The text of an error of :meth:`run`, if the ranks can go on after it."""
-        if not isinstance(error, NotRun):
-            raise error
-        return str(error)
 
     def end(self) -> None:
         if self._model is not None:
@@ -334,28 +325,18 @@ class _Model:
         self._trained = [p for _, p in pipeline.named_parameters() if p.requires_grad]
         self.session = Session(runner, arguments)
 
-    def run(self, dtype: torch.dtype | None) -> tuple[Pass | None, Exception | None]:
-        """One run, or the error with which it ended."""
-        try:
-            return self.session.run(whole=True, dtype=dtype, fill=lambda: self._fill(dtype)), None
-        except Exception as error:
-            self.session.recover(error)
-            return None, error
-
-    def _fill(self, dtype: torch.dtype | None) -> None:
+    def fill(self, dtype: torch.dtype | None) -> None:
+        """Gives the model the chosen values, within a run."""
         for own, value in self._chosen:
             wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
             own.data = value.to(own.device, wanted, copy=True)
 
-    def part(
-        self, found: Pass | None, compared: Iterable[str], is_first: bool, is_last: bool
-    ) -> list[list[Tensor | None]]:
+    def part(self, found: Pass, compared: Iterable[str], is_first: bool, is_last: bool) -> list[list[Any]]:
         """What of a run goes to a rank: losses, outputs and gradients.
 
         Args:
             compared: names of the rank's parameters that train.
         """
-        assert found is not None
         by_id = {id(p): gradient for p, gradient in zip(self._trained, found.gradients, strict=False)}
         gradients = [by_id.get(id(self._held[name].tensor)) for name in compared]
         of_inputs = found.gradients[len(self._trained) :] if is_first else []

@@ -65,6 +65,10 @@ class Forward(NamedTuple):
         return abs(self.norm - truth.norm) <= scale and abs(self.total - truth.total) <= 10 * scale
 
 
+class NotRun(ValueError):
+    """The whole model does not run in some dtype. Raised on every rank, between two exchanges."""
+
+
 class Session:
     """Runs one batch several times from one state, which :meth:`end` restores."""
 
@@ -96,14 +100,21 @@ class Session:
             pipeline.group.fail_step(step)
             raise
 
-    def recover(self, error: Exception) -> str:
-        """After a run that ended with an error on every rank: the error's text, from the rank where it arose."""
-        group = self._runner.pipeline.group
-        group.begin_step()  # waits until all ranks have left the failed run
-        group.end_step(failed=False)
-        text = f"{str(error).splitlines()[0]:.200}" if str(error) else type(error).__name__
-        texts = group.all_gather_object([isinstance(error, _C.PipelineError), text])
-        return min(texts)[1]  # type: ignore[no-any-return]
+    def run_whole(self, dtype: torch.dtype | None, fill: Callable[[], None] = lambda: None) -> Pass:
+        """One run of the whole model.
+
+        Raises:
+            NotRun: it ended with an error, which every rank hears; all have met again.
+        """
+        try:
+            return self.run(whole=True, dtype=dtype, fill=fill)
+        except Exception as error:
+            group = self._runner.pipeline.group
+            group.begin_step()  # waits until all ranks have left the failed run
+            group.end_step(failed=False)
+            text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            texts = group.all_gather_object([isinstance(error, _C.PipelineError), text])
+            raise NotRun(min(texts)[1]) from error  # that of the rank where it arose
 
     def end(self) -> None:
         self._state.restore()

@@ -579,7 +579,7 @@ def test_a_model_that_does_not_run_is_an_error_on_every_rank_and_the_engine_goes
         engine = seq1f1b.PipelineEngine(
             stages[group.rank], num_microbatches=M, num_segments=K, loss_fn=cross_entropy, group=group
         )
-        with pytest.raises(ValueError, match=r"the whole model does not run on rank 0: .*not here"):
+        with pytest.raises(ValueError, match=r"the whole model does not run: .*not here"):
             engine.verify(tokens, target=target, show=False, model=None if group.rank else model)
         return len(engine.step(tokens, target=target))
 
