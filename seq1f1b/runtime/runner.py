@@ -314,6 +314,7 @@ class Runner:
             check_equal_rows(group, arguments.rows, arguments.trees, arguments.plan, order.digest)
             self._has_had_rows = self._has_had_rows or arguments.rows is not None
         samples = self.pipeline.tied.meet(lambda: self._samples(arguments))
+        self.pipeline.tied.check()
         look_at_batches(samples)
         # With one segment the loss itself may shift them.
         if self.pipeline.has_last and (self.options.num_segments > 1 or arguments.rows is not None):

@@ -164,8 +164,7 @@ class TiedParameters:
         """Finds the copies, and makes them equal; after a failed step compares them. Collective over the pipeline,
         within a step or between two.
 
-        A rank may fail when others have not yet left; so all meet again after a failed step. Where they have met, it
-        raises if what this rank holds now cannot be taken; in a step the others hear of it.
+        A rank may fail when others have not yet left; so all meet again after a failed step.
 
         Args:
             beside: makes what is told to the other ranks, too.
@@ -173,14 +172,8 @@ class TiedParameters:
             what all ranks told so; nothing where they have met before.
         """
         if self._met_in == self._group.epoch:
-            if not self._copies and not any(_listed(part) for _, part in self._lists):
-                return []
-            self._refresh()
-            late = self._copies.keys() - self._holders.keys()
-            if late and not self._problem:
-                raise ValueError(f"tied parameters {sorted(late)} were listed after the first step: list them before")
-            if self._problem:
-                raise ValueError(self._problem)
+            if self._copies:
+                self._refresh()
             return []
         self._read()
         others = unlisted(self._modules, {id(own) for own in self.parameters()}) if self.equal is None else []
@@ -196,6 +189,13 @@ class TiedParameters:
             self._make_equal()
         self._met_in, self._is_news, self._steps = self._group.epoch, False, 0
         return [told for *_, told in found]
+
+    def check(self) -> None:
+        """In a step, before its units: raises if what this rank holds now cannot be taken. The others hear of it."""
+        late = {name for _, part in self._lists for name in _listed(part)} - self._holders.keys()
+        if self._problem or late:
+            text = f"tied parameters {sorted(late)} were listed after the first step: list them before"
+            raise ValueError(self._problem or text)
 
     def _take(self, everyones: Sequence[dict[str, list[list[Any]]]]) -> None:
         """Takes over who holds which copies. Raises on every rank if they are not alike, or have hooks."""
