@@ -279,7 +279,7 @@ class _Comparison:
             if mine.shape != theirs.shape or mine.dim() <= dim or mine.shape[dim] != sum(found.sizes):
                 continue
             pairs = zip(torch.split(mine, found.sizes, dim), torch.split(theirs, found.sizes, dim), strict=True)
-            wrong = [s for s, (a, b) in enumerate(pairs) if _ratio(_distance(a, b), _norm(b)) > self.tolerance]
+            wrong = [s for s, (a, b) in enumerate(pairs) if not _ratio(_distance(a, b), _norm(b)) <= self.tolerance]
             first = min([first, *wrong])
         return first
 
@@ -343,14 +343,10 @@ class _Comparison:
         elif self._num_segments == 1:
             cause = "state across micro-batches: one segment differs, too, when micro-batches run in this order"
         elif self._start == 0:
-            cause = (
-                f"{STATISTICS}: the first segment differs, so a token depends on later ones or on the whole "
-                "sequence: a norm, a mean, pooling or attention over all tokens"
-            )
+            cause = f"{STATISTICS}: the first segment differs, so a token depends on later ones or on their number"
         else:
             cause = (
-                f"{STATE}: the first segment agrees and segment {self._start} does not, so something begins anew in "
-                "each segment: attention, positions, a recurrence, a convolution, a shift"
+                f"{STATE}: segment {self._start} is the first that differs, so something begins anew in each segment"
             )
         return (cause,)
 
@@ -364,14 +360,15 @@ def _double(value: Tensor) -> Tensor:
 
 
 def _distance(value: Tensor | None, truth: Tensor | None) -> float:
+    """The norm of the difference; infinities and NaNs that both have are none."""
     if value is None or truth is None:
         return _norm(value if truth is None else truth)
-    distance = _norm(_double(value) - _double(truth))
-    return distance if math.isfinite(distance) or not _same_infinities(value, truth) else 0.0
+    one, other = _double(value), _double(truth)
+    return _norm((one - other).masked_fill((one == other) | (one.isnan() & other.isnan()), 0.0))
 
 
-def _same_infinities(value: Tensor, truth: Tensor) -> bool:
-    return torch.equal(_double(value).nan_to_num(0.5), _double(truth).nan_to_num(0.5))
+def _or_infinite(error: float) -> float:
+    return math.inf if math.isnan(error) else error
 
 
 def _ratio(distance: float, norm: float) -> float:
@@ -385,4 +382,4 @@ def _worst(values: list[Tensor], truths: list[Tensor]) -> float:
     scale = math.sqrt(sum(_norm(t) ** 2 for t in truths) / max(1, len(truths)))
     # A part of the output without tokens has another shape in segments: what comes of it is in loss and gradients.
     pairs = [(v, t) for v, t in zip(values, truths, strict=True) if v.shape == t.shape]
-    return max((_ratio(_distance(v, t), scale) for v, t in pairs), default=0.0)
+    return max((_ratio(_distance(v, t), scale) for v, t in pairs), default=0.0, key=_or_infinite)

@@ -78,8 +78,8 @@ class WholeModel:
                 text = f"the model cannot be prepared: {type(error).__name__}: {error}"
         refuse(self._group, text)
         self._take(arguments, own)
-        told = self._model.told() if self._model is not None else None
-        self.fits_wide, self._differences = self._group.all_gather_object(told)[0]
+        self.fits_wide: bool = self._group.all_gather_object(self._model is not None and self._model.fits_wide())[0]
+        self._differences: list[str] = []
         self.notes: list[str] = []
         self._forwards: dict[torch.dtype | None, dict[str, Forward]] = {}  # by the dtype of the run
         self._drops = Counter[float]()
@@ -110,8 +110,7 @@ class WholeModel:
         if self._model is not None:
             self._model.stage.returns_tensor = everyones[self._last][1]
             texts = self._model.choose({name for theirs, _ in everyones for name in theirs})
-        differences, self.notes = self._group.all_gather_object(texts)[0]
-        self._differences += differences
+        self._differences, self.notes = self._group.all_gather_object(texts)[0]
 
     def run(self, dtype: torch.dtype | None) -> Pass:
         """One run of the model.
@@ -266,11 +265,9 @@ class _Model:
         tensors = {id(held.tensor): held.tensor for held in self._held.values()}.values()
         return copies * sum(t.numel() * (itemsize or t.element_size()) for t in tensors)
 
-    def told(self) -> Any:
-        """Whether float64 fits, and how the model and the stages differ so far."""
-        text = f"{FROZEN}: requires_grad is another one in the model for {_listed(self._frozen)}"
-        # Beside the model's copy and gradients, gradients of three runs stay on the ranks.
-        return self._bytes(5, 8) < free_bytes(self._device), [text] * bool(self._frozen)
+    def fits_wide(self) -> bool:
+        """Beside the model's copy and gradients, gradients of three runs stay on the ranks."""
+        return self._bytes(5, 8) < free_bytes(self._device)
 
     def choose(self, changed: set[str]) -> list[list[str]]:
         """Chooses the values with which the model runs: those of the stages.
@@ -298,11 +295,13 @@ class _Model:
                     continue
             self._chosen.append((own, value))
         texts = [
+            f"{FROZEN}: requires_grad is another one in the model for {_listed(self._frozen)}",
             f"{BUFFERS}: the model has another value for {_listed(stale)}, and no step changes it",
             f"{UNTIED}: stages have unlike values for one parameter of the model, {_listed(apart)}",
         ]
         notes = [f"The model had other values, and took the stages': {_listed(taken)}."] * bool(taken)
-        return [[text for text, names in zip(texts, (stale, apart), strict=True) if names], notes]
+        found = self._frozen, stale, apart
+        return [[text for text, names in zip(texts, found, strict=True) if names], notes]
 
     # -- a run -----------------------------------------------------------------------------------------------------
 

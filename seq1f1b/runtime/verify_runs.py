@@ -272,16 +272,14 @@ def _tensors(output: Any) -> list[Tensor]:
 
 def names_of(runner: Runner, run: Pass) -> list[str]:
     """Names of the compared tensors: parameters that require grad, by stage, then inputs that do."""
-    pipeline, options = runner.pipeline, runner.options
-    places = [f"stage {index}: " if pipeline.num_stages > 1 else "" for index in pipeline.modules]
-    if options.embedding is not None:
-        places.insert(0, f"shard {pipeline.rank}: ")
+    pipeline, shard = runner.pipeline, f"shard {runner.pipeline.rank}: "
+    places = {"the embedding": shard, "the loss": "loss: " if runner.options.head is None else shard}
     names: dict[int, str] = {}
-    loss = "loss: " if options.head is None else f"shard {pipeline.rank}: "
-    for place, module in zip([*places, loss], pipeline.bare_modules(), strict=False):
+    for _, place, module in own_modules(runner):
+        before = places.get(place, f"{place}: " if pipeline.num_stages > 1 else "")
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                names.setdefault(id(parameter), place + name)
+                names.setdefault(id(parameter), before + name)
     inputs = len(run.gradients) - len(names)
     return [*names.values(), *(f"input {i}" if inputs > 1 else "input" for i in range(inputs))]
 
