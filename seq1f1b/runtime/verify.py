@@ -263,7 +263,7 @@ class _Comparison:
         self._seen = dict.fromkeys(text for texts in everyones[4] for text in texts)
         rows = [row for theirs in everyones[0] for row in theirs]
         floor = 1e-3 * math.sqrt(sum(row[1] ** 2 for row in rows) / max(1, len(rows)))
-        # Of the plain, the found and the exact run by name; and their root mean squares over the gradients.
+        # Errors of the plain, the found and the exact run by name; and their root mean squares over the gradients.
         self._errors = {row[0]: [_ratio(distance, max(row[1], floor)) for distance in row[2:]] for row in rows}
         columns = list(zip(*self._errors.values(), strict=True)) or [(), ()]
         self._common = [math.sqrt(sum(e**2 for e in column) / max(1, len(column))) for column in columns]
@@ -379,7 +379,8 @@ def _worst(values: list[Tensor], truths: list[Tensor]) -> float:
     """Largest error, relative to the truths' root mean square: a loss may be near zero in one micro-batch."""
     if len(values) != len(truths):
         return math.inf
-    scale = math.sqrt(sum(_norm(t) ** 2 for t in truths) / max(1, len(truths)))
+    finite = [_norm(t.nan_to_num(0.0, 0.0, 0.0)) for t in truths]
+    scale = math.sqrt(sum(norm**2 for norm in finite) / max(1, len(truths)))
     # A part of the output without tokens has another shape in segments: what comes of it is in loss and gradients.
     pairs = [(v, t) for v, t in zip(values, truths, strict=True) if v.shape == t.shape]
     return max((_ratio(_distance(v, t), scale) for v, t in pairs), default=0.0, key=_or_infinite)

@@ -517,3 +517,16 @@ def test_a_fault_of_one_of_two_stages(name):
     assert any(re.match(note, each) for each in result.notes)
     assert note or not any("not finite" in each for each in result.notes)
     assert not result.ok or bool(result.exact) == (note == "")
+
+
+class Masked(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return words_that_do_not_exist(self, super().forward(x))
+
+
+def test_equal_infinities_are_no_difference_on_one_rank_either():
+    def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(logits, target.clamp(max=26))
+
+    result = verified(Masked(Mixer(attention)), loss_fn=loss_fn)
+    assert result.ok and result.exact, str(result)
