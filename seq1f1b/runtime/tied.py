@@ -354,7 +354,7 @@ def _identities(copies: Iterable[tuple[str, list[_Copy]]]) -> set[Any]:
 
 
 def _listed(part: nn.Module) -> Any:
-    """What a module lists as ``tied_parameters``."""
+    """Parameters that a module lists as ``tied_parameters``."""
     computed: Any = getattr(type(part), _LIST, None)
     try:  # an AttributeError of a property would pass for a missing attribute
         is_property = isinstance(computed, property) and computed.fget is not None

@@ -331,7 +331,7 @@ class _Model:
             own.data = value.to(own.device, wanted, copy=True)
 
     def part(self, found: Pass, compared: Iterable[str], is_first: bool, is_last: bool) -> list[list[Any]]:
-        """What of a run goes to a rank: losses, outputs and gradients.
+        """Tensors of a run that go to a rank: losses, outputs and gradients.
 
         Args:
             compared: names of the rank's parameters that train.
