@@ -138,39 +138,29 @@ Attributes: TypeAlias = "list[tuple[nn.Module, dict[str, tuple[Any, Any]]]]"
 
 
 def attributes_of(modules: Iterable[nn.Module]) -> Attributes:
-    """The attributes of some modules, for :func:`put_back`."""
-    return [(module, _copied(module.__dict__)) for module in modules]
+    """The attributes of some modules, for :func:`put_back`: values, and copies of plain containers."""
+    return [
+        (module, {n: (v, v.copy() if type(v) in _CONTAINERS else None) for n, v in module.__dict__.items()})
+        for module in modules
+    ]
 
 
 def put_back(saved: Attributes) -> None:
     """Makes attributes what they were, and the elements of those that are plain containers."""
     for module, own in saved:
-        _put_back(module.__dict__, own)
+        for name in module.__dict__.keys() - own.keys():
+            del module.__dict__[name]
+        for name, (value, elements) in own.items():
+            module.__dict__[name] = value
+            if elements is not None and _ids(value) != _ids(elements):
+                value.clear()
+                (value.extend if isinstance(value, (list, deque)) else value.update)(elements)
 
 
-def _copied(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Each attribute, and a copy of its elements if it is a plain container."""
-    return {name: (value, value.copy() if type(value) in _CONTAINERS else None) for name, value in attributes.items()}
-
-
-def _put_back(attributes: dict[str, Any], saved: dict[str, tuple[Any, Any]]) -> None:
-    for name in attributes.keys() - saved.keys():
-        del attributes[name]
-    for name, (value, elements) in saved.items():
-        attributes[name] = value
-        if elements is not None and not _same(value, elements):
-            value.clear()
-            (value.extend if isinstance(value, (list, deque)) else value.update)(elements)
-
-
-def _same(left: Any, right: Any) -> bool:
-    if len(left) != len(right):
-        return False
-    if isinstance(left, dict):
-        return all(a is b and left[a] is right[b] for a, b in zip(left, right, strict=True))
-    if isinstance(left, set):
-        return {id(item) for item in left} == {id(item) for item in right}
-    return all(a is b for a, b in zip(left, right, strict=True))
+def _ids(container: Any) -> list[int]:
+    items = [*container, *container.values()] if isinstance(container, dict) else container
+    ids = map(id, items)
+    return sorted(ids) if isinstance(container, set) else list(ids)
 
 
 # -- random state ------------------------------------------------------------------------------------------------------

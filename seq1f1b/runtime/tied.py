@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from seq1f1b.runtime.arguments import Disagreement
 from seq1f1b.runtime.equal_parameters import look_at_equal, unlisted
 from seq1f1b.runtime.gradients import StepGradients, dense
-from seq1f1b.runtime.tied_copies import PAGE, OwnCopies, hooks_refused
+from seq1f1b.runtime.tied_copies import PAGE, hooks_refused, num_hooks
 from seq1f1b.transport import RankGroup
 
 if TYPE_CHECKING:
@@ -22,12 +23,44 @@ __all__: list[str] = []
 
 # Copies come apart with the first step of an optimizer that differs, be it after many steps of the engine.
 _COMPARED_IN, _COMPARED_EVERY = (2, 4, 8, 16, 32, 64), 100  # steps
-_PIECE = 1 << 22  # values of a copy that are compared at once
+_LIST = "tied_parameters"
 
 
 def ties_of(engine: PipelineEngine) -> TiedParameters:
     """The ties of an engine's stages, for what saves them."""
     return engine._pipeline.tied
+
+
+class _Home(NamedTuple):
+    """A place where a module of the rank holds a parameter."""
+
+    place: str  # the module in words
+    module: nn.Module
+    path: str
+
+    def parameter(self) -> nn.Parameter | None:
+        """The one that is there now."""
+        try:
+            return self.module.get_parameter(self.path)
+        except AttributeError:
+            return None
+
+
+@dataclass(frozen=True, eq=False)
+class _Copy:
+    """A parameter of this rank that others hold, too.
+
+    Attributes:
+        text: its own name and its place; the tie's name where no module has registered it.
+        homes: several where one stage uses it twice, none where no module has registered it.
+        kind: what must be alike, as it was read; hooks: their number.
+    """
+
+    text: str
+    parameter: nn.Parameter
+    homes: tuple[_Home, ...]
+    kind: str
+    hooks: int
 
 
 class TiedParameters:
@@ -49,12 +82,81 @@ class TiedParameters:
         self._met_in = -1  # the group's epoch in which the ranks told each other what they hold
         self._everyones: list[dict[str, list[list[Any]]]] = []  # descriptions of the ranks' copies
         self._holders: dict[str, list[int]] = {}
-        self._own = OwnCopies(modules)
+        self._copies: dict[str, list[_Copy]] = {}  # this rank's, distinct ones, by the names of their ties
+        self._lists: list[tuple[_Home, nn.Module]] = []  # modules that list ties, and where they are
+        self._problem = ""  # why this rank's copies cannot be taken
         self._is_news = False  # the copies are others than those that the ranks were told of
         self._steps = self._uncompared = 0  # training steps since the ranks have met, and since copies were compared
         self._has_stepped = self._is_apart = False
-        if self._own.problem:
-            raise ValueError(self._own.problem)
+        self._read()
+        if self._problem:
+            raise ValueError(self._problem)
+
+    # -- this rank's copies --------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Reads what all modules list and hold."""
+        homes: dict[int, list[_Home]] = {}
+        self._lists, self._problem = [], ""
+        for place, module in self._modules:
+            for path, part in module.named_modules():
+                for key, parameter in part._parameters.items():
+                    if parameter is not None:
+                        homes.setdefault(id(parameter), []).append(_Home(place, module, f"{path}.{key}".lstrip(".")))
+                if _LIST in part.__dict__ or hasattr(type(part), _LIST) or _LIST in part._modules:
+                    self._lists.append((_Home(place, module, path), part))
+        before = {id(copy.parameter): copy for own in self._copies.values() for copy in own}
+        found: dict[str, list[_Copy]] = {}
+        try:
+            for home, part in self._lists:
+                listed = _listed(part)
+                for name, parameter in list(listed.items()):
+                    known = before.get(id(parameter))
+                    if known is not None and len(homes.get(id(parameter), ())) < len(known.homes):
+                        parameter = _replaced(name, parameter, home, known)
+                        if isinstance(listed, (MutableMapping, nn.ParameterDict)):
+                            listed[name] = parameter  # so that all who read it see what the module holds
+                    own = found.setdefault(name, [])
+                    if not any(parameter is copy.parameter for copy in own):  # one parameter at both ends of one stage
+                        own.append(_copy(name, parameter, home, homes.get(id(parameter), ())))
+            self._copies = found
+        except ValueError as error:
+            self._problem = str(error)
+
+    def _refresh(self) -> None:
+        """Looks whether modules hold or list other parameters now, or changed ones."""
+        before = list(self._copies.items())  # so that ids stay theirs
+        self._read()
+        self._is_news |= _identities(before) != _identities(self._copies.items())
+
+    def _described(self) -> dict[str, list[list[Any]]]:
+        """Each copy as text, kind and number of hooks, for the other ranks."""
+        found: dict[str, list[list[Any]]] = {}
+        for name, own in self._copies.items():
+            for copy in own:
+                names = sorted(n for n, o in self._copies.items() if any(c.parameter is copy.parameter for c in o))
+                also = f", also listed as {[n for n in names if n != name]}" if len(names) > 1 else ""
+                found.setdefault(name, []).append([copy.text, copy.kind + also, copy.hooks])
+        return found
+
+    def parameters(self) -> list[nn.Parameter]:
+        """This rank's copies."""
+        return [copy.parameter for own in self._copies.values() for copy in own]
+
+    def names(self) -> dict[int, str]:
+        """Names that this rank's copies have in the whole model, by their ids."""
+        if self._copies:
+            self._refresh()
+        return {id(copy.parameter): name for name in sorted(self._copies, reverse=True) for copy in self._copies[name]}
+
+    def counted_elsewhere(self) -> set[int]:
+        """Ids of the copies on this rank that a norm over all ranks must leave out."""
+        return {
+            id(copy)
+            for name, own in self._held()
+            for i, copy in enumerate(own)
+            if i > 0 or self._holders[name][0] != self._group.rank
+        }
 
     # -- the ranks meet ------------------------------------------------------------------------------------------------
 
@@ -70,15 +172,14 @@ class TiedParameters:
             what all ranks told so; nothing where they have met before.
         """
         if self._met_in == self._group.epoch:
-            self.refresh()
+            if self._copies:
+                self._refresh()
             return []
-        self._own.read()
-        others = unlisted(self._modules, {id(copy) for copy in self._own}) if self.equal is None else []
-        mine = (self._own.described(), self._own.problem, self._has_stepped, others)
-        found = self._group.all_gather_object((*mine, None if beside is None else beside()))
-        for rank, (_, problem, *_) in enumerate(found):
-            if problem:
-                raise Disagreement(f"rank {rank}: {problem}")
+        self._read()
+        others = unlisted(self._modules, {id(own) for own in self.parameters()}) if self.equal is None else []
+        mine = self._described(), self._problem, self._has_stepped, others, None if beside is None else beside()
+        found = self._group.all_gather_object(mine)
+        _refuse([problem for _, problem, *_ in found])
         if self.equal is None:
             self.equal = look_at_equal([theirs for *_, theirs, _ in found], self._group.rank)
         self._take([described for described, *_ in found])
@@ -89,6 +190,13 @@ class TiedParameters:
         self._met_in, self._is_news, self._steps = self._group.epoch, False, 0
         return [told for *_, told in found]
 
+    def check(self) -> None:
+        """In a step, before its units: raises if what this rank holds now cannot be taken. The others hear of it."""
+        late = {name for _, part in self._lists for name in _listed(part)} - self._holders.keys()
+        if self._problem or late:
+            text = f"tied parameters {sorted(late)} were listed after the first step: list them before"
+            raise ValueError(self._problem or text)
+
     def _take(self, everyones: Sequence[dict[str, list[list[Any]]]]) -> None:
         """Takes over who holds which copies. Raises on every rank if they are not alike, or have hooks."""
         holders = {
@@ -96,22 +204,15 @@ class TiedParameters:
             for name in sorted(set().union(*everyones))
         }
         for name, ranks in holders.items():
-            copies = [(rank, *copy) for rank in ranks for copy in everyones[rank][name]]
-            if len({kind for _, _, kind, *_ in copies}) > 1:
-                each = "; ".join(f"{text} on rank {rank} is {kind}" for rank, text, kind, *_ in copies)
+            copies = [(f"{text} on rank {rank}", *of) for rank in ranks for text, *of in everyones[rank][name]]
+            if len({kind for _, kind, _ in copies}) > 1:
                 raise Disagreement(
-                    f"tied parameter {name!r} differs between ranks {ranks}: {each}. Copies of one parameter are alike"
+                    f"tied parameter {name!r} differs between ranks {ranks}: "
+                    f"{'; '.join(f'{text} is {kind}' for text, kind, _ in copies)}. Copies of one parameter are alike"
                 )
-            without = [f"{text} on rank {rank}" for rank, text, *_, is_meta in copies if is_meta]
-            if without:
-                raise Disagreement(
-                    f"tied parameter {name!r} is on the meta device, without memory: {', '.join(without)}. Give the "
-                    "stages memory before; to_empty replaces parameters, so fill tied_parameters after it"
-                )
-            hooks = [(rank, text, num) for rank, text, _, num, _ in copies if num]
+            hooks = [f"{text} has {num}" for text, _, num in copies if num]
             if hooks and len(copies) > 1:
-                rank, text, num = hooks[0]
-                raise Disagreement(hooks_refused(name, f"{text} on rank {rank} has {num}"))
+                raise Disagreement(hooks_refused(name, hooks[0]))
         self._holders, self._everyones = holders, list(everyones)
 
     @torch.no_grad()
@@ -126,8 +227,8 @@ class TiedParameters:
     def _held(self) -> Iterator[tuple[str, list[nn.Parameter]]]:
         """This rank's copies, by the names that all ranks go through in one order."""
         for name in self._holders:
-            if name in self._own.by_name:
-                yield name, [copy.parameter for copy in self._own.by_name[name]]
+            if name in self._copies:
+                yield name, [copy.parameter for copy in self._copies[name]]
 
     def _of_first(self, name: str, own: nn.Parameter) -> Tensor:
         """The values of a tie's first copy. Collective over its holders."""
@@ -136,47 +237,6 @@ class TiedParameters:
             self._group.exchange(own.detach(), others, [], own)
             return own
         return self._group.exchange(None, [], [first], own.detach())[first]
-
-    # -- this rank's copies --------------------------------------------------------------------------------------------
-
-    def refresh(self) -> None:
-        """Looks whether the modules of this rank hold other parameters now."""
-        if self._own.refresh():
-            self._is_news = True
-
-    def check(self) -> None:
-        """In a step, before its units: raises if what this rank holds now cannot be taken. The others hear of it."""
-        if not self._is_news:
-            return
-        if self._own.problem:
-            raise ValueError(self._own.problem)
-        described = self._own.described()
-        for name, copies in described.items():
-            elsewhere = sum(len(t.get(name, ())) for rank, t in enumerate(self._everyones) if rank != self._group.rank)
-            hooks = [(text, num) for text, _, num, _ in copies if num]
-            if hooks and elsewhere + len(copies) > 1:
-                raise ValueError(hooks_refused(name, "{} has {}".format(*hooks[0])))
-            if name not in self._holders:
-                raise ValueError(f"tied parameter {name!r} was listed after the first step: list it before")
-
-    def parameters(self) -> list[nn.Parameter]:
-        """This rank's copies."""
-        return list(self._own)
-
-    def names(self) -> dict[int, str]:
-        """Names that this rank's copies have in the whole model, by their ids."""
-        self.refresh()
-        by_name = self._own.by_name
-        return {id(copy.parameter): name for name in sorted(by_name, reverse=True) for copy in by_name[name]}
-
-    def counted_elsewhere(self) -> set[int]:
-        """Ids of the copies on this rank that a norm over all ranks must leave out."""
-        return {
-            id(copy)
-            for name, own in self._held()
-            for i, copy in enumerate(own)
-            if i > 0 or self._holders[name][0] != self._group.rank
-        }
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -193,13 +253,11 @@ class TiedParameters:
         is_due = self._is_apart or self._steps in _COMPARED_IN or self._steps % _COMPARED_EVERY == 0
         sums = {name: _sum([gradients.added(copy) for copy in own]) for name, own in self._held()}
         dtypes = {name: str(added.dtype).removeprefix("torch.") for name, added in sums.items() if added is not None}
-        news = self._own.described() if self._is_news else None
+        news = self._described() if self._is_news else None
         lost = "" if self._has_stepped else self._lost(dtypes)
         # Also where the ranks meet: from here on nobody fails the step with a transfer under way.
         found = self._group.all_gather_object((dtypes, news, self._bytes() if is_due else None, lost))
-        for rank, (*_, text) in enumerate(found):
-            if text:
-                raise Disagreement(f"rank {rank}: {text}")
+        _refuse([text for *_, text in found])
         if any(theirs is not None for _, theirs, *_ in found):
             old = self._everyones
             self._take([old[rank] if theirs is None else theirs for rank, (_, theirs, *_) in enumerate(found)])
@@ -225,10 +283,10 @@ class TiedParameters:
 
     def _lost(self, having: Container[str]) -> str:
         """Tells of a copy that no module holds, and that has got no gradient; ``having`` are names that have."""
-        for name, own in self._own.by_name.items():
-            if name not in having and not own[0].homes and own[0].parameter.requires_grad:
+        for name, (copy, *_) in self._copies.items():
+            if name not in having and not copy.homes and copy.parameter.requires_grad:
                 return (
-                    f"tied parameter {name!r} of {own[0].place} is none of its parameters, and got no gradient: "
+                    f"tied parameter {copy.text} is none of its parameters, and got no gradient: "
                     "a module holds another one in its place (to_empty, load_state_dict(assign=True) and fully_shard "
                     "do that). Make tied_parameters a property that returns what the module holds, or fill it again"
                 )
@@ -244,14 +302,13 @@ class TiedParameters:
         Args:
             always: also where no step has run, or one has failed.
         """
-        if not always and (not self._holders or not self._uncompared or self._group.has_failed):
-            return
-        self.meet()
-        if self._holders:
-            self._compare()
+        if always or (self._holders and self._uncompared and not self._group.has_failed):
+            self.meet()
+            if self._holders:
+                self._compare()
 
     def _bytes(self) -> dict[str, list[int]]:
-        return {name: self._own.bytes_of(name) for name, _ in self._held()}
+        return {name: [_sum_of_bytes(copy) for copy in own] for name, own in self._held()}
 
     @torch.no_grad()
     def _compare(self, everyones: Sequence[Any] | None = None) -> None:
@@ -261,28 +318,23 @@ class TiedParameters:
         if everyones is None:
             everyones = self._group.all_gather_object(self._bytes())
         self._uncompared = 0
-        apart = [n for n, ranks in self._holders.items() if len({s for rank in ranks for s in everyones[rank][n]}) > 1]
+        sums = {name: [s for rank in ranks for s in everyones[rank][name]] for name, ranks in self._holders.items()}
+        apart = [name for name, each in sums.items() if any(one != each[0] for one in each)]
         self._is_apart = bool(apart)
         if not apart:
             return
         name, mine = apart[0], list[float]()
-        if name in self._own.by_name:
-            own = [copy.parameter for copy in self._own.by_name[name]]
+        if name in self._copies:
+            own = [copy.parameter for copy in self._copies[name]]
             first = self._of_first(name, own[0])
-            mine = [_distance(copy, first) for copy in own]
-        distances = self._group.all_gather_object(mine)
-        copies = [
-            (rank, text, sum_of_bytes, distance)
-            for rank in self._holders[name]
-            for (text, *_), sum_of_bytes, distance in zip(
-                self._everyones[rank][name], everyones[rank][name], distances[rank], strict=True
-            )
-        ]
-        rank, text, *_, distance = next(copy for copy in copies if copy[2] != copies[0][2])
+            mine = [float((copy - first).abs().max()) for copy in own]
+        distances = [distance for theirs in self._group.all_gather_object(mine) for distance in theirs]
+        texts = [f"{text} on rank {rank}" for rank in self._holders[name] for text, *_ in self._everyones[rank][name]]
+        other = next(i for i, each in enumerate(sums[name]) if each != sums[name][0])
         more = f"; {len(apart) - 1} more ties have come apart" if len(apart) > 1 else ""
         raise Disagreement(
-            f"the copies of tied parameter {name!r} have come apart: {text} on rank {rank} differs from {copies[0][1]} "
-            f"on rank {copies[0][0]} by up to {distance:.1e}{more}. Each copy is stepped by its own rank's optimizer, "
+            f"the copies of tied parameter {name!r} have come apart: {texts[other]} differs from {texts[0]} by up to "
+            f"{distances[other]:.1e}{more}. Each copy is stepped by its own rank's optimizer, "
             "with the same gradient: give all copies the same optimizer, learning rate, weight decay and options, and "
             "clip by engine.clip_grad_norm_, since torch's clip_grad_norm_ takes another norm on each rank. "
             f"Groups by name are alike if they are made of engine.named_parameters(), where every copy is {name!r}; "
@@ -290,9 +342,70 @@ class TiedParameters:
         )
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
-    pieces = zip(*(torch.split(tensor.detach().flatten(), _PIECE) for tensor in (one, other)), strict=True)
-    return max((float((a.double() - b.double()).abs().max()) for a, b in pieces if len(a)), default=0.0)
+def _refuse(texts: Sequence[str]) -> None:
+    """Raises, on every rank, what one of them has to say."""
+    for rank, text in enumerate(texts):
+        if text:
+            raise Disagreement(f"rank {rank}: {text}")
+
+
+def _identities(copies: Iterable[tuple[str, list[_Copy]]]) -> set[Any]:
+    return {(name, id(copy.parameter), copy.kind, copy.hooks) for name, own in copies for copy in own}
+
+
+def _listed(part: nn.Module) -> Any:
+    """Parameters that a module lists as ``tied_parameters``."""
+    computed: Any = getattr(type(part), _LIST, None)
+    try:  # an AttributeError of a property would pass for a missing attribute
+        is_property = isinstance(computed, property) and computed.fget is not None
+        listed = computed.fget(part) if is_property else getattr(part, _LIST, None)
+    except AttributeError as error:
+        raise ValueError(f"tied_parameters of {type(part).__name__} raises an error: {error}") from error
+    if listed is None:
+        return {}
+    if not isinstance(listed, (Mapping, nn.ParameterDict)):
+        raise ValueError(
+            f"tied_parameters of {type(part).__name__} is a {type(listed).__name__}, must be a dict of parameters, by "
+            "their names in the whole model"
+        )
+    return listed
+
+
+def _copy(name: str, parameter: Any, listed: _Home, homes: Sequence[_Home]) -> _Copy:
+    if not isinstance(parameter, nn.Parameter):
+        raise ValueError(
+            f"tied parameter {name!r} of {listed.place} is a {type(parameter).__name__}, not an nn.Parameter"
+        )
+    if hasattr(parameter, "to_local"):
+        raise ValueError(f"tied parameter {name!r} is a DTensor: tied parameters must lie whole on a rank")
+    place, own_name = (homes[0].place, homes[0].path) if homes else (listed.place, name)
+    return _Copy(f"{own_name!r} of {place}", parameter, tuple(homes), _kind(parameter), num_hooks(parameter))
+
+
+def _replaced(name: str, parameter: Any, listed: _Home, known: _Copy) -> Any:
+    """The parameter that the module which lists it has now in the place of one that it had."""
+    lost = [home for home in known.homes if home.module is listed.module] or known.homes
+    now = {id(one): one for home in lost if (one := home.parameter()) is not None}
+    if len(now) > 1:
+        raise ValueError(
+            f"tied parameter {name!r} was one parameter at several places of {listed.place}, which are different ones "
+            "now (load_state_dict(assign=True) does that): make them one again, or list each of them"
+        )
+    return next(iter(now.values()), parameter)
+
+
+def _kind(parameter: nn.Parameter) -> str:
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    kind = f"{tuple(parameter.shape)}, {dtype}, {'trained' if parameter.requires_grad else 'frozen'}"
+    return f"{kind}, without memory (meta)" if parameter.is_meta else kind
+
+
+def _sum_of_bytes(tensor: Tensor) -> int:
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if flat.storage_offset() % 8 or flat.data_ptr() % 8:
+        flat = flat.clone()
+    end = len(flat) // 8 * 8
+    return int(flat[:end].view(torch.int64).sum()) + int(flat[end:].sum())
 
 
 def _sum(added: Sequence[Tensor | None]) -> Tensor | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ from seq1f1b.runtime.batch import StepArguments
 from seq1f1b.runtime.data_parallel import data_parallel
 from seq1f1b.runtime.findings import RANDOMNESS, STATE, STATISTICS, WEIGHTING
 from seq1f1b.runtime.runner import Runner
-from seq1f1b.runtime.verify_model import PRECISION, NotRun, WholeModel
-from seq1f1b.runtime.verify_runs import Pass, Session, names_of
+from seq1f1b.runtime.verify_model import PRECISION, WholeModel
+from seq1f1b.runtime.verify_runs import NotRun, Pass, Session, names_of, refuse
 
 __all__ = ["Verification"]
 
@@ -36,7 +35,6 @@ _SAME = 1e-4
 # bf16 and fp16 the largest error was half of what is allowed.
 _ROUNDINGS = 4.0
 _COARSER = 64.0  # between float32 and bfloat16 lie 2^16
-_RUNS = 3  # plain, found, exact
 CUT = "the cut"
 
 
@@ -114,74 +112,68 @@ def verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None, 
 
 def _verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None, model: Any) -> Verification:
     group = runner.pipeline.group
-    mine = [_refusal(runner), str(_own_dtype(runner)), _fits(runner), model is not None]
-    everyones = group.all_gather_object(mine)
-    for rank, (text, *_) in enumerate(everyones):
-        if text:
-            raise ValueError(f"rank {rank}: {text}")
+    refuse(group, _refusal(runner))
+    everyones = group.all_gather_object([str(_own_dtype(runner)), _fits(runner), model is not None])
     if arguments.rows is None:
         runner.settle(arguments)
     runner.pipeline.tied.compare(always=True)  # makes copies equal first, before a run has its own copies
     whole = WholeModel(runner, arguments, model) if any(given for *_, given in everyones) else None
-    fits = all(fits for _, _, fits, _ in everyones) and (whole is None or whole.fits_wide)
-    own = sorted({name for _, name, *_ in everyones})
+    fits = all(fits for _, fits, _ in everyones) and (whole is None or whole.fits_wide)
+    own = sorted({name for name, *_ in everyones})
     wide = dtype if dtype is not None else torch.float64 if fits else None
     if [str(wide)] == own:
         wide = None
     notes: list[str] = []
     session = Session(runner, arguments)
-    reference = session if whole is None else whole
-    run_whole = partial(session.run, whole=True) if whole is None else whole.run
+    run_whole = session.run_whole if whole is None else whole.run
     try:
         found = session.run(whole=False, dtype=None)
         if whole is not None:
             whole.note(found)
         if wide is not None:
             try:
-                truth = run_whole(dtype=wide)
-            except Exception as error:  # a stage that takes one dtype only, say
-                notes.append(f"The whole model does not run in {wide}: {reference.recover(error)}")
+                truth = run_whole(wide)
+                where = _first_not_finite(runner, truth)
+                problem = f"is not finite in {wide}: {where}." if where else ""
+            except NotRun as error:  # a stage that takes one dtype only, say
+                problem = f"does not run in {wide}: {error}"
+            if problem:
+                notes.append(f"The whole model {problem}")
                 wide = None
-            else:
-                if where := _first_not_finite(runner, truth):
-                    notes.append(f"The whole model is not finite in {wide}: {where}.")
-                    wide = None
         try:
-            plain = run_whole(dtype=None)
+            plain = run_whole(None)
         except NotRun as error:
-            raise ValueError(f"the whole model does not run on rank 0: {error}") from error
+            raise ValueError(f"the whole model does not run: {error}") from error
         where = _first_not_finite(runner, plain)
         exact = session.run(whole=False, dtype=wide) if wide is not None else None
         if wide is None:
             truth = plain
-        not_finite = f"{NOT_FINITE}: {where} where the model runs whole, so there is nothing to compare with"
         comparison = _Comparison(runner, truth, plain, found, exact)
-        if whole is None:
-            name = "the stages in a chain"
-            result = comparison.verdict(not_finite if where else "")
-        else:
-            name = "the model itself on rank 0"
-            notes += whole.notes
-            differences = [*whole.compare_with(found), *comparison.precision()]
-            result = comparison.verdict(not_finite if where else "", differences)
-            is_random = any(cause.startswith(RANDOMNESS) for cause in result.causes)  # then no two runs are alike
-            if not result and not where and not is_random:
-                chain = session.run(whole=True, dtype=None)
-                wide_chain = session.run(whole=True, dtype=wide) if wide is not None else None
-                cut = _Comparison(runner, truth, plain, chain, wide_chain).verdict("")
-                first = whole.first_difference(wide_chain or chain, wide, comparison.tolerance)
-                if not cut:
-                    result = replace(result, causes=(f"{CUT}: {first or _without_module(cut)}", *differences))
+        differences = [] if whole is None else [*whole.compare_with(found), *comparison.precision()]
+        if where:
+            differences = [f"{NOT_FINITE}: {where} where the model runs whole, so there is nothing to compare with"]
+        result = comparison.verdict(differences, is_compared=not where)
+        is_random = any(cause.startswith(RANDOMNESS) for cause in result.causes)  # then no two runs are alike
+        if whole is not None and not result and not where and not is_random:
+            chain = session.run(whole=True, dtype=None)
+            wide_chain = session.run(whole=True, dtype=wide) if wide is not None else None
+            cut = _Comparison(runner, truth, plain, chain, wide_chain).verdict()
+            first = whole.first_difference(wide_chain or chain, wide, comparison.tolerance)
+            if not cut:
+                result = replace(result, causes=(f"{CUT}: {first or _without_module(cut)}", *differences))
     finally:
         session.end()
         if whole is not None:
             whole.end()
     shown = (str(wide) if wide is not None else ", ".join(own)).replace("torch.", "")
+    name = "the stages in a chain" if whole is None else "the model itself on rank 0"
+    notes.insert(0, f"Reference: {name}, one segment, one micro-batch at a time, in {shown}.")
     equal = runner.pipeline.tied.equal
-    if equal and whole is None:
+    if whole is not None:
+        notes += whole.notes
+    elif equal:
         more = f" and {len(equal) - 1} more pairs" if len(equal) > 1 else ""
         notes.append(f"Assumed not to be tied, though bit-equal: {equal[0]}{more}.")
-    notes.insert(0, f"Reference: {name}, one segment, one micro-batch at a time, in {shown}.")
     return replace(result, notes=(*notes, *result.notes))
 
 
@@ -252,66 +244,65 @@ class _Comparison:
     """
 
     def __init__(self, runner: Runner, truth: Pass, plain: Pass, found: Pass, exact: Pass | None) -> None:
-        self._options, self._has_exact = runner.options, exact is not None
+        self._num_segments, self._has_exact = runner.options.num_segments, exact is not None
+        eps = torch.finfo(_own_dtype(runner)).eps
+        self.tolerance = _SAME if exact is not None else math.sqrt(eps)
         runs = [plain, found, exact or found]
-        self.tolerance = _SAME if exact is not None else math.sqrt(torch.finfo(_own_dtype(runner)).eps)
-        rows = [
+        rows: list[Any] = [
             [name, _norm(value), *(_distance(run.gradients[i], value) for run in runs)]
             for i, (name, value) in enumerate(zip(names_of(runner, truth), truth.gradients, strict=True))
         ]
         losses = [_worst(run.losses, truth.losses) for run in runs]
         outputs = [_worst(run.outputs, truth.outputs) for run in runs]
-        start = self._first_difference(runs[2], truth)
+        start = self._first_segment(runs[2], truth, runner.options.seq_dim)
         findings = [str(finding) for finding in dict.fromkeys(found.findings)]
-        draws, dropout = truth.draws or found.draws, bool(truth.drops or found.drops)
-        eps = torch.finfo(_own_dtype(runner)).eps
-        self._ranks = runner.pipeline.group.all_gather_object(
-            [rows, losses, outputs, start, findings, draws, dropout, eps]
-        )
+        draws, drops = truth.draws or found.draws, bool(truth.drops or found.drops)
+        mine = [rows, losses, outputs, start, findings, draws, drops, eps]
+        everyones = list(zip(*runner.pipeline.group.all_gather_object(mine), strict=True))
+        self._start, self._draws, self._drops, self._eps = min(everyones[3]), *map(max, everyones[5:])
+        self._seen = dict.fromkeys(text for texts in everyones[4] for text in texts)
+        rows = [row for theirs in everyones[0] for row in theirs]
+        floor = 1e-3 * math.sqrt(sum(row[1] ** 2 for row in rows) / max(1, len(rows)))
+        # Errors of the plain, the found and the exact run by name; and their root mean squares over the gradients.
+        self._errors = {row[0]: [_ratio(distance, max(row[1], floor)) for distance in row[2:]] for row in rows}
+        columns = list(zip(*self._errors.values(), strict=True)) or [(), ()]
+        self._common = [math.sqrt(sum(e**2 for e in column) / max(1, len(column))) for column in columns]
+        self._errors |= {
+            "loss": list(map(max, *everyones[1], losses)),
+            "output": list(map(max, *everyones[2], outputs)),
+        }
 
-    def _first_difference(self, found: Pass, truth: Pass) -> int:
+    def _first_segment(self, found: Pass, truth: Pass, dim: int) -> int:
         """The first segment whose output differs; k if none does."""
-        k, dim, first = self._options.num_segments, self._options.seq_dim, self._options.num_segments
+        first = self._num_segments
         for mine, theirs in zip(found.outputs, truth.outputs, strict=False):
             if mine.shape != theirs.shape or mine.dim() <= dim or mine.shape[dim] != sum(found.sizes):
                 continue
             pairs = zip(torch.split(mine, found.sizes, dim), torch.split(theirs, found.sizes, dim), strict=True)
-            wrong = [s for s, (a, b) in enumerate(pairs) if _ratio(_distance(a, b), _norm(b)) > self.tolerance]
+            wrong = [s for s, (a, b) in enumerate(pairs) if not _ratio(_distance(a, b), _norm(b)) <= self.tolerance]
             first = min([first, *wrong])
-        return min(first, k)
+        return first
 
-    def _errors(self) -> tuple[dict[str, list[float]], list[float]]:
-        """Errors of the plain, the found and the exact run by name; and their root mean squares over the gradients."""
-        rows = [row for rank in self._ranks for row in rank[0]]
-        floor = 1e-3 * math.sqrt(sum(row[1] ** 2 for row in rows) / max(1, len(rows)))
-        errors = {row[0]: [_ratio(distance, max(row[1], floor)) for distance in row[2:]] for row in rows}
-        common = [
-            math.sqrt(sum(each[run] ** 2 for each in errors.values()) / max(1, len(errors))) for run in range(_RUNS)
-        ]
-        for name, position in (("loss", 1), ("output", 2)):
-            errors[name] = [max(values) for values in zip(*(rank[position] for rank in self._ranks), strict=True)]
-        return errors, common
-
-    def verdict(self, not_finite: str, differences: Sequence[str] = ()) -> Verification:
+    def verdict(self, differences: Sequence[str] = (), *, is_compared: bool = True) -> Verification:
         """
         Args:
-            not_finite: the cause if the whole model itself gave numbers that are not, else "".
             differences: what is known to differ, beside numbers.
+            is_compared: False: the whole model itself gave numbers that are not finite, as ``differences`` says.
         """
-        errors, (common, *_) = self._errors()
-        eps = max(rank[7] for rank in self._ranks)
+        errors, eps = dict(self._errors), self._eps
         allowed, right = {}, {}
         for name, (plain, found, exact) in errors.items():
-            allowed[name] = _ROUNDINGS * (max(plain, common) + eps) if self._has_exact else math.sqrt(eps)
+            allowed[name] = _ROUNDINGS * (max(plain, self._common[0]) + eps) if self._has_exact else math.sqrt(eps)
             right[name] = found <= allowed[name] and (not self._has_exact or exact <= _SAME)  # False for nan
-        is_right = all(right.values())
         notes: tuple[str, ...] = ()
-        if any(rank[6] for rank in self._ranks):
+        if self._drops:
             notes = ("Dropout was off: it draws other numbers for segments than for a whole sequence.",)
         exact_errors = {name: exact for name, (_, _, exact) in errors.items()} if self._has_exact else {}
         loss, output = errors.pop("loss")[1], errors.pop("output")[1]
         parameters = {name: found for name, (_, found, _) in errors.items()}
-        causes = (not_finite,) if not_finite else (*differences, *(() if is_right else self._causes(right)))
+        causes = tuple(differences)
+        if is_compared and not all(right.values()):
+            causes += self._causes(right)
         return Verification(not causes, parameters, loss, output, allowed, exact_errors, causes, notes)
 
     def precision(self) -> list[str]:
@@ -319,9 +310,8 @@ class _Comparison:
 
         The model's own rounding is the yardstick of what is allowed, so no other comparison sees that.
         """
-        _, (plain, found, _) = self._errors()
-        eps = max(rank[7] for rank in self._ranks)
-        if not self._has_exact or not plain > _COARSER * max(found, eps):
+        plain, found, *_ = self._common
+        if not self._has_exact or not plain > _COARSER * max(found, self._eps):
             return []
         return [
             f"{PRECISION}: rounding makes an error of {plain:.0e} in the model, of {found:.0e} in the pipeline, so the "
@@ -329,43 +319,36 @@ class _Comparison:
         ]
 
     def _causes(self, right: dict[str, bool]) -> tuple[str, ...]:
-        """Likely causes: first those seen in the stages' forwards, then those that the numbers tell."""
-        ranks = self._ranks
-        seen = dict.fromkeys(text for rank in ranks for text in rank[4])
-        causes = list(seen)
-        if any(rank[5] for rank in ranks):
+        """Likely causes: those seen in the stages' forwards, else the one that the numbers tell."""
+        causes = list(self._seen)
+        if self._draws:
             causes.append(
                 f"{RANDOMNESS}: the model draws random numbers of its own, other ones for segments than for a "
                 "whole sequence; verify without them"
             )
         if causes:
             return tuple(causes)
-        start = min(rank[3] for rank in ranks)
         if right["output"] and not right["loss"]:
-            causes.append(
+            cause = (
                 f"{WEIGHTING}: the outputs agree and the losses do not. A segment's loss must be its sum and its "
                 "divisor, (sum, divisor), or the mean over the targets that loss_weight counts (default: those that "
                 'are not -100), or their sum with Loss(reduction="sum"); labels are shifted before the step'
             )
         elif right["output"]:
-            causes.append(
+            cause = (
                 f"{STATE}: outputs and losses agree and gradients do not, so a gradient that flows to earlier "
                 "tokens in the whole model stops between segments; hand state on by seq1f1b.carry_in and carry_out, "
                 "without detach"
             )
-        elif self._options.num_segments == 1:
-            causes.append("state across micro-batches: one segment differs, too, when micro-batches run in this order")
-        elif start == 0:
-            causes.append(
-                f"{STATISTICS}: the first segment differs, so a token depends on later ones or on the whole "
-                "sequence: a norm, a mean, pooling or attention over all tokens"
-            )
+        elif self._num_segments == 1:
+            cause = "state across micro-batches: one segment differs, too, when micro-batches run in this order"
+        elif self._start == 0:
+            cause = f"{STATISTICS}: the first segment differs, so a token depends on later ones or on their number"
         else:
-            causes.append(
-                f"{STATE}: the first segment agrees and segment {start} does not, so something begins anew in "
-                "each segment: attention, positions, a recurrence, a convolution, a shift"
+            cause = (
+                f"{STATE}: segment {self._start} is the first that differs, so something begins anew in each segment"
             )
-        return tuple(causes)
+        return (cause,)
 
 
 def _norm(value: Tensor | None) -> float:
@@ -377,14 +360,15 @@ def _double(value: Tensor) -> Tensor:
 
 
 def _distance(value: Tensor | None, truth: Tensor | None) -> float:
+    """The norm of the difference; infinities and NaNs that both have are none."""
     if value is None or truth is None:
         return _norm(value if truth is None else truth)
-    distance = _norm(_double(value) - _double(truth))
-    return distance if math.isfinite(distance) or not _same_infinities(value, truth) else 0.0
+    one, other = _double(value), _double(truth)
+    return _norm((one - other).masked_fill((one == other) | (one.isnan() & other.isnan()), 0.0))
 
 
-def _same_infinities(value: Tensor, truth: Tensor) -> bool:
-    return torch.equal(_double(value).nan_to_num(0.5), _double(truth).nan_to_num(0.5))
+def _or_infinite(error: float) -> float:
+    return math.inf if math.isnan(error) else error
 
 
 def _ratio(distance: float, norm: float) -> float:
@@ -395,7 +379,8 @@ def _worst(values: list[Tensor], truths: list[Tensor]) -> float:
     """Largest error, relative to the truths' root mean square: a loss may be near zero in one micro-batch."""
     if len(values) != len(truths):
         return math.inf
-    scale = math.sqrt(sum(_norm(t) ** 2 for t in truths) / max(1, len(truths)))
+    finite = [_norm(t.nan_to_num(0.0, 0.0, 0.0)) for t in truths]
+    scale = math.sqrt(sum(norm**2 for norm in finite) / max(1, len(truths)))
     # A part of the output without tokens has another shape in segments: what comes of it is in loss and gradients.
     pairs = [(v, t) for v, t in zip(values, truths, strict=True) if v.shape == t.shape]
-    return max((_ratio(_distance(v, t), scale) for v, t in pairs), default=0.0)
+    return max((_ratio(_distance(v, t), scale) for v, t in pairs), default=0.0, key=_or_infinite)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -21,6 +21,8 @@ from seq1f1b.runtime.nested import mapped, tensors_of
 from seq1f1b.runtime.runner import Runner
 from seq1f1b.runtime.trees import read_rows
 from seq1f1b.schedule import Schedule
+from seq1f1b.transport import RankGroup
+from seq1f1b.transport.values import sendable
 
 __all__: list[str] = []
 
@@ -42,14 +44,29 @@ class Pass:
     forwards: dict[str, Forward] = field(default_factory=dict)  # by name of the module, in the order of their ends
 
 
+@sendable
 class Forward(NamedTuple):
-    """The result of one module when it was first called in a run."""
+    """The result of one module when it was first called in a run.
 
-    kind: str  # its type
-    is_training: bool
-    autocast: str  # the dtype to which it was to cast, or ""
+    Attributes:
+        kind: the module's type.
+        mode: "training" or "evaluation".
+        cast: whether it was under autocast, and to which dtype, in words.
+    """
+
+    kind: str
+    mode: str
+    cast: str
     norm: float
     total: float
+
+    def is_like(self, truth: Forward, tolerance: float) -> bool:
+        scale = tolerance * max(abs(truth.norm), 1e-30)
+        return abs(self.norm - truth.norm) <= scale and abs(self.total - truth.total) <= 10 * scale
+
+
+class NotRun(ValueError):
+    """The whole model does not run in some dtype. Raised on every rank, between two exchanges."""
 
 
 class Session:
@@ -83,14 +100,21 @@ class Session:
             pipeline.group.fail_step(step)
             raise
 
-    def recover(self, error: Exception) -> str:
-        """After a run that ended with an error on every rank: the error's text, from the rank where it arose."""
-        group = self._runner.pipeline.group
-        group.begin_step()  # waits until all ranks have left the failed run
-        group.end_step(failed=False)
-        text = f"{str(error).splitlines()[0]:.200}" if str(error) else type(error).__name__
-        texts = group.all_gather_object([isinstance(error, _C.PipelineError), text])
-        return min(texts)[1]  # type: ignore[no-any-return]
+    def run_whole(self, dtype: torch.dtype | None, fill: Callable[[], None] = lambda: None) -> Pass:
+        """One run of the whole model.
+
+        Raises:
+            NotRun: it ended with an error, which every rank hears; all have met again.
+        """
+        try:
+            return self.run(whole=True, dtype=dtype, fill=fill)
+        except Exception as error:
+            group = self._runner.pipeline.group
+            group.begin_step()  # waits until all ranks have left the failed run
+            group.end_step(failed=False)
+            text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            texts = group.all_gather_object([isinstance(error, _C.PipelineError), text])
+            raise NotRun(min(texts)[1]) from error  # that of the rank where it arose
 
     def end(self) -> None:
         self._state.restore()
@@ -124,7 +148,8 @@ class Session:
         result = Pass(losses, floating, gradients, draws, run.drops, findings, sizes, [], forwards=origin.forwards)
         result.not_finite += origin.of(runner, result)
         result.returns_tensor = bool(outputs) and all(isinstance(output, Tensor) for output in outputs or [])
-        result.changed += [name for name, buffer in named_buffers(runner) if has_changed(buffer)]
+        held = named_tensors(own_modules(runner))
+        result.changed += [each.name for each in held if each.kind != "parameter" and has_changed(each.tensor)]
         return result
 
 
@@ -149,11 +174,11 @@ class _Origin:
             tensors = [] if is_abstract else _tensors(output)
             if tensors and name not in self.forwards:
                 first = tensors[0].detach().double()
+                device, mode = first.device.type, "training" if module.training else "evaluation"
+                is_cast = torch.is_autocast_enabled(device)
+                cast = f"under autocast to {torch.get_autocast_dtype(device)}" if is_cast else "without autocast"
                 figures = float(first.norm()), float(first.sum())
-                kind = tensors[0].device.type
-                is_cast = torch.is_autocast_enabled(kind)
-                autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if is_cast else ""
-                self.forwards[name] = Forward(type(module).__name__, module.training, autocast, *figures)
+                self.forwards[name] = Forward(type(module).__name__, mode, cast, *figures)
             if not self._first:
                 # -inf alone is a mask.
                 kinds = [kind for t in tensors if (kind := _kind(t.detach().clamp(min=0)))]
@@ -247,31 +272,52 @@ def _tensors(output: Any) -> list[Tensor]:
 
 def names_of(runner: Runner, run: Pass) -> list[str]:
     """Names of the compared tensors: parameters that require grad, by stage, then inputs that do."""
-    pipeline, options = runner.pipeline, runner.options
-    places = [f"stage {index}: " if pipeline.num_stages > 1 else "" for index in pipeline.modules]
-    if options.embedding is not None:
-        places.insert(0, f"shard {pipeline.rank}: ")
+    pipeline, shard = runner.pipeline, f"shard {runner.pipeline.rank}: "
+    places = {"the embedding": shard, "the loss": "loss: " if runner.options.head is None else shard}
     names: dict[int, str] = {}
-    loss = "loss: " if options.head is None else f"shard {pipeline.rank}: "
-    for place, module in zip([*places, loss], pipeline.bare_modules(), strict=False):
+    for _, place, module in own_modules(runner):
+        before = places.get(place, f"{place}: " if pipeline.num_stages > 1 else "")
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                names.setdefault(id(parameter), place + name)
+                names.setdefault(id(parameter), before + name)
     inputs = len(run.gradients) - len(names)
     return [*names.values(), *(f"input {i}" if inputs > 1 else "input" for i in range(inputs))]
 
 
-def own_tensors(runner: Runner) -> Iterator[tuple[str, str, nn.Module]]:
+class Held(NamedTuple):
+    """A parameter or a buffer under one of its names in the whole model.
+
+    Attributes:
+        kind: "parameter", "buffer" or, if no checkpoint holds it, "constant".
+    """
+
+    name: str
+    place: str
+    kind: str
+    tensor: Tensor
+
+
+def own_modules(runner: Runner) -> Iterator[tuple[str, str, nn.Module]]:
     """Modules of this rank that hold its tensors: what stands before names in them, their place, and the module."""
     for (place, _), module in zip(runner.pipeline.placed_modules(), runner.pipeline.bare_modules(), strict=True):
         yield "" if place.startswith("stage") else f"{place.removeprefix('the ')}: ", place, module
 
 
-def named_buffers(runner: Runner) -> Iterator[tuple[str, Tensor]]:
-    """Buffers of this rank under the names of the whole model."""
-    for prefix, _, module in own_tensors(runner):
+def named_tensors(owners: Iterable[tuple[str, str, nn.Module]]) -> Iterator[Held]:
+    """Every name of every tensor of some modules, as of :func:`own_modules`."""
+    for prefix, place, module in owners:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            yield Held(prefix + plain_name(name), place, "parameter", parameter)
+        saved = module.state_dict(keep_vars=True).keys()
         for name, buffer in module.named_buffers(remove_duplicate=False):
-            yield prefix + plain_name(name), buffer
+            yield Held(prefix + plain_name(name), place, "buffer" if name in saved else "constant", buffer)
+
+
+def refuse(group: RankGroup, text: str) -> None:
+    """Raises ValueError on every rank if one of them has a text. Collective."""
+    for rank, theirs in enumerate(group.all_gather_object(text)):
+        if theirs:
+            raise ValueError(f"rank {rank}: {theirs}")
 
 
 def plain_name(name: str) -> str:

@@ -1,324 +1,476 @@
-"""Are parameters that several stages hold as copies trained as the one parameter that they are?"""
+"""Are copies of a tied parameter that change after they were listed, or come apart, seen by every rank?"""
 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import run_processes
+from slices import pairs_of
 from torch import Tensor, nn
 
 import seq1f1b
 from seq1f1b.testing import run_ranks
 
-VOCAB, HIDDEN, TOKENS, M = 11, 6, 8, 2
+SIZE, TOKENS = 6, 8
 
 
-class Part(nn.Module):
-    """An embedding, a linear layer, or a head that is the embedding's transpose."""
+class Stage(nn.Module):
+    """Two matrices that the other stage has, too."""
 
-    def __init__(self, kind: str, weight: Tensor) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        if kind == "embedding":
-            self.layer: nn.Module = nn.Embedding(*weight.shape)
-        else:
-            self.layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-        self.layer.weight = nn.Parameter(weight.clone())
-        self.tied_parameters = {} if kind == "linear" else {"embedding": self.weight}
+        self.a, self.b, self.own = (nn.Linear(SIZE, SIZE, bias=name == "own") for name in ("a", "b", "own"))
+        self.list_ties()
+
+    def list_ties(self) -> None:
+        self.tied_parameters = {name: getattr(self, name).weight for name in "ab"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.own(self.b(torch.tanh(self.a(x)))))
+
+
+class Computed(Stage):
+    """It returns what it holds now."""
+
+    def list_ties(self) -> None: ...
 
     @property
-    def weight(self) -> nn.Parameter:
-        return self.layer.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
+    def tied_parameters(self) -> dict[str, nn.Parameter]:
+        return {name: getattr(self, name).weight for name in "ab"}
 
 
-def weights(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(VOCAB, HIDDEN), (HIDDEN, HIDDEN)]
-    embedding, linear = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
-    return embedding, linear
-
-
-def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
-
-
-def whole_gradients(steps: int) -> tuple[Tensor, Tensor]:
-    embedding, linear = (w.requires_grad_() for w in weights(torch.float64))
-    tokens = batch()
-    logits = F.linear(F.linear(F.embedding(tokens, embedding), linear), embedding)
-    loss_fn(logits, seq1f1b.shift_labels(tokens)).backward()
-    assert embedding.grad is not None and linear.grad is not None
-    return steps * embedding.grad, steps * linear.grad
-
-
-def batch() -> Tensor:
-    return torch.randint(VOCAB, (M, TOKENS), generator=torch.Generator().manual_seed(1))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("schedule", "kinds"),
-    [
-        ("seq1f1b", [["embedding"], ["linear"], ["head"]]),
-        ("seq1f1b-interleaved", [["embedding", "head"], ["linear", "copy"]]),  # two copies on one rank
-        ("seq-zb-h1", [["embedding"], ["linear"], ["head"]]),  # W makes the head's gradients
-    ],
-)
-def test_gradients_are_summed_over_steps_and_counted_once(schedule, kinds, dtype):
-    embedding, linear = weights(dtype)
-    tokens = batch()
-
-    def run(group: Any) -> tuple[list[Tensor], float]:
-        stages = []
-        for kind in kinds[group.rank]:
-            weight = linear if kind == "linear" else torch.eye(VOCAB, dtype=dtype) if kind == "copy" else embedding
-            stages.append(Part("linear" if kind == "copy" else kind, weight))
-        engine = seq1f1b.PipelineEngine(
-            stages, schedule=schedule, num_microbatches=M, num_segments=2, loss_fn=loss_fn, group=group
-        )
-        for _ in range(2):
-            engine.step(tokens, target=seq1f1b.shift_labels(tokens))
-        if schedule == "seq-zb-h1":
-            left_to_w = {"embedding": 0, "linear": HIDDEN * HIDDEN, "head": VOCAB * HIDDEN}
-            assert engine.report().stages[0].deferred_weights == left_to_w[kinds[group.rank][0]]
-        gradients = [p.grad for s in stages for p in s.parameters() if p.grad is not None and p.shape != (VOCAB, VOCAB)]
-        for kind, stage in zip(kinds[group.rank], stages, strict=True):
-            if kind == "copy":
-                stage.weight.grad = None  # the norm is that of the model without it
-        return gradients, float(engine.clip_grad_norm_(1e9))
-
-    results = run_ranks(len(kinds), run)
-    want = whole_gradients(steps=2)
-    found = [g for gradients, _ in results for g in gradients]
-    rtol = 1e-12 if dtype == torch.float64 else 0.02  # one step's rounding of weights, logits and sums in bfloat16
-    for gradient in found:
-        expected = want[0] if gradient.shape == want[0].shape else want[1]
-        assert (gradient.double() - expected).norm() <= rtol * expected.norm()
-    copies = [g for g in found if g.shape == want[0].shape]
-    assert len(copies) == 2 and torch.equal(*copies)
-    norm = float(sum(g.square().sum() for g in want) ** 0.5)
-    for _, total in results:
-        assert abs(total - norm) <= rtol * norm
-
-
-def test_copies_start_equal_and_frozen_ones_get_no_gradient():
-    embedding = weights(torch.float64)[0]
-
-    def run(group: Any) -> tuple[Tensor, Tensor | None]:
-        tied = Part("embedding" if group.rank == 0 else "head", embedding + group.rank)
-        tied.weight.requires_grad_(False)
-        stage = nn.Sequential(tied, Part("linear", torch.eye((HIDDEN, VOCAB)[group.rank], dtype=torch.float64)))
-        engine = seq1f1b.PipelineEngine(stage, num_microbatches=M, num_segments=2, loss_fn=loss_fn, group=group)
-        engine.step(batch(), target=seq1f1b.shift_labels(batch()))
-        return tied.weight.detach(), tied.weight.grad
-
-    for start, gradient in run_ranks(2, run):
-        assert torch.equal(start, embedding) and gradient is None
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_one_parameter_that_a_stage_lists_twice_counts_once(ranks):
-    """The model's own two ends are listed, so that it may be cut anywhere, and not at all."""
-    embedding, linear = weights(torch.float64)
-    parts = [Part("embedding", embedding), Part("linear", linear), Part("head", embedding)]
-    parts[2].layer.weight = parts[0].layer.weight
-    parts[2].tied_parameters = {"embedding": parts[2].weight}
-
-    def run(group: Any) -> Tensor:
-        own = copy.deepcopy(parts if ranks == 1 else [parts[:2], parts[2:]][group.rank])
-        engine = seq1f1b.PipelineEngine(
-            nn.Sequential(*own), num_microbatches=M, num_segments=2, loss_fn=loss_fn, group=group
-        )
-        engine.step(batch(), target=seq1f1b.shift_labels(batch()))
-        gradient = own[0 if group.rank == 0 else -1].weight.grad
-        assert gradient is not None
-        return gradient
-
-    for gradient in run_ranks(ranks, run):
-        assert torch.allclose(gradient, whole_gradients(steps=1)[0], rtol=1e-12, atol=1e-15)
-
-
-@pytest.mark.parametrize("difference", ["shape", "frozen"])
-def test_copies_that_differ_are_refused(difference):
-    def run(group: Any) -> None:
-        rows = VOCAB + (group.rank if difference == "shape" else 0)
-        stage = Part("embedding" if group.rank == 0 else "head", torch.zeros(rows, HIDDEN))
-        stage.weight.requires_grad_(difference == "shape" or group.rank == 0)
-        seq1f1b.PipelineEngine(stage, num_microbatches=M, loss_fn=loss_fn, group=group)._tied_elsewhere()
-
-    with pytest.raises(ValueError, match="tied parameter 'embedding' differs between ranks"):
-        run_ranks(2, run)
-
-
-# -- parameters that nobody listed -------------------------------------------------------------------------------------
-
-
-class Bare(nn.Module):
-    """An embedding of the user's own, or its head."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight) if x.is_floating_point() else F.embedding(x, self.weight)
-
-
-class HeadLoss(nn.Module):
-    def __init__(self, head: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.head = nn.LayerNorm(HIDDEN), head
-
-    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-        return loss_fn(self.head(self.norm(hidden)), target)
-
-
-def tied(bias: bool = False, own: bool = False) -> list[nn.Module]:
-    """A model whose head is its embedding."""
-    embedding, head = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=bias)
-    head.weight = embedding.weight
-    ends = [Bare(embedding.weight), Bare(embedding.weight)] if own else [embedding, head]
-    return [ends[0], nn.Linear(HIDDEN, HIDDEN), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), ends[1]]
-
-
-def changed(layers: list[nn.Module], change: Callable[[list[Any]], Any]) -> list[nn.Module]:
-    change(layers)
-    return layers
-
-
-def layers_of(*layers: nn.Module) -> list[nn.Module]:
-    return [nn.Embedding(VOCAB, HIDDEN), *layers, nn.Linear(HIDDEN, VOCAB, bias=False)]
-
-
-def linear() -> nn.Linear:
-    return nn.Linear(HIDDEN, HIDDEN)
-
-
-def share(layers: list[Any]) -> None:
-    """The second and the last but one layer have one matrix."""
-    layers[-2].weight = layers[1].weight
-
-
-def same_values(layers: list[Any]) -> None:
-    """As after a checkpoint of a tied model that was loaded into one that forgot to tie."""
-    layers[-1].weight = nn.Parameter(layers[0].weight.detach().clone())
-
-
-# Each is cut in two, or in four for two ranks: (makes the layers, stages, the parameters that are named)
-TIED: dict[str, tuple[Callable[[], list[nn.Module]], int, str]] = {
-    "embedding and head": (tied, 2, "0.weight of stage 0 and 2.weight of stage 1"),
-    "a head with a bias": (lambda: tied(bias=True), 2, "0.weight of stage 0 and 2.weight of stage 1"),
-    "modules of the user's own": (lambda: tied(own=True), 2, "0.weight of stage 0 and 2.weight of stage 1"),
-    "several stages on a rank": (tied, 4, "0.weight of stage 0 and 1.weight of stage 3"),
-    "one end frozen": (
-        lambda: changed(tied(), lambda m: setattr(m[-1], "weight", nn.Parameter(m[0].weight.detach(), False))),
-        2, "0.weight of stage 0 and 2.weight of stage 1",
-    ),
-    "values of a checkpoint": (lambda: changed(tied(), same_values), 2, "0.weight of stage 0 and 2.weight of stage 1"),
-    "a matrix of two layers": (
-        lambda: changed(layers_of(linear(), linear(), linear(), linear()), share), 2,
-        "1.weight of stage 0 and 1.weight of stage 1",
-    ),
-    "a head in the loss": (tied, 0, "0.weight of stage 0 and head.weight of the loss"),
-    "a head alone": (lambda: tied()[::4], 2, "0.weight of stage 0 and 0.weight of stage 1"),
-}  # fmt: skip
-
-
-def told(layers: list[nn.Module], count: int) -> list[str]:
-    """The warnings of two steps over two ranks, with ``count`` stages; 0: two, and the last layer in the loss."""
-    loss: Any = loss_fn if count else HeadLoss(copy.deepcopy(layers.pop())).double()
-    cuts = [len(layers) * i // (count or 2) for i in range((count or 2) + 1)]
-    stages = [nn.Sequential(*copy.deepcopy(layers[a:b])).double() for a, b in pairwise(cuts)]
-
-    def run(group: Any) -> None:
-        engine = seq1f1b.PipelineEngine(
-            stages[group.rank :: 2],
-            schedule="seq1f1b-interleaved" if count == 4 else "seq1f1b",
-            num_microbatches=M,
-            num_segments=2,
-            loss_fn=loss,
-            group=group,
-        )
-        for _ in range(2):
-            engine.step(batch(), target=seq1f1b.shift_labels(batch()))
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run_ranks(2, run)
-    return [str(warning.message) for warning in caught if "bit-equal" in str(warning.message)]
-
-
-@pytest.mark.parametrize("name", TIED)
-def test_a_tie_that_nobody_listed_is_named_once(name):
+def make(kind: Callable[[], Stage] = Stage) -> list[Stage]:
     torch.manual_seed(0)
-    make, count, named = TIED[name]
-    (text,) = told(make(), count)
-    assert text.startswith(f"{named} are bit-equal: if the model ties them, list both") and "tied_parameters" in text
+    first, second = kind().double(), kind().double()
+    with torch.no_grad():
+        for name in "ab":
+            getattr(second, name).weight.copy_(getattr(first, name).weight)
+    return [first, second]
 
 
-def from_one_seed(*makes: Callable[[], nn.Module]) -> list[nn.Module]:
-    """As where each process makes its own layers after the same seed."""
-    made = []
-    for make in makes:
-        torch.manual_seed(0)
-        made.append(make())
-    return made
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(2, TOKENS, SIZE, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, y
 
 
-def listed() -> list[nn.Module]:
-    layers = tied()
-    layers[0].tied_parameters = {"embedding": layers[0].weight}
-    layers[-1].tied_parameters = {"embedding": layers[-1].weight}
-    return layers
+def engine_of(stages: list[Any], group: Any, **options: Any) -> seq1f1b.PipelineEngine:
+    given = {"num_microbatches": 2, "num_segments": 2, "loss_fn": F.mse_loss, "group": group, **options}
+    return seq1f1b.PipelineEngine(stages[group.rank], **given)
 
 
-RIGHT: dict[str, Callable[[], list[nn.Module]]] = {
-    "nothing is equal": lambda: layers_of(linear(), linear()),
-    "listed": listed,
-    "layers of one seed": lambda: layers_of(*from_one_seed(linear, linear, linear, linear)),
-    "stages of one seed": lambda: from_one_seed(
-        lambda: nn.Sequential(nn.Embedding(VOCAB, HIDDEN), linear()),
-        lambda: nn.Sequential(linear(), nn.Linear(HIDDEN, VOCAB)),
-    ),
-    "stages that begin alike": lambda: from_one_seed(
-        lambda: nn.Sequential(Bare(nn.Parameter(torch.randn(VOCAB, HIDDEN)))),
-        lambda: nn.Sequential(Bare(nn.Parameter(torch.randn(VOCAB, HIDDEN)))),
-    ),
-    "copies of one layer": lambda: layers_of(*[copy.deepcopy(layer) for layer in [linear()] * 4]),
-    "both frozen": lambda: changed(tied(), lambda m: [m[i].requires_grad_(False) for i in (0, -1)]),
-    "the identity": lambda: changed(
-        layers_of(linear(), linear()), lambda m: [nn.init.eye_(layer.weight) for layer in m[1:3]]
-    ),
-    "constants": lambda: changed(
-        layers_of(linear(), linear()), lambda m: [nn.init.constant_(layer.weight, 0.1) for layer in m]
-    ),
+def whole_gradients(stages: list[Any]) -> dict[str, Tensor]:
+    """Those of one model, whose second half has the first one's matrices."""
+    halves = copy.deepcopy(stages)
+    for name in "ab":
+        getattr(halves[1], name).weight = getattr(halves[0], name).weight
+    x, y = batch()
+    (sum(F.mse_loss(halves[1](halves[0](a)), b) for a, b in zip(x.split(1), y.split(1), strict=True)) / 2).backward()
+    return {name: getattr(halves[0], name).weight.grad for name in "ab"}
+
+
+def outcomes(run: Callable[[Any], Any], ranks: int = 2) -> list[str]:
+    """What each rank's call raises, "" if nothing; the others' PipelineErrors count."""
+
+    def work(group: Any) -> str:
+        try:
+            run(group)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    return run_ranks(ranks, work)
+
+
+def step(engine: seq1f1b.PipelineEngine) -> list[Tensor]:
+    x, y = batch()
+    return engine.step(x, target=y)
+
+
+def assert_right(stages: list[Any], before: list[Any]) -> None:
+    """The gradients of one step are those of the whole model, on both stages."""
+    for name, gradient in whole_gradients(before).items():
+        for stage in stages:
+            found = stage.get_parameter(f"{name}.weight").grad
+            torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-15)
+
+
+def listed(stages: list[Any], *lists: dict[str, str]) -> list[Any]:
+    """Stages that list other names, each for one of its matrices."""
+    for stage, names in zip(stages, lists, strict=True):
+        stage.tied_parameters = {name: getattr(stage, own).weight for name, own in names.items()}
+    return stages
+
+
+def test_one_parameter_under_several_names():
+    one, other = {"x": "a", "y": "a", "b": "b"}, {"y": "a", "b": "b", "x": "a"}
+    stages = listed(make(), one, other)
+    before = copy.deepcopy(stages)
+
+    def work(group: Any) -> list[str]:
+        engine = engine_of(stages, group)
+        step(engine)
+        return [name for name, _ in engine.named_parameters()]
+
+    assert [names[:2] for names in run_ranks(2, work)] == [["x", "b"]] * 2
+    assert_right(stages, before)
+    stages = listed(make(), one, {"x": "a", "b": "b"})
+    texts = outcomes(lambda group: step(engine_of(stages, group)))
+    assert all("tied parameter 'x' differs between ranks" in text and "also listed as ['y']" in text for text in texts)
+
+
+# -- parameters that are replaced --------------------------------------------------------------------------------------
+
+
+def new_parameter(stage: Any) -> None:
+    stage.b.weight = nn.Parameter(stage.b.weight.detach().clone())
+
+
+def assigned(stage: Any) -> None:
+    stage.load_state_dict({name: value.clone() for name, value in stage.state_dict().items()}, assign=True)
+
+
+def emptied(stage: Any) -> None:
+    """As after the meta device, which ``to_empty`` leaves with new parameters."""
+    values = stage.state_dict()
+    stage.to("meta").to_empty(device="cpu")
+    stage.load_state_dict(values)
+
+
+def new_module(stage: Any) -> None:
+    stage.b = copy.deepcopy(stage.b)
+
+
+REPLACE: dict[str, Callable[[Any], None]] = {
+    "a new parameter": new_parameter,
+    "load_state_dict(assign=True)": assigned,
+    "to_empty": emptied,
+    "a new module": new_module,
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_what_is_equal_and_not_tied_is_not_named(name):
+WHEN = [(Stage, "before the first step"), (Stage, "between two steps"), (Computed, "between two steps")]
+
+
+@pytest.mark.parametrize(("name", "ranks", "kind", "when"), pairs_of(list(REPLACE), [[1], [0, 1]], WHEN))
+def test_what_is_summed_is_what_the_modules_hold(name, ranks, when, kind):
+    stages = make(kind)
+    before = copy.deepcopy(stages)
+
+    def work(group: Any) -> None:
+        engine = engine_of(stages, group)
+        if when == "between two steps":
+            step(engine)
+        if group.rank in ranks:
+            REPLACE[name](stages[group.rank])
+        stages[group.rank].zero_grad()
+        step(engine)
+        assert dict(engine.named_parameters())["b"] is stages[group.rank].b.weight
+        assert stages[group.rank].tied_parameters["b"] is stages[group.rank].b.weight
+
+    run_ranks(2, work)
+    assert_right(stages, before)
+
+
+# -- what is wrong with a copy -----------------------------------------------------------------------------------------
+
+
+def other_values(stage: Any) -> None:
+    stage.b.weight = nn.Parameter(stage.b.weight.detach() + 0.5)
+
+
+def other_dtype(stage: Any) -> None:
+    stage.b.weight = nn.Parameter(stage.b.weight.detach().float())
+    stage.b.forward = lambda x: F.linear(x, stage.b.weight.double())
+
+
+def other_shape(stage: Any) -> None:
+    stage.b.weight = nn.Parameter(torch.zeros(2 * SIZE, SIZE, dtype=torch.float64))
+    stage.b.forward = lambda x: F.linear(x, stage.b.weight[:SIZE])
+
+
+def gives(value: Any) -> Callable[[Any], None]:
+    return lambda stage: setattr(stage, "tied_parameters", value)
+
+
+HOOKED = "tied parameter 'b' has copies on several stages, and hooks for its gradient ('b.weight' of stage 1 on rank 1"
+UNLIKE = "tied parameter 'b' differs between ranks [0, 1]: 'b.weight' of stage 0 on rank 0 is (6, 6), float64, trained"
+# What is done to the second stage, and what every rank hears
+WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "values": (
+        other_values, "'b.weight' of stage 1 on rank 1 differs from 'b.weight' of stage 0 on rank 0 by up to 5.0e-01",
+    ),
+    "frozen": (lambda stage: stage.b.weight.requires_grad_(False), UNLIKE),
+    "dtype": (other_dtype, UNLIKE),
+    "shape": (other_shape, UNLIKE),
+    "hook": (lambda stage: stage.b.weight.register_hook(lambda given: None), HOOKED),
+    "hook afterwards": (
+        lambda stage: stage.b.weight.register_post_accumulate_grad_hook(lambda given: None), HOOKED,
+    ),
+    "a list": (gives([1]), "tied_parameters of Stage is a list, must be a dict of parameters"),
+    "nothing": (gives({"a": None}), "tied parameter 'a' of stage 1 is a NoneType, not an nn.Parameter"),
+    "tensor": (gives({"a": torch.zeros(2)}), "tied parameter 'a' of stage 1 is a Tensor, not an nn.Parameter"),
+    "late": (
+        lambda stage: stage.tied_parameters.update(c=stage.own.weight), "['c'] were listed after the first step",
+    ),
+}  # fmt: skip
+AT_FIRST = ("frozen", "dtype", "shape", "hook", "hook afterwards")
+
+
+@pytest.mark.parametrize(("name", "is_late"), [*((n, True) for n in WRONG), *((n, False) for n in AT_FIRST)])
+def test_what_is_wrong_with_a_copy_is_named_on_every_rank(name, is_late):
+    stages, (change, told) = make(), WRONG[name]
+
+    def work(group: Any) -> None:
+        engine = engine_of(stages, group)
+        if is_late:
+            step(engine)
+        if group.rank == 1:
+            change(stages[1])
+        step(engine)
+
+    assert all(told in text for text in outcomes(work))
+
+
+def test_a_property_that_fails_is_named_and_hides_no_tie():
+    stages = make(Computed)
+
+    def work(group: Any) -> None:
+        engine = engine_of(stages, group)
+        step(engine)
+        if group.rank == 1:
+            stages[1].b = nn.Identity()
+        step(engine)
+
+    assert all("tied_parameters of Computed raises an error" in text for text in outcomes(work))
+
+
+def test_what_cannot_be_found_again_is_named():
+    """The list holds what no module does, and nobody knows where it was."""
+    stages = make()
+    for stage in stages:
+        assigned(stage)
+    texts = outcomes(lambda group: step(engine_of(stages, group)))
+    assert texts[0] == texts[1]
+    assert "rank 0: tied parameter 'a' of stage 0 is none of its parameters, and got no gradient" in texts[0]
+
+
+def test_one_parameter_at_two_places_that_becomes_two_is_named():
+    stages = make()
+    stages[1].a.weight = stages[1].b.weight
+    stages = listed(stages, {"b": "b"}, {"b": "b"})
+
+    def work(group: Any) -> None:
+        engine = engine_of(stages, group)
+        step(engine)
+        if group.rank == 1:
+            assigned(stages[1])
+        step(engine)
+
+    assert all("was one parameter at several places of stage 1" in text for text in outcomes(work))
+
+
+# -- copies that come apart --------------------------------------------------------------------------------------------
+
+PARTS = "the copies of tied parameter 'b' have come apart"
+
+
+@pytest.mark.parametrize("accumulated", [1, 10])
+def test_optimizers_that_differ_are_told_on_every_rank_and_no_gradient_is_lost(accumulated):
+    stages = make()
+
+    def work(group: Any) -> tuple[int, str]:
+        engine = engine_of(stages, group)
+        named = dict(engine.named_parameters())
+        decayed = named.pop("b") if group.rank == 1 else None
+        groups = [{"params": list(named.values())}, {"params": [] if decayed is None else [decayed], "weight_decay": 1}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        for count in range(1, 40):
+            grad = None if stages[group.rank].b.weight.grad is None else stages[group.rank].b.weight.grad.clone()
+            try:
+                step(engine)
+            except ValueError as error:
+                assert torch.equal(stages[group.rank].b.weight.grad, grad) or grad is None
+                return count, str(error)
+            if count % accumulated == 0:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+        raise AssertionError("nothing was told")
+
+    first, second = run_ranks(2, work)
+    assert first == second
+    assert first[0] == {1: 2, 10: 16}[accumulated]
+    assert f"{PARTS}: 'b.weight' of stage 1 on rank 1 differs from 'b.weight' of stage 0 on rank 0 by up to" in first[1]
+    assert "same optimizer, learning rate, weight decay" in first[1] and "docs/how-to/tied-weights.md" in first[1]
+
+
+def test_verify_tells_that_copies_came_apart():
+    stages = make()
+
+    def work(group: Any) -> None:
+        engine = engine_of(stages, group)
+        for _ in range(3):
+            step(engine)
+        if group.rank == 0:
+            with torch.no_grad():
+                stages[0].b.weight.add_(0.25)
+        engine.verify(batch()[0], target=batch()[1], show=False)
+
+    texts = outcomes(work)
+    assert texts[0] == texts[1] and PARTS in texts[0] and "by up to 2.5e-01" in texts[0]
+
+
+def test_copies_that_came_apart_are_not_saved_and_a_checkpoint_is_loaded_over_them():
+    stages = listed(make(), {"a": "a", "b": "b", "own0": "own"}, {"a": "a", "b": "b", "own1": "own"})
+    stages[0].own.bias = stages[1].own.bias = None
+    engine = engine_of([stages], seq1f1b.LoopbackGroup(1)[0], schedule="seq1f1b-interleaved")
+    state, before = seq1f1b.PipelineState(engine), stages[0].b.weight.detach().clone()
+    step(engine)
+    saved = copy.deepcopy(state.state_dict())
+    step(engine)
+    with torch.no_grad():
+        stages[1].b.weight.add_(0.25)
+    step(engine)  # the third, which does not compare
+    for tells in (state.state_dict, lambda: step(engine)):
+        with pytest.raises(ValueError, match=PARTS):
+            tells()
+    state.load_state_dict(saved)
+    assert torch.equal(stages[0].b.weight, before) and torch.equal(stages[1].b.weight, before)
+    step(engine)
+
+
+def test_copies_that_came_apart_are_told_after_a_failed_step_too():
+    stages = make()
+
+    def work(group: Any) -> None:
+        engine, (x, y) = engine_of(stages, group), batch()
+        step(engine)
+        with torch.no_grad():
+            stages[group.rank].b.weight.add_(group.rank)
+        with pytest.raises((RuntimeError, seq1f1b.PipelineError)):
+            engine.step(x[..., 1:], target=y)
+        step(engine)
+
+    texts = outcomes(work)
+    assert texts[0] == texts[1] and PARTS in texts[0]
+
+
+# -- gradients of several kinds ----------------------------------------------------------------------------------------
+
+
+def test_a_sparse_gradient_meets_a_dense_one():
     torch.manual_seed(0)
-    assert told(RIGHT[name](), 2) == []
+    whole = nn.Sequential(nn.Embedding(9, SIZE, sparse=True), nn.Linear(SIZE, 9, bias=False)).double()
+    stages = copy.deepcopy(list(whole))
+    whole[1].weight = whole[0].weight
+    for stage in stages:  # the head takes the embedding's values
+        stage.tied_parameters = {"w": stage.weight}
+    tokens = torch.randint(9, (2, TOKENS))
+
+    def loss_fn(out: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(out.flatten(0, 1), target.flatten())
+
+    def work(group: Any) -> None:
+        engine = engine_of(stages, group, loss_fn=loss_fn)
+        for _ in range(2):
+            engine.step(tokens, target=seq1f1b.shift_labels(tokens))
+
+    run_ranks(2, work)
+    for _ in range(2):
+        loss_fn(whole(tokens), seq1f1b.shift_labels(tokens)).backward()
+    for stage in stages:
+        torch.testing.assert_close(stage.weight.grad, whole[0].weight.grad.to_dense(), rtol=1e-12, atol=1e-15)
 
 
-def test_verify_says_what_it_takes_for_granted():
+def test_gradients_of_two_dtypes_meet_in_the_wider_one():
+    stages = make()
+    for stage in stages:
+        stage.bfloat16()
+    stages[1].b.weight.grad_dtype = torch.float32
+
+    def work(group: Any) -> None:
+        x, y = batch()
+        engine_of(stages, group, grad_dtype=None).step(x.bfloat16(), target=y.bfloat16())
+
+    run_ranks(2, work)
+    first, second = (stage.b.weight.grad for stage in stages)
+    assert first.dtype == torch.bfloat16 and second.dtype == torch.float32
+    assert torch.equal(first, second.bfloat16()) and first.abs().max() > 0
+
+
+# -- other ranks -------------------------------------------------------------------------------------------------------
+
+
+def break_things(rank: int, world: int, transport: str) -> None:
+    """A tie of the first and the last rank; the one between them has no copy, and hears the same."""
     torch.manual_seed(0)
-    layers = tied()
+    stage: Any = Stage() if rank != 1 else nn.Linear(SIZE, SIZE)
+    x, y = (value.float() for value in batch())
+    engine = seq1f1b.PipelineEngine(stage, num_microbatches=2, num_segments=2, loss_fn=F.mse_loss, transport=transport)
+    if rank == 2:
+        stage.own.weight.register_hook(lambda gradient: gradient)  # it has no copies
+    engine.step(x, target=y)
+    handle = stage.b.weight.register_hook(lambda gradient: gradient) if rank == 2 else None
+    with pytest.raises((ValueError, seq1f1b.PipelineError), match="tied parameter 'b' has copies on several stages"):
+        engine.step(x, target=y)
+    if handle is not None:
+        handle.remove()
+    engine.step(x, target=y)
+    if rank == 2:
+        stage.b.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"tied parameter 'b' differs between ranks \[0, 2\]"):
+        engine.step(x, target=y)
+    if rank == 2:
+        stage.b.weight.requires_grad_(True)
+        with torch.no_grad():
+            stage.b.weight.add_(1.0)
+    apart = r"'b' have come apart: 'b\.weight' of stage 2 on rank 2 .* up to 1\.0e.* clip by engine\.clip_grad_norm_"
+    with pytest.raises(ValueError, match=apart):
+        engine.step(x, target=y)
+    if rank == 2:
+        with torch.no_grad():
+            stage.b.weight.sub_(1.0)
+            stage.b.weight.copy_(stage.a.weight)
+    if rank == 0:
+        with torch.no_grad():
+            stage.b.weight.copy_(stage.a.weight)
+    assert len(engine.step(x, target=y)) == 2 * (rank == 2)
+    engine.close()
 
-    def run(group: Any) -> Any:
-        stage = nn.Sequential(*copy.deepcopy(layers[:2] if group.rank == 0 else layers[2:]))
-        engine = seq1f1b.PipelineEngine(stage, num_microbatches=M, num_segments=2, loss_fn=loss_fn, group=group)
-        return engine.verify(batch(), target=seq1f1b.shift_labels(batch()), show=False)
 
-    with pytest.warns(UserWarning, match="bit-equal"):
-        results = run_ranks(2, run)
-    note = "Assumed not to be tied, though bit-equal: 0.weight of stage 0 and 2.weight of stage 1."
-    assert all(result.ok and note in result.notes for result in results)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_rank_between_the_copies_hears_the_same(transport):
+    run_processes(3, break_things, transport)
+
+
+def train_replicas(rank: int, world: int) -> None:
+    """Two stages under DDP, over two replicas each."""
+    stages, grads = make(), {}
+    replicas = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
+    pipelines = [torch.distributed.new_group([0, 2]), torch.distributed.new_group([1, 3])]
+    stage: Any = nn.parallel.DistributedDataParallel(stages[rank // 2], process_group=replicas[rank // 2])
+    engine = seq1f1b.PipelineEngine(
+        stage, num_microbatches=2, num_segments=2, loss_fn=F.mse_loss, group=pipelines[rank % 2]
+    )
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=0.1)
+    x, y = batch()
+    want = whole_gradients(stages)
+    for count in range(4):
+        engine.step(x, target=y)
+        if count == 0:
+            grads = {name: stages[rank // 2].get_parameter(f"{name}.weight").grad.clone() for name in "ab"}
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, gradient in grads.items():
+        torch.testing.assert_close(gradient, want[name], rtol=1e-12, atol=1e-15)
+    assert [name for name, _ in engine.named_parameters()][:2] == ["a", "b"]
+    engine.close()
+
+
+def test_copies_under_ddp():
+    run_processes(4, train_replicas)
