@@ -85,7 +85,9 @@ def test_segments_equal_the_formula(
 
 @pytest.mark.parametrize(
     "name, head_dim, v_head_dim, dtype",
-    pairs_of(["none", "window", "all"], [(24, 16), (8, 24), (8, 6)], [torch.float64, torch.float32, torch.bfloat16]),
+    pairs_of(
+        ["none", "window", "all"], [(24, 16), (8, 24), (8, 6), (6, 8)], [torch.float64, torch.float32, torch.bfloat16]
+    ),
     ids=str,
 )
 def test_v_of_another_size(name: str, head_dim: int, v_head_dim: int, dtype: torch.dtype, calls: list[Call]) -> None:
@@ -93,7 +95,8 @@ def test_v_of_another_size(name: str, head_dim: int, v_head_dim: int, dtype: tor
     qkv = random_qkv(4, 2, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
     dout = random_qkv(4, 2, head_dim=v_head_dim, dtype=dtype, seed=1)[0]
     check(segmented([5, 2, 4, 1], OPTIONS[name], [qkv], [dout])[0], OPTIONS[name], qkv, dout)
-    plain = name == "all" or dtype == torch.float64 or (dtype == torch.float32 and (name == "window" or v_head_dim % 4))
+    plain = name == "all" or dtype == torch.float64
+    plain |= dtype == torch.float32 and (name == "window" or bool(head_dim % 4 or v_head_dim % 4))  # loads of 16 bytes
     family = "_efficient" if dtype == torch.float32 else "_flash"
     wanted = set() if plain else {f"{family}_attention_forward", f"{family}_attention_backward"}
     assert {call[0] for call in calls} == wanted
@@ -212,15 +215,6 @@ def test_ranges_of_keys_are_bounded_in_bytes(
 # -- each way's own ---------------------------------------------------------------------------------------------------
 
 
-def test_float32_rows_that_the_efficient_op_cannot_read_go_the_plain_way(calls: list[Call]) -> None:
-    """It loads 16 bytes at a time, so it takes head sizes that 4 divides."""
-    for head_dim, is_plain in ((6, True), (12, False)):
-        calls.clear()
-        qkv, dout = (random_qkv(4, 2, head_dim=head_dim, dtype=torch.float32, seed=seed) for seed in (0, 1))
-        check(segmented([5, 7], {}, [qkv], [dout[0]])[0], {}, qkv, dout[0])
-        assert (calls == []) == is_plain
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_plain_way_over_ranges_of_keys(name: str, calls: list[Call]) -> None:
     """Ranges that end before, within and behind the segment, and rows that see none of a range."""
@@ -246,15 +240,6 @@ def test_windows_over_ranges_of_keys(window: int, calls: list[Call]) -> None:
         prefix_ranges = len(keys) - len(sizes)
         seen = sum(min(window - 1, sum(sizes[:s])) for s in range(len(sizes)))
         assert prefix_ranges <= seen  # none is asked for that nobody sees
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_microbatches_do_not_mix_and_reruns_are_equal(name: str, calls: list[Call]) -> None:
-    many = [random_qkv(4, 2, head_dim=8, dtype=WAYS[name], seed=seed) for seed in range(4)]
-    douts = [random_qkv(4, 2, head_dim=8, dtype=WAYS[name], seed=9 + seed)[0] for seed in range(4)]
-    for got, qkv, dout in zip(segmented([5, 6, 1], {}, many, douts), many, douts, strict=True):
-        alone = segmented([5, 6, 1], {}, [qkv], [dout])[0]
-        assert all(torch.equal(a, b) for a, b in zip(got, alone, strict=True))
 
 
 @pytest.mark.parametrize("name", WAYS)

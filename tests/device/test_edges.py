@@ -19,7 +19,7 @@ import torch
 from processes import run_processes
 from slices import each_value
 from stand_in_engine import StandInEngine
-from stand_in_library import RECEIVER_FAILS, RECEIVER_LOST, SENDER_FAILS, SENDER_LOST, StandIn, stand_in
+from stand_in_library import FAILS, LOST, StandIn, stand_in
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch.multiprocessing import ProcessExitedException
 
@@ -137,19 +137,12 @@ def test_a_report_has_the_times_of_the_gpu(transport: str) -> None:
     assert report.tokens_per_second == pytest.approx(tokens.numel() / report.makespan)
 
 
-FAULTS = {
-    "sender is lost": SENDER_LOST,
-    "receiver is lost": RECEIVER_LOST,
-    "sender fails": SENDER_FAILS,
-    "receiver fails": RECEIVER_FAILS,
-}
-
-
-@pytest.mark.parametrize("kind", FAULTS)
-def test_a_fault_of_a_transfer_ends_the_step_on_every_rank(kind: str) -> None:
+@pytest.mark.parametrize("result", [LOST, FAILS], ids=["lost", "fails"])
+@pytest.mark.parametrize("sends", [True, False], ids=["sender", "receiver"])
+def test_a_fault_of_a_transfer_ends_the_step_on_every_rank(sends: bool, result: int) -> None:
     """The error names edge and unit; whoever would go on to the optimizer has raised before."""
     reset(11)
-    stand_in().fault(FAULTS[kind], 1, 2, 3)
+    stand_in().fault(sends, 1, 2, 3, result)
     config = Config()
     model = whole_model(config)
     tokens, target = batch(config, 4, LENGTH)
@@ -170,13 +163,13 @@ def test_a_fault_of_a_transfer_ends_the_step_on_every_rank(kind: str) -> None:
     for text, edge, unit in results:
         assert re.search(rf"{edge}, message \d+", text) and unit in text, text
         assert re.match(r"[FB]\d\.\d", unit), unit
-        if "fails" in kind:  # what is lost stops the transfers behind it as well, and one of these may be late first
+        if result == FAILS:  # what is lost stops the transfers behind it as well, and one of these may be late first
             assert edge == "activations of stage 1 to stage 2"
 
 
 def two_processes(rank: int, world: int, folder: str) -> None:
     """Memory and events of each process by handles; then one dies while the other waits for it on its device."""
-    stand_in().reset(rank, foreign_memory=1, shared_memory=1)
+    stand_in().reset(rank, foreign_memory=1)
     config = Config(kv_heads=2)
     model = whole_model(config)
     tokens, target = batch(config, 4, LENGTH)

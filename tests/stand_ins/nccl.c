@@ -33,10 +33,9 @@ struct nccl_message {
 typedef enum { IDLE, CREATION, GROUP, FINALIZE } activity;
 
 struct ncclComm {
-    ncclComm_t next; /* all since reset: handles stay readable after they are destroyed */
     int32_t alive, aborted, finalized;
     int32_t number, rank, device;
-    int64_t owner; /* thread */
+    pthread_t owner;
     clique *of;
     ncclResult_t result;  /* asynchronous error */
     activity in_progress; /* what ncclCommGetAsyncError must still be asked about */
@@ -55,18 +54,12 @@ struct clique {
     nccl_message *messages;
 };
 
-typedef struct fault {
-    struct fault *next;
-    stand_in_fault_kind kind;
-    int32_t source, destination;
-    int64_t index;
+static clique *cliques;
+static struct { /* of a message, see stand_in_fault() */
+    int32_t is_wanted, sends, source, destination;
+    int64_t index; /* counts down */
     ncclResult_t result;
 } fault;
-
-static clique *cliques;
-static ncclComm_t comms;
-static fault *faults;
-static int64_t device_messages[2][MAX_DEVICES][MAX_DEVICES]; /* [sends][source][destination] */
 static int32_t num_ids, num_comms;
 
 /* The group that a thread has open. */
@@ -83,7 +76,7 @@ static _Thread_local char last_error[512];
 __attribute__((format(printf, 3, 4))) static ncclResult_t refuse(api_call call, ncclResult_t result, const char *format,
                                                                  ...)
 {
-    int used = snprintf(last_error, sizeof last_error, "%s: ", call_name(call));
+    int used = snprintf(last_error, sizeof last_error, "%s: ", call);
     va_list arguments;
     va_start(arguments, format);
     vsnprintf(last_error + used, sizeof last_error - (size_t)used, format, arguments);
@@ -98,12 +91,13 @@ __attribute__((format(printf, 3, 4))) static ncclResult_t refuse(api_call call, 
         misuse(this_call, __VA_ARGS__);                                                                                \
         return refuse(this_call, result, __VA_ARGS__);                                                                 \
     } while (0)
+#define NEEDS_LIVE(comm)                                                                                               \
+    if (!comm->alive)                                                                                                  \
+    REFUSE(ncclInvalidArgument, "communicator %d is destroyed or aborted", comm->number)
 
 ncclResult_t ncclGetVersion(int *version)
 {
-    ENTER(ncclGetVersion, ncclInvalidUsage);
-    if (version == NULL)
-        return refuse(this_call, ncclInvalidArgument, "version is NULL");
+    ENTER(ncclGetVersion);
     *version = (int)machine.options.nccl_version;
     return ncclSuccess;
 }
@@ -128,9 +122,7 @@ const char *ncclGetLastError(ncclComm_t comm)
 
 ncclResult_t ncclGetUniqueId(ncclUniqueId *id)
 {
-    ENTER(ncclGetUniqueId, ncclInvalidUsage);
-    if (id == NULL)
-        return refuse(this_call, ncclInvalidArgument, "id is NULL");
+    ENTER(ncclGetUniqueId);
     clique *made = keep(sizeof *made);
     for (size_t i = 0; i < sizeof made->id.internal; i++)
         made->id.internal[i] = (char)draw(256);
@@ -214,7 +206,7 @@ static ncclResult_t check_configuration(api_call this_call, const ncclConfig_t *
 
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int num_ranks, ncclUniqueId id, int rank, ncclConfig_t *config)
 {
-    ENTER(ncclCommInitRankConfig, ncclInvalidUsage);
+    ENTER(ncclCommInitRankConfig);
     if (out == NULL || num_ranks != 2 || rank < 0 || rank > 1)
         REFUSE(ncclInvalidArgument, "rank %d of %d", rank, num_ranks);
     ncclResult_t result = check_configuration(this_call, config);
@@ -231,15 +223,13 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int num_ranks, ncclUniqueId
     if (of->ranks[1 - rank] != NULL && of->ranks[1 - rank]->device == index)
         REFUSE(ncclInvalidUsage, "both ranks are on device %d", index);
     ncclComm_t comm = keep(sizeof *comm);
-    *comm = (struct ncclComm){.next = comms,
-                              .alive = 1,
+    *comm = (struct ncclComm){.alive = 1,
                               .number = ++num_comms,
                               .rank = rank,
                               .device = index,
-                              .owner = thread_id(),
+                              .owner = pthread_self(),
                               .of = of,
                               .in_progress = CREATION};
-    comms = comm;
     of->ranks[rank] = comm;
     machine.counters.live_communicators++;
     *out = comm;
@@ -249,12 +239,9 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int num_ranks, ncclUniqueId
 /* What every call but abort and the asking for errors demands of a communicator. */
 static ncclResult_t check(api_call this_call, const struct ncclComm *comm)
 {
-    if (comm == NULL)
-        return refuse(this_call, ncclInvalidArgument, "the communicator is NULL");
-    if (!comm->alive)
-        REFUSE(ncclInvalidArgument, "communicator %d is destroyed or aborted", comm->number);
-    if (comm->owner != thread_id())
-        misuse(this_call, "communicator %d belongs to thread %lld", comm->number, (long long)comm->owner);
+    NEEDS_LIVE(comm);
+    if (!pthread_equal(comm->owner, pthread_self()))
+        misuse(this_call, "communicator %d belongs to another thread", comm->number);
     if (comm->result != ncclSuccess)
         return refuse(this_call, comm->result, "communicator %d has failed before", comm->number);
     if (comm->in_progress != IDLE)
@@ -266,11 +253,8 @@ static ncclResult_t check(api_call this_call, const struct ncclComm *comm)
 /* Any thread may call this. Asking is what lets a nonblocking communicator go on. */
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *result)
 {
-    ENTER(ncclCommGetAsyncError, ncclInvalidUsage);
-    if (comm == NULL || result == NULL)
-        return refuse(this_call, ncclInvalidArgument, "an argument is NULL");
-    if (!comm->alive)
-        REFUSE(ncclInvalidArgument, "communicator %d is destroyed or aborted", comm->number);
+    ENTER(ncclCommGetAsyncError);
+    NEEDS_LIVE(comm);
     *result = comm->result;
     if (comm->result != ncclSuccess || comm->in_progress == IDLE)
         return ncclSuccess;
@@ -284,9 +268,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *result)
 
 ncclResult_t ncclCommFinalize(ncclComm_t comm)
 {
-    ENTER(ncclCommFinalize, ncclInvalidUsage);
-    if (comm == NULL) /* as the real one, here and in destroy and abort */
-        return ncclSuccess;
+    ENTER(ncclCommFinalize);
     ncclResult_t result = check(this_call, comm);
     if (result != ncclSuccess)
         return result;
@@ -299,9 +281,7 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm)
 
 ncclResult_t ncclCommDestroy(ncclComm_t comm)
 {
-    ENTER(ncclCommDestroy, ncclInvalidUsage);
-    if (comm == NULL)
-        return ncclSuccess;
+    ENTER(ncclCommDestroy);
     ncclResult_t result = check(this_call, comm);
     if (result != ncclSuccess)
         return result;
@@ -315,11 +295,8 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm)
 /* Any thread may call this, in any state. What waits in a stream ends; what it was to receive is undefined: NaN. */
 ncclResult_t ncclCommAbort(ncclComm_t comm)
 {
-    ENTER(ncclCommAbort, ncclInvalidUsage);
-    if (comm == NULL)
-        return ncclSuccess;
-    if (!comm->alive)
-        REFUSE(ncclInvalidArgument, "communicator %d is destroyed or aborted", comm->number);
+    ENTER(ncclCommAbort);
+    NEEDS_LIVE(comm);
     comm->alive = 0;
     comm->aborted = 1;
     comm->in_progress = IDLE;
@@ -327,7 +304,7 @@ ncclResult_t ncclCommAbort(ncclComm_t comm)
         comm->pending->messages->stream->groups_in_progress--;
     comm->pending = NULL;
     machine.counters.live_communicators--;
-    machine.runnable_changed = 1;
+    look_again();
     return ncclSuccess;
 }
 
@@ -371,19 +348,19 @@ static ncclResult_t add_message(api_call this_call, const void *buffer, size_t b
 
 ncclResult_t ncclSend(const void *buffer, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, CUstream stream)
 {
-    ENTER(ncclSend, ncclInvalidUsage);
+    ENTER(ncclSend);
     return add_message(this_call, buffer, count, type, peer, comm, stream, 1);
 }
 
 ncclResult_t ncclRecv(void *buffer, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, CUstream stream)
 {
-    ENTER(ncclRecv, ncclInvalidUsage);
+    ENTER(ncclRecv);
     return add_message(this_call, buffer, count, type, peer, comm, stream, 0);
 }
 
 ncclResult_t ncclGroupStart(void)
 {
-    ENTER(ncclGroupStart, ncclInvalidUsage);
+    ENTER(ncclGroupStart);
     memset(&group, 0, sizeof group);
     group.generation = machine.generation;
     group.is_open = 1;
@@ -392,7 +369,7 @@ ncclResult_t ncclGroupStart(void)
 
 ncclResult_t ncclGroupEnd(void)
 {
-    ENTER(ncclGroupEnd, ncclInvalidUsage);
+    ENTER(ncclGroupEnd);
     if (!group.is_open || group.generation != machine.generation)
         REFUSE(ncclInvalidUsage, "there is no ncclGroupStart to it");
     group.is_open = 0;
@@ -412,13 +389,13 @@ ncclResult_t ncclGroupEnd(void)
     return settle(this_call, comm);
 }
 
-static const fault *find_fault(int sends, int32_t source, int32_t destination, int64_t index)
+/* 1 if the message is the one that a test wants to fail. */
+static int is_faulty(const nccl_message *m)
 {
-    for (fault *f = faults; f != NULL; f = f->next)
-        if ((f->kind == STAND_IN_SENDER_LOST || f->kind == STAND_IN_SENDER_FAILS) == (sends != 0) &&
-            f->source == source && f->destination == destination && f->index == index)
-            return f;
-    return NULL;
+    const struct ncclComm *peer = peer_of(m->comm);
+    return fault.is_wanted && m->sends == fault.sends &&
+           m->comm->device == (m->sends ? fault.source : fault.destination) &&
+           peer->device == (m->sends ? fault.destination : fault.source) && fault.index-- == 0;
 }
 
 /* The group's operation reaches its stream. */
@@ -428,13 +405,9 @@ static void launch(ncclComm_t comm)
     comm->pending = NULL;
     comm->idle_until = 0;
     for (nccl_message *m = op->messages; m != NULL; m = m->next) {
-        int32_t peer_device = peer_of(comm)->device;
-        int32_t source = m->sends ? comm->device : peer_device, destination = m->sends ? peer_device : comm->device;
         m->number = comm->numbers[m->sends]++;
-        const fault *f = find_fault(m->sends, source, destination, device_messages[m->sends][source][destination]++);
-        m->lost = f != NULL;
-        if (f != NULL && (f->kind == STAND_IN_SENDER_FAILS || f->kind == STAND_IN_RECEIVER_FAILS))
-            m->fails = f->result;
+        m->lost = is_faulty(m);
+        m->fails = m->lost ? fault.result : ncclSuccess;
         m->next_in_clique = comm->of->messages;
         comm->of->messages = m;
     }
@@ -551,24 +524,17 @@ int nccl_run(operation *op)
 void nccl_reset(void)
 {
     cliques = NULL;
-    comms = NULL;
-    faults = NULL;
+    fault.is_wanted = 0;
     num_ids = num_comms = 0;
-    memset(device_messages, 0, sizeof device_messages);
 }
 
-void stand_in_fault(stand_in_fault_kind kind, int32_t source, int32_t destination, int64_t index, int32_t result)
+void stand_in_fault(int32_t sends, int32_t source, int32_t destination, int64_t index, int32_t result)
 {
     LOCKED;
-    fault *added = keep(sizeof *added);
-    *added = (fault){faults, kind, source, destination, index, (ncclResult_t)result};
-    faults = added;
-}
-
-void stand_in_break_communicators(int32_t device_index, int32_t peer, int32_t result)
-{
-    LOCKED;
-    for (ncclComm_t comm = comms; comm != NULL; comm = comm->next)
-        if (comm->alive && comm->device == device_index && peer_of(comm) != NULL && peer_of(comm)->device == peer)
-            comm->result = (ncclResult_t)result;
+    fault.is_wanted = 1;
+    fault.sends = sends;
+    fault.source = source;
+    fault.destination = destination;
+    fault.index = index;
+    fault.result = (ncclResult_t)result;
 }
