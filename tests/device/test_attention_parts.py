@@ -220,13 +220,3 @@ def test_on_the_cpu_kernels_are_taken_only_when_asked_for(launched: list[str], m
         monkeypatch.setattr(kernel_library, "preferred", wish)
         attention_parts.total(parts)
         assert len(launched) == count, wish
-
-
-def test_a_library_that_was_not_built(
-    tmp_path: Path, proofs: proof.Proofs, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
-    monkeypatch.setattr(kernel_library, "LIBRARY", tmp_path / "none.so")
-    assert chosen() is None and not recwarn.list
-    monkeypatch.setattr(kernel_library, "preferred", "own")
-    with pytest.raises(RuntimeError, match=r"there is no .*none.so: install again with nvcc and SEQ1F1B_CUDA=1"):
-        attention_parts.total([parts_of(1)[0].contiguous()])

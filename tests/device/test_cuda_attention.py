@@ -7,7 +7,7 @@ the real ops do is for tests/gpu to show, on a GPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 from aten_stand_ins import SCHEMAS, Call, cuda_kernels_on_the_cpu, schema_drift
 from attention_runs import OPTIONS, errors, formula, gradients, random_qkv, segmented
+from op_counts import launches
 from simulated_step import SimulatedStep
 from slices import pairs_of
 from stand_in_library import stand_in
@@ -25,7 +26,7 @@ import seq1f1b
 import seq1f1b.runtime.engine
 import seq1f1b.transport
 from seq1f1b import _C
-from seq1f1b.device import attention_calls, cuda_attention, placement
+from seq1f1b.device import attention_calls, attention_parts, cuda_attention, placement
 from seq1f1b.ops.attention import causal_attention, layer_handle, positions
 from seq1f1b.runtime.step import Step
 from seq1f1b.testing import run_ranks
@@ -263,18 +264,6 @@ def test_sinks_in_every_way(name: str, calls: list[Call]) -> None:
     assert all(bool(t.isfinite().all()) for t in found)
 
 
-def test_keys_are_read_where_they_lie(calls: list[Call]) -> None:
-    """No copy of the prefix: each forward reads the slab from its start, with its strides."""
-    qkv, dout = (random_qkv(4, 2, tokens=40, head_dim=8, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
-    segmented([10, 20, 10], {}, [qkv], [dout[0]])
-    forwards = [call for call in calls if call[0] == "_flash_attention_forward"]
-    assert [shape for _, shape, _, _ in forwards] == [(2, tokens, 2, 8) for tokens in (10, 30, 40)]
-    assert {strides for _, _, strides, _ in forwards} == {(2 * 40 * 8, 8, 40 * 8, 1)}
-    (slab,) = {address for _, _, _, address in forwards}
-    starts = {(address - slab) // 16 for name, _, _, address in calls if name == "_flash_attention_backward"}
-    assert starts == {0, 3, 6, 9, 10, 12, *range(15, 30, 3)} | {30}
-
-
 def test_gradients_add_up_in_float32(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
     """However many segments contribute, dK and dV are rounded twice: a contribution by the op, and the sum."""
     monkeypatch.setattr(cuda_attention, "KEY_RANGE", 8192)
@@ -329,6 +318,50 @@ def test_any_strides(in_step: bool, calls: list[Call]) -> None:
         assert out.transpose(1, 2).is_contiguous()
         results.append([out.detach(), *(t.grad for t in leaves)])
     assert all(torch.equal(a, b) for result in results for a, b in zip(result, results[0], strict=True))
+
+
+# By way and segment, launches of a forward and a backward of one layer: attention, attention_parts, and what of torch's
+# ops computes or copies. Over a prefix by cuDNN, forward: keys and values into the cache, two attention ops, merged;
+# backward: two ops, what each adds to dK and dV, and dQ. Efficient has two calls where others have one: two query heads
+# share one of keys.
+LAUNCHES = {
+    ("cudnn", 1): (1 + 2 + 1, 2 + 2 + 1), ("cudnn", 0): (2, 3), ("flash", 1): (2, 5), ("flash", 0): (2, 3),
+    ("window", 1): (2, 7), ("efficient", 1): (7, 21),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "segment"), LAUNCHES)
+def test_launches_are_few(way: str, segment: int, cudnn_calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    monkeypatch.setattr(attention_parts, "_library", lambda what, k, v: object() if k.dtype.itemsize == 2 else None)
+    monkeypatch.setattr(_C, "cuda_attention_parts", lambda library, what, *_: launched.append(what) or True)
+    monkeypatch.setattr(cuda_attention, "_has_cudnn", lambda device: way == "cudnn")
+    monkeypatch.setattr(cuda_attention, "KEY_RANGE", 100)
+    step, layer, options = SimulatedStep([8, 8, 8]), layer_handle(0), {"window": 6} if way == "window" else {}
+    dtype = torch.float32 if way == "efficient" else torch.bfloat16
+    outs: list[Tensor] = []
+
+    qkv = [t.transpose(1, 2) for t in random_qkv(4, 2, tokens=8, head_dim=8, dtype=dtype)]
+    qkv = [t.contiguous().transpose(1, 2).requires_grad_() for t in qkv]
+
+    def forward(s: int) -> None:
+        with step.unit("F", 0, s):
+            outs.append(causal_attention(*qkv, layer=layer, **options))
+
+    def backward(s: int) -> None:
+        with step.unit("B", 0, s):
+            torch.autograd.grad(outs[s], qkv, outs[s].detach())
+
+    def count(run: Callable[[int], None]) -> int:
+        launched.clear()
+        return sum(launches(lambda: run(segment)).values()) + len(launched)
+
+    found = []
+    for s in range(3):
+        found += [count(forward)] if s == segment else [forward(s)]
+    for s in (2, 1, 0):
+        found += [count(backward)] if s == segment else [backward(s)]
+    assert tuple(each for each in found if each is not None) == LAUNCHES[way, segment]
 
 
 def test_layouts_are_those_of_the_fake_kernels(calls: list[Call]) -> None:

@@ -18,12 +18,14 @@ import pytest
 import torch
 from processes import run_processes
 from slices import each_value
-from stand_in_engine import StandInEngine
-from stand_in_library import FAILS, LOST, StandIn, stand_in
+from stand_in_engine import StandInEdges, StandInEngine
+from stand_in_library import CORRUPT, FAILS, LOST, StandIn, stand_in
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from torch import nn
 from torch.multiprocessing import ProcessExitedException
 
 from seq1f1b import _C, Limits, LoopbackGroup, PipelineEngine, PipelineError
+from seq1f1b.cli import doctor
 from seq1f1b.device import edge_ways, edges
 from seq1f1b.testing import run_ranks
 from seq1f1b.transport.table import TRANSPORTS
@@ -199,6 +201,31 @@ def test_copies_between_processes_and_a_process_that_dies(tmp_path: Path) -> Non
     with contextlib.suppress(ProcessExitedException):
         run_processes(2, two_processes, str(tmp_path))
     assert (tmp_path / "told").exists()
+
+
+def test_the_doctor_tells_the_rate_of_each_edge_or_why_it_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(fn: Any, num_ranks: int, transport: str) -> list[list[str]]:
+        if transport == "nccl":
+            stand_in().damage("nccl", StandInEdges.proof_bytes, CORRUPT)
+
+        def run(group: Any) -> list[str]:
+            return doctor.sending_edges(group.rank, nn.Linear(1, 1), transport=transport, group=group)
+
+        return run_ranks(num_ranks, run)
+
+    reset(1)  # once: engines that failed still hold what they have of it
+    monkeypatch.setattr("seq1f1b.launch", launch)
+    monkeypatch.setattr("seq1f1b.PipelineEngine", StandInEngine)
+    lines = list(doctor.edges_between(3))
+    for transport in ("copy", "auto"):
+        told = [line for line in lines if line.startswith(f"transport={transport!r}: GPU ")]
+        assert [line.split(": ")[1] for line in told] == [
+            f"GPU {a} to GPU {b}" for a, b in ((0, 1), (1, 0), (1, 2), (2, 1))
+        ]
+        assert all(": copy, " in line and " GB/s, " in line for line in told)
+    (failed,) = (line for line in lines if line.startswith("transport='nccl'"))
+    assert "failed its proof" in failed
+    assert len(lines) >= 4 * (1 + sum(row.between_gpus for row in TRANSPORTS.values())) - 3
 
 
 def test_few_hardware_queues_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
-import os
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import run_processes
 from stand_in_engine import StandInEngine
 from stand_in_library import stand_in
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
-from torch.multiprocessing import ProcessExitedException
 
-from seq1f1b import HOST, Limits, LoopbackGroup, Memory, PipelineEngine, PipelineError
+from seq1f1b import HOST, LoopbackGroup, Memory, PipelineEngine, PipelineError
 from seq1f1b.testing import run_ranks
 
 CONFIG = Config(hidden=32, heads=2, kv_heads=1, ffn=48, vocab=17, layers=4)
@@ -145,39 +140,6 @@ def test_pinned_memory_that_is_refused_is_told_and_other_units_still_move() -> N
     engine.step(tokens, target=target)
     assert engine.report().moved_units > 0
     engine.close()
-
-
-def two_processes(rank: int, world: int, folder: str) -> None:
-    """Rank 1 dies in a forward of its second step, while units of both are away."""
-    stand_in().reset(rank, foreign_memory=1)
-    tokens, target = batch(CONFIG, 8, LENGTH)
-    engine = make_engine(whole_model(CONFIG), rank, world, None, memory=Memory(offload=HOST), limits=Limits(step=30.0))
-    for _ in range(4):  # until all places of the edges are open
-        engine.step(tokens, target=target)
-    forwards: list[int] = []
-
-    def die(*_: Any) -> None:
-        forwards.append(0)
-        if len(forwards) == 6:
-            os._exit(0)
-
-    if rank == 1:
-        next(iter(engine._pipeline.modules.values())).register_forward_pre_hook(die)
-    with pytest.raises(PipelineError, match="rank 1 is gone"):
-        engine.step(tokens, target=target)
-    engine.close()
-    del engine
-    gc.collect()
-    assert stand_in().complaints() == []
-    assert [stand_in().count(f"live_{what}") for what in ("pinned_bytes", "streams")] == [0, 0]
-    Path(folder, "told").touch()
-    os._exit(0)  # torch's own group misses rank 1
-
-
-def test_a_process_that_dies_while_units_are_away(tmp_path: Path) -> None:
-    with contextlib.suppress(ProcessExitedException):
-        run_processes(2, two_processes, str(tmp_path))
-    assert (tmp_path / "told").exists()
 
 
 class Gone(Exception):

@@ -257,16 +257,6 @@ def test_a_thread_does_not_wait_for_anothers_check_for_ever(
 # -- which calls the kernels take -------------------------------------------------------------------------------------
 
 
-def test_the_environment_decides_without_a_check(
-    gpu: dict[str, Operation], counted: list[proof.Use], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernel_library, "preferred", "own")
-    assert choose() is gpu[FORWARD]
-    assert choose(head_dim=96) is None
-    monkeypatch.setattr(kernel_library, "preferred", "library")
-    assert choose() is None and not counted
-
-
 def test_older_gpus_and_cpus_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for index, (capability, wanted) in enumerate((((7, 5), False), ((8, 0), True), ((8, 9), True), ((12, 0), True))):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)

@@ -97,8 +97,9 @@ struct operation {
     int64_t record; /* of these, on the event's board; 0: none, for which nobody waits */
     CUhostFn function;
     void *argument;
-    ncclComm_t comm; /* NCCL: its messages progress independently */
+    ncclComm_t comm; /* NCCL */
     nccl_message *messages;
+    int32_t is_lost; /* a test wants that: it never takes place */
 };
 
 /* Handles stay readable after they are destroyed, until reset, so that their use is seen. */
