@@ -414,12 +414,6 @@ static void test_host_memory(void)
     expect_room(2200000 - 200000, "the limit of control group /");
     write_file("/sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n");
     expect_room((9000 - 1000) * 1024, "free memory");
-    CHECK(!s1f_host_node_begin(root, "0000:A0:00.0"));
-    write_file("/sys/bus/pci/devices/0000:a0:00.0/numa_node", "-1\n");
-    CHECK(!s1f_host_node_begin(root, "0000:A0:00.0"));
-    write_file("/sys/bus/pci/devices/0000:a0:00.0/numa_node", "0\n");
-    if (s1f_host_node_begin(root, "0000:A0:00.0")) /* where the kernel permits it */
-        s1f_host_node_end();
 }
 
 /* What all loads of the step need is refused at the first of them, before memory is full. */

@@ -132,14 +132,6 @@ def test_cudnn_equals_the_formula(heads: int, kv_heads: int, dtype: torch.dtype,
     check(whole, {}, qkv, dout[0])
 
 
-@pytest.mark.parametrize("name", ["window 5", "softcap", "documents"])
-def test_cudnn_takes_no_options(name: str, cudnn_calls: list[Call]) -> None:
-    options = {"window": 5} if name == "window 5" else OPTIONS[name]
-    qkv, dout = (random_qkv(4, 2, head_dim=8, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
-    check(segmented([5, 7], options, [qkv], [dout[0]])[0], options, qkv, dout[0])
-    assert not [call for call in cudnn_calls if call[0].startswith(CUDNN)]
-
-
 def test_a_shape_goes_by_cudnn_once_it_has_come_often(cudnn_calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each shape on its own, forward and backward; under deterministic algorithms none, and what comes once is
     forgotten."""
@@ -214,18 +206,6 @@ def test_ranges_of_keys_are_bounded_in_bytes(
 
 
 # -- each way's own ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_the_plain_way_over_ranges_of_keys(name: str, calls: list[Call]) -> None:
-    """Ranges that end before, within and behind the segment, and rows that see none of a range."""
-    qkv, dout = (random_qkv(4, 2, tokens=60, seed=seed) for seed in (0, 1))
-    options = dict(OPTIONS[name])
-    if "doc_ids" in options:
-        options["doc_ids"] = torch.arange(120).view(2, 60) // 25
-    check(segmented([25, 3, 32], options, [qkv], [dout[0]])[0], options, qkv, dout[0])
-    check(gradients(lambda *t: causal_attention(*t, layer=0, **options), *qkv, dout[0]), options, qkv, dout[0])
-    assert calls == []
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 8, 30])

@@ -20,7 +20,6 @@ from torch.multiprocessing import ProcessExitedException
 
 from seq1f1b import _C, PipelineError
 from seq1f1b.device import edge_ways, edges
-from seq1f1b.device.edges import DeviceEdges
 from seq1f1b.runtime.arguments import Disagreement, agreement_of, check_agreement
 from seq1f1b.testing import run_ranks
 
@@ -245,14 +244,6 @@ def test_short_memory_makes_the_proof_smaller_and_the_report_says_so(monkeypatch
     assert all("proven with 10000 bytes, as memory is short" in why for whys in found.whys for why in whys)
     stand_in().damage("cuMemcpyAsync", 10_000, CORRUPT)  # the message is of that size
     assert "1 of 10000 bytes arrived wrong" in settle().warned[0]
-
-
-@pytest.mark.full
-def test_messages_of_the_real_size_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StandInEdges, "proof_bytes", DeviceEdges.proof_bytes)
-    found = settle()
-    assert [set(carried.values()) for carried in found.carried] == [{"copy"}, {"copy"}] and found.warned == []
-    assert stand_in().complaints() == [] and stand_in().count("live_allocations") == 0
 
 
 def test_ranks_that_share_a_gpu_are_warned_of() -> None:

@@ -51,7 +51,6 @@ CUresult cuGetErrorName(CUresult error, const char **name);
 CUresult cuGetErrorString(CUresult error, const char **text);
 
 CUresult cuDeviceGet(CUdevice *device, int ordinal);
-CUresult cuDeviceGetPCIBusId(char *address, int bytes, CUdevice device);
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device);
 CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device);
 CUresult cuCtxPushCurrent_v2(CUcontext context);

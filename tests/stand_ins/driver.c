@@ -140,15 +140,6 @@ CUresult cuDeviceGet(CUdevice *out, int ordinal)
     return CUDA_SUCCESS;
 }
 
-CUresult cuDeviceGetPCIBusId(char *address, int bytes, CUdevice index)
-{
-    ENTER(cuDeviceGetPCIBusId);
-    NEEDS_ARGUMENT(bytes >= 13);
-    NEEDS_DEVICE(index);
-    snprintf(address, (size_t)bytes, "0000:%02X:00.0", index + 0xA0);
-    return CUDA_SUCCESS;
-}
-
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice index)
 {
     ENTER(cuDevicePrimaryCtxRetain);
