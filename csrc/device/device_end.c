@@ -94,12 +94,13 @@ static s1f_status end_transfer(s1f_device_end *end)
     return leave(end, status);
 }
 
-static int has_failed(s1f_device_end *end)
+/* Of the mover's last call: 1 enqueued, 0 not yet, -1 it failed, or is aborted. */
+static int settled(s1f_device_end *end)
 {
     pthread_mutex_lock(&end->watchdog->lock);
-    int failed = end->mover->settled != NULL && end->mover->settled(end) < 0;
+    int found = end->is_aborted ? -1 : end->mover->settled == NULL ? 1 : end->mover->settled(end);
     pthread_mutex_unlock(&end->watchdog->lock);
-    return failed;
+    return found;
 }
 
 s1f_status s1f_device_end_wait(s1f_device_end *end, int (*is_done)(void *end), const s1f_wait_reason *reason)
@@ -110,7 +111,7 @@ s1f_status s1f_device_end_wait(s1f_device_end *end, int (*is_done)(void *end), c
     for (int64_t began = s1f_now_ns(); !is_done(end); nanosleep(&pause, NULL)) {
         S1F_TRY(s1f_group_check_peer(end->head.group, reason));
         S1F_TRY(s1f_group_check(end->head.group));
-        if (has_failed(end))
+        if (settled(end) < 0)
             return S1F_ERR_STATE;
         if (s1f_now_ns() - began > end->proof_ns)
             return s1f_fail(S1F_ERR_STATE, "%s for %.1f s", reason->purpose, (double)(s1f_now_ns() - began) * 1e-9);
@@ -129,18 +130,15 @@ s1f_wait_reason s1f_device_end_reason(const s1f_device_end *end, const char *pur
 
 void s1f_device_end_fail(s1f_device_end *end, int64_t sequence, const char *why)
 {
-    s1f_failure failure = {.rank = end->head.peer_rank};
-    char unit[sizeof failure.unit] = "a unit";
-    if (sequence >= 0)
-        s1f_unit_text(end->transfers[sequence].unit, 0, unit, sizeof unit);
-    snprintf(failure.unit, sizeof failure.unit, "%s", unit);
+    s1f_failure failure = {.rank = end->head.peer_rank, .unit = "a unit"};
+    char message[sizeof failure.unit + 32] = "";
+    if (sequence >= 0) {
+        s1f_unit_text(end->transfers[sequence].unit, 0, failure.unit, sizeof failure.unit);
+        snprintf(message, sizeof message, ", message %lld (%s)", (long long)sequence, failure.unit);
+    }
     snprintf(failure.edge, sizeof failure.edge, "%s", end->head.text);
-    if (sequence >= 0)
-        snprintf(failure.text, sizeof failure.text, "%s, message %lld (%s), %s rank %d: %s", end->head.text,
-                 (long long)sequence, unit, end->head.is_receiver ? "from" : "to", (int)end->head.peer_rank, why);
-    else
-        snprintf(failure.text, sizeof failure.text, "%s, %s rank %d: %s", end->head.text,
-                 end->head.is_receiver ? "from" : "to", (int)end->head.peer_rank, why);
+    snprintf(failure.text, sizeof failure.text, "%s%s, %s rank %d: %s", end->head.text, message,
+             end->head.is_receiver ? "from" : "to", (int)end->head.peer_rank, why);
     s1f_group_fail_with(end->watchdog->group, &failure);
 }
 
@@ -158,11 +156,7 @@ static s1f_status moved(s1f_device_end *end, s1f_status status)
 
 static int is_settled(void *context)
 {
-    s1f_device_end *end = context;
-    pthread_mutex_lock(&end->watchdog->lock);
-    int settled = end->is_aborted ? -1 : end->mover->settled(end);
-    pthread_mutex_unlock(&end->watchdog->lock);
-    return settled != 0;
+    return settled(context) != 0;
 }
 
 s1f_status s1f_device_end_settle(s1f_device_end *end, const char *purpose, int64_t sequence)

@@ -93,31 +93,6 @@ def _refused(is_launched: bool) -> bool:
     return False
 
 
-def test_a_launch_on_another_device_than_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It makes the tensors' device the current one meanwhile, and takes the stream that is current there."""
-    asked: list[Any] = []
-    current = [0]
-
-    class Guard:
-        def __init__(self, index: int) -> None:
-            self.index = index
-
-        def __enter__(self) -> None:
-            self.before, current[0] = current[0], self.index
-
-        def __exit__(self, *_: object) -> None:
-            current[0] = self.before
-
-    monkeypatch.setattr(torch.cuda, "device", Guard)
-    monkeypatch.setattr(kernel_library, "_current_device", lambda: current[0])
-    monkeypatch.setattr(kernel_library, "_raw_stream", lambda index: 0x5000 + index)
-    monkeypatch.setattr(Tensor, "get_device", lambda self: 1)
-    monkeypatch.setattr(_C, "cuda_attention_parts", lambda *a: asked.append((current[0], a[-1])) or True)
-    part = parts_of(1)[0]
-    assert attention_parts._launch(object(), "total", False, (part,), (), (part,))
-    assert asked == [(1, 0x5001)] and current == [0]
-
-
 # -- the check at the first use ---------------------------------------------------------------------------------------
 
 

@@ -50,8 +50,8 @@ def test_schemas_of_the_installed_torch(name: str) -> None:
     assert schema_drift(name) == ""
 
 
-def check(got: list[Tensor], options: dict[str, Any], qkv: list[Tensor], dout: Tensor) -> None:
-    """Against fp64 of the same numbers; a 16-bit result as far off as the formula in 16 bit, at most."""
+def check(got: list[Tensor], options: dict[str, Any], qkv: list[Tensor], dout: Tensor, *, factor: float = 1.5) -> None:
+    """Against fp64 of the same numbers; a 16-bit result as far off as the formula in 16 bit, or so much further."""
     dtype = qkv[0].dtype
     truth = gradients(lambda *t: formula(*t, **options), *(t.double() for t in (*qkv, dout)))
     assert all(t.dtype == dtype for t in got)
@@ -60,7 +60,7 @@ def check(got: list[Tensor], options: dict[str, Any], qkv: list[Tensor], dout: T
         return
     peer = gradients(lambda *t: formula(*t, **options), *qkv, dout)
     for ours, theirs in zip(errors(got, truth), errors(peer, truth), strict=True):
-        assert ours <= 1.5 * theirs + torch.finfo(dtype).eps / 16
+        assert ours <= factor * theirs + torch.finfo(dtype).eps / 16
 
 
 @pytest.mark.parametrize(
@@ -415,24 +415,6 @@ def test_the_cache_says_which_rows_are_still_to_be_written(doc_ids: Tensor, call
     with step.unit("B", 0, 1):
         keys, _, _, to_k, to_v = cache_write(k, v, doc_ids, layer_handle(0))
         assert to_k.shape == (2, 3, 0, 8) and to_v.shape == (2, 3, 0, 5) and torch.equal(keys[:, :, 5:], k)
-
-
-def test_slabs_are_allocated_once(calls: list[Call]) -> None:
-    cache = _C.kv_cache_create()
-    held = []
-    for _ in range(3):
-        step = SimulatedStep([5, 7], cache=cache)
-        qkv = [t.requires_grad_() for t in random_qkv(4, 2, head_dim=8, dtype=torch.bfloat16)]
-        outs = []
-        for s in range(2):
-            with step.unit("F", 0, s):
-                outs.append(causal_attention(*(t[:, :, step.slice(s)] for t in qkv), layer=0))
-        for s in (1, 0):
-            with step.unit("B", 0, s):
-                outs[s].sum().backward()
-        held.append(_C.kv_cache_bytes(cache))
-    elements = 2 * 2 * 12 * 8
-    assert held == [(2 * 2 * elements, 2 * 4 * elements)] * 3
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

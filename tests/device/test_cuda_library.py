@@ -12,7 +12,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -132,13 +133,10 @@ def test_a_library_that_was_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path:
         kernel_library.choose("attention_forward", queries())
 
 
-def test_what_doctor_says(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_a_gpu(monkeypatch, is_faster=False)
+def test_what_doctor_says(stand_in: ctypes.CDLL) -> None:
     (line,) = kernel_library.describe()
     assert "bfloat16 d64, float16 d128; sm_80 sm_90 compute_80, nvcc 13.0.88; for soft caps" in line
     assert line.endswith("on each GPU of Ampere or later that passes a check at the first use")
-    on_a_gpu(monkeypatch)
-    assert kernel_library.describe() == [f"{line}; on emulated bfloat16 d64 also for calls that torch's flash op takes"]
 
 
 # -- launches --------------------------------------------------------------------------------------------------------
@@ -153,23 +151,33 @@ def launch(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, **changes: o
     kernel_library.launch_attention(operation, **(tensors | options | changes))
 
 
-def test_the_launcher_is_asked_on_the_tensors_device(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How much scratch memory it needs depends on what the current device can do."""
-    asked: list[bool] = []
-    inside = [False]
+def test_launches_are_on_the_tensors_device(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much scratch memory one needs depends on what the current device can do."""
+    current: list[int] = []
+    asked: list[list[int]] = []
 
-    class Guard:
-        def __enter__(self) -> None:
-            inside[0] = True
-
-        def __exit__(self, *_: object) -> None:
-            inside[0] = False
+    @contextmanager
+    def on(index: int) -> Iterator[None]:
+        current.append(index)
+        yield
+        current.pop()
 
     scratch = _C.cuda_attention_scratch
-    monkeypatch.setattr(kernel_library, "nullcontext", Guard)  # on the CPU, in place of torch.cuda.device
-    monkeypatch.setattr(_C, "cuda_attention_scratch", lambda *a: asked.append(inside[0]) or scratch(*a))
-    launch()
-    assert asked == [True] and not inside[0]
+    monkeypatch.setattr(_C, "cuda_attention_scratch", lambda *a: asked.append([*current]) or scratch(*a))
+    for name in ("cuda_attention", "cuda_attention_parts"):
+        monkeypatch.setattr(_C, name, lambda *a: asked.append([*current]) or True)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_library, "on", on)
+        launch()
+        attention_parts._launch(object(), "total", False, (queries(),), (), (queries(),))
+    assert asked == [[-1]] * 3 and not current
+
+    entered: list[int] = []
+    monkeypatch.setattr(kernel_library, "_current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext(entered.append(index)))
+    for index in (-1, 0, 1):
+        with kernel_library.on(index):
+            assert entered == [1] * (index == 1)
 
 
 def test_a_launch_that_fails_has_cudas_words(stand_in: ctypes.CDLL) -> None:

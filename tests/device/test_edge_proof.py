@@ -31,7 +31,7 @@ SIZE = StandInEdges.proof_bytes
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("SEQ1F1B_NCCL", stand_in().path)
     gc.collect()
-    stand_in().reset(3, foreign_memory=1)
+    stand_in().reset(3)
     yield
     stand_in().damage("", 0, CORRUPT)  # nothing that a test has stopped stays
 
@@ -256,7 +256,7 @@ def test_ranks_that_share_a_gpu_are_warned_of() -> None:
 
 
 def dies_in_its_proof(rank: int, world: int, folder: str) -> None:
-    stand_in().reset(rank, foreign_memory=1)
+    stand_in().reset(rank)
     stage = stage_of(whole_model(CONFIG), CONFIG, rank, world)
     fails_in_its_proof(pytest.MonkeyPatch(), lambda: os._exit(0))
     with pytest.raises(PipelineError, match="rank 1 is gone"):

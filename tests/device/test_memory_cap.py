@@ -57,7 +57,7 @@ def under_a_cap(_: int, folder: str | None) -> None:
     torch.set_num_threads(1)
     give_back_what_is_freed()
     if folder is None:
-        stand_in().reset(1, foreign_memory=1)
+        stand_in().reset(1)
     kept, moved = make_engine(Memory()), make_engine(Memory(offload=folder or HOST))
     (truth, most), (_, least) = step(kept), step(moved)
     resource.setrlimit(resource.RLIMIT_DATA, ((most + least) // 2, resource.RLIM_INFINITY))

@@ -369,8 +369,7 @@ static void *work(void *unused)
     pthread_mutex_lock(&lock);
     while (!worker_stops) {
         choice found = {0};
-        if (!machine.options.paused)
-            look_at_heads(&found);
+        look_at_heads(&found);
         if (found.ready > 0) {
             execute(found.ready_heads[draw(found.ready)]);
             last_progress_ns = now_ns();

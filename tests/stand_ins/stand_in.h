@@ -35,7 +35,6 @@ STAND_IN_API void stand_in_reset(uint64_t seed);
 /* Sets an option by its name; 0, or -1 if there is no such option or value.
  *   queues                 8      hardware queues per device, at most 32; set before streams are made
  *   nccl_version           22907  of ncclGetVersion
- *   paused                 0      1: nothing is executed until set to 0 again
  *   injected_sync_permille 0      launches before which the device is synchronised (lazy module loading does); above
  *                                 0 cuMemAlloc and cuMemFree synchronise it as well
  *   pinned_bytes           1<<34  of cuMemHostAlloc, over all devices

@@ -38,7 +38,7 @@ class StandIn:
 
     def reset(self, seed: int, **options: int) -> None:
         self.library.stand_in_reset(ctypes.c_uint64(seed))
-        for name, value in options.items():
+        for name, value in {"foreign_memory": 1, **options}.items():  # torch's, which is what engines compute with
             self.set(name, value)
 
     def set(self, option: str, value: int) -> None:
