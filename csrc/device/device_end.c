@@ -476,7 +476,6 @@ static void device_free(s1f_edge_end *head)
 }
 
 const s1f_transport s1f_device_transport = {
-    .name = "device",
     .is_between_gpus = 1,
     .begin_step = device_begin_step,
     .post = device_post,

@@ -25,7 +25,6 @@ from seq1f1b.device import attention_parts, attention_proof, cuda_attention, ker
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cuda"))
 
-import kernel_table
 import sass
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -214,14 +213,14 @@ TIMED = {
 
 
 def test_every_operation_is_known() -> None:
-    assert sorted(map(kernel_table.operation_of, sass.load_setup().cuda_sources())) == sorted(kernel_library.OPERATIONS)
+    assert sorted(map(sass.operation_of, sass.load_setup().cuda_sources())) == sorted(kernel_library.OPERATIONS)
 
 
 def test_the_sources_at_hand_are_those_that_were_timed() -> None:
     """A kernel that was changed since may be slow: time it again on a GPU, and write here of what, or leave the
     architectures of kernel_library.TIMED out."""
     setup = sass.load_setup()
-    sources = {kernel_table.operation_of(source): setup.cuda_source_hash(source) for source in setup.cuda_sources()}
+    sources = {sass.operation_of(source): setup.cuda_source_hash(source) for source in setup.cuda_sources()}
     assert {name: sources[name] for name in kernel_library.ATTENTION} == TIMED
 
 
@@ -276,7 +275,7 @@ def test_it_needs_the_c_library_only_and_shows_its_operations_only(built: Path) 
 
 def test_it_is_of_the_sources_at_hand(built: Path) -> None:
     setup = sass.load_setup()
-    sources = {kernel_table.operation_of(source): source for source in setup.cuda_sources()}
+    sources = {sass.operation_of(source): source for source in setup.cuda_sources()}
     for name, operation in kernel_library.operations().items():
         assert operation.source == setup.cuda_source_hash(sources[name]), "build it again"
         assert operation.architectures == "sm_80 sm_90 compute_80"

@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 enum { CONTEXT_DEPTH = 16, ALIGNMENT = 256, MAX_PROCESSES = 8, IPC_MAGIC = 0x2d696e21 };
-static const size_t ARENA_BYTES = (size_t)1 << 35; /* pages are there once they are touched */
+static const size_t ARENA_BYTES = (size_t)1 << 32; /* pages are there once they are touched */
 
 typedef struct allocation {
     struct allocation *next;
@@ -38,7 +38,7 @@ static struct {
     int64_t pid;
     int32_t fd;
     char *memory;
-} arenas[MAX_PROCESSES]; /* the first: our own */
+} arenas[MAX_PROCESSES]; /* the first: our own, as a device begins with events */
 static size_t arena_used;
 
 static _Thread_local struct {
@@ -311,10 +311,8 @@ static void *take_memory(size_t bytes)
 void driver_reset(void)
 {
     allocations = NULL;
-    if (arenas[0].memory != NULL)
-        (void)madvise(arenas[0].memory, (arena_used + 4095) / 4096 * 4096, MADV_REMOVE); /* zeros again */
     arena_used = 0;
-    for (int32_t i = 1; i < MAX_PROCESSES && arenas[i].memory != NULL; i++) {
+    for (int32_t i = 0; i < MAX_PROCESSES && arenas[i].memory != NULL; i++) {
         munmap(arenas[i].memory, ARENA_BYTES);
         close(arenas[i].fd);
         arenas[i].memory = NULL;

@@ -10,7 +10,7 @@
 #include <sys/mman.h>
 #include <time.h>
 
-enum { KEPT_BYTES = 1 << 30, POLL_NS = 100000, DELAY_PERCENT = 50, MAX_CALLS = 64, MAX_LINES = 64, LINE_BYTES = 256 };
+enum { KEPT_BYTES = 1 << 28, POLL_NS = 100000, DELAY_PERCENT = 50, MAX_CALLS = 64, MAX_LINES = 64, LINE_BYTES = 256 };
 static const int64_t WAIT_LIMIT_NS = INT64_C(10) * 1000 * 1000 * 1000;
 
 machine_state machine;
@@ -400,7 +400,7 @@ void stand_in_reset(uint64_t seed)
     driver_reset();
     nccl_reset();
     if (kept != NULL)
-        madvise(kept, KEPT_BYTES, MADV_DONTNEED); /* zeros again */
+        madvise(kept, (kept_used + 4095) / 4096 * 4096, MADV_DONTNEED); /* zeros again */
     kept_used = 0;
     num_misuses = 0;
     memset(calls, 0, sizeof calls);
