@@ -94,7 +94,7 @@ static s1f_status end_transfer(s1f_device_end *end)
     return leave(end, status);
 }
 
-/* Of the mover's last call: 1 enqueued, 0 not yet, -1 it failed, or is aborted. */
+/* The mover's last call: 1 is enqueued, 0 not yet, -1 has failed or is aborted. */
 static int settled(s1f_device_end *end)
 {
     pthread_mutex_lock(&end->watchdog->lock);

@@ -40,7 +40,7 @@ def launched(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[st
 
 
 def parts_of(count: int, dtype: torch.dtype = torch.bfloat16, head_dim: int = 16) -> list[Tensor]:
-    """Of two rows of a batch, three heads and five tokens, in token-major memory."""
+    """Tensors of two rows of a batch, three heads and five tokens, in token-major memory."""
     random = torch.Generator().manual_seed(count)
     return [torch.randn(2, 5, 3, head_dim, generator=random).to(dtype).transpose(1, 2) for _ in range(count)]
 

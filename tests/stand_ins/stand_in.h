@@ -9,8 +9,8 @@
  * Copies       The host waits for a copy from or to memory of the host that is not pinned, until it has been executed.
  * Queues       A stream belongs to one hardware queue of its device, dealt round robin as streams are created (a
  *              device's null stream to queue 0). A queue executes in order of issue, whatever the stream: an operation
- *              that waits (event, hold, NCCL without its match) keeps all behind it waiting. Stricter than hardware,
- *              where a kernel that has started lets those of other streams pass.
+ *              that waits for an event or a match, or is stalled, keeps all behind it waiting. Hardware is less strict:
+ *              a kernel that has started lets those of other streams pass.
  * Order        Among the heads of queues that can run the seed chooses, and delays some. A copy first fills its
  *              destination with 0xFF (NaN) and copies later, so what reads too early or overwrites too early is seen.
  * Streams      All are CU_STREAM_NON_BLOCKING, and communicators nonblocking: nothing else is modelled.
@@ -57,16 +57,16 @@ STAND_IN_API const char *stand_in_misuse(int64_t index);
 /* Waits, without being counted, until all queues are empty (0) or stuck (1) for `patience_ms` on end. */
 STAND_IN_API int stand_in_drain(int64_t patience_ms);
 
-/* From now on message `index` (0: the next) from the rank on device `source` to that on device `destination` is lost: its
- * send (sends: 1), or its receive (0), never takes place, so the other end waits, until they are aborted. With a `result`
- * that is no success (an ncclResult_t) the communicator of the end that is to blame reports it as asynchronous error.
- * Counted over all communicators, in the order in which that end issues. Only one such request is kept. */
+/* From now on message `index` (0: the next) from the rank on device `source` to that on device `destination` is lost:
+ * its send (sends: 1), or its receive (0), never takes place, so the other end waits, until they are aborted. With a
+ * `result` that is no success (an ncclResult_t) the communicator of the end that is to blame reports it as asynchronous
+ * error. Messages are counted over all communicators, in the order in which that end issues. One request is kept. */
 STAND_IN_API void stand_in_fault(int32_t sends, int32_t source, int32_t destination, int64_t index, int32_t result);
 /* Waits for a device's null stream. */
 STAND_IN_API void stand_in_synchronise(int32_t device);
 
 /* Among the calls from now on to functions whose names begin with `function` ("cuMemAlloc_v2"; "cu": any of the
- * driver), number `index` (0: the next, below 0: each) does nothing but return `result`. Only one such request is kept. */
+ * driver), number `index` (0: the next, below 0: each) does nothing but return `result`. One request is kept. */
 STAND_IN_API void stand_in_fail_call(const char *function, int64_t index, int32_t result);
 
 /* From now on what moves `bytes` bytes (below 0: any) by a function whose name begins with `function` ("cuMemcpyAsync",
