@@ -27,7 +27,7 @@ HALF_ULP = 2**-7  # of bfloat16: each side rounds its inner products and its res
 
 def use(way: str) -> None:
     """Attention goes by cuDNN from the first call of a shape on, by our kernels, or by neither."""
-    kernel_library.use_kernels("own" if way == OWN else "library")
+    kernel_library.preferred = "own" if way == OWN else "library"
     cuda_attention.OFTEN = 0 if way == CUDNN else float("inf")
     cuda_attention.forget_plans()
 
@@ -168,7 +168,7 @@ def around(machine: Machine) -> Record:
     }
     found = {}
     for way in (OWN, "library") if OWN in ways(machine) else ("library",):
-        kernel_library.use_kernels(way)
+        kernel_library.preferred = way
         for name, (run, size) in runs.items():
             seconds = median(run, machine)
             found[f"{name} by {way}"] = f"{1e6 * seconds:.0f} us {size / seconds / 1e9:.0f} GB/s"

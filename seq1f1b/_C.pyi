@@ -74,12 +74,7 @@ class CudaKernel(NamedTuple):
     name: str
     dtype: str
     head_dim: int
-    query_rows: int  # tile of a block
-    key_rows: int
-    warps: int
-    stages: int
-    shared_bytes: int
-    shared_limit: int
+    products: int  # matrix products of a pair of tiles; 0: it has none
 
 class StepTotals(NamedTuple):
     start_ns: int

@@ -31,9 +31,8 @@ static const s1f_cuda_operation *find_operation(const s1f_cuda_library *library,
 static PyObject *kernel_item(const void *kernels, int64_t i)
 {
     const s1f_cuda_kernel *kernel = (const s1f_cuda_kernel *)kernels + i;
-    return s1f_new_record(S1F_CUDA_KERNEL, "(ssiiiiiii)", kernel->name, s1f_dtype_name(kernel->dtype),
-                          (int)kernel->head_dim, (int)kernel->query_rows, (int)kernel->key_rows, (int)kernel->warps,
-                          (int)kernel->stages, (int)kernel->shared_bytes, (int)kernel->shared_limit);
+    return s1f_new_record(S1F_CUDA_KERNEL, "(ssii)", kernel->name, s1f_dtype_name(kernel->dtype), (int)kernel->head_dim,
+                          (int)kernel->products);
 }
 
 static PyObject *cuda_operation(PyObject *Py_UNUSED(module), PyObject *args)

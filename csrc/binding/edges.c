@@ -63,7 +63,6 @@ static void relay_free(void *context)
 }
 
 static const s1f_relay python_relay = {
-    .name = "c10d",
     .begin_step = relay_begin_step,
     .post = relay_post,
     .send = relay_send,

@@ -3,7 +3,7 @@
 
 #include "../run/arena.h"
 
-#include <errno.h>
+#include <assert.h>
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -94,12 +94,13 @@ static s1f_status end_transfer(s1f_device_end *end)
     return leave(end, status);
 }
 
-static int has_failed(s1f_device_end *end)
+/* The mover's last call: 1 is enqueued, 0 not yet, -1 has failed or is aborted. */
+static int settled(s1f_device_end *end)
 {
     pthread_mutex_lock(&end->watchdog->lock);
-    int failed = end->mover->settled != NULL && end->mover->settled(end) < 0;
+    int found = end->is_aborted ? -1 : end->mover->settled == NULL ? 1 : end->mover->settled(end);
     pthread_mutex_unlock(&end->watchdog->lock);
-    return failed;
+    return found;
 }
 
 s1f_status s1f_device_end_wait(s1f_device_end *end, int (*is_done)(void *end), const s1f_wait_reason *reason)
@@ -110,7 +111,7 @@ s1f_status s1f_device_end_wait(s1f_device_end *end, int (*is_done)(void *end), c
     for (int64_t began = s1f_now_ns(); !is_done(end); nanosleep(&pause, NULL)) {
         S1F_TRY(s1f_group_check_peer(end->head.group, reason));
         S1F_TRY(s1f_group_check(end->head.group));
-        if (has_failed(end))
+        if (settled(end) < 0)
             return S1F_ERR_STATE;
         if (s1f_now_ns() - began > end->proof_ns)
             return s1f_fail(S1F_ERR_STATE, "%s for %.1f s", reason->purpose, (double)(s1f_now_ns() - began) * 1e-9);
@@ -129,18 +130,15 @@ s1f_wait_reason s1f_device_end_reason(const s1f_device_end *end, const char *pur
 
 void s1f_device_end_fail(s1f_device_end *end, int64_t sequence, const char *why)
 {
-    s1f_failure failure = {.rank = end->head.peer_rank};
-    char unit[sizeof failure.unit] = "a unit";
-    if (sequence >= 0)
-        s1f_unit_text(end->transfers[sequence].unit, 0, unit, sizeof unit);
-    snprintf(failure.unit, sizeof failure.unit, "%s", unit);
+    s1f_failure failure = {.rank = end->head.peer_rank, .unit = "a unit"};
+    char message[sizeof failure.unit + 32] = "";
+    if (sequence >= 0) {
+        s1f_unit_text(end->transfers[sequence].unit, 0, failure.unit, sizeof failure.unit);
+        snprintf(message, sizeof message, ", message %lld (%s)", (long long)sequence, failure.unit);
+    }
     snprintf(failure.edge, sizeof failure.edge, "%s", end->head.text);
-    if (sequence >= 0)
-        snprintf(failure.text, sizeof failure.text, "%s, message %lld (%s), %s rank %d: %s", end->head.text,
-                 (long long)sequence, unit, end->head.is_receiver ? "from" : "to", (int)end->head.peer_rank, why);
-    else
-        snprintf(failure.text, sizeof failure.text, "%s, %s rank %d: %s", end->head.text,
-                 end->head.is_receiver ? "from" : "to", (int)end->head.peer_rank, why);
+    snprintf(failure.text, sizeof failure.text, "%s%s, %s rank %d: %s", end->head.text, message,
+             end->head.is_receiver ? "from" : "to", (int)end->head.peer_rank, why);
     s1f_group_fail_with(end->watchdog->group, &failure);
 }
 
@@ -158,11 +156,7 @@ static s1f_status moved(s1f_device_end *end, s1f_status status)
 
 static int is_settled(void *context)
 {
-    s1f_device_end *end = context;
-    pthread_mutex_lock(&end->watchdog->lock);
-    int settled = end->is_aborted ? -1 : end->mover->settled(end);
-    pthread_mutex_unlock(&end->watchdog->lock);
-    return settled != 0;
+    return settled(context) != 0;
 }
 
 s1f_status s1f_device_end_settle(s1f_device_end *end, const char *purpose, int64_t sequence)
@@ -185,13 +179,6 @@ s1f_status s1f_device_end_connect(s1f_edge_end *end)
 }
 
 /* -- the transport ------------------------------------------------------------------------------------------------- */
-
-static s1f_status check_place(const s1f_device_end *end, int32_t place)
-{
-    if (place >= 0 && place < end->num_places)
-        return S1F_OK;
-    return s1f_fail(S1F_ERR_STATE, "place %d of %d", (int)place, (int)end->num_places);
-}
 
 static s1f_status set_places(s1f_device_end *end, int32_t num_places)
 {
@@ -227,7 +214,7 @@ static s1f_status device_post(s1f_edge_end *head, int64_t sequence, int32_t numb
 {
     s1f_device_end *end = (s1f_device_end *)head;
     const s1f_driver *driver = end->device->driver;
-    S1F_TRY(check_place(end, number));
+    assert(number >= 0 && number < end->num_places);
     S1F_TRY(enter(end));
     s1f_device_place *place = &end->places[number];
     place->message = NULL;
@@ -254,8 +241,7 @@ static s1f_status start_receive(s1f_device_end *end, s1f_device_place *place, in
 
 static s1f_status take(s1f_device_end *end, int64_t sequence, int32_t number)
 {
-    if (sequence != end->started)
-        return s1f_fail(S1F_ERR_STATE, "received out of turn: message %lld is next", (long long)end->started);
+    assert(sequence == end->started && number >= 0 && number < end->num_places);
     s1f_device_place *place = &end->places[number];
     S1F_TRY(end->control->transport->wait(end->control, sequence, number, &place->message, &place->host_payload));
     S1F_TRY(s1f_message_check_sound(place->message, sequence));
@@ -274,7 +260,6 @@ static s1f_status take(s1f_device_end *end, int64_t sequence, int32_t number)
 static s1f_status device_receive(s1f_edge_end *head, int64_t sequence, int32_t number)
 {
     s1f_device_end *end = (s1f_device_end *)head;
-    S1F_TRY(check_place(end, number));
     return end->mover->receive == NULL ? S1F_OK : take(end, sequence, number);
 }
 
@@ -282,12 +267,9 @@ static s1f_status device_wait(s1f_edge_end *head, int64_t sequence, int32_t numb
                               const void **payload)
 {
     s1f_device_end *end = (s1f_device_end *)head;
-    S1F_TRY(check_place(end, number));
     if (end->mover->receive == NULL)
         S1F_TRY(take(end, sequence, number));
-    if (sequence >= end->started)
-        return s1f_fail(S1F_ERR_STATE, "waited for before its receive was started: the program was lowered without "
-                                       "receives");
+    assert(sequence < end->started); /* the program has receives */
     S1F_TRY(enter(end));
     s1f_status status = S1F_OK;
     if (!end->transfers[sequence].is_over)
@@ -342,7 +324,6 @@ static s1f_status device_send(s1f_edge_end *head, int64_t sequence, int32_t numb
     s1f_message sent = *message;
     const void *data[S1F_MAX_TENSORS];
     memcpy(data, tensors, (size_t)message->num_tensors * sizeof *data);
-    S1F_TRY(check_place(end, number));
     S1F_TRY(s1f_device_enter(end->device));
     S1F_TRY(s1f_device_leave(end->device, prepare_send(end, sequence, number, &sent, data)));
     s1f_message_seal(&sent);
@@ -495,7 +476,6 @@ static void device_free(s1f_edge_end *head)
 }
 
 const s1f_transport s1f_device_transport = {
-    .name = "device",
     .is_between_gpus = 1,
     .begin_step = device_begin_step,
     .post = device_post,

@@ -28,7 +28,6 @@ enum { S1F_CU_IPC_LAZY_PEER_ACCESS = 1, S1F_CU_CAPTURE_RELAXED = 2 };
     X(error_name, cuGetErrorName, (s1f_cu_result error, const char **name))                                            \
     X(error_string, cuGetErrorString, (s1f_cu_result error, const char **text))                                        \
     X(device_get, cuDeviceGet, (int *device, int ordinal))                                                             \
-    X(device_pci_address, cuDeviceGetPCIBusId, (char *address, int bytes, int device))                                 \
     X(context_retain, cuDevicePrimaryCtxRetain, (s1f_cu_context * context, int device))                                \
     X(context_release, cuDevicePrimaryCtxRelease_v2, (int device))                                                     \
     X(context_push, cuCtxPushCurrent_v2, (s1f_cu_context context))                                                     \

@@ -1,14 +1,10 @@
 /* host_memory.c - reads /proc and /sys; no text in them is relied upon to be there. */
 #include "host_memory.h"
 
-#include <ctype.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
-enum { PATH_BYTES = 1024, LEFT_SHARE = 16, MOST_NODES = 64 };
-enum { POLICY_DEFAULT = 0, POLICY_PREFERRED = 1 }; /* MPOL_*, of set_mempolicy(2) */
+enum { PATH_BYTES = 1024, LEFT_SHARE = 16 };
 
 /* The first number of a file, or that behind a word which begins a line; below 0 if there is none ("max"). */
 static int64_t read_number(const char *path, const char *word)
@@ -94,25 +90,4 @@ void s1f_host_room_find(const char *root, s1f_host_room *out)
     }
     if (file != NULL)
         fclose(file);
-}
-
-int s1f_host_node_begin(const char *root, const char *pci_address)
-{
-    char path[PATH_BYTES], address[64];
-    size_t i = 0;
-    for (; pci_address[i] != '\0' && i + 1 < sizeof address; i++) /* the driver writes capitals, the kernel does not */
-        address[i] = (char)tolower((unsigned char)pci_address[i]);
-    address[i] = '\0';
-    snprintf(path, sizeof path, "%s/sys/bus/pci/devices/%s/numa_node", root, address);
-    int64_t node = read_number(path, "");
-    if (node < 0 || node >= MOST_NODES)
-        return 0;
-    unsigned long mask[MOST_NODES / (8 * sizeof(unsigned long)) + 1] = {0};
-    mask[(size_t)node / (8 * sizeof *mask)] = 1ul << ((size_t)node % (8 * sizeof *mask));
-    return syscall(SYS_set_mempolicy, POLICY_PREFERRED, mask, (unsigned long)MOST_NODES + 1) == 0;
-}
-
-void s1f_host_node_end(void)
-{
-    (void)syscall(SYS_set_mempolicy, POLICY_DEFAULT, NULL, 0ul);
 }

@@ -1,4 +1,4 @@
-/* host_memory.h - what a host can still give: free memory, the limits of control groups, the node of a GPU. */
+/* host_memory.h - what a host can still give: free memory, and the limits of control groups. */
 #ifndef S1F_HOST_MEMORY_H
 #define S1F_HOST_MEMORY_H
 
@@ -13,10 +13,5 @@ typedef struct {
  * sixteenth of what limits is left for others: where memory ends, a control group kills. root: the folder in which
  * /proc and /sys lie, "" for the machine's own. */
 void s1f_host_room_find(const char *root, s1f_host_room *out);
-
-/* Lets memory that this thread takes come from the node of a PCI device ("0000:17:00.0") until the call that ends it.
- * Where the node is not known, or the kernel does not permit it, nothing happens. Returns whether it did. */
-int s1f_host_node_begin(const char *root, const char *pci_address);
-void s1f_host_node_end(void);
 
 #endif

@@ -8,7 +8,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { PIECE_BYTES = 8 << 20, PCI_TEXT_BYTES = 32 }; /* memory is pinned in multiples of a piece: pinning takes long */
+enum { PIECE_BYTES = 8 << 20 }; /* memory is pinned in multiples of a piece: pinning takes long */
 enum { OUT, IN };
 
 typedef struct { /* a piece of the room, pinned by one call */
@@ -79,14 +79,7 @@ static s1f_status check_host(const host_tier *tier, int64_t bytes)
 
 static s1f_status pin(const host_tier *tier, int64_t bytes, void **memory)
 {
-    char address[PCI_TEXT_BYTES] = "";
-    const s1f_driver *driver = tier->device->driver;
-    int is_near = driver->device_pci_address(address, sizeof address, tier->device->device) == S1F_CU_SUCCESS &&
-                  s1f_host_node_begin(tier->root, address);
-    s1f_status status = S1F_CU(driver, host_allocate, memory, (size_t)bytes, 0);
-    if (is_near)
-        s1f_host_node_end();
-    if (status == S1F_OK)
+    if (S1F_CU(tier->device->driver, host_allocate, memory, (size_t)bytes, 0) == S1F_OK)
         return S1F_OK;
     char text[256];
     snprintf(text, sizeof text, "%s", s1f_last_error());

@@ -266,7 +266,6 @@ static void arena_free(s1f_edge_end *end)
 }
 
 static const s1f_transport arena_transport = {
-    .name = "arena",
     .begin_step = arena_begin_step,
     .post = arena_post,
     .has_come = arena_has_come,

@@ -53,8 +53,7 @@ _Static_assert(sizeof(s1f_message) <= S1F_HEADER_BYTES, "the header must fit its
 
 typedef struct s1f_edge_end s1f_edge_end; /* one end of one directed edge */
 
-typedef struct { /* a transport: how messages move. One static table per transport file. */
-    const char *name;
+typedef struct {             /* a transport: how messages move. One static table per transport file. */
     int32_t is_between_gpus; /* 1: payloads may lie in a GPU's memory */
     s1f_status (*begin_step)(s1f_edge_end *end, int32_t num_places);
     s1f_status (*post)(s1f_edge_end *end, int64_t sequence, int32_t place);

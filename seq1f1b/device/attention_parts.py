@@ -125,17 +125,15 @@ def _launch(
     """Launches on the current stream of the tensors' device; False: there is no kernel for tensors that lie so."""
     batch, heads, rows, head_dim = parts[0].shape
     index = parts[0].get_device()
-    if not kernel_library.is_current(index):
-        with torch.cuda.device(index):
-            return _launch(library, what, store, parts, slabs, outs, lses, begin)
     own_lse, before_lse, lse = [t.data_ptr() for t in lses] or (0, 0, 0)
-    return _C.cuda_attention_parts(
-        library, what, DTYPES[parts[0].dtype], store, batch, heads, rows, head_dim, parts[-1].shape[3],
-        tuple([(t.data_ptr(), *t.stride()) for t in parts]),
-        tuple([(t.data_ptr() + begin * t.stride(2) * 4, *t.stride()) for t in slabs]),
-        tuple([(t.data_ptr(), *t.stride()) for t in outs]),
-        (own_lse, before_lse, lse), kernel_library.raw_stream(index),
-    )  # fmt: skip
+    with kernel_library.on(index):
+        return _C.cuda_attention_parts(
+            library, what, DTYPES[parts[0].dtype], store, batch, heads, rows, head_dim, parts[-1].shape[3],
+            tuple([(t.data_ptr(), *t.stride()) for t in parts]),
+            tuple([(t.data_ptr() + begin * t.stride(2) * 4, *t.stride()) for t in slabs]),
+            tuple([(t.data_ptr(), *t.stride()) for t in outs]),
+            (own_lse, before_lse, lse), kernel_library.raw_stream(index),
+        )  # fmt: skip
 
 
 # -- by torch's ops --------------------------------------------------------------------------------------------------

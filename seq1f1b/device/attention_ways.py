@@ -236,6 +236,20 @@ def own_backward(given: Given) -> Gradients:
 
 
 def cudnn_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    def op(call: Call, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+            q, keys, values, None, True, 0.0, call.is_own, False, scale=options.scale
+        )
+        return found[0], found[1].view(q.shape[:3])
+
+    return _forward_by("cudnn", op, q, keys, values, options)
+
+
+def _forward_by(
+    way: str, op: Callable[[Call, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]], q: Tensor, keys: Tensor,
+    values: Tensor, options: Options,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """By cuDNN's op or flash's, in heads of one size; the own keys of siblings by flash."""
     place, v_head_dim, width = place_of(options), values.shape[3], max(q.shape[3], values.shape[3])
     q = fit(q, width)
 
@@ -243,12 +257,9 @@ def cudnn_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> 
         keys, values = fit(keys, width), fit(values, width)
         if place.parts and call.is_own:
             return attention_sequences.siblings_forward(place.parts, q, keys, values, options.scale)
-        found = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
-            q, keys, values, None, True, 0.0, call.is_own, False, scale=options.scale
-        )
-        return found[0], found[1].view(q.shape[:3])
+        return op(call, q, keys, values)
 
-    calls = calls_of("cudnn", place, q.shape[2], 0, options.longest, False)
+    calls = calls_of(way, place, q.shape[2], options.window, options.longest, False)
     out, lse = over_keys(calls, q, keys, values, part)
     return _cut(out, v_head_dim), lse
 
@@ -278,14 +289,9 @@ def cudnn_backward(given: Given) -> Gradients:
 
 
 def flash_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    place, v_head_dim, width = place_of(options), values.shape[3], max(q.shape[3], values.shape[3])
-    q = fit(q, width)
-    offset = place.end - q.shape[2]
+    offset = place_of(options).end - q.shape[2]
 
-    def part(call: Call, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = fit(keys, width), fit(values, width)
-        if place.parts and call.is_own:
-            return attention_sequences.siblings_forward(place.parts, q, keys, values, options.scale)
+    def op(call: Call, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         is_causal, left, right = _mask_of(call, offset, options.window)
         found = torch.ops.aten._flash_attention_forward.default(
             _rows_of(call, q)[0].transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), None, None,
@@ -294,9 +300,7 @@ def flash_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> 
         )  # fmt: skip
         return found[0].transpose(1, 2), found[1]
 
-    calls = calls_of("flash", place, q.shape[2], options.window, options.longest, False)
-    out, lse = over_keys(calls, q, keys, values, part)
-    return _cut(out, v_head_dim), lse
+    return _forward_by("flash", op, q, keys, values, options)
 
 
 def _mask_of(call: Call, offset: int, window: int) -> tuple[bool, int | None, int | None]:

@@ -331,8 +331,8 @@ def prove(name: str, dtype: torch.dtype, head_dim: int, device: torch.device) ->
 
 
 def _launch(
-    by: Way, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int, docs: Tensor,
-    place: Place | None = None, store: bool = False, dout: Tensor | None = None, dq: Tensor | None = None,
+    by: Way, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int, softcap: float,
+    docs: Tensor, place: Place | None = None, store: bool = False, dout: Tensor | None = None, dq: Tensor | None = None,
     dk: Tensor | None = None, dv: Tensor | None = None, own_dk: Tensor | None = None, own_dv: Tensor | None = None,
     **_: object,
 ) -> None:  # fmt: skip
@@ -340,7 +340,7 @@ def _launch(
     tokens, num_keys, none = q.shape[2], k.shape[2], q.new_empty(0)
     layout = document_layout.read(docs, tokens) if docs.numel() else None
     options = Options(
-        docs, none, docs[:, docs.shape[1] - tokens :], none, scale, window, 0.0, layout,
+        docs, none, docs[:, docs.shape[1] - tokens :], none, scale, window, softcap, layout,
         place or chain(num_keys, store), 40 if docs.numel() else num_keys,
     )  # fmt: skip
     results: tuple[Tensor | None, ...]

@@ -6,8 +6,7 @@ architectures of ``TIMED`` they take calls with documents, too, and of those tha
 was faster there. Elsewhere calls with documents go to ours where torch's flash ops have failed their check for these:
 over documents nobody has measured them yet, and a kernel that was timed is known to be nearly as fast, and asks nothing
 of the host. ``SEQ1F1B_CUDA_KERNELS=own``, for tests and benchmarks, takes our kernels wherever there is one for the
-call, unproven; ``library`` never. The environment is read once, when this module is imported; ``use_kernels`` changes
-the choice later.
+call, unproven; ``library`` never. The environment is read once, when this module is imported.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,7 +82,7 @@ def _usable(path: Path) -> dict[str, Operation]:
 
 
 preferred = os.environ.get("SEQ1F1B_CUDA_KERNELS", "")
-"""The preference that was asked for; read it by ``preference()``, and set it by ``use_kernels()``."""
+"""The preference that was asked for, which tests and benchmarks change; read it by ``preference()``."""
 
 
 def preference() -> str:
@@ -95,13 +94,6 @@ def preference() -> str:
     if preferred not in ("", "own", "library"):
         raise ValueError(f"SEQ1F1B_CUDA_KERNELS is {preferred!r}, must be 'own', 'library' or unset")
     return preferred
-
-
-def use_kernels(wish: str) -> None:
-    """As if SEQ1F1B_CUDA_KERNELS had been ``wish`` from the start. For tests and benchmarks; processes that are started
-    later take the variable of the environment."""
-    global preferred
-    preferred = wish
 
 
 _proofs = proof.Proofs(
@@ -206,9 +198,9 @@ _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-def is_current(index: int) -> bool:
-    """Whether the CUDA device of this index is the current one; -1, which stands for the CPU, always is."""
-    return index < 0 or index == _current_device()
+def on(index: int) -> AbstractContextManager[object]:
+    """Around a launch: makes the CUDA device of this index the current one; -1, which stands for the CPU, always is."""
+    return nullcontext() if index < 0 or index == _current_device() else torch.cuda.device(index)
 
 
 def raw_stream(index: int) -> int:
@@ -252,7 +244,7 @@ def launch_attention(
         store, torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic, num_parts,
     )  # fmt: skip
     index = q.get_device()
-    with nullcontext() if is_current(index) else torch.cuda.device(index):  # the launcher asks what the current one can
+    with on(index):  # the launcher asks what the current device can
         scratch_bytes = _C.cuda_attention_scratch(operation.library, operation.name, kernel, arguments)
         scratch = q.new_empty(scratch_bytes, dtype=torch.uint8)  # given back to the stream's pool behind the launch
         _C.cuda_attention(
@@ -272,16 +264,9 @@ def describe() -> list[str]:
     for operation in found.values():
         heads = sorted({f"{kernel.dtype} d{kernel.head_dim}" for kernel in operation.kernels if kernel.head_dim})
         heads = heads or [*sorted({kernel.dtype for kernel in operation.kernels}), "head_dim a multiple of 8"]
-        faster = sorted(
-            f"{name} {dtype} d{head_dim}"
-            for name, rows in TIMED.items()
-            for of, dtype, head_dim in rows
-            if of == operation.name
-        )
-        said = f"; on {', '.join(faster)} also for calls that torch's flash op takes" if faster else ""
         lines.append(
             f"own CUDA kernels {operation.name}: {', '.join(heads)}; {operation.architectures}, nvcc "
             f"{operation.compiler}; {USES[operation.name]}, on each GPU of Ampere or later that passes a check at the "
-            f"first use{said}"
+            "first use"
         )
     return lines

@@ -171,7 +171,7 @@ static s1f_status run(void *context, const s1f_current_unit *current, const s1f_
     CUdeviceptr output = num_sends > 0 || is_handed ? take_buffer(state) : 0;
     work->output = (int32_t *)(uintptr_t)output;
     if (n == state->stall_at)
-        stand_in_hold(state->compute);
+        stand_in_damage("cuLaunchHostFunc", -1, STAND_IN_STALLED);
     CHECK(cuLaunchHostFunc(state->compute, run_on_gpu, work) == CUDA_SUCCESS);
     if (local != 0)
         release(state, (void *)(uintptr_t)local);
@@ -302,7 +302,6 @@ static void make_pipeline(setting set, pipeline *p)
     stand_in_reset(set.seed);
     stand_in_set("queues", set.queues);
     stand_in_set("injected_sync_permille", set.injected_sync_permille);
-    stand_in_set("synchronous_memory", set.injected_sync_permille > 0);
     size_t block_bytes = (s1f_group_block_bytes(set.num_ranks) + 63) / 64 * 64;
     p->block = aligned_alloc(64, block_bytes);
     memset(p->block, 0, block_bytes);
@@ -382,7 +381,7 @@ static void free_pipeline(pipeline *p)
         s1f_mapping_free(p->mappings[i]);
     s1f_program_free(p->program);
     free(p->block);
-    for (int64_t i = 0; i < stand_in_misuses(); i++) {
+    for (int64_t i = 0; stand_in_misuse(i) != NULL; i++) {
         fprintf(stderr, "misuse: %s\n", stand_in_misuse(i));
         check_failed++;
     }
@@ -442,7 +441,7 @@ static void check_setting(setting set)
     CHECK(stand_in_count("cuMemAlloc_v2") == allocations);
     CHECK(stand_in_count("cuStreamSynchronize") == synchronisations);
     CHECK(stand_in_count("cuIpcGetEventHandle") == exports);
-    CHECK(stand_in_misuses() == 0);
+    CHECK(stand_in_misuse(0) == NULL);
     CHECK((stand_in_count("interprocess_events") > 0) == (set.transport == BY_COPIES));
     for (int32_t rank = 0; rank < set.num_ranks && check_failed != failed_before; rank++)
         if (p.states[rank].status != S1F_OK)
@@ -522,18 +521,18 @@ static void check_failed_step(pipeline *p, const char *edge, const char *part)
 static void test_faults_of_transfers(void)
 {
     static const struct {
-        stand_in_fault_kind kind;
+        int32_t sends, result;
         const char *edge, *part;
     } faults[] = {/* what is lost stops the others as well, and any of these may be late first */
-                  {STAND_IN_SENDER_LOST, "of stage", "under way for 0.5 s"},
-                  {STAND_IN_RECEIVER_LOST, "of stage", "under way for 0.5 s"},
-                  {STAND_IN_SENDER_FAILS, "activations of stage 1 to 2", "remote process exited"},
-                  {STAND_IN_RECEIVER_FAILS, "activations of stage 1 to 2", "remote process exited"}};
+                  {1, 0, "of stage", "under way for 0.5 s"},
+                  {0, 0, "of stage", "under way for 0.5 s"},
+                  {1, 6, "activations of stage 1 to 2", "remote process exited"},
+                  {0, 6, "activations of stage 1 to 2", "remote process exited"}};
     for (size_t i = 0; i < sizeof faults / sizeof faults[0]; i++) {
         pipeline p;
         make_pipeline(THREE_RANKS, &p);
         step(&p, 1);
-        stand_in_fault(faults[i].kind, 1, 2, 8 + 3, 6); /* counted over steps; 8 messages in each */
+        stand_in_fault(faults[i].sends, 1, 2, 3, faults[i].result);
         step(&p, 2);
         check_failed_step(&p, faults[i].edge, faults[i].part);
         free_pipeline(&p);
@@ -578,7 +577,7 @@ static void test_a_unit_that_stalls(void)
         CHECK(failure.unit[0] != '\0');
         for (int32_t rank = 0; rank < set.num_ranks; rank++)
             CHECK(p.states[rank].status != S1F_OK);
-        stand_in_release();
+        stand_in_damage("", 0, STAND_IN_CORRUPT);
         CHECK(stand_in_drain(2000) == 0);
         if (set.transport !=
             BY_NCCL) { /* whose communicators are gone: nothing of the failed step is left in the others */

@@ -395,16 +395,6 @@ void run_block(int threads, int shared_bytes)
 
 } // namespace
 
-int current_thread()
-{
-    return m.current;
-}
-
-index3 current_block()
-{
-    return m.block;
-}
-
 void warp_operation(request &wanted)
 {
     const int w = m.current / WARP_SIZE, lane = m.current % WARP_SIZE;
@@ -418,18 +408,6 @@ void warp_operation(request &wanted)
         mine.runnable = 0xffffffffu;
         if (random_number() % 4 != 0)
             return; /* go on as the first, not always */
-    }
-    run_another();
-}
-
-void block_barrier()
-{
-    warp_of(m.current).runnable &= ~(1u << m.current % WARP_SIZE);
-    if (++m.at_barrier == m.num_threads) {
-        for (warp &w : m.warps)
-            w.runnable = 0xffffffffu;
-        m.at_barrier = 0;
-        m.epoch++;
     }
     run_another();
 }
@@ -451,30 +429,6 @@ void global_access(const void *address, int64_t bytes, int alignment, bool write
         fail("%s of %lld global bytes outside of every extent", write ? "write" : "read", (long long)bytes);
     if (write && m.last_extent < m.extents.size() && !m.extents[m.last_extent].writable)
         fail("write to global memory that is only to be read");
-}
-
-void copy_async(uint32_t shared, const void *global, bool valid)
-{
-    check_range(shared, CHUNK_BYTES);
-    if (valid)
-        global_access(global, CHUNK_BYTES, CHUNK_BYTES, false);
-    for (int word = 0; word < 4; word++) {
-        cell &c = m.cells[(shared - SHARED_BASE) / 4 + (uint32_t)word];
-        check_write(m.current, shared, c);
-        c.is_pending = true;
-    }
-    thread &t = m.threads[(size_t)m.current];
-    const copy issued = {shared, global, valid, random_number() % 2 == 0, t.groups};
-    if (issued.at_once)
-        read_source(issued);
-    else
-        memset(shared_pointer(shared), 0xff, CHUNK_BYTES);
-    t.copies.push_back(issued);
-}
-
-void copy_async_commit()
-{
-    m.threads[(size_t)m.current].groups++;
 }
 
 void copy_async_wait(int groups)
@@ -543,6 +497,57 @@ uint16_t to_bf16(float x)
 }
 
 } // namespace emulation
+
+/* -- what kernels call --------------------------------------------------------------------------------------------- */
+
+using namespace emulation;
+
+int thread_index()
+{
+    return m.current;
+}
+
+index3 block_index()
+{
+    return m.block;
+}
+
+void block_barrier()
+{
+    warp_of(m.current).runnable &= ~(1u << m.current % WARP_SIZE);
+    if (++m.at_barrier == m.num_threads) {
+        for (warp &w : m.warps)
+            w.runnable = 0xffffffffu;
+        m.at_barrier = 0;
+        m.epoch++;
+    }
+    run_another();
+}
+
+void copy_async_16(uint32_t shared, const void *global, bool valid)
+{
+    check_range(shared, CHUNK_BYTES);
+    if (valid)
+        global_access(global, CHUNK_BYTES, CHUNK_BYTES, false);
+    for (int word = 0; word < 4; word++) {
+        cell &c = m.cells[(shared - SHARED_BASE) / 4 + (uint32_t)word];
+        check_write(m.current, shared, c);
+        c.is_pending = true;
+    }
+    thread &t = m.threads[(size_t)m.current];
+    const copy issued = {shared, global, valid, random_number() % 2 == 0, t.groups};
+    if (issued.at_once)
+        read_source(issued);
+    else
+        memset(shared_pointer(shared), 0xff, CHUNK_BYTES);
+    t.copies.push_back(issued);
+}
+
+void copy_async_commit()
+{
+    m.threads[(size_t)m.current].groups++;
+}
+
 } // namespace s1f
 
 /* -- for the tests, in C ------------------------------------------------------------------------------------------- */

@@ -43,15 +43,10 @@ inline request request_of(operation what)
     return wanted;
 }
 
-int current_thread();
-index3 current_block();
 void warp_operation(request &wanted);
-void block_barrier();
 /* Address of shared memory, once it was checked. */
 void *shared_access(uint32_t address, int bytes, bool write);
 void global_access(const void *address, int64_t bytes, int alignment, bool write);
-void copy_async(uint32_t shared, const void *global, bool valid);
-void copy_async_commit();
 void copy_async_wait(int groups);
 int launch(index3 blocks, int threads, int shared_bytes, void (*body)(const void *), const void *context);
 float from_fp16(uint16_t bits);
@@ -63,40 +58,21 @@ extern int shared_limit;
 
 } // namespace emulation
 
-inline int thread_index()
-{
-    return emulation::current_thread();
-}
-
-inline index3 block_index()
-{
-    return emulation::current_block();
-}
+int thread_index();
+index3 block_index();
+void block_barrier();
+void copy_async_16(uint32_t shared, const void *global, bool valid);
+void copy_async_commit();
 
 inline uint32_t shared_base()
 {
     return emulation::SHARED_BASE;
 }
 
-inline void block_barrier()
-{
-    emulation::block_barrier();
-}
-
 inline void warp_barrier()
 {
     emulation::request wanted = emulation::request_of(emulation::WARP_BARRIER);
     emulation::warp_operation(wanted);
-}
-
-inline void copy_async_16(uint32_t shared, const void *global, bool valid)
-{
-    emulation::copy_async(shared, global, valid);
-}
-
-inline void copy_async_commit()
-{
-    emulation::copy_async_commit();
 }
 
 template <int N> inline void copy_async_wait()
@@ -106,14 +82,6 @@ template <int N> inline void copy_async_wait()
 
 namespace emulation
 {
-inline void load_matrices(operation what, uint32_t *words, uint32_t address)
-{
-    request wanted = request_of(what);
-    wanted.words = words;
-    wanted.address = address;
-    warp_operation(wanted);
-}
-
 template <typename T> inline T shared_load(uint32_t address)
 {
     T found;
@@ -127,14 +95,17 @@ template <typename T> inline void shared_store(uint32_t address, const T &value)
 }
 } // namespace emulation
 
-inline void load_matrices(uint32_t (&r)[4], uint32_t row_address)
+inline void load_matrices(uint32_t (&r)[4], uint32_t row_address, emulation::operation what = emulation::LOAD)
 {
-    emulation::load_matrices(emulation::LOAD, r, row_address);
+    emulation::request wanted = emulation::request_of(what);
+    wanted.words = r;
+    wanted.address = row_address;
+    emulation::warp_operation(wanted);
 }
 
 inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t row_address)
 {
-    emulation::load_matrices(emulation::LOAD_TRANSPOSED, r, row_address);
+    load_matrices(r, row_address, emulation::LOAD_TRANSPOSED);
 }
 
 inline chunk shared_load_16(uint32_t address)

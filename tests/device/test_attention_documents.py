@@ -5,26 +5,26 @@ On CPU tensors, over stand-ins of these ops that leave unwritten memory NaN; the
 
 from __future__ import annotations
 
+import functools
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import aten_stand_ins
 import pytest
+import test_cuda_attention
 import torch
 from aten_stand_ins import Call, cuda_kernels_on_the_cpu
-from attention_runs import errors, formula, gradients, random_qkv, segmented
+from attention_runs import formula, gradients, random_qkv, segmented
 from op_counts import launches
 from simulated_step import SimulatedStep
 from slices import full_only
 from torch import Tensor
 
 from seq1f1b import proof
-from seq1f1b.device import attention_ways, cuda_attention, document_layout, kernel_library
+from seq1f1b.device import cuda_attention, kernel_library
 from seq1f1b.device.attention_ways import Options
-from seq1f1b.device.document_layout import Layout
 from seq1f1b.ops.attention import causal_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that kernels are replaced
@@ -39,13 +39,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
         yield calls
 
 
-def check(got: list[Tensor], options: dict[str, Any], qkv: list[Tensor], dout: Tensor) -> None:
-    """At most twice as far off as the formula in 16 bit: the ops multiply dout by out as it is rounded, which shows
-    where a document has two or three tokens."""
-    truth = gradients(lambda *t: formula(*t, **options), *(t.double() for t in (*qkv, dout)))
-    peer = gradients(lambda *t: formula(*t, **options), *qkv, dout)
-    for ours, theirs in zip(errors(got, truth), errors(peer, truth), strict=True):
-        assert ours <= 2.0 * theirs + torch.finfo(qkv[0].dtype).eps / 16
+# The ops multiply dout by out as it is rounded, which shows where a document has two or three tokens.
+check = functools.partial(test_cuda_attention.check, factor=2.0)
 
 
 # -- what comes out --------------------------------------------------------------------------------------------------
@@ -115,110 +110,6 @@ def test_nothing_is_read_while_a_graph_is_captured(calls: list[Call], monkeypatc
         monkeypatch.setattr(proof, "is_capturing", lambda is_capturing=is_capturing: is_capturing)
         check(segmented([8, 12], options, [qkv], [dout[0]])[0], options, qkv, dout[0])
         assert bool(calls) == (not is_capturing)
-
-
-# -- planted defects: the check at the first use, which the way must pass on a GPU ----------------------------------
-
-
-def prove(head_dim: int = 64) -> None:
-    cuda_attention.prove("documents", torch.bfloat16, head_dim, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("head_dim", [64, 192])
-def test_the_way_passes_its_check(head_dim: int, calls: list[Call]) -> None:
-    prove(head_dim)
-    assert {name for name, *_ in calls} == {FORWARD, BACKWARD}
-
-
-def changed_row(**changes: Callable[[int], int]) -> Callable[..., Any]:
-    def layouts(*arguments: Any, whole: Any = document_layout.layouts) -> Any:
-        return [
-            found and Layout(found.offset, [row._replace(**{n: f(getattr(row, n)) for n, f in changes.items()})
-                                            for row in found.rows])
-            for found in whole(*arguments)
-        ]  # fmt: skip
-
-    return layouts
-
-
-def shifted_bounds(layout: Layout, docs: Tensor, whole: Any = Layout.bounds) -> Any:
-    bounds = [t.clone() for t in whole(layout, docs)]
-    bounds[0][1] += 1
-    return tuple(bounds)
-
-
-def short_bounds(layout: Layout, docs: Tensor, whole: Any = Layout.bounds) -> Any:
-    return tuple(torch.cat([t[:-1], t[-1:] - 1]) for t in whole(layout, docs))
-
-
-def bounds_of_the_first_row(layout: Layout, docs: Tensor, whole: Any = Layout.bounds) -> Any:
-    return (whole(layout, docs)[0],) * len(docs)
-
-
-def flash_with(changes: Callable[..., Any]) -> dict[str, Any]:
-    return {name: changes(aten_stand_ins._OPS[name]) for name in (FORWARD, BACKWARD)}
-
-
-def in_padded_sums(op: Any) -> Any:
-    """An lse of (documents, heads, longest), as another torch may give."""
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        found = op(*arguments, **options)
-        if len(found) != 5:
-            return found
-        return found[0], found[1][None].expand(len(arguments[3]) - 1, -1, -1).contiguous(), *found[2:]
-
-    return call
-
-
-def causal_from_the_top(op: Any) -> Any:
-    """Query i of a document sees its keys 0..i: right only where there are as many keys as queries."""
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        if len(arguments) == 10 and arguments[3] is not None:
-            q_bounds, k_bounds = arguments[3], arguments[4].clone()
-            k_bounds[1:] -= k_bounds[1] - q_bounds[1]
-            arguments = *arguments[:4], k_bounds, *arguments[5:]
-        return op(*arguments, **options)
-
-    return call
-
-
-DEFECTS: dict[str, tuple[Any, str, Any]] = {
-    "a bound off by one": (Layout, "bounds", shifted_bounds),
-    "a row without a document": (Layout, "bounds", short_bounds),
-    "bounds of another row": (Layout, "bounds", bounds_of_the_first_row),
-    "no keys before the segment": (attention_ways, "_first_key_of", lambda row, offset, window: offset),
-    "keys before the document": (attention_ways, "_first_key_of", lambda row, offset, window: 0),
-    "a key too many": (document_layout, "layouts", changed_row(start=lambda start: max(0, start - 1))),
-    "a key too few": (document_layout, "layouts", changed_row(start=lambda start: start + 1)),
-    "a query of the first document too few": (document_layout, "layouts", changed_row(num_first=lambda n: n - 1)),
-    "a query of the first document too many": (document_layout, "layouts", changed_row(num_first=lambda n: n + 1)),
-    "longest too short": (document_layout, "layouts", changed_row(longest=lambda longest: longest - 1)),
-    "sums in another shape": (aten_stand_ins, "_OPS", in_padded_sums),
-    "causal from the top left": (aten_stand_ins, "_OPS", causal_from_the_top),
-}
-
-
-@pytest.mark.parametrize("name", DEFECTS)
-def test_a_defect_fails_the_check(name: str, calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
-    module, attribute, changed = DEFECTS[name]
-    if attribute == "_OPS":
-        for op, stand_in in flash_with(changed).items():
-            monkeypatch.setitem(aten_stand_ins._OPS, op, stand_in)
-        with cuda_kernels_on_the_cpu(), pytest.raises((AssertionError, RuntimeError)):
-            prove()
-        return
-    monkeypatch.setattr(module, attribute, changed)
-    with pytest.raises((AssertionError, RuntimeError)):
-        prove()
-
-
-def test_keys_that_no_query_sees_get_zeros(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
-    """If gradients are stored, rows before the first document hold nothing: a backward that skips them fails."""
-    monkeypatch.setattr(attention_ways, "min", lambda *given: 0 if len(given) == 1 else min(*given), raising=False)
-    with pytest.raises(AssertionError, match="is off by nan"):
-        prove()
 
 
 # -- the choice ------------------------------------------------------------------------------------------------------

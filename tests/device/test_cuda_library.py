@@ -12,7 +12,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,6 @@ from seq1f1b.device import attention_parts, attention_proof, cuda_attention, ker
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cuda"))
 
-import kernel_table
 import sass
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,13 +132,10 @@ def test_a_library_that_was_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path:
         kernel_library.choose("attention_forward", queries())
 
 
-def test_what_doctor_says(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_a_gpu(monkeypatch, is_faster=False)
+def test_what_doctor_says(stand_in: ctypes.CDLL) -> None:
     (line,) = kernel_library.describe()
     assert "bfloat16 d64, float16 d128; sm_80 sm_90 compute_80, nvcc 13.0.88; for soft caps" in line
     assert line.endswith("on each GPU of Ampere or later that passes a check at the first use")
-    on_a_gpu(monkeypatch)
-    assert kernel_library.describe() == [f"{line}; on emulated bfloat16 d64 also for calls that torch's flash op takes"]
 
 
 # -- launches --------------------------------------------------------------------------------------------------------
@@ -153,23 +150,33 @@ def launch(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, **changes: o
     kernel_library.launch_attention(operation, **(tensors | options | changes))
 
 
-def test_the_launcher_is_asked_on_the_tensors_device(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How much scratch memory it needs depends on what the current device can do."""
-    asked: list[bool] = []
-    inside = [False]
+def test_launches_are_on_the_tensors_device(stand_in: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much scratch memory one needs depends on what the current device can do."""
+    current: list[int] = []
+    asked: list[list[int]] = []
 
-    class Guard:
-        def __enter__(self) -> None:
-            inside[0] = True
-
-        def __exit__(self, *_: object) -> None:
-            inside[0] = False
+    @contextmanager
+    def on(index: int) -> Iterator[None]:
+        current.append(index)
+        yield
+        current.pop()
 
     scratch = _C.cuda_attention_scratch
-    monkeypatch.setattr(kernel_library, "nullcontext", Guard)  # on the CPU, in place of torch.cuda.device
-    monkeypatch.setattr(_C, "cuda_attention_scratch", lambda *a: asked.append(inside[0]) or scratch(*a))
-    launch()
-    assert asked == [True] and not inside[0]
+    monkeypatch.setattr(_C, "cuda_attention_scratch", lambda *a: asked.append([*current]) or scratch(*a))
+    for name in ("cuda_attention", "cuda_attention_parts"):
+        monkeypatch.setattr(_C, name, lambda *a: asked.append([*current]) or True)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_library, "on", on)
+        launch()
+        attention_parts._launch(object(), "total", False, (queries(),), (), (queries(),))
+    assert asked == [[-1]] * 3 and not current
+
+    entered: list[int] = []
+    monkeypatch.setattr(kernel_library, "_current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext(entered.append(index)))
+    for index in (-1, 0, 1):
+        with kernel_library.on(index):
+            assert entered == [1] * (index == 1)
 
 
 def test_a_launch_that_fails_has_cudas_words(stand_in: ctypes.CDLL) -> None:
@@ -206,14 +213,14 @@ TIMED = {
 
 
 def test_every_operation_is_known() -> None:
-    assert sorted(map(kernel_table.operation_of, sass.load_setup().cuda_sources())) == sorted(kernel_library.OPERATIONS)
+    assert sorted(map(sass.operation_of, sass.load_setup().cuda_sources())) == sorted(kernel_library.OPERATIONS)
 
 
 def test_the_sources_at_hand_are_those_that_were_timed() -> None:
     """A kernel that was changed since may be slow: time it again on a GPU, and write here of what, or leave the
     architectures of kernel_library.TIMED out."""
     setup = sass.load_setup()
-    sources = {kernel_table.operation_of(source): setup.cuda_source_hash(source) for source in setup.cuda_sources()}
+    sources = {sass.operation_of(source): setup.cuda_source_hash(source) for source in setup.cuda_sources()}
     assert {name: sources[name] for name in kernel_library.ATTENTION} == TIMED
 
 
@@ -268,7 +275,7 @@ def test_it_needs_the_c_library_only_and_shows_its_operations_only(built: Path) 
 
 def test_it_is_of_the_sources_at_hand(built: Path) -> None:
     setup = sass.load_setup()
-    sources = {kernel_table.operation_of(source): source for source in setup.cuda_sources()}
+    sources = {sass.operation_of(source): source for source in setup.cuda_sources()}
     for name, operation in kernel_library.operations().items():
         assert operation.source == setup.cuda_source_hash(sources[name]), "build it again"
         assert operation.architectures == "sm_80 sm_90 compute_80"

@@ -117,18 +117,6 @@ def test_deterministic_gradients_have_the_same_bits(index: int, calls: Calls) ->
     check(runs[0], options, qkv, dout[0])
 
 
-@pytest.mark.parametrize("name", ["alibi", "float32", "head_dim", "library"])
-def test_what_ours_lack_goes_torchs_way(name: str, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"dtype": torch.float32 if name == "float32" else BF16, "tokens": 12}
-    sizes["head_dim"] = 40 if name == "head_dim" else 64
-    qkv, dout = (random_qkv(4, 2, seed=seed, **sizes) for seed in (0, 1))
-    options = {"alibi_slopes": torch.rand(4)} if name == "alibi" else {}
-    if name == "library":
-        monkeypatch.setattr(kernel_library, "preferred", "library")
-    check(segmented([5, 7], options, [qkv], [dout[0]])[0], options, qkv, dout[0])
-    assert not set(calls[1]) & set(kernel_library.ATTENTION) and bool(calls[1]) == (name in ("head_dim", "alibi"))
-
-
 @pytest.mark.parametrize("name", kernel_library.ATTENTION)
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, FP16), (128, BF16)], ids=str)
 def test_the_kernels_pass_the_check_at_the_first_use(

@@ -14,13 +14,12 @@ import pytest
 import torch
 from processes import run_processes
 from stand_in_engine import StandInEdges, StandInEngine
-from stand_in_library import CORRUPT, RECEIVER_FAILS, RECEIVER_LOST, SENDER_LOST, SHORT, STALLED, stand_in
+from stand_in_library import CORRUPT, FAILS, LOST, SHORT, STALLED, stand_in
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch.multiprocessing import ProcessExitedException
 
 from seq1f1b import _C, PipelineError
 from seq1f1b.device import edge_ways, edges
-from seq1f1b.device.edges import DeviceEdges
 from seq1f1b.runtime.arguments import Disagreement, agreement_of, check_agreement
 from seq1f1b.testing import run_ranks
 
@@ -32,7 +31,7 @@ SIZE = StandInEdges.proof_bytes
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("SEQ1F1B_NCCL", stand_in().path)
     gc.collect()
-    stand_in().reset(3, foreign_memory=1)
+    stand_in().reset(3)
     yield
     stand_in().damage("", 0, CORRUPT)  # nothing that a test has stopped stays
 
@@ -72,26 +71,16 @@ def settle(P: int = 2, transport: str = "auto") -> Outcome:
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
-def refuse(function: str, result: int) -> Plant:
-    return lambda patch: stand_in().fail_call(function, 0, result)
+def refuse(function: str, result: int, index: int = 0) -> Plant:
+    return lambda patch: stand_in().fail_call(function, index, result)
 
 
 def damage(function: str, size: int, kind: int) -> Plant:
     return lambda patch: stand_in().damage(function, size, kind)
 
 
-def lose(kind: int, index: int) -> Plant:
-    return lambda patch: stand_in().fault(kind, 0, 1, index)
-
-
-def break_as_they_connect(patch: pytest.MonkeyPatch) -> None:
-    connect = _C.device_end_connect
-
-    def breaking(end: object) -> None:
-        stand_in().break_communicators(0, 1, 6)
-        connect(end)
-
-    patch.setattr(_C, "device_end_connect", breaking)
+def lose(sends: bool, result: int) -> Plant:
+    return lambda patch: stand_in().fault(sends, 0, 1, 0, result)
 
 
 # What fails in copies of one edge, or of all, and what the warning says of it.
@@ -128,11 +117,11 @@ NCCL = {
     "the library": (lambda patch: patch.setenv("SEQ1F1B_NCCL", "libnothing.so"), "no NCCL"),
     "an id": (refuse("ncclGetUniqueId", 2), "ncclGetUniqueId: unhandled system error"),
     "creation": (refuse("ncclCommInitRankConfig", 2), "ncclCommInitRankConfig: unhandled system error"),
-    "connecting": (break_as_they_connect, "remote process exited"),
+    "connecting": (refuse("ncclCommGetAsyncError", 6, index=-1), "remote process exited"),
     "a call": (refuse("ncclGroupEnd", 3), "ncclGroupEnd: internal error"),
-    "the other process": (lose(RECEIVER_FAILS, 0), "remote process exited"),
-    "a stalled send": (lose(SENDER_LOST, 0), "its transfer has been under way for 0."),
-    "a stalled receive": (lose(RECEIVER_LOST, 0), "its transfer has been under way for 0."),
+    "the other process": (lose(False, FAILS), "remote process exited"),
+    "a stalled send": (lose(True, LOST), "its transfer has been under way for 0."),
+    "a stalled receive": (lose(False, LOST), "its transfer has been under way for 0."),
     "bytes": (damage("nccl", SIZE, CORRUPT), "1 of 65535 bytes arrived wrong"),
 }
 
@@ -257,14 +246,6 @@ def test_short_memory_makes_the_proof_smaller_and_the_report_says_so(monkeypatch
     assert "1 of 10000 bytes arrived wrong" in settle().warned[0]
 
 
-@pytest.mark.full
-def test_messages_of_the_real_size_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StandInEdges, "proof_bytes", DeviceEdges.proof_bytes)
-    found = settle()
-    assert [set(carried.values()) for carried in found.carried] == [{"copy"}, {"copy"}] and found.warned == []
-    assert stand_in().complaints() == [] and stand_in().count("live_allocations") == 0
-
-
 def test_ranks_that_share_a_gpu_are_warned_of() -> None:
     with pytest.warns(UserWarning, match="ranks 1, 3 do not have a GPU each, and 4 are visible: give each"):
         edges._warn_of_shared_gpus(["a", "b", "c", "b"], 4)
@@ -275,7 +256,7 @@ def test_ranks_that_share_a_gpu_are_warned_of() -> None:
 
 
 def dies_in_its_proof(rank: int, world: int, folder: str) -> None:
-    stand_in().reset(rank, foreign_memory=1, shared_memory=1)
+    stand_in().reset(rank)
     stage = stage_of(whole_model(CONFIG), CONFIG, rank, world)
     fails_in_its_proof(pytest.MonkeyPatch(), lambda: os._exit(0))
     with pytest.raises(PipelineError, match="rank 1 is gone"):

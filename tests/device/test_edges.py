@@ -7,7 +7,6 @@ import gc
 import importlib.util
 import itertools
 import os
-import re
 import shutil
 import time
 import warnings
@@ -18,12 +17,14 @@ import pytest
 import torch
 from processes import run_processes
 from slices import each_value
-from stand_in_engine import StandInEngine
-from stand_in_library import RECEIVER_FAILS, RECEIVER_LOST, SENDER_FAILS, SENDER_LOST, StandIn, stand_in
+from stand_in_engine import StandInEdges, StandInEngine
+from stand_in_library import CORRUPT, StandIn, stand_in
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from torch import nn
 from torch.multiprocessing import ProcessExitedException
 
 from seq1f1b import _C, Limits, LoopbackGroup, PipelineEngine, PipelineError
+from seq1f1b.cli import doctor
 from seq1f1b.device import edge_ways, edges
 from seq1f1b.testing import run_ranks
 from seq1f1b.transport.table import TRANSPORTS
@@ -35,10 +36,6 @@ LENGTH = 16
 def _nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEQ1F1B_NCCL", stand_in().path)
     gc.collect()  # what an engine of the last test still holds goes before the stand-ins forget it
-
-
-def reset(seed: int, **options: int) -> None:
-    stand_in().reset(seed, foreign_memory=1, **options)  # what is sent is torch's memory
 
 
 def make_engine(model: Any, config: Config, rank: int, P: int, v: int = 1, **options: Any) -> StandInEngine:
@@ -54,7 +51,7 @@ BETWEEN_GPUS = [name for name, row in TRANSPORTS.items() if row.between_gpus]
 
 @pytest.mark.parametrize(("transport", "schedule", "P", "v", "queues"), each_value(BETWEEN_GPUS, ORDERS, [8, 1]))
 def test_gradients_are_those_of_the_whole_model(transport: str, schedule: str, P: int, v: int, queues: int) -> None:
-    reset(P * queues, queues=queues)
+    stand_in().reset(P * queues, queues=queues)
     config = Config(kv_heads=2)
     model = whole_model(config)
     tokens, target = batch(config, 2 * P, LENGTH)
@@ -95,7 +92,7 @@ def test_gradients_are_those_of_the_whole_model(transport: str, schedule: str, P
 @pytest.mark.parametrize("transport", BETWEEN_GPUS)
 def test_a_report_has_the_times_of_the_gpu(transport: str) -> None:
     """A forward of 50 ms is one there, and the stage behind it waits that long."""
-    reset(6)
+    stand_in().reset(6)
     config = Config()
     model = whole_model(config)
     tokens, target = batch(config, 4, LENGTH)
@@ -137,46 +134,9 @@ def test_a_report_has_the_times_of_the_gpu(transport: str) -> None:
     assert report.tokens_per_second == pytest.approx(tokens.numel() / report.makespan)
 
 
-FAULTS = {
-    "sender is lost": SENDER_LOST,
-    "receiver is lost": RECEIVER_LOST,
-    "sender fails": SENDER_FAILS,
-    "receiver fails": RECEIVER_FAILS,
-}
-
-
-@pytest.mark.parametrize("kind", FAULTS)
-def test_a_fault_of_a_transfer_ends_the_step_on_every_rank(kind: str) -> None:
-    """The error names edge and unit; whoever would go on to the optimizer has raised before."""
-    reset(11)
-    stand_in().fault(FAULTS[kind], 1, 2, 3)
-    config = Config()
-    model = whole_model(config)
-    tokens, target = batch(config, 4, LENGTH)
-
-    def run(group):
-        limits = {"limits": Limits(step=1.0, first_step=1.0)}
-        engine = make_engine(model, config, group.rank, 3, group=group, transport="nccl", **limits)
-        try:
-            engine.step(tokens, target=target)
-        except PipelineError as error:
-            return str(error), error.edge, error.unit
-        finally:
-            engine.close()
-        return None
-
-    results = run_ranks(3, run)
-    assert all(result is not None for result in results), results
-    for text, edge, unit in results:
-        assert re.search(rf"{edge}, message \d+", text) and unit in text, text
-        assert re.match(r"[FB]\d\.\d", unit), unit
-        if "fails" in kind:  # what is lost stops the transfers behind it as well, and one of these may be late first
-            assert edge == "activations of stage 1 to stage 2"
-
-
 def two_processes(rank: int, world: int, folder: str) -> None:
     """Memory and events of each process by handles; then one dies while the other waits for it on its device."""
-    stand_in().reset(rank, foreign_memory=1, shared_memory=1)
+    stand_in().reset(rank)
     config = Config(kv_heads=2)
     model = whole_model(config)
     tokens, target = batch(config, 4, LENGTH)
@@ -206,6 +166,31 @@ def test_copies_between_processes_and_a_process_that_dies(tmp_path: Path) -> Non
     with contextlib.suppress(ProcessExitedException):
         run_processes(2, two_processes, str(tmp_path))
     assert (tmp_path / "told").exists()
+
+
+def test_the_doctor_tells_the_rate_of_each_edge_or_why_it_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(fn: Any, num_ranks: int, transport: str) -> list[list[str]]:
+        if transport == "nccl":
+            stand_in().damage("nccl", StandInEdges.proof_bytes, CORRUPT)
+
+        def run(group: Any) -> list[str]:
+            return doctor.sending_edges(group.rank, nn.Linear(1, 1), transport=transport, group=group)
+
+        return run_ranks(num_ranks, run)
+
+    stand_in().reset(1)  # once: engines that failed still hold what they have of it
+    monkeypatch.setattr("seq1f1b.launch", launch)
+    monkeypatch.setattr("seq1f1b.PipelineEngine", StandInEngine)
+    lines = list(doctor.edges_between(3))
+    for transport in ("copy", "auto"):
+        told = [line for line in lines if line.startswith(f"transport={transport!r}: GPU ")]
+        assert [line.split(": ")[1] for line in told] == [
+            f"GPU {a} to GPU {b}" for a, b in ((0, 1), (1, 0), (1, 2), (2, 1))
+        ]
+        assert all(": copy, " in line and " GB/s, " in line for line in told)
+    (failed,) = (line for line in lines if line.startswith("transport='nccl'"))
+    assert "failed its proof" in failed
+    assert len(lines) >= 4 * (1 + sum(row.between_gpus for row in TRANSPORTS.values())) - 3
 
 
 def test_few_hardware_queues_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +245,7 @@ def test_the_real_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert version >= 21800 and found.endswith("libnccl.so.2")
     first, second = _C.nccl_unique_id(path), _C.nccl_unique_id(path)
     assert len(first) == len(second) == 128 and first != second
-    reset(1)
+    stand_in().reset(1)
     group = LoopbackGroup(2)[0]
     control = group.edge_end((0, 1), 1, False, "activations of stage 0 to stage 1")
     device = _C.device_create(stand_in().path, 0)

@@ -18,7 +18,8 @@ from at_once import at_once
 from torch import Tensor
 
 from seq1f1b import proof
-from seq1f1b.device import attention_proof, kernel_library
+from seq1f1b.device import attention_proof, cuda_attention, kernel_library
+from seq1f1b.device.attention_ways import WAYS
 from seq1f1b.device.kernel_library import ATTENTION, Operation
 
 FORWARD, BACKWARD = ATTENTION
@@ -37,34 +38,9 @@ def operation(name: str) -> Operation:
     return Operation(name, "5a", "13.0.88", "sm_80", tuple(Kernel(*each) for each in KERNELS), object())  # type: ignore[arg-type]
 
 
-def right(operation: Operation, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int,
-          softcap: float, docs: Tensor, dout: Tensor | None = None, dq: Any = None, dk: Any = None, dv: Any = None,
-          own_dk: Any = None, own_dv: Any = None, store: bool = False, **_: Any) -> None:  # fmt: skip
-    """In place of kernel_library.launch_attention: by autograd, in float64."""
-    tokens, keys = q.shape[2], k.shape[2]
-    with torch.enable_grad():
-        leaves = [t.double().detach().requires_grad_(dout is not None) for t in (q, k, v)]
-        all_k, all_v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in leaves[1:])
-        logits = leaves[0] @ all_k.mT * scale
-        if softcap:
-            logits = softcap * torch.tanh(logits / softcap)
-        position = torch.arange(keys, device=q.device)
-        distance = position[keys - tokens :, None] - position
-        hidden = ((distance < 0) | (distance >= (window or keys))).expand(q.shape[0], 1, -1, -1)
-        if docs.numel():
-            hidden = hidden | (docs[:, None, keys - tokens :, None] != docs[:, None, None, :])
-        logits = logits.masked_fill(hidden, -math.inf)
-        results = logits.softmax(-1) @ all_v
-        if dout is None:
-            out.copy_(results.detach())
-            lse.copy_(logits.detach().logsumexp(-1))
-            return
-        grads = torch.autograd.grad(results, leaves, dout.double())
-    dq.copy_(grads[0])
-    for slab, own, grad in ((dk, own_dk, grads[1]), (dv, own_dv, grads[2])):
-        total = grad if store else slab.double() + grad
-        slab.copy_(total)
-        own.copy_(total[:, :, keys - tokens :])
+def right(operation: Operation, *tensors: Tensor, **options: Any) -> None:
+    """In place of kernel_library.launch_attention: by matrix products."""
+    cuda_attention._launch(WAYS["plain"], *tensors, **options)
 
 
 OPTIONS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {  # changes of what a launch is asked for
@@ -255,16 +231,6 @@ def test_a_thread_does_not_wait_for_anothers_check_for_ever(
 
 
 # -- which calls the kernels take -------------------------------------------------------------------------------------
-
-
-def test_the_environment_decides_without_a_check(
-    gpu: dict[str, Operation], counted: list[proof.Use], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernel_library, "preferred", "own")
-    assert choose() is gpu[FORWARD]
-    assert choose(head_dim=96) is None
-    monkeypatch.setattr(kernel_library, "preferred", "library")
-    assert choose() is None and not counted
 
 
 def test_older_gpus_and_cpus_have_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def train(rank: int, pipe: Connection, library: str) -> Any:
     """A good step, one in which rank 1 raises, two good ones, and one in which rank 0 stays in its third forward."""
     os.environ["SEQ1F1B_STAND_IN"] = library
     os.environ["SEQ1F1B_NCCL"] = "libnothing.so"
-    stand_in().reset(rank, foreign_memory=1)
+    stand_in().reset(rank)
     options: dict[str, Any] = {"num_microbatches": M, "num_segments": K, "segment_sizes": [9, 7]}
     stage = Faulty(rank, raises_at=M * K + 3 if rank == 1 else -1, pipe=pipe)
     engine = StandInEngine(stage, loss_fn=cross_entropy, **options)

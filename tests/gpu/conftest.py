@@ -46,6 +46,6 @@ def _fresh_stand_ins() -> Iterator[None]:
     from stand_in_library import stand_in
 
     gc.collect()  # what an engine of the last test still holds goes before the stand-ins forget it
-    stand_in().reset(1, foreign_memory=1, shared_memory=int(IS_TORCHRUNS))
+    stand_in().reset(1)
     yield
     assert stand_in().complaints() == []

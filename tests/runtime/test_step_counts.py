@@ -1,7 +1,7 @@
 """How much does a step of the engine ask of a device, beside attention: by layer and unit, by unit, and by step.
 
 Counted over the stand-in of CUDA's ``addmm`` with a wider result, in a stage of linear layers without biases; attention
-is in tests/device/test_cuda_counts.py. Torch alone makes three launches for such a layer: its output and two gradients.
+is in tests/device/test_cuda_attention.py. Torch alone makes three launches for such a layer: output and two gradients.
 """
 
 from __future__ import annotations

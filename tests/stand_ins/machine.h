@@ -1,4 +1,4 @@
-/* machine.h - devices, hardware queues and the thread that executes them; shared by the driver's files and nccl.c.
+/* machine.h - devices, hardware queues and the thread that executes them; shared by driver.c and nccl.c.
  * Everything is guarded by one lock; whatever is declared here is called with it held, unless it says otherwise. */
 #ifndef STAND_IN_MACHINE_H
 #define STAND_IN_MACHINE_H
@@ -14,82 +14,29 @@ enum { MAX_DEVICES = 16, MAX_QUEUES = 32 };
 
 /* -- calls ------------------------------------------------------------------------------------------------------- */
 
-#define DRIVER_CALLS(X)                                                                                                \
-    X(cuInit)                                                                                                          \
-    X(cuGetErrorName)                                                                                                  \
-    X(cuGetErrorString)                                                                                                \
-    X(cuDeviceGet)                                                                                                     \
-    X(cuDeviceGetPCIBusId)                                                                                             \
-    X(cuDevicePrimaryCtxRetain)                                                                                        \
-    X(cuDevicePrimaryCtxRelease_v2)                                                                                    \
-    X(cuCtxSetCurrent)                                                                                                 \
-    X(cuCtxPushCurrent_v2)                                                                                             \
-    X(cuCtxPopCurrent_v2)                                                                                              \
-    X(cuCtxGetStreamPriorityRange)                                                                                     \
-    X(cuStreamCreateWithPriority)                                                                                      \
-    X(cuStreamDestroy_v2)                                                                                              \
-    X(cuStreamWaitEvent)                                                                                               \
-    X(cuStreamSynchronize)                                                                                             \
-    X(cuLaunchHostFunc)                                                                                                \
-    X(cuThreadExchangeStreamCaptureMode)                                                                               \
-    X(cuEventCreate)                                                                                                   \
-    X(cuEventRecord)                                                                                                   \
-    X(cuEventQuery)                                                                                                    \
-    X(cuEventElapsedTime)                                                                                              \
-    X(cuEventDestroy_v2)                                                                                               \
-    X(cuMemAlloc_v2)                                                                                                   \
-    X(cuMemFree_v2)                                                                                                    \
-    X(cuMemHostAlloc)                                                                                                  \
-    X(cuMemFreeHost)                                                                                                   \
-    X(cuMemcpyAsync)                                                                                                   \
-    X(cuMemcpyDtoHAsync_v2)                                                                                            \
-    X(cuMemcpyHtoDAsync_v2)                                                                                            \
-    X(cuIpcGetMemHandle)                                                                                               \
-    X(cuIpcOpenMemHandle_v2)                                                                                           \
-    X(cuIpcCloseMemHandle)                                                                                             \
-    X(cuIpcGetEventHandle)                                                                                             \
-    X(cuIpcOpenEventHandle)
+typedef const char *api_call; /* its name */
 
-#define NCCL_CALLS(X)                                                                                                  \
-    X(ncclGetVersion)                                                                                                  \
-    X(ncclGetUniqueId)                                                                                                 \
-    X(ncclGetErrorString)                                                                                              \
-    X(ncclGetLastError)                                                                                                \
-    X(ncclCommInitRankConfig)                                                                                          \
-    X(ncclCommFinalize)                                                                                                \
-    X(ncclCommDestroy)                                                                                                 \
-    X(ncclCommAbort)                                                                                                   \
-    X(ncclCommGetAsyncError)                                                                                           \
-    X(ncclSend)                                                                                                        \
-    X(ncclRecv)                                                                                                        \
-    X(ncclGroupStart)                                                                                                  \
-    X(ncclGroupEnd)
-
-typedef enum {
-#define X(name) CALL_##name,
-    DRIVER_CALLS(X) NCCL_CALLS(X)
-#undef X
-        NUM_CALLS
-} api_call;
-
-const char *call_name(api_call call);
-
-/* Takes the lock and counts the call; unlocked at the end of the block. LOCKED: without counting. */
+/* Takes the lock; unlocked at the end of the block. */
 pthread_mutex_t *take_lock(void);
 void release_lock(pthread_mutex_t **lock);
 #define LOCKED __attribute__((cleanup(release_lock), unused)) pthread_mutex_t *held_lock = take_lock()
+/* Begins each function of both APIs: counts the call, which a test may want to fail. */
 #define ENTER_TEXT(name)                                                                                               \
-    const api_call this_call = CALL_##name;                                                                            \
+    static const char this_call[] = #name;                                                                             \
     LOCKED;                                                                                                            \
-    machine.calls[this_call]++
-#define ENTER(name, refusal)                                                                                           \
-    const api_call this_call = CALL_##name;                                                                            \
-    if (called_from_device(this_call))                                                                                 \
-        return refusal;                                                                                                \
-    LOCKED;                                                                                                            \
-    machine.calls[this_call]++;                                                                                        \
+    count_call(this_call)
+#define ENTER(name)                                                                                                    \
+    ENTER_TEXT(name);                                                                                                  \
     if (call_fails(this_call))                                                                                         \
     return machine.failing_result
+
+void count_call(api_call call);
+int call_fails(api_call call);
+/* A test wants what this call moves to be damaged in this way. */
+int is_damaged(api_call call, size_t bytes, stand_in_damage_kind kind);
+/* Damages what has arrived, if a test wants that. */
+void damage(api_call call, char *arrived, size_t bytes);
+__attribute__((format(printf, 2, 3))) void misuse(api_call call, const char *format, ...);
 
 /* -- options and counters ---------------------------------------------------------------------------------------- */
 
@@ -97,15 +44,10 @@ void release_lock(pthread_mutex_t **lock);
 #define OPTIONS(X)                                                                                                     \
     X(queues, 8, 1, MAX_QUEUES)                                                                                        \
     X(nccl_version, 22907, 0, INT32_MAX)                                                                               \
-    X(paused, 0, 0, 1)                                                                                                 \
     X(injected_sync_permille, 0, 0, 1000)                                                                              \
     X(pinned_bytes, 1LL << 34, 0, INT64_MAX)                                                                           \
-    X(pageable_waits, 0, 0, 1)                                                                                         \
-    X(virtual_clock, 0, 0, 1)                                                                                          \
     X(copy_ns_per_kib, 0, 0, INT32_MAX)                                                                                \
-    X(synchronous_memory, 0, 0, 1)                                                                                     \
-    X(foreign_memory, 0, 0, 1)                                                                                         \
-    X(shared_memory, 0, 0, 1)
+    X(foreign_memory, 0, 0, 1)
 
 #define COUNTERS(X)                                                                                                    \
     X(synchronisations)                                                                                                \
@@ -119,26 +61,18 @@ void release_lock(pthread_mutex_t **lock);
 
 /* -- operations -------------------------------------------------------------------------------------------------- */
 
-typedef enum { COPY, RECORD, WAIT_EVENT, HOLD, HOST_FUNCTION, WORK, NCCL } operation_kind;
+typedef enum { COPY, RECORD, WAIT_EVENT, HOST_FUNCTION, NCCL } operation_kind;
 
 typedef struct operation operation;
 typedef struct nccl_message nccl_message; /* nccl.c */
 
-/* The records of an interprocess event, in memory that processes may share: record n (1, 2, ...) is reached once
+/* The records of an event, in memory that processes share: record n (1, 2, ...) is reached once
  * ended[n % BOARD_RECORDS] is n or greater. Only BOARD_RECORDS records that overtake each other are told apart. */
 enum { BOARD_RECORDS = 63 };
 typedef struct {
     int64_t recorded; /* records so far */
     int64_t ended[BOARD_RECORDS];
 } event_board;
-
-/* A point in a stream, reached once the operation `issue` has ended, or record `issue` of a board; else at once. */
-typedef struct {
-    CUstream stream;
-    event_board *board;
-    int64_t issue;
-    int64_t *clock; /* of a record: the virtual time at which it was reached */
-} marker;
 
 /* Memory that an operation reads or writes; the id of its allocation (0: not ours) shows a free in between. */
 typedef struct {
@@ -149,7 +83,7 @@ typedef struct {
 } span;
 
 struct operation {
-    operation *next_in_queue, *next_in_stream;
+    operation *next; /* in its queue */
     CUstream stream;
     operation_kind kind;
     int64_t issue; /* number, in the order in which hosts issued, over all devices */
@@ -158,32 +92,27 @@ struct operation {
     int32_t faulty; /* misuse was noted: it does nothing */
     api_call call;  /* that issued it */
     span destination, source;
-    int64_t value;  /* of HOLD: releases before it; of WORK: nanoseconds */
-    marker awaited; /* of WAIT_EVENT */
-    int64_t *clock; /* of RECORD */
-    CUevent event;  /* of RECORD */
-    int64_t record; /* of RECORD, on the event's board */
+    CUevent event;  /* of RECORD and WAIT_EVENT */
+    int64_t record; /* of these, on the event's board; 0: none, for which nobody waits */
     CUhostFn function;
     void *argument;
-    ncclComm_t comm; /* NCCL: its messages progress independently */
+    ncclComm_t comm; /* NCCL */
     nccl_message *messages;
+    int32_t is_lost; /* a test wants that: it never takes place */
 };
 
 /* Handles stay readable after they are destroyed, until reset, so that their use is seen. */
 struct CUstream_st {
     int32_t alive, number, device, queue;
-    int64_t ended; /* issue number of the last operation that ended */
-    int64_t clock; /* virtual nanoseconds at which it ended */
-    operation *first, *last;
+    int64_t issued, ended;      /* issue numbers of the last operation, and of the last one that ended */
     int32_t groups_in_progress; /* NCCL groups that have yet to reach this stream */
 };
 
 struct CUevent_st {
     int32_t alive, number, device;
     unsigned int flags;
-    marker recorded;    /* the last record; its issue is 0 before the first */
-    event_board *board; /* of an interprocess event, in place of `recorded`: handles give it other names */
-    int32_t imported;   /* opened from a handle */
+    event_board *board;
+    int32_t is_foreign; /* another process records it */
     int64_t reached_ns;
 };
 
@@ -202,21 +131,16 @@ typedef struct {
 } device;
 
 typedef struct {
+    struct {
 #define X(name, initial, least, greatest) int64_t name;
-    OPTIONS(X)
+        OPTIONS(X)
 #undef X
-} options;
-
-typedef struct {
+    } options;
+    struct {
 #define X(name) int64_t name;
-    COUNTERS(X)
+        COUNTERS(X)
 #undef X
-} counters;
-
-typedef struct {
-    options options;
-    counters counters;
-    int64_t calls[NUM_CALLS];
+    } counters;
     char failing_call[64]; /* how the names of calls begin of which one is to fail */
     int64_t failing_in;    /* after so many more */
     int32_t failing_result;
@@ -224,58 +148,47 @@ typedef struct {
     int64_t damaged_bytes; /* how many those are, below 0: any */
     stand_in_damage_kind damage;
     device devices[MAX_DEVICES];
-    int32_t initialised; /* cuInit was called */
     int32_t num_streams, num_events;
-    int64_t issued;           /* issue number of the last operation */
-    int64_t generation;       /* resets so far: what threads keep from before is void */
-    int64_t num_releases;     /* of streams that are held */
-    int32_t runnable_changed; /* something happened that may let a head run: the worker must look */
+    int64_t issued;     /* issue number of the last operation */
+    int64_t generation; /* resets so far: what threads keep from before is void */
 } machine_state;
 extern machine_state machine;
 
-/* Zeroed memory until the next reset. Never fails: the program ends if the host is out of memory. */
+/* Zeroed memory until the next reset. */
 void *keep(size_t bytes);
 /* Uniform in 0 .. bound - 1; 1 with the given chance. */
 int64_t draw(int64_t bound);
 int chance(int64_t percent);
-int64_t thread_id(void);
-
-__attribute__((format(printf, 2, 3))) void misuse(api_call call, const char *format, ...);
 
 operation *new_operation(operation_kind kind, api_call call);
-/* Appends to the stream and its queue. */
+/* Appends to the queue of the stream. */
 void enqueue(operation *op, CUstream stream);
-int reached(marker point);
+/* Something happened that may let an operation run: the worker looks. */
+void look_again(void);
+int reached(const event_board *board, int64_t record);
 /* All that was issued to a device up to `issue` has ended. */
 int device_reached(int32_t device_index, int64_t issue);
-/* Memory at `address`, which must be ours unless that is allowed; 0, with misuse noted, if it is not, or ends early. */
-int find_span(api_call call, const void *address, size_t bytes, int host_allowed, span *out); /* driver_memory.c */
-/* Still what it was when the operation was issued; notes the misuse if not, once per operation. driver_memory.c */
-int span_lives(operation *op, const span *memory);
 
-/* Waits, the lock given up meanwhile, until `done`. 0: it is a deadlock, which is noted as a misuse. */
-int wait_until(api_call call, int (*done)(const void *argument), const void *argument);
-/* Waits for a device; counts the synchronisation. */
-int synchronise_device(api_call call, int32_t device_index);
+/* These two wait, the lock given up meanwhile, and count it as a synchronisation: until the stream has come so far, or
+ * the device has done all that it was given. 0: nothing can ever run, which is noted as a misuse. */
+int wait_for_stream(api_call call, const struct CUstream_st *stream, int64_t issue);
+int wait_for_device(api_call call, int32_t device_index);
 /* Draws whether this launch synchronises the device first. */
 int injection_drawn(void);
 
-/* The device of this thread's current context, below 0 if it has none. driver.c */
+/* -- the driver, as others see it (driver.c) ----------------------------------------------------------------------- */
+
+/* The device of this thread's current context, below 0 if it has none. */
 int32_t current_device(void);
-/* The stream itself, or the null stream of the current context; NULL with *error set if neither. driver_streams.c */
+/* The stream itself, or the null stream of the current context; NULL, with *error set, if there is neither. */
 CUstream find_stream(api_call call, CUstream stream, CUresult *error);
 /* Misuse if an NCCL group has yet to reach the stream. */
 void check_no_group_in_progress(api_call call, const struct CUstream_st *stream);
-CUstream new_stream(int32_t device_index);
-void driver_reset(void); /* driver.c */
-/* In a function that a device runs no call of the API is allowed. Called without the lock. */
-int called_from_device(api_call call);
-/* A test wants what this call moves to be damaged in this way. */
-int is_damaged(api_call call, size_t bytes, stand_in_damage_kind kind);
-/* Damages what has arrived, if a test wants that. */
-void damage(api_call call, char *arrived, size_t bytes);
-/* A test wants this call to fail, with machine.failing_result. */
-int call_fails(api_call call);
+/* Memory at `address`, which must be ours unless that is allowed; 0, with misuse noted, if it is not, or ends early. */
+int find_span(api_call call, const void *address, size_t bytes, int host_allowed, span *out);
+/* Still what it was when the operation was issued; notes the misuse if not, once per operation. */
+int span_lives(operation *op, const span *memory);
+void driver_reset(void);
 
 /* -- NCCL, as the worker sees it (nccl.c) ------------------------------------------------------------------------ */
 

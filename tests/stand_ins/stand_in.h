@@ -6,16 +6,17 @@
  * legal, ordered, free of deadlock and of use after free; they say nothing about speed or about real hardware.
  *
  * Launches     One at a time over all devices: a function that waits for another hangs, one that sleeps holds up all.
- *              A test that wants a kernel which takes long holds the stream (stand_in_hold).
+ * Copies       The host waits for a copy from or to memory of the host that is not pinned, until it has been executed.
  * Queues       A stream belongs to one hardware queue of its device, dealt round robin as streams are created (a
  *              device's null stream to queue 0). A queue executes in order of issue, whatever the stream: an operation
- *              that waits (event, hold, NCCL without its match) keeps all behind it waiting. Stricter than hardware,
- *              where a kernel that has started lets those of other streams pass.
+ *              that waits for an event or a match, or is stalled, keeps all behind it waiting. Hardware is less strict:
+ *              a kernel that has started lets those of other streams pass.
  * Order        Among the heads of queues that can run the seed chooses, and delays some. A copy first fills its
  *              destination with 0xFF (NaN) and copies later, so what reads too early or overwrites too early is seen.
  * Streams      All are CU_STREAM_NON_BLOCKING, and communicators nonblocking: nothing else is modelled.
  * Misuse       What a real driver would leave undefined, and each trap, is written to a list: a test that ends asserts
- *              that stand_in_misuses() is 0. Errors that the real call returns are returned as well.
+ *              that it is empty. Errors that the real call returns are returned as well.
+ * Processes    Memory and events can be opened by other processes, which reset together with the one that made them.
  * Waiting      A host call that waits while nothing can ever run again returns CUDA_ERROR_LAUNCH_TIMEOUT (NCCL:
  *              ncclInternalError) instead of hanging; that is on the list as well.
  *
@@ -34,63 +35,38 @@ STAND_IN_API void stand_in_reset(uint64_t seed);
 /* Sets an option by its name; 0, or -1 if there is no such option or value.
  *   queues                 8      hardware queues per device, at most 32; set before streams are made
  *   nccl_version           22907  of ncclGetVersion
- *   paused                 0      1: nothing is executed until set to 0 again
- *   injected_sync_permille 0      launches before which the device is synchronised (lazy module loading does)
+ *   injected_sync_permille 0      launches before which the device is synchronised (lazy module loading does); above
+ *                                 0 cuMemAlloc and cuMemFree synchronise it as well
  *   pinned_bytes           1<<34  of cuMemHostAlloc, over all devices
- *   pageable_waits         0      1: a copy from or to memory of the host that is not pinned holds up its caller until
- *                                 it has been executed
- *   virtual_clock          0      1: cuEventElapsedTime tells virtual time: each stream has a clock, which copies and
- *                                 stand_in_work move on, and waits for events to that of the event
- *   copy_ns_per_kib        0      virtual nanoseconds of a copy
- *   synchronous_memory     0      1: cuMemAlloc and cuMemFree synchronise the device
- *   foreign_memory         0      1: operations may use memory that cuMemAlloc did not give
- *   shared_memory          0      1: memory and interprocess events that are made from now on can be opened by other
- *                                 processes, which then reset together with this one; 0: by this process only */
+ *   copy_ns_per_kib        0      nanoseconds that a copy takes at least
+ *   foreign_memory         0      1: operations may use memory that cuMemAlloc did not give */
 STAND_IN_API int stand_in_set(const char *option, int64_t value);
 
 /* A counter since the last reset, by its name; -1 if there is none of that name. The name of a function of either API
  * counts its calls. Further:
  *   synchronisations                                times that a host waited for a device, or might have
  *   interprocess_events                             events made with CU_EVENT_INTERPROCESS
- *   pageable_copies                                 copies that held up their caller, with pageable_waits
+ *   pageable_copies                                 copies that held up their caller
  *   live_pinned_bytes, live_allocations,
  *   live_streams, live_events, live_communicators   not yet freed or destroyed */
 STAND_IN_API int64_t stand_in_count(const char *counter);
 
-/* The misuse so far: its number, and one as text, valid until reset; NULL beyond the last or the first ten thousand. */
-STAND_IN_API int64_t stand_in_misuses(void);
+/* One of the misuses so far as text, valid until reset; NULL beyond the last, or 64. */
 STAND_IN_API const char *stand_in_misuse(int64_t index);
 
 /* Waits, without being counted, until all queues are empty (0) or stuck (1) for `patience_ms` on end. */
 STAND_IN_API int stand_in_drain(int64_t patience_ms);
 
-/* Faults of messages. Message `index` (0, 1, ...) from the rank on device `source` to that on device `destination`,
- * counted over all communicators since reset, in the order in which the faulty end issues. */
-typedef enum {
-    STAND_IN_SENDER_LOST = 0,    /* the send never takes place: the receiver waits */
-    STAND_IN_RECEIVER_LOST = 1,  /* the receive never takes place: the sender waits */
-    STAND_IN_SENDER_FAILS = 2,   /* as lost, and the sender's communicator reports `result` as asynchronous error */
-    STAND_IN_RECEIVER_FAILS = 3, /* as lost, and the receiver's communicator reports it */
-} stand_in_fault_kind;
-
-/* `result` is an ncclResult_t, read by the last two. A send and a receive that are lost may still be aborted. */
-STAND_IN_API void stand_in_fault(stand_in_fault_kind kind, int32_t source, int32_t destination, int64_t index,
-                                 int32_t result);
-/* A stream executes nothing that is enqueued behind this until all that are held are released. */
-STAND_IN_API void stand_in_hold(void *stream);
-STAND_IN_API void stand_in_release(void);
-/* Work on a stream (NULL: the null stream of the current context) that takes so many virtual nanoseconds; 0, or an
- * error as a launch returns it. */
-STAND_IN_API int stand_in_work(void *stream, int64_t ns);
-/* Virtual nanoseconds at which the last operation of a stream ended. */
-STAND_IN_API int64_t stand_in_clock(void *stream);
-
-/* From now on the communicators of the rank on `device` whose other rank is on `peer` report `result` as asynchronous
- * error, as when a connection breaks while nothing is sent. What waits goes on waiting. */
-STAND_IN_API void stand_in_break_communicators(int32_t device, int32_t peer, int32_t result);
+/* From now on message `index` (0: the next) from the rank on device `source` to that on device `destination` is lost:
+ * its send (sends: 1), or its receive (0), never takes place, so the other end waits, until they are aborted. With a
+ * `result` that is no success (an ncclResult_t) the communicator of the end that is to blame reports it as asynchronous
+ * error. Messages are counted over all communicators, in the order in which that end issues. One request is kept. */
+STAND_IN_API void stand_in_fault(int32_t sends, int32_t source, int32_t destination, int64_t index, int32_t result);
+/* Waits for a device's null stream. */
+STAND_IN_API void stand_in_synchronise(int32_t device);
 
 /* Among the calls from now on to functions whose names begin with `function` ("cuMemAlloc_v2"; "cu": any of the
- * driver), number `index` (0: the next) does nothing but return `result`. Only one such request is kept. */
+ * driver), number `index` (0: the next, below 0: each) does nothing but return `result`. One request is kept. */
 STAND_IN_API void stand_in_fail_call(const char *function, int64_t index, int32_t result);
 
 /* From now on what moves `bytes` bytes (below 0: any) by a function whose name begins with `function` ("cuMemcpyAsync",
@@ -98,7 +74,7 @@ STAND_IN_API void stand_in_fail_call(const char *function, int64_t index, int32_
 typedef enum {
     STAND_IN_CORRUPT = 0, /* its last byte arrives wrong */
     STAND_IN_SHORT = 1,   /* its second half does not arrive */
-    STAND_IN_STALLED = 2, /* a copy that does not begin */
+    STAND_IN_STALLED = 2, /* a copy, or a launch (below 0), that does not begin */
 } stand_in_damage_kind;
 STAND_IN_API void stand_in_damage(const char *function, int64_t bytes, stand_in_damage_kind kind);
 

@@ -65,17 +65,16 @@ def _backward(
     return tuple(g.transpose(1, 2) for g in grads)  # type: ignore[return-value]
 
 
-def _flash_window(q: Tensor, k: Tensor, causal: bool, left: int | None, right: int | None) -> Tensor:
-    """As the kernels read a window: a side of as many tokens as there are keys counts as none, and beside another side
-    none is again as many tokens as there are keys, which hides keys from the first of more queries than keys."""
-    keys = k.shape[1]
-    left, right = (-1 if side is None or side >= keys else side for side in (left, right))
-    right = 0 if causal and q.shape[1] > 1 else right
+def _seen_in(queries: int, keys: int, longest: int, causal: bool, left: int | None, right: int | None) -> Tensor:
+    """As the kernels read a window: a side of as many tokens as the longest sequence has keys counts as none, and
+    beside another side none is again so many, which hides keys from the first of more queries than keys."""
+    left, right = (-1 if side is None or side >= longest else side for side in (left, right))
+    right = 0 if causal else right
     if left >= 0 > right:
-        right = keys
+        right = longest
     if right > 0 > left:
-        left = keys
-    return _visible(q.shape[1], keys, left, right)
+        left = longest
+    return _visible(queries, keys, left, right)
 
 
 def _check_flash(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> None:
@@ -101,7 +100,8 @@ def _flash_forward(
         )  # fmt: skip
     _check_flash(q, k, v, (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p))
     assert alibi_slopes is None, "torch's build refuses them"
-    seen = _flash_window(q, k, is_causal, window_size_left, window_size_right)
+    of_flash = q.shape[1], k.shape[1], k.shape[1], is_causal and q.shape[1] > 1
+    seen = _seen_in(*of_flash, window_size_left, window_size_right)
     out, lse = _forward(q, k, v, seen, q.shape[3] ** -0.5 if scale is None else scale)
     nothing = torch.empty(0, dtype=torch.uint64)
     return torch.empty_like(q).copy_(out), lse.float(), nothing, nothing.clone(), q.new_empty(0)
@@ -120,7 +120,8 @@ def _flash_backward(
     _check_flash(q, k, v, (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p))
     assert dout.dtype == out.dtype == q.dtype and dout.shape == out.shape == q.shape
     assert lse.shape == (q.shape[0], q.shape[2], q.shape[1]) and lse.dtype == torch.float32 and lse.is_contiguous()
-    seen = _flash_window(q, k, is_causal, window_size_left, window_size_right)
+    of_flash = q.shape[1], k.shape[1], k.shape[1], is_causal and q.shape[1] > 1
+    seen = _seen_in(*of_flash, window_size_left, window_size_right)
     dq, dk, dv = _backward(dout, q, k, v, out, lse, seen, q.shape[3] ** -0.5 if scale is None else scale)
     group = q.shape[2] // k.shape[2]
     dk, dv = (g.to(q.dtype).unflatten(2, (k.shape[2], group)).sum(3) for g in (dk, dv))  # rounds each query head's
@@ -147,17 +148,6 @@ def _sequences(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> list[t
     assert all(rows.stop - rows.start <= max_k for rows in slices[1]), "keys beyond max_k are not seen"
     assert max_q > 1 or q.shape[1] == k.shape[1], "one query a sequence: the op moves heads about"
     return list(zip(*slices, strict=True))
-
-
-def _seen_in(queries: int, keys: int, longest: int, causal: bool, left: int | None, right: int | None) -> Tensor:
-    """As ``_flash_window``; what counts as a side of no length follows from the longest sequence."""
-    left, right = (-1 if side is None or side >= longest else side for side in (left, right))
-    right = 0 if causal else right
-    if left >= 0 > right:
-        right = longest
-    if right > 0 > left:
-        left = longest
-    return _visible(queries, keys, left, right)
 
 
 def _varlen_forward(

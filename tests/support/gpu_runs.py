@@ -137,7 +137,7 @@ def join(rank: int, world: int, path: str, share_gpus: bool, is_rehearsed: bool)
         return Rank(rank, world, torch.device("cuda", torch.cuda.current_device()))
     from stand_in_library import stand_in
 
-    stand_in().reset(rank, foreign_memory=1, shared_memory=1)
+    stand_in().reset(rank)
     return stand_in_rank(rank, world)
 
 

@@ -21,13 +21,11 @@ class StandInEdges(DeviceEdges):
     def __init__(self, *arguments: Any) -> None:
         self.driver = stand_in().path
         super().__init__(*arguments)
-        self.num_waits = 0
         self.kept: list[Any] = []
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def after_the_stream(*arguments: Any) -> Any:
-            stand_in().synchronise()
-            self.num_waits += 1
+            stand_in().synchronise(self.ordinal())
             self.kept.append(run(*arguments))
             return self.kept[-1]
 
@@ -53,7 +51,6 @@ class StandInEdges(DeviceEdges):
         return self.group.place_views
 
     def begin_step(self) -> None:
-        stand_in().enter(self.ordinal())
         _C.device_begin_step(self.gpu, 0)
 
 
@@ -65,9 +62,13 @@ class StandInTier(HostTier):
     def check(device: torch.device) -> None:
         pass
 
+    def __init__(self, device: torch.device, group: RankGroup, num_cells: int) -> None:
+        super().__init__(device, group, num_cells)
+        self.ordinal = group.rank
+
     def wait(self, number: int) -> None:
         super().wait(number)
-        stand_in().synchronise()
+        stand_in().synchronise(self.ordinal)
 
 
 class StandInEngine(PipelineEngine):
@@ -75,9 +76,3 @@ class StandInEngine(PipelineEngine):
     keeps what was sent, whose memory would be free for what the host does next, but not for what the stream does."""
 
     _gpu_part = staticmethod({"edges": StandInEdges, "host tier": StandInTier}.__getitem__)
-
-    @property
-    def num_waits(self) -> int:
-        edges = self._pipeline.device_edges
-        assert isinstance(edges, StandInEdges)
-        return edges.num_waits

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "stand_ins"
-SENDER_LOST, RECEIVER_LOST, SENDER_FAILS, RECEIVER_FAILS = range(4)
+LOST, FAILS = 0, 6  # results of a fault: none, and ncclRemoteError
 CORRUPT, SHORT, STALLED = range(3)
 
 
@@ -38,7 +38,7 @@ class StandIn:
 
     def reset(self, seed: int, **options: int) -> None:
         self.library.stand_in_reset(ctypes.c_uint64(seed))
-        for name, value in options.items():
+        for name, value in {"foreign_memory": 1, **options}.items():  # torch's, which is what engines compute with
             self.set(name, value)
 
     def set(self, option: str, value: int) -> None:
@@ -62,11 +62,8 @@ class StandIn:
         """Waits until the queues are empty; False if they are stuck."""
         return self.library.stand_in_drain(ctypes.c_int64(patience_ms)) == 0
 
-    def fault(self, kind: int, source: int, destination: int, index: int, result: int = 6) -> None:
-        self.library.stand_in_fault(kind, source, destination, ctypes.c_int64(index), result)
-
-    def break_communicators(self, device: int, peer: int, result: int) -> None:
-        self.library.stand_in_break_communicators(device, peer, result)
+    def fault(self, sends: bool, source: int, destination: int, index: int, result: int) -> None:
+        self.library.stand_in_fault(int(sends), source, destination, ctypes.c_int64(index), result)
 
     def fail_call(self, function: str, index: int, result: int) -> None:
         self.library.stand_in_fail_call(function.encode(), ctypes.c_int64(index), result)
@@ -74,16 +71,9 @@ class StandIn:
     def damage(self, function: str, size: int, kind: int) -> None:
         self.library.stand_in_damage(function.encode(), ctypes.c_int64(size), kind)
 
-    def enter(self, ordinal: int) -> None:
-        """Makes a device current on the calling thread."""
-        context = ctypes.c_void_p()
-        assert self.library.cuInit(0) == 0
-        assert self.library.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal) == 0
-        assert self.library.cuCtxSetCurrent(context) == 0
-
-    def synchronise(self) -> None:
-        """Waits for the current device's null stream."""
-        assert self.library.cuStreamSynchronize(None) == 0
+    def synchronise(self, ordinal: int) -> None:
+        """Waits for a device's null stream."""
+        self.library.stand_in_synchronise(ordinal)
 
 
 @functools.cache
