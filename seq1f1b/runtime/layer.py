@@ -64,7 +64,7 @@ class Layer:
 
 
 class Weights:
-    """What one step knows of a stage's weights, by their ids."""
+    """The weights of a stage as one step knows them, by their ids."""
 
     def __init__(self) -> None:
         self._held: dict[int, bool] = {}
