@@ -97,7 +97,7 @@ def in_process(rank: int, world: int, transport: str) -> None:
     if rank == 1:  # one stage alone is wrong, and all ranks are told where
         stage.blocks["2"].attend = lambda x: x.mean(1, keepdim=True).expand_as(x)
     result = engine.verify(tokens, target=target, show=False)
-    assert not result.ok and result.causes[0].startswith("batch statistics"), str(result)
+    assert not result.ok and result.causes[0].startswith("later tokens"), str(result)
     engine.close()
 
 
@@ -186,14 +186,13 @@ def test_everything_is_as_it_was(dtype, fails):
     tokens, target = mixers_batch()
     engine = engine_for(seq1f1b.LoopbackGroup(1)[0], [module], num_microbatches=2)
     optimizer = torch.optim.Adam(module.parameters())
-    with pytest.warns(SegmentWarning):
-        engine.step(tokens, target=target)
+    engine.step(tokens, target=target)
     optimizer.step()
     hooked = []
     module.head.weight.register_post_accumulate_grad_hook(lambda p: hooked.append(1))
     module.seen.clear()
     state = {name: (t, t.data_ptr(), t.clone()) for name, t in module.state_dict(keep_vars=True).items()}
-    gradients = {name: (p.grad, p.grad.clone()) for name, p in module.named_parameters()}
+    gradients = {name: (p.grad, p.grad.clone()) for name, p in module.named_parameters() if p.grad is not None}
     attributes, drawn, last = dict(module.__dict__), (torch.get_rng_state(), random.getstate()), module.last
     adam = {id(p): {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
 
@@ -208,7 +207,8 @@ def test_everything_is_as_it_was(dtype, fails):
         same, address, value = state[name]
         assert t is same and t.data_ptr() == address and torch.equal(t, value), name
     for name, p in module.named_parameters():
-        assert p.grad is gradients[name][0] and torch.equal(p.grad, gradients[name][1]), name
+        own, value = gradients.get(name, (None, None))
+        assert p.grad is own and (own is None or torch.equal(own, value)), name
     assert all(torch.equal(v, adam[id(p)][k]) for p, s in optimizer.state.items() for k, v in s.items())
     assert module.__dict__.keys() == attributes.keys() and module.last is last and module.seen == []
     assert torch.equal(torch.get_rng_state(), drawn[0]) and random.getstate() == drawn[1]
@@ -398,7 +398,7 @@ class Mixed(nn.Module):
 
 def test_a_stage_that_also_attends_as_it_should_gets_a_warning():
     engine = engine_for(seq1f1b.LoopbackGroup(1)[0], [Mixed()], num_microbatches=2)
-    with pytest.warns(SegmentWarning, match=r"stage 0, more.mixer \(Mixer\) calls scaled_dot_product"):
+    with pytest.warns(SegmentWarning, match=r"stage 0, more.mixer \(Mixer\) begins anew"):
         engine.step(mixers_batch()[0], target=mixers_batch()[1])
 
 
@@ -411,7 +411,7 @@ def test_tokens_and_features_of_one_number_are_told_apart():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", SegmentWarning)
             engine.step(tokens[:, :36], target=target[:, :36])
-        assert ["cumsum along the tokens" in str(warning.message) for warning in caught] == [True] * (not is_right)
+        assert ["mixer (Mixer) begins anew" in str(warning.message) for warning in caught] == [True] * (not is_right)
         assert engine.verify(tokens[:, :36], target=target[:, :36], show=False).ok == is_right
 
 
@@ -599,7 +599,7 @@ def test_a_model_that_is_finite_in_its_own_dtype_only_is_compared_in_that(mix):
         note == "The whole model is not finite in torch.float64: stage 1, itself (Faulty) returns nan."
         for note in result.notes
     )
-    assert result.ok or result.causes[0].startswith("batch statistics")
+    assert result.ok or result.causes[0].startswith("later tokens")
 
 
 def test_a_model_that_is_finite_in_float64_only_cannot_be_compared_in_its_own():
