@@ -109,11 +109,12 @@ class FirstLook(Part):
                 break  # else the tokens may lie elsewhere
         self._samples = []
         if found is not None:
-            self._known.add(self._kind)
             self._figures = {"look_seconds": time.perf_counter() - start}
+            stage.findings.judge(found)
+            self._known.add(self._kind)  # unless that was an error, which comes in every try
         elif self._watch is not None and self._watch.is_foreign:
-            found = [Finding(ATTENTION, f"stage {stage.index}", f"{self._watch.foreign} in each segment alone")]
-        stage.findings.judge(found or [])
+            what = f"{self._watch.foreign} in each segment alone"
+            stage.findings.judge([Finding(ATTENTION, f"stage {stage.index}", what)])
 
     def figures(self) -> dict[str, Any]:
         return self._figures
