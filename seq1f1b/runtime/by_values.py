@@ -235,14 +235,14 @@ class Look:
             if id(part) == maker or (not maker and part is self._module):
                 place += f", {name.removeprefix('_orig_mod').lstrip('.') or 'itself'} ({type(part).__name__})"
                 break
-        what = f"{_ANEW if is_causal else _LATER}, by {error:.2g} of its norm"
+        what = f"{_ANEW if is_causal else _LATER}: a token differs by {error:.2g} of its norm"
         foreign = [watch.foreign for watch in self._watches if watch.foreign]
         if foreign and not any("attends" in watch.noted for watch in self._watches):
             return Finding(ATTENTION, place, f"differs by {error:.2g} of a token's norm, and the stage {foreign[0]}")
         return Finding(STATE if is_causal else STATISTICS, place, what)
 
 
-_ANEW = "begins anew in every segment: a token comes out otherwise where others precede its segment"
+_ANEW = "begins anew in every segment"
 _LATER = "gives a token another value where later tokens are in its segment, or where the segment is longer"
 
 

@@ -24,8 +24,7 @@ DOCUMENTS = "documents that run into each other"
 
 _REMEDIES = {
     ATTENTION: "call seq1f1b.causal_attention, which sees the keys of earlier segments",
-    STATE: "take positions from seq1f1b.positions(x) and attention from seq1f1b.causal_attention, and hand on other "
-    "state by seq1f1b.carry_in and carry_out",
+    STATE: "use seq1f1b.positions, causal_attention, or carry_in and carry_out",
     STATISTICS: "let a token depend on itself and on earlier ones: use norms over its own features, as LayerNorm and "
     "RMSNorm, and nothing that depends on a segment's length",
     RANDOMNESS: "use nn.Dropout, which draws a number for every token",
