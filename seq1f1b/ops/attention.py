@@ -118,12 +118,6 @@ def _in_segments() -> bool:
     return not unit.is_whole
 
 
-def _note_offset() -> None:
-    unit = _C.unit_state()
-    if unit is not None and unit.watch is not None:
-        unit.watch.note("offset")
-
-
 def layer_handle(index: int) -> Tensor:
     """Names one attention call's entry of the KV cache; make it in a module's ``__init__`` and keep it as an attribute.
 
@@ -154,7 +148,6 @@ def token_offset(*, sequence_parallel: tuple[int, int] | None = None) -> int:
         sequence_parallel: (rank, size) if each of several ranks holds a part of the segment; then the position of this
             rank's first token is returned.
     """
-    _note_offset()
     if sequence_parallel is None:
         return _C.token_offset()
     rank, size = check_part(sequence_parallel)

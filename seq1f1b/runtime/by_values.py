@@ -5,17 +5,16 @@ otherwise; what the third differs by from the first is the stage's own rounding,
 that is a finding. Whatever mixes tokens shows, causal or not, and whatever counts them from zero.
 
 A token counts as different only if it differs in every row: a router may send one token of a row to another expert,
-because its scores rounded otherwise. On a difference, two more runs under hooks find the first module that differs, and
-``operations.py`` says which operation it called.
+because its scores rounded otherwise. On a difference, two more runs under hooks find the first module that differs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,41 +22,108 @@ from torch import Tensor, nn
 from seq1f1b.runtime.arguments import Agreement, Limits, Loss, Memory, Options
 from seq1f1b.runtime.batch import StepArguments
 from seq1f1b.runtime.data_parallel import without_wrapper
-from seq1f1b.runtime.findings import ATTENTION, MIXING, RANDOMNESS, STATE, Finding
+from seq1f1b.runtime.findings import ATTENTION, RANDOMNESS, STATE, STATISTICS, Finding
+from seq1f1b.runtime.layer import is_plain
 from seq1f1b.runtime.model_state import ComparableRun, RandomState, keep_state
 from seq1f1b.runtime.nested import tensors_of
-from seq1f1b.runtime.operations import Noted, Operations, findings_of, places_of
 from seq1f1b.runtime.pipeline import Pipeline
 from seq1f1b.runtime.samples import ROWS, Sample
-from seq1f1b.runtime.traces import Hidden, Hooks, Trace
 from seq1f1b.runtime.unit import live_unit
+from seq1f1b.runtime.watch import Watch, sizes_of
 from seq1f1b.schedule import build_schedule
 from seq1f1b.transport.loopback import LoopbackGroup
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__: list[str] = []
 
-# A token differs if it does by this much of its norm, whatever the rounding that was measured: by the coarsest dtype in
-# which the stage computes. The types of docs/reference/models.md, which are right, differ by 4e-7 in float32 and by
-# 1.2e-2 in bfloat16 at most.
-_LEAST = {"float64": 1e-9, "float32": 2e-5, "tf32": 5e-3, "float16": 5e-3, "bfloat16": 3e-2}
+# A token differs if it does by this much of its norm, whatever the rounding that was measured: by the coarsest eps with
+# which the stage computes, of bfloat16, of float16 and TF32, of float32, of float64. The types of
+# docs/reference/models.md, which are right, differ by 4e-7 in float32 and by 1.2e-2 in bfloat16 at most.
+_LEAST = ((5e-3, 3e-2), (5e-4, 5e-3), (1e-10, 2e-5), (0.0, 1e-9))
+_TF32 = 1e-3
 _TIMES = 8.0  # as much as the rounding that was measured. It is none beyond the root of the smallest difference.
 
 
-# -- runs --------------------------------------------------------------------------------------------------------------
+# -- what modules are given and return ---------------------------------------------------------------------------------
+
+Event: TypeAlias = "tuple[int, int, str, int]"
+"""A module is called, or has returned: id of the module whose code made the tensors, id of this one, "in" or "out", and
+how many of these came before."""
 
 
-@dataclass
-class _Run:
-    """The results of the stage, for each segment.
+_Values: TypeAlias = "dict[Event, list[Tensor]]"  # of a segment
+_OUTPUT: Event = (0, 0, "stage", 0)
 
+
+class Trace:
+    """Takes copies of tensors while it is entered.
+
+    Args:
+        given, returned: modules of whose arguments and results.
     Attributes:
-        inputs, inner: what is compared beside its outputs.
+        values: by event, in order.
     """
 
-    outputs: list[list[Tensor]] = field(default_factory=list)
-    inputs: list[list[Tensor]] = field(default_factory=list)
-    inner: list[list[Tensor]] = field(default_factory=list)
-    seen: list[Operations] = field(default_factory=list)
+    def __init__(self, given: Collection[nn.Module], returned: Collection[nn.Module]) -> None:
+        self._given, self._returned = given, returned
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets what came before."""
+        self.values: dict[Event, list[Tensor]] = {}
+        self._stack: list[int] = []
+
+    def __enter__(self) -> Self:
+        self._handles: list[Any] = [m.register_forward_pre_hook(self._before, with_kwargs=True) for m in self._given]
+        self._handles += [m.register_forward_hook(self._after) for m in self._returned]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, module: nn.Module, *given: Any) -> None:
+        self._note(self._stack[-1] if self._stack else 0, module, "in", given)
+        self._stack.append(id(module))
+
+    def _after(self, module: nn.Module, _: Any, output: Any) -> None:
+        while self._stack and self._stack.pop() != id(module):
+            pass
+        self._note(id(module), module, "out", output)
+
+    def _note(self, maker: int, module: nn.Module, kind: str, value: Any) -> None:
+        events = ((maker, id(module), kind, before) for before in count())
+        event = next(event for event in events if event not in self.values)
+        self.values[event] = [t.detach().clone() for t in tensors_of(value)]
+
+
+def all_of(modules: Sequence[nn.Module]) -> Trace:
+    """Of all modules."""
+    parts = dict.fromkeys(part for module in modules for part in module.modules())
+    return Trace(parts, parts)
+
+
+def hidden_of(modules: Sequence[nn.Module]) -> Trace:
+    """Of values that flow into weights that are zero, as projections are before their first step.
+
+    No output tells of them. A module's own parameter that is zero may scale what its children return.
+    """
+    parts = [part for module in modules for part in module.modules()]
+    zero = [part for part in parts if any(_is_zero(n, p) for n, p in part.named_parameters(recurse=False))]
+    return Trace(zero, [child for part in zero for child in part.children()])
+
+
+def _is_zero(name: str, parameter: Tensor) -> bool:
+    is_floating = is_plain(parameter) and parameter.is_floating_point()
+    if "bias" in name or not is_floating or parameter.is_meta or not parameter.numel():
+        return False
+    first = parameter.detach()[(0,) * (parameter.dim() - 1)].reshape(-1)[:64]  # of most, these tell
+    return not bool(first.any()) and not bool(parameter.any())
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
 
 
 class Look:
@@ -72,70 +138,55 @@ class Look:
         module = stage.module
         self._module = without_wrapper(module) if isinstance(module, nn.Module) else module
         self._modules = [self._module] if isinstance(self._module, nn.Module) else []
-        self._index, self._device, self._sample = stage.index, stage.device, sample
-        self._shares = shares_generators
-        self._tokens = [t for t in sample.tokens if t is not None]
-        self._places = places_of(self._index, self._modules)
-        self.attends = False
+        self._stage, self._sample, self._shares = stage, sample, shares_generators
+        self._sizes = sizes_of(self._modules)
+        self._watches: list[Watch] = []  # of all segments
 
     def findings(self) -> list[Finding] | None:
         """The findings; None if the stage cannot be looked at in this way, as it draws random numbers, say."""
-        sample, tokens = self._sample, self._tokens
-        hidden = Hidden(self._modules)
+        sample, place, again = self._sample, f"stage {self._stage.index}", list[_Values]()
         try:
-            with hidden:
-                one = self._run(tokens, (sample.length,), hidden)
-                two = self._run(tokens, sample.sizes, hidden)
-                again: _Run | None = _Run([[]])
+            with hidden_of(self._modules) as trace:
+                one, two = self._run(trace, (sample.length,)), self._run(trace, sample.sizes)
                 with suppress(Exception):  # of a stage that keeps something for each row, say
-                    again = self._run([torch.cat([t, t]) for t in tokens], (sample.length,), hidden)
+                    again = self._run(trace, (sample.length,), is_twice=True)
         except Exception:  # of a stage that takes no other number of tokens, say
-            return self._without_values()
-        if one is None or two is None or again is None:
-            return None
-        self.attends = any(each.attends for each in two.seen)
+            table = "adds or multiplies by a table that fits segments of one length, the same one in every segment"
+            return [Finding(STATE, place, table)] if any(watch.has_table for watch in self._watches) else None
+        carries = any("carries" in watch.noted for watch in self._watches)
         with torch._C.DisableTorchFunction():  # a verification's mode is for what the stage computes
-            comparison, differs = self._compare(one, two, again)
-        shared = findings_of([n for n in two.seen[-1].sure() if n.cause == RANDOMNESS], self._places)
-        if differs:
-            shared = [*self._explain(comparison, all(differs)), *shared]
-        return shared
+            comparison = _Comparison(sample.sizes, self._least())
+            for tensors in zip(*(values[_OUTPUT] for values in (*one, *two, *again)), strict=False):
+                comparison.measure(*tensors)
+            found = [each for each in comparison.differences(one, two) if not (carries and each[0][2] == "out")]
+        dropouts = dict.fromkeys(watch.dropout for watch in self._watches if watch.dropout)
+        told = [Finding(RANDOMNESS, place, f"calls {name}, which draws one number for all tokens") for name in dropouts]
+        return [*([self._explain(comparison, found)] if found else []), *told]
 
-    def _compare(self, one: _Run, two: _Run, again: _Run) -> tuple[_Comparison, list[bool]]:
-        """Says for each tensor that differs whether its first segment is as in the whole."""
-        seen = [*one.seen, *two.seen, *again.seen]
-        comparison = _Comparison(self._sample.sizes, _least(self._module, self._tokens, [each.eps for each in seen]))
-        for tensors in zip(one.outputs[0], *two.outputs, again.outputs[0], strict=False):
-            comparison.measure(*tensors)
-        compared = list(zip(one.outputs[0], *two.outputs, strict=False))
-        for name in ("inputs", "inner"):
-            lists = [*getattr(one, name), *getattr(two, name)]
-            is_alike = len({len(each) for each in lists}) == 1
-            if is_alike and (name == "inputs" or not any(each.carries for each in seen)):
-                compared += zip(*lists, strict=True)
-        return comparison, [told for tensors in compared if (told := comparison.is_causal(*tensors)) is not None]
+    def _run(self, trace: Trace, sizes: Sequence[int], *, is_twice: bool = False) -> list[_Values]:
+        """What is compared of each segment. Raises RuntimeError if the stage has drawn random numbers.
 
-    def _run(self, tokens: list[Tensor], sizes: Sequence[int], hooks: Hooks) -> _Run | None:
-        """None: the stage has drawn random numbers."""
+        Args:
+            is_twice: each row comes twice.
+        """
         from seq1f1b.runtime.runner import Runner  # it lists the features, of which a look is one
 
-        result, device = _Run(), self._device
+        result, device = list[_Values](), self._stage.device
+        rows = ROWS * (1 + is_twice)
 
-        def call(*parts: Tensor) -> Any:
+        def call(_: Tensor) -> Any:
             unit = live_unit()
             assert unit is not None
-            offset, given = sum(sizes[: unit.segment]), [(part, True) for part in parts]
-            seen = unit.watch = Operations(self._modules, given, offset, sizes[unit.segment])
-            args, kwargs = self._sample.arguments(parts)
+            begin, length = sum(sizes[: unit.segment]), sizes[unit.segment]
+            watch = unit.watch = Watch(rows, begin, length, self._sizes)
+            self._watches.append(watch)
+            args, kwargs = self._sample.arguments(begin, length, is_twice=is_twice)
+            trace.begin()
             # What the module itself keeps from one segment to the next has no gradient, and is not the micro-batch's.
-            with self._kept(), seen, hooks.segment(seen):
+            with keep_state(self._modules, None, parameters=False, gradients=False), watch:
                 output = self._module(*args, **kwargs)
             unit.watch = None
-            result.seen.append(seen)
-            result.outputs.append([t.detach().clone() for t in tensors_of(output)])
-            inputs, inner = hooks.taken()
-            result.inputs.append(inputs)
-            result.inner.append(inner)
+            result.append({**trace.values, _OUTPUT: [t.detach().clone() for t in tensors_of(output)]})
             return output
 
         options = Options(
@@ -151,82 +202,54 @@ class Look:
         try:
             with torch.no_grad(), ComparableRun(None):
                 runner = Runner(pipeline, options, schedule, is_whole=len(sizes) == 1, tells=False)
-                runner.run(StepArguments(False, tuple(tokens), None, None))
+                runner.run(StepArguments(False, torch.zeros(rows, sum(sizes), device=device), None, None))
         finally:
             pipeline.close()
             draws = not state.is_current()
             if draws and not self._shares:
                 state.restore()
-        return None if draws else result
+        if draws:
+            raise RuntimeError("no two runs are alike")
+        return result
 
-    def _kept(self) -> AbstractContextManager[None]:
-        return keep_state(self._modules, None, parameters=False, gradients=False)
+    def _least(self) -> float:
+        """The smallest difference that counts, relative."""
+        given = [*tensors_of(self._sample.values), *(p for module in self._modules for p in module.parameters())]
+        dtypes = {t.dtype for t in given if t.is_floating_point() and t.dtype.itemsize > 1}
+        eps = max([torch.finfo(dtype).eps for dtype in dtypes or {torch.float32}])
+        eps = max([eps, *(watch.eps for watch in self._watches)])
+        is_exact = self._stage.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
+        if eps > 1e-10 and not is_exact:
+            eps = max(eps, _TF32)
+        return next(least for above, least in _LEAST if eps > above)
 
-    # -- what is said ----------------------------------------------------------------------------------------------
-
-    def _without_values(self) -> list[Finding] | None:
-        """After a run that failed: a table of the segment's length is the same for every segment."""
-        with Trace(self._modules) as trace, suppress(Exception):
-            self._run(self._tokens, self._sample.sizes, trace)
-        seen = trace.seen
-        return None if seen is None or seen.fixed is None else findings_of([seen.fixed], self._places)
-
-    def _explain(self, comparison: _Comparison, is_causal: bool) -> list[Finding]:
-        """Names the first module that differs, and the operation it called."""
-        culprit, noted = id(self._module), list[Noted]()
-        time: int | None = None
-        with Trace(self._modules) as trace, suppress(Exception):
-            self._run(self._tokens, (self._sample.length,), trace)
-            self._run(self._tokens, self._sample.sizes, trace)
+    def _explain(self, comparison: _Comparison, found: list[_Difference]) -> Finding:
+        """Names the first module that differs, and says what that means."""
+        maker, is_causal, error = 0, all(causal for _, causal, _ in found), max(error for *_, error in found)
+        with suppress(Exception), all_of(self._modules) as trace:
+            one, two = self._run(trace, (self._sample.length,)), self._run(trace, self._sample.sizes)
             with torch._C.DisableTorchFunction():
-                first = trace.first_difference(comparison.is_causal)
-            assert trace.seen is not None
-            noted = trace.seen.noted
-            if first is not None:
-                culprit, time, is_causal = first
-        found = _operation_of(noted, culprit, time)
-        foreign = [n for n in noted if n.cause == ATTENTION and n.what.startswith("calls") and not self.attends]
-        if found is None:
-            place = self._places.get(culprit, f"stage {self._index}")
-            explained = [Finding(*((STATE, place, _ANEW) if is_causal else (MIXING, place, _LATER)))]
-        else:
-            explained = findings_of([found], self._places)
-        return list(dict.fromkeys([*explained, *findings_of(foreign, self._places)]))
+                (maker, *_), is_causal, error = next(comparison.differences(one, two))
+        place = f"stage {self._stage.index}"
+        for name, part in ((name, part) for module in self._modules for name, part in module.named_modules()):
+            if id(part) == maker or (not maker and part is self._module):
+                place += f", {name.removeprefix('_orig_mod').lstrip('.') or 'itself'} ({type(part).__name__})"
+                break
+        what = f"{_ANEW if is_causal else _LATER}: a token differs by {error:.2g} of its norm"
+        foreign = [watch.foreign for watch in self._watches if watch.foreign]
+        if foreign and not any("attends" in watch.noted for watch in self._watches):
+            return Finding(ATTENTION, place, f"differs by {error:.2g} of a token's norm, and the stage {foreign[0]}")
+        return Finding(STATE if is_causal else STATISTICS, place, what)
 
 
-_ANEW = "begins anew in every segment: its first tokens come out otherwise where others precede them"
+_ANEW = "begins anew in every segment"
 _LATER = "gives a token another value where later tokens are in its segment, or where the segment is longer"
 
 
-def _operation_of(noted: Sequence[Noted], culprit: int, time: int | None) -> Noted | None:
-    """The operation in a module that explains a difference best: called since all was equal, or else before."""
-    own = [n for n in noted if culprit in n.around and (time is None or n.time <= time)]
-    for chosen in ([n for n in own if n.time == time], own[::-1]):
-        for cause in (ATTENTION, None):
-            for is_sure in (True, False):
-                for n in chosen:
-                    if n.is_sure == is_sure and cause in (None, n.cause) and n.cause != RANDOMNESS:
-                        return n
-    return None
-
-
-def _least(module: Any, tokens: Sequence[Tensor], seen: Sequence[float]) -> float:
-    """The smallest difference that counts, relative."""
-    given = [*tokens, *(module.parameters() if isinstance(module, nn.Module) else ())]
-    dtypes = {t.dtype for t in given if t.is_floating_point()}
-    eps = max([torch.finfo(d).eps for d in dtypes if d.itemsize > 1], default=torch.finfo(torch.float32).eps)
-    eps = max([eps, *seen])
-    if eps > 5e-3:
-        return _LEAST["bfloat16"]
-    if eps > 5e-4:
-        return _LEAST["float16"]
-    if eps > 1e-10:
-        is_narrowed = tokens[0].device.type != "cpu" or torch.get_float32_matmul_precision() != "highest"
-        return _LEAST["tf32" if is_narrowed else "float32"]
-    return _LEAST["float64"]
-
-
 # -- comparison --------------------------------------------------------------------------------------------------------
+
+_Difference: TypeAlias = "tuple[Event, bool, float]"
+"""What differs, whether it is as in the whole in the first segment, and the largest error of a token."""
 
 
 class _Comparison:
@@ -238,48 +261,56 @@ class _Comparison:
     """
 
     def __init__(self, sizes: tuple[int, int], allowed: float) -> None:
-        self._sizes, self.allowed, self._most = sizes, allowed, math.sqrt(allowed)
+        self._sizes, self._allowed, self._most = sizes, allowed, math.sqrt(allowed)
 
-    def measure(self, one: Tensor, first: Tensor, second: Tensor, again: Tensor) -> None:
+    def measure(self, one: Tensor, first: Tensor, second: Tensor, again: Tensor | None = None) -> None:
         """Allows for the stage's rounding. again: the same as ``one``, of each row twice."""
-        twice = [i for i, (x, y) in enumerate(zip(one.shape, again.shape, strict=False)) if y == 2 * x]
-        if one.dim() != again.dim() or len(twice) != 1:
+        if again is None or one.dim() != again.dim():
+            return
+        twice = [i for i, (x, y) in enumerate(zip(one.shape, again.shape, strict=True)) if y == 2 * x]
+        if len(twice) != 1:
             return
         again = again.narrow(twice[0], 0, one.shape[twice[0]])
-        for (a, _, _, dim), (b, _, _, _) in zip(
-            self._ways(one, first, second), self._ways(again, first, second), strict=False
-        ):
-            found = float(_errors(a, b, dim).max())
-            self.allowed = max(self.allowed, min(_TIMES * found, self._most))
+        for dim, a, _, _, b in self._ways(one, first, second, again):
+            self._allowed = max(self._allowed, min(_TIMES * float(_errors(a, b, dim).max()), self._most))
 
-    def is_causal(self, one: Tensor, first: Tensor, second: Tensor) -> bool | None:
-        """Whether a tensor that differs in two segments is as in the whole in the first one.
+    def differences(self, one: list[_Values], two: list[_Values]) -> Iterator[_Difference]:
+        """In a run as one segment and a run as two, in order."""
+        (whole,), (first, second) = one, two
+        for event in (event for event in whole if event in first and event in second):
+            parts = zip(whole[event], first[event], second[event], strict=False)
+            errors = [found for tensors in parts if (found := self._errors(*tensors)) is not None]
+            if errors:
+                is_causal = not any(bool((each[: self._sizes[0]] > self._allowed).any()) for each in errors)
+                yield event, is_causal, max(float(each.max()) for each in errors)
 
-        None: it does not differ, or has no tokens.
-        """
-        found = None
-        for a, b, c, dim in self._ways(one, first, second):
-            found = _errors(a, torch.cat([b, c], dim), dim) > self.allowed
-            if not found.any():
+    def _errors(self, one: Tensor, first: Tensor, second: Tensor) -> Tensor | None:
+        """By token, of a tensor that differs in two segments. None: it does not differ, or has no tokens."""
+        errors = None
+        for dim, a, b, c in self._ways(one, first, second):
+            errors = _errors(a, torch.cat([b, c], dim), dim)
+            if not (errors > self._allowed).any():
                 return None
-        return None if found is None else not bool(found[: self._sizes[0]].any())
+        return errors
 
-    def _ways(self, one: Tensor, first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, int]]:
-        """The three with their tokens in one dimension; in two ways where tokens and rows share one."""
-        length, (a, b) = sum(self._sizes), self._sizes
+    def _ways(self, one: Tensor, first: Tensor, second: Tensor, *others: Tensor) -> Iterator[tuple[Any, ...]]:
+        """The tokens' dimension, and the tensors; in two ways where tokens and rows share a dimension.
+
+        Args:
+            others: in the shape of ``one``.
+        """
+        length, (a, b), tensors = sum(self._sizes), self._sizes, (one, first, second, *others)
         is_strided = type(one) is Tensor and one.layout == torch.strided and not one.is_nested
         for dim, size in enumerate(one.shape if is_strided else ()):
             rows = size // length
             shapes = [(*one.shape[:dim], rows * n, *one.shape[dim + 1 :]) for n in (length, a, b)]
-            if not rows or [tuple(t.shape) for t in (one, first, second)] != shapes:
-                continue
-            if rows == 1:
-                yield one, first, second, dim
+            if rows and [tuple(t.shape) for t in tensors[:3]] == shapes:
+                if rows == 1:
+                    yield dim, *tensors
+                else:
+                    yield dim + 1, *(torch.unflatten(t, dim, (rows, -1)) for t in tensors)
+                    yield dim, *(torch.unflatten(t, dim, (-1, rows)) for t in tensors)
                 return
-            for ways, place in (((rows, -1), dim + 1), ((-1, rows), dim)):
-                x, y, z = (torch.unflatten(t, dim, ways) for t in (one, first, second))
-                yield x, y, z, place
-            return
 
 
 def _errors(one: Tensor, other: Tensor, dim: int) -> Tensor:

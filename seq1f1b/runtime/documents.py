@@ -36,7 +36,7 @@ class _Rows(Part):
         carries = unit.carried_in is not None or unit.carried_out is not None
         if carries and self._documents[unit.microbatch] > 1 and not self._is_told(unit):
             what, stage = "carries state along a row of several documents, and is not told them", self._step.stage
-            stage.findings.judge([Finding(DOCUMENTS, f"stage {stage.index}", what)], attends=True)
+            stage.findings.judge([Finding(DOCUMENTS, f"stage {stage.index}", what)])
 
     def _is_told(self, unit: LiveUnit) -> bool:
         """Whether anything that the stage is given, beside its tokens or hidden states, may tell documents apart."""

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from seq1f1b.runtime.nested import tensors_of
 
 __all__ = ["SegmentWarning"]
 
-ATTENTION = "attention not in segments"
-POSITIONS = "positions from zero"
+ATTENTION = "attention not in segments"  # and none of ours
 STATE = "state across tokens"
-MIXING = "tokens mixed"
-STATISTICS = "batch statistics"
+STATISTICS = "later tokens"
 RANDOMNESS = "randomness that differs"
 WEIGHTING = "loss weighting"
 COUPLING = "a loss of several tokens"
@@ -26,10 +24,9 @@ DOCUMENTS = "documents that run into each other"
 
 _REMEDIES = {
     ATTENTION: "call seq1f1b.causal_attention, which sees the keys of earlier segments",
-    POSITIONS: "use seq1f1b.positions(x), or add seq1f1b.token_offset()",
-    STATE: "hand the state from segment to segment by seq1f1b.carry_in and carry_out",
-    MIXING: "let a token depend on itself and on earlier ones, whose state seq1f1b.carry_in and carry_out hand on",
-    STATISTICS: "use a norm over each token's own features, as LayerNorm and RMSNorm",
+    STATE: "use seq1f1b.positions, causal_attention, or carry_in and carry_out",
+    STATISTICS: "let a token depend on itself and on earlier ones: use norms over its own features, as LayerNorm and "
+    "RMSNorm, and nothing that depends on a segment's length",
     RANDOMNESS: "use nn.Dropout, which draws a number for every token",
     WEIGHTING: "let loss_fn return its sum and its divisor, (sum, divisor), or count the targets by Loss(weight=...), "
     'or return a sum with Loss(reduction="sum")',
@@ -47,7 +44,7 @@ class SegmentWarning(UserWarning):
 class Finding:
     cause: str
     place: str  # stage and module
-    what: str
+    what: str = field(compare=False)
 
     def __str__(self) -> str:
         return f"{self.cause}: {self.place} {self.what}; {_REMEDIES[self.cause]}"
@@ -72,10 +69,10 @@ class Findings:
             self._said.add(kind)
             warnings.warn(text, UserWarning, stacklevel=3)
 
-    def judge(self, found: Sequence[Finding], attends: bool) -> None:
+    def judge(self, found: Sequence[Finding]) -> None:
         """Tells what is new. Attention of another kind in a stage without any of ours is an error, in every try."""
         foreign = next((finding for finding in found if finding.cause == ATTENTION), None)
-        if foreign is not None and not attends and self.attention == "own":
+        if foreign is not None and self.attention == "own":
             raise ValueError(
                 f"{foreign}. The stage makes no call of causal_attention, so each segment would see itself only; if "
                 'that is meant, pass attention="any" to the engine'

@@ -279,7 +279,7 @@ class ToLoss(Sink):
         enter(unit)
         if found:
             place = f"stage {self._stage.index}, the loss"
-            self._stage.findings.judge([Finding(look.cause, place, found)], attends=True)
+            self._stage.findings.judge([Finding(look.cause, place, found)])
 
     def _seed(self, unit: LiveUnit, loss: Tensor) -> Tensor:
         if self.divides:

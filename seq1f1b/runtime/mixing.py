@@ -1,10 +1,10 @@
 """Looks at a stage in the first step of a shape for what mixes tokens without the engine's knowledge.
 
 At the end of that step, once all units have run, the stage gets a few tokens of its first unit again: as two segments
-and as one (``by_values.py``). The values tell. Where they cannot, the operations that the unit F0.1 called do
-(``operations.py``): under FSDP2 and ``sequence_parallel``, in a stage that talks to other processes or draws random
-numbers, with arguments of which nobody knows what they are for other tokens, and where the stage takes no other number
-of tokens. No later step is looked at.
+and as one (``by_values.py``). The values tell. Some stages cannot be run by themselves: under FSDP2 and
+``sequence_parallel``, those that talk to other processes or draw random numbers, those that get arguments of which
+nobody knows what they are for other tokens, and those that take no other number of tokens. There it only counts whether
+the unit F0.1 attended otherwise than by ``causal_attention`` (``watch.py``). No later step is looked at.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from typing import Any
 from seq1f1b.runtime.by_values import Look
 from seq1f1b.runtime.compiled import is_compiled
 from seq1f1b.runtime.data_parallel import Fsdp
-from seq1f1b.runtime.findings import Finding
-from seq1f1b.runtime.operations import Operations, findings_of, places_of, sizes_of
+from seq1f1b.runtime.findings import ATTENTION, Finding
+from seq1f1b.runtime.model_state import uncompiled
+from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.parts import Feature, Part
 from seq1f1b.runtime.samples import Sample, take_samples
 from seq1f1b.runtime.stage import StageStep
 from seq1f1b.runtime.unit import LiveUnit
+from seq1f1b.runtime.watch import Watch, sizes_of
 
 __all__: list[str] = []
 
@@ -45,96 +47,77 @@ class Looking(Feature):
         has_values = not self._shares_tokens and not any(isinstance(p, Fsdp) for p in stage.wrappers)
         parameters = [p for module in stage.modules for p in module.parameters()]
         has_values &= not any(hasattr(p, "to_local") or p.is_meta for p in parameters)
-        return FirstLook(self, step, sum(map(len, arguments.rows[:several])) + 1, has_values)
+        return FirstLook(self.known, step, sum(map(len, arguments.rows[:several])) + 1, has_values)
 
 
 class FirstLook(Part):
     """The look in one step.
 
     Args:
-        cell: of the unit whose operations are noted.
+        cell: of the unit that is watched.
         has_values: whether the stage can be run by itself.
     """
 
-    def __init__(self, feature: Looking, step: StageStep, cell: int, has_values: bool) -> None:
-        self._feature, self._step, self._cell, self._has_values = feature, step, cell, has_values
+    def __init__(self, known: set[Any], step: StageStep, cell: int, has_values: bool) -> None:
+        self._known, self._step, self._cell, self._has_values = known, step, cell, has_values
         rows = step.arguments.rows
         first = max(range(len(rows)), key=lambda m: min(rows[m][0], 8))  # long enough, if any is
         self._first = sum(map(len, rows[:first]))
         self._samples: list[Sample] = []
         self._kind: Any = None
-        self._is_known = False
-        self._found: list[Finding] = []  # by operations
-        self._attends = False
-        self._seconds: float | None = None
+        self._watch: Watch | None = None
+        self._figures: dict[str, Any] = {}
 
     def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> AbstractContextManager[Any] | None:
         if unit.is_again:
             return None
         if unit.cell == self._first and self._has_values:
-            self._take(unit, inputs)
-        is_noted = unit.cell == self._cell and not self._is_known
-        return self._note(unit, inputs) if is_noted else None
-
-    def _take(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> None:
-        start = time.perf_counter()
-        arguments, stage = self._step.arguments, self._step.stage
-        kwargs, rules = self._step.kwargs_of(unit), arguments.arg_rules
-        self._samples = take_samples(
-            inputs,
-            kwargs,
-            lambda name: rules.get(name) == "slice",
-            arguments.seq_dim,
-            self._step.lengths[unit.cell],
-            sum(arguments.rows[unit.microbatch]),
-            sizes_of(stage.modules),
-            is_first=stage.is_first,
-        )
-        if self._samples:
-            self._kind = arguments.training, self._samples[0].sizes, tuple(sorted(kwargs))
-            self._is_known = self._kind in self._feature.known
-        self._seconds = time.perf_counter() - start
+            self._samples = take_samples(self._step, unit, inputs)
+            if self._samples:
+                kwargs = self._step.kwargs_of(unit)
+                self._kind = self._step.arguments.training, self._samples[0].sizes, tuple(sorted(kwargs))
+        is_watched = unit.cell == self._cell and self._kind not in self._known
+        return self._watched(unit, inputs) if is_watched else None
 
     @contextmanager
-    def _note(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> Iterator[None]:
+    def _watched(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> Iterator[None]:
         stage, arguments = self._step.stage, self._step.arguments
-        row = arguments.rows[unit.microbatch]
-        kwargs = self._step.kwargs_of(unit)
-        given = [(value, True) for value in inputs]
-        given += [(value, arguments.arg_rules.get(name) == "slice") for name, value in kwargs.items()]
         before = _collectives(stage.group and stage.group.process_group)
         if any(map(is_compiled, stage.modules)):  # it would be traced again
             yield
         else:
-            modules = stage.modules
-            with Operations(modules, given, sum(row[: unit.segment]), row[unit.segment]) as unit.watch:
+            row, kwargs = arguments.rows[unit.microbatch], self._step.kwargs_of(unit)
+            others = [value for name, value in kwargs.items() if arguments.arg_rules.get(name) != "slice"]
+            sizes = sizes_of(stage.modules) | {size for t in tensors_of(others) for size in t.shape}
+            rows = next((t.shape[0] for t in tensors_of(inputs) if t.dim()), 1)
+            with uncompiled(), Watch(rows, sum(row[: unit.segment]), row[unit.segment], sizes) as self._watch:
+                unit.watch = self._watch
                 yield
-            seen, unit.watch = unit.watch, None
-            self._found = findings_of(seen.sure(), places_of(stage.index, modules))
-            self._attends = seen.attends
+            unit.watch = None
         self._has_values &= before == _collectives(stage.group and stage.group.process_group)
 
     def look_back(self) -> None:
-        if self._is_known:
+        if self._kind in self._known:
             return
         stage, start = self._step.stage, time.perf_counter()
         found: list[Finding] | None = None
         for sample in self._samples if self._has_values else ():
-            look = Look(stage, sample, shares_generators=stage.in_threads and stage.num_stages > 1)
-            told = look.findings()
+            told = Look(stage, sample, shares_generators=stage.in_threads and stage.num_stages > 1).findings()
             if told is not None and (found is None or not told):
-                found, self._attends = told, look.attends
+                found = told
             if told == []:
                 break  # else the tokens may lie elsewhere
         self._samples = []
-        if self._seconds is not None:
-            self._seconds += time.perf_counter() - start
-        stage.findings.judge(self._found if found is None else found, self._attends)
         if found is not None:
-            self._feature.known.add(self._kind)
+            self._figures = {"look_seconds": time.perf_counter() - start}
+            stage.findings.judge(found)
+            self._known.add(self._kind)  # unless that was an error, which comes in every try
+        elif self._watch is not None and self._watch.is_foreign:
+            what = f"{self._watch.foreign} in each segment alone"
+            stage.findings.judge([Finding(ATTENTION, f"stage {stage.index}", what)])
 
     def figures(self) -> dict[str, Any]:
-        return {} if self._seconds is None or self._is_known else {"look_seconds": self._seconds}
+        return self._figures
 
 
 def _collectives(own: Any) -> list[int]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from seq1f1b.runtime.nested import mapped, tensors_of
+from seq1f1b.runtime.stage import StageStep
+from seq1f1b.runtime.unit import LiveUnit
+from seq1f1b.runtime.watch import sizes_of
 
 __all__: list[str] = []
 
@@ -21,85 +25,61 @@ class Sample:
     """The first tokens of a unit's arguments.
 
     Attributes:
-        structure: the positional and the keyword arguments.
-        tokens: of each tensor in it, as they come: (rows, tokens, ...), None if it has no tokens.
-        dims: of each, where rows and tokens belong; -1: it has no rows.
+        values: the positional and the keyword arguments.
+        places: of each tensor in them, as they come, the dimensions of rows and of tokens; -1: it has none.
         sizes: tokens of the two segments.
     """
 
-    structure: Any
-    tokens: list[Tensor | None]
-    dims: list[tuple[int, int]]
+    values: Any
+    places: list[tuple[int, int]]
     sizes: tuple[int, int]
 
     @property
     def length(self) -> int:
         return sum(self.sizes)
 
-    def arguments(self, parts: Sequence[Tensor]) -> Any:
-        """The arguments for some of the tokens. parts: of each tensor that has tokens, (rows, tokens, ...)."""
-        given, places = iter(parts), iter(zip(self.tokens, self.dims, strict=True))
+    def arguments(self, begin: int, length: int, *, is_twice: bool) -> Any:
+        """The arguments for some of the tokens. is_twice: each row comes twice."""
+        places = iter(self.places)
 
-        def put(tensor: Tensor) -> Tensor:
-            tokens, (row, dim) = next(places)
-            if tokens is None:
-                return tensor
-            part = next(given)
-            return part.squeeze(0).movedim(0, dim) if row < 0 else part.movedim((0, 1), (row, dim))
+        def part(tensor: Tensor) -> Tensor:
+            row, dim = next(places)
+            part = tensor.narrow(dim, begin, length) if dim >= 0 else tensor
+            return torch.cat([part, part], row) if is_twice and row >= 0 else part.clone()
 
-        return mapped(self.structure, put)
+        return mapped(self.values, part)
 
 
-def take_samples(
-    inputs: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    is_sliced: Callable[[str], bool],
-    seq_dim: int,
-    length: int,
-    most: int,
-    sizes: set[int],
-    *,
-    is_first: bool,
-) -> list[Sample]:
+def take_samples(step: StageStep, unit: LiveUnit, inputs: tuple[Any, ...]) -> list[Sample]:
     """Copies the first tokens of a unit's arguments; [] if it is not known where they are.
 
-    Args:
-        is_sliced: whether a keyword argument of this name has tokens along ``seq_dim``.
-        length: of the unit, in tokens.
-        most: tokens that the stage takes.
-        sizes: numbers that segments had better not have: then an operation's sizes tell tokens from all else.
-        is_first: positional arguments have their tokens along ``seq_dim``, too. Else the stage before may hand on
-            another layout; if sizes do not tell which, there is a sample for each.
+    Positional arguments of the first stage have their tokens along ``seq_dim``, as keyword arguments have them that are
+    sliced. Another stage may hand on another layout: if sizes do not tell which, there is a sample for each.
     """
-    if any(tensors_of(value) and not is_sliced(name) for name, value in kwargs.items()):
-        return []  # a mask, say: nobody knows what it is for other tokens
-    given, named = tensors_of(inputs), tensors_of(dict(kwargs))
-    if not given or most < 2:
+    stage, rules, seq_dim = step.stage, step.arguments.arg_rules, step.arguments.seq_dim
+    kwargs, length = dict(step.kwargs_of(unit)), step.lengths[unit.cell]
+    most = min(_MOST, sum(step.arguments.rows[unit.microbatch]))
+    given, named = tensors_of(inputs), tensors_of(kwargs)
+    is_known = all(rules.get(name) == "slice" for name, value in kwargs.items() if tensors_of(value))
+    if not is_known or not given or most < 2:  # a mask, say: nobody knows what it is for other tokens
         return []
-    dims = [seq_dim] if is_first else [dim for dim, size in enumerate(given[0].shape) if size == length]
-    chosen = _choose_sizes(min(most, _MOST), sizes)
+    dims = [seq_dim] if stage.is_first else [dim for dim, size in enumerate(given[0].shape) if size == length]
+    chosen = _choose_sizes(most, sizes_of(stage.modules))
     samples = []
     for dim in sorted(dims, key=lambda dim: dim != seq_dim):
-        places = [_place(t, dim, length, None) for t in given[:1]]
+        places = [_place(given[0], dim, length, None)]
         rows = given[0].shape[places[0][0]] if places[0] is not None and places[0][0] >= 0 else 0
         places += [_place(t, dim, length, rows) for t in given[1:]] + [_place(t, seq_dim, length, rows) for t in named]
-        if rows and all(p is not None or length not in t.shape for t, p in zip([*given, *named], places, strict=True)):
-            structure = _structure((inputs, dict(kwargs)), places)
-            pairs = zip([*given, *named], places, strict=True)
-            tokens = [_taken(t, p, chosen, i == 0) for i, (t, p) in enumerate(pairs)]
-            samples.append(Sample(structure, tokens, [p or (-1, -1) for p in places], chosen))
+        pairs = list(zip([*given, *named], places, strict=True))
+        if rows and all(place is not None or length not in t.shape for t, place in pairs):
+            taken = iter([_taken(t, place, chosen, i == 0) for i, (t, place) in enumerate(pairs)])
+            values = mapped((inputs, kwargs), partial(_next_of, taken))
+            samples.append(Sample(values, [place or (-1, -1) for place in places], chosen))
     return samples
 
 
-def _structure(values: Any, places: Sequence[Any]) -> Any:
-    """The arguments without what they hold of the unit's memory, which others use again."""
-    remaining = iter(places)
-
-    def copied(tensor: Tensor) -> Tensor:
-        has_tokens = next(remaining) is not None
-        return tensor.new_empty(0) if has_tokens else tensor.detach().clone()
-
-    return mapped(values, copied)
+def _next_of(taken: Iterator[Tensor], _: Tensor) -> Tensor:
+    return next(taken)
 
 
 def _place(tensor: Tensor, dim: int, length: int, rows: int | None) -> tuple[int, int] | None:
@@ -120,20 +100,20 @@ def _place(tensor: Tensor, dim: int, length: int, rows: int | None) -> tuple[int
     return (row, dim) if row < len(shape) and shape[row] == rows else (-1, dim)
 
 
-def _taken(tensor: Tensor, place: tuple[int, int] | None, sizes: tuple[int, int], is_tokens: bool) -> Tensor | None:
-    """Some tokens of a tensor: (rows, tokens, ...). is_tokens: it is the first, whose tokens may stand anywhere."""
+def _taken(tensor: Tensor, place: tuple[int, int] | None, sizes: tuple[int, int], is_tokens: bool) -> Tensor:
+    """A copy of some tokens of a tensor. is_tokens: it is the first, whose tokens may stand anywhere."""
     if place is None:
-        return None
+        return tensor.detach().clone()
     row, dim = place
     tensor = tensor.detach()
-    tensor = tensor.movedim((row, dim), (0, 1)) if row >= 0 else tensor.movedim(dim, 0)[None]
-    tensor = tensor[:ROWS]
+    if row >= 0:
+        tensor = tensor.narrow(row, 0, min(ROWS, tensor.shape[row]))
     wanted = torch.arange(sum(sizes), device=tensor.device)  # a short unit's come again, of others the last one does
-    wanted = wanted % tensor.shape[1] if is_tokens else wanted.clamp(max=tensor.shape[1] - 1)
-    tokens = tensor.index_select(1, wanted)
-    if row >= 0 and len(tokens) < ROWS:  # another row has the tokens in another order
-        tokens = torch.cat([tokens, tokens.roll(1 + sum(sizes) // 3, 1) if is_tokens else tokens])
-    return _varied(tokens) if is_tokens else tokens
+    wanted = wanted % tensor.shape[dim] if is_tokens else wanted.clamp(max=tensor.shape[dim] - 1)
+    tokens = tensor.index_select(dim, wanted)
+    if row >= 0 and tokens.shape[row] < ROWS:  # another row has the tokens in another order
+        tokens = torch.cat([tokens, tokens.roll(1 + sum(sizes) // 3, dim) if is_tokens else tokens], row)
+    return _varied(tokens, dim) if is_tokens else tokens
 
 
 def _choose_sizes(most: int, taken: set[int]) -> tuple[int, int]:
@@ -146,9 +126,9 @@ def _choose_sizes(most: int, taken: set[int]) -> tuple[int, int]:
     return most // 2 + most % 2, most // 2
 
 
-def _varied(tokens: Tensor) -> Tensor:
+def _varied(tokens: Tensor, dim: int) -> Tensor:
     """Tokens that are all alike would hide what mixes them: these differ."""
-    if bool((tokens != tokens[:, :1]).any()):
+    if bool((tokens != tokens.narrow(dim, 0, 1)).any()):
         return tokens
     numbers = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
     if tokens.is_floating_point():

@@ -32,7 +32,7 @@ class LiveUnit:
     loss: Tensor | None = None
     output: Any = None  # what the last stage returned, if the caller asked for it
 
-    watch: Any = None  # mixing.py: told what the module asks of the step
+    watch: Any = None  # watch.py: told what the module asks of the step
     kept: Any = None  # recompute.py: from F to R, what R starts from
     is_again = False  # recompute.py: True while R runs
     digest: Any = None  # recompute.py: of what F computed, where R is compared with it

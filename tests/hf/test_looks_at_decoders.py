@@ -23,7 +23,7 @@ from seq1f1b.transformers import pipeline_stage  # noqa: E402
 SIZES, ROWS = [12, 8, 4], 4
 PAGE = decoders.read_page()
 RIGHT = [n for n, row in PAGE.items() if row.what.get(decoders.RELEASE) in (decoders.RIGHT, decoders.WITHOUT_DOCUMENTS)]
-DRAWS = {"phimoe": "its router draws random numbers"}  # so that operations decide
+DRAWS = {"phimoe": "its router draws random numbers"}  # so that values tell nothing
 
 
 @pytest.mark.parametrize("name", one_in(24, RIGHT))
