@@ -126,7 +126,7 @@ def in_process(rank: int, world: int, transport: str) -> None:
     if rank == 1:  # one stage alone is wrong, and all ranks are told where
         stage.blocks["2"].attend = lambda x: x.mean(1, keepdim=True).expand_as(x)
     result = engine.verify(tokens, target=target, show=False)
-    assert not result.ok and result.causes[0].startswith("batch statistics"), str(result)
+    assert not result.ok and result.causes[0].startswith("later tokens"), str(result)
     engine.close()
 
 
@@ -495,7 +495,7 @@ FAULTS: dict[str, tuple[Any, dict[str, Any], str, str]] = {
     "every loss": (faulty, {"loss_fn": plus(math.nan, True)}, NAN + "the loss of micro-batch . is", WIDE),
     "one loss": (faulty, {"loss_fn": plus(-math.inf, False)}, NAN + "the loss of micro-batch . is", WIDE),
     "in float64 alone": (lambda: faulty(last=not_in_float64), {}, "", OWN_NOTE),
-    "in float64 alone, and wrong": (lambda: faulty(last=not_in_float64, mix=pooling), {}, "batch statist", OWN_NOTE),
+    "in float64 alone, and wrong": (lambda: faulty(last=not_in_float64, mix=pooling), {}, "later tokens", OWN_NOTE),
     "in float16 alone": (
         lambda: [stage.half() for stage in faulty(last=lambda self, y: y + self.scale * 300 * 300 * 0)], {},
         NAN + r"stage 1, itself \(Faulty\) returns", "",
