@@ -26,7 +26,7 @@ from seq1f1b.transformers.look import (
 from seq1f1b.transformers.parts import message_of
 from seq1f1b.transformers.sample import Whole, tokens_of, without_head
 from seq1f1b.transformers.stage import CausalLMStage, Message
-from seq1f1b.transformers.state import carry_states, look_at_states
+from seq1f1b.transformers.state import carry_states, look_at_states, mixers
 from seq1f1b.transformers.twins import twin
 
 __all__: list[str] = []
@@ -43,16 +43,16 @@ def compare_stage(whole: Whole, stage: CausalLMStage, own: range) -> float:
     model, layers = whole.model, stage.causal_lm.get_submodule(whole.path)
     own_layers = {i: layers.get_submodule(str(i)) for i in own}
     try:
-        records = [whole.record, *_compare_segments(whole, stage, own_layers)]
+        _compare_segments(whole, stage, own_layers)
     except (ValueError, *ERRORS) as error:
         text = f"on the stage of layers {own.start} to {own.stop - 1}, {error}"
         raise ValueError(f"{cannot(model)}: {with_remedy(text)}") from error
     carry_states(stage.causal_lm)
-    return max(_look_at_layer(model, layer, i, records) for i, layer in own_layers.items())
+    return max(_look_at_layer(model, layer, i, whole.record) for i, layer in own_layers.items())
 
 
-def _compare_segments(whole: Whole, stage: CausalLMStage, layers: Mapping[int, nn.Module]) -> list[Record]:
-    """Runs a twin of the stage without its layers; returns the records of the segments."""
+def _compare_segments(whole: Whole, stage: CausalLMStage, layers: Mapping[int, nn.Module]) -> None:
+    """Runs a twin of the stage, without its layers, on the segments of the sample."""
     entry, exit = stage.ends
     first = tokens_of(whole.model) if stage.embedding is None else whole.record.embedded
     message = Message(0) if entry is None else entry.message
@@ -79,7 +79,6 @@ def _compare_segments(whole: Whole, stage: CausalLMStage, layers: Mapping[int, n
     problem = difference(want, outs)
     if problem:
         raise ValueError(f"the {kind} that it returns are not those of the whole model: {problem}")
-    return parts
 
 
 def _compare_layer(index: int, want: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> None:
@@ -91,17 +90,18 @@ def _compare_layer(index: int, want: Mapping[str, Any], found: Sequence[Mapping[
             raise ValueError(f"layer {index} gets other {name!r} than in the whole model: {problem}{hint}")
 
 
-def _look_at_layer(model: nn.Module, layer: nn.Module, index: int, records: Sequence[Record]) -> float:
-    """Tells the layer's attentions what they are, and looks at its state. Returns their dropout in training."""
+def _look_at_layer(model: nn.Module, layer: nn.Module, index: int, record: Record) -> float:
+    """Tells the layer's attentions what they are. Returns their dropout in training."""
     dropout, attentions = 0.0, attentions_of(layer)
     try:
-        with recording(records[0]):
-            looks = look_at_attention(layer, attentions, index, records) if attentions else []
+        with recording(record):
+            looks = look_at_attention(layer, attentions, index, record) if attentions else []
             for attention, look in zip(attentions, looks, strict=True):
                 attention.seq1f1b_layer = layer_handle(attention.layer_idx)
-                attention.seq1f1b_window, attention.seq1f1b_chunk = look.asked["window"], look.asked["chunk"]
+                attention.seq1f1b_window, attention.seq1f1b_chunk = look.window, look.chunk
                 dropout = max(dropout, look.dropout)
-            look_at_states(model, layer, index, records[0])
+            if mixers(layer):
+                look_at_states(model, layer, index, record)
     except ValueError as error:
         raise ValueError(f"{cannot(model)}: layer {index}: {with_remedy(str(error))}") from error
     return dropout

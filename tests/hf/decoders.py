@@ -303,7 +303,7 @@ def _cell(why: str) -> str:
     why = re.sub(r"^\w+ cannot be cut into stages that run by segments: ", "", why)
     why = re.sub(r"^[\w.]+ \(\w+\) has an attention of its own", "it has an attention of its own", why)
     why = re.sub(r"^on the stage of layers \d+ to \d+, layer \d+ gets", "a layer gets", why)
-    why = re.sub(r": values differ by \S+ the largest is [^;]+", "", why)
+    why = re.sub(r": Tensor-likes are not [^;]+", "", why)
     why = re.sub(r"[;:] (train it whole|run the model whole, with another attn_implementation)$", "", why)
     return re.sub(r"([\\`*_<>|\[\]{}$])", r"\\\1", why[:400])
 
