@@ -409,7 +409,7 @@ def _difference(module: nn.Module, args: Any, kwargs: Any) -> str:
         outs, looking = [], _look.set({})
         try:
             for part in parts:
-                now = _part(given.arguments, *hidden.shape[:2], slice(None), part)
+                now = _part(given.arguments, hidden.shape[0], hidden.shape[1], slice(None), part)
                 bound = inspect.BoundArguments(given.signature, now)
                 out = module(*bound.args[1:], **bound.kwargs)
                 outs.append(out if isinstance(out, Tensor) else out[0])

@@ -230,7 +230,8 @@ def odd(parts: Parts, attention: Any = None) -> Any:
     model = transformers.LlamaForCausalLM(config).double().train()
     model.model.__class__ = type("OddModel", (Odd,), parts)
     for layer in model.model.layers if attention is not None else ():
-        layer.self_attn.__class__ = type("OddAttention", (modeling_llama.LlamaAttention,), {"forward": attention})
+        own = {"forward": lambda self, hidden_states, **given: attention(self, hidden_states, **given)}
+        layer.self_attn.__class__ = type("OddAttention", (modeling_llama.LlamaAttention,), own)
     return model
 
 
