@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING, Any
 
 from seq1f1b.extras import needs_extra
-from seq1f1b.transformers.library import MODELS, TRAINER, check_library
 
 if TYPE_CHECKING:
     from seq1f1b.transformers.attention_function import attention
@@ -35,7 +35,23 @@ def __getattr__(name: str) -> Any:
     with needs_extra("transformers", *packages):
         for package in packages:  # transformers would not name what it misses
             import_module(package)
-        check_library(MODELS | TRAINER if name == "Trainer" else MODELS)
+        for package in packages:
+            _check_version(package)
         value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
+
+
+def _check_version(package: str) -> None:
+    """Raises ImportError for a release that is not among the tested ones: names that it does not promise are needed."""
+    from packaging.requirements import Requirement
+
+    try:
+        wanted = next(each for each in map(Requirement, requires("seq1f1b") or ()) if each.name == package)
+    except (PackageNotFoundError, StopIteration):  # this package runs from its sources
+        return
+    if not wanted.specifier.contains(version(package), prereleases=True):
+        raise ImportError(
+            f"{package} {version(package)} is installed, seq1f1b.transformers needs {package}{wanted.specifier}; run: "
+            'pip install "seq1f1b[transformers]"'
+        )

@@ -61,9 +61,8 @@ def attention(
     layer: Any = getattr(module, "seq1f1b_layer", None)
     chunk: Any = None
     if isinstance(layer, AttentionLook):
-        asked = {"queries": query, "keys": key, "values": value, "scaling": scaling, "softcap": softcap}
-        layer.note(asked | {"sinks": s_aux, "window": sliding_window}, attention_mask, dropout, others)
-        attention_mask, sliding_window, dropout, layer = None, layer.asked["window"], 0.0, layer.index
+        layer.note(sliding_window, attention_mask, dropout, others)
+        attention_mask, sliding_window, dropout, layer = None, layer.window, 0.0, layer.index
     elif layer is None:  # not cut: compiled code that reads layer_idx is of one layer only
         layer, chunk = _layer_of(module, sliding_window)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -14,17 +14,48 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from seq1f1b.balance import balanced
+from seq1f1b.ops.attention import layer_handle
 from seq1f1b.transformers.balance import layer_work
-from seq1f1b.transformers.compare import compare_stage
 from seq1f1b.transformers.folder import open_folder
 from seq1f1b.transformers.initial import compute_buffers, one_at_a_time
-from seq1f1b.transformers.layers import check_adapters, check_config, copy_config, find_layers, switch_attention
-from seq1f1b.transformers.look import Call, Mask
+from seq1f1b.transformers.layers import (
+    attentions_of,
+    cannot,
+    check_adapters,
+    check_config,
+    copy_config,
+    find_layers,
+    switch_attention,
+)
+from seq1f1b.transformers.look import (
+    BORDER,
+    ERRORS,
+    HIDDEN,
+    TOKENS,
+    WITHOUT_EFFECT,
+    Call,
+    Mask,
+    Probe,
+    Record,
+    difference,
+    look_at_attention,
+    recording,
+    with_remedy,
+)
 from seq1f1b.transformers.own import adapt
-from seq1f1b.transformers.parts import Shards, find_tied, make_part, make_shards, message_before, own_copies
-from seq1f1b.transformers.sample import Whole, run_sample
-from seq1f1b.transformers.stage import CausalLMStage, Entry, Exit
-from seq1f1b.transformers.twins import shallow
+from seq1f1b.transformers.parts import (
+    Shards,
+    find_tied,
+    make_part,
+    make_shards,
+    message_before,
+    message_of,
+    own_copies,
+)
+from seq1f1b.transformers.sample import Whole, run_sample, tokens_of, without_head
+from seq1f1b.transformers.stage import CausalLMStage, Entry, Exit, Message
+from seq1f1b.transformers.state import carry_states, look_at_states, mixers
+from seq1f1b.transformers.twins import shallow, twin
 
 __all__ = ["pipeline_stage"]
 
@@ -127,7 +158,7 @@ def _cut(
         elsewhere={} if has_memory else {name: model.get_submodule(name) for name in left_out},
     )
     made.pipeline_place = rank, num_ranks
-    made.dropout = compare_stage(whole, made, own)
+    made.dropout = _compare_stage(whole, made, own)
     made.train(model.training)
     return made
 
@@ -154,7 +185,7 @@ def _adapters_around(model: Any, skeleton: nn.Module) -> Any:
     return new
 
 
-def _check_balance(balance: Sequence[int] | str | None, seq_len: int, num_layers: int, num_stages: int) -> None:
+def _check_balance(balance: Sequence[int] | str, seq_len: int, num_layers: int, num_stages: int) -> None:
     if num_layers < num_stages:
         raise ValueError(f"{num_layers} layers do not fill {num_stages} stages")
     if seq_len < 1:
@@ -162,21 +193,21 @@ def _check_balance(balance: Sequence[int] | str | None, seq_len: int, num_layers
     if isinstance(balance, str):
         if balance not in ("count", "time"):
             raise ValueError(f"balance is {balance!r}, must be 'count', 'time', or the layers of each stage")
-    elif balance is not None and (len(balance) != num_stages or sum(balance) != num_layers or min(balance) < 1):
+    elif len(balance) != num_stages or sum(balance) != num_layers or min(balance) < 1:
         raise ValueError(
             f"balance is {list(balance)}, must be {num_stages} counts of layers that sum to {num_layers}, none below 1"
         )
 
 
 def _counts(
-    whole: Whole, num_stages: int, balance: Sequence[int] | str | None, seq_len: int, vocabulary: str
+    whole: Whole, num_stages: int, balance: Sequence[int] | str, seq_len: int, vocabulary: str
 ) -> Sequence[int]:
     """Layers of each stage."""
     layers = list(whole.layers)
     if balance == "time":
         work, of_head = layer_work(whole.model, layers, list(map(_limits, whole.record.calls.values())), seq_len)
         return balanced(work, of_head if vocabulary == "ends" else 0.0, num_stages)  # else all ranks share the head
-    if balance is None or isinstance(balance, str):
+    if isinstance(balance, str):
         return [len(layers) // num_stages + (stage < len(layers) % num_stages) for stage in range(num_stages)]
     return balance
 
@@ -185,3 +216,81 @@ def _limits(call: Call) -> tuple[int | None, int | None]:
     """Window and chunk of a layer's mask."""
     masks = [value for value in pytree.tree_leaves(call.given) if isinstance(value, Mask)]
     return (masks[0].window, masks[0].chunk) if masks else (None, None)
+
+
+# -- a stage beside the whole model ------------------------------------------------------------------------------------
+
+
+def _compare_stage(whole: Whole, stage: CausalLMStage, own: range) -> float:
+    """Tells the attentions and mixers of a stage what they are; returns the dropout of its attention in training.
+
+    Args:
+        own: the stage's layers.
+    Raises:
+        ValueError: the stage, or a layer, computes something else in segments than in the whole model.
+    """
+    model, layers = whole.model, stage.causal_lm.get_submodule(whole.path)
+    own_layers = {i: layers.get_submodule(str(i)) for i in own}
+    try:
+        _compare_segments(whole, stage, own_layers)
+    except (ValueError, *ERRORS) as error:
+        text = f"on the stage of layers {own.start} to {own.stop - 1}, {error}"
+        raise ValueError(f"{cannot(model)}: {with_remedy(text)}") from error
+    carry_states(stage.causal_lm)
+    return max(_look_at_layer(model, layer, i, whole.record) for i, layer in own_layers.items())
+
+
+def _compare_segments(whole: Whole, stage: CausalLMStage, layers: Mapping[int, nn.Module]) -> None:
+    """Runs a twin of the stage, without its layers, on the segments of the sample."""
+    entry, exit = stage.ends
+    first = tokens_of(whole.model) if stage.embedding is None else whole.record.embedded
+    message = Message(0) if entry is None else entry.message
+    given: Any = first if entry is None else message_of(message, whole)
+    given, parts, outs = given if isinstance(given, tuple) else (given,), [], []
+    no_head = without_head(whole.model)
+    head = whole.model.get_output_embeddings() if exit is None and stage.head is not None and not no_head else None
+    for segment in (slice(0, BORDER), slice(BORDER, TOKENS)):
+        record = Record(outputs=whole.record.outputs)
+        instead: dict[nn.Module, nn.Module] = {layer: Probe(layer, i, record) for i, layer in layers.items()}
+        instead |= {module: module for module in (entry, exit) if module is not None}
+        if stage.head is None and exit is None:
+            instead |= without_head(stage.causal_lm)
+        positions = torch.arange(TOKENS, device=given[0].device)[None, segment]
+        with recording(record):
+            looked_at = stage.around(twin(stage.causal_lm, instead))
+            out = looked_at.run([t.clone() for t in message.tokens_of(given, segment)], positions, None)
+            outs.append(out if head is None else head(out))
+        parts.append(record)
+    for i in layers:
+        found = [part.calls[i].given if i in part.calls else {} for part in parts]
+        _compare_layer(i, whole.record.calls[i].given, found)
+    kind, want = ("logits", whole.record.logits) if exit is None else (HIDDEN, message_of(exit.message, whole))
+    problem = difference(want, outs)
+    if problem:
+        raise ValueError(f"the {kind} that it returns are not those of the whole model: {problem}")
+
+
+def _compare_layer(index: int, want: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError if the stage gives a layer something else than the whole model does."""
+    for name in dict.fromkeys(name for given in (want, *found) for name in given):
+        problem = difference(want.get(name), [given.get(name) for given in found])
+        if problem and not (name in WITHOUT_EFFECT and want.get(name) is None):
+            hint = "; its embedding numbers tokens itself, or mixes them" if (name, index) == (HIDDEN, 0) else ""
+            raise ValueError(f"layer {index} gets other {name!r} than in the whole model: {problem}{hint}")
+
+
+def _look_at_layer(model: nn.Module, layer: nn.Module, index: int, record: Record) -> float:
+    """Tells the layer's attentions what they are. Returns their dropout in training."""
+    dropout, attentions = 0.0, attentions_of(layer)
+    try:
+        with recording(record):
+            looks = look_at_attention(layer, attentions, index, record) if attentions else []
+            for attention, look in zip(attentions, looks, strict=True):
+                attention.seq1f1b_layer = layer_handle(attention.layer_idx)
+                attention.seq1f1b_window, attention.seq1f1b_chunk = look.window, look.chunk
+                dropout = max(dropout, look.dropout)
+            if mixers(layer):
+                look_at_states(model, layer, index, record)
+    except ValueError as error:
+        raise ValueError(f"{cannot(model)}: layer {index}: {with_remedy(str(error))}") from error
+    return dropout

@@ -122,14 +122,6 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
         raise ValueError(
             f"{cannot(model)}: it has {len(found)} stacks of layers, {', '.join(found)}, and a pipeline is of one"
         )
-    for name, layers in lists.items():
-        numbers = [m.layer_idx for layer in layers for m in (*attentions_of(layer), *mixers(layer).values())]
-        if numbers:
-            raise ValueError(
-                f"{cannot(model)}: layers of {name} have layer_idx {numbers}, which must be 0, 1, 2, ...: if some were "
-                "dropped or repeated, make each a module of its own, and set layer_idx of its attention, and "
-                "num_hidden_layers and layer_types of the config, anew"
-            )
     name, longest = max(lists.items(), key=lambda item: len(item[1]), default=("", None))
     what = "it has no list of layers"
     if longest is not None:
@@ -137,7 +129,8 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
         path, module = inner[0] if inner else ("", longest[0])
         what = (
             f"{f'{name}.0.{path}'.rstrip('.')} ({type(module).__name__}) has an attention of its own, or one that is "
-            "not causal: it does not say layer_idx and is_causal, as those do that call what attn_implementation names"
+            "not causal: it does not say layer_idx and is_causal, as those do that call what attn_implementation names "
+            "(layers that were dropped or repeated are numbered anew, from 0)"
         )
     raise ValueError(f"{cannot(model)}: {what}; train it whole")
 

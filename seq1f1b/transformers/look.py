@@ -86,6 +86,9 @@ class Record:
                 return mask
         return None
 
+    def is_mask(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and self.mask_of(leaf) is not None
+
     def note_decoder(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Hook of the decoder."""
         self.options = {name: value for name, value in kwargs.items() if isinstance(value, (bool, int, float, str))}
@@ -178,7 +181,7 @@ def takes_keys(layer: nn.Module) -> list[str]:
 
 def _keys_and_values(layer: nn.Module, hidden: Tensor, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     stored = _Stored()
-    with suppress(_Attended):
+    with suppress(Seen):
         twin(layer, {})(hidden, *args, **{**kwargs, SHARED: stored})
     return stored
 
@@ -186,7 +189,7 @@ def _keys_and_values(layer: nn.Module, hidden: Tensor, args: Any, kwargs: dict[s
 class _Stored(dict[str, Any]):
     def __setitem__(self, kind: str, pair: Any) -> None:
         super().__setitem__(kind, pair)
-        raise _Attended
+        raise Seen
 
 
 # -- values of the whole sample and of its segments --------------------------------------------------------------------
@@ -198,50 +201,26 @@ def difference(whole: Any, parts: Sequence[Any]) -> str:
     flat = [pytree.tree_flatten(part) for part in parts]
     if any(other != spec for _, other in flat):
         return f"of the form {flat[0][1]}, there {spec}"
-    for i, want in enumerate(leaves):
-        found = [values[i] for values, _ in flat]
-        if isinstance(want, Tensor) and all(isinstance(value, Tensor) for value in found):
-            problem = _difference_of_tensors(want, found)
-        else:
-            problem = "" if all(type(v) is type(want) and v == want for v in found) else f"{found[0]!r}, there {want!r}"
-        if problem:
-            return problem
+    found = (_difference_of_leaves(want, [values[i] for values, _ in flat]) for i, want in enumerate(leaves))
+    return next(filter(None, found), "")
+
+
+def _difference_of_leaves(want: Any, parts: Sequence[Any]) -> str:
+    if not isinstance(want, Tensor) or not all(isinstance(part, Tensor) for part in parts):
+        is_same = all(type(part) is type(want) and part == want for part in parts)
+        return "" if is_same else f"{list(parts)!r}, there {want!r}"
+    shapes, lengths = [part.shape for part in parts], (BORDER, TOKENS - BORDER)
+    of_segments = [[(*want.shape[:d], n, *want.shape[d + 1 :]) for n in lengths] for d in range(want.dim())]
+    dims = [d for d, those in enumerate(of_segments) if shapes == those and want.shape[d] == TOKENS]
+    for found in [torch.cat(list(parts), dims[0])] if dims else parts:
+        # Kernels may round by shape; a mistake is larger.
+        bound = torch.finfo(want.dtype).eps ** 0.5 if want.is_floating_point() or want.is_complex() else 0.0
+        scale = float(want.abs().nan_to_num(posinf=0).max()) if bound and want.numel() else 0.0
+        try:
+            torch.testing.assert_close(found, want, rtol=0, atol=bound * scale, equal_nan=True)
+        except AssertionError as error:
+            return " ".join(str(error).split())
     return ""
-
-
-def _difference_of_tensors(whole: Tensor, parts: Sequence[Tensor]) -> str:
-    if any(part.dtype != whole.dtype for part in parts):
-        return f"of dtype {parts[0].dtype}, there {whole.dtype}"
-    lengths = (BORDER, TOKENS - BORDER)
-    dims = [
-        dim
-        for dim in range(whole.dim())
-        if all(
-            part.shape == (*whole.shape[:dim], n, *whole.shape[dim + 1 :])
-            for part, n in zip(parts, lengths, strict=True)
-        )
-    ]
-    if whole.dim() and dims and whole.shape[dims[0]] == TOKENS:
-        pairs = [(whole, torch.cat(list(parts), dims[0]))]
-    elif all(part.shape == whole.shape for part in parts):
-        pairs = [(whole, part) for part in parts]
-    else:
-        return (
-            f"of shapes {[tuple(p.shape) for p in parts]} for {lengths} tokens, there {tuple(whole.shape)} for {TOKENS}"
-        )
-    return next(filter(None, (_difference_of_values(want, found) for want, found in pairs)), "")
-
-
-def _difference_of_values(want: Tensor, found: Tensor) -> str:
-    if torch.equal(want, found):
-        return ""
-    if not (want.is_floating_point() or want.is_complex()):
-        return f"{found.tolist()}, there {want.tolist()}"
-    # Kernels may round by shape; a mistake is larger.
-    bound = torch.finfo(want.dtype).eps ** 0.5 * float(want.abs().nan_to_num(posinf=0).max())
-    if torch.allclose(found, want, rtol=0, atol=bound, equal_nan=True):
-        return ""
-    return f"values differ by {float((found - want).abs().max()):.1e}, the largest is {float(want.abs().max()):.1e}"
 
 
 # -- the attention of a layer ------------------------------------------------------------------------------------------
@@ -254,13 +233,14 @@ class AttentionLook:
     index: int
     record: Record
     calls: int = 0
-    asked: dict[str, Any] = field(default_factory=dict)
+    window: int | None = None
+    chunk: int | None = None
     dropout: float = 0.0
 
-    def note(self, asked: dict[str, Any], mask: Any, dropout: float, others: Mapping[str, Any]) -> None:
-        """Takes the window and the chunks of the mask into what is asked for, and checks the rest."""
+    def note(self, window: int | None, mask: Any, dropout: float, others: Mapping[str, Any]) -> None:
+        """Takes over the window and the chunks of the mask, and checks the rest."""
         self.calls += 1
-        self.asked, self.dropout = asked | {"chunk": None}, dropout
+        self.window, self.dropout = window, dropout
         if self.calls > 1:
             raise ValueError("it runs attention more than once, whose keys and values need an entry of the cache each")
         for name in others.keys() - self.record.calls[self.index].given.keys() - WITHOUT_EFFECT:
@@ -268,40 +248,22 @@ class AttentionLook:
                 raise ValueError(f"its attention is given {name!r}, which is not known here")
         if mask is None:
             return
-        known, window = self.record.mask_of(mask), asked["window"]
+        known = self.record.mask_of(mask)
         if known is None:
             raise ValueError("its attention gets a mask that the model has made or changed itself")
         if window not in (None, known.window):
             raise ValueError(f"its attention is told a window of {window} tokens, its mask one of {known.window}")
-        self.asked |= {"window": known.window, "chunk": known.chunk}
+        self.window, self.chunk = known.window, known.chunk
 
 
-def look_at_attention(
-    layer: nn.Module, attentions: Sequence[Any], index: int, records: Sequence[Record]
-) -> list[AttentionLook]:
-    """Finds out what each attention of a layer asks for in the whole sample.
+def look_at_attention(layer: nn.Module, attentions: Sequence[Any], index: int, record: Record) -> list[AttentionLook]:
+    """Finds out what each attention of a layer asks for, by a twin that runs until they have returned, as in training.
 
-    Args:
-        records: of the whole model, and of the segments.
     Raises:
-        ValueError: one asks for something else in segments, or for what ``attn_implementation="seq1f1b"`` does not do.
+        ValueError: one asks for what ``attn_implementation="seq1f1b"`` does not do.
     """
-    looks = [[AttentionLook(index, record) for record in records] for _ in attentions]
-    for together in zip(*looks, strict=True):
-        _look(layer, attentions, together)
-    for k, of_one in enumerate(looks):
-        for name, want in of_one[0].asked.items():
-            if k > 0 and isinstance(want, Tensor):
-                continue  # what comes after an attention is of other values where that has no cache
-            problem = difference(want, [look.asked[name] for look in of_one[1:]])
-            if problem:
-                raise ValueError(f"its attention gets other {name} in segments than in the whole sequence: {problem}")
-    return [of_one[0] for of_one in looks]
-
-
-def _look(layer: nn.Module, attentions: Sequence[Any], looks: Sequence[AttentionLook]) -> None:
-    """Runs a twin of a layer until its attentions have returned, as in training."""
-    call = looks[0].record.calls[looks[0].index]
+    looks = [AttentionLook(index, record) for _ in attentions]
+    call = record.calls[index]
     before = [attention.__dict__.get("seq1f1b_layer") for attention in attentions]
     instead: dict[nn.Module, nn.Module] = {}
     try:
@@ -310,7 +272,7 @@ def _look(layer: nn.Module, attentions: Sequence[Any], looks: Sequence[Attention
             inside = instead[attention] = twin(attention, {})
             inside.training = True
             inside.register_forward_hook(partial(_stop, looks))
-        with suppress(_Attended):
+        with suppress(Seen):
             twin(layer, instead)(call.hidden, *call.args, **call.kwargs)
     except ERRORS as error:
         raise ValueError(f"it does not run alone: {type(error).__name__}: {error}") from error
@@ -323,12 +285,13 @@ def _look(layer: nn.Module, attentions: Sequence[Any], looks: Sequence[Attention
                 f"{type(attention).__name__} does not call the function of its config's attn_implementation, but has "
                 "an attention of its own"
             )
+    return looks
 
 
-class _Attended(Exception):
+class Seen(Exception):
     """Ends a run once all that was to be seen has been seen."""
 
 
 def _stop(looks: Sequence[AttentionLook], *_: Any) -> None:
     if all(look.calls for look in looks):
-        raise _Attended
+        raise Seen

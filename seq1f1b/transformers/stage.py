@@ -181,11 +181,8 @@ class CausalLMStage(nn.Module):
 
     def check_before_step(self, step: Any) -> None:
         """Raises ValueError for an argument that says something which a stage does not take."""
-        end = 0
-        for (_, s, _), size, given in zip(step.order.places, step.lengths, step.arguments.kwargs or (), strict=False):
-            begin = end if s else 0
-            end = begin + size
-            check_says_nothing(given, range(begin, end))
+        for given in step.arguments.kwargs or ():
+            check_says_nothing(given)
 
     def forward(
         self, x: Tensor, *others: Tensor, doc_ids: Tensor | None = None, **given: Any
@@ -194,7 +191,7 @@ class CausalLMStage(nn.Module):
         if x.shape[1] == 0:
             raise ValueError(f"the stage is given {tuple(x.shape)}, which holds no token: leave such a batch out")
         if given and current() is None:
-            check_says_nothing(given, range(x.shape[1]))
+            check_says_nothing(given)
         if doc_ids is None and others and not others[-1].is_floating_point():
             *others, doc_ids = others  # type: ignore[assignment]
         if doc_ids is None:
@@ -248,25 +245,18 @@ class CausalLMStage(nn.Module):
         return out  # type: ignore[no-any-return]
 
 
-_PACKED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-_REMEDIES = {
-    "attention_mask": "let padding stand behind the tokens, with targets of -100",
-    "labels": "give target=seq1f1b.shift_labels(labels), and loss_fn to the engine",
-} | dict.fromkeys(_PACKED, "pack documents by doc_ids= of seq1f1b.document_starts")
-
-
-def check_says_nothing(given: Mapping[str, Any], places: range) -> None:
-    """Raises ValueError for an argument by which a model would not compute what it does of tokens at these places."""
+def check_says_nothing(given: Mapping[str, Any]) -> None:
+    """Raises ValueError for an argument by which a model would compute something else."""
     for name, value in given.items():
-        says = value is not None and not (isinstance(value, int) and value == (name == "return_dict"))
-        if isinstance(value, Tensor) and name in ("attention_mask", "position_ids") and value.dim() <= 2:
-            own = torch.arange(places.start, places.stop, device=value.device)
-            wanted = torch.ones_like(own) if name == "attention_mask" else own
-            says = value.shape[-1:] != own.shape or not bool((value == wanted).all())
+        says = value is not None and not (isinstance(value, bool) and value == (name == "return_dict"))
+        if isinstance(value, Tensor) and name == "attention_mask":
+            says = not bool(value.all())
         if says and name != "doc_ids":
-            shown = tuple(value.shape) if isinstance(value, Tensor) else value
-            remedy = _REMEDIES.get(name, "it returns hidden states or logits alone")
-            raise ValueError(f"a stage of a transformers model does not take {name} ({shown!r:.80}): {remedy}")
+            raise ValueError(
+                f"a stage of a transformers model does not take {name}: give labels to the engine as target="
+                "seq1f1b.shift_labels(labels), pack documents by doc_ids= of seq1f1b.document_starts, let padding "
+                "stand behind the tokens with targets of -100, and leave the rest out"
+            )
 
 
 class Hidden(nn.Module):

@@ -7,6 +7,7 @@ as without one.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import weakref
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from seq1f1b.ops.context import carry_in, carry_out, current
-from seq1f1b.transformers.look import ERRORS, TOKENS, Record
+from seq1f1b.transformers.look import ERRORS, TOKENS, Record, Seen
 from seq1f1b.transformers.twins import become, twin
 
 __all__ = ["carry_states", "documents", "look_at_states", "mixers"]
@@ -138,7 +139,7 @@ def _key(layer_idx: int, state_idx: int, kind: int) -> int:
 
 
 _look: ContextVar[dict[int, Tensor] | None] = ContextVar("_look", default=None)
-"""States of a sample that a mixer runs in parts."""
+"""States of a sample that a mixer runs in parts, which belong to no unit."""
 
 
 def _before(key: int) -> Tensor | None:
@@ -147,15 +148,6 @@ def _before(key: int) -> Tensor | None:
         return looked_at.get(key)
     state = carry_in(key, _NOTHING)
     return None if state is _NOTHING else state
-
-
-def _leave(after: dict[int, Tensor]) -> None:
-    looked_at = _look.get()
-    if looked_at is not None:
-        looked_at.update(after)
-        return
-    for key, state in after.items():
-        carry_out(key, state)
 
 
 # -- packed documents --------------------------------------------------------------------------------------------------
@@ -186,11 +178,10 @@ def _unpacked(value: Any) -> Any:
 
 
 def _pieces(length: int) -> list[tuple[slice, list[tuple[slice, bool]]]]:
-    """Rows of the running unit, with the slices of documents in them and whether each begins there; empty: all one."""
+    """Rows of the running unit, with the slices of documents in them and whether each begins there."""
     unit: Any = current()
     starts = _outside.get([]) if unit is None else _of_units.get(unit, [])
-    if not any(starts):
-        return []
+    starts = starts or [[]]  # the row of one document that goes on
     alike = all(row == starts[0] for row in starts)
     found = []
     for i, row in enumerate(starts[:1] if alike else starts):
@@ -213,15 +204,14 @@ def _part(arguments: Any, batch: int, length: int, rows: slice, tokens: slice) -
 
 def _joined(outs: list[Any], dim: int) -> Any:
     first = outs[0]
+    if len(outs) == 1:
+        return first
     if isinstance(first, Tensor):
         return torch.cat(outs, dim)
     return (torch.cat([out[0] for out in outs], dim), *first[1:])
 
 
 # -- mixers that carry -------------------------------------------------------------------------------------------------
-
-_whole: ContextVar[bool] = ContextVar("_whole", default=False)
-"""Mixers run as the library has them."""
 
 
 def carry_states(module: nn.Module) -> None:
@@ -238,28 +228,29 @@ class _Carrying(nn.Module):
         kind, signature, cache = _library_s(mine)
         given = signature.bind(self, *args, **kwargs)
         arguments = {name: _unpacked(value) for name, value in given.arguments.items()}
-        if _whole.get() or arguments.get(cache) is not None:
+        if arguments.get(cache) is not None:
             return kind.forward(self, *args, **kwargs)
         batch, length = list(arguments.values())[1].shape[:2]
         way = _way_of(kind)
 
-        def run(before: Callable[[int], Tensor | None], *part: slice) -> tuple[Any, dict[int, Tensor]]:
+        def run(before: Callable[[int], Tensor | None], rows: slice, tokens: slice) -> tuple[Any, dict[int, Tensor]]:
             states = States(before, way not in _SCANS and way != _CONV)
-            given.arguments = {**(_part(arguments, batch, length, *part) if part else arguments), cache: states}
+            given.arguments = {**_part(arguments, batch, length, rows, tokens), cache: states}
             function = _with_scan(kind, way, states) if way in _SCANS or way == _ZEROS else kind.forward
             return function(*given.args, **given.kwargs), states.after
 
-        pieces = _pieces(length)
-        if not pieces:
-            out, after = run(_before)
-            _leave(after)
-            return out
         outs, afters = [], []
-        for rows, slices in pieces:
+        for rows, slices in _pieces(length):
             found = [run(_none if is_new else _of_rows(rows), rows, tokens) for tokens, is_new in slices]
             outs.append(_joined([out for out, _ in found], 1))
             afters.append(found[-1][1])
-        _leave({key: torch.cat([after[key] for after in afters]) for key in afters[0]})
+        looked_at = _look.get()
+        for key in afters[0]:
+            state = _joined([after[key] for after in afters], 0)
+            if looked_at is None:
+                carry_out(key, state)
+            else:
+                looked_at[key] = state
         return _joined(outs, 0)
 
 
@@ -362,7 +353,7 @@ _PARTS = (slice(0, 3), slice(3, 4), slice(4, TOKENS))  # one token, for which a 
 
 
 def look_at_states(model: Any, layer: nn.Module, index: int, record: Record) -> None:
-    """Compares what mixers make of the sample's segments with what the library's own make of the whole sample.
+    """Compares what mixers make of the sample in segments with what they make of the whole sample.
 
     Args:
         model: it gives buffers without memory the values that they have.
@@ -370,82 +361,67 @@ def look_at_states(model: Any, layer: nn.Module, index: int, record: Record) -> 
     Raises:
         ValueError: outputs, or the gradients of inputs, differ.
     """
-    if not mixers(layer):
-        return
-    call = record.calls[index]
-    args, kwargs = pytree.tree_map(lambda leaf: _unmasked(leaf, record), (call.args, call.kwargs))
-    looked_at = twin(layer, {})
     inputs: dict[str, tuple[Any, Any]] = {}
+    looked_at, own = twin(layer, {}), mixers(layer)
     for name, mixer in mixers(looked_at).items():
-        note = functools.partial(_note, inputs, name, len(mixers(layer)))
-        mixer.register_forward_pre_hook(note, with_kwargs=True)
-    whole = _whole.set(True)
+        mixer.register_forward_pre_hook(functools.partial(_note, inputs, name, len(own)), with_kwargs=True)
+    call = record.calls[index]
+    args, kwargs = pytree.tree_map(lambda leaf: None if record.is_mask(leaf) else leaf, (call.args, call.kwargs))
     try:
-        with suppress(_Noted):
+        with suppress(Seen):
             looked_at(call.hidden, *args, **kwargs)
-            raise ValueError(f"it does not run {sorted(mixers(layer).keys() - inputs.keys())}")
     except ERRORS as error:
         raise ValueError(f"it does not run alone: {error}") from error
-    finally:
-        _whole.reset(whole)
     for name, (args, kwargs) in inputs.items():
-        module = _in_float32(looked_at.get_submodule(name))
-        own = layer.get_submodule(name)
-        if list(own.buffers()) and all(t.is_meta for t in (*own.parameters(), *own.buffers())):
-            model._init_weights(module)
+        module = looked_at.get_submodule(name)
         module._forward_pre_hooks.clear()
+        module = copy.deepcopy(module)._apply(_float)  # in narrow dtypes a small difference does not tell
+        if list(own[name].buffers()) and all(t.is_meta for t in (*own[name].parameters(), *own[name].buffers())):
+            model._init_weights(module)
         try:
-            problem = _difference(module, _float32(args), _float32(kwargs))
+            problem = _difference(module, *pytree.tree_map(_float, (args, kwargs)))
         except ERRORS as error:
             problem = f"does not run by segments: {str(error).partition(' Hint')[0]}"
         if problem:
             raise ValueError(f"{name} ({type(module).__name__}) {problem}")
 
 
-class _Noted(Exception):
-    """All mixers of a layer have been called."""
-
-
-def _unmasked(leaf: Any, record: Record) -> Any:
-    return None if isinstance(leaf, Tensor) and record.mask_of(leaf) is not None else leaf
-
-
 def _note(inputs: dict[str, Any], name: str, count: int, module: nn.Module, args: Any, kwargs: Any) -> None:
     inputs.setdefault(name, (args, kwargs))
     if len(inputs) == count:
-        raise _Noted
+        raise Seen
+
+
+def _float(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return (leaf.detach().float() if leaf.is_floating_point() else leaf).contiguous()
 
 
 def _difference(module: nn.Module, args: Any, kwargs: Any) -> str:
     kind: Any = type(module)
-    _, signature, _ = _library_s(kind)
-    given = signature.bind(module, *args, **kwargs)
-    name = list(given.arguments)[1]
-    hidden = given.arguments[name]
+    given = _library_s(kind)[1].bind(module, *args, **kwargs)
+    hidden = list(given.arguments.values())[1]
     if hidden.is_floating_point():
-        hidden = given.arguments[name] = hidden.detach().requires_grad_()
+        hidden.requires_grad_()
 
     def run(*parts: slice) -> tuple[Tensor, ...]:
-        outs = []
-        for part in parts:
-            now = _part(given.arguments, hidden.shape[0], hidden.shape[1], slice(None), part)
-            bound = inspect.BoundArguments(given.signature, now)
-            out = module(*bound.args[1:], **bound.kwargs)
-            outs.append(out if isinstance(out, Tensor) else out[0])
+        outs, looking = [], _look.set({})
+        try:
+            for part in parts:
+                now = _part(given.arguments, hidden.shape[0], hidden.shape[1], slice(None), part)
+                bound = inspect.BoundArguments(given.signature, now)
+                out = module(*bound.args[1:], **bound.kwargs)
+                outs.append(out if isinstance(out, Tensor) else out[0])
+        finally:
+            _look.reset(looking)
         whole = torch.cat(outs, 1)
         if not (hidden.requires_grad and whole.requires_grad):
-            return (whole.detach(),)
+            return (whole,)
         return whole.detach(), *torch.autograd.grad(whole.square().sum(), hidden)
 
-    looking, being_whole = _look.set({}), _whole.set(True)
-    try:
-        with torch.enable_grad():
-            want = run(slice(None))
-            _whole.set(False)
-            found = run(*_PARTS)
-    finally:
-        _look.reset(looking)
-        _whole.reset(being_whole)
+    with torch.enable_grad():
+        want, found = run(slice(None)), run(*_PARTS)
     for what, a, b in zip(("computes", "passes gradients"), want, found, strict=False):
         if not torch.allclose(a, b, rtol=0, atol=1e-4 * float(a.abs().max()), equal_nan=True):  # they differ by 1e-5
             return (
@@ -453,18 +429,3 @@ def _difference(module: nn.Module, args: Any, kwargs: Any) -> str:
                 f"{float((a - b).abs().max()):.1e}, the largest is {float(a.abs().max()):.1e}"
             )
     return ""
-
-
-def _float32(value: Any) -> Any:
-    narrow = (torch.bfloat16, torch.float16)
-    return pytree.tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in narrow else x, value)
-
-
-def _in_float32(module: Any) -> Any:
-    """A twin in which nothing is rounded to less, for there a small difference tells."""
-    for own in module.modules():
-        for tensors in (own._parameters, own._buffers):
-            tensors.update(
-                {name: _float32(t) if t is None else _float32(t).contiguous() for name, t in tensors.items()}
-            )
-    return module

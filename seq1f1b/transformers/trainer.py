@@ -263,13 +263,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         self._replicas.in_one(lambda: save_pretrained(self.engine, folder))
 
         def write() -> None:
+            if not self.args.should_save:
+                return
             tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
             with open(os.path.join(folder, "training_args.json"), "w", encoding="utf-8") as out:
                 out.write(self.args.to_json_string())
 
-        together(self._replicas, f"no checkpoint was written to {folder}", write if self.args.should_save else _nothing)
+        together(self._replicas, f"no checkpoint was written to {folder}", write)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer, scheduler = _inner(self.optimizer), self.lr_scheduler  # alike in all replicas
@@ -394,7 +396,3 @@ def _inner(optimizer: Any) -> torch.optim.Optimizer:
 def _end_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _nothing() -> None:
-    pass

@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers", reason='needs the extra: pip 
 
 import decoders  # noqa: E402
 
+import seq1f1b.transformers  # noqa: E402
 from seq1f1b.transformers import pipeline_stage  # noqa: E402
 
 PLAIN = ["llama", "falcon", "gpt_neo", "dbrx"]  # two look modules up by the attention's name, one holds other configs
@@ -60,3 +61,11 @@ def test_a_cut_writes_nothing_to_the_config_of_a_model_with_adapters():
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     stage = pipeline_stage(adapted, 0, 2)
     assert inside(config) == before and stage.peft_model.config is stage.config is not config
+
+
+def test_a_release_that_is_not_tested_is_told(monkeypatch):
+    monkeypatch.setattr(seq1f1b.transformers, "version", lambda package: "5.99.0")
+    monkeypatch.setattr(seq1f1b.transformers, "requires", lambda package: ["transformers<5.25,>=5.23; extra == 'x'"])
+    monkeypatch.delitem(vars(seq1f1b.transformers), "pipeline_stage")
+    with pytest.raises(ImportError, match=r"5\.99\.0 is installed, .* needs transformers<5\.25,>=5\.23; run: pip"):
+        _ = seq1f1b.transformers.pipeline_stage

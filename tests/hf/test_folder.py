@@ -274,11 +274,6 @@ def cut_off(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def put_header(folder: Path, header: Any) -> None:
-    text = json.dumps(header).encode()
-    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(24))
-
-
 def lose_a_file(folder: Path) -> None:
     names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     os.rename(folder / "model.safetensors", folder / names[0])
@@ -303,15 +298,6 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "no weights": (remove("model.safetensors"), "holds no weights: there is neither model.safetensors nor"),
     "a .bin file": (to_bin, r"has its weights in pytorch_model.bin, .* as safetensors once, by AutoModelForCausalLM"),
     "a file that ends early": (cut_off, r"is no whole safetensors file: .* not fully covered \(it has \d"),
-    "no safetensors file": (replace("model.safetensors", b"weights, honestly"), "is no whole safetensors file"),
-    "a tensor of fewer bytes than its shape needs": (
-        lambda folder: put_header(folder, {"a": {"dtype": "F32", "shape": [3, 2], "data_offsets": [0, 20]}}),
-        "is no whole safetensors file: .* invalid shape, data type, or offset for tensor",
-    ),
-    "a tensor before the file": (
-        lambda folder: put_header(folder, {"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}),
-        "is no whole safetensors file: .* invalid value: integer `-4`",
-    ),
     "a missing weight": (
         tensors(drop="layers.2.mlp"),
         r"lacks 3 of the 30 weights of LlamaForCausalLM: model.layers.2.mlp.down_proj.weight, model.layers.2.mlp.gate",
@@ -331,10 +317,6 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "an index without its file": (
         lose_a_file,
         "index.json names model-00002-of-00002.safetensors, which .* does not hold",
-    ),
-    "a broken index": (
-        lambda folder: os.rename(folder / "model.safetensors", folder / "model.safetensors.index.json"),
-        "is no index of weights",
     ),
 }
 
@@ -465,11 +447,3 @@ def check_memory(tmp_path: Path, **sizes: int) -> list[dict[str, float]]:
 def test_a_rank_takes_the_memory_of_its_own_stage(tmp_path):
     """108 M parameters in bfloat16."""
     check_memory(tmp_path, hidden_size=1280, intermediate_size=5120, num_attention_heads=16)
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs /proc of Linux")
-def test_a_rank_takes_the_memory_of_its_own_stage_of_a_large_model(tmp_path):
-    """1.1 G parameters in bfloat16: 2.2 GB on disk, twice."""
-    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 32000}
-    check_memory(tmp_path, **sizes, num_attention_heads=16, num_key_value_heads=4)

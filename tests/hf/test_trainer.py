@@ -222,6 +222,10 @@ def logits_of(model: Any) -> Tensor:
 
 QUIET = {"eval_strategy": "no", "eval_on_start": False}
 WORKER = {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "fork"}
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
 LONG = {"max_steps": 24, "per_device_train_batch_size": 2, "eval_strategy": "steps", "eval_steps": 12}
 
 
@@ -258,9 +262,18 @@ def test_a_run_logs_what_the_plain_trainer_logs(on_two_ranks, tmp_path, lora):
         {"activation_checkpointing": True, "model": {"tie_word_embeddings": True}, "num_train_epochs": 1.0},
         {"optim": "sgd", "lr_scheduler_type": "linear", "train_sampling_strategy": "group_by_length", "seed": 7},
         {"collator": collate_with_noise, "mean_of_batches": True, "max_steps": 2, **QUIET, **WORKER},
+        {"model": {"kind": "olmo_hybrid", **HYBRID}, "eval_on_start": False},
         {"lora": {"layers_to_transform": [3]}, "stream": True, "include_num_input_tokens_seen": "all"},
     ],
-    ids=["packed", "split backward", "recomputed and tied", "by length", "random collator", "one rank trains"],
+    ids=[
+        "packed",
+        "split backward",
+        "recomputed and tied",
+        "by length",
+        "random collator",
+        "hybrid",
+        "one rank trains",
+    ],
 )
 def test_other_settings_are_as_with_the_plain_trainer(on_two_ranks, tmp_path, settings):
     settings = {"max_steps": 6, "eval_strategy": "epoch", "eval_on_start": True, **settings}
@@ -270,38 +283,6 @@ def test_other_settings_are_as_with_the_plain_trainer(on_two_ranks, tmp_path, se
     for rank in on_two_ranks(train, str(tmp_path / "ours"), settings):
         assert_logs_close(rank["logs"], plain.state.log_history, 1e-4)
         assert rank["events"] == json.loads(json.dumps(events.seen))
-
-
-KINDS = {
-    "olmo_hybrid": {
-        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
-        "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    },
-    "falcon_h1": {
-        "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 4,
-        "mamba_d_ssm": 64, "head_dim": 8,
-    },
-    "gpt_oss": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6, "head_dim": 8,
-        "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False,
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("kind", "lora"),
-    [
-        ("olmo_hybrid", None),
-        pytest.param("falcon_h1", {}, marks=pytest.mark.full),
-        pytest.param("gpt_oss", None, marks=pytest.mark.full),
-        ("gpt_oss", {}),
-    ],
-)
-def test_models_with_state_along_the_sequence_or_sinks_train_as_in_the_plain_one(on_two_ranks, tmp_path, kind, lora):
-    settings = {"max_steps": 6, "eval_strategy": "epoch", "lora": lora, "model": {"kind": kind, **KINDS[kind]}}
-    plain, _ = train_plain(tmp_path / "plain", settings)
-    for rank in on_two_ranks(train, str(tmp_path / "ours"), settings):
-        assert_logs_close(rank["logs"], plain.state.log_history, 1e-4)
 
 
 def error_of(call: Any) -> tuple[str, str, float]:
@@ -659,27 +640,25 @@ def test_other_arguments_are_refused_by_name(tmp_path, name):
         Trainer(model=model, args=transformers.TrainingArguments(str(tmp_path), **ARGUMENTS), **named)
 
 
-def test_overridden_methods_that_would_not_be_called_are_refused(tmp_path):
-    class Own(Trainer):
-        def compute_loss(self, *args: Any, **named: Any) -> Any:
-            raise AssertionError
-
-    with pytest.raises(ValueError, match=r"Own\.compute_loss"):
-        Own(model=make_model(), args=transformers.TrainingArguments(str(tmp_path), **ARGUMENTS))
+class Own(Trainer):
+    def compute_loss(self, *args: Any, **named: Any) -> Any:
+        raise AssertionError
 
 
-def test_a_model_with_a_loss_of_its_own_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "attributes", "text"),
+    [
+        (Own, {}, r"Own\.compute_loss"),
+        (Trainer, {"loss_function": lambda logits, labels, **_: logits.sum()}, "ForCausalLMLoss"),
+        (Trainer, {"hf_device_map": {"model": 0, "lm_head": 1}}, "device_map"),
+    ],
+)
+def test_methods_and_models_that_a_pipeline_does_not_follow_are_refused(tmp_path, kind, attributes, text):
     model = make_model()
-    model.loss_function = lambda logits, labels, **_: logits.sum()
-    with pytest.raises(ValueError, match="ForCausalLMLoss"):
-        Trainer(model=model, args=transformers.TrainingArguments(str(tmp_path), **ARGUMENTS))
-
-
-def test_a_model_on_several_devices_is_refused(tmp_path):
-    model = make_model()
-    model.hf_device_map = {"model": 0, "lm_head": 1}
-    with pytest.raises(ValueError, match="device_map"):
-        Trainer(model=model, args=transformers.TrainingArguments(str(tmp_path), **ARGUMENTS))
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    with pytest.raises(ValueError, match=text):
+        kind(model=model, args=transformers.TrainingArguments(str(tmp_path), **ARGUMENTS))
 
 
 def test_the_search_of_hyperparameters_is_refused(tmp_path):

@@ -15,18 +15,30 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
 
-from test_transformers import COMMON, GROUPED, Float64, batch, check, doc_ids, run_pipeline, run_whole  # noqa: E402
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask  # noqa: E402
+from test_transformers import (  # noqa: E402
+    COMMON,
+    GROUPED,
+    Float64,
+    check_pipeline,
+    doc_ids,
+    run_documents,
+    run_pipeline,
+    run_whole,
+)
+from transformers.masking_utils import create_causal_mask  # noqa: E402
+from transformers.masking_utils import create_sliding_window_causal_mask as windowed  # noqa: E402
 from transformers.modeling_outputs import BaseModelOutputWithPast  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
+import seq1f1b  # noqa: E402
 from seq1f1b.transformers import pipeline_stage  # noqa: E402
 
 WINDOW = 5
+Parts = dict[str, Any]  # methods of the class below, by name
 
 
 class Odd(modeling_llama.LlamaModel):
-    """Llama's decoder, of parts that the kinds below replace."""
+    """Llama's decoder, of parts that the tables below replace."""
 
     layers: Any
 
@@ -58,302 +70,210 @@ class Odd(modeling_llama.LlamaModel):
         return self.norm(hidden)
 
 
-# -- right -------------------------------------------------------------------------------------------------------------
+def a_slice_of_the_mask(self, i, x, mask, at):
+    made = windowed(self.config, x, mask, None, at)
+    return made if made is None else made[:, :, :, : x.shape[1]]
 
 
-class OtherTableForOddLayers(Odd):
-    def tables(self, i, x, position_ids):
-        return self.rotary_emb(x, position_ids * 3 if i % 2 else position_ids)
-
-
-class WindowInTheMaskOfAll(Odd):
-    def mask(self, i, x, mask, position_ids):
-        return create_sliding_window_causal_mask(self.config, x, mask, None, position_ids)
-
-
-class WindowInTheMaskOfSome(Odd):
-    def mask(self, i, x, mask, position_ids):
-        make = create_sliding_window_causal_mask if i == 1 else create_causal_mask
-        return make(self.config, x, mask, None, position_ids)
-
-
-class WindowOfAnotherConfig(Odd):
+def a_window_of_another_config(self, i, x, mask, at):
     """As models do that have a config for their local layers."""
-
-    def mask(self, i, x, mask, position_ids):
-        config = copy.copy(self.config)
-        config.sliding_window = WINDOW - i
-        return create_sliding_window_causal_mask(config, x, mask, None, position_ids)
+    config = copy.copy(self.config)
+    config.sliding_window = WINDOW - i
+    return windowed(config, x, mask, None, at)
 
 
-class WindowInASliceOfTheMask(WindowInTheMaskOfAll):
-    def mask(self, i, x, mask, position_ids):
-        made = super().mask(i, x, mask, position_ids)
-        return made if made is None else made[:, :, :, : x.shape[1]]
+def in_the_dtype_of_the_embedding(self, i, x, at):
+    dtype = self.embed_tokens(torch.zeros(1, 1, dtype=torch.int64, device=x.device)).dtype
+    return tuple(table.to(dtype) for table in self.rotary_emb(x, at))
 
 
-class WindowToldTwice(WindowInTheMaskOfAll):
-    def others(self, i, x):
-        return {"sliding_window": WINDOW}
-
-
-class DtypeOfTheEmbedding(Odd):
-    def tables(self, i, x, position_ids):
-        dtype = self.embed_tokens(torch.zeros(1, 1, dtype=torch.int64, device=x.device)).dtype
-        return tuple(table.to(dtype) for table in self.rotary_emb(x, position_ids))
-
-
-class NumbersOfTheDepth(Odd):
-    def others(self, i, x):
-        return {"depth": i, "share": i / len(self.layers), "last": i == len(self.layers) - 1}
-
-
-class PositionsFromTwo(Odd):
-    def tables(self, i, x, position_ids):
-        return self.rotary_emb(x, position_ids + 2)
-
-
-class TableOfTheWholeContext(Odd):
+def of_the_whole_context(self, i, x, at):
     """As models do that keep one table and look its rows up."""
-
-    def tables(self, i, x, position_ids):
-        cos, sin = self.rotary_emb(x, torch.arange(64, device=x.device)[None])
-        return cos[:, position_ids[0]], sin[:, position_ids[0]]
+    cos, sin = self.rotary_emb(x, torch.arange(64, device=x.device)[None])
+    return cos[:, at[0]], sin[:, at[0]]
 
 
-RIGHT = [
-    OtherTableForOddLayers, WindowInTheMaskOfAll, WindowInTheMaskOfSome, WindowOfAnotherConfig,
-    WindowInASliceOfTheMask, WindowToldTwice, DtypeOfTheEmbedding, NumbersOfTheDepth, PositionsFromTwo,
-    TableOfTheWholeContext,
-]  # fmt: skip
+WINDOWED = {"mask": lambda self, i, x, mask, at: windowed(self.config, x, mask, None, at)}
+RIGHT: dict[str, Parts] = {
+    "another table for odd layers": {"tables": lambda self, i, x, at: self.rotary_emb(x, at * 3 if i % 2 else at)},
+    "a window in the mask of all": WINDOWED,
+    "a window in the mask of some": {
+        "mask": lambda self, i, x, mask, at: (windowed if i == 1 else create_causal_mask)(
+            self.config, x, mask, None, at
+        )
+    },
+    "a window of another config": {"mask": a_window_of_another_config},
+    "a window in a slice of the mask": {"mask": a_slice_of_the_mask},
+    "a window told twice": {**WINDOWED, "others": lambda self, i, x: {"sliding_window": WINDOW}},
+    "the dtype of the embedding": {"tables": in_the_dtype_of_the_embedding},
+    "numbers of the depth": {"others": lambda self, i, x: {"depth": i, "share": i / 3, "last": i == 2}},
+    "positions from two": {"tables": lambda self, i, x, at: self.rotary_emb(x, at + 2)},
+    "a table of the whole context": {"tables": of_the_whole_context},
+}
 
 
-# -- refused -----------------------------------------------------------------------------------------------------------
+def changed_mask(change: Any) -> Parts:
+    def mask(self: Any, i: int, x: Tensor, mask: Tensor | None, at: Tensor) -> Any:
+        made = create_causal_mask(self.config, x, mask, None, at)
+        return made if made is None else change(made, at)
+
+    return {"mask": mask}
 
 
-class ScaleOfTheEmbedding(Odd):
-    def tables(self, i, x, position_ids):
-        return tuple(table * x.norm() for table in self.rotary_emb(x, position_ids))
-
-
-class TableOfTheLength(Odd):
-    def tables(self, i, x, position_ids):
-        return tuple(table * (1 + x.shape[1] / 64) for table in self.rotary_emb(x, position_ids))
-
-
-class PositionsOfItsOwn(Odd):
-    def tables(self, i, x, position_ids):
-        return self.rotary_emb(x, torch.arange(x.shape[1], device=x.device)[None])
-
-
-class PositionsFromTheEnd(Odd):
-    def tables(self, i, x, position_ids):
-        return self.rotary_emb(x, position_ids.max() - position_ids)
-
-
-class NumberOfTheLength(Odd):
-    def others(self, i, x):
-        return {"length": x.shape[1]}
-
-
-class TensorOfTheEmbedding(Odd):
-    def others(self, i, x):
-        return {"first": x[:, :1]}
-
-
-class Own:
-    """An object that nothing here looks into."""
-
-
-class ObjectOfItsOwn(Odd):
-    def others(self, i, x):
-        return {"first": Own()}
-
-
-class IndexOfTheTokens(Odd):
-    def others(self, i, x):
-        return {"index": torch.arange(x.shape[1], device=x.device)}
-
-
-class DtypeOfTheCaller(Odd):
+def narrow_for_the_caller(self, input_ids=None, **kwargs):
     """Only where token ids are given; later stages get hidden states."""
-
-    def forward(self, input_ids=None, **kwargs):
-        self.narrow = input_ids is not None
-        return super().forward(input_ids, **kwargs)
-
-    def tables(self, i, x, position_ids):
-        return tuple(t.bfloat16() if self.narrow else t for t in self.rotary_emb(x, position_ids))
+    self.narrow = input_ids is not None
+    return Odd.forward(self, input_ids, **kwargs)
 
 
-class MixedTokens(Odd):
-    def before(self, x, position_ids):
-        return x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+def scaled_tables(scale: Any) -> Parts:
+    return {"tables": lambda self, i, x, at: tuple(table * scale(x) for table in self.rotary_emb(x, at))}
 
 
-class ScaledInPlace(Odd):
-    """Each stage would do it again, to what it is given."""
-
-    def before(self, x, position_ids):
-        return x.mul_(1.5)
+def one_back(x: Tensor) -> Tensor:
+    return nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
 
 
-class EmbeddingAddedToTheEnd(Odd):
-    def after(self, hidden, x):
-        return self.norm(hidden + x)
-
-
-class EmbeddingScalesTheEnd(Odd):
-    def after(self, hidden, x):
-        return self.norm(hidden) * x.norm()
-
-
-class BiasOnTheMask(Odd):
-    def mask(self, i, x, mask, position_ids):
-        made = super().mask(i, x, mask, position_ids)
-        return made if made is None else made + position_ids[:, None, None].to(made.dtype)
-
-
-class BiasInTheMask(Odd):
-    def mask(self, i, x, mask, position_ids):
-        made = super().mask(i, x, mask, position_ids)
-        return made if made is None else made.sub_(1)
-
-
-class WindowWithoutTheMask(Odd):
-    def others(self, i, x):
-        return {"sliding_window": WINDOW}
-
-
-class WindowUnlikeTheMask(WindowInTheMaskOfAll):
-    def others(self, i, x):
-        return {"sliding_window": WINDOW - 1}
-
-
-class OddAttention(modeling_llama.LlamaAttention):
-    """A layer's attention that makes something of its own of what it is given."""
-
-
-class ScaleOfTheLength(OddAttention):
-    def forward(self, hidden_states, **kwargs):
-        self.scaling = self.head_dim**-0.5 * (1 + hidden_states.shape[1] / 64)
-        return super().forward(hidden_states, **kwargs)
-
-
-class RotaryOfItsOwn(OddAttention):
-    def forward(self, hidden_states, position_embeddings, **kwargs):
-        angles = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None, :, None].expand(1, -1, 8)
-        angles = angles.to(hidden_states.dtype)
-        return super().forward(hidden_states, position_embeddings=(angles.cos(), angles.sin()), **kwargs)
-
-
-class KeysOfTwoTokens(OddAttention):
-    def forward(self, hidden_states, **kwargs):
-        before = nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1]
-        return super().forward(hidden_states + before, **kwargs)
-
-
-class MeanOfTheTokens(OddAttention):
-    def forward(self, hidden_states, **kwargs):
-        return super().forward(hidden_states - hidden_states.mean(1, keepdim=True), **kwargs)
-
-
-class NotCausal(OddAttention):
-    def forward(self, hidden_states, **kwargs):
-        return super().forward(hidden_states, is_causal=False, **kwargs)
-
-
-class TwiceInALayer(OddAttention):
-    def forward(self, hidden_states, **kwargs):
-        return super().forward(super().forward(hidden_states, **kwargs)[0], **kwargs)
-
-
-REFUSED = [
-    (ScaleOfTheEmbedding, "layer 0 gets other 'position_embeddings' than in the whole model: values differ"),
-    (TableOfTheLength, "layer 0 gets other 'position_embeddings' than in the whole model: values differ"),
-    (PositionsOfItsOwn, "layer 0 gets other 'position_embeddings' than in the whole model: values differ"),
-    (PositionsFromTheEnd, "layer 0 gets other 'position_embeddings' than in the whole model: values differ"),
-    (NumberOfTheLength, "layer 0 gets other 'length' than in the whole model: 4, there 7"),
-    (TensorOfTheEmbedding, "layer 0 gets other 'first' than in the whole model: values differ"),
-    (
-        IndexOfTheTokens,
-        r"layer 0 gets other 'index' than in the whole model: \[0, 1, 2, 3, 0, 1, 2\], there \[0, 1",
+VALUES = "Tensor-likes are not close! "
+OF_THE_TABLES = "layer 0 gets other 'position_embeddings' than in the whole model: " + VALUES
+OF_THE_LOGITS = "the logits that it returns are not those of the whole model: " + VALUES
+OF_THE_MASK = "layer 0 gets other 'attention_mask' than in the whole model: "
+REFUSED: dict[str, tuple[Parts, str]] = {
+    "a scale of the embedding": (scaled_tables(lambda x: x.norm()), OF_THE_TABLES),
+    "a table of the length": (scaled_tables(lambda x: 1 + x.shape[1] / 64), OF_THE_TABLES),
+    "positions of its own": (
+        {"tables": lambda self, i, x, at: self.rotary_emb(x, torch.arange(x.shape[1], device=x.device)[None])},
+        OF_THE_TABLES,
     ),
-    (ObjectOfItsOwn, "'first', which no stage sends on"),
-    (
-        DtypeOfTheCaller,
-        "layer 2 gets other 'position_embeddings' than in .*: of dtype torch.float64, there torch.bfloat16",
+    "positions from the end": ({"tables": lambda self, i, x, at: self.rotary_emb(x, at.max() - at)}, OF_THE_TABLES),
+    "a number of the length": (
+        {"others": lambda self, i, x: {"length": x.shape[1]}},
+        r"layer 0 gets other 'length' than in the whole model: \[4, 3\], there 7",
     ),
-    (MixedTokens, "layer 0 gets other 'hidden states' than in the whole model: values differ"),
-    (ScaledInPlace, "layer 2 gets other 'hidden states' than in the whole model: values differ"),
-    (EmbeddingAddedToTheEnd, "the logits that it returns are not those of the whole model: values differ"),
-    (EmbeddingScalesTheEnd, "the logits that it returns are not those of the whole model: values differ"),
-    (BiasOnTheMask, "layer 0 gets other 'attention_mask' than in the whole model: of "),
-    (BiasInTheMask, "layer 0 gets other 'attention_mask' than in the whole model: of "),
-    (WindowWithoutTheMask, "layer 0: its attention is told a window of 5 tokens, its mask one of None"),
-    (WindowUnlikeTheMask, "layer 0: its attention is told a window of 4 tokens, its mask one of 5"),
-    (ScaleOfTheLength, "layer 0: its attention gets other scaling in segments than in the whole sequence: 0.3"),
-    (RotaryOfItsOwn, "layer 0: its attention gets other queries in segments than in the whole sequence: values differ"),
-    (
-        KeysOfTwoTokens,
-        "layer 0: its attention gets other queries in segments than in the whole sequence: values differ",
+    "a tensor of the embedding": (
+        {"others": lambda self, i, x: {"first": x[:, :1]}},
+        "layer 0 gets other 'first' than in the whole model: " + VALUES,
     ),
-    (
-        MeanOfTheTokens,
-        "layer 0: its attention gets other queries in segments than in the whole sequence: values differ",
+    "an index of the tokens": (
+        {"others": lambda self, i, x: {"index": torch.arange(x.shape[1], device=x.device)}},
+        "layer 0 gets other 'index' than in the whole model: Tensor-likes are not equal! ",
     ),
-    (NotCausal, "layer 0: .* does not support attention that is not causal"),
-    (TwiceInALayer, "layer 0: it runs attention more than once"),
-]
+    "an object of its own": ({"others": lambda self, i, x: {"first": object()}}, "'first', which no stage sends on"),
+    "a dtype of the caller": (
+        {
+            "forward": narrow_for_the_caller,
+            "tables": lambda self, i, x, at: tuple(
+                table.bfloat16() if self.narrow else table for table in self.rotary_emb(x, at)
+            ),
+        },
+        "layer 2 gets other 'position_embeddings' than in .*: .*torch.float64 != torch.bfloat16",
+    ),
+    "mixed tokens": (
+        {"before": lambda self, x, at: x + one_back(x)},
+        "layer 0 gets other 'hidden states' than in the whole model: " + VALUES,
+    ),
+    "scaled in place, by each stage again": (
+        {"before": lambda self, x, at: x.mul_(1.5)},
+        "layer 2 gets other 'hidden states' than in the whole model: " + VALUES,
+    ),
+    "the embedding added to the end": ({"after": lambda self, hidden, x: self.norm(hidden + x)}, OF_THE_LOGITS),
+    "the embedding scales the end": ({"after": lambda self, hidden, x: self.norm(hidden) * x.norm()}, OF_THE_LOGITS),
+    "a bias on the mask": (changed_mask(lambda made, at: made + at[:, None, None].to(made.dtype)), OF_THE_MASK),
+    "a bias in the mask": (changed_mask(lambda made, at: made.sub_(1)), OF_THE_MASK),
+    "a window without the mask": (
+        {"others": lambda self, i, x: {"sliding_window": WINDOW}},
+        "layer 0: its attention is told a window of 5 tokens, its mask one of None",
+    ),
+    "a window unlike the mask": (
+        {**WINDOWED, "others": lambda self, i, x: {"sliding_window": WINDOW - 1}},
+        "layer 0: its attention is told a window of 4 tokens, its mask one of 5",
+    ),
+}
+
+# -- attentions, each of which makes something of its own of what it is given ------------------------------------------
+
+plain = modeling_llama.LlamaAttention.forward
 
 
-def odd(kind: type[Any]) -> Any:
+def with_a_scale_of_the_length(self, x, **given):
+    self.scaling = self.head_dim**-0.5 * (1 + x.shape[1] / 64)
+    return plain(self, x, **given)
+
+
+def with_a_rotation_of_its_own(self, x, position_embeddings, **given):
+    angles = torch.arange(x.shape[1], device=x.device)[None, :, None].expand(1, -1, 8).to(x.dtype)
+    return plain(self, x, position_embeddings=(angles.cos(), angles.sin()), **given)
+
+
+REFUSED_ATTENTIONS = {
+    "not causal": (
+        lambda self, x, **given: plain(self, x, is_causal=False, **given),
+        "layer 0: .* does not support attention that is not causal",
+    ),
+    "twice in a layer": (
+        lambda self, x, **given: plain(self, plain(self, x, **given)[0], **given),
+        "layer 0: it runs attention more than once",
+    ),
+}
+WARNED = {  # by the first step: the cut does not look at what an attention makes of that which it is given
+    "tokens mixed": with_a_scale_of_the_length,
+    "positions from zero": with_a_rotation_of_its_own,
+    "state across tokens": lambda self, x, **given: plain(self, x + one_back(x), **given),
+    "batch statistics": lambda self, x, **given: plain(self, x - x.mean(1, keepdim=True), **given),
+}
+
+
+def odd(parts: Parts, attention: Any = None) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**{**COMMON, **GROUPED}, attn_implementation="eager")
     config.sliding_window = WINDOW
     model = transformers.LlamaForCausalLM(config).double().train()
-    model.model.__class__ = Odd if issubclass(kind, OddAttention) else kind
-    for layer in model.model.layers if issubclass(kind, OddAttention) else ():
-        layer.self_attn.__class__ = kind
+    model.model.__class__ = type("OddModel", (Odd,), parts)
+    for layer in model.model.layers if attention is not None else ():
+        own = {"forward": lambda self, hidden_states, **given: attention(self, hidden_states, **given)}
+        layer.self_attn.__class__ = type("OddAttention", (modeling_llama.LlamaAttention,), own)
     return model
 
 
 @pytest.mark.parametrize("kind", RIGHT)
 def test_an_odd_model_that_a_stage_can_follow_is_right(kind):
-    model = odd(kind)
+    model = odd(RIGHT[kind])
     with Float64():
         want_losses, want = run_whole(copy.deepcopy(model))
-    losses, stages, _ = run_pipeline(model, balance=[1, 2])
-    torch.testing.assert_close(torch.stack(losses), torch.stack(want_losses), rtol=1e-12, atol=0)
-    check(stages, want)
+    check_pipeline(model, want_losses, want, balance=[1, 2])
 
 
 def test_windows_in_masks_count():
     """The test above would not see it if they did nothing."""
     with Float64():
-        plain, windowed = (run_whole(odd(kind))[0] for kind in (Odd, WindowInTheMaskOfSome))
+        plain, windowed = (run_whole(odd(parts))[0] for parts in ({}, RIGHT["a window in the mask of some"]))
     assert all(abs(a - b) > 1e-3 for a, b in zip(plain, windowed, strict=True))
 
 
-@pytest.mark.parametrize("kind", [WindowInTheMaskOfAll, WindowInTheMaskOfSome])
+@pytest.mark.parametrize("kind", ["a window in the mask of all", "a window in the mask of some"])
 def test_a_window_in_the_mask_alone_is_found_with_packed_documents(kind):
-    tokens, _ = batch()
-    model = odd(kind)
-    rows = doc_ids()
-    with Float64(), torch.no_grad():
-        stage = pipeline_stage(copy.deepcopy(model), 0, 1)
-        packed = stage(tokens, rows)
-        for row in range(len(tokens)):
-            for start in rows[row].unique():
-                at = rows[row] == start
-                alone = model(tokens[row : row + 1, at]).logits
-                torch.testing.assert_close(packed[row : row + 1, at], alone, rtol=1e-10, atol=1e-10)
+    model = odd(RIGHT[kind])
+    with Float64():
+        want_losses, want = run_documents(copy.deepcopy(model))
+    check_pipeline(model, want_losses, want, kwargs={"doc_ids": doc_ids()})
 
 
-@pytest.mark.parametrize(("kind", "text"), REFUSED)
+ALL_REFUSED = [
+    *(pytest.param(lambda parts=parts: odd(parts), text, id=kind) for kind, (parts, text) in REFUSED.items()),
+    *(pytest.param(lambda at=at: odd({}, at), text, id=kind) for kind, (at, text) in REFUSED_ATTENTIONS.items()),
+]
+
+
+@pytest.mark.parametrize(("make", "text"), ALL_REFUSED)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_an_odd_model_that_a_stage_cannot_follow_is_refused(device, kind, text):
-    model = odd(kind).to(device)
+def test_an_odd_model_that_a_stage_cannot_follow_is_refused(device, make, text):
+    model = make().to(device)
     with pytest.raises(ValueError, match=text):
         for rank in range(2):
             pipeline_stage(model, rank, 2, balance=[2, 1])
+
+
+@pytest.mark.parametrize("text", WARNED)
+def test_an_odd_attention_is_found_by_the_first_step(text):
+    with pytest.warns(seq1f1b.SegmentWarning, match=rf"{text}: stage \d, model.layers.\d.self_attn \(OddAttention\)"):
+        run_pipeline(odd({}, WARNED[text]).float())

@@ -12,10 +12,10 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
 
-import test_hybrids  # noqa: E402
+import decoders  # noqa: E402
 import test_transformers  # noqa: E402
 from slices import slice_of  # noqa: E402
-from test_transformers import Float64, check, loss_fn  # noqa: E402
+from test_transformers import ARCHITECTURES, Float64, check, loss_fn  # noqa: E402
 from tree_runs import Trees, run_paths  # noqa: E402
 
 import seq1f1b  # noqa: E402
@@ -31,8 +31,7 @@ SIBLINGS = Trees([[5, 3, [4, 1, 2], [6, 2]], [7, [2, 2]]], [[-1, 0, 0, 1], [-1, 
 
 
 def build(name: str, **options: Any) -> Any:
-    known = test_transformers if name in test_transformers.ARCHITECTURES else test_hybrids
-    return known.build(name, **options)
+    return test_transformers.build(name, **options) if name in ARCHITECTURES else decoders.build(name)
 
 
 def data_of(trees: Trees) -> tuple[list[Tensor], list[Tensor]]:
@@ -75,8 +74,8 @@ def check_paths(model: Any, trees: Trees, **options: Any) -> None:
 
 def a_slice(*names: str) -> list[Any]:
     """These, and all others under the full mark."""
-    known = [*test_transformers.ARCHITECTURES, *(test_hybrids.HYBRIDS | test_hybrids.OTHERS)]
-    return slice_of(((name,) for name in dict.fromkeys(known)), [(name,) for name in names])
+    right = [name for name, row in decoders.read_page().items() if row.what.get(decoders.RELEASE) == decoders.RIGHT]
+    return slice_of(((name,) for name in right), [(name,) for name in names])
 
 
 @pytest.mark.parametrize("name", a_slice("llama", "gemma2", "qwen3_next", "llama4_text"))

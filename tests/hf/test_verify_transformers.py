@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -35,9 +34,6 @@ def engine_of(stage: nn.Module, **options: Any) -> seq1f1b.PipelineEngine:
 def test_a_supported_model_is_not_blamed(name):
     engine = engine_of(pipeline_stage(build(name, torch.float32), 0, 1))
     tokens, target = batch()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", seq1f1b.SegmentWarning)
-        engine.step(tokens, target=target)
     result = engine.verify(tokens, target=target, show=False)
     assert result.ok, str(result)
     assert result.exact  # compared in float64, whatever the model casts to float32
