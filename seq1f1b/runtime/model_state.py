@@ -134,6 +134,7 @@ def has_changed(tensor: Tensor) -> bool:
 # -- attributes: what a module keeps from one forward to the next beside its buffers -----------------------------------
 
 
+_ABSENT: Any = object()
 Attributes: TypeAlias = "list[tuple[nn.Module, dict[str, tuple[Any, Any]]]]"
 
 
@@ -146,6 +147,20 @@ def put_back(saved: Attributes) -> None:
     """Makes attributes what they were, and the elements of those that are plain containers."""
     for module, own in saved:
         _put_back(module.__dict__, own)
+
+
+def first_changed(saved: Attributes) -> tuple[nn.Module, str] | None:
+    """The first attribute, parameter, buffer or module of a module that is another one since, or has other elements."""
+    for module, own in saved:
+        now = module.__dict__
+        for name in (*own, *(now.keys() - own.keys())):
+            value, elements = own.get(name, (_ABSENT, None))
+            if now.get(name, _ABSENT) is not value:
+                return module, name
+            if elements is not None and not _same(value, elements):
+                registered = value if name in ("_parameters", "_buffers", "_modules") else ()
+                return module, next((key for key in registered if value[key] is not elements.get(key)), name)
+    return None
 
 
 def _copied(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -232,17 +232,6 @@ def test_the_model_stays_as_it_was():
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-class Branches(Chain):
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.words(tokens)
-        return super().forward(tokens) if x.sum() > 0 else x
-
-
-class Drops(Chain):
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.dropout(super().forward(tokens), 0.1, self.training)
-
-
 class Asks(Chain):
     def forward(self, tokens: Tensor, doc_ids: Tensor | None = None) -> Tensor:
         return super().forward(tokens) if doc_ids is None else super().forward(tokens, doc_ids) * 2
@@ -267,12 +256,6 @@ class Backwards(Chain):
         return self.head(self.norm(x + self.shift)) * self.scale
 
 
-def hooked() -> Chain:
-    model = Chain()
-    model.register_forward_hook(lambda *_: None)
-    return model
-
-
 @pytest.mark.parametrize(
     ("kind", "cut", "text"),
     [
@@ -287,12 +270,9 @@ def hooked() -> Chain:
         (Chain, {"at": ["blocks"]}, "Chain does not run 'blocks', so no stage begins there"),
         (lambda: nn.Linear(2, 2), {"num_stages": 1}, "Linear has no nn.Sequential or nn.ModuleList: say by at= where"),
         (lambda: Chain(unused=True), {"num_stages": 2}, "Chain does not use second.weight, second.bias, which"),
-        (hooked, {"num_stages": 2}, "Chain has hooks, which no stage would run"),
-        (Branches, {"num_stages": 2}, "Branches cannot be cut, at .*control flow depends on .* must lie in a module"),
-        (Drops, {"num_stages": 2}, "Drops is another one in training than in evaluation"),
         (Asks, {"num_stages": 2}, "Asks depends on whether doc_ids is given: put that into a module"),
         (Numbers, {"num_stages": 2}, "Numbers uses item behind the cut, in mul.*: it is a number"),
-        (Offset, {"num_stages": 2}, r"Offset uses token_offset\(\), a number of the segment: use positions"),
+        (Offset, {"num_stages": 2}, r"Offset cannot be cut, .* it uses token_offset\(\), .*: use positions"),
         (Backwards, {"num_stages": 3}, "Backwards runs 'blocks.4' before 'blocks.2': no stage begins there"),
     ],
 )  # fmt: skip
