@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import MappingKey, SequenceKey, tree_leaves_with_path, tree_map_with_path
 
 from seq1f1b.adapters.chain_checks import constants_of, is_size, line_of
 from seq1f1b.adapters.chain_compare import Composite, compare
@@ -115,37 +116,28 @@ def _split(model: nn.Module, names: Sequence[str], sample: Any, check: bool) -> 
 def _take_apart(graph: fx.Graph, node: fx.Node, value: Any) -> bool:
     """Has what uses a value of several tensors use these, which stages can hand on. Returns whether it can."""
     users = [user for user in node.users if not (user.target is operator.getitem and user.args[0] is node)]
+    leaves, keys = tree_leaves_with_path(value), (MappingKey, SequenceKey)
+    are_tensors = all(item is None or isinstance(item, torch.Tensor) for _, item in leaves)
+    if not users or not are_tensors or not all(isinstance(key, keys) for path, _ in leaves for key in path):
+        return False
     last = node
 
-    def apart(source: fx.Node, item: Any) -> Any:
+    def taken(path: Any, item: Any) -> fx.Node | None:
         nonlocal last
-        if isinstance(item, torch.Tensor):
-            return source
-        found: dict[Any, Any] = {}
-        for key, each in item.items() if isinstance(item, dict) else enumerate(item):
-            if each is None:
-                found[key] = None
-                continue
+        source = node
+        for key in path if item is not None else ():
             with graph.inserting_after(last):
-                last = graph.call_function(operator.getitem, (source, key))
+                at = key.key if isinstance(key, MappingKey) else key.idx
+                last = source = graph.call_function(operator.getitem, (source, at))
             last.meta.update(node.meta)
-            found[key] = apart(last, each)
-        return found if isinstance(item, dict) else type(item)(found.values())
+        return None if item is None else source
 
-    if not users or not _is_of_tensors(value):
-        return False
-    structure = apart(node, value)
+    structure = tree_map_with_path(taken, value)
     for user in users:
         user.args, user.kwargs = fx.node.map_arg(
             (user.args, user.kwargs), lambda used: structure if used is node else used
         )
     return True
-
-
-def _is_of_tensors(value: Any) -> bool:
-    if type(value) in (tuple, list, dict):
-        return all(map(_is_of_tensors, value.values() if isinstance(value, dict) else value))
-    return value is None or isinstance(value, torch.Tensor)
 
 
 def _names(model: nn.Module, num_stages: int | None, at: Sequence[str | int] | None) -> list[str]:

@@ -307,8 +307,8 @@ def _difference(whole: _Row, stages: _Row) -> str:
     typical = math.sqrt(sum(size**2 for size in whole.sizes.values()) / max(1, len(whole.sizes)))
     eps = max((torch.finfo(v.dtype).eps for _, v in theirs if _is_real(v)), default=2**-24)
     for name in [*whole.gradients, *(stages.gradients.keys() - whole.gradients.keys())]:
-        wanted, found = whole.gradients.get(name), stages.gradients.get(name)
-        distance = _norm(found if wanted is None else wanted if found is None else _wide(wanted) - _wide(found))
+        here = [_wide(row.gradients[name]) for row in (whole, stages) if name in row.gradients]
+        distance = _norm(here[0] - here[1] if len(here) == 2 else here[0])
         before, after = whole.sizes.get(name, 0.0), stages.sizes.get(name, 0.0)
         are_finite = math.isfinite(before) or math.isfinite(after)
         size = max(before, after)

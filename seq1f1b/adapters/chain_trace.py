@@ -9,6 +9,7 @@ import os
 import random
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -255,7 +256,7 @@ class _Tracer(fx.Tracer):
             _place(),
         )
 
-    to_bool = iter = keys = unknown
+    to_bool = iter = keys = unknown  # type: ignore[assignment]
 
 
 class _Value(fx.Proxy):
@@ -415,16 +416,11 @@ def _draw() -> None:
 
 def _place(error: BaseException | None = None) -> str:
     """Names the innermost line of the model, here or where an error was raised, as ``, at FILE:LINE: "TEXT"``."""
-    frames = []
-    frame, following = sys._getframe(1), error and error.__traceback__
-    while following:
-        frames.insert(0, (following.tb_frame.f_code, following.tb_lineno))
-        following = following.tb_next
-    while error is None and frame and (frame.f_globals is not globals() or frame.f_code.co_name != "run"):
-        frames.append((frame.f_code, frame.f_lineno))
-        frame = frame.f_back
-    for code, line in frames:
-        file = code.co_filename
+    here = traceback.walk_stack(sys._getframe(1))
+    for frame, line in here if error is None else reversed(list(traceback.walk_tb(error.__traceback__))):
+        if error is None and frame.f_globals is globals() and frame.f_code.co_name == "run":
+            break  # beyond it nothing is traced
+        file = frame.f_code.co_filename
         is_standard = file.startswith(_STANDARD) and "-packages" not in file
         if not is_standard and not file.startswith(_NOT_THE_USERS):
             text = linecache.getline(file, line).strip()

@@ -267,29 +267,6 @@ class LlamaOfTensors(Llama):
         return self.lm_head(self.norm(x))
 
 
-class BloomBlock(Block):
-    """ALiBi."""
-
-    def forward(self, x: Tensor, slopes: Tensor) -> Tensor:  # type: ignore[override]
-        q, k, v = map(heads, self.qkv(self.norm(x)).chunk(3, -1))
-        y = seq1f1b.causal_attention(q, k, v, layer=self.layer, alibi_slopes=slopes)
-        return x + self.out(y.transpose(1, 2).flatten(2))
-
-
-class Bloom(Base):
-    def __init__(self) -> None:
-        super().__init__(BloomBlock)
-        self.embedding_norm = nn.LayerNorm(HIDDEN)
-        self.register_buffer("slopes", torch.tensor([2.0**-i for i in range(1, HEADS + 1)], dtype=torch.float32))
-        self.head.weight = self.words.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding_norm(self.words(tokens))
-        for block in self.blocks:
-            x = block(x, self.slopes.float())
-        return self.head(self.norm(x))
-
-
 class T5Block(nn.Module):
     """The first block makes the position bias of all; each hands it on. For whole sequences alone."""
 

@@ -91,7 +91,6 @@ CASES: dict[str, Case] = {
     "nanoGPT": Case(decoders.NanoGpt, engine=True),
     "Llama": Case(decoders.Llama, cut={"num_stages": 3}, engine=True),
     "Llama, tables apart": Case(decoders.LlamaOfTensors, cut={"num_stages": 3}, engine=True),
-    "BLOOM": Case(decoders.Bloom, engine=True),
     "T5's decoder": Case(decoders.T5Decoder),
     "U-Net": Case(decoders.UNet, cut={"num_stages": 3}, engine=True),
     "patches and a class token": Case(decoders.Vision, inputs=lambda: (images(),), needs_sample=True),

@@ -170,12 +170,6 @@ def asserts(self: Any, tokens: Tensor) -> Tensor:
     return whole(self, tokens)
 
 
-def branches(self: Any, tokens: Tensor) -> Tensor:
-    if tokens.shape[1] > 64:
-        raise ValueError("too long")
-    return whole(self, tokens)
-
-
 def loops(self: Any, tokens: Tensor) -> Tensor:
     return sum(whole(self, row) for row in tokens)  # type: ignore[return-value]
 
@@ -204,12 +198,6 @@ def assigns_in_place(self: Any, tokens: Tensor) -> Tensor:
 def counts_tokens(self: Any, tokens: Tensor) -> Tensor:
     x = self.embedding(tokens)
     return self.head(self.trunk(x + self.places(torch.arange(tokens.shape[1], device=tokens.device))))
-
-
-def counts_tokens_as_nanogpt(self: Any, tokens: Tensor) -> Tensor:
-    _, t = tokens.size()
-    pos = torch.arange(0, t, dtype=torch.long, device=tokens.device)
-    return self.head(self.trunk(self.embedding(tokens) + self.places(pos)))
 
 
 def first_rows(self: Any, tokens: Tensor) -> Tensor:
@@ -279,7 +267,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "is_grad_enabled": (lambda: model_of(grad_mode_asked), r"with gradients than without \(torch.is_grad_enabled"),
     "is_autocast_enabled": (lambda: model_of(autocast_asked), "under autocast"),
     "assert": (lambda: model_of(asserts), LINE + "an assert, asks .* Leave the assert out"),
-    "branch": (lambda: model_of(branches), LINE + "asks for a value"),
     "a number, with a way out": (lambda: model_of(number_or_one), LINE + "asks for a value .* the number"),
     "a branch, with a way out": (lambda: model_of(branch_or_nothing), LINE + "asks for a value"),
     "loop": (lambda: model_of(loops), LINE + "the items of a tensor"),
@@ -295,10 +282,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "part of a tensor": (lambda: model_of(assigns_in_place), "assigns to a part of a tensor"),
     "count of tokens": (lambda: model_of(counts_tokens, places=nn.Embedding(32, HIDDEN)), LINE + r".*positions\(x\)"),
-    "nanoGPT's count": (
-        lambda: model_of(counts_tokens_as_nanogpt, places=nn.Embedding(32, HIDDEN)),
-        LINE + r".*seq1f1b.positions\(x\)",
-    ),
     "first rows": (lambda: model_of(first_rows, places=nn.Embedding(32, HIDDEN)), r"seq1f1b.positions\(x\)"),
     "nanoGPT's loss": (lambda: model_of(loss_of_other_logits), "targets .* give the loss as loss_fn"),
     "any number of arguments": (lambda: model_of(many), r"takes \*args"),
