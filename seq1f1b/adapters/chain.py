@@ -6,16 +6,16 @@ import copy
 import operator
 import threading
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import MappingKey, SequenceKey, tree_leaves_with_path, tree_map_with_path
 
-from seq1f1b.adapters.chain_checks import check_lengths, check_shared, constants_of
-from seq1f1b.adapters.chain_compare import Composite, compare, sample_of, tell_not_compared
-from seq1f1b.adapters.chain_trace import Traced, is_size, line_of, trace
+from seq1f1b.adapters.chain_checks import constants_of, is_size, line_of
+from seq1f1b.adapters.chain_compare import Composite, compare
+from seq1f1b.adapters.chain_trace import Traced, trace
 from seq1f1b.runtime.tied_copies import carried, check_hooks, held
 
 __all__ = ["ChainStage", "split"]
@@ -67,11 +67,11 @@ def split(
     tied: each stage gets a copy, and the engine keeps the copies equal. The stages share all else with the model, which
     may be on the meta device.
 
-    What a trace does not record is refused, with the line of forward: contexts as ``torch.no_grad`` or autocast,
-    checkpoints, hooks, random numbers of Python, control flow on values. What forward reads of Python, as
-    ``self.scale`` or a global, must stay as it is: the engine compares it before each step. Then the stages are run in
-    a row, and compared with the model: outputs, gradients and buffers, in training and in evaluation mode, with the
-    random numbers of one seed. The model is as before afterwards.
+    What a trace does not record is refused: contexts as ``torch.no_grad`` or autocast, checkpoints, hooks, random
+    numbers of Python, control flow on values. Stages keep what forward reads of Python at the cut; the engine compares
+    attributes, as ``self.scale``, before each step. Then the stages are run in a row, and compared with the model:
+    outputs, gradients and buffers, in training and in evaluation mode, with the random numbers of one seed. The model
+    is as before afterwards.
 
     Args:
         model: its first stage takes the arguments of forward that have no default. Those that have one are keyword
@@ -95,23 +95,17 @@ def split(
 
 
 def _split(model: nn.Module, names: Sequence[str], sample: Any, check: bool) -> list[ChainStage]:
-    traced = trace(model, names, partial(check_lengths, model))
+    traced = trace(model, names)
     while True:
         stage_of = _stages(model, traced.graph, names)
-        check_shared(model, traced.graph, stage_of)
         cut = _Cut(model, traced, stage_of, len(names) + 1)
         parts = [cut.part(stage) for stage in range(cut.count)]
         _check_owned(model, parts)
-        try:
-            _copy_tied(model, parts)
-        except (RuntimeError, TypeError) as error:  # of a module that cannot be copied
-            raise ValueError(
-                f"a module of {type(model).__name__} with parameters that several stages use cannot be copied: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        _copy_tied(model, parts)
         try:
             if check and not any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-                _compare(model, traced, cut, parts, sample)
+                handed_on = [[node.name for node in cut.handed_on(stage)] for stage in range(cut.count - 1)]
+                compare(model, traced.graph, traced.without, parts, [*handed_on, []], sample)
             return parts
         except Composite as found:
             node = next(node for node in traced.graph.nodes if node.name == found.name)
@@ -119,50 +113,31 @@ def _split(model: nn.Module, names: Sequence[str], sample: Any, check: bool) -> 
                 raise
 
 
-def _compare(model: nn.Module, traced: Traced, cut: _Cut, parts: Sequence[ChainStage], sample: Any) -> None:
-    found = sample_of(model, traced.graph, sample)
-    why: str | None = "its arguments are unknown"
-    if found is not None:
-        handed_on = [[node.name for node in cut.handed_on(stage)] for stage in range(cut.count - 1)]
-        why = compare(model, parts, [*handed_on, []], found, traced.without)
-    if why is not None:
-        tell_not_compared(model, why)
-
-
 def _take_apart(graph: fx.Graph, node: fx.Node, value: Any) -> bool:
     """Has what uses a value of several tensors use these, which stages can hand on. Returns whether it can."""
     users = [user for user in node.users if not (user.target is operator.getitem and user.args[0] is node)]
+    leaves, keys = tree_leaves_with_path(value), (MappingKey, SequenceKey)
+    are_tensors = all(item is None or isinstance(item, torch.Tensor) for _, item in leaves)
+    if not users or not are_tensors or not all(isinstance(key, keys) for path, _ in leaves for key in path):
+        return False
     last = node
 
-    def apart(source: fx.Node, item: Any) -> Any:
+    def taken(path: Any, item: Any) -> fx.Node | None:
         nonlocal last
-        if isinstance(item, torch.Tensor):
-            return source
-        found: dict[Any, Any] = {}
-        for key, each in item.items() if isinstance(item, dict) else enumerate(item):
-            if each is None:
-                found[key] = None
-                continue
+        source = node
+        for key in path if item is not None else ():
             with graph.inserting_after(last):
-                last = graph.call_function(operator.getitem, (source, key))
+                at = key.key if isinstance(key, MappingKey) else key.idx
+                last = source = graph.call_function(operator.getitem, (source, at))
             last.meta.update(node.meta)
-            found[key] = apart(last, each)
-        return found if isinstance(item, dict) else type(item)(found.values())
+        return None if item is None else source
 
-    if not users or not _is_of_tensors(value):
-        return False
-    structure = apart(node, value)
+    structure = tree_map_with_path(taken, value)
     for user in users:
         user.args, user.kwargs = fx.node.map_arg(
             (user.args, user.kwargs), lambda used: structure if used is node else used
         )
     return True
-
-
-def _is_of_tensors(value: Any) -> bool:
-    if type(value) in (tuple, list, dict):
-        return all(map(_is_of_tensors, value.values() if isinstance(value, dict) else value))
-    return value is None or isinstance(value, torch.Tensor)
 
 
 def _names(model: nn.Module, num_stages: int | None, at: Sequence[str | int] | None) -> list[str]:

@@ -1,16 +1,16 @@
-"""Checks of a trace before it is cut: constants, counts of tokens, and what several stages share."""
+"""What a trace says of its values: constants, sizes, effects; and whether it counts tokens from zero."""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn.modules.batchnorm import _NormBase
 
-from seq1f1b.adapters.chain_trace import has_effect, is_size, line_of
+from seq1f1b.ops import context
 
-__all__ = ["check_lengths", "check_shared", "constants_of"]
+__all__ = ["check_lengths", "constants_of", "has_effect", "is_size", "line_of"]
 
 _DRAWS = ("normal", "bernoulli", "multinomial", "poisson", "dropout", "alpha_dropout", "feature_dropout", "rrelu")
 
@@ -91,32 +91,44 @@ def _is_shape(node: fx.Node) -> bool:
     return is_call or (node.target is getattr and node.args[1] == "shape")
 
 
-# -- what several stages use -------------------------------------------------------------------------------------------
+# -- values of a trace -------------------------------------------------------------------------------------------------
 
 
-def check_shared(model: nn.Module, graph: fx.Graph, stage_of: dict[fx.Node, int]) -> None:
-    """Raises where several stages would each change a buffer of their own that is one in the model."""
-    users: dict[nn.Module, set[int]] = {}
-    names: dict[nn.Module, str] = {}
-    for node in graph.nodes:
-        if node.op == "call_module":
-            for path, module in model.get_submodule(str(node.target)).named_modules():
-                users.setdefault(module, set()).add(stage_of[node])
-                names.setdefault(module, f"{node.target}.{path}".rstrip("."))
-    for module, stages in users.items():
-        if len(stages) > 1 and isinstance(module, _NormBase) and module.running_mean is not None:
-            raise ValueError(
-                f"{names[module]!r} ({type(module).__name__}) keeps statistics in buffers, and stages {sorted(stages)} "
-                "use it: each would keep its own. Give it track_running_stats=False, or make it two modules"
-            )
-    reads: dict[str, set[int]] = {}
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            reads.setdefault(node.target, set()).update(stage_of[user] for user in node.users)
-    for node in graph.nodes:
-        for changed in node.all_input_nodes[:1] if has_effect(node) else ():
-            if changed.op == "get_attr" and len(reads[changed.target]) > 1:
-                raise ValueError(
-                    f"forward of {type(model).__name__} changes {changed.target}{line_of(node)}, and stages "
-                    f"{sorted(reads[changed.target])} use it: each would change its own. Move it into a block"
-                )
+def line_of(node: fx.Node) -> str:
+    """The line of the model that made a value, if it is known."""
+    return str(node.meta.get("seq1f1b_line", ""))
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a value is known to be no tensor."""
+    if node.op == "call_method":
+        return node.target in ("size", "dim", "numel", "stride", "item", "tolist")
+    if node.op != "call_function":
+        return False
+    if node.target is getattr:
+        return node.args[1] in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad")
+    parents = [parent for parent in node.all_input_nodes if parent.op != "placeholder"]
+    of_numbers = getattr(node.target, "__module__", "") in ("_operator", "operator", "math")
+    return of_numbers and any(map(is_size, parents))
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a value changes another one in place, or something outside of the graph, so that nobody need use it."""
+    if node.op == "call_method":
+        name = str(node.target)
+        return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "backward")
+    if node.op != "call_function" or node.target in _CHECKS:
+        return False
+    name = getattr(node.target, "__name__", "")
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return (
+        is_in_place
+        or node.target in (*_IN_PLACE, operator.setitem, context.carry_out, context.add_loss)
+        or "out" in node.kwargs
+        or bool(node.kwargs.get("inplace"))
+    )
+
+
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
+_IN_PLACE = [getattr(operator, f"i{name}") for name in _BINARY]
+_CHECKS = (torch._assert, fx._symbolic_trace._assert_is_none)

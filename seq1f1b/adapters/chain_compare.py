@@ -7,22 +7,20 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from seq1f1b.adapters.chain_watch import Refused
+from seq1f1b.adapters.chain_trace import Refused
 from seq1f1b.runtime.data_parallel import without_hooks
 from seq1f1b.runtime.model_state import RandomState, attributes_of, keep_state, put_back, uncompiled
 
-__all__ = ["Composite", "Sample", "compare", "sample_of"]
+__all__ = ["Composite", "compare"]
 
 _BATCH, _TOKENS = 2, 8  # of the sample that is made
 _ROUNDINGS = 8  # units of the last place, by which sums that are added in another order may differ
-_BLOCK = 4096  # elements of a gradient that one number of its digest stands for
 
 
 class Composite(Refused):
@@ -37,278 +35,205 @@ class Composite(Refused):
         self.name, self.value = name, value
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Arguments of the model's forward, by name.
+def compare(
+    model: nn.Module,
+    graph: fx.Graph,
+    without: Sequence[str],
+    parts: Sequence[Any],
+    handed_on: Sequence[Sequence[str]],
+    sample: Any,
+) -> None:
+    """Raises ValueError, which names the first output, buffer or gradient that differs, unless all are equal.
 
-    Attributes:
-        needed: names of those that the first stage takes, in its order.
-        text: what they are.
-        is_made: nobody has given them.
+    Warns where nothing was compared. The model is as before afterwards: parameters, gradients, buffers, modes,
+    attributes of modules, and generators.
+
+    Args:
+        graph: the model's.
+        without: arguments of a loss, which stages do not take.
+        handed_on: names of the values that each stage hands on.
+        sample: as :func:`seq1f1b.split` takes it.
     """
-
-    arguments: dict[str, Any]
-    needed: list[str]
-    text: str
-    is_made: bool
-
-
-def sample_of(model: nn.Module, graph: fx.Graph, given: Any) -> Sample | None:
-    """The arguments that were given, or token ids where forward takes these alone; None: unknown."""
     whose = type(model).__name__
     needed = [str(node.target) for node in graph.nodes if node.op == "placeholder" and not node.args]
-    if given is not None:
-        positional = given if isinstance(given, tuple) else () if isinstance(given, Mapping) else (given,)
-        named = dict(given) if isinstance(given, Mapping) else {}
-        try:
-            bound = inspect.signature(type(model).forward).bind(model, *positional, **named)
-        except TypeError as error:
-            raise ValueError(
-                f"sample does not fit forward of {whose}: {error}. Give its argument, a tuple of them, or a dict by "
-                "name"
-            ) from None
-        arguments = dict(list(bound.arguments.items())[1:])
-        return Sample(arguments, needed, "the sample", False)
-    tokens = _token_ids(model, graph)
-    if tokens is None:
-        return None
-    return Sample({needed[0]: tokens}, needed, f"token ids of shape {tuple(tokens.shape)}", True)
+    arguments = _token_ids(model, graph) if sample is None else _bound(model, sample)
+    text = "the sample" if sample is not None else f"token ids of shape {(_BATCH, _TOKENS)}"
+    why = "its arguments are unknown"
+    if arguments is not None:
+        given = {n: v.detach() if isinstance(v, Tensor) else v for n, v in arguments.items() if n not in without}
+        rest = {name: value for name, value in given.items() if name not in needed}
+        why = ""
+        state = RandomState(next((p.device for p in model.parameters()), torch.device("cpu")))
+        for is_training in (True, False):
+            where = f"{text}, in {'training' if is_training else 'evaluation'} mode"
+            try:
+                with _as_found((model, *parts), is_training):
+                    whole = _Row(model, [model])
+                    whole.forward((), given, [()])
+                    _check_buffers(model, parts, whole.changed)
+                    whole.backward()
+            except Refused:
+                raise
+            except Exception as error:  # of the model itself
+                why = f"forward of {whose} fails on {text}: {type(error).__name__}: {error}"
+                if sample is not None:
+                    raise ValueError(why) from error
+                break
+            finally:
+                state.restore()
+            try:
+                with _as_found((model, *parts), is_training):
+                    stages = _Row(model, parts)
+                    stages.forward([given[name] for name in needed], rest, handed_on)
+                    stages.backward()
+            except Refused:
+                raise
+            except Exception as error:
+                raise Refused(
+                    f"the stages of {whose} fail on {where}, and the model does not: {type(error).__name__}: {error}"
+                ) from error
+            finally:
+                state.restore()
+            difference = _difference(whole, stages)
+            if difference:
+                raise Refused(
+                    f"the stages of {whose} do not compute what it does, on {where}: {difference}. Outside of its "
+                    "blocks, forward does what a trace does not record: it reads a value that changes, swaps a "
+                    "function or a tensor, changes a buffer, or stops gradients. Move that into a block"
+                )
+    if why:
+        warnings.warn(
+            f"the stages of {whose} were not compared with it: {why}. Give split the arguments of a small call as "
+            "sample=, or check=False",
+            stacklevel=4,
+        )
 
 
-def _token_ids(model: nn.Module, graph: fx.Graph) -> Tensor | None:
-    """Ids below the smallest embedding, where the only argument that must be given feeds one."""
+def _bound(model: nn.Module, sample: Any) -> dict[str, Any]:
+    """The arguments that were given, by name."""
+    positional = sample if isinstance(sample, tuple) else () if isinstance(sample, Mapping) else (sample,)
+    try:
+        named = sample if isinstance(sample, Mapping) else {}
+        bound = inspect.signature(type(model).forward).bind(model, *positional, **named)
+    except TypeError as error:
+        raise ValueError(
+            f"sample does not fit forward of {type(model).__name__}: {error}. Give its argument, a tuple of them, or a "
+            "dict by name"
+        ) from None
+    return dict(list(bound.arguments.items())[1:])
+
+
+def _token_ids(model: nn.Module, graph: fx.Graph) -> dict[str, Any] | None:
+    """Ids below the smallest embedding, where the only argument that must be given feeds one; None: unknown."""
     needed = [node for node in graph.nodes if node.op == "placeholder" and not node.args]
-    if len(needed) != 1:
+    called = [user for node in needed for user in node.users if user.op == "call_module" and user.args[:1] == (node,)]
+    fed = [m for user in called for m in model.get_submodule(str(user.target)).modules()]
+    if len(needed) != 1 or not any(isinstance(m, nn.Embedding) for m in fed):
         return None
-    tables = [(m.num_embeddings, m.weight.device) for m in model.modules() if isinstance(m, nn.Embedding)]
-    feeds = False
-    for user in needed[0].users:
-        is_first = bool(user.args) and user.args[0] is needed[0]
-        if user.op == "call_module" and is_first:
-            feeds |= any(isinstance(m, nn.Embedding) for m in model.get_submodule(str(user.target)).modules())
-        elif user.op == "call_function" and user.target in (F.embedding, torch.embedding):
-            weight = next((n for n in user.all_input_nodes if n.op == "get_attr"), None)
-            if weight is not None:
-                table = model.get_parameter(str(weight.target))
-                tables.append((table.shape[0], table.device))
-                feeds = True
-    if not feeds:
-        return None
-    count, device = min(tables, key=lambda table: table[0])
-    ids = (torch.arange(_BATCH * _TOKENS, device=device) * 7 + 3) % count
-    return ids.view(_BATCH, _TOKENS)
+    table = min((m for m in model.modules() if isinstance(m, nn.Embedding)), key=lambda m: m.num_embeddings)
+    ids = (torch.arange(_BATCH * _TOKENS, device=table.weight.device) * 7 + 3) % table.num_embeddings
+    return {str(needed[0].target): ids.view(_BATCH, _TOKENS)}
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Run:
-    """The results of one run.
+class _Row:
+    """Modules that are run in a row, forward and backward: the stages, or the model by itself.
 
     Attributes:
         outputs: tensors and plain values of the output, by their place in it.
-        gradients: digests, by the parameter's first name in the model.
+        gradients: by the parameter's first name in the model.
         sizes: norms of the gradients, or the sum of those of its parts.
+        changed: names of the buffers that forward has changed.
     """
 
-    outputs: dict[str, Any]
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    sizes: dict[str, float] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
+    def __init__(self, model: nn.Module, parts: Sequence[Any]) -> None:
+        self._model, self._parts = model, parts
+        self._steps: list[tuple[list[Any], list[Any]]] = []  # what each part was given, and has returned
+        self.outputs: dict[str, Any] = {}
+        self.gradients: dict[str, Tensor] = {}
+        self.sizes: dict[str, float] = {}
+        self.buffers: dict[str, Tensor] = {}
+        self.changed: set[str] = set()
 
-    def take(self, name: str, gradient: Tensor) -> None:
-        found = _digest(gradient)
-        self.gradients[name] = self.gradients[name] + found if name in self.gradients else found
-        self.sizes[name] = self.sizes.get(name, 0.0) + float(torch.linalg.vector_norm(found))
-
-
-class _Comparison:
-    """
-    Args:
-        parts: the stages.
-        handed_on: names of the values that each stage but the last hands on.
-        without: arguments of a loss, which the model returns beside what the stages return.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        parts: Sequence[Any],
-        handed_on: Sequence[Sequence[str]],
-        sample: Sample,
-        without: Sequence[str],
-    ) -> None:
-        self._model, self._parts, self._handed_on = model, parts, handed_on
-        self._sample, self._without = sample, without
-        self._names = {id(p): name for name, p in model.named_parameters()}
-        for part in parts:
-            self._names |= {id(p): name for name, p in part.tied_parameters.items()}
-        self._parameters = {id(p): p for module in (model, *parts) for p in module.parameters()}
-
-    def run(self, is_training: bool) -> None:
-        """Raises where the stages differ from the model."""
-        mode = "training" if is_training else "evaluation"
-        device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
-        state = RandomState(device)
-        try:
-            with self._as_found(is_training):
-                whole = self._whole()
-            state.restore()
-            with self._as_found(is_training):
-                try:
-                    stages = self._in_a_row()
-                except Refused:
-                    raise
-                except Exception as error:
-                    raise Refused(
-                        f"the stages of {type(self._model).__name__} fail on {self._sample.text}, in {mode} mode, and "
-                        f"the model does not: {_told(error)}"
-                    ) from error
-        finally:
-            state.restore()
-        _Difference(type(self._model).__name__, f"on {self._sample.text}, in {mode} mode", whole, stages).check()
-
-    @contextmanager
-    def _as_found(self, is_training: bool) -> Iterator[None]:
-        modules = [module for whole in (self._model, *self._parts) for module in whole.modules()]
-        modes = [(module, module.training) for module in modules]
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(uncompiled())
-            stack.enter_context(keep_state((self._model, *self._parts), None, parameters=False))
-            stack.enter_context(without_hooks([p for p in self._parameters.values() if p.is_leaf]))
-            try:
-                for module in modules:
-                    module.training = is_training
-                yield
-            finally:
-                for module, was in modes:
-                    module.training = was
-
-    def _whole(self) -> _Run:
-        before = _buffers(self._model)
-        output = self._model(**self._arguments(self._sample.arguments))
-        tensors = dict(_places(output))
-        if self._without:
-            tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
-        run = _Run({name: _kept(value) for name, value in tensors.items()}, buffers=_buffers(self._model))
-        self._check_buffers(before, run.buffers)
-        with self._gradients_to(run, self._model):
-            _backward([value for value in tensors.values() if isinstance(value, Tensor)], None)
-        return run
-
-    def _check_buffers(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-        """Raises where several stages hold a buffer that forward changes: each would change its own."""
-        for name, buffer in self._model.named_buffers():
-            holders = [part.pipeline_place[0] for part in self._parts if any(b is buffer for b in part.buffers())]
-            if len(holders) > 1 and not _equal(before[name], after[name]):
-                raise Refused(
-                    f"forward of {type(self._model).__name__} changes buffer {name}, and stages {holders} use it: each "
-                    "would change its own. Make the modules that use it two modules"
-                )
-
-    def _in_a_row(self) -> _Run:
-        given, needed = self._arguments(self._sample.arguments), self._sample.needed
-        values: tuple[Any, ...] = tuple(given[name] for name in needed)
-        kwargs = {name: value for name, value in given.items() if name not in needed and name not in self._without}
-        steps: list[tuple[Any, list[Any], Any]] = []
+    def forward(self, values: Sequence[Any], kwargs: Mapping[str, Any], handed_on: Sequence[Sequence[str]]) -> None:
+        """handed_on: names of the values that each part hands on."""
+        whose = type(self._model).__name__
+        before = _buffers(self._parts)
         apart = [attributes_of(part.modules()) for part in self._parts]  # each runs in a process of its own
         for index, part in enumerate(self._parts):
-            own = [_leaf(value) for value in values] if index else list(values)
+            own = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in values]
             put_back(apart[index])
             output = part(*own, **kwargs)
             if not torch.is_grad_enabled():
-                raise Refused(f"stage {index} of {type(self._model).__name__} leaves gradients off for the next one")
-            steps.append((part, own, output))
+                raise Refused(f"stage {index} of {whose} leaves gradients off for the next one")
             values = output if isinstance(output, tuple) else (output,)
-            for name, value in zip(self._handed_on[index], values, strict=False):
+            self._steps.append((own, list(values)))
+            for name, value in zip(handed_on[index], values, strict=False):
                 if isinstance(value, (tuple, list, dict)):
                     raise Composite(name, value)
                 if not isinstance(value, Tensor):
                     raise Refused(
-                        f"stage {index} of {type(self._model).__name__} would hand on {name}, a "
-                        f"{type(value).__name__}, and stages hand on tensors: take it apart before the cut, or cut "
-                        "elsewhere by at="
+                        f"stage {index} of {whose} would hand on {name}, a {type(value).__name__}, and stages hand on "
+                        "tensors: take it apart before the cut, or cut elsewhere by at="
                     )
-        found = dict(_places(steps[-1][2]))
-        if self._without:
-            found = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-        run = _Run({name: _kept(value) for name, value in found.items()})
-        gradients: Any = None
-        for part, own, output in reversed(steps):
-            tensors = [v for v in found.values() if isinstance(v, Tensor)] if gradients is None else None
-            with self._gradients_to(run, part):
-                if tensors is not None:
-                    _backward(tensors, None)
-                else:
-                    _backward(list(output if isinstance(output, tuple) else (output,)), gradients)
-            gradients = [value.grad if isinstance(value, Tensor) else None for value in own]
-            self._check_stray(part)
+        found = {place: value for place, value in _places(output) if value is not None}
+        self._steps[-1] = own, list(found.values())
+        self.outputs = {place: _kept(value) for place, value in found.items()}
+        self.buffers = _buffers(self._parts)
+        self.changed = {name for name, buffer in self.buffers.items() if not _equal(before[name], buffer)}
+
+    def backward(self) -> None:
+        """Starts with fixed gradients of the outputs."""
+        outputs = self._steps[-1][1]
+        seeds = [_seed(i, output) if isinstance(output, Tensor) else None for i, output in enumerate(outputs)]
+        for index, (own, returned) in reversed(list(enumerate(self._steps))):
+            pairs = zip(returned, seeds, strict=True)
+            known = [(o, s) for o, s in pairs if s is not None and isinstance(o, Tensor) and o.requires_grad]
+            if known:
+                torch.autograd.backward([o for o, _ in known], [s for _, s in known])
+            seeds = [value.grad if isinstance(value, Tensor) else None for value in own]
+            self._take_gradients(index)
+
+    def _take_gradients(self, index: int) -> None:
+        """Takes the gradients that a backward of a part has left on parameters."""
+        names = {id(p): name for name, p in self._model.named_parameters()}
         for part in self._parts:
-            run.buffers |= _buffers(part)
-        return run
-
-    def _arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: v.detach() if isinstance(v, Tensor) else v for name, v in arguments.items()}
-
-    @contextmanager
-    def _gradients_to(self, run: _Run, module: nn.Module) -> Iterator[None]:
-        """Within, a gradient of the module's parameters goes to the run as soon as it is complete, and is dropped."""
-
-        def take(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            run.take(self._names[id(parameter)], parameter.grad)
+            names |= {id(p): name for name, p in getattr(part, "tied_parameters", {}).items()}
+        own = {id(p) for p in self._parts[index].parameters()}
+        for parameter in {id(p): p for m in (self._model, *self._parts) for p in m.parameters() if p.is_leaf}.values():
+            if parameter.grad is None:
+                continue
+            name, gradient = names[id(parameter)], parameter.grad
+            if id(parameter) not in own:
+                raise Refused(
+                    f"stage {index} of {type(self._model).__name__} computes with {name}, which it does not hold: a "
+                    "copy of a module refers to the original by a closure, a hook or a forward that was set on the "
+                    "instance"
+                )
             parameter.grad = None
+            self.gradients[name] = self.gradients[name] + gradient if name in self.gradients else gradient
+            self.sizes[name] = self.sizes.get(name, 0.0) + _norm(gradient)
 
-        trained = [p for p in module.parameters() if p.requires_grad and p.is_leaf]
-        handles = [p.register_post_accumulate_grad_hook(take) for p in trained]  # type: ignore[no-untyped-call]
+
+@contextmanager
+def _as_found(wholes: Sequence[nn.Module], is_training: bool) -> Iterator[None]:
+    modes = [(module, module.training) for whole in wholes for module in whole.modules()]
+    parameters = {id(p): p for whole in wholes for p in whole.parameters() if p.is_leaf}
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(uncompiled())
+        stack.enter_context(keep_state(wholes, None, parameters=False))
+        stack.enter_context(without_hooks(list(parameters.values())))
         try:
+            for module, _ in modes:
+                module.training = is_training
             yield
         finally:
-            for handle in handles:
-                handle.remove()
-
-    def _check_stray(self, part: Any) -> None:
-        for key, parameter in self._parameters.items():
-            if parameter.is_leaf and parameter.grad is not None:
-                raise Refused(
-                    f"stage {part.pipeline_place[0]} of {type(self._model).__name__} computes with {self._names[key]}, "
-                    "which it does not hold: a copy of a module refers to the original by a closure, a hook or a "
-                    "forward that was set on the instance"
-                )
-
-
-def compare(
-    model: nn.Module, parts: Sequence[Any], handed_on: Sequence[Sequence[str]], sample: Sample, without: Sequence[str]
-) -> str | None:
-    """Raises ValueError, which names the first output, buffer or gradient that differs, unless all are equal.
-
-    Returns why nothing was compared; None: all was. The model is as before afterwards: parameters, gradients, buffers,
-    modes, attributes of modules, and generators.
-    """
-    comparison = _Comparison(model, parts, handed_on, sample, without)
-    for is_training in (True, False):
-        try:
-            comparison.run(is_training)
-        except Refused:
-            raise
-        except Exception as error:  # of the model itself
-            text = f"forward of {type(model).__name__} fails on {sample.text}: {type(error).__name__}: {error}"
-            if not sample.is_made:
-                raise ValueError(text) from error
-            return text
-    return None
-
-
-def tell_not_compared(model: nn.Module, why: str) -> None:
-    warnings.warn(
-        f"the stages of {type(model).__name__} were not compared with it: {why}. Give split the arguments of a small "
-        "call "
-        "as sample=, or check=False",
-        stacklevel=5,
-    )
+            for module, mode in modes:
+                module.training = mode
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -333,129 +258,81 @@ def _kept(value: Any) -> Any:
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
-def _leaf(value: Any) -> Any:
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+def _buffers(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
+    return {n: t.detach().clone() for part in parts for n, t in part.named_buffers(remove_duplicate=False)}
 
 
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    return {name: t.detach().clone() for name, t in module.named_buffers(remove_duplicate=False)}
+def _seed(index: int, output: Tensor) -> Tensor:
+    """Fixed values that look random, as the gradient of an output."""
+    numbers = torch.arange(output.numel(), dtype=torch.float64, device=output.device).view(output.shape)
+    return torch.cos(numbers * 12.9898 + 78.233 * (index + 1)).to(output.dtype)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-def _told(error: Exception) -> str:
-    text = f"{type(error).__name__}: {error}".rstrip(".")
-    if "leaf Variable that requires grad" not in text:
-        return text
-    return (
-        f"{text}. A stage must not begin with an operation that changes what it is given in place: cut elsewhere by "
-        "at=, or leave out inplace=True"
-    )
+def _wide(tensor: Tensor) -> Tensor:
+    dense = tensor.detach().to_dense()
+    return dense.to(torch.promote_types(dense.dtype, torch.float64))
 
 
-def _backward(outputs: list[Any], gradients: Sequence[Tensor | None] | None) -> None:
-    """Backward of what requires grad; gradients None: of fixed values that look random."""
-    roots, seeds = [], []
-    for i, output in enumerate(outputs):
-        if not isinstance(output, Tensor) or not output.requires_grad:
-            continue
-        if gradients is None:
-            numbers = torch.arange(output.numel(), dtype=torch.float64, device=output.device).view(output.shape)
-            seed: Tensor | None = torch.cos(numbers * 12.9898 + 78.233 * (i + 1)).to(output.dtype)
-        else:
-            seed = gradients[i]
-        if seed is not None:
-            roots.append(output)
-            seeds.append(seed)
-    if roots:
-        torch.autograd.backward(roots, seeds)
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(_wide(tensor)))
 
 
-def _digest(gradient: Tensor) -> Tensor:
-    """A linear image of a gradient, in float64: distances of images estimate those of the gradients."""
-    values = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-    values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
-    if values.numel() <= _BLOCK:
-        return values.to("cpu", torch.float64)
-    weights = torch.randn(_BLOCK, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float64, device="cpu")
-    weights = weights.to(values.device)
-    whole = values.numel() // _BLOCK * _BLOCK
-    rows = [part.to(torch.float64) @ weights for part in torch.split(values[:whole].view(-1, _BLOCK), _BLOCK)]
-    rest = values[whole:].to(torch.float64)
-    return torch.cat([*rows, rest]).cpu()
+def _check_buffers(model: nn.Module, parts: Sequence[Any], changed: set[str]) -> None:
+    """Raises where several stages hold a buffer that forward changes."""
+    for name, buffer in model.named_buffers():
+        holders = [index for index, part in enumerate(parts) if any(b is buffer for b in part.buffers())]
+        if len(holders) > 1 and name in changed:
+            raise Refused(
+                f"forward of {type(model).__name__} changes buffer {name}, and stages {holders} use it: each would "
+                "change its own. Move it into a block, and make a module that several stages use several modules"
+            )
 
 
-@dataclass(frozen=True)
-class _Difference:
-    whose: str
-    where: str
-    whole: _Run
-    stages: _Run
+def _difference(whole: _Row, stages: _Row) -> str:
+    """The first difference, in words; "": none."""
+    theirs, ours = list(whole.outputs.items()), list(stages.outputs.values())
+    if len(theirs) != len(ours):
+        return f"the model returns {len(theirs)} values, the last stage {len(ours)}"
+    for (name, value), found in zip(theirs, ours, strict=True):
+        difference = _difference_of_output(value, found)
+        if difference:
+            return f"{name} {difference}"
+    for name, buffer in stages.buffers.items():
+        if name in whole.buffers and not _equal(buffer, whole.buffers[name]):
+            return f"buffer {name} holds other values after a forward"
+    typical = math.sqrt(sum(size**2 for size in whole.sizes.values()) / max(1, len(whole.sizes)))
+    eps = max((torch.finfo(v.dtype).eps for _, v in theirs if _is_real(v)), default=2**-24)
+    for name in [*whole.gradients, *(stages.gradients.keys() - whole.gradients.keys())]:
+        here = [_wide(row.gradients[name]) for row in (whole, stages) if name in row.gradients]
+        distance = _norm(here[0] - here[1] if len(here) == 2 else here[0])
+        before, after = whole.sizes.get(name, 0.0), stages.sizes.get(name, 0.0)
+        are_finite = math.isfinite(before) or math.isfinite(after)
+        size = max(before, after)
+        if not distance <= _ROUNDINGS * eps * (size + typical) and are_finite:
+            return f"the gradient of {name} is off by {distance / (size or 1):.1e} of its size"
+    return ""
 
-    def check(self) -> None:
-        """Raises for the first difference."""
-        whole, stages = self.whole, self.stages
-        theirs, ours = list(whole.outputs.items()), list(stages.outputs.values())
-        if len(theirs) != len(ours):
-            self._refuse(f"the model returns {len(theirs)} values, the last stage {len(ours)}", _OUTPUT)
-        for (name, value), found in zip(theirs, ours, strict=True):
-            self._compare_output(name, value, found)
-        for name, buffer in stages.buffers.items():
-            if name in whole.buffers and not _equal(buffer, whole.buffers[name]):
-                self._refuse(f"buffer {name} holds other values after a forward", _BUFFER)
-        typical = math.sqrt(sum(size**2 for size in whole.sizes.values()) / max(1, len(whole.sizes)))
-        eps = max((torch.finfo(v.dtype).eps for _, v in theirs if _is_real(v)), default=2**-24)
-        for name in [*whole.gradients, *(stages.gradients.keys() - whole.gradients.keys())]:
-            wanted, found = whole.gradients.get(name), stages.gradients.get(name)
-            if wanted is None or found is None:
-                present = found if wanted is None else wanted
-                assert present is not None
-                zero = torch.zeros_like(present)
-                wanted, found = zero if wanted is None else wanted, zero if found is None else found
-            distance = float(torch.linalg.vector_norm(wanted - found))
-            size = max(whole.sizes.get(name, 0.0), stages.sizes.get(name, 0.0))
-            both_not_finite = not math.isfinite(whole.sizes.get(name, 0.0)) and not math.isfinite(size)
-            if not distance <= _ROUNDINGS * eps * (size + typical) and not both_not_finite:
-                self._refuse(f"the gradient of {name} is off by {distance / (size or 1):.1e} of its size", _GRADIENT)
 
-    def _compare_output(self, name: str, value: Any, found: Any) -> None:
-        if not isinstance(value, Tensor) or not isinstance(found, Tensor):
-            if type(value) is not type(found) or (isinstance(value, (int, float, str, bool)) and value != found):
-                self._refuse(f"{name} is {found!r}, the model's is {value!r}", _OUTPUT)
-            return
-        for what in ("dtype", "shape", "requires_grad"):
-            if getattr(value, what) != getattr(found, what):
-                text = f"{name} has {what} {getattr(found, what)}, the model's has {getattr(value, what)}"
-                self._refuse(text, _GRADIENT if what == "requires_grad" else _OUTPUT)
-        if not _is_real(value):
-            if not torch.equal(value, found):
-                self._refuse(f"{name} has other values", _OUTPUT)
-            return
-        wanted, had = value.detach().double(), found.detach().double()
-        if torch.equal(wanted.isfinite(), had.isfinite()):
-            wanted, had = wanted.nan_to_num(0.0, 0.0, 0.0), had.nan_to_num(0.0, 0.0, 0.0)
-        distance, size = float(torch.linalg.vector_norm(wanted - had)), float(torch.linalg.vector_norm(wanted))
-        if not distance <= _ROUNDINGS * torch.finfo(value.dtype).eps * size:
-            self._refuse(f"{name} is off by {distance / (size or 1):.1e} of its size", _OUTPUT)
-
-    def _refuse(self, what: str, cause: str) -> None:
-        raise Refused(f"the stages of {self.whose} do not compute what it does, {self.where}: {what}. {cause}")
+def _difference_of_output(value: Any, found: Any) -> str:
+    if not isinstance(value, Tensor) or not isinstance(found, Tensor):
+        differs = type(value) is not type(found) or (isinstance(value, (int, float, str, bool)) and value != found)
+        return f"is {found!r}, the model's is {value!r}" if differs else ""
+    for what in ("dtype", "shape", "requires_grad"):
+        if getattr(value, what) != getattr(found, what):
+            return f"has {what} {getattr(found, what)}, the model's has {getattr(value, what)}"
+    if not _is_real(value):
+        return "" if torch.equal(value, found) else "has other values"
+    wanted, had = _wide(value), _wide(found)
+    if torch.equal(wanted.isfinite(), had.isfinite()):
+        wanted, had = wanted.nan_to_num(0.0, 0.0, 0.0), had.nan_to_num(0.0, 0.0, 0.0)
+    distance, size = _norm(wanted - had), _norm(wanted)
+    is_close = distance <= _ROUNDINGS * torch.finfo(value.dtype).eps * size
+    return "" if is_close else f"is off by {distance / (size or 1):.1e} of its size"
 
 
 def _is_real(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-_OUTPUT = (
-    "Outside of its blocks, forward does what a trace does not record: it reads a value that changes, swaps a "
-    "function or a tensor, or has a generator begin anew. Move that into a block"
-)
-_BUFFER = (
-    "Outside of its blocks, forward changes a buffer in a way that a trace does not record: move that into a block"
-)
-_GRADIENT = (
-    "Outside of its blocks, forward stops or changes gradients in a way that a trace does not record: move that into a "
-    "block"
-)

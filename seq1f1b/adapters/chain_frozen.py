@@ -1,194 +1,96 @@
-"""Values of Python that a traced forward has read: attributes, globals, closures. Stages keep them: they must stay."""
+"""Values of Python that a traced forward has read of its modules. Stages keep them, so they must stay as they are."""
 
 from __future__ import annotations
 
-import dis
-import enum
-import gc
-import os
-import random
-import sys
-from collections.abc import Callable, Iterator
-from functools import partial
-from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
+import inspect
+import numbers
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Frozen", "is_generator"]
+__all__ = ["Frozen"]
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range)
-_SKIPPED = frozenset(("torch", "numpy", "math", "seq1f1b", "typing", "functools", "einops", "warnings", "logging"))
+_PLAIN = (numbers.Number, str, bytes, type(None), torch.dtype, torch.device, Enum, range)
+_SAME = (Tensor, FunctionType, BuiltinFunctionType)  # must stay the same object
+_OF_TORCH = frozenset((*dir(nn.Module), *vars(nn.Module())))
 _MISSING = "nothing"  # shown where an attribute does not exist
-_DEPTH, _MOST = 4, 4096  # containers in containers; entries of one
-
-
-def is_generator(value: Any) -> bool:
-    """Whether it is a generator of random numbers."""
-    numpy = sys.modules.get("numpy")
-    kinds: tuple[Any, ...] = (random.Random, torch.Generator)
-    if numpy is not None:
-        kinds += (numpy.random.Generator, numpy.random.RandomState)
-    return isinstance(value, kinds)
+_DEPTH = 4  # containers in containers
+_HEAP, _IMMUTABLE = 1 << 9, 1 << 8  # flags of a class: made in Python or at run time; its attributes cannot be set
 
 
 class Frozen:
-    """Values that forward read outside of its blocks when it was traced.
+    """Attributes of modules that forward read outside of its blocks, and of objects that these attributes are."""
 
-    Args:
-        names: of the model's modules.
-    """
-
-    def __init__(self, names: dict[nn.Module, str]) -> None:
-        self._names = names
-        self._codes: dict[Any, dict[str, Any]] = {}  # code of the model that ran, and its globals
-        self._reads: dict[tuple[int, str], tuple[nn.Module, str]] = {}
-        self._readers: dict[str, Callable[[], Any]] = {}
-        self._fields: frozenset[str] = frozenset()
-        self._values: dict[str, Any] = {}
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {module: name for name, module in model.named_modules()}
+        self._reads: dict[tuple[nn.Module, tuple[str, ...]], tuple[str, Any]] = {}
 
     def __deepcopy__(self, memo: Any) -> Frozen:
         return self  # it refers to the model, which a copy of a stage does not hold
 
-    # -- while forward is traced ---------------------------------------------------------------------------------------
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Within, this thread's reads of attributes are noted."""
+        owners: dict[int, tuple[Any, nn.Module, tuple[str, ...]]] = {id(m): (m, m, ()) for m in self._names}
+        this_thread = threading.get_ident()  # others may run a step of another rank
 
-    def knows_code(self, frame: FrameType) -> bool:
-        return frame.f_code in self._codes
+        def read(owner: Any, name: str) -> Any:
+            known = owners.get(id(owner)) if threading.get_ident() == this_thread else None
+            if known is None or known[0] is not owner or name in _OF_TORCH:
+                return object.__getattribute__(owner, name)
+            _, module, path = known
+            found = _static(owner, name)
+            if not any(name in vars(module)[kind] for kind in ("_parameters", "_buffers", "_modules")) or path:
+                self._reads.setdefault((module, (*path, name)), (_shown(found), found))
+            kind = type(found)
+            if kind.__flags__ & (_HEAP | _IMMUTABLE) == _HEAP and not isinstance(found, (*_PLAIN, *_SAME, nn.Module)):
+                owners[id(found)] = found, module, (*path, name)
+                watch(kind)
+            return object.__getattribute__(owner, name)
 
-    def note_code(self, frame: FrameType) -> None:
-        self._codes[frame.f_code] = frame.f_globals
+        def watch(kind: Any) -> None:
+            if kind is nn.Module or kind.__getattribute__ is object.__getattribute__:
+                kind.__getattribute__ = read
+                stack.callback(delattr, kind, "__getattribute__")
 
-    def note_attribute(self, module: nn.Module, name: str) -> None:
-        self._reads.setdefault((id(module), name), (module, name))
-
-    def note_environment(self, key: Any) -> None:
-        self._readers.setdefault(f"os.environ[{key!r}]", partial(os.environ.get, key, _MISSING))
-
-    def note_call(self, text: str, reader: Callable[[], Any]) -> None:
-        self._readers.setdefault(text, reader)
-
-    def close(self) -> None:
-        """After the last trace: takes the values."""
-        self._fields = frozenset(name for code in self._codes for name in code.co_names)
-        for module, name in self._reads.values():
-            if isinstance(getattr(type(module), name, None), property):
-                continue  # what it reads was noted
-            path = f"self.{self._names[module]}.{name}" if self._names.get(module) else f"self.{name}"
-            self._readers.setdefault(path, partial(getattr, module, name, _MISSING))
-        for code, around in self._codes.items():
-            for name in {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}:
-                if name in around:
-                    where = around.get("__name__", "?")
-                    self._readers.setdefault(f"{name} of module {where}", partial(around.get, name, _MISSING))
-            for name, cell in _cells(code):
-                self._readers.setdefault(f"{name} around {code.co_name}", partial(_content, cell))
-        self._codes.clear()
-        self._values = dict(self._read())
-        used = {path for path, reader in self._readers.items() if any(True for _ in self._walk(path, reader(), _DEPTH))}
-        self._readers = {path: reader for path, reader in self._readers.items() if path in used}
-
-    def generators(self) -> list[str]:
-        """Generators of random numbers that forward has read so far, by name."""
-        found = [f"self.{name}" for m, name in self._reads.values() if is_generator(vars(m).get(name))]
-        for code, around in self._codes.items():
-            found += [name for name in code.co_names if is_generator(around.get(name))]
-        return found
-
-    # -- later -----------------------------------------------------------------------------------------------------
+        with ExitStack() as stack:
+            watch(nn.Module)
+            yield
 
     def check(self) -> None:
         """Raises ValueError where a value is another one now."""
-        now = dict(self._read())
-        if now == self._values:
-            return
-        for path in (*self._values, *now):
-            before, after = self._values.get(path, _MISSING), now.get(path, _MISSING)
-            if before != after:
+        for (module, path), (before, _) in self._reads.items():
+            value: Any = module
+            for name in path:
+                value = _static(value, name)
+            if _shown(value) != before:
+                shown = ".".join(part for part in ("self", self._names[module], *path) if part)
                 raise ValueError(
-                    f"{path} was {_shown(before)} when the model was cut, is {_shown(after)} now, and its stages keep "
-                    "to the first: cut the model again, or make it a buffer, which stages read in each call"
+                    f"{shown} was {before[:200]} when the model was cut, is {_shown(value)[:200]} now, and its stages "
+                    "keep to the first: cut the model again, or make it a buffer, which stages read in each call"
                 )
 
-    def _read(self) -> Iterator[tuple[str, Any]]:
-        for path, reader in self._readers.items():
-            yield from self._walk(path, reader(), _DEPTH)
 
-    def _walk(self, path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
-        """The plain values that a value consists of, by path."""
-        if isinstance(value, _PLAIN):
-            yield path, (value, type(value)) if value == value else repr(value)
-        elif isinstance(value, (Tensor, nn.Module)) or is_generator(value):
-            if not isinstance(value, (nn.Parameter, nn.Module)) and path.startswith("self."):
-                yield path, _Same(value)
-        elif isinstance(value, (FunctionType, BuiltinFunctionType)):
-            if path.startswith("self."):
-                yield path, _Same(value)
-        elif depth == 0 or isinstance(value, MethodType):
-            return
-        elif isinstance(value, (list, tuple, set, frozenset, dict)):
-            items: Any = value.items() if isinstance(value, dict) else enumerate(value)
-            if isinstance(value, (set, frozenset)):
-                items = enumerate(sorted(value, key=repr))
-            yield f"len({path})", len(value)
-            for _, (key, item) in zip(range(_MOST), items, strict=False):
-                yield from self._walk(f"{path}[{key!r}]", item, depth - 1)
-        elif isinstance(value, ModuleType):
-            top = value.__name__.partition(".")[0]
-            if top not in _SKIPPED and top not in sys.stdlib_module_names:
-                yield from self._walk_fields(path.partition(" ")[0], vars(value), depth=1)
-        elif isinstance(value, type):
-            if value.__module__.partition(".")[0] not in _SKIPPED and not issubclass(value, nn.Module):
-                yield from self._walk_fields(path.partition(" ")[0], vars(value), depth - 1)
-        else:
-            fields: dict[str, Any] = {}
-            for kind in reversed(type(value).__mro__):
-                fields |= vars(kind)
-            fields |= getattr(value, "__dict__", {})
-            for name in getattr(type(value), "__slots__", ()):
-                if isinstance(name, str) and hasattr(value, name):
-                    fields[name] = getattr(value, name)
-            yield from self._walk_fields(path, fields, depth - 1)
-
-    def _walk_fields(self, path: str, fields: Any, depth: int) -> Iterator[tuple[str, Any]]:
-        for name in self._fields.intersection(fields):
-            yield from self._walk(f"{path}.{name}", fields[name], depth)
+def _static(owner: Any, name: str) -> Any:
+    """An attribute, without the code of a property."""
+    found = inspect.getattr_static(owner, name, _MISSING)
+    return getattr(owner, name, _MISSING) if isinstance(found, MemberDescriptorType) else found
 
 
-class _Same:
-    """Stands for an object that must stay the same one."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._value is self._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-    def __repr__(self) -> str:
-        return f"{type(self._value).__name__} {id(self._value):#x}"
-
-
-def _shown(value: Any) -> str:
-    return repr(value[0]) if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], type) else str(value)
-
-
-def _cells(code: Any) -> Iterator[tuple[str, Any]]:
-    """Variables around a function of this code."""
-    if not code.co_freevars:
-        return
-    for function in gc.get_referrers(code):
-        if isinstance(function, FunctionType) and function.__code__ is code and function.__closure__:
-            for name, cell in zip(code.co_freevars, function.__closure__, strict=True):
-                if name != "__class__":
-                    yield name, cell
-            return
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _MISSING
+def _shown(value: Any, depth: int = _DEPTH) -> str:
+    """Tells plain values, and what consists of them, from others of their kind; objects of other kinds look alike."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, _SAME):
+        return f"{type(value).__name__} {id(value):#x}"
+    if depth and isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_shown(item, depth - 1)}" for key, item in value.items()) + "}"
+    if depth and isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_shown(item, depth - 1) for item in value) + "]"
+    return "..."

@@ -134,6 +134,7 @@ def has_changed(tensor: Tensor) -> bool:
 # -- attributes: what a module keeps from one forward to the next beside its buffers -----------------------------------
 
 
+_ABSENT: Any = object()
 Attributes: TypeAlias = "list[tuple[nn.Module, dict[str, tuple[Any, Any]]]]"
 
 
@@ -161,6 +162,20 @@ def _ids(container: Any) -> list[int]:
     items = [*container, *container.values()] if isinstance(container, dict) else container
     ids = map(id, items)
     return sorted(ids) if isinstance(container, set) else list(ids)
+
+
+def first_changed(saved: Attributes) -> tuple[nn.Module, str] | None:
+    """The first attribute, parameter, buffer or module of a module that is another one since, or has other elements."""
+    for module, own in saved:
+        now = module.__dict__
+        for name in (*own, *(now.keys() - own.keys())):
+            value, elements = own.get(name, (_ABSENT, None))
+            if now.get(name, _ABSENT) is not value:
+                return module, name
+            if elements is not None and _ids(value) != _ids(elements):
+                registered = value if name in ("_parameters", "_buffers", "_modules") else ()
+                return module, next((key for key in registered if value[key] is not elements.get(key)), name)
+    return None
 
 
 # -- random state ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as F
 from split_parts import HEADS, HIDDEN, VOCAB, WIDTH, Base, Block, Mlp, heads
@@ -21,25 +22,11 @@ class Constants(Base):
         return self.head(self.norm(self.run(x)) * torch.arange(HIDDEN) / math.sqrt(HIDDEN))
 
 
-class ConstantsBehind(Base):
-    """Constants and a scale are made before the cut, and used behind it."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        gains, shift = torch.linspace(0.5, 1.5, HIDDEN), torch.zeros(HIDDEN)
-        return self.head(self.norm(self.run(self.words(tokens) * gains)) * gains + shift)
-
-
-class Arange(Base):
+class Positions(Base):
     def __init__(self) -> None:
         super().__init__()
         self.places = nn.Embedding(64, HIDDEN)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        places = self.places(torch.arange(tokens.shape[1]))
-        return self.head(self.norm(self.run(self.words(tokens) + places)))
-
-
-class Positions(Arange):
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.norm(self.run(self.words(tokens) + self.places(seq1f1b.positions(tokens)))))
 
@@ -65,16 +52,6 @@ class RunningBlock(Mlp):
         return super().forward(self.stats(x.transpose(1, 2)).transpose(1, 2))
 
 
-class Counts(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("steps", torch.zeros(()))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        self.steps += 1
-        return self.head(self.norm(self.run(self.words(tokens)))) * self.steps
-
-
 class GainBlock(Mlp):
     """Has a plain tensor, which is no buffer."""
 
@@ -91,28 +68,6 @@ class GainsOfBlocks(Base):
         for block in self.blocks:
             x = block(x) * block.gain
         return x
-
-
-class BalanceBlock(Mlp):
-    """Leaves a loss in an attribute."""
-
-    def __init__(self, index: int = 0) -> None:
-        super().__init__()
-        self.balance = torch.zeros(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        self.balance = y.square().mean()
-        return y
-
-
-class LossesOfBlocks(Base):
-    def __init__(self) -> None:
-        super().__init__(BalanceBlock)
-
-    def forward(self, tokens: Tensor) -> Any:
-        logits = super().forward(tokens)
-        return logits, sum(block.balance for block in self.blocks)
 
 
 class CountingBlock(Mlp):
@@ -162,26 +117,9 @@ class CarriedSum(Base):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.words(tokens)
-        total = x.cumsum(1) + seq1f1b.carry_in(self.state, x.new_zeros(()))
+        total = x.cumsum(1) + seq1f1b.carry_in(self.state, torch.from_numpy(numpy.zeros(())))
         seq1f1b.carry_out(self.state, total[:, -1:])
         return self.head(self.norm(self.run(x + 0.1 * total)))
-
-
-class EarlyExit(Base):
-    def run(self, x: Tensor) -> Tensor:
-        for i, block in enumerate(self.blocks):
-            if i == 3:
-                break
-            x = block(x)
-        return x
-
-
-class LayerDrop(Base):
-    def run(self, x: Tensor) -> Tensor:
-        for i, block in enumerate(self.blocks):
-            if not (self.training and i % 2):
-                x = block(x)
-        return x
 
 
 class ByIndex(Base):
@@ -194,37 +132,11 @@ class ByIndex(Base):
         return x
 
 
-class Asserts(Base):
-    def forward(self, tokens: Tensor) -> Tensor:
-        assert tokens.shape[1] <= 64
-        return super().forward(tokens)
-
-
-class DataDependent(Base):
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.words(tokens)
-        if x.abs().max() > 100:
-            x = x / 100
-        return self.head(self.norm(self.run(x)))
-
-
 class AsksForType(Base):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.words(tokens)
         if isinstance(x, Tensor):
             x = x * 2
-        return self.head(self.norm(self.run(x)))
-
-
-class Tries(Base):
-    """What a trace cannot do is caught here, so no error tells of it."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.words(tokens)
-        try:
-            x = x * 2 if float(x.abs().max()) < 100 else x
-        except Exception:
-            x = x * 3
         return self.head(self.norm(self.run(x)))
 
 
@@ -355,85 +267,6 @@ class LlamaOfTensors(Llama):
         return self.lm_head(self.norm(x))
 
 
-class NeoxBlock(nn.Module):
-    """Attention and MLP beside each other; a part of each head is rotated."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
-        self.qkv, self.dense = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-        self.mlp, self.rotary = nn.Sequential(nn.Linear(HIDDEN, 32), nn.GELU(), nn.Linear(32, HIDDEN)), Rotary(4)
-        self.layer = seq1f1b.layer_handle(index)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = heads(self.qkv(self.norm_1(x)).view(*x.shape[:2], 3 * HIDDEN)).chunk(3, -1)
-        tables = self.rotary(seq1f1b.positions(x))
-        q, k = (torch.cat([rotated(t[..., :4], *tables), t[..., 4:]], -1) for t in (q, k))
-        y = seq1f1b.causal_attention(q, k, v, layer=self.layer).transpose(1, 2).flatten(2)
-        return x + self.dense(y) + self.mlp(self.norm_2(x))
-
-
-class MambaBlock(nn.Module):
-    """A gated recurrence over the tokens and a short convolution, both with state for the next segment."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.norm, self.into, self.out = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-        self.kernel, self.decay = nn.Parameter(torch.randn(3, HIDDEN) * 0.3), nn.Linear(HIDDEN, HIDDEN)
-        self.tail, self.state = seq1f1b.layer_handle(2 * index), seq1f1b.layer_handle(2 * index + 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, gate = self.into(self.norm(x)).chunk(2, -1)
-        before = seq1f1b.carry_in(self.tail, y.new_zeros(y.shape[0], 2, HIDDEN))
-        padded = torch.cat([before, y], 1)
-        seq1f1b.carry_out(self.tail, padded[:, -2:])
-        y = sum(padded[:, i : i + y.shape[1]] * self.kernel[i] for i in range(3))
-        h, states = seq1f1b.carry_in(self.state, y.new_zeros(y.shape[0], HIDDEN)), []
-        for token, decay in zip(y.unbind(1), self.decay(y).sigmoid().unbind(1), strict=True):
-            h = decay * h + (1 - decay) * token
-            states.append(h)
-        seq1f1b.carry_out(self.state, h)
-        return x + self.out(torch.stack(states, 1) * F.silu(gate))
-
-
-class Opt(Base):
-    """Learned positions with an offset, and relu."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed_positions = nn.Embedding(66, HIDDEN)
-        self.head.weight = self.words.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.words(tokens) + self.embed_positions(seq1f1b.positions(tokens) + 2)
-        for block in self.blocks:
-            x = F.relu(block(x)) + x
-        return self.head(self.norm(x))
-
-
-class BloomBlock(Block):
-    """ALiBi."""
-
-    def forward(self, x: Tensor, slopes: Tensor) -> Tensor:  # type: ignore[override]
-        q, k, v = map(heads, self.qkv(self.norm(x)).chunk(3, -1))
-        y = seq1f1b.causal_attention(q, k, v, layer=self.layer, alibi_slopes=slopes)
-        return x + self.out(y.transpose(1, 2).flatten(2))
-
-
-class Bloom(Base):
-    def __init__(self) -> None:
-        super().__init__(BloomBlock)
-        self.embedding_norm = nn.LayerNorm(HIDDEN)
-        self.register_buffer("slopes", torch.tensor([2.0**-i for i in range(1, HEADS + 1)], dtype=torch.float32))
-        self.head.weight = self.words.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding_norm(self.words(tokens))
-        for block in self.blocks:
-            x = block(x, self.slopes.float())
-        return self.head(self.norm(x))
-
-
 class T5Block(nn.Module):
     """The first block makes the position bias of all; each hands it on. For whole sequences alone."""
 
@@ -460,32 +293,6 @@ class T5Decoder(Base):
         bias = None
         for block in self.blocks:
             x, bias = block(x, bias)
-        return x
-
-
-class MoeBlock(Block):
-    """Two of four experts a token, and a loss that keeps them busy."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        self.router = nn.Linear(HIDDEN, 4)
-        self.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
-
-    def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:
-        x = super().forward(x)
-        weights = self.router(x).softmax(-1)
-        seq1f1b.add_loss(0.01 * weights.square().sum(-1).mean())
-        kept = weights * (weights >= weights.topk(2, -1).values[..., -1:])
-        return x + torch.stack([expert(x) for expert in self.experts], -1).mul(kept[..., None, :]).sum(-1)
-
-
-class DeepNet(Base):
-    """Residuals that are scaled by the depth."""
-
-    def run(self, x: Tensor) -> Tensor:
-        alpha = (2 * len(self.blocks)) ** 0.25
-        for block in self.blocks:
-            x = x * alpha + block(x)
         return x
 
 

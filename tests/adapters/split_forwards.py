@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import types
 from collections import namedtuple
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 import torch.nn.functional as F
 from split_parts import HIDDEN, VOCAB, Base, Block, Mlp
@@ -38,17 +35,9 @@ def tie_head(model: Any) -> None:
     model.head.weight = model.words.weight
 
 
-def tie_middle(model: Any) -> None:
-    model.blocks[3].up.weight = model.blocks[0].up.weight
-
-
 def tie_three(model: Any) -> None:
     model.blocks[1].out.weight = model.blocks[2].out.weight = model.blocks[0].out.weight
     tie_head(model)
-
-
-def tie_submodule(model: Any) -> None:
-    model.blocks[3].norm = model.blocks[1].norm
 
 
 class SharedNorm(Base):
@@ -77,91 +66,22 @@ class OneBlockInARange(Base):
         return self.head(x + self.norm(x))
 
 
+class TiedInForward(Base):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.run(self.words(tokens)))
+        return self.head(x) + F.linear(x, self.words.weight)
+
+
+def share_statistics(model: Any) -> None:
+    model.blocks[3].stats = model.blocks[0].stats
+
+
+def parametrize(model: Any) -> None:
+    nn.utils.parametrizations.weight_norm(model.blocks[1].up)
+    nn.utils.parametrizations.weight_norm(model.blocks[3].up)
+
+
 # -- contexts ----------------------------------------------------------------------------------------------------------
-
-
-class NoGrad(Base):
-    def forward(self, tokens: Tensor) -> Tensor:
-        with torch.no_grad():
-            x = self.words(tokens) * 2
-        return self.head(self.norm(self.run(x)))
-
-
-class NoGradMethod(Base):
-    @torch.no_grad()
-    def embedded(self, tokens: Tensor) -> Tensor:
-        return self.words(tokens).tanh()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.norm(self.run(self.embedded(tokens))))
-
-
-class InferenceMode(Base):
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.run(self.words(tokens))
-        with torch.inference_mode():
-            gate = x.sigmoid()
-        return self.head(self.norm(x) * gate.clone())
-
-
-class SetGradEnabled(Base):
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.run(self.words(tokens))
-        torch.set_grad_enabled(False)
-        gate = self.norm(x)
-        torch.set_grad_enabled(True)
-        return self.head(x * gate)
-
-
-class Autocast(Base):
-    def forward(self, tokens: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(tokens)
-
-
-class AutocastOfPart(Base):
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.run(self.words(tokens))
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.head(self.norm(x))
-
-
-class Checkpointed(Base):
-    reentrant = False
-
-    def run(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return x
-
-
-class CheckpointedAgain(Checkpointed):
-    reentrant = True
-
-
-class DefaultDtype(Base):
-    def forward(self, tokens: Tensor) -> Tensor:
-        torch.set_default_dtype(torch.float64)
-        try:
-            return self.head(self.norm(self.run(self.words(tokens) * torch.ones(HIDDEN))))
-        finally:
-            torch.set_default_dtype(torch.float32)
-
-
-class Deterministic(Base):
-    def forward(self, tokens: Tensor) -> Tensor:
-        torch.use_deterministic_algorithms(True)
-        try:
-            return super().forward(tokens)
-        finally:
-            torch.use_deterministic_algorithms(False)
-
-
-class DeviceContext(Base):
-    def forward(self, tokens: Tensor) -> Tensor:
-        with torch.device("cpu"):
-            x = self.run(self.words(tokens) + torch.ones(HIDDEN))
-        return self.head(self.norm(x))
 
 
 class ContextBlock(Block):
@@ -193,18 +113,6 @@ def pre_grad_times_two(module: nn.Module, grad_output: Any) -> Any:
     return tuple(g * 2 for g in grad_output)
 
 
-@contextmanager
-def global_hook() -> Iterator[None]:
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        return output * 2 if isinstance(module, nn.LayerNorm) else None
-
-    handle = torch.nn.modules.module.register_module_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def hook_blocks(model: Any) -> None:
     model.blocks[1].register_forward_hook(times_two)
     model.blocks[2].register_forward_pre_hook(pre_times_two)
@@ -213,29 +121,6 @@ def hook_blocks(model: Any) -> None:
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------------
-
-
-class StochasticDepth(Base):
-    def run(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            if random.random() > 0.2:
-                x = block(x)
-        return x
-
-
-class NumpyNoise(Base):
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.norm(self.run(self.words(tokens) * numpy.random.uniform(0.9, 1.1))))
-
-
-class TorchNoise(Base):
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.norm(self.run(self.words(tokens) + torch.rand(HIDDEN))))
-
-
-class FunctionalDropout(Base):
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(F.dropout(self.norm(self.run(self.words(tokens))), 0.1, self.training))
 
 
 class Dropouts(Base):
@@ -259,10 +144,15 @@ class Scale(Base):
         return self.head(self.norm(self.run(self.words(tokens) * self.scale)))
 
 
+class Config:
+    def __init__(self) -> None:
+        self.normed = True
+
+
 class ConfigFlag(Base):
     def __init__(self) -> None:
         super().__init__()
-        self.config = types.SimpleNamespace(normed=True)
+        self.config = Config()
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.run(self.words(tokens))
@@ -277,33 +167,7 @@ class ModuleGlobal(Base):
         return super().forward(tokens) / TEMPERATURE
 
 
-def set_temperature(model: Any) -> None:
-    global TEMPERATURE
-    TEMPERATURE = 3.0
-
-
-def closed_over() -> nn.Module:
-    factor = 1.5
-
-    class Closed(Base):
-        def forward(self, tokens: Tensor) -> Tensor:
-            return super().forward(tokens) * factor
-
-    def change() -> None:
-        nonlocal factor
-        factor = 2.5
-
-    model = Closed()
-    model.__dict__["change"] = change
-    return model
-
-
 # -- patched -----------------------------------------------------------------------------------------------------------
-
-
-def patch_model(model: Any) -> None:
-    whole = type(model).forward
-    model.forward = types.MethodType(lambda self, tokens: whole(self, tokens) * 2, model)
 
 
 def patch_block(model: Any) -> None:
@@ -446,3 +310,33 @@ class LogitsAndLoss(Base):
         logits = self.head(self.norm(self.run(self.words(idx))))
         loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         return logits, loss
+
+
+class LogitsOrBoth(Base):
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Any:
+        logits = super().forward(idx)
+        return logits if targets is None else (logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+
+
+class WeighedLoss(Base):
+    def forward(self, idx: Tensor, targets: Tensor | None = None, weight: Tensor | None = None) -> Any:
+        logits = super().forward(idx)
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), weight=weight)
+
+
+class StateBlock(Mlp):
+    def forward(self, state: Any) -> Any:
+        return {"x": super().forward(state["x"]), "before": [state["x"], None]}
+
+
+class States(Base):
+    def __init__(self) -> None:
+        super().__init__(StateBlock)
+
+    def run(self, x: Tensor) -> Tensor:
+        state: Any = {"x": x, "before": None}
+        for block in self.blocks:
+            state = block(state)
+        return state["x"] + state["before"][0]

@@ -13,7 +13,7 @@ import split_decoders as decoders
 import split_forwards as forwards
 import torch
 from split_decoders import images
-from split_forwards import changed, global_hook
+from split_forwards import changed
 from split_parts import CUT, Base, Case
 
 __all__ = ["CASES", "CUT", "Case"]
@@ -23,13 +23,6 @@ def refused(make: Any, expected: str, names: str, **options: Any) -> Case:
     return Case(make, expected=expected, names=names, **options)
 
 
-def hooked(register: str, hook: Any, on: str = "", **options: Any) -> Any:
-    """Makes a model with a hook on itself, or on a module of it."""
-    return changed(
-        lambda model: getattr(model.get_submodule(on), register)(hook, **options), forwards.Decoder if on else Base
-    )
-
-
 def with_documents() -> dict[str, Any]:
     return {"doc_ids": forwards.document_ids()}
 
@@ -37,62 +30,26 @@ def with_documents() -> dict[str, Any]:
 CASES: dict[str, Case] = {
     # ties
     "embedding and head": Case(changed(forwards.tie_head), engine=True),
-    "weights of middle blocks": Case(changed(forwards.tie_middle), engine=True),
     "three ways": Case(changed(forwards.tie_three), cut={"num_stages": 3}, engine=True),
-    "a submodule": Case(changed(forwards.tie_submodule), engine=True),
     "a norm run twice": Case(forwards.SharedNorm, engine=True),
     "one block four times": Case(forwards.Albert, engine=True),
+    "in forward": Case(forwards.TiedInForward, engine=True),
+    "a norm with statistics": refused(
+        changed(forwards.share_statistics, partial(Base, decoders.RunningBlock)), "changes buffer", "stages [0, 1]"
+    ),
+    "parametrized blocks": Case(changed(forwards.parametrize), engine=True),
     "one block in a loop": Case(forwards.OneBlockInARange, cut={"at": ["blocks.1"]}, engine=True),
     # contexts
-    "no_grad": refused(forwards.NoGrad, "no_grad", "self.words(tokens) * 2"),
-    "no_grad on a method": refused(forwards.NoGradMethod, "no_grad", "self.words(tokens).tanh()"),
-    "inference_mode": refused(forwards.InferenceMode, "inference_mode", "x.sigmoid()"),
-    "set_grad_enabled": refused(forwards.SetGradEnabled, "grad", "gate = self.norm(x)"),
-    "autocast": refused(forwards.Autocast, "autocast", "split_"),
-    "autocast on a part": refused(forwards.AutocastOfPart, "autocast", "self.head(self.norm(x))"),
-    "checkpoint": refused(forwards.Checkpointed, "checkpoint", "checkpoint(block, x"),
-    "checkpoint, reentrant": refused(forwards.CheckpointedAgain, "checkpoint", "checkpoint(block, x"),
-    "default dtype": refused(forwards.DefaultDtype, "default dtype", "split_forwards.py"),
-    "deterministic": refused(forwards.Deterministic, "deterministic", "split_"),
-    "torch.device": refused(forwards.DeviceContext, "device", "split_forwards.py"),
     "contexts in a block": Case(partial(Base, forwards.ContextBlock), engine=True),
     # hooks
-    "forward hook": refused(
-        hooked("register_forward_hook", forwards.times_two),
-        "hooks",
-        "Base has hooks, which no stage would run (forward hooks)",
-    ),
-    "forward hook, always_call": refused(
-        hooked("register_forward_hook", forwards.times_two, always_call=True), "hooks", "(forward hooks)"
-    ),
-    "forward pre-hook of a container": refused(
-        hooked("register_forward_pre_hook", forwards.pre_times_two, "inner"), "hooks", "'inner' (Base)"
-    ),
-    "backward hook": refused(
-        hooked("register_full_backward_hook", forwards.grad_times_two),
-        "hooks",
-        "Base has hooks, which no stage would run (backward hooks)",
-    ),
-    "backward pre-hook of a container": refused(
-        hooked("register_full_backward_pre_hook", forwards.pre_grad_times_two, "inner"), "hooks", "'inner' (Base)"
-    ),
-    "global hook": refused(Base, "hooks", "global forward hooks", around=global_hook),
     "hooks on blocks": Case(changed(forwards.hook_blocks), engine=True),
     # random numbers
-    "random.random": refused(forwards.StochasticDepth, "random", "random.random() > 0.2"),
-    "numpy.random": refused(forwards.NumpyNoise, "random", "numpy.random.uniform(0.9, 1.1)"),
-    "torch.rand": refused(forwards.TorchNoise, "random", "torch.rand(HIDDEN)"),
-    "F.dropout": refused(forwards.FunctionalDropout, "training", "FunctionalDropout"),
     "nn.Dropout": Case(forwards.Dropouts),
     # values of Python
     "a scale": Case(forwards.Scale, change=(lambda model: setattr(model, "scale", 0.7), "scale")),
-    "a flag of a config": Case(
-        forwards.ConfigFlag, change=(lambda model: setattr(model.config, "normed", False), "normed")
-    ),
-    "a global": Case(forwards.ModuleGlobal, change=(forwards.set_temperature, "TEMPERATURE")),
-    "a closure": Case(forwards.closed_over, change=(lambda model: model.__dict__["change"](), "factor")),
+    "a flag of a config": Case(forwards.ConfigFlag),
+    "a global": Case(forwards.ModuleGlobal),
     # patched
-    "forward of the instance": refused(changed(forwards.patch_model), "set on the instance", "Base"),
     "forward of a block": Case(changed(forwards.patch_block), engine=True),
     "a method": Case(changed(forwards.patch_method)),
     # nested
@@ -110,16 +67,15 @@ CASES: dict[str, Case] = {
     "a dataclass": Case(forwards.ReturnsDataclass),
     "a named tuple": Case(forwards.ReturnsNamed),
     "logits and loss": Case(forwards.LogitsAndLoss),
+    "logits, or both": Case(forwards.LogitsOrBoth),
+    "a loss of two arguments": Case(forwards.WeighedLoss, engine=True),
+    "a list in a dict": Case(forwards.States, engine=True),
     # constants, buffers, dtypes
     "constants": Case(decoders.Constants, engine=True),
-    "constants behind the cut": Case(decoders.ConstantsBehind),
-    "arange of the tokens": refused(decoders.Arange, r"positions(x)", "torch.arange(tokens.shape[1])"),
     "positions": Case(decoders.Positions, engine=True),
     "buffers": Case(decoders.Buffers, engine=True),
     "running statistics": Case(partial(Base, decoders.RunningBlock)),
-    "a counter in forward": refused(decoders.Counts, "changes 'steps'", "Counts"),
     "a plain tensor of a block": Case(decoders.GainsOfBlocks),
-    "a loss left in a block": refused(decoders.LossesOfBlocks, "do not compute", "output[1]"),
     "a buffer that blocks share and change": refused(
         changed(decoders.share_calls, partial(Base, decoders.CountingBlock)), "changes buffer", "calls"
     ),
@@ -127,26 +83,15 @@ CASES: dict[str, Case] = {
     "mixed dtypes": Case(decoders.mixed),
     # control flow
     "carried state": Case(decoders.CarriedSum, engine=True),
-    "early exit": refused(decoders.EarlyExit, "does not use", "blocks.3"),
-    "layer drop": refused(decoders.LayerDrop, "training", "LayerDrop"),
     "by index": Case(decoders.ByIndex, engine=True),
-    "assert": refused(decoders.Asserts, "assert", "tokens.shape[1] <= 64"),
-    "data": refused(decoders.DataDependent, "module of its own", "x.abs().max() > 100"),
     "a value's type": refused(decoders.AsksForType, "do not compute", "AsksForType"),
-    "try and except": refused(decoders.Tries, "value that a trace does not have", "float(x.abs().max())"),
     "sizes behind the cut": Case(decoders.SizesBehind, engine=True),
     "sizes before the cut": Case(decoders.SizesBefore, engine=True, needs_sample=True),
     # decoders as people write them
     "nanoGPT": Case(decoders.NanoGpt, engine=True),
     "Llama": Case(decoders.Llama, cut={"num_stages": 3}, engine=True),
     "Llama, tables apart": Case(decoders.LlamaOfTensors, cut={"num_stages": 3}, engine=True),
-    "GPT-NeoX": Case(partial(Base, decoders.NeoxBlock), engine=True),
-    "Mamba": Case(partial(Base, decoders.MambaBlock), engine=True),
-    "OPT": Case(decoders.Opt, engine=True),
-    "BLOOM": Case(decoders.Bloom, engine=True),
     "T5's decoder": Case(decoders.T5Decoder),
-    "mixture of experts": Case(partial(Base, decoders.MoeBlock), engine=True),
-    "DeepNet": Case(decoders.DeepNet, engine=True),
     "U-Net": Case(decoders.UNet, cut={"num_stages": 3}, engine=True),
     "patches and a class token": Case(decoders.Vision, inputs=lambda: (images(),), needs_sample=True),
 }
