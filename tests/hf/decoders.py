@@ -114,9 +114,9 @@ OPTIONS: dict[str, dict[str, Any]] = {  # what a type needs beside SMALL
 # -- small models ------------------------------------------------------------------------------------------------------
 
 
-def build(name: str, dtype: torch.dtype = torch.float64) -> Any:
+def build(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     """A small one without dropout; its first four layers are of as many types as there are."""
-    config = small_config(transformers.CONFIG_MAPPING[name])
+    config = small_config(transformers.CONFIG_MAPPING[name], **options)
     with torch.device("meta"):
         size = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters())
     if size > 10**7:
@@ -131,7 +131,7 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> Any:
     return model.to(dtype).train()
 
 
-def small_config(kind: Any) -> Any:
+def small_config(kind: Any, **given: Any) -> Any:
     """A small config of this class: four layers, of as many types as there are."""
     base = kind()
     known = vars(base).keys() | getattr(kind, "attribute_map", {}).keys()
@@ -148,7 +148,7 @@ def small_config(kind: Any) -> Any:
     for key in getattr(kind, "sub_configs", {}):
         if get_of(base, key) is not None:
             options[key] = small_config(type(get_of(base, key)))
-    return kind(**{**options, **OPTIONS.get(kind.model_type, {})})
+    return kind(**{**options, **OPTIONS.get(kind.model_type, {}), **given})
 
 
 def get_of(config: Any, key: str) -> Any:
