@@ -379,7 +379,8 @@ def costs_here(profile: str, shape: seq1f1b.ModelShape, vocab: int) -> CostModel
 def make_profile(options: argparse.Namespace, path: Path) -> None:
     given = {"model": path.with_name("lengths-model.json"), "seq": 64 if options.quick else TOKENS, "processes": 2}
     given |= {"output": path} | ({"repeats": 2} if options.quick else {})
-    given["model"].write_text(json.dumps(example.Config(vocab=read_documents(options.quick)[3]).shape._asdict()))
+    shape = example.Config(vocab=read_documents(options.quick)[3]).shape
+    given["model"].write_text(json.dumps(shape._asdict()), encoding="utf-8")
     command = [sys.executable, "-m", "seq1f1b", "profile", *(f"--{name}={value}" for name, value in given.items())]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 

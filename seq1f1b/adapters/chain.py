@@ -298,8 +298,8 @@ def _check_owned(model: nn.Module, parts: Sequence[ChainStage]) -> None:
         stages = [stage for stage, modules in users if module in modules]
         if len(stages) > 1 and getattr(module, "running_mean", None) is not None:
             raise ValueError(
-                f"{name!r} ({type(module).__name__}) keeps statistics in buffers, and stages {stages} use it: each would "
-                "keep its own. Give it track_running_stats=False, or make it two modules"
+                f"{name!r} ({type(module).__name__}) keeps statistics in buffers, and stages {stages} use it: each "
+                "would keep its own. Give it track_running_stats=False, or make it two modules"
             )
 
 

@@ -1,4 +1,4 @@
-"""What a trace says of its values: constants, sizes, effects; and whether it counts tokens from zero."""
+"""Facts that a trace tells of its values: constants, sizes, effects; and whether it counts tokens from zero."""
 
 from __future__ import annotations
 

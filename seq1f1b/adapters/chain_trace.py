@@ -406,7 +406,7 @@ def _ambient() -> dict[str, Any]:
 
 def _draw() -> None:
     """Draws a number from each generator of the process."""
-    random.random(), torch.rand(())
+    random.random(), torch.rand((), device="cpu")
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.random()
 

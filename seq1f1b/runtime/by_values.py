@@ -100,13 +100,13 @@ class Trace:
 
 
 def all_of(modules: Sequence[nn.Module]) -> Trace:
-    """Of all modules."""
+    """A trace of all modules."""
     parts = dict.fromkeys(part for module in modules for part in module.modules())
     return Trace(parts, parts)
 
 
 def hidden_of(modules: Sequence[nn.Module]) -> Trace:
-    """Of values that flow into weights that are zero, as projections are before their first step.
+    """A trace of values that flow into weights that are zero, as projections are before their first step.
 
     No output tells of them. A module's own parameter that is zero may scale what its children return.
     """
@@ -164,7 +164,7 @@ class Look:
         return [*([self._explain(comparison, found)] if found else []), *told]
 
     def _run(self, trace: Trace, sizes: Sequence[int], *, is_twice: bool = False) -> list[_Values]:
-        """What is compared of each segment. Raises RuntimeError if the stage has drawn random numbers.
+        """The tensors to compare of each segment. Raises RuntimeError if the stage has drawn random numbers.
 
         Args:
             is_twice: each row comes twice.
@@ -249,7 +249,7 @@ _LATER = "gives a token another value where later tokens are in its segment, or 
 # -- comparison --------------------------------------------------------------------------------------------------------
 
 _Difference: TypeAlias = "tuple[Event, bool, float]"
-"""What differs, whether it is as in the whole in the first segment, and the largest error of a token."""
+"""The event that differs, whether it is as in the whole in the first segment, and the largest error of a token."""
 
 
 class _Comparison:

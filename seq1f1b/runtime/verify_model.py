@@ -6,12 +6,10 @@ to the ranks that hold the same: losses and outputs to the last stage's, each gr
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -38,6 +36,7 @@ from seq1f1b.runtime.verify_runs import (
 )
 from seq1f1b.schedule import build_schedule
 from seq1f1b.transport import LoopbackGroup, RankGroup
+from seq1f1b.transport.values import pack, sendable
 
 __all__: list[str] = []
 
@@ -376,27 +375,55 @@ def _refusal(runner: Runner, model: Any) -> str:
     return ""
 
 
+@sendable
+@dataclass(frozen=True)
+class _Sent:
+    """A tensor in a value that one rank sends to another: its shape, its dtype, and where its bytes lie."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    begin: int
+    end: int
+
+    def tensor(self, data: Tensor) -> Tensor:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return data[self.begin : self.end].clone().view(dtype).view(self.shape)
+
+
 def _sent(group: RankGroup, value: Any, source: int, destination: int) -> Any:
-    """A value with tensors of one rank on another, there on the CPU; None on the others. Collective."""
+    """A value with tensors of one rank on another, there on the CPU; None on the others. Collective.
+
+    Raises:
+        ValueError: the value holds something else than tensors and what ranks tell each other; on every rank.
+    """
     if source == destination:
         return value if group.rank == source else None
-    data = torch.empty(0, dtype=torch.uint8, device="cpu")
+    parts: list[Tensor] = []
+
+    def sent(tensor: Tensor) -> _Sent:
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        begin = sum(map(len, parts))
+        parts.append(data)
+        return _Sent(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), begin, begin + len(data))
+
+    told, text = None, ""
     if group.rank == source:
-        file = io.BytesIO()
-        torch.save(value, file)
-        data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-    size = group.all_gather_object(len(data))[source]
+        told = mapped(value, sent)
+        try:
+            pack(told)
+        except TypeError as error:
+            told, text = None, f"target or kwargs of rank {source} cannot go to rank {destination}: {error}"
+    told, size, text = group.all_gather_object([told, sum(map(len, parts)), text])[source]
+    if text:
+        raise ValueError(text)
+    data = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts])
     if group.rank == source:
         group.exchange(data, [destination], [], data)
     if group.rank != destination:
         return None
-    room = bytearray(size)
-    place = torch.frombuffer(room, dtype=torch.uint8)
-    place.copy_(group.exchange(None, [], [source], place)[source])
-    try:
-        return torch.load(io.BytesIO(room), map_location="cpu", weights_only=True)
-    except UnpicklingError as error:
-        raise ValueError(f"target or kwargs of rank {source} cannot go to rank {destination}: {error}") from error
+    place = torch.empty(size, dtype=torch.uint8, device="cpu")
+    arrived = group.exchange(None, [], [source], place)[source]
+    return mapped(told, lambda each: each.tensor(arrived), _Sent)
 
 
 def _joined(own: Any, theirs: Any) -> Any:

@@ -1,4 +1,5 @@
-"""What a stage asks for in one segment, of this package and of torch. Values tell whether it is right; this, why not.
+"""Notes of what a stage asks for in one segment, of this package and of torch. Values tell whether it is right,
+and these notes why not.
 
 A :class:`Watch` tells tokens by their number. In a look by values that number is chosen, so that it is no size of the
 stage (``samples.py``). In a unit of a step it is what it is: if a weight has that size, too, nothing is told.

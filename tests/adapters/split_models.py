@@ -35,7 +35,9 @@ CASES: dict[str, Case] = {
     "one block four times": Case(forwards.Albert, engine=True),
     "in forward": Case(forwards.TiedInForward, engine=True),
     "a norm with statistics": refused(
-        changed(forwards.share_statistics, partial(Base, decoders.RunningBlock)), "keeps statistics in buffers", "stages [0, 1]"
+        changed(forwards.share_statistics, partial(Base, decoders.RunningBlock)),
+        "keeps statistics in buffers",
+        "stages [0, 1]",
     ),
     "parametrized blocks": Case(changed(forwards.parametrize), engine=True),
     "one block in a loop": Case(forwards.OneBlockInARange, cut={"at": ["blocks.1"]}, engine=True),

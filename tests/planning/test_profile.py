@@ -172,7 +172,7 @@ def test_a_synthetic_stage_is_measured(tmp_path):
         for kind, least in (("F", 1e-3 + 20e-6 * tokens), ("B", 2e-3 + 40e-6 * tokens), ("I", 2e-3 + 40e-6 * tokens)):
             assert least <= min(times[kind]) < least + 2e-3
         assert 0 < min(times["W"]) < 1e-3  # there is no linear layer
-        assert 2 * (1e-3 + 20e-6 * tokens) <= min(times["R"]) < 2 * (1e-3 + 20e-6 * tokens) + 2e-3  # F, and R
+        assert 2 * (1e-3 + 20e-6 * tokens) <= min(times["R"]) < 2 * (1e-3 + 20e-6 * tokens + 2e-3)  # F, and R
     least = {key: {kind: [min(t)] for kind, t in times.items()} for key, times in measured.units.items()}
     found = fit_part([measured._replace(units=least)])
     assert (found.layers, found.kv_bytes, found.message_bytes) == (2, 0.0, 64 * 4)
