@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_model import Attends
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,19 +22,14 @@ VOCAB, HIDDEN, LENGTH = 16, 8, 24
 PAD = 0
 
 
-class Mixer(nn.Module):
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.qkv, self.layer = nn.Linear(HIDDEN, 3 * HIDDEN), seq1f1b.layer_handle(index)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        return x + seq1f1b.causal_attention(q, k, v, layer=self.layer).transpose(1, 2).flatten(2)
-
-
 def make_model(*, head: bool = True) -> list[nn.Module]:
     torch.manual_seed(0)
-    layers = [nn.Embedding(VOCAB, HIDDEN), Mixer(0), Mixer(1), *([nn.Linear(HIDDEN, VOCAB)] if head else [])]
+    layers = [
+        nn.Embedding(VOCAB, HIDDEN),
+        Attends(HIDDEN, 0),
+        Attends(HIDDEN, 1),
+        *([nn.Linear(HIDDEN, VOCAB)] if head else []),
+    ]
     return [nn.Sequential(*layers[:2]).double(), nn.Sequential(*layers[2:]).double()]
 
 
@@ -308,13 +304,13 @@ def test_what_is_refused(loss_fn: Any, options: dict[str, Any], match: str) -> N
 
 
 def test_an_auxiliary_loss_beside_a_divisor_is_refused() -> None:
-    class Auxiliary(Mixer):
+    class Auxiliary(Attends):
         def forward(self, x: Tensor) -> Tensor:
             seq1f1b.add_loss(x.square().mean())
             return super().forward(x)
 
     stages = make_model()
-    stages[0] = nn.Sequential(stages[0], Auxiliary(5).double())
+    stages[0] = nn.Sequential(stages[0], Auxiliary(HIDDEN, 5).double())
     with pytest.raises(ValueError, match=r"an auxiliary loss \(add_loss\) has no part in that divisor"):
         train(stages, pad, BATCH["padded"])
 
