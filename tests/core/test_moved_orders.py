@@ -1,4 +1,4 @@
-"""Do orders hold moves to the tier by the rules, and do they survive being written, read, built and deferred?"""
+"""Do orders hold moves to the tier by the rules, and do they survive being built and deferred?"""
 
 from __future__ import annotations
 
@@ -9,15 +9,6 @@ import pytest
 from orders import random_order, small_schedule, with_moves, with_recomputation
 
 from seq1f1b import Schedule, ScheduleError, Unit, build_schedule, schedules
-
-
-def test_round_trips() -> None:
-    rng = random.Random(16)
-    for _ in range(50):
-        order = with_moves(random_order(rng), rng)
-        assert Schedule.from_text(order.to_text()) == order
-    with pytest.raises(ValueError, match=r"torch's CSV has no cell for \[0\]O0.0 of rank 0: write the order as text"):
-        Schedule.from_text("F0.0 O0.0 A0.0 L0.0 B0.0").to_csv()
 
 
 @pytest.mark.parametrize(
@@ -115,11 +106,15 @@ def test_choices_that_are_none() -> None:
 
 
 def test_late_weights_hold_no_more_than_the_order() -> None:
+    """W of a unit that is recomputed holds from R on: so it waits while others need not be recomputed."""
     rng = random.Random(19)
     changes = {"F": 1, "A": -1, "L": 1, "R": 1, "B": -1, "W": -1}
-    orders = [build_schedule("seq1f1b", num_ranks=2, num_microbatches=4, num_segments=4, offload_units="all")]
-    while len(orders) < 40:
-        order = with_moves(with_recomputation(random_order(rng), rng, 0.3), rng)
+    orders = [
+        build_schedule("seq1f1b", num_ranks=2, num_microbatches=3, num_segments=2, recompute="all"),
+        build_schedule("seq1f1b", num_ranks=2, num_microbatches=4, num_segments=4, offload_units="all"),
+    ]
+    while len(orders) < 60:
+        order = with_moves(with_recomputation(random_order(rng), rng, rng.choice((0.3, 0.6))), rng)
         if any(unit.kind in "BI" for units in order.ranks for unit in units):
             orders.append(order)
     for order in orders:
@@ -135,3 +130,4 @@ def test_late_weights_hold_no_more_than_the_order() -> None:
         for before, after in zip(order.ranks, late.ranks, strict=True):
             assert most(after) <= cap
             assert [u for u in after if u.kind in "FROAL"] == [u for u in before if u.kind in "FROAL"]
+    assert orders[0].defer_weights().to_text().splitlines()[1].startswith("F0.0 F0.1 R0.1 I0.1 F1.0 W0.1 R0.0 I0.0")

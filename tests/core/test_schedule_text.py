@@ -5,7 +5,7 @@ import pickle
 import random
 
 import pytest
-from orders import random_order
+from orders import random_order, with_moves, with_recomputation
 
 from seq1f1b import Costs, Schedule, Unit, build_schedule
 
@@ -14,13 +14,14 @@ from seq1f1b import Costs, Schedule, Unit, build_schedule
 
 def test_round_trips_of_random_orders() -> None:
     rng = random.Random(5)
-    for _ in range(100):
+    for number in range(200):
         schedule = random_order(rng)
-        for again in (
-            Schedule(schedule.ranks),
-            Schedule.from_text(schedule.to_text()),
-            Schedule.from_csv(schedule.to_csv(), num_segments=schedule.num_segments),
-        ):
+        if number >= 100:
+            schedule = (with_recomputation, with_moves)[number % 2](schedule, rng)
+        copies = [Schedule(schedule.ranks), Schedule.from_text(schedule.to_text())]
+        if number < 100:
+            copies.append(Schedule.from_csv(schedule.to_csv(), num_segments=schedule.num_segments))
+        for again in copies:
             assert again == schedule
             assert again.ranks == schedule.ranks
             assert again.rank_of_stage == schedule.rank_of_stage
@@ -143,6 +144,7 @@ def test_errors_of_text(text: str, message: str) -> None:
     ("text", "num_segments", "message"),
     [
         (",,\n", 1, "the text holds no unit"),
+        ("0F0,0R0,0B0", 1, f"line 1, unit 2, '0R0': {HOW_CSV}"),
         ("0F0,0SEND_F0", 1, f"line 1, unit 2, '0SEND_F0': {HOW_CSV}"),
         ("0F0,0UNSHARD", 1, f"line 1, unit 2, '0UNSHARD': {HOW_CSV}"),
         ("F0", 1, f"line 1, unit 1, 'F0': {HOW_CSV}"),
@@ -160,6 +162,19 @@ def test_errors_of_csv(text: str, num_segments: int, message: str) -> None:
     with pytest.raises(ValueError) as error:
         Schedule.from_csv(text, num_segments=num_segments)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "unit"),
+    [
+        ("F0.0 R0.0 B0.0\nF0.0 B0.0", r"\[0\]R0.0"),
+        ("F0.0 O0.0 A0.0 L0.0 B0.0", r"\[0\]O0.0"),
+        ("F0.0 S0.0 T0.0 B0.0", r"\[0\]S0.0"),
+    ],
+)
+def test_units_for_which_csv_has_no_cell(text: str, unit: str) -> None:
+    with pytest.raises(ValueError, match=f"torch's CSV has no cell for {unit} of rank 0: write the order as text"):
+        Schedule.from_text(text).to_csv()
 
 
 def test_units_that_cannot_be_placed() -> None:

@@ -33,14 +33,6 @@ def test_makespan_and_peak_over_segments(name: str) -> None:
             assert simulation.bubble == (3.0 * (P - 1),) * P
 
 
-def test_makespan_and_peak_of_1f1b() -> None:
-    for P, M in itertools.product(range(1, 9), repeat=2):
-        if M >= P:
-            simulation = build_schedule("1f1b", num_ranks=P, num_microbatches=M).simulate()
-            assert simulation.makespan == 3 * M + 3 * (P - 1)
-            assert simulation.peak == tuple(P - p for p in range(P))
-
-
 def test_segments_divide_the_bubble() -> None:
     """The work of a micro-batch stays the same: the bubble is 1 / k of that of 1F1B."""
     plain = build_schedule("1f1b", num_ranks=4, num_microbatches=8).simulate(Costs(1.0, 2.0))
@@ -73,63 +65,53 @@ def test_timeline_of_two_ranks() -> None:
     assert simulation.bubble_ratio == 8 / 14
 
 
-def test_a_link_passes_one_message_after_the_other() -> None:
-    """Two messages of 8 bytes at 2 bytes per second leave at 1 and 2, pass until 5 and 9, and take 0.5 to arrive."""
-    simulation = Schedule.from_text("F0.0 F1.0\nF0.0 F1.0").simulate(
-        Costs(links=Links(latency=0.5, bandwidth=2.0, message_bytes=8))
-    )
-    assert [start for _, start, _ in simulation.timeline[1]] == [5.5, 9.5]
+FORWARDS = "F0.0 F1.0\nF0.0 F1.0"
+THREE = "F0.0 B0.0\nF0.0 B0.0\nF0.0 B0.0"
+FIVE = "F0.0 F1.0 F2.0 F3.0 F4.0\nF0.0 F1.0 F2.0 F3.0 F4.0"
+SPLIT = "[0]F0.0 [1]F0.0 [1]I0.0 [0]I0.0 [1]W0.0 [0]W0.0"
+SLOW = Costs([[1.0], [10.0]])
+# order, places beyond those needed, costs, and starts of the units of every rank
+BY_HAND: dict[str, tuple[str, int | None, Costs, list[list[float]]]] = {
+    # Two messages of 8 bytes at 2 bytes per second leave at 1 and 2, pass until 5 and 9, and take 0.5 to arrive.
+    "a link passes one message after the other": (
+        FORWARDS, None, Costs(links=Links(latency=0.5, bandwidth=2.0, message_bytes=8)), [[0.0, 1.0], [5.5, 9.5]]
+    ),
+    # Between stages 0 and 1 four bytes take 2 s and 0.5 to arrive, between 1 and 2 they take 4 s and 1; both ways.
+    "edges that are not alike": (
+        THREE, None, Costs(links=Links(latency=[0.5, 1.0], bandwidth=[2.0, 1.0], message_bytes=4)),
+        [[0.0, 22.0], [3.5, 17.5], [9.5, 10.5]],
+    ),
+    "bytes of each segment": (
+        "F0.0 F0.1\nF0.0 F0.1", None, Costs(links=Links(bandwidth=1.0, message_bytes=[3, 1])), [[0.0, 1.0], [4.0, 5.0]]
+    ),
+    "a send takes the sender's time": (
+        FORWARDS, None, Costs(links=Links(send=0.25)), [[0.0, 1.25], [1.25, 2.5]]
+    ),
+    # The receiver is ten times slower and has prefetch + 1 places: the sender runs ahead by that much, no further.
+    "a sender without credit waits": (
+        FIVE, 0, SLOW, [[0.0, 1.0, 11.0, 21.0, 31.0], [1.0, 11.0, 21.0, 31.0, 41.0]]
+    ),
+    "a place more": (FIVE, 1, SLOW, [[0.0, 1.0, 2.0, 11.0, 21.0], [1.0, 11.0, 21.0, 31.0, 41.0]]),
+    "places for all": (FIVE, 9, SLOW, [[0.0, 1.0, 2.0, 3.0, 4.0], [1.0, 11.0, 21.0, 31.0, 41.0]]),
+    "a split backward": (SPLIT, None, Costs(1.0, 4.0, weight=1.0), [[0.0, 1.0, 2.0, 5.0, 8.0, 9.0]]),
+    # I has seconds of its own where I and W together are not B; a whole B of the same order takes ``backward``.
+    "the cost of a split backward": (
+        "F0.0 F1.0 I0.0 W0.0 B1.0", None, Costs(1.0, 4.0, weight=5.0, input=2.5), [[0.0, 1.0, 2.0, 4.5, 9.5]]
+    ),
+}  # fmt: skip
 
 
-def test_edges_that_are_not_alike() -> None:
-    """Between stages 0 and 1 four bytes take 2 s and 0.5 to arrive, between 1 and 2 they take 4 s and 1; both ways."""
-    schedule = Schedule.from_text("F0.0 B0.0\nF0.0 B0.0\nF0.0 B0.0")
-    simulation = schedule.simulate(Costs(links=Links(latency=[0.5, 1.0], bandwidth=[2.0, 1.0], message_bytes=4)))
-    starts = [[start for _, start, _ in track] for track in simulation.timeline]
-    assert starts == [[0.0, 22.0], [3.5, 17.5], [9.5, 10.5]]
+@pytest.mark.parametrize(("text", "prefetch", "costs", "starts"), BY_HAND.values(), ids=BY_HAND)
+def test_starts_by_hand(text: str, prefetch: int | None, costs: Costs, starts: list[list[float]]) -> None:
+    simulation = Schedule.from_text(text).replace(prefetch=prefetch).simulate(costs)
+    assert [[start for _, start, _ in track] for track in simulation.timeline] == starts
 
 
-def test_bytes_of_each_segment() -> None:
-    simulation = Schedule.from_text("F0.0 F0.1\nF0.0 F0.1").simulate(
-        Costs(links=Links(bandwidth=1.0, message_bytes=[3, 1]))
-    )
-    assert [start for _, start, _ in simulation.timeline[1]] == [4.0, 5.0]
-
-
-def test_a_send_takes_the_senders_time() -> None:
-    simulation = Schedule.from_text("F0.0 F1.0\nF0.0 F1.0").simulate(Costs(links=Links(send=0.25)))
-    assert [start for _, start, _ in simulation.timeline[0]] == [0.0, 1.25]
-    assert [start for _, start, _ in simulation.timeline[1]] == [1.25, 2.5]
-
-
-def test_a_sender_without_credit_waits() -> None:
-    """The receiver is ten times slower and has prefetch + 1 places: the sender runs ahead by that much, no further."""
-    schedule = Schedule.from_text("F0.0 F1.0 F2.0 F3.0 F4.0\nF0.0 F1.0 F2.0 F3.0 F4.0")
-    for prefetch, starts in {
-        0: [0.0, 1.0, 11.0, 21.0, 31.0],
-        1: [0.0, 1.0, 2.0, 11.0, 21.0],
-        9: [0.0, 1.0, 2.0, 3.0, 4.0],
-    }.items():
-        simulation = schedule.replace(prefetch=prefetch).simulate(Costs([[1.0], [10.0]]))
-        assert [start for _, start, _ in simulation.timeline[0]] == starts
-        assert simulation.makespan == 51.0
-
-
-def test_split_backward() -> None:
-    schedule = Schedule.from_text("[0]F0.0 [1]F0.0 [1]I0.0 [0]I0.0 [1]W0.0 [0]W0.0")
-    starts = [start for _, start, _ in schedule.simulate(Costs(1.0, 4.0, weight=1.0)).timeline[0]]
-    assert starts == [0.0, 1.0, 2.0, 5.0, 8.0, 9.0]
+def test_a_split_backward_takes_as_long_as_a_whole_one() -> None:
+    schedule = Schedule.from_text(SPLIT)
     assert schedule.simulate(Costs(1.0, 4.0)).makespan == 2 * 5.0
     with pytest.raises(ValueError, match="weight is more than backward, of which it is a part"):
         schedule.simulate(Costs(1.0, 4.0, weight=5.0))
-
-
-def test_the_cost_of_a_split_backward() -> None:
-    """I has seconds of its own where I and W together are not B; a whole B of the same order takes ``backward``."""
-    schedule = Schedule.from_text("F0.0 F1.0 I0.0 W0.0 B1.0")
-    simulation = schedule.simulate(Costs(1.0, 4.0, weight=5.0, input=2.5))
-    assert [start for _, start, _ in simulation.timeline[0]] == [0.0, 1.0, 2.0, 4.5, 9.5]
-    assert simulation.makespan == 13.5
 
 
 def test_measured_durations_are_replayed() -> None:

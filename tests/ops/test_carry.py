@@ -107,32 +107,6 @@ def test_state_along_the_sequence(kind, sizes, again):
     assert gradient_error({name: p.grad for name, p in whole.named_parameters()}, truth) <= 1e-10
 
 
-def test_state_that_was_never_left_is_an_error():
-    class Forgetful(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x + seq1f1b.carry_in(7, x.new_zeros(())))
-
-    engine = PipelineEngine(Forgetful(HIDDEN, HIDDEN), num_microbatches=1, num_segments=2, loss_fn=squared)
-    x = torch.randn(2, 4, HIDDEN)
-    with pytest.raises(RuntimeError, match="segment 1 reads carried state 7, which segment 0 did not leave"):
-        engine.step(x, target=x)
-
-
-def test_reentrant_checkpointing_is_named():
-    class Reentrant(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = CausalConvolution(0)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.inner, x.requires_grad_(), use_reentrant=True)
-
-    engine = PipelineEngine(Reentrant(), num_microbatches=1, num_segments=2, loss_fn=squared)
-    x = torch.randn(2, 4, HIDDEN)
-    with pytest.raises(RuntimeError, match="use_reentrant=False"):
-        engine.step(x, target=x)
-
-
 @pytest.mark.parametrize("recompute", ["none", "all"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_auxiliary_losses_of_every_stage(reduction, recompute):

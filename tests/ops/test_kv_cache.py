@@ -43,6 +43,14 @@ class Run:
         with self.step.unit("B", m, s, slot=slot, grad_slot=grad_slot):
             self.outs[m, s].sum().backward()
 
+    def forwards(self, m: int, *, slot: int = 0, layers: tuple[int, ...] = (0,)) -> None:
+        for s in range(len(SIZES)):
+            self.forward(m, s, slot=slot, layers=layers)
+
+    def backwards(self, m: int, *, slot: int = 0) -> None:
+        for s in reversed(range(len(SIZES))):
+            self.backward(m, s, slot=slot)
+
     def gradients(self, m: int) -> list[Tensor]:
         return [torch.cat([self.leaves[m, s][i].grad for s in range(len(SIZES))], dim=2) for i in range(3)]
 
@@ -72,8 +80,7 @@ def test_a_forward_out_of_order() -> None:
 
 def test_a_slot_that_is_still_held() -> None:
     run = Run()
-    for s in range(3):
-        run.forward(0, s)
+    run.forwards(0)
     with pytest.raises(RuntimeError, match=r"\[0\]F1.0: KV slot 0 is still held by micro-batch 0"):
         run.forward(1, 0)
 
@@ -96,8 +103,7 @@ def test_a_backward_out_of_order() -> None:
 def test_a_gradient_slot_that_is_still_held() -> None:
     run = Run(kv_slots=2, grad_slots=2)
     for m in range(2):
-        for s in range(3):
-            run.forward(m, s, slot=m)
+        run.forwards(m, slot=m)
     run.backward(0, 2, slot=0)
     with pytest.raises(RuntimeError, match=r"\[0\]B1.2: gradient slot 0 is still held by micro-batch 0"):
         run.backward(1, 2, slot=1)
@@ -115,10 +121,8 @@ def test_a_layer_that_reads_rows_never_written() -> None:
 
 def test_rows_of_an_earlier_micro_batch_do_not_count_as_written() -> None:
     run = Run(layers=2, kv_slots=1)
-    for s in range(3):
-        run.forward(0, s, layers=(0, 1))
-    for s in (2, 1, 0):
-        run.backward(0, s)
+    run.forwards(0, layers=(0, 1))
+    run.backwards(0)
     run.forward(1, 0, layers=(0,))
     with pytest.raises(RuntimeError, match=r"\[0\]F1.1: layer 1 reads segment 0 of micro-batch 1"):
         run.forward(1, 1, layers=(0, 1))
@@ -226,23 +230,19 @@ def test_slots_are_taken_over() -> None:
     for _ in range(2):
         run = Run(cache=cache)
         for m in range(3):
-            for s in range(3):
-                run.forward(m, s)
-            for s in (2, 1, 0):
-                run.backward(m, s)
+            run.forwards(m)
+            run.backwards(m)
             assert_close(run.gradients(m), expected_gradients(m))
 
 
 def test_micro_batches_in_flight_share_no_rows() -> None:
     """Forwards of one between backwards of the other; one dK/dV slot, since backwards are consecutive."""
     run = Run(kv_slots=2)
-    for s in range(3):
-        run.forward(0, s, slot=0)
+    run.forwards(0, slot=0)
     for s in (2, 1, 0):
         run.forward(1, 2 - s, slot=1)
         run.backward(0, s, slot=0)
-    for s in (2, 1, 0):
-        run.backward(1, s, slot=1)
+    run.backwards(1, slot=1)
     for m in range(2):
         assert_close(run.gradients(m), expected_gradients(m))
 
@@ -256,8 +256,7 @@ def test_a_layer_skipped_in_the_last_segment() -> None:
             run.forward(m, 0, layers=(0, 1))
             run.forward(m, 1, layers=(0, 1))
             run.forward(m, 2, layers=(0,))
-            for s in (2, 1, 0):
-                run.backward(m, s)
+            run.backwards(m)
         return run.gradients(5)
 
     leaves = [t.requires_grad_() for t in qkv(5)]
@@ -271,16 +270,13 @@ def test_a_layer_skipped_in_the_last_segment() -> None:
 def test_a_failed_step_leaves_nothing_behind() -> None:
     cache = _C.kv_cache_create()
     run = Run(cache=cache)
-    for s in range(3):
-        run.forward(0, s)
+    run.forwards(0)
     run.backward(0, 2)
     with pytest.raises(ZeroDivisionError), run.step.unit("B", 0, 1):
         _ = 1 / 0
     run = Run(cache=cache)
-    for s in range(3):
-        run.forward(1, s)
-    for s in (2, 1, 0):
-        run.backward(1, s)
+    run.forwards(1)
+    run.backwards(1)
     assert_close(run.gradients(1), expected_gradients(1))
 
 
@@ -292,8 +288,7 @@ def test_a_unit_may_be_tried_again() -> None:
         _ = 1 / 0
     run.forward(0, 1)
     run.forward(0, 2)
-    for s in (2, 1, 0):
-        run.backward(0, s)
+    run.backwards(0)
     assert_close(run.gradients(0), expected_gradients(0))
 
 
@@ -315,10 +310,8 @@ def test_rows_never_written_do_not_leak() -> None:
     with step.unit("F", 0, 0):
         causal_attention(*(torch.full((1, h, 64, 4), torch.nan, dtype=torch.float64) for h in (2, 1, 1)), layer=0)
     run = Run(cache=cache)
-    for s in range(3):
-        run.forward(0, s)
-    for s in (2, 1, 0):
-        run.backward(0, s)
+    run.forwards(0)
+    run.backwards(0)
     assert_close(run.gradients(0), expected_gradients(0))
 
 

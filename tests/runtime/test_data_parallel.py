@@ -61,6 +61,15 @@ def counted(*names: str) -> Iterator[Counter[str]]:
         yield counts
 
 
+def alone(rank: int, world: int) -> dist.ProcessGroup:
+    """The group of this rank, a pipeline of one stage."""
+    return [dist.new_group([r]) for r in range(world)][rank]
+
+
+def gradients_of(module: Any, times: int = 1) -> dict[str, Tensor]:
+    return {name: full_gradient(p.grad) / times for name, p in module.named_parameters()}
+
+
 def count_reductions(state, bucket):  # torch refuses annotations that are text
     group, reductions = state
     reductions.append(bucket.index())
@@ -101,7 +110,7 @@ def replicas(rank: int, world: int, kind: str, head_in_loss: bool, drop_in: bool
     driver.eval(*arguments, target=own_target)
     for _ in range(2):
         driver.step(*arguments, target=own_target)
-        found = {name: full_gradient(p.grad) for name, p in engine.named_parameters()}
+        found = gradients_of(engine)
         assert found.keys() == set(names.values())
         assert gradient_error(found, {name: truth[name] for name in found}) < 1e-10
         for parameter in engine.parameters():
@@ -110,7 +119,7 @@ def replicas(rank: int, world: int, kind: str, head_in_loss: bool, drop_in: bool
     for _ in range(2 * drop_in):  # each divides only what it adds
         driver.step(*arguments, target=own_target)
     if drop_in:
-        twice = {name: full_gradient(p.grad) for name, p in engine.named_parameters()}
+        twice = gradients_of(engine)
         assert gradient_error(twice, {name: 2 * truth[name] for name in twice}) < 1e-10
 
     if kind == "fsdp":
@@ -185,7 +194,7 @@ def split_replicas(rank: int, world: int, kind: str, head_in_loss: bool) -> None
         for step in (1, 2):
             with counted(*FSDP_COLLECTIVES) as counts:
                 engine.step(tokens[half], target=target[half] if engine.has_last else None)
-            found = {name: full_gradient(p.grad) for name, p in engine.named_parameters()}
+            found = gradients_of(engine)
             assert gradient_error(found, {name: step * truth[name] for name in found}) < 1e-10, (name, step)
             if kind == "fsdp":
                 outer = sum(any("blocks" not in n for n, _ in stage.named_parameters()) for stage in plain)
@@ -215,11 +224,11 @@ def global_count(rank: int, world: int) -> None:
     target[2 * M :, 1::3] = -100
     model.zero_grad()
     cross_entropy(model(tokens), target).backward()  # the mean over all tokens
-    truth = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    truth = gradients_of(model)
 
     own = slice(rank * 2 * M, (rank + 1) * 2 * M)
     mesh = init_device_mesh("cpu", (world,))
-    alone = [dist.new_group([r]) for r in range(world)][rank]
+    own_group = alone(rank, world)
     for kind, schedule in itertools.product(("ddp", "fsdp", "fsdp that sums"), ("seq1f1b", "seq-zb-h1")):
         stage = stage_of(model, config, 0, 1)
         wrapped = wrap(kind.split()[0], stage, mesh.get_group(), mesh)
@@ -228,10 +237,10 @@ def global_count(rank: int, world: int) -> None:
                 if isinstance(module, FSDPModule):
                     module.set_gradient_divide_factor(1.0)
         engine = PipelineEngine(
-            wrapped, schedule=schedule, num_microbatches=M, num_segments=K, loss_fn=cross_entropy, group=alone
+            wrapped, schedule=schedule, num_microbatches=M, num_segments=K, loss_fn=cross_entropy, group=own_group
         )
         engine.step(tokens[own], target=target[own], loss_weight=float((target != -100).sum()))
-        found = {name: full_gradient(p.grad) for name, p in engine.named_parameters()}
+        found = gradients_of(engine)
         assert gradient_error(found, truth) < 1e-10, (kind, schedule)
         engine.close()
         wrapped.zero_grad()
@@ -241,10 +250,10 @@ def global_count(rank: int, world: int) -> None:
         way: dict[str, Any] = {"loss_fn": pair}
         if schedule == "seq1f1b":
             way = {"loss_fn": cross_entropy, "loss": Loss(weight="targets")}
-        engine = PipelineEngine(wrapped, schedule=schedule, num_microbatches=M, num_segments=K, group=alone, **way)
+        engine = PipelineEngine(wrapped, schedule=schedule, num_microbatches=M, num_segments=K, group=own_group, **way)
         for times in (1, 2):
             engine.step(tokens[own], target=target[own])
-            found = {name: full_gradient(p.grad) / times for name, p in engine.named_parameters()}
+            found = gradients_of(engine, times)
             assert gradient_error(found, truth) < 1e-10, (kind, way, times)
         engine.close()
     # An auxiliary loss weighs by the targets of its micro-batch among those of all replicas.
@@ -252,16 +261,16 @@ def global_count(rank: int, world: int) -> None:
     for part, counted in zip(model(tokens).chunk(2 * M), target.chunk(2 * M), strict=True):
         share = float((counted != -100).sum()) / float((target != -100).sum())
         (share * (cross_entropy(part, counted) + 0.1 * part.square().mean())).backward(retain_graph=True)
-    truth = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    truth = gradients_of(model)
     for options, weight in (({}, float((target != -100).sum())), ({"loss": Loss(weight="targets")}, None)):
         stage = stage_of(model, config, 0, 1)
         stage.register_forward_hook(lambda module, inputs, output: add_loss(0.1 * output.square().mean()))
         wrapped = wrap("ddp", stage, mesh.get_group(), mesh)
         engine = PipelineEngine(
-            wrapped, num_microbatches=M, num_segments=K, loss_fn=cross_entropy, group=alone, **options
+            wrapped, num_microbatches=M, num_segments=K, loss_fn=cross_entropy, group=own_group, **options
         )
         engine.step(tokens[own], target=target[own], loss_weight=weight)
-        assert gradient_error({name: p.grad for name, p in engine.named_parameters()}, truth) < 1e-10, options
+        assert gradient_error(gradients_of(engine), truth) < 1e-10, options
         engine.close()
 
 
@@ -300,11 +309,11 @@ def replicas_without_targets(rank: int, world: int) -> None:
     model.zero_grad()
     pairs = [summed_loss(model(tokens[rows]), target[rows]) for rows in (slice(0, 2 * M), slice(2 * M, None))]
     (sum(total for total, _ in pairs) / sum(counted for _, counted in pairs)).backward()
-    truth = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    truth = gradients_of(model)
 
     own = slice(rank * 2 * M, (rank + 1) * 2 * M)
     mesh = init_device_mesh("cpu", (world,))
-    alone = [dist.new_group([r]) for r in range(world)][rank]
+    own_group = alone(rank, world)
     for kind, head_in_loss in itertools.product(("ddp", "fsdp"), (False, True)):
         stage, loss_fn = stage_of(model, config, 0, 1), summed_loss
         if head_in_loss:
@@ -312,10 +321,10 @@ def replicas_without_targets(rank: int, world: int) -> None:
             del stage.norm, stage.head
             loss_fn = wrap(kind, head, mesh.get_group(), mesh)
         wrapped = wrap(kind, stage, mesh.get_group(), mesh)
-        engine = PipelineEngine(wrapped, num_microbatches=M, num_segments=K, loss_fn=loss_fn, group=alone)
+        engine = PipelineEngine(wrapped, num_microbatches=M, num_segments=K, loss_fn=loss_fn, group=own_group)
         for times in (1, 2):
             engine.step(tokens[own], target=target[own])
-            found = {name: full_gradient(p.grad) / times for name, p in engine.named_parameters()}
+            found = gradients_of(engine, times)
             assert gradient_error(found, truth) < 1e-10, (kind, head_in_loss, times)
         engine.close()
 
@@ -324,47 +333,8 @@ def test_replicas_without_targets_count_what_their_losses_add():
     run_processes(2, replicas_without_targets)
 
 
-class Sometimes(nn.Module):
-    """A stage whose second parameter takes part in segments of more than two tokens only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always = nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
-        self.sometimes = nn.Parameter(torch.tensor([3.0, 5.0], dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x[..., None] * self.always
-        return y * self.sometimes if x.shape[1] > 2 else y
-
-
 def square(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
-
-
-def unused(rank: int, world: int) -> None:
-    """The last backward is that of the first segment, of one token: it leaves a parameter out."""
-    x = torch.arange(1.0, 13.0, dtype=torch.float64).view(2, 6)
-    target = torch.zeros(2, 6, 2, dtype=torch.float64)
-    model = Sometimes()
-    outputs = [torch.cat([model(row[:, :1]), model(row[:, 1:])], 1) for row in x[:, None]]
-    torch.stack([square(o, t) for o, t in zip(outputs, target[:, None], strict=True)]).mean().backward()
-
-    module = DistributedDataParallel(Sometimes(), find_unused_parameters=True)
-    group = [dist.new_group([r]) for r in range(world)][rank]
-    engine = PipelineEngine(
-        module, num_microbatches=1, num_segments=2, segment_sizes=[1, 5], loss_fn=square, group=group
-    )
-    for _ in range(2):
-        engine.step(x[rank : rank + 1], target=target[rank : rank + 1])
-        for name, parameter in engine.named_parameters():
-            torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
-        module.zero_grad()
-    with pytest.raises(ValueError, match="static_graph"):
-        PipelineEngine(DistributedDataParallel(Sometimes(), static_graph=True), num_microbatches=1, group=group)
-
-
-def test_a_parameter_that_the_last_backward_leaves_out():
-    run_processes(2, unused)
 
 
 class Gated(nn.Module):
@@ -382,8 +352,8 @@ class Gated(nn.Module):
         return y
 
 
-def unused_layers(rank: int, world: int) -> None:
-    """The last W is that of the first segment, of one token: it leaves layers out, and each replica another one."""
+def unused(rank: int, world: int) -> None:
+    """The last backward is that of the first segment, of one token: it leaves layers out, each replica another one."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 6, 4, dtype=torch.float64, generator=generator)
     x[:, 1, 0] = torch.tensor([1.0, -1.0])
@@ -392,29 +362,32 @@ def unused_layers(rank: int, world: int) -> None:
     outputs = [torch.cat([model(row[:, :1]), model(row[:, 1:])], 1) for row in x[:, None]]
     torch.stack([square(o, t) for o, t in zip(outputs, target[:, None], strict=True)]).mean().backward()
 
-    module = DistributedDataParallel(Gated(), find_unused_parameters=True, gradient_as_bucket_view=True)
-    group = [dist.new_group([r]) for r in range(world)][rank]
-    engine = PipelineEngine(
-        module, schedule="seq-zb-h1", num_microbatches=1, num_segments=2, segment_sizes=[1, 5],
-        loss_fn=lambda output, target: square(output, target), loss=Loss(weight=torch.numel), group=group,
-    )  # fmt: skip
-    for step in (1, 2, 3):
-        engine.step(x[rank : rank + 1], target=target[rank : rank + 1])
-        for name, parameter in engine.named_parameters():
-            want = model.get_parameter(name).grad
-            assert (parameter.grad is None) == (want is None), name
-            if want is not None:
-                torch.testing.assert_close(parameter.grad, step * want)
+    group = alone(rank, world)
+    for schedule, is_view in (("seq1f1b", False), ("seq-zb-h1", True)):
+        module = DistributedDataParallel(Gated(), find_unused_parameters=True, gradient_as_bucket_view=is_view)
+        engine = PipelineEngine(
+            module, schedule=schedule, num_microbatches=1, num_segments=2, segment_sizes=[1, 5],
+            loss_fn=square, loss=Loss(weight=torch.numel), group=group,
+        )  # fmt: skip
+        for step in (1, 2, 3):
+            engine.step(x[rank : rank + 1], target=target[rank : rank + 1])
+            for name, parameter in engine.named_parameters():
+                want = model.get_parameter(name).grad
+                assert (parameter.grad is None) == (want is None), name
+                if want is not None:
+                    torch.testing.assert_close(parameter.grad, step * want)
+    with pytest.raises(ValueError, match="static_graph"):
+        PipelineEngine(DistributedDataParallel(Gated(), static_graph=True), num_microbatches=1, group=group)
 
 
-def test_layers_that_the_last_w_or_all_leave_out():
-    run_processes(2, unused_layers)
+def test_layers_that_the_last_backward_or_all_leave_out():
+    run_processes(2, unused)
 
 
 def hooks(rank: int, world: int) -> None:
     """What tells DDP of gradients that are there calls no hook on a parameter."""
     x = torch.arange(48.0, dtype=torch.float64).view(2, 6, 4)
-    group = [dist.new_group([r]) for r in range(world)][rank]
+    group = alone(rank, world)
     calls: dict[str, list[str]] = {}
     for schedule in ("seq1f1b", "seq-zb-h1"):
         module = DistributedDataParallel(Gated(), find_unused_parameters=True)
@@ -442,7 +415,7 @@ def mixed_precision(rank: int, world: int) -> None:
     _, truth = run_whole(whole_model(config), tokens, target, 4 * M)
     own = slice(rank * 4 * M, (rank + 1) * 4 * M)
     mesh = init_device_mesh("cpu", (world,))
-    alone = [dist.new_group([r]) for r in range(world)][rank]
+    own_group = alone(rank, world)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found = {}
     for schedule in ("seq1f1b", "seq-zb-h1"):
@@ -451,10 +424,10 @@ def mixed_precision(rank: int, world: int) -> None:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(stage, mesh=mesh, mp_policy=policy)
         engine = PipelineEngine(
-            stage, schedule=schedule, num_microbatches=2 * M, num_segments=K, loss_fn=cross_entropy, group=alone
+            stage, schedule=schedule, num_microbatches=2 * M, num_segments=K, loss_fn=cross_entropy, group=own_group
         )
         engine.step(tokens[own], target=target[own])
-        found[schedule] = {name: full_gradient(p.grad) for name, p in engine.named_parameters()}
+        found[schedule] = gradients_of(engine)
         engine.close()
     assert gradient_error(found["seq-zb-h1"], found["seq1f1b"]) < 1e-5
     assert gradient_error(found["seq-zb-h1"], truth) < 0.05
@@ -479,15 +452,15 @@ def failed_step(rank: int, world: int) -> None:
     model = whole_model(config)
     tokens, target = batch(config, 2 * M, LENGTH)
     cross_entropy(model(tokens), target).backward()
-    truth = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    truth = gradients_of(model)
     own = slice(rank * 2 * M, (rank + 1) * 2 * M)
     mesh = init_device_mesh("cpu", (world,))
-    alone = [dist.new_group([r]) for r in range(world)][rank]
+    own_group = alone(rank, world)
     for kind, schedule, failure in itertools.product(("ddp", "fsdp"), ("seq1f1b", "seq-zb-h1"), FAILURES):
         stage = stage_of(model, config, 0, 1)
         engine = PipelineEngine(
             wrap(kind, stage, mesh.get_group(), mesh), schedule=schedule, num_microbatches=M, num_segments=K,
-            loss_fn=pair, group=alone,
+            loss_fn=pair, group=own_group,
         )  # fmt: skip
         calls, (call, place, number) = [], failure
         reductions: list[int] = []
@@ -508,7 +481,7 @@ def failed_step(rank: int, world: int) -> None:
             parameter.grad = None
         for step in (1, 2):
             engine.step(tokens[own], target=target[own])
-            found = {name: full_gradient(p.grad) for name, p in engine.named_parameters()}
+            found = gradients_of(engine)
             error = gradient_error(found, {n: step * g for n, g in truth.items()})
             assert error < 1e-10, (kind, schedule, failure, step)
             assert kind == "fsdp" or len(reductions) >= step, "DDP calls its hook no more"
@@ -523,12 +496,14 @@ def parts(rank: int, world: int) -> None:
     tokens, target = batch(config, 2 * M, LENGTH)
     target[2 * M :, ::3] = -100
     cross_entropy(model(tokens), target).backward()
-    truth = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    truth = gradients_of(model)
     own = slice(rank * 2 * M, (rank + 1) * 2 * M)
-    mesh, alone = init_device_mesh("cpu", (world,)), [dist.new_group([r]) for r in range(world)][rank]
+    mesh, own_group = init_device_mesh("cpu", (world,)), alone(rank, world)
 
     def make(stage: nn.Module, schedule: str = "seq1f1b") -> PipelineEngine:
-        return PipelineEngine(stage, schedule=schedule, num_microbatches=M, num_segments=K, loss_fn=pair, group=alone)
+        return PipelineEngine(
+            stage, schedule=schedule, num_microbatches=M, num_segments=K, loss_fn=pair, group=own_group
+        )
 
     for schedule, left_out in itertools.product(("seq1f1b", "seq-zb-h1"), ("head", "", "frozen")):
         stage = stage_of(model, config, 0, 1)
@@ -545,9 +520,9 @@ def parts(rank: int, world: int) -> None:
             continue
         for step in (1, 2):
             engine.step(tokens[own], target=target[own])
-            found = {name: full_gradient(p.grad) for name, p in engine.named_parameters()}
+            found = gradients_of(engine)
             assert gradient_error(found, {n: step * g for n, g in truth.items()}) < 1e-10, (schedule, step)
-    for number, replicas in ((0, mesh.get_group()), (1, alone)):
+    for number, replicas in ((0, mesh.get_group()), (1, own_group)):
         stage = stage_of(model, config, 0, 1)
         stage.blocks[str(number)] = wrap("ddp", stage.blocks[str(number)], replicas, mesh)
         with pytest.raises(ValueError, match="holds DDP inside") if number == 0 else nullcontext():

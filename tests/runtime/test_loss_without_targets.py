@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_model import Attends
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,16 +20,6 @@ from seq1f1b import Loss, Memory, PipelineEngine
 from seq1f1b.testing import run_ranks
 
 VOCAB, HIDDEN = 11, 8
-
-
-class Mixer(nn.Module):
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.qkv, self.layer = nn.Linear(HIDDEN, 3 * HIDDEN), seq1f1b.layer_handle(index)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        return x + seq1f1b.causal_attention(q, k, v, layer=self.layer).transpose(1, 2).flatten(2)
 
 
 class Head(nn.Module):
@@ -110,7 +101,7 @@ def check_variant(seed: int) -> None:
     P, M, k, length = rng.choice((1, 2)), rng.randint(1, 3), rng.randint(1, 4), rng.randint(4, 9)
     loss_fn, in_head = rng.choice(LOSSES), rng.random() < 0.25
     torch.manual_seed(seed)
-    layers = [nn.Embedding(VOCAB, HIDDEN), Mixer(0), Mixer(1), nn.Linear(HIDDEN, VOCAB)]
+    layers = [nn.Embedding(VOCAB, HIDDEN), Attends(HIDDEN, 0), Attends(HIDDEN, 1), nn.Linear(HIDDEN, VOCAB)]
     model = nn.Sequential(*layers).double()
     loss: Any = Head(loss_fn).double() if in_head else loss_fn
     if in_head:
@@ -163,7 +154,7 @@ def test_200_random_variants() -> None:
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(VOCAB, HIDDEN), Mixer(0), nn.Linear(HIDDEN, VOCAB)).double()
+    return nn.Sequential(nn.Embedding(VOCAB, HIDDEN), Attends(HIDDEN, 0), nn.Linear(HIDDEN, VOCAB)).double()
 
 
 def make_engine(loss_fn: Any, **options: Any) -> PipelineEngine:
@@ -299,8 +290,8 @@ def test_an_error_leaves_gradients_as_they_were(name: str, steps_before: int) ->
     tokens, labels = make_batch()
     torch.manual_seed(0)
     stages = [
-        nn.Sequential(nn.Embedding(VOCAB, HIDDEN), Mixer(0)).double(),
-        nn.Sequential(Mixer(1), nn.Linear(HIDDEN, VOCAB)).double(),
+        nn.Sequential(nn.Embedding(VOCAB, HIDDEN), Attends(HIDDEN, 0)).double(),
+        nn.Sequential(Attends(HIDDEN, 1), nn.Linear(HIDDEN, VOCAB)).double(),
     ]
 
     def work(group: Any) -> str:

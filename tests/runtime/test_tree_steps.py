@@ -77,6 +77,11 @@ SLICE = [
     ("seq-zb-h1", 2, {"memory": Memory(recompute=lambda unit: unit.segment > 0)}),
     ("seq-zb-h2", 2, {"order": {"weights": "fill"}}),
     ("seq-zbv", 2, {}),
+    # Parents that are chains alone are no trees to an order; siblings in their last units are to attention.
+    ("seq1f1b", 2, {"trees": Trees([[4, [3, 2]], [3, 1, [1, 1]]], [[-1, 0], [-1, 0, 1]])}),
+    ("gpipe", 1, {"trees": Trees([[4, 3], [2]], [[-1, 0], None])}),
+    # One value per token: evaluation and step give each token's, wherever its segment went.
+    ("seq1f1b", 2, {"loss_fn": of_tokens, "memory": Memory(recompute="all")}),
 ]
 """Segments alone and siblings; backwards whole, split and filled; recomputed in some units or all; two orders."""
 
@@ -84,17 +89,6 @@ SLICE = [
 @pytest.mark.parametrize(("schedule", "num_ranks", "options"), SLICE)
 def test_every_path_alone(schedule: str, num_ranks: int, options: dict[str, Any]) -> None:
     check(schedule, num_ranks, 0, **options)
-
-
-def test_chains_whose_units_hold_siblings() -> None:
-    """Parents that are chains alone are no trees to an order; siblings in their last units are to attention."""
-    check("seq1f1b", 2, 4, trees=Trees([[4, [3, 2]], [3, 1, [1, 1]]], [[-1, 0], [-1, 0, 1]]))
-    check("gpipe", 1, 5, trees=Trees([[4, 3], [2]], [[-1, 0], None]))
-
-
-def test_values_of_tokens() -> None:
-    """A loss of one value per token: evaluation and step give each token's, wherever its segment went."""
-    check("seq1f1b", 2, 1, loss_fn=of_tokens, memory=Memory(recompute="all"))
 
 
 @pytest.mark.parametrize("parents", [[-1, 0, 1, 0], [-1, 0, 0, 1], [-1, 0, 1, 2]])

@@ -57,6 +57,16 @@ def embedding_of(model, rank, num_ranks):
     return shard
 
 
+def engine_of(model, group, P, k, *, config=CONFIG, head=None, embedding=None, **options):
+    """One stage of P for each rank; micro-batches by the schedule, or two."""
+    stage = last_without_head(model, group.rank, P, config)
+    if embedding is not None and group.rank == 0:
+        stage.embedding = nn.Identity()
+    head = head_of(model, group.rank, P) if head is None else head
+    options = {"num_microbatches": 2, "num_segments": k} | options
+    return PipelineEngine(stage, loss_fn=head, embedding=embedding, group=group, **options)
+
+
 def join_rows(found):
     """Gradients by name from those of ranks, rows of shards in order."""
     gradients = {name: g for own in found for name, g in own.items()}
@@ -280,13 +290,7 @@ def test_verify(k):
     model = whole_model(CONFIG, torch.float32)
 
     def run_rank(group):
-        engine = PipelineEngine(
-            last_without_head(model, group.rank, 2),
-            num_microbatches=2,
-            num_segments=k,
-            loss_fn=head_of(model, group.rank, 2),
-            group=group,
-        )
+        engine = engine_of(model, group, 2, k)
         return engine.verify(tokens, target=target if engine.has_last else None, show=False)
 
     for found in run_ranks(2, run_rank):
@@ -298,14 +302,7 @@ def test_outputs_are_hidden_states():
     model = whole_model(CONFIG)
 
     def run_rank(group):
-        engine = PipelineEngine(
-            last_without_head(model, group.rank, 2),
-            num_microbatches=2,
-            num_segments=2,
-            loss_fn=head_of(model, group.rank, 2),
-            group=group,
-        )
-        return engine.eval(tokens, return_outputs=True)
+        return engine_of(model, group, 2, 2).eval(tokens, return_outputs=True)
 
     losses, outputs = run_ranks(2, run_rank)[1]
     with torch.no_grad():
@@ -325,14 +322,9 @@ def test_an_embedding_that_is_the_head():
     truth = run_whole(model, tokens, target, 2)
 
     def run_rank(group):
-        stage, head = last_without_head(model, group.rank, 3), head_of(model, group.rank, 3)
-        embedding = embedding_of(model, group.rank, 3)
+        head, embedding = head_of(model, group.rank, 3), embedding_of(model, group.rank, 3)
         head.linear.weight = embedding.layer.weight
-        if group.rank == 0:
-            stage.embedding = nn.Identity()
-        engine = PipelineEngine(
-            stage, num_microbatches=2, num_segments=3, loss_fn=head, embedding=embedding, group=group
-        )
+        engine = engine_of(model, group, 3, 3, head=head, embedding=embedding)
         goal = target if engine.has_last else None
         found = engine.verify(tokens, target=goal, show=False)
         assert found.ok, found
@@ -354,18 +346,8 @@ def test_a_frozen_embedding_gets_no_gradient():
     truth = run_whole(model, tokens, target, 2)[1]
 
     def run_rank(group):
-        stage, embedding = last_without_head(model, group.rank, 2), embedding_of(model, group.rank, 2)
-        embedding.requires_grad_(False)
-        if group.rank == 0:
-            stage.embedding = nn.Identity()
-        engine = PipelineEngine(
-            stage,
-            num_microbatches=2,
-            num_segments=2,
-            loss_fn=head_of(model, group.rank, 2),
-            embedding=embedding,
-            group=group,
-        )
+        embedding = embedding_of(model, group.rank, 2).requires_grad_(False)
+        engine = engine_of(model, group, 2, 2, embedding=embedding)
         engine.step(tokens, target=target if engine.has_last else None)
         assert embedding.layer.weight.grad is None
         return {name: p.grad for name, p in engine.named_parameters() if p.requires_grad}
@@ -511,9 +493,8 @@ def test_a_loss_of_tokens(P, name, recompute):
 
     def work(group):
         head = head_of(model, group.rank, P, token_loss=clipped, per_token=["old", "weights", "pairs"])
-        stage, sizes = last_without_head(model, group.rank, P, config), {"num_segments": 3, "segment_sizes": [5, 4, 4]}
-        options = {"memory": Memory(recompute=recompute), "group": group, **sizes}
-        engine = PipelineEngine(stage, schedule=name, num_microbatches=2, loss_fn=head, **options)
+        options = {"segment_sizes": [5, 4, 4], "memory": Memory(recompute=recompute)}
+        engine = engine_of(model, group, P, 3, config=config, head=head, schedule=name, **options)
         found = engine.eval(tokens, target={"labels": labels}), engine.step(tokens, target=target)
         gradients = {name: p.grad.clone() for name, p in engine.named_parameters()}
         verified = engine.verify(tokens, target=target, show=False).ok
@@ -634,17 +615,8 @@ def test_the_engine_runs_a_plan_with_its_vocabulary_over_the_ranks(tmp_path):
     tokens, target = batch(config, 4, 16, size=1)
 
     def run(group):
-        stage = last_without_head(model, group.rank, 2, config)
-        if group.rank == 0:
-            stage.embedding = nn.Identity()
-        engine = PipelineEngine(
-            stage,
-            schedule=tmp_path / "plan.json",
-            loss_fn=head_of(model, group.rank, 2),
-            embedding=embedding_of(model, group.rank, 2),
-            loss=Loss(weight="microbatches"),
-            group=group,
-        )
+        options = {"num_microbatches": None, "schedule": tmp_path / "plan.json", "loss": Loss(weight="microbatches")}
+        engine = engine_of(model, group, 2, 1, config=config, embedding=embedding_of(model, group.rank, 2), **options)
         assert engine.schedule == plan.build() and {"S", "T", "E", "G"} <= engine.schedule.kinds
         return engine.step(tokens, target=target)
 

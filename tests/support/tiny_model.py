@@ -80,6 +80,18 @@ class Stage(nn.Module):
         return self.head(self.norm(x)) if hasattr(self, "head") else x
 
 
+class Attends(nn.Module):
+    """Adds causal attention of two heads to what comes in."""
+
+    def __init__(self, hidden: int, index: int) -> None:
+        super().__init__()
+        self.qkv, self.layer = nn.Linear(hidden, 3 * hidden), seq1f1b.layer_handle(index)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return x + seq1f1b.causal_attention(q, k, v, layer=self.layer).transpose(1, 2).flatten(2)
+
+
 def whole_model(config: Config, dtype: torch.dtype = torch.float64, seed: int = 0) -> Stage:
     torch.manual_seed(seed)
     return Stage(config, 0, config.layers).to(dtype)
