@@ -163,16 +163,18 @@ def test_a_synthetic_stage_is_measured(tmp_path):
         made = make_profile(SHAPE, [measured], seq_len=256, threads=1, dtype="float32", seconds=1.0)
         assert measured.moved * 256 == 256 * 64 * 4
         moving = [made.move_out * measured.moved * 256, made.move_in * measured.moved * 256]
-        if moving == pytest.approx([2 * 0.02, 2 * 0.04], rel=0.5):
+        # The least of the repetitions is what other processes did not disturb; a sleep is never shorter than asked for.
+        late = []
+        for (_, tokens), times in measured.units.items():
+            forward = 1e-3 + 20e-6 * tokens
+            for kind, sleeps in (("F", forward), ("B", 2 * forward), ("I", 2 * forward), ("R", 2 * forward)):  # R: F, R
+                assert sleeps <= min(times[kind])
+                late += [(kind, tokens, min(times[kind]))] * (min(times[kind]) >= sleeps + 2e-3)
+            late += [("W", tokens, min(times["W"]))] * (not 0 < min(times["W"]) < 1e-3)  # there is no linear layer
+        if moving == pytest.approx([2 * 0.02, 2 * 0.04], rel=0.5) and not late:
             break
-    assert moving == pytest.approx([2 * 0.02, 2 * 0.04], rel=0.5)
+    assert moving == pytest.approx([2 * 0.02, 2 * 0.04], rel=0.5) and not late
     assert sorted(measured.units) == [(0, 64), (0, 128), (0, 256), (64, 64), (128, 64), (128, 128), (192, 64)]
-    # The least of the repetitions is what other processes did not disturb; a sleep is never shorter than asked for.
-    for (_, tokens), times in measured.units.items():
-        for kind, least in (("F", 1e-3 + 20e-6 * tokens), ("B", 2e-3 + 40e-6 * tokens), ("I", 2e-3 + 40e-6 * tokens)):
-            assert least <= min(times[kind]) < least + 2e-3
-        assert 0 < min(times["W"]) < 1e-3  # there is no linear layer
-        assert 2 * (1e-3 + 20e-6 * tokens) <= min(times["R"]) < 2 * (1e-3 + 20e-6 * tokens + 2e-3)  # F, and R
     least = {key: {kind: [min(t)] for kind, t in times.items()} for key, times in measured.units.items()}
     found = fit_part([measured._replace(units=least)])
     assert (found.layers, found.kv_bytes, found.message_bytes) == (2, 0.0, 64 * 4)
