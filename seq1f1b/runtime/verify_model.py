@@ -378,16 +378,15 @@ def _refusal(runner: Runner, model: Any) -> str:
 @sendable
 @dataclass(frozen=True)
 class _Sent:
-    """A tensor in a value that one rank sends to another: its shape, its dtype, and where its bytes lie."""
+    """A tensor in a value that one rank sends to another; its bytes follow in one message with those of the others."""
 
     shape: tuple[int, ...]
     dtype: str
-    begin: int
-    end: int
 
     def tensor(self, data: Tensor) -> Tensor:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return data[self.begin : self.end].clone().view(dtype).view(self.shape)
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return data.clone().view(dtype).view(self.shape)
 
 
 def _sent(group: RankGroup, value: Any, source: int, destination: int) -> Any:
@@ -398,32 +397,29 @@ def _sent(group: RankGroup, value: Any, source: int, destination: int) -> Any:
     """
     if source == destination:
         return value if group.rank == source else None
-    parts: list[Tensor] = []
+    told, text, parts = None, "", list[Tensor]()
 
     def sent(tensor: Tensor) -> _Sent:
-        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        begin = sum(map(len, parts))
-        parts.append(data)
-        return _Sent(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), begin, begin + len(data))
+        parts.append(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
+        return _Sent(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
-    told, text = None, ""
     if group.rank == source:
         told = mapped(value, sent)
         try:
             pack(told)
         except TypeError as error:
             told, text = None, f"target or kwargs of rank {source} cannot go to rank {destination}: {error}"
-    told, size, text = group.all_gather_object([told, sum(map(len, parts)), text])[source]
+    told, sizes, text = group.all_gather_object([told, list(map(len, parts)), text])[source]
     if text:
         raise ValueError(text)
-    data = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts])
     if group.rank == source:
+        data = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts])
         group.exchange(data, [destination], [], data)
     if group.rank != destination:
         return None
-    place = torch.empty(size, dtype=torch.uint8, device="cpu")
-    arrived = group.exchange(None, [], [source], place)[source]
-    return mapped(told, lambda each: each.tensor(arrived), _Sent)
+    place = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+    arrived = iter(torch.split(group.exchange(None, [], [source], place)[source], sizes))
+    return mapped(told, lambda each: each.tensor(next(arrived)), _Sent)
 
 
 def _joined(own: Any, theirs: Any) -> Any:
