@@ -150,6 +150,10 @@ class _Row:
 
     def __init__(self, model: nn.Module, parts: Sequence[Any]) -> None:
         self._model, self._parts = model, parts
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        for part in parts:
+            self._names |= {id(p): name for name, p in getattr(part, "tied_parameters", {}).items()}
+        self._leaves = {id(p): p for m in (model, *parts) for p in m.parameters() if p.is_leaf}
         self._steps: list[tuple[list[Any], list[Any]]] = []  # what each part was given, and has returned
         self.outputs: dict[str, Any] = {}
         self.gradients: dict[str, Tensor] = {}
@@ -198,15 +202,12 @@ class _Row:
 
     def _take_gradients(self, index: int) -> None:
         """Takes the gradients that a backward of a part has left on parameters."""
-        names = {id(p): name for name, p in self._model.named_parameters()}
-        for part in self._parts:
-            names |= {id(p): name for name, p in getattr(part, "tied_parameters", {}).items()}
         own = {id(p) for p in self._parts[index].parameters()}
-        for parameter in {id(p): p for m in (self._model, *self._parts) for p in m.parameters() if p.is_leaf}.values():
+        for key, parameter in self._leaves.items():
             if parameter.grad is None:
                 continue
-            name, gradient = names[id(parameter)], parameter.grad
-            if id(parameter) not in own:
+            name, gradient = self._names[key], parameter.grad
+            if key not in own:
                 raise Refused(
                     f"stage {index} of {type(self._model).__name__} computes with {name}, which it does not hold: a "
                     "copy of a module refers to the original by a closure, a hook or a forward that was set on the "

@@ -99,12 +99,6 @@ class Trace:
         self.values[event] = [t.detach().clone() for t in tensors_of(value)]
 
 
-def all_of(modules: Sequence[nn.Module]) -> Trace:
-    """A trace of all modules."""
-    parts = dict.fromkeys(part for module in modules for part in module.modules())
-    return Trace(parts, parts)
-
-
 def hidden_of(modules: Sequence[nn.Module]) -> Trace:
     """A trace of values that flow into weights that are zero, as projections are before their first step.
 
@@ -226,7 +220,8 @@ class Look:
     def _explain(self, comparison: _Comparison, found: list[_Difference]) -> Finding:
         """Names the first module that differs, and says what that means."""
         maker, is_causal, error = 0, all(causal for _, causal, _ in found), max(error for *_, error in found)
-        with suppress(Exception), all_of(self._modules) as trace:
+        parts = dict.fromkeys(part for module in self._modules for part in module.modules())
+        with suppress(Exception), Trace(parts, parts) as trace:
             one, two = self._run(trace, (self._sample.length,)), self._run(trace, self._sample.sizes)
             with torch._C.DisableTorchFunction():
                 (maker, *_), is_causal, error = next(comparison.differences(one, two))
