@@ -153,10 +153,6 @@ def alone(self: Block, x: Tensor, is_causal: bool = True) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2).flatten(2)
 
 
-def full_attention(self: Block, x: Tensor) -> Tensor:
-    return alone(self, x, is_causal=False)
-
-
 def scores_by_hand(self: Block, x: Tensor) -> Tensor:
     q, k, v = self.heads(x)
     mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
@@ -230,10 +226,6 @@ def counted_calls(self: Block, x: Tensor) -> Tensor:
     return attend(self, x * (1.0 + 0.1 * self.running))
 
 
-def pooled_ahead(self: Block, x: Tensor) -> Tensor:
-    return attend(self, F.avg_pool1d(F.pad(x.transpose(1, 2), (0, 2)), 3, 1).transpose(1, 2))
-
-
 def of_random_segment(self: Block, x: Tensor) -> Tensor:
     return attend(self, x * (0.5 + torch.rand(len(x), 1, 1).to(x.dtype)))
 
@@ -249,7 +241,8 @@ def plus(change: Callable[[Block, Tensor], Tensor]) -> Mix:
 
 MIXES: dict[str, list[Mix]] = {
     "later tokens": [
-        full_attention, pooled_ahead,
+        lambda self, x: alone(self, x, is_causal=False),
+        plus(lambda self, x: F.avg_pool1d(F.pad(x.transpose(1, 2), (0, 2)), 3, 1).transpose(1, 2)),
         plus(lambda self, x: x + x.mean(1, keepdim=True)), plus(lambda self, x: x + x.flip(1)),
         plus(lambda self, x: x.roll(-1, 1)), plus(lambda self, x: x.sort(1)[0]),
         plus(lambda self, x: x * x.softmax(1)), plus(lambda self, x: torch.fft.fft(x.float(), dim=1).real.to(x.dtype)),

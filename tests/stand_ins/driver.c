@@ -435,14 +435,20 @@ CUresult cuIpcGetEventHandle(CUipcEventHandle *handle, CUevent event)
     return CUDA_SUCCESS;
 }
 
+/* The arena that holds what a handle is of; NULL: the handle is none of this machine's. */
+static char *arena_of(const void *handle, ipc_handle *from)
+{
+    memcpy(from, handle, sizeof *from);
+    return from->magic == IPC_MAGIC ? find_arena(from->pid, from->fd) : NULL;
+}
+
 /* The real driver opens a handle in another process only. Here ranks may be threads, so the same one may, too. */
 CUresult cuIpcOpenEventHandle(CUevent *event, CUipcEventHandle handle)
 {
     ENTER(cuIpcOpenEventHandle);
     NEEDS_CONTEXT(index);
     ipc_handle from;
-    memcpy(&from, &handle, sizeof from);
-    char *arena = from.magic == IPC_MAGIC ? find_arena(from.pid, from.fd) : NULL;
+    char *arena = arena_of(&handle, &from);
     if (arena == NULL)
         return CUDA_ERROR_MAP_FAILED;
     *event = new_event(index, CU_EVENT_DISABLE_TIMING, (event_board *)(arena + from.place), from.pid != getpid());
@@ -641,8 +647,7 @@ CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *address, CUipcMemHandle handle, unsi
     NEEDS_ARGUMENT(flags == CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
     NEEDS_CONTEXT(index);
     ipc_handle from;
-    memcpy(&from, &handle, sizeof from);
-    char *arena = from.magic == IPC_MAGIC ? find_arena(from.pid, from.fd) : NULL;
+    char *arena = arena_of(&handle, &from);
     if (arena == NULL)
         return CUDA_ERROR_MAP_FAILED;
     allocation *entry = find_beginning((CUdeviceptr)(uintptr_t)(arena + from.place));
