@@ -200,11 +200,6 @@ static PyObject *schedule_spread_vocabulary(PyObject *Py_UNUSED(module), PyObjec
     return result;
 }
 
-static PyObject *row_of_cell(const void *rows, int64_t cell)
-{
-    return PyLong_FromLongLong(((const int64_t *)rows)[cell]);
-}
-
 static PyObject *schedule_assign_rows(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     const s1f_schedule *schedule;
@@ -227,7 +222,7 @@ static PyObject *schedule_assign_rows(PyObject *Py_UNUSED(module), PyObject *arg
                  (status = s1f_assign_rows(&shape, units, num_units, sizes.values, rows, &most)) != S1F_OK)
             s1f_raise(status);
         else
-            result = Py_BuildValue("(NL)", s1f_list_of(cells, row_of_cell, rows), (long long)most);
+            result = Py_BuildValue("(NL)", s1f_list_of(cells, s1f_int64_item, rows), (long long)most);
     }
     PyMem_Free(rows);
     PyMem_Free(sizes.values);
