@@ -321,7 +321,7 @@ def program_fit(
 
 # ---- table.c
 
-def table_values(schedule: Any, name: str, per: int, is_whole: bool, given: Any, /) -> list[Any]: ...
+def table_values(schedule: Any, name: str, per: int, given: Any, /) -> list[int]: ...
 
 # ---- attention.c
 
