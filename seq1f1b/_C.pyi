@@ -123,7 +123,8 @@ def prefix_trees(
     label: int,
     tokens: int,
     weights: int,
-    columns: Sequence[tuple[int, int]],  # address, bytes of a token
+    columns: Sequence[int],  # addresses
+    column_bytes: Sequence[int],  # of a token
     min_shared: int,
     nodes: int,
     place: int,
