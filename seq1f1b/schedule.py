@@ -483,10 +483,12 @@ class Schedule:
         whole_values(self, "segment_sizes", _C.PER_SEGMENT, segment_sizes)  # under their own name
         return self.peak_memory(StepMemory(activations=[segment_sizes] * self.num_stages)).activations
 
-    def _byte_changes(self, memory: StepMemory) -> Sequence[Sequence[Sequence[tuple[int, int]]]]:
+    def _byte_changes(self, memory: StepMemory) -> list[Any]:
         """[rank][i][holding]: bytes that unit i takes when it starts, and frees when it ends. Holdings are those of
         ``_C.HOLDINGS``."""
-        return _C.program_changes(self._lower(), memory)
+        rows = _C.program_changes(self._lower(), memory)
+        form = len(_C.HOLDINGS), 2
+        return [memoryview(row).cast("q", (len(row) // (16 * form[0]), *form)).tolist() for row in rows]
 
     def _lower_for(self, with_receives: bool, rank: int) -> Any:
         """The core's program, as the engine of one rank runs it; with_receives: as transports with a rendezvous need
