@@ -245,7 +245,7 @@ class Schedule:
             ScheduleError: this order breaks a rule.
             ValueError: ``units`` is something else.
         """
-        return self._changed(_C.schedule_recompute, units)
+        return self._changed("R", units)
 
     def offload(self, units: str | Callable[[Unit], bool] = "all") -> Schedule:
         """Returns the order in which what these units save is away, in a tier, while nobody reads it.
@@ -261,7 +261,7 @@ class Schedule:
             ScheduleError: this order breaks a rule.
             ValueError: ``units`` is something else, or this order moves units already.
         """
-        return self._changed(_C.schedule_offload, units)
+        return self._changed("L", units)
 
     def fit(
         self,
@@ -297,10 +297,10 @@ class Schedule:
     def _with_kinds(self, kinds: bytes) -> Schedule:
         """Changes the cells of all stages: a byte says 0 it stays as it is, 1 it is recomputed, 2 it is moved."""
         order = self
-        for kind, change in ((1, _C.schedule_recompute), (2, _C.schedule_offload)):
+        for kind in (1, 2):
             if kind in kinds:
                 chosen = kinds.translate(bytes(x == kind for x in range(256)))
-                order = self._from_handle(change(order.handle, chosen), like=self)
+                order = self._from_handle(_C.schedule_change_cells(order.handle, kind, chosen), like=self)
         return order
 
     def cell_kinds(self) -> tuple[str, ...]:
@@ -333,7 +333,7 @@ class Schedule:
             raise ValueError(f"units are {sorted(set(letters))}, must be '.', 'R' or 'L'")
         return self._with_kinds(bytes(map(_CELL_KINDS.index, letters)))
 
-    def _changed(self, change: Callable[..., Any], units: str | Callable[[Unit], bool]) -> Schedule:
+    def _changed(self, letter: str, units: str | Callable[[Unit], bool]) -> Schedule:
         """The order in which the core has changed these units: a byte for each cell of all stages says which."""
         check_units("units", units)
         if units == "none":
@@ -343,7 +343,7 @@ class Schedule:
             segments = [(m, s) for m, count in enumerate(self.segments_of) for s in range(count)]
             cells = product(range(self.num_stages), segments)
             chosen = bytes(bool(units(Unit("F", stage, *segment))) for stage, segment in cells)
-        return self._from_handle(change(self.handle, chosen), like=self)
+        return self._from_handle(_C.schedule_change_cells(self.handle, _CELL_KINDS.index(letter), chosen), like=self)
 
     def spread_vocabulary(
         self, ahead: int | None = None, costs: Costs = Costs(), *, head: bool = True, embedding: bool = False
@@ -483,10 +483,12 @@ class Schedule:
         whole_values(self, "segment_sizes", _C.PER_SEGMENT, segment_sizes)  # under their own name
         return self.peak_memory(StepMemory(activations=[segment_sizes] * self.num_stages)).activations
 
-    def _byte_changes(self, memory: StepMemory) -> Sequence[Sequence[Sequence[tuple[int, int]]]]:
+    def _byte_changes(self, memory: StepMemory) -> list[Any]:
         """[rank][i][holding]: bytes that unit i takes when it starts, and frees when it ends. Holdings are those of
         ``_C.HOLDINGS``."""
-        return _C.program_changes(self._lower(), memory)
+        rows = _C.program_changes(self._lower(), memory)
+        form = len(_C.HOLDINGS), 2
+        return [memoryview(row).cast("q", (len(row) // (16 * form[0]), *form)).tolist() for row in rows]
 
     def _lower_for(self, with_receives: bool, rank: int) -> Any:
         """The core's program, as the engine of one rank runs it; with_receives: as transports with a rendezvous need

@@ -289,7 +289,7 @@ def memory_of(schedule: Schedule, program: Any, memory: StepMemory, links: Links
 
 def whole_values(schedule: Schedule, name: str, per: int, given: Any) -> list[int]:
     """Bytes or tokens of each rank, stage or segment, as a flat list of numbers that are at least 0."""
-    values = _C.table_values(schedule.handle, name, per, True, given)
+    values = _C.table_values(schedule.handle, name, per, given)
     if min(values) < 0:
         raise ValueError(f"{name} holds {min(values)} bytes, must be at least 0")
     return values

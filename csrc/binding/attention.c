@@ -84,18 +84,13 @@ static PyObject *range_item(const void *ranges, int64_t i)
     return Py_BuildValue("(LLL)", (long long)range->begin, (long long)range->end, (long long)range->row);
 }
 
-static PyObject *part_item(const void *parts, int64_t i)
-{
-    return PyLong_FromLongLong(((const int64_t *)parts)[i]);
-}
-
 static PyObject *key_ranges(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
     const s1f_current_unit *unit = s1f_current_unit_get();
     if (unit == NULL || s1f_is_plain_unit(unit))
         Py_RETURN_NONE;
     return Py_BuildValue("(NNL)", s1f_tuple_of(unit->num_ranges, range_item, unit->ranges),
-                         s1f_tuple_of(unit->num_parts > 1 ? unit->num_parts : 0, part_item, unit->parts),
+                         s1f_tuple_of(unit->num_parts > 1 ? unit->num_parts : 0, s1f_int64_item, unit->parts),
                          (long long)unit->num_documents);
 }
 

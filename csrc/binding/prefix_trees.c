@@ -2,46 +2,35 @@
 #include "../core/prefix_trees.h"
 #include "binding.h"
 
-/* Columns from a list of (address, bytes of a token); NULL with the exception set. */
-static s1f_token_column *read_columns(PyObject *given, int32_t *count)
-{
-    Py_ssize_t n = PySequence_Size(given);
-    s1f_token_column *columns = n < 0 ? NULL : PyMem_Malloc(((size_t)n + 1) * sizeof *columns);
-    if (columns == NULL)
-        return n < 0 ? NULL : (s1f_token_column *)PyErr_NoMemory();
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *pair = PySequence_GetItem(given, i);
-        int is_read = pair != NULL && PyArg_ParseTuple(pair, "O&O&", s1f_to_address, &columns[i].values, s1f_to_int64,
-                                                       &columns[i].bytes);
-        Py_XDECREF(pair);
-        if (!is_read) {
-            PyMem_Free(columns);
-            return NULL;
-        }
-    }
-    *count = (int32_t)n;
-    return columns;
-}
-
 static PyObject *prefix_trees(PyObject *Py_UNUSED(module), PyObject *args)
 {
     s1f_token_rows rows = {0};
     int64_t min_shared, num_nodes;
     s1f_values_apart apart;
     s1f_prefix_results results = {.num_nodes = &num_nodes, .apart = &apart};
-    PyObject *given;
-    if (!PyArg_ParseTuple(args, "O&O&O&O&O&OO&O&O&O&O&", s1f_to_int64, &rows.num_rows, s1f_to_address, &rows.begin,
+    s1f_int64s columns = {.name = "columns"}, bytes = {.name = "column_bytes"};
+    if (!PyArg_ParseTuple(args, "O&O&O&O&O&O&O&O&O&O&O&O&", s1f_to_int64, &rows.num_rows, s1f_to_address, &rows.begin,
                           s1f_to_address, &rows.label, s1f_to_address, &rows.tokens, s1f_to_address, &rows.weight,
-                          &given, s1f_to_int64, &min_shared, s1f_to_address, &results.nodes, s1f_to_address,
-                          &results.place, s1f_to_address, &results.target, s1f_to_address, &results.weight))
+                          s1f_to_int64s, &columns, s1f_to_int64s, &bytes, s1f_to_int64, &min_shared, s1f_to_address,
+                          &results.nodes, s1f_to_address, &results.place, s1f_to_address, &results.target,
+                          s1f_to_address, &results.weight))
         return NULL;
-    s1f_token_column *columns = read_columns(given, &rows.num_columns);
-    if (columns == NULL)
-        return NULL;
-    rows.columns = columns;
-    s1f_status status;
-    S1F_WITHOUT_GIL(status = s1f_prefix_trees(&rows, min_shared, &results));
-    PyMem_Free(columns);
+    s1f_token_column *both = PyMem_Malloc(((size_t)columns.count + 1) * sizeof *both);
+    s1f_status status = S1F_OK;
+    if (!s1f_require_count(bytes.name, bytes.count, columns.count))
+        status = S1F_ERR_PYTHON;
+    else if (both == NULL)
+        status = s1f_fail(S1F_ERR_MEMORY, "no memory for %lld columns", (long long)columns.count);
+    for (int64_t i = 0; status == S1F_OK && i < columns.count; i++)
+        both[i] = (s1f_token_column){(const void *)(intptr_t)columns.values[i], bytes.values[i]};
+    rows.columns = both;
+    rows.num_columns = (int32_t)columns.count;
+    if (status == S1F_OK) {
+        S1F_WITHOUT_GIL(status = s1f_prefix_trees(&rows, min_shared, &results));
+    }
+    PyMem_Free(both);
+    PyMem_Free(columns.values);
+    PyMem_Free(bytes.values);
     if (status != S1F_OK)
         return s1f_raise(status);
     return Py_BuildValue("L(LLLLi)", (long long)num_nodes, (long long)apart.count, (long long)apart.rows[0],

@@ -149,33 +149,23 @@ static PyObject *schedule_defer_weights(PyObject *Py_UNUSED(module), PyObject *a
     return s1f_new_schedule(status, deferred, NULL);
 }
 
-typedef s1f_status change_cells(const s1f_schedule *schedule, const unsigned char *chosen, s1f_schedule **out);
-
-/* A schedule changed for the cells of (schedule, chosen). */
-static PyObject *changed(PyObject *arguments, change_cells *change)
+static PyObject *schedule_change_cells(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     const s1f_schedule *schedule;
+    int kind;
     const char *chosen;
     Py_ssize_t count;
-    if (!PyArg_ParseTuple(arguments, "O&z#", s1f_to_schedule, &schedule, &chosen, &count))
+    if (!PyArg_ParseTuple(arguments, "O&iz#", s1f_to_schedule, &schedule, &kind, &chosen, &count))
         return NULL;
     s1f_shape shape = s1f_schedule_shape(schedule);
     int64_t cells = shape.num_stages * s1f_num_cells(&shape);
     if (chosen != NULL && !s1f_require_count("chosen", count, cells))
         return NULL;
+    const unsigned char *bytes = (const unsigned char *)chosen;
     s1f_schedule *other = NULL;
-    s1f_status status = change(schedule, (const unsigned char *)chosen, &other);
+    s1f_status status = kind == S1F_CELL_RECOMPUTED ? s1f_schedule_recompute(schedule, bytes, &other)
+                                                    : s1f_schedule_offload(schedule, bytes, &other);
     return s1f_new_schedule(status, other, NULL);
-}
-
-static PyObject *schedule_recompute(PyObject *Py_UNUSED(module), PyObject *arguments)
-{
-    return changed(arguments, s1f_schedule_recompute);
-}
-
-static PyObject *schedule_offload(PyObject *Py_UNUSED(module), PyObject *arguments)
-{
-    return changed(arguments, s1f_schedule_offload);
 }
 
 static PyObject *schedule_spread_vocabulary(PyObject *Py_UNUSED(module), PyObject *arguments)
@@ -200,11 +190,6 @@ static PyObject *schedule_spread_vocabulary(PyObject *Py_UNUSED(module), PyObjec
     return result;
 }
 
-static PyObject *row_of_cell(const void *rows, int64_t cell)
-{
-    return PyLong_FromLongLong(((const int64_t *)rows)[cell]);
-}
-
 static PyObject *schedule_assign_rows(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     const s1f_schedule *schedule;
@@ -227,7 +212,7 @@ static PyObject *schedule_assign_rows(PyObject *Py_UNUSED(module), PyObject *arg
                  (status = s1f_assign_rows(&shape, units, num_units, sizes.values, rows, &most)) != S1F_OK)
             s1f_raise(status);
         else
-            result = Py_BuildValue("(NL)", s1f_list_of(cells, row_of_cell, rows), (long long)most);
+            result = Py_BuildValue("(NL)", s1f_list_of(cells, s1f_int64_item, rows), (long long)most);
     }
     PyMem_Free(rows);
     PyMem_Free(sizes.values);
@@ -322,10 +307,10 @@ PyMethodDef s1f_schedule_methods[] = {
     S1F_METHOD(schedule_spread_vocabulary, VARARGS,
                "The same order with S and T (what & 1), E and G (what & 2) of every cell, placed by the seconds of "
                "each pass, and with Fs so many places ahead of all else."),
-    S1F_METHOD(schedule_recompute, VARARGS,
-               "The same order with R before the backward of the cells whose byte in [stage][cell] is not 0, cells "
-               "by micro-batch and segment; None: of all."),
-    S1F_METHOD(schedule_offload, VARARGS, "The same order with O, A and L of these cells, given in the same way."),
+    S1F_METHOD(
+        schedule_change_cells, VARARGS,
+        "(schedule, kind, chosen): the same order with R before the backward (kind 1), or O, A and L (2), of the "
+        "cells whose byte in [stage][cell] is not 0, cells by micro-batch and segment; None: of all."),
     S1F_METHOD(schedule_assign_rows, VARARGS,
                "(schedule, rank, sizes): the first row of the keys of each cell of all stages, by the order of this "
                "rank, 0 at stages of others, and the most rows that a slot needs. sizes: tokens, [column]."),

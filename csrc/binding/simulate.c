@@ -308,29 +308,25 @@ typedef struct {
     const s1f_byte_tables *bytes;
     const s1f_lifetime_table *table;
     const s1f_rank_program *ranks;
-    s1f_unit unit;
 } change_context;
-
-static PyObject *holding_changes(const void *context, int64_t h)
-{
-    const change_context *c = context;
-    s1f_lifetimes lifetimes = s1f_unit_lifetimes(c->table, c->unit);
-    return Py_BuildValue("(LL)", (long long)s1f_taken_bytes(c->bytes, lifetimes.takes & 1u << h, c->unit),
-                         (long long)s1f_freed_bytes(c->bytes, lifetimes.frees & 1u << h, c->unit));
-}
-
-static PyObject *unit_changes(const void *context, int64_t i)
-{
-    change_context c = *(const change_context *)context;
-    c.unit = c.ranks->units[i];
-    return s1f_tuple_of(S1F_NUM_HOLDINGS, holding_changes, &c);
-}
 
 static PyObject *rank_changes(const void *context, int64_t rank)
 {
-    change_context c = *(const change_context *)context;
-    c.ranks += rank;
-    return s1f_tuple_of(c.ranks->num_units, unit_changes, &c);
+    const change_context *c = context;
+    const s1f_rank_program *own = &c->ranks[rank];
+    Py_ssize_t count = (Py_ssize_t)own->num_units * S1F_NUM_HOLDINGS;
+    int64_t *changes = PyMem_Calloc((size_t)count + 1, 2 * sizeof *changes);
+    for (int64_t i = 0; changes != NULL && i < count; i++) {
+        s1f_unit unit = own->units[i / S1F_NUM_HOLDINGS];
+        s1f_lifetimes lifetimes = s1f_unit_lifetimes(c->table, unit);
+        uint32_t holding = 1u << (i % S1F_NUM_HOLDINGS);
+        changes[2 * i] = s1f_taken_bytes(c->bytes, lifetimes.takes & holding, unit);
+        changes[2 * i + 1] = s1f_freed_bytes(c->bytes, lifetimes.frees & holding, unit);
+    }
+    Py_ssize_t num_bytes = count * 2 * (Py_ssize_t)sizeof *changes;
+    PyObject *bytes = changes == NULL ? PyErr_NoMemory() : PyBytes_FromStringAndSize((const char *)changes, num_bytes);
+    PyMem_Free(changes);
+    return bytes;
 }
 
 static PyObject *program_changes(PyObject *Py_UNUSED(module), PyObject *arguments)
@@ -344,7 +340,7 @@ static PyObject *program_changes(PyObject *Py_UNUSED(module), PyObject *argument
     s1f_lifetime_table lifetimes = s1f_lifetimes_of(&program->shape);
     if (read_bytes(memory, NULL, &program->shape, tables, &bytes)) {
         s1f_byte_tables places = s1f_byte_tables_of(&program->shape, &bytes);
-        change_context context = {&places, &lifetimes, program->ranks, {0}};
+        change_context context = {&places, &lifetimes, program->ranks};
         result = s1f_tuple_of(program->shape.num_ranks, rank_changes, &context);
     }
     s1f_free_tables(tables, NUM_BYTE_TABLES);
@@ -407,7 +403,7 @@ PyMethodDef s1f_simulate_methods[] = {
     S1F_METHOD(program_memory, VARARGS,
                "A Peak per rank. memory: a seq1f1b.schedule.StepMemory; links: a seq1f1b.Links."),
     S1F_METHOD(program_changes, VARARGS,
-               "[rank][unit][holding] bytes that a unit takes at its start, and frees at its end."),
+               "Per rank int64 [unit][holding][2]: bytes that a unit takes at its start, and frees at its end."),
     S1F_METHOD(
         program_fit, VARARGS,
         "A byte per cell of all stages, 0 kept, 1 recomputed, 2 moved, such that no rank holds more than its room."),

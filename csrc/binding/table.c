@@ -165,31 +165,24 @@ int s1f_read_pass_seconds(PyObject *costs, const s1f_shape *shape, s1f_table pas
 
 /* -- for Python ---------------------------------------------------------------------------------------------------- */
 
-static PyObject *double_item(const void *values, int64_t i)
-{
-    return PyFloat_FromDouble(((const double *)values)[i]);
-}
-
 static PyObject *table_values(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     const s1f_schedule *schedule;
-    s1f_table table = {0};
+    s1f_table table = {.is_whole = 1};
     int per;
     PyObject *given;
-    if (!PyArg_ParseTuple(arguments, "O&sipO", s1f_to_schedule, &schedule, &table.name, &per, &table.is_whole,
-                          &given) ||
+    if (!PyArg_ParseTuple(arguments, "O&siO", s1f_to_schedule, &schedule, &table.name, &per, &given) ||
         !s1f_require_index("per", per, S1F_PER_CELL + 1))
         return NULL;
     s1f_shape shape = s1f_schedule_shape(schedule);
     table.per = (s1f_per)per;
     PyObject *list = NULL;
     if (s1f_read_table(given, &shape, &table))
-        list = s1f_list_of(table.values == NULL ? 0 : s1f_table_count(&shape, table.per),
-                           table.is_whole ? s1f_int64_item : double_item, table.values);
+        list = s1f_list_of(table.values == NULL ? 0 : s1f_table_count(&shape, table.per), s1f_int64_item, table.values);
     s1f_free_tables(&table, 1);
     return list;
 }
 
 PyMethodDef s1f_table_methods[] = {
-    S1F_METHOD(table_values, VARARGS, "The values of a table as a flat list. per: PER_RANK, PER_STAGE."),
+    S1F_METHOD(table_values, VARARGS, "The whole numbers of a table as a flat list. per: PER_RANK, PER_STAGE."),
     {NULL, NULL, 0, NULL}};

@@ -355,14 +355,14 @@ def _grow(rows: _Rows, weights: Tensor | None, named: dict[str, Tensor], labels:
     place, target = torch.empty(2, rows.total, dtype=torch.int64, device="cpu")
     counted = None if weights is None else weights.to(torch.float64)
     weight = torch.empty(rows.total, dtype=torch.float64, device="cpu")
-    columns = [(flat.data_ptr(), flat.element_size() * flat[0].numel()) for flat in named.values()]
     count, (apart, one, other, token, column) = _C.prefix_trees(
         rows.num_rows,
         rows.begin.data_ptr(),
         labels.data_ptr(),
         rows.tokens.data_ptr(),
         0 if counted is None else counted.data_ptr(),
-        columns,
+        [flat.data_ptr() for flat in named.values()],
+        [flat.element_size() * flat[0].numel() for flat in named.values()],
         min(min_shared, 1 << 62),
         nodes.data_ptr(),
         place.data_ptr(),
