@@ -172,7 +172,7 @@ class ByParts:
     def _attention(self, span: Span, kind: int) -> tuple[float, float]:
         """Attention's and a recurrence's part of F and of I."""
         hw, layer = self.hardware, self.layer_kinds[kind]
-        pairs = self._pairs(span, layer.window) if layer.window else span.pairs
+        pairs = span.within[self.windows.index(layer.window)] if layer.window else span.pairs
         flops = (self._pair_flops[kind] * pairs + layer.scan * span.tokens) / self.shards
         back = _ATTENTION_BACKWARD * flops / (hw.peak * hw.attention_backward_efficiency)
         return flops / (hw.peak * hw.attention_forward_efficiency), back
@@ -184,16 +184,6 @@ class ByParts:
         for layer in self.layer_kinds:
             sizes = [size / layer.heads for size in (layer.queries, layer.values)] if layer.heads else []
             found.append(2 * layer.heads * tile * sum(math.ceil(size / tile) for size in sizes))
-        return found
-
-    def _pairs(self, span: Span, window: int) -> float:
-        """The pairs within a window; a span that does not tell them is of one document."""
-        if span.within:
-            return span.within[self.windows.index(window)]
-        begin, end = span.end - span.tokens, span.end
-        near, far = np.maximum(begin - window, 0), np.maximum(end - window, 0)
-        pairs = (end * (end + 1) - begin * (begin + 1) - far * (far + 1) + near * (near + 1)) / 2
-        found: float = np.minimum(span.pairs, pairs)
         return found
 
     def _work(self, span: Span, attention: tuple[float, float], kind: int) -> tuple[PassSeconds, tuple[float, float]]:
