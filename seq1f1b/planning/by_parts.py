@@ -147,17 +147,11 @@ class ByParts:
         factors = PassSeconds(forward=1.0, input=split, weight=split, backward=1.0, recompute=1.0)
         layers = [self.layer(span, kind) for kind in range(len(self.counts))]
         ends = list(zip(embedding, head, factors, self.beyond, strict=True))
-        count, sums = 0, layers[0]
         found = []
         for counts, is_first, is_last in self.stages:
-            if len(layers) == 1:
-                count = counts[0]
-            else:
-                count = 1 if any(counts) else 0
-                sums = PassSeconds(*(sum_of(counts, column) for column in zip(*layers, strict=True)))
-            has_layers = count > 0
+            sums = [sum_of(counts, column) for column in zip(*layers, strict=True)]
             each = [
-                (count * layer + is_first * begin + is_last * end) * factor + has_layers * beyond + own
+                (layer + is_first * begin + is_last * end) * factor + any(counts) * beyond + own
                 for layer, (begin, end, factor, beyond) in zip(sums, ends, strict=True)
             ]
             found.append(PassSeconds(*each))
@@ -224,8 +218,6 @@ class ByParts:
     def _gathers(self, tokens: int, count: int) -> float:
         """So many all-gathers and reduce-scatters of hidden states."""
         hw, t = self.hardware, self.layout.tensor
-        if t == 1:
-            return 0.0
         moved = count * (t - 1) / t * tokens / self.layout.context * self.model.hidden * hw.element_bytes
         return hw.tensor_exposed * moved / hw.link(t)
 
@@ -240,8 +232,6 @@ class ByParts:
     def _ring(self, span: Span, layer: Layer) -> float:
         """Keys and values of the prefix that the other devices of the ring hold."""
         c, hw = self.layout.context, self.hardware
-        if c == 1:
-            return 0.0
         seen = np.minimum(span.end, span.tokens + layer.window) if layer.window else span.end
         moved = (c - 1) / c * seen * layer.keys / self.layout.tensor * hw.element_bytes
         return moved / hw.link(c * self.layout.tensor)

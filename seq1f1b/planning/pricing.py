@@ -280,16 +280,11 @@ class Pricing:
         numbers = [(found.candidate, k * found.candidate.num_segments // 4) for found in self.fitting for k in (3, 6)]
         return self.allowed([each._replace(num_segments=k) for each, k in numbers if 4 < k <= most])
 
-    def mixed(self, mixes: Sequence[float]) -> list[Candidate]:
-        """The best ones with other splits."""
-        cut = [found.candidate for found in self.fitting if found.candidate.num_segments > 1]
-        return [each._replace(mix=mix) for each in cut for mix in mixes if mix != each.mix]
-
-    def finer(self, by: float) -> list[Candidate]:
-        """The best one with splits to both sides of its own."""
-        best = self.fitting[0].candidate
-        mixes = [best.mix - by, best.mix + by] if best.num_segments > 1 else []
-        return [best._replace(mix=mix) for mix in mixes if 0 <= mix <= 1]
+    @staticmethod
+    def mixed(found: Sequence[Found], mixes: Sequence[float]) -> list[Candidate]:
+        """The same ones with other splits."""
+        cut = [each.candidate for each in found if each.candidate.num_segments > 1]
+        return [each._replace(mix=mix) for each in cut for mix in mixes if mix != each.mix and 0 <= mix <= 1]
 
     def instead(self, most: float = math.inf, **changes: Any) -> list[Candidate]:
         """The best ones, at most so many, in another way, where it may gain and, searched for, has few enough units."""

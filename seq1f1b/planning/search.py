@@ -353,10 +353,11 @@ def _try_all(pricing: Pricing, wanted: _Wanted, shortest: int) -> None:
         raise ValueError(pricing.explain_nothing())
     if shortest and k > 4:
         pricing.consider(pricing.between(most), _MOST_OF_ROUND // 2)
-    pricing.consider(pricing.mixed(_MIXES), math.inf if not shortest else _MOST_OF_ROUND // 2)
+    pricing.consider(pricing.mixed(pricing.fitting, _MIXES), math.inf if not shortest else _MOST_OF_ROUND // 2)
     if shortest:
         for finer in _FINER:
-            pricing.consider(pricing.finer(finer), _MOST_OF_ROUND // 4)
+            mix = pricing.fitting[0].candidate.mix
+            pricing.consider(pricing.mixed(pricing.fitting[:1], (mix - finer, mix + finer)), _MOST_OF_ROUND // 4)
     pricing.is_quick = wanted.is_free
     if wanted.is_free:
         auto = next(family for family in families() if family.name == "auto")
