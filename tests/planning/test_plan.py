@@ -542,30 +542,3 @@ def test_the_command_takes_a_mix_of_lengths(capsys, tmp_path):
             assert step["share"] == share
             assert f"\n   steps of {step['seq_len']} tokens, {share:.1%}: {step['seconds']:.3g} s, " in text
             assert f"{rounded(step['tokens_per_second'])} tokens/s" in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([*SEQ, "--lengths", "8:1"], "plan needs --seq, --lengths (sequences that differ) or --prompt"),
-        (["2048\nlong\n"], "lengths.txt, line 2: 'long' must be a length, or a length and a count"),
-        (["2048 -1\n"], "line 1: '2048 -1' must be"),
-        (["# none\n"], "lengths.txt: there is no length"),
-    ],
-)
-def test_a_mistake_is_one_line_and_leaves_no_file(arguments, message, capsys, tmp_path):
-    if len(arguments) == 1:
-        (tmp_path / "lengths.txt").write_text(arguments[0])
-        arguments = ["--lengths", str(tmp_path / "lengths.txt")]
-    few = ["--segments", "1,4", "--stages", "1", "--schedules", "1f1b,seq1f1b", "--output", str(tmp_path / "plan.json")]
-    assert main([*ASKED, *few, *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.startswith("seq1f1b: ") and message in captured.err
-    assert captured.err.count("\n") == 1 and not (tmp_path / "plan.json").exists()
-
-
-@pytest.mark.parametrize("arguments", [["--memory", "much"], ["--memory", "1e99GiB"], ["--segments", "a"]])
-def test_an_argument_that_cannot_be_read(arguments):
-    with pytest.raises(SystemExit) as exit_:
-        main([*ASKED, *SEQ, *arguments])
-    assert exit_.value.code == 2
