@@ -282,7 +282,7 @@ class Pricing:
 
     @staticmethod
     def mixed(found: Sequence[Found], mixes: Sequence[float]) -> list[Candidate]:
-        """The same ones with other splits."""
+        """Candidates of what was found, with other splits."""
         cut = [each.candidate for each in found if each.candidate.num_segments > 1]
         return [each._replace(mix=mix) for each in cut for mix in mixes if mix != each.mix and 0 <= mix <= 1]
 

@@ -135,7 +135,7 @@ def test_every_rank_hears_which_stage_leaves_them_out() -> None:
     ("does", "lengths", "options"), [("zeros", LENGTHS, {}), ("tells", [20, 20, 20], {"unit_tokens": 10})]
 )
 def test_rows_need_no_documents(does: str, lengths: list[int], options: dict[str, Any]) -> None:
-    """Where all tokens of a row may see each other, and where a row holds one document."""
+    """All tokens of a row may see each other by zeros, or a row holds one document."""
     torch.manual_seed(0)
     model, documents, plan = Stage(Layer(0, does)).double(), make_documents(lengths), make_plan(lengths, **options)
     whole = copy.deepcopy(model)
