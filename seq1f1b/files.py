@@ -132,16 +132,16 @@ def json_fields(text: str, what: str, format: str, *, again: str = "") -> dict[s
     return {name: value for name, value in data.items() if name != "format"}
 
 
-def load(kind: type[T], data: object, where: str, *, least: float | None = None, defaults: bool = True) -> T:
+def load(kind: type[T], data: object, where: str, *, least: float | None = None) -> T:
     """A dataclass or named tuple from what JSON holds, checked by the types of its fields.
 
     These are int, float, str, bool, Any, ``Mapping[str, Any]``, another such class, ``tuple[X, ...]`` and ``X | None``.
-    A named tuple may also be written as the list of its values, as ``json.dumps`` does.
+    A named tuple may also be written as the list of its values, as ``json.dumps`` does. A field that has a default may
+    be missing.
 
     Args:
         where: what errors begin with; the fields on the way to the wrong value follow.
         least: every number is at least this.
-        defaults: whether fields that have a default may be missing.
     Raises:
         ValueError: no object, an unknown or missing field, or a value that is not of its type, or not finite.
     """
@@ -152,9 +152,9 @@ def load(kind: type[T], data: object, where: str, *, least: float | None = None,
         data = dict(zip(fields, data, strict=True))
     if not isinstance(data, dict):
         raise ValueError(f"{where} is {data!r:.80}, must be an object")
-    optional = [name for name, field in fields.items() if defaults and field.default is not field.empty]
+    optional = [name for name, field in fields.items() if field.default is not field.empty]
     check_names(data, fields, where, optional)
-    return kind(**{name: _value(hints[name], data[name], f"{where}: {name}", least, defaults) for name in data})
+    return kind(**{name: _value(hints[name], data[name], f"{where}: {name}", least) for name in data})
 
 
 _TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
@@ -169,7 +169,7 @@ _TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 """By the type of a field: what it holds, and how JSON's value is recognised."""
 
 
-def _value(kind: Any, value: Any, where: str, least: float | None, defaults: bool) -> Any:
+def _value(kind: Any, value: Any, where: str, least: float | None) -> Any:
     origin = get_origin(kind)
     if origin is UnionType:  # X | None
         if value is None:
@@ -178,13 +178,13 @@ def _value(kind: Any, value: Any, where: str, least: float | None, defaults: boo
         origin = get_origin(kind)
     plain = origin or kind
     if plain not in _TYPES:
-        return load(kind, value, where, least=least, defaults=defaults)
+        return load(kind, value, where, least=least)
     what, is_kind = _TYPES[plain]
     bounded = least is not None and kind in (int, float)
     if not is_kind(value) or (bounded and value < least):
         raise ValueError(f"{where} is {value!r:.80}, must be {what}{f' of at least {least}' if bounded else ''}")
     if plain is tuple:
-        return tuple(_value(get_args(kind)[0], each, f"{where}[{i}]", least, defaults) for i, each in enumerate(value))
+        return tuple(_value(get_args(kind)[0], each, f"{where}[{i}]", least) for i, each in enumerate(value))
     return float(value) if kind is float else value
 
 

@@ -147,17 +147,11 @@ class ByParts:
         factors = PassSeconds(forward=1.0, input=split, weight=split, backward=1.0, recompute=1.0)
         layers = [self.layer(span, kind) for kind in range(len(self.counts))]
         ends = list(zip(embedding, head, factors, self.beyond, strict=True))
-        count, sums = 0, layers[0]
         found = []
         for counts, is_first, is_last in self.stages:
-            if len(layers) == 1:
-                count = counts[0]
-            else:
-                count = 1 if any(counts) else 0
-                sums = PassSeconds(*(sum_of(counts, column) for column in zip(*layers, strict=True)))
-            has_layers = count > 0
+            sums = [sum_of(counts, column) for column in zip(*layers, strict=True)]
             each = [
-                (count * layer + is_first * begin + is_last * end) * factor + has_layers * beyond + own
+                (layer + is_first * begin + is_last * end) * factor + any(counts) * beyond + own
                 for layer, (begin, end, factor, beyond) in zip(sums, ends, strict=True)
             ]
             found.append(PassSeconds(*each))
@@ -172,7 +166,7 @@ class ByParts:
     def _attention(self, span: Span, kind: int) -> tuple[float, float]:
         """Attention's and a recurrence's part of F and of I."""
         hw, layer = self.hardware, self.layer_kinds[kind]
-        pairs = self._pairs(span, layer.window) if layer.window else span.pairs
+        pairs = span.within[self.windows.index(layer.window)] if layer.window else span.pairs
         flops = (self._pair_flops[kind] * pairs + layer.scan * span.tokens) / self.shards
         back = _ATTENTION_BACKWARD * flops / (hw.peak * hw.attention_backward_efficiency)
         return flops / (hw.peak * hw.attention_forward_efficiency), back
@@ -184,16 +178,6 @@ class ByParts:
         for layer in self.layer_kinds:
             sizes = [size / layer.heads for size in (layer.queries, layer.values)] if layer.heads else []
             found.append(2 * layer.heads * tile * sum(math.ceil(size / tile) for size in sizes))
-        return found
-
-    def _pairs(self, span: Span, window: int) -> float:
-        """The pairs within a window; a span that does not tell them is of one document."""
-        if span.within:
-            return span.within[self.windows.index(window)]
-        begin, end = span.end - span.tokens, span.end
-        near, far = np.maximum(begin - window, 0), np.maximum(end - window, 0)
-        pairs = (end * (end + 1) - begin * (begin + 1) - far * (far + 1) + near * (near + 1)) / 2
-        found: float = np.minimum(span.pairs, pairs)
         return found
 
     def _work(self, span: Span, attention: tuple[float, float], kind: int) -> tuple[PassSeconds, tuple[float, float]]:
@@ -234,8 +218,6 @@ class ByParts:
     def _gathers(self, tokens: int, count: int) -> float:
         """So many all-gathers and reduce-scatters of hidden states."""
         hw, t = self.hardware, self.layout.tensor
-        if t == 1:
-            return 0.0
         moved = count * (t - 1) / t * tokens / self.layout.context * self.model.hidden * hw.element_bytes
         return hw.tensor_exposed * moved / hw.link(t)
 
@@ -250,8 +232,6 @@ class ByParts:
     def _ring(self, span: Span, layer: Layer) -> float:
         """Keys and values of the prefix that the other devices of the ring hold."""
         c, hw = self.layout.context, self.hardware
-        if c == 1:
-            return 0.0
         seen = np.minimum(span.end, span.tokens + layer.window) if layer.window else span.end
         moved = (c - 1) / c * seen * layer.keys / self.layout.tensor * hw.element_bytes
         return moved / hw.link(c * self.layout.tensor)

@@ -145,6 +145,24 @@ def _latent_attention(c: _Config) -> Fields:
 # -- recurrent layers --------------------------------------------------------------------------------------------------
 
 _CHUNK = 64  # tokens that kernels of linear attention take together
+_SCAN = {
+    "state": ("state_size", "mamba_d_state"),
+    "conv": ("conv_kernel", "mamba_d_conv"),
+    "conv_bias": ("use_conv_bias", "mamba_conv_bias"),
+    "bias": ("use_bias", "mamba_proj_bias"),
+    "expand": ("expand", "mamba_expand"),
+    "rank": ("time_step_rank", "mamba_dt_rank"),
+    "wide": ("intermediate_size", "mamba_d_ssm"),
+    "heads": ("num_heads", "mamba_n_heads"),
+    "groups": ("n_groups", "mamba_n_groups"),
+    "chunk": ("chunk_size", "mamba_chunk_size"),
+}
+"""Names of a scan in configs of Mamba alone, and in those of models that have other layers, too."""
+
+
+def _names_of_scan(c: _Config) -> dict[str, str]:
+    is_mixed = any(key.startswith("mamba_") for key in c.data)
+    return {key: names[is_mixed] for key, names in _SCAN.items()}
 
 
 def _gated_delta(c: _Config) -> Fields:
@@ -168,10 +186,11 @@ def _gated_delta(c: _Config) -> Fields:
     }
 
 
-def _mamba2(c: _Config, names: Mapping[str, str], *, norm: str | bool = True) -> Fields:
+def _mamba2(c: _Config, *, norm: str | bool = True) -> Fields:
     """State space duality. [Mamba-2, arXiv:2405.21060, 6]. norm: of the output, or the field that says so."""
+    names = _names_of_scan(c)
     h, heads, size = c.hidden, c[names["heads"]], c[names["state"]]
-    wide = (c.get("mamba_d_ssm") if "mamba_d_ssm" in c.data else None) or int(c.number(names["expand"], 2) * h)
+    wide = c.get("mamba_d_ssm") or int(c.number(names["expand"], 2) * h)
     groups, kernel, chunk = c[names["groups"]], c[names["conv"]], c[names["chunk"]]
     mixed = wide + 2 * groups * size
     projected = wide + mixed + heads
@@ -190,33 +209,11 @@ def _mamba2(c: _Config, names: Mapping[str, str], *, norm: str | bool = True) ->
     }
 
 
-_MAMBA = {
-    "state": "state_size",
-    "conv": "conv_kernel",
-    "conv_bias": "use_conv_bias",
-    "bias": "use_bias",
-    "expand": "expand",
-    "rank": "time_step_rank",
-    "wide": "intermediate_size",
-}
-_MAMBA2 = {**_MAMBA, "heads": "num_heads", "groups": "n_groups", "chunk": "chunk_size"}
-_PREFIXED = {
-    "state": "mamba_d_state",
-    "conv": "mamba_d_conv",
-    "conv_bias": "mamba_conv_bias",
-    "bias": "mamba_proj_bias",
-    "expand": "mamba_expand",
-    "rank": "mamba_dt_rank",
-    "heads": "mamba_n_heads",
-    "groups": "mamba_n_groups",
-    "chunk": "mamba_chunk_size",
-}
-
-
-def _mamba(c: _Config, names: Mapping[str, str], *, norms: bool = False) -> Fields:
+def _mamba(c: _Config, *, norms: bool = False) -> Fields:
     """A selective scan. [Mamba, arXiv:2312.00752]. norms: of the step, and of B and C."""
+    names = _names_of_scan(c)
     h, size, kernel = c.hidden, c[names["state"]], c[names["conv"]]
-    wide = c.get(names.get("wide", "")) or int(c.number(names["expand"], 2) * h)
+    wide = c.get(names["wide"]) or int(c.number(names["expand"], 2) * h)
     rank = math.ceil(h / 16) if c.data.get(names["rank"], "auto") == "auto" else c[names["rank"]]
     biases = bool(c.get(names["conv_bias"], True)) * wide + bool(c.get(names["bias"], False)) * (2 * wide + h) + wide
     return {
@@ -251,7 +248,7 @@ def _lightning(c: _Config) -> Fields:
 def _both(c: _Config) -> Fields:
     """Attention beside a Mamba-2 mixer."""
     h, (q, g) = c.hidden, c.widths
-    of_state = _mamba2(c, _PREFIXED, norm="mamba_rms_norm")
+    of_state = _mamba2(c, norm="mamba_rms_norm")
     del of_state["heads"]
     attention = {"mixer": h * (2 * q + 2 * g), "inner": q + 2 * g, "outer": q, "kept": 2 * q, **_attention(c)}
     return {name: of_state.get(name, 0) + attention.get(name, 0) for name in of_state}
@@ -376,7 +373,7 @@ _JAMBA_EXPERTS = partial(
 )
 
 _SELECTIVE = _Model(
-    mixers={"linear_attention": partial(_mamba, names=_MAMBA)},
+    mixers={"linear_attention": _mamba},
     type_of="linear_attention",
     fixed=_NO_HEADS,
     tied=True,
@@ -444,18 +441,18 @@ MODELS: dict[str, _Model] = {
         tied=True,
     ),
     "bamba": _Model(
-        mixers={"linear_attention": partial(_mamba2, names=_PREFIXED)},
+        mixers={"linear_attention": _mamba2},
         type_of=_at_indices("attn_layer_indices", "linear_attention"),
     ),
     "falcon_h1": _Model(mixers={"hybrid": _both}, type_of="hybrid"),
     "granitemoehybrid": _Model(
-        mixers={"linear_attention": partial(_mamba2, names=_PREFIXED)},
+        mixers={"linear_attention": _mamba2},
         type_of="linear_attention",
         names=_EXPERTS,
         feed_forward=_granite_experts,
     ),
     "jamba": _Model(
-        mixers={"linear_attention": partial(_mamba, names=_PREFIXED, norms=True)},
+        mixers={"linear_attention": partial(_mamba, norms=True)},
         type_of=lambda c, layer: (
             "full_attention"
             if layer % c["attn_layer_period"] == c.at_least(0, "attn_layer_offset")
@@ -466,7 +463,7 @@ MODELS: dict[str, _Model] = {
     ),
     **dict.fromkeys(("mamba", "falcon_mamba"), _SELECTIVE),
     "mamba2": _Model(
-        mixers={"linear_attention": partial(_mamba2, names=_MAMBA2)},
+        mixers={"linear_attention": _mamba2},
         type_of="linear_attention",
         fixed=_NO_HEADS,
         norms=1,

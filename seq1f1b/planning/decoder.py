@@ -145,10 +145,12 @@ _STARTUP = 6.0  # seconds until the processes have imported torch, and of the fi
 _BESIDE_PRODUCTS = 1.5  # time of a pass over that of its products at the rate of a product alone
 
 
-def _work_in_order(model: ModelShape, seq_len: int, layers: int, repeats: int, moves: bool) -> list[float]:
-    """FLOP of everything that :func:`profile_model` measures, an entry for each call of its ``progress``."""
+def _work_in_order(model: ModelShape, settings: dict[str, Any]) -> list[float]:
+    """FLOP of everything that :func:`profile_model` measures by these arguments, an entry for each call of its
+    ``progress``."""
+    seq_len, layers, moves = settings["seq_len"], settings["layers"], settings["offload"] is not None
     cuts, layer = cuts_of(seq_len, SEGMENTS), model._replace(layers=1, vocab=0).flops(0, seq_len)
-    steps, plain = WARM_UP + repeats, sum(WAYS.values())
+    steps, plain = WARM_UP + settings["repeats"], sum(WAYS.values())
     work = [steps * (plain + MOVED_WORK * (moves and k == moved_cut(cuts))) for k in cuts]
     found = [forwards * layers * layer for forwards in work]
     if layers > 1:
@@ -177,8 +179,8 @@ def expected_seconds(
     Raises:
         ValueError, OSError: as :func:`profile_decoder`.
     """
-    _check(device, offload, processes=processes, threads=threads, layers=layers, repeats=repeats)
-    check_decoder(model, seq_len)
+    settings = {"seq_len": seq_len, "layers": layers, "repeats": repeats, "device": device, "offload": offload}
+    _check(model, settings, processes=processes, threads=threads)
     rows, inner = min(seq_len, 512), max(model.hidden, model.ffn)
     x, weight = torch.randn(rows, model.hidden, device=device), torch.randn(model.hidden, inner, device=device)
     before = torch.get_num_threads()
@@ -198,7 +200,7 @@ def expected_seconds(
     sharing = max(
         1.0, processes / torch.cuda.device_count() if device == "cuda" else processes * threads / (os.cpu_count() or 1)
     )
-    work = sum(_work_in_order(model, seq_len, layers, repeats, offload is not None))
+    work = sum(_work_in_order(model, settings))
     return _STARTUP + _BESIDE_PRODUCTS * sharing * work / rate
 
 
@@ -218,47 +220,40 @@ def _start_worker(barrier: Any, done: Any, started: Any, threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def _work(
-    model: ModelShape, seq_len: int, layers: int, repeats: int, bf16: bool, device: str, offload: Offload
-) -> dict[str, StageTimes]:
+def _work(model: ModelShape, bf16: bool, settings: dict[str, Any]) -> dict[str, StageTimes]:
+    """:func:`profile_model` in one process, with these arguments."""
     torch.manual_seed(0)
+    device = settings["device"]
     if device == "cuda":
         torch.cuda.set_device(_number % torch.cuda.device_count())
-    done = itertools.accumulate(_work_in_order(model, seq_len, layers, repeats, offload is not None))
+    done = itertools.accumulate(_work_in_order(model, settings))
 
     def progress() -> None:
         _done.value = max(_done.value, next(done))
 
     try:
         with torch.autocast(device, torch.bfloat16, enabled=bf16):
-            return profile_model(
-                model,
-                seq_len=seq_len,
-                layers=layers,
-                repeats=repeats,
-                device=device,
-                offload=offload,
-                wait=_barrier.wait,
-                progress=progress,
-            )
+            return profile_model(model, **settings, wait=_barrier.wait, progress=progress)
     except BaseException:
         _barrier.abort()  # the others wait for this one
         raise
 
 
-def _check(device: str, offload: Offload, **counts: int) -> None:
+def _check(model: ModelShape, settings: dict[str, Any], **counts: int) -> None:
     """Raises before anything is measured; where no tier can be made, too."""
+    device, offload = settings["device"], settings["offload"]
     if device not in ("cpu", "cuda"):
         raise ValueError(f'device is {device!r}, must be "cpu" or "cuda"')
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError('device is "cuda", and torch finds no GPU: measure on the machine that will train')
-    for name, value in counts.items():
+    for name, value in {**counts, "layers": settings["layers"], "repeats": settings["repeats"]}.items():
         if value < 1:
             raise ValueError(f"{name} is {value}, must be at least 1")
     if offload is not None:
         where.check("host" if offload is HOST else "folder", f"offload={offload!r}", device)
     if offload is not None and offload is not HOST:
         _C.file_tier(os.fspath(offload))
+    check_decoder(model, settings["seq_len"])
 
 
 def profile_decoder(
@@ -290,15 +285,15 @@ def profile_decoder(
         ValueError: a count below 1, no GPU where one is asked for; or as :func:`profile_model`.
         OSError: the directory takes no file, or fails.
     """
-    _check(device, offload, processes=processes, threads=threads, layers=layers, repeats=repeats)
-    check_decoder(model, seq_len)
-    total = sum(_work_in_order(model, seq_len, layers, repeats, offload is not None))
+    place = offload if offload is None or offload is HOST else os.fspath(offload)
+    settings = {"seq_len": seq_len, "layers": layers, "repeats": repeats, "device": device, "offload": place}
+    _check(model, settings, processes=processes, threads=threads)
+    total = sum(_work_in_order(model, settings))
     begin = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     barrier, done, started = context.Barrier(processes), context.Value("d", 0.0), context.Value("i", 0)
     with ProcessPoolExecutor(processes, context, _start_worker, (barrier, done, started, threads)) as pool:
-        place = offload if offload is None or offload is HOST else os.fspath(offload)
-        tasks = [pool.submit(_work, model, seq_len, layers, repeats, bf16, device, place) for _ in range(processes)]
+        tasks = [pool.submit(_work, model, bf16, settings) for _ in range(processes)]
         while wait(tasks, timeout=0.5).not_done:
             if progress is not None:
                 progress(done.value / total)

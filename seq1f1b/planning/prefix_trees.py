@@ -94,6 +94,7 @@ class PrefixTrees:
         self.shapes = grown.shapes
         self._place, self.told_apart = grown.place, grown.told_apart
         sizes = [shape.tokens for shape in self.shapes]
+        self._begins, self._most = list(accumulate(sizes[:-1], initial=0)), sum(sizes)  # of all trees, in one row
         is_supervised = grown.target >= 0
         source = torch.where(is_supervised, grown.target, -1 - grown.target)
         weight = grown.weight.to(torch.float32 if weights is None else weights.dtype)
@@ -152,18 +153,12 @@ class PrefixTrees:
         other = copy.copy(self)
         other.shapes = tuple(self.shapes[tree] for tree in trees)
         other.tokens, other.targets = [self.tokens[tree] for tree in trees], [self.targets[tree] for tree in trees]
-        begins = [0, *accumulate(shape.tokens for shape in self.shapes)]
-        moved = torch.full((begins[-1],), -1, device="cpu")
-        at = 0
-        for tree in trees:
-            size = begins[tree + 1] - begins[tree]
-            moved[begins[tree] : begins[tree + 1]] = torch.arange(at, at + size, device="cpu")
-            at += size
-        other._place = self._place.clone()
-        other._place[self._place >= 0] = moved[self._place[self._place >= 0]]
+        other._begins = [self._begins[tree] for tree in trees]
         number = {tree: i for i, tree in enumerate(trees)}
         other.tree_of_row = [number.get(tree, -1) for tree in self.tree_of_row]
-        other.row_tokens, other.tree_tokens = int((other._place >= 0).sum()), at
+        in_trees = zip(self._rows.lengths, other.tree_of_row, strict=True)
+        other.row_tokens = sum(length - 1 for length, tree in in_trees if tree >= 0)
+        other.tree_tokens = sum(shape.tokens for shape in other.shapes)
         return other
 
     def rows(self, values: Sequence[Tensor], *, fill: float = 0.0) -> Tensor | list[Tensor]:
@@ -183,10 +178,10 @@ class PrefixTrees:
         found = [tuple(value.shape[:1]) for value in values]
         if found != [(shape.tokens,) for shape in self.shapes]:
             raise ValueError("values are not as many or not as long as the trees: give (tokens, ...) for each tree")
-        joined = torch.cat(list(values))
-        place = self._place.to(joined.device)
-        flat = torch.cat([joined, joined.new_full((1, *joined.shape[1:]), fill)])[place]  # its last one is at -1
-        return self._rows.shaped(flat, fill)
+        joined = values[0].new_full((self._most + 1, *values[0].shape[1:]), fill)  # its last one is at -1
+        for begin, value in zip(self._begins, values, strict=True):
+            joined[begin : begin + len(value)] = value
+        return self._rows.shaped(joined[self._place.to(joined.device)], fill)
 
 
 class _Rows:

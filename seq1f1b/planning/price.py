@@ -124,14 +124,8 @@ class Price:
     @cached_property
     def seconds(self) -> Any:
         """Seconds of each pass, a ``UnitSeconds`` of tables."""
-        nested: dict[int, list[Any]] = {}  # equal stages share a list
-
-        def row(values: list[float]) -> list[Any]:
-            if id(values) not in nested:
-                nested[id(values)] = self._nest(values)
-            return nested[id(values)]
-
-        return UnitSeconds(*(list(map(row, table)) for table in seconds_of(self.cost.source, self._spans)))
+        tables = seconds_of(self.cost.source, self._spans)
+        return UnitSeconds(*(list(map(self._nest, table)) for table in tables))
 
     @cached_property
     def shard_seconds(self) -> dict[str, list[list[float]]]:

@@ -11,7 +11,6 @@ from seq1f1b.plan import Layout
 from seq1f1b.planning.case import Asked, Candidate, Case, Found, Length, Uncertain, of_shards
 from seq1f1b.planning.cost import CostModel, Price
 from seq1f1b.planning.fitting import LEVELS
-from seq1f1b.schedule import families
 from seq1f1b.seconds import Span, seconds_of
 from seq1f1b.table import rounded
 
@@ -20,7 +19,6 @@ __all__ = ["GIB", "LEAST_GAIN", "Pricing", "group_lengths"]
 GIB = 1 << 30
 _MOST_UNITS = 10_000_000  # of one candidate, about 300 bytes each
 LEAST_GAIN = 0.002  # share of the step; what gains less is not looked for
-_MOST_SPREAD = 3  # plans that are also tried with the vocabulary over the ranks
 _MOST_OF_AUTO = 40_000  # units of all orders that are searched for unless auto is asked for: a second or two
 _MOST_LENGTHS = 8  # that sequences are padded to, where they have more
 
@@ -161,8 +159,9 @@ class Pricing:
     def fill_tokens(self) -> int:
         """Tokens from which on a segment fills the device: its time per token is at most twice that of a long one."""
         sizes = [1 << i for i in range(5, 21)]
-        source = self._cost_of(self.longest, 1, self.asked.layout).source
-        found = seconds_of(source, [Span(size, 0.0, size) for size in sizes])
+        cost = self._cost_of(self.longest, 1, self.asked.layout)
+        none = (0.0,) * len(cost.parts.windows)
+        found = seconds_of(cost.source, [Span(size, 0.0, size, none) for size in sizes])
         rates = [(f + b) / n for f, b, n in zip(found.forward[0], found.backward[0], sizes, strict=True)]
         return next(n for n, rate in zip(sizes, rates, strict=True) if rate <= 2 * rates[-1])
 
@@ -281,24 +280,22 @@ class Pricing:
         numbers = [(found.candidate, k * found.candidate.num_segments // 4) for found in self.fitting for k in (3, 6)]
         return self.allowed([each._replace(num_segments=k) for each, k in numbers if 4 < k <= most])
 
-    def mixed(self, mixes: Sequence[float]) -> list[Candidate]:
-        """The best ones with other splits."""
-        cut = [found.candidate for found in self.fitting if found.candidate.num_segments > 1]
-        return [each._replace(mix=mix) for each in cut for mix in mixes if mix != each.mix]
+    @staticmethod
+    def mixed(found: Sequence[Found], mixes: Sequence[float]) -> list[Candidate]:
+        """Candidates of what was found, with other splits."""
+        cut = [each.candidate for each in found if each.candidate.num_segments > 1]
+        return [each._replace(mix=mix) for each in cut for mix in mixes if mix != each.mix and 0 <= mix <= 1]
 
-    def finer(self, by: float) -> list[Candidate]:
-        """The best one with splits to both sides of its own."""
-        best = self.fitting[0].candidate
-        mixes = [best.mix - by, best.mix + by] if best.num_segments > 1 else []
-        return [best._replace(mix=mix) for mix in mixes if 0 <= mix <= 1]
-
-    def searched(self) -> list[Candidate]:
-        """Candidates of ``auto`` in place of the best ones."""
-        auto = next(family for family in families() if family.name == "auto")
+    def instead(self, most: float = math.inf, **changes: Any) -> list[Candidate]:
+        """The best ones, at most so many, in another way, where it may gain and, searched for, has few enough units."""
         found = list[Candidate]()
         for each in self.fitting:
-            candidate = each.candidate._replace(family=auto)
-            if candidate not in found and self._may_gain(candidate) and self._may_search(candidate):
+            candidate = each.candidate._replace(**changes)
+            if candidate in found or self.bound(candidate) > self.fitting[0].seconds * (1 - LEAST_GAIN):
+                continue
+            units = self.num_units(candidate) if candidate.family.name == "auto" else 0
+            if units <= self._left_of_auto and len(found) < most:
+                self._left_of_auto -= units
                 found.append(candidate)
         return found
 
@@ -308,27 +305,6 @@ class Pricing:
         if made is not None:
             self.fitting[made] = self.fitting[made].case.refined(self.fitting[made], self.cap)
             self.fitting.sort(key=lambda each: each.sort_key)
-
-    def _may_search(self, candidate: Candidate) -> bool:
-        """Whether another order may be searched for: all of them together have a bounded number of units."""
-        units = self.num_units(candidate)
-        if units > self._left_of_auto:
-            return False
-        self._left_of_auto -= units
-        return True
-
-    def _may_gain(self, candidate: Candidate) -> bool:
-        return self.bound(candidate) <= self.fitting[0].seconds * (1 - LEAST_GAIN)
-
-    def spread(self) -> list[Candidate]:
-        """The best ones with the vocabulary over the ranks."""
-        found = list[Candidate]()
-        for each in self.fitting:
-            candidate = each.candidate._replace(vocabulary="ranks")
-            is_allowed = candidate.family.name != "auto" or self._may_search(candidate)
-            if len(found) < _MOST_SPREAD and is_allowed and self._may_gain(candidate):
-                found.append(candidate)
-        return found
 
     # -- what is told
 

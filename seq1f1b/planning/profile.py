@@ -246,10 +246,7 @@ class Profile:
             ValueError: not such a text; a field that is unknown, missing, of another type, negative or not finite.
         """
         fields = json_fields(text, "profile", _FORMAT, again="measure again with seq1f1b profile")
-        fields = {"device": "cpu", **fields}  # older files do not say it, nor that layers are alike
-        if isinstance(fields.get("model"), dict):
-            fields["model"] = {"kinds": [], "pattern": [], **fields["model"]}
-        profile = load(cls, fields, "profile", least=0, defaults=False)
+        profile = load(cls, fields, "profile", least=0)
         check_model(profile.model, "profile: model")
         for name, part in profile.parts().items():
             if part.layers < 1:

@@ -30,6 +30,7 @@ _FINER = (0.125, 0.0625)  # then to both sides of the best one's
 _FIRST_SEGMENTS = (1, 2, 4, 8, 16)  # tried with every family; more of them with those that did well, while that helps
 _MOST_OF_ROUND = 350_000  # units, F and B, that are priced for one number of segments beyond the first ones
 _MOST_UNCERTAIN = 40_000  # units of the best plans that are simulated at the ends of each term
+_MOST_SPREAD = 3  # plans that are also tried with the vocabulary over the ranks
 _SHARE_OF_MEMORY = 0.85  # of a device: the rest is for the worst case, and for what torch's allocator cannot use
 _OTHERS = {
     "slimpipe": "not tried: its order is that of seq1f1b-interleaved, whose ranks also even out attention",
@@ -352,15 +353,17 @@ def _try_all(pricing: Pricing, wanted: _Wanted, shortest: int) -> None:
         raise ValueError(pricing.explain_nothing())
     if shortest and k > 4:
         pricing.consider(pricing.between(most), _MOST_OF_ROUND // 2)
-    pricing.consider(pricing.mixed(_MIXES), math.inf if not shortest else _MOST_OF_ROUND // 2)
+    pricing.consider(pricing.mixed(pricing.fitting, _MIXES), math.inf if not shortest else _MOST_OF_ROUND // 2)
     if shortest:
         for finer in _FINER:
-            pricing.consider(pricing.finer(finer), _MOST_OF_ROUND // 4)
+            mix = pricing.fitting[0].candidate.mix
+            pricing.consider(pricing.mixed(pricing.fitting[:1], (mix - finer, mix + finer)), _MOST_OF_ROUND // 4)
     pricing.is_quick = wanted.is_free
     if wanted.is_free:
-        pricing.consider(pricing.searched(), math.inf)
+        auto = next(family for family in families() if family.name == "auto")
+        pricing.consider(pricing.instead(family=auto))
     if wanted.spreads:
-        pricing.consider(pricing.spread(), _MOST_OF_ROUND)
+        pricing.consider(pricing.instead(_MOST_SPREAD, vocabulary="ranks"), _MOST_OF_ROUND)
     if wanted.is_free:
         pricing.refine()
 

@@ -13,7 +13,7 @@ from seq1f1b.ops.packing import best_fit
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.price import PackedRow
 from seq1f1b.planning.tree_shape import TreeShape
-from seq1f1b.seconds import Span, seconds_of
+from seq1f1b.seconds import Span, pairs_of, seconds_of
 
 __all__: list[str] = []
 
@@ -33,8 +33,9 @@ class Rates(NamedTuple):
     @classmethod
     def from_cost(cls, cost: CostModel) -> Rates:
         """From units so large that no floor of theirs counts."""
-        tokens, pairs = 1 << 20, 1 << 30
-        spans = [Span(tokens, 0, tokens), Span(2 * tokens, 0, tokens), Span(tokens, pairs, tokens)]
+        tokens, pairs, windows = 1 << 20, 1 << 30, cost.parts.windows
+        none, near = (0.0,) * len(windows), tuple(min(pairs, pairs_of((tokens,), 0, tokens, w)) for w in windows)
+        spans = [Span(tokens, 0, tokens, none), Span(2 * tokens, 0, tokens, none), Span(tokens, pairs, tokens, near)]
         found = seconds_of(cost.source, spans)
         once, twice, attending = (
             sum(f[i] + b[i] for f, b in zip(found.forward, found.backward, strict=True)) / cost.num_stages

@@ -66,7 +66,7 @@ class Runner:
         tells: bool = True,
     ) -> None:
         self.pipeline = pipeline
-        self.setting = Setting(0, schedule, options)
+        self.setting = Setting(schedule, options)
         self.cache = _C.kv_cache_create()
         self.stages = {
             index: Stage(
@@ -136,7 +136,7 @@ class Runner:
         counts = None if rows is None else tuple(map(len, rows))
         parents = None if trees is None else trees.followed
         of_rows = (counts, parents) if plan is None else plan.digest
-        key = training, of_rows, 0 if rows is not None else self.setting.number
+        key = training, of_rows, None if rows is not None else self.setting
         return self.orders.find(key, lambda: self._enter(training, self._schedule_of(counts, parents, plan)))
 
     def _enter(self, training: bool, schedule: Schedule) -> RankOrder:

@@ -65,16 +65,14 @@ class Choice(NamedTuple):
         return f"{self.family}{whole}, {count}{balance}" + ", W in waits" * self.fills
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Setting:
     """How plain steps run.
 
     Attributes:
-        number: alike for equal settings.
         choice: None: what the engine was given.
     """
 
-    number: int
     schedule: Schedule
     options: Options
     choice: Choice | None = None
@@ -110,7 +108,6 @@ class Tuner:
         self._told = ""
         self._stages_per_rank, self._group, self._report = stages_per_rank, group, report
         self._settings: dict[str, Setting] = {}  # of this search
-        self._made = 0
         self._reads_units = self._reads_seconds = False
         self._stamp = 0
         self._kept: tuple[int, Setting] | None = None  # for a length
@@ -209,19 +206,18 @@ class Tuner:
         name = repr(choice)
         found = self._settings.get(name)
         if found is None:
-            self._made += 1
-            found = self.first if choice is None else self.make(choice, self._made)
+            found = self.first if choice is None else self.make(choice)
             self._settings[name] = found
         self.setting = found
 
-    def make(self, choice: Choice, number: int) -> Setting:
+    def make(self, choice: Choice) -> Setting:
         """The setting of a choice."""
         first = self.first
         schedule = build_schedule(choice.family, **self._counts(choice))
         if schedule.rank_of_stage != first.schedule.rank_of_stage:
             raise ValueError(f"{choice.family} holds its stages on other ranks")
         options = self._options(choice)
-        return Setting(number, with_options(schedule, options, self._device), options, choice)
+        return Setting(with_options(schedule, options, self._device), options, choice)
 
     def _counts(self, choice: Choice) -> dict[str, Any]:
         """Arguments of :func:`seq1f1b.build_schedule` for a choice, and fields of a :class:`TunedOrder`."""
@@ -292,7 +288,7 @@ class Tuner:
                 choice = Choice(family, {}, num_segments)
                 if num_segments * SHORTEST <= length:
                     with contextlib.suppress(ValueError):
-                        self.make(choice, 0)
+                        self.make(choice)
                         yield choice
 
     def _candidates(
@@ -308,7 +304,7 @@ class Tuner:
         def simulate(choices: Iterable[Choice]) -> None:
             for choice in choices:
                 with contextlib.suppress(ValueError, ScheduleError):
-                    setting = self.make(choice, 0)
+                    setting = self.make(choice)
                     sizes = setting.options.sizes_of(length)
                     if max(setting.schedule.peak_tokens(sizes)) * of_token <= room:
                         simulated = setting.schedule.simulate(costs_of(units, sizes))

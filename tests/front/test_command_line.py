@@ -296,6 +296,14 @@ MISTAKES = {  # many more are the core's, whose sentences are told in the same w
     "compare 1f1b --tensor 2": "--tensor says nothing without --model",
     "draw 1f1b --model bytes.json --seq 4": "bytes.json: not JSON: 'utf-8' codec can't decode byte 0xff",
     "compare --cap 4.x": "--cap 4.x: a cap is written 4 (micro-batches) or 4GiB",
+    f"{TREES} --seq 64 --lengths 8:1": "plan needs --seq, --lengths (sequences that differ) or --prompt",
+    f"{TREES} --lengths garbage.txt --output plan.json": "garbage.txt, line 1: 'F0.0 B0.0' must be a length, or a",
+    f"{TREES} --lengths minus.txt": "line 2: '8 -1' must be a length, or a length and a count",
+    f"{TREES} --lengths none.txt": "none.txt: there is no length",
+    "profile --model gpt-9 --seq 128 --output p.json": "there is no preset 'gpt-9'",
+    "profile --model gpt-2.7b --seq 128 --output p.json --processes 0": "processes is 0, must be at least 1",
+    "profile --model qwen3-30b-a3b --seq 128 --output p.json": "the model has 128 experts",
+    "profile --model gpt-2.7b --seq 128 --output p.json --offload /nowhere": "offload directory /nowhere: no file can",
     "plan --model llama3-8b --seq 64 --ranks 2 --microbatches 2 --memory 96": "less than any device has: 96GiB?",
     f"{TREES} --prompt 2k --responses 8x9 --memory 81920": "less than any device has: 81920GiB?",
     "compare --microbatches 8 --cap 24": "--cap 24 is in micro-batches, of which a step has 8: 24GiB?",
@@ -327,6 +335,8 @@ def test_mistakes_are_one_line_and_exit_2(line, tmp_path, monkeypatch, capsys):
     Path("garbage.txt").write_text("F0.0 B0.0\nwhat?\n")
     Path("garbage.csv").write_text("0F0,0SEND_F0\n")
     Path("uneven.txt").write_text("[0]F0.0 [2]F0.0 [2]B0.0 [0]B0.0\n[1]F0.0 [1]B0.0\n")
+    Path("minus.txt").write_text("2048\n8 -1\n")
+    Path("none.txt").write_text("# none\n")
     Path("bytes.json").write_bytes(b"\xff")
     Path("bytes.txt").write_bytes(b"F0.0 \xff")
     files = sorted(Path().iterdir())

@@ -120,8 +120,3 @@ def test_a_class_is_read_by_the_types_of_its_fields() -> None:
 def test_what_is_wrong_in_a_class_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^shape: {message}"):
         load(Shape, {"name": "dot", "points": [], **change}, "shape", least=0)
-
-
-def test_fields_with_defaults_may_be_asked_for() -> None:
-    with pytest.raises(ValueError, match=r"^point: unknown fields \[\], missing fields \['y'\]$"):
-        load(Point, {"x": 1}, "point", defaults=False)

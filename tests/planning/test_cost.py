@@ -13,7 +13,6 @@ from seq1f1b import ModelShape, Schedule, build_schedule
 from seq1f1b.plan import Layout
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import Hardware, load_hardware, load_model, presets
-from seq1f1b.seconds import pairs_of
 
 SMALL = ModelShape(hidden=64, layers=6, heads=4, kv_heads=2, ffn=96, vocab=50, head_dim=24)
 
@@ -44,15 +43,6 @@ def test_forward_is_the_models_flops(sizes, model):
     assert total[0] == pytest.approx(flops)
     assert total[1] == pytest.approx(flops - attention + 2.5 * attention)
     assert total[2] == pytest.approx(flops - attention)
-
-
-def test_documents_are_counted_pair_by_pair():
-    documents = (5, 1, 11, 3)
-    owner = [d for d, length in enumerate(documents) for _ in range(length)]
-    for begin, end in ((0, 20), (3, 9), (4, 5), (6, 20), (8, 8)):
-        assert pairs_of(documents, begin, end) == sum(
-            owner[i] == owner[j] for i in range(begin, end) for j in range(i + 1)
-        )
 
 
 # Counts that the models' own repositories publish; the final norm and the norms of q and k are not counted here.

@@ -131,24 +131,18 @@ def test_every_rank_hears_which_stage_leaves_them_out() -> None:
         assert "[1]F" in text and "was given no doc_ids" in text
 
 
-def test_documents_may_see_each_other_by_zeros() -> None:
+@pytest.mark.parametrize(
+    ("does", "lengths", "options"), [("zeros", LENGTHS, {}), ("tells", [20, 20, 20], {"unit_tokens": 10})]
+)
+def test_rows_need_no_documents(does: str, lengths: list[int], options: dict[str, Any]) -> None:
+    """All tokens of a row may see each other by zeros, or a row holds one document."""
     torch.manual_seed(0)
-    model, documents, plan = Stage(Layer(0, "zeros")).double(), make_documents(LENGTHS), make_plan(LENGTHS)
+    model, documents, plan = Stage(Layer(0, does)).double(), make_documents(lengths), make_plan(lengths, **options)
     whole = copy.deepcopy(model)
     train(make_engine(model), plan, documents, tells=False)
     rows = [[documents[i] for i in row] for row in plan.rows]
-    assert max(map(len, rows)) > 1
+    assert (max(map(len, rows)) > 1) == (does == "zeros")
     check(model, whole, [(torch.cat([d[:-1] for d in row]), torch.cat([d[1:] for d in row])) for row in rows])
-
-
-def test_rows_of_one_document_need_none() -> None:
-    torch.manual_seed(0)
-    lengths = [20, 20, 20]
-    model, documents, plan = Stage(Layer(0)).double(), make_documents(lengths), make_plan(lengths, unit_tokens=10)
-    assert max(map(len, plan.rows)) == 1
-    whole = copy.deepcopy(model)
-    train(make_engine(model), plan, documents, tells=False)
-    check(model, whole, [(d[:-1], d[1:]) for d in documents])
 
 
 class Carried(nn.Module):

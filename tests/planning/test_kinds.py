@@ -5,35 +5,25 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from test_cost import SMALL, ideal
 
-from seq1f1b import ModelShape, partition_sequence
+from seq1f1b import partition_sequence
 from seq1f1b.partition import LayerKind, make_model
 from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.configs import shape_of
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.decoder import check_decoder
-from seq1f1b.planning.hardware import Hardware, ProfiledHardware, load_hardware, load_model
+from seq1f1b.planning.hardware import ProfiledHardware, load_hardware, load_model
 from seq1f1b.planning.layout import check_profile
 from seq1f1b.planning.profile import Profile
 from seq1f1b.planning.search import search_plans
 from seq1f1b.seconds import pairs_of, spans_of
 
-PLAIN = ModelShape(hidden=64, layers=6, heads=4, kv_heads=2, ffn=96, vocab=50, head_dim=24)
 WINDOW = LayerKind(window=5)
 STATE = LayerKind(heads=0, mixer=64 * 100, inner=60, outer=40, kept=130, scan=900, state=256, tail=48, other=7)
-MIXED = PLAIN._replace(kinds=(LayerKind(), WINDOW, STATE), pattern=(0, 1, 2))
-
-
-def ideal(**changes: Any) -> Hardware:
-    """A machine whose only cost is the FLOP."""
-    machine = load_hardware("a100")
-    ones = dict.fromkeys([name for name in machine.sources if name.endswith("_efficiency")], 1.0)
-    zeros = ("launch", "unit_overhead", "split_backward_extra", "attention_forward_rows", "attention_backward_rows")
-    far = dict.fromkeys(("bandwidth", "inside_bandwidth", "between_bandwidth"), 1e30)
-    return replace(machine, **{**ones, **dict.fromkeys(zeros, 0.0), **far, "peak": 1e9, "head_tile": 1.0, **changes})
+MIXED = SMALL._replace(kinds=(LayerKind(), WINDOW, STATE), pattern=(0, 1, 2))
 
 
 def seen(documents: tuple[int, ...], begin: int, end: int, window: int) -> int:
@@ -62,7 +52,7 @@ def test_forward_is_the_flops_of_pairs_counted_one_by_one(documents):
 
 def test_a_kind_that_says_nothing_changes_nothing():
     layout, machine = Layout(tensor=2, data=2, expert=2, inside="ffn"), load_hardware("h100")
-    plain = PLAIN._replace(experts=4, experts_per_token=2)
+    plain = SMALL._replace(experts=4, experts_per_token=2)
     found = []
     for shape in (
         plain,
@@ -125,7 +115,7 @@ def test_bytes_of_cache_state_and_experts_by_hand():
     assert held[1] - held[0] == attention + state
     assert held[2] - held[0] == 11 * (held[1] - held[0])
     sparse = LayerKind(ffn=32, experts=4, experts_per_token=2, shared=16)
-    shape = PLAIN._replace(kinds=(LayerKind(), sparse), pattern=(0, 1))
+    shape = SMALL._replace(kinds=(LayerKind(), sparse), pattern=(0, 1))
     for degree in (1, 2, 4):
         cost = CostModel(shape, machine, num_ranks=1, seq_len=8, layout=Layout(expert=degree, data=4))
         mixer = 2 * 64 * 96 + 2 * 64 * 48 + 2 * 64
@@ -188,7 +178,7 @@ def test_a_config_is_refused_by_the_field_that_is_not_known(tmp_path):
     with pytest.raises(ValueError, match=r"model pattern is \[0, 3\], must be numbers of kinds, 0..2"):
         MIXED._replace(pattern=(0, 3)).flops(0, 1)
     with pytest.raises(ValueError, match=r"kinds\[0\] window is -1, must be at least 0"):
-        PLAIN._replace(kinds=(LayerKind(window=-1),)).flops(0, 1)
+        SMALL._replace(kinds=(LayerKind(window=-1),)).flops(0, 1)
 
 
 def test_what_a_kind_does_not_have_is_refused():

@@ -7,8 +7,10 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
+from tiny_model import Config, batch, cross_entropy, run_whole, stage_of, whole_model
 
-from seq1f1b import Costs, Links, Memory, ModelShape
+from seq1f1b import Costs, Links, Memory, ModelShape, PipelineEngine
 from seq1f1b.__main__ import main
 from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.cost import CostModel
@@ -16,6 +18,7 @@ from seq1f1b.planning.hardware import load_hardware
 from seq1f1b.planning.search import search_plans
 from seq1f1b.schedule import families
 from seq1f1b.table import rounded
+from seq1f1b.testing import run_ranks
 
 SHAPE = ModelShape(hidden=256, layers=8, heads=8, kv_heads=8, ffn=704, vocab=1000)
 COUNTS = {"seq_len": 8192, "num_ranks": 2, "num_microbatches": 4}
@@ -386,18 +389,6 @@ def small_plan(**wanted):
     return search_plans(shape, MACHINE, **counts, **wanted).plans[0]
 
 
-def test_a_plan_file_says_the_same_again(tmp_path):
-    for wanted in ({"names": ["seq1f1b"]}, {"names": ["seq-zb-h1"]}, {"lengths": {8: 3, 16: 1}}):
-        plan = small_plan(**wanted, segments=[4])
-        plan.save(tmp_path / "plan.json")
-        again = Plan.load(tmp_path / "plan.json")
-        assert again == plan and again.build() == plan.build()
-    before = (tmp_path / "plan.json").read_text()
-    with pytest.raises(TypeError):
-        replace(plan, options={"costs": object()}).save(tmp_path / "plan.json")
-    assert (tmp_path / "plan.json").read_text() == before
-
-
 def test_bad_plan_files():
     """Beside what test_files.py has of all files: what a plan alone must say."""
     mix = json.loads(small_plan(names=["seq1f1b"], segments=[4], lengths={8: 3, 16: 1}).to_json())["lengths"][1]
@@ -423,13 +414,6 @@ def test_bad_plan_files():
 
 def run_plan(plan, batches, **options):
     """For each batch the losses of the last rank's engine, the segments that it ran, and the units of all."""
-    pytest.importorskip("torch", reason="the engine needs torch")
-    import torch
-    from tiny_model import Config, batch, cross_entropy, run_whole, stage_of, whole_model
-
-    from seq1f1b import PipelineEngine
-    from seq1f1b.testing import run_ranks
-
     config = Config()
     model = whole_model(config)
     given = {length: batch(config, 4, length, size=1) for length in batches}
@@ -477,20 +461,16 @@ def test_the_engine_runs_a_plan_that_gives_up_units(remedy, tmp_path):
     assert sum(unit.kind == letter for unit in first[0][2] + last[0][2]) == "".join(plan.units).count(letter) > 0
 
 
-def test_the_engine_runs_a_plan_for_a_mix_of_lengths():
+def test_the_engine_runs_a_plan_for_a_mix_of_lengths(tmp_path):
     """Each step is split as the plan says of its length; a length that is not of the mix is refused."""
     plan = small_plan(names=["seq1f1b"], segments=[4], inside=["none"], lengths={9: 3, 16: 1})
-    _, _, last = run_plan(plan, [16, 9])
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    _, _, last = run_plan(tmp_path / "plan.json", [16, 9])
     assert [sizes for _, sizes, *_ in last] == [each.segment_sizes for each in reversed(plan.lengths)]
 
 
 def test_what_the_engine_does_not_do_is_refused_by_name():
-    pytest.importorskip("torch", reason="the engine needs torch")
-    from tiny_model import Config, cross_entropy, stage_of, whole_model
-
-    from seq1f1b import PipelineEngine
-    from seq1f1b.testing import run_ranks
-
     config = Config()
     model = whole_model(config)
 
@@ -562,36 +542,3 @@ def test_the_command_takes_a_mix_of_lengths(capsys, tmp_path):
             assert step["share"] == share
             assert f"\n   steps of {step['seq_len']} tokens, {share:.1%}: {step['seconds']:.3g} s, " in text
             assert f"{rounded(step['tokens_per_second'])} tokens/s" in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([*SEQ, "--lengths", "8:1"], "plan needs --seq, --lengths (sequences that differ) or --prompt"),
-        (["2048\nlong\n"], "lengths.txt, line 2: 'long' must be a length, or a length and a count"),
-        (["2048 -1\n"], "line 1: '2048 -1' must be"),
-        (["# none\n"], "lengths.txt: there is no length"),
-        (["0 4\n"], "a length is 0, must be at least 1"),
-        ([*SEQ, "--memory", "1GiB"], "nothing fits in 1.00 GiB: the least possible is"),
-        ([*SEQ, "--model", "gpt-9"], "there is no preset 'gpt-9' among models"),
-        ([*SEQ, "--hardware", "none.json"], "none.json"),
-        ([*SEQ, "--schedules", "fast"], "there is no schedule named 'fast'"),
-        ([*SEQ, "--ranks", "33"], "there are 33 stages, must be in 1..32"),
-    ],
-)
-def test_a_mistake_is_one_line_and_leaves_no_file(arguments, message, capsys, tmp_path):
-    if len(arguments) == 1:
-        (tmp_path / "lengths.txt").write_text(arguments[0])
-        arguments = ["--lengths", str(tmp_path / "lengths.txt")]
-    few = ["--segments", "1,4", "--stages", "1", "--schedules", "1f1b,seq1f1b", "--output", str(tmp_path / "plan.json")]
-    assert main([*ASKED, *few, *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.startswith("seq1f1b: ") and message in captured.err
-    assert captured.err.count("\n") == 1 and not (tmp_path / "plan.json").exists()
-
-
-@pytest.mark.parametrize("arguments", [["--memory", "much"], ["--memory", "1e99GiB"], ["--segments", "a"]])
-def test_an_argument_that_cannot_be_read(arguments):
-    with pytest.raises(SystemExit) as exit_:
-        main([*ASKED, *SEQ, *arguments])
-    assert exit_.value.code == 2

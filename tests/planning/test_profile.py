@@ -12,14 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from tiny_model import Config, Stage
 
 from seq1f1b import Costs, Links, ModelShape, Schedule, build_schedule, partition_sequence
 from seq1f1b.__main__ import main
 from seq1f1b.fit import Fit, fit_seconds
+from seq1f1b.ops.context import current
 from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import ProfiledHardware, load_hardware
 from seq1f1b.planning.profile import Part, Profile, Sample
+from seq1f1b.planning.profiler import StageTimes, fit_part, make_profile, measure_stage
+from seq1f1b.planning.workspace import measure_workspace
 
 SHAPE = ModelShape(hidden=32, layers=4, heads=4, kv_heads=4, ffn=32, vocab=29)
 MACHINE = load_hardware("cpu-zen5")
@@ -130,9 +135,6 @@ def test_no_term_is_negative_and_none_is_better():
 def test_a_synthetic_stage_is_measured(tmp_path):
     """A module that sleeps 1 ms and 20 us a token forward, twice that backward, and 20 ms and 40 ms longer as soon as
     what it saves moves: by the engine, over offsets."""
-    torch = pytest.importorskip("torch", reason="measuring needs torch")
-    from seq1f1b.ops.context import current
-    from seq1f1b.planning.profiler import fit_part, make_profile, measure_stage
 
     class Slow(torch.autograd.Function):
         @staticmethod
@@ -149,7 +151,7 @@ def test_a_synthetic_stage_is_measured(tmp_path):
             (product,) = ctx.saved_tensors
             return dy, (dy * product).sum((0, 1))
 
-    class Stage(torch.nn.Module):
+    class Sleeps(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.weight = torch.nn.Parameter(torch.ones(64))
@@ -159,7 +161,7 @@ def test_a_synthetic_stage_is_measured(tmp_path):
 
     arguments = {"seq_len": 256, "segments": (1, 2, 4), "repeats": 12, "layers": 2, "offload": tmp_path}
     for _ in range(4):  # others on the machine make some of the sleeps longer
-        measured = measure_stage(Stage(), lambda tokens: torch.randn(1, tokens, 64), **arguments)
+        measured = measure_stage(Sleeps(), lambda tokens: torch.randn(1, tokens, 64), **arguments)
         made = make_profile(SHAPE, [measured], seq_len=256, threads=1, dtype="float32", seconds=1.0)
         assert measured.moved * 256 == 256 * 64 * 4
         moving = [made.move_out * measured.moved * 256, made.move_in * measured.moved * 256]
@@ -184,9 +186,6 @@ def test_a_synthetic_stage_is_measured(tmp_path):
 
 def test_what_a_pass_allocates_for_a_while():
     """Two layers, of which the first is four times as wide: by hand."""
-    torch = pytest.importorskip("torch", reason="measuring needs torch")
-    from seq1f1b.planning.workspace import measure_workspace
-
     wide, narrow = torch.nn.Linear(32, 128, bias=False), torch.nn.Linear(128, 32, bias=False)
     tokens = 64
     x = torch.zeros(1, tokens, 32, requires_grad=True)
@@ -248,11 +247,6 @@ def test_gradients_that_take_the_place_of_what_is_freed_are_no_more_bytes():
 
 def test_a_real_stage_is_measured_and_its_tier(tmp_path):
     """What moves is all that a unit saves, less the parts that are small or that somebody holds."""
-    torch = pytest.importorskip("torch", reason="measuring needs torch")
-    from tiny_model import Config, Stage
-
-    from seq1f1b.planning.profiler import fit_part, make_profile, measure_stage
-
     stage = Stage(Config(), 1, 3).requires_grad_(True)
     arguments = {"seq_len": 256, "segments": (1, 2, 4), "repeats": 3, "layers": 2, "offload": tmp_path}
     measured = measure_stage(stage, lambda tokens: torch.randn(2, tokens, 32), **arguments)
@@ -279,7 +273,6 @@ def test_a_real_stage_is_measured_and_its_tier(tmp_path):
 def test_what_a_unit_takes_beyond_its_layers():
     """A unit takes 2 ms, and each layer 10 us a token, in F; in B twice that; W has nothing of its own. So it is found
     also where layers took a tenth longer at the other time."""
-    profiler = pytest.importorskip("seq1f1b.planning.profiler", reason="measuring needs torch")
 
     def measured(layers, cuts, slower=1.0):
         units = {}
@@ -291,11 +284,11 @@ def test_what_a_unit_takes_beyond_its_layers():
                 times = {"F": forward, "B": 2 * forward, "I": forward, "W": weight, "R": 2 * forward}
                 units[512 * s // k, tokens] = {kind: [seconds] * 3 for kind, seconds in times.items()}
         nothing = [(8, 0.0, 0.0, 0.0), (16, 0.0, 0.0, 0.0)]
-        return profiler.StageTimes(layers, units, [], [], 0.0, 0.0, 0.0, [0.0], [0.0], 0.0, [], [], nothing)
+        return StageTimes(layers, units, [], [], 0.0, 0.0, 0.0, [0.0], [0.0], 0.0, [], [], nothing)
 
     several, single = measured(3, (1, 2, 4, 8)), measured(1, (2, 8))
     arguments = {"seq_len": 512, "threads": 1, "dtype": "float32", "seconds": 1.0}
-    made = profiler.make_profile(SHAPE, [several], single=[single], **arguments)
+    made = make_profile(SHAPE, [several], single=[single], **arguments)
     assert made.unit == pytest.approx((2e-3, 2e-3, 0.0, 4e-3, 2e-3))
     assert made.layer.forward[:3] == pytest.approx((0.0, 1e-5, 0.0), abs=1e-9)
     assert made.layer.backward[:3] == pytest.approx((0.0, 2e-5, 0.0), abs=1e-9)
@@ -304,14 +297,14 @@ def test_what_a_unit_takes_beyond_its_layers():
     for stages in (1, 2, 4):
         cost = CostModel(SHAPE, ProfiledHardware.of(made, MACHINE), num_ranks=stages, seq_len=512)
         assert cost.price([512]).seconds.forward[0][0] == pytest.approx(2e-3 + 4 // stages * 1e-5 * 512)
-    assert profiler.make_profile(SHAPE, [several], **arguments).unit == (0.0,) * 5
-    later = profiler.make_profile(SHAPE, [several], single=[measured(1, (2, 8), slower=1.1)], **arguments)
+    assert make_profile(SHAPE, [several], **arguments).unit == (0.0,) * 5
+    later = make_profile(SHAPE, [several], single=[measured(1, (2, 8), slower=1.1)], **arguments)
     assert later.unit == pytest.approx(made.unit)
-    alike = profiler.make_profile(SHAPE, [several], single=[measured(1, (8,))], **arguments)
+    alike = make_profile(SHAPE, [several], single=[measured(1, (8,))], **arguments)
     assert alike.unit == pytest.approx(made.unit)
     for wrong in (several, measured(1, (16,))):
         with pytest.raises(ValueError, match="do not tell what a unit takes beyond its layers"):
-            profiler.make_profile(SHAPE, [several], single=[wrong], **arguments)
+            make_profile(SHAPE, [several], single=[wrong], **arguments)
 
 
 def test_moving_takes_the_time_that_was_measured():
@@ -337,9 +330,6 @@ def test_moving_takes_the_time_that_was_measured():
 
 def test_what_never_moves_has_no_rates_and_what_cannot_be_measured_is_refused(tmp_path):
     """An embedding saves its tokens only, and those are the stage's input."""
-    torch = pytest.importorskip("torch", reason="measuring needs torch")
-    from seq1f1b.planning.profiler import measure_stage
-
     arguments = {"seq_len": 64, "segments": (1, 2, 4), "repeats": 1, "offload": tmp_path}
     measured = measure_stage(torch.nn.Embedding(9, 8), lambda tokens: torch.randint(9, (1, tokens)), **arguments)
     assert (measured.moved, measured.tier) == (0.0, [])
@@ -558,7 +548,6 @@ def test_replays_of_ranks_that_share_cores(case):
 
 
 def test_profile_then_plan_on_the_command_line(tmp_path, capfd):
-    pytest.importorskip("torch", reason="measuring needs torch")
     model, file, order = tmp_path / "m.json", tmp_path / "p.json", tmp_path / "plan.json"
     model.write_text(json.dumps(SHAPE._asdict()))
     measure = [
@@ -594,20 +583,3 @@ def test_profile_then_plan_on_the_command_line(tmp_path, capfd):
     captured = capfd.readouterr()
     assert captured.err.startswith(f"seq1f1b: {file}: profile: layer: forward: unknown fields ['residue']")
     assert captured.err.count("\n") == 1 and captured.out == "" and not order.exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "gpt-9"], "there is no preset 'gpt-9'"),
-        (["--model", "gpt-2.7b", "--processes", "0"], "processes is 0, must be at least 1"),
-        (["--model", "qwen3-30b-a3b"], "the model has 128 experts"),
-        (["--model", "gpt-2.7b", "--offload", "/nowhere"], "offload directory /nowhere: no file can be made there"),
-    ],
-)
-def test_a_mistake_is_one_line_and_leaves_no_file(arguments, message, tmp_path, capfd):
-    pytest.importorskip("torch", reason="measuring needs torch")
-    assert main(["profile", *arguments, "--seq", "128", "--output", str(tmp_path / "p.json")]) == 2
-    captured = capfd.readouterr()
-    assert captured.out == "" and captured.err.startswith("seq1f1b: ") and message in captured.err
-    assert captured.err.count("\n") == 1 and not list(tmp_path.iterdir())

@@ -228,7 +228,7 @@ def test_the_best_order_of_measured_units_is_found(monkeypatch: pytest.MonkeyPat
         sequence_parallel=(0, 1), attention="own", embedding=None,
     )  # fmt: skip
     order = seq1f1b.build_schedule("seq1f1b", num_ranks=4, num_microbatches=4, num_segments=1)
-    first = tuning.Setting(0, order, options)
+    first = tuning.Setting(order, options)
     tuner = tuning.Tuner(first, stages_per_rank=1, group=OneRank(), device=torch.device("cpu"), report=lambda: None)
     terms = {"F": (1e-3, 1e-5, 1e-9), "B": (2e-3, 2e-5, 2e-9), "I": (1e-3, 1e-5, 2e-9), "W": (1e-3, 1e-5, 0.0)}
     truth = MeasuredUnits({(kind, stage): Fit(*each, 0.0) for kind, each in terms.items() for stage in range(4)})
