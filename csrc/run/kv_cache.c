@@ -1,8 +1,6 @@
 /* kv_cache.c - slabs found by (stage, layer), rows addressed by unit. */
 #include "kv_cache.h"
 
-#include "layer_keys.h"
-
 #include <stdlib.h>
 #include <string.h>
 
@@ -200,9 +198,6 @@ static s1f_status find_or_add_entry(s1f_kv_cache *cache, const s1f_current_unit 
     *out = find_entry(cache, unit->unit.stage, layer);
     if (*out != NULL)
         return S1F_OK;
-    if (!s1f_layer_is_registered(layer))
-        return s1f_fail(S1F_ERR_ARG, "%s: layer key %lld is not registered; make it with seq1f1b.layer_handle",
-                        s1f_name_of(unit).text, (long long)layer);
     if (cache->num_entries == cache->entry_capacity) {
         int32_t wanted = cache->entry_capacity > 0 ? 2 * cache->entry_capacity : 16;
         void *entries = cache->entries;

@@ -19,7 +19,7 @@
  * goes to a whole path, so the segments of a path that have been stored come first: one number says which.
  * Any use out of order is S1F_ERR_STATE and names stage, layer, micro-batch and segment.
  *
- * Layer keys: registered (layer_keys.h); any other value is rejected, never used as an index.
+ * Layer keys: any number; compared, never used as an index.
  * Threads: one cache belongs to one rank, whose units run one at a time; no lock. */
 #ifndef S1F_KV_CACHE_H
 #define S1F_KV_CACHE_H

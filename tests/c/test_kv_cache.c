@@ -1,7 +1,6 @@
 /* test_kv_cache.c - the KV cache without torch: rows by unit, order, and every allocation failing in turn. */
 #include "check.h"
 #include "run/kv_cache.h"
-#include "run/layer_keys.h"
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -255,7 +254,6 @@ static void test_order(void)
     s1f_kv_rows rows;
     CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 0, &shape, &rows), S1F_ERR_STATE, "a unit that has not begun");
     CHECK_STATUS(s1f_kv_cache_begin_unit(cache, &unit), S1F_OK, "");
-    CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 1 << 20, &shape, &rows), S1F_ERR_ARG, "is not registered");
     CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 0, &shape, &rows), S1F_OK, "");
     CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 0, &shape, &rows), S1F_ERR_STATE, "used twice in one forward");
     s1f_layer_shape bad[3] = {shape, shape, shape};
@@ -617,31 +615,8 @@ static void test_current_unit(void)
     CHECK(s1f_current_unit_get() == NULL);
 }
 
-static void *register_keys(void *first)
-{
-    for (int64_t i = 0; i < 200; i++)
-        CHECK_STATUS(s1f_layer_register(*(const int64_t *)first + 7 * (199 - i)), S1F_OK, "");
-    return NULL;
-}
-
-static void test_layer_keys(void)
-{
-    CHECK_STATUS(s1f_layer_register(-1), S1F_ERR_ARG, "layer key is -1, must be at least 0");
-    int64_t first[2] = {1000, 1003}; /* keys that interleave, descending, from two threads */
-    pthread_t threads[2];
-    for (int i = 0; i < 2; i++)
-        CHECK(pthread_create(&threads[i], NULL, register_keys, &first[i]) == 0);
-    for (int i = 0; i < 2; i++)
-        CHECK(pthread_join(threads[i], NULL) == 0);
-    for (int64_t key = 1000; key < 1000 + 7 * 200; key++)
-        CHECK(s1f_layer_is_registered(key) == ((key - 1000) % 7 == 0 || (key - 1003) % 7 == 0));
-    CHECK(!s1f_layer_is_registered(999) && !s1f_layer_is_registered(INT64_MAX));
-}
-
 int main(void)
 {
-    for (int64_t layer = 0; layer < LAYERS; layer++)
-        CHECK_STATUS(s1f_layer_register(layer), S1F_OK, "");
     test_rows_and_bytes();
     test_scratch();
     test_scratch_of_a_long_sequence();
@@ -654,6 +629,5 @@ int main(void)
     test_trees();
     test_rows_of_a_leaf_are_released();
     test_current_unit();
-    test_layer_keys();
     return check_failures();
 }

@@ -153,11 +153,8 @@ def test_a_backward_within_a_forward_unit() -> None:
         causal_attention(*leaves, layer=0).sum().backward()
 
 
-def test_a_key_that_is_not_registered() -> None:
+def test_a_key_of_another_type() -> None:
     step = SimulatedStep([TOKENS])
-    for key in (987654321, -1):
-        with pytest.raises(RuntimeError, match=f"layer key {key} is not registered"), step.unit("F", 0, 0):
-            causal_attention(*qkv(), layer=torch.tensor(key))
     with pytest.raises(RuntimeError, match=r"layer is .* must be a handle"), step.unit("F", 0, 0):
         causal_attention(*qkv(), layer=torch.tensor(0, dtype=torch.int32))
 
