@@ -157,9 +157,9 @@ static void release_segment(const s1f_kv_cache *cache, const s1f_current_unit *u
 }
 
 s1f_status s1f_kv_cache_begin_step(s1f_kv_cache *cache, const s1f_stage_slots *stages, int32_t num_stages,
-                                   int64_t sequence_length, int64_t num_rows, int32_t num_segments)
+                                   int64_t num_rows, int32_t num_segments)
 {
-    S1F_TRY(s1f_kv_slots_begin_step(&cache->slots, stages, num_stages, sequence_length, num_rows, num_segments));
+    S1F_TRY(s1f_kv_slots_begin_step(&cache->slots, stages, num_stages, num_rows, num_segments));
     cache->step++;
     return S1F_OK;
 }
