@@ -156,7 +156,6 @@ class Ours:
             q = data.q if s == self.timed else data.q.new_zeros(1, size, case.heads, case.dim).transpose(1, 2)
             leaves = [*map(copy_of, (q, *parts)), *(t.clone() for t in data.sinks)]
             self.leaves.append([t.requires_grad_() for t in leaves])
-        _C.layer_register(0)
 
     def forward(self, s: int) -> Tensor:
         """A window of one key makes the other segments cheap: only what they write is needed."""

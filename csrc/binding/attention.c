@@ -6,7 +6,6 @@
 #include "../../kernels/rate.h"
 #include "../run/current_unit.h"
 #include "../run/kv_cache.h"
-#include "../run/layer_keys.h"
 #include "../torch/op_call.h"
 #include "../torch/ops.h"
 #include "../torch/torch_abi.h"
@@ -48,12 +47,6 @@ static PyObject *take_op_failure(PyObject *Py_UNUSED(module), PyObject *Py_UNUSE
     Py_XDECREF(type);
     Py_XDECREF(traceback);
     return value;
-}
-
-static PyObject *layer_register(PyObject *Py_UNUSED(module), PyObject *argument)
-{
-    int64_t layer;
-    return s1f_to_int64(argument, &layer) ? s1f_none(s1f_layer_register(layer)) : NULL;
 }
 
 /* -- current unit ---------------------------------------------------------------------------------------------- */
@@ -164,7 +157,6 @@ PyMethodDef s1f_attention_methods[] = {
     S1F_METHOD(take_op_failure, NOARGS,
                "The exception of the op that failed last on this thread; a second call returns None. Torch has "
                "turned it into a RuntimeError."),
-    S1F_METHOD(layer_register, O, "Makes an int a key of KV caches."),
     S1F_METHOD(in_step, NOARGS, "Whether a unit runs now, on this thread or in this process."),
     S1F_METHOD(token_offset, NOARGS, "First token of the current segment, 0 outside a step."),
     S1F_METHOD(token_position, O,

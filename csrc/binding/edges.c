@@ -57,16 +57,10 @@ static s1f_status relay_send(void *context, int64_t sequence, const void *place,
                         state);
 }
 
-static void relay_free(void *context)
-{
-    (void)context; /* the end's handle keeps it */
-}
-
 static const s1f_relay python_relay = {
     .begin_step = relay_begin_step,
     .post = relay_post,
     .send = relay_send,
-    .free = relay_free,
 };
 
 static PyObject *relay_end(PyObject *Py_UNUSED(module), PyObject *arguments)

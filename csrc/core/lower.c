@@ -255,15 +255,16 @@ static s1f_status give_by_time(const lowering *l, const s1f_places *places)
 {
     int32_t num_ranks = l->program->shape.num_ranks;
     const s1f_edges *edges = l->program->edges;
-    size_t num_messages = ((size_t)edges->num_edges + 1) * (size_t)l->num_cells; /* + 1: malloc(0) may be NULL */
+    size_t num_messages = (size_t)edges->num_edges * (size_t)l->num_cells;
     lower_walk w = {.l = l, .given = places};
-    s1f_status status = check_seconds(&l->program->shape, places);
-    if (status != S1F_OK || (status = s1f_walk_create(edges, &l->program->shape, &w.walk)) != S1F_OK)
-        return status;
-    w.now = calloc((size_t)num_ranks, sizeof *w.now);
-    w.sent = malloc(num_messages * sizeof *w.sent);
-    w.freed = malloc(num_messages * sizeof *w.freed);
-    if (w.now == NULL || w.sent == NULL || w.freed == NULL) {
+    s1f_pool pool = {0};
+    S1F_TRY(check_seconds(&l->program->shape, places));
+    S1F_TRY(s1f_walk_create(edges, &l->program->shape, &w.walk));
+    w.now = s1f_pool_take(&pool, (size_t)num_ranks, sizeof *w.now);
+    w.sent = s1f_pool_take(&pool, num_messages, sizeof *w.sent);
+    w.freed = s1f_pool_take(&pool, num_messages, sizeof *w.freed);
+    s1f_status status = S1F_OK;
+    if (pool.is_short) {
         status = s1f_fail(S1F_ERR_MEMORY, "no memory to run %d ranks against each other in time", (int)num_ranks);
         goto done;
     }
@@ -276,9 +277,7 @@ static s1f_status give_by_time(const lowering *l, const s1f_places *places)
         give_at_least(&l->program->edges->edges[e], most_at_once(&w, e));
 
 done:
-    free(w.freed);
-    free(w.sent);
-    free(w.now);
+    s1f_pool_free(&pool);
     s1f_walk_free(&w.walk);
     return status;
 }
@@ -501,7 +500,7 @@ static s1f_status create_lowering(s1f_program *program, lowering *l)
     *l = (lowering){.program = program, .lifetimes = s1f_lifetimes_of(shape)};
     l->num_cells = s1f_num_cells(shape);
     size_t num_stages = (size_t)shape->num_stages, num_microbatches = (size_t)shape->num_microbatches;
-    size_t num_edges = (size_t)program->edges->num_edges + 1; /* never 0: malloc(0) may be NULL */
+    size_t num_edges = (size_t)program->edges->num_edges;
     size_t num_messages = num_edges * (size_t)l->num_cells;
     l->sequence = s1f_pool_take(&l->pool, num_messages, sizeof *l->sequence);
     l->consumers = s1f_pool_take(&l->pool, num_messages, sizeof *l->consumers);

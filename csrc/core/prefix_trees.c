@@ -1,6 +1,8 @@
 /* prefix_trees.c - follows the rows of a group while they agree, makes a node of that, and goes on with branches. */
 #include "prefix_trees.h"
 
+#include "pool.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -258,16 +260,17 @@ s1f_status s1f_prefix_trees(const s1f_token_rows *rows, int64_t min_shared, cons
     for (int64_t row = 0; row < rows->num_rows; row++)
         longest = num_targets(rows, row) > longest ? num_targets(rows, row) : longest;
     builder b = {.rows = rows, .min_shared = min_shared, .nodes = results->nodes, .results = results};
-    b.order = malloc(n * sizeof *b.order);
-    b.spare = malloc(n * sizeof *b.spare);
-    b.branches = malloc(n * sizeof *b.branches);
-    b.runs = malloc(n * sizeof *b.runs);
-    b.stack = malloc(n * sizeof *b.stack);
-    b.offset = malloc(2 * n * sizeof *b.offset);
-    b.seen = malloc((size_t)longest * sizeof *b.seen);
+    s1f_pool pool = {0};
+    b.order = s1f_pool_take(&pool, n, sizeof *b.order);
+    b.spare = s1f_pool_take(&pool, n, sizeof *b.spare);
+    b.branches = s1f_pool_take(&pool, n, sizeof *b.branches);
+    b.runs = s1f_pool_take(&pool, n, sizeof *b.runs);
+    b.stack = s1f_pool_take(&pool, n, sizeof *b.stack);
+    b.offset = s1f_pool_take(&pool, 2 * n, sizeof *b.offset);
+    b.seen = s1f_pool_take(&pool, (size_t)longest, sizeof *b.seen);
     s1f_status status = S1F_OK;
     *results->apart = (s1f_values_apart){0};
-    if (!b.order || !b.spare || !b.branches || !b.runs || !b.stack || !b.offset || !b.seen) {
+    if (pool.is_short) {
         status = s1f_fail(S1F_ERR_MEMORY, "no memory for trees of %lld rows", (long long)rows->num_rows);
     } else {
         group all = {0};
@@ -281,12 +284,6 @@ s1f_status s1f_prefix_trees(const s1f_token_rows *rows, int64_t min_shared, cons
         grow(&b);
     }
     *results->num_nodes = b.num_nodes;
-    free(b.order);
-    free(b.spare);
-    free(b.branches);
-    free(b.runs);
-    free(b.stack);
-    free(b.offset);
-    free(b.seen);
+    s1f_pool_free(&pool);
     return status;
 }

@@ -2,6 +2,7 @@
  * holds. */
 #include "receives.h"
 
+#include "pool.h"
 #include "walk.h"
 
 #include <stdio.h>
@@ -22,6 +23,7 @@ typedef struct { /* one rank's run */
 typedef struct {
     const s1f_program *program;
     s1f_walk walk;
+    s1f_pool pool; /* of all arrays but instructions */
     runner *ranks;
     const s1f_instruction **posts; /* [edge][place]: the last POST of it */
     int64_t *first_post;           /* [edge]: where its places start */
@@ -167,10 +169,7 @@ static void free_run(run *r)
 {
     for (int32_t rank = 0; r->ranks != NULL && rank < r->program->shape.num_ranks; rank++)
         free(r->ranks[rank].out);
-    free(r->ranks);
-    free(r->heap);
-    free(r->posts);
-    free(r->first_post);
+    s1f_pool_free(&r->pool);
     s1f_walk_free(&r->walk);
 }
 
@@ -180,15 +179,15 @@ static s1f_status create_run(const s1f_program *program, run *r)
     int64_t num_places = 0;
     *r = (run){.program = program};
     S1F_TRY(s1f_walk_create(program->edges, &program->shape, &r->walk));
-    r->ranks = calloc((size_t)num_ranks, sizeof *r->ranks);
-    r->heap = calloc((size_t)num_ranks, sizeof *r->heap);
-    r->first_post = calloc((size_t)num_edges + 1, sizeof *r->first_post);
+    r->ranks = s1f_pool_take(&r->pool, (size_t)num_ranks, sizeof *r->ranks);
+    r->heap = s1f_pool_take(&r->pool, (size_t)num_ranks, sizeof *r->heap);
+    r->first_post = s1f_pool_take(&r->pool, (size_t)num_edges, sizeof *r->first_post);
     for (int32_t e = 0; r->first_post != NULL && e < num_edges; e++) {
         r->first_post[e] = num_places;
         num_places += program->edges->edges[e].num_places;
     }
-    r->posts = calloc((size_t)num_places + 1, sizeof *r->posts);
-    int failed = r->ranks == NULL || r->heap == NULL || r->first_post == NULL || r->posts == NULL;
+    r->posts = s1f_pool_take(&r->pool, (size_t)num_places, sizeof *r->posts);
+    int failed = r->pool.is_short;
     for (int32_t rank = 0; !failed && rank < num_ranks; rank++) {
         r->ranks[rank].program = &program->ranks[rank];
         int64_t num_out = program->ranks[rank].count;

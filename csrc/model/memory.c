@@ -1,7 +1,7 @@
 /* memory.c - walks the order of each rank and adds up what lives. */
 #include "memory.h"
 
-#include <stdlib.h>
+#include "../core/pool.h"
 
 static int64_t greater(int64_t a, int64_t b)
 {
@@ -144,22 +144,13 @@ typedef struct {
     int64_t *largest;     /* [place] bytes */
 } edge_places;
 
-static void free_places(edge_places *places, int32_t num_edges)
-{
-    for (int32_t e = 0; places != NULL && e < num_edges; e++) {
-        free(places[e].place);
-        free(places[e].largest);
-    }
-    free(places);
-}
-
-static s1f_status create_places(const s1f_program *program, const s1f_memory_bytes *bytes, edge_places **out)
+static s1f_status create_places(const s1f_program *program, const s1f_memory_bytes *bytes, s1f_pool *pool,
+                                edge_places **out)
 {
     int32_t num_edges = program->edges->num_edges;
     size_t num_cells = (size_t)s1f_num_cells(&program->shape);
-    edge_places *places = calloc((size_t)num_edges + 1, sizeof *places); /* + 1: calloc(0) may be NULL */
-    int is_complete = places != NULL;
-    for (int32_t e = 0; is_complete && e < num_edges; e++) {
+    edge_places *places = *out = s1f_pool_take(pool, (size_t)num_edges, sizeof *places);
+    for (int32_t e = 0; !pool->is_short && e < num_edges; e++) {
         const s1f_edge *edge = &program->edges->edges[e];
         places[e].size = edge->channel == S1F_CHANNEL_STATISTICS ? bytes->statistics : bytes->message;
         for (int64_t column = 0; places[e].size != NULL && column < s1f_num_columns(&program->shape); column++)
@@ -169,17 +160,11 @@ static s1f_status create_places(const s1f_program *program, const s1f_memory_byt
             places[e].senders |= s1f_pass_makes(pass, (s1f_product)edge->product) ? 1u << pass : 0;
         places[e].num_growing = places[e].most > 0 ? edge->num_places : 0;
         if (places[e].num_growing > 0) {
-            places[e].place = malloc(num_cells * sizeof *places[e].place);
-            places[e].largest = calloc((size_t)edge->num_places, sizeof *places[e].largest);
-            is_complete = places[e].place != NULL && places[e].largest != NULL;
+            places[e].place = s1f_pool_take(pool, num_cells, sizeof *places[e].place);
+            places[e].largest = s1f_pool_take(pool, (size_t)edge->num_places, sizeof *places[e].largest);
         }
     }
-    if (is_complete) {
-        *out = places;
-        return S1F_OK;
-    }
-    free_places(places, num_edges);
-    return s1f_fail(S1F_ERR_MEMORY, "no memory for the messages of %d edges", (int)num_edges);
+    return pool->is_short ? s1f_fail(S1F_ERR_MEMORY, "no memory for the messages of %d edges", (int)num_edges) : S1F_OK;
 }
 
 /* The next message of an edge comes into this place. */
@@ -198,15 +183,9 @@ static void put(const s1f_program *program, int32_t e, edge_places *p, int32_t p
 }
 
 /* What the places of each rank come to hold. An edge is done when each place has held a largest message. */
-static s1f_status fill_places(const s1f_program *program, const s1f_memory_bytes *bytes, s1f_memory_peak *peaks)
+static void fill_places(const s1f_program *program, edge_places *places, s1f_memory_peak *peaks)
 {
     const s1f_edges *edges = program->edges;
-    edge_places *places = NULL;
-    s1f_status status;
-    if (bytes->message == NULL && bytes->statistics == NULL)
-        return S1F_OK;
-    if ((status = create_places(program, bytes, &places)) != S1F_OK)
-        return status;
     for (int32_t rank = 0; rank < program->shape.num_ranks; rank++) {
         int32_t num_growing = 0; /* edges into the rank */
         for (int32_t e = 0; e < edges->num_edges; e++) {
@@ -228,8 +207,6 @@ static s1f_status fill_places(const s1f_program *program, const s1f_memory_bytes
             }
         }
     }
-    free_places(places, edges->num_edges);
-    return S1F_OK;
 }
 
 s1f_status s1f_program_memory(const s1f_program *program, const s1f_memory_bytes *bytes, s1f_memory_peak *peaks)
@@ -239,7 +216,15 @@ s1f_status s1f_program_memory(const s1f_program *program, const s1f_memory_bytes
     s1f_lifetime_table table = s1f_lifetimes_of(shape);
     for (int32_t rank = 0; rank < shape->num_ranks; rank++)
         peaks[rank] = (s1f_memory_peak){0};
-    S1F_TRY(fill_places(program, bytes, peaks));
+    if (bytes->message != NULL || bytes->statistics != NULL) {
+        s1f_pool pool = {0};
+        edge_places *places;
+        s1f_status status = create_places(program, bytes, &pool, &places);
+        if (status == S1F_OK)
+            fill_places(program, places, peaks);
+        s1f_pool_free(&pool);
+        S1F_TRY(status);
+    }
     s1f_byte_tables tables = s1f_byte_tables_of(shape, bytes);
     ledger l = {.total = 0};
     for (int32_t rank = 0; rank < shape->num_ranks; rank++) {

@@ -259,8 +259,6 @@ void s1f_arena_positions(const s1f_edge_end *end, uint64_t *granted, uint64_t *s
 static void arena_free(s1f_edge_end *end)
 {
     arena_end *arena = (arena_end *)end;
-    if (arena->relay != NULL)
-        arena->relay->free(arena->context);
     free(arena->busy_until);
     free(arena);
 }

@@ -36,14 +36,12 @@ int s1f_arena_hangup_fd(const s1f_edge_end *end);
 /* Moves messages between two arenas that are not shared, each private to its end. Called by the thread of the end,
  * without the GIL; must not block on the peer: completion comes by s1f_relay_done, from any thread. */
 typedef struct {
-    const char *name;
     s1f_status (*begin_step)(void *context, int64_t step, int64_t most_payload); /* bytes that a place has room for */
     s1f_status (*post)(void *context, int64_t sequence, void *place);            /* receiver: fill this place */
     s1f_status (*send)(void *context, int64_t sequence, const void *place, int64_t payload_bytes); /* sender */
-    void (*free)(void *context);
 } s1f_relay;
 
-/* The end owns context (freed by relay->free), once created. */
+/* relay and context are borrowed, and must outlive the end. */
 s1f_status s1f_relay_end_create(s1f_group *group, void *memory, int64_t bytes, const s1f_relay *relay, void *context,
                                 int32_t peer_rank, int32_t is_receiver, const char *text, s1f_edge_end **out);
 /* Message `sequence` of `step` is complete: it has come (receiver), or its place may be reused (sender). In order. */

@@ -74,7 +74,7 @@ static int32_t most_inputs(const s1f_executor *executor)
     return most;
 }
 
-static s1f_status allocate(s1f_executor *executor)
+static void allocate(s1f_executor *executor)
 {
     s1f_pool *pool = &executor->pool;
     size_t num_edges = (size_t)executor->num_edges, num_stages = (size_t)executor->num_stages;
@@ -84,10 +84,6 @@ static s1f_status allocate(s1f_executor *executor)
     executor->stages = s1f_pool_take(pool, num_stages, sizeof *executor->stages);
     executor->inputs = s1f_pool_take(pool, (size_t)most_inputs(executor), sizeof *executor->inputs);
     executor->edge_states = s1f_pool_take(pool, num_edges, sizeof *executor->edge_states);
-    if (!pool->is_short)
-        return S1F_OK;
-    return s1f_fail(S1F_ERR_MEMORY, "no memory for an executor of %lld instructions",
-                    (long long)executor->num_instructions);
 }
 
 /* Takes this rank's ends, and reads from the senders' programs which unit each message comes from. */
@@ -107,8 +103,6 @@ static s1f_status set_edges(s1f_executor *executor, const s1f_program *program, 
             state->keeps = s1f_pool_take(&executor->pool, num_messages, sizeof *state->keeps);
         else
             state->producers = s1f_pool_take(&executor->pool, num_messages, sizeof *state->producers);
-        if (executor->pool.is_short)
-            return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld messages", (long long)edge->num_messages);
         int64_t count;
         const s1f_instruction *sender = s1f_program_instructions(program, edge->source_rank, &count);
         for (int64_t n = 0; state->producers != NULL && n < count; n++)
@@ -137,8 +131,6 @@ static s1f_status set_weights(s1f_executor *executor, const s1f_program *program
     free(run);
     executor->fills =
         s1f_pool_take(&executor->pool, (size_t)(num_waits + executor->num_weights), sizeof *executor->fills);
-    if (status == S1F_OK && executor->pool.is_short)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for the parts of %lld Ws", (long long)executor->num_weights);
     return status;
 }
 
@@ -174,11 +166,13 @@ s1f_status s1f_executor_create(const s1f_program *program, int32_t rank, s1f_gro
     executor->cache = cache;
     executor->compute = *compute;
     s1f_layout_create(program, rank, &executor->pool, &executor->layout);
-    s1f_status status = allocate(executor);
-    if (status == S1F_OK)
-        status = set_edges(executor, program, rank, ends);
+    allocate(executor);
+    s1f_status status = executor->pool.is_short ? S1F_ERR_MEMORY : set_edges(executor, program, rank, ends);
     if (status == S1F_OK)
         status = set_weights(executor, program, rank);
+    if (executor->pool.is_short)
+        status = s1f_fail(S1F_ERR_MEMORY, "no memory for an executor of %lld instructions",
+                          (long long)executor->num_instructions);
     if (status != S1F_OK) {
         s1f_executor_free(executor);
         return status;
@@ -188,18 +182,13 @@ s1f_status s1f_executor_create(const s1f_program *program, int32_t rank, s1f_gro
     return S1F_OK;
 }
 
-static int64_t size_of(const s1f_executor *executor, s1f_unit unit)
-{
-    return s1f_size_of(&executor->layout, unit);
-}
-
 /* Fixes the split of the sequence for this step and enters the cache's step. */
 static s1f_status set_sizes(s1f_executor *executor, int64_t sequence_length, const int64_t *sizes,
                             const s1f_unit_parts *parts)
 {
     int64_t num_rows;
     S1F_TRY(s1f_layout_set(&executor->layout, sequence_length, sizes, parts, &num_rows));
-    return s1f_kv_cache_begin_step(executor->cache, executor->slots, executor->num_slots, sequence_length, num_rows,
+    return s1f_kv_cache_begin_step(executor->cache, executor->slots, executor->num_slots, num_rows,
                                    executor->shape.num_segments);
 }
 
@@ -230,7 +219,7 @@ static s1f_message describe(const s1f_executor *executor, const s1f_instruction 
         .training = executor->training,
         .sequence_length = s1f_total_of(&executor->layout, producer),
         .offset = s1f_offset_of(&executor->layout, producer),
-        .length = size_of(executor, producer),
+        .length = s1f_size_of(&executor->layout, producer),
     };
 }
 
@@ -267,7 +256,7 @@ static s1f_status wait_input(s1f_executor *executor, const s1f_instruction *inst
     S1F_TRY(s1f_message_check(message, &expected));
     if (!executor->layout.is_known)
         S1F_TRY(learn_sizes(executor, message));
-    int64_t offset = s1f_offset_of(&executor->layout, producer), length = size_of(executor, producer);
+    int64_t offset = s1f_offset_of(&executor->layout, producer), length = s1f_size_of(&executor->layout, producer);
     int64_t sequence = s1f_total_of(&executor->layout, producer);
     if (message->sequence_length != sequence || message->offset != offset || message->length != length)
         /* the end may wrap where a header is corrupted */
@@ -290,7 +279,7 @@ static void count_live(s1f_executor *executor, s1f_unit unit)
     stage_count *stage = &executor->stages[unit.stage];
     s1f_stage_measure *measure = &stage->measure;
     int32_t units = ++stage->live_units;
-    int64_t tokens = stage->live_tokens += size_of(executor, unit);
+    int64_t tokens = stage->live_tokens += s1f_size_of(&executor->layout, unit);
     measure->peak_live_units = units > measure->peak_live_units ? units : measure->peak_live_units;
     measure->peak_live_tokens = tokens > measure->peak_live_tokens ? tokens : measure->peak_live_tokens;
 }
@@ -298,7 +287,7 @@ static void count_live(s1f_executor *executor, s1f_unit unit)
 static void free_unit(s1f_executor *executor, s1f_unit unit)
 {
     executor->stages[unit.stage].live_units--;
-    executor->stages[unit.stage].live_tokens -= size_of(executor, unit);
+    executor->stages[unit.stage].live_tokens -= s1f_size_of(&executor->layout, unit);
 }
 
 static s1f_current_unit describe_unit(const s1f_executor *executor, const s1f_instruction *instruction)
@@ -479,7 +468,7 @@ s1f_status s1f_executor_step(s1f_executor *executor, int64_t step, int32_t train
     memset(executor->stages, 0, (size_t)executor->num_stages * sizeof *executor->stages);
     executor->step = step;
     executor->training = training;
-    s1f_layout_forget(&executor->layout);
+    executor->layout.is_known = 0;
     executor->num_inputs = executor->num_unsent = 0;
     executor->next_weight = executor->num_fills = 0;
     executor->is_settled = executor->compute.settle_times == NULL;

@@ -1,8 +1,6 @@
 /* kv_cache.c - slabs found by (stage, layer), rows addressed by unit. */
 #include "kv_cache.h"
 
-#include "layer_keys.h"
-
 #include <stdlib.h>
 #include <string.h>
 
@@ -159,9 +157,9 @@ static void release_segment(const s1f_kv_cache *cache, const s1f_current_unit *u
 }
 
 s1f_status s1f_kv_cache_begin_step(s1f_kv_cache *cache, const s1f_stage_slots *stages, int32_t num_stages,
-                                   int64_t sequence_length, int64_t num_rows, int32_t num_segments)
+                                   int64_t num_rows, int32_t num_segments)
 {
-    S1F_TRY(s1f_kv_slots_begin_step(&cache->slots, stages, num_stages, sequence_length, num_rows, num_segments));
+    S1F_TRY(s1f_kv_slots_begin_step(&cache->slots, stages, num_stages, num_rows, num_segments));
     cache->step++;
     return S1F_OK;
 }
@@ -200,9 +198,6 @@ static s1f_status find_or_add_entry(s1f_kv_cache *cache, const s1f_current_unit 
     *out = find_entry(cache, unit->unit.stage, layer);
     if (*out != NULL)
         return S1F_OK;
-    if (!s1f_layer_is_registered(layer))
-        return s1f_fail(S1F_ERR_ARG, "%s: layer key %lld is not registered; make it with seq1f1b.layer_handle",
-                        s1f_name_of(unit).text, (long long)layer);
     if (cache->num_entries == cache->entry_capacity) {
         int32_t wanted = cache->entry_capacity > 0 ? 2 * cache->entry_capacity : 16;
         void *entries = cache->entries;

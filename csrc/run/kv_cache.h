@@ -19,7 +19,7 @@
  * goes to a whole path, so the segments of a path that have been stored come first: one number says which.
  * Any use out of order is S1F_ERR_STATE and names stage, layer, micro-batch and segment.
  *
- * Layer keys: registered (layer_keys.h); any other value is rejected, never used as an index.
+ * Layer keys: any number; compared, never used as an index.
  * Threads: one cache belongs to one rank, whose units run one at a time; no lock. */
 #ifndef S1F_KV_CACHE_H
 #define S1F_KV_CACHE_H
@@ -53,11 +53,10 @@ typedef struct {
 s1f_status s1f_kv_cache_create(s1f_kv_cache **out);
 void s1f_kv_cache_free(s1f_kv_cache *cache); /* NULL is fine */
 
-/* Enters a step: slots of each stage (at least one kv slot), tokens of the longest sequence, rows that a slot has, the
- * most segments of a micro-batch. A micro-batch may have fewer tokens and segments. Keeps slabs, forgets every
- * state and shape (also what a failed step left). S1F_ERR_ARG on counts below 1 or a stage named twice. */
+/* Enters a step: slots of each stage, rows that a slot has, the most segments of a micro-batch. Keeps slabs, forgets
+ * every state and shape (also what a failed step left). */
 s1f_status s1f_kv_cache_begin_step(s1f_kv_cache *cache, const s1f_stage_slots *stages, int32_t num_stages,
-                                   int64_t sequence_length, int64_t num_rows, int32_t num_segments);
+                                   int64_t num_rows, int32_t num_segments);
 /* Called by the executor around each RUN. begin of F: of segment 0, the micro-batch takes the slot over. finish of F
  * and B: the segment is done; finish of the last F where no backward follows (training 0), and of B.0, frees the slot.
  * I (the gradient of the input) counts as B; R reads what its F has written; W touches nothing. A unit that failed is

@@ -3,6 +3,7 @@
 #ifndef S1F_KV_SLOTS_H
 #define S1F_KV_SLOTS_H
 
+#include "../core/pool.h"
 #include "current_unit.h"
 
 typedef struct {
@@ -21,9 +22,7 @@ typedef struct {
     int32_t microbatch;          /* -1: none has taken the slot in this step */
     int32_t live;                /* a backward of `microbatch` is still to come */
     int32_t forwards, backwards; /* units finished */
-    int32_t num_segments;        /* of the micro-batch */
     int32_t is_tree;             /* a segment of it does not follow the one before it, or lies in other rows */
-    int64_t sequence_length;     /* tokens of it */
     int64_t tag;                 /* serial of the F of segment 0 that took the slot over */
     s1f_segment_state *segments; /* [num_segments] */
 } s1f_slot_state;
@@ -39,17 +38,18 @@ typedef struct {
     s1f_grad_slot_state *grad_states; /* [grad_slots] */
 } s1f_stage_state;
 
-typedef struct {             /* zeros: before the first step */
-    int64_t sequence_length; /* of the step: tokens of the longest sequence, and the most segments of one */
-    int64_t num_rows;        /* that a slab has for each head */
-    int64_t serial;          /* a counter; never reset, so no tag of the past is met again */
-    int32_t num_segments, num_stages;
+typedef struct {          /* zeros: before the first step */
+    s1f_pool pool;        /* of all arrays */
+    int64_t num_rows;     /* that a slab has for each head */
+    int64_t serial;       /* a counter; never reset, so no tag of the past is met again */
+    int32_t num_segments; /* of the step: the most of one micro-batch */
+    int32_t num_stages;
     s1f_stage_state *stages;
 } s1f_kv_slots;
 
 /* As s1f_kv_cache_begin_step, begin_unit and finish_unit say. *is_tree: as in s1f_slot_state. */
 s1f_status s1f_kv_slots_begin_step(s1f_kv_slots *slots, const s1f_stage_slots *stages, int32_t num_stages,
-                                   int64_t sequence_length, int64_t num_rows, int32_t num_segments);
+                                   int64_t num_rows, int32_t num_segments);
 s1f_status s1f_kv_slots_begin_unit(s1f_kv_slots *slots, const s1f_current_unit *unit);
 s1f_status s1f_kv_slots_finish_unit(s1f_kv_slots *slots, const s1f_current_unit *unit, int32_t *is_tree);
 void s1f_kv_slots_free(s1f_kv_slots *slots); /* its arrays */

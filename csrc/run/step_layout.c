@@ -17,11 +17,6 @@ void s1f_layout_create(const s1f_program *program, int32_t rank, s1f_pool *pool,
         out->rows = s1f_pool_take(pool, (size_t)shape->num_stages * num_columns, sizeof *out->rows);
 }
 
-void s1f_layout_forget(s1f_step_layout *layout)
-{
-    layout->is_known = 0;
-}
-
 /* The parts of a unit, NULL for one. */
 static const int64_t *parts_of(const s1f_step_layout *layout, s1f_unit unit, int32_t *count)
 {
@@ -31,32 +26,6 @@ static const int64_t *parts_of(const s1f_step_layout *layout, s1f_unit unit, int
         return NULL;
     *count = (int32_t)(layout->parts.first[column + 1] - layout->parts.first[column]);
     return layout->parts.tokens + layout->parts.first[column];
-}
-
-/* The tokens of siblings that share a unit are its own, and nothing follows them. */
-static s1f_status check_parts(const s1f_step_layout *layout, s1f_unit unit)
-{
-    int32_t count;
-    int64_t sum = 0;
-    const int64_t *parts = parts_of(layout, unit, &count);
-    if (parts == NULL)
-        return S1F_OK;
-    if (s1f_num_children(layout->shape, unit) > 0)
-        return s1f_fail(
-            S1F_ERR_ARG,
-            "micro-batch %d, segment %d holds %d siblings, and other segments follow it: siblings may share "
-            "a unit where nothing follows them",
-            (int)unit.microbatch, (int)unit.segment, (int)count);
-    for (int32_t part = 0; part < count; part++) {
-        if (parts[part] < 1)
-            return s1f_fail(S1F_ERR_ARG, "micro-batch %d, segment %d: part %d has %lld tokens, must have at least 1",
-                            (int)unit.microbatch, (int)unit.segment, (int)part, (long long)parts[part]);
-        sum += parts[part];
-    }
-    if (sum == s1f_size_of(layout, unit))
-        return S1F_OK;
-    return s1f_fail(S1F_ERR_ARG, "micro-batch %d, segment %d has %lld tokens, its parts have %lld",
-                    (int)unit.microbatch, (int)unit.segment, (long long)s1f_size_of(layout, unit), (long long)sum);
 }
 
 /* Sets the segment's size and position; with the last one of a micro-batch of `total` tokens so far, that number. */
@@ -85,7 +54,6 @@ s1f_status s1f_layout_set(s1f_step_layout *layout, int64_t sequence_length, cons
         sum = unit.segment == 0 ? sizes[column] : sum + sizes[column];
         longest = sum > longest ? sum : longest;
         set_column(layout, unit, sizes[column], sum);
-        S1F_TRY(check_parts(layout, unit));
     }
     if (longest != sequence_length)
         return s1f_fail(S1F_ERR_ARG, "segment sizes sum to %lld tokens, the sequence has %lld", (long long)longest,

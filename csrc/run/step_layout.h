@@ -27,10 +27,9 @@ typedef struct {
 
 /* Arrays are the pool's, which may be short afterwards. */
 void s1f_layout_create(const s1f_program *program, int32_t rank, s1f_pool *pool, s1f_step_layout *out);
-/* Nothing is known any more. */
-void s1f_layout_forget(s1f_step_layout *layout);
-/* Fixes the sizes of a step, [column], whose longest micro-batch has so many tokens. parts: NULL for none.
- * *num_rows: that a slot needs. S1F_ERR_ARG names the segment whose tokens do not fit; S1F_ERR_MEMORY. */
+/* Fixes the sizes of a step, [column], whose longest micro-batch has so many tokens. parts: NULL for none;
+ * nothing follows a segment of several. *num_rows: that a slot needs. S1F_ERR_ARG names the segment whose tokens do not
+ * fit; S1F_ERR_MEMORY. */
 s1f_status s1f_layout_set(s1f_step_layout *layout, int64_t sequence_length, const int64_t *sizes,
                           const s1f_unit_parts *parts, int64_t *num_rows);
 /* Fills what current->unit has by its segment. Its ranges are valid until the next call. */

@@ -128,7 +128,6 @@ def layer_handle(index: int) -> Tensor:
         ValueError: index is negative.
     """
     _check_layer(index)
-    _C.layer_register(index)
     return torch.tensor(index, dtype=torch.int64, device="cpu")
 
 

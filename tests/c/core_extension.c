@@ -132,11 +132,10 @@ static PyObject *kv_cache_begin_step(PyObject *Py_UNUSED(module), PyObject *argu
     enum { MOST_STAGES = 8 };
     s1f_kv_cache *cache;
     PyObject *list;
-    long long sequence_length, num_rows = -1;
+    long long num_rows;
     int num_segments;
     s1f_stage_slots stages[MOST_STAGES];
-    if (!PyArg_ParseTuple(arguments, "O&O!Li|L", to_kv_cache, &cache, &PyList_Type, &list, &sequence_length,
-                          &num_segments, &num_rows))
+    if (!PyArg_ParseTuple(arguments, "O&O!Li", to_kv_cache, &cache, &PyList_Type, &list, &num_rows, &num_segments))
         return NULL;
     Py_ssize_t count = PyList_Size(list);
     if (count > MOST_STAGES)
@@ -145,8 +144,7 @@ static PyObject *kv_cache_begin_step(PyObject *Py_UNUSED(module), PyObject *argu
         if (!PyArg_ParseTuple(PyList_GetItem(list, i), "iii", &stages[i].stage, &stages[i].kv_slots,
                               &stages[i].grad_slots))
             return NULL;
-    return none(core->s1f_kv_cache_begin_step(cache, stages, (int32_t)count, sequence_length,
-                                              num_rows < 0 ? sequence_length : num_rows, num_segments));
+    return none(core->s1f_kv_cache_begin_step(cache, stages, (int32_t)count, num_rows, num_segments));
 }
 
 enum { MOST_RANGES = 64, MOST_PARTS = 64 };
@@ -321,7 +319,7 @@ static PyMethodDef methods[] = {
     {"edge_send", edge_send, METH_VARARGS,
      "edge_send(end, sequence, place, [(dtype code, flags, sizes, address)]): puts a message into its place."},
     {"kv_cache_begin_step", kv_cache_begin_step, METH_VARARGS,
-     "kv_cache_begin_step(cache, [(stage, kv_slots, grad_slots)], sequence_length, num_segments, num_rows=as many)"},
+     "kv_cache_begin_step(cache, [(stage, kv_slots, grad_slots)], num_rows, num_segments)"},
     {"current_unit_set", current_unit_set, METH_VARARGS,
      "current_unit_set(cache, pass, stage, microbatch, segment, num_segments, kv_slot, grad_slot, training, offset, "
      "length, sequence_length, scope, place=()): begins a unit. scope: 'thread' or 'process'. place: (parent, "

@@ -37,9 +37,8 @@ typedef struct { /* one rank: its executor's context, and what it saw */
     s1f_kv_cache *cache;
     s1f_executor *executor;
     int64_t step, num_run; /* units run in this step */
-    int32_t training;
-    int64_t fail_at; /* unit that fails, by its place in the rank's order; -1: none */
-    int32_t kept;    /* results handed out and not released yet, one per SEND */
+    int64_t fail_at;       /* unit that fails, by its place in the rank's order; -1: none */
+    int32_t kept;          /* results handed out and not released yet, one per SEND */
     seen_unit seen[8];
     s1f_status status;
     char error[512];
@@ -51,22 +50,15 @@ typedef struct { /* what a unit hands out */
 
 /* -- a pipeline of threads --------------------------------------------------------------------------------------- */
 
-static pipeline make_pipeline_of(const char *family, int32_t num_ranks, int32_t num_microbatches, int32_t num_segments,
-                                 int32_t prefetch, const s1f_options *options, int32_t training)
+static pipeline make_pipeline(const char *family, int32_t num_ranks, int32_t num_microbatches, int32_t num_segments)
 {
     pipeline made = {.num_ranks = num_ranks,
                      .num_stages = num_ranks,
                      .num_segments = num_segments,
                      .num_microbatches = num_microbatches};
     s1f_schedule *schedule = NULL;
-    CHECK_STATUS(s1f_schedule_build(family, num_ranks, num_microbatches, num_segments, 1, options, &schedule), S1F_OK,
-                 "");
-    if (!training) {
-        s1f_schedule *whole = schedule;
-        CHECK_STATUS(s1f_schedule_forward_only(whole, &schedule), S1F_OK, "");
-        s1f_schedule_free(whole);
-    }
-    CHECK_STATUS(s1f_schedule_lower(schedule, (s1f_places){.prefetch = prefetch}, &made.program), S1F_OK, "");
+    CHECK_STATUS(s1f_schedule_build(family, num_ranks, num_microbatches, num_segments, 1, NULL, &schedule), S1F_OK, "");
+    CHECK_STATUS(s1f_schedule_lower(schedule, (s1f_places){.prefetch = 1}, &made.program), S1F_OK, "");
     s1f_schedule_free(schedule);
 
     size_t block_bytes = (s1f_group_block_bytes(num_ranks) + 63) / 64 * 64;
@@ -78,7 +70,7 @@ static pipeline make_pipeline_of(const char *family, int32_t num_ranks, int32_t 
     }
     int32_t num_edges;
     const s1f_edge *edges = s1f_program_edges(made.program, &num_edges);
-    CHECK(num_edges == (1 + training) * (num_ranks - 1));
+    CHECK(num_edges == 2 * (num_ranks - 1));
     for (int32_t i = 0; i < num_edges; i++) {
         int fd = memfd_create("test_executor", MFD_CLOEXEC);
         CHECK(fd >= 0 && ftruncate(fd, ARENA_BYTES) == 0);
@@ -92,12 +84,6 @@ static pipeline make_pipeline_of(const char *family, int32_t num_ranks, int32_t 
                                    &made.ends[destination][i]) == S1F_OK);
     }
     return made;
-}
-
-static pipeline make_pipeline(const char *family, int32_t num_ranks, int32_t num_microbatches, int32_t num_segments,
-                              int32_t prefetch)
-{
-    return make_pipeline_of(family, num_ranks, num_microbatches, num_segments, prefetch, NULL, 1);
 }
 
 static void free_pipeline(pipeline *p)
@@ -172,7 +158,7 @@ static s1f_status run(void *context, const s1f_current_unit *unit, const s1f_inp
     int64_t n = state->num_run++;
     const s1f_instruction *expected = nth_run(state, n);
     CHECK(expected != NULL && memcmp(&expected->unit, &unit->unit, sizeof unit->unit) == 0);
-    CHECK(s1f_current_unit_get() == unit && unit->cache == state->cache && unit->training == state->training);
+    CHECK(s1f_current_unit_get() == unit && unit->cache == state->cache && unit->training);
     CHECK(unit->sequence_length == SEQUENCE && result->keep == NULL && result->num_tensors == 0);
     CHECK(unit->state == NULL);
     s1f_current_unit_set_state(state);
@@ -232,7 +218,7 @@ static void *step_of_rank(void *argument)
     state->num_run = 0;
     segment_sizes(state, SEQUENCE, sizes);
     s1f_group_begin_step(state->p->groups[state->rank], state->step);
-    state->status = s1f_executor_step(state->executor, state->step, state->training, state->rank == 0 ? SEQUENCE : 0,
+    state->status = s1f_executor_step(state->executor, state->step, 1, state->rank == 0 ? SEQUENCE : 0,
                                       state->rank == 0 ? sizes : NULL, NULL);
     if (state->status != S1F_OK) {
         snprintf(state->error, sizeof state->error, "%s", s1f_last_error());
@@ -241,12 +227,11 @@ static void *step_of_rank(void *argument)
     return NULL;
 }
 
-static void step(rank_state *states, int32_t num_ranks, int64_t number, int32_t training)
+static void step(rank_state *states, int32_t num_ranks, int64_t number)
 {
     pthread_t threads[MAX_RANKS];
     for (int32_t rank = 0; rank < num_ranks; rank++) {
         states[rank].step = number;
-        states[rank].training = training;
         pthread_create(&threads[rank], NULL, step_of_rank, &states[rank]);
     }
     for (int32_t rank = 0; rank < num_ranks; rank++)
@@ -273,36 +258,12 @@ static void check_complete_step(const rank_state *state)
               (i == 0 || spans[i].start_ns >= spans[i - 1].end_ns));
 }
 
-static void test_complete_steps(void)
-{
-    static const int32_t cases[][4] = {/* P, M, k, prefetch */
-                                       {1, 2, 3, 1},
-                                       {2, 1, 1, 0},
-                                       {2, 3, 4, 0},
-                                       {3, 2, 2, 1},
-                                       {4, 5, 3, 0}};
-    for (size_t c = 0; c < sizeof cases / sizeof cases[0]; c++) {
-        rank_state states[MAX_RANKS];
-        pipeline p = make_pipeline("seq1f1b", cases[c][0], cases[c][1], cases[c][2], cases[c][3]);
-        for (int32_t rank = 0; rank < p.num_ranks; rank++)
-            make_rank(&states[rank], &p, rank);
-        for (int64_t number = 1; number <= 3; number++) {
-            step(states, p.num_ranks, number, 1);
-            for (int32_t rank = 0; rank < p.num_ranks; rank++)
-                check_complete_step(&states[rank]);
-        }
-        for (int32_t rank = 0; rank < p.num_ranks; rank++)
-            free_rank(&states[rank]);
-        free_pipeline(&p);
-    }
-}
-
 /* Every unit of every rank fails in turn: all ranks end, what was handed out is released, the next step is whole. */
 static void test_a_failing_unit(void)
 {
     enum { RANKS = 3, MICROBATCHES = 2, SEGMENTS = 2, UNITS = 2 * MICROBATCHES * SEGMENTS };
     rank_state states[RANKS];
-    pipeline p = make_pipeline("seq1f1b", RANKS, MICROBATCHES, SEGMENTS, 1);
+    pipeline p = make_pipeline("seq1f1b", RANKS, MICROBATCHES, SEGMENTS);
     for (int32_t rank = 0; rank < RANKS; rank++)
         make_rank(&states[rank], &p, rank);
     int64_t number = 0;
@@ -311,7 +272,7 @@ static void test_a_failing_unit(void)
             char wanted[40];
             snprintf(wanted, sizeof wanted, "unit %lld is bad", (long long)n);
             states[failing].fail_at = n;
-            step(states, RANKS, ++number, 1);
+            step(states, RANKS, ++number);
             CHECK(states[failing].status == S1F_ERR_ARG && strcmp(states[failing].error, wanted) == 0);
             s1f_unit last = s1f_executor_last_unit(states[failing].executor);
             CHECK(memcmp(&last, &nth_run(&states[failing], n)->unit, sizeof last) == 0);
@@ -324,7 +285,7 @@ static void test_a_failing_unit(void)
             }
             states[failing].fail_at = -1;
             s1f_group_clear(p.groups[0]);
-            step(states, RANKS, ++number, 1);
+            step(states, RANKS, ++number);
             for (int32_t rank = 0; rank < RANKS; rank++)
                 check_complete_step(&states[rank]);
         }
@@ -389,7 +350,7 @@ static void check_seen(const rank_state *state, s1f_unit unit, int32_t num_input
 static void test_several_messages(void)
 {
     rank_state states[3];
-    pipeline p = make_pipeline("gpipe", 3, 1, 2, 1);
+    pipeline p = make_pipeline("gpipe", 3, 1, 2);
     s1f_unit first = {S1F_PASS_FORWARD, 1, 0, 0}, second = {S1F_PASS_FORWARD, 1, 0, 1};
     s1f_unit backward = {S1F_PASS_BACKWARD, 1, 0, 1};
     move_before(instruction_of(&p, 1, S1F_OP_WAIT, second), instruction_of(&p, 1, S1F_OP_RUN, first));
@@ -406,7 +367,7 @@ static void test_several_messages(void)
                      S1F_OK, "");
     }
     for (int64_t number = 1; number <= 2; number++) {
-        step(states, 3, number, 1);
+        step(states, 3, number);
         for (int32_t rank = 0; rank < 3; rank++)
             CHECK_STATUS(states[rank].status, S1F_OK, "");
         check_seen(&states[1], first, 2, 1, 111);
@@ -434,7 +395,7 @@ static s1f_status other_sizes(void *context, int64_t sequence_length, int64_t *s
 static void test_refusals(void)
 {
     rank_state states[2];
-    pipeline p = make_pipeline("seq1f1b", 2, 1, 2, 1);
+    pipeline p = make_pipeline("seq1f1b", 2, 1, 2);
     for (int32_t rank = 0; rank < 2; rank++)
         make_rank(&states[rank], &p, rank);
     s1f_executor *executor = states[0].executor;
@@ -459,7 +420,7 @@ static void test_refusals(void)
     CHECK_STATUS(
         s1f_executor_create(p.program, 1, p.groups[1], states[1].cache, p.ends[1], 1, &compute, &states[1].executor),
         S1F_OK, "");
-    step(states, 2, 2, 1);
+    step(states, 2, 2);
     CHECK(states[1].status == S1F_ERR_STATE && states[1].num_run == 0);
     CHECK(strstr(states[1].error, "segment 0 is tokens [0, 1) of 24 at the sender, [0, 12) of 24 here") != NULL);
     CHECK(states[0].status == S1F_ERR_PEER);
@@ -470,7 +431,7 @@ static void test_refusals(void)
 
 static void test_allocations_fail_in_turn(void)
 {
-    pipeline p = make_pipeline("seq1f1b", 1, 2, 3, 1);
+    pipeline p = make_pipeline("seq1f1b", 1, 2, 3);
     rank_state state = {.p = &p, .fail_at = -1};
     s1f_compute compute = {.context = &state, .run = run, .release = release, .segment_sizes = segment_sizes};
     CHECK_STATUS(s1f_kv_cache_create(&state.cache), S1F_OK, "");
@@ -490,193 +451,11 @@ static void test_allocations_fail_in_turn(void)
     free_pipeline(&p);
 }
 
-/* -- trees --------------------------------------------------------------------------------------------------------- */
-
-enum { TREE_RANKS = 2, TREES = 2, MOST_NODES = 7, MOST_CELLS = TREES * MOST_NODES };
-
-typedef struct {
-    int32_t segments_of[TREES], parents[MOST_CELLS], first_cell[TREES], num_cells;
-    int64_t sizes[MOST_CELLS], total[TREES], longest;
-    int64_t parts[3 * MOST_CELLS], first_part[MOST_CELLS + 1];
-    /* of a rank, while it walks: */
-    int64_t row[TREE_RANKS][MOST_CELLS];
-    int32_t is_forward[TREE_RANKS][MOST_CELLS], is_back[TREE_RANKS][MOST_CELLS];
-} tree_case;
-
-static tree_case trees;
-
-static int32_t draw(uint64_t *random, int32_t limit)
-{
-    *random = *random * 6364136223846793005u + 1442695040888963407u;
-    return (int32_t)((*random >> 33) % (uint64_t)limit);
-}
-
-static int32_t children_of(int32_t m, int32_t node)
-{
-    int32_t count = 0;
-    for (int32_t s = 0; s < trees.segments_of[m]; s++)
-        count += trees.parents[trees.first_cell[m] + s] == node;
-    return count;
-}
-
-static void make_trees(uint64_t random)
-{
-    trees = (tree_case){0};
-    for (int32_t m = 0; m < TREES; m++) {
-        trees.first_cell[m] = trees.num_cells;
-        trees.segments_of[m] = 1 + draw(&random, MOST_NODES);
-        for (int32_t s = 0; s < trees.segments_of[m]; s++)
-            trees.parents[trees.num_cells++] = s == 0 ? -1 : draw(&random, s);
-        for (int32_t s = 0, count = 0; s < trees.segments_of[m]; s++) {
-            int32_t cell = trees.first_cell[m] + s, num_parts = children_of(m, s) == 0 ? draw(&random, 3) : 0;
-            int64_t *next = &trees.first_part[cell + 1];
-            *next = trees.first_part[cell];
-            trees.sizes[cell] = num_parts > 0 ? 0 : 1 + draw(&random, 4);
-            for (count = 0; count < num_parts; count++) {
-                trees.parts[*next] = 1 + draw(&random, 3);
-                trees.sizes[cell] += trees.parts[(*next)++];
-            }
-            trees.total[m] += trees.sizes[cell];
-        }
-        trees.longest = trees.total[m] > trees.longest ? trees.total[m] : trees.longest;
-    }
-}
-
-/* Whether a unit still to come reads the segment's rows. */
-static int is_live(const rank_state *state, int32_t m, int32_t node)
-{
-    int32_t cell = trees.first_cell[m] + node, live = !trees.is_forward[state->rank][cell];
-    if (state->training || live)
-        return trees.is_forward[state->rank][cell] && !trees.is_back[state->rank][cell];
-    for (int32_t s = 0; s < trees.segments_of[m]; s++) /* one that follows it, at any distance, has yet to run */
-        for (int32_t up = s; up > node; up = trees.parents[trees.first_cell[m] + up])
-            live |= trees.parents[trees.first_cell[m] + up] == node &&
-                    !trees.is_forward[state->rank][trees.first_cell[m] + s];
-    return live;
-}
-
-/* The keys of the path, from the last segment back to the first: each in the row that its F had. */
-static void check_ranges(const rank_state *state, const s1f_current_unit *unit)
-{
-    int32_t first = trees.first_cell[unit->unit.microbatch], i = unit->num_ranges - 1;
-    int64_t end = unit->offset + unit->length;
-    for (int32_t s = unit->unit.segment; s >= 0; s = trees.parents[first + s])
-        for (int64_t t = trees.sizes[first + s] - 1; t >= 0; t--) {
-            const s1f_key_range *range = &unit->ranges[i];
-            CHECK(range->begin < end && end <= range->end);
-            CHECK(range->row + end - 1 - range->begin == trees.row[state->rank][first + s] + t);
-            i -= --end == range->begin;
-        }
-    CHECK(end == 0 && i == -1);
-    for (i = 1; i < unit->num_ranges; i++)
-        CHECK(unit->ranges[i].row != unit->ranges[i - 1].row + unit->ranges[i - 1].end - unit->ranges[i - 1].begin);
-}
-
-static s1f_status run_in_tree(void *context, const s1f_current_unit *unit, const s1f_input *inputs, int32_t num_inputs,
-                              int32_t num_sends, s1f_result *result)
-{
-    rank_state *state = context;
-    int32_t m = unit->unit.microbatch, node = unit->unit.segment, first = trees.first_cell[m], cell = first + node;
-    int64_t offset = 0, num_parts = trees.first_part[cell + 1] - trees.first_part[cell];
-    for (int32_t s = trees.parents[cell]; s >= 0; s = trees.parents[first + s])
-        offset += trees.sizes[first + s];
-    CHECK(unit->parent == trees.parents[cell] && unit->num_children == children_of(m, node));
-    CHECK(unit->offset == offset && unit->length == trees.sizes[cell] && unit->sequence_length == trees.total[m]);
-    CHECK(unit->num_parts == (num_parts > 1 ? num_parts : 1));
-    for (int32_t i = 0; num_parts > 1 && i < num_parts; i++)
-        CHECK(unit->parts[i] == trees.parts[trees.first_part[cell] + i]);
-    if (unit->unit.pass == S1F_PASS_FORWARD) {
-        for (int32_t s = 0; s < trees.segments_of[m]; s++) /* nothing that is still read lies there */
-            CHECK(!is_live(state, m, s) || unit->row + unit->length <= trees.row[state->rank][first + s] ||
-                  trees.row[state->rank][first + s] + trees.sizes[first + s] <= unit->row);
-        trees.row[state->rank][cell] = unit->row;
-        trees.is_forward[state->rank][cell] = 1;
-    } else {
-        trees.is_back[state->rank][cell] = 1;
-    }
-    check_ranges(state, unit);
-    check_inputs(state, unit, inputs, num_inputs);
-    hand_over(state, unit, value_of(unit->unit, state->p->num_stages), num_sends, result);
-    state->num_run++;
-    return S1F_OK;
-}
-
-static void *tree_step_of_rank(void *argument)
-{
-    rank_state *state = argument;
-    s1f_unit_parts parts = {trees.parts, trees.first_part};
-    memset(trees.is_forward[state->rank], 0, sizeof trees.is_forward[0]);
-    memset(trees.is_back[state->rank], 0, sizeof trees.is_back[0]);
-    state->num_run = 0;
-    s1f_group_begin_step(state->p->groups[state->rank], state->step);
-    CHECK_STATUS(s1f_executor_step(state->executor, state->step, state->training, trees.longest, trees.sizes, &parts),
-                 S1F_OK, "");
-    return NULL;
-}
-
-/* Random trees by both orders of the builder, some without a backward: every unit is told where it is. */
-static void test_trees(void)
-{
-    for (uint64_t seed = 1; seed <= 16; seed++) {
-        int32_t training = seed % 4 > 0;
-        rank_state states[TREE_RANKS];
-        pthread_t threads[TREE_RANKS];
-        make_trees(seed);
-        s1f_options options = {.segments_of = trees.segments_of,
-                               .parents = trees.parents,
-                               .trees = seed % 2 == 0 ? S1F_TREES_NESTED : S1F_TREES_BY_NUMBER};
-        int32_t most = trees.segments_of[0] > trees.segments_of[1] ? trees.segments_of[0] : trees.segments_of[1];
-        pipeline p = make_pipeline_of("seq1f1b", TREE_RANKS, TREES, most, 1, &options, training);
-        for (int32_t rank = 0; rank < TREE_RANKS; rank++) {
-            states[rank] = (rank_state){.p = &p, .rank = rank, .step = 1, .training = training, .fail_at = -1};
-            s1f_compute compute = {.context = &states[rank], .run = run_in_tree, .release = release};
-            CHECK_STATUS(s1f_kv_cache_create(&states[rank].cache), S1F_OK, "");
-            CHECK_STATUS(s1f_executor_create(p.program, rank, p.groups[rank], states[rank].cache, p.ends[rank], 1,
-                                             &compute, &states[rank].executor),
-                         S1F_OK, "");
-            pthread_create(&threads[rank], NULL, tree_step_of_rank, &states[rank]);
-        }
-        for (int32_t rank = 0; rank < TREE_RANKS; rank++) {
-            pthread_join(threads[rank], NULL);
-            CHECK(states[rank].num_run == (1 + training) * trees.num_cells && states[rank].kept == 0);
-            free_rank(&states[rank]);
-        }
-        free_pipeline(&p);
-    }
-}
-
-/* Parts that are not the segment's tokens, or of a segment that others follow. */
-static void test_refused_parts(void)
-{
-    static const int32_t segments_of[] = {2, 1}, parents[] = {-1, 0, -1};
-    static const int64_t sizes[] = {3, 4, 2};
-    static const struct {
-        int64_t parts[3], first[4];
-        const char *message;
-    } cases[] = {{{2, 1}, {0, 0, 2, 2}, "micro-batch 0, segment 1 has 4 tokens, its parts have 3"},
-                 {{4, 0}, {0, 0, 2, 2}, "micro-batch 0, segment 1: part 1 has 0 tokens"},
-                 {{1, 2}, {0, 2, 2, 2}, "micro-batch 0, segment 0 holds 2 siblings, and other segments follow it"}};
-    rank_state state;
-    s1f_options options = {.segments_of = segments_of, .parents = parents};
-    pipeline p = make_pipeline_of("seq1f1b", 1, 2, 2, 1, &options, 1);
-    make_rank(&state, &p, 0);
-    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        s1f_unit_parts parts = {cases[i].parts, cases[i].first};
-        CHECK_STATUS(s1f_executor_step(state.executor, 1, 1, 7, sizes, &parts), S1F_ERR_ARG, cases[i].message);
-    }
-    CHECK(state.num_run == 0);
-    free_rank(&state);
-    free_pipeline(&p);
-}
-
 int main(void)
 {
-    test_complete_steps();
     test_a_failing_unit();
     test_several_messages();
     test_refusals();
     test_allocations_fail_in_turn();
-    test_trees();
-    test_refused_parts();
     return check_failures();
 }

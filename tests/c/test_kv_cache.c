@@ -1,7 +1,6 @@
 /* test_kv_cache.c - the KV cache without torch: rows by unit, order, and every allocation failing in turn. */
 #include "check.h"
 #include "run/kv_cache.h"
-#include "run/layer_keys.h"
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -34,7 +33,7 @@ static s1f_current_unit unit_at(s1f_kv_cache *cache, int32_t pass, int32_t micro
 static s1f_status begin_step(s1f_kv_cache *cache, int32_t kv_slots)
 {
     s1f_stage_slots slots = {.stage = 0, .kv_slots = kv_slots, .grad_slots = 1};
-    return s1f_kv_cache_begin_step(cache, &slots, 1, TOKENS, TOKENS, SEGMENTS);
+    return s1f_kv_cache_begin_step(cache, &slots, 1, TOKENS, SEGMENTS);
 }
 
 static void fill_rows(const s1f_current_unit *unit, int64_t sequence_length, float *rows, int64_t head_dim, float value)
@@ -182,7 +181,7 @@ static void test_scratch_of_a_long_sequence(void)
         unit.length = unit.sequence_length = tokens[i];
         void *scratch = NULL;
         CHECK_STATUS(s1f_kv_cache_create(&cache), S1F_OK, "");
-        CHECK_STATUS(s1f_kv_cache_begin_step(cache, &slots, 1, tokens[i], tokens[i], 1), S1F_OK, "");
+        CHECK_STATUS(s1f_kv_cache_begin_step(cache, &slots, 1, tokens[i], 1), S1F_OK, "");
         CHECK_STATUS(s1f_kv_cache_begin_unit(cache, &unit), S1F_OK, "");
         CHECK_STATUS(s1f_kv_cache_scratch(cache, BYTES, &scratch), S1F_OK, "");
         memset(scratch, 1, BYTES);
@@ -233,37 +232,23 @@ static void test_every_allocation_fails_in_turn(void)
     CHECK(failures > 100);
 }
 
-static void test_order(void)
+/* Units out of order are tried by tests/ops/test_kv_cache.py. */
+static void test_refusals(void)
 {
     s1f_kv_cache *cache = NULL;
     CHECK_STATUS(s1f_kv_cache_create(&cache), S1F_OK, "");
-    CHECK_STATUS(begin_step(cache, 0), S1F_ERR_ARG, "kv_slots is 0");
-    CHECK_STATUS(begin_step(cache, 1), S1F_OK, "");
-    CHECK_STATUS(forward(cache, 0, 1, 0, 1), S1F_ERR_STATE, "micro-batch 0 does not hold KV slot 0");
-    CHECK_STATUS(forward(cache, 0, 0, 1, 1), S1F_ERR_ARG, "KV slot is 1, stage 0 has 1");
-    CHECK_STATUS(forward(cache, 0, 0, 0, 1), S1F_OK, "");
-    CHECK_STATUS(forward(cache, 0, 1, 0, 2), S1F_ERR_STATE, "layer 1 reads segment 0 of micro-batch 0");
-    CHECK_STATUS(forward(cache, 0, 1, 0, 1), S1F_OK, ""); /* the unit was not finished: it may begin again */
-    CHECK_STATUS(backward(cache, 0, 2, 0, 1), S1F_ERR_STATE, "backward before the forward of segment 2");
-    CHECK_STATUS(forward(cache, 0, 2, 0, 1), S1F_OK, "");
-    CHECK_STATUS(forward(cache, 1, 0, 0, 1), S1F_ERR_STATE, "KV slot 0 is still held by micro-batch 0");
-    CHECK_STATUS(backward(cache, 0, 1, 0, 1), S1F_ERR_STATE, "segment 2 is next");
-    CHECK_STATUS(backward(cache, 0, 2, 0, 2), S1F_ERR_STATE, "layer 1 reads segment 0");
-
     CHECK_STATUS(begin_step(cache, 1), S1F_OK, "");
     s1f_current_unit unit = unit_at(cache, S1F_PASS_FORWARD, 0, 0, 0);
     s1f_kv_rows rows;
     CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 0, &shape, &rows), S1F_ERR_STATE, "a unit that has not begun");
     CHECK_STATUS(s1f_kv_cache_begin_unit(cache, &unit), S1F_OK, "");
-    CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 1 << 20, &shape, &rows), S1F_ERR_ARG, "is not registered");
-    CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 0, &shape, &rows), S1F_OK, "");
-    CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 0, &shape, &rows), S1F_ERR_STATE, "used twice in one forward");
     s1f_layer_shape bad[3] = {shape, shape, shape};
     bad[0].batch = INT64_MAX / 4;
     bad[1].v_head_dim = INT64_MAX / 4;
     bad[2].v_head_dim = 0;
     for (int i = 0; i < 3; i++)
         CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 1, &bad[i], &rows), S1F_ERR_ARG, "not a size of a cache");
+    CHECK_STATUS(s1f_kv_cache_write(cache, &unit, 0, &shape, &rows), S1F_OK, "");
     s1f_layer_shape other[2] = {shape, shape};
     other[0].kv_heads = 1;
     other[1].v_head_dim = 5;
@@ -325,26 +310,6 @@ static void test_memory_of_a_device(void)
     CHECK(device_slabs == 0);
 }
 
-static void test_split_backward(void)
-{
-    s1f_kv_cache *cache = NULL;
-    CHECK_STATUS(s1f_kv_cache_create(&cache), S1F_OK, "");
-    CHECK_STATUS(begin_step(cache, 1), S1F_OK, "");
-    for (int32_t s = 0; s < SEGMENTS; s++)
-        CHECK_STATUS(forward(cache, 0, s, 0, 1), S1F_OK, "");
-    for (int32_t s = SEGMENTS - 1; s >= 0; s--) {
-        s1f_current_unit unit = unit_at(cache, S1F_PASS_BACKWARD_INPUT, 0, s, 0);
-        CHECK_STATUS(s1f_kv_cache_begin_unit(cache, &unit), S1F_OK, "");
-        CHECK_STATUS(s1f_kv_cache_finish_unit(cache, &unit), S1F_OK, "");
-        unit.unit.pass = S1F_PASS_BACKWARD_WEIGHT; /* W touches no cache: the program gives it no slot */
-        unit.kv_slot = unit.grad_slot = -1;
-        CHECK_STATUS(s1f_kv_cache_begin_unit(cache, &unit), S1F_OK, "");
-        CHECK_STATUS(s1f_kv_cache_finish_unit(cache, &unit), S1F_OK, "");
-    }
-    CHECK_STATUS(forward(cache, 1, 0, 0, 1), S1F_OK, "");
-    s1f_kv_cache_free(cache);
-}
-
 /* R(m.s) runs between F(m.s) and B(m.s), also before later segments; it finds its rows written and adds no gradient. */
 static void test_recomputation(void)
 {
@@ -385,173 +350,6 @@ static void test_recomputation(void)
     s1f_kv_cache_free(cache);
 }
 
-/* -- trees: an order and rows at random, beside a model that knows nothing of the cache's states ------------------- */
-
-enum { NODES = 9, TREE_ROWS = 64, TREE_LAYERS = 2 };
-
-typedef struct {
-    int32_t parent[NODES], is_forward[NODES], is_back[NODES];
-    int64_t offset[NODES], size[NODES], row[NODES], total;
-    /* [row of dk]: what has been added since the row was taken; of a layer that not every backward uses */
-    int64_t added[TREE_LAYERS][TREE_ROWS];
-    float dk[TREE_LAYERS][TREE_ROWS]; /* as a kernel leaves it */
-    int32_t forgets_kept;             /* the planted defect: a kernel that stores where it should add */
-    uint64_t random;
-    int64_t num_wrong;
-} tree;
-
-static int32_t draw(tree *t, int32_t limit)
-{
-    t->random = t->random * 6364136223846793005u + 1442695040888963407u;
-    return (int32_t)((t->random >> 33) % (uint64_t)limit);
-}
-
-static tree make_tree(uint64_t seed)
-{
-    tree t = {.random = seed};
-    for (int32_t s = 0; s < NODES; s++) {
-        t.parent[s] = s == 0 ? -1 : draw(&t, s);
-        t.size[s] = 1 + draw(&t, 3);
-        t.offset[s] = s == 0 ? 0 : t.offset[t.parent[s]] + t.size[t.parent[s]];
-        t.total += t.size[s];
-    }
-    return t;
-}
-
-static int32_t children_of(const tree *t, int32_t node, int32_t not_back)
-{
-    int32_t count = 0;
-    for (int32_t s = 0; s < NODES; s++)
-        count += t->parent[s] == node && !(not_back && t->is_back[s]);
-    return count;
-}
-
-static int is_legal(const tree *t, int32_t pass, int32_t node)
-{
-    if (pass == S1F_PASS_FORWARD)
-        return !t->is_forward[node] && (node == 0 || t->is_forward[t->parent[node]]);
-    return t->is_forward[node] && !t->is_back[node] && (pass == S1F_PASS_RECOMPUTE || children_of(t, node, 1) == 0);
-}
-
-/* Anywhere that no live segment lies. */
-static void take_rows(tree *t, int32_t node)
-{
-    int is_free = 0;
-    while (!is_free) {
-        t->row[node] = draw(t, TREE_ROWS - (int32_t)t->size[node]);
-        is_free = 1;
-        for (int32_t s = 0; s < NODES; s++)
-            is_free &= s == node || !t->is_forward[s] || t->is_back[s] || t->row[s] + t->size[s] <= t->row[node] ||
-                       t->row[node] + t->size[node] <= t->row[s];
-    }
-    for (int32_t layer = 0; layer < TREE_LAYERS; layer++)
-        for (int64_t i = 0; i < t->size[node]; i++)
-            t->added[layer][t->row[node] + i] = 0;
-}
-
-static s1f_current_unit unit_of_tree(const tree *t, s1f_kv_cache *cache, int32_t pass, int32_t node)
-{
-    return (s1f_current_unit){.unit = {pass, 0, 0, node},
-                              .num_segments = NODES,
-                              .parent = t->parent[node],
-                              .num_children = children_of(t, node, 0),
-                              .grad_slot = pass == S1F_PASS_BACKWARD ? 0 : -1,
-                              .training = 1,
-                              .offset = t->offset[node],
-                              .length = t->size[node],
-                              .sequence_length = t->total,
-                              .row = t->row[node],
-                              .cache = cache};
-}
-
-/* The path's rows of a layer hold the numbers of their segments; in F all but the own ones, which it then writes. */
-static void use_rows(tree *t, const s1f_kv_rows *rows, int32_t pass, int32_t node)
-{
-    float *k = rows->k;
-    for (int32_t s = node; s >= 0; s = t->parent[s])
-        for (int64_t i = 0; i < t->size[s]; i++) {
-            if (pass == S1F_PASS_FORWARD && s == node)
-                k[(t->row[s] + i) * shape.head_dim] = (float)(100 + s);
-            t->num_wrong += k[(t->row[s] + i) * shape.head_dim] != (float)(100 + s);
-        }
-}
-
-/* As a kernel adds a 1 to each row of the path, or stores it. */
-static void contribute(tree *t, int32_t layer, const s1f_kv_grads *grads, int32_t node)
-{
-    int64_t kept = t->forgets_kept && t->parent[node] >= 0 ? 0 : grads->kept;
-    for (int32_t s = node; s >= 0; s = t->parent[s])
-        for (int64_t i = 0; i < t->size[s]; i++) {
-            float *dk = &t->dk[layer][t->row[s] + i];
-            *dk = t->offset[s] + i < kept ? *dk + 1 : 1;
-            t->num_wrong += *dk != (float)++t->added[layer][t->row[s] + i];
-        }
-}
-
-static void run_unit(tree *t, s1f_kv_cache *cache, int32_t pass, int32_t node)
-{
-    if (pass == S1F_PASS_FORWARD)
-        take_rows(t, node);
-    s1f_current_unit unit = unit_of_tree(t, cache, pass, node);
-    CHECK_STATUS(s1f_kv_cache_begin_unit(cache, &unit), S1F_OK, "");
-    for (int32_t layer = 0; layer < TREE_LAYERS; layer++) {
-        s1f_layer_shape kept;
-        s1f_kv_rows rows;
-        s1f_kv_grads grads;
-        int is_used = layer == 0 || node % 2 == 0; /* by a backward: any gradient may be none */
-        if (pass != S1F_PASS_BACKWARD) {
-            CHECK_STATUS(s1f_kv_cache_write(cache, &unit, layer, &shape, &rows), S1F_OK, "");
-            CHECK(rows.num_rows == TREE_ROWS && rows.is_written == (pass != S1F_PASS_FORWARD));
-            use_rows(t, &rows, pass, node);
-        } else if (is_used) {
-            CHECK_STATUS(s1f_kv_cache_read(cache, &unit, layer, &kept, &rows, &grads), S1F_OK, "");
-            use_rows(t, &rows, pass, node);
-            contribute(t, layer, &grads, node);
-            CHECK_STATUS(s1f_kv_cache_read(cache, &unit, layer, &kept, &rows, &grads), S1F_ERR_STATE,
-                         "second backward of layer");
-        }
-    }
-    CHECK_STATUS(s1f_kv_cache_finish_unit(cache, &unit), S1F_OK, "");
-    t->is_forward[node] = 1;
-    t->is_back[node] = pass == S1F_PASS_BACKWARD;
-}
-
-/* Returns how many rows held something else than the model says. Units that may not run are refused, each with a
- * sentence, and change nothing. */
-static int64_t run_tree(uint64_t seed, int32_t forgets_kept)
-{
-    static const int32_t passes[] = {S1F_PASS_FORWARD, S1F_PASS_BACKWARD, S1F_PASS_RECOMPUTE};
-    s1f_kv_cache *cache = NULL;
-    s1f_stage_slots slots = {.stage = 0, .kv_slots = 1, .grad_slots = 1};
-    tree t = make_tree(seed);
-    t.forgets_kept = forgets_kept;
-    CHECK_STATUS(s1f_kv_cache_create(&cache), S1F_OK, "");
-    CHECK_STATUS(s1f_kv_cache_begin_step(cache, &slots, 1, t.total, TREE_ROWS, NODES), S1F_OK, "");
-    while (!t.is_back[0]) {
-        int32_t pass = passes[draw(&t, 3)], node = draw(&t, NODES);
-        s1f_current_unit unit = unit_of_tree(&t, cache, pass, node);
-        if (is_legal(&t, pass, node))
-            run_unit(&t, cache, pass, node);
-        else if (node > 0 && t.is_forward[0])
-            CHECK_STATUS(s1f_kv_cache_begin_unit(cache, &unit), S1F_ERR_STATE, t.is_forward[node] ? "ward" : "before");
-    }
-    s1f_current_unit next = unit_of_tree(&t, cache, S1F_PASS_FORWARD, 0); /* both slots are free */
-    next.unit.microbatch = 1;
-    CHECK_STATUS(s1f_kv_cache_begin_unit(cache, &next), S1F_OK, "");
-    s1f_kv_cache_free(cache);
-    return t.num_wrong;
-}
-
-static void test_trees(void)
-{
-    int64_t seen = 0;
-    for (uint64_t seed = 1; seed <= 60; seed++) {
-        CHECK(run_tree(seed, 0) == 0);
-        seen += run_tree(seed, 1) > 0;
-    }
-    CHECK(seen > 50); /* in a chain of few segments nothing is kept that is not one's own */
-}
-
 /* A leaf between two live segments of a long slab: its pages go back, and theirs stay, where they share one too. */
 static void test_rows_of_a_leaf_are_released(void)
 {
@@ -562,7 +360,7 @@ static void test_rows_of_a_leaf_are_released(void)
     s1f_kv_rows rows;
     s1f_layer_shape one = {.batch = 1, .kv_heads = 1, .head_dim = 5, .v_head_dim = 3, .dtype = S1F_FLOAT32};
     CHECK_STATUS(s1f_kv_cache_create(&cache), S1F_OK, "");
-    CHECK_STATUS(s1f_kv_cache_begin_step(cache, &slots, 1, BEGIN + 2 * LEAF, LONG_ROWS, 3), S1F_OK, "");
+    CHECK_STATUS(s1f_kv_cache_begin_step(cache, &slots, 1, LONG_ROWS, 3), S1F_OK, "");
     for (int32_t i = 0; i < 4; i++) { /* F0 F1 F2 B1 */
         int32_t s = i == 3 ? 1 : i;
         s1f_current_unit unit = {.unit = {i == 3 ? S1F_PASS_BACKWARD : S1F_PASS_FORWARD, 0, 0, s},
@@ -617,43 +415,17 @@ static void test_current_unit(void)
     CHECK(s1f_current_unit_get() == NULL);
 }
 
-static void *register_keys(void *first)
-{
-    for (int64_t i = 0; i < 200; i++)
-        CHECK_STATUS(s1f_layer_register(*(const int64_t *)first + 7 * (199 - i)), S1F_OK, "");
-    return NULL;
-}
-
-static void test_layer_keys(void)
-{
-    CHECK_STATUS(s1f_layer_register(-1), S1F_ERR_ARG, "layer key is -1, must be at least 0");
-    int64_t first[2] = {1000, 1003}; /* keys that interleave, descending, from two threads */
-    pthread_t threads[2];
-    for (int i = 0; i < 2; i++)
-        CHECK(pthread_create(&threads[i], NULL, register_keys, &first[i]) == 0);
-    for (int i = 0; i < 2; i++)
-        CHECK(pthread_join(threads[i], NULL) == 0);
-    for (int64_t key = 1000; key < 1000 + 7 * 200; key++)
-        CHECK(s1f_layer_is_registered(key) == ((key - 1000) % 7 == 0 || (key - 1003) % 7 == 0));
-    CHECK(!s1f_layer_is_registered(999) && !s1f_layer_is_registered(INT64_MAX));
-}
-
 int main(void)
 {
-    for (int64_t layer = 0; layer < LAYERS; layer++)
-        CHECK_STATUS(s1f_layer_register(layer), S1F_OK, "");
     test_rows_and_bytes();
     test_scratch();
     test_scratch_of_a_long_sequence();
     test_units_allocate_nothing_once_warm();
     test_every_allocation_fails_in_turn();
-    test_order();
+    test_refusals();
     test_memory_of_a_device();
-    test_split_backward();
     test_recomputation();
-    test_trees();
     test_rows_of_a_leaf_are_released();
     test_current_unit();
-    test_layer_keys();
     return check_failures();
 }

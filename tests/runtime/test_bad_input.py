@@ -422,7 +422,6 @@ def refuse(stage: Any, x: Tensor) -> Any:
     raise Refused("not today")
 
 
-UNREGISTERED = torch.tensor(123456789)
 SAME_LENGTH = "for a segment of 4 tokens, and .* for another of the same length in this step"
 
 # of the first of two stages: F0.0 is its forward 0, F0.1 its forward 1
@@ -510,11 +509,6 @@ AT_UNIT: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
         skipped_layer,
         RuntimeError,
         r"^\[0\]F0.1: layer 1000 reads segment 0 of micro-batch 0, which was never written",
-    ),
-    "a layer key that nobody made": (
-        in_unit(0, lambda stage, x: attend(heads(x), layer=UNREGISTERED)),
-        ValueError,
-        r"^\[0\]F0.0: layer key 123456789 is not registered; make it with seq1f1b.layer_handle",
     ),
     "positions along no dimension": (
         in_unit(0, lambda stage, x: seq1f1b.positions(x, 2)),

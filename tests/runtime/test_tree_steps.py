@@ -80,6 +80,8 @@ SLICE = [
     # Parents that are chains alone are no trees to an order; siblings in their last units are to attention.
     ("seq1f1b", 2, {"trees": Trees([[4, [3, 2]], [3, 1, [1, 1]]], [[-1, 0], [-1, 0, 1]])}),
     ("gpipe", 1, {"trees": Trees([[4, 3], [2]], [[-1, 0], None])}),
+    # A segment takes the rows of a leaf that is done, before those of the segment that it follows.
+    ("seq1f1b", 2, {"trees": Trees([[2, 3, 2, 3, 2]], [[-1, 0, 0, 2, 2]])}),
     # One value per token: evaluation and step give each token's, wherever its segment went.
     ("seq1f1b", 2, {"loss_fn": of_tokens, "memory": Memory(recompute="all")}),
 ]

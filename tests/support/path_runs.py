@@ -82,10 +82,19 @@ def by_paths(
 
 
 def by_units(
-    step: SimulatedStep, order: Sequence[Unit], options: dict[str, Any], qkv: Sequence[Tensor], dout: Tensor
+    step: SimulatedStep,
+    order: Sequence[Unit],
+    options: dict[str, Any],
+    qkv: Sequence[Tensor],
+    dout: Tensor,
+    skipped: Sequence[int] | None = None,
 ) -> list[Tensor]:
-    """out, dq, dk and dv, unit by unit in that order."""
-    handle = layer_handle(0)
+    """out, dq, dk and dv, unit by unit in that order.
+
+    Args:
+        skipped: segments that do not go back through a second layer, whose output is added; None: there is none.
+    """
+    handle, second = layer_handle(0), layer_handle(1)
     options = dict(options)
     docs = options.pop("doc_ids", None)
     leaves: dict[int, list[Tensor]] = {}
@@ -97,6 +106,9 @@ def by_units(
                 leaves[s] = [t[:, :, rows].detach().clone().requires_grad_() for t in qkv]
                 mine = {} if docs is None else {"doc_ids": docs[:, rows]}
                 outs[s] = causal_attention(*leaves[s], layer=handle, **options, **mine)
+                if skipped is not None:
+                    again = causal_attention(*leaves[s], layer=second, **options, **mine)
+                    outs[s] = outs[s] + (again.detach() if s in skipped else again)
             else:
                 outs[s].backward(dout[:, :, rows])
     segments = range(len(step.sizes))

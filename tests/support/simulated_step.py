@@ -39,9 +39,8 @@ class SimulatedStep:
         self.parts = dict(parts or {})
         self.rows = [self.position(s) for s in range(len(self.sizes))] if rows is None else list(rows)
         self.cache = _C.kv_cache_create() if cache is None else cache
-        total = sum(self.sizes)
         slots = [(stage, kv_slots, grad_slots)]
-        core.kv_cache_begin_step(self.cache, slots, total, len(self.sizes), total if num_rows is None else num_rows)
+        core.kv_cache_begin_step(self.cache, slots, sum(self.sizes) if num_rows is None else num_rows, len(self.sizes))
 
     def slice(self, segment: int) -> slice:
         """Its tokens in the inputs, where segments lie one after another."""
