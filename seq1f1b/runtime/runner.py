@@ -32,7 +32,6 @@ from seq1f1b.runtime.stage import Stage
 from seq1f1b.runtime.step import Step
 from seq1f1b.runtime.trees import Trees, read_rows
 from seq1f1b.runtime.tuning import Setting, Tuner
-from seq1f1b.runtime.vocabulary_step import EmbeddingStep, HeadStep
 from seq1f1b.schedule import Schedule
 
 __all__: list[str] = []
@@ -69,19 +68,8 @@ class Runner:
         self.setting = Setting(0, schedule, options)
         self.cache = _C.kv_cache_create()
         self.stages = {
-            index: Stage(
-                module,
-                index,
-                options,
-                num_stages=pipeline.num_stages,
-                device=pipeline.device,
-                features=FEATURES,
-                tier=pipeline.tier,
-                group=pipeline.group,
-                is_whole=is_whole,
-                tells=tells,
-            )
-            for index, module in pipeline.modules.items()
+            index: Stage(index, pipeline, options, FEATURES, is_whole=is_whole, tells=tells)
+            for index in pipeline.modules
         }
         self.orders, self.build = RankOrders(), build
         can_divide = options.head is None and options.loss.reduction == "mean"
@@ -221,7 +209,7 @@ class Runner:
                     # 2. All ranks have come, with the same.
                     number = self._meet(arguments, order, number)
                     if step.training:
-                        step.share_weights(self.pipeline.group, self.pipeline.rank_of_stage[-1])
+                        step.share_weights()
                     # 3. The units, and what surrounds them all.
                     if self.pipeline.tier is not None:
                         around.callback(self.pipeline.tier.reset)
@@ -275,28 +263,11 @@ class Runner:
         return 0
 
     def _begin(self, order: RankOrder, arguments: StepArguments) -> Step:
-        pipeline, options = self.pipeline, self.options
-        batch = Batch(
-            arguments,
-            options,
-            rank=pipeline.rank,
-            has_first=pipeline.has_first,
-            has_last=pipeline.has_last,
-            num_stages=pipeline.num_stages,
-            device=pipeline.device,
-        )
+        batch = Batch(arguments, self.options, self.pipeline)
         batch.check()
-        training, head, embedding = arguments.training, None, None
-        if training and not self._known_shapes:
+        if arguments.training and not self._known_shapes:
             import_backward()
-        if options.head is not None:
-            assert isinstance(options.loss_fn, nn.Module)
-            last_rank, is_mean = pipeline.rank_of_stage[-1], options.loss.reduction == "mean"
-            last = order.last_cells.get("T", -1)
-            head = HeadStep(options.loss_fn, last_rank, last, training=training, is_mean=is_mean)
-        if options.embedding is not None:
-            embedding = EmbeddingStep(options.embedding, order.last_cells.get("G", -1), training=training)
-        return Step(batch, order, options, self.stages, pipeline.device, self._enter_shape, head, embedding)
+        return Step(batch, order, self.options, self.stages, self.pipeline, self._enter_shape)
 
     def _meet(self, arguments: StepArguments, order: RankOrder, number: int | None) -> int:
         """Waits for all ranks, and raises on each unless all were given the same. Returns the number of the step.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,9 @@ from seq1f1b.runtime.parts import Feature, Part, Pass, Received, Sink, Source, h
 from seq1f1b.runtime.rank_order import StageOrder
 from seq1f1b.runtime.trees import Path, by_paths
 from seq1f1b.runtime.unit import LiveUnit
-from seq1f1b.transport import RankGroup
+
+if TYPE_CHECKING:
+    from seq1f1b.runtime.pipeline import Pipeline
 
 __all__: list[str] = []
 
@@ -32,41 +34,35 @@ class Stage:
 
     Args:
         features: what an engine may do around its units.
-        tier: where units of this rank may move what they saved.
-        group: of the pipeline; None: the stage runs by itself.
         is_whole: units are whole micro-batches, as outside a step.
         tells: whether what is found wrong is told, not only collected.
     """
 
     def __init__(
         self,
-        module: nn.Module | Callable[..., Any],
         index: int,
+        pipeline: Pipeline,
         options: Options,
+        features: Sequence[type[Feature]],
         *,
-        num_stages: int,
-        device: torch.device,
-        features: Sequence[type[Feature]] = (),
-        tier: Any = None,
-        group: RankGroup | None = None,
-        is_whole: bool = False,
-        tells: bool = True,
+        is_whole: bool,
+        tells: bool,
     ) -> None:
-        self.module, self.index, self.device = module, index, device
-        self.num_stages = num_stages
+        self.module: nn.Module | Callable[..., Any] = pipeline.modules[index]
+        self.index, self.device, self.num_stages = index, pipeline.device, pipeline.num_stages
         self.is_first = index == 0
-        self.is_last = index == num_stages - 1
+        self.is_last = index == pipeline.num_stages - 1
         # If the vocabulary is spread, the output goes to the shards of all ranks.
         self.loss_fn = options.loss_fn if self.is_last and options.head is None else None
         # A loss that holds parameters is the model's head: its logits live only inside F.
         self.loss_is_head = isinstance(self.loss_fn, nn.Module) and any(True for _ in self.loss_fn.parameters())
-        self.group = group
-        self.in_threads = group is not None and group.is_thread  # the others draw from the same generators
+        self.group = pipeline.group
+        self.in_threads = pipeline.group.is_thread  # the others draw from the same generators
         self.is_whole = is_whole
         self.findings = Findings(options.attention, tells=tells)
-        self.parallel = data_parallel(module)
+        self.parallel = data_parallel(self.module)
         self.head_parallel = data_parallel(self.loss_fn)
-        self.features = [make(self, options, tier) for make in features]
+        self.features = [make(self, options, pipeline.tier) for make in features]
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -88,10 +84,6 @@ class Stage:
         """Elements of all parameters that require grad, each once."""
         parameters = {id(p): p.numel() for module in self.modules for p in module.parameters() if p.requires_grad}
         return sum(parameters.values())
-
-    def begin(self, order: StageOrder, arguments: StageArguments) -> StageStep:
-        """Enters a step."""
-        return StageStep(self, order, arguments)
 
 
 @dataclass(frozen=True)

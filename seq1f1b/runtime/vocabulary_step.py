@@ -76,7 +76,7 @@ class HeadStep(_ShardStep):
         is_mean: the loss is a mean over targets, not their sum.
     """
 
-    def __init__(self, loss_fn: nn.Module, last_rank: int, last: int, *, training: bool, is_mean: bool) -> None:
+    def __init__(self, loss_fn: Any, last_rank: int, last: int, *, training: bool, is_mean: bool) -> None:
         super().__init__(loss_fn, last)
         head = head_of(loss_fn)
         assert head is not None
