@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,6 @@ from seq1f1b.runtime.arguments import Options
 from seq1f1b.runtime.backward import carry_back, start_of
 from seq1f1b.runtime.data_parallel import data_parallel
 from seq1f1b.runtime.findings import Findings
-from seq1f1b.runtime.loss_look import LossLook
 from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.parts import Feature, Part, Pass, Received, Sink, Source, hooks
 from seq1f1b.runtime.rank_order import StageOrder
@@ -92,14 +91,7 @@ class StageArguments:
 
     Attributes:
         rows: tokens of each segment of every micro-batch.
-        inputs: positional arguments of the first stage.
-        seeds: gradients of the last stage's losses, (cells) in float64.
-        shares: what part of the micro-batch's loss each of these losses is.
-        counts: the targets that it is a mean over.
-        count: counts those of a part of a sequence; None: losses are summed.
-        sum_seed: gradient of a loss that comes with its divisor.
-        divides: whether the loss comes with a divisor; None: the first one tells.
-        loss_look: of the first step of a shape.
+        inputs: positional arguments of the first stage, where this rank has them.
         auxiliary_seeds: of a unit, gradients of an auxiliary loss of its segment, and of one of the sequence.
         num_parts: by cell, leaves in it, in a step of trees.
         paths: by cell, of units that run path by path.
@@ -110,25 +102,15 @@ class StageArguments:
 
     training: bool
     rows: Sequence[Sequence[int]]
-    inputs: list[tuple[Any, ...]] | None = None
-    kwargs: list[dict[str, Any]] | None = None
-    targets: list[Any] | None = None
-    seeds: Tensor | None = None
-    shares: list[float] | None = None
-    counts: list[float] | None = None
-    count: Callable[[Any], float] | None = None
-    sum_seed: float = 1.0
-    divides: bool | None = None
-    loss_look: LossLook | None = None
-    loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    auxiliary_seeds: Callable[[LiveUnit], tuple[float, float]] = lambda unit: (1.0, 1.0)
-    num_parts: Sequence[int] = ()
-    paths: Sequence[Sequence[Path]] = ()
-    documents: Sequence[int] = ()
-    keep_outputs: bool = False
-    is_new: bool = False
-    seq_dim: int = 1
-    arg_rules: Mapping[str, Any] = field(default_factory=dict)
+    inputs: list[tuple[Any, ...]] | None
+    kwargs: list[dict[str, Any]] | None
+    auxiliary_seeds: Callable[[LiveUnit], tuple[float, float]]
+    num_parts: Sequence[int]
+    paths: Sequence[Sequence[Path]]
+    documents: Sequence[int]
+    is_new: bool
+    seq_dim: int
+    arg_rules: Mapping[str, Any]
 
 
 class StageStep:

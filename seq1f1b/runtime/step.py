@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -115,9 +114,10 @@ class Step:
         trees, whole = batch.arguments.trees, batch.arguments.paths
         documents = DocumentCounts(kwargs if trees is None else None, rows)  # it counts along chains
         weighting = self._weighting = Weighting(batch, rows, options, self._device, documents)
-        common = StageArguments(
+        arguments = StageArguments(
             training=self.training,
             rows=rows,
+            inputs=inputs,
             kwargs=kwargs,
             auxiliary_seeds=weighting.auxiliary_seeds,
             num_parts=() if trees is None else [len(part) for row in trees.parts for part in row],
@@ -128,47 +128,29 @@ class Step:
             arg_rules=options.arg_rules,
         )
         for index, stage in self._stages.items():
-            own = replace(common, inputs=inputs) if stage.is_first else common
-            if stage.is_last:
-                own = replace(own, **self._of_last(stage, weighting, targets, is_known))
-            self._parts[index] = StageStep(stage, self._order.stages[index], own)
+            if stage.is_last and targets is not None:
+                weighting.weigh(stage)
+            self._parts[index] = StageStep(stage, self._order.stages[index], arguments)
         documents.read()
         for index, part in self._parts.items():
-            part.connect(self._source(index, part, inputs), self._sink(index, part))
+            part.connect(self._source(index, part, inputs), self._sink(index, part, targets))
             self._passes[index] = self._passes_of(part)
         if self._around is not None:
             self._enter_parts()
         return self.sizes
-
-    def _of_last(self, last: Stage, weighting: Weighting, targets: list[Any] | None, is_known: bool) -> dict[str, Any]:
-        """Arguments for the last stage alone."""
-        arguments = self._batch.arguments
-        given: dict[str, Any] = {"divides": arguments.divides, "keep_outputs": arguments.return_outputs}
-        if targets is None:
-            return given
-        seeds = weighting.seeds(last)
-        return given | {
-            "targets": targets,
-            "seeds": seeds,
-            "sum_seed": weighting.sum_seed(last),
-            "shares": [share for row in weighting.shares for share in row],
-            "counts": [count for row in weighting.counts for count in row],
-            "count": weighting.count,
-            "loss_look": None if is_known else weighting.look(),
-            "loss_kwargs": self._batch.leaves.replace(dict(arguments.loss_kwargs or {})),
-        }
 
     def _source(self, index: int, part: StageStep, inputs: Any) -> Source:
         if not part.stage.is_first:
             return FromStage(self.training, self._parts.get(index - 1))
         return FromBatch(inputs) if self._embedding is None else FromEmbedding(self._embedding)
 
-    def _sink(self, index: int, part: StageStep) -> Sink:
+    def _sink(self, index: int, part: StageStep, targets: list[Any] | None) -> Sink:
         if not part.stage.is_last:
             return ToStage(part, self._parts.get(index + 1))
+        assert self._weighting is not None
         if self._head is not None:
-            return ToHead(part, self._head)
-        self._loss = ToLoss(part, self.set_apart)
+            return ToHead(part, self._head, self._batch, self._weighting, targets)
+        self._loss = ToLoss(part, self._batch, self._weighting, targets, self.set_apart)
         return self._loss
 
     def _passes_of(self, part: StageStep) -> tuple[Pass, ...]:
