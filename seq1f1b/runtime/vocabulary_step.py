@@ -20,7 +20,7 @@ from seq1f1b.runtime.ends import ToStage, detached
 from seq1f1b.runtime.parts import Pass, Received, Source
 from seq1f1b.runtime.stage import StageStep
 from seq1f1b.runtime.unit import LiveUnit
-from seq1f1b.runtime.vocabulary import Statistics, embedding_of, head_of
+from seq1f1b.runtime.vocabulary import Statistics, VocabularyParallelEmbedding, VocabularyParallelHead, shard_of
 from seq1f1b.runtime.weighting import Weighting
 
 __all__: list[str] = []
@@ -80,7 +80,7 @@ class HeadStep(_ShardStep):
 
     def __init__(self, loss_fn: Any, last_rank: int, last: int, *, training: bool, is_mean: bool) -> None:
         super().__init__(loss_fn, last)
-        head = head_of(loss_fn)
+        head = shard_of(loss_fn, VocabularyParallelHead)
         assert head is not None
         self._head, self._training, self._is_mean = head, training, is_mean
         self._is_on_last = head.rank == last_rank
@@ -213,7 +213,7 @@ class EmbeddingStep(_ShardStep):
 
     def __init__(self, module: nn.Module, last: int, *, training: bool) -> None:
         super().__init__(module, last)
-        shard = embedding_of(module)
+        shard = shard_of(module, VocabularyParallelEmbedding)
         assert shard is not None
         self._shard, self._training = shard, training
         self.inputs: Sequence[tuple[Any, ...]] = ()  # of the pipeline, by cell
