@@ -178,7 +178,7 @@ class _Segmented:
         if engine.has_first and not any(inputs or ()):
             raise ValueError("the rank of the first stage needs the model's positional arguments")
         with torch.set_grad_enabled(self._has_backward):
-            found, rows = engine._run(
+            found, rows = engine._runner.run(
                 StepArguments(
                     self._has_backward,
                     inputs,

@@ -18,7 +18,7 @@ from seq1f1b.ops.attention import check_part
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Plan, TunedOrder, load_plan
 from seq1f1b.runtime.splitting import Rule, TokenPart, check_rules
-from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead, embedding_of, head_of
+from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead, shard_of
 from seq1f1b.schedule import Schedule, Unit, build_schedule, check_units, schedules
 from seq1f1b.transport.table import TRANSPORTS
 from seq1f1b.where import HOST, Offload
@@ -47,14 +47,9 @@ def _shown_sizes(sizes: Sizes) -> str:
     return repr(dict(sizes) if isinstance(sizes, Mapping) else list(sizes))
 
 
-def _shown_head(loss_fn: Any) -> str:
-    head = head_of(loss_fn)
-    return "no VocabularyParallelHead" if head is None else head.settings
-
-
-def _shown_embedding(embedding: Any) -> str:
-    shard = embedding_of(embedding)
-    return "no VocabularyParallelEmbedding" if shard is None else shard.settings
+def _shown_shard(kind: Any, module: Any) -> str:
+    shard = shard_of(module, kind)
+    return f"no {kind.__name__}" if shard is None else shard.settings
 
 
 @dataclass(frozen=True)
@@ -174,7 +169,7 @@ class Options:
     segment_sizes: Sizes = field(metadata=_alike(_shown_sizes))
     seq_dim: int = field(metadata=_alike())
     arg_rules: Mapping[str, Rule]
-    loss_fn: Callable[[Any, Any], Tensor] | None = field(metadata=_alike(_shown_head))
+    loss_fn: Callable[[Any, Any], Tensor] | None = field(metadata=_alike(partial(_shown_shard, VocabularyParallelHead)))
     loss: Loss
     transport: str = field(metadata=_alike())
     limits: Limits
@@ -182,7 +177,7 @@ class Options:
     memory: Memory
     sequence_parallel: TokenPart = field(metadata=_alike())
     attention: str
-    embedding: nn.Module | None = field(metadata=_alike(_shown_embedding))
+    embedding: nn.Module | None = field(metadata=_alike(partial(_shown_shard, VocabularyParallelEmbedding)))
 
     def __post_init__(self) -> None:
         for name, least in (("num_microbatches", 1), ("num_segments", 1), ("seq_dim", 1)):
@@ -214,12 +209,12 @@ class Options:
     @property
     def head(self) -> VocabularyParallelHead | None:
         """This rank's shard of the output layer, where the vocabulary is spread over the ranks."""
-        return head_of(self.loss_fn)
+        return shard_of(self.loss_fn, VocabularyParallelHead)
 
     @property
     def embedding_shard(self) -> VocabularyParallelEmbedding | None:
         """This rank's shard of the input embedding, where the vocabulary is spread over the ranks."""
-        return embedding_of(self.embedding)
+        return shard_of(self.embedding, VocabularyParallelEmbedding)
 
     @property
     def device_transport(self) -> str | None:

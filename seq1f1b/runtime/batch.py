@@ -14,6 +14,7 @@ from seq1f1b.ops.packing import document_lengths
 from seq1f1b.partition import ModelShape
 from seq1f1b.runtime.arguments import Options, check_number
 from seq1f1b.runtime.nested import mapped
+from seq1f1b.runtime.pipeline import Pipeline
 from seq1f1b.runtime.rows import PlannedRows, Rows
 from seq1f1b.runtime.splitting import (
     Leaves,
@@ -55,30 +56,17 @@ class StepArguments:
 class Batch:
     """The arguments of one step on this rank.
 
-    Args:
-        rank: this one, for texts of errors.
-        has_first, has_last: whether this rank holds the first stage, and the last one.
     Attributes:
         rows: tokens of the segments of every micro-batch, where the step was given them; else empty.
         length: tokens of the longest micro-batch; 0: this rank learns it from the first message.
         target: of the M micro-batches, where this rank has them.
     """
 
-    def __init__(
-        self,
-        arguments: StepArguments,
-        options: Options,
-        *,
-        rank: int,
-        has_first: bool,
-        has_last: bool,
-        num_stages: int,
-        device: torch.device,
-    ) -> None:
-        self.arguments, self._options = arguments, options
-        self._rank, self._has_last = rank, has_last
-        self._takes_inputs = has_first or options.embedding is not None
-        self._hands_on = (has_first or has_last) and num_stages > 1
+    def __init__(self, arguments: StepArguments, options: Options, pipeline: Pipeline) -> None:
+        self.arguments, self._options, device = arguments, options, pipeline.device
+        self._rank, self._has_last = pipeline.rank, pipeline.has_last
+        self._takes_inputs = pipeline.has_first or options.embedding is not None
+        self._hands_on = (pipeline.has_first or pipeline.has_last) and pipeline.num_stages > 1
         self._inputs, self.target, self._kwargs = arguments.inputs, arguments.target, arguments.kwargs
         if device.type != "cpu":
             self._inputs, self.target, self._kwargs = (

@@ -253,10 +253,10 @@ class PipelineEngine(OfOneProcess):
         given = StepArguments(True, inputs, target, kwargs, loss_weight, **_of_rows(segment_sizes, parents, plan))
         self._scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         if grad_scaler is None or self._scaler is None:
-            return self._run(given)[0]
+            return self._runner.run(given)[0]
         grad_scaler.scale(torch.zeros((), device=self.device))  # a rank without the loss would have no scale
         scale = grad_scaler.get_scale()
-        losses, _ = self._run(replace(given, gradient_scale=scale))
+        losses, _ = self._runner.run(replace(given, gradient_scale=scale))
         self._share_overflow()
         return losses
 
@@ -280,7 +280,7 @@ class PipelineEngine(OfOneProcess):
         """
         given = StepArguments(False, inputs, target, kwargs, **_of_rows(segment_sizes, parents, plan))
         with torch.no_grad():
-            losses, outputs = self._run(replace(given, return_outputs=return_outputs))
+            losses, outputs = self._runner.run(replace(given, return_outputs=return_outputs))
             if not return_outputs:
                 return losses
             return losses, outputs if outputs is None or given.rows is not None else merge(outputs, 0)
@@ -369,7 +369,8 @@ class PipelineEngine(OfOneProcess):
                     "scaler.unscale_(optimizer) on every rank between engine.step and engine.clip_grad_norm_"
                 )
             norm_type = float(norm_type)
-            counted = self._gradients_in_order(self._tied_elsewhere())
+            self._pipeline.tied.meet()
+            counted = self._gradients_in_order(self._pipeline.tied.counted_elsewhere())
             is_double = any(g.dtype == torch.float64 for _, gradients in counted for g in gradients)
             norms = [(stage, [_norm(g, norm_type) for g in gradients]) for stage, gradients in counted]
             everyones = self._group.all_gather_object((is_double, norms))
@@ -405,12 +406,6 @@ class PipelineEngine(OfOneProcess):
                 seen.add(id(parameter))
             found.append((index, gradients))
         return found
-
-    def _tied_elsewhere(self) -> set[int]:
-        """Ids of this rank's parameters whose first copy another stage holds, by the attribute ``tied_parameters``."""
-        with self._group.telling():
-            self._pipeline.tied.meet()
-        return self._pipeline.tied.counted_elsewhere()
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """The values of all ranks of the pipeline, by rank. Collective; for small ones, between steps.
@@ -535,10 +530,6 @@ class PipelineEngine(OfOneProcess):
         return with_options(schedule, self._options, self.device)
 
     # -- a step ----------------------------------------------------------------------------------------------------
-
-    def _run(self, arguments: StepArguments) -> tuple[list[Tensor], list[Any] | None]:
-        """Runs :meth:`step` or :meth:`eval`; returns losses, and the outputs of the M micro-batches if asked for."""
-        return self._runner.run(arguments)
 
     def _share_overflow(self) -> None:
         """A gradient that is not finite becomes one on every rank: else only its stage would skip the step."""

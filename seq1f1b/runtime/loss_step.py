@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from seq1f1b.ops.context import enter
+from seq1f1b.runtime.batch import Batch
 from seq1f1b.runtime.data_parallel import Fsdp, without_wrapper
 from seq1f1b.runtime.divided import split_loss
 from seq1f1b.runtime.ends import detached
@@ -22,6 +23,7 @@ from seq1f1b.runtime.parts import Received, Sink
 from seq1f1b.runtime.stage import StageStep
 from seq1f1b.runtime.trees import Path, by_paths
 from seq1f1b.runtime.unit import LiveUnit
+from seq1f1b.runtime.weighting import Weighting
 
 __all__: list[str] = []
 
@@ -34,6 +36,7 @@ class ToLoss(Sink):
     that counts no target it is called once, to see whether it gives losses of tokens.
 
     Args:
+        targets: by cell; None: the step has none.
         set_apart: functions that are told of each leaf that the loss uses and no module holds, if gradients are sums.
     Attributes:
         divides: whether the loss comes with a divisor; None: no loss has told yet.
@@ -41,16 +44,26 @@ class ToLoss(Sink):
         values: by cell, losses of tokens, where the loss comes so.
     """
 
-    def __init__(self, step: StageStep, set_apart: Sequence[Callable[[Tensor], None]]) -> None:
-        self._set_apart = set_apart
-        self._step, self._stage, self._arguments = step, step.stage, step.arguments
-        self.divides = self._arguments.divides
+    def __init__(
+        self,
+        step: StageStep,
+        batch: Batch,
+        weighting: Weighting,
+        targets: Sequence[Any] | None,
+        set_apart: Sequence[Callable[[Tensor], None]],
+    ) -> None:
+        self._step, self._stage, self._weighting, self._targets = step, step.stage, weighting, targets
+        self._loss_kwargs = batch.leaves.replace(dict(batch.arguments.loss_kwargs or {}))
+        self._keeps_outputs, self._set_apart = batch.arguments.return_outputs, set_apart
+        self._loss_look = weighting.look() if targets is not None and step.arguments.is_new else None
+        self.divides = batch.arguments.divides
         self.divisors: dict[int, Tensor | float] = {}
         self.values: dict[int, Tensor] = {}
         self._seeds: tuple[Tensor, ...] = ()  # by cell, in the dtype of the losses
         self._looked_at: tuple[Any, Any, bool] | None = None  # arguments of a loss that is looked at
-        shares, is_reduced = self._arguments.shares, self._stage.head_parallel is not None
-        self._is_unseen = shares is not None and not any(shares) and not is_reduced  # each forward needs a backward
+        self._shares = [share for row in weighting.shares for share in row]  # by cell
+        is_reduced = self._stage.head_parallel is not None  # each forward needs a backward
+        self._is_unseen = not any(self._shares) and not is_reduced
         self._passed_over = ""  # a segment without targets for which the loss told nothing, in words
 
     @property
@@ -59,16 +72,16 @@ class ToLoss(Sink):
         return {cell: unit.loss for cell, unit in self._step.units.items() if unit.loss is not None}
 
     def take(self, unit: LiveUnit, output: Any) -> None:
-        arguments, stage = self._arguments, self._stage
-        if arguments.keep_outputs and not unit.is_again:
+        stage = self._stage
+        if self._keeps_outputs and not unit.is_again:
             unit.output = detached(output)
-        if arguments.targets is None:
+        if self._targets is None:
             return
         needs_counts = unit.is_again or (self.divides is False and not self._is_unseen)
         if needs_counts and not self.divides and not self._counts(unit.cell):
             self._add_nothing(unit, output)
             return
-        target = arguments.targets[unit.cell]
+        target = self._targets[unit.cell]
         if stage.loss_is_head and unit.training:
             if not unit.is_again:
                 with torch.enable_grad():
@@ -91,7 +104,7 @@ class ToLoss(Sink):
 
     def _counts(self, cell: int) -> bool:
         """Whether a segment has counted targets."""
-        return self._arguments.shares is None or self._arguments.shares[cell] != 0.0
+        return self._shares[cell] != 0.0
 
     def _add_nothing(self, unit: LiveUnit, output: Any) -> None:
         """Without a loss B still runs, for later segments' dK and dV."""
@@ -162,7 +175,7 @@ class ToLoss(Sink):
         assert self._stage.loss_fn is not None
         if not self.divides and not self._counts(unit.cell):
             return self._loss_without_targets(unit, output, target)
-        look = self._arguments.loss_look
+        look = self._loss_look
         is_looked_at = look is not None and look.microbatch == unit.microbatch and unit.segment in look.sizes
         is_looked_at &= not unit.is_again
         left = self._left_by_loss(unit) if is_looked_at else None
@@ -173,25 +186,24 @@ class ToLoss(Sink):
 
     def _call(self, unit: LiveUnit, output: Any, target: Any) -> Any:
         """The value of ``loss_fn``; a tree that runs path by path has the values of each path's own tokens."""
-        arguments, loss_fn = self._arguments, self._stage.loss_fn
+        loss_fn, every = self._stage.loss_fn, self._step.arguments.paths
         assert loss_fn is not None
-        paths = arguments.paths[unit.cell] if arguments.paths else ()
+        paths = every[unit.cell] if every else ()
         if len(paths) < 2:
-            return loss_fn(output, target, **arguments.loss_kwargs)
+            return loss_fn(output, target, **self._loss_kwargs)
         return self._path_by_path(unit, paths, output, target)
 
     def _path_by_path(self, unit: LiveUnit, paths: Sequence[Path], output: Any, target: Any) -> Any:
-        arguments, results = self._arguments, list[Any]()
+        results, count = list[Any](), self._weighting.count
         loss_fn: Any = self._stage.loss_fn
-        count = arguments.count
 
         def alone(output: Any, target: Any) -> Any:
-            loss = loss_fn(output, target, **arguments.loss_kwargs)
+            loss = loss_fn(output, target, **self._loss_kwargs)
             results.append((loss, 1.0 if count is None else count(target)))
             return results[-1][0]
 
         own = [Path(path.tokens[path.own], torch.arange(len(path.own), device="cpu")) for path in paths]
-        joined = by_paths(alone, own, arguments.seq_dim, (output, target), {}, lambda name: False)
+        joined = by_paths(alone, own, self._step.arguments.seq_dim, (output, target), {}, lambda name: False)
         if isinstance(joined, tuple):
             return tuple(map(sum, zip(*(pair for pair, _ in results), strict=True)))
         total = 1.0 if count is None else sum(number for _, number in results)
@@ -205,7 +217,7 @@ class ToLoss(Sink):
         auxiliary = unit.auxiliary and list(unit.auxiliary)
         place = f"micro-batch {unit.microbatch}, segment {unit.segment}"
         try:
-            result: Any = self._stage.loss_fn(output, target, **self._arguments.loss_kwargs)
+            result: Any = self._stage.loss_fn(output, target, **self._loss_kwargs)
         except Exception as error:  # many means have no value there
             self._passed_over = f"raised {type(error).__name__} ({error}) for {place}, which has no target"
         else:
@@ -249,14 +261,13 @@ class ToLoss(Sink):
         return loss
 
     def _is_of_tokens(self, unit: LiveUnit, loss: Any) -> bool:
-        dim, length = self._arguments.seq_dim, self._step.lengths[unit.cell]
+        dim, length = self._step.arguments.seq_dim, self._step.lengths[unit.cell]
         return isinstance(loss, Tensor) and loss.dim() == dim + 1 and loss.size(dim) == length
 
     def _of_tokens(self, unit: LiveUnit, values: Tensor) -> Tensor:
         """The loss of a segment from those of its tokens: their sum, by the number of targets it is a mean over."""
-        assert self._arguments.counts is not None
         self.values[unit.cell] = values.detach()
-        return values.sum() / self._arguments.counts[unit.cell]
+        return values.sum() / self._weighting.counts[unit.cell]
 
     def _left_by_loss(self, unit: LiveUnit) -> Any:
         """State that a loss may change beside what it returns: carried tensors, gradients by a backward of its own."""
@@ -268,14 +279,14 @@ class ToLoss(Sink):
         """Tells of a divisor that is not what the engine counts; outside of all that looks at the stage's own pass."""
         assert self._looked_at is not None
         (output, target, leaves), self._looked_at = self._looked_at, None
-        look, loss_fn = self._arguments.loss_look, self._stage.loss_fn
+        look, loss_fn = self._loss_look, self._stage.loss_fn
         assert look is not None and loss_fn is not None
         if isinstance(loss_fn, nn.Module):  # DDP would count its forward
             loss_fn = without_wrapper(loss_fn)
         if not look.take(output, target, unit.segment, leaves):
             return
         enter(None)
-        found = look.difference(loss_fn, self._arguments.loss_kwargs, self._stage.device)
+        found = look.difference(loss_fn, self._loss_kwargs, self._stage.device)
         enter(unit)
         if found:
             place = f"stage {self._stage.index}, the loss"
@@ -283,10 +294,9 @@ class ToLoss(Sink):
 
     def _seed(self, unit: LiveUnit, loss: Tensor) -> Tensor:
         if self.divides:
-            return torch.full_like(loss, self._arguments.sum_seed)
+            return torch.full_like(loss, self._weighting.sum_seed)
         if not self._seeds or self._seeds[0].dtype != loss.dtype:  # the first loss of the step tells the dtype
-            assert self._arguments.seeds is not None
-            self._seeds = self._arguments.seeds.to(loss.dtype).unbind()
+            self._seeds = self._weighting.seeds.to(loss.dtype).unbind()
         seed = self._seeds[unit.cell]
         return seed if seed.shape == loss.shape else seed.reshape(loss.shape)
 

@@ -145,20 +145,15 @@ class Pipeline(OfOneProcess):
     def connect(self, program: Any) -> None:
         """Opens every edge of the program; all ranks in the same order."""
         for found in _C.program_edges(program):
-            edge = _edge_of(found)
-            self._open(edge, found.source_rank, found.destination_rank)
+            if self.rank in (found.source_rank, found.destination_rank):
+                edge, receiver = _edge_of(found), self.rank == found.destination_rank
+                text = f"{_CHANNELS[edge.channel]} of stage {edge.source} to stage {edge.destination}"
+                peer = found.source_rank if receiver else found.destination_rank
+                self._is_receiver[edge] = receiver
+                self._ends[edge] = self.group.edge_end(edge, peer, receiver, text)
         self.edges = tuple(self._edge_reports())
         if self.device.type == "cuda" and not self.is_between_gpus:
             self._take_gpu(open_gpu(self.device))
-
-    def _open(self, edge: Edge, source_rank: int, destination_rank: int) -> None:
-        if self.rank not in (source_rank, destination_rank):
-            return
-        text = f"{_CHANNELS[edge.channel]} of stage {edge.source} to stage {edge.destination}"
-        receiver = self.rank == destination_rank
-        peer = source_rank if receiver else destination_rank
-        self._is_receiver[edge] = receiver
-        self._ends[edge] = self.group.edge_end(edge, peer, receiver, text)
 
     def _take_gpu(self, gpu: Any) -> None:
         self.gpu = gpu
@@ -167,8 +162,6 @@ class Pipeline(OfOneProcess):
 
     def connect_gpus(self) -> None:
         """Finds what carries each edge between GPUs, once all ranks have opened theirs. Collective."""
-        if self._device_transport is None:
-            return
         self.device_edges = self._gpu_part("edges")(self._device_transport, self.group, self.device)
         self._ends = self.device_edges.open(self._ends, self._is_receiver)
         self._take_gpu(self.device_edges.gpu)

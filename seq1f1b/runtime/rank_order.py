@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,8 +14,6 @@ from seq1f1b.schedule import Schedule
 from seq1f1b.transport.group import OfOneProcess
 
 __all__: list[str] = []
-
-MOST_ORDERS = 16  # kept with their programs
 
 
 def build(
@@ -174,24 +172,3 @@ class RankOrder(OfOneProcess):
         """Text by which ranks compare an order: its units, its receive places, and whether it fills waits."""
         schedule = self.schedule
         return f"{schedule.digest}, prefetch {schedule._places_text}" + ", W in waits" * schedule.fills
-
-
-class RankOrders:
-    """The orders that a rank's steps have had, by what makes a step's order its own."""
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, RankOrder] = {}  # the one that was used last at the end
-
-    def find(self, key: Hashable, make: Callable[[], RankOrder]) -> RankOrder:
-        """The order of a key, made once and kept."""
-        found = self._known.pop(key, None)
-        if found is None:
-            found = make()
-            if len(self._known) == MOST_ORDERS:
-                del self._known[next(iter(self._known))]
-        self._known[key] = found
-        return found
-
-    def clear(self) -> None:
-        """Forgets them all."""
-        self._known.clear()

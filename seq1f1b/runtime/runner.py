@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,7 @@ from seq1f1b.runtime.findings import look_at_batches, look_at_targets, sample_of
 from seq1f1b.runtime.gradients import StepGradients, growing_wide
 from seq1f1b.runtime.measure import Activations
 from seq1f1b.runtime.pipeline import Pipeline
-from seq1f1b.runtime.rank_order import RankOrder, RankOrders, build, with_options
+from seq1f1b.runtime.rank_order import RankOrder, build, with_options
 from seq1f1b.runtime.report import StepRecord, make_report
 from seq1f1b.runtime.rows import PlannedRows, Rows, check_equal_rows
 from seq1f1b.runtime.splitting import sequence_length
@@ -32,10 +32,11 @@ from seq1f1b.runtime.stage import Stage
 from seq1f1b.runtime.step import Step
 from seq1f1b.runtime.trees import Trees, read_rows
 from seq1f1b.runtime.tuning import Setting, Tuner
-from seq1f1b.runtime.vocabulary_step import EmbeddingStep, HeadStep
 from seq1f1b.schedule import Schedule
 
 __all__: list[str] = []
+
+MOST_ORDERS = 16  # kept with their programs
 
 
 class Runner:
@@ -69,21 +70,11 @@ class Runner:
         self.setting = Setting(schedule, options)
         self.cache = _C.kv_cache_create()
         self.stages = {
-            index: Stage(
-                module,
-                index,
-                options,
-                num_stages=pipeline.num_stages,
-                device=pipeline.device,
-                features=FEATURES,
-                tier=pipeline.tier,
-                group=pipeline.group,
-                is_whole=is_whole,
-                tells=tells,
-            )
-            for index, module in pipeline.modules.items()
+            index: Stage(index, pipeline, options, FEATURES, is_whole=is_whole, tells=tells)
+            for index in pipeline.modules
         }
-        self.orders, self.build = RankOrders(), build
+        self.orders: dict[Hashable, RankOrder] = {}  # by what makes them; the one that was used last at the end
+        self.build = build
         can_divide = options.head is None and options.loss.reduction == "mean"
         self.divides = self._untold = None if can_divide else False
         self.last_step: StepRecord | None = None
@@ -137,14 +128,17 @@ class Runner:
         parents = None if trees is None else trees.followed
         of_rows = (counts, parents) if plan is None else plan.digest
         key = training, of_rows, None if rows is not None else self.setting
-        return self.orders.find(key, lambda: self._enter(training, self._schedule_of(counts, parents, plan)))
-
-    def _enter(self, training: bool, schedule: Schedule) -> RankOrder:
-        pipeline = self.pipeline
-        schedule = schedule if training else schedule.forward_only()
-        program = pipeline.lower(schedule)
-        executor = pipeline.make_executor(program, self.cache, fills=schedule.fills)
-        return RankOrder(schedule, pipeline.rank, program, executor)
+        found = self.orders.pop(key, None)
+        if found is None:
+            schedule = self._schedule_of(counts, parents, plan)
+            schedule = schedule if training else schedule.forward_only()
+            program = self.pipeline.lower(schedule)
+            executor = self.pipeline.make_executor(program, self.cache, fills=schedule.fills)
+            found = RankOrder(schedule, self.pipeline.rank, program, executor)
+            if len(self.orders) == MOST_ORDERS:
+                del self.orders[next(iter(self.orders))]
+        self.orders[key] = found
+        return found
 
     def _schedule_of(
         self,
@@ -208,7 +202,9 @@ class Runner:
                         around.callback(parallel.end_step)
                         parallel.begin_step()
                     if arguments.rows is not None:
-                        arguments = self._read_rows(arguments)
+                        num_parts = self.options.sequence_parallel[1]
+                        rows, trees = read_rows(arguments.rows, arguments.parents, num_parts)
+                        arguments = replace(arguments, rows=rows, trees=trees)
                     number = None
                     if self.tuner is not None and arguments.rows is None:
                         number = self.pipeline.group.begin_step(arguments.training)  # ranks talk from here on
@@ -221,7 +217,7 @@ class Runner:
                     # 2. All ranks have come, with the same.
                     number = self._meet(arguments, order, number)
                     if step.training:
-                        step.share_weights(self.pipeline.group, self.pipeline.rank_of_stage[-1])
+                        step.share_weights()
                     # 3. The units, and what surrounds them all.
                     if self.pipeline.tier is not None:
                         around.callback(self.pipeline.tier.reset)
@@ -256,10 +252,6 @@ class Runner:
             losses = step.losses()
         return losses, step.outputs() if arguments.return_outputs else None
 
-    def _read_rows(self, arguments: StepArguments) -> StepArguments:
-        rows, trees = read_rows(arguments.rows, arguments.parents, self.options.sequence_parallel[1])
-        return replace(arguments, rows=rows, trees=trees)
-
     def _tuned(self, tuner: Tuner, arguments: StepArguments) -> Setting:
         """The setting of a plain step, or of an evaluation. Collective."""
         length = self._length_of(arguments)
@@ -275,28 +267,11 @@ class Runner:
         return 0
 
     def _begin(self, order: RankOrder, arguments: StepArguments) -> Step:
-        pipeline, options = self.pipeline, self.options
-        batch = Batch(
-            arguments,
-            options,
-            rank=pipeline.rank,
-            has_first=pipeline.has_first,
-            has_last=pipeline.has_last,
-            num_stages=pipeline.num_stages,
-            device=pipeline.device,
-        )
+        batch = Batch(arguments, self.options, self.pipeline)
         batch.check()
-        training, head, embedding = arguments.training, None, None
-        if training and not self._known_shapes:
+        if arguments.training and not self._known_shapes:
             import_backward()
-        if options.head is not None:
-            assert isinstance(options.loss_fn, nn.Module)
-            last_rank, is_mean = pipeline.rank_of_stage[-1], options.loss.reduction == "mean"
-            last = order.last_cells.get("T", -1)
-            head = HeadStep(options.loss_fn, last_rank, last, training=training, is_mean=is_mean)
-        if options.embedding is not None:
-            embedding = EmbeddingStep(options.embedding, order.last_cells.get("G", -1), training=training)
-        return Step(batch, order, options, self.stages, pipeline.device, self._enter_shape, head, embedding)
+        return Step(batch, order, self.options, self.stages, self.pipeline, self._enter_shape)
 
     def _meet(self, arguments: StepArguments, order: RankOrder, number: int | None) -> int:
         """Waits for all ranks, and raises on each unless all were given the same. Returns the number of the step.

@@ -206,31 +206,17 @@ def split_kwargs(
     found = []
     for m, sizes in enumerate(rows):
         begins = [0, *accumulate(sizes)] if positions is None else positions(m)
-        found.append(_kwargs_of_segments(per_microbatch[m], rules, m, sizes, begins, dim, part))
+        units: list[dict[str, Any]] = [{} for _ in sizes]
+        for name in per_microbatch[m].keys() | {name for name, rule in rules.items() if callable(rule)}:
+            rule = rules.get(name, "replicate")
+            if callable(rule):
+                lengths = [size // part[1] for size in sizes]
+                parts = [rule(Segment(m, s, begins[s] + part[0] * own, own)) for s, own in enumerate(lengths)]
+            elif rule == "slice":
+                parts = split_sequence(per_microbatch[m][name], sizes, dim, f"kwargs[{name!r}]", part)
+            else:
+                parts = [per_microbatch[m][name]] * len(sizes)
+            for unit, value in zip(units, parts, strict=True):
+                unit[name] = value
+        found.append(units)
     return found
-
-
-def _kwargs_of_segments(
-    kwargs: dict[str, Any],
-    rules: Mapping[str, Rule],
-    microbatch: int,
-    sizes: Sequence[int],
-    begins: Sequence[int],
-    dim: int,
-    part: TokenPart,
-) -> list[dict[str, Any]]:
-    units: list[dict[str, Any]] = [{} for _ in sizes]
-    for name in kwargs.keys() | {name for name, rule in rules.items() if callable(rule)}:
-        rule = rules.get(name, "replicate")
-        if callable(rule):
-            for s, length in enumerate(sizes):
-                own = length // part[1]
-                units[s][name] = rule(Segment(microbatch, s, begins[s] + part[0] * own, own))
-            continue
-        value = kwargs[name]
-        parts = [value] * len(sizes)
-        if rule == "slice":
-            parts = split_sequence(value, sizes, dim, f"kwargs[{name!r}]", part)
-        for s in range(len(sizes)):
-            units[s][name] = parts[s]
-    return units

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,14 @@ from seq1f1b.runtime.arguments import Options
 from seq1f1b.runtime.backward import carry_back, start_of
 from seq1f1b.runtime.data_parallel import data_parallel
 from seq1f1b.runtime.findings import Findings
-from seq1f1b.runtime.loss_look import LossLook
 from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.parts import Feature, Part, Pass, Received, Sink, Source, hooks
 from seq1f1b.runtime.rank_order import StageOrder
 from seq1f1b.runtime.trees import Path, by_paths
 from seq1f1b.runtime.unit import LiveUnit
-from seq1f1b.transport import RankGroup
+
+if TYPE_CHECKING:
+    from seq1f1b.runtime.pipeline import Pipeline
 
 __all__: list[str] = []
 
@@ -32,41 +33,35 @@ class Stage:
 
     Args:
         features: what an engine may do around its units.
-        tier: where units of this rank may move what they saved.
-        group: of the pipeline; None: the stage runs by itself.
         is_whole: units are whole micro-batches, as outside a step.
         tells: whether what is found wrong is told, not only collected.
     """
 
     def __init__(
         self,
-        module: nn.Module | Callable[..., Any],
         index: int,
+        pipeline: Pipeline,
         options: Options,
+        features: Sequence[type[Feature]],
         *,
-        num_stages: int,
-        device: torch.device,
-        features: Sequence[type[Feature]] = (),
-        tier: Any = None,
-        group: RankGroup | None = None,
-        is_whole: bool = False,
-        tells: bool = True,
+        is_whole: bool,
+        tells: bool,
     ) -> None:
-        self.module, self.index, self.device = module, index, device
-        self.num_stages = num_stages
+        self.module: nn.Module | Callable[..., Any] = pipeline.modules[index]
+        self.index, self.device, self.num_stages = index, pipeline.device, pipeline.num_stages
         self.is_first = index == 0
-        self.is_last = index == num_stages - 1
+        self.is_last = index == pipeline.num_stages - 1
         # If the vocabulary is spread, the output goes to the shards of all ranks.
         self.loss_fn = options.loss_fn if self.is_last and options.head is None else None
         # A loss that holds parameters is the model's head: its logits live only inside F.
         self.loss_is_head = isinstance(self.loss_fn, nn.Module) and any(True for _ in self.loss_fn.parameters())
-        self.group = group
-        self.in_threads = group is not None and group.is_thread  # the others draw from the same generators
+        self.group = pipeline.group
+        self.in_threads = pipeline.group.is_thread  # the others draw from the same generators
         self.is_whole = is_whole
         self.findings = Findings(options.attention, tells=tells)
-        self.parallel = data_parallel(module)
+        self.parallel = data_parallel(self.module)
         self.head_parallel = data_parallel(self.loss_fn)
-        self.features = [make(self, options, tier) for make in features]
+        self.features = [make(self, options, pipeline.tier) for make in features]
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -89,10 +84,6 @@ class Stage:
         parameters = {id(p): p.numel() for module in self.modules for p in module.parameters() if p.requires_grad}
         return sum(parameters.values())
 
-    def begin(self, order: StageOrder, arguments: StageArguments) -> StageStep:
-        """Enters a step."""
-        return StageStep(self, order, arguments)
-
 
 @dataclass(frozen=True)
 class StageArguments:
@@ -100,14 +91,7 @@ class StageArguments:
 
     Attributes:
         rows: tokens of each segment of every micro-batch.
-        inputs: positional arguments of the first stage.
-        seeds: gradients of the last stage's losses, (cells) in float64.
-        shares: what part of the micro-batch's loss each of these losses is.
-        counts: the targets that it is a mean over.
-        count: counts those of a part of a sequence; None: losses are summed.
-        sum_seed: gradient of a loss that comes with its divisor.
-        divides: whether the loss comes with a divisor; None: the first one tells.
-        loss_look: of the first step of a shape.
+        inputs: positional arguments of the first stage, where this rank has them.
         auxiliary_seeds: of a unit, gradients of an auxiliary loss of its segment, and of one of the sequence.
         num_parts: by cell, leaves in it, in a step of trees.
         paths: by cell, of units that run path by path.
@@ -118,25 +102,15 @@ class StageArguments:
 
     training: bool
     rows: Sequence[Sequence[int]]
-    inputs: list[tuple[Any, ...]] | None = None
-    kwargs: list[dict[str, Any]] | None = None
-    targets: list[Any] | None = None
-    seeds: Tensor | None = None
-    shares: list[float] | None = None
-    counts: list[float] | None = None
-    count: Callable[[Any], float] | None = None
-    sum_seed: float = 1.0
-    divides: bool | None = None
-    loss_look: LossLook | None = None
-    loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    auxiliary_seeds: Callable[[LiveUnit], tuple[float, float]] = lambda unit: (1.0, 1.0)
-    num_parts: Sequence[int] = ()
-    paths: Sequence[Sequence[Path]] = ()
-    documents: Sequence[int] = ()
-    keep_outputs: bool = False
-    is_new: bool = False
-    seq_dim: int = 1
-    arg_rules: Mapping[str, Any] = field(default_factory=dict)
+    inputs: list[tuple[Any, ...]] | None
+    kwargs: list[dict[str, Any]] | None
+    auxiliary_seeds: Callable[[LiveUnit], tuple[float, float]]
+    num_parts: Sequence[int]
+    paths: Sequence[Sequence[Path]]
+    documents: Sequence[int]
+    is_new: bool
+    seq_dim: int
+    arg_rules: Mapping[str, Any]
 
 
 class StageStep:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,6 +18,7 @@ from seq1f1b.runtime.divided import read_divisors
 from seq1f1b.runtime.ends import FromBatch, FromStage, ToStage
 from seq1f1b.runtime.loss_step import ToLoss
 from seq1f1b.runtime.parts import Pass, Received, Sink, Source
+from seq1f1b.runtime.pipeline import Pipeline
 from seq1f1b.runtime.rank_order import RankOrder
 from seq1f1b.runtime.recompute import one_at_a_time
 from seq1f1b.runtime.rows import Rows
@@ -26,7 +26,6 @@ from seq1f1b.runtime.stage import Stage, StageArguments, StageStep
 from seq1f1b.runtime.trees import paths_of
 from seq1f1b.runtime.vocabulary_step import EmbeddingStep, FromEmbedding, HeadStep, ToHead
 from seq1f1b.runtime.weighting import Weighting, by_targets, combine, divide
-from seq1f1b.transport import RankGroup
 
 __all__: list[str] = []
 
@@ -39,9 +38,8 @@ class Step:
     Args:
         batch: its arguments, checked.
         order: in which its units run.
-        options, stages, device: the engine's own.
+        options, stages, pipeline: the engine's own.
         enter_shape: told (training, tokens, k) once the length is known; returns whether such a step has run before.
-        head, embedding: this rank's shards of the output layer and of the input embedding, where these are spread.
     """
 
     def __init__(
@@ -50,19 +48,26 @@ class Step:
         order: RankOrder,
         options: Options,
         stages: dict[int, Stage],
-        device: torch.device,
+        pipeline: Pipeline,
         enter_shape: Callable[[tuple[bool, int, int]], bool],
-        head: HeadStep | None = None,
-        embedding: EmbeddingStep | None = None,
     ) -> None:
         self._batch, self._order, self._options, self._stages = batch, order, options, stages
-        self._device, self._enter_shape, self._head, self._embedding = device, enter_shape, head, embedding
+        self._pipeline, self._device, self._enter_shape = pipeline, pipeline.device, enter_shape
         self.training, self.length = batch.arguments.training, 0
+        self._head: HeadStep | None = None  # this rank's shard of the output layer, where that is spread
+        if options.head is not None:
+            is_mean, last = options.loss.reduction == "mean", order.last_cells.get("T", -1)
+            self._head = HeadStep(
+                options.loss_fn, pipeline.rank_of_stage[-1], last, training=self.training, is_mean=is_mean
+            )
+        self._embedding: EmbeddingStep | None = None  # the same of the input embedding
+        if options.embedding is not None:
+            self._embedding = EmbeddingStep(options.embedding, order.last_cells.get("G", -1), training=self.training)
         self.tokens = 0  # of all sequences, where the first stage is
         self.sizes = [0] * options.num_segments  # as the executor takes them: alike for all, or in a row
         trees = batch.arguments.trees
         self.siblings = ((), ()) if trees is None else trees.siblings
-        self._autocast = torch.is_autocast_enabled(device.type)
+        self._autocast = torch.is_autocast_enabled(self._device.type)
         self._last = next((stage for stage in stages.values() if stage.is_last), None)
         self._loss: ToLoss | None = None
         self._weighting: Weighting | None = None
@@ -73,15 +78,15 @@ class Step:
         if batch.length:
             self.learn(batch.length)
 
-    def share_weights(self, group: RankGroup, last_rank: int) -> None:
+    def share_weights(self) -> None:
         """Tells all ranks by what micro-batches weigh, where targets say it: auxiliary losses weigh so. Collective."""
-        arguments = self._batch.arguments
+        arguments, group = self._batch.arguments, self._pipeline.group
         if group.size == 1 or (arguments.loss_weight is None and not by_targets(self._options, arguments)):
             return
         if arguments.rows is None and (length := max(group.all_gather_object(self.length))) and not self.length:
             self.learn(length)
         assert self._weighting is not None
-        self._weighting.weights = group.all_gather_object(self._weighting.weights)[last_rank]
+        self._weighting.weights = group.all_gather_object(self._weighting.weights)[self._pipeline.rank_of_stage[-1]]
 
     # -- the executor's ----------------------------------------------------------------------------------------------
 
@@ -109,9 +114,10 @@ class Step:
         trees, whole = batch.arguments.trees, batch.arguments.paths
         documents = DocumentCounts(kwargs if trees is None else None, rows)  # it counts along chains
         weighting = self._weighting = Weighting(batch, rows, options, self._device, documents)
-        common = StageArguments(
+        arguments = StageArguments(
             training=self.training,
             rows=rows,
+            inputs=inputs,
             kwargs=kwargs,
             auxiliary_seeds=weighting.auxiliary_seeds,
             num_parts=() if trees is None else [len(part) for row in trees.parts for part in row],
@@ -122,47 +128,29 @@ class Step:
             arg_rules=options.arg_rules,
         )
         for index, stage in self._stages.items():
-            own = replace(common, inputs=inputs) if stage.is_first else common
-            if stage.is_last:
-                own = replace(own, **self._of_last(stage, weighting, targets, is_known))
-            self._parts[index] = stage.begin(self._order.stages[index], own)
+            if stage.is_last and targets is not None:
+                weighting.weigh(stage)
+            self._parts[index] = StageStep(stage, self._order.stages[index], arguments)
         documents.read()
         for index, part in self._parts.items():
-            part.connect(self._source(index, part, inputs), self._sink(index, part))
+            part.connect(self._source(index, part, inputs), self._sink(index, part, targets))
             self._passes[index] = self._passes_of(part)
         if self._around is not None:
             self._enter_parts()
         return self.sizes
-
-    def _of_last(self, last: Stage, weighting: Weighting, targets: list[Any] | None, is_known: bool) -> dict[str, Any]:
-        """Arguments for the last stage alone."""
-        arguments = self._batch.arguments
-        given: dict[str, Any] = {"divides": arguments.divides, "keep_outputs": arguments.return_outputs}
-        if targets is None:
-            return given
-        seeds = weighting.seeds(last)
-        return given | {
-            "targets": targets,
-            "seeds": seeds,
-            "sum_seed": weighting.sum_seed(last),
-            "shares": [share for row in weighting.shares for share in row],
-            "counts": [count for row in weighting.counts for count in row],
-            "count": weighting.count,
-            "loss_look": None if is_known else weighting.look(),
-            "loss_kwargs": self._batch.leaves.replace(dict(arguments.loss_kwargs or {})),
-        }
 
     def _source(self, index: int, part: StageStep, inputs: Any) -> Source:
         if not part.stage.is_first:
             return FromStage(self.training, self._parts.get(index - 1))
         return FromBatch(inputs) if self._embedding is None else FromEmbedding(self._embedding)
 
-    def _sink(self, index: int, part: StageStep) -> Sink:
+    def _sink(self, index: int, part: StageStep, targets: list[Any] | None) -> Sink:
         if not part.stage.is_last:
             return ToStage(part, self._parts.get(index + 1))
+        assert self._weighting is not None
         if self._head is not None:
-            return ToHead(part, self._head)
-        self._loss = ToLoss(part, self.set_apart)
+            return ToHead(part, self._head, self._batch, self._weighting, targets)
+        self._loss = ToLoss(part, self._batch, self._weighting, targets, self.set_apart)
         return self._loss
 
     def _passes_of(self, part: StageStep) -> tuple[Pass, ...]:

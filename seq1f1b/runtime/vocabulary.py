@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,9 @@ from seq1f1b.runtime.data_parallel import without_wrapper
 from seq1f1b.transport import RankGroup
 
 __all__ = ["VocabularyParallelEmbedding", "VocabularyParallelHead"]
+
+
+_Shard = TypeVar("_Shard", bound="VocabularyShard")
 
 
 class VocabularyShard(nn.Module):
@@ -347,16 +350,10 @@ def _wide(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def head_of(loss_fn: Any) -> VocabularyParallelHead | None:
-    """The shard that an engine's ``loss_fn`` holds, under DDP or not; None for another loss."""
-    inner = without_wrapper(loss_fn) if isinstance(loss_fn, nn.Module) else None
-    return inner if isinstance(inner, VocabularyParallelHead) else None
-
-
-def embedding_of(module: Any) -> VocabularyParallelEmbedding | None:
-    """The shard that an engine's ``embedding`` is, under DDP or not; None for another module."""
+def shard_of(module: Any, kind: type[_Shard]) -> _Shard | None:
+    """The shard of this kind that an engine's ``loss_fn`` or ``embedding`` is, under DDP or not; None: it is none."""
     inner = without_wrapper(module) if isinstance(module, nn.Module) else None
-    return inner if isinstance(inner, VocabularyParallelEmbedding) else None
+    return inner if isinstance(inner, kind) else None
 
 
 @torch.no_grad()

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from seq1f1b.runtime.backward import input_gradients
+from seq1f1b.runtime.batch import Batch
 from seq1f1b.runtime.data_parallel import data_parallel
 from seq1f1b.runtime.ends import ToStage, detached
 from seq1f1b.runtime.parts import Pass, Received, Source
 from seq1f1b.runtime.stage import StageStep
 from seq1f1b.runtime.unit import LiveUnit
-from seq1f1b.runtime.vocabulary import Statistics, embedding_of, head_of
+from seq1f1b.runtime.vocabulary import Statistics, VocabularyParallelEmbedding, VocabularyParallelHead, shard_of
+from seq1f1b.runtime.weighting import Weighting
 
 __all__: list[str] = []
 
@@ -76,9 +78,9 @@ class HeadStep(_ShardStep):
         is_mean: the loss is a mean over targets, not their sum.
     """
 
-    def __init__(self, loss_fn: nn.Module, last_rank: int, last: int, *, training: bool, is_mean: bool) -> None:
+    def __init__(self, loss_fn: Any, last_rank: int, last: int, *, training: bool, is_mean: bool) -> None:
         super().__init__(loss_fn, last)
-        head = head_of(loss_fn)
+        head = shard_of(loss_fn, VocabularyParallelHead)
         assert head is not None
         self._head, self._training, self._is_mean = head, training, is_mean
         self._is_on_last = head.rank == last_rank
@@ -211,7 +213,7 @@ class EmbeddingStep(_ShardStep):
 
     def __init__(self, module: nn.Module, last: int, *, training: bool) -> None:
         super().__init__(module, last)
-        shard = embedding_of(module)
+        shard = shard_of(module, VocabularyParallelEmbedding)
         assert shard is not None
         self._shard, self._training = shard, training
         self.inputs: Sequence[tuple[Any, ...]] = ()  # of the pipeline, by cell
@@ -263,21 +265,23 @@ class EmbeddingStep(_ShardStep):
 class ToHead(ToStage):
     """The shards of all ranks, in place of a loss, with what they need beside the hidden state."""
 
-    def __init__(self, step: StageStep, head: HeadStep) -> None:
+    def __init__(
+        self, step: StageStep, head: HeadStep, batch: Batch, weighting: Weighting, targets: Sequence[Any] | None
+    ) -> None:
         super().__init__(step, None)
-        self._head, self._arguments = head, step.arguments
+        self._head, self._weighting, self._targets = head, weighting, targets
+        self._keeps_outputs = batch.arguments.return_outputs
 
     def take(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
-        arguments, cell = self._arguments, unit.cell
-        if arguments.keep_outputs and not unit.is_again:
+        if self._keeps_outputs and not unit.is_again:
             unit.output = detached(output)
         outputs = super().take(unit, output)
         if outputs is None:
             return None
-        target = None if arguments.targets is None else arguments.targets[cell]
-        seed = None if arguments.seeds is None else arguments.seeds[cell]
-        count = 1.0 if arguments.counts is None else arguments.counts[cell]
-        return self._head.message(cell, outputs, target, seed, count)
+        if self._targets is None:
+            return self._head.message(unit.cell, outputs, None, None, 1.0)
+        weighting, cell = self._weighting, unit.cell
+        return self._head.message(cell, outputs, self._targets[cell], weighting.seeds[cell], weighting.counts[cell])
 
     def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
         return self._head.hidden_gradient(unit.cell, received)

@@ -37,14 +37,18 @@ class Weighting:
         rows: tokens of the segments of every micro-batch.
         documents: read beside the targets' counts.
     Attributes:
-        shares: of this rank's segments in their micro-batch's loss, once :meth:`seeds` has found them.
-        counts: the targets that their losses are means over, 1.0 where losses are added as they are.
+        shares: of this rank's segments in their micro-batch's loss, once :meth:`weigh` has found them.
+        counts: by cell, the targets that their losses are means over, 1.0 where losses are added as they are.
+        seeds: by cell, where their backwards start, float64 on the device; of losses that come without a divisor.
+        sum_seed: of losses that come with one; :meth:`factor` does the rest.
         count: counts those of any part of a sequence; None: losses are added as they are.
         scale: by cell, the shares on the device, float64.
         weights: of micro-batches, once they are known; None: all weigh alike.
     """
 
     scale: Tensor
+    seeds: Tensor
+    sum_seed: float
 
     def __init__(
         self, batch: Batch, rows: Rows, options: Options, device: torch.device, documents: DocumentCounts
@@ -54,7 +58,7 @@ class Weighting:
         self._arguments = batch.arguments
         self._counts: list[float] = []  # targets of the micro-batches, where losses are means over them
         self.shares: list[list[float]] = []
-        self.counts: list[list[float]] = []
+        self.counts: list[float] = []
         self.count = None if options.loss.reduction == "sum" else options.count or count_default
         self.weights: list[float] | None = None
 
@@ -68,8 +72,8 @@ class Weighting:
             return (weight * options.sequence_parallel[1],) * 2
         return weight * row[unit.segment] / sum(row), weight
 
-    def seeds(self, last: Any) -> Tensor:
-        """The seeds of the backwards of this rank's segments, (cells) in float64; finds their shares.
+    def weigh(self, last: Any) -> None:
+        """Finds the shares of this rank's segments, and the seeds of their backwards.
 
         If ranks share the tokens of segments, each rank's share counts as many times as there are parts: the mean over
         the parts is to be the loss.
@@ -89,11 +93,12 @@ class Weighting:
             )
             self._counts = [sum(row) for row in all_counts]
         self.shares = [[num_parts * share for share in row] for row in segment_shares]
-        self.counts = counts
-        divisor = last.gradient_divisor
+        self.counts = [count for row in counts for count in row]
+        divisor, self.sum_seed = last.gradient_divisor, arguments.gradient_scale
         if arguments.loss_weight is not None:
             scale = arguments.gradient_scale * (num_parts if divisor is None else divisor)
-            seeds = [scale * count / arguments.loss_weight for row in counts for count in row]
+            self.sum_seed = scale / arguments.loss_weight
+            seeds = [scale * count / arguments.loss_weight for count in self.counts]
             numbers = [row[0] if options.loss.reduction == "sum" else sum(row) for row in all_counts]
             self.weights = [scale * number / arguments.loss_weight / num_parts for number in numbers]
         elif by_targets(options, arguments):
@@ -103,7 +108,7 @@ class Weighting:
                 # Every part counts all parts' targets, and so do the replicas of each.
                 scale *= last.wrappers[0].divisor
                 total = last.wrappers[0].sum(total, self._device)
-            seeds = [scale * count / (total or 1.0) for row in counts for count in row]
+            seeds = [scale * count / (total or 1.0) for count in self.counts]
             self.weights = [scale * sum(row) / (total or 1.0) / num_parts for row in all_counts]
         else:
             scale = arguments.gradient_scale / (len(self.rows) if options.loss.scale_grads else 1.0)
@@ -111,19 +116,7 @@ class Weighting:
         on_host = torch.tensor(
             [seeds, [share for row in self.shares for share in row]], dtype=torch.float64, device="cpu"
         )
-        on_device: tuple[Tensor, ...] = on_host.to(
-            self._device, non_blocking=True
-        ).unbind()  # the host waits for nothing
-        own, self.scale = on_device
-        return own
-
-    def sum_seed(self, last: Any) -> float:
-        """The gradient of a segment's loss that comes with its divisor; :meth:`factor` does the rest."""
-        arguments, divisor = self._arguments, last.gradient_divisor
-        if arguments.loss_weight is None:
-            return arguments.gradient_scale
-        num_replicas = self._options.sequence_parallel[1] if divisor is None else divisor
-        return arguments.gradient_scale * num_replicas / arguments.loss_weight
+        self.seeds, self.scale = on_host.to(self._device, non_blocking=True).unbind()  # the host waits for nothing
 
     def factor(self, last: Any, divisors: Mapping[int, float]) -> float:
         """By what gradients of sums are multiplied, once the divisors of all segments are there. Collective over

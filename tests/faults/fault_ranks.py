@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import seq1f1b
 from seq1f1b import Limits, PipelineEngine
-from seq1f1b.runtime.deferred import Deferred
+from seq1f1b.runtime.deferred import WeightGradients
 from seq1f1b.transport import descriptors
 
 P, M, K = 3, 3, 2
@@ -373,16 +373,16 @@ class Rank:
 
     def _trap_weights(self, engine: PipelineEngine) -> None:
         """The stage calls its trap in W of a unit, too."""
-        runtime = engine._runner.stages[engine.rank]
-        begin = runtime.begin
+        (feature,) = (f for f in engine._runner.stages[engine.rank].features if isinstance(f, WeightGradients))
+        begin = feature.begin
 
-        def begin_with_trap(*arguments: Any) -> Any:
-            step = begin(*arguments)
-            for part in (part for part in step.parts if isinstance(part, Deferred)):
-                part.weight = functools.partial(self._trapped, part.weight)  # type: ignore[method-assign]
-            return step
+        def begin_with_trap(step: Any) -> Any:
+            part: Any = begin(step)
+            if part is not None:
+                part.weight = functools.partial(self._trapped, part.weight)
+            return part
 
-        runtime.begin = begin_with_trap  # type: ignore[method-assign]
+        feature.begin = begin_with_trap  # type: ignore[method-assign]
 
     def _trapped(self, weight: Any, cell: int, received: Any) -> None:
         if self.stage.at == f"W{cell // K}.{cell % K}":

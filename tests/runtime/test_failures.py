@@ -66,14 +66,14 @@ class Trapped(nn.Module):
 
 def trap_w(engine: PipelineEngine, stage: Trapped) -> None:
     """The stage calls its trap in W of a unit: once I has left its products, before W takes the first."""
-    runtime = engine._runner.stages[engine.rank]
-    begin = runtime.begin
+    (feature,) = (f for f in engine._runner.stages[engine.rank].features if isinstance(f, deferred.WeightGradients))
+    begin = feature.begin
 
-    def begin_with_trap(*arguments: Any) -> Any:
-        step = begin(*arguments)
-        for part in (part for part in step.parts if isinstance(part, deferred.Deferred)):
+    def begin_with_trap(step: Any) -> Any:
+        part: Any = begin(step)
+        if part is not None:
             part.weight = partial(trapped, part, part.weight)
-        return step
+        return part
 
     def trapped(part: Any, weight: Any, cell: int, received: Any) -> None:
         if stage.at == f"W{cell // K}.{cell % K}":
@@ -81,7 +81,7 @@ def trap_w(engine: PipelineEngine, stage: Trapped) -> None:
             stage.trap()
         weight(cell, received)
 
-    runtime.begin = begin_with_trap
+    feature.begin = begin_with_trap  # type: ignore[method-assign]
 
 
 def step_into_a_trap(

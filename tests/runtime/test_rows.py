@@ -255,7 +255,7 @@ def test_many_steps_leave_nothing_behind() -> None:
             tokens, targets = data_of(of_rows(rows), size=1)
             engine.step(tokens, target=targets, segment_sizes=rows)
             seen.append((engine.report().kv_bytes, len(os.listdir("/proc/self/fd"))))
-        assert len(engine._runner.orders._known) == 16
+        assert len(engine._runner.orders) == 16
         return seen
 
     for seen in run_ranks(2, run):

@@ -99,7 +99,7 @@ def test_another_length_is_tuned_again_and_what_is_found_can_be_kept(tmp_path: P
             engine.step(tokens, target=target)
             gradients_of(stages)
             texts.append(told(engine))
-        known = max(len(engine._runner.orders._known), len(engine._runner.tuner._settings))
+        known = max(len(engine._runner.orders), len(engine._runner.tuner._settings))
         found, order = engine.found_order(), engine.schedule
         assert (found.seq_len, found.num_segments) == (64, engine.num_segments)
         engine.close()
