@@ -75,20 +75,16 @@ def test_what_can_fit_fits(kind: str) -> None:
             inputs=[[x // 5 for x in row] for row in rows],
             kv=rng.randint(0, 20),
         )
-        whole = order.peak_memory(memory, costs=Costs(links=Links(message_bytes=3))).total
+        costs = Costs(links=Links(message_bytes=3))
+        whole = order.peak_memory(memory, costs=costs).total
         change = order.recompute if kind == "R" else order.offload
-        least = change().peak_memory(memory, costs=Costs(links=Links(message_bytes=3))).total
+        least = change().peak_memory(memory, costs=costs).total
         room = [rng.randint(min(a, b), max(a, b)) for a, b in zip(least, whole, strict=True)]
         by = ("recompute",) if kind == "R" else ("offload",)
-        fitted = order.fit(memory, room, by, costs=Costs(links=Links(message_bytes=3)))
+        fitted = order.fit(memory, room, by, costs=costs)
         fitted.check()
-        assert all(
-            a <= b
-            for a, b in zip(
-                fitted.peak_memory(memory, costs=Costs(links=Links(message_bytes=3))).total, room, strict=True
-            )
-        )
-        assert order.fit(memory, whole, by, costs=Costs(links=Links(message_bytes=3))) == order
+        assert all(a <= b for a, b in zip(fitted.peak_memory(memory, costs=costs).total, room, strict=True))
+        assert order.fit(memory, whole, by, costs=costs) == order
         tried += 1
 
 

@@ -214,12 +214,6 @@ def test_random_orders_replay_in_any_interleaving() -> None:
             replay(lowered, choose)
 
 
-def test_recomputed_units_replay_in_any_interleaving() -> None:
-    rng = random.Random(2)
-    for _ in range(100):
-        replay(Lowered(with_recomputation(random_order(rng), rng), rng.randint(0, 2)), rng.choice)
-
-
 def test_moved_units_replay_in_any_interleaving() -> None:
     rng = random.Random(12)
     moved = 0

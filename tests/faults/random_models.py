@@ -48,7 +48,7 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
         self.mlp = nn.Sequential(nn.Linear(HIDDEN, 2 * HIDDEN), nn.GELU(), nn.Linear(2 * HIDDEN, HIDDEN))
         self.conv, self.cell = nn.Conv1d(HIDDEN, HIDDEN, 3), nn.GRUCell(HIDDEN, HIDDEN)
-        self.gru, self.lstm = (kind(HIDDEN, HIDDEN, batch_first=True) for kind in (nn.GRU, nn.LSTM))
+        self.gru = nn.GRU(HIDDEN, HIDDEN, batch_first=True)
         self.batch_norm, self.group_norm = nn.BatchNorm1d(HIDDEN), nn.GroupNorm(2, HIDDEN)
         self.drop, self.shared_drop = nn.Dropout(0.3), nn.Dropout1d(0.3)
         self.router, self.gate = nn.Linear(HIDDEN, 3), nn.Linear(HIDDEN, HIDDEN)
@@ -127,10 +127,6 @@ def at_positions(self: Block, x: Tensor) -> Tensor:
     return attend(self, x + self.table[seq1f1b.positions(x)])
 
 
-def in_blocks_of_rows(self: Block, x: Tensor) -> Tensor:
-    return attend(self, torch.stack([row * 1.5 for row in x]))
-
-
 def checkpointed(self: Block, x: Tensor) -> Tensor:
     return checkpoint(lambda y: attend(self, y), x, use_reentrant=False)
 
@@ -141,7 +137,7 @@ def with_dropout(self: Block, x: Tensor) -> Tensor:
 
 RIGHT: list[Mix] = [
     attend, attend_window, attend_rotated, sum_so_far, shift_carried, conv_carried, gru_carried, routed, gated,
-    over_features, at_positions, in_blocks_of_rows, checkpointed, with_dropout,
+    over_features, at_positions, checkpointed, with_dropout,
 ]  # fmt: skip
 
 
@@ -174,24 +170,12 @@ def gru_anew(self: Block, x: Tensor) -> Tensor:
     return attend(self, x) + self.gru(x)[0]
 
 
-def lstm_anew(self: Block, x: Tensor) -> Tensor:
-    return attend(self, x) + self.lstm(x)[0]
-
-
 def cell_loop(self: Block, x: Tensor) -> Tensor:
     state, states = torch.zeros_like(x[:, 0]), []
     for token in x.unbind(1):
         state = self.cell(token, state)
         states.append(state)
     return attend(self, x) + torch.stack(states, 1)
-
-
-def average_loop(self: Block, x: Tensor) -> Tensor:
-    state, states = x[:, 0], []
-    for token in x.unbind(1):
-        state = 0.7 * state + 0.3 * token
-        states.append(state)
-    return attend(self, torch.stack(states, 1))
 
 
 def detached_state(self: Block, x: Tensor) -> Tensor:
@@ -213,12 +197,6 @@ def kept_in_python(self: Block, x: Tensor) -> Tensor:
 def running_mean(self: Block, x: Tensor) -> Tensor:
     self.running.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)).to(self.running.dtype))
     return attend(self, x - self.running)
-
-
-def running_last(self: Block, x: Tensor) -> Tensor:
-    y = attend(self, x + self.running)
-    self.running.copy_(x.detach()[0, -1])
-    return y
 
 
 def counted_calls(self: Block, x: Tensor) -> Tensor:
@@ -265,11 +243,11 @@ MIXES: dict[str, list[Mix]] = {
         plus(lambda self, x: x * (1.0 - 0.5 * (torch.arange(x.shape[1]) % 2)[:, None].to(x.dtype))),
         plus(lambda self, x: x * (1.0 + 0.02 * x.shape[1])),
     ],
-    "state": [alone, scores_by_hand, linear_attention, padded_conv, gru_anew, lstm_anew, cell_loop, average_loop,
+    "state": [alone, scores_by_hand, linear_attention, padded_conv, gru_anew, cell_loop,
               plus(lambda self, x: x.cumsum(1)), plus(lambda self, x: torch.cat([x[:, :1], x[:, :-1]], 1)),
               plus(lambda self, x: x.cummax(1)[0]), plus(lambda self, x: x - x[:, :1])],
     "contexts": [detached_state, kept_in_python],
-    "buffers": [running_mean, running_last, counted_calls],
+    "buffers": [running_mean, counted_calls],
     "dropout": [plus(lambda self, x: self.shared_drop(x.transpose(1, 2)).transpose(1, 2)), of_random_segment,
                 plus(lambda self, x: F.dropout(torch.ones_like(x[:, :1]), 0.4, self.training) * x)],
 }  # fmt: skip
@@ -282,10 +260,6 @@ def hooked_output(model: Model, block: Block) -> None:
     block.register_forward_hook(lambda module, args, output: output - output.mean(1, keepdim=True))
 
 
-def hooked_input(model: Model, block: Block) -> None:
-    block.register_forward_pre_hook(lambda module, args: (args[0].roll(1, 1),))
-
-
 def hooked_gradient(model: Model, block: Block) -> None:
     def hook(module: nn.Module, args: Any, output: Tensor) -> None:
         if output.requires_grad:
@@ -294,7 +268,7 @@ def hooked_gradient(model: Model, block: Block) -> None:
     block.register_forward_hook(hook)
 
 
-HOOKS = [hooked_output, hooked_input, hooked_gradient]
+HOOKS = [hooked_output, hooked_gradient]
 Losses = list[Callable[[Tensor, Tensor], Tensor]]
 
 

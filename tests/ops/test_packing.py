@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import seq1f1b
-from seq1f1b import PipelineEngine, ScheduleSeq1F1B
+from seq1f1b import PipelineEngine
 from seq1f1b.ops.packing import document_lengths, document_starts, pack_documents
 from seq1f1b.testing import run_ranks
 
@@ -110,6 +110,13 @@ def check(found: list[Tensor], stages: list[Stage], want: tuple[list[Tensor], di
     assert gradient_error(gradients_of(stages), want[1]) <= 1e-10
 
 
+def engine_of(stage: Any, sizes: Any = SIZES, k: int = 4, **options: Any) -> PipelineEngine:
+    return PipelineEngine(
+        stage, num_microbatches=M, num_segments=k, segment_sizes=sizes, arg_rules={"doc_ids": "slice"},
+        loss_fn=cross_entropy, **options,
+    )  # fmt: skip
+
+
 def check_against_documents_alone(
     stages: list[Any], sizes: list[int], tokens: Tensor, target: Tensor, doc_ids: Tensor
 ) -> None:
@@ -117,15 +124,7 @@ def check_against_documents_alone(
     want = run_alone(stages, tokens, doc_ids, M)
 
     def run(group: Any) -> list[Tensor]:
-        engine = PipelineEngine(
-            stages[group.rank],
-            num_microbatches=M,
-            num_segments=len(sizes),
-            segment_sizes=sizes,
-            arg_rules={"doc_ids": "slice"},
-            loss_fn=cross_entropy,
-            group=group,
-        )
+        engine = engine_of(stages[group.rank], sizes, len(sizes), group=group)
         return engine.step(tokens, target=target, kwargs={"doc_ids": doc_ids})
 
     check(run_ranks(2, run)[-1], stages, want)
@@ -151,14 +150,7 @@ def test_compiled_stages_need_no_graph_per_segment_or_packing():
     torch._dynamo.reset()
     stages = make_stages(1)
     counter = CompileCounterWithBackend("aot_eager")
-    engine = PipelineEngine(
-        torch.compile(stages[0], fullgraph=True, backend=counter),
-        num_microbatches=M,
-        num_segments=4,
-        segment_sizes=SIZES,
-        arg_rules={"doc_ids": "slice"},
-        loss_fn=cross_entropy,
-    )
+    engine = engine_of(torch.compile(stages[0], fullgraph=True, backend=counter))
     for rows in (ROWS, ROWS[::-1], [[23]] * 4):
         tokens, target, doc_ids = make_batch(rows)
         graphs = counter.frame_count
@@ -170,27 +162,6 @@ def test_compiled_stages_need_no_graph_per_segment_or_packing():
         torch.testing.assert_close(torch.stack(found), torch.stack(losses), rtol=1e-12, atol=0)
         assert gradient_error(found_gradients, want) <= 1e-10
     torch._dynamo.reset()
-
-
-def test_the_drop_in_takes_documents_too(tmp_path):
-    import torch.distributed as dist
-    from torch.distributed.pipelining import PipelineStage
-
-    stages = make_stages(1)
-    tokens, target, doc_ids = make_batch()
-    want = run_alone(stages, tokens, doc_ids, M)
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        stage = PipelineStage(stages[0], 0, 1, torch.device("cpu"))
-        schedule = ScheduleSeq1F1B(
-            stage, M, cross_entropy, n_segments=4, segment_sizes=SIZES, arg_rules={"doc_ids": "slice"}
-        )
-        losses: list[Tensor] = []
-        schedule.step(tokens, target=target, losses=losses, doc_ids=doc_ids)
-        check(losses, stages, want)
-        schedule.close()
-    finally:
-        dist.destroy_process_group()
 
 
 def test_balanced_segments_are_those_of_the_documents_on_every_rank():
@@ -206,15 +177,7 @@ def test_balanced_segments_are_those_of_the_documents_on_every_rank():
     assert len({tuple(sizes) for *_, sizes, _ in steps}) == 3
 
     def run(group: Any) -> list[tuple[list[Tensor], list[int]]]:
-        engine = PipelineEngine(
-            stages[group.rank],
-            num_microbatches=M,
-            num_segments=4,
-            segment_sizes=shape,
-            arg_rules={"doc_ids": "slice"},
-            loss_fn=cross_entropy,
-            group=group,
-        )
+        engine = engine_of(stages[group.rank], shape, group=group)
         found = []
         for tokens, target, doc_ids, *_ in steps:  # a list of micro-batches counts like the whole batch
             losses = engine.step(tokens, target=target, kwargs=[{"doc_ids": ids} for ids in doc_ids.chunk(M)])
@@ -338,10 +301,7 @@ def test_plain_ids_in_a_step_are_an_error_that_names_the_remedy():
     """Ids that count documents would make positions of nothing: no loss would tell."""
     tokens, target, _ = make_batch()
     ids = packed_ids(ROWS) - 10
-    engine = PipelineEngine(
-        make_stages(1)[0], num_microbatches=M, num_segments=4, segment_sizes=SIZES, arg_rules={"doc_ids": "slice"},
-        loss_fn=cross_entropy,
-    )  # fmt: skip
+    engine = engine_of(make_stages(1)[0])
     with pytest.raises(ValueError, match=r"row 0, token 8 is 3, must be .* seq1f1b\.document_starts"):
         engine.step(tokens, target=target, kwargs={"doc_ids": ids})
 

@@ -64,6 +64,11 @@ class Trapped(nn.Module):
             self.trap()
 
 
+def make_engine(stage: nn.Module, kind: str, **options: Any) -> PipelineEngine:
+    counts = {"num_microbatches": M, "num_segments": K}
+    return PipelineEngine(stage, **counts, loss_fn=cross_entropy, transport=kind, **options)
+
+
 def trap_w(engine: PipelineEngine, stage: Trapped) -> None:
     """The stage calls its trap in W of a unit: once I has left its products, before W takes the first."""
     (feature,) = (f for f in engine._runner.stages[engine.rank].features if isinstance(f, deferred.WeightGradients))
@@ -97,16 +102,10 @@ def step_into_a_trap(
             time.sleep(1)
 
     stage = Trapped(rank, None, trap)
-    engine = PipelineEngine(
-        stage,
-        num_microbatches=M,
-        num_segments=K,
-        loss_fn=cross_entropy,
-        transport=kind,
-        **options,
-    )
+    engine = make_engine(stage, kind, **options)
     trap_w(engine, stage)
-    if "first_step_timeout" not in options or options["first_step_timeout"] > options["timeout"]:
+    limits = options.get("limits", Limits())
+    if limits.first_step > limits.step:  # else the trap is in the first one
         engine.step(TOKENS, target=TARGET)
     pipe.send(("ready", os.getpid()))
     stage.calls, stage.at = 0, at if rank == trapped else None
@@ -158,15 +157,8 @@ def make_differently(rank: int, pipe: Connection, kind: str) -> Any:
     began = time.monotonic()
 
     def do() -> None:
-        engine = PipelineEngine(
-            Trapped(rank, None, lambda: None),
-            schedule=build_schedule("1f1b", num_ranks=P, num_microbatches=M) if rank == 1 else "1f1b",
-            num_microbatches=M,
-            num_segments=K,
-            loss_fn=cross_entropy,
-            transport=kind,
-        )
-        engine.step(TOKENS, target=TARGET)
+        schedule = build_schedule("1f1b", num_ranks=P, num_microbatches=M) if rank == 1 else "1f1b"
+        make_engine(Trapped(rank, None, lambda: None), kind, schedule=schedule).step(TOKENS, target=TARGET)
 
     name, text, _, ended = outcome(do)
     return name, text, ended - began
@@ -178,7 +170,8 @@ def test_a_rank_that_cannot_make_its_engine(tmp_path: Path, kind: str) -> None:
         results = [ranks.result(rank) for rank in range(P)]
     assert results[1][0] == "ValueError"
     for name, text, seconds in (results[0], results[2]):
-        assert name == "PipelineError" and "rank 1" in text and seconds < 10.0
+        assert name == "PipelineError" and "rank 1 ended the step: ValueError: the schedule is for" in text
+        assert seconds < 10.0
 
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
@@ -270,7 +263,7 @@ def raise_error() -> None:
 def fail_while_another_is_stopped(rank: int, pipe: Connection, kind: str) -> Any:
     """Rank 0 is late in the first step, whose last collective the others then wait in."""
     stage = Trapped(rank, None, lambda: None)
-    engine = PipelineEngine(stage, num_microbatches=M, num_segments=K, loss_fn=cross_entropy, transport=kind)
+    engine = make_engine(stage, kind)
 
     def wait() -> None:
         pipe.send(("waits", 0))
@@ -311,7 +304,7 @@ def test_an_error_ends_no_collective_of_the_step_before(tmp_path: Path) -> None:
 def fail_while_another_works(rank: int, pipe: Connection, kind: str, late: str) -> Any:
     """Rank 1 is late in the first evaluation, which rank 0 has left then, and in which rank 2 waits for rank 1."""
     stage = Trapped(rank, None, lambda: None)
-    engine = PipelineEngine(stage, num_microbatches=M, num_segments=K, loss_fn=cross_entropy, transport=kind)
+    engine = make_engine(stage, kind)
     engine.eval(TOKENS, target=TARGET)
 
     def wait() -> None:
@@ -373,7 +366,7 @@ def make_and_close(rank: int, pipe: Connection, kind: str) -> Any:
     counts = []
     for n in range(3):
         stage = Trapped(rank, None, lambda: pipe.send(("trap", 0)))
-        engine = PipelineEngine(stage, num_microbatches=M, num_segments=K, loss_fn=cross_entropy, transport=kind)
+        engine = make_engine(stage, kind)
         engine.step(TOKENS, target=TARGET)
         if n == 2 and kind == "shm":
             outcome(lambda engine=engine: engine.step(TOKENS if rank else None, target=TARGET))
@@ -466,8 +459,7 @@ def test_a_pipeline_error_is_a_runtime_error() -> None:
 
 
 def give_up_between_steps(rank: int, pipe: Connection, kind: str) -> Any:
-    options = {"num_microbatches": M, "num_segments": K, "loss_fn": cross_entropy, "transport": kind}
-    engine = PipelineEngine(stage_of(whole_model(CONFIG), CONFIG, rank, P), **options)
+    engine = make_engine(stage_of(whole_model(CONFIG), CONFIG, rank, P), kind)
     engine.step(TOKENS, target=TARGET)
     pipe.send(("ready", rank))
     pipe.recv()
@@ -486,7 +478,7 @@ def give_up_between_steps(rank: int, pipe: Connection, kind: str) -> Any:
     return len(losses)
 
 
-@pytest.mark.parametrize("kind", ["shm", "c10d"])
+@pytest.mark.parametrize("kind", TRANSPORTS)
 def test_a_rank_that_gives_up_between_steps_ends_what_others_wait_for(tmp_path, kind):
     with running(give_up_between_steps, tmp_path, kind) as ranks:
         for rank in range(P):

@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -156,6 +157,10 @@ def run_all(model: Model, make: Callable[[], PipelineEngine], others: tuple[nn.M
         engine.close()
 
 
+def engine_of(model: nn.Module, **options: Any) -> PipelineEngine:
+    return PipelineEngine(model, num_microbatches=2, num_segments=2, **({"loss_fn": cross_entropy} | options))
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "whole": {},
     "split": {"schedule": "seq-zb-h1"},
@@ -164,43 +169,30 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "blocks": {"memory": Memory(blocks=("blocks", 0.5))},
     "own dtype": {"grad_dtype": None},
     "any attention": {"attention": "any"},
+    "offload": {"memory": Memory(offload="set to a folder of the test", units="all")},
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_an_engine_leaves_all_as_it_was(options, dtype):
+def test_an_engine_leaves_all_as_it_was(options, dtype, tmp_path):
     model = Model(dtype)
-    settings: dict[str, Any] = {"num_microbatches": 2, "num_segments": 2, "loss_fn": cross_entropy} | options
-    run_all(model, lambda: PipelineEngine(model, **settings))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_offload_leaves_all_as_it_was(dtype, tmp_path):
-    model = Model(dtype)
-    run_all(
-        model,
-        lambda: PipelineEngine(
-            model,
-            num_microbatches=2,
-            num_segments=2,
-            loss_fn=cross_entropy,
-            memory=Memory(offload=tmp_path, units="all"),
-        ),
-    )
+    if (memory := options.get("memory", Memory())).offload is not None:
+        options = {"memory": replace(memory, offload=tmp_path)}
+    run_all(model, lambda: engine_of(model, **options))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_autocast_leaves_all_as_it_was():
     model = Model(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        run_all(model, lambda: PipelineEngine(model, num_microbatches=2, num_segments=2, loss_fn=cross_entropy))
+        run_all(model, lambda: engine_of(model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_verify_leaves_all_as_it_was(dtype):
     model = Model(dtype).float().to(dtype)
-    engine = PipelineEngine(model, num_microbatches=2, num_segments=2, loss_fn=cross_entropy)
+    engine = engine_of(model)
     for _ in range(2):
         with as_found("verify", model):
             engine.verify(TOKENS, target=TARGET, show=False)
@@ -224,7 +216,7 @@ def test_a_head_in_the_loss_is_left_as_it_was(kind, dtype):
     head: nn.Module = Head(dtype)
     if kind == "vocabulary":
         head = seq1f1b.VocabularyParallelHead(8, 11, rank=0, num_ranks=1, dtype=dtype)
-    run_all(model, lambda: PipelineEngine(model, num_microbatches=2, num_segments=2, loss_fn=head), (head,))
+    run_all(model, lambda: engine_of(model, loss_fn=head), (head,))
 
 
 @pytest.mark.parametrize(
@@ -258,7 +250,7 @@ def use(engine: PipelineEngine, how: str) -> None:
 @pytest.mark.parametrize("to", [torch.float32, torch.float64])
 def test_gradients_follow_the_parameters_dtype_afterwards(how, dtype, to):
     model = Model(dtype)
-    engine = PipelineEngine(model, num_microbatches=2, num_segments=2, loss_fn=cross_entropy)
+    engine = engine_of(model)
     model.fails = "B" if how == "error" else ""
     with contextlib.nullcontext() if how != "error" else pytest.raises(ZeroDivisionError):
         use(engine, how)
@@ -281,7 +273,7 @@ def test_a_grad_dtype_that_somebody_chose_stays(how, chosen):
     model = Model(torch.bfloat16)
     weight = model.blocks["0"].q.weight
     weight.grad_dtype = chosen
-    engine = PipelineEngine(model, num_microbatches=2, num_segments=2, loss_fn=cross_entropy)
+    engine = engine_of(model)
     use(engine, how)
     assert weight.grad_dtype == chosen and model.blocks["1"].q.weight.grad_dtype == torch.bfloat16
     use(engine, "step")
@@ -312,7 +304,7 @@ def test_a_sparse_gradient_stays_sparse(dtype):
     for sparse in (True, False):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(7, 4, sparse=sparse), nn.Linear(4, 7)).to(dtype)
-        engine = PipelineEngine(model, num_microbatches=2, num_segments=2, loss_fn=cross_entropy)
+        engine = engine_of(model)
         for _ in range(2):
             engine.step(tokens, target=tokens)
         found.append(model[0].weight.grad)

@@ -88,19 +88,13 @@ def test_auto_is_never_longer_than_a_family() -> None:
         assert all(peak <= 2 * most for peak, most in zip(held, largest, strict=True))
         with pytest.raises(ScheduleError, match=rf"cap_bytes >= {largest[0]} on rank 0"):
             build_schedule("auto", **counts, options=options | {"cap_bytes": [n - 1 for n in largest]})
+        given = Costs(costs[0], whole(costs), weight=costs[2], input=costs[1])
         free = build_schedule("auto", **counts, options={"costs": costs, "placement": "v" if v == 2 else "loop"})
-        best = (
-            free.replace(prefetch=64).simulate(Costs(costs[0], whole(costs), weight=costs[2], input=costs[1])).makespan
-        )
+        best = free.replace(prefetch=64).simulate(given).makespan
         for name in (*ONE_STAGE, *V_SHAPED):
             named = built(name, P, rows)
             if named is not None and named.num_stages == P * v:
-                taken = (
-                    named.replace(prefetch=64)
-                    .simulate(Costs(costs[0], whole(costs), weight=costs[2], input=costs[1]))
-                    .makespan
-                )
-                assert best <= taken * (1 + 1e-9)
+                assert best <= named.replace(prefetch=64).simulate(given).makespan * (1 + 1e-9)
         units = build_schedule("auto", **counts, options={"cap": v * max(rows)})
         units.check(max_live_units=v * max(rows))
 
