@@ -10,9 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from itertools import count, pairwise
 from types import FunctionType
 from typing import Any
@@ -25,7 +23,7 @@ from torch.utils import _pytree as pytree
 from seq1f1b.ops.context import carry_in, carry_out, current
 from seq1f1b.transformers.twins import become
 
-__all__ = ["carry_states", "documents", "mixers"]
+__all__ = ["carry_states", "mixers", "note_documents"]
 
 _NOTHING = torch.empty(0, device="cpu")
 _CACHES = ("cache", "past_key_values", "cache_params")  # the parameter of a mixer: 5.24's name, and those of 5.23
@@ -136,21 +134,20 @@ def _key(layer_idx: int, state_idx: int, kind: int) -> int:
 _of_units: weakref.WeakKeyDictionary[Any, list[list[int]]] = weakref.WeakKeyDictionary()
 """First tokens of documents in a unit, by row. A layer may be computed again in the unit's backward."""
 
-_outside: ContextVar[list[list[int]]] = ContextVar("_outside")
 
+def note_documents(position_ids: Tensor) -> None:
+    """Mixers of the running unit forget their states at tokens of position 0.
 
-@contextmanager
-def documents(position_ids: Tensor | None) -> Iterator[None]:
-    """Mixers forget their states at tokens of position 0. None: no documents are packed."""
-    starts = [] if position_ids is None else [row.nonzero().flatten().tolist() for row in position_ids == 0]
+    Raises:
+        ValueError: no unit is running.
+    """
     unit: Any = current()
-    if unit is not None:
-        _of_units[unit] = starts
-    token = _outside.set(starts)
-    try:
-        yield
-    finally:
-        _outside.reset(token)
+    if unit is None:
+        raise ValueError(
+            "packed documents in layers with state: outside a step these do not know their doc_ids; run the stage by a "
+            "PipelineEngine"
+        )
+    _of_units[unit] = [row.nonzero().flatten().tolist() for row in position_ids == 0]
 
 
 def _unpacked(value: Any) -> Any:
@@ -161,8 +158,7 @@ def _unpacked(value: Any) -> Any:
 def _pieces(length: int) -> list[tuple[slice, list[tuple[slice, bool]]]]:
     """Rows of the running unit, with the slices of documents in them and whether each begins there."""
     unit: Any = current()
-    starts = _outside.get([]) if unit is None else _of_units.get(unit, [])
-    starts = starts or [[]]  # the row of one document that goes on
+    starts = [[]] if unit is None else _of_units.get(unit, [[]])  # a row of one document that goes on
     alike = all(row == starts[0] for row in starts)
     found = []
     for i, row in enumerate(starts[:1] if alike else starts):
