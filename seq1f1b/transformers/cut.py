@@ -54,7 +54,7 @@ from seq1f1b.transformers.parts import (
 )
 from seq1f1b.transformers.sample import Whole, run_sample, tokens_of, without_head
 from seq1f1b.transformers.stage import CausalLMStage, Entry, Exit, Message
-from seq1f1b.transformers.state import carry_states, look_at_states, mixers
+from seq1f1b.transformers.state import carry_states
 from seq1f1b.transformers.twins import shallow, twin
 
 __all__ = ["pipeline_stage"]
@@ -289,8 +289,6 @@ def _look_at_layer(model: nn.Module, layer: nn.Module, index: int, record: Recor
                 attention.seq1f1b_layer = layer_handle(attention.layer_idx)
                 attention.seq1f1b_window, attention.seq1f1b_chunk = look.window, look.chunk
                 dropout = max(dropout, look.dropout)
-            if mixers(layer):
-                look_at_states(model, layer, index, record)
     except ValueError as error:
         raise ValueError(f"{cannot(model)}: layer {index}: {with_remedy(str(error))}") from error
     return dropout

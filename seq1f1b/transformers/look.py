@@ -86,9 +86,6 @@ class Record:
                 return mask
         return None
 
-    def is_mask(self, leaf: Any) -> bool:
-        return isinstance(leaf, Tensor) and self.mask_of(leaf) is not None
-
     def note_decoder(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Hook of the decoder."""
         self.options = {name: value for name, value in kwargs.items() if isinstance(value, (bool, int, float, str))}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from seq1f1b.runtime.tied_copies import held
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 from seq1f1b.transformers.attention_function import no_mask, refuse_dropout
 from seq1f1b.transformers.initial import initialize
-from seq1f1b.transformers.state import documents, mixers
+from seq1f1b.transformers.state import mixers, note_documents
 from seq1f1b.transformers.twins import as_layer, shallow
 
 __all__ = ["CausalLMStage", "Elsewhere", "Entry", "Exit", "Hidden", "Message", "NoEmbedding"]
@@ -199,14 +198,9 @@ class CausalLMStage(nn.Module):
             mask = no_mask(x) if unit is not None and unit.num_parts > 1 else None
             return self.run((x, *others), positions(x)[None], mask)
         position_ids = positions(x, doc_ids=doc_ids)
-        is_recomputed = torch.is_grad_enabled() and self.causal_lm.is_activation_checkpointing
-        if self._carries and current() is None and is_recomputed:
-            raise ValueError(
-                "packed documents in layers with state that are computed again in the backward: outside a step these "
-                "would not know their doc_ids; run the stage by a PipelineEngine"
-            )
-        with documents(position_ids) if self._carries else nullcontext():
-            return self.run((x, *others), position_ids, doc_ids.to(torch.int32)[:, None, None])
+        if self._carries:
+            note_documents(position_ids)
+        return self.run((x, *others), position_ids, doc_ids.to(torch.int32)[:, None, None])
 
     def run(
         self, given: Sequence[Tensor], position_ids: Tensor, attention_mask: Tensor | None

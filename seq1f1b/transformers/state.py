@@ -7,13 +7,10 @@ as without one.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Callable
 from itertools import count, pairwise
 from types import FunctionType
 from typing import Any
@@ -24,14 +21,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from seq1f1b.ops.context import carry_in, carry_out, current
-from seq1f1b.transformers.look import ERRORS, TOKENS, Record, Seen
-from seq1f1b.transformers.twins import become, twin
+from seq1f1b.transformers.twins import become
 
-__all__ = ["carry_states", "documents", "look_at_states", "mixers"]
+__all__ = ["carry_states", "mixers", "note_documents"]
 
 _NOTHING = torch.empty(0, device="cpu")
 _CACHES = ("cache", "past_key_values", "cache_params")  # the parameter of a mixer: 5.24's name, and those of 5.23
-_CONV, _ZEROS, _ASKS = "a convolution", "zeros", "asks"
+_CONV, _ZEROS, _REFUSED = "a convolution", "zeros", "refused"
 
 _MIXERS: dict[str, str] = {
     name: way
@@ -46,13 +42,14 @@ _MIXERS: dict[str, str] = {
         _CONV: "Lfm2ShortConv Lfm2MoeShortConv Lfm3ShortConv InklingShortConvolution Inkling2ShortConvolution"
         " Inkling2LoopShortConvolution",
         _ZEROS: "MiniMaxLightningAttention",
-        _ASKS: "Qwen4ExpTextNGramEmbedding ZayaCCAProjection",
+        _REFUSED: "Qwen4ExpTextNGramEmbedding ZayaCCAProjection",
     }.items()
     for name in names.split()
 }
 """How a mixer takes the state before its tokens, by the name of its class: the scan that gets it, or one of these.
 
-A convolution gets it with its tokens; zeros begin a scan without one; one that asks for it may be told it.
+A convolution gets it with its tokens; zeros begin a scan without one. Models with the last ones are refused for other
+reasons.
 """
 
 
@@ -73,22 +70,21 @@ def _way_of(kind: Any) -> str | None:
 class States:
     """The cache that a mixer is given for one run: states before its tokens are read, states after them are new.
 
-    A mixer that can also run token by token is told of no state. That path updates states in place, and its kernels
+    A mixer is told of no state, else it would run token by token. That path updates states in place, and its kernels
     have no backward. Its convolution gets the state in :meth:`update_conv_state` and its scan as an argument.
 
     Args:
         before: gives the state of a key before the tokens, or None.
-        is_told: whether the mixer is told of states.
     """
 
-    def __init__(self, before: Callable[[int], Tensor | None], is_told: bool) -> None:
-        self.before, self._is_told = before, is_told
+    def __init__(self, before: Callable[[int], Tensor | None]) -> None:
+        self.before = before
         self.after: dict[int, Tensor] = {}
         self.asked = 0  # key of the recurrent state that the mixer has asked for
         self._heads = count()
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self._copy(_key(layer_idx, state_idx, 0)) if self._is_told else None
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
@@ -104,9 +100,8 @@ class States:
         self.after[key] = full[..., -width:].clone()  # a view would keep the whole
         return full
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
         self.asked, self._heads = _key(layer_idx, state_idx, 1), count()
-        return self._copy(self.asked) if self._is_told else None
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         self.after[_key(layer_idx, state_idx, 1)] = recurrent_states
@@ -127,27 +122,11 @@ class States:
         return True
 
     def has_previous_state(self, layer_idx: int, state_idx: int | None = None) -> bool:
-        return self.get_conv_state(layer_idx, state_idx or 0) is not None
-
-    def _copy(self, key: int) -> Tensor | None:
-        state = self.before(key)
-        return None if state is None else state.clone()  # a mixer may write to it
+        return False
 
 
 def _key(layer_idx: int, state_idx: int, kind: int) -> int:
     return (layer_idx << 8) + (state_idx << 1) + kind
-
-
-_look: ContextVar[dict[int, Tensor] | None] = ContextVar("_look", default=None)
-"""States of a sample that a mixer runs in parts, which belong to no unit."""
-
-
-def _before(key: int) -> Tensor | None:
-    looked_at = _look.get()
-    if looked_at is not None:
-        return looked_at.get(key)
-    state = carry_in(key, _NOTHING)
-    return None if state is _NOTHING else state
 
 
 # -- packed documents --------------------------------------------------------------------------------------------------
@@ -155,21 +134,20 @@ def _before(key: int) -> Tensor | None:
 _of_units: weakref.WeakKeyDictionary[Any, list[list[int]]] = weakref.WeakKeyDictionary()
 """First tokens of documents in a unit, by row. A layer may be computed again in the unit's backward."""
 
-_outside: ContextVar[list[list[int]]] = ContextVar("_outside")
 
+def note_documents(position_ids: Tensor) -> None:
+    """Mixers of the running unit forget their states at tokens of position 0.
 
-@contextmanager
-def documents(position_ids: Tensor | None) -> Iterator[None]:
-    """Mixers forget their states at tokens of position 0. None: no documents are packed."""
-    starts = [] if position_ids is None else [row.nonzero().flatten().tolist() for row in position_ids == 0]
+    Raises:
+        ValueError: no unit is running.
+    """
     unit: Any = current()
-    if unit is not None:
-        _of_units[unit] = starts
-    token = _outside.set(starts)
-    try:
-        yield
-    finally:
-        _outside.reset(token)
+    if unit is None:
+        raise ValueError(
+            "packed documents in layers with state: outside a step these do not know their doc_ids; run the stage by a "
+            "PipelineEngine"
+        )
+    _of_units[unit] = [row.nonzero().flatten().tolist() for row in position_ids == 0]
 
 
 def _unpacked(value: Any) -> Any:
@@ -180,8 +158,7 @@ def _unpacked(value: Any) -> Any:
 def _pieces(length: int) -> list[tuple[slice, list[tuple[slice, bool]]]]:
     """Rows of the running unit, with the slices of documents in them and whether each begins there."""
     unit: Any = current()
-    starts = _outside.get([]) if unit is None else _of_units.get(unit, [])
-    starts = starts or [[]]  # the row of one document that goes on
+    starts = [[]] if unit is None else _of_units.get(unit, [[]])  # a row of one document that goes on
     alike = all(row == starts[0] for row in starts)
     found = []
     for i, row in enumerate(starts[:1] if alike else starts):
@@ -234,7 +211,7 @@ class _Carrying(nn.Module):
         way = _way_of(kind)
 
         def run(before: Callable[[int], Tensor | None], rows: slice, tokens: slice) -> tuple[Any, dict[int, Tensor]]:
-            states = States(before, way not in _SCANS and way != _CONV)
+            states = States(before)
             given.arguments = {**_part(arguments, batch, length, rows, tokens), cache: states}
             function = _with_scan(kind, way, states) if way in _SCANS or way == _ZEROS else kind.forward
             return function(*given.args, **given.kwargs), states.after
@@ -244,13 +221,8 @@ class _Carrying(nn.Module):
             found = [run(_none if is_new else _of_rows(rows), rows, tokens) for tokens, is_new in slices]
             outs.append(_joined([out for out, _ in found], 1))
             afters.append(found[-1][1])
-        looked_at = _look.get()
         for key in afters[0]:
-            state = _joined([after[key] for after in afters], 0)
-            if looked_at is None:
-                carry_out(key, state)
-            else:
-                looked_at[key] = state
+            carry_out(key, _joined([after[key] for after in afters], 0))
         return _joined(outs, 0)
 
 
@@ -268,8 +240,8 @@ def _none(key: int) -> Tensor | None:
 
 def _of_rows(rows: slice) -> Callable[[int], Tensor | None]:
     def before(key: int) -> Tensor | None:
-        state = _before(key)
-        return None if state is None else state[rows]
+        state = carry_in(key, _NOTHING)
+        return None if state is _NOTHING else state[rows]
 
     return before
 
@@ -345,87 +317,3 @@ _SCANS: dict[str, Any] = {  # of many tokens, as mixers call them
     "chunk_kimi_delta_attention": functools.partial(_given, "initial_state"),
     "mamba_selective_scan": _selective_scan,
 }
-
-
-# -- a look at them ----------------------------------------------------------------------------------------------------
-
-_PARTS = (slice(0, 3), slice(3, 4), slice(4, TOKENS))  # one token, for which a mixer may have another path
-
-
-def look_at_states(model: Any, layer: nn.Module, index: int, record: Record) -> None:
-    """Compares what mixers make of the sample in segments with what they make of the whole sample.
-
-    Args:
-        model: it gives buffers without memory the values that they have.
-        record: of the whole model.
-    Raises:
-        ValueError: outputs, or the gradients of inputs, differ.
-    """
-    inputs: dict[str, tuple[Any, Any]] = {}
-    looked_at, own = twin(layer, {}), mixers(layer)
-    for name, mixer in mixers(looked_at).items():
-        mixer.register_forward_pre_hook(functools.partial(_note, inputs, name, len(own)), with_kwargs=True)
-    call = record.calls[index]
-    args, kwargs = pytree.tree_map(lambda leaf: None if record.is_mask(leaf) else leaf, (call.args, call.kwargs))
-    try:
-        with suppress(Seen):
-            looked_at(call.hidden, *args, **kwargs)
-    except ERRORS as error:
-        raise ValueError(f"it does not run alone: {error}") from error
-    for name, (args, kwargs) in inputs.items():
-        module = looked_at.get_submodule(name)
-        module._forward_pre_hooks.clear()
-        module = copy.deepcopy(module)._apply(_float)  # in narrow dtypes a small difference does not tell
-        if list(own[name].buffers()) and all(t.is_meta for t in (*own[name].parameters(), *own[name].buffers())):
-            model._init_weights(module)
-        try:
-            problem = _difference(module, *pytree.tree_map(_float, (args, kwargs)))
-        except ERRORS as error:
-            problem = f"does not run by segments: {str(error).partition(' Hint')[0]}"
-        if problem:
-            raise ValueError(f"{name} ({type(module).__name__}) {problem}")
-
-
-def _note(inputs: dict[str, Any], name: str, count: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-    inputs.setdefault(name, (args, kwargs))
-    if len(inputs) == count:
-        raise Seen
-
-
-def _float(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return (leaf.detach().float() if leaf.is_floating_point() else leaf).contiguous()
-
-
-def _difference(module: nn.Module, args: Any, kwargs: Any) -> str:
-    kind: Any = type(module)
-    given = _library_s(kind)[1].bind(module, *args, **kwargs)
-    hidden = list(given.arguments.values())[1]
-    if hidden.is_floating_point():
-        hidden.requires_grad_()
-
-    def run(*parts: slice) -> tuple[Tensor, ...]:
-        outs, looking = [], _look.set({})
-        try:
-            for part in parts:
-                now = _part(given.arguments, hidden.shape[0], hidden.shape[1], slice(None), part)
-                bound = inspect.BoundArguments(given.signature, now)
-                out = module(*bound.args[1:], **bound.kwargs)
-                outs.append(out if isinstance(out, Tensor) else out[0])
-        finally:
-            _look.reset(looking)
-        whole = torch.cat(outs, 1)
-        if not (hidden.requires_grad and whole.requires_grad):
-            return (whole,)
-        return whole.detach(), *torch.autograd.grad(whole.square().sum(), hidden)
-
-    with torch.enable_grad():
-        want, found = run(slice(None)), run(*_PARTS)
-    for what, a, b in zip(("computes", "passes gradients"), want, found, strict=False):
-        if not torch.allclose(a, b, rtol=0, atol=1e-4 * float(a.abs().max()), equal_nan=True):  # they differ by 1e-5
-            return (
-                f"{what} otherwise in segments, given its state, than in the whole sequence: values differ by "
-                f"{float((a - b).abs().max()):.1e}, the largest is {float(a.abs().max()):.1e}"
-            )
-    return ""

@@ -11,16 +11,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 __all__: list[str] = []
 
 _PLAIN = "use transformers.Trainer for it"
-_OWN = {
-    "stage": "the trainer cuts it from the model",
-    "loss_fn": "the trainer's is that of a causal language model",
-    "arg_rules": "the trainer sets it",
-    "loss": "the trainer weights targets as num_items_in_batch does",
-    "seq_dim": "batches are (rows, tokens)",
-    "group": "all processes take part: for data-parallel replicas give pipeline={'replicas': 2}",
-    "sequence_parallel": "the pipeline is all processes; sequence parallelism beside it is not supported",
-}
-"""Arguments of the engine that the trainer gives itself."""
+_OWN = ("self", "stage", "loss_fn", "arg_rules", "loss", "seq_dim", "group", "sequence_parallel")
+"""Arguments of the engine that the trainer gives itself, or that it has no other value of."""
 CUT = ("balance", "seq_len")
 """Options of pipeline_stage."""
 
@@ -85,12 +77,12 @@ def check_arguments(args: transformers.TrainingArguments, given: Mapping[str, An
 
 def check_pipeline(pipeline: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     """Raises ValueError for an unknown option of the pipeline, or one that is the trainer's own."""
-    for name in pipeline:
-        if name in _OWN:
-            _refuse(f"pipeline={{{name!r}: ...}}", _OWN[name])
-        names = {*CUT, "dtype", "replicas", *known} - {*_OWN, "self"}
-        if name not in names:
-            raise ValueError(f"pipeline has no option {name!r}; options: {sorted(names)}")
+    names = {*CUT, "dtype", "replicas", *known} - {*_OWN}
+    unknown = sorted(pipeline.keys() - names)
+    if unknown:
+        raise ValueError(
+            f"pipeline has no options {unknown}, or the trainer sets them itself; options: {sorted(names)}"
+        )
 
 
 def check_made(trainer: transformers.Trainer) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from seq1f1b.runtime.engine import PipelineEngine
+from seq1f1b.transformers.saving import together
 from seq1f1b.transport.values import pack, unpack
 
 __all__: list[str] = []
@@ -88,18 +89,11 @@ class Replicas:
             each.wait()
 
     def in_one(self, action: Callable[[], None]) -> None:
-        """The first replica acts, and the others wait for it. Its error is raised in all."""
-        error: Exception | None = None
-        if self.index == 0:
-            try:
-                action()
-            except Exception as caught:
-                error = caught
-        text = self._gather(None if error is None else f"{type(error).__name__}: {error}")[0]
-        if error is not None:
-            raise error
-        if text is not None:
-            raise OSError(f"the first replica failed: {text}")
+        """The first replica acts, and the others wait for it. An error of it is raised in all."""
+        if self.count == 1:
+            action()
+        else:
+            together(self, "the first replica failed", action if self.index == 0 else lambda: None)
 
     def from_last_stages(self, tensor: Tensor | None) -> Tensor:
         """The rows of all replicas on every process. The tensor is None on all ranks of a pipeline but one."""

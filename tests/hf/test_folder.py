@@ -9,38 +9,33 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
-import torch.nn.functional as F
 from processes import give_back_what_is_freed, run_processes
 from slices import every_pair, slice_of
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
 
+import test_transformers  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
+from test_transformers import ARCHITECTURES, GROUPED, loss_fn  # noqa: E402
 
 import seq1f1b  # noqa: E402
 from seq1f1b.testing import run_ranks  # noqa: E402
 from seq1f1b.transformers import load_pretrained, pipeline_stage, save_pretrained  # noqa: E402
 from seq1f1b.transformers.weight_files import WeightFiles  # noqa: E402
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 48, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+COMMON: dict[str, Any] = {**test_transformers.COMMON, **GROUPED, "vocab_size": 67, "initializer_range": 0.02}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma2": {"sliding_window": 6, "head_dim": 16},  # tied
-    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},  # tied, and a prefix that files may leave out
+    "gpt2": ARCHITECTURES["gpt2"],  # tied, and a prefix that files may leave out
     "modernbert-decoder": {"cls_token_id": 1, "sep_token_id": 2},  # initializes its head from above
     "mixtral": {"num_local_experts": 4},  # its experts are one tensor in memory, and many in files
-    "deepseek_v3": {  # has a buffer in its files, and weights that stay in float32
-        "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
-        "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-        "moe_intermediate_size": 16, "first_k_dense_replace": 1,
-    },
+    "deepseek_v3": ARCHITECTURES["deepseek_v3"],  # has a buffer in its files, and weights that stay in float32
     "gemma3n_text": {  # has buffers that files lack, lists of layers that are no layers, and shares keys over stages
         "layer_types": ["full_attention"] * 3, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 67, "laurel_rank": 8, "head_dim": 8, "initializer_range": 0.2,
@@ -54,10 +49,6 @@ def write(folder: Path, name: str, dtype: torch.dtype = torch.bfloat16, shards: 
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
     model.save_pretrained(folder, max_shard_size=shards)
     return model
-
-
-def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
 
 
 def engine_of(stage: Any, group: Any, **options: Any) -> Any:
@@ -88,14 +79,6 @@ def test_each_stage_holds_what_from_pretrained_reads(tmp_path, name, dtype, shar
         found |= set(own)
         assert not stage.training and stage.config.to_dict() == whole.config.to_dict() | {"_name_or_path": ANY}
     assert found == set(want)
-
-
-class _Any:
-    def __eq__(self, other: object) -> bool:
-        return True
-
-
-ANY = _Any()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers", reason='needs the extra: pip 
 import decoders  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from seq1f1b.transformers import Trainer, pipeline_stage  # noqa: E402
+from seq1f1b.transformers import pipeline_stage  # noqa: E402
 
 ON_PAGE = {name: row.what.get(decoders.RELEASE) for name, row in decoders.read_page().items()}
 RIGHT = [name for name, what in ON_PAGE.items() if what in (decoders.RIGHT, decoders.WITHOUT_DOCUMENTS)]
@@ -120,24 +120,6 @@ def test_a_stage_of_a_folder_has_all_that_from_pretrained_gives(tmp_path, name, 
             stage = pipeline_stage(tmp_path, rank, 2, dtype=dtype)
         assert_same([*stage.named_parameters(remove_duplicate=False), *stage.named_buffers()], want)
         assert_no_tensor_without_memory(stage)
-
-
-@pytest.mark.parametrize("name", ["falcon_h1", "apertus"])
-@pytest.mark.parametrize("way", ["folder", "materialize"])
-def test_a_trainer_gives_the_same(tmp_path, name, way):
-    pytest.importorskip("accelerate", reason='needs the extra: pip install "seq1f1b[transformers]"')
-    model = small(name)
-    model.save_pretrained(tmp_path / "before")
-    arguments = transformers.TrainingArguments(str(tmp_path / "run"), report_to="none", use_cpu=True)
-    with poisoned():
-        given = without_memory(model) if way == "materialize" else str(tmp_path / "before")
-        trainer = Trainer(given, arguments, train_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}])
-    want = read(tmp_path / "before", model)
-    assert_same(trainer.model.named_buffers(), want)
-    if way == "folder":
-        assert_same(trainer.model.named_parameters(remove_duplicate=False), want)
-    assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
-    trainer.engine.close()
 
 
 def test_values_stay_as_a_stage_is_materialized_again(tmp_path):

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
+pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
 peft = pytest.importorskip("peft", reason="needs peft")
+
+from test_transformers import build  # noqa: E402
 
 import seq1f1b  # noqa: E402
 from seq1f1b.testing import run_ranks  # noqa: E402
@@ -23,11 +25,7 @@ from seq1f1b.transformers.trainer_state import load_optimizer, save_optimizer, s
 
 
 def model_of(lora: bool = False) -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model = build("llama", torch.float32)
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=4)) if lora else model
 
 

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
 
+from test_transformers import build  # noqa: E402
+
 from seq1f1b.transformers import pipeline_stage  # noqa: E402
-
-VOCAB, HIDDEN = 16, 8
-
-
-def gpt2(**options: Any) -> Any:
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=HIDDEN, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **options
-    )
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
 
 
 def test_a_stage_of_transformers_has_the_attributes_and_the_names_of_the_model():
-    model = gpt2()
+    model = build("gpt2")
     model.get_input_embeddings().weight.no_weight_decay = True
     stages = [pipeline_stage(model, rank, 2) for rank in range(2)]
     first, last = ([name for name, _ in stage.named_parameters()] for stage in stages)
@@ -34,11 +25,7 @@ def test_a_stage_of_transformers_has_the_attributes_and_the_names_of_the_model()
 
 
 def test_what_stands_beside_a_tied_weight_of_transformers_stays_as_it_is():
-    config = transformers.PhiConfig(  # a head with a bias
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=HIDDEN, num_hidden_layers=2, num_attention_heads=2,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = build("phi", tie_word_embeddings=True)  # a head with a bias
     model.lm_head.bias.no_weight_decay = True
     bias = model.lm_head.bias
     assert pipeline_stage(copy.copy(model), 1, 2).get_parameter("lm_head.bias") is bias
@@ -46,7 +33,7 @@ def test_what_stands_beside_a_tied_weight_of_transformers_stays_as_it_is():
 
 @pytest.mark.parametrize("vocabulary", ["ends", "ranks"])
 def test_a_hook_of_a_tied_weight_of_transformers_is_refused(vocabulary):
-    model = gpt2()
+    model = build("gpt2")
     model.get_input_embeddings().weight.register_hook(lambda gradient: gradient)
     told = "tied parameter 'transformer.wte.weight' has copies on several stages, and hooks"
     with pytest.raises(ValueError, match=told):
@@ -54,11 +41,11 @@ def test_a_hook_of_a_tied_weight_of_transformers_is_refused(vocabulary):
 
 
 def test_a_hook_of_a_spread_vocabulary_is_refused_and_attributes_are_carried():
-    model = gpt2(tie_word_embeddings=False)
+    model = build("gpt2", tie_word_embeddings=False)
     model.lm_head.weight.no_weight_decay = True
     stage = pipeline_stage(model, 0, 2, vocabulary="ranks")
     assert stage.head.linear.weight.no_weight_decay
-    model = gpt2(tie_word_embeddings=False)
+    model = build("gpt2", tie_word_embeddings=False)
     model.lm_head.weight.register_hook(lambda gradient: gradient)
     with pytest.raises(ValueError, match=r"lm_head\.weight has a hook for its gradient, which shards of a vocabulary"):
         pipeline_stage(model, 0, 2, vocabulary="ranks")

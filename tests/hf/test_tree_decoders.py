@@ -102,9 +102,3 @@ def test_layers_that_siblings_cannot_share(name: str, message: str) -> None:
 
 def test_a_hybrid_that_is_recomputed_and_split() -> None:
     check_paths(build("lfm2"), ALONE, memory=Memory(recompute="all"), schedule="seq-zb-h1")
-
-
-def test_the_loss_of_routers_is_refused_before_any_step() -> None:
-    """Transformers' is of all layers and tokens of a batch; one of add_loss counts a shared token once."""
-    with pytest.raises(ValueError, match="output_router_logits=True adds a loss of the experts' shares"):
-        check_paths(build("mixtral", output_router_logits=True), ALONE)

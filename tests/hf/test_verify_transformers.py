@@ -12,22 +12,10 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
 
 from slices import full_only, one_in  # noqa: E402
-from test_transformers import ARCHITECTURES, SIZES, M, batch, build, loss_fn, pipeline_stage  # noqa: E402
+from test_transformers import ARCHITECTURES, batch, build, engine_of, pipeline_stage  # noqa: E402
 
 import seq1f1b  # noqa: E402
 from seq1f1b.testing import run_ranks  # noqa: E402
-
-
-def engine_of(stage: nn.Module, **options: Any) -> seq1f1b.PipelineEngine:
-    return seq1f1b.PipelineEngine(
-        stage,
-        num_microbatches=M,
-        num_segments=len(SIZES),
-        segment_sizes=SIZES,
-        loss_fn=loss_fn,
-        group=seq1f1b.LoopbackGroup(1)[0],
-        **options,
-    )
 
 
 @pytest.mark.parametrize("name", one_in(8, ARCHITECTURES, always=["llama", "gpt2"]))
@@ -70,15 +58,7 @@ def verified_with(model: Any, whole: Any, eps: float | None = None, **arguments:
             norm = copy.deepcopy(stage.causal_lm.model.layers[2].input_layernorm)
             norm.variance_epsilon = eps
             stage.causal_lm.model.layers[2].input_layernorm = norm
-        engine = seq1f1b.PipelineEngine(
-            stage,
-            num_microbatches=M,
-            num_segments=len(SIZES),
-            segment_sizes=SIZES,
-            loss_fn=loss_fn,
-            group=group,
-            arg_rules={"doc_ids": "slice"},
-        )
+        engine = engine_of(stage, group, arg_rules={"doc_ids": "slice"})
         is_first = group.rank == 0
         return engine.verify(tokens, target=target, show=False, model=whole if is_first else None, **arguments)
 

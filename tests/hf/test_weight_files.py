@@ -18,13 +18,13 @@ from seq1f1b.transformers.weight_files import WeightFiles
 SHARD = "model-00001-of-00001.safetensors"
 
 
-def write(file: Path, header: Any, data: bytes = bytes(8)) -> None:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+def write(file: Path, header: Any, data: bytes) -> None:
+    text = json.dumps(header).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
-def entry(shape: list[Any], begin: Any, end: Any, dtype: Any = "F32") -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+def entry(shape: list[int], begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
 
 
 @pytest.fixture
@@ -97,35 +97,6 @@ def test_a_link_to_nothing_is_named(folder):
     os.remove(folder / SHARD)
     os.symlink("../blobs/gone", folder / SHARD)
     with pytest.raises(ValueError, match=f"has links to {SHARD}, which .* does not hold: copy or download"):
-        WeightFiles(str(folder))
-
-
-HEADERS: dict[str, Any] = {  # safetensors finds them; the error must be a ValueError that names the file
-    "a dimension of no memory": {"a": entry([2**70, 0], 0, 0)},
-    "offsets beyond the file": {"a": entry([2], 8, 16)},
-    "a negative offset": {"a": entry([2], -8, 0)},
-    "tensors that overlap": {"a": entry([1], 0, 4), "b": entry([1], 2, 6)},
-    "fewer bytes than the shape": {"a": entry([2], 0, 4)},
-    "no shape": {"a": {"dtype": "F32", "data_offsets": [0, 8]}},
-    "a list": [],
-    "nested too deep": b"[" * 100_000 + b"]" * 100_000,
-    "no text": b"\xff\xfe{}",
-    "empty": b"",
-}
-
-
-@pytest.mark.parametrize("what", HEADERS)
-def test_a_header_of_what_cannot_be_is_refused(folder, what):
-    write(folder / "model.safetensors", HEADERS[what])
-    with pytest.raises(ValueError, match=r"model\.safetensors is no whole safetensors file: "):
-        WeightFiles(str(folder))
-
-
-def test_a_header_that_the_file_cannot_have_is_not_read(folder):
-    with open(folder / "model.safetensors", "wb") as file:
-        file.write(struct.pack("<Q", 1 << 33))
-        file.truncate(1 << 34)  # sparse
-    with pytest.raises(ValueError, match=r"header too large \(it has 17179869184 bytes\)"):
         WeightFiles(str(folder))
 
 
