@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from seq1f1b import _C
 
-__all__ = ["OPTION_KINDS", "Family", "families", "schedules"]
+__all__ = ["OPTION_KINDS", "Family", "counts_of_trees", "families", "schedules"]
 
 
 @dataclass(frozen=True)
@@ -65,3 +66,22 @@ OPTION_KINDS = dict(_C.FAMILY_OPTIONS)
 def schedules() -> tuple[str, ...]:
     """Names that :func:`build_schedule` takes."""
     return tuple(family.name for family in families())
+
+
+def counts_of_trees(
+    counts: tuple[int, int, int | Sequence[int], int], parents: Sequence[Sequence[int] | None]
+) -> tuple[tuple[int, int, Sequence[int], int], list[int]]:
+    """Writes out what is short for several, one number of segments or None for a chain; the parents of all segments."""
+    if isinstance(parents, int) or any(isinstance(own, int | str) for own in parents):
+        raise TypeError(f"parents must hold a list for each micro-batch, or None for a chain, got {parents!r:.80}")
+    num_ranks, num_microbatches, segments, stages_per_rank = counts
+    rows = [segments] * num_microbatches if isinstance(segments, int) else list(segments)
+    if len(parents) != num_microbatches:
+        raise ValueError(
+            f"parents hold {len(parents)} lists, must hold one for each of {num_microbatches} micro-batches"
+        )
+    whole = [range(-1, k - 1) if own is None else own for k, own in zip(rows, parents, strict=False)]
+    for m, (k, own) in enumerate(zip(rows, whole, strict=False)):
+        if len(own) != k:
+            raise ValueError(f"parents of micro-batch {m} are {len(own)}, must be one for each of its {k} segments")
+    return (num_ranks, num_microbatches, rows, stages_per_rank), [*chain.from_iterable(whole)]

@@ -6,12 +6,12 @@ import contextlib
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, islice, pairwise, product
 from types import EllipsisType
 from typing import Any
 
 from seq1f1b import _C
-from seq1f1b.families import Family, families, schedules
+from seq1f1b.families import Family, counts_of_trees, families, schedules
 from seq1f1b.files import nearest_name
 from seq1f1b.simulation import (
     Costs,
@@ -78,11 +78,12 @@ class Schedule:
         self.prefetch: int | None = None if like is None else like.prefetch
         self._times: bytes | None = None if like is None else like._times  # by which places are counted
         self.fills: bool = like is not None and like.fills
-        self.num_ranks, self.num_stages, self.num_microbatches, self.num_segments = _C.schedule_counts(handle)
-        self.rank_of_stage = tuple(_C.schedule_placement(handle))
-        rows = _C.schedule_rows(handle)
-        self.rows: tuple[int, ...] | None = None if rows is None else tuple(rows)
-        self.parents: tuple[tuple[int, ...], ...] | None = _C.schedule_parents(handle)
+        counts, self.rank_of_stage, rows, parents = _C.schedule_facts(handle)
+        self.num_ranks, self.num_stages, self.num_microbatches, self.num_segments = counts
+        self.rows: tuple[int, ...] | None = rows or None
+        each = iter(parents)
+        trees = tuple(tuple(islice(each, k)) for k in rows)
+        self.parents: tuple[tuple[int, ...], ...] | None = trees if parents else None
         self._units: dict[int, tuple[Unit, ...]] = {}
         self._lowered: Any = None  # what the core reads again in every simulation
         self._peak: tuple[int, ...] | None = None  # most live units of each rank
@@ -508,18 +509,6 @@ def _from_pickle(cls: type[Schedule], text: str, prefetch: int | None, times: by
     return order
 
 
-def _counts_of_trees(
-    counts: tuple[int, int, int | Sequence[int], int], parents: Sequence[Sequence[int] | None]
-) -> tuple[tuple[int, int, Sequence[int], int], list[Sequence[int]]]:
-    """Writes out what is short for several: one number of segments for all, None for a chain."""
-    if isinstance(parents, int) or any(isinstance(own, int | str) for own in parents):
-        raise TypeError(f"parents must hold a list for each micro-batch, or None for a chain, got {parents!r:.80}")
-    num_ranks, num_microbatches, segments, stages_per_rank = counts
-    rows = [segments] * num_microbatches if isinstance(segments, int) else list(segments)
-    whole = [range(-1, k - 1) if own is None else own for k, own in zip(rows, parents, strict=False)]
-    return (num_ranks, num_microbatches, rows, stages_per_rank), [*whole, *([()] * (len(parents) - len(whole)))]
-
-
 def check_units(name: str, units: object) -> None:
     """Raises unless this says which units an order recomputes, or moves."""
     if not (units in ("none", "all") if isinstance(units, str) else callable(units)):
@@ -586,9 +575,10 @@ def build_schedule(
     if name not in schedules():
         raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, schedules())}")
     counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
+    of_all: list[int] | None = None
     if parents is not None:
-        counts, parents = _counts_of_trees(counts, parents)
-    schedule = Schedule._from_handle(_C.schedule_build(name, *counts, dict(options or {}), parents))
+        counts, of_all = counts_of_trees(counts, parents)
+    schedule = Schedule._from_handle(_C.schedule_build(name, *counts, dict(options or {}), of_all))
     if prefetch is None and options and not {"costs", "transfer"}.isdisjoint(options):
         schedule = schedule.replace(costs=costs_of_options(options))
     return schedule.replace(prefetch=prefetch, weights=weights).recompute(recompute).offload(offload_units)

@@ -210,43 +210,23 @@ static int read_segments(PyObject *given, int32_t num_microbatches, build_argume
     return is_read;
 }
 
-/* parents: for each micro-batch those of its segments, as many as it has. 0 with the exception set. */
-static int read_parents(PyObject *given, int32_t num_microbatches, int64_t num_cells, read_options *read)
+/* parents: those of all segments, by micro-batch. 0 with the exception set. */
+static int read_parents(PyObject *given, int64_t num_columns, read_options *read)
 {
+    s1f_int64s all = {.name = "parents"};
     if (given == Py_None)
         return 1;
-    if (read->segments_of == NULL) {
-        PyErr_SetString(PyExc_ValueError, "parents need num_segments of each micro-batch, a list");
+    if (!s1f_to_int64s(given, &all))
         return 0;
-    }
-    if (PySequence_Size(given) != num_microbatches) {
-        if (!PyErr_Occurred())
-            PyErr_Format(PyExc_ValueError, "parents hold %zd lists, must hold one for each of %d micro-batches",
-                         PySequence_Size(given), (int)num_microbatches);
-        return 0;
-    }
-    read->parents = PyMem_Malloc((size_t)num_cells * sizeof *read->parents + 1);
-    int is_read = read->parents != NULL;
-    int32_t *next = read->parents;
-    if (!is_read)
+    int is_read = s1f_require_count("parents", all.count, num_columns);
+    read->parents = is_read ? PyMem_Malloc((size_t)all.count * sizeof *read->parents + 1) : NULL;
+    for (int64_t i = 0; read->parents != NULL && i < all.count; i++) /* what no int32 holds is refused later */
+        read->parents[i] = all.values[i] < INT32_MIN || all.values[i] > INT32_MAX ? INT32_MAX : (int32_t)all.values[i];
+    if (is_read && read->parents == NULL)
         PyErr_NoMemory();
-    for (int32_t m = 0; is_read && m < num_microbatches; m++) {
-        s1f_int64s own = {.name = "parents"};
-        PyObject *list = PySequence_GetItem(given, m);
-        is_read = list != NULL && s1f_to_int64s(list, &own);
-        if (is_read && own.count != read->segments_of[m]) {
-            PyErr_Format(PyExc_ValueError,
-                         "parents of micro-batch %d are %lld, must be one for each of its %d segments", (int)m,
-                         (long long)own.count, (int)read->segments_of[m]);
-            is_read = 0;
-        }
-        for (int64_t s = 0; is_read && s < own.count; s++) /* what no int32 holds is refused as any other number is */
-            *next++ = own.values[s] < INT32_MIN || own.values[s] > INT32_MAX ? INT32_MAX : (int32_t)own.values[s];
-        PyMem_Free(own.values);
-        Py_XDECREF(list);
-    }
+    PyMem_Free(all.values);
     read->options.parents = read->parents;
-    return is_read;
+    return read->parents != NULL;
 }
 
 /* 0 with the exception set. free_options(&arguments->read) is due either way. */
@@ -257,8 +237,7 @@ static int read_build_arguments(PyObject *tuple, build_arguments *arguments)
     int64_t num_columns = 0;
     if (!PyArg_ParseTuple(tuple, "sO&O&OO&O!|O", &arguments->family, s1f_to_count, &P, s1f_to_count, &M, &k,
                           s1f_to_count, &v, &PyDict_Type, &dict, &parents) ||
-        !read_segments(k, M.value, arguments, &num_columns) ||
-        !read_parents(parents, M.value, num_columns, &arguments->read))
+        !read_segments(k, M.value, arguments, &num_columns) || !read_parents(parents, num_columns, &arguments->read))
         return 0;
     arguments->num_ranks = P.value;
     arguments->num_microbatches = M.value;

@@ -12,59 +12,25 @@
 
 #include <stdlib.h>
 
-S1F_METHOD_OF(schedule_counts, schedule, schedule)
-{
-    s1f_shape shape = s1f_schedule_shape(schedule);
-    return Py_BuildValue("(iiii)", shape.num_ranks, shape.num_stages, shape.num_microbatches, shape.num_segments);
-}
-
 static PyObject *row_item(const void *shape, int64_t m)
 {
     return PyLong_FromLong(s1f_segments_of(shape, (int32_t)m));
 }
 
-S1F_METHOD_OF(schedule_rows, schedule, schedule)
+static PyObject *int32_item(const void *values, int64_t i)
+{
+    return PyLong_FromLong(((const int32_t *)values)[i]);
+}
+
+S1F_METHOD_OF(schedule_facts, schedule, schedule)
 {
     s1f_shape shape = s1f_schedule_shape(schedule);
-    if (shape.first_cell == NULL)
-        Py_RETURN_NONE;
-    return s1f_list_of(shape.num_microbatches, row_item, &shape);
-}
-
-typedef struct {
-    const s1f_shape *shape;
-    int32_t microbatch;
-} tree_of;
-
-static PyObject *parent_item(const void *of, int64_t segment)
-{
-    const tree_of *tree = of;
-    return PyLong_FromLong(tree->shape->trees->parent[s1f_first_cell(tree->shape, tree->microbatch) + segment]);
-}
-
-static PyObject *parents_item(const void *shape, int64_t m)
-{
-    tree_of tree = {shape, (int32_t)m};
-    return s1f_tuple_of(s1f_segments_of(shape, tree.microbatch), parent_item, &tree);
-}
-
-S1F_METHOD_OF(schedule_parents, schedule, schedule)
-{
-    s1f_shape shape = s1f_schedule_shape(schedule);
-    if (shape.trees == NULL)
-        Py_RETURN_NONE;
-    return s1f_tuple_of(shape.num_microbatches, parents_item, &shape);
-}
-
-static PyObject *rank_item(const void *rank_of_stage, int64_t stage)
-{
-    return PyLong_FromLong(((const int32_t *)rank_of_stage)[stage]);
-}
-
-S1F_METHOD_OF(schedule_placement, schedule, schedule)
-{
-    s1f_shape shape = s1f_schedule_shape(schedule);
-    return s1f_list_of(shape.num_stages, rank_item, shape.rank_of_stage);
+    int has_rows = shape.first_cell != NULL, has_trees = shape.trees != NULL;
+    return Py_BuildValue(
+        "(iiii)NNN", shape.num_ranks, shape.num_stages, shape.num_microbatches, shape.num_segments,
+        s1f_tuple_of(shape.num_stages, int32_item, shape.rank_of_stage),
+        s1f_tuple_of(has_rows ? shape.num_microbatches : 0, row_item, &shape),
+        s1f_tuple_of(has_trees ? s1f_num_columns(&shape) : 0, int32_item, has_trees ? shape.trees->parent : NULL));
 }
 
 static PyObject *unit_item(const void *units, int64_t i)
@@ -292,10 +258,10 @@ static PyObject *schedule_from_units(PyObject *Py_UNUSED(module), PyObject *argu
 }
 
 PyMethodDef s1f_schedule_methods[] = {
-    S1F_METHOD(schedule_counts, O, "(num_ranks, num_stages, num_microbatches, num_segments)."),
-    S1F_METHOD(schedule_rows, O, "Segments of every micro-batch; None where all have num_segments."),
-    S1F_METHOD(schedule_parents, O, "The parents of each micro-batch's segments; None where all are chains."),
-    S1F_METHOD(schedule_placement, O, "The rank of every stage."),
+    S1F_METHOD(
+        schedule_facts, O,
+        "(num_ranks, num_stages, num_microbatches, num_segments), the rank of every stage, the segments of every "
+        "micro-batch (empty where all have num_segments), the parents of all segments (empty: chains)."),
     S1F_METHOD(schedule_units, VARARGS, "Units in run order, as (pass, stage, microbatch, segment)."),
     S1F_METHOD(schedule_kinds, O, "The letters of the passes that the order has."),
     S1F_METHOD(schedule_equal, VARARGS, "Whether both have the same units in the same order on every rank."),
