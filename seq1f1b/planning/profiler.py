@@ -367,7 +367,8 @@ def beyond_layers(layers: Sequence[StageTimes], single: Sequence[StageTimes]) ->
         floor, slope = _line_through(
             [(getattr(many, name), getattr(few, name)) for many, few in pairs], one.layers / several.layers
         )
-        return floor / (1 - slope) if slope < 1 else 0.0
+        least = min(getattr(sample, name) for pair in pairs for sample in pair)  # what all take is in each
+        return min(least, floor / (1 - slope)) if slope < 1 else 0.0
 
     return PassSeconds(*map(rest, PassSeconds._fields))
 

@@ -274,13 +274,13 @@ def test_what_a_unit_takes_beyond_its_layers():
     """A unit takes 2 ms, and each layer 10 us a token, in F; in B twice that; W has nothing of its own. So it is found
     also where layers took a tenth longer at the other time."""
 
-    def measured(layers, cuts, slower=1.0):
+    def measured(layers, cuts, slower=1.0, own=2e-3):
         units = {}
         for k in cuts:
             for s in range(k):
                 tokens = 512 // k
                 weight = slower * layers * 1e-5 * tokens
-                forward = 2e-3 + weight
+                forward = own + weight
                 times = {"F": forward, "B": 2 * forward, "I": forward, "W": weight, "R": 2 * forward}
                 units[512 * s // k, tokens] = {kind: [seconds] * 3 for kind, seconds in times.items()}
         nothing = [(8, 0.0, 0.0, 0.0), (16, 0.0, 0.0, 0.0)]
@@ -302,6 +302,8 @@ def test_what_a_unit_takes_beyond_its_layers():
     assert later.unit == pytest.approx(made.unit)
     alike = make_profile(SHAPE, [several], single=[measured(1, (8,))], **arguments)
     assert alike.unit == pytest.approx(made.unit)
+    noisy = make_profile(SHAPE, [several], single=[measured(1, (1, 8), slower=2.7, own=6e-3)], **arguments)
+    assert Profile.from_json(noisy.to_json()) == noisy  # layers are not left with nothing
     for wrong in (several, measured(1, (16,))):
         with pytest.raises(ValueError, match="do not tell what a unit takes beyond its layers"):
             make_profile(SHAPE, [several], single=[wrong], **arguments)
