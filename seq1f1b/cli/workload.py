@@ -15,10 +15,9 @@ from seq1f1b.cli.values import argument, read_counts, read_parents, read_sizes, 
 from seq1f1b.families import OPTION_KINDS
 from seq1f1b.files import nearest_name
 from seq1f1b.partition import ModelShape
-from seq1f1b.plan import Layout
+from seq1f1b.plan import INSIDE, Layout
 from seq1f1b.planning.cost import CostModel, Price
 from seq1f1b.planning.hardware import Hardware, ProfiledHardware, load_hardware, load_model, presets
-from seq1f1b.planning.layout import INSIDE
 from seq1f1b.planning.profile import Profile
 from seq1f1b.schedule import StepMemory, families
 
