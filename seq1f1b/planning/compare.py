@@ -213,7 +213,7 @@ class _Work:
     token_bytes: int | None
     message_bytes: int | None
     model: ModelShape | None
-    hardware: Hardware  # with a model, as the two below
+    hardware: Hardware  # of a model, as the two below; None without one
     layout: Layout
     seq_len: int
     cap_microbatches: float | None
