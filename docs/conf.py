@@ -76,7 +76,6 @@ nitpick_ignore = [
         "Ragged",
         "Terms",
         "seq1f1b.seconds.Span",
-        "seq1f1b.seconds.UnitSeconds",
         "seq1f1b.planning.by_parts.ByParts",
         "seq1f1b.testing.T",
         "seq1f1b.runtime.batch.StepArguments",

@@ -22,6 +22,8 @@ __all__ = ["Layout", "Plan", "StepLength", "TunedOrder"]
 
 _FORMAT = "seq1f1b plan 1"
 _TUNED_FORMAT = "seq1f1b tuned order 1"
+INSIDE = ("none", "ffn", "full")
+"""Recomputation inside the backward: nothing, the feed-forward's inner activations, or all but each layer's input."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Span(NamedTuple):
 class PassSeconds(NamedTuple):
     """Seconds of F, of I and W, and of the whole B, which takes the place of I and W where the order does not split.
 
-    ``recompute`` is what R adds to a unit.
+    ``recompute`` is what R adds to a unit. Seconds of all units of a step are tables, each [stage][segment].
     """
 
     forward: float
@@ -51,17 +51,6 @@ class ShardSeconds(NamedTuple):
     loss: float
     embed: float
     embed_gradient: float
-
-
-class UnitSeconds(NamedTuple):
-    """Seconds of every unit, each [stage][segment]; ``backward`` is the whole B, in place of I and W. ``recompute`` is
-    R, which may come on top."""
-
-    forward: list[list[float]]
-    input: list[list[float]]
-    weight: list[list[float]]
-    backward: list[list[float]]
-    recompute: list[list[float]]
 
 
 NO_SECONDS = PassSeconds(0.0, 0.0, 0.0, 0.0)
@@ -134,10 +123,10 @@ def spans_of_tree(parts: Sequence[Sequence[int]], parents: Sequence[int], window
     return spans
 
 
-def seconds_of(source: Source, spans: Sequence[Span]) -> UnitSeconds:
-    """The units over these spans, of any rows. Stages of one kind share a list."""
+def seconds_of(source: Source, spans: Sequence[Span]) -> Any:
+    """Tables of the units over these spans, of any rows, as a ``PassSeconds``. Stages of one kind share a list."""
     by_kind = [_lists(found, len(spans)) for found in source.seconds(_arrays(spans))]
-    return UnitSeconds(*([by_kind[kind][i] for kind in source.kinds] for i in range(len(UnitSeconds._fields))))
+    return PassSeconds._make([by_kind[kind][i] for kind in source.kinds] for i in range(len(PassSeconds._fields)))
 
 
 def shards_of(source: Source, spans: Sequence[Span]) -> dict[str, list[list[float]]]:

@@ -32,12 +32,8 @@ def run(options: argparse.Namespace) -> int:
         schedule = workload.make_schedule(name, options)
         most = f"{'trees of up to ' if schedule.parents else ''}{schedule.num_segments} segments"
         heading = name if schedule.num_segments == 1 else f"{name}, {most}"
-        runs[heading] = schedule.simulate(
-            workload.costs_of(schedule, options),
-            memory=workload.memory_of(schedule, options),
-            noise=workload.noise_of(options),
-            critical=options.html is not None and "O" not in schedule.kinds and not schedule.fills,
-        )
+        critical = options.html is not None and "O" not in schedule.kinds and not schedule.fills
+        runs[heading] = workload.simulated(schedule, options, critical=critical)
     tracks = {heading: simulation.timeline for heading, simulation in runs.items()}
     if options.png is not None:
         draw.timeline_png(options.png, tracks)

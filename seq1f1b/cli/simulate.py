@@ -38,14 +38,8 @@ def run(options: argparse.Namespace) -> int:
         schedule = workload.make_schedule(name, options)
         num_units = 2 * schedule.num_stages * schedule.num_microbatches * schedule.num_segments * max(options.steps, 1)
         with progress_bar(num_units, f"{num_units:.3g} units") as progress:
-            simulation = schedule.simulate(
-                workload.costs_of(schedule, options),
-                memory=workload.memory_of(schedule, options),
-                noise=workload.noise_of(options),
-                steps=options.steps,
-                optimizer_sync=options.sync,
-                progress=progress,
-            )
+            how = {"steps": options.steps, "optimizer_sync": options.sync, "progress": progress}
+            simulation = workload.simulated(schedule, options, **how)
         found.append((name, schedule, simulation))
     if options.json:
         print(json.dumps([simulation_json(*each) for each in found], indent=1))

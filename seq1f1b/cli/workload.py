@@ -10,17 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 import seq1f1b
-from seq1f1b import _C, Costs, Links, Noise, Schedule
+from seq1f1b import _C, Costs, Links, Noise, Schedule, Simulation
 from seq1f1b.cli.values import argument, read_counts, read_parents, read_sizes, read_tokens
 from seq1f1b.families import OPTION_KINDS
 from seq1f1b.files import nearest_name
 from seq1f1b.partition import ModelShape
-from seq1f1b.plan import Layout
+from seq1f1b.plan import INSIDE, Layout
 from seq1f1b.planning.cost import CostModel, Price
 from seq1f1b.planning.hardware import Hardware, ProfiledHardware, load_hardware, load_model, presets
-from seq1f1b.planning.layout import INSIDE
 from seq1f1b.planning.profile import Profile
-from seq1f1b.schedule import StepMemory, families
+from seq1f1b.schedule import families
 
 MOST_UNITS = 10_000_000  # that a command holds at once, about 300 bytes each
 SEGMENTS = 4
@@ -315,12 +314,15 @@ def units_per_microbatch(schedule: Schedule) -> int:
     return schedule.num_segments * schedule.num_stages // schedule.num_ranks
 
 
-def costs_of(schedule: Schedule, options: argparse.Namespace) -> Costs:
-    """Costs of a step. Without a model all segments cost the same, and so do all stages."""
-    parts = units_per_microbatch(schedule)
+def simulated(schedule: Schedule, options: argparse.Namespace, **how: Any) -> Simulation:
+    """Simulates a step. Without a model all segments cost the same, and so do all stages; a model has bytes, too.
+
+    how: other arguments of ``simulate``.
+    """
+    parts, memory = units_per_microbatch(schedule), None
     tier, optimizer = (options.tier or 0.0) / parts, getattr(options, "optimizer", None)
     if options.model is None:
-        return Costs(
+        costs = Costs(
             forward=options.forward / parts,
             backward=options.backward / parts,
             weight=None if options.weight is None else options.weight / parts,
@@ -328,23 +330,13 @@ def costs_of(schedule: Schedule, options: argparse.Namespace) -> Costs:
             tier=tier,
             optimizer=optimizer or 0.0,
         )
-    costs = replace(model_of(schedule, options).costs(schedule), tier=tier)
-    return costs if optimizer is None else replace(costs, optimizer=optimizer)
-
-
-def memory_of(schedule: Schedule, options: argparse.Namespace) -> StepMemory | None:
-    """Bytes that a step of a model holds; None without a model."""
-    if options.model is None:
-        return None
-    return model_of(schedule, options).step_memory(schedule.rank_of_stage)
-
-
-def model_of(schedule: Schedule, options: argparse.Namespace) -> Price:
-    """The units of the model over the stages of an order."""
-    if schedule.num_stages % schedule.num_ranks != 0:
-        raise ValueError(f"{schedule!r}: a model needs as many stages on every rank")
-    return price_of(options, schedule.num_ranks, schedule.num_segments, schedule.num_stages // schedule.num_ranks)
-
-
-def noise_of(options: argparse.Namespace) -> Noise:
-    return Noise(options.jitter, options.transfer_jitter, options.seed)
+    else:
+        if schedule.num_stages % schedule.num_ranks != 0:
+            raise ValueError(f"{schedule!r}: a model needs as many stages on every rank")
+        stages_per_rank = schedule.num_stages // schedule.num_ranks
+        price = price_of(options, schedule.num_ranks, schedule.num_segments, stages_per_rank)
+        costs, memory = replace(price.costs(schedule), tier=tier), price.step_memory(schedule.rank_of_stage)
+        if optimizer is not None:
+            costs = replace(costs, optimizer=optimizer)
+    noise = Noise(options.jitter, options.transfer_jitter, options.seed)
+    return schedule.simulate(costs, memory=memory, noise=noise, **how)

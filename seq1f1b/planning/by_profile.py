@@ -6,11 +6,10 @@ import math
 import operator
 from typing import TYPE_CHECKING
 
-from seq1f1b.partition import ModelShape
+from seq1f1b.partition import ModelShape, has_equal_layers
 from seq1f1b.plan import Layout
 from seq1f1b.planning.by_parts import ByParts, UnitBytes
-from seq1f1b.planning.layout import check_profile
-from seq1f1b.planning.profile import Part
+from seq1f1b.planning.profile import Part, Profile
 from seq1f1b.seconds import NO_SECONDS, PassSeconds, Span
 
 if TYPE_CHECKING:
@@ -98,3 +97,25 @@ def _scaled(part: Part | None, factors: PassSeconds, span: Span, floor: bool) ->
         return NO_SECONDS
     found = map(operator.mul, part.seconds(span.tokens, span.pairs, floor), factors)
     return PassSeconds(*((span.tokens > 0) * seconds for seconds in found))
+
+
+def check_profile(profile: Profile, model: ModelShape, layout: Layout) -> None:
+    """Raises ``ValueError`` unless the profile is of this model, and of what the layout asks for."""
+    if not has_equal_layers(model):
+        raise ValueError(
+            "a profile is of equal layers with full attention, and the model's kinds say more: plan without a profile"
+        )
+    wanted, found = (shape._replace(layers=1, tied=False, kinds=(), pattern=()) for shape in (model, profile.model))
+    if wanted != found:
+        differing = [name for name in found._fields if getattr(found, name) != getattr(wanted, name)]
+        raise ValueError(
+            f"the profile is of {', '.join(f'{name} {getattr(found, name)}' for name in differing)}, the model has "
+            f"{', '.join(f'{name} {getattr(wanted, name)}' for name in differing)}: profile this model"
+        )
+    if (layout.tensor, layout.context, layout.expert) != (1, 1, 1):
+        raise ValueError("a profile is of whole layers on one device: tensor, context and expert must be 1")
+    if layout.inside != "none" or layout.copies_prefix:
+        raise ValueError(
+            f"a profile is of stages that recompute nothing and share a cache: inside is {layout.inside!r}, "
+            f"copies_prefix is {layout.copies_prefix}; they must be 'none' and False"
+        )

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from seq1f1b.partition import ModelShape
-from seq1f1b.plan import Layout, Plan, StepLength
+from seq1f1b.plan import Plan, StepLength
 from seq1f1b.planning.fitting import LEVELS, Made, fit_under, order_for_costs, order_with_remedies
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.price import Price, RankBytes
-from seq1f1b.schedule import Costs, Family, Schedule, build_schedule
+from seq1f1b.schedule import Costs, Family, Schedule
 
-__all__ = ["REMEDIES", "STEPS", "Asked", "Candidate", "Case", "Found", "Length", "Uncertain"]
+if TYPE_CHECKING:
+    from seq1f1b.planning.pricing import Pricing
 
-STEPS = {True: 2, False: 3}  # simulated for the period, by optimizer_sync; with it all steps but the first are alike
-_MOST_KEPT = 4_000_000  # units of the orders that several candidates share, kept for the next one
+__all__ = ["REMEDIES", "Candidate", "Case", "Uncertain"]
+
 _TIE = 0.002  # share of a step by which times are alike: the costs are less certain
 REMEDIES = ("recompute", "offload")
 """Ways of single units to make an order fit: arguments of :meth:`seq1f1b.Schedule.fit`."""
@@ -32,14 +33,6 @@ class Uncertain(NamedTuple):
     high: float
     change_at_low: float
     change_at_high: float
-
-
-class Length(NamedTuple):
-    """Steps of one length: what sequences are padded to, their share of all steps, tokens of a sequence in the mean."""
-
-    seq_len: int
-    share: float
-    tokens: float
 
 
 class Candidate(NamedTuple):
@@ -69,130 +62,45 @@ class Candidate(NamedTuple):
         return bool(self.remedies) and "cap_bytes" in self.family.options
 
 
-@dataclass
-class Asked:
-    """The work of all candidates, and the orders that several of them share.
+@dataclass(eq=False)
+class Case:
+    """A candidate in the steps of each length; once it is simulated, with its order.
 
     Attributes:
-        lengths: of the sequences, ascending.
-        orders: those that do not depend on costs, by the family's name, v and k.
+        pricing: the work of all candidates.
+        prices: of its units, for each length.
+        bounds: seconds that no order of them can beat, likewise.
+        made: the order.
+        periods: of the step of each length; ``seconds``: their mean.
+        bubble: share of that in which ranks neither compute nor update.
     """
 
-    model: ModelShape
-    hardware: Hardware
-    lengths: Sequence[Length]
-    num_ranks: int
-    num_microbatches: int
-    layout: Layout
-    optimizer_sync: bool
-    num_simulated: int = 0
-    orders: dict[tuple[str, int, int], Schedule] = field(default_factory=dict)
-
-    def mean(self, values: Iterable[float]) -> float:
-        """Over the steps, of one value for each length."""
-        return sum(each.share * value for each, value in zip(self.lengths, values, strict=True))
-
-    def num_units(self, stages_per_rank: int, num_segments: int) -> int:
-        """F and B of all ranks."""
-        return 2 * self.num_ranks * stages_per_rank * self.num_microbatches * num_segments
-
-    def bound(self, price: Price, splits: bool) -> float:
-        """Seconds that no order of these units can beat. splits: whether the order may split backwards.
-
-        A step takes at least the mean of the ranks' work, and at least the work of each stage. If steps do not overlap,
-        the first segment's way down to that stage and the way back up come on top.
-        """
-        seconds, M = price.seconds, self.num_microbatches
-        # What a backward takes, and its part on the way up: a W that is its own unit may run beside that.
-        backward = way_up = seconds.backward
-        if splits:  # some such orders have whole backwards, too
-            tables = zip(seconds.backward, seconds.input, seconds.weight, strict=True)
-            backward = [[min(b, i + w) for b, i, w in zip(*rows, strict=True)] for rows in tables]
-            tables_up = zip(seconds.backward, seconds.input, strict=True)
-            way_up = [[min(b, i) for b, i in zip(*rows, strict=True)] for rows in tables_up]
-        optimizer = price.cost.optimizer_seconds()
-        work = [[M * sum(row) for row in part] for part in (seconds.forward, backward, way_up)]
-        least: float = (sum(work[0]) + sum(work[1]) + sum(optimizer)) / self.num_ranks + M * of_shards(price)
-        down, up = optimizer[0], 0.0
-        for stage, (forward, back, back_up) in enumerate(zip(*work, strict=True)):
-            least = max(least, optimizer[stage] + forward + back)
-            if self.optimizer_sync:
-                least = max(least, down + forward + back_up + up)
-            down += seconds.forward[stage][0]
-            up += way_up[stage][0]
-        return least
-
-    def period(self, schedule: Schedule, costs: Costs) -> tuple[float, float]:
-        """Seconds from step to step, and the share of them in which ranks neither compute nor update."""
-        run = schedule.simulate(costs, steps=STEPS[self.optimizer_sync], optimizer_sync=self.optimizer_sync)
-        assert run.period is not None and isinstance(costs.optimizer, Sequence)
-        return run.period, 1 - (sum(run.busy) + sum(costs.optimizer)) / (run.period * self.num_ranks)
-
-    def build(self, candidate: Candidate, options: Mapping[str, Any]) -> Schedule:
-        return build_schedule(
-            candidate.family.name,
-            num_ranks=self.num_ranks,
-            num_microbatches=self.num_microbatches,
-            num_segments=candidate.num_segments,
-            stages_per_rank=candidate.stages_per_rank,
-            options=options,
-        )
-
-    def order(self, candidate: Candidate) -> Schedule:
-        """That of a family which takes no costs. The oldest kept ones go first."""
-        key = (candidate.family.name, candidate.stages_per_rank, candidate.num_segments)
-        if key not in self.orders:
-            self.orders[key] = self.build(candidate, {})
-            while len(self.orders) > 1 and sum(self.num_units(v, k) for _, v, k in self.orders) > _MOST_KEPT:
-                del self.orders[next(iter(self.orders))]
-        return self.orders[key]
-
-
-def of_shards(price: Price) -> float:
-    """Seconds of a rank's passes of the vocabulary in one micro-batch; 0 where it is not over the ranks."""
-    return sum(sum(table[0]) for table in price.shard_seconds.values())
-
-
-@dataclass(eq=False)
-class Found:
-    """A candidate with its order and price."""
-
-    case: Case
-    periods: list[float]  # of the step of each length
-    seconds: float
-    bubble: float
-    made: Made
+    pricing: Pricing
+    candidate: Candidate
+    prices: Sequence[Price]
+    bounds: Sequence[float]
+    made: Made = field(init=False)
+    periods: list[float] = field(init=False)
+    seconds: float = field(init=False)
+    bubble: float = field(init=False)
 
     @property
-    def candidate(self) -> Candidate:
-        return self.case.candidate
+    def longest(self) -> Price:
+        return self.prices[-1]
 
     @property
     def sort_key(self) -> tuple[int, int]:
         """Sorts by time; of times that differ by less than about 0.2% the one that needs less memory comes first."""
         return round(math.log(self.seconds) / _TIE), self.made.peak
 
-
-class Case:
-    """A candidate in the steps of each length.
-
-    Args:
-        prices: of its units, for each length.
-        bounds: seconds that no order of them can beat, likewise.
-    """
-
-    def __init__(self, asked: Asked, candidate: Candidate, prices: Sequence[Price], bounds: Sequence[float]) -> None:
-        self._asked = asked
-        self.candidate, self.prices, self._bounds = candidate, prices, bounds
-        self.longest = prices[-1]
-
     # -- the order
 
-    def priced(self, cap: int, levels: Sequence[float]) -> Found | int | None:
+    def priced(self, levels: Sequence[float]) -> Case | int | None:
         """The candidate simulated, or the bytes that it needs where they are more than the cap; None: it fits without
         the remedies that it has."""
+        cap = self.pricing.cap
         if self.candidate.is_searched:
-            searched = self._search_with_remedies(cap, levels)
+            searched = self._search_with_remedies(levels)
             return self._simulated(searched) if searched.peak <= cap else searched.peak
         made = self._order(cap if not self.candidate.remedies else math.inf)
         choices = [made]
@@ -203,40 +111,37 @@ class Case:
         if self.candidate.remedies:
             if made.peak <= cap:
                 return None
-            choices = [self._fit(each, cap) for each in choices]
+            choices = list(map(self._fit, choices))
         fitting = [each for each in choices if each.peak <= cap]
         if not fitting:
             return min(each.peak for each in choices)
-        return min((self._simulated(each) for each in fitting), key=lambda found: found.seconds)
+        return min(map(self._simulated, fitting), key=lambda case: case.seconds)
 
-    def refined(self, found: Found, cap: int) -> Found:
+    def refined(self) -> Case:
         """Searches for the same candidate for longer, and returns the faster of both."""
-        searched = self._search_with_remedies(cap, LEVELS)
-        again = self._simulated(searched) if searched.peak <= cap else found
-        return min(found, again, key=lambda each: each.seconds)
+        searched = self._search_with_remedies(LEVELS)
+        again = self._simulated(searched) if searched.peak <= self.pricing.cap else self
+        return min(self, again, key=lambda case: case.seconds)
 
     def _order(self, cap: float) -> Made:
         """The candidate's order; of one that is made for the cap the fastest that fits it, if any does. Bytes are the
         most of any length."""
         if "costs" not in self.candidate.family.options:
-            schedule = self._spread(self._asked.order(self.candidate))
+            schedule = self._spread(self.pricing.order(self.candidate))
             made = Made(schedule, {}, self.longest.rank_bytes(schedule))
         else:
             made = order_for_costs(self.candidate.family, self.longest, cap, self._build, self._seconds)
         return made if len(self.prices) == 1 else self._changed(made, made.schedule)
 
-    def _search_with_remedies(self, cap: int, levels: Sequence[float]) -> Made:
+    def _search_with_remedies(self, levels: Sequence[float]) -> Made:
         """The order and what its units give up, of a family that takes costs and a cap."""
+        family, cap = self.candidate.family, self.pricing.cap
+        return order_with_remedies(family, self.longest, cap, self._build, self._fit, self._seconds, levels=levels)
 
-        def fit(made: Made) -> Made:
-            return self._fit(made, cap)
-
-        family = self.candidate.family
-        return order_with_remedies(family, self.longest, cap, self._build, fit, self._seconds, levels=levels)
-
-    def _fit(self, made: Made, cap: int) -> Made:
+    def _fit(self, made: Made) -> Made:
         """The order in which units recompute, or move, until it fits, for the longest sequences."""
-        return self._changed(made, fit_under(cap, made.schedule, made.ranks, self.longest, self.candidate.remedies))
+        cap, remedies = self.pricing.cap, self.candidate.remedies
+        return self._changed(made, fit_under(cap, made.schedule, made.ranks, self.longest, remedies))
 
     def _changed(self, made: Made, schedule: Schedule) -> Made:
         """Another order, with the bytes of the ranks under the length that takes most."""
@@ -246,7 +151,7 @@ class Case:
         )
 
     def _build(self, options: Mapping[str, Any]) -> Schedule:
-        return self._spread(self._asked.build(self.candidate, options))
+        return self._spread(self.pricing.build(self.candidate, options))
 
     @property
     def _spread_seconds(self) -> dict[str, Any]:
@@ -269,33 +174,36 @@ class Case:
         return self.prices if hardware is None else [each.cost.on(hardware).price(each.sizes) for each in self.prices]
 
     def _seconds(self, schedule: Schedule) -> float:
-        return self._asked.mean(self._asked.period(schedule, costs)[0] for costs in self._costs(schedule))
+        return self.pricing.mean(self.pricing.period(schedule, costs)[0] for costs in self._costs(schedule))
 
-    def _simulated(self, made: Made) -> Found:
-        runs = [self._asked.period(made.schedule, costs) for costs in self._costs(made.schedule)]
-        self._asked.num_simulated += 1
+    def _simulated(self, made: Made) -> Case:
+        """The same with this order."""
+        found, pricing = copy.copy(self), self.pricing
+        runs = [pricing.period(made.schedule, costs) for costs in self._costs(made.schedule)]
+        pricing.num_simulated += 1
         # A few steps in a row may still be settling.
-        periods = [max(period, bound) for bound, (period, _) in zip(self._bounds, runs, strict=True)]
-        seconds = self._asked.mean(periods)
-        idle = self._asked.mean(period * share for period, (_, share) in zip(periods, runs, strict=True))
-        return Found(self, periods, seconds, idle / seconds, made)
+        found.made, found.periods = made, [max(run[0], bound) for bound, run in zip(self.bounds, runs, strict=True)]
+        found.seconds = pricing.mean(found.periods)
+        idle = pricing.mean(period * share for period, (_, share) in zip(found.periods, runs, strict=True))
+        found.bubble = idle / found.seconds
+        return found
 
-    def uncertain(self, found: Found) -> tuple[Uncertain, ...]:
+    def uncertain(self) -> tuple[Uncertain, ...]:
         """Terms that move the step, largest first, each alone at its ends."""
-        schedule, hardware = found.made.schedule, self._asked.hardware
+        schedule, pricing = self.made.schedule, self.pricing
         known = self._costs(schedule)
-        periods = [self._asked.period(schedule, costs)[0] for costs in known]
+        periods = [pricing.period(schedule, costs)[0] for costs in known]
 
         def change(name: str, end: float) -> float:
             at_end: dict[str, Any] = {name: end}
-            changed = zip(self._costs(schedule, replace(hardware, **at_end)), known, periods, strict=True)
-            return self._asked.mean(
-                0.0 if costs == before else self._asked.period(schedule, costs)[0] - period
+            changed = zip(self._costs(schedule, replace(pricing.hardware, **at_end)), known, periods, strict=True)
+            return pricing.mean(
+                0.0 if costs == before else pricing.period(schedule, costs)[0] - period
                 for costs, before, period in changed
             )
 
         terms = []
-        for name, ends in hardware.spread.items():
+        for name, ends in pricing.hardware.spread.items():
             changes = [change(name, end) for end in ends]
             if any(changes):
                 terms.append(Uncertain(name, *ends, *changes))
@@ -303,50 +211,48 @@ class Case:
 
     # -- the plan
 
-    def plan(self, found: Found, cap: int, uncertain: tuple[Uncertain, ...]) -> Plan:
-        asked, candidate, schedule = self._asked, self.candidate, found.made.schedule
+    def plan(self, uncertain: tuple[Uncertain, ...]) -> Plan:
+        pricing, candidate, schedule = self.pricing, self.candidate, self.made.schedule
         faster = math.hypot(*(max(0.0, -term.change_at_low, -term.change_at_high) for term in uncertain))
         slower = math.hypot(*(max(0.0, term.change_at_low, term.change_at_high) for term in uncertain))
         ends: dict[str, Any] = {
-            name: high for name, (_, high) in asked.hardware.spread.items() if name in _UNCERTAIN_BYTES
+            name: high for name, (_, high) in pricing.hardware.spread.items() if name in _UNCERTAIN_BYTES
         }
-        high = self._prices_on(replace(asked.hardware, **ends))[-1].rank_bytes(schedule)
-        sequences = asked.num_microbatches * asked.layout.data
+        high = self._prices_on(replace(pricing.hardware, **ends))[-1].rank_bytes(schedule)
+        sequences = pricing.num_microbatches * pricing.layout.data
         lengths = [
             StepLength(
-                each.seq_len,
-                each.share,
-                each.tokens,
-                tuple(price.sizes),
-                period,
-                sequences * each.tokens / period,
-                _totals(price.rank_bytes(schedule)),
+                **each._asdict(),
+                segment_sizes=tuple(price.sizes),
+                seconds=period,
+                tokens_per_second=sequences * each.tokens / period,
+                peak=_totals(price.rank_bytes(schedule)),
             )
-            for each, price, period in zip(asked.lengths, self.prices, found.periods, strict=True)
+            for each, price, period in zip(pricing.lengths, self.prices, self.periods, strict=True)
         ]
         cost = self.longest.cost
         return Plan(
-            model=asked.model,
-            hardware=asked.hardware.name,
+            model=pricing.model,
+            hardware=pricing.hardware.name,
             seq_len=cost.seq_len,
             layout=replace(cost.layout, layers=cost.layers),
             schedule=candidate.family.name,
-            num_ranks=asked.num_ranks,
-            num_microbatches=asked.num_microbatches,
+            num_ranks=pricing.num_ranks,
+            num_microbatches=pricing.num_microbatches,
             num_segments=candidate.num_segments,
             stages_per_rank=candidate.stages_per_rank,
             segment_sizes=lengths[-1].segment_sizes,
             mix=candidate.mix,
-            seconds=found.seconds,
-            low=max(0.0, found.seconds - faster),
-            high=found.seconds + slower,
-            bubble=found.bubble,
-            tokens_per_second=sequences * asked.mean(each.tokens for each in asked.lengths) / found.seconds,
-            peak=_totals(found.made.ranks),
+            seconds=self.seconds,
+            low=max(0.0, self.seconds - faster),
+            high=self.seconds + slower,
+            bubble=self.bubble,
+            tokens_per_second=sequences * pricing.mean(each.tokens for each in pricing.lengths) / self.seconds,
+            peak=_totals(self.made.ranks),
             peak_high=_totals(high),
-            cap=cap,
-            optimizer_sync=asked.optimizer_sync,
-            options=found.made.options,
+            cap=pricing.cap,
+            optimizer_sync=pricing.optimizer_sync,
+            options=self.made.options,
             prefetch=schedule.prefetch,
             lengths=tuple(lengths) if len(lengths) > 1 else (),
             units=schedule.cell_kinds() if schedule.kinds & {"R", "L"} else (),

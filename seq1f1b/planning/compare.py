@@ -7,25 +7,16 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise, product
-from typing import Any, NamedTuple
+from typing import Any
 
 from seq1f1b.files import nearest_name
 from seq1f1b.partition import ModelShape, check_segment_sizes
-from seq1f1b.plan import Layout
-from seq1f1b.planning.case import STEPS
+from seq1f1b.plan import INSIDE, Layout
 from seq1f1b.planning.cost import CostModel, Price
 from seq1f1b.planning.fitting import order_for_costs
 from seq1f1b.planning.hardware import Hardware
-from seq1f1b.planning.layout import INSIDE
-from seq1f1b.schedule import (
-    Costs,
-    Family,
-    Links,
-    Schedule,
-    StepMemory,
-    build_schedule,
-    families,
-)
+from seq1f1b.planning.pricing import STEPS
+from seq1f1b.schedule import Costs, Family, Links, Schedule, StepMemory, build_schedule, families
 from seq1f1b.table import rounded, table_text
 
 __all__ = ["Comparison", "FamilyRow", "compare"]
@@ -179,30 +170,9 @@ def compare(
         ValueError: unknown name, a number out of range, a size that is missing, a model without the rest of its four
             arguments or beside token bytes; or no family is left, which names the least cap that one fits.
     """
-    of = None
-    if model is not None:
-        if hardware is None or seq_len is None:
-            raise ValueError("a model's costs need hardware and seq_len")
-        if token_bytes is not None or message_bytes is not None or bandwidth is not None:
-            raise ValueError("token_bytes, message_bytes and bandwidth are the model's, where a model is given")
-        of = _Model(model, hardware, layout or Layout(), seq_len)
-    work = _Work(
-        num_ranks,
-        num_microbatches,
-        num_segments,
-        stages_per_rank,
-        forward,
-        backward,
-        weight,
-        transfer,
-        bandwidth,
-        segment_sizes,
-        token_bytes,
-        message_bytes,
-        cap_microbatches,
-        cap_bytes,
-        of,
-    )
+    given = dict(locals())
+    del given["names"]
+    work = _Work(**given | {"layout": layout or Layout()})
     work.check()
     wanted = families_named(dict.fromkeys(names))
     rows, refused = work.rows(wanted)
@@ -211,7 +181,7 @@ def compare(
     if not fitting:
         raise ValueError(work.nothing_fits(wanted, rows, refused))
     fitting.sort(key=lambda row: (row.makespan, row.peak_microbatches))
-    return Comparison(tuple(fitting), refused, None if of is None else (of.hardware.name, of.hardware.memory))
+    return Comparison(tuple(fitting), refused, None if model is None else (work.hardware.name, work.hardware.memory))
 
 
 def families_named(names: Collection[str]) -> list[Family]:
@@ -224,15 +194,6 @@ def families_named(names: Collection[str]) -> list[Family]:
 
 
 _NO_ROOM = 1  # a cap in bytes, for which orders hold as little as they can
-
-
-class _Model(NamedTuple):
-    """A model on a machine, whose seconds and bytes take the place of given ones."""
-
-    model: ModelShape
-    hardware: Hardware
-    layout: Layout
-    seq_len: int
 
 
 @dataclass(frozen=True)
@@ -251,11 +212,19 @@ class _Work:
     segment_sizes: Sequence[int] | None
     token_bytes: int | None
     message_bytes: int | None
+    model: ModelShape | None
+    hardware: Hardware  # of a model, as the two below; None without one
+    layout: Layout
+    seq_len: int
     cap_microbatches: float | None
     cap_bytes: int | None
-    of: _Model | None
 
     def check(self) -> None:
+        if self.model is not None:
+            if self.hardware is None or self.seq_len is None:
+                raise ValueError("a model's costs need hardware and seq_len")
+            if (self.token_bytes, self.message_bytes, self.bandwidth) != (None, None, None):
+                raise ValueError("token_bytes, message_bytes and bandwidth are the model's, where a model is given")
         for name in ("cap_microbatches", "cap_bytes"):
             if (cap := getattr(self, name)) is not None and not cap > 0:
                 raise ValueError(f"{name} is {cap}, must be above 0")
@@ -264,10 +233,10 @@ class _Work:
             if len(sizes) != self.num_segments:
                 raise ValueError(f"segment_sizes holds {len(sizes)} values, must hold {self.num_segments}")
             check_segment_sizes(sizes, sum(sizes))
-        if self.of is not None:
-            if sizes is not None and sum(sizes) != self.of.seq_len:
-                raise ValueError(f"segment_sizes holds {sum(sizes)} tokens, seq_len is {self.of.seq_len}")
-            if (vocabulary := self.of.layout.vocabulary) != "ends":
+        if self.model is not None:
+            if sizes is not None and sum(sizes) != self.seq_len:
+                raise ValueError(f"segment_sizes holds {sum(sizes)} tokens, seq_len is {self.seq_len}")
+            if (vocabulary := self.layout.vocabulary) != "ends":
                 raise ValueError(f"vocabulary is {vocabulary!r}, must be 'ends': families are compared as they are")
             return
         if sizes is None and (self.token_bytes is not None or self.message_bytes is not None):
@@ -309,14 +278,14 @@ class _Work:
                 "options": self._options(family, v, k) if v > 0 and k > 0 else {},
             }
             broken = family.broken_rule(**counts)
-            if broken is None and self.of is not None and self.num_ranks * v > self.of.model.layers:
-                broken = f"P v <= {self.of.model.layers} layers: here P = {self.num_ranks}, v = {v}"
+            if broken is None and self.model is not None and self.num_ranks * v > self.model.layers:
+                broken = f"P v <= {self.model.layers} layers: here P = {self.num_ranks}, v = {v}"
             if broken is not None:
                 rule = rule or broken
-            elif self.of is None or "costs" not in family.options:
+            elif self.model is None or "costs" not in family.options:
                 return build_schedule(family.name, **counts)
             else:
-                return self._order_for_costs(family, counts, self._price(self.of, v, k))
+                return self._order_for_costs(family, counts, self._price(v, k))
         assert rule is not None
         return rule
 
@@ -339,7 +308,7 @@ class _Work:
         below one micro-batch."""
         most = math.inf if self.cap_microbatches is None else self.cap_microbatches
         options, held = dict[str, Any](), self._unit_bytes(v, k)
-        if self.of is None:
+        if self.model is None:
             put_off = self.backward / 2 if self.weight is None else self.weight
             seconds = (self.forward, self.backward - put_off, put_off)
             options = {"costs": tuple(x / (v * k) for x in seconds), "transfer": self.transfer}
@@ -357,7 +326,7 @@ class _Work:
         sizes, held, peak_bytes = self._sizes(k), self._unit_bytes(v, k), None
         messages = None if sizes is None or self.message_bytes is None else [n * self.message_bytes for n in sizes]
         how: dict[str, Any] = {"steps": STEPS[False], "optimizer_sync": False}
-        if self.of is None:
+        if self.model is None:
             weight = None if self.weight is None else self.weight / (v * k)
             links = Links(self.transfer, self.bandwidth, message_bytes=messages or 0)
             costs = Costs(self.forward / (v * k), self.backward / (v * k), weight, links=links)
@@ -365,7 +334,7 @@ class _Work:
             if held is not None and run.memory is not None:
                 peak_bytes = max(run.memory.activations)
         else:
-            price = self._price(self.of, v, k)
+            price = self._price(v, k)
             sizes, messages = price.sizes, price.message_bytes
             run = schedule.simulate(price.costs(schedule), **how)
             peak_bytes = max(rank.total for rank in price.rank_bytes(schedule))
@@ -386,9 +355,10 @@ class _Work:
             sent_bytes=None if messages is None else crossings * sum(messages),
         )
 
-    def _price(self, of: _Model, v: int, k: int) -> Price:
-        counts = {"num_ranks": self.num_ranks, "stages_per_rank": v, "seq_len": of.seq_len}
-        cost = CostModel.balanced(of.model, of.hardware, layout=of.layout, **counts)
+    def _price(self, v: int, k: int) -> Price:
+        assert self.model is not None
+        counts = {"num_ranks": self.num_ranks, "stages_per_rank": v, "seq_len": self.seq_len}
+        cost = CostModel.balanced(self.model, self.hardware, layout=self.layout, **counts)
         return cost.price(self._sizes(k) or cost.split(k))
 
     def _sizes(self, k: int) -> Sequence[int] | None:
@@ -420,10 +390,9 @@ class _Work:
             held = f"{least.peak_microbatches:.2f} micro-batches"
             return f"no family fits the cap; the least possible is {held}, of {least.family}"
         kinds = dict[str, FamilyRow]()
-        for kind in [] if self.of is None else INSIDE[INSIDE.index(self.of.layout.inside) :]:
-            assert self.of is not None
-            of = self.of._replace(layout=replace(self.of.layout, inside=kind))
-            kinds[kind] = _least(replace(self, of=of, cap_bytes=_NO_ROOM).rows(wanted)[0])  # whatever the cap
+        for kind in [] if self.model is None else INSIDE[INSIDE.index(self.layout.inside) :]:
+            layout = replace(self.layout, inside=kind)
+            kinds[kind] = _least(replace(self, layout=layout, cap_bytes=_NO_ROOM).rows(wanted)[0])  # whatever the cap
         least, *others = kinds.values() or [_least(rows)]
         text = (
             f"no family fits the cap of {_bytes(self.cap_bytes)}; the least possible is {_bytes(least.peak_bytes)}, of "

@@ -9,10 +9,9 @@ from dataclasses import replace
 from functools import cached_property
 
 from seq1f1b.balance import balanced
-from seq1f1b.partition import ModelShape, partition_sequence
-from seq1f1b.plan import Layout
+from seq1f1b.partition import ModelShape, layers_of, partition_sequence
+from seq1f1b.plan import INSIDE, Layout
 from seq1f1b.planning.hardware import Hardware
-from seq1f1b.planning.layout import check_layout
 from seq1f1b.planning.price import PackedRow, Price, RankBytes
 from seq1f1b.runtime.unit_times import MeasuredUnits, Terms
 from seq1f1b.seconds import Source, Span, span_of
@@ -20,6 +19,7 @@ from seq1f1b.seconds import Source, Span, span_of
 __all__ = ["CostModel", "PackedRow", "Price", "RankBytes"]
 
 _PIECES = 1024  # of the sequence whose costs a split balances
+_WHOLE = {"tensor": "heads", "expert": "experts of the model, and data"}
 
 
 class CostModel:
@@ -53,7 +53,7 @@ class CostModel:
         self.model, self.hardware, self.layout = model, hardware, layout or Layout()
         num_stages = num_ranks * stages_per_rank
         self.num_ranks, self.num_stages, self.seq_len = num_ranks, num_stages, seq_len
-        check_layout(self.layout, model, num_stages, seq_len)
+        _check_layout(self.layout, model, num_stages, seq_len)
         self.layers = self.layout.layers or tuple(
             model.layers // num_stages + (stage < model.layers % num_stages) for stage in range(num_stages)
         )
@@ -67,21 +67,16 @@ class CostModel:
     ) -> CostModel:
         """A model with :meth:`balanced_layers`, unless the layout gives the layers. Arguments as of the class."""
         cost = cls(model, hardware, stages_per_rank=stages_per_rank, layout=layout, **counts)
-        if layout.layers is None:
-            layout = replace(layout, layers=cost.balanced_layers())
-            cost = cls(model, hardware, stages_per_rank=stages_per_rank, layout=layout, **counts)
-        return cost
+        return cost if layout.layers is not None else cost._changed(hardware, cost.balanced_layers())
 
     def on(self, hardware: Hardware) -> CostModel:
         """A model of these stages on another machine."""
-        return CostModel(
-            self.model,
-            hardware,
-            num_ranks=self.num_ranks,
-            seq_len=self.seq_len,
-            stages_per_rank=self.num_stages // self.num_ranks,
-            layout=replace(self.layout, layers=self.layers),
-        )
+        return self._changed(hardware, self.layers)
+
+    def _changed(self, hardware: Hardware, layers: tuple[int, ...]) -> CostModel:
+        counts = {"num_ranks": self.num_ranks, "stages_per_rank": self.num_stages // self.num_ranks}
+        layout = replace(self.layout, layers=layers)
+        return CostModel(self.model, hardware, seq_len=self.seq_len, layout=layout, **counts)
 
     def measured(self, terms: Terms) -> CostModel:
         """A model of these stages, whose units take what an engine measured; bytes and messages stay."""
@@ -186,3 +181,44 @@ class CostModel:
         touched = (hw.gradient_bytes + hw.element_bytes + 2 * hw.optimizer_bytes) / d
         of_parameter = hw.data_exposed * moved / rate + touched / hw.bandwidth
         return [of_parameter * self.parts.parameters(stage) for stage in range(self.num_stages)]
+
+
+def _check_layout(layout: Layout, model: ModelShape, num_stages: int, seq_len: int) -> None:
+    """Raises ``ValueError`` unless the model can be laid over so many stages, and the sequence over its documents."""
+    if seq_len < 1:
+        raise ValueError(f"seq_len is {seq_len}, must be at least 1")
+    model.flops(0, seq_len)  # raises unless shape and length are sound
+    if num_stages < 1 or num_stages > model.layers:
+        raise ValueError(f"there are {num_stages} stages, must be in 1..{model.layers}, the model's layers")
+    for name in ("tensor", "context", "expert", "data"):
+        degree = getattr(layout, name)
+        if degree < 1:
+            raise ValueError(f"{name} is {degree}, must be at least 1")
+    layers, _ = layers_of(model)
+    if layout.context > 1 and any(layer.scan or layer.state or layer.tail for layer in layers):
+        raise ValueError(
+            f"context is {layout.context}, must be 1: the model has layers that keep a state along the sequence"
+        )
+    for degree, name, whole in (
+        *((layout.tensor, "tensor", layer.heads) for layer in layers),
+        *((layout.expert, "expert", experts) for experts in {layer.experts for layer in layers} - {1} or {1}),
+        (layout.expert, "expert", layout.data),
+    ):
+        if whole % degree != 0:
+            raise ValueError(f"{name} is {degree}, must divide {whole} ({_WHOLE[name]})")
+    if layout.inside not in INSIDE:
+        raise ValueError(f"inside is {layout.inside!r}, must be one of {', '.join(INSIDE)}")
+    if layout.vocabulary not in ("ends", "ranks"):
+        raise ValueError(f"vocabulary is {layout.vocabulary!r}, must be 'ends' or 'ranks'")
+    if layout.vocabulary == "ranks" and (model.vocab == 0 or not layout.head_in_loss):
+        raise ValueError("a vocabulary over the ranks needs a vocabulary, and has its loss in its shards: head_in_loss")
+    if layout.layers is not None and (
+        len(layout.layers) != num_stages or sum(layout.layers) != model.layers or min(layout.layers) < 0
+    ):
+        raise ValueError(
+            f"layers are {list(layout.layers)}: must be {num_stages} numbers, one per stage, "
+            f"that sum to the model's {model.layers}"
+        )
+    documents = layout.documents
+    if documents is not None and (sum(documents) != seq_len or min(documents, default=0) < 1):
+        raise ValueError(f"documents hold {sum(documents)} tokens, each must be at least 1 and all together {seq_len}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from seq1f1b import _C
 from seq1f1b.planning.by_parts import UnitBytes
 from seq1f1b.schedule import Costs, Links, Schedule, StepMemory
-from seq1f1b.seconds import Span, UnitSeconds, seconds_of, shards_of, spans_of, spans_of_tree
+from seq1f1b.seconds import PassSeconds, Span, seconds_of, shards_of, spans_of, spans_of_tree
 
 if TYPE_CHECKING:
     from seq1f1b.planning.cost import CostModel
@@ -123,9 +123,9 @@ class Price:
 
     @cached_property
     def seconds(self) -> Any:
-        """Seconds of each pass, a ``UnitSeconds`` of tables."""
+        """Seconds of each pass, a ``PassSeconds`` of tables."""
         tables = seconds_of(self.cost.source, self._spans)
-        return UnitSeconds(*(list(map(self._nest, table)) for table in tables))
+        return PassSeconds._make(list(map(self._nest, table)) for table in tables)
 
     @cached_property
     def shard_seconds(self) -> dict[str, list[list[float]]]:

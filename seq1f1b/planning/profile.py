@@ -8,13 +8,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from seq1f1b.files import json_fields, load, read, write_whole
+from seq1f1b.files import json_fields, load
 from seq1f1b.fit import Fit
 from seq1f1b.partition import ModelShape, check_model
+from seq1f1b.plan import _File
 from seq1f1b.seconds import NO_SECONDS, PASSES, PassSeconds, pairs_of
 
 __all__ = ["Fit", "Part", "PassSeconds", "Profile", "Sample"]
@@ -117,7 +117,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(_File):
     """The costs of a model's parts on a machine.
 
     Attributes:
@@ -261,12 +261,3 @@ class Profile:
             if getattr(profile, name) == 0:
                 raise ValueError(f"profile: {name} is 0: measure again")
         return profile
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file whole, or not at all."""
-        write_whole(path, (self.to_json() + "\n").encode())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """Reads a file of :meth:`save`. Errors as :meth:`from_json`, with the file's name, and ``OSError``."""
-        return read(path, cls.from_json)

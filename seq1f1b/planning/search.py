@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 from seq1f1b import where
 from seq1f1b.partition import ModelShape
-from seq1f1b.plan import Layout, Plan
-from seq1f1b.planning.case import REMEDIES, Asked, Candidate, Found, Uncertain
+from seq1f1b.plan import INSIDE, Layout, Plan
+from seq1f1b.planning.case import REMEDIES, Candidate, Case, Uncertain
 from seq1f1b.planning.compare import families_named
 from seq1f1b.planning.hardware import Hardware
-from seq1f1b.planning.layout import INSIDE
 from seq1f1b.planning.pricing import GIB, LEAST_GAIN, Pricing, group_lengths
 from seq1f1b.schedule import Family, families
 from seq1f1b.table import rounded, table_text
@@ -280,8 +279,8 @@ def search_plans(
             raise ValueError(f"{name} is {value}, must be at least 1")
     grouped = group_lengths(seq_len, lengths, layout)
     layout = replace(layout or Layout(), vocabulary="ranks" if vocabulary == "ranks" else "ends")
-    asked = Asked(model, hardware, grouped, num_ranks, num_microbatches, layout, optimizer_sync)
-    pricing, shortest = Pricing(asked, cap, best, within, progress), grouped[0].seq_len
+    work = (model, hardware, grouped, num_ranks, num_microbatches, layout, optimizer_sync)
+    pricing, shortest = Pricing(*work, cap, best, within, progress), grouped[0].seq_len
     tried = segments or [k for k in _FIRST_SEGMENTS if k <= shortest]
     if min(tried) < 1 or max(tried) > shortest:
         raise ValueError(f"segments are {list(tried)}, must be in 1..{shortest}, the tokens of the shortest sequence")
@@ -308,10 +307,8 @@ def search_plans(
     for done, found in enumerate(fitting):
         if progress is not None:
             progress(done, len(fitting))
-        terms.append(
-            found.case.uncertain(found) if done == 0 or is_small else pricing.as_uncertain(found, terms[0], fitting[0])
-        )
-    plans = tuple(found.case.plan(found, cap, moved) for found, moved in zip(fitting, terms, strict=True))
+        terms.append(found.uncertain() if done == 0 or is_small else pricing.as_uncertain(found, terms[0], fitting[0]))
+    plans = tuple(found.plan(moved) for found, moved in zip(fitting, terms, strict=True))
     shown = {plan.schedule for plan in plans}
     fallen = {name: why for name, why in pricing.reasons(plans[-1].seconds).items() if name not in shown}
     if not names:
@@ -327,7 +324,7 @@ def search_plans(
         terms[0],
         fallen,
         pricing.num_candidates,
-        asked.num_simulated,
+        pricing.num_simulated,
         next_step,
         hardware.memory,
         hardware.rates,
@@ -368,7 +365,7 @@ def _try_all(pricing: Pricing, wanted: _Wanted, shortest: int) -> None:
         pricing.refine()
 
 
-def _next_step(pricing: Pricing, best: Found, is_limited: bool, names: Sequence[str] | None) -> str:
+def _next_step(pricing: Pricing, best: Case, is_limited: bool, names: Sequence[str] | None) -> str:
     """Says what would help most beyond the best plan, by where its time goes."""
     again, k = pricing.share_again(best), best.candidate.num_segments
     if again > max(best.bubble, 0.02):

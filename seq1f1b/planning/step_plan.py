@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -204,7 +204,11 @@ def plan_step(
             smallest budget.
         ScheduleError: no family can be built for these rows.
     """
-    _check(unit_tokens, segment_tokens, memory)
+    for name, value in (("unit_tokens", unit_tokens), ("segment_tokens", segment_tokens)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}, must be at least 1")
+    if memory is not None and not memory >= 1:
+        raise ValueError(f"memory is {memory}, must be at least 1 byte")
     rates = Rates.from_cost(cost)
     items = _items(lengths, rates)
     tokens = [item.shape.tokens if isinstance(item, Tree) else item for item in items]
@@ -263,14 +267,6 @@ def share_documents(
         shares[least].append(index)
         done[least] += work[index]
     return tuple(tuple(sorted(share)) for share in shares)
-
-
-def _check(unit_tokens: int | None, segment_tokens: int | None, memory: float | None) -> None:
-    for name, value in (("unit_tokens", unit_tokens), ("segment_tokens", segment_tokens)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}, must be at least 1")
-    if memory is not None and not memory >= 1:
-        raise ValueError(f"memory is {memory}, must be at least 1 byte")
 
 
 def _items(lengths: Sequence[int | TreeShape] | PrefixTrees, rates: Rates) -> list[int | Tree]:
@@ -337,29 +333,29 @@ class _Search:
 
     def _try(self, name: str, rows: Rows, costs: Price, *, is_quick: bool = False) -> None:
         try:
-            orders = self._orders(name, costs, is_quick)
+            found = self._orders(name, costs, is_quick)
         except ScheduleError as error:
             self._refused = error
             return
-        for order, ranks in orders:
-            peak = max(rank.total for rank in ranks)
+        for made in found:
+            order, peak = made.schedule, made.peak
             self._least = peak if self._least is None else min(self._least, peak)
             if peak > self._memory:
                 continue
             simulation = self._simulate(order, costs)
             if self.found is None or simulation.makespan < self.found.seconds:
                 documents, sizes = tuple(row.documents for row in rows), tuple(row.sizes for row in rows)
-                self.found = StepPlan(self._lengths, documents, sizes, order, tuple(ranks), simulation, costs)
-                if any(row.parents is not None for row in rows):
-                    parents, pieces = tuple(row.parents for row in rows), tuple(row.pieces for row in rows)
-                    self.found = replace(self.found, parents=parents, pieces=pieces)
-                self._rows = rows
+                plan = (self._lengths, documents, sizes, order, tuple(made.ranks), simulation, costs)
+                trees: dict[str, Any] = {}
+                if costs.parents is not None:
+                    trees = {"parents": tuple(costs.parents), "pieces": tuple(row.pieces for row in rows)}
+                self.found, self._rows = StepPlan(*plan, **trees), rows
 
     def _simulate(self, order: Schedule, costs: Price) -> Simulation:
         moves = "offload" in self._remedies and "L" in order.kinds
         return order.simulate(costs.costs(order, moves=moves))
 
-    def _orders(self, name: str, costs: Price, is_quick: bool) -> list[tuple[Schedule, list[RankBytes]]]:
+    def _orders(self, name: str, costs: Price, is_quick: bool) -> list[Made]:
         """Orders of a family, each with its bytes: with as few units recomputed or moved as fit."""
         family = next((each for each in known_families() if each.name == name), None)
 
@@ -390,8 +386,7 @@ class _Search:
             if "cap_bytes" in made[0].options and self._remedies:  # it gave up time for room
                 way: dict[str, Any] = {"levels": LEVELS[:1] if is_quick else LEVELS, "is_whole": is_quick}
                 made.append(order_with_remedies(family, costs, self._memory, build, fit, seconds, **way))
-        made = [each if each.peak <= self._memory or each.schedule.kinds & {"R", "L"} else fit(each) for each in made]
-        return [(each.schedule, each.ranks) for each in made]
+        return [each if each.peak <= self._memory or each.schedule.kinds & {"R", "L"} else fit(each) for each in made]
 
     def nothing_fits(self) -> Exception:
         """The error where no order was found."""

@@ -168,15 +168,6 @@ def test_the_least_is_one_for_all_caps_and_fits_as_a_cap(model: str, ranks: int,
     assert told["none"][0][1] == told["full"][0][0]
 
 
-def test_auto_is_made_for_a_models_cap_in_bytes() -> None:
-    given = {"model": load_model("qwen3-4b"), "hardware": load_hardware("h100"), "seq_len": 16384, "num_segments": 4}
-    named, free = row("seq-zb-h1", **given), row("auto", **given)
-    cap = named.peak_bytes
-    assert free.peak_bytes > cap
-    found = row("auto", **given, cap_bytes=cap)
-    assert found.peak_bytes <= cap and free.makespan <= found.makespan <= 1.02 * named.makespan
-
-
 def test_a_cap_in_bytes() -> None:
     """Segments are uneven, so that bytes say another thing than units to auto; the tighter of two caps counts."""
     even = {"num_segments": 4, "segment_sizes": [8] * 4, "token_bytes": 10}

@@ -155,15 +155,6 @@ def test_edges_inside_and_between_nodes():
     assert list(zip(*wide.links(range(3)), strict=True)) == [far, far]  # a rank fills two nodes
 
 
-def test_seconds_after_the_pipeline_by_hand():
-    """Stage 1 of 3, two data-parallel replicas: half its gradients and weights cross, half its state is updated."""
-    machine = ideal(bandwidth=1e3, between_bandwidth=1e4, inside_bandwidth=1e4, link_efficiency=0.5, data_exposed=0.25)
-    cost = CostModel(SMALL, machine, num_ranks=3, seq_len=64, layout=Layout(data=2))
-    size = cost.parts.parameters(1)
-    crossing, touched = 0.25 * size / 2 * (4 + 2) / 5e3, size / 2 * (2 + 4 + 2 * 12) / 1e3
-    assert cost.optimizer_seconds()[1] == pytest.approx(crossing + touched)
-
-
 def test_floors_and_extras():
     slow = ideal(launch=1.0, forward_kernels=3.0, input_kernels=5.0, weight_kernels=2.0, unit_overhead=0.25)
     cost = CostModel(SMALL, replace(slow, split_backward_extra=0.5), num_ranks=3, seq_len=8)
@@ -172,89 +163,6 @@ def test_floors_and_extras():
     assert seconds.backward[0][0] == pytest.approx(2 * 5 + 2 * 2 + 0.25)
     assert seconds.input[0][0] == pytest.approx(2 * 5 * 1.5 + 0.25)
     assert seconds.weight[0][0] == pytest.approx(2 * 2 * 1.5 + 0.25)
-
-
-def test_fixed_parts_of_a_layer_by_hand():
-    """Each alone, over 3 layers of a stage: the ends of attention's tiles, latencies of 4 collectives in F and 6 in I,
-    sums of gradients, a copied prefix."""
-    shape = SMALL._replace(head_dim=32)
-    h, q, g, f, sizes = 64, 128, 64, 96, [24, 16]
-
-    def extra(copies=False, tensor=1, **changes):
-        layout = Layout(tensor=tensor, copies_prefix=copies)
-        tables = [
-            CostModel(shape, machine, num_ranks=2, seq_len=40, layout=layout).price(sizes).seconds
-            for machine in (ideal(saved_moves=0.0, **changes), ideal(saved_moves=0.0))
-        ]
-        differences = []
-        for ours, others in zip(*tables, strict=True):
-            differences.append([x - y for x, y in zip(ours[0], others[0], strict=True)])
-        return differences
-
-    pairs = [24 * 25 / 2, 16 * 24 + 16 * 17 / 2]
-    seconds = [3 * 4 * q * n / 1e9 / size for n, size in zip(pairs, sizes, strict=True)]  # attention, over rows
-    forward, back, weight, *_ = extra(attention_forward_rows=5.0, attention_backward_rows=7.0)
-    assert forward == pytest.approx([5 * x for x in seconds]) and weight == [0, 0]
-    assert back == pytest.approx([7 * 2.5 * x for x in seconds])
-    forward, back, weight, *_ = extra(collective_latency=1e-3, tensor_exposed=0.5, tensor=2)
-    assert forward == pytest.approx([3 * 4 * 0.5e-3] * 2) and back == pytest.approx([3 * 6 * 0.5e-3] * 2)
-    assert weight == [0, 0] == extra(collective_latency=1e-3)[0]
-    size = 2 * h * q + 2 * h * g + 2 * h + 3 * h * f
-    forward, back, weight, *_ = extra(bandwidth=1e6)
-    assert forward == back == [0, 0] and weight == pytest.approx([3 * 2 * 4 * size / 1e6] * 2)
-    forward, back, *_ = extra(bandwidth=1e6, copies=True)
-    assert forward == pytest.approx([3 * 4 * g * 2 * end / 1e6 for end in (24, 40)])
-    assert back == pytest.approx([1.5 * x for x in forward])
-
-
-def test_attention_works_on_whole_tiles_of_a_head():
-    whole, less = (SMALL._replace(head_dim=size, layers=3) for size in (32, 24))
-    times = []
-    for shape, machine in ((whole, ideal()), (less, ideal(head_tile=32.0)), (less, ideal())):
-        cost = CostModel(shape, machine, num_ranks=3, seq_len=10**5)
-        times.append(cost.parts.layer(cost.span(0, 10**5)).forward - cost.parts.layer(cost.span(0, 10)).forward * 10**4)
-    assert times[0] == pytest.approx(times[1]) and times[2] == pytest.approx(0.75 * times[1])
-
-
-def test_a_message_takes_its_senders_time():
-    """Two ranks a node: one of three edges crosses."""
-    machine = replace(ideal(), node_size=2.0, inside_send=1e-3, between_send=7e-3)
-    cost = CostModel(SMALL, machine, num_ranks=4, seq_len=8)
-    order = build_schedule("1f1b", num_ranks=4, num_microbatches=4)
-    assert cost.send_seconds(order.rank_of_stage) == pytest.approx(3e-3)
-    given = cost.price([8]).costs(order)
-    assert given.links.send == pytest.approx(3e-3)
-    still = replace(given, links=replace(given.links, send=0.0))
-    assert order.simulate(given).makespan > order.simulate(still).makespan
-
-
-def test_bytes_of_an_allocator_by_hand():
-    """P 2, k 3, uneven segments: buffers of collectives, and blocks of one length that serve no other."""
-    machine = replace(ideal(), activation_factor=1.0, allocator_reserve=0.0, context_bytes=0.0)
-    order, sizes, t = build_schedule("seq1f1b", num_ranks=2, num_microbatches=4, num_segments=3), [20, 12, 8], 2
-
-    def ranks(copies=False, **changes):
-        layout = Layout(tensor=t, copies_prefix=copies)
-        cost = CostModel(SMALL, replace(machine, **changes), num_ranks=2, seq_len=40, layout=layout)
-        return cost.price(sizes).rank_bytes(order)
-
-    plain, held = ranks(), ranks(collective_buffers=2.5)
-    assert [b.workspace - a.workspace for a, b in zip(plain, held, strict=True)] == [2.5 * 3 * 20 * 64 * 2] * 2
-    pooled = ranks(length_pools=1.0)
-    layer = (2 * (4 * 64 + 2 * 96 + 3 * 96) + 4 * 4) // t
-    # Rank 0 holds at most 2 of the first, 2 of the second and 1 of the last; never more than 4 in all, 64 tokens.
-    most = order.peak_tokens(sizes)[0]
-    each = [order.peak_tokens([size * (size == length) for size in sizes])[0] for length in sizes]
-    assert (most, sum(each)) == (64, 72)
-    assert pooled[0].reserve - plain[0].reserve == 3 * layer * (72 - 64)
-    row = 2 * 48 * 2 // t  # K and V of a token and layer
-    copied = ranks(copies=True)
-    assert copied[0].kv == 0 and copied[0].kv_gradients == 3 * 40 * 2 * row
-    assert copied[0].activations == 3 * (layer + row) * 60 + 3 * row * 40  # as B0.2 runs: own rows, and the last copy
-    whole, half = (ranks(copies=True, length_pools=share)[0].reserve for share in (1.0, 0.5))
-    assert (
-        whole == 2 * half >= 3 * row * (20 + 12)
-    )  # copies of 40 tokens are the cache, those of 20 the first segment's
 
 
 def test_split_balances_time():

@@ -12,11 +12,11 @@ from test_cost import SMALL, ideal
 from seq1f1b import partition_sequence
 from seq1f1b.partition import LayerKind, make_model
 from seq1f1b.plan import Layout, Plan
+from seq1f1b.planning.by_profile import check_profile
 from seq1f1b.planning.configs import shape_of
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.decoder import check_decoder
 from seq1f1b.planning.hardware import ProfiledHardware, load_hardware, load_model
-from seq1f1b.planning.layout import check_profile
 from seq1f1b.planning.profile import Profile
 from seq1f1b.planning.search import search_plans
 from seq1f1b.seconds import pairs_of, spans_of

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tiny_model import Config, Stage
 
-from seq1f1b import Costs, Links, ModelShape, Schedule, build_schedule, partition_sequence
+from seq1f1b import Costs, Links, ModelShape, build_schedule, partition_sequence
 from seq1f1b.__main__ import main
 from seq1f1b.fit import Fit, fit_seconds
 from seq1f1b.ops.context import current
@@ -350,13 +350,6 @@ def test_what_never_moves_has_no_rates_and_what_cannot_be_measured_is_refused(tm
 # -- the file
 
 
-def test_a_file_says_the_same_again(tmp_path):
-    tier = {"tier_out": 1.5e9, "tier_in": 2e9, "move_out": 0.0, "move_in": 4e-10}
-    for written in (profile(), profile(embedding=None, head=None), profile(**tier)):
-        written.save(tmp_path / "p.json")
-        assert Profile.load(tmp_path / "p.json") == written
-
-
 def test_bad_files(tmp_path):
     """Beside what test_files.py has of all files: what a profile alone must say."""
     good = json.loads(profile().to_json())
@@ -458,45 +451,6 @@ def test_units_cost_what_was_measured(head_in_loss):
     order = build_schedule("seq1f1b", num_ranks=2, num_microbatches=1, num_segments=2)
     rank = cost.price(sizes).rank_bytes(order)[1]
     assert (rank.kv, rank.kv_gradients) == (2 * 256 * 300, 2 * 512 * 300)
-
-
-def test_uncertain_factors_scale_their_passes():
-    seconds = cost_model(measured_forward=2.0, measured_backward=3.0, measured_ends=0.0).price([300]).seconds
-    pairs = visible_pairs(0, 300)
-    assert seconds.forward[1][0] == pytest.approx(2 * 2 * (1e-4 + 1e-6 * 300 + 2e-8 * pairs) + 1e-6)
-    assert seconds.backward[0][0] == pytest.approx(3 * 2 * (3e-4 + 2e-6 * 300 + 5e-8 * pairs) + 1e-6)
-    noisy = part((1e-4, 1e-6, 2e-8), (3e-4, 2e-6, 5e-8), noise=0.01)
-    spread = ProfiledHardware.of(profile(layer=noisy), MACHINE).spread
-    assert spread["measured_forward"] == pytest.approx((0.94, 1.06))
-    assert spread["measured_backward"] == pytest.approx((0.92, 1.08))
-    assert spread["measured_input"] == pytest.approx((0.90, 1.10))
-    assert spread["measured_weight"] == pytest.approx((0.88, 1.12))
-    assert spread["measured_recompute"] == pytest.approx((0.86, 1.14))
-    assert spread["measured_runs"] == pytest.approx((0.98, 1.02))
-    plain, slower = cost_model().price([300]).seconds, cost_model(measured_runs=1.5).price([300]).seconds
-    for before, after in zip(plain, slower, strict=True):
-        assert after[1][0] - 1e-6 == pytest.approx(1.5 * (before[1][0] - 1e-6))
-
-
-def test_split_and_whole_backwards_have_their_own_costs():
-    """In the order whose rank runs a whole B, and in the one that runs I and W in its place; one stage, no bubble."""
-    cost = CostModel(SHAPE, ProfiledHardware.of(profile(), MACHINE), num_ranks=1, seq_len=300)
-    seconds = cost.price([200, 100]).seconds
-    # W is the same for the same tokens, wherever they lie; I grows with the offset.
-    even = cost.price([100, 100, 100]).seconds
-    assert len(set(even.weight[0])) == 1 and even.input[0] == sorted(set(even.input[0]))
-    for text, passes in (
-        ("F0.0 F0.1 B0.1 B0.0", (seconds.forward, seconds.backward)),
-        ("F0.0 F0.1 I0.1 W0.1 I0.0 W0.0", (seconds.forward, seconds.input, seconds.weight)),
-        ("F0.0 F0.1 I0.1 W0.1 B0.0", None),
-    ):
-        order = Schedule.from_text(text)
-        found = order.simulate(cost.price([200, 100]).costs(order)).makespan
-        if passes is None:
-            split = seconds.input[0][1] + seconds.weight[0][1]
-            assert found == pytest.approx(sum(seconds.forward[0]) + split + seconds.backward[0][0])
-        else:
-            assert found == pytest.approx(sum(sum(rows[0]) for rows in passes))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from seq1f1b.plan import Layout
 from seq1f1b.planning.cost import CostModel, PackedRow
 from seq1f1b.planning.hardware import load_hardware
 from seq1f1b.planning.step_plan import StepPlan, plan_step, share_documents
-from seq1f1b.seconds import UnitSeconds, spans_of
+from seq1f1b.seconds import PassSeconds, spans_of
 from seq1f1b.testing import run_ranks
 
 MODEL = ModelShape(hidden=256, layers=4, heads=4, kv_heads=2, ffn=512, vocab=1000)
@@ -93,7 +93,7 @@ def test_costs_of_rows_are_those_of_each_row_alone() -> None:
             row = row_of(plan, index)
             counts = {"num_ranks": 2, "stages_per_rank": 2, "seq_len": sum(row.documents)}
             alone = CostModel(MODEL, load_hardware(machine), **counts, layout=Layout(documents=row.documents))
-            of_row = UnitSeconds(*([stage[index] for stage in table] for table in found))
+            of_row = PassSeconds(*([stage[index] for stage in table] for table in found))
             assert of_row == alone.price(row.sizes).seconds
             assert messages[index] == alone.price(row.sizes).message_bytes
             by_itself = alone.price(row.sizes).memory(plan.schedule.rank_of_stage)
