@@ -13,7 +13,7 @@ from seq1f1b.transport.descriptors import address_space
 from seq1f1b.transport.group import ARENA_BYTES, RankGroup
 from seq1f1b.transport.handshake import Handshake
 from seq1f1b.transport.loopback import LoopbackGroup
-from seq1f1b.transport.rendezvous import SETUP_TIMEOUT, Rendezvous, refuse
+from seq1f1b.transport.rendezvous import SETUP_TIMEOUT, Rendezvous, last_attempt, refuse
 from seq1f1b.transport.shm import connect_shm, share_on_host
 from seq1f1b.transport.store import StoreRank
 from seq1f1b.transport.table import TRANSPORTS
@@ -147,4 +147,6 @@ def withdraw(group: Any, error: BaseException, attempt: int) -> None:
     if group is None or isinstance(group, dist.ProcessGroup):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if rank >= 0 and size > 1:
-            refuse(group or dist.group.WORLD, rank, size, error, attempt)
+            refuse(group or dist.group.WORLD, rank, error, last_attempt() if last_attempt() > attempt else 0)
+            if rank == 0:  # the store may end with this process, perhaps at once: let the others read why
+                time.sleep(0.2)

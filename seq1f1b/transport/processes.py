@@ -114,7 +114,7 @@ def first_line(error: BaseException) -> str:
 
 
 FOREVER = datetime.timedelta(days=365)  # of a helper thread; who waits for the message itself has the time-out
-_EXCHANGE_TAGS = 1 << 30  # from here on, so many less one, an incarnation's; edges are below for 2^14 pipelines
+_EXCHANGE_TAGS = 1 << 30  # from here on, so many less one, that of the set-up; edges are below for 2^14 pipelines
 _EXCHANGE = "gradients of tied parameters"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import datetime
 import functools
 import hashlib
@@ -53,12 +52,6 @@ class SharedStore:
         self.prefix = prefix
         self.place = place_of(store)
         self._secret = os.environ.get("SEQ1F1B_SECRET", "").encode()
-
-    def part(self, name: str) -> SharedStore:
-        """A part of this part."""
-        found = copy.copy(self)
-        found._store, found.prefix = PrefixStore(name, self._store), f"{self.prefix}/{name}"
-        return found
 
     def set(self, key: str, value: bytes) -> None:
         self._store.set(key, self._signed(key, value))

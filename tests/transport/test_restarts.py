@@ -22,10 +22,9 @@ from processes import AT_ONCE, PipedProcesses, join_and_run, outcome
 from slices import every_pair, full_only, slice_of
 from torch import nn
 
-from seq1f1b import Limits, PipelineEngine
+from seq1f1b import Limits, PipelineEngine, init_process_group
 from seq1f1b.testing import run_ranks
 from seq1f1b.transport.group import RankGroup
-from seq1f1b.transport.incarnation import Incarnation
 from seq1f1b.transport.restart import agree_on_name
 from seq1f1b.transport.store_client import SharedStore
 
@@ -84,7 +83,9 @@ def train(rank: int, pipe: Connection, kind: str, failing: int, moment: str, how
 
 
 def join(port: int, world: int, rank: int) -> None:
-    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=world)
+    found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world, "RANK": rank}
+    os.environ |= {name: f"{value}" for name, value in found.items()} | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    init_process_group("gloo")
 
 
 def start(store: dist.TCPStore, *arguments: Any) -> list[Any]:
@@ -92,9 +93,6 @@ def start(store: dist.TCPStore, *arguments: Any) -> list[Any]:
 
     torchrun ends the others so, too.
     """
-    for key in store.list_keys():
-        if "/cpu/" in key:  # stale addresses of gloo's are not what is asked here
-            store.delete_key(key)
     found: list[Any] = [None, None]
     with PipedProcesses(2, join_and_run, partial(join, store.port, 2), train, *arguments) as ranks:
         left, until = {0, 1}, time.monotonic() + AT_ONCE
@@ -136,37 +134,7 @@ def test_a_start_after_others_that_failed(kind: str, failing: int) -> None:
         assert start(store, kind, failing, "never", "") == [("", "")] * 2, (moment, how)
 
 
-# -- the name of a process group's life --------------------------------------------------------------------------------
-
-
-def name_lives(rank: int, pipe: Connection, port: int) -> list[tuple[Any, str | None]]:
-    """Names of the default group, of a part of it, and of the default group of a second life in the same process."""
-    found = []
-    for life in range(2):
-        store = dist.PrefixStore(f"{life}", dist.TCPStore("127.0.0.1", port))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-        part = dist.new_group([1, 2])
-        time.sleep(0.5 * (2 - rank))  # rank 0 comes last
-        for which, group in (("all", dist.group.WORLD), ("part", part)):
-            if (own := dist.get_rank(group)) >= 0:
-                name = Incarnation.of(group, own, dist.get_world_size(group)).name(AT_ONCE)
-                assert Incarnation.of(group, own, dist.get_world_size(group)).name(0.0) == name
-                found.append(((life, which), name))
-        dist.barrier()
-        del part, group
-        dist.destroy_process_group()
-    return found
-
-
-def test_each_life_of_each_process_group_has_a_name_of_its_own() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with PipedProcesses(3, join_and_run, join_later, name_lives, store.port) as ranks:
-        names = [dict(ranks.result(rank)) for rank in range(3)]
-    assert names[1] == names[2] and names[0].items() <= names[1].items()
-    assert None not in names[1].values() and len(set(names[1].values())) == 4, names
-
-
-def join_later(rank: int) -> None: ...
+# -- one start ---------------------------------------------------------------------------------------------------------
 
 
 def fail_early(rank: int, pipe: Connection, stays: bool) -> Any:
