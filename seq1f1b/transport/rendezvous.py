@@ -64,8 +64,8 @@ class Rendezvous:
         try:
             self.attempt = self._ask(_begin)
             if gone is not None:
-                error = _error_of(*gone)
-                raise self.fail(error) or error
+                lost = _error_of(*gone)
+                raise self.fail(lost) or lost
             self._ask(self._check_failure)  # of this attempt, which the others have left
         except BaseException:
             self.close()
