@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -250,49 +249,3 @@ def test_what_torchs_function_takes(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("all done") == 2
-
-
-SCRIPT = """
-import json, os, signal, sys, time, torch, torch.distributed as dist
-from torch import nn
-import seq1f1b
-kind, how, failing, marker, out = sys.argv[1:]
-seq1f1b.init_process_group("gloo")
-rank = dist.get_rank()
-strikes = rank == int(failing) and not os.path.exists(marker)
-if strikes:
-    open(marker, "w").close()
-class Layer(nn.Linear):
-    def forward(self, x):
-        if strikes and how == "kill": os.kill(os.getpid(), signal.SIGKILL)
-        if strikes and how == "hang": time.sleep(60)
-        return super().forward(x)
-segments = 0 if strikes and how == "raise" else 2
-engine = seq1f1b.PipelineEngine(
-    Layer(4, 4), num_microbatches=2, num_segments=segments, loss_fn=nn.functional.mse_loss, transport=kind,
-    limits=seq1f1b.Limits(step=2.0, first_step=2.0),
-)
-x = torch.ones(2, 4, 4)
-engine.step(x, target=x)
-with open(f"{out}.{rank}", "w") as file:
-    json.dump(int(os.environ["TORCHELASTIC_RESTART_COUNT"]), file)
-engine.close()
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.parametrize(
-    ("kind", "how", "failing"), [("shm", "raise", 1), *full_only(("c10d", "hang", 1), ("c10d", "kill", 0))]
-)
-def test_torchrun_restarts_a_job(tmp_path: Path, kind: str, how: str, failing: int) -> None:
-    """The first start after the one that failed trains; other ends of it are above, without torchrun."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = [str(script), kind, how, str(failing), str(tmp_path / "marker"), str(tmp_path / "out")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*launcher, "--max-restarts", "3", *arguments], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(2)] == [1, 1]
