@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import private_mapping
 from seq1f1b.transport.group import Edge, Failure
-from seq1f1b.transport.processes import ProcessRank, first_line
-from seq1f1b.transport.relay import C10dRelay, Lifeline, Worker
+from seq1f1b.transport.processes import ProcessRank, Worker, first_line
+from seq1f1b.transport.relay import C10dRelay, Lifeline
 from seq1f1b.transport.shm import open_shm_end
 from seq1f1b.transport.store_client import StoreClient
 from seq1f1b.transport.values import pack, unpack
