@@ -86,10 +86,8 @@ class StepTotals(NamedTuple):
 
 class TierFacts(NamedTuple):
     medium: str  # "ext4", or "pinned memory"
-    is_direct: bool  # goes past the page cache
     is_memory: bool
     room_bytes: int  # of the file, or pinned
-    num_growths: int  # times that it became more
     bytes_out: int
     bytes_in: int
     ns_out: int

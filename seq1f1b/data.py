@@ -18,7 +18,8 @@ from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.prefix_trees import PrefixTrees
 from seq1f1b.planning.step_plan import StepPlan, plan_step, share_documents
 from seq1f1b.planning.tree_shape import TreeShape, tokens_of
-from seq1f1b.runtime.unit_times import UnitTimes, unit_seconds
+from seq1f1b.runtime.unit_times import terms_of, unit_seconds
+from seq1f1b.seconds import Span
 
 if TYPE_CHECKING:
     from seq1f1b.runtime.engine import PipelineEngine
@@ -95,7 +96,8 @@ class DocumentBatches(Sampler[PlannedStep]):
         self._documents, self._given, self._tokens, self._seed = tuple(lengths), cost, tokens_per_step, seed
         self._lengths = tokens_of(self._documents)
         self.cost = cost
-        self._engine, self._times, self._looks, self._unit = engine, UnitTimes(), 0, 0
+        self._engine, self._looks, self._unit = engine, 0, 0
+        self._measured: list[tuple[str, int, Span, float]] = []  # pass, stage, span and seconds of units
         self._ahead: list[StepPlan] = []  # handed out, and not measured
         self._replica, self._num_replicas, self._options = replica, num_replicas, options
         self._drop_last = drop_last
@@ -234,10 +236,10 @@ class DocumentBatches(Sampler[PlannedStep]):
         spans = [row.spans_in() for row in plan.costs.rows]
         for rank in report.ranks if self._looks > 0 else ():
             for (kind, stage, microbatch, segment), seconds in unit_seconds(rank).items():
-                self._times.add(kind, stage, spans[microbatch][segment], seconds)
+                self._measured.append((kind, stage, spans[microbatch][segment], seconds))
         self._looks += 1
         if self._looks == len(_SCALES):
-            own = [(key, tuple(fit)) for key, fit in self._times.terms().items()]
+            own = [(key, tuple(fit)) for key, fit in terms_of(self._measured).items()]
             terms = engine.all_gather_object(own)[0]  # those of one machine: plans are equal to the last bit
             self.cost = self._given.measured({tuple(key): Fit(*each) for key, each in terms})
 

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
+from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined] # has no types
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -63,7 +64,7 @@ def launch(fn: Callable[..., Any], num_ranks: int, *arguments: Any, backend: str
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks is {num_ranks}, must be at least 1")
-    if _is_imported_by_a_rank():
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # the script is imported, to run a rank
         raise SystemExit(_UNGUARDED)
     forks = not hasattr(sys.modules["__main__"], "__file__")  # a notebook, which no process can import
     call: Any = (fn, arguments)
@@ -95,16 +96,6 @@ def launch(fn: Callable[..., Any], num_ranks: int, *arguments: Any, backend: str
         finally:
             ranks.end()
             del store  # here: an error that is raised keeps this frame, and with it what it holds
-
-
-def _is_imported_by_a_rank() -> bool:
-    """Whether this call comes from the script's top level in a process that imports the script to run a rank."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__mp_main__":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _variables(num_ranks: int, port: int) -> dict[str, str]:
@@ -275,33 +266,36 @@ def _results(ranks: _Ranks, folder: str) -> list[Any]:
             if said is None and code is None:
                 continue
             waiting.remove(rank)
-            if said is None:
-                errors.append((looked, rank, RuntimeError(_ended(rank, code)), ""))
-            elif isinstance(said.value, BaseException):
-                errors.append((said.seconds, rank, said.value, said.text))
+            seconds, value, text = said or (looked, RuntimeError(_ended(rank, code)), "")
+            if isinstance(value, BaseException):
+                errors.append((seconds, rank, value, text))
             else:
-                results[rank] = said.value[0]
+                results[rank] = value[0]
             if errors and give_up == float("inf"):
                 give_up = time.monotonic() + _GRACE_S
     if errors:
         errors.sort(key=lambda each: (isinstance(each[2], PipelineError), each[0]))
         _, rank, error, text = errors[0]
-        raise error from (_Traceback(f"\nrank {rank}:\n{text}") if text else None)
+        raise error from (RemoteTraceback(f"\nrank {rank}:\n{text}") if text else None)
     ranks.watch(_GRACE_S)
     return [results[rank] for rank in sorted(results)]
 
 
-def _said(folder: str, rank: int) -> _Said | None:
-    """The message that a rank has left, None if it has not yet."""
+def _said(folder: str, rank: int) -> tuple[float, Any, str] | None:
+    """The message that a rank has left, None if it has not yet: when fn ended, on the machine's monotonic clock; its
+    result in a tuple of one, or its error; and the error's traceback.
+
+    A file and no pipe: a process that the rank has started may hold a pipe open after the rank has died.
+    """
     try:
         with open(f"{folder}/{rank}", "rb") as file:
             seconds, data, text = pickle.load(file)
     except FileNotFoundError:
         return None
     try:
-        return _Said(seconds, pickle.loads(data), text)
+        return seconds, pickle.loads(data), text
     except Exception as error:
-        return _Said(seconds, RuntimeError(f"rank {rank} has sent what cannot be loaded here: {error}"), text)
+        return seconds, RuntimeError(f"rank {rank} has sent what cannot be loaded here: {error}"), text
 
 
 def _ended(rank: int, code: int | None) -> str:
@@ -319,11 +313,6 @@ def _ended(rank: int, code: int | None) -> str:
     return f"rank {rank} ended with exit code {code}{name}"
 
 
-class _Traceback(Exception):
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
 # -- in the process of a rank ------------------------------------------------------------------------------------------
 
 
@@ -334,17 +323,6 @@ class _Place(NamedTuple):
     backend: str
     threads: int  # 0: as torch has found in the environment
     launcher: int  # process id
-
-
-class _Said(NamedTuple):
-    """The message that a rank leaves in its file.
-
-    A file and no pipe: a process that the rank has started may hold a pipe open after the rank has died.
-    """
-
-    seconds: float  # on the machine's monotonic clock
-    value: Any  # its result in a tuple of one, or its error
-    text: str  # the error's traceback
 
 
 def _run(call: Any, place: _Place, out: Connection, err: Connection) -> None:
@@ -376,7 +354,7 @@ def _run(call: Any, place: _Place, out: Connection, err: Connection) -> None:
 
 
 def _outcome(call: Any, place: _Place) -> tuple[float, bytes, str]:
-    """When fn ended; its result or its error, pickled; and the error's traceback."""
+    """The message of a rank, with its result or error pickled."""
     try:
         dist.init_process_group(place.backend)
         _meet(place)

@@ -94,10 +94,9 @@ static PyObject *facts_of(PyObject *handle, void (*get)(s1f_tier *tier, s1f_tier
         return NULL;
     s1f_tier_facts facts;
     get(tier, &facts);
-    return s1f_new_record(S1F_TIER_FACTS, "(sNNLLLLLL)", facts.medium, PyBool_FromLong(facts.is_direct),
-                          PyBool_FromLong(facts.is_memory), (long long)facts.room_bytes, (long long)facts.num_growths,
-                          (long long)facts.bytes_out, (long long)facts.bytes_in, (long long)facts.ns_out,
-                          (long long)facts.ns_in);
+    return s1f_new_record(S1F_TIER_FACTS, "(sNLLLLL)", facts.medium, PyBool_FromLong(facts.is_memory),
+                          (long long)facts.room_bytes, (long long)facts.bytes_out, (long long)facts.bytes_in,
+                          (long long)facts.ns_out, (long long)facts.ns_in);
 }
 
 static PyObject *tier_facts(PyObject *Py_UNUSED(module), PyObject *handle)

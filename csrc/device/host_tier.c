@@ -106,7 +106,6 @@ static s1f_status grow(host_tier *tier, int64_t end, int64_t load_bytes)
     S1F_TRY(pin(tier, missing, &memory));
     pieces[tier->num_pieces++] = (piece){memory, tier->pinned, missing};
     tier->pinned += missing;
-    tier->facts.num_growths++;
     tier->facts.room_bytes = tier->pinned;
     return S1F_OK;
 }
@@ -358,7 +357,7 @@ s1f_status s1f_host_tier_create(s1f_device *device, int32_t host_ranks, const ch
     tier->host_ranks = host_ranks < 1 ? 1 : host_ranks;
     tier->process = getpid();
     snprintf(tier->facts.medium, sizeof tier->facts.medium, "pinned memory");
-    tier->facts.is_direct = tier->facts.is_memory = 1;
+    tier->facts.is_memory = 1;
     tier->root = strdup(root);
     s1f_status status = tier->root == NULL ? s1f_fail(S1F_ERR_MEMORY, "no memory for a tier") : open_streams(tier);
     if (status != S1F_OK) {

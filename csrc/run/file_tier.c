@@ -23,7 +23,7 @@ typedef struct { /* the first transfer that failed */
 
 typedef struct {
     s1f_tier head;
-    int file;
+    int file, is_direct; /* transfers go past the page cache */
     char *directory;
     s1f_tier_facts facts;
     char *chunk; /* where transfers past the page cache cannot take memory as it is */
@@ -62,7 +62,7 @@ static int transfer(const file_tier *tier, int comes_in, char *data, int64_t byt
 static int move_chunk(file_tier *tier, int comes_in, char *data, int64_t bytes, int64_t offset)
 {
     int64_t whole = s1f_tier_rounded(bytes);
-    if (!tier->facts.is_direct)
+    if (!tier->is_direct)
         return transfer(tier, comes_in, data, bytes, offset);
     if (comes_in)
         return transfer(tier, 1, data, whole, offset);
@@ -76,7 +76,7 @@ static int move_chunk(file_tier *tier, int comes_in, char *data, int64_t bytes, 
 /* Without it the page cache would hold what has just left memory. */
 static void give_up_pages(const file_tier *tier, const load *moved)
 {
-    if (tier->facts.is_direct || tier->facts.is_memory)
+    if (tier->is_direct || tier->facts.is_memory)
         return;
     if (!moved->comes_in)
         (void)sync_file_range(tier->file, moved->offset, moved->bytes,
@@ -194,7 +194,7 @@ static s1f_status open_file(file_tier *tier)
 {
     int flags = O_DIRECT, error;
     for (;;) {
-        tier->facts.is_direct = flags != 0;
+        tier->is_direct = flags != 0;
         tier->file = open_without_name(tier->directory, flags);
         error = tier->file < 0 ? errno : try_block(tier);
         if (error != EINVAL || flags == 0)
@@ -252,10 +252,8 @@ static s1f_status begin(s1f_tier *head, load *job)
     job->ticket = ++tier->last_ticket;
     job->next_job = NULL;
     pthread_mutex_lock(&tier->lock);
-    if (job->offset + job->bytes > tier->facts.room_bytes) {
+    if (job->offset + job->bytes > tier->facts.room_bytes)
         tier->facts.room_bytes = job->offset + job->bytes;
-        tier->facts.num_growths++;
-    }
     if (tier->first_job == NULL)
         tier->first_job = job;
     else

@@ -115,7 +115,6 @@ void s1f_tier_get_step(s1f_tier *tier, s1f_tier_facts *out)
     out->bytes_in -= tier->before.bytes_in;
     out->ns_out -= tier->before.ns_out;
     out->ns_in -= tier->before.ns_in;
-    out->num_growths -= tier->before.num_growths;
 }
 
 void s1f_tier_reset(s1f_tier *tier)

@@ -33,9 +33,8 @@ typedef struct s1f_tier_load {
 
 typedef struct {
     char medium[24];   /* "ext4"; "pinned memory" */
-    int32_t is_direct; /* transfers go past the page cache */
     int32_t is_memory; /* the medium lies in memory of the host */
-    int64_t room_bytes, num_growths;
+    int64_t room_bytes;
     int64_t bytes_out, bytes_in; /* of all transfers that have ended well */
     int64_t ns_out, ns_in;       /* that these took, without the time in which they waited for others */
 } s1f_tier_facts;

@@ -552,8 +552,7 @@ class LoneEngine(PipelineEngine):
 
     def activations_of(self, stage: int) -> Any:
         """The bytes that graphs of the stage's units held in the last step, where it counted them; else None."""
-        record = self._runner.last_step
-        return None if record is None else record.activations.get(stage)
+        return self._runner.activations.get(stage)
 
 
 def _of_rows(segment_sizes: Any, parents: Any, plan: PlannedRows | None) -> dict[str, Any]:

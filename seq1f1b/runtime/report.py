@@ -6,7 +6,7 @@ import json
 import os
 import resource
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -18,7 +18,6 @@ from seq1f1b import _C
 from seq1f1b.partition import ModelShape
 from seq1f1b.runtime.idle import CAUSES, Idle, StepTimes, advice, ideal_text, idle_of_ranks, mean_idle
 from seq1f1b.runtime.measure import Activations
-from seq1f1b.runtime.offload import Tier
 from seq1f1b.runtime.rank_order import RankOrder
 from seq1f1b.runtime.trees import runs_of
 from seq1f1b.schedule import Links, Schedule, Simulation, StepMemory
@@ -41,13 +40,9 @@ class StepRecord:
         sizes, siblings: tokens of segments, and of siblings in one, as the executor took them.
         length: tokens of the longest micro-batch.
         seconds: until the host had called all units.
-        activations: of the stages where they were measured, in this step or before.
         figures: of each stage, what its parts tell, by name.
         logit_bytes: of this rank's shard of the vocabulary, at their peak.
-        look_seconds: of the last first look at this rank's stages, in this step or before.
         tokens: of all sequences, where the first stage is.
-        device: of the stages.
-        tier: of the rank; None: there is none.
     """
 
     training: bool
@@ -57,14 +52,9 @@ class StepRecord:
     length: int
     seconds: float
     order: RankOrder
-    num_stages: int
-    activations: dict[int, Activations]
     figures: dict[int, dict[str, Any]]
     logit_bytes: int
-    look_seconds: float
     tokens: int
-    device: torch.device
-    tier: Tier | None
 
     def step_seconds(self, rank: int) -> float:
         """Seconds that all units took: on a GPU, until the last of them had run there, for which this waits."""
@@ -432,28 +422,15 @@ def _read_line(line: bytes) -> PipelineReport:
     return _of_ranks(ranks, schedule)
 
 
-def make_report(
-    record: StepRecord | None,
-    *,
-    rank: int,
-    cache: Any,
-    edges: tuple[EdgeReport, ...],
-    trained: Mapping[int, int],
-    gather: Callable[[Any], list[Any]] | None,
-    tuning: str = "",
-    is_tuned: bool = False,
-) -> Report | PipelineReport:
-    """Reads the executor's spans; with ``gather`` (an all-gather of objects) joins those of all ranks.
-
-    Args:
-        trained: elements of the parameters that require grad, by stage of this rank.
-    """
-    if record is None:
+def make_report(runner: Any, gather: Callable[[Any], list[Any]] | None) -> Report | PipelineReport:
+    """Reports the last step of a runner; with ``gather`` (an all-gather of objects), that of all ranks."""
+    if runner.last_step is None:
         raise RuntimeError("there is nothing to report before the first step")
-    own = _rank_report(record, rank, cache, edges, trained)
+    own, tuner = _rank_report(runner, runner.last_step), runner.tuner
     if gather is None:
         return own
-    return replace(_of_ranks(tuple(gather(own)), record.order.schedule), tuning=tuning, is_tuned=is_tuned)
+    joined = _of_ranks(tuple(gather(own)), runner.last_step.order.schedule)
+    return joined if tuner is None else replace(joined, tuning=tuner.text, is_tuned=tuner.has_found)
 
 
 def _of_ranks(ranks: tuple[Report, ...], schedule: Schedule) -> PipelineReport:
@@ -473,11 +450,10 @@ def _rates(report: Report) -> str:
     return f" at {report.move_out_rate / 1e9:.3g} GB/s out and {report.move_in_rate / 1e9:.3g} back"
 
 
-def _rank_report(
-    record: StepRecord, rank: int, cache: Any, edges: tuple[EdgeReport, ...], trained: Mapping[int, int]
-) -> Report:
-    is_on_gpu = _C.executor_settle(record.order.executor)
-    moved = None if record.tier is None else record.tier.step_facts()
+def _rank_report(runner: Any, record: StepRecord) -> Report:
+    pipeline, cache, rank = runner.pipeline, runner.cache, runner.pipeline.rank
+    is_on_gpu, is_cuda = _C.executor_settle(record.order.executor), pipeline.device.type == "cuda"
+    moved = None if pipeline.tier is None else pipeline.tier.step_facts()
     total = _C.executor_totals(record.order.executor, rank)
     seconds = (total.end_ns - total.start_ns) * 1e-9
     timeline = tuple(
@@ -490,7 +466,7 @@ def _rank_report(
     )
     filled = sum(last - first for _, first, last in fills)
     layers = Counter(layer.stage for layer in _C.kv_cache_layers(cache))
-    stages = tuple(_stage_report(record, stage, rank, trained[stage], layers[stage]) for stage in record.order.stages)
+    stages = tuple(_stage_report(runner, record, stage, layers[stage]) for stage in record.order.stages)
     kv_bytes, grad_bytes = _C.kv_cache_bytes(cache)
     planned_kv_bytes, planned_grad_bytes = _planned_cache_bytes(stages, _rows_of_slot(record, rank), cache)
     places = sum(edge.num_places for edge in _C.program_edges(record.order.program) if edge.destination_rank == rank)
@@ -515,18 +491,18 @@ def _rank_report(
         process_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         timeline=timeline,
         fills=fills,
-        edges=edges,
+        edges=pipeline.edges,
         tier=total.tier_ns * 1e-9,
         moved_bytes=record.total("moved_bytes"),
         logit_bytes=record.logit_bytes,
         recomputed_blocks=record.total("blocks_again"),
-        look_seconds=record.look_seconds,
+        look_seconds=sum(runner.look_seconds.values()),
         clock="device" if is_on_gpu else "host",
         tokens=record.tokens,
-        device_peak_bytes=torch.cuda.max_memory_allocated(record.device) if record.device.type == "cuda" else 0,
+        device_peak_bytes=torch.cuda.max_memory_allocated(pipeline.device) if is_cuda else 0,
         move_out_rate=0.0 if moved is None or not moved.ns_out else moved.bytes_out / moved.ns_out * 1e9,
         move_in_rate=0.0 if moved is None or not moved.ns_in else moved.bytes_in / moved.ns_in * 1e9,
-        device_reserved_bytes=torch.cuda.max_memory_reserved(record.device) if record.device.type == "cuda" else 0,
+        device_reserved_bytes=torch.cuda.max_memory_reserved(pipeline.device) if is_cuda else 0,
     )
 
 
@@ -551,11 +527,11 @@ def _planned_cache_bytes(stages: tuple[StageReport, ...], length: int, cache: An
     return kv, grad
 
 
-def _stage_report(record: StepRecord, stage: int, rank: int, trained: int, layers: int) -> StageReport:
+def _stage_report(runner: Any, record: StepRecord, stage: int, layers: int) -> StageReport:
     live_units, live_tokens = _C.executor_stage_measure(record.order.executor, stage)
     planned_units, kv_slots, grad_slots = _C.program_stage_peak(record.order.program, stage)
-    measured = record.activations.get(stage)
-    planned = (None, None) if measured is None else _planned_bytes(record, stage, rank, measured)
+    measured = runner.activations.get(stage)
+    planned = (None, None) if measured is None else _planned_bytes(record, stage, runner.pipeline, measured)
     return StageReport(
         stage=stage,
         peak_live_units=live_units,
@@ -570,19 +546,19 @@ def _stage_report(record: StepRecord, stage: int, rank: int, trained: int, layer
         planned_gradient_bytes=planned[1],
         deferred_weights=record.figures[stage].get("deferred_weights", 0),
         fused_weights=record.figures[stage].get("fused_weights", 0),
-        trained_weights=trained,
+        trained_weights=runner.stages[stage].trained_weights,
         attention_layers=layers,
     )
 
 
-def _planned_bytes(record: StepRecord, stage: int, rank: int, measured: Activations) -> tuple[int, int]:
+def _planned_bytes(record: StepRecord, stage: int, pipeline: Any, measured: Activations) -> tuple[int, int]:
     """Most bytes of saved activations, with a running head's, and of output gradients, that the program lets the units
     of one stage hold."""
     schedule = record.order.schedule
 
     def of_units(per_token: float) -> list[Sequence[Any]]:
         held: list[Sequence[Any]] = []
-        for index in range(record.num_stages):
+        for index in range(pipeline.num_stages):
             row = [round(per_token * size) * (index == stage) for size in record.sizes]
             held.append(row if schedule.rows is None else [row[a:b] for a, b in pairwise(schedule._first_cells)])
         return held
@@ -593,5 +569,7 @@ def _planned_bytes(record: StepRecord, stage: int, rank: int, measured: Activati
         forward_work=of_units(measured.head),
     )
     gradients = StepMemory(output_gradients=of_units(measured.gradients))
-    saved, left = (_C.program_memory(record.order.program, held, Links())[rank].total for held in (memory, gradients))
+    saved, left = (
+        _C.program_memory(record.order.program, held, Links())[pipeline.rank].total for held in (memory, gradients)
+    )
     return saved, left

@@ -79,8 +79,8 @@ class Runner:
         self.divides = self._untold = None if can_divide else False
         self.last_step: StepRecord | None = None
         self._known_shapes: set[tuple[bool, int, int]] = set()
-        self._activations: dict[int, Activations] = {}  # by stage, where they were measured
-        self._look_seconds: dict[int, float] = {}  # by stage, of the last look at it
+        self.activations: dict[int, Activations] = {}  # by stage, where they were measured
+        self.look_seconds: dict[int, float] = {}  # by stage, of the last look at it
         self._has_had_rows, self._epoch = False, 0  # the group's
         self._is_measured = False  # whether the last step was a plain training step
         self.tuner: Tuner | None = None
@@ -351,8 +351,8 @@ class Runner:
         self._known_shapes.add((step.training, step.length, self.options.num_segments))
         self._is_measured = step.training and order.schedule.rows is None and order.schedule is self.schedule
         figures = step.figures()
-        self._activations |= {i: own["activations"] for i, own in figures.items() if "activations" in own}
-        self._look_seconds |= {i: own["look_seconds"] for i, own in figures.items() if "look_seconds" in own}
+        self.activations |= {i: own["activations"] for i, own in figures.items() if "activations" in own}
+        self.look_seconds |= {i: own["look_seconds"] for i, own in figures.items() if "look_seconds" in own}
         self.last_step = StepRecord(
             training=step.training,
             number=number,
@@ -361,14 +361,9 @@ class Runner:
             length=step.length,
             seconds=seconds,
             order=order,
-            num_stages=self.pipeline.num_stages,
-            activations=dict(self._activations),
             figures=figures,
             logit_bytes=step.logit_bytes(),
-            look_seconds=sum(self._look_seconds.values()),
             tokens=step.tokens,
-            device=self.pipeline.device,
-            tier=self.pipeline.tier,
         )
 
     def found_order(self) -> TunedOrder:
@@ -388,16 +383,7 @@ class Runner:
     def report(self, gather: Callable[[Any], list[Any]] | None = None) -> Any:
         """Reports the last step, see :meth:`seq1f1b.PipelineEngine.report`."""
         self._check_clock()
-        return make_report(
-            self.last_step,
-            rank=self.pipeline.rank,
-            cache=self.cache,
-            edges=self.pipeline.edges,
-            trained={index: stage.trained_weights for index, stage in self.stages.items()},
-            gather=gather,
-            tuning="" if self.tuner is None else self.tuner.text,
-            is_tuned=self.tuner is not None and self.tuner.has_found,
-        )
+        return make_report(self, gather)
 
     def _samples(self, arguments: StepArguments) -> dict[str, Any]:
         """Some of what this rank is given, by argument."""

@@ -22,7 +22,7 @@ from seq1f1b.plan import TunedOrder
 from seq1f1b.runtime.arguments import Options, first_family
 from seq1f1b.runtime.rank_order import with_options
 from seq1f1b.runtime.report import Report, StepRecord
-from seq1f1b.runtime.unit_times import MeasuredUnits, UnitTimes, unit_seconds
+from seq1f1b.runtime.unit_times import MeasuredUnits, terms_of, unit_seconds
 from seq1f1b.schedule import Costs, Schedule, build_schedule
 from seq1f1b.seconds import seconds_of, shards_of, spans_of
 
@@ -375,14 +375,13 @@ def unit_figures(report: Report) -> list[tuple[str, int, int, float]]:
 
 def measured_units(steps: Iterable[tuple[Setting, list[Figures]]]) -> tuple[MeasuredUnits, int]:
     """Seconds of units of any length, and the most segments that were measured."""
-    times, most = UnitTimes(), 0
+    found, most = [], 0
     for setting, measured in steps:
         spans = spans_of(setting.options.sizes_of(measured[0][0]))
         most = max(most, len(spans))
-        for own in measured:
-            for kind, stage, segment, seconds in own[2]:
-                times.add(kind, stage, spans[segment], seconds)
-    return MeasuredUnits(times.terms()), most
+        units = (unit for own in measured for unit in own[2])
+        found += [(kind, stage, spans[segment], seconds) for kind, stage, segment, seconds in units]
+    return MeasuredUnits(terms_of(found)), most
 
 
 def costs_of(units: MeasuredUnits, sizes: list[int]) -> Costs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -30,23 +30,16 @@ def unit_seconds(report: Report) -> dict[Unit, float]:
     return {unit: seconds + own for unit, seconds in units.items()}
 
 
-class UnitTimes:
-    """Measured units, and what they tell of others.
+def terms_of(measured: Iterable[tuple[str, int, Span, float]]) -> Terms:
+    """Three numbers of each pass of each stage, from measured units: pass, stage, span and seconds.
 
     A unit of n tokens whose queries see p keys in all takes a + b n + c p: launches and what else is the same for every
-    unit, products with weights, attention. Each pass of each stage has its own three numbers, none of them below 0.
+    unit, products with weights, attention. None of the three is below 0.
     """
-
-    def __init__(self) -> None:
-        self._samples: dict[tuple[str, int], list[tuple[int, float, float]]] = defaultdict(list)
-
-    def add(self, kind: str, stage: int, span: Span, seconds: float) -> None:
-        """Takes one measured unit."""
-        self._samples[kind, stage].append((span.tokens, span.pairs, seconds))
-
-    def terms(self) -> Terms:
-        """The three numbers of each pass and stage."""
-        return {key: fit_seconds(each) for key, each in self._samples.items()}
+    samples: dict[tuple[str, int], list[tuple[int, float, float]]] = defaultdict(list)
+    for kind, stage, span, seconds in measured:
+        samples[kind, stage].append((span.tokens, span.pairs, seconds))
+    return {key: fit_seconds(each) for key, each in samples.items()}
 
 
 class MeasuredUnits:

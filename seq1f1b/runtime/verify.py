@@ -224,7 +224,7 @@ def _fits(runner: Runner) -> bool:
     """Whether float64 fits in the memory that is free: values, gradients twice, and one micro-batch's activations."""
     activations = 0.0
     if runner.last_step is not None:
-        measured = sum(stage.saved for stage in runner.last_step.activations.values())  # bytes per token
+        measured = sum(stage.saved for stage in runner.activations.values())  # bytes per token
         activations = measured * sum(runner.last_step.sizes) * 64 / torch.finfo(_own_dtype(runner)).bits
     wanted = 3 * 8 * sum(p.numel() for _, p in runner.pipeline.named_parameters()) + activations
     free = free_bytes(runner.pipeline.device)

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from seq1f1b._C import PipelineError
+from seq1f1b import _C
 from seq1f1b.transport.descriptors import address_space
 from seq1f1b.transport.group import ARENA_BYTES, RankGroup
 from seq1f1b.transport.handshake import Handshake
 from seq1f1b.transport.loopback import LoopbackGroup
-from seq1f1b.transport.rendezvous import SETUP_TIMEOUT, Rendezvous, refuse
-from seq1f1b.transport.shm import connect_shm, share_on_host
+from seq1f1b.transport.rendezvous import SETUP_TIMEOUT, Rendezvous, last_attempt, refuse
+from seq1f1b.transport.shm import ShmRank, share_on_host
 from seq1f1b.transport.store import StoreRank
 from seq1f1b.transport.table import TRANSPORTS
 
@@ -23,7 +23,6 @@ def connect(
     process_group: Any,
     transport: str = "auto",
     *,
-    arena_bytes: int = ARENA_BYTES,
     arrival_timeout: float = 1800.0,
     timeout: float = SETUP_TIMEOUT,
 ) -> RankGroup:
@@ -34,7 +33,6 @@ def connect(
             parameters only, unless c10d carries edges.
         transport: "shm" (all processes on one host, as one user), "c10d", or "auto": shm on every edge where it can be;
             "nccl" and "copy" (:mod:`seq1f1b.device.edges`) go over what "auto" gives. The same on all ranks.
-        arena_bytes: address space of one edge at most; less is reserved where a rank's is limited.
         arrival_timeout: seconds for all ranks to come. timeout: for each part of what follows.
     Raises:
         ValueError: the ranks ask for what cannot be; on every rank.
@@ -47,7 +45,7 @@ def connect(
     if rank < 0:
         raise ValueError("this process is not in the pipeline's process group")
     if size == 1:
-        return LoopbackGroup(1, arena_bytes=arena_bytes)[0]
+        return LoopbackGroup(1)[0]
     backends = dist.get_backend_config(process_group)
     if "cpu:" not in backends:
         raise ValueError(
@@ -59,17 +57,17 @@ def connect(
     rendezvous = Rendezvous(process_group, rank, size, arrival_timeout, timeout)
     group = None
     try:
-        group = _connect(rendezvous, process_group, transport, arena_bytes, timeout)
+        group = _connect(rendezvous, process_group, transport, timeout)
         rendezvous.gather(None)  # everyone has one
         return group
     except BaseException as error:
-        if isinstance(error, (ConnectionError, PipelineError)):  # the rank that caused it may be about to say why
+        if isinstance(error, (ConnectionError, _C.PipelineError)):  # the rank that caused it may be about to say why
             time.sleep(0.3)
         first = rendezvous.fail(error)
         if group is not None:
             group.fail(f"set-up ended: {type(error).__name__}: {error}")  # so that it waits for nobody
             group.close()
-        if first is not None and isinstance(error, (PipelineError, OSError)):  # which may be what the first one caused
+        if first is not None and isinstance(error, (_C.PipelineError, OSError)):  # perhaps caused by the first one
             raise first from error
         raise
     finally:
@@ -77,11 +75,11 @@ def connect(
             rendezvous.close()
 
 
-def _connect(rendezvous: Rendezvous, process_group: Any, transport: str, arena_bytes: int, timeout: float) -> RankGroup:
+def _connect(rendezvous: Rendezvous, process_group: Any, transport: str, timeout: float) -> RankGroup:
     rank, size = rendezvous.rank, rendezvous.size
     handshake = Handshake(rank, timeout)
     try:
-        own = transport, handshake.name, handshake.token, address_space(arena_bytes)
+        own = transport, handshake.name, handshake.token, address_space(ARENA_BYTES)
         wishes, names, tokens, allowed = zip(*rendezvous.gather(own), strict=True)
         if len(set(wishes)) > 1:
             raise ValueError(f"the ranks ask for different transports: {list(wishes)}")
@@ -99,7 +97,8 @@ def _connect(rendezvous: Rendezvous, process_group: Any, transport: str, arena_b
     arena_bytes = min(allowed)  # either end maps an edge
     one_host = not any(unmet)
     if one_host and transport != "c10d":
-        return connect_shm(rank, size, process_group, connections, arena_bytes)
+        block = share_on_host(rank, connections, _C.group_block_bytes(size))
+        return ShmRank(rank, size, process_group, block, connections, arena_bytes)
     if transport == "c10d":
         for connection in connections.values():
             connection.close()
@@ -147,4 +146,6 @@ def withdraw(group: Any, error: BaseException, attempt: int) -> None:
     if group is None or isinstance(group, dist.ProcessGroup):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if rank >= 0 and size > 1:
-            refuse(group or dist.group.WORLD, rank, size, error, attempt)
+            refuse(group or dist.group.WORLD, rank, error, last_attempt() if last_attempt() > attempt else 0)
+            if rank == 0:  # the store may end with this process, perhaps at once: let the others read why
+                time.sleep(0.2)

@@ -142,7 +142,7 @@ class RankGroup(OfOneProcess, ABC):
         self.rank, self.size, self.group = rank, size, group
         self.arena_bytes = arena_bytes
         self.step, self.training = 0, True
-        self._local_size = local_size
+        self.local_size = local_size  # ranks of this host
         self._epoch = self._round = 0
         self._exchanges = 0  # a number that the exchanges of this epoch have, and no others of the process group
         self._has_entered = False
@@ -156,11 +156,6 @@ class RankGroup(OfOneProcess, ABC):
         self._peers: dict[Edge, int] = {}
         self.set_limits(300.0)
 
-    @property
-    def local_size(self) -> int:
-        """Ranks of this host."""
-        return self._local_size
-
     # -- limits, progress, failure
 
     def set_limits(self, timeout_s: float, spin_us: float | None = None) -> None:
@@ -170,7 +165,7 @@ class RankGroup(OfOneProcess, ABC):
             spin_us: None: 20, or 0 where the ranks of this host have more threads than there are cores.
         """
         if spin_us is None:
-            crowded = self._local_size * torch.get_num_threads() > len(os.sched_getaffinity(0))
+            crowded = self.local_size * torch.get_num_threads() > len(os.sched_getaffinity(0))
             spin_us = 0.0 if crowded else 20.0
         self.timeout_s = timeout_s
         _C.group_set_limits(self.group, timeout_s, spin_us)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import functools
 import os
 import queue
 import re
@@ -62,6 +63,55 @@ def within(limit_s: float, call: Callable[[], _T], what: str) -> _T:
     return value  # type: ignore[return-value] # there is no error
 
 
+class Worker:
+    """A daemon thread that runs tasks in the order in which it was given them.
+
+    Python runs signal handlers in the main thread only, so an interrupt (Ctrl-C) comes before or after a task is given,
+    never in the middle of one.
+
+    Args:
+        failed: hears, in the thread, what a task raised.
+    """
+
+    def __init__(self, name: str, failed: Callable[[Exception], None]) -> None:
+        self._failed = failed
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = start_helper(name, self._work)
+
+    def put(self, task: Callable[[], None]) -> None:
+        self._tasks.put(task)
+
+    def wait(self, timeout_s: float | None = None, look: Callable[[], None] | None = None) -> bool:
+        """Waits until everything that it was given so far is done. Returns False if that takes longer.
+
+        Args:
+            look: called now and then while it waits; may raise.
+        """
+        done = threading.Event()
+        self.put(done.set)
+        if look is None or timeout_s is None:
+            return done.wait(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while not done.wait(min(0.1, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() > deadline:
+                return False
+            look()
+        return True
+
+    def close(self) -> None:
+        """Ends the thread after its tasks; one that waits for a peer that is gone stays."""
+        self._tasks.put(None)
+        self._thread.join(0.2)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except Exception as error:
+                self._failed(error)
+            del task  # or the last message's tensors live on
+
+
 def _close_at_exit() -> None:
     """Nobody waits for this rank any more; and a thread that is inside torch then ends with the process."""
     _C.thread_interpreter_ends()
@@ -114,7 +164,7 @@ def first_line(error: BaseException) -> str:
 
 
 FOREVER = datetime.timedelta(days=365)  # of a helper thread; who waits for the message itself has the time-out
-_EXCHANGE_TAGS = 1 << 30  # from here on, so many less one, an incarnation's; edges are below for 2^14 pipelines
+_EXCHANGE_TAGS = 1 << 30  # from here on, so many less one, that of the set-up; edges are below for 2^14 pipelines
 _EXCHANGE = "gradients of tied parameters"
 
 
@@ -125,26 +175,19 @@ class _Transfer:
         self._group, self._peer, self._work = group, peer, work
 
     def wait(self) -> None:
-        done: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-
-        def work() -> None:
-            try:
-                self._work.wait(FOREVER)
-                done.put(None)
-            except Exception as error:
-                done.put(first_line(error))
-
-        start_helper("seq1f1b tied parameters", work)
-        start, group = time.monotonic(), self._group
-        while True:
-            with contextlib.suppress(queue.Empty):
-                error = done.get(timeout=0.05)
-                if error is None:
-                    return
-                group.lose(self._peer, error, _EXCHANGE)
+        start, group, errors = time.monotonic(), self._group, list[Exception]()
+        worker = Worker("seq1f1b tied parameters", errors.append)
+        try:
+            worker.put(functools.partial(self._work.wait, FOREVER))
+            while not worker.wait(0.1):
+                group.check()
+                if time.monotonic() - start > group.timeout_s:
+                    group.check_progress(self._peer, _EXCHANGE)
+        finally:
+            worker.close()
+        if errors:
+            group.lose(self._peer, first_line(errors[0]), _EXCHANGE)
             group.check()
-            if time.monotonic() - start > group.timeout_s:
-                group.check_progress(self._peer, _EXCHANGE)
 
 
 class ProcessRank(RankGroup):

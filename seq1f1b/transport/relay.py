@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,58 +15,9 @@ from torch import Tensor
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import edge_memory
 from seq1f1b.transport.group import DTYPES, RankGroup, place_tensor
-from seq1f1b.transport.processes import FOREVER, first_line, start_helper
+from seq1f1b.transport.processes import FOREVER, Worker, first_line
 
 _UINT8 = DTYPES.index(torch.uint8)
-
-
-class Worker:
-    """A daemon thread that runs tasks in the order in which it was given them.
-
-    Python runs signal handlers in the main thread only, so an interrupt (Ctrl-C) comes before or after a task is given,
-    never in the middle of one.
-
-    Args:
-        failed: hears, in the thread, what a task raised.
-    """
-
-    def __init__(self, name: str, failed: Callable[[Exception], None]) -> None:
-        self._failed = failed
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = start_helper(name, self._work)
-
-    def put(self, task: Callable[[], None]) -> None:
-        self._tasks.put(task)
-
-    def wait(self, timeout_s: float | None = None, look: Callable[[], None] | None = None) -> bool:
-        """Waits until everything that it was given so far is done. Returns False if that takes longer.
-
-        Args:
-            look: called now and then while it waits; may raise.
-        """
-        done = threading.Event()
-        self.put(done.set)
-        if look is None or timeout_s is None:
-            return done.wait(timeout_s)
-        deadline = time.monotonic() + timeout_s
-        while not done.wait(min(0.1, max(0.0, deadline - time.monotonic()))):
-            if time.monotonic() > deadline:
-                return False
-            look()
-        return True
-
-    def close(self) -> None:
-        """Ends the thread after its tasks; one that waits for a peer that is gone stays."""
-        self._tasks.put(None)
-        self._thread.join(0.2)
-
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            try:
-                task()
-            except Exception as error:
-                self._failed(error)
-            del task  # or the last message's tensors live on
 
 
 class C10dRelay:

@@ -5,29 +5,31 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from seq1f1b import _C
-from seq1f1b.transport.incarnation import Incarnation
+from seq1f1b.transport.descriptors import uninterrupted
 from seq1f1b.transport.processes import first_line, within
-from seq1f1b.transport.store_client import SharedStore, StoreClient
+from seq1f1b.transport.store_client import SharedStore, StoreClient, own_connection
 from seq1f1b.transport.values import pack, unpack
 
 SETUP_TIMEOUT = 120.0  # seconds for each part of set-up, where the caller says nothing
 
 _ANSWER = 2.0  # seconds in which a store answers, else nobody is told by way of it
-_LINGER = 5.0  # seconds in which others may come after a rank has failed, and still hear why
-
-_SILENCE = "_seq1f1b_silence"  # of an error: the store does not answer
+_TAG = (1 << 31) - 1  # no edge of any generation has it, nor have exchanges
 
 _T = TypeVar("_T")
-_PREFIX = "seq1f1b"
+_Gone = tuple[int, str]  # a rank, and why nobody can meet it
 _last_attempt = 0  # of this process, in any process group
-_attempt_lock = threading.Lock()
+_greetings: weakref.WeakKeyDictionary[Any, tuple[list[Any], _Gone | None]] = weakref.WeakKeyDictionary()
+_connections: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # to stores, one for all pipelines
+_lock = threading.Lock()
 
 
 class Rendezvous:
@@ -35,6 +37,8 @@ class Rendezvous:
 
     Ranks meet in an attempt, a number that all of them agree on, however often each of them has tried. Every wait ends
     with everybody's values, or with an error on all ranks that says which rank failed and why, or which has not come.
+    What is in the store is from the ranks of this process group: where torchrun may restart them,
+    :func:`seq1f1b.init_process_group` sees to that, for gloo as well.
 
     Args:
         arrival_s: seconds for all ranks to come to the first :meth:`gather`. timeout_s: for each later one.
@@ -45,36 +49,27 @@ class Rendezvous:
         self._arrival_s, self._timeout_s = arrival_s, timeout_s
         self._round = 0
         self.attempt = 0
-        self._group_store = process_group.get_group_store()
-        self._incarnation = Incarnation.of(process_group, rank, size)
+        self._process_group = process_group
+        gone = _find_gone(process_group, rank, size)
         try:
-            self.client = StoreClient(SharedStore(self._incarnation.connection(self._group_store, timeout_s), _PREFIX))
+            if (connection := _connections.get(process_group)) is None:
+                connection = own_connection(process_group.get_group_store(), timeout_s)
+                _connections[process_group] = connection
         except (OSError, RuntimeError) as error:  # no descriptor is left, perhaps, here or where the store is
             text = f"rank {rank} has no connection to the launcher's store: {first_line(error)}"
-            if isinstance(error, TimeoutError):
-                raise _silent(rank, text) from error
-            is_gone = isinstance(error, (ConnectionError, dist.DistNetworkError))
-            own = _error_of_store(rank, text) if is_gone else _error_of(rank, text)
-            raise (self._fail_directly(own) or own) from error
+            is_gone = isinstance(error, (ConnectionError, TimeoutError, dist.DistNetworkError))
+            own = _error_of_store(rank, text, error) if is_gone else _error_of(rank, text)
+            raise (self._other(refuse(process_group, rank, own, 0)) or own) from error
+        self.client = StoreClient(_shared(process_group, connection))
         try:
-            self._enter()
+            self.attempt = self._ask(_begin)
+            if gone is not None:
+                lost = _error_of(*gone)
+                raise self.fail(lost) or lost
+            self._ask(self._check_failure)  # of this attempt, which the others have left
         except BaseException:
             self.close()
             raise
-
-    def _enter(self) -> None:
-        """Begins an attempt."""
-        name = self._incarnation.name(self._arrival_s, self._look_whether_store_answers)
-        if name is None:
-            late = f"rank 0 has not come to the pipeline's set-up for {self._arrival_s:.0f} s"
-            raise _error_of(*self._incarnation.lost or (0, late))
-        self.client.store = self.client.store.part(name)
-        self._ask(lambda store: store.set(_here(self.rank), b""))
-        self.attempt = self._ask(_begin)
-        if self._incarnation.lost is not None:  # as rank 0 found out
-            error = _error_of(*self._incarnation.lost)
-            raise self.fail(error) or error
-        self._ask(self._check_failure)  # of this attempt, which the others have left
 
     def gather(self, value: Any) -> list[Any]:
         """Everyone's values (of :mod:`seq1f1b.transport.values`), by rank. Collective.
@@ -101,33 +96,20 @@ class Rendezvous:
 
     def fail(self, error: BaseException) -> _C.PipelineError | None:
         """Ends this attempt on every rank. Returns the failure of another rank that came first."""
-        if _is_silence(error):  # nor would it answer now
+        if _is_silence(error):
             return None
         try:
-            rank, text = self._ask(lambda store: _fail(store, self.attempt, self.rank, error))
+            return self._other(self._ask(lambda store: _fail(store, self.attempt, self.rank, error)))
         except _C.PipelineError:
-            return None if self.client.lost is None else self._fail_directly(error)
-        return None if rank == self.rank else _error_of(rank, text)
-
-    def _fail_directly(self, error: BaseException) -> _C.PipelineError | None:
-        """Ends this attempt over the group's own connection, if this rank's is gone."""
-
-        def fail() -> tuple[int, str]:
-            store = _part_of(self._incarnation, self._group_store, self.rank, error)
-            if store is None:
-                return self.rank, ""
-            found = _fail(store, self.attempt or _begin(store), self.rank, error)
-            _linger(store, self.rank, self.size)
-            return found
-
-        try:
-            rank, text = _directly(self._group_store, fail)
-        except Exception:
-            return None
-        return None if rank == self.rank else _error_of(rank, text)
+            is_lost = self.client.lost is not None
+            return self._other(refuse(self._process_group, self.rank, error, self.attempt)) if is_lost else None
 
     def close(self) -> None:
         self.client.close()
+
+    def _other(self, failure: _Gone | None) -> _C.PipelineError | None:
+        """The failure's error, if it is another rank's."""
+        return None if failure is None or failure[0] == self.rank else _error_of(*failure)
 
     def _key(self, rank: int, turn: int | None = None) -> str:
         return f"{self.attempt}/{self._round if turn is None else turn}/{rank}"
@@ -135,11 +117,10 @@ class Rendezvous:
     def _ask(self, do: Callable[[SharedStore], _T]) -> _T:
         try:
             return self.client.ask(lambda: do(self.client.store), self._timeout_s)
-        except TimeoutError as error:
-            raise _silent(self.rank, f"the pipeline's set-up: {error}") from error
-        except ConnectionError as error:
-            text = f"the pipeline's set-up: the launcher's store is lost ({error})"
-            raise _error_of_store(self.rank, text) from error
+        except (TimeoutError, ConnectionError) as error:
+            lost = f"the launcher's store is lost ({error})"
+            text = f"the pipeline's set-up: {error if isinstance(error, TimeoutError) else lost}"
+            raise _error_of_store(self.rank, text, error) from error
 
     def _look(self, store: SharedStore) -> list[bytes] | None:
         keys = [self._key(rank) for rank in range(self.size)]
@@ -147,9 +128,6 @@ class Rendezvous:
             return store.get_all(keys)
         self._check_failure(store)
         return None
-
-    def _look_whether_store_answers(self) -> None:
-        self._ask(lambda store: store.has("attempt"))
 
     def _check_failure(self, store: SharedStore) -> None:
         key = _failed(self.attempt)
@@ -172,98 +150,80 @@ def last_attempt() -> int:
     return _last_attempt
 
 
-def refuse(process_group: Any, rank: int, size: int, error: BaseException, since: int) -> None:
-    """Tells the other ranks, which may wait for this one, that it will not come and why.
+def refuse(process_group: Any, rank: int, error: BaseException, attempt: int) -> _Gone | None:
+    """Tells the other ranks, over the group's own connection to its store, that this one will not come and why.
 
-    Ends this rank's latest attempt, if it has begun one since that one; else a new one. Nobody hears it if rank 0 comes
-    much later than this rank: until then, what they share has no name.
+    Args:
+        attempt: the one that it ends; 0: a new one.
+    Returns:
+        Whose failure ended it, and why; None if the store does not answer.
     """
-    group_store, incarnation = process_group.get_group_store(), Incarnation.of(process_group, rank, size)
 
-    def tell() -> None:
-        store = _part_of(incarnation, group_store, rank, error)
-        if store is not None:
-            _fail(store, _last_attempt if _last_attempt > since else _begin(store), rank, error)
-            if not isinstance(error, _C.PipelineError):
-                _linger(store, rank, size)
+    def tell() -> _Gone:
+        store = _shared(process_group, process_group.get_group_store())
+        return _fail(store, attempt or _begin(store), rank, error)
 
     if not _is_silence(error):
         with suppress(Exception):  # the store may be gone, and the error is what this rank has to say
-            _directly(group_store, tell)
+            return within(_ANSWER, tell, "the launcher's store")
+    return None
 
 
-def _directly(group_store: Any, do: Callable[[], _T]) -> _T:
-    """Does something over the group's own connection to its store, whose calls may wait for ever (torch 2.13).
+def _shared(process_group: Any, store: Any) -> SharedStore:
+    return SharedStore(store, f"seq1f1b/{process_group.group_name}")
 
-    Raises:
-        TimeoutError: the store does not answer.
+
+def _find_gone(process_group: Any, rank: int, size: int) -> _Gone | None:
+    """The first rank that was gone before the set-up: later ones may have left because of it. None if there is none.
+
+    The store cannot tell, so rank 0 begins to send each rank a message of the group. Nobody waits for these: a thread
+    that waits in gloo as the interpreter goes would end the process (torch 2.13).
     """
-    within(_ANSWER, lambda: group_store.check([_PREFIX]), "the launcher's store")
-    return within(3 * _LINGER, do, "the launcher's store")
+    with _lock, uninterrupted():
+        if process_group not in _greetings:
+            kept: list[Any] = [data := torch.zeros(1, device="cpu")]  # as long as it is under way
+            gone: _Gone | None = None
+            for peer in range(1, size) if rank == 0 else [0]:
+                try:
+                    begin, end = (dist.isend, {"group_dst": peer}) if rank == 0 else (dist.irecv, {"group_src": peer})
+                    kept.append(begin(data, group=process_group, tag=_TAG, **end))
+                except RuntimeError as error:
+                    gone = gone or (peer, f"rank {peer} is gone (the pipeline's set-up): {first_line(error)}")
+            _greetings[process_group] = kept, gone
+        return _greetings[process_group][1]
 
 
-def _error_of_store(rank: int, text: str) -> _C.PipelineError:
+def _error_of_store(rank: int, text: str, cause: BaseException) -> _C.PipelineError:
     """The error of a rank that has no store, and so hears nothing of the others: who holds it is to blame."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return _error_of(rank, f"{text}: torchrun, which holds it, has ended, is stopped or cannot be reached")
-    who = "rank 0, which holds it unless a launcher does"
-    return _error_of(0, f"{text}: {who}, has ended, is stopped or cannot be reached")
-
-
-def _silent(rank: int, text: str) -> _C.PipelineError:
-    """The error of a rank that gets no answer from the store."""
-    error = _error_of_store(rank, text)
-    setattr(error, _SILENCE, True)
+    is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    who = "torchrun, which holds it" if is_launchers else "rank 0, which holds it unless a launcher does"
+    error = _error_of(rank if is_launchers else 0, f"{text}: {who}, has ended, is stopped or cannot be reached")
+    error.__cause__ = cause
     return error
 
 
 def _is_silence(error: BaseException) -> bool:
-    return hasattr(error, _SILENCE)
-
-
-def _linger(store: SharedStore, rank: int, size: int) -> None:
-    """Rank 0 waits a little for those who have not come: what it is sending them by the group goes with its process."""
-    end = time.monotonic() + _LINGER
-    others = [_here(other) for other in range(1, size)]
-    while rank == 0 and not store.has(*others) and time.monotonic() < end:
-        time.sleep(0.02)
-
-
-def _part_of(incarnation: Incarnation, group_store: Any, rank: int, error: BaseException) -> SharedStore | None:
-    """The part of the store that the ranks share; None if rank 0 has not come.
-
-    A rank that fails by itself waits a little for rank 0.
-    """
-    name = incarnation.name(0.0 if isinstance(error, _C.PipelineError) else _LINGER)
-    if name is None:
-        return None
-    store = SharedStore(group_store, _PREFIX).part(name)
-    store.set(_here(rank), b"")
-    return store
+    """Whether an error says that the store has not answered in time: nor would it answer now."""
+    return isinstance(error, _C.PipelineError) and isinstance(error.__cause__, TimeoutError)
 
 
 def _begin(store: SharedStore) -> int:
     """A new attempt of this rank: the newest of all, if this rank has made fewer. Such a one may have failed."""
-    with _attempt_lock:
-        return _note_attempt(store.raise_number("attempt", _last_attempt + 1))
+    return _note_attempt(store.raise_number("attempt", _last_attempt + 1))
 
 
 def _note_attempt(attempt: int) -> int:
     global _last_attempt
-    _last_attempt = max(_last_attempt, attempt)
+    with _lock:
+        _last_attempt = max(_last_attempt, attempt)
     return attempt
-
-
-def _here(rank: int) -> str:
-    """Set once a rank knows the name of what the ranks share."""
-    return f"here/{rank}"
 
 
 def _failed(attempt: int) -> str:
     return f"{attempt}/failed"
 
 
-def _fail(store: SharedStore, attempt: int, rank: int, error: BaseException) -> tuple[int, str]:
+def _fail(store: SharedStore, attempt: int, rank: int, error: BaseException) -> _Gone:
     """Ends an attempt, unless somebody has. Returns whose failure it was, and its text."""
     if isinstance(error, _C.PipelineError):  # which says it all
         rank, text = getattr(error, "rank", rank), first_line(error)

@@ -76,13 +76,6 @@ def _share_arena(
     return mapping(handed, size)
 
 
-def connect_shm(
-    rank: int, size: int, process_group: Any, connections: dict[int, socket.socket], arena_bytes: int
-) -> ShmRank:
-    block = share_on_host(rank, connections, _C.group_block_bytes(size))
-    return ShmRank(rank, size, process_group, block, connections, arena_bytes)
-
-
 def share_on_host(rank: int, connections: dict[int, socket.socket], size: int) -> object:
     """Memory of all ranks of a host, which the first of them makes. Each has a connection to each."""
     first = min([rank, *connections])

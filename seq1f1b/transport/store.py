@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import private_mapping
 from seq1f1b.transport.group import Edge, Failure
-from seq1f1b.transport.processes import ProcessRank, first_line
-from seq1f1b.transport.relay import C10dRelay, Lifeline, Worker
+from seq1f1b.transport.processes import ProcessRank, Worker, first_line
+from seq1f1b.transport.relay import C10dRelay, Lifeline
 from seq1f1b.transport.shm import open_shm_end
 from seq1f1b.transport.store_client import StoreClient
 from seq1f1b.transport.values import pack, unpack
@@ -222,12 +222,9 @@ class StoreRank(ProcessRank):
         if self._passed < failure.step:
             self._passed = failure.step
             self._store.set(self._key(f"passed/{self.rank}"), pack(tuple(failure)))
-            self._store.raise_number(self._key("passed"), failure.step)
 
     def _look_passed(self) -> Failure | None:
         """The failure of a rank that has passed this step; None if there is none."""
-        if self._store.number(self._key("passed")) < self.step:
-            return None
         keys = [self._key(f"passed/{rank}") for rank in range(self.size) if rank != self.rank]
         found = [Failure(*unpack(self._store.get(key))) for key in keys if self._store.has(key)]
         return next((failure for failure in found if failure.step >= self.step), None)
@@ -338,7 +335,7 @@ class StoreRank(ProcessRank):
         for turn in range(max(0, self._round - 2), self._round):
             for key in self._gather_keys(turn):
                 self._store.delete(key)
-        for name in ("begins", "passed", *(f"passed/{rank}" for rank in range(self.size))):
+        for name in ("begins", *(f"passed/{rank}" for rank in range(self.size))):
             self._store.delete(self._key(name))
 
     def _check_time(self, keys: list[str], waited: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import datetime
 import functools
 import hashlib
@@ -54,12 +53,6 @@ class SharedStore:
         self.place = place_of(store)
         self._secret = os.environ.get("SEQ1F1B_SECRET", "").encode()
 
-    def part(self, name: str) -> SharedStore:
-        """A part of this part."""
-        found = copy.copy(self)
-        found._store, found.prefix = PrefixStore(name, self._store), f"{self.prefix}/{name}"
-        return found
-
     def set(self, key: str, value: bytes) -> None:
         self._store.set(key, self._signed(key, value))
 
@@ -97,23 +90,20 @@ class SharedStore:
     def delete(self, key: str) -> None:
         self._store.delete_key(key)
 
-    def _digest(self, key: str, value: bytes) -> bytes:
-        return hmac.digest(self._secret, f"{self.prefix}/{key}".encode() + b"\0" + value, "sha256")
-
     def _signed(self, key: str, value: bytes) -> bytes:
-        return self._digest(key, value) + value if self._secret else value
+        if not self._secret:
+            return value
+        return hmac.digest(self._secret, f"{self.prefix}/{key}".encode() + b"\0" + value, "sha256") + value
 
     def _checked(self, key: str, value: bytes) -> bytes:
         value = bytes(value)
-        if not self._secret or not value:
-            return value
-        digest, value = value[:_DIGEST_BYTES], value[_DIGEST_BYTES:]
-        if not hmac.compare_digest(digest, self._digest(key, value)):
+        plain = value[_DIGEST_BYTES:] if self._secret else value
+        if value and not hmac.compare_digest(value, self._signed(key, plain)):
             raise _C.PipelineError(
                 f"{key!r} in the launcher's store is not signed with SEQ1F1B_SECRET: a rank has another secret, or "
                 "somebody else writes to the store"
             )
-        return value
+        return plain
 
 
 def own_connection(store: Any, timeout_s: float) -> Any:

@@ -219,14 +219,13 @@ static void test_steady_steps(void)
     CHECK(run_step(&s) == 0);
     s1f_tier_facts facts;
     s1f_tier_get_step(s.tier, &facts);
-    CHECK(facts.num_growths == 1 && facts.room_bytes == 8 << 20);
+    CHECK(facts.room_bytes == 8 << 20);
     CHECK(facts.bytes_out == WAVES * UNITS * BYTES && facts.bytes_in == facts.bytes_out);
     CHECK(facts.ns_out > facts.bytes_out * 9 && facts.ns_in > facts.bytes_in * 9);
     int64_t made = stand_in_count("cuEventCreate");
     for (int step = 0; step < 3; step++)
         CHECK(run_step(&s) == 0);
-    s1f_tier_get_step(s.tier, &facts);
-    CHECK(facts.num_growths == 0 && stand_in_count("cuMemHostAlloc") == 1 && stand_in_count("cuEventCreate") == made);
+    CHECK(stand_in_count("cuMemHostAlloc") == 1 && stand_in_count("cuEventCreate") == made);
     CHECK(stand_in_count("synchronisations") == 0 && stand_in_count("pageable_copies") == 0);
     close_scene(&s);
 }

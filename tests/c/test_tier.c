@@ -103,15 +103,6 @@ static void test_reset_while_busy(void)
     s1f_tier_free(tier);
 }
 
-static void test_what_is_no_directory(void)
-{
-    s1f_tier *tier = NULL;
-    CHECK_STATUS(s1f_file_tier_create("/nowhere", &tier), S1F_ERR_SYSTEM, "/nowhere: no file can be made there");
-    CHECK_STATUS(s1f_file_tier_create("/proc", &tier), S1F_ERR_SYSTEM, "/proc: no file can be made there");
-    CHECK(tier == NULL);
-    s1f_tier_free(NULL);
-}
-
 int main(void)
 {
     void *block = NULL;
@@ -121,7 +112,6 @@ int main(void)
     CHECK_STATUS(s1f_group_create(block, 1, 0, NULL, NULL, &group), S1F_OK, "");
     test_failing_allocations();
     test_reset_while_busy();
-    test_what_is_no_directory();
     s1f_group_free(group);
     free(block);
     return check_failures();

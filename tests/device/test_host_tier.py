@@ -75,7 +75,6 @@ def test_gradients_are_equal_bit_for_bit(num_ranks: int, options: dict[str, Any]
     for (gradients, losses, *_), (own, own_losses, report, facts) in zip(kept, moved, strict=True):
         assert all(torch.equal(a, b) for a, b in zip([*gradients, *losses], [*own, *own_losses], strict=True))
         assert report.moved_units > 0 and report.moved_bytes == facts[0].bytes_out == facts[0].bytes_in > 0
-        assert facts[0].num_growths == 0  # nothing is pinned in the second step
 
 
 def test_bytes_of_live_units_fall_as_planned() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from seq1f1b.fit import Fit
-from seq1f1b.runtime.unit_times import MeasuredUnits, UnitTimes
+from seq1f1b.runtime.unit_times import MeasuredUnits, terms_of
 from seq1f1b.seconds import PassSeconds, ShardSeconds, Span, pairs_of, seconds_of, shards_of, spans_of
 
 SPAN = Span(10, 55.0, 10)
@@ -53,12 +53,12 @@ def test_without_another_source_i_and_w_are_halves_of_b() -> None:
 
 def test_fitted_units_tell_those_of_another_length() -> None:
     """Floor 1, 2 for a token, 3 for a pair; shards take what the mean rank does."""
-    times = UnitTimes()
+    found: list[tuple[str, int, Span, float]] = []
     for span in spans_of([8, 4, 2, 1, 9]):
         for stage in (0, 1):
-            times.add("F", stage, span, 1.0 + 2.0 * span.tokens + 3.0 * span.pairs)
-            times.add("S", stage, span, (1.0 + stage) * span.tokens)
-    units, spans = MeasuredUnits(times.terms()), spans_of([5, 7], [3, 9])
+            found.append(("F", stage, span, 1.0 + 2.0 * span.tokens + 3.0 * span.pairs))
+            found.append(("S", stage, span, (1.0 + stage) * span.tokens))
+    units, spans = MeasuredUnits(terms_of(found)), spans_of([5, 7], [3, 9])
     assert [span.pairs for span in spans] == [6 + 3, 42] == [pairs_of([3, 9], 0, 5), pairs_of([3, 9], 5, 12)]
     assert seconds_of(units, spans).forward == [pytest.approx([1 + 10 + 27, 1 + 14 + 126])] * 2
     shards = shards_of(units, spans)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pairing_model import PLACES, Faults, breach, explore
 from processes import PipedProcesses, join_and_run
 from torch import Tensor, nn
 
@@ -25,43 +22,6 @@ from seq1f1b.testing import run_ranks
 P, M, K = 3, 2, 2
 CALLS, LIMIT = 24, 60.0
 IN_TIME = 4.0  # seconds on a busy machine; the limits are a minute
-
-
-# -- every interleaving of a model -------------------------------------------------------------------------------------
-
-
-def fault_sets(size: int, calls: int, most: int) -> Iterator[Faults]:
-    one = [(rank, call, place) for rank in range(size) for call in range(1, calls + 1) for place in PLACES]
-    for count in range(most + 1):
-        yield from map(frozenset, combinations(one, count))
-
-
-@pytest.mark.parametrize(("size", "calls", "most"), [(2, 2, 1), (2, 1, 2), (3, 1, 1)])
-def test_every_interleaving_of_few_faults(size: int, calls: int, most: int) -> None:
-    for faults in fault_sets(size, calls, most):
-        ends, stuck, _ = explore(size, faults, calls + 4)
-        assert not stuck, (sorted(faults), stuck[0])
-        assert ends
-        found = {breach(results, faults, calls + 4) for results in ends}
-        assert found == {""}, (sorted(faults), found)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("size", "calls", "most"), [(2, 2, 2), (2, 1, 3), (3, 1, 2)])
-def test_every_interleaving_of_more_faults(size: int, calls: int, most: int) -> None:
-    test_every_interleaving_of_few_faults(size, calls, most)
-
-
-@pytest.mark.parametrize(
-    ("without", "faults"),
-    [("passed", {(0, 1, "args"), (0, 2, "args")}), ("second look", {(0, 1, "args"), (1, 2, "meet")})],
-)
-def test_the_model_finds_what_a_part_of_the_protocol_is_for(without: str, faults: set[Any]) -> None:
-    assert explore(2, frozenset(faults), 6)[1] == []
-    assert explore(2, frozenset(faults), 6, without)[1] != []
-
-
-# -- real ranks --------------------------------------------------------------------------------------------------------
 
 
 class Trap(torch.autograd.Function):

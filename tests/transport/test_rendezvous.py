@@ -129,7 +129,7 @@ def test_a_rank_without_descriptors(kind: str) -> None:
 def come_late(rank: int, pipe: Connection, kind: str) -> Any:
     """Rank 1 comes when the others have given up twice; then all try until it works."""
     if rank == 1:
-        time.sleep(5.0)
+        time.sleep(3.6)
     found = []
     while len(found) < 10:
         try:
@@ -174,7 +174,7 @@ def recover_late(rank: int, pipe: Connection, kind: str, late: float) -> Any:
     return found, done
 
 
-@pytest.mark.parametrize(("kind", "late"), each_value(TRANSPORTS, [2.0, 8.0]))
+@pytest.mark.parametrize(("kind", "late"), each_value(TRANSPORTS, [2.0, 5.0]))
 def test_a_rank_that_is_late_by_several_time_outs_joins_again(tmp_path: Path, kind: str, late: float) -> None:
     with running(3, tmp_path, recover_late, kind, late) as ranks:
         results = [ranks.result(rank) for rank in range(3)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -22,10 +21,9 @@ from processes import AT_ONCE, PipedProcesses, join_and_run, outcome
 from slices import every_pair, full_only, slice_of
 from torch import nn
 
-from seq1f1b import Limits, PipelineEngine
+from seq1f1b import Limits, PipelineEngine, init_process_group
 from seq1f1b.testing import run_ranks
 from seq1f1b.transport.group import RankGroup
-from seq1f1b.transport.incarnation import Incarnation
 from seq1f1b.transport.restart import agree_on_name
 from seq1f1b.transport.store_client import SharedStore
 
@@ -84,7 +82,9 @@ def train(rank: int, pipe: Connection, kind: str, failing: int, moment: str, how
 
 
 def join(port: int, world: int, rank: int) -> None:
-    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=world)
+    found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world, "RANK": rank}
+    os.environ |= {name: f"{value}" for name, value in found.items()} | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    init_process_group("gloo")
 
 
 def start(store: dist.TCPStore, *arguments: Any) -> list[Any]:
@@ -92,9 +92,6 @@ def start(store: dist.TCPStore, *arguments: Any) -> list[Any]:
 
     torchrun ends the others so, too.
     """
-    for key in store.list_keys():
-        if "/cpu/" in key:  # stale addresses of gloo's are not what is asked here
-            store.delete_key(key)
     found: list[Any] = [None, None]
     with PipedProcesses(2, join_and_run, partial(join, store.port, 2), train, *arguments) as ranks:
         left, until = {0, 1}, time.monotonic() + AT_ONCE
@@ -136,37 +133,7 @@ def test_a_start_after_others_that_failed(kind: str, failing: int) -> None:
         assert start(store, kind, failing, "never", "") == [("", "")] * 2, (moment, how)
 
 
-# -- the name of a process group's life --------------------------------------------------------------------------------
-
-
-def name_lives(rank: int, pipe: Connection, port: int) -> list[tuple[Any, str | None]]:
-    """Names of the default group, of a part of it, and of the default group of a second life in the same process."""
-    found = []
-    for life in range(2):
-        store = dist.PrefixStore(f"{life}", dist.TCPStore("127.0.0.1", port))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-        part = dist.new_group([1, 2])
-        time.sleep(0.5 * (2 - rank))  # rank 0 comes last
-        for which, group in (("all", dist.group.WORLD), ("part", part)):
-            if (own := dist.get_rank(group)) >= 0:
-                name = Incarnation.of(group, own, dist.get_world_size(group)).name(AT_ONCE)
-                assert Incarnation.of(group, own, dist.get_world_size(group)).name(0.0) == name
-                found.append(((life, which), name))
-        dist.barrier()
-        del part, group
-        dist.destroy_process_group()
-    return found
-
-
-def test_each_life_of_each_process_group_has_a_name_of_its_own() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with PipedProcesses(3, join_and_run, join_later, name_lives, store.port) as ranks:
-        names = [dict(ranks.result(rank)) for rank in range(3)]
-    assert names[1] == names[2] and names[0].items() <= names[1].items()
-    assert None not in names[1].values() and len(set(names[1].values())) == 4, names
-
-
-def join_later(rank: int) -> None: ...
+# -- one start ---------------------------------------------------------------------------------------------------------
 
 
 def fail_early(rank: int, pipe: Connection, stays: bool) -> Any:
@@ -282,49 +249,3 @@ def test_what_torchs_function_takes(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("all done") == 2
-
-
-SCRIPT = """
-import json, os, signal, sys, time, torch, torch.distributed as dist
-from torch import nn
-import seq1f1b
-kind, how, failing, marker, out = sys.argv[1:]
-seq1f1b.init_process_group("gloo")
-rank = dist.get_rank()
-strikes = rank == int(failing) and not os.path.exists(marker)
-if strikes:
-    open(marker, "w").close()
-class Layer(nn.Linear):
-    def forward(self, x):
-        if strikes and how == "kill": os.kill(os.getpid(), signal.SIGKILL)
-        if strikes and how == "hang": time.sleep(60)
-        return super().forward(x)
-segments = 0 if strikes and how == "raise" else 2
-engine = seq1f1b.PipelineEngine(
-    Layer(4, 4), num_microbatches=2, num_segments=segments, loss_fn=nn.functional.mse_loss, transport=kind,
-    limits=seq1f1b.Limits(step=2.0, first_step=2.0),
-)
-x = torch.ones(2, 4, 4)
-engine.step(x, target=x)
-with open(f"{out}.{rank}", "w") as file:
-    json.dump(int(os.environ["TORCHELASTIC_RESTART_COUNT"]), file)
-engine.close()
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.parametrize(
-    ("kind", "how", "failing"), [("shm", "raise", 1), *full_only(("c10d", "hang", 1), ("c10d", "kill", 0))]
-)
-def test_torchrun_restarts_a_job(tmp_path: Path, kind: str, how: str, failing: int) -> None:
-    """The first start after the one that failed trains; other ends of it are above, without torchrun."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = [str(script), kind, how, str(failing), str(tmp_path / "marker"), str(tmp_path / "out")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*launcher, "--max-restarts", "3", *arguments], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(2)] == [1, 1]
