@@ -79,6 +79,7 @@ class DeviceEdges:
         self.transport, self.group, self.device = transport, group, device
         self.chosen: dict[Edge, tuple[str, float, str]] = {}
         self._ends: dict[Edge, Any] = {}
+        self._is_receiver: Mapping[Edge, bool] = {}
         make_room = functools.partial(_give_back_cache, device) if torch.cuda.is_initialized() else None
         self.gpu = _C.device_create(self.driver, self.ordinal(), make_room)
         self.watchdog = _C.watchdog_create(group.group, self.gpu, min(self.proof_limit_s, group.timeout_s / 2))

@@ -247,8 +247,13 @@ def test_short_memory_makes_the_proof_smaller_and_the_report_says_so(monkeypatch
 
 def test_a_place_without_memory_asks_torch_for_what_it_holds_free(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
+
+    def give_back(device: torch.device) -> int:
+        asked.append(device)
+        return 12345
+
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(edges, "_give_back_cache", lambda device: asked.append(device) or 12345)
+    monkeypatch.setattr(edges, "_give_back_cache", give_back)
     stand_in().fail_call("cuMemAlloc_v2", 0, 2)
     assert set(settle().carried[0].values()) == {"copy"} and len(asked) == 1
     monkeypatch.setattr(StandInEdges, "proof_limit_s", 0.4)
