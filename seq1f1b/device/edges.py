@@ -80,7 +80,8 @@ class DeviceEdges:
         self.chosen: dict[Edge, tuple[str, float, str]] = {}
         self._ends: dict[Edge, Any] = {}
         self._is_receiver: Mapping[Edge, bool] = {}
-        make_room = functools.partial(_give_back_cache, device) if torch.cuda.is_initialized() else None
+        has_cache = torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch's has no types
+        make_room = functools.partial(_give_back_cache, device) if has_cache else None
         self.gpu = _C.device_create(self.driver, self.ordinal(), make_room)
         self.watchdog = _C.watchdog_create(group.group, self.gpu, min(self.proof_limit_s, group.timeout_s / 2))
 
