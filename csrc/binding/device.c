@@ -12,15 +12,32 @@
 #include <stdlib.h>
 #include <string.h>
 
+static int64_t make_room(void *function)
+{
+    PyGILState_STATE state = PyGILState_Ensure();
+    PyObject *left = PyObject_CallNoArgs(function);
+    int64_t bytes = left == NULL ? -1 : PyLong_AsLongLong(left);
+    if (PyErr_Occurred())
+        PyErr_WriteUnraisable(function);
+    Py_XDECREF(left);
+    PyGILState_Release(state);
+    return bytes;
+}
+
 static PyObject *device_create(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     const char *path;
     int ordinal;
-    if (!PyArg_ParseTuple(arguments, "zi", &path, &ordinal))
+    PyObject *function = Py_None;
+    if (!PyArg_ParseTuple(arguments, "zi|O", &path, &ordinal, &function))
         return NULL;
     s1f_device *device = NULL;
     s1f_status status = s1f_device_create(path, ordinal, &device);
-    return s1f_new_device(status, device, NULL);
+    if (status == S1F_OK && function != Py_None) {
+        device->make_room = make_room;
+        device->room_context = function;
+    }
+    return s1f_new_device(status, device, arguments);
 }
 
 static PyObject *device_begin_step(PyObject *Py_UNUSED(module), PyObject *arguments)
@@ -95,32 +112,36 @@ static PyObject *nccl_end(PyObject *Py_UNUSED(module), PyObject *arguments)
 S1F_METHOD_OF(device_end_connect, edge_end, end)
 {
     s1f_status status;
-    S1F_WITHOUT_GIL(status = s1f_device_end_connect(end));
+    S1F_WITHOUT_GIL(status = s1f_device_end_settle((s1f_device_end *)end, "connecting", -1));
     return s1f_none_of(status, end->group);
 }
 
-S1F_METHOD_DOES(device_end_leave, edge_end, end, s1f_device_end_leave(end))
-S1F_METHOD_DOES(device_end_close, edge_end, end, S1F_WITHOUT_GIL(s1f_device_end_close(end)))
-
-static PyObject *make_end(PyObject *arguments,
-                          s1f_status (*create)(s1f_edge_end *control, s1f_watchdog *watchdog, s1f_edge_end **out))
+S1F_METHOD_OF(device_end_close, edge_end, end)
 {
-    s1f_edge_end *control, *end = NULL;
+    int closed;
+    S1F_WITHOUT_GIL(closed = s1f_device_end_close(end));
+    return PyBool_FromLong(closed);
+}
+
+static PyObject *make_end(PyObject *arguments, const s1f_mover *mover)
+{
+    s1f_edge_end *control;
     s1f_watchdog *watchdog;
+    s1f_device_end *end = NULL;
     if (!PyArg_ParseTuple(arguments, "O&O&", s1f_to_edge_end, &control, s1f_to_watchdog, &watchdog))
         return NULL;
-    s1f_status status = create(control, watchdog, &end);
+    s1f_status status = s1f_device_end_create(sizeof *end, mover, control, watchdog, &end);
     return s1f_new_edge_end(status, end, arguments);
 }
 
 static PyObject *copy_end(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    return make_end(arguments, s1f_copy_end_create);
+    return make_end(arguments, &s1f_copy_mover);
 }
 
 static PyObject *host_end(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    return make_end(arguments, s1f_host_end_create);
+    return make_end(arguments, &s1f_host_mover);
 }
 
 static PyObject *edge_end_text(PyObject *Py_UNUSED(module), PyObject *handle)
@@ -182,7 +203,10 @@ S1F_METHOD_OF(edge_proof_end, edge_end, end)
 }
 
 PyMethodDef s1f_device_methods[] = {
-    S1F_METHOD(device_create, VARARGS, "A GPU by the CUDA driver's library; None: the system's."),
+    S1F_METHOD(
+        device_create, VARARGS,
+        "A GPU by the CUDA driver's library; None: the system's. make_room: gives back memory of it, where that is "
+        "short, and returns how many bytes of others' stay free."),
     S1F_METHOD(device_begin_step, VARARGS, "The CUstream on which the next step's units compute."),
     S1F_METHOD(device_restart_unit, O, "The unit that runs begins only now."),
     S1F_METHOD(device_end_unit, O, "All work of the unit has been started."),
@@ -195,12 +219,12 @@ PyMethodDef s1f_device_methods[] = {
     S1F_METHOD(copy_end, VARARGS, "An end whose sender's copy engine writes into the receiver's memory."),
     S1F_METHOD(host_end, VARARGS, "An end whose messages go through pageable host memory, over its control edge."),
     S1F_METHOD(device_end_connect, O, "Waits for the peer's end."),
-    S1F_METHOD(device_end_leave, O, "Starts to close it with the peer; before any end is closed."),
     S1F_METHOD(edge_end_text, O, "Names the edge in errors."),
     S1F_METHOD(edge_proof_post, VARARGS, "At the receiver."),
     S1F_METHOD(edge_proof_send, VARARGS, "Sends bytes of the GPU; seconds."),
     S1F_METHOD(edge_proof_receive, VARARGS, "(address of the bytes that have come, seconds)."),
     S1F_METHOD(edge_proof_give_up, O, "Aborts what is under way; whether that has ended."),
     S1F_METHOD(edge_proof_end, O, "What fails from here on ends the step; gives back memory, the sender's end first."),
-    S1F_METHOD(device_end_close, O, "Ends its transfers; tensors that lie in its memory stay valid."),
+    S1F_METHOD(device_end_close, O,
+               "Tensors that lie in its memory stay valid. False: its transfers do not end, so it keeps all memory."),
     {NULL, NULL, 0, NULL}};

@@ -3,13 +3,14 @@
  *
  * With POST the receiver says where the place is; with the header the sender says which event ends the copy: both by
  * CUDA's IPC handles, which a driver opens in another process only. A message that is larger than its place (in the
- * first step of a shape) goes through host memory, and the place has grown when it is posted again. */
+ * first step of a shape) goes through host memory, and the place has grown when it is posted again.
+ *
+ * The control edge is over an arena that both ranks map (s1f_arena_end_create). */
 #ifndef S1F_COPY_END_H
 #define S1F_COPY_END_H
 
 #include "device_end.h"
 
-/* control: an edge end over an arena that both ranks map (s1f_arena_end_create), borrowed, must outlive the new end. */
-s1f_status s1f_copy_end_create(s1f_edge_end *control, s1f_watchdog *watchdog, s1f_edge_end **out);
+extern const s1f_mover s1f_copy_mover;
 
 #endif

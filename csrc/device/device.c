@@ -4,6 +4,7 @@
 #include "../run/group.h"
 
 #include <stdlib.h>
+#include <time.h>
 
 enum { CLOCK_READINGS = 5 }; /* to join two clocks; the closest counts */
 
@@ -17,6 +18,17 @@ s1f_status s1f_device_leave(const s1f_device *device, s1f_status status)
     s1f_cu_context context;
     device->driver->context_pop(&context);
     return status;
+}
+
+int s1f_device_is_idle_by(const s1f_device *device, s1f_cu_stream stream, int64_t until_ns)
+{
+    struct timespec pause = {.tv_nsec = 1000 * 1000};
+    s1f_cu_result found;
+    while ((found = device->driver->stream_query(stream)) == S1F_CU_ERROR_NOT_READY && s1f_now_ns() < until_ns)
+        nanosleep(&pause, NULL);
+    if (found == S1F_CU_ERROR_NOT_READY)
+        return 0;
+    return s1f_driver_status(device->driver, found, "cuStreamQuery") == S1F_OK ? 1 : -1;
 }
 
 static s1f_status make_event(const s1f_device *device, s1f_cu_event *event)

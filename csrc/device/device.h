@@ -25,6 +25,12 @@ typedef struct {
     int64_t num_units, capacity;
     int32_t is_open;   /* the last of them has no end yet */
     int64_t num_steps; /* that have begun */
+    /* Something on it does not end, as a copy for a peer that has died: to free or close anything there would wait for
+     * that, in a real driver for ever. So all that is there stays. */
+    int32_t is_stuck;
+    /* Others give back memory of it that they hold free; how many bytes of that stay. NULL: nobody does. */
+    int64_t (*make_room)(void *context);
+    void *room_context;
 } s1f_device;
 
 /* Retains the GPU's primary context, the one that torch uses. driver_path NULL: the system's driver. */
@@ -34,6 +40,10 @@ void s1f_device_free(s1f_device *device); /* NULL is fine */
 /* Calls of the driver go between these: they make the GPU's context the thread's. */
 s1f_status s1f_device_enter(const s1f_device *device);
 s1f_status s1f_device_leave(const s1f_device *device, s1f_status status); /* returns `status` */
+
+/* Waits until the clock (s1f_now_ns) is there, or not at all: 1 once all that the stream was given has ended, else 0; -1,
+ * with an error recorded: the GPU has failed. */
+int s1f_device_is_idle_by(const s1f_device *device, s1f_cu_stream stream, int64_t until_ns);
 
 /* The stream on which the units of the next step compute. */
 s1f_status s1f_device_begin_step(s1f_device *device, s1f_cu_stream compute);

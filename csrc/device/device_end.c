@@ -47,10 +47,21 @@ void s1f_device_end_abort(s1f_device_end *end)
 
 /* -- transfers ----------------------------------------------------------------------------------------------------- */
 
-int s1f_device_end_is_over(const s1f_device_end *end, int64_t sequence)
+int s1f_device_end_has(s1f_device_end *end, s1f_cu_event event, int64_t sequence)
+{
+    const s1f_driver *driver = end->device->driver;
+    s1f_cu_result found = driver->event_query(event);
+    if (found != S1F_CU_SUCCESS && found != S1F_CU_ERROR_NOT_READY && end->proof_ns == 0) {
+        s1f_driver_status(driver, found, "cuEventQuery");
+        s1f_device_end_fail(end, sequence, 0, s1f_last_error());
+    }
+    return found == S1F_CU_SUCCESS;
+}
+
+int s1f_device_end_is_over(s1f_device_end *end, int64_t sequence)
 {
     const s1f_transfer *transfer = &end->transfers[sequence];
-    return transfer->is_over || end->device->driver->event_query(transfer->done) == S1F_CU_SUCCESS;
+    return transfer->is_over || s1f_device_end_has(end, transfer->done, sequence);
 }
 
 static void count_over(s1f_device_end *end)
@@ -108,7 +119,8 @@ s1f_status s1f_device_end_wait(s1f_device_end *end, int (*is_done)(void *end), c
     if (end->proof_ns == 0)
         return s1f_group_poll(end->head.group, is_done, end, reason);
     struct timespec pause = {.tv_nsec = 20 * 1000};
-    for (int64_t began = s1f_now_ns(); !is_done(end); nanosleep(&pause, NULL)) {
+    int done;
+    for (int64_t began = s1f_now_ns(); (done = is_done(end)) == 0; nanosleep(&pause, NULL)) {
         S1F_TRY(s1f_group_check_peer(end->head.group, reason));
         S1F_TRY(s1f_group_check(end->head.group));
         if (settled(end) < 0)
@@ -116,7 +128,7 @@ s1f_status s1f_device_end_wait(s1f_device_end *end, int (*is_done)(void *end), c
         if (s1f_now_ns() - began > end->proof_ns)
             return s1f_fail(S1F_ERR_STATE, "%s for %.1f s", reason->purpose, (double)(s1f_now_ns() - began) * 1e-9);
     }
-    return S1F_OK;
+    return done > 0 ? S1F_OK : S1F_ERR_STATE;
 }
 
 s1f_wait_reason s1f_device_end_reason(const s1f_device_end *end, const char *purpose, int64_t sequence)
@@ -128,29 +140,36 @@ s1f_wait_reason s1f_device_end_reason(const s1f_device_end *end, const char *pur
                              .sequence = sequence};
 }
 
-void s1f_device_end_fail(s1f_device_end *end, int64_t sequence, const char *why)
+/* The unit is the message's where the rank to blame has run it, else what that rank last reported. */
+void s1f_device_end_fail(s1f_device_end *end, int64_t sequence, int32_t is_peers, const char *why)
 {
-    s1f_failure failure = {.rank = end->head.peer_rank, .unit = "a unit"};
-    char message[sizeof failure.unit + 32] = "";
+    s1f_group *group = end->watchdog->group;
+    s1f_failure failure = {.rank = is_peers ? end->head.peer_rank : s1f_group_rank(group)};
+    char unit[sizeof failure.unit], message[sizeof unit + 32] = "";
+    int64_t age_ns;
+    int32_t waits_for;
+    s1f_group_get_progress(group, failure.rank, failure.unit, &age_ns, &waits_for);
     if (sequence >= 0) {
-        s1f_unit_text(end->transfers[sequence].unit, 0, failure.unit, sizeof failure.unit);
-        snprintf(message, sizeof message, ", message %lld (%s)", (long long)sequence, failure.unit);
+        s1f_unit_text(end->transfers[sequence].unit, 0, unit, sizeof unit);
+        snprintf(message, sizeof message, ", message %lld (%s)", (long long)sequence, unit);
+        if (is_peers == end->head.is_receiver)
+            memcpy(failure.unit, unit, sizeof unit);
     }
     snprintf(failure.edge, sizeof failure.edge, "%s", end->head.text);
     snprintf(failure.text, sizeof failure.text, "%s%s, %s rank %d: %s", end->head.text, message,
              end->head.is_receiver ? "from" : "to", (int)end->head.peer_rank, why);
-    s1f_group_fail_with(end->watchdog->group, &failure);
+    s1f_group_fail_with(group, &failure);
 }
 
 /* An error of the mover is everybody's: the peer of a transfer that failed would wait for it. */
-static s1f_status moved(s1f_device_end *end, s1f_status status)
+static s1f_status moved(s1f_device_end *end, int32_t is_peers, s1f_status status)
 {
     if (status != S1F_ERR_STATE || end->proof_ns != 0)
         return status;
     char why[256];
     snprintf(why, sizeof why, "%s", s1f_last_error());
     count_over(end); /* the oldest that is not over is what has failed, or the one that is being started */
-    s1f_device_end_fail(end, end->over < end->capacity ? end->over : -1, why);
+    s1f_device_end_fail(end, end->over < end->capacity ? end->over : -1, is_peers, why);
     return s1f_group_check(end->head.group);
 }
 
@@ -170,12 +189,8 @@ s1f_status s1f_device_end_settle(s1f_device_end *end, const char *purpose, int64
     s1f_status status = s1f_device_leave(end->device, s1f_device_end_wait(end, is_settled, &reason));
     if (status != S1F_OK || (status = enter(end)) != S1F_OK)
         return status;
-    return leave(end, end->mover->settled(end) < 0 ? moved(end, S1F_ERR_STATE) : S1F_OK);
-}
-
-s1f_status s1f_device_end_connect(s1f_edge_end *end)
-{
-    return s1f_device_end_settle((s1f_device_end *)end, "connecting", -1);
+    int found = end->mover->settled(end);
+    return leave(end, found < 0 ? moved(end, found == -2, S1F_ERR_STATE) : S1F_OK);
 }
 
 /* -- the transport ------------------------------------------------------------------------------------------------- */
@@ -236,7 +251,7 @@ static s1f_status start_receive(s1f_device_end *end, s1f_device_place *place, in
     if (unit_start != NULL)
         S1F_TRY(S1F_CU(driver, stream_wait_event, end->stream, unit_start, 0));
     S1F_TRY(S1F_CU(driver, event_record, transfer->started, end->stream));
-    return transfer->is_over ? S1F_OK : moved(end, end->mover->receive(end, number, place->message));
+    return transfer->is_over ? S1F_OK : moved(end, 0, end->mover->receive(end, number, place->message));
 }
 
 static s1f_status take(s1f_device_end *end, int64_t sequence, int32_t number)
@@ -247,7 +262,7 @@ static s1f_status take(s1f_device_end *end, int64_t sequence, int32_t number)
     S1F_TRY(s1f_message_check_sound(place->message, sequence));
     S1F_TRY(s1f_device_enter(end->device));
     end->largest = place->message->payload_bytes > end->largest ? place->message->payload_bytes : end->largest;
-    s1f_status status = s1f_device_place_reserve(end, place, place->message->payload_bytes);
+    s1f_status status = s1f_device_place_grow(end, place, place->message->payload_bytes);
     if (status == S1F_OK && !place->message->on_device)
         status = s1f_device_end_from_host(end, place);
     S1F_TRY(s1f_device_leave(end->device, status));
@@ -294,7 +309,7 @@ static s1f_status start_send(s1f_device_end *end, int32_t number, const s1f_mess
     S1F_TRY(S1F_CU(driver, event_record, end->ready, end->device->compute));
     S1F_TRY(S1F_CU(driver, stream_wait_event, end->stream, end->ready, 0));
     S1F_TRY(S1F_CU(driver, event_record, transfer->started, end->stream));
-    return transfer->is_over ? S1F_OK : moved(end, end->mover->send(end, number, message, tensors));
+    return transfer->is_over ? S1F_OK : moved(end, 0, end->mover->send(end, number, message, tensors));
 }
 
 static s1f_status move_out(s1f_device_end *end, int64_t sequence, int32_t number, const s1f_message *message,
@@ -380,24 +395,10 @@ static s1f_status device_finish(s1f_edge_end *head, int32_t failed)
     reason.patient = 1; /* the watchdog knows which transfer is late; who waits for whom tells little here */
     S1F_TRY(s1f_device_enter(end->device));
     S1F_TRY(s1f_device_leave(end->device, s1f_group_poll(head->group, has_all, end, &reason)));
-    S1F_TRY(s1f_group_check(head->group));
-    return end->mover->post != NULL ? s1f_device_end_reserve(end) : S1F_OK;
+    return s1f_group_check(head->group);
 }
 
-int s1f_device_end_is_idle(s1f_device_end *end)
-{
-    count_over(end);
-    return end->over == end->started;
-}
-
-int s1f_device_end_is_idle_within(s1f_device_end *end, int64_t ns)
-{
-    struct timespec pause = {.tv_nsec = 1000 * 1000};
-    for (int64_t until = s1f_now_ns() + ns; s1f_now_ns() < until; nanosleep(&pause, NULL))
-        if (s1f_device_end_is_idle(end))
-            return 1;
-    return 0;
-}
+/* -- the end -------------------------------------------------------------------------------------------------------- */
 
 static void unlink_end(s1f_device_end *end)
 {
@@ -411,8 +412,10 @@ static void unlink_end(s1f_device_end *end)
 static void destroy_events(s1f_device_end *end)
 {
     const s1f_driver *driver = end->device->driver;
-    for (int32_t i = 0; i < end->num_places; i++)
+    for (int32_t i = 0; i < end->num_places; i++) {
         s1f_driver_event_destroy(driver, end->places[i].freed);
+        s1f_driver_event_destroy(driver, end->places[i].copied);
+    }
     for (int64_t i = 0; i < end->capacity; i++) {
         s1f_driver_event_destroy(driver, end->transfers[i].started);
         s1f_driver_event_destroy(driver, end->transfers[i].done);
@@ -423,51 +426,38 @@ static void destroy_events(s1f_device_end *end)
     end->started = end->over = end->capacity = 0;
 }
 
-void s1f_device_end_leave(s1f_edge_end *head)
+int64_t s1f_device_end_farewell_ns(const s1f_device_end *end)
 {
-    s1f_device_end *end = (s1f_device_end *)head;
-    if (end->mover->leave == NULL || s1f_device_enter(end->device) != S1F_OK)
-        return;
-    pthread_mutex_lock(&end->watchdog->lock);
-    end->mover->leave(end);
-    pthread_mutex_unlock(&end->watchdog->lock);
-    s1f_device_leave(end->device, S1F_OK);
+    int64_t limit = s1f_group_timeout_ns(end->head.group);
+    return s1f_now_ns() + (limit < FAREWELL_NS ? limit : FAREWELL_NS);
 }
 
-void s1f_device_end_close(s1f_edge_end *head)
+int s1f_device_end_close(s1f_edge_end *head)
 {
     s1f_device_end *end = (s1f_device_end *)head;
     if (end->is_closed)
-        return;
-    int entered = s1f_device_enter(end->device) == S1F_OK, idle = s1f_device_end_is_idle_within(end, FAREWELL_NS);
+        return !end->is_leaked;
+    int entered = s1f_device_enter(end->device) == S1F_OK;
+    int idle = entered && s1f_watchdog_is_idle_by(end->watchdog, s1f_device_end_farewell_ns(end));
     pthread_mutex_lock(&end->watchdog->lock);
     unlink_end(end);
-    if (!idle)
+    if (idle)
         s1f_device_end_abort(end);
     pthread_mutex_unlock(&end->watchdog->lock);
-    if (idle || s1f_device_end_is_idle_within(end, FAREWELL_NS)) /* then units that read its places end as well */
-        end->device->driver->stream_synchronize(end->device->compute);
-    if (end->mover->close != NULL)
-        end->mover->close(end);
-    destroy_events(end);
+    end->is_leaked = !idle || (end->mover->forget != NULL && !end->mover->forget(end));
+    if (!end->is_leaked)
+        destroy_events(end);
     end->is_closed = 1;
     if (entered)
         s1f_device_leave(end->device, S1F_OK);
+    return !end->is_leaked;
 }
 
 static void device_free(s1f_edge_end *head)
 {
     s1f_device_end *end = (s1f_device_end *)head;
-    const s1f_driver *driver = end->device->driver;
-    s1f_device_end_close(head);
-    int entered = s1f_device_enter(end->device) == S1F_OK;
-    for (int32_t i = 0; i < end->num_places; i++)
-        if (end->places[i].capacity > 0)
-            driver->memory_free(end->places[i].address);
-    for (int32_t i = 0; i < end->num_retired; i++)
-        driver->memory_free(end->retired[i]);
-    if (entered)
-        s1f_device_leave(end->device, S1F_OK);
+    if (s1f_device_end_close(head) && !end->device->is_stuck && s1f_device_enter(end->device) == S1F_OK)
+        s1f_device_leave(end->device, s1f_device_end_free_places(end));
     free(end->places);
     free(end->retired);
     free(end->staging);
@@ -527,11 +517,4 @@ s1f_status s1f_device_end_create(size_t bytes, const s1f_mover *mover, s1f_edge_
     return S1F_OK;
 }
 
-s1f_status s1f_host_end_create(s1f_edge_end *control, s1f_watchdog *watchdog, s1f_edge_end **out)
-{
-    static const s1f_mover host_mover = {.is_one_sided = 1};
-    s1f_device_end *end;
-    S1F_TRY(s1f_device_end_create(sizeof *end, &host_mover, control, watchdog, &end));
-    *out = &end->head;
-    return S1F_OK;
-}
+const s1f_mover s1f_host_mover = {.is_one_sided = 1};

@@ -17,10 +17,8 @@
  * is enqueued, before anything else. So each receive on a GPU ends without this host, and calls that wait for the whole
  * GPU (an allocation, loading a kernel) delay a step but cannot stop it for ever.
  *
- * Places are memory of the GPU. The first message of a size reserves all places of its edge that hold nothing: no later
- * one of its step allocates beside another edge's receive, and from the second step of a shape on nothing is allocated.
- * Movers whose sender writes into a place reserve the rest at the step's end. The watchdog (watchdog.h) looks after
- * what the host does not wait for. */
+ * Places are memory of the GPU, and grow when they are needed: where the sender writes into them, when they are posted.
+ * The watchdog (watchdog.h) looks after what the host does not wait for. */
 #ifndef S1F_DEVICE_END_H
 #define S1F_DEVICE_END_H
 
@@ -31,10 +29,12 @@
 typedef struct s1f_device_end s1f_device_end;
 
 typedef struct {
-    s1f_cu_address address;
-    int64_t capacity;    /* bytes, 0: none yet */
-    uint64_t generation; /* counts the memories it has had */
-    s1f_cu_event freed;  /* receiver: of the last POST */
+    s1f_cu_address address; /* receiver: own; sender: the receiver's, by a mover that opens it */
+    int64_t capacity;       /* receiver: bytes, 0: none yet */
+    uint64_t generation;    /* counts the memories it has had */
+    s1f_cu_event freed;     /* of the last POST */
+    s1f_cu_event copied;    /* of a copy into it, and its name */
+    s1f_cu_handle name;
     const s1f_message *message;
     const void *host_payload; /* of a message that came over the host */
 } s1f_device_place;
@@ -55,15 +55,14 @@ typedef struct { /* how bytes move. Called with the GPU's context current; a fun
     s1f_status (*receive)(s1f_device_end *end, int32_t place, const s1f_message *message);
     s1f_status (*send)(s1f_device_end *end, int32_t place, const s1f_message *message, const void *const *tensors);
     int32_t is_one_sided; /* the send needs no receive, and its event has to be recorded when the header is read */
-    /* The next three are called under the lock.
-     * settled: 1 once the last call is enqueued, which may need the peer; -1, with an error recorded: it failed.
-     * NULL: at once. */
+    /* The next two are called under the lock.
+     * settled: 1 once the last call is enqueued, which may need the peer; with an error recorded, -1: it failed here,
+     * -2: at the peer. NULL: at once. */
     int (*settled)(s1f_device_end *end);
-    void (*abort)(s1f_device_end *end); /* ends what is under way, from any thread, once */
-    void (*leave)(s1f_device_end *end); /* starts to close what needs the peer to be closed */
-    /* Nothing is under way. */
-    void (*forget)(s1f_device_end *end); /* closes what it opened of the peer's memory */
-    void (*close)(s1f_device_end *end);
+    /* Ends what is under way, and what the mover itself holds, from any thread, once. */
+    void (*abort)(s1f_device_end *end);
+    /* Closes what it opened of the peer's memory. Nothing is under way. 0: the peer has not closed what it opened. */
+    int (*forget)(s1f_device_end *end);
 } s1f_mover;
 
 struct s1f_device_end { /* head of each mover's own struct */
@@ -86,6 +85,7 @@ struct s1f_device_end { /* head of each mover's own struct */
     int64_t proof_ns; /* not 0: the end proves itself (edge_proof.h): what fails is its own, each wait ends so soon */
     int hangup_fd;
     int32_t is_aborted, is_finished, is_closed;
+    int32_t is_leaked;           /* its memory on the GPU stays for good */
     struct s1f_device_end *next; /* of the watchdog's */
     /* the watchdog's: */
     int64_t seen_over, seen_started, stuck_since_ns;
@@ -96,44 +96,37 @@ struct s1f_device_end { /* head of each mover's own struct */
 s1f_status s1f_device_end_create(size_t bytes, const s1f_mover *mover, s1f_edge_end *control, s1f_watchdog *watchdog,
                                  s1f_device_end **out);
 extern const s1f_transport s1f_device_transport;
-/* An end whose messages all go through pageable host memory, over the control edge: it needs nothing but copies to and
- * from the host, which waits for two copies a message. */
-s1f_status s1f_host_end_create(s1f_edge_end *control, s1f_watchdog *watchdog, s1f_edge_end **out);
-/* Waits until the mover's end is connected to the peer's. */
-s1f_status s1f_device_end_connect(s1f_edge_end *end);
-/* Starts to close what needs the peer to be closed, and returns at once; closing the end waits for it. A rank that
- * leaves calls it on all its ends before it closes one, or ranks may wait for each other in different ends. */
-void s1f_device_end_leave(s1f_edge_end *end);
-/* Ends what the end does, after a while for what is under way; its memory stays until it is freed, as tensors may lie
- * there. Freeing does it as well. */
-void s1f_device_end_close(s1f_edge_end *end);
+/* Messages all go through pageable host memory, over the control edge: it needs nothing but copies to and from the
+ * host, which waits for two copies a message. */
+extern const s1f_mover s1f_host_mover;
+/* Ends what the end does; its memory stays until it is freed, as tensors may lie there. Freeing closes as well. Senders
+ * close first: a receiver waits for its own. 0: the GPU, or the sender, does not end what it began by the time of
+ * farewell, in 5 s or the group's limit; then nothing is closed or freed, ever. */
+int s1f_device_end_close(s1f_edge_end *end);
+int64_t s1f_device_end_farewell_ns(const s1f_device_end *end);
 
-/* The watchdog calls these, under the lock. is_over: the transfer of a message has ended. fail: ends the step on every
- * rank; sequence is -1 if no message is to blame. abort: ends what is under way, once. */
-int s1f_device_end_is_over(const s1f_device_end *end, int64_t sequence);
-void s1f_device_end_fail(s1f_device_end *end, int64_t sequence, const char *why);
+/* The watchdog calls these, under the lock. has: whether an event of the message's transfer has come; an error of the
+ * GPU, which every later call tells as well, fails. fail: ends the step on every rank; sequence is -1 if no message is
+ * to blame; is_peers: the peer is to blame. abort: ends what is under way, once. */
+int s1f_device_end_has(s1f_device_end *end, s1f_cu_event event, int64_t sequence);
+int s1f_device_end_is_over(s1f_device_end *end, int64_t sequence);
+void s1f_device_end_fail(s1f_device_end *end, int64_t sequence, int32_t is_peers, const char *why);
 void s1f_device_end_abort(s1f_device_end *end);
 /* purpose: "waiting for"; sequence: -1: none. */
 s1f_wait_reason s1f_device_end_reason(const s1f_device_end *end, const char *purpose, int64_t sequence);
 
-/* Waits for the GPU, NCCL, or the host of the peer. */
+/* Waits for the GPU, NCCL, or the host of the peer. is_done: below 0, with an error recorded, while an end proves
+ * itself. */
 s1f_status s1f_device_end_wait(s1f_device_end *end, int (*is_done)(void *end), const s1f_wait_reason *reason);
-/* Waits until the mover's last call is enqueued. */
+/* Waits until the mover's last call is enqueued; at first, until its end is connected to the peer's. */
 s1f_status s1f_device_end_settle(s1f_device_end *end, const char *purpose, int64_t sequence);
 /* Makes a place hold at least so many bytes; what it held is lost. May wait for the GPU. */
 s1f_status s1f_device_place_grow(s1f_device_end *end, s1f_device_place *place, int64_t bytes);
-/* For a message that has come: its place, and the others of the edge that hold nothing. So later ones find room. */
-s1f_status s1f_device_place_reserve(s1f_device_end *end, s1f_device_place *place, int64_t bytes);
-/* All places for the largest message so far. Those into which the sender writes cannot change once they are posted, so
- * they wait for the end of the step, when all that was sent has come. */
-s1f_status s1f_device_end_reserve(s1f_device_end *end);
 /* A message by way of pageable host memory, with copies that the host waits for: from the GPU, after which tensors[]
  * name host memory; and into the place where it has come. */
 s1f_status s1f_device_end_to_host(s1f_device_end *end, const s1f_message *message, const void **tensors);
 s1f_status s1f_device_end_from_host(s1f_device_end *end, const s1f_device_place *place);
-/* 1 once all that the end began on its stream has ended. */
-int s1f_device_end_is_idle(s1f_device_end *end);
-/* Waits so long for that: aborted transfers end as well. */
-int s1f_device_end_is_idle_within(s1f_device_end *end, int64_t ns);
+/* Gives back the memory of all places. Nothing is under way. */
+s1f_status s1f_device_end_free_places(s1f_device_end *end);
 
 #endif

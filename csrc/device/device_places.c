@@ -27,9 +27,18 @@ static s1f_status give_up_memory(s1f_device_end *end, s1f_device_place *place)
     return status;
 }
 
+static s1f_status allocate(const s1f_device *device, int64_t bytes, s1f_cu_address *address)
+{
+    s1f_status status = S1F_CU(device->driver, memory_allocate, address, (size_t)bytes);
+    if (status != S1F_ERR_MEMORY || device->make_room == NULL)
+        return status;
+    int64_t held = device->make_room(device->room_context);
+    status = S1F_CU(device->driver, memory_allocate, address, (size_t)bytes);
+    return status == S1F_OK ? S1F_OK : s1f_fail_prefixed(status, "torch still holds %lld free: ", (long long)held);
+}
+
 s1f_status s1f_device_place_grow(s1f_device_end *end, s1f_device_place *place, int64_t bytes)
 {
-    const s1f_driver *driver = end->device->driver;
     if (bytes <= place->capacity)
         return S1F_OK;
     if (end->mover->post != NULL) {
@@ -39,7 +48,7 @@ s1f_status s1f_device_place_grow(s1f_device_end *end, s1f_device_place *place, i
     }
     s1f_status status = place->capacity > 0 ? give_up_memory(end, place) : S1F_OK;
     if (status == S1F_OK)
-        status = S1F_CU(driver, memory_allocate, &place->address, (size_t)bytes);
+        status = allocate(end->device, bytes, &place->address);
     if (status != S1F_OK)
         return s1f_fail_prefixed(status, "%lld bytes for a message: ", (long long)bytes);
     place->capacity = bytes;
@@ -47,33 +56,20 @@ s1f_status s1f_device_place_grow(s1f_device_end *end, s1f_device_place *place, i
     return S1F_OK;
 }
 
-s1f_status s1f_device_place_reserve(s1f_device_end *end, s1f_device_place *place, int64_t bytes)
+s1f_status s1f_device_end_free_places(s1f_device_end *end)
 {
-    int grows = bytes > place->capacity;
-    s1f_status status = s1f_device_place_grow(end, place, bytes);
-    for (int32_t i = 0; grows && end->mover->post == NULL && status == S1F_OK && i < end->num_places; i++)
-        if (end->places[i].message == NULL) /* posted, or never used */
-            status = s1f_device_place_grow(end, &end->places[i], bytes);
-    return status;
-}
-
-static int fits_all(const s1f_device_end *end)
-{
-    for (int32_t i = 0; i < end->num_places; i++)
-        if (end->places[i].capacity < end->largest)
-            return 0;
-    return 1;
-}
-
-s1f_status s1f_device_end_reserve(s1f_device_end *end)
-{
-    if (fits_all(end))
-        return S1F_OK;
-    S1F_TRY(s1f_device_enter(end->device));
+    const s1f_driver *driver = end->device->driver;
     s1f_status status = S1F_OK;
-    for (int32_t i = 0; status == S1F_OK && i < end->num_places; i++)
-        status = s1f_device_place_grow(end, &end->places[i], end->largest);
-    return s1f_device_leave(end->device, status);
+    for (int32_t i = 0; status == S1F_OK && i < end->num_places; i++) {
+        if (end->places[i].capacity > 0)
+            status = S1F_CU(driver, memory_free, end->places[i].address);
+        end->places[i].capacity = 0;
+        end->places[i].message = NULL;
+    }
+    while (status == S1F_OK && end->num_retired > 0)
+        status = S1F_CU(driver, memory_free, end->retired[--end->num_retired]);
+    end->largest = 0;
+    return status;
 }
 
 s1f_status s1f_device_end_to_host(s1f_device_end *end, const s1f_message *message, const void **tensors)

@@ -37,6 +37,7 @@ enum { S1F_CU_IPC_LAZY_PEER_ACCESS = 1, S1F_CU_CAPTURE_RELAXED = 2 };
     X(stream_destroy, cuStreamDestroy_v2, (s1f_cu_stream stream))                                                      \
     X(stream_wait_event, cuStreamWaitEvent, (s1f_cu_stream stream, s1f_cu_event event, unsigned int flags))            \
     X(stream_synchronize, cuStreamSynchronize, (s1f_cu_stream stream))                                                 \
+    X(stream_query, cuStreamQuery, (s1f_cu_stream stream))                                                             \
     X(event_create, cuEventCreate, (s1f_cu_event * event, unsigned int flags))                                         \
     X(event_destroy, cuEventDestroy_v2, (s1f_cu_event event))                                                          \
     X(event_record, cuEventRecord, (s1f_cu_event event, s1f_cu_stream stream))                                         \

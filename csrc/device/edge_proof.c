@@ -10,7 +10,8 @@ static int header_has_come(void *end)
 
 static int is_over(void *end)
 {
-    return s1f_device_end_is_idle(end);
+    const s1f_device_end *of = end;
+    return s1f_device_is_idle_by(of->device, of->stream, 0);
 }
 
 static s1f_status wait_until(s1f_device_end *end, int (*is_done)(void *end), const char *what)
@@ -57,28 +58,16 @@ s1f_status s1f_edge_proof_receive(s1f_edge_end *head, int64_t bytes, const void 
                     (long long)bytes);
 }
 
-/* A transfer that failed half-way has put work on the stream, and counts until that has ended. Or it is aborted. */
-static void count_begun(s1f_device_end *end)
-{
-    if (end->mover->abort != NULL || end->started >= end->capacity || end->transfers[end->started].done == NULL)
-        return;
-    s1f_transfer *transfer = &end->transfers[end->started];
-    if (end->device->driver->event_record(transfer->done, end->stream) == S1F_CU_SUCCESS) {
-        transfer->is_over = 0;
-        end->started++;
-    }
-}
-
 int s1f_edge_proof_give_up(s1f_edge_end *head)
 {
     s1f_device_end *end = (s1f_device_end *)head;
     if (s1f_device_enter(end->device) != S1F_OK)
         return 0;
     pthread_mutex_lock(&end->watchdog->lock);
-    count_begun(end);
     s1f_device_end_abort(end);
     pthread_mutex_unlock(&end->watchdog->lock);
-    int idle = s1f_device_end_is_idle_within(end, GIVE_UP_NS);
+    int idle = s1f_device_is_idle_by(end->device, end->stream, s1f_now_ns() + GIVE_UP_NS) == 1;
+    end->device->is_stuck |= !idle;
     s1f_device_leave(end->device, S1F_OK);
     return idle;
 }
@@ -86,22 +75,14 @@ int s1f_edge_proof_give_up(s1f_edge_end *head)
 s1f_status s1f_edge_proof_end(s1f_edge_end *head)
 {
     s1f_device_end *end = (s1f_device_end *)head;
-    const s1f_driver *driver = end->device->driver;
     pthread_mutex_lock(&end->watchdog->lock);
     end->proof_ns = 0;
     pthread_mutex_unlock(&end->watchdog->lock);
     S1F_TRY(s1f_device_enter(end->device));
     if (end->mover->forget != NULL)
         end->mover->forget(end);
-    s1f_status status = S1F_CU(driver, stream_synchronize, end->device->compute);
-    for (int32_t i = 0; status == S1F_OK && i < end->num_places; i++) {
-        if (end->places[i].capacity > 0)
-            status = S1F_CU(driver, memory_free, end->places[i].address);
-        end->places[i].capacity = 0;
-        end->places[i].message = NULL;
-    }
-    while (status == S1F_OK && end->num_retired > 0)
-        status = S1F_CU(driver, memory_free, end->retired[--end->num_retired]);
-    end->largest = 0;
+    s1f_status status = S1F_CU(end->device->driver, stream_synchronize, end->device->compute);
+    if (status == S1F_OK)
+        status = s1f_device_end_free_places(end);
     return s1f_device_leave(end->device, status);
 }

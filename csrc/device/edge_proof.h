@@ -20,7 +20,7 @@ s1f_status s1f_edge_proof_post(s1f_edge_end *end, int64_t bytes);
  * freed after that, or after give_up has returned 1. */
 s1f_status s1f_edge_proof_send(s1f_edge_end *end, const void *data, int64_t bytes, int64_t *ns);
 s1f_status s1f_edge_proof_receive(s1f_edge_end *end, int64_t bytes, const void **data, int64_t *ns);
-/* Aborts what is under way. 0: it does not end, so neither the end nor what it uses can be freed. */
+/* Aborts what is under way. 0: it does not end, so nothing on that GPU is freed any more. */
 int s1f_edge_proof_give_up(s1f_edge_end *end);
 /* From here on failures are the group's again. Gives back what places hold, and what was opened of the peer's. */
 s1f_status s1f_edge_proof_end(s1f_edge_end *end);

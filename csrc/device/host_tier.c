@@ -10,6 +10,7 @@
 
 enum { PIECE_BYTES = 8 << 20 }; /* memory is pinned in multiples of a piece: pinning takes long */
 enum { OUT, IN };
+static const int64_t FAREWELL_NS = INT64_C(5) * 1000 * 1000 * 1000; /* for copies that are given up to end */
 
 typedef struct { /* a piece of the room, pinned by one call */
     char *memory;
@@ -274,6 +275,20 @@ static s1f_status begin_step(s1f_tier *head, int64_t most_loads)
     return leave(tier, mode, status);
 }
 
+/* Waits for the copies. What they use can be freed only once they have ended. */
+static int is_idle(host_tier *tier)
+{
+    int64_t until = s1f_now_ns() + FAREWELL_NS;
+    int idle = 1;
+    for (int way = OUT; way <= IN && idle == 1; way++)
+        if (tier->streams[way] != NULL)
+            idle = s1f_device_is_idle_by(tier->device, tier->streams[way], until);
+    if (idle != 1)
+        snprintf(tier->broken, sizeof tier->broken, "%s", idle == 0 ? "they do not end" : s1f_last_error());
+    tier->device->is_stuck |= idle != 1;
+    return idle == 1;
+}
+
 /* Loads that are left may still be copied. Without any, compute has waited for all copies. */
 static void reset(s1f_tier *head)
 {
@@ -281,9 +296,7 @@ static void reset(s1f_tier *head)
     int mode;
     if (head->loads == NULL || enter(tier, &mode) != S1F_OK)
         return;
-    for (int way = OUT; way <= IN; way++)
-        if (S1F_CU(tier->device->driver, stream_synchronize, tier->streams[way]) != S1F_OK)
-            snprintf(tier->broken, sizeof tier->broken, "%s", s1f_last_error());
+    is_idle(tier);
     leave(tier, mode, S1F_OK);
 }
 
@@ -305,14 +318,9 @@ static s1f_status open_streams(host_tier *tier)
 static void close_streams(const host_tier *tier)
 {
     const s1f_driver *driver = tier->device->driver;
-    int mode;
-    if (enter(tier, &mode) != S1F_OK)
-        return;
     for (int way = OUT; way <= IN; way++)
-        if (tier->streams[way] != NULL) {
-            driver->stream_synchronize(tier->streams[way]);
+        if (tier->streams[way] != NULL)
             driver->stream_destroy(tier->streams[way]);
-        }
     for (int64_t i = 0; i < tier->capacity; i++) {
         s1f_driver_event_destroy(driver, tier->copies[i].begin);
         s1f_driver_event_destroy(driver, tier->copies[i].end);
@@ -320,7 +328,6 @@ static void close_streams(const host_tier *tier)
     s1f_driver_event_destroy(driver, tier->given);
     for (int64_t i = 0; i < tier->num_pieces; i++)
         driver->host_free(tier->pieces[i].memory);
-    leave(tier, mode, S1F_OK);
 }
 
 static void free_tier(s1f_tier *head)
@@ -329,7 +336,11 @@ static void free_tier(s1f_tier *head)
     if (tier->process != getpid())
         return;
     s1f_tier_reset(head);
-    close_streams(tier);
+    int mode, entered = enter(tier, &mode) == S1F_OK;
+    if (entered && !tier->device->is_stuck && is_idle(tier))
+        close_streams(tier);
+    if (entered)
+        leave(tier, mode, S1F_OK);
     free(tier->copies);
     free(tier->pieces);
     free(tier->root);

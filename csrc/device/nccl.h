@@ -10,6 +10,7 @@
 
 enum {
     S1F_NCCL_SUCCESS = 0,
+    S1F_NCCL_REMOTE_ERROR = 6,
     S1F_NCCL_IN_PROGRESS = 7,
     S1F_NCCL_UINT8 = 1, /* ncclDataType_t */
     S1F_NCCL_UNIQUE_ID_BYTES = 128
@@ -42,8 +43,6 @@ typedef struct { /* ncclConfig_t as NCCL 2.18 lays it out: newer libraries fill 
     X(const char *, last_error, ncclGetLastError, (s1f_nccl_comm comm))                                                \
     X(int32_t, comm_init, ncclCommInitRankConfig,                                                                      \
       (s1f_nccl_comm * comm, int num_ranks, s1f_nccl_id id, int rank, s1f_nccl_config *config))                        \
-    X(int32_t, comm_finalize, ncclCommFinalize, (s1f_nccl_comm comm))                                                  \
-    X(int32_t, comm_destroy, ncclCommDestroy, (s1f_nccl_comm comm))                                                    \
     X(int32_t, comm_abort, ncclCommAbort, (s1f_nccl_comm comm))                                                        \
     X(int32_t, async_error, ncclCommGetAsyncError, (s1f_nccl_comm comm, int32_t * result))                             \
     X(int32_t, group_start, ncclGroupStart, (void))                                                                    \

@@ -2,16 +2,13 @@
 #include "nccl_end.h"
 
 #include <stdlib.h>
-#include <time.h>
 
-static const int64_t FAREWELL_POLLS = 2000; /* of a millisecond: a peer that is gone does not answer */
-enum { SENDER = 0, RECEIVER = 1 };          /* ranks in an edge's communicator */
+enum { SENDER = 0, RECEIVER = 1 }; /* ranks in an edge's communicator */
 
 typedef struct {
     s1f_device_end base;
     const s1f_nccl *nccl;
     s1f_nccl_comm comm; /* NULL once it is aborted */
-    int32_t is_leaving;
 } nccl_end;
 
 static s1f_status checked(const nccl_end *end, int32_t result, const char *what)
@@ -27,7 +24,7 @@ static int nccl_settled(s1f_device_end *base)
         return 1;
     int32_t result = end->nccl->async_error(end->comm, &state);
     if (checked(end, result, "ncclCommGetAsyncError") != S1F_OK || checked(end, state, "NCCL") != S1F_OK)
-        return -1;
+        return state == S1F_NCCL_REMOTE_ERROR ? -2 : -1;
     return state != S1F_NCCL_IN_PROGRESS;
 }
 
@@ -63,39 +60,12 @@ static s1f_status nccl_send(s1f_device_end *base, int32_t number, const s1f_mess
     return move((nccl_end *)base, message, tensors, NULL);
 }
 
+/* It ends so in a step that has failed, and when its end is closed: nothing is under way then, and finalizing would wait
+ * for a peer, which may be gone. */
 static void nccl_abort(s1f_device_end *base)
 {
     nccl_end *end = (nccl_end *)base;
     if (end->comm != NULL)
-        end->nccl->comm_abort(end->comm);
-    end->comm = NULL;
-}
-
-static void nccl_leave(s1f_device_end *base)
-{
-    nccl_end *end = (nccl_end *)base;
-    if (end->comm == NULL || end->is_leaving)
-        return;
-    end->is_leaving = 1;
-    int32_t result = end->nccl->comm_finalize(end->comm);
-    if (result != S1F_NCCL_SUCCESS && result != S1F_NCCL_IN_PROGRESS)
-        nccl_abort(base);
-}
-
-/* A communicator ends as it began, with its peer; without one it is aborted. */
-static void nccl_close(s1f_device_end *base)
-{
-    nccl_end *end = (nccl_end *)base;
-    struct timespec pause = {.tv_nsec = 1000 * 1000};
-    int settled = 0;
-    s1f_device_end_leave(&base->head);
-    if (end->comm == NULL)
-        return;
-    for (int64_t i = 0; i < FAREWELL_POLLS && (settled = nccl_settled(base)) == 0; i++)
-        nanosleep(&pause, NULL);
-    if (settled == 1)
-        end->nccl->comm_destroy(end->comm);
-    else
         end->nccl->comm_abort(end->comm);
     end->comm = NULL;
 }
@@ -105,8 +75,6 @@ static const s1f_mover nccl_mover = {
     .send = nccl_send,
     .settled = nccl_settled,
     .abort = nccl_abort,
-    .leave = nccl_leave,
-    .close = nccl_close,
 };
 
 s1f_status s1f_nccl_end_create(const s1f_nccl *nccl, const s1f_nccl_id *id, s1f_edge_end *control,

@@ -7,7 +7,7 @@
 #include "device_end.h"
 #include "nccl.h"
 
-/* Starts to create the communicator and returns at once; s1f_device_end_connect waits for it, and for the peer. So all
+/* Starts to create the communicator and returns at once; s1f_device_end_settle waits for it, and for the peer. So all
  * ends of a rank
  * can be created before any is connected, and no order among edges is needed. control: an edge end of host memory with
  * the same peer, borrowed, must outlive the new end. id: the same 128 bytes at both ends, used once. */

@@ -19,10 +19,13 @@ static void watch_transfer(s1f_watchdog *watchdog, s1f_device_end *end, int64_t 
         watchdog->progress_ns = now;
         end->seen_started = 0;
     }
-    if (end->seen_over == end->started)
+    if (end->seen_over == end->started) {
+        if (end->started > 0) /* an error of the GPU comes with the answer for any event */
+            s1f_device_end_has(end, end->transfers[end->started - 1].done, end->started - 1);
         return;
+    }
     if (!end->seen_started) {
-        if (end->device->driver->event_query(end->transfers[end->seen_over].started) != S1F_CU_SUCCESS)
+        if (!s1f_device_end_has(end, end->transfers[end->seen_over].started, end->seen_over))
             return;
         end->seen_started = 1;
         end->stuck_since_ns = now;
@@ -32,7 +35,7 @@ static void watch_transfer(s1f_watchdog *watchdog, s1f_device_end *end, int64_t 
         return;
     char why[96];
     snprintf(why, sizeof why, "its transfer has been under way for %.1f s", (double)(now - since) * 1e-9);
-    s1f_device_end_fail(end, end->seen_over, why);
+    s1f_device_end_fail(end, end->seen_over, 1, why);
 }
 
 static void watch_end(s1f_watchdog *watchdog, s1f_device_end *end, int64_t now)
@@ -41,11 +44,10 @@ static void watch_end(s1f_watchdog *watchdog, s1f_device_end *end, int64_t now)
         s1f_device_end_reason(end, "watching", end->seen_over < end->started ? end->seen_over : -1);
     if (end->is_aborted || s1f_group_check_peer(watchdog->group, &reason) != S1F_OK || end->proof_ns != 0)
         return;
-    if (end->mover->settled != NULL && end->mover->settled(end) < 0) {
-        s1f_device_end_fail(end, reason.sequence, s1f_last_error());
-        return;
-    }
-    watch_transfer(watchdog, end, now);
+    watch_transfer(watchdog, end, now); /* first: NCCL does not say what is wrong with the GPU */
+    int found = end->mover->settled == NULL ? 1 : end->mover->settled(end);
+    if (found < 0)
+        s1f_device_end_fail(end, reason.sequence, found == -2, s1f_last_error());
 }
 
 static void end_step(s1f_watchdog *watchdog)
@@ -55,6 +57,16 @@ static void end_step(s1f_watchdog *watchdog)
         s1f_group_spoil(watchdog->group, failed);
     for (s1f_device_end *end = watchdog->ends; end != NULL; end = end->next)
         s1f_device_end_abort(end);
+}
+
+int s1f_watchdog_is_idle_by(s1f_watchdog *watchdog, int64_t until_ns)
+{
+    s1f_device *device = watchdog->device;
+    int idle = !device->is_stuck && s1f_device_is_idle_by(device, device->compute, until_ns) == 1;
+    for (const s1f_device_end *end = watchdog->ends; idle && end != NULL; end = end->next)
+        idle = s1f_device_is_idle_by(device, end->stream, until_ns) == 1;
+    device->is_stuck = !idle;
+    return idle;
 }
 
 static void *watch(void *context)

@@ -23,6 +23,7 @@ enum {
 typedef struct { /* the first page */
     _Alignas(CACHE_LINE) s1f_signal granted;
     _Alignas(CACHE_LINE) s1f_signal sent;
+    _Atomic int32_t num_open;
 } arena_control;
 
 _Static_assert(sizeof(arena_control) <= PAGE_BYTES, "the control words fit");
@@ -240,6 +241,11 @@ s1f_status s1f_arena_wait_posted(s1f_edge_end *end, int64_t sequence)
 int s1f_arena_hangup_fd(const s1f_edge_end *end)
 {
     return ((const arena_end *)end)->hangup_fd;
+}
+
+_Atomic int32_t *s1f_arena_num_open(s1f_edge_end *end)
+{
+    return &((arena_end *)end)->control->num_open;
 }
 
 void s1f_relay_done(s1f_edge_end *end, int64_t step, int64_t sequence)

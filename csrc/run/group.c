@@ -122,6 +122,11 @@ int64_t s1f_group_step(const s1f_group *group)
     return group->step;
 }
 
+int32_t s1f_group_rank(const s1f_group *group)
+{
+    return group->rank;
+}
+
 /* -- progress ---------------------------------------------------------------------------------------------------- */
 
 static void write_row(progress_row *row, const char *what, int64_t time_ns)

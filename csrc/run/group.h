@@ -44,6 +44,7 @@ void s1f_group_begin_step(s1f_group *group, int64_t step);
 /* Leaves the step, which went well. What follows belongs to the next one: code between steps, and its collectives. */
 void s1f_group_end_step(s1f_group *group);
 int64_t s1f_group_step(const s1f_group *group);
+int32_t s1f_group_rank(const s1f_group *group);
 /* This rank's units of the step are done. Waits until those of last_rank are, too: the rank on which backwards end,
  * after all that the others gave it. So nobody leaves well what it fails in. Needs a block that all ranks share.
  * hangup_fd: as of an arena end. Blocks. */

@@ -55,6 +55,12 @@ def _warn_of_shared_gpus(gpus: Sequence[str], num_visible: int) -> None:
         )
 
 
+def _give_back_cache(device: torch.device) -> int:
+    """Has torch give back the memory of GPUs that it holds free, as a place finds none; returns how much stays."""
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 class DeviceEdges:
     """One rank's ends of the edges of a pipeline on GPUs.
 
@@ -73,7 +79,10 @@ class DeviceEdges:
         self.transport, self.group, self.device = transport, group, device
         self.chosen: dict[Edge, tuple[str, float, str]] = {}
         self._ends: dict[Edge, Any] = {}
-        self.gpu = _C.device_create(self.driver, self.ordinal())
+        self._is_receiver: Mapping[Edge, bool] = {}
+        has_cache = torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch's has no types
+        make_room = functools.partial(_give_back_cache, device) if has_cache else None
+        self.gpu = _C.device_create(self.driver, self.ordinal(), make_room)
         self.watchdog = _C.watchdog_create(group.group, self.gpu, min(self.proof_limit_s, group.timeout_s / 2))
 
     @staticmethod
@@ -133,7 +142,7 @@ class DeviceEdges:
         self.warm()
         proof = Proof(self, ways, controls, is_receiver)
         proof.run()
-        self._ends, self.chosen = proof.ends, proof.chosen
+        self._ends, self.chosen, self._is_receiver = proof.ends, proof.chosen, is_receiver
         return dict(self._ends)  # the caller lets go of its own before close() ends them
 
     def _check_reach(self, way: Way, controls: Mapping[Edge, object]) -> None:
@@ -151,12 +160,19 @@ class DeviceEdges:
     def close(self) -> None:
         """Leaves together with the other ranks, where these still can."""
         self._meet()  # a receiver whose last message is on its way takes a sender that left for one that is lost
-        for end in self._ends.values():
-            _C.device_end_leave(end)
-        for end in self._ends.values():
-            _C.device_end_close(end)
-        self._meet()  # an end may use events, and a sender memory, that the other one owns
+        kept: list[str] = []
+        for edge in sorted(self._ends, key=self._is_receiver.__getitem__):  # who opened the other's memory goes first
+            if not _C.device_end_close(self._ends[edge]):
+                kept.append(_C.edge_end_text(self._ends[edge]))
+        self._meet()  # an end may use events that the other one owns
         self._ends.clear()
+        if kept:
+            warnings.warn(
+                f"{', '.join(kept)}: the GPU of this rank, or of a peer, does not end what it has begun, and to free "
+                "memory would wait for that: what these edges hold on the GPU stays until this process ends",
+                RuntimeWarning,
+                stacklevel=4,  # where the engine is closed
+            )
 
     def _meet(self) -> None:
         with contextlib.suppress(RuntimeError):  # somebody may be gone
@@ -294,7 +310,7 @@ class Proof:
         stuck = sorted(set().union(*self._group.all_gather_object(mine)))
         if not stuck:
             return
-        for each in (*ends.values(), *kept):  # to free them would wait for the GPU, for ever
+        for each in kept:  # the GPU may still read it
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
         others = " or ".join(f'"{name}"' for name in ("nccl", "shm") if name != way.name)
         raise RuntimeError(

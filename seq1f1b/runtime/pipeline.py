@@ -225,11 +225,11 @@ class Pipeline(OfOneProcess):
     def close(self) -> None:
         """Leaves the transports, once nobody holds an executor."""
         self._closed = True
-        if self.tier is not None:
-            self.tier.close()
         self._ends.clear()
         if self.device_edges is not None:
-            self.device_edges.close()
+            self.device_edges.close()  # before the tier: it finds out whether the GPU can free anything
+        if self.tier is not None:
+            self.tier.close()
         self.group.close()
 
 

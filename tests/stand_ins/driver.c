@@ -85,6 +85,7 @@ static const struct {
     {CUDA_ERROR_MAP_FAILED, "CUDA_ERROR_MAP_FAILED", "mapping of buffer object failed"},
     {CUDA_ERROR_NOT_READY, "CUDA_ERROR_NOT_READY", "device not ready"},
     {CUDA_ERROR_LAUNCH_TIMEOUT, "CUDA_ERROR_LAUNCH_TIMEOUT", "the launch timed out and was terminated"},
+    {CUDA_ERROR_ASSERT, "CUDA_ERROR_ASSERT", "device-side assert triggered"},
 };
 
 static CUresult find_error(CUresult error, size_t *index)
@@ -259,6 +260,13 @@ CUresult cuStreamSynchronize(CUstream stream)
     NEEDS_STREAM(stream);
     check_no_group_in_progress(this_call, stream);
     return wait_for_stream(this_call, stream, stream->issued) ? CUDA_SUCCESS : CUDA_ERROR_LAUNCH_TIMEOUT;
+}
+
+CUresult cuStreamQuery(CUstream stream)
+{
+    ENTER(cuStreamQuery);
+    NEEDS_STREAM(stream);
+    return stream->ended >= stream->issued ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
 CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *argument)
@@ -542,6 +550,8 @@ static CUresult release(api_call call, CUdeviceptr address, int is_pinned)
     }
     if (entry->handles > 0)
         misuse(call, "%p is still open through %d handles", (void *)entry->address, entry->handles);
+    for (int32_t d = is_pinned ? 0 : entry->device; d < (is_pinned ? MAX_DEVICES : entry->device + 1); d++)
+        check_frees(call, d);
     memset(entry->address, 0xFF, entry->bytes);
     *(is_pinned ? &machine.counters.live_pinned_bytes : &machine.counters.live_allocations) -=
         is_pinned ? (int64_t)entry->bytes : 1;
@@ -662,7 +672,7 @@ CUresult cuIpcCloseMemHandle(CUdeviceptr address)
 {
     ENTER(cuIpcCloseMemHandle);
     NEEDS_CONTEXT(index);
-    (void)index;
+    check_frees(this_call, index);
     allocation *entry = find_beginning(address);
     if (entry == NULL || entry->handles == 0) {
         misuse(this_call, "%p was not opened", (void *)(uintptr_t)address);

@@ -11,7 +11,8 @@
 #include <time.h>
 
 enum { KEPT_BYTES = 1 << 28, POLL_NS = 100000, DELAY_PERCENT = 50, MAX_CALLS = 64, MAX_LINES = 64, LINE_BYTES = 256 };
-static const int64_t WAIT_LIMIT_NS = INT64_C(10) * 1000 * 1000 * 1000;
+static const int64_t WAIT_LIMIT_NS = INT64_C(10) * 1000 * 1000 * 1000, STOPPED_NS = 200 * 1000 * 1000;
+static const char UNITS[] = "stand_in_synchronise"; /* which goes on where a test has stopped a stream */
 
 machine_state machine;
 
@@ -108,8 +109,24 @@ static int begins_with(api_call call, const char *wanted)
     return wanted[0] != '\0' && strncmp(call, wanted, strlen(wanted)) == 0;
 }
 
+/* Counts queries; contexts, texts of errors and threads are used as before. */
+static int gpu_has_failed(api_call call)
+{
+    int32_t index = begins_with(call, "cu") ? current_device() : -1;
+    int64_t *in = index < 0 ? NULL : &machine.devices[index].asserts_in;
+    if (in == NULL || *in == 0 || begins_with(call, "cuCtx") || begins_with(call, "cuGet") || begins_with(call, "cuTh"))
+        return 0;
+    if (*in > 0 && strstr(call, "Query") != NULL && --*in == 0)
+        *in = -1;
+    return *in < 0;
+}
+
 int call_fails(api_call call)
 {
+    if (gpu_has_failed(call)) {
+        machine.failing_result = CUDA_ERROR_ASSERT;
+        return 1;
+    }
     if (!begins_with(call, machine.failing_call))
         return 0;
     if (machine.failing_in == 0)
@@ -123,12 +140,24 @@ int is_damaged(api_call call, size_t bytes, stand_in_damage_kind kind)
            (machine.damaged_bytes < 0 || (size_t)machine.damaged_bytes == bytes);
 }
 
+int is_stopped(void)
+{
+    int stopped = machine.damage == STAND_IN_STALLED && machine.damaged_call[0] != '\0';
+    for (int32_t d = 0; d < MAX_DEVICES; d++)
+        stopped |= machine.devices[d].asserts_in < 0;
+    return stopped;
+}
+
+void check_frees(api_call call, int32_t device_index)
+{
+    if (is_stopped() && machine.devices[device_index].busy != 0)
+        misuse(call, "it waits for work of device %d that does not end", device_index);
+}
+
 void damage(api_call call, char *arrived, size_t bytes)
 {
     if (is_damaged(call, bytes, STAND_IN_CORRUPT))
         arrived[bytes - 1] ^= 1;
-    if (is_damaged(call, bytes, STAND_IN_SHORT))
-        memset(arrived + bytes / 2, 0xFF, bytes - bytes / 2);
 }
 
 /* -- what can run ------------------------------------------------------------------------------------------------ */
@@ -155,6 +184,8 @@ int device_reached(int32_t device_index, int64_t issue)
 
 static int can_run(operation *op)
 {
+    if (machine.devices[op->stream->device].asserts_in < 0)
+        return 0;
     switch (op->kind) {
     case WAIT_EVENT: return reached(op->event->board, op->record);
     case NCCL: return nccl_can_run(op);
@@ -207,10 +238,11 @@ static int wait_for(api_call call, const struct CUstream_st *stream, int32_t dev
     for (const int64_t began = now_ns();; wait_a_while(&work_ended, POLL_NS * 1000)) {
         if (stream != NULL ? stream->ended >= issue : device_reached(device_index, issue))
             return 1;
-        if (is_stuck_since(began, WAIT_LIMIT_NS))
+        if (is_stuck_since(began, is_stopped() ? STOPPED_NS : WAIT_LIMIT_NS))
             break;
     }
-    misuse(call, "waits, and nothing can run");
+    if (call != UNITS || !is_stopped())
+        misuse(call, "waits, and nothing can run");
     return 0;
 }
 
@@ -460,6 +492,13 @@ void stand_in_fail_call(const char *function, int64_t index, int32_t result)
     machine.failing_result = result;
 }
 
+void stand_in_assert(int32_t device_index, int64_t index)
+{
+    LOCKED;
+    machine.devices[device_index].asserts_in = index + 1;
+    look_again();
+}
+
 void stand_in_damage(const char *function, int64_t bytes, stand_in_damage_kind kind)
 {
     LOCKED;
@@ -473,7 +512,7 @@ void stand_in_synchronise(int32_t device_index)
 {
     LOCKED;
     const struct CUstream_st *stream = &machine.devices[device_index].null_stream;
-    wait_for_stream("stand_in_synchronise", stream, stream->issued);
+    wait_for_stream(UNITS, stream, stream->issued);
 }
 
 const char *stand_in_misuse(int64_t index)

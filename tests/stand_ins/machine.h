@@ -32,6 +32,10 @@ void release_lock(pthread_mutex_t **lock);
 
 void count_call(api_call call);
 int call_fails(api_call call);
+/* A test has stopped something, for good: nobody may wait for it. */
+int is_stopped(void);
+/* What this call frees must not be in use by work of the device that does not end. */
+void check_frees(api_call call, int32_t device_index);
 /* A test wants what this call moves to be damaged in this way. */
 int is_damaged(api_call call, size_t bytes, stand_in_damage_kind kind);
 /* Damages what has arrived, if a test wants that. */
@@ -124,7 +128,8 @@ typedef struct {
     struct CUctx_st context;
     struct CUstream_st null_stream;
     int32_t next_queue;
-    uint32_t busy; /* bit q: queue q holds work */
+    uint32_t busy;      /* bit q: queue q holds work */
+    int64_t asserts_in; /* so many queries from now; 0: never, below 0: it has failed */
     struct {
         operation *first, *last;
     } queues[MAX_QUEUES];

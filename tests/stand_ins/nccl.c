@@ -3,8 +3,7 @@
  * The first rank of a communicator sends, the other one receives: nothing else is modelled. A group is one operation of
  * its stream. It passes once it and the other rank's are both at the heads of their queues; nothing is buffered.
  *
- * A nonblocking communicator is in progress after its creation, a group or ncclCommFinalize until what that needs has
- * come about and ncclCommGetAsyncError has been asked, some more times by chance; only then does the group's operation
+ * A nonblocking communicator is in progress after its creation, or a group, until what that needs has come about and ncclCommGetAsyncError has been asked, some more times by chance; only then does the group's operation
  * reach its stream. */
 #include "machine.h"
 
@@ -20,7 +19,7 @@ struct nccl_message {
     span memory;
 };
 
-typedef enum { IDLE, CREATION, GROUP, FINALIZE } activity;
+typedef enum { IDLE, CREATION, GROUP } activity;
 
 typedef struct clique {
     struct clique *next;
@@ -29,7 +28,7 @@ typedef struct clique {
 } clique;
 
 struct ncclComm {
-    int32_t alive, aborted, finalized;
+    int32_t alive, aborted;
     int32_t number, rank, device;
     pthread_t owner;
     clique *of;
@@ -40,7 +39,6 @@ struct ncclComm {
     operation *pending;   /* the group in progress, still to reach its stream */
     operation *waiting;   /* the group that waits for the other rank's, at the head of its queue */
     int64_t idle_until;   /* issue number that the device must reach first: an injected synchronisation; 0: none */
-    int64_t outstanding;  /* operations that reached their stream and have not ended */
     int32_t connects;     /* its host has come to an ncclGroupEnd */
 };
 
@@ -135,19 +133,11 @@ static int group_can_launch(const struct ncclComm *comm)
     return peer_of(comm)->connects && (comm->idle_until == 0 || device_reached(comm->device, comm->idle_until));
 }
 
-/* Its operations have ended and its peer has come as far: finalization is collective. */
-static int can_finalize(const struct ncclComm *comm)
-{
-    const struct ncclComm *peer = peer_of(comm);
-    return comm->outstanding == 0 && (peer == NULL || peer->finalized || peer->aborted || !peer->alive);
-}
-
 static int may_go_on(const struct ncclComm *comm)
 {
     switch (comm->in_progress) {
     case CREATION: return peer_of(comm) != NULL;
     case GROUP: return group_can_launch(comm);
-    case FINALIZE: return can_finalize(comm);
     default: return 1;
     }
 }
@@ -249,32 +239,6 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *result)
     return ncclSuccess;
 }
 
-ncclResult_t ncclCommFinalize(ncclComm_t comm)
-{
-    ENTER(ncclCommFinalize);
-    ncclResult_t result = check(this_call, comm);
-    if (result != ncclSuccess)
-        return result;
-    if (comm->finalized)
-        REFUSE(ncclInvalidUsage, "communicator %d was finalized before", comm->number);
-    comm->finalized = 1;
-    comm->in_progress = FINALIZE;
-    return settle(this_call, comm);
-}
-
-ncclResult_t ncclCommDestroy(ncclComm_t comm)
-{
-    ENTER(ncclCommDestroy);
-    ncclResult_t result = check(this_call, comm);
-    if (result != ncclSuccess)
-        return result;
-    if (!comm->finalized)
-        REFUSE(ncclInvalidUsage, "communicator %d is not finalized: not modelled", comm->number);
-    comm->alive = 0;
-    machine.counters.live_communicators--;
-    return ncclSuccess;
-}
-
 /* Any thread may call this, in any state. What waits in a stream ends; what it was to receive is undefined: NaN. */
 ncclResult_t ncclCommAbort(ncclComm_t comm)
 {
@@ -299,8 +263,6 @@ static ncclResult_t add_message(api_call this_call, const void *buffer, size_t b
     ncclResult_t result = check(this_call, comm);
     if (result != ncclSuccess)
         return result;
-    if (comm->finalized)
-        REFUSE(ncclInvalidUsage, "communicator %d is finalized", comm->number);
     if (peer != 1 - comm->rank || type != ncclUint8)
         REFUSE(ncclInvalidArgument, "peer %d, type %d", peer, (int)type);
     if (!group.is_open || (group.first != NULL && (group.comm != comm || group.stream != stream)))
@@ -375,11 +337,13 @@ static void launch(ncclComm_t comm)
     operation *op = comm->pending;
     comm->pending = NULL;
     comm->idle_until = 0;
-    comm->outstanding++;
     op->is_lost = fault.is_wanted && comm->rank == fault.rank && comm->device == fault.devices[comm->rank] &&
                   peer_of(comm)->device == fault.devices[1 - comm->rank] && fault.index-- == 0;
     comm->stream->groups_in_progress--;
-    enqueue(op, comm->stream);
+    if (machine.devices[comm->device].asserts_in < 0)
+        comm->result = ncclUnhandledCudaError;
+    else
+        enqueue(op, comm->stream);
 }
 
 /* -- execution --------------------------------------------------------------------------------------------------- */
@@ -438,7 +402,6 @@ int nccl_run(operation *op)
         pass(op);
     if (comm->waiting == op)
         comm->waiting = NULL;
-    comm->outstanding--;
     return 1;
 }
 

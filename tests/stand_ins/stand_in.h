@@ -17,6 +17,7 @@
  * Misuse       What a real driver would leave undefined, and each trap, is written to a list: a test that ends asserts
  *              that it is empty. Errors that the real call returns are returned as well.
  * Processes    Memory and events can be opened by other processes, which reset together with the one that made them.
+ * Freeing      It is misuse where a test has stopped the device's work for good: a real driver waits for that first.
  * Waiting      A host call that waits while nothing can ever run again returns CUDA_ERROR_LAUNCH_TIMEOUT (NCCL:
  *              ncclInternalError) instead of hanging; that is on the list as well.
  *
@@ -62,19 +63,22 @@ STAND_IN_API int stand_in_drain(int64_t patience_ms);
  * `result` that is no success (an ncclResult_t) the communicator of the end that is to blame reports it as asynchronous
  * error. Messages are counted over all communicators, in the order in which that end issues. One request is kept. */
 STAND_IN_API void stand_in_fault(int32_t sends, int32_t source, int32_t destination, int64_t index, int32_t result);
-/* Waits for a device's null stream. */
+/* Waits for a device's null stream; in vain, for a moment, where a test has stopped something. */
 STAND_IN_API void stand_in_synchronise(int32_t device);
 
 /* Among the calls from now on to functions whose names begin with `function` ("cuMemAlloc_v2"; "cu": any of the
  * driver), number `index` (0: the next, below 0: each) does nothing but return `result`. One request is kept. */
 STAND_IN_API void stand_in_fail_call(const char *function, int64_t index, int32_t result);
 
+/* At number `index` (0: the next) of the queries of events and streams of the device it fails for good, as by an assert
+ * in a kernel: its queues stand still, and what is asked of it returns CUDA_ERROR_ASSERT. */
+STAND_IN_API void stand_in_assert(int32_t device, int64_t index);
+
 /* From now on what moves `bytes` bytes (below 0: any) by a function whose name begins with `function` ("cuMemcpyAsync",
  * "nccl") is damaged in this way. One such request is kept; function "": none. */
 typedef enum {
     STAND_IN_CORRUPT = 0, /* its last byte arrives wrong */
-    STAND_IN_SHORT = 1,   /* its second half does not arrive */
-    STAND_IN_STALLED = 2, /* a copy, or a launch (below 0), that does not begin */
+    STAND_IN_STALLED = 1, /* a copy, or a launch (below 0), that does not begin */
 } stand_in_damage_kind;
 STAND_IN_API void stand_in_damage(const char *function, int64_t bytes, stand_in_damage_kind kind);
 

@@ -324,14 +324,22 @@ LOST, STEP_LIMIT_S = 1, 5.0
 
 
 def lose_a_rank(rank: Rank, transport: str, kind: str) -> tuple[int | None, float, str]:
-    """Rank 1 is killed in its second step, or stalls there. Returns whom this rank blames, after how long, and why."""
+    """Rank 1 is killed in its second step, or stalls, or its GPU fails in the last forward, while the host goes on.
+
+    Returns whom this rank blames, after how long, and why.
+    """
     stage, engine = small_engine(rank, transport, Limits(step=STEP_LIMIT_S, first_step=LIMITS.first_step))
     tokens, target = tokens_of(rank, 8, 0)
     engine.step(tokens, target=target)
     units = itertools.count(1)
 
     def leave(module: nn.Module, inputs: Any) -> None:
-        if rank.rank == LOST and next(units) == 2:
+        if rank.rank != LOST or next(units) != (8 if kind == "asserts" else 2):
+            return
+        if kind == "asserts":
+            torch.cuda._sleep(10**8)  # cycles
+            torch.ones(1, device=rank.device)[torch.tensor([9], device=rank.device)]
+        else:
             os.kill(os.getpid(), signal.SIGKILL) if kind == "killed" else time.sleep(600)
 
     stage.register_forward_pre_hook(leave)

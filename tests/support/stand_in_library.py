@@ -14,7 +14,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "stand_ins"
 LOST, FAILS = 0, 6  # results of a fault: none, and ncclRemoteError
-CORRUPT, SHORT, STALLED = range(3)
+CORRUPT, STALLED = range(2)
 
 
 def build(folder: Path) -> Path:
@@ -70,6 +70,9 @@ class StandIn:
 
     def damage(self, function: str, size: int, kind: int) -> None:
         self.library.stand_in_damage(function.encode(), ctypes.c_int64(size), kind)
+
+    def assert_on(self, ordinal: int, query: int) -> None:
+        self.library.stand_in_assert(ordinal, ctypes.c_int64(query))
 
     def synchronise(self, ordinal: int) -> None:
         """Waits for a device's null stream."""
