@@ -86,7 +86,7 @@ def figures(ids: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
     counts = torch.tensor([len(row) for row in rows], device="cpu")
     last = sizes.cumsum(0) - 1
     of_segments = torch.stack([
-        sizes, last - sizes + 1, last, (lengths.cumsum(0) - lengths).repeat_interleave(counts)
+        sizes, last - sizes + 1, last, (lengths.cumsum(0) - lengths).repeat_interleave(counts, output_size=len(sizes))
     ])  # fmt: skip
     sizes, first, last, row_begin = of_segments.to(device, non_blocking=True).unbind()
     lengths = lengths.to(device, non_blocking=True)
