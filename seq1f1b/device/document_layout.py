@@ -26,7 +26,7 @@ FIGURES = 5
 """The numbers that :func:`figures` finds for each row and segment."""
 
 MOST_REMEMBERED = 1024
-"""Layouts, before those of ids that are gone are looked for; a step looks for them too."""
+"""Layouts, before those of ids that are gone are looked for."""
 
 
 class Row(NamedTuple):
@@ -153,12 +153,12 @@ def is_asked_for(device: torch.device) -> bool:
     return device in _asking
 
 
-def remember(docs: Tensor, layout: Layout | None, clean: bool = False) -> None:
-    """Keeps the layout of a segment's ids. ``clean``: forgets those of ids that are gone."""
+def remember(docs: Tensor, layout: Layout | None) -> None:
+    """Keeps the layout of a segment's ids."""
     if docs.is_inference():  # no version tells whether its elements have changed
         return
     with _lock:
-        if clean or len(_remembered) >= MOST_REMEMBERED:
+        if len(_remembered) >= MOST_REMEMBERED:
             for key in [key for key, (memory, *_) in _remembered.items() if _is_gone(memory)]:
                 del _remembered[key]
         memory = StorageWeakRef(docs.untyped_storage())  # type: ignore[no-untyped-call] # torch's has no types

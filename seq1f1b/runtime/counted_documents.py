@@ -38,13 +38,12 @@ def count_documents(kwargs: Sequence[dict[str, Any]] | None, rows: Sequence[Sequ
             counted.append((ids, sizes))
 
     def take(found: Sequence[Sequence[float]]) -> None:
-        begin, clean = 0, True
+        begin = 0
         for ids, sizes in counted:
             batch = len(ids[0])
             end = begin + batch * len(sizes) * _layout.FIGURES
             for of_segment, layout in zip(ids, _layout.layouts(found[0][begin:end], batch, sizes), strict=True):
-                _layout.remember(of_segment, layout, clean)
-                clean = False
+                _layout.remember(of_segment, layout)
             begin = end
 
     if counted:

@@ -166,15 +166,9 @@ class Step:
             found |= {} if shard is None else shard.passes()
         for letter in _OUTSIDE_AUTOCAST if self._autocast else "":
             if letter in found:
-                found[letter] = self._outside_autocast(found[letter])
+                outside = torch.autocast(self._device.type, enabled=False)
+                found[letter] = outside(found[letter])  # type: ignore[no-untyped-call] # torch's has no types
         return tuple(found.get(letter) or partial(_missing, letter) for letter in _C.PASSES)
-
-    def _outside_autocast(self, run: Pass) -> Pass:
-        def outside(cell: int, received: Received) -> Any:
-            with torch.autocast(self._device.type, enabled=False):
-                return run(cell, received)
-
-        return outside
 
     @contextmanager
     def around_units(self) -> Iterator[None]:
