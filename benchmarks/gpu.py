@@ -1,7 +1,6 @@
 """A first run on a GPU: what is right there, what is fast, and what does a segment cost?
 
     python benchmarks/gpu.py                             all stages, fifteen minutes at most
-    python benchmarks/gpu.py --only doctor,attention     some of them
     python benchmarks/gpu.py --only training --cases "Llama.*(torch alone|k 4$)"      some of their cases
     python benchmarks/gpu.py --rehearse                  small shapes on a machine without a GPU, over stand-ins
 
@@ -252,15 +251,16 @@ def report(records: list[Record]) -> str:
     return "\n".join(lines)
 
 
-def run(stages: Iterable[str], path: Path, flags: Sequence[str]) -> int:
-    is_rehearsed = "--rehearse" in flags
+def run(stages: Sequence[str], path: Path, flags: Sequence[str]) -> int:
     command = [sys.executable, "-u", __file__, *flags]
     before = len(read(path))
-    with ThreadPoolExecutor(2 if is_rehearsed else 1) as pool:
+    with ThreadPoolExecutor(2 if "--rehearse" in flags else 1) as pool:
         list(pool.map(lambda name: run_stage(command, name, path, STAGES[name][1]), stages))
-    records = read(path)
-    print(report(records[before:]))
-    return int(any(record["state"] != "passed" for record in records[before:]))
+    records = read(path)[before:]
+    print(report(records))
+    states = [record["state"] for record in records if "case" in record]
+    print(f"\n{', '.join(stages)}: {states.count('passed')} of {len(states)} cases passed, torch {torch.__version__}")
+    return int(any(record["state"] != "passed" for record in records))
 
 
 def main() -> int:
@@ -276,6 +276,8 @@ def main() -> int:
     chosen = options.only.split(",")
     if unknown := set(chosen) - STAGES.keys():
         parser.error(f"no stage {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}")
+    if not options.rehearse and not torch.cuda.is_available():
+        parser.error("torch sees no GPU here; --rehearse runs small shapes without one")
     flags = ["--cases", options.cases, *["--rehearse"] * options.rehearse]
     with tempfile.TemporaryDirectory() as folder:
         default = Path(folder) if options.rehearse else Path()

@@ -75,14 +75,13 @@ def join(kind: str, *, by_nccl: bool) -> None:
 
     by_nccl: whether tensors on GPUs go from process to process by other ways than the engine's.
     """
-    device(kind)  # before NCCL, which takes the GPU that is chosen then
-    if "RANK" not in os.environ:
-        return
     by_nccl &= kind == "cuda"
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    if by_nccl and gpus < processes:
+    if by_nccl and 0 < gpus < processes:
         raise PlaceError(f"--compare and --data-parallel go by NCCL, a GPU for each process: {processes} share {gpus}")
-    seq1f1b.init_process_group("cpu:gloo,cuda:nccl" if by_nccl else "gloo")
+    if "RANK" in os.environ and (kind == "cpu" or gpus):
+        seq1f1b.init_process_group("cpu:gloo,cuda:nccl" if by_nccl else "gloo")
+    device(kind)  # once CUDA knows for how many hardware queues it is asked
 
 
 def device(kind: str) -> torch.device:

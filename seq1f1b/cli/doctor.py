@@ -48,10 +48,7 @@ def findings() -> Iterator[str]:
         yield f"CUDA device {index}: {device.name}, sm_{device.major}{device.minor}, {device.total_memory >> 30} GiB"
     if not torch.cuda.is_available():
         yield f"CUDA: no device{'' if torch.version.cuda else ', and a torch built without CUDA'}"
-    yield (
-        "attention on CUDA: torch's ops, or our kernels where they pass a check; run on H100 and H200 alone (see "
-        "benchmarks/gpu.py)"
-    )
+    yield "attention on CUDA: torch's ops, or our kernels where they pass a check"
     gpu_part = importlib.import_module("seq1f1b.device.placement").gpu_part
     yield from gpu_part("kernels").describe()
     yield f"NCCL: {gpu_part('nccl')()}"

@@ -26,7 +26,7 @@ FIGURES = 5
 """The numbers that :func:`figures` finds for each row and segment."""
 
 MOST_REMEMBERED = 1024
-"""Layouts, before those of ids that are gone are looked for; a step looks for them too."""
+"""Layouts, before those of ids that are gone are looked for."""
 
 
 class Row(NamedTuple):
@@ -86,7 +86,7 @@ def figures(ids: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
     counts = torch.tensor([len(row) for row in rows], device="cpu")
     last = sizes.cumsum(0) - 1
     of_segments = torch.stack([
-        sizes, last - sizes + 1, last, (lengths.cumsum(0) - lengths).repeat_interleave(counts)
+        sizes, last - sizes + 1, last, (lengths.cumsum(0) - lengths).repeat_interleave(counts, output_size=len(sizes))
     ])  # fmt: skip
     sizes, first, last, row_begin = of_segments.to(device, non_blocking=True).unbind()
     lengths = lengths.to(device, non_blocking=True)
@@ -153,12 +153,12 @@ def is_asked_for(device: torch.device) -> bool:
     return device in _asking
 
 
-def remember(docs: Tensor, layout: Layout | None, clean: bool = False) -> None:
-    """Keeps the layout of a segment's ids. ``clean``: forgets those of ids that are gone."""
+def remember(docs: Tensor, layout: Layout | None) -> None:
+    """Keeps the layout of a segment's ids."""
     if docs.is_inference():  # no version tells whether its elements have changed
         return
     with _lock:
-        if clean or len(_remembered) >= MOST_REMEMBERED:
+        if len(_remembered) >= MOST_REMEMBERED:
             for key in [key for key, (memory, *_) in _remembered.items() if _is_gone(memory)]:
                 del _remembered[key]
         memory = StorageWeakRef(docs.untyped_storage())  # type: ignore[no-untyped-call] # torch's has no types

@@ -1,8 +1,7 @@
 """Edges between GPUs, each by the way that proves itself there: copies, NCCL, or host memory.
 
 Set-up is here; how host, streams and events are ordered is C (``csrc/device/device_end.h``). Headers and credits go
-over the edges of host memory that :mod:`seq1f1b.transport` opens. Copies and NCCL have run between processes of one
-GPU, never between two GPUs; the proof and what follows from it, over stand-ins for driver and NCCL alone.
+over the edges of host memory that :mod:`seq1f1b.transport` opens.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 from seq1f1b import _C
 from seq1f1b.device import kernel_library
 from seq1f1b.device.edge_ways import WAYS, Way
-from seq1f1b.device.placement import compute_stream, free_bytes, ordinal_of
+from seq1f1b.device.placement import compute_stream, free_bytes
 from seq1f1b.transport import RankGroup
 from seq1f1b.transport.group import DTYPES, Edge
 
@@ -31,21 +30,28 @@ __all__: list[str] = []
 
 def _warn_of_few_queues(num_streams: int) -> None:
     """Streams that share a hardware queue wait for each other: right, as receives are ordered for that, but slow."""
-    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or "8"  # CUDA's own
     if queues.isdigit() and int(queues) < num_streams + 2:  # torch computes on one, and copies on another
         warnings.warn(
             f"CUDA_DEVICE_MAX_CONNECTIONS is {queues}: the {num_streams} streams of this rank's edges share hardware "
-            "queues with its units and wait for them; unset it, or raise it to 32",
+            "queues with its units and wait for them; let it be 32 when CUDA starts, as init_process_group does",
             stacklevel=2,
         )
 
 
-def _warn_of_shared_gpus(gpus: Sequence[str], num_visible: int) -> None:
-    """Warns of ranks that compute on one GPU although there are several.
+def _warn_of_gpus(gpus: Sequence[str], num_visible: int) -> None:
+    """Warns of ranks that compute on one GPU although there are several, and of several kinds of GPUs.
 
     Args:
-        gpus: by rank, what identifies its GPU.
+        gpus: by rank, the kind of its GPU, a space and what identifies it.
     """
+    kinds = sorted({gpu.rpartition(" ")[0] for gpu in gpus})
+    if len(kinds) > 1:
+        warnings.warn(
+            f"the ranks compute on GPUs of several kinds, {', '.join(kinds)}, and wait for the slowest: give it fewer "
+            "layers, or every rank the same kind",
+            stacklevel=2,
+        )
     shared = [str(rank) for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
     if shared and num_visible > 1:
         warnings.warn(
@@ -100,11 +106,11 @@ class DeviceEdges:
                 f"transport={self.transport!r} moves messages between GPUs, the stages lie on {self.device}: "
                 'use "auto", or move the stages'
             )
-        return ordinal_of(self.device)
+        return self.device.index
 
     def identity(self) -> str:
-        """A name that no other GPU has."""
-        return str(torch.cuda.get_device_properties(self.device).uuid)
+        """The kind of the GPU, and after a space what no other one has."""
+        return f"{torch.cuda.get_device_name(self.device)} {torch.cuda.get_device_properties(self.device).uuid}"
 
     def free_bytes(self) -> int:
         """Memory that the GPU has left."""
@@ -135,7 +141,7 @@ class DeviceEdges:
         _warn_of_few_queues(len(controls))
         gpus = self.group.all_gather_object(self.identity())
         if self.group.rank == 0:
-            _warn_of_shared_gpus(gpus, torch.cuda.device_count())
+            _warn_of_gpus(gpus, torch.cuda.device_count())
         ways = [way for way in WAYS if self.transport in ("auto", way.name)]
         if self.transport != "auto":
             self._check_reach(ways[0], controls)

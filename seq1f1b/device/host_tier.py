@@ -1,7 +1,6 @@
 """The tier of a GPU: pinned host memory, to which its copy engines move what units save.
 
-No GPU has run it: tests run it over a stand-in for the CUDA driver. How host, streams and events are ordered is C
-(``csrc/device/host_tier.h``).
+How host, streams and events are ordered is C (``csrc/device/host_tier.h``).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from seq1f1b import _C
 
@@ -46,6 +46,11 @@ def common_device(modules: Sequence[Any]) -> torch.device:
     device = devices.pop() if devices else torch.device("cpu")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"parameters lie on {device}: the engine runs on the CPU and on CUDA devices")
+    if device.type == "cuda" and torch.version.hip:
+        raise ValueError(
+            f"parameters lie on {device} of ROCm {torch.version.hip}: the engine runs on the CPU and on NVIDIA's GPUs "
+            "alone; move the stages to the CPU, where it sends messages by the process group or shared memory"
+        )
     return device
 
 
@@ -68,19 +73,9 @@ def free_bytes(device: torch.device) -> int:
         return next((int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")), 0)
 
 
-def ordinal_of(device: torch.device) -> int:
-    """Number of a CUDA device, as the driver counts."""
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
 def compute_stream(device: torch.device) -> int:
     """The CUstream on which units compute there."""
     return int(torch.cuda.current_stream(device).cuda_stream)
-
-
-def open_gpu(device: torch.device) -> object:
-    """The C core's handle of the GPU, on which it takes the times of units."""
-    return _C.device_create(None, ordinal_of(device))
 
 
 def through_host(run: Callable[..., Any], device: torch.device, gpu: object) -> Callable[..., Any]:
@@ -104,7 +99,7 @@ def through_host(run: Callable[..., Any], device: torch.device, gpu: object) -> 
         if sent is None:
             return None
         _C.device_end_unit(gpu)
-        return tuple([None if t is None else _to_host(t) for t in sent])
+        return tuple([None if t is None else t.detach().cpu().requires_grad_(t.requires_grad) for t in sent])
 
     return unit
 
@@ -121,7 +116,3 @@ def in_ranges(run: Callable[..., Any], texts: Mapping[tuple[int, int, int], str]
             return run(kind, stage, cell, received)
 
     return unit
-
-
-def _to_host(t: Tensor) -> Tensor:
-    return t.detach().cpu().requires_grad_(t.requires_grad)  # the message says whether it requires grad

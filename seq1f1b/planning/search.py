@@ -39,7 +39,7 @@ _OTHERS = {
 
 _MOVES = {  # by the tier
     "folder": "to a file, by Memory(offload=FOLDER) of the engine",
-    "host": "to pinned host memory, by Memory(offload=seq1f1b.HOST) of the engine, which no GPU has run yet",
+    "host": "to pinned host memory, by Memory(offload=seq1f1b.HOST) of the engine",
 }
 
 

@@ -68,9 +68,10 @@ class Batch:
         self._takes_inputs = pipeline.has_first or options.embedding is not None
         self._hands_on = (pipeline.has_first or pipeline.has_last) and pipeline.num_stages > 1
         self._inputs, self.target, self._kwargs = arguments.inputs, arguments.target, arguments.kwargs
-        if device.type != "cpu":
+        if device.type != "cpu":  # the host waits for pinned memory alone, which a caller may write again
             self._inputs, self.target, self._kwargs = (
-                mapped(value, lambda tensor: tensor.to(device)) for value in (self._inputs, self.target, self._kwargs)
+                mapped(value, lambda tensor: tensor.to(device, non_blocking=not tensor.is_pinned()))
+                for value in (self._inputs, self.target, self._kwargs)
             )
         self.leaves = Leaves()
         self.rows: Rows = arguments.rows or ()

@@ -7,7 +7,7 @@ stage only. Until then gradients are those of the sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -34,29 +34,31 @@ def split_loss(result: tuple[Any, ...]) -> tuple[Any, Tensor | float]:
     return total, divisor
 
 
-def read_at_once(tensors: Sequence[Tensor]) -> list[list[float]]:
-    """The elements of each. One read for those of one device, because the host waits in each until the device is there.
+class StepRead:
+    """What a step asks the device, all in one read, because the host waits in each until the device is there."""
 
-    Tensors of subclasses are read apart.
-    """
-    places: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        if type(tensor) is Tensor:
-            places.setdefault(tensor.device, []).append(tensor.detach().reshape(-1).double())
-    read = {device: iter(torch.cat(flat).tolist()) for device, flat in places.items()}
-    return [
-        list(islice(read[tensor.device], tensor.numel()))
-        if type(tensor) is Tensor
-        else [float(element) for element in tensor.detach().reshape(-1)]
-        for tensor in tensors
-    ]
+    def __init__(self) -> None:
+        self._asked: list[tuple[Sequence[Tensor | float], Callable[[list[list[float]]], None]]] = []
 
+    def ask(self, values: Sequence[Tensor | float], take: Callable[[list[list[float]]], None]) -> None:
+        """``take`` is told the elements of each, once they are read."""
+        self._asked.append((values, take))
 
-def read_divisors(divisors: Mapping[int, Tensor | float]) -> dict[int, float]:
-    """By cell, as numbers."""
-    on_device = {cell: divisor for cell, divisor in divisors.items() if isinstance(divisor, Tensor)}
-    read = {cell: own[0] for cell, own in zip(on_device, read_at_once(list(on_device.values())), strict=True)}
-    return {cell: read[cell] if cell in read else float(divisor) for cell, divisor in divisors.items()}
+    def read(self) -> None:
+        """Reads what has been asked for. Tensors of subclasses, and of each device, are read apart."""
+        asked, self._asked = self._asked, []
+        flat: dict[torch.device, list[Tensor]] = {}
+        for value in (value for values, _ in asked for value in values):
+            if type(value) is Tensor:
+                flat.setdefault(value.device, []).append(value.detach().reshape(-1).double())
+        read = {device: iter(torch.cat(every).tolist()) for device, every in flat.items()}
+        for values, take in asked:
+            take([
+                list(islice(read[value.device], value.numel())) if type(value) is Tensor
+                else [float(element) for element in value.detach().reshape(-1)] if isinstance(value, Tensor)
+                else [float(value)]
+                for value in values
+            ])  # fmt: skip
 
 
 def sum_divisors(divisors: Iterable[float]) -> float:

@@ -79,8 +79,7 @@ _product: Callable[..., Tensor] = _Product.apply
 
 def are_one_call(device: torch.device) -> bool:
     """Whether torch adds products of 16-bit operands to float32 in one call there, bfloat16 among them."""
-    is_cuda = device.type == "cuda" and torch.version.hip is None
-    return is_cuda and torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def add_product(weight: nn.Parameter, x: Tensor, dy: Tensor) -> bool:

@@ -41,6 +41,7 @@ class ToLoss(Sink):
     Attributes:
         divides: whether the loss comes with a divisor; None: no loss has told yet.
         divisors: by cell, of losses that come with one.
+        constants: by cell, those of them that do not require grad: both must be 0, which is asked after the units.
         values: by cell, losses of tokens, where the loss comes so.
     """
 
@@ -58,6 +59,7 @@ class ToLoss(Sink):
         self._loss_look = weighting.look() if targets is not None and step.arguments.is_new else None
         self.divides = batch.arguments.divides
         self.divisors: dict[int, Tensor | float] = {}
+        self.constants: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self._seeds: tuple[Tensor, ...] = ()  # by cell, in the dtype of the losses
         self._looked_at: tuple[Any, Any, bool] | None = None  # arguments of a loss that is looked at
@@ -241,9 +243,9 @@ class ToLoss(Sink):
             raise ValueError(f"loss_fn must return a scalar tensor, or one value per token, got {_shown(loss)}")
         records = unit.training and torch.is_grad_enabled()  # not in F of a unit that is recomputed
         if records and not loss.requires_grad and any(o.requires_grad for o in tensors_of(output)):
-            is_nothing = divisor is not None and not float(divisor) and not float(loss)
-            if not is_nothing or self._stage.head_parallel is not None:  # its reduction waits for the last backward
+            if divisor is None or self._stage.head_parallel is not None:  # its reduction waits for the last backward
                 raise ValueError("loss_fn returned a loss that does not require grad, its input does")
+            self.constants[unit.cell] = loss
         if self.divides is None:
             self.divides = divisor is not None
         if self.divides != (divisor is not None):

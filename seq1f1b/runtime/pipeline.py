@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from seq1f1b import _C, where
-from seq1f1b.device.placement import gpu_part, open_gpu
+from seq1f1b.device.placement import gpu_part
 from seq1f1b.runtime.arguments import Agreement, Options
 from seq1f1b.runtime.data_parallel import check_parts, without_wrapper
 from seq1f1b.runtime.offload import Tier, file_tier
@@ -153,7 +153,7 @@ class Pipeline(OfOneProcess):
                 self._ends[edge] = self.group.edge_end(edge, peer, receiver, text)
         self.edges = tuple(self._edge_reports())
         if self.device.type == "cuda" and not self.is_between_gpus:
-            self._take_gpu(open_gpu(self.device))
+            self._take_gpu(_C.device_create(None, self.device.index))
 
     def _take_gpu(self, gpu: Any) -> None:
         self.gpu = gpu

@@ -15,6 +15,7 @@ from seq1f1b.ops.context import enter
 from seq1f1b.runtime.arguments import Options
 from seq1f1b.runtime.backward import carry_back, start_of
 from seq1f1b.runtime.data_parallel import data_parallel
+from seq1f1b.runtime.divided import StepRead
 from seq1f1b.runtime.findings import Findings
 from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.parts import Feature, Part, Pass, Received, Sink, Source, hooks
@@ -97,6 +98,7 @@ class StageArguments:
         paths: by cell, of units that run path by path.
         documents: number in each micro-batch, where the step's plan says so.
         is_new: whether no step of this shape has run before: features look, measure and compare then.
+        read: takes what is to be asked of the device before the units.
         seq_dim, arg_rules: where tokens are found in ``inputs`` and ``kwargs``.
     """
 
@@ -111,6 +113,7 @@ class StageArguments:
     is_new: bool
     seq_dim: int
     arg_rules: Mapping[str, Any]
+    read: StepRead
 
 
 class StageStep:

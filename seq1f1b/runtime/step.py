@@ -13,8 +13,8 @@ from torch import Tensor
 from seq1f1b import _C
 from seq1f1b.runtime.arguments import Options
 from seq1f1b.runtime.batch import Batch, merge
-from seq1f1b.runtime.counted_documents import DocumentCounts
-from seq1f1b.runtime.divided import read_divisors
+from seq1f1b.runtime.counted_documents import count_documents
+from seq1f1b.runtime.divided import StepRead
 from seq1f1b.runtime.ends import FromBatch, FromStage, ToStage
 from seq1f1b.runtime.loss_step import ToLoss
 from seq1f1b.runtime.parts import Pass, Received, Sink, Source
@@ -108,12 +108,14 @@ class Step:
             every = [size for row in rows for size in row]
             self.tokens = sum(_sequences(given) * size for given, size in zip(inputs, every, strict=True))
         is_known = self._enter_shape((self.training, length, options.num_segments))
+        read = StepRead()
         if self._embedding is not None:
-            assert inputs is not None
-            self._embedding.inputs = inputs
+            self._embedding.take(inputs, read)
+        if self._head is not None and targets is not None:
+            self._head.check(batch.target, read)
         trees, whole = batch.arguments.trees, batch.arguments.paths
-        documents = DocumentCounts(kwargs if trees is None else None, rows)  # it counts along chains
-        weighting = self._weighting = Weighting(batch, rows, options, self._device, documents)
+        count_documents(kwargs if trees is None else None, rows, read)  # it counts along chains
+        weighting = self._weighting = Weighting(batch, rows, options, self._device, read)
         arguments = StageArguments(
             training=self.training,
             rows=rows,
@@ -126,12 +128,13 @@ class Step:
             is_new=not is_known,
             seq_dim=options.seq_dim,
             arg_rules=options.arg_rules,
+            read=read,
         )
         for index, stage in self._stages.items():
-            if stage.is_last and targets is not None:
-                weighting.weigh(stage)
             self._parts[index] = StageStep(stage, self._order.stages[index], arguments)
-        documents.read()
+        if self._last is not None and targets is not None:
+            weighting.weigh(self._last)
+        read.read()
         for index, part in self._parts.items():
             part.connect(self._source(index, part, inputs), self._sink(index, part, targets))
             self._passes[index] = self._passes_of(part)
@@ -163,15 +166,9 @@ class Step:
             found |= {} if shard is None else shard.passes()
         for letter in _OUTSIDE_AUTOCAST if self._autocast else "":
             if letter in found:
-                found[letter] = self._outside_autocast(found[letter])
+                outside = torch.autocast(self._device.type, enabled=False)
+                found[letter] = outside(found[letter])  # type: ignore[no-untyped-call] # torch's has no types
         return tuple(found.get(letter) or partial(_missing, letter) for letter in _C.PASSES)
-
-    def _outside_autocast(self, run: Pass) -> Pass:
-        def outside(cell: int, received: Received) -> Any:
-            with torch.autocast(self._device.type, enabled=False):
-                return run(cell, received)
-
-        return outside
 
     @contextmanager
     def around_units(self) -> Iterator[None]:
@@ -211,7 +208,14 @@ class Step:
     def _divisors(self) -> dict[int, float]:
         """After the last unit: by cell, what came beside the losses. It is the only read of a step with divisors."""
         assert self._loss is not None
-        return read_divisors(self._loss.divisors)
+        divisors, constants = self._loss.divisors, self._loss.constants
+        numbers, read = list[list[float]](), StepRead()
+        read.ask([*divisors.values(), *constants.values()], numbers.extend)
+        read.read()
+        found = {cell: number for cell, (number,) in zip(divisors, numbers, strict=False)}
+        if any(number for (number,) in numbers[len(divisors) :]) or any(found[cell] for cell in constants):
+            raise ValueError("loss_fn returned a loss that does not require grad, its input does")
+        return found
 
     def finish(self, factor: float) -> None:
         """After the last unit: carries the summed gradients of arguments that require grad to where they come from.

@@ -59,6 +59,10 @@ class VocabularyShard(nn.Module):
         """The rows of the whole weight that this shard holds."""
         return slice(self.first_row, self.first_row + self.shard_sizes[self.rank])
 
+    def holds(self, tokens: Tensor) -> Tensor:
+        """Of which tokens this shard holds the rows."""
+        return torch.logical_and(tokens >= self.rows.start, tokens < self.rows.stop)
+
     @property
     def row_shards(self) -> dict[nn.Parameter, tuple[int, int]]:
         """The first row of each parameter, and how many rows the whole has; for checkpoints."""
@@ -68,9 +72,6 @@ class VocabularyShard(nn.Module):
         if weight.shape != (self.vocab, self.hidden):
             raise ValueError(f"the weight is {tuple(weight.shape)}, must be {(self.vocab, self.hidden)}")
         self.layer.get_parameter("weight").copy_(weight[self.rows])
-
-    def extra_repr(self) -> str:
-        return f"hidden={self.hidden}, vocab={self.vocab}, rank={self.rank} of {self.num_ranks}"
 
     def check_place(self, rank: int, num_ranks: int) -> None:
         """Raises unless the shard is that of this rank of a pipeline."""
@@ -188,13 +189,13 @@ class VocabularyParallelHead(VocabularyShard):
 
     def read_target(self, target: Any) -> tuple[Any, list[Tensor | None]]:
         """The labels, and each of ``per_token``, None where it was left out. Raises ValueError."""
-        if self.token_loss is None or not isinstance(target, Mapping):
-            if isinstance(target, Mapping):
-                raise ValueError(
-                    f"the target is a dict of {list(target)}, and cross entropy takes labels alone: give the "
-                    "VocabularyParallelHead token_loss=, which makes the loss of each token from its log-probability"
-                )
+        if not isinstance(target, Mapping):
             return target, [None] * len(self.per_token)
+        if self.token_loss is None:
+            raise ValueError(
+                f"the target is a dict of {list(target)}, and cross entropy takes labels alone: give the "
+                "VocabularyParallelHead token_loss=, which makes the loss of each token from its log-probability"
+            )
         unknown = [name for name in target if name not in ("labels", *self.per_token)]
         if unknown or "labels" not in target:
             raise ValueError(
@@ -265,17 +266,19 @@ class VocabularyParallelHead(VocabularyShard):
         if self.label_smoothing:
             gradient -= (self.label_smoothing / self.vocab * scales)[:, None]
         index, is_here = self._row_of(target)
-        gradient[is_here, index[is_here]] -= (1 - self.label_smoothing) * scales[is_here]
+        rows = torch.arange(len(index), device=index.device)  # a mask's would be counted, and the host would wait
+        gradient[rows, index] -= (1 - self.label_smoothing) * scales * is_here
         return gradient.to(logits.dtype).view_as(logits)
 
     def _row_of(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of this shard, and which targets are among them."""
-        index = target.reshape(-1) - self.first_row
-        return index, (index >= 0) & (index < self.shard_sizes[self.rank]) & (target.reshape(-1) != self.ignore_index)
+        """Rows of this shard, any one for targets that are not among them; and which are."""
+        flat = target.reshape(-1)
+        index = (flat - self.first_row).clamp(0, self.shard_sizes[self.rank] - 1)
+        return index, self.holds(flat) & (flat != self.ignore_index)
 
     def _of_target(self, flat: Tensor, target: Tensor) -> Tensor:
         index, is_here = self._row_of(target)
-        return flat.gather(1, index.clamp(0, flat.shape[1] - 1)[:, None])[:, 0] * is_here
+        return flat.gather(1, index[:, None])[:, 0] * is_here
 
 
 class VocabularyParallelEmbedding(VocabularyShard):
@@ -330,10 +333,14 @@ class VocabularyParallelEmbedding(VocabularyShard):
         embedded: Tensor = self.layer(rows)
         return embedded
 
-    def find(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Finds the tokens whose rows this shard holds: their positions, and their rows in it."""
+    def find(self, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Finds the tokens whose rows this shard holds: their positions, and their rows in it.
+
+        Args:
+            count: how many they are: to count them here would wait for the device.
+        """
         flat = tokens.reshape(-1)
-        places = ((flat >= self.rows.start) & (flat < self.rows.stop)).nonzero()[:, 0]
+        places = self.holds(flat).byte().argsort(descending=True, stable=True)[:count]
         return places, flat[places] - self.first_row
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,11 +17,18 @@ from torch import Tensor, nn
 from seq1f1b.runtime.backward import input_gradients
 from seq1f1b.runtime.batch import Batch
 from seq1f1b.runtime.data_parallel import data_parallel
+from seq1f1b.runtime.divided import StepRead
 from seq1f1b.runtime.ends import ToStage, detached
 from seq1f1b.runtime.parts import Pass, Received, Source
 from seq1f1b.runtime.stage import StageStep
 from seq1f1b.runtime.unit import LiveUnit
-from seq1f1b.runtime.vocabulary import Statistics, VocabularyParallelEmbedding, VocabularyParallelHead, shard_of
+from seq1f1b.runtime.vocabulary import (
+    Statistics,
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
+    VocabularyShard,
+    shard_of,
+)
 from seq1f1b.runtime.weighting import Weighting
 
 __all__: list[str] = []
@@ -54,6 +62,17 @@ def _by_rank(mine: Any, rank: int, received: Received) -> list[Any]:
     found = [] if received is None else [tensors for tensors, _ in received]
     found.insert(rank, mine)
     return found
+
+
+def _check_range(what: str, numbers: Sequence[Tensor], shard: VocabularyShard, read: StepRead) -> None:
+    """Asks for the least and the largest of each tensor, which must be rows of the vocabulary."""
+
+    def take(found: list[list[float]]) -> None:
+        for number in chain.from_iterable(found):
+            if not 0 <= number < shard.vocab:
+                raise ValueError(f"{what} {int(number)}, must be in 0..{shard.vocab - 1}")
+
+    read.ask([torch.stack(each.aminmax()) for each in numbers], take)
 
 
 @dataclass
@@ -95,6 +114,15 @@ class HeadStep(_ShardStep):
     def passes(self) -> dict[str, Pass]:
         return {"S": self.statistics, "T": self.loss}
 
+    def check(self, targets: Sequence[Any], read: StepRead) -> None:
+        """Asks whether those of all micro-batches are in the vocabulary."""
+        every = [self._head.read_target(target)[0] for target in targets]
+        whole = [labels for labels in every if isinstance(labels, Tensor) and not labels.is_floating_point()]
+        ignored = self._head.ignore_index
+        _check_range(
+            "the target holds", [labels.masked_fill(labels == ignored, 0) for labels in whole], self._head, read
+        )
+
     def message(
         self, cell: int, outputs: Sequence[Tensor], target: Any, seed: Tensor | None, count: float
     ) -> tuple[Tensor, ...]:
@@ -120,9 +148,6 @@ class HeadStep(_ShardStep):
             what = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
             raise ValueError(f"the target is {what}, must be whole numbers of the shape {tuple(shape)}")
         counted = target != self._head.ignore_index
-        outside = counted & ((target < 0) | (target >= self._head.vocab))
-        if bool(outside.any()):
-            raise ValueError(f"the target holds {int(target[outside][0])}, must be in 0..{self._head.vocab - 1}")
         scale = torch.zeros(1, dtype=torch.float64, device=hidden.device)
         if seed is not None and self._head.token_loss is not None:
             scale = (seed / (count or 1.0)).reshape(1).double()
@@ -161,9 +186,9 @@ class HeadStep(_ShardStep):
             counted, scale = (kept.target != self._head.ignore_index).reshape(-1), kept.scale
             if self._head.token_loss is not None:
                 scale = self._of_tokens(cell, kept, found)
-            elif self._is_on_last and bool(counted.any()):
+            elif self._is_on_last:
                 total = (self._head.token_losses(found) * counted).sum()
-                self.losses[cell] = total / counted.sum() if self._is_mean else total
+                self.losses[cell] = total / counted.sum().clamp(min=1) if self._is_mean else total
             if not self._training:
                 return (None,)
             gradient = self._head.logit_gradients(kept.logits, kept.target, kept.statistics, found, scale)
@@ -216,25 +241,32 @@ class EmbeddingStep(_ShardStep):
         shard = shard_of(module, VocabularyParallelEmbedding)
         assert shard is not None
         self._shard, self._training = shard, training
-        self.inputs: Sequence[tuple[Any, ...]] = ()  # of the pipeline, by cell
+        self._tokens: list[Tensor] = []  # of the pipeline, by cell
+        self._counts: list[list[float]] = []  # of those whose rows are here, the same
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # places and rows, from E to G
         self._handed: dict[int, Tensor | None] = {}  # gradients, from the first stage on its own rank
 
     def passes(self) -> dict[str, Pass]:
         return {"E": self.embed, "G": self.gradient}
 
+    def take(self, inputs: Sequence[tuple[Any, ...]], read: StepRead) -> None:
+        """The inputs of the pipeline, by cell. Asks whether they are in the vocabulary, and how many are this shard's.
+
+        Raises:
+            TypeError: they are something else than tokens.
+        """
+        for tokens, *others in inputs:
+            if others or not isinstance(tokens, Tensor) or tokens.is_floating_point():
+                raise TypeError(
+                    "inputs must be one tensor of token numbers, (batch, tokens), where the embedding is spread"
+                )
+            self._tokens.append(tokens)
+        _check_range("inputs hold", self._tokens, self._shard, read)
+        read.ask([self._shard.holds(tokens).sum() for tokens in self._tokens], self._counts.extend)
+
     def embed(self, cell: int, received: Received) -> tuple[Tensor, ...]:
         """E(m.s): the tokens of this shard; returns their places among all tokens of the segment, and their rows."""
-        given = self.inputs[cell]
-        tokens = given[0]
-        if len(given) != 1 or not isinstance(tokens, Tensor) or tokens.is_floating_point():
-            raise TypeError(
-                "inputs must be one tensor of token numbers, (batch, tokens), where the embedding is spread"
-            )
-        outside = (tokens < 0) | (tokens >= self._shard.vocab)
-        if bool(outside.any()):
-            raise ValueError(f"inputs hold {int(tokens[outside][0])}, must be in 0..{self._shard.vocab - 1}")
-        places, own = self._shard.find(tokens)
+        places, own = self._shard.find(self._tokens[cell], int(self._counts[cell][0]))
         rows = self._module(own)
         if self._training or self._shard.rank == 0:  # which holds the first stage
             self._kept[cell] = places, rows
@@ -242,7 +274,7 @@ class EmbeddingStep(_ShardStep):
 
     def embedded(self, cell: int, received: Received) -> Tensor:
         """Input of the first stage: the rows of all shards in their places."""
-        tokens = self.inputs[cell][0]
+        tokens = self._tokens[cell]
         own = self._kept[cell] if self._training else self._kept.pop(cell)
         found = own[1].new_empty(tokens.numel(), own[1].shape[1])
         for places, rows in _by_rank(own, self._shard.rank, received):

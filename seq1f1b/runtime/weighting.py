@@ -17,8 +17,7 @@ from torch import Tensor
 
 from seq1f1b.runtime.arguments import Options
 from seq1f1b.runtime.batch import Batch, StepArguments
-from seq1f1b.runtime.counted_documents import DocumentCounts
-from seq1f1b.runtime.divided import read_at_once, sum_divisors
+from seq1f1b.runtime.divided import StepRead, sum_divisors
 from seq1f1b.runtime.loss_look import LossLook, count_values
 from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.rows import Rows
@@ -35,7 +34,7 @@ class Weighting:
 
     Args:
         rows: tokens of the segments of every micro-batch.
-        documents: read beside the targets' counts.
+        read: the step's, in which targets are counted.
     Attributes:
         shares: of this rank's segments in their micro-batch's loss, once :meth:`weigh` has found them.
         counts: by cell, the targets that their losses are means over, 1.0 where losses are added as they are.
@@ -50,11 +49,9 @@ class Weighting:
     seeds: Tensor
     sum_seed: float
 
-    def __init__(
-        self, batch: Batch, rows: Rows, options: Options, device: torch.device, documents: DocumentCounts
-    ) -> None:
+    def __init__(self, batch: Batch, rows: Rows, options: Options, device: torch.device, read: StepRead) -> None:
         self._batch, self.rows, self._options, self._device = batch, rows, options, device
-        self._documents = documents
+        self._read = read
         self._arguments = batch.arguments
         self._counts: list[float] = []  # targets of the micro-batches, where losses are means over them
         self.shares: list[list[float]] = []
@@ -87,7 +84,7 @@ class Weighting:
             counts = segment_shares = all_counts = [[1.0] * len(row) for row in self.rows]
         else:
             pieces = [part_sizes(row, options.sequence_parallel) for row in self.rows]
-            all_counts = count_targets(self._batch.target, pieces, options.seq_dim, options.count, self._documents)
+            all_counts = count_targets(self._batch.target, pieces, options.seq_dim, options.count, self._read)
             counts, segment_shares = (
                 [row[rank::num_parts] for row in rows] for rows in (all_counts, shares(all_counts))
             )
@@ -197,7 +194,7 @@ def count_targets(
     rows: Sequence[Sequence[int]],
     dim: int,
     count: Callable[[Any], float] | None,
-    documents: DocumentCounts | None = None,
+    read: StepRead,
 ) -> list[list[float]]:
     """Counts the targets of each [micro-batch][segment]: elements that are not -100, or what ``count`` says.
 
@@ -206,28 +203,36 @@ def count_targets(
         rows: tokens of each segment, or of each part of each segment, of every micro-batch.
         dim: the sequence dimension of the targets.
         count: counts one segment's target.
-        documents: what else is read, where there is a read.
+        read: what is asked of the device, and read here.
     """
     if count is None:
-        return _default_counts(whole, rows, dim, documents)
+        return _default_counts(whole, rows, dim, read)
     split = [
         [target] if len(sizes) == 1 else split_sequence(target, sizes, dim, f"target of micro-batch {m}")
         for m, (target, sizes) in enumerate(zip(whole, rows, strict=True))
     ]
-    counts = [[float(count(target)) for target in segments] for segments in split]
+    found: list[list[float]] = []
+    read.ask([count(target) for segments in split for target in segments], found.extend)
+    read.read()
+    numbers = iter(found)
+    counts = [[next(numbers) for _ in segments] for segments in split]
     for m, segments in enumerate(counts):
         for s, value in enumerate(segments):
-            if not value >= 0.0:
-                raise ValueError(f"Loss.weight of micro-batch {m}, segment {s} is {value}, must be at least 0")
-    return counts
+            if len(value) != 1 or not value[0] >= 0.0:
+                text = ", ".join(map(str, value))
+                raise ValueError(
+                    f"Loss.weight of micro-batch {m}, segment {s} is {text}, must be at least 0, and one number"
+                )
+    return [[value for (value,) in segments] for segments in counts]
 
 
 def _default_counts(
-    targets: Sequence[Any], rows: Sequence[Sequence[int]], dim: int, documents: DocumentCounts | None
+    targets: Sequence[Any], rows: Sequence[Sequence[int]], dim: int, read: StepRead
 ) -> list[list[float]]:
     """All micro-batches' counts of elements that are not -100, by one read of the device."""
     counts: list[list[float]] = [[] for _ in rows]
     totals: dict[int, Tensor] = {}  # by micro-batch, up to the end of each of its segments
+    found: list[list[float]] = []
     for m, (target, sizes) in enumerate(zip(targets, rows, strict=True)):
         what, target = type(target).__name__, next(iter(tensors_of(target)), None)
         if target is None and len(sizes) > 1:
@@ -240,10 +245,9 @@ def _default_counts(
             counts[m] = [float(size) for size in sizes]
         else:
             totals[m] = _totals(target != IGNORED, sizes, dim)
-    read = read_at_once([*totals.values(), *(documents.tensors if documents is not None else ())])
-    if documents is not None:
-        documents.take(read[len(totals) :])
-    for m, ends in zip(totals, read, strict=False):
+    read.ask(list(totals.values()), found.extend)
+    read.read()
+    for m, ends in zip(totals, found, strict=True):
         counts[m] = [end - start for start, end in zip([0.0, *ends[:-1]], ends, strict=True)]
     return counts
 
@@ -296,13 +300,8 @@ def combine(losses: dict[int, Tensor], weights: list[list[float]], scale: Tensor
         scale: the weights by cell, on the device.
     """
     counts = [len(row) for row in weights]
-    if max(counts) == 1 and len(losses) == len(weights) and all(row[0] == 1.0 for row in weights):
-        return [losses[m].reshape(()) for m in range(len(weights))]
-    zero = None
-    if len(losses) < sum(counts):
-        zero = torch.zeros_like(next(iter(losses.values()))) if losses else torch.zeros((), device=scale.device)
-    parts = [losses.get(i, zero) for i in range(sum(counts))]
-    values = torch.stack([part.reshape(()) for part in parts if part is not None])
+    zero = torch.zeros_like(next(iter(losses.values()))) if losses else torch.zeros((), device=scale.device)
+    values = torch.stack([losses.get(i, zero).reshape(()) for i in range(sum(counts))])
     scale = scale.to(values.dtype)
     if min(counts) == max(counts):
         return list((values * scale).view(len(counts), -1).sum(1).unbind())

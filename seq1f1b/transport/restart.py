@@ -7,14 +7,17 @@ import hashlib
 import os
 import secrets
 import time
+import warnings
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # from C by a star: no export
 from torch.distributed.rendezvous import rendezvous
 
 from seq1f1b.transport.store_client import SharedStore
 
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _SHARED = ("env://", "tcp://")  # ways of meeting that torch takes to torchrun's store
 
 
@@ -30,10 +33,13 @@ def init_process_group(
 ) -> None:
     """``torch.distributed.init_process_group`` for jobs that torchrun may restart (``--max-restarts``).
 
+    CUDA is told to take 32 hardware queues, unless ``CUDA_DEVICE_MAX_CONNECTIONS`` says how many: with its 8,
+    messages may wait for units. CUDA hears it as it starts, so call this before ``torch.cuda.set_device``.
+
     torchrun keeps one store for all starts of a job, and gloo reads there what an earlier start has left: addresses
     where nobody listens any more, so that the new start fails, or hangs. Here the ranks agree on a name for each start
     first, and all that the group writes lies under it. Without torchrun, and where the ranks meet over a store or a
-    file of the caller's, this is torch's function and nothing else.
+    file of the caller's, the rest is torch's function.
 
     Args:
         backend, init_method, timeout, world_size, rank, store: as torch's, in its order.
@@ -41,6 +47,15 @@ def init_process_group(
     Raises:
         TimeoutError: a rank has not come within ``timeout``, 30 minutes unless given.
     """
+    has_started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch's has no types
+    if has_started and QUEUES not in os.environ:
+        warnings.warn(
+            "CUDA had started before seq1f1b.init_process_group was called, with 8 hardware queues: call it before "
+            f"torch.cuda.set_device, or start the ranks with {QUEUES}=32",
+            stacklevel=2,
+        )
+    else:
+        os.environ.setdefault(QUEUES, "32")
     limits: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     method = "env://" if init_method is None else init_method
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and store is None and method.startswith(_SHARED):

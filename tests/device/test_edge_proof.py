@@ -262,13 +262,15 @@ def test_a_place_without_memory_asks_torch_for_what_it_holds_free(monkeypatch: p
     assert "bytes for a message: torch still holds 12345 free: cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY" in warned
 
 
-def test_ranks_that_share_a_gpu_are_warned_of() -> None:
+def test_ranks_that_share_a_gpu_or_have_several_kinds_are_warned_of() -> None:
     with pytest.warns(UserWarning, match="ranks 1, 3 do not have a GPU each, and 4 are visible: give each"):
-        edges._warn_of_shared_gpus(["a", "b", "c", "b"], 4)
+        edges._warn_of_gpus(["H100 a", "H100 b", "H100 c", "H100 b"], 4)
+    with pytest.warns(UserWarning, match="several kinds, A100 SXM, H100, and wait for the slowest: give it fewer"):
+        edges._warn_of_gpus(["H100 a", "A100 SXM b", "H100 c"], 3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        edges._warn_of_shared_gpus(["a", "a"], 1)  # no other is there
-        edges._warn_of_shared_gpus(["a", "b"], 2)
+        edges._warn_of_gpus(["H100 a", "H100 a"], 1)  # no other is there
+        edges._warn_of_gpus(["H100 a", "H100 b"], 2)
 
 
 def dies_in_its_proof(rank: int, world: int, folder: str) -> None:

@@ -11,6 +11,7 @@ import shutil
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, 
 from torch import nn
 from torch.multiprocessing import ProcessExitedException
 
-from seq1f1b import _C, Limits, LoopbackGroup, PipelineEngine, PipelineError
+from seq1f1b import _C, Limits, LoopbackGroup, PipelineEngine, PipelineError, init_process_group
 from seq1f1b.cli import doctor
 from seq1f1b.device import edge_ways, edges
 from seq1f1b.testing import run_ranks
@@ -194,14 +195,38 @@ def test_the_doctor_tells_the_rate_of_each_edge_or_why_it_has_none(monkeypatch: 
 
 
 def test_few_hardware_queues_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    with pytest.warns(UserWarning, match="CUDA_DEVICE_MAX_CONNECTIONS is 1: the 2 streams"):
-        edges._warn_of_few_queues(2)
-    for enough in ("", "4", "32"):
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", enough)
+    for queues, few, enough in (("4", 3, 2), ("", 7, 6), ("32", 31, 30)):
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+        with pytest.warns(UserWarning, match=f"CONNECTIONS is {queues or 8}: the {few} streams .* let it be 32 when"):
+            edges._warn_of_few_queues(few)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            edges._warn_of_few_queues(2)
+            edges._warn_of_few_queues(enough)
+
+
+def test_a_process_group_asks_for_hardware_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before CUDA starts; later the user is told. What the user has set stays."""
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *arguments, **options: None)
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    for has_started, given, found in ((False, None, "32"), (False, "4", "4"), (True, "4", "4"), (True, None, None)):
+        monkeypatch.setattr("torch.cuda.is_initialized", lambda has_started=has_started: has_started)
+        monkeypatch.setenv(name, given) if given else monkeypatch.delenv(name, raising=False)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            init_process_group("gloo")
+        assert os.environ.get(name) == found
+        assert ["had started before" in str(warning.message) for warning in told] == [True] * (found is None)
+
+
+def test_rocm_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.version.hip", "6.4")
+
+    class OnGpu(nn.Module):
+        def parameters(self, recurse: bool = True) -> Any:
+            return iter([SimpleNamespace(device=torch.device("cuda", 0))])
+
+    with pytest.raises(ValueError, match=r"lie on cuda:0 of ROCm 6\.4: .* NVIDIA's GPUs alone; move the stages to the"):
+        PipelineEngine(OnGpu(), num_microbatches=1, group=LoopbackGroup(1)[0])
 
 
 def test_stages_on_the_cpu_are_refused() -> None:

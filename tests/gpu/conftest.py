@@ -23,6 +23,7 @@ def _gpu() -> None:
     if not IS_REHEARSED and not torch.cuda.is_available():
         pytest.skip("torch sees no GPU here")
     if not IS_REHEARSED:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # CUDA starts before init_process_group here
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 

@@ -439,7 +439,7 @@ def test_processes(tmp_path, transport):
     whole_norm = torch.stack([g.norm() for g in truth[1].values()]).norm()
     for _, _, norm, message, edges in results:
         assert norm == pytest.approx(float(whole_norm), rel=1e-12)
-        assert "the target holds 17, must be in 0..16" in message and "[2]F1.1" in message
+        assert "the target holds 17, must be in 0..16" in message
         assert edges == {transport}
 
 
