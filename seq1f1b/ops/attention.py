@@ -114,7 +114,7 @@ def _in_segments() -> bool:
     if unit is None:
         return _C.in_step()
     if unit.watch is not None:
-        unit.watch.note("attends")
+        unit.watch.noted.add("attends")
     return not unit.is_whole
 
 

@@ -95,7 +95,7 @@ def carry_in(layer: Tensor | int, default: Tensor) -> Tensor:
     """
     unit = current()
     if unit is not None and unit.watch is not None:
-        unit.watch.note("carries")
+        unit.watch.noted.add("carries")
     if unit is None or unit.segment == 0:
         return default
     if unit.num_parts > 1:
@@ -139,7 +139,7 @@ def carry_out(layer: Tensor | int, state: Tensor) -> None:
     if unit is None or not unit.forward:
         return
     if unit.watch is not None:
-        unit.watch.note("carries")
+        unit.watch.noted.add("carries")
     if unit.training and not torch.is_grad_enabled() and unit.kept is None:
         raise RuntimeError(
             "carry_out with gradients off in a training step: its gradient would be lost. "

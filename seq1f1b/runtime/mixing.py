@@ -44,10 +44,11 @@ class Looking(Feature):
         several = next((m for m, row in enumerate(arguments.rows) if len(row) > 1), None)
         if self._is_off or not arguments.is_new or several is None:
             return None
-        has_values = not self._shares_tokens and not any(isinstance(p, Fsdp) for p in stage.wrappers)
         parameters = [p for module in stage.modules for p in module.parameters()]
-        has_values &= not any(hasattr(p, "to_local") or p.is_meta for p in parameters)
-        return FirstLook(self.known, step, sum(map(len, arguments.rows[:several])) + 1, has_values)
+        is_sharded = any(isinstance(p, Fsdp) for p in stage.wrappers) or any(hasattr(p, "to_local") for p in parameters)
+        why = "shares its tokens with other ranks" if self._shares_tokens else "is sharded" if is_sharded else ""
+        why = "has no values" if any(p.is_meta for p in parameters) else why
+        return FirstLook(self.known, step, sum(map(len, arguments.rows[:several])) + 1, why)
 
 
 class FirstLook(Part):
@@ -55,11 +56,11 @@ class FirstLook(Part):
 
     Args:
         cell: of the unit that is watched.
-        has_values: whether the stage can be run by itself.
+        why: why the stage cannot be run by itself; "" if it can.
     """
 
-    def __init__(self, known: set[Any], step: StageStep, cell: int, has_values: bool) -> None:
-        self._known, self._step, self._cell, self._has_values = known, step, cell, has_values
+    def __init__(self, known: set[Any], step: StageStep, cell: int, why: str) -> None:
+        self._known, self._step, self._cell, self._why = known, step, cell, why
         rows = step.arguments.rows
         first = max(range(len(rows)), key=lambda m: min(rows[m][0], 8))  # long enough, if any is
         self._first = sum(map(len, rows[:first]))
@@ -71,7 +72,7 @@ class FirstLook(Part):
     def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> AbstractContextManager[Any] | None:
         if unit.is_again:
             return None
-        if unit.cell == self._first and self._has_values:
+        if unit.cell == self._first and not self._why:
             self._samples = take_samples(self._step, unit, inputs)
             if self._samples:
                 kwargs = self._step.kwargs_of(unit)
@@ -94,14 +95,15 @@ class FirstLook(Part):
                 unit.watch = self._watch
                 yield
             unit.watch = None
-        self._has_values &= before == _collectives(stage.group and stage.group.process_group)
+        if before != _collectives(stage.group and stage.group.process_group):
+            self._why = "talks to other processes"
 
     def look_back(self) -> None:
         if self._kind in self._known:
             return
         stage, start = self._step.stage, time.perf_counter()
         found: list[Finding] | None = None
-        for sample in self._samples if self._has_values else ():
+        for sample in () if self._why else self._samples:
             told = Look(stage, sample, shares_generators=stage.in_threads and stage.num_stages > 1).findings()
             if told is not None and (found is None or not told):
                 found = told
@@ -112,9 +114,16 @@ class FirstLook(Part):
             self._figures = {"look_seconds": time.perf_counter() - start}
             stage.findings.judge(found)
             self._known.add(self._kind)  # unless that was an error, which comes in every try
-        elif self._watch is not None and self._watch.is_foreign:
-            what = f"{self._watch.foreign} in each segment alone"
+            return
+        watch = self._watch
+        if watch is not None and watch.foreign and "attends" not in watch.noted:  # each segment would see itself only
+            what = f"{watch.foreign} in each segment alone"
             stage.findings.judge([Finding(ATTENTION, f"stage {stage.index}", what)])
+        why = self._why or "draws random numbers, or takes no other tokens or arguments"
+        stage.findings.say(
+            f"stage {stage.index} was not compared in segments with the whole, but for calls of attention, because it "
+            f"{why}: let engine.verify compare its bare modules"
+        )
 
     def figures(self) -> dict[str, Any]:
         return self._figures

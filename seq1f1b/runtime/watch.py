@@ -48,15 +48,6 @@ class Watch(TorchFunctionMode):
         self.foreign = self.dropout = ""
         self.has_table, self.eps = False, 0.0
 
-    def note(self, what: str) -> None:
-        """An operation of ours that the stage has called."""
-        self.noted.add(what)
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether the stage attends, and never by ``causal_attention``: each segment would see itself only."""
-        return self.foreign != "" and "attends" not in self.noted
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "").partition(".")[0].strip("_")

@@ -122,7 +122,7 @@ def _with_temperature(module: Any, query: Tensor, doc_ids: Tensor | None) -> Ten
         return query
     unit = None if torch.compiler.is_compiling() else current()
     if unit is not None and unit.watch is not None:
-        unit.watch.note("carries")  # its count from 0 is no mistake: it is made good here
+        unit.watch.noted.add("carries")  # its count from 0 is no mistake: it is made good here
 
     def scale(position: Tensor) -> Tensor:
         steps = torch.floor((position.float() + 1.0) / module.floor_scale)

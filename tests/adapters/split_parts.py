@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,6 @@ import seq1f1b
 
 VOCAB, HIDDEN, HEADS, TOKENS = 29, 16, 2, 12
 WIDTH = HIDDEN // HEADS
-CUT = "cut"
 
 
 @dataclass(frozen=True)
@@ -23,22 +21,17 @@ class Case:
     """
     Attributes:
         cut: arguments of split; two stages, if it says nothing.
-        expected: CUT, or a word of the refusal, which also has ``names``.
+        says: what the refusal says; "": the model is cut.
         inputs: positional arguments of forward; kwargs: keyword arguments of every stage.
-        around: what the cut lies in.
-        change: what a user may do later; then a step is refused with this text.
         engine: whether it also trains in segments on two or three ranks.
         needs_sample: whether split cannot find arguments for its own comparison.
     """
 
     make: Callable[[], nn.Module]
     cut: dict[str, Any] = field(default_factory=lambda: {"num_stages": 2})
-    expected: str = CUT
-    names: str = ""
+    says: str = ""
     inputs: Callable[[], tuple[Any, ...]] = lambda: (tokens(),)
     kwargs: Callable[[], dict[str, Any]] = dict
-    around: Callable[[], Any] = nullcontext
-    change: tuple[Callable[[Any], None], str] | None = None
     engine: bool = False
     needs_sample: bool = False
 

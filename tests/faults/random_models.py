@@ -3,21 +3,23 @@
     python tests/faults/random_models.py --seed 0 --models 400
 
 Half of the models have one fault of a kind below; the others have none. Half run over two ranks, and every fourth in
-bfloat16. A model is wrong if the engine's gradients, in float64, are not the whole model's (by more than 1e-3), or if
-its fault draws random numbers, which no two runs have in common. It is found if the first step warns or raises an
-error, if ``engine.verify`` says so, or, where ``seq1f1b.split`` cuts the model, if that refuses it.
+bfloat16. ``verdicts.py`` judges each: a model is wrong if the engine's gradients, in float64, are not the whole model's
+(by more than 1e-3), or if its fault draws random numbers, which no two runs have in common. It is found if the first
+step warns or raises an error, if ``engine.verify`` says so, or, where ``seq1f1b.split`` cuts the model, if that refuses
+it.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import math
 import random
 import sys
 import time
-import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,16 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
 import torch.nn.functional as F
-from tiny_model import cross_entropy, gradient_error
+from tiny_model import cross_entropy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from verdicts import NOT_ASKED, NOTHING, Trial, Verdict
+from verdicts import Model as Asked
 
 import seq1f1b
-from seq1f1b import LoopbackGroup, PipelineEngine
-from seq1f1b.testing import run_ranks
 
 HIDDEN, HEADS, VOCAB, BLOCKS, LENGTH, ROWS = 16, 2, 37, 4, 30, 2
-WRONG = 1e-3
+WAYS = ("look", "verify", "split")
 Mix = Callable[["Block", Tensor], Tensor]
 
 
@@ -393,7 +395,6 @@ class Case:
         elif self.kind == SPLIT:
             around = rng.choice(list(AROUND)[: -len(RIGHT_AROUND)] if self.is_faulty else list(RIGHT_AROUND))
         torch.manual_seed(seed)
-        self.draws = self.is_faulty and self.kind == "dropout"
         self.what = f"{self.kind}: {around or [getattr(m, '__name__', '?') for m in mixes]}"
         self.model = Model(mixes, around, is_tied=self.kind == "ties" and self.is_faulty)
         if self.is_faulty and self.kind == "hooks":
@@ -404,82 +405,27 @@ class Case:
         self.target = seq1f1b.shift_labels(self.tokens)
         self.target[torch.rand(self.target.shape) < 0.3] = -100
 
-    def stages(self, model: Model) -> Iterator[nn.Module]:
+    def cut(self, model: Model, **options: Any) -> list[nn.Module]:
         """Raises ValueError where split refuses the model."""
         if self.kind == SPLIT:
-            yield from seq1f1b.split(model, at=["blocks.2"], sample=self.tokens[:2, :8])
-            return
-        for rank in range(self.ranks):
-            part = Slice(model, rank, self.ranks)
-            if self.kind == "ties" and self.is_faulty and rank:  # a copy that nobody lists
-                part.head = copy.deepcopy(part.head)
-            yield part
+            return seq1f1b.split(model, at=["blocks.2"], sample=self.tokens[:2, :8], **options)
+        stages: list[Any] = [Slice(model, rank, self.ranks) for rank in range(self.ranks)]
+        if self.kind == "ties" and self.is_faulty:  # a copy that nobody lists
+            stages[-1].head = copy.deepcopy(stages[-1].head)
+        return stages
 
-    def run(self, stages: Sequence[nn.Module], call: Callable[[PipelineEngine], Any], **options: Any) -> list[Any]:
-        """Calls a function of the engine on each rank."""
-
-        def run(group: Any) -> Any:
-            engine = PipelineEngine(
-                stages[group.rank], num_microbatches=2, num_segments=self.k, loss_fn=self.loss_fn, group=group,
-                **options,
-            )  # fmt: skip
-            try:
-                return call(engine)
-            finally:
-                engine.close()
-
-        return run_ranks(self.ranks, run) if self.ranks > 1 else [run(LoopbackGroup(1)[0])]
-
-    def error(self) -> float:
-        """How far the engine's gradients are from the whole model's, in float64 and without dropout."""
-        if self.draws:
-            return 1.0
-        model = copy.deepcopy(self.model).double()
-        for part in model.modules():
-            if isinstance(part, nn.Dropout):
-                part.p = 0.0
-        whole = copy.deepcopy(model)
-        losses = [self.loss_fn(whole(x), y) for x, y in
-                  zip(self.tokens.chunk(2), self.target.chunk(2), strict=True)]  # fmt: skip
-        (sum(losses) / 2).backward()
-        truth = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False) if p.grad is not None}
-        try:
-            stages = list(self.stages(model))
-        except ValueError:
-            return 1.0  # nobody trains it
-        self.run(stages, lambda engine: engine.step(self.tokens, target=self.target), attention="unchecked")
-        found = {n: p.grad for s in stages for n, p in s.named_parameters() if p.grad is not None}
-        if found.keys() != truth.keys() & found.keys() or truth.keys() - found.keys() - {"head.weight"}:
-            return 1.0
-        return gradient_error(found, {name: truth[name] for name in found})
-
-    def found_by(self) -> list[str]:
-        """Names of what tells of the model."""
-        told: list[str] = []
-        try:
-            model = copy.deepcopy(self.model).to(self.dtype)
-            stages = list(self.stages(model))
-        except ValueError:
-            return ["split"]
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            try:
-                self.run(stages, lambda engine: engine.step(self.tokens, target=self.target))
-            except ValueError:
-                told.append("look")
-        words = [w for w in caught if issubclass(w.category, seq1f1b.SegmentWarning) or "bit-equal" in str(w.message)]
-        told += ["look"] * bool(words and not told)
-        stages = list(self.stages(copy.deepcopy(self.model).to(self.dtype)))
-        reference = {"model": copy.deepcopy(self.model).to(self.dtype)} if self.has_model else {}
-        call = {"target": self.target, "show": False, **reference}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                results = self.run(stages, lambda engine: engine.verify(self.tokens, **call), attention="any")
-                told += ["verify"] * (not results[0].ok)
-            except ValueError:
-                told.append("verify")
-        return told
+    def verdict(self) -> Verdict:
+        """What look, verify and split say of it."""
+        options = {"loss_fn": self.loss_fn}
+        found = Trial(
+            Asked(
+                lambda: copy.deepcopy(self.model), self.cut, has_whole=True, is_given=self.has_model,
+                is_split=self.kind == SPLIT, dtype=self.dtype, batch=lambda: (self.tokens, self.target),
+                options=lambda: options, segments=self.k,
+            )
+        ).verdict()  # fmt: skip
+        is_random = self.is_faulty and self.kind == "dropout"
+        return replace(found, error=math.inf) if is_random else found
 
 
 def main() -> int:
@@ -491,19 +437,16 @@ def main() -> int:
     began = time.monotonic()
     for seed in range(options.seed, options.seed + options.models):
         case = Case(seed)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            error = case.error()
-        told, is_wrong = case.found_by(), not error <= WRONG
+        verdict = case.verdict()
+        told = [way for way in WAYS if getattr(verdict, way) not in (NOTHING, NOT_ASKED)]
+        is_wrong = verdict.truth != "right"
         row = counts[case.kind if is_wrong else "right"]
         row.update(["models", *told, *(["found"] if told else [])])
         if bool(told) != is_wrong:
-            print(f"seed {seed}: {'LOST' if is_wrong else 'BLAMED by ' + ', '.join(told)}, {error:.1e}, {case.what}, "
-                  f"{case.ranks} ranks, k {case.k}, {case.dtype}", flush=True)  # fmt: skip
+            print(f"seed {seed}: {'LOST' if is_wrong else 'BLAMED by ' + ', '.join(told)}, {verdict.error}, "
+                  f"{case.what}, {case.ranks} ranks, k {case.k}, {case.dtype}", flush=True)  # fmt: skip
     for kind, row in sorted(counts.items()):
-        print(
-            f"{kind:<16}", ", ".join(f"{name} {row[name]}" for name in ("models", "found", "look", "verify", "split"))
-        )
+        print(f"{kind:<16}", ", ".join(f"{name} {row[name]}" for name in ("models", "found", *WAYS)))
     print(f"{options.models} models, {time.monotonic() - began:.0f} s")
     return 0
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +19,6 @@ from mixers import (
     HIDDEN,
     LATER,
     LENGTH,
-    STATE,
     VOCAB,
     WIDTH,
     Mix,
@@ -32,7 +32,6 @@ from mixers import (
     within_a_token,
 )
 from processes import run_processes
-from slices import one_in
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -87,89 +86,6 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(Look, "findings", noted)
     return found
-
-
-# -- the tables --------------------------------------------------------------------------------------------------------
-
-# Rows of a micro-batch, and tokens of a segment: no number of the model; as many as features; as those of a head, and
-# rows; one row.
-LENGTHS = [(2, 10), (2, HIDDEN), (WIDTH, WIDTH), (1, 10)]
-KEPT = "kept by the module"  # has the step's rows, and a sample has two
-
-
-def at_lengths(names: Iterable[str]) -> list[tuple[str, int, int]]:
-    """Each at the first length, and at one of the others in turn."""
-    return [(name, *size) for i, name in enumerate(names) for size in (LENGTHS[0], LENGTHS[1 + i % 3])]
-
-
-@pytest.mark.parametrize(("what", "rows", "length"), at_lengths(ALSO_WRONG))
-def test_a_wrong_model_is_told(what, rows, length):
-    mix, cause = ALSO_WRONG[what]
-    texts = told(made(mix), rows=2 * rows, length=SEGMENTS * length)
-    if what == KEPT and rows != 2:
-        assert texts == []
-    else:
-        (text,) = texts
-        assert text.startswith(f"{cause}: stage 0, mixer (Mixer) ") and "of its norm" in text
-
-
-@pytest.mark.parametrize(("what", "rows", "length"), at_lengths(ALSO_RIGHT))
-def test_a_right_model_is_not_blamed(what, rows, length, looks):
-    assert told(made(ALSO_RIGHT[what]), rows=2 * rows, length=SEGMENTS * length) == []
-    assert looks.pop() == [] and not looks
-
-
-@pytest.mark.parametrize("what", one_in(3, ALSO_RIGHT))
-def test_a_right_model_is_right(what):
-    """In float64 its gradients in segments are those of the whole."""
-    tokens, target = batch()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        result = engine_of(made(ALSO_RIGHT[what])).verify(tokens, target=target, show=False)
-    assert result.ok, str(result)
-
-
-@pytest.mark.parametrize("what", one_in(2, ALSO_RIGHT, always=["in half precision"]))
-def test_a_right_model_is_not_blamed_in_other_dtypes(what, looks):
-    for dtype in (torch.bfloat16, torch.float64):
-        if dtype is not torch.bfloat16 or what != "in half precision":
-            assert told(made(ALSO_RIGHT[what]).to(dtype)) == []
-            assert looks.pop() == [] and not looks
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("what", ["sort", "lower triangle", "decay", "pooling", "attention of torch beside ours"])
-def test_a_wrong_model_is_told_in_other_dtypes(what, dtype):
-    assert len(told(made(ALSO_WRONG[what][0]).to(dtype))) == 1
-
-
-def zeroed(model: Net, zero: str) -> Net:
-    nn.init.zeros_(model.mixer.gate if zero == "gate" else model.mixer.proj.weight)
-    nn.init.zeros_(model.mixer.proj.bias)
-    return model
-
-
-@pytest.mark.parametrize(
-    "what", ["cumsum of heads", "maximum", "attention of torch beside ours", "first rows of a buffer"]
-)
-@pytest.mark.parametrize("zero", ["proj", "gate"])
-def test_a_branch_that_begins_at_zero_is_looked_into(what, zero):
-    """Its output tells nothing before the first update of its weights."""
-    (text,) = told(zeroed(made(ALSO_WRONG[what][0]), zero))
-    assert text.startswith(ALSO_WRONG[what][1])
-
-
-@pytest.mark.parametrize("what", one_in(3, ALSO_RIGHT, always=["running mean"]))
-@pytest.mark.parametrize("zero", ["proj", "gate"])
-def test_a_right_branch_that_begins_at_zero_is_not_blamed(what, zero):
-    assert told(zeroed(made(ALSO_RIGHT[what]), zero)) == []
-
-
-def test_a_parameter_that_fits_segments_of_one_length_is_told():
-    model = made(lambda self, x: x + self.one_length)
-    model.mixer.one_length = nn.Parameter(torch.randn(1, 10, HIDDEN))
-    (text,) = told(model)
-    assert text.startswith(f"{STATE}: stage 0 ") and "a table that fits segments of one length" in text
 
 
 def test_tokens_that_are_all_alike_hide_nothing():
@@ -371,6 +287,31 @@ def test_a_stage_that_cannot_run_alone_is_asked_for_its_attention_only(kind, loo
     assert set(map(str, looks)) == {"None"}
 
 
+def not_compared(engine: PipelineEngine) -> Told:
+    """What two steps and an evaluation say of what they do not look at."""
+    tokens, target = batch()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for call in (engine.step, engine.step, engine.eval):
+            call(tokens, target=target)
+    return [str(warning.message) for warning in caught if "was not compared in segments" in str(warning.message)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "why"),
+    [
+        (Net, {}, ""),
+        (Drawing, {}, "draws random numbers, or takes no other tokens or arguments"),
+        (OfOneLength, {}, "draws random numbers, or takes no other tokens or arguments"),
+        (Net, {"sequence_parallel": (0, 2)}, "shares its tokens with other ranks"),
+    ],
+)
+def test_what_is_not_looked_at_is_said_once(kind, options, why):
+    texts = not_compared(engine_of(kind(Mixer(ALSO_RIGHT["plain"])), **options))
+    assert len(texts) == bool(why)
+    assert all(re.fullmatch(f"stage 0 was not compared .*, but for calls of attention, .* {why}: .*", t) for t in texts)
+
+
 @pytest.mark.parametrize("rule", ["replicate", "callable"])
 @pytest.mark.parametrize("length", [10, HIDDEN, WIDTH])
 def test_arguments_that_nobody_can_cut(rule, length, looks):
@@ -407,6 +348,8 @@ def replicas(rank: int, world: int) -> None:
     for mix in (torchs_attention, attention_by_hand):
         with pytest.raises(ValueError, match="attention not in segments: stage 0 "):
             told(fully_shard(Net(Mixer(mix))))
+    (text,) = not_compared(engine_of(fully_shard(Net(Mixer(attention)))))
+    assert "is sharded" in text
 
 
 def test_ddp_is_looked_at_bare_and_what_talks_or_is_sharded_is_not():

@@ -366,9 +366,9 @@ class Head(nn.Module):
 class Case:
     """
     Attributes:
+        cause: that is named of a wrong one.
         options: makes those of the engine.
         kwargs: makes the step's keyword arguments.
-        seen, told: whether a wrong one is found by the engine itself, and by verify.
     """
 
     name: str
@@ -376,8 +376,6 @@ class Case:
     cause: str = ""
     options: Callable[[], dict[str, Any]] = dict
     kwargs: Callable[[], dict[str, Any]] = dict
-    seen: bool = True
-    told: bool = True
     autocast: bool = False
 
     def module(self, **ends: bool) -> Net:
@@ -433,9 +431,9 @@ WRONG = [
     Case("GRUCell in a loop", cells, STATE),
     Case("mean pooling over the sequence", pooling, LATER),
     Case("nn.MultiheadAttention", torchs_module, ATTENTION),
-    Case("dropout of whole features", lambda m, x: m.attend(F.dropout1d(x.mT, 0.3).mT), RANDOMNESS, told=False),
-    Case("DropPath: one random number per row", drop_path, RANDOMNESS, seen=False),
-    Case("carried state without its gradient", detached_state, STATE, seen=False),
+    Case("dropout of whole features", lambda m, x: m.attend(F.dropout1d(x.mT, 0.3).mT), RANDOMNESS),
+    Case("DropPath: one random number per row", drop_path, RANDOMNESS),
+    Case("carried state without its gradient", detached_state, STATE),
 ]  # fmt: skip
 
 RIGHT = [
@@ -531,7 +529,39 @@ ALSO_WRONG: dict[str, tuple[Mix, str]] = {
     "attention of torch beside ours": (torchs_attention, STATE),
     "attention by hand beside ours": (attention_by_hand, STATE),
     "attention by einsum beside ours": (attention_by_einsum, STATE),
-}
+    "largest": (lambda m, x: x + x.topk(3, 1).values.sum(1, keepdim=True), LATER),
+    "fft along tokens": (lambda m, x: torch.fft.fft(x, dim=1).real, LATER),
+    "maximum of all": (lambda m, x: x / x.abs().max(), LATER),
+    "cumsum": (lambda m, x: x.cumsum(1), STATE),
+    "recurrence, tokens first": (lambda m, x: m.gru(x)[0], STATE),
+    "cumsum of what was put together": (lambda m, x: torch.cat([x[..., 6:], x[..., :6]], -1).cumsum(1), STATE),
+    "cumsum of means": (lambda m, x: x + torch.stack([x, x]).mean((0, 3)).cumsum(1)[..., None], STATE),
+    "softmax of products": (lambda m, x: torch.einsum("...d,ed->...e", x, m.out.weight).softmax(1), LATER),
+    "a parameter for one length": (lambda m, x: x + m.one_length, STATE),
+    "positions by size": (lambda m, x: x + m.table(torch.arange(x.size(1), device=x.device)), STATE),
+    "positions unpacked": (lambda m, x: x + m.table(torch.arange(0, x.shape[1], 1)[None].expand(len(x), -1)), STATE),
+    "positions by len": (lambda m, x: x + m.table(torch.arange(len(x[0]))), STATE),
+    "positions by int": (lambda m, x: x + m.table(torch.arange(int(x.shape[1]))), STATE),
+    "positions by range": (lambda m, x: x + m.table(torch.tensor(range(x.shape[1]))), STATE),
+    "positions from one": (lambda m, x: x + m.table(torch.arange(1, x.shape[1] + 1)), STATE),
+    "positions from two": (lambda m, x: x + m.table(torch.arange(x.shape[1]) + 2), STATE),
+    "positions by a product": (lambda m, x: x + m.table(torch.arange(x[..., 0].numel() // x.shape[0])), STATE),
+    "positions of ones": (lambda m, x: x + m.table(torch.ones_like(x[..., 0]).long().cumsum(-1) - 1), STATE),
+    "positions without padding": (
+        lambda m, x: x + m.table(torch.ones_like(x[..., 0]).long().cumsum(1) * (x[..., 0] < 99) + 1), STATE,
+    ),
+    "positions by where": (lambda m, x: x + m.table(torch.where(x[..., 0] < 99, torch.arange(x.shape[1]), 0)), STATE),
+    "positions by linear": (lambda m, x: x + torch.arange(x.shape[1], dtype=x.dtype)[:, None] * m.gate / 9, STATE),
+    "positions by einsum": (
+        lambda m, x: x * torch.einsum("i,j->ij", torch.arange(x.size(-2)).type_as(x), m.gate / 9).cos(), STATE,
+    ),
+    "a buffer of waves": (lambda m, x: x + m.waves[: x.shape[1]].to(x.dtype), STATE),
+    "a buffer's rows by index": (lambda m, x: x + m.waves[torch.arange(x.shape[1])].to(x.dtype), STATE),
+    "a buffer's rows by index_select": (
+        lambda m, x: x + m.waves.index_select(0, torch.arange(x.shape[1])).to(x.dtype), STATE,
+    ),
+    "a buffer's rows by len": (lambda m, x: x + m.table.weight[: len(x[0])], STATE),
+}  # fmt: skip
 
 ALSO_RIGHT: dict[str, Mix] = {
     "plain": lambda m, x: m.proj(x),
@@ -567,7 +597,19 @@ ALSO_RIGHT: dict[str, Mix] = {
     "flat tokens": lambda m, x: m.proj(x.reshape(-1, HIDDEN)).view_as(x),
     "tokens first": lambda m, x: m.proj(x.transpose(0, 1)).transpose(0, 1).contiguous(),
     "a loss over tokens": lambda m, x: (seq1f1b.add_loss(x.square().mean()), x)[1],
-}
+    "window": lambda m, x: m.join(seq1f1b.causal_attention(*m.heads(x), layer=5, window=5)),
+    "soft cap": lambda m, x: m.join(seq1f1b.causal_attention(*m.heads(x), layer=5, softcap=3.0)),
+    "running sum": lambda m, x: running(x) * 0.1,
+    "arange from the offset": lambda m, x: x + m.table(
+        torch.arange(seq1f1b.token_offset(), seq1f1b.token_offset() + x.shape[1])
+    ),
+    "rows of a buffer from the offset": lambda m, x: x + m.waves[seq1f1b.positions(x)].to(x.dtype),
+    "group norm of a token": lambda m, x: m.group_norm(x.flatten(0, 1)).view_as(x),
+    "norm over features": lambda m, x: F.layer_norm(x, x.shape[2:]),
+    "first rows of a weight": lambda m, x: F.linear(x, m.qkv.weight[:HIDDEN]),
+    "dropout beside attention": lambda m, x: m.dropout(m.proj(x)),
+    "attention in attention": lambda m, x: m.join(seq1f1b.causal_attention(*m.heads(x), layer=5)),
+}  # fmt: skip
 
 
 def batch() -> tuple[Tensor, Tensor]:

@@ -1,26 +1,31 @@
-"""Is what a trace of a forward does not record refused by name, with the line, and is the process left as it was?"""
+"""Models that split refuses, by the trace of their forward or by values, and what a message of it says; and others
+whose user changes something after the cut, or which look like those."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import datetime
+import os
 import random
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
-from split_parts import HIDDEN, VOCAB, Plain, model_of
+from split_parts import HIDDEN, VOCAB, Base, Plain, model_of
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import seq1f1b
+
+SCALE, LEVELS = 1.0, {"a": 1.0}
 
 
 def whole(self: Any, tokens: Tensor) -> Tensor:
@@ -57,22 +62,18 @@ CONTEXTS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
-@pytest.mark.parametrize("name", CONTEXTS)
-def test_a_context_around_a_part(name: str) -> None:
-    make, text = CONTEXTS[name]
+def under(make: Callable[[], Any]) -> nn.Module:
+    """A context around a part."""
 
     def forward(self: Any, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         with make():
-            x = self.blocks[0](x)  # the line
+            x = self.blocks[0](x)
         for block in list(self.blocks)[1:]:
             x = x + block(x)
         return self.head(x)
 
-    with pytest.raises(ValueError, match=rf"test_split_watch.py:\d+: .*{text}"):
-        seq1f1b.split(model_of(forward), 2)
-    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu") and not torch.is_anomaly_enabled()
+    return model_of(forward)
 
 
 def default_dtype(self: Any, tokens: Tensor) -> Tensor:
@@ -289,23 +290,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_a_trace_does_not_record(name: str) -> None:
-    make, text = REFUSED[name]
-    model = make()
-    before, attributes = copy.deepcopy(model.state_dict()), {module: dict(vars(module)) for module in model.modules()}
-    generators = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tolist()
-    with pytest.raises(ValueError, match=text):
-        seq1f1b.split(model, at=["blocks.2"] if name != "compiled" else ["_orig_mod.blocks.2"])
-    assert {key: tensor.tolist() for key, tensor in model.state_dict().items()} == {
-        key: tensor.tolist() for key, tensor in before.items()
-    }
-    assert {module: dict(vars(module)) for module in model.modules()} == attributes
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == (generators[0], generators[2])
-    assert torch.equal(torch.get_rng_state(), generators[1])
-    assert torch.get_default_dtype() == torch.float32 and not torch.are_deterministic_algorithms_enabled()
-
-
 # -- modules that the trace enters -------------------------------------------------------------------------------------
 
 
@@ -328,53 +312,26 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("place", ["", "decoder", "decoder.blocks"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_hooks_on_what_is_divided(kind: str, place: str) -> None:
+def hooked(kind: str, place: str) -> nn.Module:
     model = Outer()
     getattr(model.get_submodule(place), kind)(lambda *_, **__: None, **KINDS[kind])
-    with pytest.raises(ValueError, match=r"has hooks, which no stage would run \(.*hooks\): put them on its blocks"):
-        seq1f1b.split(model, 2)
+    return model
 
 
-@pytest.mark.parametrize("kind", ["register_module_forward_hook", "register_module_full_backward_pre_hook"])
-def test_hooks_on_all_modules(kind: str) -> None:
+@contextmanager
+def global_hook(kind: str) -> Iterator[None]:
     handle = getattr(nn.modules.module, kind)(lambda *_: None)
     try:
-        with pytest.raises(ValueError, match=r"torch has global .* hooks for all modules"):
-            seq1f1b.split(Outer(), 2)
+        yield
     finally:
         handle.remove()
 
 
-def test_hooks_on_blocks_stay() -> None:
-    model = Outer()
-    model.decoder.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
-    model.decoder.blocks[3].register_full_backward_hook(lambda module, given, got: (given[0] * 2,))
-    whole, tokens = copy.deepcopy(model), torch.arange(10).view(2, 5)
-    first, second = seq1f1b.split(model, 2)
-    for out in (second(first(tokens)), whole(tokens)):
-        out.sum().backward()
-    assert torch.equal(model.decoder.embedding.weight.grad, whole.decoder.embedding.weight.grad)
-
-
-@pytest.mark.parametrize("place", ["", "decoder"])
-def test_a_forward_of_the_instance(place: str) -> None:
+def with_own_forward(place: str) -> nn.Module:
     model = Outer()
     module = model.get_submodule(place)
     module.forward = types.MethodType(lambda self, tokens: type(self).forward(self, tokens) * 2, module)
-    with pytest.raises(ValueError, match=r"has a forward that was set on the instance"):
-        seq1f1b.split(model, 2)
-
-
-def test_a_block_with_a_forward_of_its_own_stays() -> None:
-    model = Plain()
-    block = model.blocks[1]
-    block.forward = types.MethodType(lambda self, x: type(self).forward(self, x) * 2, block)
-    tokens = torch.arange(10).view(2, 5)
-    want = model(tokens)
-    first, second = seq1f1b.split(model, 2)
-    assert torch.equal(second(first(tokens)), want)
+    return model
 
 
 NOT_REFUSED = {  # changes no number, or is a value at the cut
@@ -384,8 +341,234 @@ NOT_REFUSED = {  # changes no number, or is a value at the cut
 }
 
 
-@pytest.mark.parametrize("name", NOT_REFUSED)
-def test_what_changes_no_number_is_not_refused(name: str) -> None:
-    model, tokens = model_of(NOT_REFUSED[name], rng=torch.Generator()), torch.arange(10).view(2, 5)
-    first, second = seq1f1b.split(model, 2)
-    assert torch.equal(second(first(tokens)), model(tokens))
+# -- what only values tell ---------------------------------------------------------------------------------------------
+
+
+class Noting(nn.Module):
+    """Leaves a loss as an attribute, as routers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.aux = nn.Linear(HIDDEN, HIDDEN), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aux = x.square().mean()
+        return self.linear(x)
+
+
+class Remembering(nn.Module):
+    """The first block leaves a value that later ones add, in a dict that all of them hold."""
+
+    def __init__(self, values: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.linear, self.values = nn.Linear(HIDDEN, HIDDEN), values
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "first" not in self.values:
+            self.values["first"] = x.detach()
+        return self.linear(x) + self.values["first"]
+
+
+class SwitchingOff(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        torch.set_grad_enabled(False)
+        return out
+
+
+class SwitchingOn(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.set_grad_enabled(True)
+        return super().forward(x)
+
+
+def with_aux(self: Any, tokens: Tensor) -> Tensor:
+    out = Plain.forward(self, tokens)
+    return out + sum(block.aux for block in self.blocks)
+
+
+def noting() -> Any:
+    return model_of(with_aux, blocks=nn.ModuleList(Noting() for _ in range(4)))
+
+
+def remembering() -> Any:
+    class Forgetting(Plain):
+        def forward(self, tokens: Tensor) -> Any:
+            out = super().forward(self.reset(tokens))
+            return out
+
+    values: dict[str, Tensor] = {}
+    model = Forgetting()
+    model.reset = Resetting(values)
+    model.blocks = nn.ModuleList(Remembering(values) for _ in range(4))
+    return model
+
+
+class Resetting(nn.Module):
+    def __init__(self, values: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.values = values
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.values.clear()
+        return tokens
+
+
+def switching() -> Any:
+    model = Plain()
+    model.blocks[1], model.blocks[2] = SwitchingOff(HIDDEN, HIDDEN), SwitchingOn(HIDDEN, HIDDEN)
+    return model
+
+
+def closed_over(hook: bool) -> Any:
+    """A block of two stages that computes with its own parameters by a closure, which no copy follows."""
+    model = Plain()
+    block = model.blocks[3] = model.blocks[0]
+    if hook:
+        block.register_forward_hook(lambda module, args, output: output + block.bias)
+    else:
+        forward = block.forward
+        block.forward = lambda x: forward(x) * 2
+    return model
+
+
+# What only values tell
+TOLD_BY_VALUES: dict[str, tuple[Callable[[], Any], str]] = {
+    "a loss in a block": (
+        noting, r"do not compute what it does, on token ids of shape \(2, 8\), in training mode: output is off by",
+    ),
+    "gradients left off": (switching, "stage 0 of Plain leaves gradients off for the next one"),
+    "a hook's closure": (lambda: closed_over(True), "computes with blocks.0.(weight|bias), which it does not hold"),
+    "a forward's closure": (lambda: closed_over(False), "computes with blocks.0.(weight|bias), which it does not hold"),
+    # the second stage of another process would take the first one's input for the first block's
+    "a dict of two stages": (remembering, r"do not compute what it does.*: output is off by"),
+}  # fmt: skip
+
+
+# -- what forward reads of Python --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Config:
+    scale: float = 1.0
+    rate: float = 0.1
+    inner: Any = None
+
+
+class Scaled:
+    factor = 1.0
+
+    def of(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def set_global(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda model: globals().__setitem__(name, value)
+
+
+CLOSED = [1.0]
+
+
+def closing() -> Callable[..., Any]:
+    scale = CLOSED
+
+    def forward(self: Any, tokens: Tensor) -> Tensor:
+        return Plain.forward(self, tokens) * scale[0]
+
+    return forward
+
+
+def by_block(self: Any, tokens: Tensor) -> Tensor:
+    x = self.embedding(tokens)
+    for block in self.blocks:
+        x = x + block(x) * block.gain
+    return self.head(x)
+
+
+def scaled_by(read: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda self, tokens: Plain.forward(self, tokens) * read(self)
+
+
+def gained() -> nn.ModuleList:
+    blocks = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+    for block in blocks:
+        block.gain = 1.0
+    return blocks
+
+
+READS: dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[[Any], None], str | None]] = {
+    "attribute": (scaled_by(lambda m: m.scale), {"scale": 1.0}, lambda m: setattr(m, "scale", 2.0),
+                  "self.scale was 1.0 when the model was cut, is 2.0 now"),
+    "by getattr": (scaled_by(lambda m: getattr(m, f"scale_{1}")), {"scale_1": 1.0},
+                   lambda m: setattr(m, "scale_1", 2.0), "self.scale_1 was 1.0"),
+    "of another object": (scaled_by(lambda m: m.config.scale), {"config": Config()},
+                          lambda m: setattr(m.config, "scale", 2.0), "self.config.scale was 1.0"),
+    "another object": (scaled_by(lambda m: m.config.scale), {"config": Config()},
+                       lambda m: setattr(m, "config", Config(3.0)), "self.config.scale was 1.0 .* is 3.0"),
+    "not read": (scaled_by(lambda m: m.config.scale), {"config": Config()},
+                 lambda m: setattr(m.config, "rate", 2.0), None),
+    "deeper": (scaled_by(lambda m: m.config.inner.scale), {"config": Config(inner=Config())},
+               lambda m: setattr(m.config.inner, "scale", 2.0), "self.config.inner.scale was 1.0"),
+    "list": (scaled_by(lambda m: m.scales[1]), {"scales": [1.0, 2.0]},
+             lambda m: m.scales.__setitem__(1, 3.0), r"self.scales was \[1.0, 2.0\] .* is \[1.0, 3.0\] now"),
+    "dict": (scaled_by(lambda m: m.scales["a"]), {"scales": {"a": 1.0}},
+             lambda m: m.scales.update(a=3.0), r"self.scales was \{'a': 1.0\}"),
+    "method's": (lambda self, tokens: self.scaled.of(Plain.forward(self, tokens)), {"scaled": Scaled()},
+                 lambda m: setattr(m.scaled, "factor", 2.0), "self.scaled.factor was 1.0"),
+    "block's": (by_block, {"blocks": gained()}, lambda m: setattr(m.blocks[2], "gain", 2.0),
+                "self.blocks.2.gain was 1.0"),
+    "global": (scaled_by(lambda m: SCALE), {}, set_global("SCALE", 2.0), None),
+    "global list": (scaled_by(lambda m: LEVELS["a"]), {}, lambda m: LEVELS.update(a=5.0), None),
+    "closure": (closing(), {}, lambda m: CLOSED.__setitem__(0, 2.0), None),
+    "absent": (scaled_by(lambda m: 2 if hasattr(m, "extra") else 1), {}, lambda m: setattr(m, "extra", 1),
+               "self.extra was 'nothing' when"),
+    "function": (lambda self, tokens: self.act(Plain.forward(self, tokens)), {"act": F.gelu},
+                 lambda m: setattr(m, "act", F.relu), "self.act was"),
+    "environment": (scaled_by(lambda m: float(os.environ.get("SPLIT_SCALE", "1"))), {},
+                    lambda m: os.environ.__setitem__("SPLIT_SCALE", "2"), None),
+    "within a block": (Plain.forward, {"blocks": nn.ModuleList(nn.Dropout(0.1) for _ in range(4))},
+                       lambda m: setattr(m.blocks[0], "p", 0.5), None),
+}  # fmt: skip
+
+
+def reading(name: str) -> nn.Module:
+    """A model that reads something of Python, as it is before the change."""
+    global SCALE
+    SCALE, LEVELS["a"], CLOSED[0] = 1.0, 1.0, 1.0
+    os.environ.pop("SPLIT_SCALE", None)
+    forward, attributes, _, _ = READS[name]
+    return model_of(forward, **copy.deepcopy(attributes))
+
+
+# -- rows of a table by the number of tokens, from an argument on ------------------------------------------------------
+
+
+def by(take: Any) -> nn.Module:
+    """A model that adds ``take(table, tokens, start)`` to its words."""
+
+    def forward(self: Any, tokens: Tensor, start: Any = 0) -> Tensor:
+        return self.head(self.norm(self.run(self.words(tokens) + take(self.table, tokens, start))))
+
+    model = type("By", (Base,), {"forward": forward})()
+    model.register_buffer("table", torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(0)))
+    return model
+
+
+FROM_AN_ARGUMENT = {
+    "slice": lambda table, x, start: table[start : start + x.size(1)],
+    "computed start": lambda table, x, start: table[2 * start + 1 : x.shape[1] + (2 * start + 1)],
+    "narrow": lambda table, x, start: torch.narrow(table, 0, start, x.shape[-1]),
+    "method, by name": lambda table, x, start: table.narrow(dim=0, start=start, length=x.size(1)),
+    "in turn": lambda table, x, start: table[start:][: x.shape[1]],
+    "several dimensions": lambda table, x, start: table[None, start : x.shape[1] + start, :],
+    "index_select": lambda table, x, start: table.index_select(0, torch.arange(start, start + x.size(1))),
+    "split": lambda table, x, start: table.split([start, x.size(1), 64 - start - x.size(1)])[1],
+}
+
+BY_PLACE = {
+    "positions": lambda table, x, start: table[seq1f1b.positions(x) + start],
+    "a slice from the segment's position on": lambda table, x, start: table[
+        seq1f1b.positions(x)[0] : seq1f1b.positions(x)[0] + x.shape[1]
+    ],
+    "columns": lambda table, x, start: table[seq1f1b.positions(x)][..., start:],
+}
