@@ -141,7 +141,7 @@ class Pricing:
             self._rules[key] = broken
         return self._rules[key]
 
-    def _counts(self, candidate: Candidate) -> dict[str, int]:
+    def _counts(self, candidate: Candidate) -> dict[str, Any]:
         counts = {"num_ranks": self.num_ranks, "num_microbatches": self.num_microbatches}
         return counts | {"num_segments": candidate.num_segments, "stages_per_rank": candidate.stages_per_rank}
 

@@ -167,7 +167,7 @@ class Step:
         for letter in _OUTSIDE_AUTOCAST if self._autocast else "":
             if letter in found:
                 outside = torch.autocast(self._device.type, enabled=False)
-                found[letter] = outside(found[letter])  # type: ignore[no-untyped-call] # torch's has no types
+                found[letter] = outside(found[letter])
         return tuple(found.get(letter) or partial(_missing, letter) for letter in _C.PASSES)
 
     @contextmanager
