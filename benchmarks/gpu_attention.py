@@ -29,7 +29,7 @@ def use(way: str) -> None:
     """Attention goes by cuDNN from the first call of a shape on, by our kernels, or by neither."""
     kernel_library.preferred = "own" if way == OWN else "library"
     cuda_attention.OFTEN = 0 if way == CUDNN else float("inf")
-    cuda_attention.forget_plans()
+    cuda_attention._passes.cache_clear()
 
 
 def ways(machine: Machine) -> list[str]:

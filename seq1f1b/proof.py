@@ -26,13 +26,11 @@ class Use(NamedTuple):
 
     kernel: str
     dtype: torch.dtype
-    head_dim: int  # 0: any, in any dtype
+    head_dim: int
     v_head_dim: int
     device: torch.device
 
     def __str__(self) -> str:
-        if not self.head_dim:
-            return self.kernel
         heads = self.head_dim if self.head_dim == self.v_head_dim else f"{self.head_dim} and {self.v_head_dim}"
         return f"{self.kernel} ({DTYPES[self.dtype]}, heads of {heads})"
 
@@ -72,18 +70,14 @@ class Proofs:
             return False
         try:
             if use not in self.results:
-                self.results[use] = self._proves_itself(use, prove)
-            return self.results[use]
+                prove()
+                self.results[use] = True
+        except Exception as error:
+            self.results[use] = False
+            self._warn(use, error)
         finally:
             self.lock.release()
-
-    def _proves_itself(self, use: Use, prove: Callable[[], None]) -> bool:
-        try:
-            prove()
-        except Exception as error:
-            self._warn(use, error)
-            return False
-        return True
+        return self.results[use]
 
     def _warn(self, use: Use, error: Exception) -> None:
         name = torch.cuda.get_device_name(use.device) if use.device.type == "cuda" else "this machine"

@@ -62,11 +62,6 @@ def chain(num_keys: int, store: bool = False) -> Place:
     return Place(((0, num_keys, 0),), (), 0 if store else num_keys)
 
 
-def first_key(place: Place, tokens: int, window: int) -> int:
-    """The first key that one of the segment's tokens sees."""
-    return max(0, place.end - tokens - window + 1) if window else 0
-
-
 @functools.lru_cache(maxsize=MOST_REMEMBERED)
 def calls_of(way: str, place: Place, tokens: int, window: int, longest: int, is_backward: bool) -> tuple[Call, ...]:
     """The calls of a pass of a segment of so many tokens, those over own keys first.
@@ -79,7 +74,8 @@ def calls_of(way: str, place: Place, tokens: int, window: int, longest: int, is_
     Args:
         longest: most keys of a call before the own ones; of any call of the plain way.
     """
-    is_plain, start, offset = way == "plain", first_key(place, tokens, window), place.end - tokens
+    is_plain, offset = way == "plain", place.end - tokens
+    start = max(0, offset - window + 1) if window else 0  # the first key that one of the tokens sees
     of_each = () if way in ("cudnn", "flash") else place.parts
     joins = way in ("flash", "efficient") and not is_backward and not place.parts
     lead = offset - max(start, place.ranges[-1][0]) if joins else 0

@@ -84,13 +84,14 @@ PATH_CASES = (
 )
 """For what takes the keys of a tree's path."""
 
-CUDNN_CASES = (
+BARE_CASES = (
     CASES[0],
     Options("a segment behind 192 keys with logits near -100", prefix=192, logit=-100.0, store=True),
     PATH_CASES[0],
+    PATH_CASES[2],
 )
-"""For cuDNN: versions of it are known to fail with few heads of keys, with 64 keys behind whole tiles, and for small
-sums."""
+"""For what takes no options. Versions of cuDNN are known to fail with few heads of keys, with 64 keys behind whole
+tiles, and for small sums."""
 
 
 def prove(launch: Launch, use: Use, cases: tuple[Options, ...] = CASES) -> None:
@@ -112,13 +113,10 @@ class _Rows(NamedTuple):
     rows: Tensor
     of_keys: Tensor | None = None  # among the rows, those that hold keys; None: all do
 
-    def holding(self, values: Tensor | None) -> _Rows:
-        if values is not None:
-            self._fill(values.to(self.rows))
+    def holding(self, values: Tensor | float) -> _Rows:
+        of_keys = slice(None) if self.of_keys is None else self.of_keys
+        self.rows[:, :, of_keys] = torch.as_tensor(values, device="cpu").to(self.rows)
         return self
-
-    def _fill(self, values: Tensor | float) -> None:
-        self.rows[:, :, slice(None) if self.of_keys is None else self.of_keys] = values
 
     def keys(self) -> Tensor:
         """The rows in the order of the keys."""
@@ -126,8 +124,7 @@ class _Rows(NamedTuple):
 
     def are_alone(self) -> bool:
         """Whether memory around them still is NaN. They become NaN too."""
-        self._fill(float("nan"))
-        return bool(self.memory.isnan().all())
+        return bool(self.holding(math.nan).memory.isnan().all())
 
 
 class _Case:
@@ -135,8 +132,8 @@ class _Case:
 
     def __init__(self, use: Use, options: Options) -> None:
         self.use, self.options, self.numbers = use, options, Numbers()
-        self.q, self.dout = (self._numbers(HEADS, TOKENS) for _ in range(2))
-        self.k, self.v = (self._numbers(KV_HEADS, options.keys) for _ in range(2))
+        self.q, self.dout = (self._numbers(HEADS, TOKENS, size) for size in use[2:4])
+        self.k, self.v = (self._numbers(KV_HEADS, options.keys, size) for size in use[2:4])
         self.scale = options.scale or use.head_dim**-0.5
         shift = math.sqrt(abs(options.logit) / (self.scale * use.head_dim))
         self.q, self.k = self.q + shift, self.k + math.copysign(shift, options.logit)
@@ -145,8 +142,8 @@ class _Case:
             for start in starts:
                 row[start:] = start
 
-    def _numbers(self, heads: int, tokens: int) -> Tensor:
-        return self.numbers(BATCH, heads, tokens, self.use.head_dim).to(self.use.dtype)
+    def _numbers(self, heads: int, tokens: int, size: int) -> Tensor:
+        return self.numbers(BATCH, heads, tokens, size).to(self.use.dtype)
 
     @functools.cached_property
     def hidden(self) -> Tensor:
@@ -164,8 +161,7 @@ class _Case:
         """out, lse, dq, dk and dv by matrix products in dtype ``wide``; each intermediate result is ``rounded``. What
         is not asked for is not computed."""
         group = HEADS // KV_HEADS
-        by_kv_head = BATCH, KV_HEADS, group, TOKENS, self.use.head_dim
-        q, dout = (t.to(wide).view(by_kv_head) for t in (self.q, self.dout))
+        q, dout = (t.to(wide).view(BATCH, KV_HEADS, group, TOKENS, -1) for t in (self.q, self.dout))
         k, v = (t.to(wide)[:, :, None] for t in (self.k, self.v))
         logits, softcap = rounded(rounded(q @ k.mT) * self.scale), self.options.softcap
         slope = None
@@ -191,21 +187,25 @@ class _Case:
     def in_16_bits(self) -> Iterator[Tensor]:
         return self.results(torch.float32, lambda t: t.to(self.use.dtype).float())
 
-    def queries(self, values: Tensor | None = None, heads: int = HEADS) -> _Rows:
-        """Rows of the queries' tokens, token-major. They hold the values; without any, NaN."""
-        memory = self._memory(self.use.dtype, BATCH, BEHIND + TOKENS + BEHIND, heads, self.use.head_dim)
-        return _Rows(memory, memory[:, BEHIND:-BEHIND].transpose(1, 2)).holding(values)
+    def queries(self, values: Tensor) -> _Rows:
+        """Rows of the queries' tokens, token-major, that hold the values."""
+        return self.for_results(values).holding(values)
 
-    def slab(self, values: Tensor | None, dtype: torch.dtype) -> _Rows:
+    def for_results(self, like: Tensor) -> _Rows:
+        """Rows of the queries' tokens, token-major, with as many heads of that size, that hold NaN."""
+        memory = self._memory(self.use.dtype, BATCH, BEHIND + TOKENS + BEHIND, like.shape[1], like.shape[3])
+        return _Rows(memory, memory[:, BEHIND:-BEHIND].transpose(1, 2))
+
+    def slab(self, values: Tensor, dtype: torch.dtype) -> _Rows:
         """Rows of all keys, in a slab that is longer."""
         place = self.options.place
         ranges = ((0, self.options.keys, 0),) if place is None else place.ranges
         num_rows = max(row + end - begin for begin, end, row in ranges)
-        memory = self._memory(dtype, BATCH, KV_HEADS, num_rows + BEHIND, self.use.head_dim)
+        memory = self._memory(dtype, BATCH, KV_HEADS, num_rows + BEHIND, values.shape[3])
         rows = torch.cat([torch.arange(row, row + end - begin, device=memory.device) for begin, end, row in ranges])
         return _Rows(memory, memory[:, :, :num_rows], None if place is None else rows).holding(values)
 
-    def lse(self, values: Tensor | None = None) -> _Rows:
+    def lse(self, values: Tensor | float = math.nan) -> _Rows:
         count = BATCH * HEADS * TOKENS
         memory = self._memory(torch.float32, 4 + count + 4)
         return _Rows(memory, memory[4 : 4 + count].view(BATCH, HEADS, TOKENS)).holding(values)
@@ -241,7 +241,7 @@ class _Case:
 
 
 def _prove_forward(launch: Launch, case: _Case) -> None:
-    out, lse = case.queries(), case.lse()
+    out, lse = case.for_results(case.dout), case.lse()
     case.launch(launch, out.rows, lse.rows)
     true_out, true_lse = itertools.islice(case.truth(), 2)
     case.hold("out", out.rows, true_out, next(case.in_16_bits()))
@@ -255,8 +255,8 @@ def _prove_forward(launch: Launch, case: _Case) -> None:
 def _prove_backward(launch: Launch, case: _Case) -> None:
     kept, dtype = case.options.kept, case.use.dtype
     (out, lse, *truths), (_, _, *in_16_bits) = case.truth(), case.in_16_bits()
-    dq, own = case.queries(), [case.queries(heads=KV_HEADS) for _ in range(2)]
-    before = [case.numbers(BATCH, KV_HEADS, case.options.keys, case.use.head_dim) for _ in range(2)]
+    dq, own = case.for_results(case.q), [case.for_results(like) for like in (case.k, case.v)]
+    before = [case.numbers(*like.shape) for like in (case.k, case.v)]
     for values in before:
         values[:, :, kept:] = float("nan")
     sums = [case.slab(values, torch.float32) for values in before]

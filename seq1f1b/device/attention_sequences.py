@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from seq1f1b import proof
 from seq1f1b.device import kernel_library
 
 __all__: list[str] = []
@@ -83,7 +82,7 @@ def gradients_of(rows: Sequence[Gradients]) -> Gradients:
 
 
 def siblings_forward(
-    parts: tuple[int, ...], q: Tensor, keys: Tensor, values: Tensor, scale: float
+    parts: tuple[int, ...], scale: float, q: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
     """out and lse over the own keys of siblings, of so many tokens each; all tensors (batch, heads, tokens, ...)."""
     bounds, longest = _sibling_bounds(parts, q), max(parts)
@@ -112,13 +111,8 @@ def _sibling_bounds(parts: tuple[int, ...], like: Tensor) -> Tensor:
     """In int32 on the device of ``like``: 0, and the end of each sibling.
 
     All layers of a unit share them, and its backward. They are kept for a stream alone, in whose order they are written
-    and read, and their memory is used again. A CUDA graph may run after they are gone, and so gets its own.
+    and read, and their memory is used again.
     """
-    if proof.is_capturing():
-        bounds = torch.zeros(len(parts) + 1, dtype=torch.int32, device=like.device)
-        for i, end in enumerate(itertools.accumulate(parts), 1):
-            bounds[i].fill_(end)  # a copy from the host's memory would be made anew when the graph runs
-        return bounds
     return _kept_bounds(parts, like.device, kernel_library.raw_stream(like.get_device()))
 
 

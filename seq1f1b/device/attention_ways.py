@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seq1f1b.device import attention_calls, attention_parts, attention_sequences, kernel_library
-from seq1f1b.device.attention_calls import Call, Place, calls_of
+from seq1f1b.device.attention_calls import Call, Place, calls_of, chain
 from seq1f1b.device.attention_sequences import Gradients
 from seq1f1b.device.document_layout import Layout, Row
 
@@ -40,8 +40,8 @@ class Options(NamedTuple):
     scale: float
     window: int
     softcap: float
+    place: Place = chain(0)  # of the keys
     layout: Layout | None = None  # of the documents, for the way that needs it
-    place: Place | None = None  # of the keys; None: a chain, to whose dk and dv a backward adds
     longest: int = 0  # most keys of a call before the own ones: see calls_of
 
 
@@ -59,11 +59,6 @@ class Given(NamedTuple):
     dv: Tensor
 
 
-def place_of(options: Options) -> Place:
-    assert options.place is not None
-    return options.place
-
-
 # -- layouts ---------------------------------------------------------------------------------------------------------
 
 
@@ -77,9 +72,10 @@ def aligned(t: Tensor) -> Tensor:
     return t.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-def fit(t: Tensor, width: int) -> Tensor:
-    """As the ops can read it, with zeros behind heads that are narrower."""
-    return aligned(t if t.shape[3] == width else F.pad(t, (0, width - t.shape[3])))
+def of_one_size(*tensors: Tensor) -> list[Tensor]:
+    """As the ops can read them, with zeros behind heads that are narrower than others."""
+    width = max(t.shape[3] for t in tensors)
+    return [aligned(t if t.shape[3] == width else F.pad(t, (0, width - t.shape[3]))) for t in tensors]
 
 
 def _cut(t: Tensor, width: int) -> Tensor:
@@ -219,7 +215,6 @@ def own_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tu
 def own_backward(given: Given) -> Gradients:
     dout, q, out = aligned(given.dout), aligned(given.q), aligned(given.out)
     (keys, values), options = _aligned_pair(given.keys, given.values), given.options
-    store = options.place is not None and options.place.kept == 0
     batch, heads, tokens, head_dim = q.shape
     dq, own_dk, own_dv = (
         q.new_empty((batch, tokens, of_heads, head_dim)).transpose(1, 2) for of_heads in (heads, *[keys.shape[1]] * 2)
@@ -227,7 +222,7 @@ def own_backward(given: Given) -> Gradients:
     kernel_library.launch_attention(
         kernel_library.operations()["attention_backward"], q, keys, values, out, given.lse.contiguous(),
         scale=options.scale, window=options.window, softcap=options.softcap, docs=options.key_docs, dout=dout, dq=dq,
-        dk=given.dk, dv=given.dv, own_dk=own_dk, own_dv=own_dv, store=store,
+        dk=given.dk, dv=given.dv, own_dk=own_dk, own_dv=own_dv, store=not options.place.kept,
     )  # fmt: skip
     return dq, own_dk, own_dv
 
@@ -238,7 +233,7 @@ def own_backward(given: Given) -> Gradients:
 def cudnn_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     def op(call: Call, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         found = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
-            q, keys, values, None, True, 0.0, call.is_own, False, scale=options.scale
+            q, aligned(keys), aligned(values), None, True, 0.0, call.is_own, False, scale=options.scale
         )
         return found[0], found[1].view(q.shape[:3])
 
@@ -249,36 +244,32 @@ def _forward_by(
     way: str, op: Callable[[Call, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]], q: Tensor, keys: Tensor,
     values: Tensor, options: Options,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """By cuDNN's op or flash's, in heads of one size; the own keys of siblings by flash."""
-    place, v_head_dim, width = place_of(options), values.shape[3], max(q.shape[3], values.shape[3])
-    q = fit(q, width)
+    """By cuDNN's op or flash's; the own keys of siblings by flash."""
+    place, q, v_head_dim = options.place, aligned(q), values.shape[3]
 
     def part(call: Call, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = fit(keys, width), fit(values, width)
         if place.parts and call.is_own:
-            return attention_sequences.siblings_forward(place.parts, q, keys, values, options.scale)
-        return op(call, q, keys, values)
+            out, lse = attention_sequences.siblings_forward(place.parts, options.scale, *of_one_size(q, keys, values))
+        else:
+            out, lse = op(call, q, keys, values)
+        return _cut(out, v_head_dim), lse
 
     calls = calls_of(way, place, q.shape[2], options.window, options.longest, False)
-    out, lse = over_keys(calls, q, keys, values, part)
-    return _cut(out, v_head_dim), lse
+    return over_keys(calls, q, keys, values, part)
 
 
 def cudnn_backward(given: Given) -> Gradients:
-    options, place, tokens = given.options, place_of(given.options), given.q.shape[2]
-    width = max(given.q.shape[3], given.values.shape[3])
-    dout, q, out = fit(given.dout, width), fit(given.q, width), fit(given.out, width)
-    lse = given.lse.contiguous()
+    options, place, tokens = given.options, given.options.place, given.q.shape[2]
+    dout, q, out, lse = aligned(given.dout), aligned(given.q), aligned(given.out), given.lse.contiguous()
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # state of dropout
 
     def part(call: Call, keys: Tensor, values: Tensor) -> Gradients:
-        keys, values = fit(keys, width), fit(values, width)
         if place.parts and call.is_own:
-            of_all = [t.transpose(1, 2) for t in (dout, q, keys, values, out)]
+            of_all = [t.transpose(1, 2) for t in of_one_size(dout, q, keys, values, out)]
             return attention_sequences.siblings_backward(place.parts, lse, options.scale, *of_all)
         found: Gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
-            dout, q, keys, values, out, lse.unsqueeze(3), unused, unused, None, None, None, tokens, call.size, 0.0,
-            call.is_own, scale=options.scale,
+            dout, q, aligned(keys), aligned(values), out, lse.unsqueeze(3), unused, unused, None, None, None, tokens,
+            call.size, 0.0, call.is_own, scale=options.scale,
         )  # fmt: skip
         return found
 
@@ -289,14 +280,14 @@ def cudnn_backward(given: Given) -> Gradients:
 
 
 def flash_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    offset = place_of(options).end - q.shape[2]
+    offset = options.place.end - q.shape[2]
 
     def op(call: Call, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        tensors = of_one_size(*_rows_of(call, q), keys, values)
         is_causal, left, right = _mask_of(call, offset, options.window)
         found = torch.ops.aten._flash_attention_forward.default(
-            _rows_of(call, q)[0].transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), None, None,
-            call.num_queries, call.size, 0.0, is_causal, False, scale=options.scale, window_size_left=left,
-            window_size_right=right,
+            *[t.transpose(1, 2) for t in tensors], None, None, call.num_queries, call.size, 0.0, is_causal, False,
+            scale=options.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
         return found[0].transpose(1, 2), found[1]
 
@@ -316,7 +307,7 @@ OwnPart = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Gradients]
 
 
 def flash_backward(given: Given) -> Gradients:
-    options, place = given.options, place_of(given.options)
+    options, place = given.options, given.options.place
     own = None
     if place.parts:
         own = functools.partial(
@@ -328,13 +319,13 @@ def flash_backward(given: Given) -> Gradients:
 
 def _flash_gradients(given: Given, calls: tuple[Call, ...], place: Place, own: OwnPart | None) -> Gradients:
     """own: takes the place of the call over the segment's own keys."""
-    options, width = given.options, max(given.q.shape[3], given.values.shape[3])
-    dout, q, out = (fit(t, width).transpose(1, 2) for t in (given.dout, given.q, given.out))
+    options = given.options
+    dout, q, out = (t.transpose(1, 2) for t in of_one_size(given.dout, given.q, given.out))
     offset = place.end - q.shape[1]
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # state of dropout
 
     def part(call: Call, keys: Tensor, values: Tensor) -> Gradients:
-        keys, values = fit(keys, width).transpose(1, 2), fit(values, width).transpose(1, 2)
+        keys, values = (t.transpose(1, 2) for t in of_one_size(keys, values))
         if own is not None and call.is_own:
             return own(dout, q, keys, values, out)
         of_dout, of_q, of_out = _rows_of(call, dout, q, out, dim=1)
@@ -356,14 +347,13 @@ def _flash_gradients(given: Given, calls: tuple[Call, ...], place: Place, own: O
 def documents_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """The first document goes on from an earlier segment: its keys begin there, or where the window does. All others
     have as many keys as queries. So one call computes a row, and no result is merged."""
-    layout, width = options.layout, max(q.shape[3], values.shape[3])
+    layout, rows = options.layout, []
     assert layout is not None
-    rows = []
     for index, row in enumerate(layout.rows):
         start = _first_key_of(row, layout.offset, options.window)
         before, size = layout.offset - start, keys.shape[2] - start
         queries, *of_keys = (t.narrow(0, index, 1) for t in (q, keys, values))
-        tensors = [fit(t, width) for t in (queries, *(t.narrow(2, start, size) for t in of_keys))]
+        tensors = of_one_size(queries, *[t.narrow(2, start, size) for t in of_keys])
         rows.append(attention_sequences.forward(
             tensors, layout.bounds(options.docs)[index], layout.key_bounds(options.docs, index, before), row.longest,
             before + row.num_first, options.scale, options.window,
@@ -388,7 +378,7 @@ def documents_backward(given: Given) -> Gradients:
 
 def _document_gradients(index: int, row: Row, given: Given) -> Gradients:
     """The calls of a row: its own keys for all queries, the keys before them for the queries of the first document."""
-    options, place, tokens, layout = given.options, place_of(given.options), given.q.shape[2], given.options.layout
+    options, place, tokens, layout = given.options, given.options.place, given.q.shape[2], given.options.layout
     assert layout is not None
     bounds, lse, offset = layout.bounds(options.docs)[index], given.lse[0].contiguous(), layout.offset
     start, end = _first_key_of(row, offset, options.window), offset + row.num_first
@@ -437,7 +427,7 @@ def efficient_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options)
             lses.append(found[1].narrow(2, 0, call.num_queries))  # the op rounds their number up
         return _ungroup(outs), _ungroup(lses)
 
-    calls = calls_of("efficient", place_of(options), q.shape[2], 0, options.longest, False)
+    calls = calls_of("efficient", options.place, q.shape[2], 0, options.longest, False)
     return over_keys(calls, q, keys, values, part)
 
 
@@ -467,13 +457,14 @@ def efficient_backward(given: Given) -> Gradients:
                 unused, _BOTTOM_RIGHT if call.is_own else 0, False, scale=options.scale,
             )  # fmt: skip
             dqs.append(part_dq.transpose(1, 2))
+            part_dk, part_dv = part_dk.float(), part_dv.float()  # sums of a group of heads, rounded once
             dk = part_dk if dk is None else dk + part_dk
             dv = part_dv if dv is None else dv + part_dv
         assert dk is not None and dv is not None
         return _ungroup(dqs), dk.transpose(1, 2), dv.transpose(1, 2)
 
-    place = place_of(options)
-    return gradients_over(calls_of("efficient", place, tokens, 0, options.longest, True), place, given, part)
+    calls = calls_of("efficient", options.place, tokens, 0, options.longest, True)
+    return gradients_over(calls, options.place, given, part)
 
 
 # -- plain: (batch, kv_heads, group, tokens, ...) throughout, in float32 or float64 ----------------------------------
@@ -492,7 +483,7 @@ def _logits(q: Tensor, keys: Tensor, options: Options, call: Call, num_tokens: i
     if options.softcap:
         capped = torch.tanh(logits / options.softcap)
         logits, slope = options.softcap * capped, 1 - capped.square()
-    query = place_of(options).end - num_tokens + call.first
+    query = options.place.end - num_tokens + call.first
     position = torch.arange(query, query + tokens, device=q.device)
     distance = position[:, None] - torch.arange(call.begin, call.begin + call.size, device=q.device)[None, :]
     if options.slopes.numel():
@@ -517,7 +508,7 @@ def plain_forward(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> 
         out = torch.einsum("bhgsk,bhkd->bhgsd", weights, _wide(values))
         return out.flatten(1, 2), lse.flatten(1, 2)
 
-    calls = calls_of("plain", place_of(options), q.shape[2], options.window, options.longest, False)
+    calls = calls_of("plain", options.place, q.shape[2], options.window, options.longest, False)
     return over_keys(calls, q, keys, values, part)
 
 
@@ -539,9 +530,8 @@ def plain_backward(given: Given) -> Gradients:
         dk = torch.einsum("bhgsk,bhgsd->bhkd", dlogits, q)
         return dq.flatten(1, 2), dk, dv
 
-    place = place_of(options)
-    calls = calls_of("plain", place, given.q.shape[2], options.window, options.longest, True)
-    return gradients_over(calls, place, given, part)
+    calls = calls_of("plain", options.place, given.q.shape[2], options.window, options.longest, True)
+    return gradients_over(calls, options.place, given, part)
 
 
 class Way(NamedTuple):

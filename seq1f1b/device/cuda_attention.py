@@ -8,17 +8,19 @@ The CUDA kernels of this package's ops; those of the CPU are C. ``way`` chooses 
                enough to pay for its plan of one (``OFTEN``); until then they go by flash
     flash      bfloat16 and float16, head_dim a multiple of 8, Ampere or newer: ``aten::_flash_attention_*``
     documents  as flash, with documents: the same ops over sequences of many lengths
-    efficient  float32 without a window, head_dim a multiple of 4: ``aten::_efficient_attention_*``
+    efficient  float32 without a window, head_dim a multiple of 4; float16, of 8, where flash has no kernels (before
+               Ampere): ``aten::_efficient_attention_*``
     plain      everything else (float64, ALiBi, a soft cap that own does not take, documents in float32 or whose tokens
                do not follow one another, other heads): matrix products over ranges of keys, up to 200 times slower, in
                bounded memory
 
-Our kernels, cuDNN, documents, and flash over the keys of a tree must prove themselves on the device before their first
-use in each dtype and head size (attention_proof.py); what fails goes by the next way. No GPU has run documents and
-trees by flash, nor this proof of cuDNN, yet.
+Our kernels, cuDNN, documents, efficient in float16, and flash over the keys of a tree must prove themselves on the
+device before their first use in each dtype and head size (attention_proof.py); what fails goes by the next way. No GPU
+has run documents and trees by flash, efficient in float16, nor this proof of cuDNN, yet.
 
-Heads of v may have another size than those of q and k. The efficient and plain ways take them as they are; for flash,
-documents and cuDNN the narrower ones get zeros up to the size of the wider; own does not take them.
+Heads of v may have another size than those of q and k. cuDNN takes them as they are where it says so (192 and 128 of
+latent attention among them, which no GPU has run), the efficient and plain ways always; for flash and documents the
+narrower ones get zeros up to the size of the wider; own does not take them.
 
 cuDNN masks from the first key on, so its forward is a call over the segment's own keys and one over those before, and
 the two results are merged. Backward goes over ranges of keys: exact, since the sums over all keys (``lse``) and ``out``
@@ -40,6 +42,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -71,9 +74,6 @@ OFTEN: float = 64
 saves a part of a millisecond a pass: layers and micro-batches of the second step reach this, lengths that come in one
 step alone do not."""
 
-MOST_SHAPES = 1024
-"""Shapes that are counted: with documents of every length few come twice."""
-
 OLDEST_CUDNN = 91501
 """Older ones read beyond the queries where these are no multiple of 128 (pytorch#169849)."""
 
@@ -82,7 +82,7 @@ OLDEST_CUDNN = 91501
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    return _forward(q, k, v, Options(options[1], *options))
+    return _forward(q, k, v, Options(options[1], *options)._replace(place=chain(k.shape[2])))
 
 
 def causal_attention_backward(
@@ -205,28 +205,31 @@ def way(
     Args:
         in_pieces: tokens of a document are known not to follow one another.
     """
-    width, has_slopes, has_docs = max(q.shape[3], v_head_dim), options.slopes.numel() > 0, options.docs.numel() > 0
-    is_chain = options.place is None or options.place.is_chain
+    sizes, has_slopes, has_docs = (q.shape[3], v_head_dim), options.slopes.numel() > 0, options.docs.numel() > 0
+    is_chain = options.place.is_chain
     is_fast = q.dtype in proof.DTYPES and _has_flash(q.device) and not has_slopes
     fits_own = is_fast and is_chain and q.shape[3] == v_head_dim and options.scale > 0
-    fits_flash = is_fast and not options.softcap and width % 8 == 0
+    fits_flash = is_fast and not options.softcap and max(sizes) % 8 == 0
     if fits_own and kernel_library.preference() == "own" and kernel_library.choose(operation, q):
         return "own"
-    if fits_flash and not has_docs and (is_chain or _is_proven("flash", q, width)):
-        if not options.window and _has_cudnn(q.device) and _is_proven("cudnn", q, width):
+    if fits_flash and not has_docs and (is_chain or _is_proven("flash", q, v_head_dim)):
+        fits_cudnn = not options.window and min(sizes) % 8 == 0
+        if fits_cudnn and _has_cudnn(q.device) and _is_proven("cudnn", q, v_head_dim):
             return "cudnn"
         is_faster = fits_own and kernel_library.is_faster(operation, q)
         return "own" if is_faster and kernel_library.choose(operation, q) else "flash"
     fits_documents = fits_flash and has_docs and is_chain and not in_pieces
     is_timed = fits_own and kernel_library.is_timed(operation, q)  # nearly as fast, and asks nothing of the host
-    if fits_documents and not is_timed and _is_proven("documents", q, width):
+    is_ours = is_timed and kernel_library.choose(operation, q)
+    if fits_documents and not is_ours and _is_proven("documents", q, v_head_dim):
         return "documents"
     if fits_own and kernel_library.choose(operation, q):
         return "own"
-    if fits_documents and _is_proven("documents", q, width):
-        return "documents"
     is_bare = not (options.window or options.softcap or has_slopes or has_docs or torch.version.hip)
-    is_efficient = q.dtype == torch.float32 and is_bare and q.shape[3] % 4 == 0 and v_head_dim % 4 == 0
+    is_aligned = all(size * q.element_size() % 16 == 0 for size in sizes)
+    if is_bare and is_aligned and q.dtype == torch.float32:
+        return "efficient"
+    is_efficient = is_bare and is_aligned and q.dtype == torch.float16 and _is_proven("efficient", q, v_head_dim)
     return "efficient" if is_efficient else "plain"
 
 
@@ -236,9 +239,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _has_flash(device: torch.device) -> bool:
-    if torch.version.hip:  # other kernels behind the same ops
-        return False
-    return device.type != "cuda" or _capability(device) >= (8, 0)
+    return device.type != "cuda" or (kernel_library.can_run(device) and not torch.version.hip)  # HIP: other kernels
 
 
 def _has_cudnn(device: torch.device) -> bool:
@@ -247,7 +248,20 @@ def _has_cudnn(device: torch.device) -> bool:
         return False
     is_enabled: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call] # torch's has no types
     version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call] # torch's has no types
-    return is_enabled and _capability(device)[0] in (9, 10) and (version or 0) >= OLDEST_CUDNN
+    return is_enabled and _capability(device)[0] in (9, 10) and _is_new(version or 0)
+
+
+@functools.cache
+def _is_new(version: int) -> bool:
+    """Whether such a cuDNN may compute; warns once if not."""
+    if version < OLDEST_CUDNN:
+        warnings.warn(
+            f"attention goes by torch's flash ops, which are slower: cuDNN must be {OLDEST_CUDNN} or newer, because "
+            f"older ones read beyond the queries, and is {version}; install torch 2.11 or later, which brings such a "
+            "one, or call torch.backends.cuda.enable_cudnn_sdp(False) to do without this warning",
+            stacklevel=2,
+        )
+    return version >= OLDEST_CUDNN
 
 
 def _comes_often(operation: str, q: Tensor, keys: Tensor, values: Tensor, place: Place, longest: int) -> bool:
@@ -260,15 +274,9 @@ def _comes_often(operation: str, q: Tensor, keys: Tensor, values: Tensor, place:
     return next(_passes(operation, q.dtype, q.device, layout, sizes)) >= OFTEN
 
 
-@functools.lru_cache(maxsize=MOST_SHAPES)
+@functools.lru_cache(maxsize=attention_calls.MOST_REMEMBERED)
 def _passes(*shape: Any) -> Iterator[int]:
     return itertools.count()
-
-
-def forget_plans() -> None:
-    """Shapes and layouts of documents. For tests and benchmarks that change what a way follows from."""
-    _passes.cache_clear()
-    document_layout.forget()
 
 
 # -- the check at the first use --------------------------------------------------------------------------------------
@@ -276,7 +284,7 @@ def forget_plans() -> None:
 _CHECKED: dict[str, tuple[str, tuple[attention_proof.Options, ...], proof.Proofs]] = {
     "cudnn": (
         "cuDNN's attention",
-        attention_proof.CUDNN_CASES,
+        attention_proof.BARE_CASES,
         proof.Proofs(
             "Torch's flash ops take its place there.",
             remedy="torch.backends.cuda.enable_cudnn_sdp(False) does without it and this check",
@@ -286,8 +294,16 @@ _CHECKED: dict[str, tuple[str, tuple[attention_proof.Options, ...], proof.Proofs
         "attention over the keys of a tree's path by torch's flash ops",
         attention_proof.PATH_CASES,
         proof.Proofs(
-            "Matrix products, up to 200 times slower, take its place there.",
+            "Torch's memory-efficient ops, or matrix products, up to 200 times slower, take its place there.",
             remedy="Trees cost more time there, and are right",
+        ),
+    ),
+    "efficient": (
+        "attention by torch's memory-efficient ops",
+        attention_proof.BARE_CASES,
+        proof.Proofs(
+            "Matrix products, up to 200 times slower, take its place there.",
+            remedy="Train in float32, which those ops take without this check, or on a GPU of Ampere or later",
         ),
     ),
     "documents": (
@@ -302,32 +318,33 @@ _CHECKED: dict[str, tuple[str, tuple[attention_proof.Options, ...], proof.Proofs
 """The check of a way: its name, its cases, and its results so far."""
 
 
-def _is_proven(name: str, q: Tensor, width: int) -> bool:
+def _is_proven(name: str, q: Tensor, v_head_dim: int) -> bool:
     if q.device.type != "cuda":  # in tests, which hold it to float64 themselves
         return True
-    if name == "cudnn" and not _cudnn_takes(q.dtype, width, q.device):
-        return False
     what, _, proofs = _CHECKED[name]
-    use = proof.Use(what, q.dtype, width, width, q.device)
-    return proofs.holds(use, functools.partial(prove, name, q.dtype, width, q.device))
+    use = proof.Use(what, q.dtype, q.shape[3], v_head_dim, q.device)
+    if name == "cudnn" and not _cudnn_takes(use):
+        return False
+    return proofs.holds(use, functools.partial(prove, name, use))
 
 
 @functools.cache
-def _cudnn_takes(dtype: torch.dtype, width: int, device: torch.device) -> bool:
-    """Whether torch hands heads of that size to cuDNN."""
-    q, k = (torch.empty(1, heads, 128, width, dtype=dtype, device=device) for heads in (2, 1))
-    return torch.backends.cuda.can_use_cudnn_attention(torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, True, True))
+def _cudnn_takes(use: proof.Use) -> bool:
+    """Whether torch hands heads of these sizes to cuDNN."""
+    sizes = (2, use.head_dim), (1, use.head_dim), (1, use.v_head_dim)
+    q, k, v = (torch.empty(1, heads, 128, size, dtype=use.dtype, device=use.device) for heads, size in sizes)
+    return torch.backends.cuda.can_use_cudnn_attention(torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True))
 
 
-def prove(name: str, dtype: torch.dtype, head_dim: int, device: torch.device) -> None:
+def prove(name: str, use: proof.Use) -> None:
     """Runs a way forward and backward on its small cases.
 
     Raises:
         AssertionError, RuntimeError, ...: it is wrong, or does not run.
     """
     for operation in kernel_library.ATTENTION:
-        use = proof.Use(operation, dtype, head_dim, head_dim, device)
-        attention_proof.prove(functools.partial(_launch, WAYS[name]), use, _CHECKED[name][1])
+        launch = functools.partial(_launch, WAYS[name])
+        attention_proof.prove(launch, use._replace(kernel=operation), _CHECKED[name][1])
 
 
 def _launch(
@@ -340,8 +357,8 @@ def _launch(
     tokens, num_keys, none = q.shape[2], k.shape[2], q.new_empty(0)
     layout = document_layout.read(docs, tokens) if docs.numel() else None
     options = Options(
-        docs, none, docs[:, docs.shape[1] - tokens :], none, scale, window, softcap, layout,
-        place or chain(num_keys, store), 40 if docs.numel() else num_keys,
+        docs, none, docs[:, docs.shape[1] - tokens :], none, scale, window, softcap, place or chain(num_keys, store),
+        layout, 40 if docs.numel() else num_keys,
     )  # fmt: skip
     results: tuple[Tensor | None, ...]
     found: tuple[Tensor, ...]
@@ -396,19 +413,18 @@ def _backward(
 
 def _chosen(operation: str, q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[Way, Options]:
     """The way of a call, and the options with what it needs of them."""
-    place, layout, v_head_dim = options.place or chain(keys.shape[2]), None, values.shape[3]
+    layout, v_head_dim, longest = None, values.shape[3], options.place.end
     name = way(q, v_head_dim, options, operation)
     if name == "documents":
         layout = document_layout.layout_of(options.docs, options.key_docs)
         name = name if layout is not None else way(q, v_head_dim, options, operation, in_pieces=True)
-    longest = place.end
     if name == "plain":
-        longest = _plain_range(q)
+        longest = max(16, PLAIN_LOGITS // q.shape[:3].numel())
     elif operation == "attention_backward":
         longest = _key_range(q, values)
-    if name == "cudnn" and not _comes_often(operation, q, keys, values, place, longest):
+    if name == "cudnn" and not _comes_often(operation, q, keys, values, options.place, longest):
         name = "flash"
-    return WAYS[name], options._replace(layout=layout, place=place, longest=longest)
+    return WAYS[name], options._replace(layout=layout, longest=longest)
 
 
 def _key_range(q: Tensor, values: Tensor) -> int:
@@ -416,8 +432,3 @@ def _key_range(q: Tensor, values: Tensor) -> int:
     batch, heads, tokens, head_dim = q.shape
     bytes_per_key = batch * heads * (head_dim + values.shape[3]) * q.element_size()
     return min(KEY_RANGE, max(tokens, RANGE_BYTES // bytes_per_key))
-
-
-def _plain_range(q: Tensor) -> int:
-    batch, heads, tokens, _ = q.shape
-    return max(16, PLAIN_LOGITS // (batch * heads * tokens))

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from seq1f1b import _C, proof
 from seq1f1b.device import attention_proof
+from seq1f1b.proof import DTYPES
 
 __all__: list[str] = []
 
@@ -113,7 +114,7 @@ def choose(name: str, q: Tensor) -> Operation | None:
     found = wanted(name, q.device)
     if found is None or not _has_heads(name, q):
         if not wish and can_run(q.device) and (found is not None or not LIBRARY.exists()):
-            _warn_of_products(found is not None, _name_of(dtype), head_dim)
+            _warn_of_products(found is not None, DTYPES[dtype], head_dim)
         return None
     if wish:
         return found
@@ -152,7 +153,7 @@ def is_timed(name: str, q: Tensor) -> bool:
 
 def is_faster(name: str, q: Tensor) -> bool:
     """Whether it was faster there than torch's flash op."""
-    return is_timed(name, q) and (name, _name_of(q.dtype), q.shape[3]) in TIMED[architecture(q.device)]
+    return is_timed(name, q) and (name, DTYPES[q.dtype], q.shape[3]) in TIMED[architecture(q.device)]
 
 
 def _has_heads(name: str, q: Tensor) -> bool:
@@ -165,10 +166,6 @@ def _heads_of(path: Path, name: str) -> set[tuple[torch.dtype, int]]:
     found = _usable(path)
     kernels = found[name].kernels if name in found else ()
     return {(getattr(torch, kernel.dtype), kernel.head_dim) for kernel in kernels if kernel.head_dim}
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @functools.cache
@@ -237,7 +234,7 @@ def launch_attention(
 
     docs = docs if docs.stride(-1) == 1 else docs.contiguous()
     arguments = (
-        _name_of(q.dtype), batch, heads, k.shape[1], tokens, head_dim, k.shape[2] - tokens,
+        DTYPES[q.dtype], batch, heads, k.shape[1], tokens, head_dim, k.shape[2] - tokens,
         scale, window, softcap, docs.data_ptr() if docs.numel() else 0, docs.stride(0) if docs.numel() else 0,
         rows(q), rows(k), rows(v), rows(out), lse.data_ptr(),
         rows(dout), rows(dq), rows(dk), rows(dv), rows(own_dk), rows(own_dv),

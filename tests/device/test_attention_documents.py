@@ -139,25 +139,28 @@ def test_the_order_of_ways(
 @pytest.mark.parametrize("name", cuda_attention._CHECKED)
 def test_a_way_that_fails_its_check_is_not_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for each dtype and head size, and with a warning that names it and what takes its place."""
-    proved: list[tuple[torch.dtype, int]] = []
+    proved: list[tuple[torch.dtype, int, int]] = []
 
-    def prove(way: str, dtype: torch.dtype, head_dim: int, device: torch.device) -> None:
-        proved.append((dtype, head_dim))
-        assert way == name and head_dim == 64, "dq of a case is off by 1.0e+00 of its norm"
+    def prove(way: str, use: proof.Use) -> None:
+        proved.append(use[1:4])
+        assert way == name and use.head_dim == 64, "dq of a case is off by 1.0e+00 of its norm"
 
     what, cases, now = cuda_attention._CHECKED[name]
     fresh = proof.Proofs(now.instead, remedy=now.remedy)
     monkeypatch.setitem(cuda_attention._CHECKED, name, (what, cases, fresh))
     monkeypatch.setattr(cuda_attention, "prove", prove)
-    monkeypatch.setattr(cuda_attention, "_cudnn_takes", lambda *use: True)
+    monkeypatch.setattr(cuda_attention, "_cudnn_takes", lambda use: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    uses = [SimpleNamespace(dtype=dtype, device=torch.device("cuda", 0)) for dtype in (torch.bfloat16, torch.float16)]
-    words = re.escape(f"{what} (float16, heads of 80) failed its check on cuda:0, a GPU: dq of")
+    tensors = [(torch.bfloat16, 64), (torch.float16, 80)]
+    uses = [
+        SimpleNamespace(dtype=dtype, device=torch.device("cuda", 0), shape=(1, 1, 1, size)) for dtype, size in tensors
+    ]
+    words = re.escape(f"{what} (float16, heads of 80 and 64) failed its check on cuda:0, a GPU: dq of")
     words += f".*{re.escape(f'{now.instead} {now.remedy}')}"
     with pytest.warns(UserWarning, match=words) as said:
-        found = [[cuda_attention._is_proven(name, *of) for of in zip(uses, (64, 80), strict=True)] for _ in range(2)]
+        found = [[cuda_attention._is_proven(name, q, 64) for q in uses] for _ in range(2)]
     assert found == [[True, False]] * 2 and len(said) == 1
-    assert proved == [(torch.bfloat16, 64), (torch.float16, 80)]
+    assert proved == [(*of, 64) for of in tensors]
 
 
 # -- what is asked of the host ---------------------------------------------------------------------------------------

@@ -141,6 +141,10 @@ def a_result_off(launch: Any) -> Any:
     return run
 
 
+def _raise(*arguments: Any) -> bool:
+    raise RuntimeError("CUDA error 209: no kernel image is available")
+
+
 DEFECTS = {  # by what is launched, how the launch differs
     "merge: results swapped": changed(9, lambda parts: parts[::-1]),
     "merge: lse swapped": changed(12, lambda lses: (lses[1], lses[0], lses[2])),
@@ -153,6 +157,8 @@ DEFECTS = {  # by what is launched, how the launch differs
     "total: leaves one out": changed(9, lambda parts: (*parts[:-1], parts[0])),
     "total: an element off": a_result_off,
     "add: an element off": a_result_off,
+    "add: a launch fails": lambda launch: _raise,
+    "total: no launch": lambda launch: lambda *a: False,
 }
 
 
@@ -169,21 +175,6 @@ def test_a_kernel_that_is_wrong_is_told_once_and_not_used(
     (text,) = (str(warning.message) for warning in said)
     assert "SEQ1F1B_CUDA_KERNELS=library" in text and "Install seq1f1b again" in text
     assert chosen(what) is None and chosen("total" if what != "total" else "add") is not None
-
-
-@pytest.mark.parametrize("fails", [True, False])
-def test_a_launch_that_fails_is_not_used(
-    fails: bool, launched: list[str], proofs: proof.Proofs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*arguments: Any) -> bool:
-        if fails:
-            raise RuntimeError("CUDA error 209: no kernel image is available")
-        return False
-
-    said = "no kernel image is available. Torch's ops, which are slower" if fails else "does not take a case that it"
-    with monkeypatch.context() as patch, pytest.warns(UserWarning, match=said):
-        patch.setattr(_C, "cuda_attention_parts", fail)
-        assert chosen() is None
 
 
 # -- which library ---------------------------------------------------------------------------------------------------

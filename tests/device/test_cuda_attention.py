@@ -103,6 +103,21 @@ def test_v_of_another_size(name: str, head_dim: int, v_head_dim: int, dtype: tor
     assert {call[0] for call in calls} == wanted
 
 
+@pytest.mark.parametrize("is_proven", [True, False])
+def test_float16_before_ampere(is_proven: bool, calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the efficient ops, in whole rows of 16 bytes, where these pass their check."""
+    monkeypatch.setattr(cuda_attention, "_has_flash", lambda device: False)
+    monkeypatch.setattr(cuda_attention, "_is_proven", lambda name, q, v_head_dim: is_proven)
+    for name, head_dim, v_head_dim in (("none", 8, 16), ("none", 8, 4), ("window", 8, 8)):
+        calls.clear()
+        given = {"head_dim": head_dim, "v_head_dim": v_head_dim, "dtype": torch.float16}
+        qkv, dout = random_qkv(4, 1, **given), random_qkv(4, 4, **given, seed=1)[2]
+        check(segmented([5, 2, 4, 1], OPTIONS[name], [qkv], [dout])[0], OPTIONS[name], qkv, dout)
+        used = {call[0] for call in calls}
+        by_ops = is_proven and name == "none" and v_head_dim == 16
+        assert used == ({"_efficient_attention_forward", "_efficient_attention_backward"} if by_ops else set())
+
+
 # -- cuDNN -----------------------------------------------------------------------------------------------------------
 
 CUDNN, FLASH = "_scaled_dot_product_cudnn_attention", "_flash_attention_forward"
@@ -116,11 +131,15 @@ def cudnn_calls(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> list[Call
     return calls
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype, head_dim", [(torch.bfloat16, 8), (torch.float16, 8), (torch.bfloat16, 24)], ids=str)
 @pytest.mark.parametrize("heads, kv_heads", HEADS)
-def test_cudnn_equals_the_formula(heads: int, kv_heads: int, dtype: torch.dtype, cudnn_calls: list[Call]) -> None:
-    """The own keys and those before, merged; a pass with one token or key, which cuDNN does not take, by flash."""
-    qkv, dout = (random_qkv(heads, kv_heads, head_dim=8, dtype=dtype, seed=seed) for seed in (0, 1))
+def test_cudnn_equals_the_formula(
+    heads: int, kv_heads: int, dtype: torch.dtype, head_dim: int, cudnn_calls: list[Call]
+) -> None:
+    """The own keys and those before, merged; a pass with one token or key, which cuDNN does not take, by flash. Heads
+    of values that are narrower than those of keys it gets as they are."""
+    given = {"head_dim": head_dim, "v_head_dim": 8, "dtype": dtype}
+    qkv, dout = random_qkv(heads, kv_heads, **given), random_qkv(heads, heads, **given, seed=1)[2:]
     for sizes, flash_forwards in ([5, 2, 5], 0), ([5, 2, 4, 1], 1), ([1, 11], 2):
         cudnn_calls.clear()
         check(segmented(sizes, {"scale": 0.3}, [qkv], [dout[0]])[0], {"scale": 0.3}, qkv, dout[0])
@@ -155,7 +174,7 @@ def test_a_shape_goes_by_cudnn_once_it_has_come_often(cudnn_calls: list[Call], m
         assert ways(12, 2) == [False] * 2
     finally:
         torch.use_deterministic_algorithms(False)
-    assert cuda_attention._passes.cache_info().maxsize == cuda_attention.MOST_SHAPES
+    assert cuda_attention._passes.cache_info().maxsize == attention_calls.MOST_REMEMBERED
 
 
 @pytest.mark.parametrize("length", [64, 192, 320, 63, 128, 200])
@@ -169,19 +188,29 @@ def test_cudnn_gets_no_64_keys_behind_whole_tiles(length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "capability", "found"),
-    [(91501, (9, 0), True), (92000, (10, 3), True), (91500, (9, 0), False), (92000, (8, 9), False),
-     (92000, (12, 0), False), (None, (9, 0), False)],
+    ("version", "capability", "found", "told"),
+    [(91501, (9, 0), True, 0), (92000, (10, 3), True, 0), (91500, (9, 0), False, 1), (91002, (10, 0), False, 1),
+     (92000, (8, 9), False, 0), (91500, (8, 0), False, 0), (92000, (12, 0), False, 0), (None, (9, 0), False, 1)],
 )  # fmt: skip
 def test_where_cudnn_is_taken(
-    version: int | None, capability: tuple[int, int], found: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    version: int | None, capability: tuple[int, int], found: bool, told: int, monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+) -> None:  # fmt: skip
+    """One that is too old, where a newer one would compute, is told once."""
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
     monkeypatch.setattr(cuda_attention, "_capability", lambda device: capability)
-    assert cuda_attention._has_cudnn(torch.device("cuda", 0)) is found
+    cuda_attention._is_new.cache_clear()
+    assert [cuda_attention._has_cudnn(torch.device("cuda", 0)) for _ in range(2)] == [found] * 2
+    assert len(recwarn) == told
+    for warning in recwarn:
+        assert (
+            f"must be 91501 or newer, because older ones read beyond the queries, and is {version or 0}; install "
+            in (str(warning.message))
+        )
+    cuda_attention._is_new.cache_clear()
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
-    assert not cuda_attention._has_cudnn(torch.device("cuda", 0))
+    assert not cuda_attention._has_cudnn(torch.device("cuda", 0)) and len(recwarn) == told
 
 
 # -- ranges of keys ---------------------------------------------------------------------------------------------------

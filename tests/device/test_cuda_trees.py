@@ -6,8 +6,10 @@ float64. What a GPU runs at the first use of a way (cuda_attention.prove) is hel
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import aten_stand_ins
@@ -18,14 +20,15 @@ from attention_runs import OPTIONS, errors, formula, random_qkv
 from path_runs import Case, by_paths, by_units
 from simulated_step import SimulatedStep
 from slices import full_only
+from torch import Tensor
 
 from seq1f1b import _C, proof
-from seq1f1b.device import attention_parts, attention_sequences, cuda_attention
+from seq1f1b.device import attention_calls, attention_parts, cuda_attention
 from seq1f1b.ops.attention import causal_attention, layer_handle, positions
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that kernels are replaced
 
-FLASH, CUDNN = "_flash_attention", "_scaled_dot_product_cudnn_attention"
+FLASH, CUDNN, EFFICIENT = "_flash_attention", "_scaled_dot_product_cudnn_attention", "_efficient_attention"
 LIMITS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
 BY_DISTANCE = ("window", "window of 1", "slopes", "slopes per batch", "all")  # siblings refuse them
 HEADS = [(4, 4), (4, 2), (4, 1)]
@@ -183,15 +186,6 @@ def test_a_range_with_the_own_keys_is_one_call(dtype: torch.dtype, calls: list[C
         assert [shape[1] for _, shape, *_ in calls] == lengths
 
 
-@pytest.mark.parametrize("is_captured", [False, True])
-def test_a_graph_has_bounds_of_its_own(is_captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may run after those of a unit are gone."""
-    monkeypatch.setattr(proof, "is_capturing", lambda: is_captured)
-    found = [attention_sequences._sibling_bounds((3, 1, 4), torch.empty(0)) for _ in range(2)]
-    assert [bounds.tolist() for bounds in found] == [[0, 3, 4, 8]] * 2
-    assert (found[0] is found[1]) != is_captured
-
-
 def test_siblings_of_one_unit(calls: list[Call]) -> None:
     """No window, one document, and positions that begin anew."""
     step = SimulatedStep([3, 4], parents=[-1, 0], parts={1: [1, 3]})
@@ -234,41 +228,87 @@ def test_ids_of_one_document_hide_nothing(calls: list[Call]) -> None:
 # -- the check at the first use --------------------------------------------------------------------------------------
 
 
-def prove(name: str, head_dim: int = 64) -> None:
-    cuda_attention.prove(name, torch.bfloat16, head_dim, torch.device("cpu"))
+def prove(name: str, head_dim: int = 64, v_head_dim: int = 64) -> None:
+    dtype = torch.float16 if name == "efficient" else torch.bfloat16
+    cuda_attention.prove(name, proof.Use("", dtype, head_dim, v_head_dim, torch.device("cpu")))
 
 
-@pytest.mark.parametrize(("name", "head_dim"), [("flash", 64), ("cudnn", 64), ("documents", 64), ("documents", 192)])
-def test_ways_pass_their_check(name: str, head_dim: int, calls: list[Call]) -> None:
-    """Each by its own ops; flash also of sequences of many lengths, for siblings."""
-    prove(name, head_dim)
-    assert all(op.startswith(CUDNN if name == "cudnn" else FLASH) for op, *_ in calls)
-    assert any(len(shape) == 3 for _, shape, *_ in calls) == (name != "cudnn")
+FAMILIES = {"flash": FLASH, "cudnn": CUDNN, "documents": FLASH, "efficient": EFFICIENT}
+
+
+def test_ways_pass_their_check(calls: list[Call]) -> None:
+    """Each by its own ops, and by flash's over sequences of many lengths for siblings; values may have other heads. All
+    that a process can check in a dtype and head size on a device is few calls."""
+    for v_head_dim in (128, 64):
+        calls.clear()
+        for name in cuda_attention._CHECKED:
+            begin = len(calls)
+            prove(name, v_head_dim=v_head_dim)
+            family = FAMILIES[name]
+            assert all(op.startswith(family) or (FLASH in op and len(shape) == 3) for op, shape, *_ in calls[begin:])
+            assert any(op.startswith(family) for op, *_ in calls[begin:])
+    print(f"calls of all checks: {len(calls)}")
+    assert len(calls) <= 130
 
 
 Op = Callable[..., Any]
+Fault = Callable[[Op], Op]
 
 
-def nan_of_small_sums(whole: Op) -> Op:
-    """A part of cudnn-frontend#628 in a backward."""
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        dq, dk, dv = whole(*arguments, **options)
-        return dq * (float("nan") if bool((arguments[5] < -88.7).any()) else 1.0), dk, dv
-
-    return call
+def of_argument(index: int, change: Callable[[Any], Any]) -> Fault:
+    """The dispatcher leaves the last arguments out where they have their default."""
+    return lambda whole: lambda *a, **o: whole(*a[:index], *map(change, a[index : index + 1]), *a[index + 1 :], **o)
 
 
-def few_heads_swapped(whole: Op) -> Op:
-    return lambda q, k, v, *rest, **options: whole(q, k.flip(1), v, *rest, **options)
+def of_result(index: int, change: Callable[..., Any]) -> Fault:
+    """change: of the result, and of the op's arguments."""
+
+    def of(whole: Op) -> Op:
+        def call(*a: Any, **options: Any) -> Any:
+            found = list(whole(*a, **options))
+            found[index] = change(found[index], *a)
+            return tuple(found)
+
+        return call
+
+    return of
+
+
+def of_scale(whole: Op) -> Op:
+    return lambda *a, scale, **options: whole(*a, scale=1.03 * scale, **options)
+
+
+def of_mask(change: Callable[[Tensor], Tensor]) -> Fault:
+    """Of the keys that a query sees, where these are not all."""
+    return lambda whole: lambda *a: seen if (seen := whole(*a)).all() else change(seen)
+
+
+def first_of_each_group(index: int) -> Fault:
+    """dk or dv of cuDNN's backward (batch, heads, ...) from the first query head alone of those that share keys."""
+
+    def of(whole: Op) -> Op:
+        def call(dout: Tensor, q: Tensor, k: Tensor, *rest: Any, **options: Any) -> Any:
+            is_first = torch.arange(q.shape[1])[:, None, None] % (q.shape[1] // k.shape[1]) == 0
+            found = list(whole(dout, q, k, *rest, **options))
+            found[index] = whole(dout * is_first, q, k, rest[0], rest[1] * is_first, *rest[2:], **options)[index]
+            return tuple(found)
+
+        return call
+
+    return of
+
+
+def rows_of_a_tile(t: Tensor, *a: Any) -> Tensor:
+    """Zeros in rows from 64 on."""
+    return torch.where(torch.arange(t.shape[2])[:, None] < 64, t, 0.0)
 
 
 def in_padded_sums(whole: Op) -> Op:
     """An lse of (sequences, heads, longest), as another torch may give."""
 
-    def call(*arguments: Any, **options: Any) -> Any:
-        out, lse, *rest = whole(*arguments, **options)
-        return out, lse if arguments[3] is None else lse[None].expand(len(arguments[3]) - 1, -1, -1).contiguous(), *rest
+    def call(*a: Any, **options: Any) -> Any:
+        out, lse, *rest = whole(*a, **options)
+        return out, lse if a[3] is None else lse[None].expand(len(a[3]) - 1, -1, -1).contiguous(), *rest
 
     return call
 
@@ -276,39 +316,116 @@ def in_padded_sums(whole: Op) -> Op:
 def causal_from_the_top(whole: Op) -> Op:
     """Query i of a sequence sees its keys 0..i: right only where there are as many keys as queries."""
 
-    def call(*arguments: Any, **options: Any) -> Any:
-        if arguments[3] is not None:
-            q_bounds, k_bounds = arguments[3], arguments[4].clone()
+    def call(*a: Any, **options: Any) -> Any:
+        if a[3] is not None:
+            q_bounds, k_bounds = a[3], a[4].clone()
             k_bounds[1:] -= k_bounds[1] - q_bounds[1]
-            arguments = *arguments[:4], k_bounds, *arguments[5:]
-        return whole(*arguments, **options)
+            a = *a[:4], k_bounds, *a[5:]
+        return whole(*a, **options)
 
     return call
 
 
 def without_a_window(whole: Op) -> Op:
-    return lambda *arguments, **options: whole(*arguments, **options | dict.fromkeys(WINDOW))
+    return lambda *a, **options: whole(*a, **options | dict.fromkeys(("window_size_left", "window_size_right")))
 
 
-WINDOW = "window_size_left", "window_size_right"
-DEFECTS: list[tuple[str, str, Callable[[Op], Op]]] = [  # of a way's op: what our own code gets wrong, tests above see
-    ("cudnn", f"{CUDNN}_backward", nan_of_small_sums),
-    ("cudnn", CUDNN, few_heads_swapped),
-    ("documents", f"{FLASH}_forward", in_padded_sums),
-    ("documents", f"{FLASH}_forward", causal_from_the_top),
-    ("flash", f"{FLASH}_forward", in_padded_sums),
-    ("flash", f"{FLASH}_forward", without_a_window),
-    ("flash", f"{FLASH}_backward", without_a_window),
-]
+def as_one_sequence(whole: Op) -> Op:
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, key_bounds: Any, *rest: Any, **options: Any
+    ) -> Any:
+        if bounds is not None:
+            bounds, key_bounds, rest = bounds[[0, -1]], key_bounds[[0, -1]], (len(q), len(k), *rest[2:])
+        return whole(q, k, v, bounds, key_bounds, *rest, **options)
+
+    return call
 
 
-@pytest.mark.parametrize(("name", "op", "change"), DEFECTS)
-def test_a_defect_of_an_op_fails_the_check(
-    name: str, op: str, change: Callable[[Op], Op], calls: list[Call], monkeypatch: pytest.MonkeyPatch
+def nan_of_small_sums(dq: Tensor, *a: Any) -> Tensor:
+    """A part of cudnn-frontend#628."""
+    return dq * (float("nan") if bool((a[5] < -88.7).any()) else 1.0)
+
+
+def nan_behind_whole_tiles(dq: Tensor, *a: Any) -> Tensor:
+    """All of it: keys lie in dimension 2, and the mask is causal or there is none."""
+    return nan_of_small_sums(dq, *a) if a[2].shape[2] % 128 == 64 and not a[14] else dq
+
+
+FAULTS: dict[str, tuple[str, str, Fault]] = {  # of a library: what our own code gets wrong, tests above see
+    "cuDNN: another scale": ("cudnn", CUDNN, of_scale),
+    "cuDNN: another scale backward": ("cudnn", f"{CUDNN}_backward", of_scale),
+    "cuDNN: no mask": ("cudnn", CUDNN, of_argument(6, lambda is_causal: False)),
+    "cuDNN: no mask backward": ("cudnn", f"{CUDNN}_backward", of_argument(14, lambda is_causal: False)),
+    "cuDNN: a key too many": ("cudnn", "_check_cudnn", of_mask(lambda seen: seen | seen.roll(1, 1))),
+    "cuDNN: a key too few": ("cudnn", "_check_cudnn", of_mask(lambda seen: (seen & seen.roll(-1, 1)) | seen.all(0))),
+    "cuDNN: all keys before the segment left out": (
+        "cudnn", CUDNN, of_result(1, lambda lse, *a: lse if len(a) > 6 and a[6] else lse - math.inf)
+    ),
+    "cuDNN: lse of base 2": ("cudnn", CUDNN, of_result(1, lambda lse, *a: lse / math.log(2))),
+    "cuDNN: lse without the scale": ("cudnn", CUDNN, of_result(1, lambda lse, *a: lse * a[0].shape[3] ** 0.5)),
+    "cuDNN: heads of keys swapped": ("cudnn", CUDNN, of_argument(1, lambda k: k.flip(1))),
+    "cuDNN: queries behind a tile left out": ("cudnn", CUDNN, of_result(0, rows_of_a_tile)),
+    "cuDNN: dq of small sums NaN": ("cudnn", f"{CUDNN}_backward", of_result(0, nan_of_small_sums)),
+    "cuDNN: dk of another head": ("cudnn", f"{CUDNN}_backward", of_result(1, lambda dk, *a: dk.flip(1))),
+    "cuDNN: dk of one query head of a group": ("cudnn", f"{CUDNN}_backward", first_of_each_group(1)),
+    "cuDNN: dv of one query head of a group": ("cudnn", f"{CUDNN}_backward", first_of_each_group(2)),
+    "cuDNN: dq without the scale": ("cudnn", f"{CUDNN}_backward", of_result(0, lambda dq, *a: 8 * dq)),
+    "cuDNN: gradients without dout out": ("cudnn", f"{CUDNN}_backward", of_argument(4, torch.zeros_like)),
+    "cuDNN: weights too large by 5 %": ("cudnn", f"{CUDNN}_backward", of_argument(5, lambda lse: lse - 0.05)),
+    "cuDNN: dout behind a tile left out": ("cudnn", f"{CUDNN}_backward", of_argument(0, rows_of_a_tile)),
+    "documents: sums padded": ("documents", f"{FLASH}_forward", in_padded_sums),
+    "documents: causal from the top left": ("documents", f"{FLASH}_forward", causal_from_the_top),
+    "documents: as one": ("documents", f"{FLASH}_forward", as_one_sequence),
+    "flash: sums padded": ("flash", f"{FLASH}_forward", in_padded_sums),
+    "flash: siblings see each other": ("flash", f"{FLASH}_forward", as_one_sequence),
+    "flash: no window": ("flash", f"{FLASH}_forward", without_a_window),
+    "flash: no window backward": ("flash", f"{FLASH}_backward", without_a_window),
+    "efficient: another mask": ("efficient", f"{EFFICIENT}_forward", of_argument(9, lambda mask: min(mask, 1))),
+    "efficient: no mask backward": ("efficient", f"{EFFICIENT}_backward", of_argument(14, lambda mask: 0)),
+}  # fmt: skip
+
+
+def plant(name: str, patch: pytest.MonkeyPatch) -> str:
+    """Plants a fault in an op of the library, or in the mask of a family of them; returns the way that it is in."""
+    way, target, change = FAULTS[name]
+    if target in aten_stand_ins._OPS:
+        patch.setitem(aten_stand_ins._OPS, target, change(aten_stand_ins._OPS[target]))
+    else:
+        patch.setattr(aten_stand_ins, target, change(getattr(aten_stand_ins, target)))
+    return way
+
+
+def test_the_check_finds_every_planted_fault(calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for name in FAULTS:
+        with monkeypatch.context() as patch:
+            way = plant(name, patch)
+            with cuda_kernels_on_the_cpu():
+                try:
+                    prove(way)
+                except (AssertionError, RuntimeError) as error:
+                    found[name] = str(error).splitlines()[0]
+    print(*(f"{name}: {found.get(name, 'not found')}" for name in FAULTS), sep="\n")
+    print(f"found: {len(found)} of {len(FAULTS)} planted faults")
+    assert found.keys() == FAULTS.keys() and len(FAULTS) >= 20
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_the_check_finds_what_keys_are_cut_for(
+    is_cut: bool, calls: list[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(aten_stand_ins._OPS, op, change(aten_stand_ins._OPS[op]))
-    with cuda_kernels_on_the_cpu(), pytest.raises((AssertionError, RuntimeError)):
-        prove(name)
+    """cudnn-frontend#628, where keys before the segment would be one call."""
+    fault = of_result(0, nan_behind_whole_tiles)(aten_stand_ins._OPS[f"{CUDNN}_backward"])
+    monkeypatch.setitem(aten_stand_ins._OPS, f"{CUDNN}_backward", fault)
+    if not is_cut:
+        monkeypatch.setattr(attention_calls, "_bounds", lambda start, limit, longest, way: [(start, limit)])
+    attention_calls.calls_of.cache_clear()
+    with (
+        cuda_kernels_on_the_cpu(),
+        nullcontext() if is_cut else pytest.raises(AssertionError, match=r"dq of .* is off"),
+    ):
+        prove("cudnn")
+    attention_calls.calls_of.cache_clear()
 
 
 @pytest.mark.parametrize(

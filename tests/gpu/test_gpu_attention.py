@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -14,11 +15,13 @@ from attention_runs import errors, formula, gradients, random_qkv, segmented
 from gpu_runs import Ranks, poison
 from torch import Tensor
 
+from seq1f1b import proof
 from seq1f1b.device import cuda_attention
 from seq1f1b.device.placement import step_on
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 HEADS = 8
+DTYPES = dict.fromkeys(cuda_attention._CHECKED, (BF16, FP16)) | {"efficient": (FP16,)}
 FLOORS = {FP64: 1e-12, FP32: 1e-5}
 
 
@@ -56,10 +59,40 @@ def test_segments_are_right(
     device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, kv_heads: int, name: str,
     sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Our error is at most twice that of the formula in the same dtype, at first and once the shape has come often."""
+    """At first, and by cuDNN once the shape has come often."""
     if device.type == "cpu":  # stand-ins are slow
         sizes = tuple(-(-size // 16) for size in sizes)
-    tokens = sum(sizes)
+    hold(device, dtype, (head_dim, v_head_dim), kv_heads, name, sizes, (math.inf, 0), monkeypatch)
+
+
+@pytest.mark.parametrize(("head_dim", "kv_heads"), [(64, 2), (64, 8), (128, 2), (128, 8)])
+def test_tails_are_right(device: torch.device, head_dim: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys before a segment, and queries, that end anywhere in a tile, where cuDNN has failed others: pytorch#169849
+    (queries), cudnn-frontend#628 (64 keys behind whole tiles, far logits), pytorch#193893 (few heads of keys)."""
+    prefixes = (64,) if device.type == "cpu" else (64, 192, 704, 1000, 1216, 1280)
+    for prefix, tokens, name in itertools.product(prefixes, (128, 192, 261), ("", "far logits")):
+        hold(device, BF16, (head_dim, head_dim), kv_heads, name, (prefix, tokens), (0,), monkeypatch)
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128)], ids=str)
+@pytest.mark.parametrize(("way", "dtype"), [(way, t) for way in cuda_attention._CHECKED for t in DTYPES[way]], ids=str)
+def test_ways_pass_their_check(device: torch.device, way: str, dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
+    """A failure here is a warning elsewhere, and a slower way."""
+    use = proof.Use(way, dtype, *head_dims, device)
+    is_cuda = device.type == "cuda"
+    if is_cuda and way == "cudnn" and not (cuda_attention._has_cudnn(device) and cuda_attention._cudnn_takes(use)):
+        pytest.skip(f"cuDNN {torch.backends.cudnn.version()} does not take heads of {head_dims} on this GPU")
+    if way in ("flash", "documents") and not cuda_attention._has_flash(device):
+        pytest.skip("this GPU is older than Ampere")
+    cuda_attention.prove(way, use)
+
+
+def hold(
+    device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], kv_heads: int, name: str,
+    sizes: tuple[int, ...], often: tuple[float, ...], patch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Our error is at most twice that of the formula in the same dtype, whenever cuDNN takes a shape."""
+    (head_dim, v_head_dim), tokens = head_dims, sum(sizes)
 
     def drawn(seed: int, size: int) -> list[Tensor]:
         made = random_qkv(HEADS, kv_heads, tokens=tokens, head_dim=size, v_head_dim=v_head_dim, seed=seed, dtype=dtype)
@@ -72,12 +105,12 @@ def test_segments_are_right(
     truth = gradients(lambda *t: formula(*t, **options), *(t.double() for t in (q, k, v, dout)))
     theirs = errors(gradients(lambda *t: formula(*t, **options), q, k, v, dout), truth)
     floor = FLOORS.get(dtype, torch.finfo(dtype).eps / 16)
-    for often in (math.inf, 0):  # cuDNN does not compute; does
-        monkeypatch.setattr(cuda_attention, "OFTEN", often)
+    for passes in often:
+        patch.setattr(cuda_attention, "OFTEN", passes)
         poison(device)
         with step_on(device):
             ours = errors(segmented(sizes, options, [[q, k, v]], [dout])[0], truth)
-        assert all(own <= 2 * peer + floor for own, peer in zip(ours, theirs, strict=True)), (ours, theirs)
+        assert all(own <= 2 * peer + floor for own, peer in zip(ours, theirs, strict=True)), (sizes, ours, theirs)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seq1f1b.device import cuda_attention
+from seq1f1b.device import cuda_attention, document_layout
 
 Call = tuple[str, tuple[int, ...], tuple[int, ...], int]
 """Name of an op, shape, strides and address of its keys."""
@@ -193,8 +193,9 @@ def _efficient_mask(q: Tensor, k: Tensor, custom_mask_type: int) -> Tensor:
 
 
 def _check_efficient(q: Tensor, k: Tensor, v: Tensor, *absent: Any) -> None:
-    assert q.shape[2] == k.shape[2] == v.shape[2] and q.dtype == k.dtype == v.dtype == torch.float32
-    assert all(argument is None for argument in absent) and q.shape[3] % 4 == v.shape[3] % 4 == 0
+    assert q.shape[2] == k.shape[2] == v.shape[2] and q.dtype == k.dtype == v.dtype
+    assert q.dtype in (torch.float32, torch.float16) and all(argument is None for argument in absent)
+    assert all(t.shape[3] * t.element_size() % 16 == 0 for t in (q, v))
     assert q.shape[3] == k.shape[3] and k.shape[:3] == v.shape[:3]  # v may be of another head size
     _check_rows(q, k, v)
 
@@ -211,7 +212,7 @@ def _efficient_forward(
     padded = torch.full((*lse.shape[:2], (q.shape[1] + 31) // 32 * 32), math.inf)
     padded[:, :, : q.shape[1]] = lse
     state = torch.empty((), dtype=torch.int64)
-    return out.float().contiguous(), padded, state, state.clone(), q.shape[1], k.shape[1]
+    return out.to(q.dtype).contiguous(), padded, state, state.clone(), q.shape[1], k.shape[1]
 
 
 def _efficient_backward(
@@ -228,14 +229,14 @@ def _efficient_backward(
     seen = _efficient_mask(q, k, custom_mask_type)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     dq, dk, dv = _backward(dout, q, k, v, out, lse[:, :, : q.shape[1]], seen, scale)
-    return dq.float(), dk.float(), dv.float(), torch.empty(0)
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), torch.empty(0)
 
 
 def _check_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, *absent: Any) -> Tensor:
     """Which keys a query sees: causal from the top left."""
     assert q.dtype in (torch.bfloat16, torch.float16) and k.dtype == v.dtype == q.dtype
-    assert q.shape[3] % 8 == 0 and q.shape[1] % k.shape[1] == 0 and min(q.shape[2], k.shape[2]) > 1
-    assert q.shape[3] == k.shape[3] == v.shape[3]
+    assert q.shape[3] % 8 == v.shape[3] % 8 == 0 and q.shape[1] % k.shape[1] == 0 and min(q.shape[2], k.shape[2]) > 1
+    assert q.shape[3] == k.shape[3] and k.shape[:3] == v.shape[:3]  # v may be of another head size
     assert all(argument is None for argument in absent)
     _check_rows(*(t.transpose(1, 2) for t in (q, k, v)))
     seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
@@ -252,7 +253,7 @@ def _cudnn_forward(
     out, lse = _forward(*(t.transpose(1, 2) for t in (q, k, v)), seen, q.shape[3] ** -0.5 if scale is None else scale)
     nothing = torch.empty(0)
     sizes = q.shape[2], k.shape[2]
-    result = torch.empty_like(q).copy_(out.transpose(1, 2))
+    result = q.new_empty(out.shape).copy_(out).transpose(1, 2)
     return result, lse.float()[..., None], nothing, nothing.clone(), *sizes, *(nothing.clone() for _ in range(3))
 
 
@@ -263,7 +264,7 @@ def _cudnn_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     seen = _check_cudnn(q, k, v, is_causal, attn_bias, cum_seq_q, cum_seq_k)
     assert (max_q, max_k, dropout_p) == (q.shape[2], k.shape[2], 0.0)
-    assert dout.dtype == out.dtype == q.dtype and dout.shape == out.shape == q.shape
+    assert dout.dtype == out.dtype == q.dtype and dout.shape == out.shape == (*q.shape[:3], v.shape[3])
     assert lse.shape == (*q.shape[:3], 1) and lse.dtype == torch.float32 and lse.is_contiguous()
     _check_rows(dout.transpose(1, 2), out.transpose(1, 2))
     rows = [t.transpose(1, 2) for t in (dout, q, k, v, out)]
@@ -303,11 +304,11 @@ def cuda_kernels_on_the_cpu() -> Iterator[list[Call]]:
         for name in _OPS:
             aten.impl(name, recorded(name), "CPU")
         cuda_attention.register(own, "CPU", allow_override=True)
-        cuda_attention.forget_plans()  # a test may change what they follow from, before its first call
         try:
             yield calls
         finally:
-            cuda_attention.forget_plans()
+            cuda_attention._passes.cache_clear()
+            document_layout.forget()
 
 
 # Leading arguments that we pass by position, keyword-only ones that we pass by name, and how many results come back.
