@@ -41,8 +41,8 @@ void s1f_device_free(s1f_device *device); /* NULL is fine */
 s1f_status s1f_device_enter(const s1f_device *device);
 s1f_status s1f_device_leave(const s1f_device *device, s1f_status status); /* returns `status` */
 
-/* Waits until the clock (s1f_now_ns) is there, or not at all: 1 once all that the stream was given has ended, else 0; -1,
- * with an error recorded: the GPU has failed. */
+/* Waits until the clock (s1f_now_ns) is there, or not at all: 1 once all that the stream was given has ended, else 0;
+ * -1, with an error recorded: the GPU has failed. */
 int s1f_device_is_idle_by(const s1f_device *device, s1f_cu_stream stream, int64_t until_ns);
 
 /* The stream on which the units of the next step compute. */

@@ -398,7 +398,7 @@ static s1f_status device_finish(s1f_edge_end *head, int32_t failed)
     return s1f_group_check(head->group);
 }
 
-/* -- the end -------------------------------------------------------------------------------------------------------- */
+/* -- the end ------------------------------------------------------------------------------------------------------- */
 
 static void unlink_end(s1f_device_end *end)
 {

@@ -60,8 +60,8 @@ static s1f_status nccl_send(s1f_device_end *base, int32_t number, const s1f_mess
     return move((nccl_end *)base, message, tensors, NULL);
 }
 
-/* It ends so in a step that has failed, and when its end is closed: nothing is under way then, and finalizing would wait
- * for a peer, which may be gone. */
+/* It ends so in a step that has failed, and when its end is closed: nothing is under way then, and finalizing would
+ * wait for a peer, which may be gone. */
 static void nccl_abort(s1f_device_end *base)
 {
     nccl_end *end = (nccl_end *)base;

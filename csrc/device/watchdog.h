@@ -29,8 +29,8 @@ typedef struct { /* for device_end.c and watchdog.c alone */
  * no other of the rank ended either, is a failure. */
 s1f_status s1f_watchdog_create(s1f_group *group, s1f_device *device, int64_t proof_ns, s1f_watchdog **out);
 void s1f_watchdog_free(s1f_watchdog *watchdog); /* after its ends; NULL is fine */
-/* Whether its ends, and the stream that computes, end by then all that they have begun. If not, the device is stuck. Its
- * context is current. */
+/* Whether its ends, and the stream that computes, end by then all that they have begun. If not, the device is stuck.
+ * Its context is current. */
 int s1f_watchdog_is_idle_by(s1f_watchdog *watchdog, int64_t until_ns);
 
 #endif

@@ -3,8 +3,9 @@
  * The first rank of a communicator sends, the other one receives: nothing else is modelled. A group is one operation of
  * its stream. It passes once it and the other rank's are both at the heads of their queues; nothing is buffered.
  *
- * A nonblocking communicator is in progress after its creation, or a group, until what that needs has come about and ncclCommGetAsyncError has been asked, some more times by chance; only then does the group's operation
- * reach its stream. */
+ * A nonblocking communicator is in progress after its creation, or a group, until what that needs has come about and
+ * ncclCommGetAsyncError has been asked, some more times by chance; only then does the group's operation reach its
+ * stream. */
 #include "machine.h"
 
 #include <stdarg.h>
