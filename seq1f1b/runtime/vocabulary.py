@@ -60,7 +60,7 @@ class VocabularyShard(nn.Module):
         return slice(self.first_row, self.first_row + self.shard_sizes[self.rank])
 
     def holds(self, tokens: Tensor) -> Tensor:
-        """Of which tokens this shard holds the rows."""
+        """Whether this shard holds the row of each token."""
         return torch.logical_and(tokens >= self.rows.start, tokens < self.rows.stop)
 
     @property

@@ -1,4 +1,4 @@
-"""Where does the host wait for a device in a step, by feature? At most once before the units, and never within them.
+"""Does the host wait for a device within units? Never, and at most once before them, whatever the feature.
 
 The first step of a shape looks at the model by values, and may wait more. ``pytest -s`` shows a table.
 """
@@ -39,7 +39,7 @@ def divided(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def divided_or_nothing(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a segment that it takes to count nothing it returns zeros of its own."""
+    """It returns zeros of its own for some segments, as a loss may that counts nothing there."""
     return divided(output, target) if next(_CALLS) % 3 else (output.new_zeros(()), torch.zeros(()))
 
 

@@ -1,4 +1,4 @@
-"""Where does a step ask tensors for their values? On a GPU the host waits for all that runs there, each time."""
+"""A count of where a step asks tensors for their values: on a GPU the host waits for all that runs there, each time."""
 
 from __future__ import annotations
 
