@@ -146,8 +146,7 @@ class Pricing:
         return counts | {"num_segments": candidate.num_segments, "stages_per_rank": candidate.stages_per_rank}
 
     def build(self, candidate: Candidate, options: Mapping[str, Any]) -> Schedule:
-        counts: dict[str, Any] = self._counts(candidate)
-        return build_schedule(candidate.family.name, options=options, **counts)
+        return build_schedule(candidate.family.name, options=options, **self._counts(candidate))
 
     def order(self, candidate: Candidate) -> Schedule:
         """That of a family which takes no costs. The oldest kept ones go first."""
