@@ -177,7 +177,7 @@ class Case:
         return self.pricing.mean(self.pricing.period(schedule, costs)[0] for costs in self._costs(schedule))
 
     def _simulated(self, made: Made) -> Case:
-        """The same with this order."""
+        """Simulates an order, and returns the case with it."""
         found, pricing = copy.copy(self), self.pricing
         runs = [pricing.period(made.schedule, costs) for costs in self._costs(made.schedule)]
         pricing.num_simulated += 1
