@@ -35,7 +35,7 @@ def split_loss(result: tuple[Any, ...]) -> tuple[Any, Tensor | float]:
 
 
 class StepRead:
-    """What a step asks the device, all in one read, because the host waits in each until the device is there."""
+    """Gathers what a step asks the device, for one read: the host waits in each until the device is there."""
 
     def __init__(self) -> None:
         self._asked: list[tuple[Sequence[Tensor | float], Callable[[list[list[float]]], None]]] = []

@@ -279,7 +279,7 @@ def of_scale(whole: Op) -> Op:
 
 
 def of_mask(change: Callable[[Tensor], Tensor]) -> Fault:
-    """Of the keys that a query sees, where these are not all."""
+    """Changes the answer by the keys that a query sees, where these are not all."""
     return lambda whole: lambda *a: seen if (seen := whole(*a)).all() else change(seen)
 
 

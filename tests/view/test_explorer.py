@@ -267,7 +267,6 @@ MISTAKES = {
     "line 1, unit 2, 'X1.0'": {"family": "text", "order": "F0.0 X1.0"},
     "parents hold 2 words, must hold one for all or for each of 4": {"parents": "-1,0 -"},
     '"-1,0,,0": parents are written -1,0,0, or - for a chain, with blanks between': {"parents": "-1,0,,0"},
-    "parents of micro-batch 0: segment 1 follows segment 1, must follow one of 0..0": {"parents": "-1,1"},
 }
 
 
