@@ -24,16 +24,17 @@ from seq1f1b.device.edge_ways import WAYS, Way
 from seq1f1b.device.placement import compute_stream, free_bytes
 from seq1f1b.transport import RankGroup
 from seq1f1b.transport.group import DTYPES, Edge
+from seq1f1b.transport.restart import QUEUES
 
 __all__: list[str] = []
 
 
 def _warn_of_few_queues(num_streams: int) -> None:
     """Streams that share a hardware queue wait for each other: right, as receives are ordered for that, but slow."""
-    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or "8"  # CUDA's own
+    queues = os.environ.get(QUEUES) or "8"  # CUDA's own
     if queues.isdigit() and int(queues) < num_streams + 2:  # torch computes on one, and copies on another
         warnings.warn(
-            f"CUDA_DEVICE_MAX_CONNECTIONS is {queues}: the {num_streams} streams of this rank's edges share hardware "
+            f"{QUEUES} is {queues}: the {num_streams} streams of this rank's edges share hardware "
             "queues with its units and wait for them; let it be 32 when CUDA starts, as init_process_group does",
             stacklevel=2,
         )
