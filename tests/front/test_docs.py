@@ -253,7 +253,7 @@ def test_the_index_of_benchmarks_has_them_all() -> None:
 
 
 def test_contributing_names_files_that_are_there() -> None:
-    folders = (".ci", "seq1f1b", "csrc", "kernels", "tests", "benchmarks", "docs")
+    folders = (".ci", "seq1f1b", "csrc", "kernels", "tests", "benchmarks", "docs", "examples")
     paths = [*ROOT.iterdir(), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
     there = [f"/{path.relative_to(ROOT)}{'/' * path.is_dir()}" for path in paths]
     named = set(re.findall(r"`([\w./]+(?:/|\.(?:pyi?|c|h|cuh?|json|md)))`", (ROOT / "CONTRIBUTING.md").read_text()))

@@ -303,12 +303,12 @@ def test_generate_writes_text_from_a_checkpoint(whole_run: tuple[Path, str]) -> 
     assert first.startswith("import os") and len(first) > len("import os\n") and first == again
 
 
-def test_two_stages_checks_itself() -> None:
-    command = [sys.executable, str(EXAMPLES / "two_stages.py")]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+def test_the_essence_compares_itself_with_the_whole_model() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    done = subprocess.run([*command, EXAMPLES / "essence.py"], env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "whole model" in done.stdout
-    assert len((EXAMPLES / "two_stages.py").read_text().splitlines()) < 80
+    errors = [float(error) for error in re.findall(r"by (\S+) of their norm", done.stdout)]
+    assert len(errors) == 3 and max(errors) < 1e-12
 
 
 def test_use_trains_and_tells_what_it_measured() -> None:
