@@ -19,7 +19,7 @@ from seq1f1b.runtime.batch import StepArguments
 from seq1f1b.runtime.data_parallel import data_parallel
 from seq1f1b.runtime.findings import RANDOMNESS, STATE, STATISTICS, WEIGHTING
 from seq1f1b.runtime.runner import Runner
-from seq1f1b.runtime.verify_model import PRECISION, WholeModel
+from seq1f1b.runtime.verify_model import WholeModel
 from seq1f1b.runtime.verify_runs import NotRun, Pass, Session, names_of, refuse
 
 __all__ = ["Verification"]
@@ -34,7 +34,6 @@ _SAME = 1e-4
 # as many roundings of one number, for what the whole model happens to round to exactly. Over 600 right models in fp32,
 # bf16 and fp16 the largest error was half of what is allowed.
 _ROUNDINGS = 4.0
-_COARSER = 64.0  # between float32 and bfloat16 lie 2^16
 CUT = "the cut"
 
 
@@ -149,7 +148,7 @@ def _verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None,
         if wide is None:
             truth = plain
         comparison = _Comparison(runner, truth, plain, found, exact)
-        differences = [] if whole is None else [*whole.compare_with(found), *comparison.precision()]
+        differences = [] if whole is None else whole.compare_with(found)
         if where:
             differences = [f"{NOT_FINITE}: {where} where the model runs whole, so there is nothing to compare with"]
         result = comparison.verdict(differences, is_compared=not where)
@@ -304,19 +303,6 @@ class _Comparison:
         if is_compared and not all(right.values()):
             causes += self._causes(right)
         return Verification(not causes, parameters, loss, output, allowed, exact_errors, causes, notes)
-
-    def precision(self) -> list[str]:
-        """A word if the whole model rounds far more coarsely than the pipeline does, as under an autocast that is lost.
-
-        The model's own rounding is the yardstick of what is allowed, so no other comparison sees that.
-        """
-        plain, found, *_ = self._common
-        if not self._has_exact or not plain > _COARSER * max(found, self._eps):
-            return []
-        return [
-            f"{PRECISION}: rounding makes an error of {plain:.0e} in the model, of {found:.0e} in the pipeline, so the "
-            "model computes in a narrower dtype, as under torch.autocast, and the stages do not"
-        ]
 
     def _causes(self, right: dict[str, bool]) -> tuple[str, ...]:
         """Likely causes: those seen in the stages' forwards, else the one that the numbers tell."""
