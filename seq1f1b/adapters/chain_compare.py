@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from seq1f1b.adapters.chain_trace import Refused
 from seq1f1b.runtime.data_parallel import without_hooks
 from seq1f1b.runtime.model_state import RandomState, attributes_of, keep_state, put_back, uncompiled
+from seq1f1b.runtime.nested import distance, norm
 
 __all__ = ["Composite", "compare"]
 
@@ -257,7 +258,7 @@ def _difference(whole: _Run, stages: _Run) -> str:
     eps = max((torch.finfo(value.dtype).eps for value in real), default=2**-24)
     pairs = [(name, a, b, 0.0) for (name, a), b in zip(whole.outputs.items(), stages.outputs.values(), strict=True)]
     pairs += [(f"buffer {n}", whole.buffers[n], b, 0.0) for n, b in stages.buffers.items() if n in whole.buffers]
-    sizes = [_norm(gradient) for gradient in whole.gradients.values()]
+    sizes = [size for gradient in whole.gradients.values() if math.isfinite(size := norm(gradient))]
     typical = math.sqrt(sum(size**2 for size in sizes) / max(1, len(sizes)))
     for name in [*whole.gradients, *(stages.gradients.keys() - whole.gradients.keys())]:
         here = whole.gradients.get(name), stages.gradients.get(name)
@@ -274,18 +275,9 @@ def _off(value: Any, found: Any, eps: float = 0.0, typical: float = 0.0) -> str:
     for what in ("dtype", "shape", "requires_grad"):
         if getattr(value, what) != getattr(found, what):
             return f"has {what} {getattr(found, what)}, the model's has {getattr(value, what)}"
-    wanted, had = _wide(value), _wide(found)
-    if torch.equal(wanted.isfinite(), had.isfinite()):
-        wanted, had = wanted.nan_to_num(0.0, 0.0, 0.0), had.nan_to_num(0.0, 0.0, 0.0)
-    distance, size = _norm(wanted - had), _norm(wanted)
-    is_close = distance <= _ROUNDINGS * eps * (size + typical)
-    return "" if is_close else f"is off by {distance / (size or 1):.1e} of its size"
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    dense = tensor.detach().to_dense()
-    return dense.to(torch.promote_types(dense.dtype, torch.float64))
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(_wide(tensor)))
+    off, size = distance(found, value), norm(value.to_dense().nan_to_num(0.0, 0.0, 0.0))
+    return (
+        ""
+        if not off or off <= _ROUNDINGS * eps * (size + typical)
+        else f"is off by {off / (size or 1):.1e} of its size"
+    )

@@ -18,6 +18,7 @@ from seq1f1b.device.placement import free_bytes
 from seq1f1b.runtime.batch import StepArguments
 from seq1f1b.runtime.data_parallel import data_parallel
 from seq1f1b.runtime.findings import RANDOMNESS, STATE, STATISTICS, WEIGHTING
+from seq1f1b.runtime.nested import distance, norm
 from seq1f1b.runtime.runner import Runner
 from seq1f1b.runtime.verify_model import WholeModel
 from seq1f1b.runtime.verify_runs import NotRun, Pass, Session, names_of, refuse
@@ -248,7 +249,7 @@ class _Comparison:
         self.tolerance = _SAME if exact is not None else math.sqrt(eps)
         runs = [plain, found, exact or found]
         rows: list[Any] = [
-            [name, _norm(value), *(_distance(run.gradients[i], value) for run in runs)]
+            [name, norm(value), *(distance(run.gradients[i], value) for run in runs)]
             for i, (name, value) in enumerate(zip(names_of(runner, truth), truth.gradients, strict=True))
         ]
         losses = [_worst(run.losses, truth.losses) for run in runs]
@@ -278,7 +279,7 @@ class _Comparison:
             if mine.shape != theirs.shape or mine.dim() <= dim or mine.shape[dim] != sum(found.sizes):
                 continue
             pairs = zip(torch.split(mine, found.sizes, dim), torch.split(theirs, found.sizes, dim), strict=True)
-            wrong = [s for s, (a, b) in enumerate(pairs) if not _ratio(_distance(a, b), _norm(b)) <= self.tolerance]
+            wrong = [s for s, (a, b) in enumerate(pairs) if not _ratio(distance(a, b), norm(b)) <= self.tolerance]
             first = min([first, *wrong])
         return first
 
@@ -337,22 +338,6 @@ class _Comparison:
         return (cause,)
 
 
-def _norm(value: Tensor | None) -> float:
-    return 0.0 if value is None else float(torch.linalg.vector_norm(_double(value)))
-
-
-def _double(value: Tensor) -> Tensor:
-    return (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double()
-
-
-def _distance(value: Tensor | None, truth: Tensor | None) -> float:
-    """The norm of the difference; infinities and NaNs that both have are none."""
-    if value is None or truth is None:
-        return _norm(value if truth is None else truth)
-    one, other = _double(value), _double(truth)
-    return _norm((one - other).masked_fill((one == other) | (one.isnan() & other.isnan()), 0.0))
-
-
 def _or_infinite(error: float) -> float:
     return math.inf if math.isnan(error) else error
 
@@ -365,8 +350,8 @@ def _worst(values: list[Tensor], truths: list[Tensor]) -> float:
     """Largest error, relative to the truths' root mean square: a loss may be near zero in one micro-batch."""
     if len(values) != len(truths):
         return math.inf
-    finite = [_norm(t.nan_to_num(0.0, 0.0, 0.0)) for t in truths]
+    finite = [norm(t.nan_to_num(0.0, 0.0, 0.0)) for t in truths]
     scale = math.sqrt(sum(norm**2 for norm in finite) / max(1, len(truths)))
     # A part of the output without tokens has another shape in segments: what comes of it is in loss and gradients.
     pairs = [(v, t) for v, t in zip(values, truths, strict=True) if v.shape == t.shape]
-    return max((_ratio(_distance(v, t), scale) for v, t in pairs), default=0.0, key=_or_infinite)
+    return max((_ratio(distance(v, t), scale) for v, t in pairs), default=0.0, key=_or_infinite)
