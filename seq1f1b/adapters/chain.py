@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import MappingKey, SequenceKey, tree_leaves_with_path, tree_map_with_path
 
-from seq1f1b.adapters.chain_checks import constants_of, is_size, line_of
+from seq1f1b.adapters.chain_checks import constants_of, is_size
 from seq1f1b.adapters.chain_compare import Composite, compare
 from seq1f1b.adapters.chain_trace import Traced, trace
 from seq1f1b.runtime.tied_copies import carried, check_hooks, held
@@ -87,7 +87,7 @@ def split(
         check: False: the stages are not compared with the model.
     Raises:
         ValueError: forward cannot be traced, or be cut there, or the stages compute something else than the model. The
-            message names the module or the value, and the line.
+            message names the module or the value.
     """
     names = _names(model, num_stages, at)
     with _one_at_a_time:
@@ -105,7 +105,7 @@ def _split(model: nn.Module, names: Sequence[str], sample: Any, check: bool) -> 
         try:
             if check and not any(t.is_meta for t in (*model.parameters(), *model.buffers())):
                 handed_on = [[node.name for node in cut.handed_on(stage)] for stage in range(cut.count - 1)]
-                compare(model, traced.graph, traced.without, parts, [*handed_on, []], sample)
+                compare(model, traced.graph, parts, [*handed_on, []], sample)
             return parts
         except Composite as found:
             node = next(node for node in traced.graph.nodes if node.name == found.name)
@@ -190,7 +190,7 @@ def _stages(model: nn.Module, graph: fx.Graph, names: Sequence[str]) -> dict[fx.
             if begins[node.target] != stage + 1:
                 raise ValueError(
                     f"forward of {type(model).__name__} runs {node.target!r} before {names[stage]!r}: no stage begins "
-                    f"there{line_of(node)}"
+                    "there"
                 )
             stage += 1
         found[node] = stage
@@ -264,8 +264,8 @@ class _Cut:
         for node in found:
             if is_size(node):
                 raise ValueError(
-                    f"forward of {type(self.model).__name__} uses {node} behind the cut, in {needed[node]}"
-                    f"{line_of(needed[node])}: it is a number, which no stage hands on; take it there"
+                    f"forward of {type(self.model).__name__} uses {node} behind the cut, in {needed[node]}: "
+                    "it is a number, which no stage hands on; take it there"
                 )
         return found
 

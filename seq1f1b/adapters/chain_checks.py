@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from seq1f1b.ops import context
 
-__all__ = ["check_lengths", "constants_of", "has_effect", "is_size", "line_of"]
+__all__ = ["check_lengths", "constants_of", "has_effect", "is_size"]
 
 _DRAWS = ("normal", "bernoulli", "multinomial", "poisson", "dropout", "alpha_dropout", "feature_dropout", "rrelu")
 
@@ -62,12 +62,12 @@ def check_lengths(model: nn.Module, graph: fx.Graph) -> None:
             if sizes and name in _TAKE_ROWS:
                 table = next(n for n in inputs if n in of_model)
                 raise ValueError(
-                    f"forward of {whose} takes rows of {table} by the number of tokens{line_of(node)}, and in a step "
+                    f"forward of {whose} takes rows of {table} by the number of tokens, and in a step "
                     "each segment would begin anew: take them by position, as self.table[seq1f1b.positions(x)]"
                 )
         if sizes and node.op == "call_function" and node.target in (torch.arange, torch.linspace, torch.range):
             raise ValueError(
-                f"forward of {whose} counts its tokens by torch.{node.target.__name__}{line_of(node)}, and in a step "
+                f"forward of {whose} counts its tokens by torch.{node.target.__name__}, and in a step "
                 "each segment would count from zero: use seq1f1b.positions(x), the positions of x's tokens"
             )
 
@@ -94,11 +94,6 @@ def _is_shape(node: fx.Node) -> bool:
 # -- values of a trace -------------------------------------------------------------------------------------------------
 
 
-def line_of(node: fx.Node) -> str:
-    """The line of the model that made a value, if it is known."""
-    return str(node.meta.get("seq1f1b_line", ""))
-
-
 def is_size(node: fx.Node) -> bool:
     """Whether a value is known to be no tensor."""
     if node.op == "call_method":
@@ -117,7 +112,7 @@ def has_effect(node: fx.Node) -> bool:
     if node.op == "call_method":
         name = str(node.target)
         return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "backward")
-    if node.op != "call_function" or node.target in _CHECKS:
+    if node.op != "call_function":
         return False
     name = getattr(node.target, "__name__", "")
     is_in_place = name.endswith("_") and not name.endswith("__")
@@ -131,4 +126,3 @@ def has_effect(node: fx.Node) -> bool:
 
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
 _IN_PLACE = [getattr(operator, f"i{name}") for name in _BINARY]
-_CHECKS = (torch._assert, fx._symbolic_trace._assert_is_none)

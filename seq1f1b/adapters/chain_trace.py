@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import linecache
 import math
-import os
-import random
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,16 +19,13 @@ from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves
 
 import seq1f1b
-from seq1f1b.adapters.chain_checks import check_lengths, has_effect, line_of
+from seq1f1b.adapters.chain_checks import check_lengths, has_effect
 from seq1f1b.adapters.chain_frozen import Frozen
 from seq1f1b.ops import attention, context, packing, ulysses
 from seq1f1b.runtime.model_state import RandomState, attributes_of, first_changed, put_back
 
 __all__ = ["Refused", "Traced", "trace"]
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_NOT_THE_USERS = (_TORCH, os.path.dirname(os.path.dirname(__file__)) + os.sep, "<frozen ")
-_STANDARD = os.path.dirname(os.__file__) + os.sep
 _HOOKS = [
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
@@ -51,20 +44,17 @@ class Traced:
     Attributes:
         constants: tensors that belong to no module, by the names that the graph has for them.
         frozen: what forward read of Python.
-        without: names of the arguments that serve the loss alone, and are left out with it.
     """
 
     graph: fx.Graph
     constants: dict[str, Tensor]
     frozen: Frozen
-    without: list[str]
 
 
 def trace(model: nn.Module, names: Sequence[str]) -> Traced:
     """Traces forward, with the modules of these names left whole, and everything beside the modules that hold them.
 
-    What a comparison of values would not see is found by a second trace, in which the mode, gradients and autocast are
-    other ones, and no optional argument is given: its graph must be the same.
+    A second trace, in evaluation mode, without gradients and under autocast, must give the same graph.
     """
     whose = f"forward of {type(model).__name__}"
     inside = {model: ""}
@@ -73,10 +63,10 @@ def trace(model: nn.Module, names: Sequence[str]) -> Traced:
         inside |= {model.get_submodule(".".join(path[:i])): ".".join(path[:i]) for i in range(1, len(path))}
     _check_entered(inside)
     frozen = Frozen(model)
+    modes = [(module, module.training) for module in model.modules()]
 
-    def once(given: Mapping[str, Any], is_usual: bool = True) -> _Tracer:
+    def once(is_usual: bool) -> _Tracer:
         tracer = _Tracer(model, set(inside), whose)
-        modes = [(module, module.training) for module in model.modules()]
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad() if is_usual else torch.inference_mode())
             for device in () if is_usual else ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
@@ -85,37 +75,50 @@ def trace(model: nn.Module, names: Sequence[str]) -> Traced:
             try:
                 for module, _ in modes:
                     module.training = is_usual
-                tracer.run(model, dict(given))
+                tracer.run(model)
                 return tracer
             finally:
                 for module, mode in modes:
                     module.training = mode
 
-    first = once({})
-    graph = first.graph
-    check_lengths(model, graph)
-    without: list[str] = []
-    defaults = {node.target: node.args[0] for node in graph.nodes if node.op == "placeholder" and node.args}
-    for name, default in defaults.items():
-        plain = _text(once({name: default, **dict.fromkeys(without)}).graph, {})
-        if _text(graph, {name: default}) == plain:
-            continue
-        _leave_out(graph, name)
-        if default is not None or _text(graph, {}) != plain:
-            raise Refused(
-                f"{whose} depends on whether {name} is given: put that into a module of its own. If {name} serves the "
-                "loss, return the same logits with it and without it, and give the loss as loss_fn to the engine"
-            )
-        without.append(name)
-    text, other = _text(graph, defaults), _text(once(defaults, is_usual=False).graph, {})
-    if text != other:
-        place = next((a.place or b.place for a, b in zip(text, other, strict=False) if a != b), "")
+    first, other = once(True), once(False)
+    if str(first.graph) != str(other.graph):
         raise Refused(
             f"{whose} is another one in training than in evaluation (self.training, or F.dropout), with gradients than "
-            f"without (torch.is_grad_enabled()), under autocast, without {', '.join(defaults) or 'an argument'}, or in "
-            f"each call{place}: put what differs into a module of its own, as nn.Dropout"
+            "without (torch.is_grad_enabled()), under autocast, or in each call: put what differs into a module of its "
+            "own, as nn.Dropout"
         )
-    return Traced(graph, first.constants, frozen, without)
+    check_lengths(model, first.graph)
+    _leave_losses_out(first.graph)
+    return Traced(first.graph, first.constants, frozen)
+
+
+def _leave_losses_out(graph: fx.Graph) -> None:
+    """Removes each optional argument from which only some of the outputs come, and no module's: targets, and the loss.
+
+    An output that this leaves empty goes, unless it has a name.
+    """
+    output = graph.output_node()
+    for argument in [node for node in graph.nodes if node.op == "placeholder" and node.args == (None,)]:
+        gone = [argument]
+        for node in graph.nodes:
+            if node is not output and not set(gone).isdisjoint(node.all_input_nodes):
+                gone.append(node)
+
+        def is_kept(item: Any, gone: Sequence[fx.Node] = gone) -> bool:
+            found = set[fx.Node]()
+            fx.node.map_arg(item, found.add)
+            return item is not None and found.isdisjoint(gone)
+
+        value: Any = output.args[0]
+        items = dict(value) if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, tuple) else {}
+        kept = {key: item for key, item in items.items() if is_kept(item)}
+        if is_kept(value) or not kept or any(node.op == "call_module" or has_effect(node) for node in gone):
+            continue
+        rest = tuple(kept.values())
+        output.args = (dict.fromkeys(items) | kept if isinstance(value, dict) else rest if len(rest) > 1 else rest[0],)
+        for node in reversed(gone):
+            graph.erase_node(node)
 
 
 def _check_entered(inside: Mapping[nn.Module, str]) -> None:
@@ -162,28 +165,26 @@ class _Tracer(fx.Tracer):
         self._calls: dict[nn.Module, int] = {}
         self._finding: Refused | None = None  # told once forward has returned: it may catch what is raised in it
 
-    def run(self, model: nn.Module, given: dict[str, Any]) -> None:
-        """Traces forward, with these arguments as constants. All else is left as it was found."""
-        attributes, outside = attributes_of(model.modules()), RandomState(torch.device("cpu"))
-        _draw()  # so that a seed within forward is seen, even that of the state which is there
-        self._start, self._random = _ambient(), RandomState(torch.device("cpu"))
+    def run(self, model: nn.Module) -> None:
+        """Traces forward. All else is left as it was found."""
+        attributes, self._random = attributes_of(model.modules()), RandomState(torch.device("cpu"))
+        self._start = _surroundings()
         try:
             with _Recording(self), _recorded(self, self._inside):
-                self.trace(model, given or None)
+                self.trace(model)
         except Exception as error:  # whatever forward does with a value that it does not have yet
             if self._finding is None:
                 raise Refused(
-                    f"{self._whose} cannot be traced{_place(error)}: {type(error).__name__}: {error}. What depends on "
+                    f"{self._whose} cannot be traced: {type(error).__name__}: {error}. What depends on "
                     "values or sizes, or takes anything but tensors, must lie in a module of its own"
                 ) from error
             raise self._finding from error
         finally:
             changed = first_changed(attributes)
             put_back(attributes)
-            outside.restore()
+            self._random.restore()
             torch.set_default_dtype(self._start[_DTYPE])
-            is_on, warns = self._start[_DETERMINISTIC]
-            torch.use_deterministic_algorithms(is_on, warn_only=warns)
+            torch.set_deterministic_debug_mode(self._start[_DETERMINISTIC])
         if self._finding is None and changed is not None:
             module, name = changed
             self.refuse(
@@ -193,17 +194,16 @@ class _Tracer(fx.Tracer):
         if self._finding is not None:
             raise self._finding
 
-    def refuse(self, what: str, place: str = "") -> Refused:
+    def refuse(self, what: str) -> Refused:
         """Makes an error to be raised. It stands although forward may catch it."""
-        found = Refused(f"{self._whose} cannot be cut{place}: {what}")
+        found = Refused(f"{self._whose} cannot be cut: {what}")
         self._finding = self._finding or found
         return found
 
     def path_of_module(self, module: nn.Module) -> str:
         if module not in self._all_names:
             raise self.refuse(
-                f"it calls a {type(module).__name__} that is no part of the model: make it an attribute in __init__",
-                _place(),
+                f"it calls a {type(module).__name__} that is no part of the model: make it an attribute in __init__"
             )
         names = self._all_names[module]
         call = self._calls[module] = self._calls.get(module, -1) + 1
@@ -214,26 +214,19 @@ class _Tracer(fx.Tracer):
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Raises where an operation runs in another state than forward began in: a stage would run it without that."""
-        place = _place()
         with torch._C.DisableTorchFunction():
-            now = _ambient()
+            now = _surroundings()
             changed = next((name for name, value in now.items() if value != self._start[name]), None)
             if changed is not None:
-                raise self.refuse(
-                    f"what runs there under {changed} would run without it in a stage: move it into a block, whole",
-                    place,
-                )
+                raise self.refuse(f"what runs under {changed} would run without it in a stage: move it into a block")
             if not self._random.is_current():
                 raise self.refuse(
                     "it draws random numbers in Python, once for all calls, or changes the state of a generator: do "
-                    "that in a block, or draw by torch's functions of a tensor, as torch.rand_like(x)",
-                    place,
+                    "that in a block, or draw by torch's functions of a tensor, as torch.rand_like(x)"
                 )
         if args[0] == "call_method" and args[1] in _DRAWS:
-            raise self.refuse(_DRAWN.format(args[1]), place)
-        node = super().create_node(*args, **kwargs)
-        node.meta["seq1f1b_line"] = place
-        return node
+            raise self.refuse(_DRAWN.format(args[1]))
+        return super().create_node(*args, **kwargs)
 
     def create_arg(self, value: Any) -> Any:
         is_plain = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
@@ -252,8 +245,7 @@ class _Tracer(fx.Tracer):
         raise self.refuse(
             "its control flow, or an assert, asks for a value that a trace does not have: the number, the truth, the "
             "length or the items of a tensor, a size or an argument. Leave the assert out, write the names out as in "
-            "a, b = value, and move what depends on values or sizes into a block",
-            _place(),
+            "a, b = value, and move what depends on values or sizes into a block"
         )
 
     to_bool = iter = keys = unknown  # type: ignore[assignment]
@@ -270,10 +262,7 @@ class _Value(fx.Proxy):
     __int__ = __float__ = __complex__ = __len__ = __contains__ = __round__ = _unknown
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        raise self.tracer.refuse(
-            "it assigns to a part of a tensor, which a trace does not record: use torch.where, or move it into a block",
-            _place(),
-        )
+        raise self.tracer.refuse("it assigns to a part of a tensor: use torch.where, or move it into a block")
 
 
 class _Recording(TorchFunctionMode):
@@ -289,7 +278,7 @@ class _Recording(TorchFunctionMode):
         if name in _DESCRIBES or not (is_of_tensors or function in _FACTORIES):
             return function(*args, **kwargs)
         if name in _DRAWS or (name.startswith("rand") and not name.endswith("_like")):
-            raise self._tracer.refuse(_DRAWN.format(name), _place())
+            raise self._tracer.refuse(_DRAWN.format(name))
         kind = "call_method" if is_tensor_method_or_property(function) else "call_function"
         return self._tracer.create_proxy(kind, name if kind == "call_method" else function, args, kwargs)
 
@@ -335,7 +324,7 @@ def _recorded(tracer: _Tracer, inside: set[nn.Module]) -> Iterator[None]:
             if threading.get_ident() != this_thread or not is_recorded:
                 return function(*args, **kwargs)
             if function is attention.token_offset:
-                raise tracer.refuse("it uses token_offset(), a number of the segment: use positions(x)", _place())
+                raise tracer.refuse("it uses token_offset(), a number of the segment: use positions(x)")
             return tracer.create_proxy("call_function", function, args, kwargs)
 
         return record
@@ -360,130 +349,22 @@ def _recorded(tracer: _Tracer, inside: set[nn.Module]) -> Iterator[None]:
 
 
 _DTYPE, _DETERMINISTIC = "another default dtype (torch.set_default_dtype)", "torch.use_deterministic_algorithms"
-_DEVICES = [d for d in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia") if torch.amp.is_autocast_available(d)]
-_sdp: Any = torch.backends.cuda  # whose functions have no types
-_function_modes: Any = torch.overrides._get_current_function_mode_stack
+_modes: Any = torch.overrides._get_current_function_mode_stack  # it has no types
 
 
-def _ambient() -> dict[str, Any]:
-    """The state that operations run under, by what may change it."""
+def _surroundings() -> dict[str, Any]:
+    """The state that operations run under, by what may change it. Much of it changes no value."""
+    modes = [*_modes(), *torch.utils._python_dispatch._get_current_dispatch_mode_stack()]
     saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    operations = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     return {
         "torch.inference_mode": torch.is_inference_mode_enabled(),
         "torch.no_grad, torch.enable_grad, torch.set_grad_enabled, a reentrant torch.utils.checkpoint or a "
         "torch.autograd.Function": torch.is_grad_enabled(),
-        "torch.autocast": (
-            torch.is_autocast_cache_enabled(),
-            [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES],
-        ),
+        "torch.autocast": [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")],
         _DTYPE: torch.get_default_dtype(),
-        _DETERMINISTIC: (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
-        "a mode of torch's functions, as torch.device(...)": [
-            id(mode) for mode in _function_modes() if not isinstance(mode, _Recording)
-        ],
-        "a mode of torch's operations (TorchDispatchMode)": [id(mode) for mode in operations],
+        _DETERMINISTIC: torch.get_deterministic_debug_mode(),
+        "a mode of torch, as torch.device(...)": [id(mode) for mode in modes if not isinstance(mode, _Recording)],
         "torch.utils.checkpoint or torch.autograd.graph.saved_tensors_hooks": saving and tuple(map(id, saving)),
         "torch.autograd.set_detect_anomaly": torch.is_anomaly_enabled(),
-        "torch.set_float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "torch.nn.attention.sdpa_kernel": (
-            _sdp.flash_sdp_enabled(),
-            _sdp.mem_efficient_sdp_enabled(),
-            _sdp.math_sdp_enabled(),
-            _sdp.cudnn_sdp_enabled(),
-        ),
-        "torch.backends.cudnn.flags": (
-            torch.backends.cudnn.enabled,
-            torch.backends.cudnn.benchmark,
-            torch.backends.cudnn.deterministic,
-        ),
-        "torch.backends.mkldnn.flags": torch.backends.mkldnn.enabled,
+        "torch.nn.attention.sdpa_kernel": torch.nn.attention._cur_sdpa_kernel_backends(),
     }
-
-
-def _draw() -> None:
-    """Draws a number from each generator of the process."""
-    random.random(), torch.rand((), device="cpu")
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.random()
-
-
-# -- lines of the model ------------------------------------------------------------------------------------------------
-
-
-def _place(error: BaseException | None = None) -> str:
-    """Names the innermost line of the model, here or where an error was raised, as ``, at FILE:LINE: "TEXT"``."""
-    here = traceback.walk_stack(sys._getframe(1))
-    for frame, line in here if error is None else reversed(list(traceback.walk_tb(error.__traceback__))):
-        if error is None and frame.f_globals is globals() and frame.f_code.co_name == "run":
-            break  # beyond it nothing is traced
-        file = frame.f_code.co_filename
-        is_standard = file.startswith(_STANDARD) and "-packages" not in file
-        if not is_standard and not file.startswith(_NOT_THE_USERS):
-            text = linecache.getline(file, line).strip()
-            return f", at {file}:{line}" + (f": {text!r}" if text else "")
-    return ""
-
-
-# -- graphs ------------------------------------------------------------------------------------------------------------
-
-
-class _Line(str):
-    """A line of a graph as text."""
-
-    place = ""  # the model's
-
-
-def _text(graph: fx.Graph, defaults: Mapping[str, Any]) -> list[_Line]:
-    """Writes down the computation of a graph, for a comparison. What an output lacks (None) is not told.
-
-    Args:
-        defaults: values of optional arguments.
-    """
-    value = graph.output_node().args[0]
-    items: Any = value.items() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else [value]
-    outputs = [i for i in items if not (i is None or (isinstance(value, dict) and i[1] is None))]
-    live, names, lines = set[fx.Node](), dict[fx.Node, Any](), list[_Line]()
-    fx.node.map_arg(outputs, live.add)
-    for node in reversed(graph.nodes):
-        if node.op == "call_module" or has_effect(node) or any(u in live and u.op != "output" for u in node.users):
-            live.add(node)
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            names[node] = defaults.get(node.target, node.target)
-        elif node in live and node.op != "output":
-            names[node] = f"%{len(lines)}"
-            lines.append(_Line(f"{node.op} {node.target} {_named((node.args, node.kwargs), names)}"))
-            lines[-1].place = line_of(node)
-    return [*lines, _Line(f"output {_named(tuple(outputs), names)}")]
-
-
-def _named(value: Any, names: Mapping[fx.Node, Any]) -> Any:
-    return fx.node.map_arg(value, lambda node: names[node])
-
-
-def _leave_out(graph: fx.Graph, name: str) -> None:
-    """Removes an argument and all that comes of it, and the places that this leaves empty in the output."""
-    output = graph.output_node()
-    gone = [node for node in graph.nodes if node.op == "placeholder" and node.target == name]
-    for node in graph.nodes:
-        if node is not output and not set(gone).isdisjoint(node.all_input_nodes):
-            gone.append(node)
-
-    def is_kept(item: Any) -> bool:
-        found = set[fx.Node]()
-        fx.node.map_arg(item, found.add)
-        return item is not None and found.isdisjoint(gone)
-
-    value: Any = output.args[0]
-    if isinstance(value, dict):
-        value = {key: item if is_kept(item) else None for key, item in value.items()}
-    else:
-        rest = tuple(filter(is_kept, value if isinstance(value, (tuple, list)) else (value,)))
-        value = rest[0] if len(rest) == 1 else rest
-    output.args = (value,)
-    for node in reversed(gone):
-        graph.erase_node(node)

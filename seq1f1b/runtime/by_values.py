@@ -1,20 +1,21 @@
 """Does a stage give a few tokens in two segments what it gives them in one? Runs it alone, forward only.
 
-It runs three times on a sample: as one segment, as two, and as one again with each row twice. The last two round
-otherwise; what the third differs by from the first is the stage's own rounding, and what the second differs by beyond
-that is a finding. Whatever mixes tokens shows, causal or not, and whatever counts them from zero.
+It runs on a sample as one segment and as two. What differs by more than rounding in the stage's dtype is a finding:
+whatever mixes tokens shows, causal or not, and whatever counts them from zero. Its place is the first module whose
+arguments or results differ.
 
 A token counts as different only if it differs in every row: a router may send one token of a row to another expert,
-because its scores rounded otherwise. On a difference, two more runs under hooks find the first module that differs.
+because its scores rounded otherwise.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,61 +25,149 @@ from seq1f1b.runtime.batch import StepArguments
 from seq1f1b.runtime.data_parallel import without_wrapper
 from seq1f1b.runtime.findings import ATTENTION, RANDOMNESS, STATE, STATISTICS, Finding
 from seq1f1b.runtime.layer import is_plain
-from seq1f1b.runtime.model_state import ComparableRun, RandomState, keep_state
-from seq1f1b.runtime.nested import tensors_of
+from seq1f1b.runtime.model_state import ComparableRun, RandomState, is_abstract, keep_state
+from seq1f1b.runtime.nested import mapped, tensors_of
 from seq1f1b.runtime.pipeline import Pipeline
-from seq1f1b.runtime.samples import ROWS, Sample
-from seq1f1b.runtime.unit import live_unit
+from seq1f1b.runtime.stage import StageStep
+from seq1f1b.runtime.unit import LiveUnit, live_unit
 from seq1f1b.runtime.watch import Watch, sizes_of
 from seq1f1b.schedule import build_schedule
 from seq1f1b.transport.loopback import LoopbackGroup
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 __all__: list[str] = []
 
-# A token differs if it does by this much of its norm, whatever the rounding that was measured: by the coarsest eps with
-# which the stage computes, of bfloat16, of float16 and TF32, of float32, of float64. The types of
-# docs/reference/models.md, which are right, differ by 4e-7 in float32 and by 1.2e-2 in bfloat16 at most.
+_ROWS, _TOKENS = 2, 16  # of a sample, at most
+# A token differs if it does by this much of its norm: by the coarsest eps with which the stage computes, of bfloat16,
+# of float16 and TF32, of float32, of float64. The types of docs/reference/models.md, which are right, differ by 4e-7 in
+# float32 and by 1.2e-2 in bfloat16 at most.
 _LEAST = ((5e-3, 3e-2), (5e-4, 5e-3), (1e-10, 2e-5), (0.0, 1e-9))
 _TF32 = 1e-3
-_TIMES = 8.0  # as much as the rounding that was measured. It is none beyond the root of the smallest difference.
+_MOST = 1 << 20  # elements of a tensor between modules that is looked at
 
 
-# -- what modules are given and return ---------------------------------------------------------------------------------
+# -- a few tokens of a unit's arguments --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The first tokens of a unit's arguments.
+
+    Attributes:
+        values: the positional and the keyword arguments.
+        dims: of each tensor in them, as they come, the dimension of its tokens; -1: it has none.
+        sizes: tokens of the two segments.
+    """
+
+    values: Any
+    dims: list[int]
+    sizes: tuple[int, int]
+
+    def arguments(self, begin: int, length: int) -> Any:
+        """The arguments for some of the tokens."""
+        dims = iter(self.dims)
+
+        def part(tensor: Tensor) -> Tensor:
+            dim = next(dims)
+            return (tensor if dim < 0 else tensor.narrow(dim, begin, length)).clone()
+
+        return mapped(self.values, part)
+
+
+def take_sample(step: StageStep, unit: LiveUnit, inputs: tuple[Any, ...]) -> Sample | None:
+    """Copies the first tokens of a unit's arguments; None if it is not known where they are.
+
+    Tokens lie along ``seq_dim``, as keyword arguments have them that are sliced. Another stage may hand on another
+    layout, in which one dimension alone has so many.
+    """
+    rules, seq_dim = step.arguments.arg_rules, step.arguments.seq_dim
+    kwargs, length = dict(step.kwargs_of(unit)), step.lengths[unit.cell]
+    most = min(_TOKENS, sum(step.arguments.rows[unit.microbatch]))
+    is_known = all(rules.get(name) == "slice" for name, value in kwargs.items() if tensors_of(value))
+    tensors = tensors_of((inputs, kwargs))
+    if not is_known or not tensors_of(inputs) or most < 2:  # a mask, say: nobody knows what it is for other tokens
+        return None
+    dims = [_tokens_of(tensor, seq_dim, length) for tensor in tensors]
+    if None in dims or dims[0] == -1:
+        return None
+    sizes = _choose_sizes(most, sizes_of(step.stage.modules))
+    rows = tensors[0].shape[_row_of(tensors[0], dims[0])]
+    pairs = enumerate(zip(tensors, dims, strict=True))
+    taken = iter([_taken(tensor.detach(), dim, rows, sizes, is_first=i == 0) for i, (tensor, dim) in pairs])
+    return Sample(mapped((inputs, kwargs), lambda _: next(taken)), dims, sizes)
+
+
+def _tokens_of(tensor: Tensor, seq_dim: int, length: int) -> int | None:
+    """The dimension of a tensor's tokens; -1: it has none; None: nobody knows."""
+    if tensor.dim() > seq_dim and tensor.shape[seq_dim] == length:
+        return seq_dim
+    found = [dim for dim, size in enumerate(tensor.shape) if size == length]
+    return found[0] if len(found) == 1 else None if found else -1
+
+
+def _row_of(tensor: Tensor, dim: int) -> int:
+    return min(1, tensor.dim() - 1) if dim == 0 else 0
+
+
+def _taken(tensor: Tensor, dim: int, rows: int, sizes: tuple[int, int], *, is_first: bool) -> Tensor:
+    """A copy of some tokens of a tensor. is_first: it is that of the tokens, which may stand anywhere."""
+    if dim < 0:
+        return tensor.clone()
+    row = _row_of(tensor, dim)
+    has_rows = row != dim and tensor.shape[row] == rows and (dim > 0 or tensor.dim() > 2)
+    if has_rows:
+        tensor = tensor.narrow(row, 0, min(_ROWS, rows))
+    wanted = torch.arange(sum(sizes), device=tensor.device)  # a short unit's come again, of others the last one does
+    wanted = wanted % tensor.shape[dim] if is_first else wanted.clamp(max=tensor.shape[dim] - 1)
+    tokens = tensor.index_select(dim, wanted)
+    if has_rows and rows < _ROWS:  # another row has the tokens in another order
+        tokens = torch.cat([tokens, tokens.roll(1 + sum(sizes) // 3, dim) if is_first else tokens], row)
+    return _varied(tokens, dim) if is_first else tokens
+
+
+def _choose_sizes(most: int, taken: set[int]) -> tuple[int, int]:
+    """Tokens of two segments of unequal length; neither is a size of the stage, nor is their sum, if that can be."""
+    unwanted = taken | {_ROWS}
+    for length in range(most, max(2, most // 2), -1):
+        for size in range(length // 2 + 1, length - 1):
+            if not {length, size, length - size} & unwanted:
+                return size, length - size
+    return most // 2 + most % 2, most // 2
+
+
+def _varied(tokens: Tensor, dim: int) -> Tensor:
+    """Tokens that are all alike would hide what mixes them: these differ."""
+    if bool((tokens != tokens.narrow(dim, 0, 1)).any()):
+        return tokens
+    numbers = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
+    if tokens.is_floating_point():
+        return tokens + torch.cos(numbers * 1.7).to(tokens.dtype) * (0.1 + tokens.abs())
+    return numbers.to(tokens.dtype) % (tokens + 1) if bool((tokens > 0).all()) else tokens
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
 
 Event: TypeAlias = "tuple[int, int, str, int]"
 """A module is called, or has returned: id of the module whose code made the tensors, id of this one, "in" or "out", and
 how many of these came before."""
 
 
-_Values: TypeAlias = "dict[Event, list[Tensor]]"  # of a segment
+_Values: TypeAlias = "dict[Event, list[Tensor | None]]"  # of a segment
 _OUTPUT: Event = (0, 0, "stage", 0)
 
 
 class Trace:
-    """Takes copies of tensors while it is entered.
+    """While it is entered, copies what modules are given and return, in order. Tensors that are large are left out."""
 
-    Args:
-        given, returned: modules of whose arguments and results.
-    Attributes:
-        values: by event, in order.
-    """
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules, self._stack = modules, list[int]()
+        self.values: _Values = {}
 
-    def __init__(self, given: Collection[nn.Module], returned: Collection[nn.Module]) -> None:
-        self._given, self._returned = given, returned
-        self.begin()
-
-    def begin(self) -> None:
-        """Forgets what came before."""
-        self.values: dict[Event, list[Tensor]] = {}
-        self._stack: list[int] = []
-
-    def __enter__(self) -> Self:
-        self._handles: list[Any] = [m.register_forward_pre_hook(self._before, with_kwargs=True) for m in self._given]
-        self._handles += [m.register_forward_hook(self._after) for m in self._returned]
-        return self
+    def __enter__(self) -> None:
+        self._handles: list[Any] = []
+        for module in self._modules:
+            with suppress(Exception):  # of a module of torch.jit
+                self._handles += [module.register_forward_pre_hook(self._before, with_kwargs=True)]
+                self._handles += [module.register_forward_hook(self._after)]
 
     def __exit__(self, *error: Any) -> None:
         for handle in self._handles:
@@ -96,28 +185,8 @@ class Trace:
     def _note(self, maker: int, module: nn.Module, kind: str, value: Any) -> None:
         events = ((maker, id(module), kind, before) for before in count())
         event = next(event for event in events if event not in self.values)
-        self.values[event] = [t.detach().clone() for t in tensors_of(value)]
-
-
-def hidden_of(modules: Sequence[nn.Module]) -> Trace:
-    """A trace of values that flow into weights that are zero, as projections are before their first step.
-
-    No output tells of them. A module's own parameter that is zero may scale what its children return.
-    """
-    parts = [part for module in modules for part in module.modules()]
-    zero = [part for part in parts if any(_is_zero(n, p) for n, p in part.named_parameters(recurse=False))]
-    return Trace(zero, [child for part in zero for child in part.children()])
-
-
-def _is_zero(name: str, parameter: Tensor) -> bool:
-    is_floating = is_plain(parameter) and parameter.is_floating_point()
-    if "bias" in name or not is_floating or parameter.is_meta or not parameter.numel():
-        return False
-    first = parameter.detach()[(0,) * (parameter.dim() - 1)].reshape(-1)[:64]  # of most, these tell
-    return not bool(first.any()) and not bool(parameter.any())
-
-
-# -- runs --------------------------------------------------------------------------------------------------------------
+        tensors = [] if is_abstract() else tensors_of(value)
+        self.values[event] = [t.detach().clone() if t.numel() <= _MOST else None for t in tensors]
 
 
 class Look:
@@ -132,52 +201,43 @@ class Look:
         module = stage.module
         self._module = without_wrapper(module) if isinstance(module, nn.Module) else module
         self._modules = [self._module] if isinstance(self._module, nn.Module) else []
+        self._parts = list(dict.fromkeys(part for module in self._modules for part in module.modules()))
         self._stage, self._sample, self._shares = stage, sample, shares_generators
         self._sizes = sizes_of(self._modules)
         self._watches: list[Watch] = []  # of all segments
 
     def findings(self) -> list[Finding] | None:
         """The findings; None if the stage cannot be looked at in this way, as it draws random numbers, say."""
-        sample, place, again = self._sample, f"stage {self._stage.index}", list[_Values]()
+        sizes, place = self._sample.sizes, f"stage {self._stage.index}"
         try:
-            with hidden_of(self._modules) as trace:
-                one, two = self._run(trace, (sample.length,)), self._run(trace, sample.sizes)
-                with suppress(Exception):  # of a stage that keeps something for each row, say
-                    again = self._run(trace, (sample.length,), is_twice=True)
+            one, two = self._run((sum(sizes),)), self._run(sizes)
+            with torch._C.DisableTorchFunction():  # a verification's mode is for what the stage computes
+                found = list(_differences(*one, *two, sizes, self._least()))
+                told = any(self._tells(event) for event, _, _ in found)
         except Exception:  # of a stage that takes no other number of tokens, say
-            table = "adds or multiplies by a table that fits segments of one length, the same one in every segment"
-            return [Finding(STATE, place, table)] if any(watch.has_table for watch in self._watches) else None
-        carries = any("carries" in watch.noted for watch in self._watches)
-        with torch._C.DisableTorchFunction():  # a verification's mode is for what the stage computes
-            comparison = _Comparison(sample.sizes, self._least())
-            for tensors in zip(*(values[_OUTPUT] for values in (*one, *two, *again)), strict=False):
-                comparison.measure(*tensors)
-            found = [each for each in comparison.differences(one, two) if not (carries and each[0][2] == "out")]
+            return None
         dropouts = dict.fromkeys(watch.dropout for watch in self._watches if watch.dropout)
-        told = [Finding(RANDOMNESS, place, f"calls {name}, which draws one number for all tokens") for name in dropouts]
-        return [*([self._explain(comparison, found)] if found else []), *told]
+        shared = [
+            Finding(RANDOMNESS, place, f"calls {name}, which draws one number for all tokens") for name in dropouts
+        ]
+        return [*([self._explained(*found[0])] if told else []), *shared]
 
-    def _run(self, trace: Trace, sizes: Sequence[int], *, is_twice: bool = False) -> list[_Values]:
-        """The tensors to compare of each segment. Raises RuntimeError if the stage has drawn random numbers.
-
-        Args:
-            is_twice: each row comes twice.
-        """
+    def _run(self, sizes: Sequence[int]) -> list[_Values]:
+        """The tensors to compare of each segment. Raises RuntimeError if the stage has drawn random numbers."""
         from seq1f1b.runtime.runner import Runner  # it lists the features, of which a look is one
 
         result, device = list[_Values](), self._stage.device
-        rows = ROWS * (1 + is_twice)
 
         def call(_: Tensor) -> Any:
             unit = live_unit()
             assert unit is not None
             begin, length = sum(sizes[: unit.segment]), sizes[unit.segment]
-            watch = unit.watch = Watch(rows, begin, length, self._sizes)
+            watch = unit.watch = Watch(_ROWS, begin, length, self._sizes)
             self._watches.append(watch)
-            args, kwargs = self._sample.arguments(begin, length, is_twice=is_twice)
-            trace.begin()
+            args, kwargs = self._sample.arguments(begin, length)
+            trace = Trace(self._parts)
             # What the module itself keeps from one segment to the next has no gradient, and is not the micro-batch's.
-            with keep_state(self._modules, None, parameters=False, gradients=False), watch:
+            with keep_state(self._modules, None, parameters=False, gradients=False), trace, watch:
                 output = self._module(*args, **kwargs)
             unit.watch = None
             result.append({**trace.values, _OUTPUT: [t.detach().clone() for t in tensors_of(output)]})
@@ -196,7 +256,7 @@ class Look:
         try:
             with torch.no_grad(), ComparableRun(None):
                 runner = Runner(pipeline, options, schedule, is_whole=len(sizes) == 1, tells=False)
-                runner.run(StepArguments(False, torch.zeros(rows, sum(sizes), device=device), None, None))
+                runner.run(StepArguments(False, torch.zeros(_ROWS, sum(sizes), device=device), None, None))
         finally:
             pipeline.close()
             draws = not state.is_current()
@@ -217,23 +277,30 @@ class Look:
             eps = max(eps, _TF32)
         return next(least for above, least in _LEAST if eps > above)
 
-    def _explain(self, comparison: _Comparison, found: list[_Difference]) -> Finding:
-        """Names the first module that differs, and says what that means."""
-        maker, is_causal, error = 0, all(causal for _, causal, _ in found), max(error for *_, error in found)
-        parts = dict.fromkeys(part for module in self._modules for part in module.modules())
-        with suppress(Exception), Trace(parts, parts) as trace:
-            one, two = self._run(trace, (self._sample.length,)), self._run(trace, self._sample.sizes)
-            with torch._C.DisableTorchFunction():
-                (maker, *_), is_causal, error = next(comparison.differences(one, two))
-        place = f"stage {self._stage.index}"
+    def _tells(self, event: Event) -> bool:
+        """Whether a difference there is the stage's: in its output, or in what flows into weights that are zero.
+
+        No output tells of the latter, as of projections before their first step. A module's own parameter that is zero
+        may scale what its children return; what is carried makes that good.
+        """
+        _, module, kind, _ = event
+        zero = [part for part in self._parts if any(_is_zero(n, p) for n, p in part.named_parameters(recurse=False))]
+        if kind == "out":
+            carries = any("carries" in watch.noted for watch in self._watches)
+            return not carries and any(module == id(child) for part in zero for child in part.children())
+        return event == _OUTPUT or any(module == id(part) for part in zero)
+
+    def _explained(self, event: Event, is_causal: bool, error: float) -> Finding:
+        """Names the module that differs first, and says what that means."""
+        place, maker = f"stage {self._stage.index}", event[0]
         for name, part in ((name, part) for module in self._modules for name, part in module.named_modules()):
             if id(part) == maker or (not maker and part is self._module):
                 place += f", {name.removeprefix('_orig_mod').lstrip('.') or 'itself'} ({type(part).__name__})"
                 break
-        what = f"{_ANEW if is_causal else _LATER}: a token differs by {error:.2g} of its norm"
         foreign = [watch.foreign for watch in self._watches if watch.foreign]
         if foreign and not any("attends" in watch.noted for watch in self._watches):
             return Finding(ATTENTION, place, f"differs by {error:.2g} of a token's norm, and the stage {foreign[0]}")
+        what = f"{_ANEW if is_causal else _LATER}: a token differs by {error:.2g} of its norm"
         return Finding(STATE if is_causal else STATISTICS, place, what)
 
 
@@ -241,76 +308,56 @@ _ANEW = "begins anew in every segment"
 _LATER = "gives a token another value where later tokens are in its segment, or where the segment is longer"
 
 
+def _is_zero(name: str, parameter: Tensor) -> bool:
+    is_floating = is_plain(parameter) and parameter.is_floating_point()
+    if "bias" in name or not is_floating or parameter.is_meta or not parameter.numel():
+        return False
+    first = parameter.detach()[(0,) * (parameter.dim() - 1)].reshape(-1)[:64]  # of most, these tell
+    return not bool(first.any()) and not bool(parameter.any())
+
+
 # -- comparison --------------------------------------------------------------------------------------------------------
 
-_Difference: TypeAlias = "tuple[Event, bool, float]"
-"""The event that differs, whether it is as in the whole in the first segment, and the largest error of a token."""
 
-
-class _Comparison:
-    """Tells a difference from rounding.
+def _differences(
+    whole: _Values, first: _Values, second: _Values, sizes: tuple[int, int], allowed: float
+) -> Iterator[tuple[Event, bool, float]]:
+    """What differs between a run as one segment and one as two, in order.
 
     Args:
-        sizes: tokens of the two segments.
         allowed: the largest error of a token that is none, relative to its norm.
+    Returns:
+        each event, whether the first segment is as in the whole, and the largest error of a token.
     """
+    for event in (event for event in whole if event in first and event in second):
+        found = list[Tensor]()
+        for tensors in zip(whole[event], first[event], second[event], strict=False):
+            ways = [_errors(a, torch.cat([b, c], dim), dim) for dim, a, b, c in _ways(*tensors, sizes)]
+            found += ways[-1:] if all(bool((errors > allowed).any()) for errors in ways) else []
+        if found:
+            is_causal = not any(bool((errors[: sizes[0]] > allowed).any()) for errors in found)
+            yield event, is_causal, max(float(errors.max()) for errors in found)
 
-    def __init__(self, sizes: tuple[int, int], allowed: float) -> None:
-        self._sizes, self._allowed, self._most = sizes, allowed, math.sqrt(allowed)
 
-    def measure(self, one: Tensor, first: Tensor, second: Tensor, again: Tensor | None = None) -> None:
-        """Allows for the stage's rounding. again: the same as ``one``, of each row twice."""
-        if again is None or one.dim() != again.dim():
+def _ways(one: Any, first: Any, second: Any, sizes: tuple[int, int]) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """The tokens' dimension, and the tensors; in two ways where tokens and rows share a dimension."""
+    length, tensors = sum(sizes), (one, first, second)
+    is_strided = all(type(t) is Tensor and t.layout == torch.strided and not t.is_nested for t in tensors)
+    for dim, size in enumerate(one.shape if is_strided else ()):
+        rows = size // length
+        shapes = [(*one.shape[:dim], rows * n, *one.shape[dim + 1 :]) for n in (length, *sizes)]
+        if rows and [tuple(t.shape) for t in tensors] == shapes:
+            if rows == 1:
+                yield dim, one, first, second
+            else:
+                yield dim + 1, *(torch.unflatten(t, dim, (rows, -1)) for t in tensors)
+                yield dim, *(torch.unflatten(t, dim, (-1, rows)) for t in tensors)
             return
-        twice = [i for i, (x, y) in enumerate(zip(one.shape, again.shape, strict=True)) if y == 2 * x]
-        if len(twice) != 1:
-            return
-        again = again.narrow(twice[0], 0, one.shape[twice[0]])
-        for dim, a, _, _, b in self._ways(one, first, second, again):
-            self._allowed = max(self._allowed, min(_TIMES * float(_errors(a, b, dim).max()), self._most))
-
-    def differences(self, one: list[_Values], two: list[_Values]) -> Iterator[_Difference]:
-        """In a run as one segment and a run as two, in order."""
-        (whole,), (first, second) = one, two
-        for event in (event for event in whole if event in first and event in second):
-            parts = zip(whole[event], first[event], second[event], strict=False)
-            errors = [found for tensors in parts if (found := self._errors(*tensors)) is not None]
-            if errors:
-                is_causal = not any(bool((each[: self._sizes[0]] > self._allowed).any()) for each in errors)
-                yield event, is_causal, max(float(each.max()) for each in errors)
-
-    def _errors(self, one: Tensor, first: Tensor, second: Tensor) -> Tensor | None:
-        """By token, of a tensor that differs in two segments. None: it does not differ, or has no tokens."""
-        errors = None
-        for dim, a, b, c in self._ways(one, first, second):
-            errors = _errors(a, torch.cat([b, c], dim), dim)
-            if not (errors > self._allowed).any():
-                return None
-        return errors
-
-    def _ways(self, one: Tensor, first: Tensor, second: Tensor, *others: Tensor) -> Iterator[tuple[Any, ...]]:
-        """The tokens' dimension, and the tensors; in two ways where tokens and rows share a dimension.
-
-        Args:
-            others: in the shape of ``one``.
-        """
-        length, (a, b), tensors = sum(self._sizes), self._sizes, (one, first, second, *others)
-        is_strided = type(one) is Tensor and one.layout == torch.strided and not one.is_nested
-        for dim, size in enumerate(one.shape if is_strided else ()):
-            rows = size // length
-            shapes = [(*one.shape[:dim], rows * n, *one.shape[dim + 1 :]) for n in (length, a, b)]
-            if rows and [tuple(t.shape) for t in tensors[:3]] == shapes:
-                if rows == 1:
-                    yield dim, *tensors
-                else:
-                    yield dim + 1, *(torch.unflatten(t, dim, (rows, -1)) for t in tensors)
-                    yield dim, *(torch.unflatten(t, dim, (-1, rows)) for t in tensors)
-                return
 
 
 def _errors(one: Tensor, other: Tensor, dim: int) -> Tensor:
     """By token, the error of the row in which it is the smallest."""
-    row = next((i for i, size in enumerate(one.shape) if i != dim and size == ROWS), None)
+    row = next((i for i, size in enumerate(one.shape) if i != dim and size == _ROWS), None)
     a, b = (_by_token(t, row, dim) for t in (one, other))
     apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, b - a).norm(dim=2).nan_to_num(math.inf)
     size = a.nan_to_num(0.0, 0.0, 0.0).norm(dim=2)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,39 +19,26 @@ __all__: list[str] = []
 _SAMPLE, _FEWEST = 256, 8  # values of a parameter that are compared, and different bytes among them
 
 
-@dataclass(frozen=True)
-class Unlisted:
+class Unlisted(NamedTuple):
     """
     Attributes:
-        kind: type of the module that holds it.
+        place: of its stage, in words; kind: type of the module that holds it.
         order: how many parameters of its stage come before it.
-        values: its shape, its dtype and sums over a sample of its bytes.
+        shape, dtype, sums: sums over a sample of its bytes.
     """
 
-    rank: int
     place: str
     name: str
     kind: str
     order: int
     is_trained: bool
-    values: Any
-
-
-def _equal_pairs(everyones: Iterable[Unlisted]) -> list[tuple[Unlisted, Unlisted]]:
-    """Parameters of different stages that hold the same values, and are not both frozen."""
-    alike: dict[Any, list[Unlisted]] = {}
-    for parameter in everyones:
-        alike.setdefault(parameter.values, []).append(parameter)
-    return [
-        (first, second)
-        for several in alike.values()
-        for first, second in combinations(several, 2)
-        if (first.rank, first.place) != (second.rank, second.place) and (first.is_trained or second.is_trained)
-    ]
+    shape: tuple[int, ...]
+    dtype: str
+    sums: tuple[Any, ...]
 
 
 def unlisted(modules: Sequence[tuple[str, nn.Module]], listed: Collection[int]) -> list[tuple[Any, ...]]:
-    """The parameters that are not listed and whose values are not a constant's, for a comparison: see Unlisted.
+    """The parameters that are not listed and whose values are not a constant's, for a comparison: those of Unlisted.
 
     Args:
         modules: of this rank, each with its place in words.
@@ -61,9 +47,8 @@ def unlisted(modules: Sequence[tuple[str, nn.Module]], listed: Collection[int]) 
     seen = set(listed)
     found: list[tuple[Any, ...]] = []
     for place, module in modules:
-        parts = module.named_modules() if isinstance(module, nn.Module) else ()
         order = 0
-        for prefix, part in parts:
+        for prefix, part in module.named_modules() if isinstance(module, nn.Module) else ():
             for name, parameter in part.named_parameters(recurse=False):
                 is_floating = is_plain(parameter) and parameter.is_floating_point()
                 if id(parameter) in seen or not is_floating or parameter.is_meta:
@@ -73,10 +58,9 @@ def unlisted(modules: Sequence[tuple[str, nn.Module]], listed: Collection[int]) 
                 values = parameter.detach().reshape(-1)[::step].contiguous().view(torch.uint8)
                 if len(values.unique()) < _FEWEST:
                     continue
-                kind = f"{type(part).__module__}.{type(part).__qualname__}"
-                values_of = (tuple(parameter.shape), str(parameter.dtype), *digest([values])[0][2:])
-                text = f"{prefix}.{name}".lstrip(".")
-                found.append((place, text, kind, order, parameter.requires_grad, values_of))
+                text, kind = f"{prefix}.{name}".lstrip("."), f"{type(part).__module__}.{type(part).__qualname__}"
+                shape, dtype, sums = tuple(parameter.shape), str(parameter.dtype), digest([values])[0][2:]
+                found.append((place, text, kind, order, parameter.requires_grad, shape, dtype, sums))
                 order += 1
     return found
 
@@ -87,19 +71,24 @@ def look_at_equal(everyones: Sequence[Sequence[tuple[Any, ...]]], own_rank: int)
     Args:
         everyones: what :func:`unlisted` has found, by rank.
     """
-    found = []
-    pairs = _equal_pairs([Unlisted(rank, *entry) for rank, theirs in enumerate(everyones) for entry in theirs])
-    stages = Counter((first.rank, first.place, second.rank, second.place) for first, second in pairs)
-    for first, second in pairs:
-        if len(first.values[0]) < 2:
-            continue
+    found, alike = [], dict[Any, list[tuple[int, Unlisted]]]()
+    for rank, each in ((rank, Unlisted(*entry)) for rank, theirs in enumerate(everyones) for entry in theirs):
+        alike.setdefault((each.shape, each.dtype, each.sums), []).append((rank, each))
+    pairs = [
+        (rank, first, second)
+        for several in alike.values()
+        for (rank, first), (other, second) in combinations(several, 2)
+        if (rank, first.place) != (other, second.place) and (first.is_trained or second.is_trained)
+    ]
+    stages = Counter((first.place, second.place) for _, first, second in pairs)
+    for rank, first, second in (pair for pair in pairs if len(pair[1].shape) > 1):
         both = f"{first.name} of {first.place} and {second.name} of {second.place}"
         found.append(both)
         # Layers that were made from one seed, or copied, are equal and not tied: they are of one type, and either
         # more of their parameters are equal, or these are the first ones of their stages.
-        is_alone = stages[first.rank, first.place, second.rank, second.place] == 1
+        is_alone = stages[first.place, second.place] == 1
         is_tie = first.kind != second.kind or (is_alone and first.order + second.order > 0)
-        if is_tie and first.rank == own_rank:
+        if is_tie and rank == own_rank:
             warnings.warn(
                 f"{both} are bit-equal: if the model ties them, list both in the dict attribute tied_parameters of "
                 "their stages, else their gradients are not summed and they come apart (docs/tutorial.md, Tied "

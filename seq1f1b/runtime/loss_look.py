@@ -17,7 +17,7 @@ from torch import Tensor
 
 from seq1f1b.runtime.findings import COUPLING, WEIGHTING
 from seq1f1b.runtime.model_state import RandomState, uncompiled
-from seq1f1b.runtime.nested import mapped, tensors_of
+from seq1f1b.runtime.nested import distance, mapped, norm, tensors_of
 
 __all__: list[str] = []
 
@@ -120,10 +120,9 @@ class LossLook:
             apart += gradients(leaf, target, count, own)
         together = gradients(self._joined(leaves), self._joined([target for _, target in parts]), total, every)
         pairs = [(a, b) for a, b in zip(apart, together, strict=True) if a is not None and b is not None]
-        size = sum(float(b.double().square().sum()) for _, b in pairs) ** 0.5
-        distance = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs) ** 0.5
+        size, off = math.hypot(*(norm(b) for _, b in pairs)), math.hypot(*(distance(a, b) for a, b in pairs))
         narrow = torch.is_autocast_enabled(every[0].device.type) or any(t.dtype.itemsize < 4 for t in every)
-        if not 0.0 < size < math.inf or distance <= (_DIFFERS_NARROW if narrow else _DIFFERS) * size:
+        if not 0.0 < size < math.inf or off <= (_DIFFERS_NARROW if narrow else _DIFFERS) * size:
             return None
         if self._is_halved and (self.cause == COUPLING or not _is_divided(pairs, counts)):
             return None
@@ -132,7 +131,7 @@ class LossLook:
             what = "of a token depends on other tokens, in a segment on others than in the whole sequence"
         elif self._count is None:
             what = 'is not the sum over targets that Loss(reduction="sum") takes it for'
-        return f"{what}: the gradient of its segments together is {distance / size:.1%} off that of the whole"
+        return f"{what}: the gradient of its segments together is {off / size:.1%} off that of the whole"
 
     def _joined(self, values: Sequence[Any]) -> Any:
         every = zip(*map(tensors_of, values), strict=True)

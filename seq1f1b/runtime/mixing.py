@@ -15,14 +15,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from seq1f1b.runtime.by_values import Look
+from seq1f1b.runtime.by_values import Look, Sample, take_sample
 from seq1f1b.runtime.compiled import is_compiled
 from seq1f1b.runtime.data_parallel import Fsdp
 from seq1f1b.runtime.findings import ATTENTION, Finding
 from seq1f1b.runtime.model_state import uncompiled
 from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.parts import Feature, Part
-from seq1f1b.runtime.samples import Sample, take_samples
 from seq1f1b.runtime.stage import StageStep
 from seq1f1b.runtime.unit import LiveUnit
 from seq1f1b.runtime.watch import Watch, sizes_of
@@ -64,7 +63,7 @@ class FirstLook(Part):
         rows = step.arguments.rows
         first = max(range(len(rows)), key=lambda m: min(rows[m][0], 8))  # long enough, if any is
         self._first = sum(map(len, rows[:first]))
-        self._samples: list[Sample] = []
+        self._sample: Sample | None = None
         self._kind: Any = None
         self._watch: Watch | None = None
         self._figures: dict[str, Any] = {}
@@ -73,10 +72,10 @@ class FirstLook(Part):
         if unit.is_again:
             return None
         if unit.cell == self._first and not self._why:
-            self._samples = take_samples(self._step, unit, inputs)
-            if self._samples:
+            self._sample = take_sample(self._step, unit, inputs)
+            if self._sample is not None:
                 kwargs = self._step.kwargs_of(unit)
-                self._kind = self._step.arguments.training, self._samples[0].sizes, tuple(sorted(kwargs))
+                self._kind = self._step.arguments.training, self._sample.sizes, tuple(sorted(kwargs))
         is_watched = unit.cell == self._cell and self._kind not in self._known
         return self._watched(unit, inputs) if is_watched else None
 
@@ -102,14 +101,9 @@ class FirstLook(Part):
         if self._kind in self._known:
             return
         stage, start = self._step.stage, time.perf_counter()
-        found: list[Finding] | None = None
-        for sample in () if self._why else self._samples:
-            told = Look(stage, sample, shares_generators=stage.in_threads and stage.num_stages > 1).findings()
-            if told is not None and (found is None or not told):
-                found = told
-            if told == []:
-                break  # else the tokens may lie elsewhere
-        self._samples = []
+        found, sample, self._sample = None, self._sample, None
+        if sample is not None and not self._why:
+            found = Look(stage, sample, shares_generators=stage.in_threads and stage.num_stages > 1).findings()
         if found is not None:
             self._figures = {"look_seconds": time.perf_counter() - start}
             stage.findings.judge(found)

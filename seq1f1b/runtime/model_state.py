@@ -332,3 +332,8 @@ def _is_ours() -> bool:
     while frame.f_globals.get("__name__") == "seq1f1b.runtime.watch" and frame.f_back is not None:
         frame = frame.f_back
     return str(frame.f_globals.get("__name__", "")).startswith("seq1f1b.ops")
+
+
+def is_abstract() -> bool:
+    """Whether tensors stand for others, as within torch.func, and have no values of their own."""
+    return torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0

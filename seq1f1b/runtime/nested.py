@@ -1,10 +1,11 @@
-"""Values that may be tensors in nested tuples, lists and dicts: a stage's output, a target."""
+"""Values that may be tensors in nested tuples, lists and dicts; how far two tensors are apart."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 __all__: list[str] = []
@@ -49,3 +50,23 @@ def taken_apart(value: Any, count: int, name: str, cut: Callable[[Tensor, str], 
         named = {key: taken_apart(item, count, f"{name}[{key!r}]", cut) for key, item in value.items()}
         return [{key: parts[i] for key, parts in named.items()} for i in range(count)]
     return [value] * count
+
+
+# -- differences -------------------------------------------------------------------------------------------------------
+
+
+def norm(value: Tensor | None) -> float:
+    return 0.0 if value is None else float(torch.linalg.vector_norm(_double(value)))
+
+
+def distance(value: Tensor | None, truth: Tensor | None) -> float:
+    """The norm of the difference; infinities and NaNs that both have are none."""
+    if value is None or truth is None:
+        return norm(value if truth is None else truth)
+    one, other = _double(value), _double(truth)
+    return norm((one - other).masked_fill((one == other) | (one.isnan() & other.isnan()), 0.0))
+
+
+def _double(value: Tensor) -> Tensor:
+    dense = value.detach().to_dense()
+    return (torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense).double()

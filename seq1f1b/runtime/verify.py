@@ -18,8 +18,9 @@ from seq1f1b.device.placement import free_bytes
 from seq1f1b.runtime.batch import StepArguments
 from seq1f1b.runtime.data_parallel import data_parallel
 from seq1f1b.runtime.findings import RANDOMNESS, STATE, STATISTICS, WEIGHTING
+from seq1f1b.runtime.nested import distance, norm
 from seq1f1b.runtime.runner import Runner
-from seq1f1b.runtime.verify_model import PRECISION, WholeModel
+from seq1f1b.runtime.verify_model import WholeModel
 from seq1f1b.runtime.verify_runs import NotRun, Pass, Session, names_of, refuse
 
 __all__ = ["Verification"]
@@ -34,7 +35,6 @@ _SAME = 1e-4
 # as many roundings of one number, for what the whole model happens to round to exactly. Over 600 right models in fp32,
 # bf16 and fp16 the largest error was half of what is allowed.
 _ROUNDINGS = 4.0
-_COARSER = 64.0  # between float32 and bfloat16 lie 2^16
 CUT = "the cut"
 
 
@@ -149,7 +149,7 @@ def _verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None,
         if wide is None:
             truth = plain
         comparison = _Comparison(runner, truth, plain, found, exact)
-        differences = [] if whole is None else [*whole.compare_with(found), *comparison.precision()]
+        differences = [] if whole is None else whole.compare_with(found)
         if where:
             differences = [f"{NOT_FINITE}: {where} where the model runs whole, so there is nothing to compare with"]
         result = comparison.verdict(differences, is_compared=not where)
@@ -249,7 +249,7 @@ class _Comparison:
         self.tolerance = _SAME if exact is not None else math.sqrt(eps)
         runs = [plain, found, exact or found]
         rows: list[Any] = [
-            [name, _norm(value), *(_distance(run.gradients[i], value) for run in runs)]
+            [name, norm(value), *(distance(run.gradients[i], value) for run in runs)]
             for i, (name, value) in enumerate(zip(names_of(runner, truth), truth.gradients, strict=True))
         ]
         losses = [_worst(run.losses, truth.losses) for run in runs]
@@ -279,7 +279,7 @@ class _Comparison:
             if mine.shape != theirs.shape or mine.dim() <= dim or mine.shape[dim] != sum(found.sizes):
                 continue
             pairs = zip(torch.split(mine, found.sizes, dim), torch.split(theirs, found.sizes, dim), strict=True)
-            wrong = [s for s, (a, b) in enumerate(pairs) if not _ratio(_distance(a, b), _norm(b)) <= self.tolerance]
+            wrong = [s for s, (a, b) in enumerate(pairs) if not _ratio(distance(a, b), norm(b)) <= self.tolerance]
             first = min([first, *wrong])
         return first
 
@@ -304,19 +304,6 @@ class _Comparison:
         if is_compared and not all(right.values()):
             causes += self._causes(right)
         return Verification(not causes, parameters, loss, output, allowed, exact_errors, causes, notes)
-
-    def precision(self) -> list[str]:
-        """A word if the whole model rounds far more coarsely than the pipeline does, as under an autocast that is lost.
-
-        The model's own rounding is the yardstick of what is allowed, so no other comparison sees that.
-        """
-        plain, found, *_ = self._common
-        if not self._has_exact or not plain > _COARSER * max(found, self._eps):
-            return []
-        return [
-            f"{PRECISION}: rounding makes an error of {plain:.0e} in the model, of {found:.0e} in the pipeline, so the "
-            "model computes in a narrower dtype, as under torch.autocast, and the stages do not"
-        ]
 
     def _causes(self, right: dict[str, bool]) -> tuple[str, ...]:
         """Likely causes: those seen in the stages' forwards, else the one that the numbers tell."""
@@ -351,22 +338,6 @@ class _Comparison:
         return (cause,)
 
 
-def _norm(value: Tensor | None) -> float:
-    return 0.0 if value is None else float(torch.linalg.vector_norm(_double(value)))
-
-
-def _double(value: Tensor) -> Tensor:
-    return (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double()
-
-
-def _distance(value: Tensor | None, truth: Tensor | None) -> float:
-    """The norm of the difference; infinities and NaNs that both have are none."""
-    if value is None or truth is None:
-        return _norm(value if truth is None else truth)
-    one, other = _double(value), _double(truth)
-    return _norm((one - other).masked_fill((one == other) | (one.isnan() & other.isnan()), 0.0))
-
-
 def _or_infinite(error: float) -> float:
     return math.inf if math.isnan(error) else error
 
@@ -379,8 +350,8 @@ def _worst(values: list[Tensor], truths: list[Tensor]) -> float:
     """Largest error, relative to the truths' root mean square: a loss may be near zero in one micro-batch."""
     if len(values) != len(truths):
         return math.inf
-    finite = [_norm(t.nan_to_num(0.0, 0.0, 0.0)) for t in truths]
+    finite = [norm(t.nan_to_num(0.0, 0.0, 0.0)) for t in truths]
     scale = math.sqrt(sum(norm**2 for norm in finite) / max(1, len(truths)))
     # A part of the output without tokens has another shape in segments: what comes of it is in loss and gradients.
     pairs = [(v, t) for v, t in zip(values, truths, strict=True) if v.shape == t.shape]
-    return max((_ratio(_distance(v, t), scale) for v, t in pairs), default=0.0, key=_or_infinite)
+    return max((_ratio(distance(v, t), scale) for v, t in pairs), default=0.0, key=_or_infinite)

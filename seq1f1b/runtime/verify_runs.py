@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from seq1f1b.runtime.batch import StepArguments
 from seq1f1b.runtime.data_parallel import without_hooks
 from seq1f1b.runtime.findings import Finding
 from seq1f1b.runtime.layer import is_plain
-from seq1f1b.runtime.model_state import ComparableRun, RandomState, has_changed, keep_state
+from seq1f1b.runtime.model_state import ComparableRun, RandomState, has_changed, is_abstract, keep_state
 from seq1f1b.runtime.nested import mapped, tensors_of
 from seq1f1b.runtime.runner import Runner
 from seq1f1b.runtime.trees import read_rows
@@ -38,27 +38,29 @@ class Pass:
     drops: Counter[float]  # numbers that forwards would drop with each probability, if dropout were on
     findings: list[Finding]
     sizes: list[int]  # of the segments
-    not_finite: list[Any]  # where its loss or gradients became so: a key to sort by, and a text; [] if they did not
+    forwards: dict[str, Forward]  # by name of the module, in the order of their ends
+    not_finite: list[Any] = field(default_factory=list)  # where it became so: a key to sort by, and a text
     returns_tensor: bool = False  # whether the last stage returns one tensor, here
     changed: list[str] = field(default_factory=list)  # buffers that the run changed
-    forwards: dict[str, Forward] = field(default_factory=dict)  # by name of the module, in the order of their ends
 
 
 @sendable
 class Forward(NamedTuple):
-    """The result of one module when it was first called in a run.
+    """The result of one module when it was first called in a run, or first returned numbers that are not finite.
 
     Attributes:
-        kind: the module's type.
+        place: of the module, in words; kind: its type.
         mode: "training" or "evaluation".
-        cast: whether it was under autocast, and to which dtype, in words.
+        odd: "nan" or "inf", which it holds; "" if it is finite, but for -inf alone, which is a mask.
     """
 
+    place: str
     kind: str
     mode: str
-    cast: str
+    dtype: str
     norm: float
     total: float
+    odd: str
 
     def is_like(self, truth: Forward, tolerance: float) -> bool:
         scale = tolerance * max(abs(truth.norm), 1e-30)
@@ -136,7 +138,8 @@ class Session:
             arguments = replace(arguments, rows=[[sum(row)] for row in rows], parents=None, plan=None, paths=trees)
         self._state.restore()
         runner.pipeline.group.all_gather_object(True)  # ranks that are threads share generators: none draws before
-        with ComparableRun(dtype) as run, _Origin(runner) as origin:
+        forwards: dict[str, Forward] = {}
+        with ComparableRun(dtype) as run, _noted(runner, forwards):
             losses, outputs = runner.run(arguments)
         draws = not self._state.is_current()
         compared = [*(p for _, p in runner.pipeline.named_parameters() if p.requires_grad), *tracked]
@@ -145,62 +148,48 @@ class Session:
         floating = [tensor for output in outputs or [] for tensor in _tensors(output)]
         assert runner.last_step is not None
         sizes = runner.last_step.sizes
-        result = Pass(losses, floating, gradients, draws, run.drops, findings, sizes, [], forwards=origin.forwards)
-        result.not_finite += origin.of(runner, result)
+        result = Pass(losses, floating, gradients, draws, run.drops, findings, sizes, forwards)
+        result.not_finite += _not_finite(runner, result)
         result.returns_tensor = bool(outputs) and all(isinstance(output, Tensor) for output in outputs or [])
         held = named_tensors(own_modules(runner))
         result.changed += [each.name for each in held if each.kind != "parameter" and has_changed(each.tensor)]
         return result
 
 
-class _Origin:
-    """Notes what modules return: the first output that is not finite, and figures of every module's first one."""
+@contextmanager
+def _noted(runner: Runner, forwards: dict[str, Forward]) -> Iterator[None]:
+    """Within, notes what modules return."""
 
-    def __init__(self, runner: Runner) -> None:
-        self._modules, self._first = runner.pipeline.placed_modules(), ""
-        self._hooks: list[Any] = []
-        self.forwards: dict[str, Forward] = {}
+    def note(name: str, place: str, module: nn.Module, output: Any) -> None:
+        tensors = [] if is_abstract() else _tensors(output)
+        odd = next((kind for t in tensors if (kind := _kind(t.detach().clamp(min=0)))), "")
+        if tensors and (name not in forwards or (odd and not forwards[name].odd)):
+            first, mode = tensors[0].detach().double(), "training" if module.training else "evaluation"
+            dtype, figures = str(tensors[0].dtype), (float(first.norm()), float(first.sum()))
+            forwards[name] = Forward(place, type(module).__name__, mode, dtype, *figures, odd)
 
-    def __enter__(self) -> _Origin:
-        for place, module in self._modules:
+    with ExitStack() as stack:
+        for stage, module in runner.pipeline.placed_modules():
             for name, part in module.named_modules():
-                text = f"{place}, {name or 'itself'} ({type(part).__name__}) returns"
-                self._hooks.append(part.register_forward_hook(self._note(plain_name(name), text)))
-        return self
+                place = f"{stage}, {name or 'itself'} ({type(part).__name__})"
+                key = plain_name(name) or stage
+                hook = part.register_forward_hook(lambda m, _, y, key=key, place=place: note(key, place, m, y))
+                stack.callback(hook.remove)
+        yield
 
-    def _note(self, name: str, text: str) -> Callable[..., None]:
-        def look(module: nn.Module, args: Any, output: Any) -> None:
-            is_abstract = torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack()
-            tensors = [] if is_abstract else _tensors(output)
-            if tensors and name not in self.forwards:
-                first = tensors[0].detach().double()
-                device, mode = first.device.type, "training" if module.training else "evaluation"
-                is_cast = torch.is_autocast_enabled(device)
-                cast = f"under autocast to {torch.get_autocast_dtype(device)}" if is_cast else "without autocast"
-                figures = float(first.norm()), float(first.sum())
-                self.forwards[name] = Forward(type(module).__name__, mode, cast, *figures)
-            if not self._first:
-                # -inf alone is a mask.
-                kinds = [kind for t in tensors if (kind := _kind(t.detach().clamp(min=0)))]
-                self._first = f"{text} {kinds[0]}" if kinds else ""
 
-        return look
-
-    def __exit__(self, *error: Any) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def of(self, runner: Runner, run: Pass) -> list[Any]:
-        """Finds the first place that is not finite: a module, if one is the cause, else a loss, else a gradient."""
-        losses = [f"the loss of micro-batch {m} is {kind}" for m, t in enumerate(run.losses) if (kind := _kind(t))]
-        names = zip(names_of(runner, run), run.gradients, strict=True)
-        gradients = [f"the gradient of {n} is {kind}" for n, t in names if t is not None and (kind := _kind(t))]
-        if not losses and not gradients:
-            return []
-        if self._first:
-            return [[0, min(runner.stages)], self._first]
-        # Backwards run from the last stage to the first, and within a stage from its last parameter to its first.
-        return [[1, 0], losses[0]] if losses else [[2, -max(runner.stages)], gradients[-1]]
+def _not_finite(runner: Runner, run: Pass) -> list[Any]:
+    """Finds the first place that is not finite: a module, if one is the cause, else a loss, else a gradient."""
+    losses = [f"the loss of micro-batch {m} is {kind}" for m, t in enumerate(run.losses) if (kind := _kind(t))]
+    names = zip(names_of(runner, run), run.gradients, strict=True)
+    gradients = [f"the gradient of {n} is {kind}" for n, t in names if t is not None and (kind := _kind(t))]
+    if not losses and not gradients:
+        return []
+    odd = next((forward for forward in run.forwards.values() if forward.odd), None)
+    if odd is not None:
+        return [[0, min(runner.stages)], f"{odd.place} returns {odd.odd}"]
+    # Backwards run from the last stage to the first, and within a stage from its last parameter to its first.
+    return [[1, 0], losses[0]] if losses else [[2, -max(runner.stages)], gradients[-1]]
 
 
 def _kind(tensor: Tensor) -> str:

@@ -2,7 +2,7 @@
 and these notes why not.
 
 A :class:`Watch` tells tokens by their number. In a look by values that number is chosen, so that it is no size of the
-stage (``samples.py``). In a unit of a step it is what it is: if a weight has that size, too, nothing is told.
+stage. In a unit of a step it is what it is: if a weight has that size, too, nothing is told.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ class Watch(TorchFunctionMode):
         noted: what operations of ours tell: "attends" of causal_attention, "carries" of carry_in and carry_out.
         foreign: what attention that is not ours the stage has called on the segment alone; "" if none.
         dropout: which dropout it has called that draws one number for all tokens; "" if none.
-        has_table: whether an operation failed that combines tokens with a parameter, of which the number of rows fits
-            segments of one length alone.
         eps: of the narrowest dtype in which anything was computed; 0 if all was in float64.
     """
 
@@ -46,31 +44,24 @@ class Watch(TorchFunctionMode):
         self._decides = length > 1 and length != rows and not {length, self._end} & sizes
         self.noted: set[str] = set()
         self.foreign = self.dropout = ""
-        self.has_table, self.eps = False, 0.0
+        self.eps = 0.0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "").partition(".")[0].strip("_")
-        try:
-            result = func(*args, **kwargs)
-        except RuntimeError:
-            given = tensors_of(args)
-            is_table = any(isinstance(t, nn.Parameter) and t.dim() > 1 for t in given)
-            self.has_table |= is_table and any(self._is_tokens(t, dim) for t in given for dim in range(t.dim()))
-            raise
+        result = func(*args, **kwargs)
         self.eps = max([self.eps, *(_EPS.get(t.dtype, 0.0) for t in tensors_of(result))])
         with suppress(Exception):  # of a call in another form, say: a look must not end a right step
-            self._look(name, getattr(func, "namespace", ""), args, kwargs)
+            self._look(func, args, kwargs)
         return result
 
-    def _look(self, name: str, namespace: str, args: Any, kwargs: Any) -> None:
-        given = [*args, *kwargs.values()]
+    def _look(self, func: Any, args: Any, kwargs: Any) -> None:
+        name, given = func.__name__.partition(".")[0].strip("_"), [*args, *kwargs.values()]
         if name in ("softmax", "log_softmax"):
             scores, dim = given[0], args[1] if len(args) > 1 else kwargs.get("dim", -1)
             others = [other for other in range(1, scores.dim()) if other != dim % scores.dim()]
             if self._is_tokens(scores, dim, of_keys=True) and any(self._is_tokens(scores, other) for other in others):
                 self.foreign = f"takes a {name} over scores of tokens by tokens"
-        elif ("attention" in name or "flash_attn" in name) and namespace != "seq1f1b":
+        elif ("attention" in name or "flash_attn" in name) and getattr(func, "namespace", "") != "seq1f1b":
             query, key = given[:2]
             dims = [_TOKENS[name]] if name in _TOKENS else range(min(query.dim(), key.dim()))
             if any(self._is_tokens(query, dim) and self._is_tokens(key, dim, of_keys=True) for dim in dims):

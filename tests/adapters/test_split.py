@@ -219,9 +219,9 @@ class Backwards(Chain):
         (Chain, {"at": ["blocks"]}, "Chain does not run 'blocks', so no stage begins there"),
         (lambda: nn.Linear(2, 2), {"num_stages": 1}, "Linear has no nn.Sequential or nn.ModuleList: say by at= where"),
         (lambda: Chain(unused=True), {"num_stages": 2}, "Chain does not use second.weight, second.bias, which"),
-        (Asks, {"num_stages": 2}, "Asks depends on whether doc_ids is given: put that into a module"),
+        (Asks, {"num_stages": 2}, "the stages of Asks do not compute what it does, .* output is off by"),
         (Numbers, {"num_stages": 2}, "Numbers uses item behind the cut, in mul.*: it is a number"),
-        (Offset, {"num_stages": 2}, r"Offset cannot be cut, .* it uses token_offset\(\), .*: use positions"),
+        (Offset, {"num_stages": 2}, r"Offset cannot be cut: it uses token_offset\(\), .*: use positions"),
         (Backwards, {"num_stages": 3}, "Backwards runs 'blocks.4' before 'blocks.2': no stage begins there"),
     ],
 )  # fmt: skip

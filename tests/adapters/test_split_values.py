@@ -25,14 +25,15 @@ from seq1f1b.adapters import chain_compare
     ],
 )
 def test_a_difference_is_named(change: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    backward = chain_compare._Row.backward
+    run = chain_compare._run
 
-    def changed(self: Any) -> None:
-        backward(self)
-        if len(self._parts) > 1:
-            change(self)
+    def changed(model: Any, parts: Any, *given: Any) -> Any:
+        found = run(model, parts, *given)
+        if len(parts) > 1:
+            change(found)
+        return found
 
-    monkeypatch.setattr(chain_compare._Row, "backward", changed)
+    monkeypatch.setattr(chain_compare, "_run", changed)
     with pytest.raises(ValueError, match=text):
         seq1f1b.split(Plain(), 2)
 

@@ -392,7 +392,7 @@ def refused_by_split() -> Named:
     for name, (make, says) in told.REFUSED.items():
         yield name, made(make, says, **({"cut": cut_at(at=["_orig_mod.blocks.2"])} if name == "compiled" else {}))
     for name, (context, says) in told.CONTEXTS.items():
-        yield f"{name} around a block", made(partial(told.under, context), rf"split_told.py:\d+: .*{says}")
+        yield f"{name} around a block", made(partial(told.under, context), says)
     for kind in told.KINDS:
         for place in ("", "decoder", "decoder.blocks"):
             yield f"{kind} of {place or 'the model'}", made(

@@ -217,13 +217,13 @@ def test_three_forwards_of_few_tokens_and_no_copy_of_a_parameter():
     looked, Counting.calls[:] = Counting.calls[8:], []
     assert 0.0 < engine.report().look_seconds < 10.0
     sizes = [size for size, _ in looked]
-    assert len(sizes) == 4 and sizes[1] + sizes[2] == sizes[0] == sizes[3] // 2 and sizes[0] >= 8 and sizes[3] <= 64
+    assert len(sizes) == 3 and sizes[1] + sizes[2] == sizes[0] and 8 <= sizes[0] <= 32
     assert {address for _, address in looked} == {model.embedding.weight.data_ptr()}
     engine.step(tokens, target=target)
     engine.step(tokens[:, :36], target=target[:, :36])  # a new length tells nothing new
     assert len(Counting.calls) == 16 and engine.report().look_seconds > 0.0
     engine.eval(tokens, target=target)
-    assert len(Counting.calls) == 16 + 8 + 4  # another mode may
+    assert len(Counting.calls) == 16 + 8 + 3  # another mode may
 
 
 # -- attention of another kind -----------------------------------------------------------------------------------------
