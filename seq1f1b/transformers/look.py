@@ -7,7 +7,7 @@ differs is refused. The modules that train are not touched: twins of them run, w
 from __future__ import annotations
 
 import inspect
-from collections import UserDict
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -27,6 +27,7 @@ __all__: list[str] = []
 
 TOKENS, BORDER = 7, 4  # the sample; its segments are tokens 0 to 3 and 4 to 6
 HIDDEN, PER_LAYER, SHARED = "hidden states", "per_layer_input", "shared_kv_states"
+GOES_ALONG = {SHARED, "prev_topk_indices"}  # with the message between stages; to attention that is replaced
 ERRORS = (TypeError, AttributeError, LookupError, RuntimeError)  # of code that is given something unusual
 WITHOUT_EFFECT = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
 
@@ -42,11 +43,14 @@ def with_remedy(text: str) -> str:
 class Call:
     """One layer's call."""
 
-    hidden: Tensor
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     given: dict[str, Any]
     """Hidden states and arguments by name, as they were then."""
+
+    @property
+    def hidden(self) -> Tensor:
+        return self.given[HIDDEN]  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,6 @@ class Record:
     """All that the layers of a model got, and what the model made of what they returned."""
 
     calls: dict[int, Call] = field(default_factory=dict)
-    last: Tensor | None = None
     embedded: Tensor | None = None
     options: dict[str, Any] = field(default_factory=dict)
     """Flags and numbers that the decoder was told beside its input."""
@@ -86,14 +89,6 @@ class Record:
                 return mask
         return None
 
-    def note_decoder(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Hook of the decoder."""
-        self.options = {name: value for name, value in kwargs.items() if isinstance(value, (bool, int, float, str))}
-
-    def note_embedding(self, module: nn.Module, args: Any, out: Tensor) -> None:
-        """Hook of the embedding."""
-        self.embedded = out.clone()
-
 
 _recording: ContextVar[Record | None] = ContextVar("_recording", default=None)
 
@@ -115,14 +110,7 @@ def current_record() -> Record | None:
     return _recording.get()
 
 
-_UNKNOWN = object()  # a layer's other outputs, which no other layer may get
-
-
-def _is_same(tensor: Any, other: Tensor) -> bool:
-    """Whether it is the other, or a view of all of it."""
-    if not isinstance(tensor, Tensor) or tensor.shape != other.shape:
-        return False
-    return tensor.data_ptr() == other.data_ptr() and tensor.stride() == other.stride()
+_UNKNOWN = math.nan  # a layer's other outputs: unlike itself, so that a layer that gets one of them is refused
 
 
 class Probe(nn.Module):
@@ -136,34 +124,21 @@ class Probe(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         layer, index, record, names = self.__dict__["_looked_at"]
-        if record.last is not None and not _is_same(hidden_states, record.last):
-            raise ValueError("its layers do not simply follow one another")
         if index in record.calls:
             raise ValueError("it runs a layer more than once")
+        if any(hidden_states.shape != call.hidden.shape for call in record.calls.values()):
+            raise ValueError("its layers do not simply follow one another")
         given = {**dict(zip_longest(names[: len(args)], args)), **kwargs}
         if stores_keys(layer):
             kwargs[SHARED].update(_keys_and_values(layer, hidden_states, args, kwargs))
-        known = {name: pytree.tree_map(lambda leaf, name=name: self._keep(name, leaf), x) for name, x in given.items()}
-        hidden = hidden_states.clone()
-        record.calls[index] = Call(hidden, args, kwargs, {HIDDEN: hidden, **known})
-        record.last = hidden.roll(1, -1)
-        return as_layer(self, record.last, _UNKNOWN)
+        for name in GOES_ALONG & given.keys():
+            given[name] = None
+        known = pytree.tree_map(lambda x: record.mask_of(x) or x.clone() if isinstance(x, Tensor) else x, given)
+        record.calls[index] = Call(args, kwargs, {HIDDEN: hidden_states.clone(), **known})
+        return as_layer(self, hidden_states.roll(1, -1), _UNKNOWN)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"it reads {name!r} of layer {self.__dict__['_looked_at'][1]}, beside calling it")
-
-    def _keep(self, name: str, leaf: Any) -> Any:
-        if leaf is None or isinstance(leaf, (bool, int, float, str)):
-            return leaf
-        if leaf is _UNKNOWN and name == "prev_topk_indices":
-            return None  # which the replaced attention does not read
-        if name == SHARED:
-            return None  # goes with the message between stages
-        if isinstance(leaf, Tensor):
-            return self.__dict__["_looked_at"][2].mask_of(leaf) or leaf.clone()
-        if isinstance(leaf, (Mapping, UserDict)) and not leaf:
-            return None  # to be filled by layers
-        raise ValueError(f"its layers get, beside hidden states and positions, {name!r}, which no stage sends on")
 
 
 def stores_keys(layer: nn.Module) -> list[str]:

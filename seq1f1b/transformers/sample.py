@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -103,29 +102,40 @@ def _run(
 ) -> tuple[Record, dict[str, bool]]:
     """Returns what layers get, and by the others' names whether they run after the layers."""
     problems: list[tuple[int, Exception]] = []
-    for outputs in range(3):  # the form in which layers return hidden states
-        record, is_after = Record(outputs=outputs), dict[str, bool]()
+
+    def run(record: Record, is_after: dict[str, bool]) -> None:
         probes: dict[nn.Module, nn.Module] = {layer: Probe(layer, i, record) for i, layer in enumerate(layers)}
         looked_at = twin(model, probes | without_head(model))
+
+        def note_options(_: Any, args: Any, given: dict[str, Any]) -> None:
+            record.options = {
+                name: value for name, value in given.items() if isinstance(value, (bool, int, float, str))
+            }
+
+        def note_embedding(_: Any, args: Any, out: Tensor) -> None:
+            record.embedded = out.clone()
+
         for name in others:
-            looked_at.get_submodule(name).register_forward_pre_hook(partial(_note, is_after, name, record))
-        looked_at.get_submodule(decoder).register_forward_pre_hook(record.note_decoder, with_kwargs=True)
-        looked_at.get_input_embeddings().register_forward_hook(record.note_embedding)
+            looked_at.get_submodule(name).register_forward_pre_hook(
+                lambda *_, name=name: is_after.update({name: is_after.get(name, bool(record.calls))})
+            )
+        looked_at.get_submodule(decoder).register_forward_pre_hook(note_options, with_kwargs=True)
+        looked_at.get_input_embeddings().register_forward_hook(note_embedding)
+        with recording(record):
+            record.logits = looked_at(input_ids=tokens_of(model), use_cache=False, return_dict=True).logits
+        if list(record.calls) != list(range(len(layers))):
+            raise ValueError("it does not run its layers once each, in their order")
+
+    for outputs in range(3):  # the form in which layers return hidden states
+        record, is_after = Record(outputs=outputs), dict[str, bool]()
         try:
-            with recording(record):
-                record.logits = looked_at(input_ids=tokens_of(model), use_cache=False, return_dict=True).logits
-            if list(record.calls) != list(range(len(layers))):
-                raise ValueError("it does not run its layers once each, in their order")
+            run(record, is_after)
             return record, is_after
         except (ValueError, *ERRORS) as error:
             problems.append((len(record.calls), error))
     _, problem = max(problems, key=lambda found: found[0])  # the one that came further
     text = f"it does not run as transformers' decoders do: {problem}"
     raise ValueError(f"{cannot(model)}: {with_remedy(text)}") from problem
-
-
-def _note(is_after: dict[str, bool], name: str, record: Record, *_: Any) -> None:
-    is_after.setdefault(name, bool(record.calls))
 
 
 def tokens_of(model: Any) -> Tensor:

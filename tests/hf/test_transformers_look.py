@@ -157,7 +157,10 @@ REFUSED: dict[str, tuple[Parts, str]] = {
         {"others": lambda self, i, x: {"index": torch.arange(x.shape[1], device=x.device)}},
         "layer 0 gets other 'index' than in the whole model: Tensor-likes are not equal! ",
     ),
-    "an object of its own": ({"others": lambda self, i, x: {"first": object()}}, "'first', which no stage sends on"),
+    "an object of its own": (
+        {"others": lambda self, i, x: {"first": object()}},
+        "layer 0 gets other 'first'",
+    ),
     "a dtype of the caller": (
         {
             "forward": narrow_for_the_caller,
