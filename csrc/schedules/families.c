@@ -66,12 +66,7 @@ static int32_t find(const char *name)
     return i;
 }
 
-int s1f_schedule_family_named(const char *name, s1f_family_facts *facts)
-{
-    return s1f_schedule_family(find(name), facts);
-}
-
-s1f_status s1f_schedule_refuse_option(const s1f_family_facts *family, const char *option)
+static s1f_status refuse_option(const s1f_family_facts *family, const char *option)
 {
     char known[OPTIONS_TEXT_BYTES] = "none";
     size_t used = 0;
@@ -166,7 +161,7 @@ static s1f_status check_options(const s1f_request *request, const s1f_family_fac
     const s1f_options *options = &request->options;
     for (int i = 0; i < S1F_NUM_OPTIONS; i++)
         if (!(facts->options >> i & 1) && s1f_option_is_given(options, i))
-            return s1f_schedule_refuse_option(facts, s1f_option_table[i].name);
+            return refuse_option(facts, s1f_option_table[i].name);
     for (int i = 0; i < S1F_NUM_OPTIONS; i++)
         S1F_TRY(check_option(options, &s1f_option_table[i]));
     S1F_TRY(check_bytes(request));
@@ -182,7 +177,8 @@ static s1f_status count_cells(s1f_request *request)
     request->num_cells = 0;
     for (int32_t m = 0; m < request->num_microbatches; m++) {
         int32_t count = request->options.segments_of[m];
-        S1F_TRY(require_at_least("num_segments of a micro-batch", count, 1));
+        if (count < 1)
+            return s1f_fail(S1F_ERR_ARG, "num_segments[%d] is %d, must be at least 1", (int)m, (int)count);
         most = count > most ? count : most;
         request->num_cells += count;
     }

@@ -34,7 +34,7 @@ from seq1f1b.schedule import build_schedule
 from seq1f1b.transport.loopback import LoopbackGroup
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 __all__: list[str] = []
 
