@@ -317,73 +317,39 @@ s1f_status s1f_schedule_place(const s1f_request *request, s1f_placement *placeme
     return status;
 }
 
-s1f_status s1f_schedule_append_forward(s1f_schedule *schedule, int32_t stage, int64_t i)
+s1f_status s1f_schedule_append_nth(s1f_schedule *schedule, s1f_pass pass, int32_t stage, int64_t i)
 {
     s1f_shape shape = s1f_schedule_shape(schedule);
-    return s1f_schedule_append(schedule, s1f_unit_of_cell(&shape, S1F_PASS_FORWARD, stage, i));
-}
-
-s1f_status s1f_schedule_append_backward(s1f_schedule *schedule, int32_t stage, int64_t i)
-{
-    s1f_shape shape = s1f_schedule_shape(schedule);
-    return s1f_schedule_append(schedule, s1f_unit_going_back(&shape, S1F_PASS_BACKWARD, stage, i));
+    return s1f_schedule_append(schedule, pass == S1F_PASS_FORWARD ? s1f_unit_of_cell(&shape, pass, stage, i)
+                                                                  : s1f_unit_going_back(&shape, pass, stage, i));
 }
 
 s1f_status s1f_schedule_alternate(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t count,
-                                  s1f_append *forward, s1f_append *backward, int64_t context)
+                                  s1f_append *append, int64_t context)
 {
     for (int64_t i = 0; i < warmup && i < count; i++)
-        S1F_TRY(forward(schedule, rank, context, i));
+        S1F_TRY(append(schedule, rank, S1F_PASS_FORWARD, context, i));
     for (int64_t i = 0; i < count; i++) { /* steady, then cool-down: no forwards left */
         if (warmup + i < count)
-            S1F_TRY(forward(schedule, rank, context, warmup + i));
-        S1F_TRY(backward(schedule, rank, context, i));
+            S1F_TRY(append(schedule, rank, S1F_PASS_FORWARD, context, warmup + i));
+        S1F_TRY(append(schedule, rank, S1F_PASS_BACKWARD, context, i));
     }
     return S1F_OK;
 }
 
-static s1f_status forward_unit(s1f_schedule *schedule, int32_t rank, int64_t unused, int64_t i)
+static s1f_status append_group(s1f_schedule *schedule, int32_t rank, s1f_pass pass, int64_t size, int64_t group)
 {
-    (void)unused;
-    return s1f_schedule_append_forward(schedule, rank, i);
-}
-
-static s1f_status backward_unit(s1f_schedule *schedule, int32_t rank, int64_t unused, int64_t i)
-{
-    (void)unused;
-    return s1f_schedule_append_backward(schedule, rank, i);
-}
-
-s1f_status s1f_schedule_alternate_units(s1f_schedule *schedule, int32_t rank, int64_t warmup)
-{
-    s1f_shape shape = s1f_schedule_shape(schedule);
-    return s1f_schedule_alternate(schedule, rank, warmup, s1f_num_cells(&shape), forward_unit, backward_unit, 0);
-}
-
-static s1f_status forward_group(s1f_schedule *schedule, int32_t rank, int64_t size, int64_t group)
-{
-    s1f_status status = S1F_OK;
     s1f_shape shape = s1f_schedule_shape(schedule);
     int64_t end = s1f_first_cell(&shape, (int32_t)((group + 1) * size));
-    for (int64_t i = s1f_first_cell(&shape, (int32_t)(group * size)); i < end && status == S1F_OK; i++)
-        status = s1f_schedule_append_forward(schedule, rank, i);
-    return status;
-}
-
-static s1f_status backward_group(s1f_schedule *schedule, int32_t rank, int64_t size, int64_t group)
-{
-    s1f_status status = S1F_OK;
-    s1f_shape shape = s1f_schedule_shape(schedule);
-    int64_t end = s1f_first_cell(&shape, (int32_t)((group + 1) * size));
-    for (int64_t i = s1f_first_cell(&shape, (int32_t)(group * size)); i < end && status == S1F_OK; i++)
-        status = s1f_schedule_append_backward(schedule, rank, i);
-    return status;
+    for (int64_t i = s1f_first_cell(&shape, (int32_t)(group * size)); i < end; i++)
+        S1F_TRY(s1f_schedule_append_nth(schedule, pass, rank, i));
+    return S1F_OK;
 }
 
 s1f_status s1f_schedule_alternate_groups(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t size)
 {
     int64_t num_groups = s1f_schedule_shape(schedule).num_microbatches / size;
-    return s1f_schedule_alternate(schedule, rank, warmup, num_groups, forward_group, backward_group, size);
+    return s1f_schedule_alternate(schedule, rank, warmup, num_groups, append_group, size);
 }
 
 int64_t s1f_warmup_of_rank(const s1f_request *request, int32_t rank)
