@@ -234,14 +234,14 @@ def main() -> None:
         "seq1f1b._C",
         sources(),
         depends=glob("csrc/**/*.h", recursive=True) + glob("kernels/**/*.h", recursive=True),
-        define_macros=MACROS + ([] if free_threaded else [("Py_LIMITED_API", "0x030A0000")]),
+        define_macros=MACROS + ([] if free_threaded else [("Py_LIMITED_API", "0x030B0000")]),
         extra_compile_args=compile_flags,
         extra_link_args=link_flags,
         libraries=LIBRARIES,
         py_limited_api=not free_threaded,
     )
     extensions = [extension, *([CudaKernels()] if wants_cuda() else [])]
-    wheel = {} if free_threaded else {"py_limited_api": "cp310"}
+    wheel = {} if free_threaded else {"py_limited_api": "cp311"}
     setup(ext_modules=extensions, cmdclass={"build_ext": BuildExt}, options={"bdist_wheel": wheel})
 
 

@@ -1,6 +1,6 @@
 """Tries a wheel in environments that hold it and nothing else, and have no compiler.
 
-    python .ci/try_wheel.py WHEEL                # of this machine's kind: on every Python here, from 3.10 on
+    python .ci/try_wheel.py WHEEL                # of this machine's kind: on every Python here, from 3.11 on
     python .ci/try_wheel.py --with-torch WHEEL   # and trains, with the torch of the environment that runs this
     python .ci/try_wheel.py WHEEL_FOR_AARCH64    # under qemu, with Debian's Python, and the tests of the core
 
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PYTHONS = ("3.11", "3.12", "3.13")
 PACKAGES = (
     *("libc6", "libgcc-s1", "python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib"),
     *("libexpat1", "zlib1g", "libffi8", "libssl3", "libbz2-1.0", "liblzma5", "libuuid1"),

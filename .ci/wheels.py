@@ -4,7 +4,7 @@
 
 The sdist comes first, from the tracked files and the schedule explorer's page, which clang builds for WebAssembly
 (Debian: clang lld wasi-libc libclang-rt-dev-wasm32). Each wheel is built from the sdist alone, offline, for every
-CPython from 3.10:
+CPython from 3.11:
 
     x86_64     with gcc
     aarch64    with gcc-aarch64-linux-gnu and libc6-dev-arm64-cross
@@ -174,7 +174,7 @@ def breaches(wheel: Path, machine: str, places: list[Path]) -> list[str]:
                 if elf not in readelf(data, "-h"):
                     found.append(f"{name} is not for {machine}")
     tag = platform_tag(machine, libraries)
-    if not wheel.name.endswith(f"-cp310-abi3-{tag}.whl"):
+    if not wheel.name.endswith(f"-cp311-abi3-{tag}.whl"):
         found.append(f"its symbols ask for {tag}")
     return [f"{wheel.name}: {what}" for what in found]
 

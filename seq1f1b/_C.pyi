@@ -1,9 +1,8 @@
 """The functions of the extension, one section per file of csrc/binding/. Handles of the core are opaque capsules."""
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-
-from seq1f1b.simulation import Costs, Links, StepMemory
 
 # ---- errors.c
 
@@ -20,12 +19,14 @@ PASSES: tuple[str, ...]  # letters; the position is the number of the pass in C
 PASS_NAMES: tuple[str, ...]  # of their seconds in Costs; position as above
 PASS_TEXTS: tuple[str, ...]  # in words; position as above
 OPCODES: tuple[str, ...]  # of instructions; position as above
-FAMILY_OPTIONS: tuple[tuple[str, str], ...]  # name; what it holds: a number, word, costs, or bytes of units or ranks
+FAMILY_OPTIONS: tuple[tuple[str, str, int, tuple[str, str]], ...]  # name, kind, least of a number, words
 DTYPES: tuple[str, ...]  # names in torch; position as above
 PER_RANK: int  # what a table of seconds or bytes has a value for
 PER_STAGE: int
+PER_PAIR: int
 PER_SEGMENT: int
 PER_CELL: int
+NO_RANK: int  # for program_lower
 KEEP_TIMELINE: int  # what program_simulate keeps
 KEEP_CAUSES: int
 ARENA_BYTES: int  # address space of an edge's arena
@@ -36,6 +37,8 @@ TENSOR_NONE: int
 TIER_ALIGNMENT: int  # bytes: of memory that a tier reads into
 
 _Unit = tuple[int, int, int, int]  # pass, stage, micro-batch, segment
+_Ints = array[int]  # of 64 bits, but for segments and parents, of 32
+_Doubles = array[float]
 
 # ---- records.c: structseqs, whose fields these are
 
@@ -102,15 +105,15 @@ def partition_flops(
     seq_len: int,
     num_segments: int,
     model: _ModelShape,
-    documents: Sequence[int] | None,
+    documents: _Ints | None,
     mix: float,
     multiple_of: int,
     /,
 ) -> list[int]: ...
 def partition_profiled(
-    seq_len: int, num_segments: int, costs: Sequence[float], mix: float, multiple_of: int, /
+    seq_len: int, num_segments: int, costs: _Doubles, mix: float, multiple_of: int, /
 ) -> list[int]: ...
-def partition_check(sizes: Sequence[int], seq_len: int, /) -> None: ...
+def partition_check(sizes: _Ints, seq_len: int, /) -> None: ...
 def model_flops(model: _ModelShape, begin: int, end: int, /) -> float: ...
 
 # ---- prefix_trees.c
@@ -121,8 +124,7 @@ def prefix_trees(
     label: int,
     tokens: int,
     weights: int,
-    columns: Sequence[int],  # addresses
-    column_bytes: Sequence[int],  # of a token
+    columns: _Ints,  # address, and bytes of a token, of each
     min_shared: int,
     nodes: int,
     place: int,
@@ -155,7 +157,7 @@ def group_leave(group: object, step: int, rank: int, text: str, unit: str = "", 
 def group_passed(group: object, step: int, /) -> tuple[int, str, str, str, int] | None: ...
 def group_clear(group: object, /) -> None: ...
 def group_gather(
-    group: object, epoch: int, round: int, recovering: bool, data: bytes, hangup_fds: list[int], /
+    group: object, epoch: int, round: int, recovering: bool, data: bytes, hangup_fds: _Ints, /
 ) -> list[bytes]: ...
 
 # ---- threads.c
@@ -175,7 +177,7 @@ def relay_done(end: object, step: int, sequence: int, /) -> None: ...
 def relay_flush(end: object, /) -> None: ...
 def edge_positions(end: object, /) -> tuple[tuple[int, int], tuple[int, int]]: ...
 def message_head(place: int, /) -> tuple[int, int]: ...
-def place_tensor_capsule(owner: object, address: int, dtype: int, sizes: tuple[int, ...], gpu: int = -1, /) -> Any: ...
+def place_tensor_capsule(owner: object, address: int, dtype: int, sizes: _Ints, gpu: int = -1, /) -> Any: ...
 
 # ---- device.c
 
@@ -207,7 +209,7 @@ def unit_inputs(
     passes: int,
     unit: _Unit,
     num_ranks: int = 1,
-    parents: Sequence[int] | None = None,
+    parents: _Ints | None = None,
     /,
 ) -> list[_Unit]: ...
 def unit_lifetimes(
@@ -221,26 +223,19 @@ def schedule_build(
     family: str,
     num_ranks: int,
     num_microbatches: int,
-    num_segments: int | Sequence[int],
+    num_segments: int,
     stages_per_rank: int,
-    options: dict[str, Any],
-    parents: Sequence[int] | None = None,
+    options: tuple[Any, ...],
+    segments_of: _Ints | None,
+    parents: _Ints | None,
     /,
 ) -> Any: ...
-def schedule_broken_rule(
-    family: str,
-    num_ranks: int,
-    num_microbatches: int,
-    num_segments: int | Sequence[int],
-    stages_per_rank: int,
-    options: dict[str, Any],
-    /,
-) -> str | None: ...
+def schedule_broken_rule(*request: Any) -> str | None: ...  # as schedule_build
 def schedule_facts(
     schedule: Any, /
-) -> tuple[tuple[int, int, int, int], tuple[int, ...], tuple[int, ...], tuple[int, ...]]: ...
-def schedule_assign_rows(schedule: Any, rank: int, sizes: Sequence[int], /) -> tuple[list[int], int]: ...
-def schedule_units(schedule: Any, rank: int, /) -> list[_Unit]: ...
+) -> tuple[tuple[int, int, int, int], tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]: ...
+def schedule_assign_rows(schedule: Any, rank: int, sizes: _Ints, /) -> tuple[list[int], int]: ...
+def schedule_units(schedule: Any, rank: int, /) -> bytes: ...
 def schedule_kinds(schedule: Any, /) -> str: ...
 def schedule_equal(a: Any, b: Any, /) -> bool: ...
 def schedule_digest(schedule: Any, /) -> int: ...
@@ -248,23 +243,18 @@ def schedule_cell_kinds(schedule: Any, /) -> bytes: ...
 def schedule_check(schedule: Any, max_live_units: int, /) -> None: ...
 def schedule_defer_weights(schedule: Any, max_live_units: int, /) -> Any: ...
 def schedule_change_cells(schedule: Any, kind: int, chosen: bytes | None, /) -> Any: ...  # 1: recompute, 2: move
-def schedule_spread_vocabulary(schedule: Any, what: int, ahead: int, costs: Costs, /) -> Any: ...
+def schedule_spread_vocabulary(schedule: Any, what: int, ahead: int, seconds: _Doubles, /) -> Any: ...
 def schedule_forward_only(schedule: Any, /) -> Any: ...
 def schedule_to_text(schedule: Any, /) -> str: ...
-def schedule_from_units(ranks: tuple[tuple[tuple[str, int, int, int], ...], ...], num_segments: int, /) -> Any: ...
-def schedule_from_text(text: str, /) -> Any: ...
-def schedule_times(schedule: Any, costs: Costs, /) -> bytes: ...
+def schedule_from_text(text: str, num_segments: int = 0, /) -> Any: ...
 def program_lower(
-    schedule: Any, prefetch: int | None, with_receives: bool = False, rank: int = -1, times: bytes | None = None, /
+    schedule: Any, prefetch: int | None, with_receives: bool = False, rank: int = -1, times: _Doubles | None = None, /
 ) -> Any: ...
-def program_lower_edges(schedule: Any, prefetch: int | None, times: bytes | None = None, /) -> Any: ...
 def program_edges(program: Any, /) -> list[ProgramEdge]: ...
 def program_stage_peak(program: Any, stage: int, /) -> tuple[int, int, int]: ...
-def program_peak_tokens(program: Any, stage: int, segment_sizes: Sequence[int], /) -> int: ...
+def program_peak_tokens(program: Any, stage: int, segment_sizes: _Ints, /) -> int: ...
 
 # ---- simulate.c
-
-_Rows = tuple[bytes, ...]  # doubles, a row per rank
 
 class Holding(NamedTuple):
     name: str  # of its bytes: an attribute of StepMemory
@@ -272,52 +262,25 @@ class Holding(NamedTuple):
     per: int  # PER_STAGE, PER_SEGMENT or PER_CELL
     counts_with: int  # number of the holding whose peak it is a part of
 
-class Times(NamedTuple):
-    makespan: float
-    period: float
-    span: bytes
-    busy: bytes
-    wait: bytes
-    start: _Rows
-    end: _Rows
-    slack: _Rows | None
-    path: tuple[tuple[int, int], ...] | None  # rank, number in its order
-
-class Peak(NamedTuple):
-    units: int
-    held: tuple[int, ...]  # by number of the holding
-    receive: int
-    total: int
-
 HOLDINGS: tuple[Holding, ...]  # the position is the number of the holding in C
+
+_Arrays = tuple[array[Any] | None, ...]
 
 def program_simulate(
     program: Any,
-    costs: Costs,
-    durations: Sequence[Sequence[float]] | None,
+    costs: _Arrays,
+    send: float,
     noise: tuple[float, float, int],  # of units, of messages, seed
     fill: bool,
     steps: tuple[int, bool],
     keep: int,
-    progress: Callable[[int], object] | None,
+    progress: Callable[[int], object],
     /,
-) -> Times: ...
-def program_memory(program: Any, memory: StepMemory, links: Links, /) -> tuple[Peak, ...]: ...
-def program_changes(program: Any, memory: StepMemory, /) -> tuple[bytes, ...]: ...  # int64 [rank][unit][holding][2]
-def program_fit(
-    program: Any,
-    memory: StepMemory,
-    costs: Costs,
-    room: Sequence[int],
-    recomputes: bool,
-    moves: bool,
-    start: Sequence[Sequence[float]] | None,  # of both
-    /,
-) -> bytes: ...  # of each cell of all stages: 0 kept, 1 recomputed, 2 moved
-
-# ---- table.c
-
-def table_values(schedule: Any, name: str, per: int, given: Any, /) -> list[int]: ...
+) -> tuple[float, float, bytes, bytes, bytes, bytes, tuple[tuple[int, int], ...]]: ...
+def fill_in(seconds: _Doubles, given: int, /) -> None: ...
+def program_memory(program: Any, held: _Arrays, /) -> bytes: ...
+def program_changes(program: Any, held: _Arrays, /) -> bytes: ...
+def program_fit(program: Any, held: _Arrays, given: _Arrays, recomputes: bool, moves: bool, /) -> bytes: ...
 
 # ---- attention.c
 
@@ -402,13 +365,13 @@ def executor_step(
     step: int,
     training: bool,
     sequence_length: int,
-    sizes: Sequence[int],
+    sizes: _Ints,
     run: Callable[[int, int, int, tuple[Any, ...] | None], Any],  # pass, stage, cell, what came
     fill: Callable[[int, int], bool] | None,  # stage, cell
-    segment_sizes: Callable[[int], list[int]],
+    segment_sizes: Callable[[int], _Ints],
     make_views: Callable[[object, int, Sequence[tuple[int, int, tuple[int, ...], int]]], Any],
-    part_sizes: Sequence[int] = (),  # siblings in one unit: tokens of each, those of one column after another
-    first_part: Sequence[int] = (),  # of each column, and behind the last their count; () with none
+    part_sizes: _Ints | None = None,  # siblings in one unit: tokens of each, those of one column after another
+    first_part: _Ints | None = None,  # of each column, and behind the last their count; empty with none
     /,
 ) -> None: ...
 def executor_last_unit(executor: object, /) -> _Unit: ...
@@ -429,8 +392,8 @@ def unit_set_documents(count: int, /) -> None: ...
 def file_tier(directory: str | bytes, /) -> object: ...
 def host_tier(device: object, host_ranks: int, root: str, /) -> object: ...
 def tier_begin_step(tier: object, most_loads: int, /) -> None: ...
-def tier_out(tier: object, load: int, addresses: Sequence[int], sizes: Sequence[int], /) -> None: ...
-def tier_in(tier: object, load: int, addresses: Sequence[int], sizes: Sequence[int], /) -> None: ...
+def tier_out(tier: object, load: int, parts: _Ints, /) -> None: ...  # address and bytes of each
+def tier_in(tier: object, load: int, parts: _Ints, /) -> None: ...
 def tier_wait(tier: object, group: object, load: int, /) -> None: ...
 def tier_reset(tier: object, /) -> None: ...
 def tier_facts(tier: object, /) -> TierFacts: ...

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import index
 from typing import Any
 
 from seq1f1b import _C
+from seq1f1b.flat import Counts, flat, numbers
 
-__all__ = ["OPTION_KINDS", "Family", "counts_of_trees", "families", "schedules"]
+__all__ = ["OPTION_KINDS", "Family", "families", "schedules"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,61 @@ class Family:
             ValueError: a count below 1, an option that the family does not take.
         """
         counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
-        return _C.schedule_broken_rule(self.name, *counts, dict(options or {}))
+        return _C.schedule_broken_rule(*self.request(counts, options or {}))
+
+    def request(
+        self,
+        counts: tuple[int, int, Any, int],
+        options: Mapping[str, Any],
+        parents: Sequence[Sequence[int] | None] | None = None,
+    ) -> tuple[Any, ...]:
+        """What the core builds from: counts, options by number, the segments of micro-batches and what they follow."""
+        num_ranks, num_microbatches, segments, stages_per_rank = counts
+        of_all = None if parents is None else _parents_of_all(num_microbatches, segments, parents)
+        rows: array[int] | None = None
+        if of_all is not None and not hasattr(segments, "__len__"):
+            segments = [segments] * num_microbatches
+        if hasattr(segments, "__len__"):
+            rows, most = numbers("num_segments", "i", segments), max(segments, default=0)
+            if len(rows) != num_microbatches:
+                raise ValueError(
+                    f"num_segments holds {len(rows)} values, must be one number or one for each of {num_microbatches} "
+                    "micro-batches"
+                )
+            segments = most
+        for name in options:
+            if name not in self.options:
+                raise ValueError(f"{self.name} takes no option '{name}'; it takes {', '.join(self.options) or 'none'}")
+        form = Counts(num_ranks, num_ranks * stages_per_rank, segments, rows)
+        read = tuple(_option(form, options, *row) for row in _C.FAMILY_OPTIONS)
+        return self.name, num_ranks, num_microbatches, segments, stages_per_rank, read, rows, of_all
+
+
+def _option(form: Counts, options: Mapping[str, Any], name: str, kind: str, least: int, words: tuple[str, str]) -> Any:
+    """An option as the core reads it: a number, the place of a word, or an array. The core refuses wrong counts."""
+    is_table = kind in ("costs", "units", "ranks")
+    columns = form.num_segments if form.rows is None else sum(form.rows)
+    if name not in options or (is_table and not 0 < form.num_stages * columns < 2**31):
+        return None if is_table else 0
+    value = options[name]
+    if kind == "costs":
+        if not hasattr(value, "__len__") or len(value) != 3:
+            raise ValueError("costs must hold the costs of F, I and W")
+        tables = (flat(form, f"costs of {p}", _C.PER_CELL, table) for p, table in zip("FIW", value, strict=True))
+        return sum(tables, array("d"))
+    if is_table:
+        return flat(form, name, _C.PER_CELL if kind == "units" else _C.PER_RANK, value, "q")
+    if kind == "word":
+        if value not in words:
+            error = ValueError if isinstance(value, str) else TypeError
+            raise error(f"{name} is {value!r}, must be '{words[0]}' or '{words[1]}'")
+        return words.index(value) + 1
+    if kind == "seconds":
+        return numbers(name, "d", [value])[0]
+    most = 2**31 - 1 if kind == "int32" else 2**63 - 1
+    if not least <= index(value) <= most:
+        raise ValueError(f"{name} is {value}, must be in {least}..{most}")
+    return value
 
 
 def families() -> tuple[Family, ...]:
@@ -59,8 +116,8 @@ def families() -> tuple[Family, ...]:
     return tuple(Family(*facts) for facts in _C.schedule_families())
 
 
-OPTION_KINDS = dict(_C.FAMILY_OPTIONS)
-"""By the name of an option: whether it is a number, a word, or costs, or bytes of units or of ranks."""
+OPTION_KINDS = {name: kind for name, kind, _, _ in _C.FAMILY_OPTIONS}
+"""By the name of an option: what kind of number it is, a word, costs, or bytes of units or of ranks."""
 
 
 def schedules() -> tuple[str, ...]:
@@ -68,14 +125,11 @@ def schedules() -> tuple[str, ...]:
     return tuple(family.name for family in families())
 
 
-def counts_of_trees(
-    counts: tuple[int, int, int | Sequence[int], int], parents: Sequence[Sequence[int] | None]
-) -> tuple[tuple[int, int, Sequence[int], int], list[int]]:
-    """Writes out what is short for several, one number of segments or None for a chain; the parents of all segments."""
+def _parents_of_all(num_microbatches: int, segments: Any, parents: Sequence[Sequence[int] | None]) -> array[int]:
+    """The parents of all segments, those of micro-batches that are chains written out."""
     if isinstance(parents, int) or any(isinstance(own, int | str) for own in parents):
         raise TypeError(f"parents must hold a list for each micro-batch, or None for a chain, got {parents!r:.80}")
-    num_ranks, num_microbatches, segments, stages_per_rank = counts
-    rows = [segments] * num_microbatches if isinstance(segments, int) else list(segments)
+    rows = list(segments) if hasattr(segments, "__len__") else [segments] * num_microbatches
     if len(parents) != num_microbatches:
         raise ValueError(
             f"parents hold {len(parents)} lists, must hold one for each of {num_microbatches} micro-batches"
@@ -84,4 +138,4 @@ def counts_of_trees(
     for m, (k, own) in enumerate(zip(rows, whole, strict=False)):
         if len(own) != k:
             raise ValueError(f"parents of micro-batch {m} are {len(own)}, must be one for each of its {k} segments")
-    return (num_ranks, num_microbatches, rows, stages_per_rank), [*chain.from_iterable(whole)]
+    return numbers("parents", "i", chain.from_iterable(whole))

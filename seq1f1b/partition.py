@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from seq1f1b import _C
 from seq1f1b.files import load
+from seq1f1b.flat import numbers
 
 __all__ = ["LayerKind", "ModelShape", "check_model", "check_segment_sizes", "make_model", "partition_sequence"]
 
@@ -291,28 +292,30 @@ def partition_sequence(
         if (value is None) == (needs[strategy] == name):
             other = " or profile=" if name == "costs" and value is None else ""
             raise ValueError(f"strategy {strategy!r} {'needs' if value is None else 'takes no'} {name}={other}")
+    mix = numbers("mix", "d", [mix])[0]
     if documents is not None and model is None:
         raise ValueError(f"documents= is for strategy 'flops', the strategy is {strategy!r}")
     if isinstance(model, ModelShape) and model.kinds:
         costs = _piece_flops(model, seq_len, documents or (seq_len,))
-        return _C.partition_profiled(seq_len, num_segments, costs, mix, multiple_of)
-    if model is not None:
-        return _C.partition_flops(seq_len, num_segments, _token_shape(model), documents, mix, multiple_of)
+    elif model is not None:
+        of_rows = None if documents is None else numbers("documents", "q", documents)
+        return _C.partition_flops(seq_len, num_segments, _token_shape(model), of_rows, mix, multiple_of)
     if costs is not None:
-        return _C.partition_profiled(seq_len, num_segments, costs, mix, multiple_of)
+        return _C.partition_profiled(seq_len, num_segments, numbers("costs", "d", costs), mix, multiple_of)
     return _C.partition_even(seq_len, num_segments, multiple_of)
 
 
 def _piece_flops(model: ModelShape, seq_len: int, documents: Sequence[int]) -> list[float]:
     """Operations of equal pieces of a sequence, the sum of its rows."""
     model.flops(0, 1)  # raises unless the shape is sound
-    _C.partition_flops(seq_len, 1, (1, 1, 1, 1, 0, 0, 0), documents, 1.0, 1)  # raises unless these are whole rows
-    pieces, rows = min(seq_len, _PIECES_OF_KINDS), sum(documents) // seq_len
-    bounds = [row * seq_len + seq_len * i // pieces for row in range(rows) for i in range(pieces)]
-    found = _flops_of_kinds(model, documents, [*bounds, rows * seq_len])
-    return list(map(float, found.reshape(rows, pieces).sum(axis=0)))
+    rows = numbers("documents", "q", documents)
+    _C.partition_flops(seq_len, 1, (1, 1, 1, 1, 0, 0, 0), rows, 1.0, 1)  # raises unless these are whole rows
+    pieces, count = min(seq_len, _PIECES_OF_KINDS), sum(documents) // seq_len
+    bounds = [row * seq_len + seq_len * i // pieces for row in range(count) for i in range(pieces)]
+    found = _flops_of_kinds(model, documents, [*bounds, count * seq_len])
+    return list(map(float, found.reshape(count, pieces).sum(axis=0)))
 
 
 def check_segment_sizes(sizes: Sequence[int], seq_len: int) -> None:
     """Raises ``ValueError``, naming the segment or the sum, unless ``sizes`` are at least 1 and sum to ``seq_len``."""
-    _C.partition_check(sizes, seq_len)
+    _C.partition_check(numbers("sizes", "q", sizes), seq_len)

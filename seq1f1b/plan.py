@@ -16,7 +16,7 @@ from seq1f1b.partition import ModelShape, check_model, check_segment_sizes
 from seq1f1b.schedule import Costs, Schedule, build_schedule
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 __all__ = ["Layout", "Plan", "StepLength", "TunedOrder"]
 

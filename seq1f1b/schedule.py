@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, islice, pairwise, product
@@ -11,8 +12,9 @@ from types import EllipsisType
 from typing import Any
 
 from seq1f1b import _C
-from seq1f1b.families import Family, counts_of_trees, families, schedules
+from seq1f1b.families import Family, families, schedules
 from seq1f1b.files import nearest_name
+from seq1f1b.flat import flat, held_bytes, pass_seconds, seconds_per_byte
 from seq1f1b.simulation import (
     Costs,
     Links,
@@ -23,9 +25,10 @@ from seq1f1b.simulation import (
     costs_of_options,
     memory_of,
     simulated,
+    unit_seconds,
     whole_values,
 )
-from seq1f1b.unit import Timeline, Unit, unit_of
+from seq1f1b.unit import Timeline, Unit
 
 __all__ = [
     "Costs",
@@ -71,14 +74,15 @@ class Schedule:
         for rank, order in enumerate(orders):
             if not order:
                 raise ValueError(f"rank {rank} has no units")
-        self._adopt(_C.schedule_from_units(orders, num_segments))
+        lines = (" ".join(f"[{stage}]{kind}{m}.{s}" for kind, stage, m, s in order) for order in orders)
+        self._adopt(_C.schedule_from_text("\n".join(lines), num_segments))
 
     def _adopt(self, handle: Any, like: Schedule | None = None) -> None:
         self.handle = handle  # of the C core; the engine lowers it
         self.prefetch: int | None = None if like is None else like.prefetch
-        self._times: bytes | None = None if like is None else like._times  # by which places are counted
+        self._times: array[float] | None = None if like is None else like._times  # by which places are counted
         self.fills: bool = like is not None and like.fills
-        counts, self.rank_of_stage, rows, parents = _C.schedule_facts(handle)
+        counts, self.rank_of_stage, rows, parents, self._num_units = _C.schedule_facts(handle)
         self.num_ranks, self.num_stages, self.num_microbatches, self.num_segments = counts
         self.rows: tuple[int, ...] | None = rows or None
         each = iter(parents)
@@ -134,7 +138,7 @@ class Schedule:
                 raise ValueError(
                     f"costs count places where prefetch is None, and prefetch is {other.prefetch}: give one of the two"
                 )
-            other._times, other._lowered = _C.schedule_times(self.handle, costs), None
+            other._times, other._lowered = self._seconds_of(costs), None
         if weights is not None:
             if weights not in ("planned", "fill"):
                 raise ValueError(f"weights is {weights!r}, must be 'planned' or 'fill'")
@@ -176,7 +180,9 @@ class Schedule:
         """The units of one rank in run order."""
         units = self._units.get(rank)
         if units is None:
-            units = self._units[rank] = tuple(map(unit_of, _C.schedule_units(self.handle, rank)))
+            numbers = memoryview(_C.schedule_units(self.handle, rank)).cast("i")
+            kinds = map(_C.PASSES.__getitem__, numbers[::4])
+            units = self._units[rank] = tuple(map(Unit, kinds, numbers[1::4], numbers[2::4], numbers[3::4]))
         return units
 
     @cached_property
@@ -289,11 +295,13 @@ class Schedule:
         """
         if not by or not set(by) <= {"recompute", "offload"}:
             raise ValueError(f"by is {by!r}, must hold 'recompute', 'offload' or both")
-        rooms = whole_values(self, "room", _C.PER_RANK, room)
-        start = self.simulate(costs).start if len(set(by)) == 2 else None
-        return self._with_kinds(
-            _C.program_fit(self._lower(), memory, costs, rooms, "recompute" in by, "offload" in by, start)
+        given = (
+            whole_values(self, "room", _C.PER_RANK, room),
+            flat(self, "tier", _C.PER_CELL, costs.tier),
+            unit_seconds(self, self.simulate(costs).start) if len(set(by)) == 2 else None,
         )
+        held = held_bytes(self, memory, costs.links)
+        return self._with_kinds(_C.program_fit(self._lower(), held, given, "recompute" in by, "offload" in by))
 
     def _with_kinds(self, kinds: bytes) -> Schedule:
         """Changes the cells of all stages: a byte says 0 it stays as it is, 1 it is recomputed, 2 it is moved."""
@@ -367,9 +375,10 @@ class Schedule:
         """
 
         def spread(more: int) -> Schedule:
-            spread_over = _C.schedule_spread_vocabulary(self.handle, head + 2 * embedding, more, costs)
+            spread_over = _C.schedule_spread_vocabulary(self.handle, head + 2 * embedding, more, seconds)
             return self._from_handle(spread_over, like=self)
 
+        seconds = pass_seconds(self, costs)
         orders = [spread(ahead or 0)]
         for more in (1, 2) if ahead is None and head else ():
             with contextlib.suppress(_C.ScheduleError):  # an order with few live units may not let Fs go ahead
@@ -473,7 +482,7 @@ class Schedule:
 
         Args and errors are those of :meth:`simulate`; ``costs`` has the bytes of messages.
         """
-        return memory_of(self, self._lower(), memory, costs.links)
+        return memory_of(self, memory, costs.links)
 
     def peak_tokens(self, segment_sizes: Sequence[Any]) -> tuple[int, ...]:
         """Most tokens that the live units of each rank have at once.
@@ -487,9 +496,16 @@ class Schedule:
     def _byte_changes(self, memory: StepMemory) -> list[Any]:
         """[rank][i][holding]: bytes that unit i takes when it starts, and frees when it ends. Holdings are those of
         ``_C.HOLDINGS``."""
-        rows = _C.program_changes(self._lower(), memory)
-        form = len(_C.HOLDINGS), 2
-        return [memoryview(row).cast("q", (len(row) // (16 * form[0]), *form)).tolist() for row in rows]
+        found = memoryview(_C.program_changes(self._lower(), held_bytes(self, memory, None)))
+        rows = iter(found.cast("q", (sum(self._num_units), len(_C.HOLDINGS), 2)).tolist())
+        return [list(islice(rows, count)) for count in self._num_units]
+
+    def _seconds_of(self, costs: Costs) -> array[float]:
+        """By what places are counted: seconds of passes, and the latency between stages of the longest message."""
+        most = max(flat(self, "message_bytes", _C.PER_SEGMENT, costs.links.message_bytes, "q"))
+        latency = flat(self, "latency", _C.PER_PAIR, costs.links.latency)
+        per_byte = seconds_per_byte(self, costs.links)
+        return pass_seconds(self, costs) + array("d", map(lambda a, b: a + max(most, 0) * b, latency, per_byte))
 
     def _lower_for(self, with_receives: bool, rank: int) -> Any:
         """The core's program, as the engine of one rank runs it; with_receives: as transports with a rendezvous need
@@ -498,11 +514,13 @@ class Schedule:
 
     def _lower(self) -> Any:
         if self._lowered is None:
-            self._lowered = _C.program_lower_edges(self.handle, self.prefetch, self._times)
+            self._lowered = _C.program_lower(self.handle, self.prefetch, False, _C.NO_RANK, self._times)
         return self._lowered
 
 
-def _from_pickle(cls: type[Schedule], text: str, prefetch: int | None, times: bytes | None, fills: bool) -> Schedule:
+def _from_pickle(
+    cls: type[Schedule], text: str, prefetch: int | None, times: array[float] | None, fills: bool
+) -> Schedule:
     """The order that :meth:`Schedule.__reduce__` has written."""
     order = cls.from_text(text)
     order.prefetch, order._times, order.fills = prefetch, times, fills
@@ -575,10 +593,8 @@ def build_schedule(
     if name not in schedules():
         raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, schedules())}")
     counts = (num_ranks, num_microbatches, num_segments, stages_per_rank)
-    of_all: list[int] | None = None
-    if parents is not None:
-        counts, of_all = counts_of_trees(counts, parents)
-    schedule = Schedule._from_handle(_C.schedule_build(name, *counts, dict(options or {}), of_all))
+    [family] = (family for family in families() if family.name == name)
+    schedule = Schedule._from_handle(_C.schedule_build(*family.request(counts, options or {}, parents)))
     if prefetch is None and options and not {"costs", "transfer"}.isdisjoint(options):
         schedule = schedule.replace(costs=costs_of_options(options))
     return schedule.replace(prefetch=prefetch, weights=weights).recompute(recompute).offload(offload_units)

@@ -6,9 +6,11 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, chain, islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 from seq1f1b import _C
+from seq1f1b.flat import flat, held_bytes, numbers, pass_seconds, seconds_per_byte
 from seq1f1b.timeline_text import timeline_text
 from seq1f1b.unit import Timeline, Unit
 
@@ -228,38 +230,77 @@ def simulated(
         raise ValueError("optimizer_sync must be True or False where there is more than one step")
     if not 0 <= noise.seed < 2**64:
         raise ValueError(f"seed is {noise.seed}, must be in 0..2**64 - 1")
-    program = schedule._lower()
-    found = _C.program_simulate(
+    program, counts = schedule._lower(), schedule._num_units
+    tier, links = flat(schedule, "tier", _C.PER_CELL, costs.tier), costs.links
+    send, jitter, transfer_jitter = (
+        numbers(name, "d", [value])[0]
+        for name, value in (
+            ("send", links.send),
+            ("jitter", noise.jitter),
+            ("transfer_jitter", noise.transfer_jitter),
+        )
+    )
+    makespan, period, span, busy, wait, times, path = _C.program_simulate(
         program,
-        costs,
-        durations,
-        (noise.jitter, noise.transfer_jitter, noise.seed),
+        (
+            pass_seconds(schedule, costs),
+            flat(schedule, "latency", _C.PER_PAIR, links.latency),
+            seconds_per_byte(schedule, links),
+            flat(schedule, "message_bytes", _C.PER_SEGMENT, links.message_bytes, "q"),
+            flat(schedule, "statistics_bytes", _C.PER_SEGMENT, links.statistics_bytes, "q"),
+            tier if any(tier) else None,
+            flat(schedule, "optimizer", _C.PER_RANK, costs.optimizer),
+            None if durations is None else unit_seconds(schedule, durations),
+        ),
+        send,
+        (jitter, transfer_jitter, noise.seed),
         schedule.fills,
         (steps, bool(optimizer_sync)),
         _C.KEEP_CAUSES if critical else _C.KEEP_TIMELINE,
         progress or _ignore,
     )
     if schedule._peak is None:  # the same whatever units cost and hold
-        schedule._peak = tuple(rank.units for rank in _C.program_memory(program, StepMemory(), Links()))
+        schedule._peak = tuple(row[0] for row in _peaks(schedule, StepMemory(), Links()))
+    rows = iter(memoryview(times).cast("d")[begin:end] for begin, end in pairwise(accumulate(3 * counts, initial=0)))
+    start, ends, slack = ([array("d", row) for row in islice(rows, len(counts))] for _ in range(3))
+    each_busy = tuple(array("d", busy))
     return Simulation(
-        makespan=found.makespan,
-        span=tuple(_doubles(found.span)),
-        busy=tuple(_doubles(found.busy)),
-        wait=tuple(_doubles(found.wait)),
-        bubble=tuple(found.makespan - seconds for seconds in _doubles(found.busy)),
+        makespan=makespan,
+        span=tuple(array("d", span)),
+        busy=each_busy,
+        wait=tuple(array("d", wait)),
+        bubble=tuple(makespan - seconds for seconds in each_busy),
         peak=schedule._peak,
-        memory=None if memory is None else memory_of(schedule, program, memory, costs.links),
+        memory=None if memory is None else memory_of(schedule, memory, links),
         given=memory,
-        period=found.period if steps > 1 else None,
-        slack=None if found.slack is None else tuple(tuple(_doubles(row)) for row in found.slack),
-        critical_path=None if found.path is None else tuple(schedule.units_of(rank)[i] for rank, i in found.path),
+        period=period if steps > 1 else None,
+        slack=tuple(map(tuple, slack)) if critical else None,
+        critical_path=tuple(schedule.units_of(rank)[i] for rank, i in path) if critical else None,
         schedule=schedule,
-        start=tuple(map(_doubles, found.start)),
-        end=tuple(map(_doubles, found.end)),
+        start=tuple(start),
+        end=tuple(ends),
     )
 
 
-def memory_of(schedule: Schedule, program: Any, memory: StepMemory, links: Links) -> PeakMemory:
+def unit_seconds(schedule: Schedule, rows: Sequence[Sequence[float]]) -> array[float]:
+    """Seconds of every unit, rank after rank."""
+    counts = schedule._num_units
+    if len(rows) != len(counts):
+        raise ValueError(f"durations hold {len(rows)} ranks, the schedule has {len(counts)}")
+    for count, row in zip(counts, rows, strict=True):
+        if len(row) != count:
+            raise ValueError(f"durations of one rank holds {len(row)} values, must hold {count}")
+    return numbers("durations", "d", chain.from_iterable(rows))
+
+
+def _peaks(schedule: Schedule, memory: StepMemory, links: Links) -> list[list[int]]:
+    """For each rank the units, the bytes of each holding, of receive places, and of all, at their peaks."""
+    found = _C.program_memory(schedule._lower(), held_bytes(schedule, memory, links))
+    rows: Any = memoryview(found).cast("q", (schedule.num_ranks, len(_C.HOLDINGS) + 3))
+    return rows.tolist()  # type: ignore[no-any-return]
+
+
+def memory_of(schedule: Schedule, memory: StepMemory, links: Links) -> PeakMemory:
     """Peaks of every rank; adds what is held throughout a step."""
 
     def per_rank(name: str, given: Any) -> tuple[int, ...]:
@@ -269,27 +310,24 @@ def memory_of(schedule: Schedule, program: Any, memory: StepMemory, links: Links
             held[rank] += value
         return tuple(held)
 
-    peaks = _C.program_memory(program, memory, links)
+    _, *of_holdings, receive, totals = zip(*_peaks(schedule, memory, links), strict=True)
     constant = {
         "weights": per_rank("weights", memory.weights),
         "optimizer": per_rank("optimizer", memory.optimizer),
         "logits": per_rank("logits", [0] * (schedule.num_stages - 1) + [memory.logits]),
     }
-    held = {
-        row.name: tuple(peak.held[h] for peak in peaks) for h, row in enumerate(_C.HOLDINGS) if row.counts_with == h
-    }
-    totals = [peak.total for peak in peaks]
+    held = {row.name: of_holdings[h] for h, row in enumerate(_C.HOLDINGS) if row.counts_with == h}
     return PeakMemory(
-        receive=tuple(peak.receive for peak in peaks),
+        receive=receive,
         total=tuple(map(sum, zip(totals, *constant.values(), strict=True))),
         **constant,
         **held,
     )
 
 
-def whole_values(schedule: Schedule, name: str, per: int, given: Any) -> list[int]:
-    """Bytes or tokens of each rank, stage or segment, as a flat list of numbers that are at least 0."""
-    values = _C.table_values(schedule.handle, name, per, given)
+def whole_values(schedule: Schedule, name: str, per: int, given: Any) -> array[int]:
+    """Bytes or tokens of each rank, stage or segment, numbers that are at least 0."""
+    values = flat(schedule, name, per, given, "q")
     if min(values) < 0:
         raise ValueError(f"{name} holds {min(values)} bytes, must be at least 0")
     return values
@@ -318,7 +356,3 @@ def _sum(a: Any, b: Any) -> Any:
 
 def _ignore(num_run: int) -> None:
     """Progress that nobody wants to see; the call lets Ctrl-C through."""
-
-
-def _doubles(row: bytes) -> array[float]:
-    return array("d", row)

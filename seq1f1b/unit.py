@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -53,7 +54,8 @@ def inputs_of(units: Iterable[Unit], parents: Sequence[tuple[int, ...]] | None =
     after = {}
     for unit in units:
         number = _C.PASSES.index(unit.kind), *unit[1:]
-        k, own = segments_of[unit.microbatch], None if parents is None else parents[unit.microbatch]
+        k = segments_of[unit.microbatch]
+        own = None if parents is None else array("i", parents[unit.microbatch])
         inputs = _C.unit_inputs(num_stages, num_microbatches, k, passes, number, num_shards, own)
         after[unit] = [other for other in map(unit_of, inputs) if other in units]
     return after

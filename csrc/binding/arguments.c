@@ -94,91 +94,48 @@ int s1f_to_count(PyObject *number, void *out)
     return 1;
 }
 
-int s1f_to_number(PyObject *object, void *out)
-{
-    s1f_number *number = out;
-    number->value = PyFloat_AsDouble(object);
-    if (number->value != -1 || !PyErr_Occurred())
-        return 1;
-    if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
-        PyErr_Clear();
-        PyErr_Format(PyExc_ValueError, "%s is larger than a double holds", number->name);
-    }
-    return 0;
-}
-
-static int to_double(PyObject *number, void *out)
-{
-    double value = PyFloat_AsDouble(number);
-    *(double *)out = value;
-    return value != -1 || !PyErr_Occurred();
-}
-
-/* A number that does not fit is the caller's mistake: ValueError with the array's name. */
-static void name_overflow(const char *name)
-{
-    if (!PyErr_ExceptionMatches(PyExc_OverflowError) && !PyErr_ExceptionMatches(PyExc_ValueError))
-        return;
-    PyObject *type, *error, *traceback;
-    PyErr_Fetch(&type, &error, &traceback);
-    PyErr_NormalizeException(&type, &error, &traceback);
-    PyErr_Format(PyExc_ValueError, "%s holds a number that is too large: %S", name, error);
-    Py_XDECREF(type);
-    Py_XDECREF(error);
-    Py_XDECREF(traceback);
-}
-
-/* *values: PyMem_Free, NULL for None; 0 with the exception set. */
-static int read_numbers(PyObject *numbers, size_t bytes, int (*convert)(PyObject *, void *), const char *name,
-                        int64_t *count, void **values)
-{
-    *count = 0;
-    *values = NULL;
-    if (numbers == Py_None)
-        return 1;
-    PyObject *items = PySequence_Tuple(numbers);
-    if (items == NULL)
-        return 0;
-    Py_ssize_t n = PyTuple_Size(items), i = 0;
-    char *array = PyMem_Malloc((size_t)(n > 0 ? n : 1) * bytes);
-    if (array == NULL)
-        PyErr_NoMemory();
-    while (array != NULL && i < n && convert(PyTuple_GetItem(items, i), array + (size_t)i * bytes))
-        i++;
-    Py_DECREF(items);
-    if (array == NULL || i < n) {
-        PyMem_Free(array);
-        name_overflow(name);
-        return 0;
-    }
-    *count = n;
-    *values = array;
-    return 1;
-}
-
 /* PyArg_ParseTuple calls a converter once more, with NULL, where a later argument is refused. */
-int s1f_to_int64s(PyObject *numbers, void *out)
+static int to_array(PyObject *given, s1f_array *array, Py_ssize_t value_bytes)
 {
-    s1f_int64s *array = out;
-    void *values = NULL;
-    if (numbers == NULL)
-        PyMem_Free(array->values);
-    else if (!read_numbers(numbers, sizeof *array->values, s1f_to_int64, array->name, &array->count, &values))
+    if (given == NULL)
+        PyBuffer_Release(&array->view);
+    if (given == NULL || given == Py_None)
+        return Py_CLEANUP_SUPPORTED;
+    if (PyObject_GetBuffer(given, &array->view, PyBUF_SIMPLE) != 0)
         return 0;
-    array->values = values;
+    if (array->view.itemsize != value_bytes) {
+        PyErr_Format(PyExc_TypeError, "%s must be an array of values of %zd bytes", array->name, value_bytes);
+        PyBuffer_Release(&array->view);
+        return 0;
+    }
+    array->count = array->view.len / value_bytes;
+    array->values = array->view.buf;
     return Py_CLEANUP_SUPPORTED;
 }
 
-int s1f_to_doubles(PyObject *numbers, void *out)
+int s1f_to_array(PyObject *given, void *out)
 {
-    s1f_doubles *array = out;
-    void *values = NULL;
-    if (numbers == NULL)
-        PyMem_Free(array->values);
-    else if (!read_numbers(numbers, sizeof *array->values, to_double, array->name, &array->count, &values))
-        return 0;
-    array->values = values;
-    return Py_CLEANUP_SUPPORTED;
+    return to_array(given, out, sizeof(int64_t));
+}
+
+int s1f_to_int32_array(PyObject *given, void *out)
+{
+    return to_array(given, out, sizeof(int32_t));
+}
+
+int s1f_read_arrays(PyObject *tuple, s1f_array *arrays, int count)
+{
+    int is_read = PyTuple_Check(tuple) && s1f_require_count("the tuple of arrays", PyTuple_Size(tuple), count);
+    for (int i = 0; i < count && is_read; i++)
+        is_read = s1f_to_array(PyTuple_GetItem(tuple, i), &arrays[i]) &&
+                  (arrays[i].values == NULL || s1f_require_count(arrays[i].name, arrays[i].count, arrays[i].wanted));
+    return is_read;
+}
+
+void s1f_release_arrays(s1f_array *arrays, int count)
+{
+    for (int i = 0; i < count; i++)
+        PyBuffer_Release(&arrays[i].view);
 }
 
 int s1f_require_count(const char *name, int64_t count, int64_t wanted)

@@ -117,44 +117,25 @@ typedef struct { /* an int32 that errors call by its name; the core refuses what
 } s1f_count;
 int s1f_to_count(PyObject *number, void *out);
 
-typedef struct { /* a double that errors call by its name: ValueError where an int is too large for one */
-    const char *name;
-    double value;
-} s1f_number;
-int s1f_to_number(PyObject *number, void *out);
-
-/* Arrays from any sequence of numbers. The name is the caller's, for errors. None: values is NULL, count 0. After a
- * successful parse the values are the caller's (PyMem_Free); a failed one has freed them. */
+/* Values of a buffer, such as an array.array: doubles or int64_t; int32_t for s1f_to_int32_array. None: values is NULL,
+ * count 0. The name is the caller's, for errors. After a successful parse s1f_release_arrays is due. */
 typedef struct {
     const char *name;
+    int64_t wanted; /* count that s1f_read_arrays requires unless None is given */
     int64_t count;
-    int64_t *values;
-} s1f_int64s;
-typedef struct {
-    const char *name;
-    int64_t count;
-    double *values;
-} s1f_doubles;
-int s1f_to_int64s(PyObject *numbers, void *out);
-int s1f_to_doubles(PyObject *numbers, void *out);
+    const void *values; /* borrowed from the view */
+    Py_buffer view;
+} s1f_array;
+int s1f_to_array(PyObject *given, void *out);
+int s1f_to_int32_array(PyObject *given, void *out);
+/* From a tuple, by s1f_to_array. s1f_release_arrays is due also on an error. */
+int s1f_read_arrays(PyObject *tuple, s1f_array *arrays, int count);
+void s1f_release_arrays(s1f_array *arrays, int count);
 
 /* 1, or 0 with ValueError: "<name> holds <count> values, must hold <wanted>"; "<name> is <i>, must be in
  * 0..<end - 1>". */
 int s1f_require_count(const char *name, int64_t count, int64_t wanted);
 int s1f_require_index(const char *name, int64_t i, int64_t end);
-
-/* Seconds, bytes or tokens in the forms of core/table.h, flat after they are read (table.c). */
-typedef struct {
-    const char *name; /* for errors, and of the attribute that holds it */
-    s1f_per per;
-    int is_whole; /* values are int64_t; else double */
-    void *values; /* s1f_table_count of them, for PyMem_Free, also on an error; NULL: None was given */
-} s1f_table;
-int s1f_read_table(PyObject *given, const s1f_shape *shape, s1f_table *table);
-int s1f_read_attribute(PyObject *owner, const s1f_shape *shape, s1f_table *table);
-void s1f_free_tables(s1f_table *tables, int count);
-/* Seconds of every pass of a seq1f1b.Costs, with those that stand in for None. Tables are written also on an error. */
-int s1f_read_pass_seconds(PyObject *costs, const s1f_shape *shape, s1f_table passes[S1F_MAX_PASSES]);
 
 /* -- results ------------------------------------------------------------------------------------------------------- */
 
@@ -182,7 +163,6 @@ extern PyMethodDef s1f_schedule_methods[];
 extern PyMethodDef s1f_program_methods[];
 extern PyMethodDef s1f_unit_methods[];
 extern PyMethodDef s1f_simulate_methods[];
-extern PyMethodDef s1f_table_methods[];
 extern PyMethodDef s1f_attention_methods[];
 extern PyMethodDef s1f_group_methods[];
 extern PyMethodDef s1f_thread_methods[];

@@ -2,7 +2,7 @@
 #include "records.h"
 
 #include "../core/dtype.h"
-#include "../core/program.h"
+#include "../core/lower.h"
 #include "../model/simulate.h"
 #include "../run/arena.h"
 #include "../run/tier.h"
@@ -12,7 +12,8 @@ static const struct {
     long value;
 } numbers[] = {
     {"PER_RANK", S1F_PER_RANK},           {"PER_STAGE", S1F_PER_STAGE},
-    {"PER_SEGMENT", S1F_PER_SEGMENT},     {"PER_CELL", S1F_PER_CELL},
+    {"PER_PAIR", S1F_PER_PAIR},           {"PER_SEGMENT", S1F_PER_SEGMENT},
+    {"PER_CELL", S1F_PER_CELL},           {"NO_RANK", S1F_NO_RANK},
     {"KEEP_TIMELINE", S1F_KEEP_TIMELINE}, {"KEEP_CAUSES", S1F_KEEP_CAUSES},
     {"ARENA_BYTES", S1F_ARENA_BYTES},     {"GATHER_BYTES", S1F_GATHER_BYTES},
     {"HEADER_BYTES", S1F_HEADER_BYTES},   {"TENSOR_REQUIRES_GRAD", S1F_TENSOR_REQUIRES_GRAD},
@@ -45,8 +46,8 @@ static PyObject *holding(const void *unused, int64_t h)
 
 /* What Python has to know of each kind of option: what it holds one value for. */
 static const char *const option_kinds[] = {
-    [S1F_KIND_INT32] = "number",         [S1F_KIND_INT64] = "number",
-    [S1F_KIND_SECONDS] = "number",       [S1F_KIND_WORD] = "word",
+    [S1F_KIND_INT32] = "int32",          [S1F_KIND_INT64] = "int64",
+    [S1F_KIND_SECONDS] = "seconds",      [S1F_KIND_WORD] = "word",
     [S1F_KIND_COSTS_OF_UNITS] = "costs", [S1F_KIND_BYTES_OF_UNITS] = "units",
     [S1F_KIND_BYTES_OF_RANKS] = "ranks",
 };
@@ -55,7 +56,9 @@ _Static_assert(sizeof option_kinds / sizeof option_kinds[0] == S1F_NUM_OPTION_KI
 static PyObject *family_option(const void *unused, int64_t i)
 {
     (void)unused;
-    return Py_BuildValue("(ss)", s1f_option_table[i].name, option_kinds[s1f_option_table[i].kind]);
+    const s1f_option *option = &s1f_option_table[i];
+    return Py_BuildValue("(ssi(zz))", option->name, option_kinds[option->kind], (int)option->least, option->words[0],
+                         option->words[1]);
 }
 
 int s1f_add_constants(PyObject *module)

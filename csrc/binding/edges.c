@@ -8,6 +8,7 @@
 #include "../run/p2p.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 /* -- ends ---------------------------------------------------------------------------------------------------------- */
 
@@ -166,10 +167,10 @@ static void unused_place_tensor(PyObject *capsule)
 static PyObject *place_tensor_capsule(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     PyObject *owner;
-    s1f_int64s sizes = {.name = "sizes"};
+    s1f_array sizes = {.name = "sizes"};
     void *address;
     int dtype, gpu = -1;
-    if (!PyArg_ParseTuple(arguments, "OO&iO&|i", &owner, s1f_to_address, &address, &dtype, s1f_to_int64s, &sizes, &gpu))
+    if (!PyArg_ParseTuple(arguments, "OO&iO&|i", &owner, s1f_to_address, &address, &dtype, s1f_to_array, &sizes, &gpu))
         return NULL;
     PyObject *capsule = NULL;
     place_tensor *made = NULL;
@@ -181,8 +182,8 @@ static PyObject *place_tensor_capsule(PyObject *Py_UNUSED(module), PyObject *arg
     } else if ((capsule = PyCapsule_New(&made->managed, "dltensor", unused_place_tensor)) == NULL) {
         free(made);
     } else {
-        for (int64_t i = 0; i < sizes.count; i++)
-            made->sizes[i] = sizes.values[i];
+        if (sizes.count > 0)
+            memcpy(made->sizes, sizes.values, (size_t)sizes.count * sizeof *made->sizes);
         made->managed.context = Py_NewRef(owner);
         made->managed.deleter = place_tensor_delete;
         made->managed.tensor = (dl_tensor){.data = address,
@@ -194,7 +195,7 @@ static PyObject *place_tensor_capsule(PyObject *Py_UNUSED(module), PyObject *arg
                                            .type_lanes = 1,
                                            .shape = made->sizes};
     }
-    PyMem_Free(sizes.values);
+    s1f_release_arrays(&sizes, 1);
     return capsule;
 }
 

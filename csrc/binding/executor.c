@@ -142,7 +142,7 @@ static void release_callback(void *context, void *keep)
 }
 
 /* 0 with the exception set, unless there is a size for each column. */
-static int check_sizes(const executor_handle *handle, const s1f_int64s *sizes)
+static int check_sizes(const executor_handle *handle, const s1f_array *sizes)
 {
     int64_t num_columns = s1f_program_num_columns(handle->program);
     if (sizes->count != num_columns)
@@ -152,14 +152,15 @@ static int check_sizes(const executor_handle *handle, const s1f_int64s *sizes)
 }
 
 /* 0 with the exception set, unless the parts of each column follow those of the one before it. None at all is fine. */
-static int check_parts(const executor_handle *handle, const s1f_int64s *tokens, const s1f_int64s *first)
+static int check_parts(const executor_handle *handle, const s1f_array *tokens, const s1f_array *first)
 {
     if (first->count == 0 && tokens->count == 0)
         return 1;
-    int fits = first->count == s1f_program_num_columns(handle->program) + 1 && first->values[0] == 0;
+    const int64_t *begin = first->values;
+    int fits = first->count == s1f_program_num_columns(handle->program) + 1 && begin[0] == 0;
     for (int64_t i = 1; fits && i < first->count; i++)
-        fits = first->values[i] >= first->values[i - 1] && first->values[i] - first->values[i - 1] <= INT32_MAX;
-    if (!fits || first->values[first->count - 1] != tokens->count)
+        fits = begin[i] >= begin[i - 1] && begin[i] - begin[i - 1] <= INT32_MAX;
+    if (!fits || begin[first->count - 1] != tokens->count)
         PyErr_SetString(PyExc_ValueError, "first parts must be one for each segment and their count, ascending from 0");
     return !PyErr_Occurred();
 }
@@ -167,14 +168,14 @@ static int check_parts(const executor_handle *handle, const s1f_int64s *tokens, 
 static s1f_status sizes_callback(void *context, int64_t sequence_length, int64_t *sizes)
 {
     executor_handle *handle = context;
-    s1f_int64s given = {.name = "segment sizes"};
+    s1f_array given = {.name = "segment sizes"};
     PyEval_RestoreThread(handle->thread);
-    PyObject *list = PyObject_CallFunction(handle->segment_sizes, "L", (long long)sequence_length);
-    int is_read = list != NULL && s1f_to_int64s(list, &given) && check_sizes(handle, &given);
+    PyObject *array = PyObject_CallFunction(handle->segment_sizes, "L", (long long)sequence_length);
+    int is_read = array != NULL && s1f_to_array(array, &given) && check_sizes(handle, &given);
     if (is_read)
         memcpy(sizes, given.values, (size_t)given.count * sizeof *sizes);
-    PyMem_Free(given.values);
-    Py_XDECREF(list);
+    s1f_release_arrays(&given, 1);
+    Py_XDECREF(array);
     handle->thread = PyEval_SaveThread();
     return is_read ? S1F_OK : S1F_ERR_PYTHON;
 }
@@ -247,20 +248,20 @@ static PyObject *executor_step(PyObject *Py_UNUSED(module), PyObject *arguments)
     executor_handle *handle;
     PyObject *run, *fill, *segment_sizes, *make_views;
     int64_t step, sequence_length;
-    s1f_int64s sizes = {.name = "segment sizes"}, tokens = {.name = "sizes of parts"}, first = {.name = "first parts"};
+    enum { SIZES, TOKENS, FIRST, NUM_ARRAYS };
+    s1f_array arrays[NUM_ARRAYS] = {{.name = "segment sizes"}, {.name = "sizes of parts"}, {.name = "first parts"}};
     int training;
     if (!PyArg_ParseTuple(arguments, "O&O&pO&O&OOOO|O&O&", to_executor, &handle, s1f_to_int64, &step, &training,
-                          s1f_to_int64, &sequence_length, s1f_to_int64s, &sizes, &run, &fill, &segment_sizes,
-                          &make_views, s1f_to_int64s, &tokens, s1f_to_int64s, &first))
+                          s1f_to_int64, &sequence_length, s1f_to_array, &arrays[SIZES], &run, &fill, &segment_sizes,
+                          &make_views, s1f_to_array, &arrays[TOKENS], s1f_to_array, &arrays[FIRST]))
         return NULL;
-    const s1f_unit_parts parts = {tokens.values, first.values};
+    const s1f_unit_parts parts = {arrays[TOKENS].values, arrays[FIRST].values};
     int is_inside = handle->run != NULL;
     if (is_inside)
         PyErr_SetString(PyExc_RuntimeError, "the executor is inside a step already");
-    if (is_inside || (sequence_length != 0 && !check_sizes(handle, &sizes)) || !check_parts(handle, &tokens, &first)) {
-        PyMem_Free(sizes.values);
-        PyMem_Free(tokens.values);
-        PyMem_Free(first.values);
+    if (is_inside || (sequence_length != 0 && !check_sizes(handle, &arrays[SIZES])) ||
+        !check_parts(handle, &arrays[TOKENS], &arrays[FIRST])) {
+        s1f_release_arrays(arrays, NUM_ARRAYS);
         return NULL;
     }
     handle->device_step = handle->device == NULL ? 0 : handle->device->num_steps;
@@ -269,13 +270,12 @@ static PyObject *executor_step(PyObject *Py_UNUSED(module), PyObject *arguments)
     handle->segment_sizes = segment_sizes;
     handle->messages.make_views = make_views;
     handle->thread = PyEval_SaveThread();
-    s1f_status status = s1f_executor_step(handle->executor, step, training, sequence_length,
-                                          sequence_length == 0 ? NULL : sizes.values, first.count > 0 ? &parts : NULL);
+    s1f_status status =
+        s1f_executor_step(handle->executor, step, training, sequence_length,
+                          sequence_length == 0 ? NULL : arrays[SIZES].values, arrays[FIRST].count > 0 ? &parts : NULL);
     PyEval_RestoreThread(handle->thread);
     handle->run = handle->fill = handle->segment_sizes = handle->messages.make_views = NULL;
-    PyMem_Free(sizes.values);
-    PyMem_Free(tokens.values);
-    PyMem_Free(first.values);
+    s1f_release_arrays(arrays, NUM_ARRAYS);
     if (status == S1F_OK) {
         status = s1f_messages_leave_all(&handle->messages);
     } else { /* the step's error is told, not one of this */

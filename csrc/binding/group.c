@@ -273,7 +273,6 @@ S1F_METHOD_DOES(group_clear, group, group, s1f_group_clear(group))
 typedef struct {
     char *data;
     int32_t *bytes;
-    int *fds;
 } gathered;
 
 static PyObject *gathered_item(const void *context, int64_t rank)
@@ -285,33 +284,29 @@ static PyObject *gathered_item(const void *context, int64_t rank)
 static PyObject *group_gather(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     s1f_group *group;
-    s1f_int64s fds = {.name = "hangup_fds"};
+    s1f_array fds = {.name = "hangup_fds"};
     unsigned int epoch, round;
     int recovering;
     const char *data;
     Py_ssize_t bytes;
     if (!PyArg_ParseTuple(arguments, "O&IIpy#O&", s1f_to_group, &group, &epoch, &round, &recovering, &data, &bytes,
-                          s1f_to_int64s, &fds))
+                          s1f_to_int32_array, &fds))
         return NULL;
     gathered g = {.data = malloc((size_t)fds.count * S1F_GATHER_BYTES + 1),
-                  .bytes = calloc((size_t)fds.count + 1, sizeof *g.bytes),
-                  .fds = calloc((size_t)fds.count + 1, sizeof *g.fds)};
+                  .bytes = calloc((size_t)fds.count + 1, sizeof *g.bytes)};
     PyObject *result = NULL;
-    if (g.data == NULL || g.bytes == NULL || g.fds == NULL) {
+    if (g.data == NULL || g.bytes == NULL) {
         PyErr_NoMemory();
     } else {
-        for (int64_t i = 0; i < fds.count; i++)
-            g.fds[i] = (int)fds.values[i];
         s1f_status status;
         int32_t length = bytes > S1F_GATHER_BYTES ? S1F_GATHER_BYTES + 1 : (int32_t)bytes;
-        S1F_WITHOUT_GIL(status =
-                            s1f_group_gather(group, epoch, round, recovering, data, length, g.fds, g.data, g.bytes));
+        S1F_WITHOUT_GIL(
+            status = s1f_group_gather(group, epoch, round, recovering, data, length, fds.values, g.data, g.bytes));
         result = status == S1F_OK ? s1f_list_of(fds.count, gathered_item, &g) : s1f_raise_for_group(status, group);
     }
-    free(g.fds);
     free(g.bytes);
     free(g.data);
-    PyMem_Free(fds.values);
+    s1f_release_arrays(&fds, 1);
     return result;
 }
 

@@ -51,24 +51,20 @@ static PyObject *partition_flops(PyObject *Py_UNUSED(module), PyObject *args)
     int64_t seq_len, multiple_of;
     int32_t num_segments;
     s1f_model_shape model;
-    s1f_int64s documents = {.name = "documents"};
-    s1f_number mix = {.name = "mix"};
-    PyObject *given;
-    if (!PyArg_ParseTuple(args, "O&O&" MODEL_FORMAT "OO&O&", s1f_to_int64, &seq_len, to_count, &num_segments,
-                          MODEL_ARGUMENTS(model), &given, s1f_to_number, &mix, s1f_to_int64, &multiple_of) ||
-        !s1f_to_int64s(given, &documents))
+    s1f_array documents = {.name = "documents"};
+    double mix;
+    if (!PyArg_ParseTuple(args, "O&O&" MODEL_FORMAT "O&dO&", s1f_to_int64, &seq_len, to_count, &num_segments,
+                          MODEL_ARGUMENTS(model), s1f_to_array, &documents, &mix, s1f_to_int64, &multiple_of))
         return NULL;
     PyObject *result = NULL;
     int64_t *sizes = sizes_alloc(seq_len, num_segments);
     if (sizes != NULL) {
         s1f_status status;
-        S1F_WITHOUT_GIL(status = given == Py_None
-                                     ? s1f_partition_flops(seq_len, num_segments, &model, mix.value, multiple_of, sizes)
-                                     : s1f_partition_documents(seq_len, num_segments, &model, documents.values,
-                                                               documents.count, mix.value, multiple_of, sizes));
+        S1F_WITHOUT_GIL(status = s1f_partition_flops(seq_len, num_segments, &model, documents.values, documents.count,
+                                                     mix, multiple_of, sizes));
         result = finish_sizes(status, sizes, num_segments);
     }
-    PyMem_Free(documents.values);
+    s1f_release_arrays(&documents, 1);
     return result;
 }
 
@@ -76,32 +72,32 @@ static PyObject *partition_profiled(PyObject *Py_UNUSED(module), PyObject *args)
 {
     int64_t seq_len, multiple_of;
     int32_t num_segments;
-    s1f_doubles costs = {.name = "costs"};
-    s1f_number mix = {.name = "mix"};
-    if (!PyArg_ParseTuple(args, "O&O&O&O&O&", s1f_to_int64, &seq_len, to_count, &num_segments, s1f_to_doubles, &costs,
-                          s1f_to_number, &mix, s1f_to_int64, &multiple_of))
+    s1f_array costs = {.name = "costs"};
+    double mix;
+    if (!PyArg_ParseTuple(args, "O&O&O&dO&", s1f_to_int64, &seq_len, to_count, &num_segments, s1f_to_array, &costs,
+                          &mix, s1f_to_int64, &multiple_of))
         return NULL;
     PyObject *result = NULL;
     int64_t *sizes = sizes_alloc(seq_len, num_segments);
     if (sizes != NULL) {
         s1f_status status;
-        S1F_WITHOUT_GIL(status = s1f_partition_profiled(seq_len, num_segments, costs.values, costs.count, mix.value,
-                                                        multiple_of, sizes));
+        S1F_WITHOUT_GIL(
+            status = s1f_partition_profiled(seq_len, num_segments, costs.values, costs.count, mix, multiple_of, sizes));
         result = finish_sizes(status, sizes, num_segments);
     }
-    PyMem_Free(costs.values);
+    s1f_release_arrays(&costs, 1);
     return result;
 }
 
 static PyObject *partition_check(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    s1f_int64s sizes = {.name = "sizes"};
+    s1f_array sizes = {.name = "sizes"};
     int64_t seq_len;
-    if (!PyArg_ParseTuple(args, "O&O&", s1f_to_int64s, &sizes, s1f_to_int64, &seq_len))
+    if (!PyArg_ParseTuple(args, "O&O&", s1f_to_array, &sizes, s1f_to_int64, &seq_len))
         return NULL;
     s1f_status status =
         s1f_partition_check(sizes.values, sizes.count > INT32_MAX ? INT32_MAX : (int32_t)sizes.count, seq_len);
-    PyMem_Free(sizes.values);
+    s1f_release_arrays(&sizes, 1);
     return s1f_none(status);
 }
 

@@ -8,29 +8,18 @@ static PyObject *prefix_trees(PyObject *Py_UNUSED(module), PyObject *args)
     int64_t min_shared, num_nodes;
     s1f_values_apart apart;
     s1f_prefix_results results = {.num_nodes = &num_nodes, .apart = &apart};
-    s1f_int64s columns = {.name = "columns"}, bytes = {.name = "column_bytes"};
-    if (!PyArg_ParseTuple(args, "O&O&O&O&O&O&O&O&O&O&O&O&", s1f_to_int64, &rows.num_rows, s1f_to_address, &rows.begin,
+    s1f_array columns = {.name = "columns"};
+    if (!PyArg_ParseTuple(args, "O&O&O&O&O&O&O&O&O&O&O&", s1f_to_int64, &rows.num_rows, s1f_to_address, &rows.begin,
                           s1f_to_address, &rows.label, s1f_to_address, &rows.tokens, s1f_to_address, &rows.weight,
-                          s1f_to_int64s, &columns, s1f_to_int64s, &bytes, s1f_to_int64, &min_shared, s1f_to_address,
-                          &results.nodes, s1f_to_address, &results.place, s1f_to_address, &results.target,
-                          s1f_to_address, &results.weight))
+                          s1f_to_array, &columns, s1f_to_int64, &min_shared, s1f_to_address, &results.nodes,
+                          s1f_to_address, &results.place, s1f_to_address, &results.target, s1f_to_address,
+                          &results.weight))
         return NULL;
-    s1f_token_column *both = PyMem_Malloc(((size_t)columns.count + 1) * sizeof *both);
-    s1f_status status = S1F_OK;
-    if (!s1f_require_count(bytes.name, bytes.count, columns.count))
-        status = S1F_ERR_PYTHON;
-    else if (both == NULL)
-        status = s1f_fail(S1F_ERR_MEMORY, "no memory for %lld columns", (long long)columns.count);
-    for (int64_t i = 0; status == S1F_OK && i < columns.count; i++)
-        both[i] = (s1f_token_column){(const void *)(intptr_t)columns.values[i], bytes.values[i]};
-    rows.columns = both;
-    rows.num_columns = (int32_t)columns.count;
-    if (status == S1F_OK) {
-        S1F_WITHOUT_GIL(status = s1f_prefix_trees(&rows, min_shared, &results));
-    }
-    PyMem_Free(both);
-    PyMem_Free(columns.values);
-    PyMem_Free(bytes.values);
+    rows.columns = columns.values;
+    rows.num_columns = (int32_t)(columns.count / 2);
+    s1f_status status;
+    S1F_WITHOUT_GIL(status = s1f_prefix_trees(&rows, min_shared, &results));
+    s1f_release_arrays(&columns, 1);
     if (status != S1F_OK)
         return s1f_raise(status);
     return Py_BuildValue("L(LLLLi)", (long long)num_nodes, (long long)apart.count, (long long)apart.rows[0],

@@ -11,8 +11,6 @@ typedef enum {
     S1F_CUDA_KERNEL,
     S1F_STEP_TOTALS,
     S1F_TIER_FACTS,
-    S1F_TIMES,
-    S1F_PEAK,
     S1F_HOLDING,
     S1F_NUM_RECORDS
 } s1f_record;

@@ -22,20 +22,23 @@ static PyObject *int32_item(const void *values, int64_t i)
     return PyLong_FromLong(((const int32_t *)values)[i]);
 }
 
+static PyObject *count_item(const void *schedule, int64_t rank)
+{
+    int64_t num_units;
+    s1f_schedule_units(schedule, (int32_t)rank, &num_units);
+    return PyLong_FromLongLong(num_units);
+}
+
 S1F_METHOD_OF(schedule_facts, schedule, schedule)
 {
     s1f_shape shape = s1f_schedule_shape(schedule);
     int has_rows = shape.first_cell != NULL, has_trees = shape.trees != NULL;
     return Py_BuildValue(
-        "(iiii)NNN", shape.num_ranks, shape.num_stages, shape.num_microbatches, shape.num_segments,
+        "(iiii)NNNN", shape.num_ranks, shape.num_stages, shape.num_microbatches, shape.num_segments,
         s1f_tuple_of(shape.num_stages, int32_item, shape.rank_of_stage),
         s1f_tuple_of(has_rows ? shape.num_microbatches : 0, row_item, &shape),
-        s1f_tuple_of(has_trees ? s1f_num_columns(&shape) : 0, int32_item, has_trees ? shape.trees->parent : NULL));
-}
-
-static PyObject *unit_item(const void *units, int64_t i)
-{
-    return s1f_unit_tuple(((const s1f_unit *)units)[i]);
+        s1f_tuple_of(has_trees ? s1f_num_columns(&shape) : 0, int32_item, has_trees ? shape.trees->parent : NULL),
+        s1f_tuple_of(shape.num_ranks, count_item, schedule));
 }
 
 static PyObject *schedule_units(PyObject *Py_UNUSED(module), PyObject *arguments)
@@ -47,7 +50,7 @@ static PyObject *schedule_units(PyObject *Py_UNUSED(module), PyObject *arguments
         return NULL;
     int64_t num_units;
     const s1f_unit *units = s1f_schedule_units(schedule, rank, &num_units);
-    return s1f_list_of(num_units, unit_item, units);
+    return PyBytes_FromStringAndSize((const char *)units, (Py_ssize_t)num_units * (Py_ssize_t)sizeof *units);
 }
 
 /* Letters of the passes that occur. */
@@ -139,49 +142,48 @@ static PyObject *schedule_spread_vocabulary(PyObject *Py_UNUSED(module), PyObjec
     const s1f_schedule *schedule;
     int64_t ahead;
     int what;
-    PyObject *costs, *result = NULL;
-    if (!PyArg_ParseTuple(arguments, "O&iO&O", s1f_to_schedule, &schedule, &what, s1f_to_int64, &ahead, &costs))
+    s1f_array given = {.name = "seconds"};
+    if (!PyArg_ParseTuple(arguments, "O&iO&O&", s1f_to_schedule, &schedule, &what, s1f_to_int64, &ahead, s1f_to_array,
+                          &given))
         return NULL;
     s1f_shape shape = s1f_schedule_shape(schedule);
-    s1f_table passes[S1F_MAX_PASSES] = {0};
-    if (s1f_read_pass_seconds(costs, &shape, passes)) {
-        const double *seconds[S1F_MAX_PASSES];
-        for (int pass = 0; pass < S1F_MAX_PASSES; pass++)
-            seconds[pass] = passes[pass].values;
-        s1f_schedule *spread = NULL;
-        s1f_status status = s1f_schedule_spread_vocabulary(schedule, what, ahead, seconds, &spread);
-        result = s1f_new_schedule(status, spread, NULL);
-    }
-    s1f_free_tables(passes, S1F_MAX_PASSES);
-    return result;
+    int64_t cells = s1f_table_count(&shape, S1F_PER_CELL);
+    const double *seconds[S1F_MAX_PASSES];
+    for (int pass = 0; pass < s1f_num_passes; pass++)
+        seconds[pass] = (const double *)given.values + pass * cells;
+    s1f_schedule *spread = NULL;
+    s1f_status status = s1f_require_count(given.name, given.count, s1f_num_passes * cells)
+                            ? s1f_schedule_spread_vocabulary(schedule, what, ahead, seconds, &spread)
+                            : S1F_ERR_PYTHON;
+    s1f_release_arrays(&given, 1);
+    return s1f_new_schedule(status, spread, NULL);
 }
 
 static PyObject *schedule_assign_rows(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     const s1f_schedule *schedule;
-    s1f_int64s sizes = {.name = "sizes"};
+    s1f_array sizes = {.name = "sizes"};
     int rank;
-    if (!PyArg_ParseTuple(arguments, "O&iO&", s1f_to_schedule, &schedule, &rank, s1f_to_int64s, &sizes))
+    if (!PyArg_ParseTuple(arguments, "O&iO&", s1f_to_schedule, &schedule, &rank, s1f_to_array, &sizes))
         return NULL;
     s1f_shape shape = s1f_schedule_shape(schedule);
     int64_t num_units, most = 0, cells = shape.num_stages * s1f_num_cells(&shape);
-    int64_t *rows = NULL;
-    PyObject *result = NULL;
-    if (s1f_require_index("rank", rank, shape.num_ranks) &&
-        s1f_require_count("sizes", sizes.count, s1f_num_columns(&shape))) {
+    int64_t *rows = PyMem_Calloc((size_t)cells, sizeof *rows);
+    s1f_status status = rows == NULL
+                            ? s1f_fail(S1F_ERR_MEMORY, "no memory for the rows of %lld segments", (long long)cells)
+                            : s1f_schedule_check(schedule, 0);
+    if (status == S1F_OK && s1f_require_index("rank", rank, shape.num_ranks) &&
+        s1f_require_count(sizes.name, sizes.count, s1f_num_columns(&shape))) {
         const s1f_unit *units = s1f_schedule_units(schedule, rank, &num_units);
-        s1f_status status = s1f_schedule_check(schedule, 0);
-        rows = PyMem_Calloc((size_t)cells, sizeof *rows);
-        if (rows == NULL)
-            PyErr_NoMemory();
-        else if (status != S1F_OK ||
-                 (status = s1f_assign_rows(&shape, units, num_units, sizes.values, rows, &most)) != S1F_OK)
-            s1f_raise(status);
-        else
-            result = Py_BuildValue("(NL)", s1f_list_of(cells, s1f_int64_item, rows), (long long)most);
+        status = s1f_assign_rows(&shape, units, num_units, sizes.values, rows, &most);
+    } else if (status == S1F_OK) {
+        status = S1F_ERR_PYTHON;
     }
+    s1f_release_arrays(&sizes, 1);
+    PyObject *result = status == S1F_OK
+                           ? Py_BuildValue("(NL)", s1f_list_of(cells, s1f_int64_item, rows), (long long)most)
+                           : s1f_raise(status);
     PyMem_Free(rows);
-    PyMem_Free(sizes.values);
     return result;
 }
 
@@ -199,70 +201,21 @@ S1F_METHOD_OF(schedule_to_text, schedule, schedule)
 static PyObject *schedule_from_text(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     const char *text; /* "s" refuses text with a zero byte */
-    if (!PyArg_ParseTuple(arguments, "s", &text))
+    s1f_count num_segments = {.name = "num_segments"};
+    if (!PyArg_ParseTuple(arguments, "s|O&", &text, s1f_to_count, &num_segments))
         return NULL;
     s1f_schedule *schedule = NULL;
-    s1f_status status = s1f_schedule_from_text(text, &schedule);
+    s1f_status status = s1f_schedule_from_text(text, num_segments.value, &schedule);
     return s1f_new_schedule(status, schedule, NULL);
-}
-
-/* One (letter, stage, microbatch, segment); what the core refuses is -1. 0 with the exception set. */
-static int read_named_unit(PyObject *tuple, s1f_unit *unit)
-{
-    int letter;
-    int64_t index[3];
-    if (!PyTuple_Check(tuple)) {
-        PyErr_Format(PyExc_TypeError, "%R is no unit", tuple);
-        return 0;
-    }
-    if (!PyArg_ParseTuple(tuple, "CO&O&O&", &letter, s1f_to_int64, &index[0], s1f_to_int64, &index[1], s1f_to_int64,
-                          &index[2]))
-        return 0;
-    for (int i = 0; i < 3; i++)
-        index[i] = index[i] > INT32_MAX || index[i] < 0 ? -1 : index[i];
-    int32_t pass = letter < 128 ? s1f_pass_from_letter((char)letter) : -1;
-    *unit = (s1f_unit){pass, (int32_t)index[0], (int32_t)index[1], (int32_t)index[2]};
-    return 1;
-}
-
-static PyObject *schedule_from_units(PyObject *Py_UNUSED(module), PyObject *arguments)
-{
-    PyObject *ranks;
-    s1f_count num_segments = {.name = "num_segments"};
-    if (!PyArg_ParseTuple(arguments, "O!O&", &PyTuple_Type, &ranks, s1f_to_count, &num_segments))
-        return NULL;
-    int32_t num_ranks = (int32_t)PyTuple_Size(ranks);
-    int64_t total = 0, next = 0;
-    int64_t *num_units = PyMem_Calloc((size_t)num_ranks + 1, sizeof *num_units);
-    int is_read = num_units != NULL;
-    for (int32_t rank = 0; is_read && rank < num_ranks; rank++) {
-        num_units[rank] = PyTuple_Size(PyTuple_GetItem(ranks, rank));
-        is_read = num_units[rank] >= 0;
-        total += num_units[rank];
-    }
-    s1f_unit *units = is_read ? PyMem_Calloc((size_t)total + 1, sizeof *units) : NULL;
-    for (int32_t rank = 0; units != NULL && is_read && rank < num_ranks; rank++)
-        for (int64_t i = 0; is_read && i < num_units[rank]; i++)
-            is_read = read_named_unit(PyTuple_GetItem(PyTuple_GetItem(ranks, rank), i), &units[next++]);
-    PyObject *handle = NULL;
-    if (is_read && units != NULL) {
-        s1f_schedule *schedule = NULL;
-        s1f_status status = s1f_schedule_from_units(units, num_units, num_ranks, num_segments.value, &schedule);
-        handle = s1f_new_schedule(status, schedule, NULL);
-    } else if (!PyErr_Occurred()) {
-        PyErr_NoMemory();
-    }
-    PyMem_Free(units);
-    PyMem_Free(num_units);
-    return handle;
 }
 
 PyMethodDef s1f_schedule_methods[] = {
     S1F_METHOD(
         schedule_facts, O,
         "(num_ranks, num_stages, num_microbatches, num_segments), the rank of every stage, the segments of every "
-        "micro-batch (empty where all have num_segments), the parents of all segments (empty: chains)."),
-    S1F_METHOD(schedule_units, VARARGS, "Units in run order, as (pass, stage, microbatch, segment)."),
+        "micro-batch (empty where all have num_segments), the parents of all segments (empty: chains), the units of "
+        "every rank."),
+    S1F_METHOD(schedule_units, VARARGS, "int32 [unit][pass, stage, microbatch, segment] in run order."),
     S1F_METHOD(schedule_kinds, O, "The letters of the passes that the order has."),
     S1F_METHOD(schedule_equal, VARARGS, "Whether both have the same units in the same order on every rank."),
     S1F_METHOD(schedule_digest, O, "64 bits of the units and their order: equal in equal schedules."),
@@ -282,8 +235,6 @@ PyMethodDef s1f_schedule_methods[] = {
                "rank, 0 at stages of others, and the most rows that a slot needs. sizes: tokens, [column]."),
     S1F_METHOD(schedule_forward_only, O, "The same order with forward units only."),
     S1F_METHOD(schedule_to_text, O, "One line of units per rank."),
-    S1F_METHOD(schedule_from_units, VARARGS,
-               "A schedule handle, from a tuple of (letter, stage, microbatch, segment) for each rank. "
-               "num_segments: of every micro-batch; 0: those that the units name."),
-    S1F_METHOD(schedule_from_text, VARARGS, "A schedule handle."),
+    S1F_METHOD(schedule_from_text, VARARGS,
+               "A schedule handle. num_segments: of every micro-batch; 0: those that the units name."),
     {NULL, NULL, 0, NULL}};

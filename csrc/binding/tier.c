@@ -44,22 +44,12 @@ static PyObject *start(PyObject *arguments, asked *ask)
 {
     s1f_tier *tier;
     int64_t load;
-    s1f_int64s addresses = {.name = "addresses"}, sizes = {.name = "sizes"};
-    if (!PyArg_ParseTuple(arguments, "O&O&O&O&", s1f_to_tier, &tier, s1f_to_int64, &load, s1f_to_int64s, &addresses,
-                          s1f_to_int64s, &sizes))
+    s1f_array parts = {.name = "parts"};
+    if (!PyArg_ParseTuple(arguments, "O&O&O&", s1f_to_tier, &tier, s1f_to_int64, &load, s1f_to_array, &parts))
         return NULL;
-    PyObject *result = NULL;
-    s1f_tier_part *parts = NULL;
-    if (s1f_require_count(sizes.name, sizes.count, addresses.count) &&
-        s1f_require_index("parts", sizes.count, INT32_MAX)) {
-        parts = PyMem_Malloc((size_t)(sizes.count + 1) * sizeof *parts);
-        for (int64_t i = 0; parts != NULL && i < sizes.count; i++)
-            parts[i] = (s1f_tier_part){(void *)(intptr_t)addresses.values[i], sizes.values[i]};
-        result = parts == NULL ? PyErr_NoMemory() : s1f_none(ask(tier, load, parts, (int32_t)sizes.count));
-    }
-    PyMem_Free(parts);
-    PyMem_Free(addresses.values);
-    PyMem_Free(sizes.values);
+    int fits = s1f_require_index("parts", parts.count / 2, INT32_MAX);
+    PyObject *result = fits ? s1f_none(ask(tier, load, parts.values, (int32_t)(parts.count / 2))) : NULL;
+    s1f_release_arrays(&parts, 1);
     return result;
 }
 

@@ -39,51 +39,33 @@ static int append_makers(PyObject *list, s1f_unit_input input, uint32_t passes)
     return 1;
 }
 
-/* What the segments of one micro-batch follow, in a shape of that one alone. 0 with the exception set. */
-static int read_tree(PyObject *given, s1f_shape *shape, int64_t first_cell[2], s1f_trees **trees)
-{
-    s1f_int64s parents = {.name = "parents"};
-    if (given == Py_None)
-        return 1;
-    if (!s1f_to_int64s(given, &parents))
-        return 0;
-    int32_t *own = s1f_require_count("parents", parents.count, shape->num_segments)
-                       ? PyMem_Malloc((size_t)parents.count * sizeof *own + 1)
-                       : NULL;
-    int is_read = own != NULL;
-    for (int64_t s = 0; is_read && s < parents.count; s++)
-        own[s] = parents.values[s] < -1 || parents.values[s] > INT32_MAX ? INT32_MAX : (int32_t)parents.values[s];
-    first_cell[1] = parents.count;
-    shape->first_cell = first_cell;
-    shape->num_microbatches = 1;
-    s1f_status status = is_read ? s1f_trees_create(shape, own, trees) : S1F_OK;
-    if (status != S1F_OK)
-        s1f_raise(status);
-    else if (!is_read && !PyErr_Occurred())
-        PyErr_NoMemory();
-    shape->trees = *trees;
-    PyMem_Free(own);
-    PyMem_Free(parents.values);
-    return is_read && status == S1F_OK;
-}
-
+/* A tree is in a shape of its micro-batch alone. */
 static PyObject *unit_inputs(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     s1f_shape shape = {.num_ranks = 1};
     unsigned int passes;
-    PyObject *tuple, *parents = Py_None;
+    PyObject *tuple, *list = NULL;
     s1f_unit unit;
-    int64_t first_cell[2] = {0, 0};
+    s1f_array parents = {.name = "parents"};
     s1f_trees *trees = NULL;
-    if (!PyArg_ParseTuple(arguments, "iiiIO!|iO", &shape.num_stages, &shape.num_microbatches, &shape.num_segments,
-                          &passes, &PyTuple_Type, &tuple, &shape.num_ranks, &parents) ||
-        !read_unit(tuple, &unit) || !read_tree(parents, &shape, first_cell, &trees))
+    if (!PyArg_ParseTuple(arguments, "iiiIO!|iO&", &shape.num_stages, &shape.num_microbatches, &shape.num_segments,
+                          &passes, &PyTuple_Type, &tuple, &shape.num_ranks, s1f_to_int32_array, &parents))
         return NULL;
+    const int64_t first_cell[2] = {0, parents.count};
+    s1f_status status = read_unit(tuple, &unit) ? S1F_OK : S1F_ERR_PYTHON;
     int32_t microbatch = unit.microbatch;
-    unit.microbatch = trees == NULL ? microbatch : 0;
     shape.products = s1f_products_of_passes(passes);
-    PyObject *list =
-        trees == NULL || s1f_require_index("segment", unit.segment, shape.num_segments) ? PyList_New(0) : NULL;
+    if (status == S1F_OK && parents.values != NULL) {
+        shape.num_microbatches = 1;
+        shape.num_segments = (int32_t)parents.count;
+        shape.first_cell = first_cell;
+        unit.microbatch = 0;
+        status = s1f_require_index("segment", unit.segment, parents.count)
+                     ? s1f_trees_create(&shape, parents.values, &trees)
+                     : S1F_ERR_PYTHON;
+        shape.trees = trees;
+    }
+    list = status == S1F_OK ? PyList_New(0) : s1f_raise(status);
     s1f_unit_input input;
     for (s1f_inputs inputs = s1f_inputs_of(&shape, unit); list != NULL && s1f_next_input(&inputs, &input);) {
         input.maker.microbatch = microbatch;
@@ -91,6 +73,7 @@ static PyObject *unit_inputs(PyObject *Py_UNUSED(module), PyObject *arguments)
             Py_CLEAR(list);
     }
     s1f_trees_free(trees);
+    s1f_release_arrays(&parents, 1);
     return list;
 }
 

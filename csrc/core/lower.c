@@ -14,31 +14,25 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct { /* the slots of one stage: a heap of those given back, all below `fresh` */
-    int32_t *heap;
-    int32_t num_free, fresh;
-} slots;
-
-typedef struct { /* of one stage */
-    slots kv, grad;
-    int32_t *kv_slot_of, *grad_slot_of; /* [micro-batch]: held now */
+typedef struct {                /* of one stage */
+    unsigned char *is_taken[2]; /* [slot] of keys and values, and of their gradients */
+    int32_t *slot_of[2];        /* [micro-batch]: held now */
     int32_t live_units;
 } stage_state;
 
 /* What lowering needs to know on its way. */
 typedef struct {
     s1f_program *program;
-    s1f_pool pool;        /* of all arrays */
-    int64_t num_cells;    /* of a stage */
-    int64_t *sequence;    /* [edge][cell]: number of its message */
-    s1f_unit *consumers;  /* [edge][sequence]: unit that uses the message */
-    int32_t *places;      /* [edge][sequence]: where it lands */
-    int64_t *counted;     /* [edge]: messages numbered, freed or posted in the pass that runs */
-    int64_t *used;        /* [edge]: messages waited for */
-    int64_t *needed;      /* [edge]: places that the receiver needs at once */
-    int32_t *most;        /* [edge]: places that it gets at most */
-    stage_state *stages;  /* [stage] */
-    int32_t *slot_arrays; /* what the stages point into */
+    s1f_pool pool;       /* of all arrays */
+    int64_t num_cells;   /* of a stage */
+    int64_t *sequence;   /* [edge][cell]: number of its message */
+    s1f_unit *consumers; /* [edge][sequence]: unit that uses the message */
+    int32_t *places;     /* [edge][sequence]: where it lands */
+    int64_t *counted;    /* [edge]: messages numbered, freed or posted in the pass that runs */
+    int64_t *used;       /* [edge]: messages waited for */
+    int64_t *needed;     /* [edge]: places that the receiver needs at once */
+    int32_t *most;       /* [edge]: places that it gets at most */
+    stage_state *stages; /* [stage] */
     s1f_lifetime_table lifetimes;
 } lowering;
 
@@ -309,33 +303,6 @@ static s1f_status give_places(const lowering *l, const s1f_places *places)
     return status;
 }
 
-/* -- slots --------------------------------------------------------------------------------------------------------- */
-
-static int32_t take_lowest_slot(slots *s, int32_t *peak)
-{
-    if (s->num_free == 0) {
-        *peak = s->fresh + 1 > *peak ? s->fresh + 1 : *peak;
-        return s->fresh++;
-    }
-    int32_t lowest = s->heap[0], last = s->heap[--s->num_free], i = 0;
-    for (int32_t child; (child = 2 * i + 1) < s->num_free; i = child) {
-        child += child + 1 < s->num_free && s->heap[child + 1] < s->heap[child];
-        if (s->heap[child] >= last)
-            break;
-        s->heap[i] = s->heap[child];
-    }
-    s->heap[i] = last;
-    return lowest;
-}
-
-static void give_back_slot(slots *s, int32_t slot)
-{
-    int32_t i = s->num_free++;
-    for (; i > 0 && s->heap[(i - 1) / 2] > slot; i = (i - 1) / 2)
-        s->heap[i] = s->heap[(i - 1) / 2];
-    s->heap[i] = slot;
-}
-
 /* -- instructions -------------------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -367,27 +334,30 @@ static void write_post(writer *w, int32_t edge, int32_t place)
     write(w, S1F_OP_POST, edge, l->consumers[edge * l->num_cells + sequence], sequence);
 }
 
-/* RUN, with the slots that the unit takes and gives back. */
+/* RUN, with the slots that the unit takes, each the lowest that is free, and gives back. */
 static void write_run(writer *w, s1f_unit unit, s1f_lifetimes lifetimes)
 {
-    const uint32_t kv = 1u << S1F_HOLDS_KV, grad = 1u << S1F_HOLDS_KV_GRADIENT;
+    static const s1f_holding holdings[2] = {S1F_HOLDS_KV, S1F_HOLDS_KV_GRADIENT};
     s1f_stage_peak *peak = &w->l->program->peaks[unit.stage];
     stage_state *stage = &w->l->stages[unit.stage];
-    int32_t *kv_slot = &stage->kv_slot_of[unit.microbatch], *grad_slot = &stage->grad_slot_of[unit.microbatch];
-    if (lifetimes.takes & kv)
-        *kv_slot = take_lowest_slot(&stage->kv, &peak->kv_slots);
-    if (lifetimes.takes & grad)
-        *grad_slot = take_lowest_slot(&stage->grad, &peak->grad_slots);
     if (s1f_begins_to_live(lifetimes) && ++stage->live_units > peak->live_units)
         peak->live_units = stage->live_units;
     write(w, S1F_OP_RUN, -1, unit, -1);
     s1f_instruction *run = &w->program->instructions[w->program->count - 1];
-    run->kv_slot = lifetimes.uses & kv ? *kv_slot : -1;
-    run->grad_slot = lifetimes.uses & grad ? *grad_slot : -1;
-    if (lifetimes.frees & kv)
-        give_back_slot(&stage->kv, *kv_slot);
-    if (lifetimes.frees & grad)
-        give_back_slot(&stage->grad, *grad_slot);
+    int32_t *used[2] = {&run->kv_slot, &run->grad_slot}, *most[2] = {&peak->kv_slots, &peak->grad_slots};
+    for (int i = 0; i < 2; i++) {
+        int32_t *slot = &stage->slot_of[i][unit.microbatch];
+        unsigned char *taken = stage->is_taken[i];
+        if (lifetimes.takes >> holdings[i] & 1) {
+            unsigned char *lowest = memchr(taken, 0, (size_t)w->l->program->shape.num_microbatches);
+            *slot = (int32_t)(lowest - taken);
+            *lowest = 1;
+            *most[i] = *slot + 1 > *most[i] ? *slot + 1 : *most[i];
+        }
+        *used[i] = lifetimes.uses >> holdings[i] & 1 ? *slot : -1;
+        if (lifetimes.frees >> holdings[i] & 1)
+            taken[*slot] = 0;
+    }
 }
 
 static void write_unit(writer *w, s1f_unit unit)
@@ -450,15 +420,6 @@ static void fill_send_places(const lowering *l, int32_t rank)
     }
 }
 
-static s1f_status write_programs(const lowering *l)
-{
-    for (int32_t rank = 0; rank < l->program->shape.num_ranks; rank++)
-        S1F_TRY(write_program(l, rank));
-    for (int32_t rank = 0; rank < l->program->shape.num_ranks; rank++)
-        fill_send_places(l, rank);
-    return S1F_OK;
-}
-
 static int are_neighbours(const lowering *l, int32_t rank, int32_t other)
 {
     const s1f_edge *edges = l->program->edges->edges;
@@ -469,13 +430,16 @@ static int are_neighbours(const lowering *l, int32_t rank, int32_t other)
     return 0;
 }
 
-/* The programs of one rank and of its neighbours: who receives from it says where its messages land. */
-static s1f_status write_own(const lowering *l, int32_t own)
+/* Of one rank also those of its neighbours: who receives from it says where its messages land. */
+static s1f_status write_programs(const lowering *l, int32_t own)
 {
-    for (int32_t rank = 0; rank < l->program->shape.num_ranks; rank++)
-        if (rank == own || are_neighbours(l, own, rank))
+    int32_t num_ranks = own == S1F_NO_RANK ? 0 : l->program->shape.num_ranks;
+    for (int32_t rank = 0; rank < num_ranks; rank++)
+        if (own == S1F_ALL_RANKS || rank == own || are_neighbours(l, own, rank))
             S1F_TRY(write_program(l, rank));
-    fill_send_places(l, own);
+    for (int32_t rank = 0; rank < num_ranks; rank++)
+        if (own == S1F_ALL_RANKS || rank == own)
+            fill_send_places(l, rank);
     return S1F_OK;
 }
 
@@ -510,16 +474,14 @@ static s1f_status create_lowering(s1f_program *program, lowering *l)
     l->needed = s1f_pool_take(&l->pool, num_edges, sizeof *l->needed);
     l->most = s1f_pool_take(&l->pool, num_edges, sizeof *l->most);
     l->stages = s1f_pool_take(&l->pool, num_stages, sizeof *l->stages);
-    l->slot_arrays = s1f_pool_take(&l->pool, 4 * num_stages * num_microbatches, sizeof *l->slot_arrays);
+    unsigned char *is_taken = s1f_pool_take(&l->pool, 2 * num_stages * num_microbatches, 1);
+    int32_t *slot_of = s1f_pool_take(&l->pool, 2 * num_stages * num_microbatches, sizeof *slot_of);
     if (l->pool.is_short)
         return s1f_fail(S1F_ERR_MEMORY, "no memory to lower %lld units of %d stages", (long long)l->num_cells,
                         shape->num_stages);
-    for (size_t stage = 0; stage < num_stages; stage++) {
-        int32_t *arrays = l->slot_arrays + 4 * stage * num_microbatches;
-        l->stages[stage].kv.heap = arrays;
-        l->stages[stage].grad.heap = arrays + num_microbatches;
-        l->stages[stage].kv_slot_of = arrays + 2 * num_microbatches;
-        l->stages[stage].grad_slot_of = arrays + 3 * num_microbatches;
+    for (size_t i = 0; i < 2 * num_stages; i++) {
+        l->stages[i / 2].is_taken[i % 2] = is_taken + i * num_microbatches;
+        l->stages[i / 2].slot_of[i % 2] = slot_of + i * num_microbatches;
     }
     return S1F_OK;
 }
@@ -529,10 +491,11 @@ static void reset_counters(const lowering *l)
     memset(l->counted, 0, (size_t)l->program->edges->num_edges * sizeof *l->counted);
 }
 
-enum { OF_ALL = -1, OF_NONE = -2 }; /* whose instructions, in place of a rank */
-
-static s1f_status lower(const s1f_schedule *schedule, s1f_places places, int32_t rank, s1f_program **out)
+s1f_status s1f_schedule_lower(const s1f_schedule *schedule, s1f_places places, int32_t rank, s1f_program **out)
 {
+    int32_t num_ranks = s1f_schedule_shape(schedule).num_ranks;
+    if (rank < S1F_NO_RANK || rank >= num_ranks)
+        return s1f_fail(S1F_ERR_ARG, "rank is %d, must be in 0..%d", (int)rank, (int)num_ranks - 1);
     if (!places.by_time && places.prefetch < 0)
         return s1f_fail(S1F_ERR_ARG, "prefetch is %d, must be at least 0", (int)places.prefetch);
     s1f_program *program = NULL;
@@ -551,7 +514,7 @@ static s1f_status lower(const s1f_schedule *schedule, s1f_places places, int32_t
     if ((status = give_places(&l, &places)) != S1F_OK)
         goto done;
     reset_counters(&l);
-    if (rank != OF_NONE && (status = rank == OF_ALL ? write_programs(&l) : write_own(&l, rank)) != S1F_OK)
+    if ((status = write_programs(&l, rank)) != S1F_OK)
         goto done;
     *out = program;
     program = NULL;
@@ -560,22 +523,4 @@ done:
     s1f_pool_free(&l.pool);
     s1f_program_free(program);
     return status;
-}
-
-s1f_status s1f_schedule_lower(const s1f_schedule *schedule, s1f_places places, s1f_program **out)
-{
-    return lower(schedule, places, OF_ALL, out);
-}
-
-s1f_status s1f_schedule_lower_rank(const s1f_schedule *schedule, s1f_places places, int32_t rank, s1f_program **out)
-{
-    int32_t num_ranks = s1f_schedule_shape(schedule).num_ranks;
-    if (rank < 0 || rank >= num_ranks)
-        return s1f_fail(S1F_ERR_ARG, "rank is %d, must be in 0..%d", rank, num_ranks - 1);
-    return lower(schedule, places, rank, out);
-}
-
-s1f_status s1f_schedule_lower_edges(const s1f_schedule *schedule, s1f_places places, s1f_program **out)
-{
-    return lower(schedule, places, OF_NONE, out);
 }

@@ -34,9 +34,8 @@ typedef struct {
 typedef struct {
     int64_t seq_len;
     double mix;
-    double even_per_token;  /* (1 - mix) * C(seq_len) / seq_len */
-    const flop_cost *flops; /* one of the three is set */
-    const document_cost *documents;
+    double even_per_token;          /* (1 - mix) * C(seq_len) / seq_len */
+    const document_cost *documents; /* one of the two is set */
     const profiled_cost *profiled;
 } cost_function;
 
@@ -76,8 +75,6 @@ static double profiled_of_first(const profiled_cost *cost, int64_t t, int64_t se
 
 static double unmixed_of_first(const cost_function *cost, int64_t t)
 {
-    if (cost->flops != NULL)
-        return flops_of_first(cost->flops, (double)t);
     if (cost->documents != NULL)
         return documents_of_first(cost->documents, t);
     return profiled_of_first(cost->profiled, t, cost->seq_len);
@@ -352,16 +349,6 @@ s1f_status s1f_partition_even(int64_t seq_len, int32_t num_segments, int64_t mul
     return S1F_OK;
 }
 
-s1f_status s1f_partition_flops(int64_t seq_len, int32_t num_segments, const s1f_model_shape *model, double mix,
-                               int64_t multiple_of, int64_t *sizes)
-{
-    S1F_TRY(check_arguments(seq_len, num_segments, mix, multiple_of));
-    S1F_TRY(check_model(model));
-    flop_cost flops = flop_cost_of(model);
-    cost_function cost = {.seq_len = seq_len, .mix = mix, .flops = &flops};
-    return partition_by_cost(cost, num_segments, multiple_of, sizes);
-}
-
 /* ---- rows of packed documents ---- */
 
 typedef struct {
@@ -421,11 +408,15 @@ static int64_t make_stretches(int64_t seq_len, document *documents, int64_t num_
     return count;
 }
 
-s1f_status s1f_partition_documents(int64_t seq_len, int32_t num_segments, const s1f_model_shape *model,
-                                   const int64_t *documents, int64_t num_documents, double mix, int64_t multiple_of,
-                                   int64_t *sizes)
+s1f_status s1f_partition_flops(int64_t seq_len, int32_t num_segments, const s1f_model_shape *model,
+                               const int64_t *documents, int64_t num_documents, double mix, int64_t multiple_of,
+                               int64_t *sizes)
 {
     s1f_status status = S1F_OK;
+    if (documents == NULL) {
+        documents = &seq_len;
+        num_documents = 1;
+    }
     S1F_TRY(check_arguments(seq_len, num_segments, mix, multiple_of));
     S1F_TRY(check_model(model));
     if (num_documents < 1 || num_documents > S1F_MAX_SEQUENCE_LENGTH)

@@ -46,17 +46,15 @@ s1f_status s1f_model_flops(const s1f_model_shape *model, int64_t begin, int64_t 
 /* Equal lengths: segments differ by at most one unit of multiple_of, the longer ones first. */
 s1f_status s1f_partition_even(int64_t seq_len, int32_t num_segments, int64_t multiple_of, int64_t *sizes);
 
-/* Equal s1f_model_flops. The computation-wise partition of Seq1F1B (arXiv:2406.03488), solved on the grid. */
-s1f_status s1f_partition_flops(int64_t seq_len, int32_t num_segments, const s1f_model_shape *model, double mix,
-                               int64_t multiple_of, int64_t *sizes);
-
-/* s1f_partition_flops for rows of packed documents. Attention stays within a document, so only pairs of tokens within
- * one document count. documents: their lengths in tokens, row after row. Every row holds seq_len tokens; rows are cut
- * alike, and the cost is their mean. One document of seq_len tokens gives s1f_partition_flops.
+/* Equal s1f_model_flops. The computation-wise partition of Seq1F1B (arXiv:2406.03488), solved on the grid.
+ *
+ * documents: of rows of packed documents, their lengths in tokens, row after row; NULL: one of seq_len tokens. Attention
+ * stays within a document, so only pairs of tokens within one document count. Every row holds seq_len tokens; rows are
+ * cut alike, and the cost is their mean.
  * S1F_ERR_ARG if a length is below 1 or the lengths are not whole rows; S1F_ERR_MEMORY (48 bytes per document). */
-s1f_status s1f_partition_documents(int64_t seq_len, int32_t num_segments, const s1f_model_shape *model,
-                                   const int64_t *documents, int64_t num_documents, double mix, int64_t multiple_of,
-                                   int64_t *sizes);
+s1f_status s1f_partition_flops(int64_t seq_len, int32_t num_segments, const s1f_model_shape *model,
+                               const int64_t *documents, int64_t num_documents, double mix, int64_t multiple_of,
+                               int64_t *sizes);
 
 /* Equal measured cost. The sequence is cut into num_costs pieces of equal length (tokens may straddle two); costs[i] is
  * what piece i costs, in any unit, spread evenly over it. So num_costs = seq_len gives the cost of each token, and

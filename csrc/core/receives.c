@@ -1,15 +1,10 @@
-/* receives.c - one order of all transfers, found by running all ranks against each other; and the proof that it
- * holds. */
+/* receives.c - one order of all transfers, found by running all ranks against each other. */
 #include "receives.h"
 
 #include "pool.h"
 #include "walk.h"
 
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
-
-/* -- placing ------------------------------------------------------------------------------------------------------- */
 
 typedef struct { /* one rank's run */
     const s1f_rank_program *program;
@@ -219,144 +214,18 @@ static s1f_status place_receives(run *r)
     return S1F_OK;
 }
 
-/* Gives the program the instructions of the run, and the run those of the program. */
-static void exchange(s1f_program *program, run *r)
-{
-    for (int32_t rank = 0; rank < program->shape.num_ranks; rank++) {
-        s1f_rank_program *own = &program->ranks[rank];
-        runner *other = &r->ranks[rank];
-        s1f_instruction *instructions = own->instructions;
-        int64_t count = own->count;
-        own->instructions = other->out;
-        own->count = other->num_out;
-        other->out = instructions;
-        other->num_out = count;
-    }
-}
-
 s1f_status s1f_program_add_receives(s1f_program *program)
 {
     run r;
     s1f_status status = create_run(program, &r);
     if (status == S1F_OK)
         status = place_receives(&r);
-    if (status == S1F_OK) {
-        exchange(program, &r);
-        if ((status = s1f_receives_check(program)) != S1F_OK)
-            exchange(program, &r);
+    for (int32_t rank = 0; status == S1F_OK && rank < program->shape.num_ranks; rank++) {
+        free(program->ranks[rank].instructions);
+        program->ranks[rank].instructions = r.ranks[rank].out;
+        program->ranks[rank].count = r.ranks[rank].num_out;
+        r.ranks[rank].out = NULL;
     }
     free_run(&r);
-    return status;
-}
-
-/* -- the proof ----------------------------------------------------------------------------------------------------- */
-
-typedef struct {
-    const s1f_instruction *instructions;
-    int64_t count, next;
-    int32_t is_ready; /* in the list of those to walk */
-} walker;
-
-typedef struct {
-    int64_t posted, received;
-} received_edge;
-
-static const s1f_instruction *current(const walker *w)
-{
-    return w->next < w->count ? &w->instructions[w->next] : NULL;
-}
-
-static void text_of(const s1f_instruction *instruction, char text[64])
-{
-    char unit[48];
-    s1f_unit_text(instruction->unit, 1, unit, sizeof unit);
-    snprintf(text, 64, "%s %s", s1f_opcode_names[instruction->opcode], unit);
-}
-
-static s1f_status out_of_turn(int32_t rank, const s1f_instruction *instruction, const s1f_edge *edge, const char *rule)
-{
-    char text[64];
-    text_of(instruction, text);
-    return s1f_fail(S1F_ERR_SCHEDULE, "rank %d, %s, message %lld of stage %d to %d: %s", (int)rank, text,
-                    (long long)instruction->sequence, (int)edge->source_stage, (int)edge->destination_stage, rule);
-}
-
-static s1f_status stuck(const s1f_program *program, const walker *walkers)
-{
-    char texts[2][64] = {"", ""};
-    int32_t ranks[2] = {-1, -1}, found = 0;
-    for (int32_t rank = 0; rank < program->shape.num_ranks && found < 2; rank++)
-        if (current(&walkers[rank]) != NULL) {
-            text_of(current(&walkers[rank]), texts[found]);
-            ranks[found++] = rank;
-        }
-    return s1f_fail(S1F_ERR_SCHEDULE,
-                    "program order and transfers that need both ends have a cycle: rank %d waits in %s, rank %d in %s",
-                    (int)ranks[0], texts[0], (int)ranks[1], texts[1]);
-}
-
-/* Walks one rank until it waits for a peer, or ends. *met: a rank whose transfer this one has completed, -1 if none. */
-static s1f_status walk(const s1f_edge *edges, walker *walkers, received_edge *states, int32_t rank, int32_t *met)
-{
-    *met = -1;
-    for (const s1f_instruction *i; (i = current(&walkers[rank])) != NULL; walkers[rank].next++) {
-        received_edge *state = i->edge >= 0 ? &states[i->edge] : NULL;
-        const s1f_edge *edge = i->edge >= 0 ? &edges[i->edge] : NULL;
-        if (i->opcode == S1F_OP_POST)
-            state->posted++;
-        if (i->opcode == S1F_OP_WAIT && state->received <= i->sequence)
-            return out_of_turn(rank, i, edge, "it is waited for before its receive has started");
-        if (i->opcode == S1F_OP_RECEIVE && (state->posted <= i->sequence || state->received != i->sequence))
-            return out_of_turn(rank, i, edge, "its receive starts before its place is posted, or out of turn");
-        if (i->opcode != S1F_OP_SEND && i->opcode != S1F_OP_RECEIVE)
-            continue;
-        int32_t peer = i->opcode == S1F_OP_SEND ? edge->destination_rank : edge->source_rank;
-        const s1f_instruction *theirs = current(&walkers[peer]);
-        int32_t wanted = i->opcode == S1F_OP_SEND ? S1F_OP_RECEIVE : S1F_OP_SEND;
-        if (theirs == NULL || theirs->opcode != wanted || theirs->edge != i->edge || theirs->sequence != i->sequence)
-            return S1F_OK; /* the peer will find this one here */
-        if (state->posted <= i->sequence || state->received != i->sequence)
-            return out_of_turn(peer, theirs, edge, "its receive starts before its place is posted, or out of turn");
-        state->received++;
-        walkers[peer].next++;
-        walkers[rank].next++;
-        *met = peer;
-        return S1F_OK;
-    }
-    return S1F_OK;
-}
-
-s1f_status s1f_receives_check(const s1f_program *program)
-{
-    int32_t num_edges, num_ranks = program->shape.num_ranks, num_ready = 0, finished = 0;
-    const s1f_edge *edges = s1f_program_edges(program, &num_edges);
-    walker *walkers = calloc((size_t)num_ranks, sizeof *walkers);
-    received_edge *states = calloc((size_t)num_edges + 1, sizeof *states);
-    int32_t *ready = calloc((size_t)num_ranks, sizeof *ready);
-    s1f_status status = S1F_OK;
-    if (walkers == NULL || states == NULL || ready == NULL)
-        status = s1f_fail(S1F_ERR_MEMORY, "no memory to check the transfers of %d ranks", (int)num_ranks);
-    for (int32_t rank = 0; status == S1F_OK && rank < num_ranks; rank++) {
-        walkers[rank].instructions = s1f_program_instructions(program, rank, &walkers[rank].count);
-        walkers[rank].is_ready = 1;
-        ready[num_ready++] = rank;
-    }
-    while (status == S1F_OK && num_ready > 0) {
-        int32_t pair[2] = {ready[--num_ready], -1}; /* a rank, and whom it met at a transfer: both go on */
-        walkers[pair[0]].is_ready = 0;
-        status = walk(edges, walkers, states, pair[0], &pair[1]);
-        for (int32_t i = 0; i < 2 && pair[1] >= 0; i++)
-            if (!walkers[pair[i]].is_ready) {
-                walkers[pair[i]].is_ready = 1;
-                ready[num_ready++] = pair[i];
-            }
-    }
-    for (int32_t rank = 0; status == S1F_OK && rank < num_ranks; rank++)
-        finished += current(&walkers[rank]) == NULL;
-    if (status == S1F_OK && finished < num_ranks)
-        status = stuck(program, walkers);
-    free(ready);
-    free(states);
-    free(walkers);
     return status;
 }

@@ -13,13 +13,8 @@
 
 #include "program.h"
 
-/* Adds RECEIVEs to the instructions of every rank, and proves (s1f_receives_check) that none waits for ever. Once per
- * program; it is unchanged on an error. Time is that of a heap of ranks per unit. */
+/* Adds RECEIVEs to the instructions of every rank. Once per program; it is unchanged on an error. Time is that of a heap
+ * of ranks per unit. */
 s1f_status s1f_program_add_receives(s1f_program *program);
-
-/* The proof for a program with receives, however they were placed: walks all ranks with transfers that need both ends
- * there, nothing else done meanwhile. It ends if and only if program order and transfers have no cycle.
- * S1F_ERR_SCHEDULE names who waits for whom, or a receive that is not between its POST and its WAIT. */
-s1f_status s1f_receives_check(const s1f_program *program);
 
 #endif

@@ -40,9 +40,8 @@ typedef struct {
     int32_t placement; /* s1f_placement_kind, unless an option says otherwise; with one stage per rank both are one */
 } s1f_family_facts;
 
-/* Facts of family i, or of the family of that name; 0 past the last, or if there is none. */
+/* Facts of family i; 0 past the last. */
 int s1f_schedule_family(int32_t i, s1f_family_facts *facts);
-int s1f_schedule_family_named(const char *name, s1f_family_facts *facts);
 
 /* The first rule of the family that counts and options break, as text; NULL: it can be built. *rule is
  * borrowed: valid until the next call on this thread. options NULL: none given. S1F_ERR_ARG for an unknown name, a
@@ -54,8 +53,6 @@ s1f_status s1f_schedule_broken_rule(const char *family, int32_t num_ranks, int32
  * *out is owned by the caller and untouched on error. */
 s1f_status s1f_schedule_build(const char *family, int32_t num_ranks, int32_t num_microbatches, int32_t num_segments,
                               int32_t stages_per_rank, const s1f_options *options, s1f_schedule **out);
-/* Refuses an option by the family's name for it: S1F_ERR_ARG with the options that it takes. */
-s1f_status s1f_schedule_refuse_option(const s1f_family_facts *family, const char *option);
 
 /* Units of one rank in run order. Borrowed: valid until the next append or free. */
 const s1f_unit *s1f_schedule_units(const s1f_schedule *schedule, int32_t rank, int64_t *num_units);
@@ -90,12 +87,8 @@ s1f_status s1f_schedule_forward_only(const s1f_schedule *schedule, s1f_schedule 
 
 /* *text: terminated, owned by the caller (free). */
 s1f_status s1f_schedule_to_text(const s1f_schedule *schedule, char **text);
-/* S1F_ERR_ARG naming line and token. *out is owned by the caller and untouched on error. */
-s1f_status s1f_schedule_from_text(const char *text, s1f_schedule **out);
-/* From the units of each rank, those of rank 0 first, as from a text with a line for each rank. num_segments: of every
- * micro-batch; 0: found, as from a text. S1F_ERR_ARG naming line and unit. *out is owned by the caller and untouched on
- * error. */
-s1f_status s1f_schedule_from_units(const s1f_unit *units, const int64_t *num_units, int32_t num_ranks,
-                                   int32_t num_segments, s1f_schedule **out);
+/* num_segments: of every micro-batch; 0: those that it names. S1F_ERR_ARG naming line and token. *out is owned by the
+ * caller and untouched on error. */
+s1f_status s1f_schedule_from_text(const char *text, int32_t num_segments, s1f_schedule **out);
 
 #endif

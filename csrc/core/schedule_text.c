@@ -1,4 +1,4 @@
-/* schedule_text.c - a schedule as text, written and read back, and from units. */
+/* schedule_text.c - a schedule as text, written and read back. */
 #include "schedule.h"
 
 #include <stdio.h>
@@ -123,19 +123,6 @@ static s1f_status fail_at(const token *t, const char *why)
     char text[QUOTED_TOKEN_BYTES];
     snprintf(text, sizeof text, "%.*s", (int)(t->bytes < sizeof text ? t->bytes : sizeof text - 1), t->begin);
     return s1f_fail(S1F_ERR_ARG, "line %d, unit %d, '%s': %s", t->line, t->number, text, why);
-}
-
-/* fail_at for a unit, which has no text of its own if it was given as one. */
-static s1f_status fail_at_unit(const parsed_unit *unit, const char *why)
-{
-    char text[UNIT_TEXT_BYTES];
-    token where = unit->where;
-    if (where.begin == NULL) {
-        s1f_unit_text(unit->unit, 1, text, sizeof text);
-        where.begin = text;
-        where.bytes = strlen(text);
-    }
-    return fail_at(&where, why);
 }
 
 /* A decimal number of at most INT32_MAX at *at, before `end`; moves *at past it. */
@@ -267,9 +254,9 @@ static s1f_status create_from_parsed(const parsed_unit *units, int64_t count, in
     for (int64_t i = 0; i < count; i++) {
         s1f_unit unit = units[i].unit;
         if (units[i].names_stage != units[0].names_stage)
-            return fail_at_unit(&units[i], "either every unit names its stage or none does");
+            return fail_at(&units[i].where, "either every unit names its stage or none does");
         if (unit.stage >= count || unit.microbatch >= count || (num_segments == 0 && unit.segment >= count))
-            return fail_at_unit(&units[i], "an index is larger than the number of units in the text");
+            return fail_at(&units[i].where, "an index is larger than the number of units in the text");
         most.stage = larger(most.stage, unit.stage);
         most.microbatch = larger(most.microbatch, unit.microbatch);
         most.segment = larger(most.segment, unit.segment);
@@ -285,7 +272,7 @@ static s1f_status create_from_parsed(const parsed_unit *units, int64_t count, in
     for (int64_t i = 0; i < count && status == S1F_OK; i++) {
         int32_t *rank = &rank_of_stage[units[i].unit.stage];
         if (*rank >= 0 && *rank != units[i].rank)
-            status = fail_at_unit(&units[i], "another line holds this stage already");
+            status = fail_at(&units[i].where, "another line holds this stage already");
         *rank = units[i].rank;
     }
     for (int32_t stage = 0; stage < num_stages && status == S1F_OK; stage++)
@@ -305,33 +292,6 @@ static s1f_status create_from_parsed(const parsed_unit *units, int64_t count, in
     }
     *out = schedule;
     return S1F_OK;
-}
-
-s1f_status s1f_schedule_from_units(const s1f_unit *units, const int64_t *num_units, int32_t num_ranks,
-                                   int32_t num_segments, s1f_schedule **out)
-{
-    const named_trees chains = {.num_microbatches = 0};
-    int64_t count = 0, next = 0;
-    for (int32_t rank = 0; rank < num_ranks; rank++)
-        count += num_units[rank];
-    if (count == 0)
-        return s1f_fail(S1F_ERR_ARG, "the order holds no unit");
-    parsed_unit *parsed = malloc((size_t)count * sizeof *parsed);
-    if (parsed == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory to read %lld units", (long long)count);
-    s1f_status status = S1F_OK;
-    for (int32_t rank = 0; rank < num_ranks; rank++)
-        for (int64_t i = 0; i < num_units[rank] && status == S1F_OK; i++, next++) {
-            s1f_unit unit = units[next];
-            parsed[next] = (parsed_unit){.unit = unit, .rank = rank, .names_stage = 1};
-            parsed[next].where = (token){.line = rank + 1, .number = (int32_t)(i + 1)};
-            if (unit.pass < 0 || unit.stage < 0 || unit.microbatch < 0 || unit.segment < 0)
-                status = fail_at_unit(&parsed[next], syntax);
-        }
-    if (status == S1F_OK)
-        status = create_from_parsed(parsed, count, num_segments, &chains, out);
-    free(parsed);
-    return status;
 }
 
 static s1f_status grow(int32_t **array, int64_t wanted)
@@ -382,7 +342,7 @@ static s1f_status read_parents(scanner *s, named_trees *trees)
     return S1F_OK;
 }
 
-static s1f_status read_text(const char *text, named_trees *trees, s1f_schedule **out)
+static s1f_status read_text(const char *text, int32_t num_segments, named_trees *trees, s1f_schedule **out)
 {
     scanner s = {.at = text, .line = 1};
     parsed_unit *units = NULL;
@@ -401,17 +361,17 @@ static s1f_status read_text(const char *text, named_trees *trees, s1f_schedule *
             status = append_parsed(&units, &count, &capacity, unit);
     }
     if (status == S1F_OK && count == 0)
-        status = s1f_fail(S1F_ERR_ARG, "the text holds no unit");
+        status = s1f_fail(S1F_ERR_ARG, "the order holds no unit");
     if (status == S1F_OK)
-        status = create_from_parsed(units, count, 0, trees, out);
+        status = create_from_parsed(units, count, num_segments, trees, out);
     free(units);
     return status;
 }
 
-s1f_status s1f_schedule_from_text(const char *text, s1f_schedule **out)
+s1f_status s1f_schedule_from_text(const char *text, int32_t num_segments, s1f_schedule **out)
 {
     named_trees trees = {.num_microbatches = 0};
-    s1f_status status = read_text(text, &trees, out);
+    s1f_status status = read_text(text, num_segments, &trees, out);
     free(trees.segments_of);
     free(trees.parents);
     return status;

@@ -1,7 +1,5 @@
-/* table.c - counts and forms of tables. */
+/* table.c - counts of tables, and seconds that stand in for others. */
 #include "table.h"
-
-#include <stdio.h>
 
 int64_t s1f_table_count(const s1f_shape *shape, s1f_per per)
 {
@@ -13,34 +11,6 @@ int64_t s1f_table_count(const s1f_shape *shape, s1f_per per)
     case S1F_PER_CELL: return shape->num_stages * s1f_num_columns(shape);
     }
     return 0;
-}
-
-void s1f_table_form(const s1f_shape *shape, s1f_per per, char *text, size_t bytes)
-{
-    int count = (int)s1f_table_count(shape, per), M = (int)shape->num_microbatches,
-        has_rows = shape->first_cell != NULL;
-    switch (per) {
-    case S1F_PER_RANK: snprintf(text, bytes, "a number or hold %d, one of each rank", count); break;
-    case S1F_PER_STAGE: snprintf(text, bytes, "a number or hold %d, one of each stage", count); break;
-    case S1F_PER_PAIR:
-        snprintf(text, bytes, "a number or hold %d, one of each pair of neighbouring stages", count);
-        break;
-    case S1F_PER_SEGMENT:
-        if (has_rows)
-            snprintf(text, bytes, "a number or hold %d micro-batches, each with one value for each of its segments", M);
-        else
-            snprintf(text, bytes, "a number or hold %d, one of each segment", count);
-        break;
-    case S1F_PER_CELL:
-        if (has_rows)
-            snprintf(text, bytes,
-                     "a number or hold %d stages of %d micro-batches each, with one value for each of their segments",
-                     (int)shape->num_stages, M);
-        else
-            snprintf(text, bytes, "a number or hold %d stages of %d segments each", (int)shape->num_stages,
-                     (int)shape->num_segments);
-        break;
-    }
 }
 
 s1f_status s1f_table_fill_in(double *const passes[], uint32_t given, int64_t count)

@@ -19,8 +19,6 @@ static inline int64_t s1f_num_columns(const s1f_shape *shape)
 
 /* How many values there are. */
 int64_t s1f_table_count(const s1f_shape *shape, s1f_per per);
-/* How a caller gives them, for errors: "a number or hold 2 stages of 3 segments each". Always terminated. */
-void s1f_table_form(const s1f_shape *shape, s1f_per per, char *text, size_t bytes);
 
 /* Seconds of passes, each [stage][column], that stand in for those not given: W is half of B, I the rest of it, R as F;
  * a pass that is neither stays as it is. given: their bits. S1F_ERR_ARG: W is more than B. */

@@ -232,23 +232,16 @@ static int find_path(walk *w)
 s1f_status s1f_simulation_find_slack(const s1f_program *program, const s1f_costs *costs, s1f_simulation *simulation)
 {
     walk w = {.program = program, .costs = costs, .simulation = simulation};
-    int32_t num_ranks = program->shape.num_ranks;
     if (simulation->causes == NULL)
         return s1f_fail(S1F_ERR_STATE, "slack needs a simulation that keeps its causes");
     int created = create_walk(&w);
-    simulation->slack = calloc((size_t)num_ranks, sizeof *simulation->slack);
-    for (int32_t rank = 0; rank < num_ranks && simulation->slack != NULL; rank++) {
-        size_t bytes = (size_t)program->ranks[rank].num_units * sizeof **simulation->slack;
-        if ((simulation->slack[rank] = malloc(bytes)) == NULL)
-            created = 0;
-    }
-    if (created && simulation->slack != NULL) {
+    if (created) {
         find_ends(&w);
         find_slack(&w);
         created = find_path(&w);
     }
     s1f_pool_free(&w.pool);
-    if (!created || simulation->slack == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for the slack of %d ranks", num_ranks);
+    if (!created)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory for the slack of %d ranks", (int)program->shape.num_ranks);
     return S1F_OK;
 }

@@ -3,22 +3,27 @@
 
 #include <stdlib.h>
 
-static void free_rows(void *rows, int32_t num_rows)
+/* Rows of all ranks, one after another in memory that begins at `block`; NULL: no memory. */
+static void *rows_of(const s1f_simulation *simulation, void *block, size_t bytes)
 {
-    void **row = rows;
-    for (int32_t i = 0; row != NULL && i < num_rows; i++)
-        free(row[i]);
-    free(row);
+    char **rows = block == NULL ? NULL : calloc((size_t)simulation->num_ranks, sizeof *rows), *row = block;
+    for (int32_t rank = 0; rows != NULL && rank < simulation->num_ranks; rank++) {
+        rows[rank] = row;
+        row += (size_t)simulation->num_units[rank] * bytes;
+    }
+    return rows;
 }
 
 void s1f_simulation_free(s1f_simulation *simulation)
 {
     if (simulation == NULL)
         return;
-    free_rows(simulation->start, 1);
+    free(simulation->times);
+    free(simulation->all_causes);
+    free(simulation->start);
     free(simulation->end);
-    free_rows(simulation->causes, 1);
-    free_rows(simulation->slack, simulation->num_ranks);
+    free(simulation->slack);
+    free(simulation->causes);
     free(simulation->path);
     free(simulation->completed);
     free(simulation->num_units);
@@ -28,32 +33,24 @@ void s1f_simulation_free(s1f_simulation *simulation)
     free(simulation);
 }
 
-/* All rows of a table lie in one block, which their first row begins: malloc gives large blocks back to the system, and
- * the next simulation would have each page cleared anew. */
+/* All times lie in one block: malloc gives large blocks back to the system, and the next simulation would have each page
+ * cleared anew. */
 static int create_timeline(s1f_simulation *simulation, s1f_keep keep)
 {
-    size_t num_ranks = (size_t)simulation->num_ranks;
     int64_t total = 0;
     for (int32_t rank = 0; rank < simulation->num_ranks; rank++)
         total += simulation->num_units[rank];
-    simulation->start = calloc(num_ranks, sizeof *simulation->start);
-    simulation->end = calloc(num_ranks, sizeof *simulation->end);
-    if (simulation->start == NULL || simulation->end == NULL ||
-        (simulation->start[0] = malloc(2 * (size_t)total * sizeof **simulation->start)) == NULL)
-        return 0;
-    if (keep >= S1F_KEEP_CAUSES && ((simulation->causes = calloc(num_ranks, sizeof *simulation->causes)) == NULL ||
-                                    (simulation->causes[0] = malloc((size_t)total)) == NULL))
-        return 0;
-    simulation->end[0] = simulation->start[0] + total;
-    for (int32_t rank = 1; rank < simulation->num_ranks; rank++) {
-        int64_t before = simulation->num_units[rank - 1];
-        simulation->start[rank] = simulation->start[rank - 1] + before;
-        simulation->end[rank] = simulation->end[rank - 1] + before;
-        if (simulation->causes != NULL)
-            simulation->causes[rank] = simulation->causes[rank - 1] + before;
-    }
-    return keep < S1F_KEEP_CAUSES ||
-           (simulation->completed = malloc((size_t)total * sizeof *simulation->completed)) != NULL;
+    double *times = simulation->times = malloc((keep >= S1F_KEEP_CAUSES ? 3 : 2) * (size_t)total * sizeof *times);
+    simulation->start = rows_of(simulation, times, sizeof *times);
+    simulation->end = rows_of(simulation, times == NULL ? NULL : times + total, sizeof *times);
+    if (keep < S1F_KEEP_CAUSES || times == NULL)
+        return simulation->start != NULL && simulation->end != NULL;
+    simulation->all_causes = malloc((size_t)total);
+    simulation->causes = rows_of(simulation, simulation->all_causes, 1);
+    simulation->slack = rows_of(simulation, times + 2 * total, sizeof *times);
+    simulation->completed = malloc((size_t)total * sizeof *simulation->completed);
+    return simulation->start != NULL && simulation->end != NULL && simulation->causes != NULL &&
+           simulation->slack != NULL && simulation->completed != NULL;
 }
 
 s1f_status s1f_simulation_create(const s1f_program *program, s1f_keep keep, s1f_simulation **out)

@@ -34,9 +34,11 @@ typedef struct { /* of the first step, but for `period` */
     double **start, **end;   /* [rank][i], units in run order; first start of all is 0; NULL: not kept */
     unsigned char **causes;  /* [rank][i] bits; NULL: not kept */
     int32_t *completed;      /* the rank of every unit in an order in which each comes after all it waited for */
-    double **slack;          /* [rank][i]: filled by s1f_simulation_find_slack; NULL until then */
+    double **slack;          /* [rank][i]: filled by s1f_simulation_find_slack; NULL: causes are not kept */
     s1f_numbered_unit *path; /* the same */
     int64_t path_length;
+    double *times;             /* what start, end and slack point into: all units of a rank after those before it */
+    unsigned char *all_causes; /* the same of causes */
 } s1f_simulation;
 
 /* All zero, with room for what is kept. *out is owned by the caller and untouched on error. S1F_ERR_MEMORY. */

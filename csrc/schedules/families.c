@@ -66,12 +66,7 @@ static int32_t find(const char *name)
     return i;
 }
 
-int s1f_schedule_family_named(const char *name, s1f_family_facts *facts)
-{
-    return s1f_schedule_family(find(name), facts);
-}
-
-s1f_status s1f_schedule_refuse_option(const s1f_family_facts *family, const char *option)
+static s1f_status refuse_option(const s1f_family_facts *family, const char *option)
 {
     char known[OPTIONS_TEXT_BYTES] = "none";
     size_t used = 0;
@@ -166,7 +161,7 @@ static s1f_status check_options(const s1f_request *request, const s1f_family_fac
     const s1f_options *options = &request->options;
     for (int i = 0; i < S1F_NUM_OPTIONS; i++)
         if (!(facts->options >> i & 1) && s1f_option_is_given(options, i))
-            return s1f_schedule_refuse_option(facts, s1f_option_table[i].name);
+            return refuse_option(facts, s1f_option_table[i].name);
     for (int i = 0; i < S1F_NUM_OPTIONS; i++)
         S1F_TRY(check_option(options, &s1f_option_table[i]));
     S1F_TRY(check_bytes(request));
@@ -182,7 +177,8 @@ static s1f_status count_cells(s1f_request *request)
     request->num_cells = 0;
     for (int32_t m = 0; m < request->num_microbatches; m++) {
         int32_t count = request->options.segments_of[m];
-        S1F_TRY(require_at_least("num_segments of a micro-batch", count, 1));
+        if (count < 1)
+            return s1f_fail(S1F_ERR_ARG, "num_segments[%d] is %d, must be at least 1", (int)m, (int)count);
         most = count > most ? count : most;
         request->num_cells += count;
     }
@@ -321,73 +317,39 @@ s1f_status s1f_schedule_place(const s1f_request *request, s1f_placement *placeme
     return status;
 }
 
-s1f_status s1f_schedule_append_forward(s1f_schedule *schedule, int32_t stage, int64_t i)
+s1f_status s1f_schedule_append_nth(s1f_schedule *schedule, s1f_pass pass, int32_t stage, int64_t i)
 {
     s1f_shape shape = s1f_schedule_shape(schedule);
-    return s1f_schedule_append(schedule, s1f_unit_of_cell(&shape, S1F_PASS_FORWARD, stage, i));
-}
-
-s1f_status s1f_schedule_append_backward(s1f_schedule *schedule, int32_t stage, int64_t i)
-{
-    s1f_shape shape = s1f_schedule_shape(schedule);
-    return s1f_schedule_append(schedule, s1f_unit_going_back(&shape, S1F_PASS_BACKWARD, stage, i));
+    return s1f_schedule_append(schedule, pass == S1F_PASS_FORWARD ? s1f_unit_of_cell(&shape, pass, stage, i)
+                                                                  : s1f_unit_going_back(&shape, pass, stage, i));
 }
 
 s1f_status s1f_schedule_alternate(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t count,
-                                  s1f_append *forward, s1f_append *backward, int64_t context)
+                                  s1f_append *append, int64_t context)
 {
     for (int64_t i = 0; i < warmup && i < count; i++)
-        S1F_TRY(forward(schedule, rank, context, i));
+        S1F_TRY(append(schedule, rank, S1F_PASS_FORWARD, context, i));
     for (int64_t i = 0; i < count; i++) { /* steady, then cool-down: no forwards left */
         if (warmup + i < count)
-            S1F_TRY(forward(schedule, rank, context, warmup + i));
-        S1F_TRY(backward(schedule, rank, context, i));
+            S1F_TRY(append(schedule, rank, S1F_PASS_FORWARD, context, warmup + i));
+        S1F_TRY(append(schedule, rank, S1F_PASS_BACKWARD, context, i));
     }
     return S1F_OK;
 }
 
-static s1f_status forward_unit(s1f_schedule *schedule, int32_t rank, int64_t unused, int64_t i)
+static s1f_status append_group(s1f_schedule *schedule, int32_t rank, s1f_pass pass, int64_t size, int64_t group)
 {
-    (void)unused;
-    return s1f_schedule_append_forward(schedule, rank, i);
-}
-
-static s1f_status backward_unit(s1f_schedule *schedule, int32_t rank, int64_t unused, int64_t i)
-{
-    (void)unused;
-    return s1f_schedule_append_backward(schedule, rank, i);
-}
-
-s1f_status s1f_schedule_alternate_units(s1f_schedule *schedule, int32_t rank, int64_t warmup)
-{
-    s1f_shape shape = s1f_schedule_shape(schedule);
-    return s1f_schedule_alternate(schedule, rank, warmup, s1f_num_cells(&shape), forward_unit, backward_unit, 0);
-}
-
-static s1f_status forward_group(s1f_schedule *schedule, int32_t rank, int64_t size, int64_t group)
-{
-    s1f_status status = S1F_OK;
     s1f_shape shape = s1f_schedule_shape(schedule);
     int64_t end = s1f_first_cell(&shape, (int32_t)((group + 1) * size));
-    for (int64_t i = s1f_first_cell(&shape, (int32_t)(group * size)); i < end && status == S1F_OK; i++)
-        status = s1f_schedule_append_forward(schedule, rank, i);
-    return status;
-}
-
-static s1f_status backward_group(s1f_schedule *schedule, int32_t rank, int64_t size, int64_t group)
-{
-    s1f_status status = S1F_OK;
-    s1f_shape shape = s1f_schedule_shape(schedule);
-    int64_t end = s1f_first_cell(&shape, (int32_t)((group + 1) * size));
-    for (int64_t i = s1f_first_cell(&shape, (int32_t)(group * size)); i < end && status == S1F_OK; i++)
-        status = s1f_schedule_append_backward(schedule, rank, i);
-    return status;
+    for (int64_t i = s1f_first_cell(&shape, (int32_t)(group * size)); i < end; i++)
+        S1F_TRY(s1f_schedule_append_nth(schedule, pass, rank, i));
+    return S1F_OK;
 }
 
 s1f_status s1f_schedule_alternate_groups(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t size)
 {
     int64_t num_groups = s1f_schedule_shape(schedule).num_microbatches / size;
-    return s1f_schedule_alternate(schedule, rank, warmup, num_groups, forward_group, backward_group, size);
+    return s1f_schedule_alternate(schedule, rank, warmup, num_groups, append_group, size);
 }
 
 int64_t s1f_warmup_of_rank(const s1f_request *request, int32_t rank)

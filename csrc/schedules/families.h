@@ -55,21 +55,20 @@ s1f_placement s1f_placement_loop, s1f_placement_wave;
 /* An empty schedule with the request's counts. */
 s1f_status s1f_schedule_place(const s1f_request *request, s1f_placement *placement, s1f_schedule **out);
 
-/* Appends the i-th forward unit of a stage in plain order (micro-batches ascending, segments ascending), and the i-th
- * backward unit (micro-batches ascending, segments descending). */
-s1f_status s1f_schedule_append_forward(s1f_schedule *schedule, int32_t stage, int64_t i);
-s1f_status s1f_schedule_append_backward(s1f_schedule *schedule, int32_t stage, int64_t i);
+/* Appends the i-th unit of a pass and a stage in plain order: micro-batches ascend, their segments ascend in F and
+ * descend in B and I. */
+s1f_status s1f_schedule_append_nth(s1f_schedule *schedule, s1f_pass pass, int32_t stage, int64_t i);
 
 /* Warm-up, steady state and cool-down of one rank: `warmup` forwards, then one forward and one backward in turn, then
- * the backwards that are left; `count` of each. forward and backward append the i-th one. */
-typedef s1f_status s1f_append(s1f_schedule *schedule, int32_t rank, int64_t context, int64_t i);
+ * the backwards that are left; `count` of each. `append` appends the i-th one, F or B. */
+typedef s1f_status s1f_append(s1f_schedule *schedule, int32_t rank, s1f_pass pass, int64_t context, int64_t i);
 s1f_status s1f_schedule_alternate(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t count,
-                                  s1f_append *forward, s1f_append *backward, int64_t context);
-/* s1f_schedule_alternate where an item is a unit of the rank's own stage, in plain order. */
-s1f_status s1f_schedule_alternate_units(s1f_schedule *schedule, int32_t rank, int64_t warmup);
+                                  s1f_append *append, int64_t context);
 /* s1f_schedule_alternate where an item is a group of `size` micro-batches in plain order, which goes forward, and back,
  * as a whole. `size` divides M. */
 s1f_status s1f_schedule_alternate_groups(s1f_schedule *schedule, int32_t rank, int64_t warmup, int64_t size);
+/* The order of a rank with trees: parents first and one branch after another, back branch after branch (nested.c). */
+s1f_order_of_rank s1f_order_nested;
 /* Items that go forward before the first one can come back: stages behind this one, times 1 + option extra_warmup. */
 int64_t s1f_warmup_of_rank(const s1f_request *request, int32_t rank);
 

@@ -38,41 +38,25 @@ static void find_in_rounds(int64_t num_items, int64_t item_size, int64_t v, int6
     *number = before + i / (size * v) * size + i % size;
 }
 
-static s1f_status forward(s1f_schedule *schedule, int32_t rank, int64_t num_rounds, int64_t i)
-{
-    s1f_shape shape = s1f_schedule_shape(schedule);
-    int32_t P = shape.num_ranks, turn;
-    int64_t number;
-    find_in_rounds(shape.num_microbatches, shape.num_segments, shape.num_stages / P, num_rounds, i, &turn, &number);
-    return s1f_schedule_append_forward(schedule, turn * P + rank, number);
-}
-
-static s1f_status backward(s1f_schedule *schedule, int32_t rank, int64_t num_rounds, int64_t i)
+/* The last stage of a rank goes back first. */
+static s1f_status append(s1f_schedule *schedule, int32_t rank, s1f_pass pass, int64_t num_rounds, int64_t i)
 {
     s1f_shape shape = s1f_schedule_shape(schedule);
     int32_t P = shape.num_ranks, v = shape.num_stages / P, turn;
     int64_t number;
     find_in_rounds(shape.num_microbatches, shape.num_segments, v, num_rounds, i, &turn, &number);
-    return s1f_schedule_append_backward(schedule, (v - 1 - turn) * P + rank, number);
+    return s1f_schedule_append_nth(schedule, pass, (pass == S1F_PASS_FORWARD ? turn : v - 1 - turn) * P + rank, number);
 }
 
-/* These two: each micro-batch has rounds of its segments; its way back is its way forward, read from the end. */
-static s1f_status forward_by_segments(s1f_schedule *schedule, int32_t rank, int64_t num_rounds, int64_t i)
+/* Each micro-batch has rounds of its segments; its way back is its way forward, read from the end. */
+static s1f_status append_by_segments(s1f_schedule *schedule, int32_t rank, s1f_pass pass, int64_t num_rounds, int64_t i)
 {
     s1f_shape shape = s1f_schedule_shape(schedule);
     int32_t P = shape.num_ranks, k = shape.num_segments, v = shape.num_stages / P, turn;
-    int64_t number, units = (int64_t)v * k;
-    find_in_rounds(k, 1, v, num_rounds, i % units, &turn, &number);
-    return s1f_schedule_append_forward(schedule, turn * P + rank, i / units * k + number);
-}
-
-static s1f_status backward_by_segments(s1f_schedule *schedule, int32_t rank, int64_t num_rounds, int64_t i)
-{
-    s1f_shape shape = s1f_schedule_shape(schedule);
-    int32_t P = shape.num_ranks, k = shape.num_segments, v = shape.num_stages / P, turn;
-    int64_t number, units = (int64_t)v * k;
-    find_in_rounds(k, 1, v, num_rounds, units - 1 - i % units, &turn, &number);
-    return s1f_schedule_append_backward(schedule, turn * P + rank, i / units * k + k - 1 - number);
+    int64_t number, units = (int64_t)v * k, is_forward = pass == S1F_PASS_FORWARD;
+    find_in_rounds(k, 1, v, num_rounds, is_forward ? i % units : units - 1 - i % units, &turn, &number);
+    return s1f_schedule_append_nth(schedule, pass, turn * P + rank,
+                                   i / units * k + (is_forward ? number : k - 1 - number));
 }
 
 /* Fewest micro-batches of a round. */
@@ -114,15 +98,14 @@ static s1f_status order_of_rank(const s1f_request *request, s1f_schedule *schedu
     int64_t first_round = (M + num_rounds - 1) / num_rounds * k;
     int64_t warmup = (v - 1) * first_round + 2 * (P - rank - 1) + k - 1;
     if (request->options.rounds == S1F_ROUNDS_OF_SEGMENTS)
-        return s1f_schedule_alternate(schedule, rank, warmup, v * M * k, forward_by_segments, backward_by_segments,
-                                      k / P);
-    return s1f_schedule_alternate(schedule, rank, warmup, v * M * k, forward, backward, num_rounds);
+        return s1f_schedule_alternate(schedule, rank, warmup, v * M * k, append_by_segments, k / P);
+    return s1f_schedule_alternate(schedule, rank, warmup, v * M * k, append, num_rounds);
 }
 
 static s1f_status breadth_first(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
 {
     int64_t all = (int64_t)request->stages_per_rank * request->num_microbatches * request->num_segments;
-    return s1f_schedule_alternate(schedule, rank, all, all, forward, backward, 1);
+    return s1f_schedule_alternate(schedule, rank, all, all, append, 1);
 }
 
 const s1f_family s1f_family_interleaved = {

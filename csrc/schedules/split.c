@@ -1,7 +1,6 @@
 /* split.c - walks a plan of F and I in time and puts W into its bubbles. */
 #include "split.h"
 
-#include "../core/walk.h"
 #include "in_time.h"
 
 #include <math.h>
@@ -30,23 +29,25 @@ typedef struct {
     double tolerance; /* seconds */
     rank_state *ranks;
     s1f_schedule *out;
+    double last; /* end of a unit of `out` */
 } walk;
 
-static int64_t units_per_stage(const s1f_request *request)
+static int64_t count_units(const s1f_request *request)
 {
-    return request->num_cells;
+    return S1F_SPLIT_PASSES * request->num_cells * request->num_ranks * request->stages_per_rank;
+}
+
+static s1f_product product_of(s1f_unit unit)
+{
+    return unit.pass == S1F_PASS_FORWARD          ? S1F_PRODUCT_OUTPUT
+           : unit.pass == S1F_PASS_BACKWARD_INPUT ? S1F_PRODUCT_INPUT_GRADIENT
+                                                  : S1F_PRODUCT_WEIGHT_GRADIENT;
 }
 
 static double seconds(const walk *w, s1f_unit unit)
 {
-    const s1f_options *options = &w->request->options;
     int64_t cost = unit.stage * w->request->num_columns + s1f_column(&w->board.shape, unit);
-    if (w->is_equal)
-        return 1;
-    int product = unit.pass == S1F_PASS_FORWARD          ? S1F_PRODUCT_OUTPUT
-                  : unit.pass == S1F_PASS_BACKWARD_INPUT ? S1F_PRODUCT_INPUT_GRADIENT
-                                                         : S1F_PRODUCT_WEIGHT_GRADIENT;
-    return options->costs[product][cost];
+    return w->is_equal ? 1 : w->request->options.costs[product_of(unit)][cost];
 }
 
 static int is_ready(const walk *w, s1f_unit unit, double now)
@@ -163,9 +164,8 @@ static void reset(walk *w, const s1f_schedule *plan)
 static s1f_status walk_plan(walk *w, const s1f_schedule *plan)
 {
     static const s1f_clock_rules rules = {.choose = choose, .start = start};
-    int64_t total = 3 * units_per_stage(w->request) * w->request->num_ranks * w->request->stages_per_rank;
     reset(w, plan);
-    s1f_status status = s1f_run_in_time(&w->board, total, w->tolerance, &rules, w);
+    s1f_status status = s1f_run_in_time(&w->board, count_units(w->request), w->tolerance, &rules, w);
     if (status == S1F_ERR_SCHEDULE)
         return s1f_fail(S1F_ERR_SCHEDULE, "the ranks wait for each other under a cap of %lld units", (long long)w->cap);
     return status;
@@ -211,57 +211,35 @@ static double largest_cost(const s1f_request *request)
 
 /* -- the time of an order ------------------------------------------------------------------------------------------ */
 
-typedef struct {
-    walk *w;
-    s1f_walk along;
-    double *free; /* [rank] */
-} timing;
-
-static int has_started(void *context, const s1f_stand *at, int32_t edge)
+static int choose_next(void *context, int32_t rank, double now, s1f_unit *unit, double *taken)
 {
-    const timing *t = context;
-    const s1f_edge *e = &t->along.edges->edges[edge];
-    s1f_unit source = *at->unit;
-    source.stage = e->source_stage;
-    return !isinf(s1f_board_end(&t->w->board, source, (s1f_product)e->product));
+    const walk *w = context;
+    int64_t num_units;
+    const s1f_unit *units = s1f_schedule_units(w->out, rank, &num_units);
+    if (w->ranks[rank].at == num_units)
+        return 0;
+    *unit = units[w->ranks[rank].at];
+    *taken = seconds(w, *unit);
+    return s1f_board_ready(&w->board, *unit) <= now;
 }
 
-static void run_unit(void *context, const s1f_stand *at)
+static s1f_status start_next(void *context, int32_t rank, s1f_unit unit)
 {
-    timing *t = context;
-    double begin = fmax(t->free[at->rank], s1f_board_ready(&t->w->board, *at->unit));
-    t->free[at->rank] = begin + seconds(t->w, *at->unit);
-    s1f_board_start(&t->w->board, *at->unit, t->free[at->rank]);
+    walk *w = context;
+    w->ranks[rank].at++;
+    w->last = fmax(w->last, s1f_board_end(&w->board, unit, product_of(unit)));
+    return S1F_OK;
 }
 
-/* When the last unit of w->out ends at the request's costs. */
-static s1f_status makespan(walk *w, double *last)
+/* When the last unit of w->out ends at the request's costs: w->last. */
+static s1f_status time_order(walk *w)
 {
-    static const s1f_walk_rules rules = {.has_come = has_started, .run = run_unit};
-    const s1f_shape *shape = &w->board.shape;
-    timing t = {.w = w, .free = calloc((size_t)shape->num_ranks, sizeof *t.free)};
-    s1f_edges *edges = NULL;
-    s1f_status status = t.free == NULL ? s1f_fail(S1F_ERR_MEMORY, "no memory to time %d ranks", shape->num_ranks)
-                                       : s1f_edges_create(shape, &edges);
-    if (status == S1F_OK)
-        status = s1f_walk_create(edges, shape, &t.along);
+    static const s1f_clock_rules rules = {.choose = choose_next, .start = start_next};
     s1f_board_clear(&w->board);
-    for (int32_t rank = 0; status == S1F_OK && rank < shape->num_ranks; rank++) {
-        int64_t num_units;
-        const s1f_unit *units = s1f_schedule_units(w->out, rank, &num_units);
-        s1f_walk_set_units(&t.along, rank, units, num_units);
-    }
-    if (status == S1F_OK)
-        s1f_walk_ready_all(&t.along);
-    while (status == S1F_OK && t.along.num_ready > 0)
-        s1f_walk_go(&t.along, t.along.ready[--t.along.num_ready], rules, &t);
-    *last = 0;
-    for (int32_t rank = 0; status == S1F_OK && rank < shape->num_ranks; rank++)
-        *last = fmax(*last, t.free[rank]);
-    s1f_walk_free(&t.along);
-    s1f_edges_free(edges);
-    free(t.free);
-    return status;
+    for (int32_t rank = 0; rank < w->request->num_ranks; rank++)
+        w->ranks[rank].at = 0;
+    w->last = 0;
+    return s1f_run_in_time(&w->board, count_units(w->request), 0, &rules, w);
 }
 
 /* Walks the plan as if all units took the same, then, where costs are given, with them in both ways; *out is the
@@ -275,7 +253,6 @@ static s1f_status fill_weights(const s1f_request *request, s1f_placement *placem
     s1f_schedule *best = NULL;
     s1f_status status = create_walk(&w, plan);
     for (int way = 0; way < (has_costs ? 3 : 1) && status == S1F_OK; way++) {
-        double taken = INFINITY;
         w.is_equal = way == 0;
         w.may_delay = way == 2;
         w.tolerance = w.is_equal ? 0 : tolerance;
@@ -284,12 +261,12 @@ static s1f_status fill_weights(const s1f_request *request, s1f_placement *placem
             status = walk_plan(&w, plan);
         w.is_equal = !has_costs;
         if (status == S1F_OK)
-            status = makespan(&w, &taken);
-        if (taken < shortest - tolerance) {
+            status = time_order(&w);
+        if (status == S1F_OK && w.last < shortest - tolerance) {
             s1f_schedule *longer = best;
             best = w.out;
             w.out = longer;
-            shortest = taken;
+            shortest = w.last;
         }
         s1f_schedule_free(w.out);
     }
@@ -317,30 +294,24 @@ s1f_status s1f_schedule_split(const s1f_request *request, s1f_placement *placeme
 
 /* -- plans --------------------------------------------------------------------------------------------------------- */
 
-s1f_status s1f_plan_input(s1f_schedule *plan, int32_t stage, int64_t i)
-{
-    s1f_shape shape = s1f_schedule_shape(plan);
-    return s1f_schedule_append(plan, s1f_unit_going_back(&shape, S1F_PASS_BACKWARD_INPUT, stage, i));
-}
-
 s1f_status s1f_plan_one_stage(const s1f_request *request, s1f_schedule *plan, int32_t rank, int32_t ahead)
 {
-    int64_t num_units = units_per_stage(request);
+    int64_t num_units = request->num_cells;
     int64_t wanted = (int64_t)ahead * (request->num_ranks - rank - 1) + request->num_segments;
     int64_t warmup = wanted < num_units ? wanted : num_units;
     for (int64_t i = 0; i < warmup; i++)
-        S1F_TRY(s1f_schedule_append_forward(plan, rank, i));
+        S1F_TRY(s1f_schedule_append_nth(plan, S1F_PASS_FORWARD, rank, i));
     for (int64_t i = 0; i < num_units; i++) {
-        S1F_TRY(s1f_plan_input(plan, rank, i));
+        S1F_TRY(s1f_schedule_append_nth(plan, S1F_PASS_BACKWARD_INPUT, rank, i));
         if (warmup + i < num_units)
-            S1F_TRY(s1f_schedule_append_forward(plan, rank, warmup + i));
+            S1F_TRY(s1f_schedule_append_nth(plan, S1F_PASS_FORWARD, rank, warmup + i));
     }
     return S1F_OK;
 }
 
 s1f_status s1f_plan_blocks(const s1f_request *request, s1f_schedule *plan, int32_t rank, const s1f_block *block)
 {
-    int64_t P = request->num_ranks, num_units = units_per_stage(request), next[4] = {0, 0, 0, 0}, time[4], start = 0;
+    int64_t P = request->num_ranks, num_units = request->num_cells, next[4] = {0, 0, 0, 0}, time[4], start = 0;
     int32_t first = rank, second = 2 * request->num_ranks - 1 - rank;
     for (int way = 0; way < 4; way++) { /* F first, F second, I second, I first: down, up, down, up the ranks */
         time[way] = start + block->step[way] * (way % 2 == 0 ? rank : P - 1 - rank);
@@ -355,8 +326,8 @@ s1f_status s1f_plan_blocks(const s1f_request *request, s1f_schedule *plan, int32
             if (next[candidate] < num_units && (way < 0 || time[candidate] < time[way]))
                 way = candidate;
         int32_t stage = way == 0 || way == 3 ? first : second;
-        status = way < 2 ? s1f_schedule_append_forward(plan, stage, next[way]) : s1f_plan_input(plan, stage, next[way]);
-        next[way]++;
+        s1f_pass pass = way < 2 ? S1F_PASS_FORWARD : S1F_PASS_BACKWARD_INPUT;
+        status = s1f_schedule_append_nth(plan, pass, stage, next[way]++);
         time[way] += BLOCK_PERIOD;
     }
     return status;

@@ -18,9 +18,6 @@
 s1f_status s1f_schedule_split(const s1f_request *request, s1f_placement *placement, s1f_order_of_rank *plan_of_rank,
                               int64_t cap, s1f_schedule **out);
 
-/* Appends the i-th I of a stage in plain order: s1f_schedule_append_backward with I for B. */
-s1f_status s1f_plan_input(s1f_schedule *plan, int32_t stage, int64_t i);
-
 /* A plan of one stage per rank: `ahead` (P - r - 1) + k forwards, then one I, one F. */
 s1f_status s1f_plan_one_stage(const s1f_request *request, s1f_schedule *plan, int32_t rank, int32_t ahead);
 

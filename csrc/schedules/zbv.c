@@ -34,10 +34,8 @@ static s1f_status repeat(writer *w, int64_t times, const int *kinds, int num_kin
         int kind = kinds[i % num_kinds];
         if (w->done[kind] == w->num_units)
             continue;
-        status = kind == F_FIRST || kind == F_SECOND
-                     ? s1f_schedule_append_forward(w->plan, w->stages[kind], w->done[kind])
-                     : s1f_plan_input(w->plan, w->stages[kind], w->done[kind]);
-        w->done[kind]++;
+        s1f_pass pass = kind == F_FIRST || kind == F_SECOND ? S1F_PASS_FORWARD : S1F_PASS_BACKWARD_INPUT;
+        status = s1f_schedule_append_nth(w->plan, pass, w->stages[kind], w->done[kind]++);
     }
     return status;
 }

@@ -213,7 +213,7 @@ static s1f_status adopt(s1f_status status, s1f_schedule *order)
     lab.program = NULL;
     S1F_TRY(s1f_schedule_check(order, 0));
     s1f_shape shape = s1f_schedule_shape(order);
-    return s1f_schedule_lower_edges(order, count_places(&shape), &lab.program);
+    return s1f_schedule_lower(order, count_places(&shape), S1F_NO_RANK, &lab.program);
 }
 
 EXPORT(build) int32_t build(const char *family, int32_t P, int32_t M, int32_t k, int32_t v)
@@ -226,7 +226,7 @@ EXPORT(build) int32_t build(const char *family, int32_t P, int32_t M, int32_t k,
 EXPORT(read_text) int32_t read_text(const char *text)
 {
     s1f_schedule *order = NULL;
-    s1f_status status = s1f_schedule_from_text(text, &order);
+    s1f_status status = s1f_schedule_from_text(text, 0, &order);
     return adopt(status, order);
 }
 

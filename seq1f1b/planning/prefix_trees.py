@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeAlias
@@ -356,8 +357,7 @@ def _grow(rows: _Rows, weights: Tensor | None, named: dict[str, Tensor], labels:
         labels.data_ptr(),
         rows.tokens.data_ptr(),
         0 if counted is None else counted.data_ptr(),
-        [flat.data_ptr() for flat in named.values()],
-        [flat.element_size() * flat[0].numel() for flat in named.values()],
+        array("q", [x for flat in named.values() for x in (flat.data_ptr(), flat.element_size() * flat[0].numel())]),
         min(min_shared, 1 << 62),
         nodes.data_ptr(),
         place.data_ptr(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -328,9 +329,8 @@ class Price:
             return kv, gradients
         tokens = [self._slot_tokens] * schedule.num_ranks
         if schedule.parents is not None:
-            tokens = [
-                _C.schedule_assign_rows(schedule.handle, rank, self.sizes)[1] for rank in range(schedule.num_ranks)
-            ]
+            sizes = array("q", self.sizes)
+            tokens = [_C.schedule_assign_rows(schedule.handle, rank, sizes)[1] for rank in range(schedule.num_ranks)]
         for number in range(max(map(len, stages_of))):  # of the stage on its rank
             counted = [0] * schedule.num_stages
             for stages in stages_of:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
+from array import array
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -65,10 +67,11 @@ class Tier(OfOneProcess):
         return stage * self.num_cells + cell
 
     def out(self, number: int, storages: list[torch.UntypedStorage]) -> None:
-        _C.tier_out(self.handle, number, [s.data_ptr() for s in storages], [s.nbytes() for s in storages])
+        parts = (value for storage in storages for value in (storage.data_ptr(), storage.nbytes()))
+        _C.tier_out(self.handle, number, array("q", parts))
 
     def load(self, number: int, addresses: list[int], sizes: list[int]) -> None:
-        _C.tier_in(self.handle, number, addresses, sizes)
+        _C.tier_in(self.handle, number, array("q", chain.from_iterable(zip(addresses, sizes, strict=True))))
 
     def wait(self, number: int) -> None:
         _C.tier_wait(self.handle, self._group, number)

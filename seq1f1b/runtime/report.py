@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from seq1f1b.runtime.idle import CAUSES, Idle, StepTimes, advice, ideal_text, id
 from seq1f1b.runtime.measure import Activations
 from seq1f1b.runtime.rank_order import RankOrder
 from seq1f1b.runtime.trees import runs_of
-from seq1f1b.schedule import Links, Schedule, Simulation, StepMemory
+from seq1f1b.schedule import Schedule, Simulation, StepMemory
 from seq1f1b.table import table_text
 from seq1f1b.transport.values import pack, sendable, unpack
 from seq1f1b.unit import Unit, unit_of
@@ -511,7 +512,7 @@ def _rows_of_slot(record: StepRecord, rank: int) -> int:
     schedule = record.order.schedule
     if schedule.parents is None:
         return record.length
-    _, most = _C.schedule_assign_rows(schedule.handle, rank, record.sizes)
+    _, most = _C.schedule_assign_rows(schedule.handle, rank, array("q", record.sizes))
     return most
 
 
@@ -537,7 +538,7 @@ def _stage_report(runner: Any, record: StepRecord, stage: int, layers: int) -> S
         peak_live_units=live_units,
         planned_live_units=planned_units,
         peak_live_tokens=live_tokens,
-        planned_live_tokens=_C.program_peak_tokens(record.order.program, stage, record.sizes),
+        planned_live_tokens=_C.program_peak_tokens(record.order.program, stage, array("q", record.sizes)),
         planned_kv_slots=kv_slots,
         planned_grad_slots=grad_slots,
         activation_bytes=None if measured is None else measured.peak_saved,
@@ -569,7 +570,5 @@ def _planned_bytes(record: StepRecord, stage: int, pipeline: Any, measured: Acti
         forward_work=of_units(measured.head),
     )
     gradients = StepMemory(output_gradients=of_units(measured.gradients))
-    saved, left = (
-        _C.program_memory(record.order.program, held, Links())[pipeline.rank].total for held in (memory, gradients)
-    )
+    saved, left = (record.order.schedule.peak_memory(held).total[pipeline.rank] for held in (memory, gradients))
     return saved, left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -317,12 +318,12 @@ class Runner:
                 number,
                 step.training,
                 step.length,
-                step.sizes,
+                array("q", step.sizes),
                 run,
                 step.fill,
-                step.learn,
+                lambda length: array("q", step.learn(length)),
                 place_views,
-                *step.siblings,
+                *(array("q", values) for values in step.siblings),
             )
             seconds = time.perf_counter() - start
         return seconds

@@ -6,6 +6,7 @@ import os
 import secrets
 import struct
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ def place_tensor(owner: object, address: int, dtype: int, sizes: tuple[int, ...]
     Args:
         gpu: on which the memory is; -1: host memory.
     """
-    return torch.utils.dlpack.from_dlpack(_C.place_tensor_capsule(owner, address, dtype, sizes, gpu))
+    return torch.utils.dlpack.from_dlpack(_C.place_tensor_capsule(owner, address, dtype, array("q", sizes), gpu))
 
 
 def holders(storage: torch.UntypedStorage) -> int:
@@ -393,7 +394,7 @@ class RankGroup(OfOneProcess, ABC):
     def _gather_round(self, data: bytes, recovering: bool) -> list[bytes]:
         head = _ROUND.pack(self._epoch, self._round)
         self._round += 1
-        fds = self._hangup_fds()
+        fds = array("i", self._hangup_fds())
         try:
             everyones = _C.group_gather(self.group, self._epoch, self._round - 1, recovering, head + data, fds)
         except _C.PipelineError as error:

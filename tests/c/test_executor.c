@@ -58,7 +58,7 @@ static pipeline make_pipeline(const char *family, int32_t num_ranks, int32_t num
                      .num_microbatches = num_microbatches};
     s1f_schedule *schedule = NULL;
     CHECK_STATUS(s1f_schedule_build(family, num_ranks, num_microbatches, num_segments, 1, NULL, &schedule), S1F_OK, "");
-    CHECK_STATUS(s1f_schedule_lower(schedule, (s1f_places){.prefetch = 1}, &made.program), S1F_OK, "");
+    CHECK_STATUS(s1f_schedule_lower(schedule, (s1f_places){.prefetch = 1}, S1F_ALL_RANKS, &made.program), S1F_OK, "");
     s1f_schedule_free(schedule);
 
     size_t block_bytes = (s1f_group_block_bytes(num_ranks) + 63) / 64 * 64;

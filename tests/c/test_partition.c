@@ -84,9 +84,8 @@ static void test_documents_are_optimal(void)
             int64_t units = (seq_len + multiple_of - 1) / multiple_of;
             for (int32_t k = 1; k <= units; k++) {
                 int64_t sizes[MAX_TOKENS];
-                CHECK_STATUS(
-                    s1f_partition_documents(seq_len, k, &model, documents, num_documents, 1.0, multiple_of, sizes),
-                    S1F_OK, "");
+                CHECK_STATUS(s1f_partition_flops(seq_len, k, &model, documents, num_documents, 1.0, multiple_of, sizes),
+                             S1F_OK, "");
                 CHECK_STATUS(s1f_partition_check(sizes, k, seq_len), S1F_OK, "");
                 double best = brute_force(costs, seq_len, 0, k, multiple_of, seq_len % multiple_of != 0);
                 CHECK(costliest(costs, sizes, k) == best);
@@ -99,7 +98,7 @@ static void test_longest_sequence(void)
 {
     s1f_model_shape model = {1 << 16, 1000, 512, 8, 1 << 18, 1 << 20, 0};
     int64_t sizes[64];
-    CHECK_STATUS(s1f_partition_flops(S1F_MAX_SEQUENCE_LENGTH, 64, &model, 1.0, 128, sizes), S1F_OK, "");
+    CHECK_STATUS(s1f_partition_flops(S1F_MAX_SEQUENCE_LENGTH, 64, &model, NULL, 0, 1.0, 128, sizes), S1F_OK, "");
     CHECK_STATUS(s1f_partition_check(sizes, 64, S1F_MAX_SEQUENCE_LENGTH), S1F_OK, "");
     double least = INFINITY, most = 0;
     int64_t begin = 0;
@@ -124,14 +123,14 @@ static void test_errors_leave_sizes_alone(void)
     CHECK_STATUS(s1f_partition_even(S1F_MAX_SEQUENCE_LENGTH + 1, 1, 1, sizes), S1F_ERR_ARG, "must be in 1..");
     CHECK_STATUS(s1f_partition_even(1, 2, 1, sizes), S1F_ERR_ARG, "more than the 1 tokens");
     CHECK_STATUS(s1f_partition_even(8, 2, INT64_MAX, sizes), S1F_ERR_ARG, "hold only 1 segments");
-    CHECK_STATUS(s1f_partition_flops(8, 2, &odd_heads, 1, 1, sizes), S1F_ERR_ARG, "must divide hidden 64");
-    CHECK_STATUS(s1f_partition_flops(8, 2, &model, NAN, 1, sizes), S1F_ERR_ARG, "mix");
+    CHECK_STATUS(s1f_partition_flops(8, 2, &odd_heads, NULL, 0, 1, 1, sizes), S1F_ERR_ARG, "must divide hidden 64");
+    CHECK_STATUS(s1f_partition_flops(8, 2, &model, NULL, 0, NAN, 1, sizes), S1F_ERR_ARG, "mix");
     const int64_t none[2] = {8, 0}, over[2] = {4, 5}, under[2] = {4, 3};
-    CHECK_STATUS(s1f_partition_documents(8, 2, &odd_heads, none, 1, 1, 1, sizes), S1F_ERR_ARG, "must divide hidden 64");
-    CHECK_STATUS(s1f_partition_documents(8, 2, &model, none, 0, 1, 1, sizes), S1F_ERR_ARG, "0 documents");
-    CHECK_STATUS(s1f_partition_documents(8, 2, &model, none, 2, 1, 1, sizes), S1F_ERR_ARG, "documents[1] is 0");
-    CHECK_STATUS(s1f_partition_documents(8, 2, &model, over, 2, 1, 1, sizes), S1F_ERR_ARG, "its row has 4 left");
-    CHECK_STATUS(s1f_partition_documents(8, 2, &model, under, 2, 1, 1, sizes), S1F_ERR_ARG, "holds 7 tokens");
+    CHECK_STATUS(s1f_partition_flops(8, 2, &odd_heads, none, 1, 1, 1, sizes), S1F_ERR_ARG, "must divide hidden 64");
+    CHECK_STATUS(s1f_partition_flops(8, 2, &model, none, 0, 1, 1, sizes), S1F_ERR_ARG, "0 documents");
+    CHECK_STATUS(s1f_partition_flops(8, 2, &model, none, 2, 1, 1, sizes), S1F_ERR_ARG, "documents[1] is 0");
+    CHECK_STATUS(s1f_partition_flops(8, 2, &model, over, 2, 1, 1, sizes), S1F_ERR_ARG, "its row has 4 left");
+    CHECK_STATUS(s1f_partition_flops(8, 2, &model, under, 2, 1, 1, sizes), S1F_ERR_ARG, "holds 7 tokens");
     CHECK_STATUS(s1f_partition_profiled(8, 2, costs, 2, 1, 1, sizes), S1F_ERR_ARG, "costs[1]");
     CHECK_STATUS(s1f_partition_profiled(8, 2, zeros, 2, 1, 1, sizes), S1F_ERR_ARG, "sum to 0");
     CHECK_STATUS(s1f_partition_profiled(8, 2, zeros, 0, 1, 1, sizes), S1F_ERR_ARG, "0 costs");
@@ -160,11 +159,11 @@ static void test_failing_allocation(void)
     sizes[0] = sizes[1] = -7;
     for (int i = 0; i < 2; i++) {
         fail_allocation(i);
-        CHECK_STATUS(s1f_partition_documents(9, 2, &model, documents, 3, 1, 1, sizes), S1F_ERR_MEMORY, "3 documents");
+        CHECK_STATUS(s1f_partition_flops(9, 2, &model, documents, 3, 1, 1, sizes), S1F_ERR_MEMORY, "3 documents");
         CHECK(sizes[0] == -7 && sizes[1] == -7);
     }
     fail_allocation(-1);
-    CHECK_STATUS(s1f_partition_documents(9, 2, &model, documents, 3, 1, 1, sizes), S1F_OK, "");
+    CHECK_STATUS(s1f_partition_flops(9, 2, &model, documents, 3, 1, 1, sizes), S1F_OK, "");
 }
 
 int main(void)

@@ -183,33 +183,11 @@ static s1f_status text_and_back(void)
     s1f_status status = s1f_schedule_to_text(given_schedule, &text);
     CHECK((status == S1F_OK) == (text != NULL));
     if (status == S1F_OK) {
-        status = s1f_schedule_from_text(text, &schedule);
+        status = s1f_schedule_from_text(text, 0, &schedule);
         CHECK((status == S1F_OK) == (schedule != NULL));
     }
     s1f_schedule_free(schedule);
     free(text);
-    return status;
-}
-
-static s1f_status units_and_back(void)
-{
-    enum { RANKS = 4, UNITS = 512 };
-    s1f_unit units[UNITS];
-    int64_t num_units[RANKS], total = 0;
-    int32_t num_ranks = s1f_schedule_shape(given_schedule).num_ranks;
-    for (int32_t rank = 0; rank < num_ranks && rank < RANKS; rank++) {
-        const s1f_unit *own = s1f_schedule_units(given_schedule, rank, &num_units[rank]);
-        CHECK(total + num_units[rank] <= UNITS);
-        memcpy(units + total, own, (size_t)num_units[rank] * sizeof *own);
-        total += num_units[rank];
-    }
-    s1f_schedule *schedule = NULL;
-    s1f_status status = s1f_schedule_from_units(units, num_units, num_ranks, 0, &schedule);
-    CHECK((status == S1F_OK) == (schedule != NULL));
-    if (status == S1F_OK)
-        CHECK(s1f_schedule_equal(schedule, given_schedule) &&
-              s1f_schedule_digest(schedule) == s1f_schedule_digest(given_schedule));
-    s1f_schedule_free(schedule);
     return status;
 }
 
@@ -233,7 +211,7 @@ static s1f_status assign_rows(void)
 static s1f_status lower(void)
 {
     s1f_program *program = NULL;
-    s1f_status status = s1f_schedule_lower(given_schedule, (s1f_places){.prefetch = 1}, &program);
+    s1f_status status = s1f_schedule_lower(given_schedule, (s1f_places){.prefetch = 1}, S1F_ALL_RANKS, &program);
     CHECK((status == S1F_OK) == (program != NULL));
     s1f_program_free(program);
     return status;
@@ -242,7 +220,7 @@ static s1f_status lower(void)
 static s1f_status lower_rank(void)
 {
     s1f_program *program = NULL;
-    s1f_status status = s1f_schedule_lower_rank(given_schedule, (s1f_places){.by_time = 1}, 0, &program);
+    s1f_status status = s1f_schedule_lower(given_schedule, (s1f_places){.by_time = 1}, 0, &program);
     CHECK((status == S1F_OK) == (program != NULL));
     s1f_program_free(program);
     return status;
@@ -298,7 +276,7 @@ static void fail_each_allocation(s1f_status (*call)(void), int64_t at_least)
     for (;; n++) {
         if (given_text != NULL) { /* an order keeps what a call has found out about it */
             s1f_schedule_free(given_schedule);
-            CHECK_STATUS(s1f_schedule_from_text(given_text, &given_schedule), S1F_OK, "");
+            CHECK_STATUS(s1f_schedule_from_text(given_text, 0, &given_schedule), S1F_OK, "");
         }
         fail_allocation(n);
         s1f_status status = call();
@@ -344,16 +322,15 @@ static void test_failing_allocations(void)
     for (size_t i = 0; i < sizeof orders / sizeof orders[0]; i++) {
         given_text = orders[i];
         s1f_schedule_free(given_schedule);
-        CHECK_STATUS(s1f_schedule_from_text(given_text, &given_schedule), S1F_OK, "");
-        CHECK_STATUS(s1f_schedule_lower(given_schedule, (s1f_places){.prefetch = 0}, &given_program), S1F_OK, "");
+        CHECK_STATUS(s1f_schedule_from_text(given_text, 0, &given_schedule), S1F_OK, "");
+        CHECK_STATUS(s1f_schedule_lower(given_schedule, (s1f_places){.prefetch = 0}, S1F_ALL_RANKS, &given_program),
+                     S1F_OK, "");
         fail_each_allocation(forward_only, 4);
         fail_each_allocation(defer_weights, 5);
         fail_each_allocation(recompute, 5);
         if (strchr(orders[i], 'S') == NULL)
             fail_each_allocation(spread_vocabulary, 15);
         fail_each_allocation(text_and_back, 6);
-        if (strchr(orders[i], 'p') == NULL) /* units say nothing of parents */
-            fail_each_allocation(units_and_back, 5);
         fail_each_allocation(check, 5);
         fail_each_allocation(assign_rows, 3);
         fail_each_allocation(lower, 25);
@@ -494,10 +471,8 @@ static void test_unit_text(void)
 static void test_huge_index(void)
 {
     s1f_schedule *schedule = NULL;
-    static const s1f_unit huge = {S1F_PASS_FORWARD, 0, 2000000000, 0}, few[] = {{0, 0, 0, 1}, {0, 0, 0, 0}};
-    static const int64_t one = 1, two = 2;
-    CHECK_STATUS(s1f_schedule_from_units(&huge, &one, 1, 1, &schedule), S1F_ERR_ARG, "larger than the number of units");
-    CHECK_STATUS(s1f_schedule_from_units(few, &two, 1, INT32_MAX, &schedule), S1F_OK, "");
+    CHECK_STATUS(s1f_schedule_from_text("F2000000000.0", 1, &schedule), S1F_ERR_ARG, "larger than the number of units");
+    CHECK_STATUS(s1f_schedule_from_text("F0.1 F0.0", INT32_MAX, &schedule), S1F_OK, "");
     CHECK_STATUS(s1f_schedule_check(schedule, 0), S1F_ERR_SCHEDULE, "each unit runs once: F0.2 is missing");
     s1f_schedule_free(schedule);
 }
@@ -505,14 +480,12 @@ static void test_huge_index(void)
 /* An order that has passed is not checked again, until it changes. */
 static void test_checked_once(void)
 {
-    static const s1f_unit units[] = {{S1F_PASS_FORWARD, 0, 0, 0}, {S1F_PASS_BACKWARD, 0, 0, 0}};
-    static const int64_t two = 2;
     s1f_schedule *schedule = NULL;
-    CHECK_STATUS(s1f_schedule_from_units(units, &two, 1, 0, &schedule), S1F_OK, "");
+    CHECK_STATUS(s1f_schedule_from_text("F0.0 B0.0", 0, &schedule), S1F_OK, "");
     CHECK(!s1f_schedule_is_checked(schedule));
     CHECK_STATUS(s1f_schedule_check(schedule, 0), S1F_OK, "");
     CHECK(s1f_schedule_is_checked(schedule));
-    CHECK_STATUS(s1f_schedule_append(schedule, units[1]), S1F_OK, "");
+    CHECK_STATUS(s1f_schedule_append(schedule, (s1f_unit){S1F_PASS_BACKWARD, 0, 0, 0}), S1F_OK, "");
     CHECK(!s1f_schedule_is_checked(schedule));
     CHECK_STATUS(s1f_schedule_check(schedule, 0), S1F_ERR_SCHEDULE, "each unit runs once");
     CHECK(!s1f_schedule_is_checked(schedule));
@@ -565,9 +538,7 @@ static void test_options(void)
     CHECK(rule != NULL && strcmp(rule, "group divides M") == 0);
     CHECK_STATUS(s1f_schedule_broken_rule("kfkb", 0, 5, 1, 1, NULL, &rule), S1F_ERR_ARG, "num_ranks is 0");
     s1f_family_facts facts;
-    CHECK(!s1f_schedule_family(-1, &facts) && !s1f_schedule_family_named("none", &facts));
-    CHECK(s1f_schedule_family_named("kfkb", &facts));
-    CHECK(facts.options == (S1F_OPTION_GROUP | S1F_OPTION_EXTRA_WARMUP));
+    CHECK(!s1f_schedule_family(-1, &facts));
 }
 
 int main(void)

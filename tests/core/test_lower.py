@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -316,7 +317,7 @@ def test_peaks_of_uneven_segments() -> None:
         handle = _C.program_lower(schedule.handle, 1)
         for stage, rank in enumerate(schedule.rank_of_stage):
             tokens = {(other, s): sizes[s] * (other == stage) for other, s in cells}
-            assert _C.program_peak_tokens(handle, stage, sizes) == peak_weight(schedule.ranks[rank], tokens)
+            assert _C.program_peak_tokens(handle, stage, array("q", sizes)) == peak_weight(schedule.ranks[rank], tokens)
         simulation, tokens = schedule.simulate(memory=StepMemory(activations=unit_bytes)), schedule.peak_tokens(sizes)
         for rank, order in enumerate(schedule.ranks):
             assert simulation.peak[rank] == peak_weight(order, dict.fromkeys(cells, 1))
@@ -331,8 +332,8 @@ def test_balanced_segments_hold_more_tokens_than_equal_ones() -> None:
     shape = ModelShape(hidden=4096, layers=32, heads=32, kv_heads=32, ffn=11008, vocab=32000)
     handle = _C.program_lower(build_schedule("seq1f1b", num_ranks=4, num_microbatches=8, num_segments=4).handle, 1)
     balanced = partition_sequence(65536, 4, model=shape)
-    assert _C.program_peak_tokens(handle, 0, balanced) / 65536 == pytest.approx(2.01, abs=0.01)
-    assert _C.program_peak_tokens(handle, 0, [16384] * 4) / 65536 == 1.75
+    assert _C.program_peak_tokens(handle, 0, array("q", balanced)) / 65536 == pytest.approx(2.01, abs=0.01)
+    assert _C.program_peak_tokens(handle, 0, array("q", [16384] * 4)) / 65536 == 1.75
 
 
 def test_one_rank_gets_the_program_that_it_has_among_all() -> None:
@@ -427,6 +428,6 @@ def test_arguments_out_of_range() -> None:
             with pytest.raises(ValueError, match=f"is {index}, must be in 0..1"):
                 call(handle, index)
     with pytest.raises(ValueError, match="segment_sizes holds 2 values, must hold 3"):
-        _C.program_peak_tokens(handle, 0, [1, 2])
+        _C.program_peak_tokens(handle, 0, array("q", [1, 2]))
     with pytest.raises(TypeError, match=r"expected a seq1f1b\.program handle"):
         _C.program_edges(build_schedule("gpipe", num_ranks=2, num_microbatches=2).handle)

@@ -44,7 +44,7 @@ def counted_places(schedule: Schedule, costs: Costs) -> list[int]:
     }
     last_kind = "W" if "W" in schedule.kinds else "B" if "B" in schedule.kinds else "F"
     found = []
-    for edge in _C.program_edges(_C.program_lower_edges(schedule.handle, 0)):
+    for edge in _C.program_edges(_C.program_lower(schedule.handle, 0, False, _C.NO_RANK)):
         kinds = "BI" if edge.channel else "F"
         makers = [u for u in schedule.ranks[edge.source_rank] if u.stage == edge.source_stage and u.kind in kinds]
         readers = [unit._replace(kind=last_kind, stage=edge.destination_stage) for unit in makers]
@@ -206,5 +206,5 @@ def test_costs_that_are_refused() -> None:
         with pytest.raises(ValueError, match=r"bandwidth is .*, must be above 0"):
             order.replace(costs=Costs(links=Links(bandwidth=wrong)))
     other = build_schedule("seq1f1b", num_ranks=3, num_microbatches=2)
-    with pytest.raises(ValueError, match="the bytes of times"):
-        _C.program_lower_edges(order.handle, None, _C.schedule_times(other.handle, Costs()))
+    with pytest.raises(ValueError, match="seconds holds"):
+        _C.program_lower(order.handle, None, False, _C.NO_RANK, other._seconds_of(Costs()))

@@ -163,8 +163,8 @@ def test_bad_parents_in_text(parents: str, message: str) -> None:
     [
         ([3, 2], [[-1, 0, 0]], ValueError, "parents hold 1 lists, must hold one for each of 2 micro-batches"),
         ([3, 2], [[-1, 0, 0], [-1]], ValueError, "parents of micro-batch 1 are 1, must be one for each of its 2"),
-        ([3, 2], [[-1, 0, 0], [-1, 2**40]], ValueError, "micro-batch 1: segment 1 follows segment 2147483647"),
-        ([3, 2], [[-1, 0, 0.5], None], TypeError, "cannot be interpreted as an integer"),
+        ([3, 2], [[-1, 0, 0], [-1, 2**40]], ValueError, "parents holds a number that is too large: 1099511627776"),
+        ([3, 2], [[-1, 0, 0.5], None], TypeError, "parents holds 0.5, must be whole numbers"),
         ([3, 2], [3, None], TypeError, "parents must hold a list for each micro-batch, or None for a chain, got"),
         ([3, 2], 3, TypeError, "parents must hold a list for each micro-batch, or None for a chain, got 3"),
     ],

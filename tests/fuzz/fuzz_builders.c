@@ -84,7 +84,7 @@ static void require_caps(const s1f_schedule *schedule, const s1f_options *option
         return;
     s1f_program *program = NULL;
     s1f_memory_peak peaks[MOST_RANKS];
-    REQUIRE(s1f_schedule_lower_edges(schedule, (s1f_places){.by_time = 1}, &program) == S1F_OK);
+    REQUIRE(s1f_schedule_lower(schedule, (s1f_places){.by_time = 1}, S1F_NO_RANK, &program) == S1F_OK);
     if (s1f_program_memory(program, &(s1f_memory_bytes){.of = {[S1F_HOLDS_FOR_WEIGHT] = options->unit_bytes}}, peaks) ==
         S1F_OK)
         for (int32_t rank = 0; rank < s1f_schedule_shape(schedule).num_ranks; rank++)

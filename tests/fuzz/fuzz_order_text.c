@@ -7,7 +7,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     memcpy(text, data, size);
     text[size] = '\0';
     s1f_schedule *schedule = NULL;
-    s1f_status status = s1f_schedule_from_text(text, &schedule);
+    s1f_status status = s1f_schedule_from_text(text, 0, &schedule);
     if (status == S1F_OK) {
         require_text_reads_back(schedule);
         require_order_is_sound(schedule, 1);

@@ -76,7 +76,7 @@ static void cut_by_model(fuzz_input *in)
 {
     s1f_model_shape model = take_model(in);
     cut c = take_cut(in), even = c;
-    s1f_status status = s1f_partition_flops(c.seq_len, c.num_segments, &model, c.mix, c.multiple_of, c.sizes);
+    s1f_status status = s1f_partition_flops(c.seq_len, c.num_segments, &model, NULL, 0, c.mix, c.multiple_of, c.sizes);
     if (!is_cut(&c, status))
         return;
     REQUIRE(s1f_partition_even(even.seq_len, even.num_segments, even.multiple_of, even.sizes) == S1F_OK);
@@ -95,8 +95,7 @@ static void cut_by_documents(fuzz_input *in)
             documents[i] = left;
         left = documents[i] >= left ? c.seq_len : left - (documents[i] > 0 ? documents[i] : 0);
     }
-    is_cut(&c,
-           s1f_partition_documents(c.seq_len, c.num_segments, &model, documents, count, c.mix, c.multiple_of, c.sizes));
+    is_cut(&c, s1f_partition_flops(c.seq_len, c.num_segments, &model, documents, count, c.mix, c.multiple_of, c.sizes));
 }
 
 static void cut_by_costs(fuzz_input *in)

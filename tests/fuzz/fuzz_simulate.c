@@ -18,7 +18,7 @@ static s1f_program *take_program(fuzz_input *in)
     int32_t v = 1 + take_below(in, 2), prefetch = take_below(in, 3), segments_of[3] = {k, 1 + M % k, 1};
     s1f_options options = {.segments_of = take_below(in, 4) == 3 && k * M * P * v <= MOST_CELLS ? segments_of : NULL};
     if (s1f_schedule_build(family, P, M, k, v, &options, &schedule) == S1F_OK)
-        REQUIRE(s1f_schedule_lower_edges(schedule, (s1f_places){.prefetch = prefetch}, &program) == S1F_OK);
+        REQUIRE(s1f_schedule_lower(schedule, (s1f_places){.prefetch = prefetch}, S1F_NO_RANK, &program) == S1F_OK);
     s1f_schedule_free(schedule);
     return program;
 }

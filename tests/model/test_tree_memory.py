@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections import defaultdict
 from itertools import pairwise
 from typing import Any
@@ -201,7 +202,7 @@ def test_live_segments_have_rows_of_their_own(count: int) -> None:
             continue  # equal chains: see below
         first = [sum(map(len, trees[:m])) for m in range(len(trees))]
         for rank in range(order.num_ranks):
-            rows, most = _C.schedule_assign_rows(order.handle, rank, sizes)
+            rows, most = _C.schedule_assign_rows(order.handle, rank, array("q", sizes))
             end = 0
             for live in live_rows(order, trees, rank):
                 taken: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
@@ -222,30 +223,30 @@ def test_live_segments_have_rows_of_their_own(count: int) -> None:
 def test_rows_of_a_chain_are_its_positions(has_backward: bool) -> None:
     order = build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=[3, 2])
     order = order if has_backward else order.forward_only()
-    rows, most = _C.schedule_assign_rows(order.handle, 1, [5, 7, 9, 4, 30])
+    rows, most = _C.schedule_assign_rows(order.handle, 1, array("q", [5, 7, 9, 4, 30]))
     assert rows == [0] * 5 + [0, 5, 12, 0, 4] and most == 34  # those of stage 0 are another rank's
     plain = build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=3)
-    assert _C.schedule_assign_rows(plain.handle, 0, [5, 7, 9]) == ([0, 5, 12] * 2 + [0] * 6, 21)
+    assert _C.schedule_assign_rows(plain.handle, 0, array("q", [5, 7, 9])) == ([0, 5, 12] * 2 + [0] * 6, 21)
 
 
 def test_leaves_one_by_one_use_the_same_rows() -> None:
     order = Schedule.from_text("parents -1,0,0,0\nF0.0 F0.1 B0.1 F0.2 B0.2 F0.3 B0.3 B0.0")
-    assert _C.schedule_assign_rows(order.handle, 0, [10, 3, 4, 2]) == ([0, 10, 10, 10], 14)
+    assert _C.schedule_assign_rows(order.handle, 0, array("q", [10, 3, 4, 2])) == ([0, 10, 10, 10], 14)
     forward = order.forward_only()
-    assert _C.schedule_assign_rows(forward.handle, 0, [10, 3, 4, 2]) == ([0, 10, 10, 10], 14)
+    assert _C.schedule_assign_rows(forward.handle, 0, array("q", [10, 3, 4, 2])) == ([0, 10, 10, 10], 14)
     wide = Schedule.from_text("parents -1,0,0,0\nF0.0 F0.1 F0.2 B0.1 F0.3 B0.2 B0.3 B0.0")
-    assert _C.schedule_assign_rows(wide.handle, 0, [10, 3, 4, 2]) == ([0, 10, 13, 10], 17)  # the first gap
+    assert _C.schedule_assign_rows(wide.handle, 0, array("q", [10, 3, 4, 2])) == ([0, 10, 13, 10], 17)  # the first gap
 
 
 def test_bad_sizes() -> None:
     order = Schedule.from_text("parents -1,0,0\nF0.0 F0.1 F0.2 B0.1 B0.2 B0.0")
     with pytest.raises(ValueError, match="sizes holds 2 values, must hold 3"):
-        _C.schedule_assign_rows(order.handle, 0, [1, 2])
+        _C.schedule_assign_rows(order.handle, 0, array("q", [1, 2]))
     with pytest.raises(ValueError, match="rank"):
-        _C.schedule_assign_rows(order.handle, 1, [1, 2, 3])
+        _C.schedule_assign_rows(order.handle, 1, array("q", [1, 2, 3]))
     with pytest.raises(_C.ScheduleError, match="after its children"):
         _C.schedule_assign_rows(
-            Schedule.from_text("parents -1,0,0\nF0.0 F0.1 F0.2 B0.0 B0.1 B0.2").handle, 0, [1, 2, 3]
+            Schedule.from_text("parents -1,0,0\nF0.0 F0.1 F0.2 B0.0 B0.1 B0.2").handle, 0, array("q", [1, 2, 3])
         )
 
 

@@ -123,7 +123,7 @@ def test_an_executor_is_not_entered_twice() -> None:
     engine: PipelineEngine
 
     def again(output: Tensor, target: Tensor) -> Tensor:
-        _C.executor_step(engine._runner.order(training=True).executor, 1, True, 0, [], None, None, None, None)
+        _C.executor_step(engine._runner.order(training=True).executor, 1, True, 0, None, None, None, None, None)
         return cross_entropy(output, target)
 
     engine = PipelineEngine(Recorded(0, 1), num_microbatches=1, loss_fn=again)

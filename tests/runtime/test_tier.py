@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,7 +38,7 @@ class Loads:
 
     def out(self, number: int, sizes: list[int]) -> None:
         parts = [torch.randint(256, (size + 64,), dtype=torch.uint8)[64:] for size in sizes]
-        _C.tier_out(self.tier, number, [p.data_ptr() for p in parts], sizes)
+        _C.tier_out(self.tier, number, array("q", [x for p in parts for x in (p.data_ptr(), len(p))]))
         _C.tier_wait(self.tier, self.group.group, number)
         self.out_there[number] = parts
 
@@ -46,7 +47,8 @@ class Loads:
         rooms = [torch.empty(len(part) + 2 * _C.TIER_ALIGNMENT, dtype=torch.uint8) for part in parts]
         begins = [-room.data_ptr() % _C.TIER_ALIGNMENT for room in rooms]
         addresses = [room.data_ptr() + begin for room, begin in zip(rooms, begins, strict=True)]
-        _C.tier_in(self.tier, number, addresses, list(map(len, parts)))
+        places = zip(addresses, map(len, parts), strict=True)
+        _C.tier_in(self.tier, number, array("q", [x for place in places for x in place]))
         _C.tier_wait(self.tier, self.group.group, number)
         for part, room, begin in zip(parts, rooms, begins, strict=True):
             assert torch.equal(room[begin : begin + len(part)], part)
@@ -91,20 +93,20 @@ def test_transfers_are_timed_and_a_wait_between_them_is_not(tmp_path: Path) -> N
 
 def test_misuse_is_told(tmp_path: Path) -> None:
     loads = Loads(tmp_path)
-    for call in (lambda: _C.tier_wait(loads.tier, loads.group.group, 7), lambda: _C.tier_in(loads.tier, 7, [], [])):
+    for call in (lambda: _C.tier_wait(loads.tier, loads.group.group, 7), lambda: _C.tier_in(loads.tier, 7, array("q"))):
         with pytest.raises(RuntimeError, match="load 7 is not out"):
             call()
     loads.out(7, [5000])
     with pytest.raises(RuntimeError, match="load 7 is out already"):
         loads.out(7, [5000])
     with pytest.raises(ValueError, match="load 7 comes back in other parts than it went out in"):
-        _C.tier_in(loads.tier, 7, [4096], [4999])
+        _C.tier_in(loads.tier, 7, array("q", [4096, 4999]))
     with pytest.raises(ValueError, match="part 0 of load 7 lies on no multiple of 4096 bytes"):
-        _C.tier_in(loads.tier, 7, [4096 + 64], [5000])
+        _C.tier_in(loads.tier, 7, array("q", [4096 + 64, 5000]))
     part = torch.zeros(8 << 20, dtype=torch.uint8)
-    _C.tier_out(loads.tier, 8, [part.data_ptr()] * 8, [len(part)] * 8)
+    _C.tier_out(loads.tier, 8, array("q", [part.data_ptr(), len(part)] * 8))
     with pytest.raises(RuntimeError, match="load 8 is on its way out: wait for it"):
-        _C.tier_in(loads.tier, 8, [0] * 8, [len(part)] * 8)
+        _C.tier_in(loads.tier, 8, array("q", [0, len(part)] * 8))
     _C.tier_reset(loads.tier)
     with pytest.raises(RuntimeError, match="load 7 is not out"):
         _C.tier_wait(loads.tier, loads.group.group, 7)
@@ -271,7 +273,7 @@ def test_an_interrupt_ends_a_wait_for_the_tier(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         start = time.perf_counter()
-        _C.tier_out(loads.tier, 1, [part.data_ptr()] * 128, [len(part)] * 128)
+        _C.tier_out(loads.tier, 1, array("q", [part.data_ptr(), len(part)] * 128))
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(Interrupted):
             _C.tier_wait(loads.tier, loads.group.group, 1)

@@ -223,9 +223,9 @@ def test_a_family_that_needs_one_k_says_so(family: Family) -> None:
     ("rows", "message"),
     [
         ([1, 2], "num_segments holds 2 values, must be one number or one for each of 3 micro-batches"),
-        ([1, 0, 2], r"num_segments\[1\] is 0, must be in 1\.\."),
+        ([1, 0, 2], r"num_segments\[1\] is 0, must be at least 1"),
         ([1, -3, 2], r"num_segments\[1\] is -3"),
-        ([1, 2**40, 2], r"num_segments\[1\] is 1099511627776"),
+        ([1, 2**40, 2], "num_segments holds a number that is too large: 1099511627776"),
         ([], "num_segments holds 0 values"),
         ([2**30] * 3, "units"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from array import array
 
 import pytest
 from slices import full_only
@@ -153,7 +154,7 @@ def test_nested_holds_a_prompt_and_few_leaves(num_trees: int) -> None:
             assert most <= 1.1 * (prompt + P * leaf)
             assert whole >= prompt + n * leaf
             of_cells = [size for own in sizes for size in own]
-            rows = max(_C.schedule_assign_rows(order.handle, rank, of_cells)[1] for rank in range(P))
+            rows = max(_C.schedule_assign_rows(order.handle, rank, array("q", of_cells))[1] for rank in range(P))
             assert rows <= prompt + P * leaf
 
 

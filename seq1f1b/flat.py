@@ -1,0 +1,136 @@
+"""Seconds, bytes and counts as the core reads them: flat arrays, stage after stage."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from seq1f1b import _C
+
+if TYPE_CHECKING:
+    from seq1f1b.schedule import Schedule
+    from seq1f1b.simulation import Costs, Links, StepMemory
+
+__all__ = ["Counts", "flat", "held_bytes", "numbers", "pass_seconds", "seconds_per_byte"]
+
+
+class Counts(NamedTuple):
+    """As much of an order as the form of its tables needs; ``rows`` are the segments of micro-batches that differ."""
+
+    num_ranks: int
+    num_stages: int
+    num_segments: int
+    rows: Sequence[int] | None
+
+
+def numbers(name: str, code: str, given: Iterable[Any]) -> array[Any]:
+    """An array of these numbers, of ``code`` ``d``, ``q`` or ``i``; errors name it and the wrong one."""
+    values = list(given)
+    try:
+        return array(code, values)
+    except (TypeError, OverflowError):
+        for value in values:
+            try:
+                array(code, [value])
+            except TypeError:
+                wanted = "numbers" if code == "d" else "whole numbers"
+                raise TypeError(f"{name} holds {value!r:.80}, must be {wanted}") from None
+            except OverflowError:
+                shown = f": {value}" if abs(value) < 1 << 128 else ""
+                raise ValueError(f"{name} holds a number that is too large{shown}") from None
+        raise
+
+
+def _form(order: Counts | Schedule, per: int) -> tuple[list[Any], str]:
+    """The lengths of a table's sequences, from the outermost on, and the same in words.
+
+    A length is a tuple where it depends on the place in the sequence above.
+    """
+    if per == _C.PER_RANK:
+        return [order.num_ranks], f"hold {order.num_ranks}, one of each rank"
+    if per == _C.PER_STAGE:
+        return [order.num_stages], f"hold {order.num_stages}, one of each stage"
+    if per == _C.PER_PAIR:
+        return [order.num_stages - 1], f"hold {order.num_stages - 1}, one of each pair of neighbouring stages"
+    k, M, S = order.num_segments, len(order.rows or ()), order.num_stages
+    columns = [k] if order.rows is None else [M, tuple(order.rows)]
+    if per == _C.PER_SEGMENT:
+        rows = f"{M} micro-batches, each with one value for each of its segments"
+        return columns, f"hold {f'{k}, one of each segment' if order.rows is None else rows}"
+    rows = f"{M} micro-batches each, with one value for each of their segments"
+    return [S, *columns], f"hold {S} stages of {f'{k} segments each' if order.rows is None else rows}"
+
+
+def flat(order: Counts | Schedule, name: str, per: int, given: Any, code: str = "d") -> array[Any]:
+    """The values of a table: a number that stands for all, or nested sequences, with a value for each of ``per``.
+
+    Raises:
+        ValueError, TypeError: a sequence has another length, or holds what is no number; names the table and the place.
+    """
+    lengths, form = _form(order, per)
+    if not hasattr(given, "__len__"):
+        counts = lengths[-1] if isinstance(lengths[-1], tuple) else lengths[-1:]
+        stages = order.num_stages if per == _C.PER_CELL else 1
+        return numbers(name, code, [given]) * (stages * sum(counts))
+    found: list[Any] = []
+
+    def read(items: Any, *place: int) -> None:
+        where = "".join(map("[{}]".format, place)) or "it"
+        if not hasattr(items, "__len__"):
+            raise ValueError(f"{name} must be a number or {form}: {where} is a number")
+        values, wanted = list(items), lengths[len(place)]
+        if len(values) != (wanted[place[-1]] if isinstance(wanted, tuple) else wanted):
+            raise ValueError(f"{name} must be a number or {form}: {where} holds {len(values)}")
+        if len(place) + 1 == len(lengths):
+            found.extend(values)
+        else:
+            for i, value in enumerate(values):
+                read(value, *place, i)
+
+    read(given)
+    return numbers(name, code, found)
+
+
+def pass_seconds(order: Schedule, costs: Costs) -> array[float]:
+    """Seconds of every pass, [pass][stage][column], with those that stand in for None."""
+    seconds, given = array("d"), 0
+    for number, name in enumerate(_C.PASS_NAMES):
+        table = getattr(costs, name, 0.0)  # what is no attribute costs nothing
+        given |= (table is not None) << number
+        seconds += flat(order, name, _C.PER_CELL, 0.0 if table is None else table)
+    _C.fill_in(seconds, given)
+    return seconds
+
+
+def seconds_per_byte(order: Schedule, links: Links) -> array[float]:
+    """What bandwidths leave of a second for a byte, by pair of neighbouring stages."""
+    given = flat(order, "bandwidth", _C.PER_PAIR, float("inf") if links.bandwidth is None else links.bandwidth)
+    for value in given:
+        if not value > 0:
+            raise ValueError(f"bandwidth is {value}, must be above 0")
+    return array("d", (1.0 / value for value in given))
+
+
+def held_bytes(order: Schedule, memory: StepMemory, links: Links | None) -> tuple[array[int] | None, ...]:
+    """Bytes of each holding, None where it is nothing, and of messages and statistics."""
+    tables: list[array[int] | None] = []
+    for row in _C.HOLDINGS:
+        given = getattr(memory, row.name)
+        tables.append(None if given is None else flat(order, row.name, row.per, given, "q"))
+    whole, kept = tables[:2]  # in C the first is without the second, which W reads
+    if kept is None:
+        tables[:2] = None, whole
+    else:
+        assert whole is not None
+        for i, (all_of_it, part) in enumerate(zip(whole, kept, strict=True)):
+            if 0 <= all_of_it < part:
+                raise ValueError(f"kept_activations hold {part} bytes, more than the {all_of_it} of activations")
+            whole[i] -= max(part, 0)
+    messages: tuple[array[int] | None, ...] = (None, None)
+    if links is not None:
+        messages = tuple(
+            flat(order, name, _C.PER_SEGMENT, getattr(links, name), "q")
+            for name in ("message_bytes", "statistics_bytes")
+        )
+    return *(table if table is not None and any(table) else None for table in tables), *messages
