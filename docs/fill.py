@@ -160,7 +160,7 @@ def trees(page: Path, _rest: str, *counts: str) -> str:
     from seq1f1b.planning.cost import CostModel
     from seq1f1b.planning.hardware import load_hardware, load_model
     from seq1f1b.planning.step_plan import plan_step
-    from seq1f1b.planning.tree_shape import TreeShape
+    from seq1f1b.planning.step_rows import TreeShape
 
     number, prompt, answer, answers = map(int, counts)
     model = load_model("llama3-8b")._replace(vocab=0)

@@ -125,17 +125,17 @@ def spans_of_tree(parts: Sequence[Sequence[int]], parents: Sequence[int], window
 
 def seconds_of(source: Source, spans: Sequence[Span]) -> Any:
     """Tables of the units over these spans, of any rows, as a ``PassSeconds``. Stages of one kind share a list."""
-    by_kind = [_lists(found, len(spans)) for found in source.seconds(_arrays(spans))]
+    by_kind = [_lists(found, len(spans)) for found in source.seconds(arrays_of(spans))]
     return PassSeconds._make([by_kind[kind][i] for kind in source.kinds] for i in range(len(PassSeconds._fields)))
 
 
 def shards_of(source: Source, spans: Sequence[Span]) -> dict[str, list[list[float]]]:
     """The passes of a vocabulary over the ranks, as :class:`seq1f1b.Costs` has them."""
-    rows = _lists(source.shard(_arrays(spans)), len(spans))
+    rows = _lists(source.shard(arrays_of(spans)), len(spans))
     return {name: [row] * len(source.kinds) for name, row in zip(ShardSeconds._fields, rows, strict=True)}
 
 
-def _arrays(spans: Sequence[Span]) -> Span:
+def arrays_of(spans: Sequence[Span]) -> Span:
     """One span for all, of arrays."""
     tokens, pairs, end, within = zip(*spans, strict=True)
     columns: Any = [np.array(column, float) for column in (tokens, pairs, end, *zip(*within, strict=True))]

@@ -22,9 +22,8 @@ from typing import Any
 from seq1f1b import _C
 from seq1f1b.families import families
 from seq1f1b.plan import Layout
-from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.cost import CostModel, Price
 from seq1f1b.planning.hardware import load_hardware, load_model
-from seq1f1b.planning.price import Price
 from seq1f1b.view import style
 
 HERE = Path(__file__).resolve().parent

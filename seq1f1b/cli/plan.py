@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from seq1f1b.cli.progress import progress_bar
+from seq1f1b.cli.terminal import progress_bar
 from seq1f1b.cli.values import (
     argument,
     read_bytes,

@@ -14,7 +14,7 @@ from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.pricing import GIB
 from seq1f1b.planning.search import memory_cap
 from seq1f1b.planning.step_plan import StepPlan, plan_step
-from seq1f1b.planning.tree_shape import TreeShape
+from seq1f1b.planning.step_rows import TreeShape
 from seq1f1b.table import rounded, table_text
 
 _OF_SEQUENCES = ("seq", "lengths", "segments", "documents", "no_optimizer_sync", "verbose", "output")

@@ -7,7 +7,7 @@ import importlib
 import sys
 from typing import Any
 
-from seq1f1b.cli.progress import progress_bar
+from seq1f1b.cli.terminal import progress_bar
 from seq1f1b.cli.values import argument, read_tokens
 from seq1f1b.planning.hardware import load_model, presets
 from seq1f1b.planning.profile import Profile

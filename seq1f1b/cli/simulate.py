@@ -9,7 +9,7 @@ from typing import Any
 
 from seq1f1b import Schedule, Simulation
 from seq1f1b.cli import workload
-from seq1f1b.cli.progress import progress_bar
+from seq1f1b.cli.terminal import progress_bar
 from seq1f1b.table import rounded, table_text
 
 

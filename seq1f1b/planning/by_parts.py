@@ -8,16 +8,17 @@ import operator
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from seq1f1b.partition import Layer, ModelShape, layers_of
+from seq1f1b.partition import Layer, ModelShape, has_equal_layers, layers_of
 from seq1f1b.plan import Layout
+from seq1f1b.planning.profile import Part, Profile
 from seq1f1b.seconds import NO_SECONDS, PassSeconds, ShardSeconds, Span
 
 if TYPE_CHECKING:
-    from seq1f1b.planning.hardware import Hardware
+    from seq1f1b.planning.hardware import Hardware, ProfiledHardware
 
 __all__: list[str] = []
 
@@ -101,44 +102,38 @@ class ByParts:
     beyond = NO_SECONDS
     """Seconds of a unit beyond those of its layers."""
 
-    def layer(self, span: Span, kind: int = 0) -> PassSeconds:
-        """One layer of a kind."""
+    def layer(self, span: Span, kind: int = 0, floor: bool = True) -> PassSeconds:
+        """One layer of a kind. floor: False leaves out what a unit takes however few tokens it has; segments share the
+        rest alike."""
         hw, attention = self.hardware, self._attention(span, kind)
-        (work, collectives), fixed = self._work(span, attention, kind), self._fixed(span, attention, kind)
-        ring = self._ring(span, self.layer_kinds[kind])  # hidden behind attention as far as that lasts
-        forward = np.maximum(work.forward + fixed.forward, hw.launch * hw.forward_kernels)
-        back = np.maximum(work.input + fixed.input, hw.launch * hw.input_kernels)
-        weight = np.maximum(work.weight + fixed.weight, hw.launch * hw.weight_kernels)
-        forward += collectives[0] + np.maximum(0.0, ring - attention[0])
-        back += collectives[1] + np.maximum(0.0, 2 * ring - attention[1])
+        (forward, back, weight), collectives = self._work(span, attention, kind)
+        if floor:
+            fixed = self._fixed(span, attention, kind)
+            forward = np.maximum(forward + fixed[0], hw.launch * hw.forward_kernels)
+            back = np.maximum(back + fixed[1], hw.launch * hw.input_kernels)
+            weight = np.maximum(weight + fixed[2], hw.launch * hw.weight_kernels)
+            ring = self._ring(span, self.layer_kinds[kind])  # hidden behind attention as far as that lasts
+            forward += np.maximum(0.0, ring - attention[0])
+            back += np.maximum(0.0, 2 * ring - attention[1])
+        forward, back = forward + collectives[0], back + collectives[1]
         return PassSeconds(forward, back, weight, back + weight, forward)
 
-    def flow(self, span: Span, kind: int = 0) -> float:
-        """F and B of one layer of a kind without floors: segments share them alike."""
-        work, collectives = self._work(span, self._attention(span, kind), kind)
-        return work.total + sum(collectives)
-
-    def flows(self, span: Span) -> list[float]:
+    def layers_of(self, span: Span) -> list[float]:
         """F and B without floors of each layer of the model, in their order."""
-        of_kinds = [self.flow(span, kind) if n else 0.0 for kind, n in enumerate(self.counts)]
+        of_kinds = [self.layer(span, kind, False).total if n else 0.0 for kind, n in enumerate(self.counts)]
         return [of_kinds[place] for place in self._places]
 
-    def head(self, span: Span, floor: bool = True) -> PassSeconds:
-        """The whole head: F, I and W are each a product, and logits written and read in fp32."""
+    def vocabulary(self, span: Span, floor: bool = True) -> tuple[PassSeconds, PassSeconds]:
+        """The whole embedding, whose traffic is not counted, and the whole head: F, I and W are each a product, and
+        logits written and read in fp32."""
         hw, words = self.hardware, self.model.vocab / self.shards * span.tokens
         each = 2 * self.model.hidden * words / (hw.peak * hw.linear_efficiency)
         each += hw.saved_moves * 4 * words / hw.bandwidth
-        return PassSeconds(each, each, each, 2 * each, 0.0 if self.layout.head_in_loss else each)
-
-    def embedding(self, span: Span, floor: bool = True) -> PassSeconds:
-        """The whole embedding: no seconds, for the traffic of an embedding is not counted."""
-        return NO_SECONDS
+        return NO_SECONDS, PassSeconds(each, each, each, 2 * each, 0.0 if self.layout.head_in_loss else each)
 
     def ends(self, span: Span, floor: bool = True) -> tuple[PassSeconds, PassSeconds]:
         """The embedding and the head as far as the first and the last stage have them."""
-        if self.spreads:
-            return NO_SECONDS, NO_SECONDS
-        return self.embedding(span, floor), self.head(span, floor)
+        return (NO_SECONDS, NO_SECONDS) if self.spreads else self.vocabulary(span, floor)
 
     def seconds(self, span: Span) -> list[PassSeconds]:
         """A unit over the span, by kind of its stage."""
@@ -159,7 +154,7 @@ class ByParts:
 
     def shard(self, span: Span) -> ShardSeconds:
         """Shares of the head and the embedding, by as many as there are ranks, and the unit's own time."""
-        head, embedding, own = self.head(span), self.embedding(span), self.hardware.unit_overhead
+        (embedding, head), own = self.vocabulary(span), self.hardware.unit_overhead
         whole = (head.forward, head.total - head.forward, embedding.forward, embedding.total - embedding.forward)
         return ShardSeconds(*(seconds / self.num_ranks + own for seconds in whole))
 
@@ -180,8 +175,8 @@ class ByParts:
             found.append(2 * layer.heads * tile * sum(math.ceil(size / tile) for size in sizes))
         return found
 
-    def _work(self, span: Span, attention: tuple[float, float], kind: int) -> tuple[PassSeconds, tuple[float, float]]:
-        """One layer without what is fixed, and the collectives of F and of I."""
+    def _work(self, span: Span, attention: tuple[float, float], kind: int) -> tuple[Any, tuple[float, float]]:
+        """F, I and W of one layer without what is fixed, and the collectives of F and of I."""
         hw, layer, tokens = self.hardware, self.layer_kinds[kind], span.tokens / self.shards
         products = 3 * self.model.hidden * layer.ffn  # of the feed-forward
         linear = 2 * (layer.mixer + products) * tokens / (hw.peak * hw.linear_efficiency)
@@ -197,9 +192,9 @@ class ByParts:
         elif self.layout.inside == "ffn" and products:
             again = 2 / 3 * (products / (layer.mixer + products)) * linear
         back = linear + attention[1] + 1.5 * traffic + again
-        return PassSeconds(forward, back, linear, back + linear), (collectives, collectives_back)
+        return (forward, back, linear), (collectives, collectives_back)
 
-    def _fixed(self, span: Span, attention: tuple[float, float], kind: int) -> PassSeconds:
+    def _fixed(self, span: Span, attention: tuple[float, float], kind: int) -> tuple[Any, Any, float]:
         """Seconds of F, I and W of one layer, however few rows a unit has: the begin and end of attention's tiles, the
         latency of collectives, sums of weight gradients, a copied prefix."""
         hw = self.hardware
@@ -213,7 +208,7 @@ class ByParts:
         back = attention[1] * hw.attention_backward_rows / rows + _COLLECTIVES_BACK * latency + 3 * prefix
         if self.layout.inside == "full":
             back += forward
-        return PassSeconds(forward, back, summed, back + summed, forward)
+        return forward, back, summed
 
     def _gathers(self, tokens: int, count: int) -> float:
         """So many all-gathers and reduce-scatters of hidden states."""
@@ -358,3 +353,104 @@ class ByParts:
 def sum_of(counts: Sequence[int], each: Sequence[float]) -> float:
     found: float = sum(map(operator.mul, counts, each))
     return found
+
+
+# -- measured ----------------------------------------------------------------------------------------------------------
+
+
+class ByProfile(ByParts):
+    """The parts of a profile.
+
+    F of the last stage holds the head's backward as well where the layout has it in the loss, as the engine runs it.
+
+    Raises:
+        ValueError: the profile is of another model, or of less than the layout asks for.
+    """
+
+    def __init__(
+        self,
+        model: ModelShape,
+        hardware: ProfiledHardware,
+        layout: Layout,
+        layers: tuple[int, ...],
+        num_ranks: int,
+    ) -> None:
+        check_profile(hardware.profile, model, layout)
+        super().__init__(model, hardware, layout, layers, num_ranks)
+        self._profile, runs, layer = hardware.profile, hardware.measured_runs, hardware.profile.layer
+        self.message_bytes, self.cache_bytes = layer.message_bytes, [(layer.kv_bytes, layer.kv_gradient_bytes)]
+        self.beyond = PassSeconds(*(runs * seconds for seconds in self._profile.unit))
+        names = PassSeconds._fields
+        self._of_layer = PassSeconds(*(runs * getattr(hardware, f"measured_{name}") for name in names))
+        self._of_ends = PassSeconds(*[runs * hardware.measured_ends] * len(names))
+
+    # -- seconds
+
+    def layer(self, span: Span, kind: int = 0, floor: bool = True) -> PassSeconds:
+        return _scaled(self._profile.layer, self._of_layer, span, floor)
+
+    def vocabulary(self, span: Span, floor: bool = True) -> tuple[PassSeconds, PassSeconds]:
+        profile, factors = self._profile, self._of_ends
+        return _scaled(profile.embedding, factors, span, floor), _scaled(profile.head, factors, span, floor)
+
+    def ends(self, span: Span, floor: bool = True) -> tuple[PassSeconds, PassSeconds]:
+        embedding, head = super().ends(span, floor)
+        return embedding, NO_SECONDS._replace(forward=head.total) if self.layout.head_in_loss else head
+
+    # -- bytes
+
+    def held(self, tokens: int) -> list[UnitBytes]:
+        profile, found = self._profile, []
+        head = None if self.layout.head_in_loss else profile.head
+        for (layers,), is_first, is_last in self.stages:
+            parts = ((layers, profile.layer), (is_first, profile.embedding), (is_last, head))
+            units = [part.unit_bytes(tokens, count) for count, part in parts if part is not None]
+            found.append(UnitBytes(*(math.ceil(sum(kind)) for kind in zip(*units, strict=True))))
+        return found
+
+    def work(self, tokens: int) -> list[tuple[int, int]]:
+        """F of a head in the loss goes back, too: it saves for a while, and no backward is left to the unit's B."""
+        profile, found = self._profile, []
+        for _, is_first, is_last in self.stages:
+            embedding = profile.embedding if is_first and not self.spreads else None
+            head = profile.head if is_last and not self.spreads else None
+            parts = [part for part in (profile.layer, embedding, head) if part is not None]
+            backward = [part.workspace(tokens) for part in parts]
+            forward = [part.forward_workspace(tokens) for part in parts]
+            if self.layout.head_in_loss and head is not None:
+                forward.append(backward.pop() + head.unit_bytes(tokens)[0])
+            found.append((math.ceil(max(forward)), math.ceil(max(backward))))
+        return found
+
+    def standing_work(self, tokens: int, is_last: bool) -> float:
+        return 0.0
+
+
+def _scaled(part: Part | None, factors: PassSeconds, span: Span, floor: bool) -> PassSeconds:
+    """The passes of a part of the profile, times the factors of the machine."""
+    if part is None:
+        return NO_SECONDS
+    found = map(operator.mul, part.seconds(span.tokens, span.pairs, floor), factors)
+    return PassSeconds(*((span.tokens > 0) * seconds for seconds in found))
+
+
+def check_profile(profile: Profile, model: ModelShape, layout: Layout) -> None:
+    """Raises ``ValueError`` unless the profile is of this model, and of what the layout asks for."""
+    if not has_equal_layers(model):
+        raise ValueError(
+            "a profile is of equal layers with full attention, and the model's kinds say more: plan without a profile"
+        )
+    wanted, found = (shape._replace(layers=1, tied=False, kinds=(), pattern=()) for shape in (model, profile.model))
+    if wanted != found:
+        differing = [name for name in found._fields if getattr(found, name) != getattr(wanted, name)]
+        raise ValueError(
+            f"the profile is of {', '.join(f'{name} {getattr(found, name)}' for name in differing)}, the model has "
+            f"{', '.join(f'{name} {getattr(wanted, name)}' for name in differing)}: profile this model"
+        )
+    if (layout.tensor, layout.context, layout.expert) != (1, 1, 1):
+        raise ValueError("a profile is of whole layers on one device: tensor, context and expert must be 1")
+    if layout.inside != "none" or layout.copies_prefix:
+        raise ValueError(
+            f"a profile is of stages that recompute nothing and share a cache: inside is {layout.inside!r}, "
+            f"copies_prefix is {layout.copies_prefix}; they must be 'none' and False"
+        )

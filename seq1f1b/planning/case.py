@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from seq1f1b.plan import Plan, StepLength
-from seq1f1b.planning.fitting import LEVELS, Made, fit_under, order_for_costs, order_with_remedies
+from seq1f1b.planning.cost import Price, RankBytes
 from seq1f1b.planning.hardware import Hardware
-from seq1f1b.planning.price import Price, RankBytes
+from seq1f1b.planning.orders import LEVELS, Made, Orders
 from seq1f1b.schedule import Costs, Family, Schedule
 
 if TYPE_CHECKING:
@@ -97,21 +97,21 @@ class Case:
 
     def priced(self, levels: Sequence[float]) -> Case | int | None:
         """The candidate simulated, or the bytes that it needs where they are more than the cap; None: it fits without
-        the remedies that it has."""
-        cap = self.pricing.cap
+        the remedies that it has. Bytes are the most of any length."""
+        cap, orders, remedies = self.pricing.cap, self._orders, self.candidate.remedies
         if self.candidate.is_searched:
-            searched = self._search_with_remedies(levels)
-            return self._simulated(searched) if searched.peak <= cap else searched.peak
-        made = self._order(cap if not self.candidate.remedies else math.inf)
-        choices = [made]
-        if made.peak > cap:
-            schedule = made.schedule.replace(prefetch=1)  # one place beyond those that it needs
-            if schedule.places != made.schedule.places:
-                choices.append(self._changed(made, schedule))
-        if self.candidate.remedies:
-            if made.peak <= cap:
-                return None
-            choices = list(map(self._fit, choices))
+            choices = [orders.with_remedies(levels)]
+        else:
+            made = orders.made_for(math.inf if remedies else cap)
+            choices = [made]
+            if made.peak > cap:
+                schedule = made.schedule.replace(prefetch=1)  # one place beyond those that it needs
+                if schedule.places != made.schedule.places:
+                    choices.append(orders.with_bytes(schedule, made.options))
+            if remedies:
+                if made.peak <= cap:
+                    return None
+                choices = list(map(orders.fit, choices))
         fitting = [each for each in choices if each.peak <= cap]
         if not fitting:
             return min(each.peak for each in choices)
@@ -119,49 +119,24 @@ class Case:
 
     def refined(self) -> Case:
         """Searches for the same candidate for longer, and returns the faster of both."""
-        searched = self._search_with_remedies(LEVELS)
-        again = self._simulated(searched) if searched.peak <= self.pricing.cap else self
-        return min(self, again, key=lambda case: case.seconds)
+        again = self.priced(LEVELS)
+        return min(self, again, key=lambda case: case.seconds) if isinstance(again, Case) else self
 
-    def _order(self, cap: float) -> Made:
-        """The candidate's order; of one that is made for the cap the fastest that fits it, if any does. Bytes are the
-        most of any length."""
-        if "costs" not in self.candidate.family.options:
-            schedule = self._spread(self.pricing.order(self.candidate))
-            made = Made(schedule, {}, self.longest.rank_bytes(schedule))
-        else:
-            made = order_for_costs(self.candidate.family, self.longest, cap, self._build, self._seconds)
-        return made if len(self.prices) == 1 else self._changed(made, made.schedule)
-
-    def _search_with_remedies(self, levels: Sequence[float]) -> Made:
-        """The order and what its units give up, of a family that takes costs and a cap."""
-        family, cap = self.candidate.family, self.pricing.cap
-        return order_with_remedies(family, self.longest, cap, self._build, self._fit, self._seconds, levels=levels)
-
-    def _fit(self, made: Made) -> Made:
-        """The order in which units recompute, or move, until it fits, for the longest sequences."""
-        cap, remedies = self.pricing.cap, self.candidate.remedies
-        return self._changed(made, fit_under(cap, made.schedule, made.ranks, self.longest, remedies))
-
-    def _changed(self, made: Made, schedule: Schedule) -> Made:
-        """Another order, with the bytes of the ranks under the length that takes most."""
-        lengths = [price.rank_bytes(schedule) for price in self.prices]
-        return made._replace(
-            schedule=schedule, ranks=[max(ranks, key=lambda rank: rank.total) for ranks in zip(*lengths, strict=True)]
-        )
+    @property
+    def _orders(self) -> Orders:
+        candidate = self.candidate
+        build, cap = self._build, self.pricing.cap
+        return Orders(candidate.family, self.prices, cap, candidate.remedies, build, self._seconds)
 
     def _build(self, options: Mapping[str, Any]) -> Schedule:
-        return self._spread(self.pricing.build(self.candidate, options))
+        schedule, seconds = self.pricing.build(self.candidate, options), self._spread_seconds
+        return schedule.spread_vocabulary(costs=Costs(**seconds), embedding=True) if seconds else schedule
 
     @property
     def _spread_seconds(self) -> dict[str, Any]:
         """By which the passes of a vocabulary over the ranks find their places; {} where it is not."""
         shards = self.longest.shard_seconds
         return self.longest.seconds._asdict() | shards if shards else {}
-
-    def _spread(self, schedule: Schedule) -> Schedule:
-        seconds = self._spread_seconds
-        return schedule.spread_vocabulary(costs=Costs(**seconds), embedding=True) if seconds else schedule
 
     # -- its seconds
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise, product
 from typing import Any
 
-from seq1f1b.files import nearest_name
+from seq1f1b.families import schedules
 from seq1f1b.partition import ModelShape, check_segment_sizes
 from seq1f1b.plan import INSIDE, Layout
 from seq1f1b.planning.cost import CostModel, Price
-from seq1f1b.planning.fitting import order_for_costs
 from seq1f1b.planning.hardware import Hardware
+from seq1f1b.planning.orders import Orders, families_named
 from seq1f1b.planning.pricing import STEPS
-from seq1f1b.schedule import Costs, Family, Links, Schedule, StepMemory, build_schedule, families
+from seq1f1b.schedule import Costs, Family, Links, Schedule, StepMemory, build_schedule
 from seq1f1b.table import rounded, table_text
 
 __all__ = ["Comparison", "FamilyRow", "compare"]
@@ -174,7 +174,7 @@ def compare(
     del given["names"]
     work = _Work(**given | {"layout": layout or Layout()})
     work.check()
-    wanted = families_named(dict.fromkeys(names))
+    wanted = families_named(dict.fromkeys(names or schedules()))
     rows, refused = work.rows(wanted)
     fitting = [row for row in rows if work.excess(row) is None]
     refused |= {row.family: why for row in rows if (why := work.excess(row)) is not None}
@@ -182,15 +182,6 @@ def compare(
         raise ValueError(work.nothing_fits(wanted, rows, refused))
     fitting.sort(key=lambda row: (row.makespan, row.peak_microbatches))
     return Comparison(tuple(fitting), refused, None if model is None else (work.hardware.name, work.hardware.memory))
-
-
-def families_named(names: Collection[str]) -> list[Family]:
-    """The families of these names; all where none is named."""
-    known = {family.name: family for family in families()}
-    for name in names:
-        if name not in known:
-            raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, known)}")
-    return [known[name] for name in names] or list(known.values())
 
 
 _NO_ROOM = 1  # a cap in bytes, for which orders hold as little as they can
@@ -298,10 +289,10 @@ class _Work:
             return schedule.simulate(price.costs(schedule)).makespan
 
         cap = math.inf if self.cap_bytes is None else self.cap_bytes
-        made = order_for_costs(family, price, cap, build, seconds)
-        if made.peak > cap:  # nothing is made for such a cap: the same order for each of them
-            made = order_for_costs(family, price, _NO_ROOM, build, seconds)
-        return made.schedule
+        orders = Orders(family, [price], cap, (), build, seconds)
+        made = orders.made_for(cap)
+        # Nothing is made for a cap that is too low: the same order for each of them.
+        return (made if made.peak <= cap else orders.made_for(_NO_ROOM)).schedule
 
     def _options(self, family: Family, v: int, k: int) -> dict[str, Any]:
         """Given costs, where a family takes them; and for "auto" the tighter one of two caps. Its row tells if that is

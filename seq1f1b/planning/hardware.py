@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 from seq1f1b.files import check_names, is_number, nearest_name, parse_json
 from seq1f1b.partition import ModelShape, make_model
 from seq1f1b.plan import INSIDE, Layout
-from seq1f1b.planning.by_parts import ByParts
-from seq1f1b.planning.by_profile import ByProfile
+from seq1f1b.planning.by_parts import ByParts, ByProfile
 from seq1f1b.planning.configs import shape_of
 from seq1f1b.planning.profile import Profile
 from seq1f1b.seconds import PassSeconds

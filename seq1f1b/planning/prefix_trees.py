@@ -13,8 +13,7 @@ from torch import Tensor
 
 from seq1f1b import _C
 from seq1f1b.planning.cost import CostModel
-from seq1f1b.planning.step_rows import MOST_TOKENS, Rates, Tree, lay_out
-from seq1f1b.planning.tree_shape import TreeShape
+from seq1f1b.planning.step_rows import MOST_TOKENS, Rates, Tree, TreeShape, lay_out
 
 __all__ = ["PrefixTrees"]
 

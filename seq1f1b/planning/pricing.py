@@ -11,8 +11,8 @@ from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout
 from seq1f1b.planning.case import Candidate, Case, Uncertain
 from seq1f1b.planning.cost import CostModel, Price
-from seq1f1b.planning.fitting import LEVELS
 from seq1f1b.planning.hardware import Hardware
+from seq1f1b.planning.orders import LEVELS
 from seq1f1b.schedule import Costs, Schedule, build_schedule
 from seq1f1b.seconds import Span, seconds_of
 from seq1f1b.table import rounded
@@ -100,7 +100,7 @@ class Pricing:
         self._too_large: dict[Candidate, int] = {}  # peak bytes of what did not fit, by all but k and the split
         self._bounds: dict[tuple[Any, ...], tuple[float, ...]] = {}
         self._costs: dict[tuple[int, str, int, int, str], CostModel] = {}
-        self._sizes: dict[tuple[int, int, float, str, str], list[int]] = {}
+        self._priced: dict[tuple[Any, ...], Price] = {}
         self._rules: dict[tuple[str, int, int], str | None] = {}
         self._orders: dict[tuple[str, int, int], Schedule] = {}  # those that do not depend on costs, by family, v and k
         self._least: dict[str, tuple[int, Candidate]] = {}  # peak bytes, of what does not fit
@@ -146,13 +146,13 @@ class Pricing:
         return counts | {"num_segments": candidate.num_segments, "stages_per_rank": candidate.stages_per_rank}
 
     def build(self, candidate: Candidate, options: Mapping[str, Any]) -> Schedule:
-        return build_schedule(candidate.family.name, options=options, **self._counts(candidate))
-
-    def order(self, candidate: Candidate) -> Schedule:
-        """That of a family which takes no costs. The oldest kept ones go first."""
+        """The order; that of a family which takes no costs is kept for other candidates, the oldest kept ones go
+        first."""
         key = (candidate.family.name, candidate.stages_per_rank, candidate.num_segments)
+        if options:
+            return build_schedule(candidate.family.name, options=options, **self._counts(candidate))
         if key not in self._orders:
-            self._orders[key] = self.build(candidate, {})
+            self._orders[key] = build_schedule(candidate.family.name, **self._counts(candidate))
             units = 2 * self.num_ranks * self.num_microbatches
             while len(self._orders) > 1 and units * sum(v * k for _, v, k in self._orders) > _MOST_KEPT:
                 del self._orders[next(iter(self._orders))]
@@ -173,12 +173,13 @@ class Pricing:
             if balance:
                 layout = replace(layout, layers=self._cost_of(balance, v, layout).balanced_layers())
             self._costs[of_cost] = self._cost_of(seq_len, v, layout)
-        of_sizes = (seq_len, k, mix, inside, vocabulary)
-        if of_sizes not in self._sizes:
+        of_price = (*of_cost, k, mix)
+        if of_price not in self._priced:
             step = math.lcm(self.layout.tensor * self.layout.context, 128)
             step = 1 if seq_len < 8 * step * k else step
-            self._sizes[of_sizes] = self._costs[of_cost].split(k, mix=mix, multiple_of=step)
-        return self._costs[of_cost].price(self._sizes[of_sizes])
+            cost = self._costs[of_cost]
+            self._priced[of_price] = cost.price(cost.split(k, mix=mix, multiple_of=step))
+        return self._priced[of_price]
 
     def _prices(self, candidate: Candidate) -> list[Price]:
         """For each length."""

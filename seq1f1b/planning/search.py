@@ -9,16 +9,15 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from seq1f1b import where
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import INSIDE, Layout, Plan
 from seq1f1b.planning.case import REMEDIES, Candidate, Case, Uncertain
-from seq1f1b.planning.compare import families_named
 from seq1f1b.planning.hardware import Hardware
+from seq1f1b.planning.orders import families_named
 from seq1f1b.planning.pricing import GIB, LEAST_GAIN, Pricing, group_lengths
-from seq1f1b.schedule import Family, families
+from seq1f1b.schedule import families
 from seq1f1b.table import rounded, table_text
 
 __all__ = ["PlanSearch", "Uncertain", "search_plans"]
@@ -289,18 +288,27 @@ def search_plans(
             raise ValueError(f"inside is {kind!r}, must be one of {', '.join(INSIDE)}")
     if vocabulary not in VOCABULARIES:
         raise ValueError(f"vocabulary is {vocabulary!r}, must be one of {', '.join(VOCABULARIES)}")
-    wanted = _Wanted(
-        # without names all but auto, which comes last, and those that say nothing of their own
-        families_named(names) if names else [each for each in families() if each.name not in (*_OTHERS, "auto")],
-        stages_per_rank,
-        tried,
-        hardware.insides if inside is None else inside,
-        _wanted_remedies(remedies, hardware),
-        is_free=not names,
-        vocabulary=layout.vocabulary,
-        spreads=vocabulary == "any" and model.vocab > 0 and num_ranks > 1 and layout.head_in_loss,
-    )
-    _try_all(pricing, wanted, shortest if segments is None else 0)
+    # without names all but auto, which comes last, and those that say nothing of their own
+    tries = families_named(names) if names else [each for each in families() if each.name not in (*_OTHERS, "auto")]
+    insides = hardware.insides if inside is None else inside
+    ways: list[tuple[str, tuple[str, ...]]] = [(kind, ()) for kind in insides]
+    ways += [("none", each) for each in _wanted_remedies(remedies, hardware) if "none" in insides]
+
+    def candidates(counts: Sequence[int]) -> list[Candidate]:
+        """All that are asked for, in so many segments."""
+        return [
+            Candidate(family, v, k, 1.0, kind, balance, way, pricing.layout.vocabulary)
+            for family, v, k in itertools.product(tries, stages_per_rank, counts)
+            if names or (k == 1) != family.has_segments
+            for kind, way in ways
+            for balance in pricing.balances
+        ]
+
+    _try_all(pricing, candidates, tried, shortest if segments is None else 0, is_free=not names)
+    if vocabulary == "any" and model.vocab > 0 and num_ranks > 1 and layout.head_in_loss:
+        pricing.consider(pricing.instead(_MOST_SPREAD, vocabulary="ranks"), _MOST_OF_ROUND)
+    if not names:
+        pricing.refine()
     fitting = pricing.fitting
     is_small = sum(pricing.num_units(found.candidate) for found in fitting) <= _MOST_UNCERTAIN
     terms: list[tuple[Uncertain, ...]] = []
@@ -315,7 +323,7 @@ def search_plans(
         fallen |= _OTHERS
         if "auto" not in shown:
             fallen.setdefault("auto", f"not tried: no order could gain {LEAST_GAIN:.1%}, or all have too many units")
-    for name in (family.name for family in wanted.families):
+    for name in (family.name for family in tries):
         if name not in shown:
             fallen.setdefault(name, "not tried: no number of segments is left to it")
     next_step = _next_step(pricing, fitting[0], is_limited=segments is not None, names=names)
@@ -332,37 +340,42 @@ def search_plans(
     )
 
 
-def _try_all(pricing: Pricing, wanted: _Wanted, shortest: int) -> None:
-    """Tries what could be fastest first, and then other splits of the best. ``shortest``: tokens, of which there may be
-    more segments than wanted; 0: not."""
-    first = pricing.allowed(wanted.candidates(pricing.balances, wanted.segments))
+def _try_all(
+    pricing: Pricing,
+    candidates: Callable[[Sequence[int]], list[Candidate]],
+    segments: Sequence[int],
+    shortest: int,
+    *,
+    is_free: bool,
+) -> None:
+    """Tries what could be fastest first, and then other splits of the best.
+
+    Args:
+        shortest: tokens, of which there may be more segments than wanted; 0: not.
+        is_free: no family was named, so ``auto`` is tried in place of the best.
+    """
+    first = pricing.allowed(candidates(segments))
     pricing.consider(first)
-    k, most = max(wanted.segments), 0
+    k, most = max(segments), 0
     if shortest:
         most = min(shortest, max(k, pricing.longest // pricing.fill_tokens()))
     while 2 * k <= most and pricing.goes_on(k):
         k *= 2
-        pricing.consider(pricing.likeliest(pricing.allowed(wanted.candidates(pricing.balances, [k]))), _MOST_OF_ROUND)
+        pricing.consider(pricing.likeliest(pricing.allowed(candidates([k]))), _MOST_OF_ROUND)
     if not pricing.fitting:  # equal segments need less: of equal time the first one is the longest by far
-        last = first if k == max(wanted.segments) else pricing.allowed(wanted.candidates(pricing.balances, [k]))
-        pricing.consider([each._replace(mix=0.0) for each in last if each.num_segments > 1], math.inf)
+        last = first if k == max(segments) else pricing.allowed(candidates([k]))
+        pricing.consider([each._replace(mix=0.0) for each in last if each.num_segments > 1])
     if not pricing.fitting:
         raise ValueError(pricing.explain_nothing())
     if shortest and k > 4:
         pricing.consider(pricing.between(most), _MOST_OF_ROUND // 2)
-    pricing.consider(pricing.mixed(pricing.fitting, _MIXES), math.inf if not shortest else _MOST_OF_ROUND // 2)
-    if shortest:
-        for finer in _FINER:
-            mix = pricing.fitting[0].candidate.mix
-            pricing.consider(pricing.mixed(pricing.fitting[:1], (mix - finer, mix + finer)), _MOST_OF_ROUND // 4)
-    pricing.is_quick = wanted.is_free
-    if wanted.is_free:
-        auto = next(family for family in families() if family.name == "auto")
-        pricing.consider(pricing.instead(family=auto))
-    if wanted.spreads:
-        pricing.consider(pricing.instead(_MOST_SPREAD, vocabulary="ranks"), _MOST_OF_ROUND)
-    if wanted.is_free:
-        pricing.refine()
+    pricing.consider(pricing.mixed(pricing.fitting, _MIXES), _MOST_OF_ROUND // 2 if shortest else math.inf)
+    for finer in _FINER if shortest else ():
+        mix = pricing.fitting[0].candidate.mix
+        pricing.consider(pricing.mixed(pricing.fitting[:1], (mix - finer, mix + finer)), _MOST_OF_ROUND // 4)
+    pricing.is_quick = is_free
+    if is_free:
+        pricing.consider(pricing.instead(family=families_named(["auto"])[0]))
 
 
 def _next_step(pricing: Pricing, best: Case, is_limited: bool, names: Sequence[str] | None) -> str:
@@ -384,33 +397,6 @@ def _next_step(pricing: Pricing, best: Case, is_limited: bool, names: Sequence[s
     tokens = pricing.longest // k
     ways.append(f"more micro-batches in a step ({k} segments have {tokens} tokens)")
     return f"{best.bubble:.1%} of the step is bubble: {', or '.join(ways)}"
-
-
-class _Wanted(NamedTuple):
-    """Values that a search tries."""
-
-    families: Sequence[Family]
-    stages_per_rank: Sequence[int]
-    segments: Sequence[int]
-    inside: Sequence[str]
-    remedies: Sequence[tuple[str, ...]]
-    is_free: bool  # of families: none was named
-    vocabulary: str  # of Layout
-    spreads: bool  # whether the best are also tried with the vocabulary over the ranks
-
-    def candidates(self, balances: Sequence[int], segments: Sequence[int]) -> list[Candidate]:
-        ways: list[tuple[str, tuple[str, ...]]] = [(kind, ()) for kind in self.inside]
-        if "none" in self.inside:
-            ways += [("none", remedies) for remedies in self.remedies]
-        return [
-            Candidate(family, v, k, 1.0, kind, balance, remedies, self.vocabulary)
-            for family in self.families
-            for v in self.stages_per_rank
-            for k in segments
-            if not self.is_free or (k == 1) != family.has_segments
-            for kind, remedies in ways
-            for balance in balances
-        ]
 
 
 def _wanted_remedies(remedies: Sequence[str], hardware: Hardware) -> list[tuple[str, ...]]:

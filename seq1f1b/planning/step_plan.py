@@ -24,13 +24,21 @@ from seq1f1b import ScheduleError
 from seq1f1b.ops.packing import pack_documents
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.planning.cost import CostModel, PackedRow, Price, RankBytes
-from seq1f1b.planning.fitting import LEVELS, Made, fit_under, order_for_costs, order_with_remedies
+from seq1f1b.planning.orders import LEVELS, Made, Orders, families_named
 from seq1f1b.planning.prefix_trees import PrefixTrees
-from seq1f1b.planning.step_rows import MOST_TOKENS, Rates, Rows, Tree, best_unit, rows_of, seconds_of_documents
-from seq1f1b.planning.tree_shape import TreeShape, tokens_of
+from seq1f1b.planning.step_rows import (
+    MOST_TOKENS,
+    Rates,
+    Rows,
+    Tree,
+    TreeShape,
+    best_unit,
+    rows_of,
+    seconds_of_documents,
+    tokens_of,
+)
 from seq1f1b.runtime.nested import mapped, tensors_of
-from seq1f1b.schedule import Schedule, Simulation, build_schedule
-from seq1f1b.schedule import families as known_families
+from seq1f1b.schedule import Family, Schedule, Simulation, build_schedule
 
 __all__ = ["StepPlan", "plan_step", "share_documents"]
 
@@ -213,7 +221,7 @@ def plan_step(
     items = _items(lengths, rates)
     tokens = [item.shape.tokens if isinstance(item, Tree) else item for item in items]
     work = seconds_of_documents(items, rates)
-    families = (schedule,) if isinstance(schedule, str) else tuple(schedule)
+    families = families_named((schedule,) if isinstance(schedule, str) else schedule)
     limit = math.inf if memory is None else memory
     nodes = sum(len(item.seconds) for item in items if isinstance(item, Tree))
     options = tuple(remedies), prefetch
@@ -294,7 +302,7 @@ class _Search:
         self,
         lengths: Sequence[int],
         cost: CostModel,
-        families: Sequence[str],
+        families: Sequence[Family],
         memory: float,
         remedies: Sequence[str],
         prefetch: int | None,
@@ -302,10 +310,10 @@ class _Search:
         is_of_trees: bool,
     ) -> None:
         self._lengths, self._cost = tuple(lengths), cost
-        self.first = tuple(name for name in families if name != "auto") or families  # tried with all rows
-        if is_of_trees and self.first == ("auto",):  # whose orders hold whole trees: nested ones hold a path
-            self.first = ("seq1f1b", "auto")
-        self._last = tuple(name for name in families if name not in self.first)
+        self.first = [each for each in families if each.name != "auto"] or families  # tried with all rows
+        if is_of_trees and self.first == families_named(["auto"]):  # which holds whole trees: nested orders a path
+            self.first = families_named(["seq1f1b", "auto"])
+        self._last = [each for each in families if each not in self.first]
         self._memory, self._remedies, self._prefetch = memory, remedies, prefetch
         self._least: float | None = None  # bytes that some order needs
         self._refused: ScheduleError | None = None
@@ -315,8 +323,8 @@ class _Search:
     def consider(self, rows: Rows) -> None:
         """Takes these rows if they make a faster step than those before, and fit."""
         costs = self._cost.price_rows([row.packed(self._lengths) for row in rows])
-        for name in self.first:
-            self._try(name, rows, costs)
+        for family in self.first:
+            self._try(family, rows, costs)
 
     def finish(self) -> None:
         """Tries ``auto`` where the best order has units that give way, if it could gain more than the search takes."""
@@ -328,12 +336,12 @@ class _Search:
             ranks[rank] += sum(map(sum, found.costs.seconds.forward[stage] + found.costs.seconds.backward[stage]))
         units = 2 * self._cost.num_stages * len(found.costs.sizes)
         if found.seconds - max(ranks) > _SEARCH_SECONDS * units:
-            for name in self._last:
-                self._try(name, self._rows, found.costs, is_quick=True)
+            for family in self._last:
+                self._try(family, self._rows, found.costs, is_quick=True)
 
-    def _try(self, name: str, rows: Rows, costs: Price, *, is_quick: bool = False) -> None:
+    def _try(self, family: Family, rows: Rows, costs: Price, *, is_quick: bool = False) -> None:
         try:
-            found = self._orders(name, costs, is_quick)
+            found = self._orders(family, costs, is_quick)
         except ScheduleError as error:
             self._refused = error
             return
@@ -355,13 +363,12 @@ class _Search:
         moves = "offload" in self._remedies and "L" in order.kinds
         return order.simulate(costs.costs(order, moves=moves))
 
-    def _orders(self, name: str, costs: Price, is_quick: bool) -> list[Made]:
+    def _orders(self, family: Family, costs: Price, is_quick: bool) -> list[Made]:
         """Orders of a family, each with its bytes: with as few units recomputed or moved as fit."""
-        family = next((each for each in known_families() if each.name == name), None)
 
         def build(options: dict[str, Any]) -> Schedule:
             return build_schedule(
-                name,
+                family.name,
                 num_ranks=self._cost.num_ranks,
                 num_microbatches=len(costs.message_bytes),
                 num_segments=[len(row) for row in costs.message_bytes],
@@ -371,22 +378,16 @@ class _Search:
                 prefetch=self._prefetch,
             )
 
-        def fit(made: Made) -> Made:
-            order = fit_under(self._memory, made.schedule, made.ranks, costs, self._remedies)
-            return made._replace(schedule=order, ranks=costs.rank_bytes(order))
-
         def seconds(order: Schedule) -> float:
             return self._simulate(order, costs).makespan
 
-        if family is None or "costs" not in family.options:
-            order = build({})
-            made = [Made(order, {}, costs.rank_bytes(order))]
-        else:
-            made = [order_for_costs(family, costs, self._memory, build, seconds, is_quick)]
-            if "cap_bytes" in made[0].options and self._remedies:  # it gave up time for room
-                way: dict[str, Any] = {"levels": LEVELS[:1] if is_quick else LEVELS, "is_whole": is_quick}
-                made.append(order_with_remedies(family, costs, self._memory, build, fit, seconds, **way))
-        return [each if each.peak <= self._memory or each.schedule.kinds & {"R", "L"} else fit(each) for each in made]
+        orders = Orders(family, [costs], self._memory, self._remedies, build, seconds)
+        made = [orders.made_for(self._memory, is_quick)]
+        if "cap_bytes" in made[0].options and self._remedies:  # it gave up time for room
+            made.append(orders.with_remedies(LEVELS[:1] if is_quick else LEVELS, is_whole=is_quick))
+        return [
+            each if each.peak <= self._memory or each.schedule.kinds & {"R", "L"} else orders.fit(each) for each in made
+        ]
 
     def nothing_fits(self) -> Exception:
         """The error where no order was found."""

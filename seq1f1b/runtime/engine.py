@@ -545,11 +545,6 @@ class LoneEngine(PipelineEngine):
 
     _needs_whole_model = False
 
-    def moved_so_far(self) -> tuple[int, ...]:
-        """Bytes that went to the tier and came back, and their nanoseconds; zeros where there is none."""
-        tier = self._pipeline.tier
-        return (0, 0, 0, 0) if tier is None else tier.totals()
-
     def activations_of(self, stage: int) -> Any:
         """The bytes that graphs of the stage's units held in the last step, where it counted them; else None."""
         return self._runner.activations.get(stage)

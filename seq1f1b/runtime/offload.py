@@ -76,11 +76,6 @@ class Tier(OfOneProcess):
     def wait(self, number: int) -> None:
         _C.tier_wait(self.handle, self._group, number)
 
-    def totals(self) -> tuple[int, int, int, int]:
-        """Bytes that have gone out, and come back, and the nanoseconds that their transfers took."""
-        facts = _C.tier_facts(self.handle)
-        return facts.bytes_out, facts.bytes_in, facts.ns_out, facts.ns_in
-
     def step_facts(self) -> _C.TierFacts | None:
         """Bytes and seconds of the last step's moves, as far as they have ended; None once the tier is closed."""
         return None if self.handle is None else _C.tier_step(self.handle)

@@ -12,7 +12,7 @@ from test_cost import SMALL, ideal
 from seq1f1b import partition_sequence
 from seq1f1b.partition import LayerKind, make_model
 from seq1f1b.plan import Layout, Plan
-from seq1f1b.planning.by_profile import check_profile
+from seq1f1b.planning.by_parts import check_profile
 from seq1f1b.planning.configs import shape_of
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.decoder import check_decoder

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_model import Config, batch, cross_entropy, run_whole, stage_of, whole_model
 
-from seq1f1b import Costs, Links, Memory, ModelShape, PipelineEngine
+from seq1f1b import Memory, ModelShape, PipelineEngine
 from seq1f1b.__main__ import main
 from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.cost import CostModel
@@ -46,29 +46,12 @@ def best(machine=MACHINE, **asked):
 
 def price(plan, machine=MACHINE, step=None):
     """Seconds of a plan's step among others, or of one of its lengths, and bytes of ranks, by the public simulator."""
-    counts = {"num_ranks": plan.num_ranks, "stages_per_rank": plan.stages_per_rank}
-    step = step or plan
-    cost = CostModel(SHAPE, machine, **counts, seq_len=step.seq_len, layout=plan.layout)
-    order = plan.build()
-    latencies, rates = cost.links(order.rank_of_stage)
-    optimizer = [
-        sum(value for value, place in zip(cost.optimizer_seconds(), order.rank_of_stage, strict=True) if place == rank)
-        for rank in range(plan.num_ranks)
-    ]
+    step, order = step or plan, plan.build()
+    counts = {"num_ranks": plan.num_ranks, "stages_per_rank": plan.stages_per_rank, "seq_len": step.seq_len}
+    units = CostModel(SHAPE, machine, **counts, layout=plan.layout).price(step.segment_sizes)
     steps = {"steps": 2 if plan.optimizer_sync else 4, "optimizer_sync": plan.optimizer_sync}
-    links = Links(latencies, rates, message_bytes=cost.price(step.segment_sizes).message_bytes)
-    seconds = cost.price(step.segment_sizes).seconds._asdict()
-    if plan.spread:
-        links = replace(links, statistics_bytes=[12 * size for size in step.segment_sizes])
-        seconds |= cost.price(step.segment_sizes).shard_seconds
-    if "L" in "".join(plan.units):
-        seconds["tier"] = [
-            [x / machine.tier_bandwidth for x in row]
-            for row in cost.price(step.segment_sizes).memory(order.rank_of_stage).activations
-        ]
-    run = order.simulate(Costs(**seconds, links=links, optimizer=optimizer), **steps)
-    bytes_of_ranks = [rank.total for rank in cost.price(step.segment_sizes).rank_bytes(order)]
-    return run.period, bytes_of_ranks
+    run = order.simulate(units.costs(order, moves="L" in "".join(plan.units)), **steps)
+    return run.period, [rank.total for rank in units.rank_bytes(order)]
 
 
 def check_price(plan, machine=MACHINE):

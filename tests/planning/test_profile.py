@@ -23,8 +23,7 @@ from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import ProfiledHardware, load_hardware
 from seq1f1b.planning.profile import Part, Profile, Sample
-from seq1f1b.planning.profiler import StageTimes, fit_part, make_profile, measure_stage
-from seq1f1b.planning.workspace import measure_workspace
+from seq1f1b.planning.profiler import StageTimes, fit_part, make_profile, measure_stage, measure_workspace
 
 SHAPE = ModelShape(hidden=32, layers=4, heads=4, kv_heads=4, ffn=32, vocab=29)
 MACHINE = load_hardware("cpu-zen5")
@@ -506,20 +505,7 @@ def test_replays_of_ranks_that_share_cores(case):
 def test_profile_then_plan_on_the_command_line(tmp_path, capfd):
     model, file, order = tmp_path / "m.json", tmp_path / "p.json", tmp_path / "plan.json"
     model.write_text(json.dumps(SHAPE._asdict()))
-    measure = [
-        "profile",
-        "--model",
-        str(model),
-        "--seq",
-        "128",
-        "--repeats",
-        "1",
-        "--dtype",
-        "bf16",
-        "--processes",
-        "2",
-    ]
-    measure += ["--offload", str(tmp_path)]
+    measure = f"profile --model {model} --seq 128 --repeats 1 --dtype bf16 --processes 2 --offload {tmp_path}".split()
     assert main([*measure, "--output", str(file)]) == 0
     text, told = capfd.readouterr()
     assert re.fullmatch(r"seq1f1b: measuring, about \d+ (seconds|minutes?)\n", told)
@@ -528,8 +514,8 @@ def test_profile_then_plan_on_the_command_line(tmp_path, capfd):
     assert re.search(r"a token of a layer moves \d+ bytes; a process's tier takes \S+ GB/s and gives back", text)
     found = Profile.load(file)
     assert found.model == SHAPE and found.layer.layers == 2 and found.seconds > 0
-    asked = ["plan", "--model", str(model), "--profile", str(file), "--seq", "128", "--ranks", "2"]
-    few = ["--microbatches", "4", "--schedules", "1f1b,seq-zb-h1", "--stages", "1", "--output", str(order)]
+    asked = f"plan --model {model} --profile {file} --seq 128 --ranks 2 --microbatches 4".split()
+    few = f"--schedules 1f1b,seq-zb-h1 --stages 1 --output {order}".split()
     assert main([*asked, *few]) == 0
     assert "(profile), measured units\ncap" in capfd.readouterr().out
     assert Plan.load(order).hardware.endswith("(profile)")

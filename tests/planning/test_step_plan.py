@@ -27,20 +27,6 @@ from seq1f1b.testing import run_ranks
 MODEL = ModelShape(hidden=256, layers=4, heads=4, kv_heads=2, ffn=512, vocab=1000)
 
 
-def random_lengths(rng: random.Random) -> list[int]:
-    match rng.randrange(5):
-        case 0:
-            return [1] * rng.randint(1, 20)
-        case 1:
-            return [3000, *(rng.randint(1, 30) for _ in range(rng.randint(1, 40)))]
-        case 2:
-            return [rng.randint(1, 64) for _ in range(rng.randint(1, 60))]  # all short
-        case 3:
-            return [64] * rng.randint(1, 9)  # each a whole row
-        case _:
-            return [max(1, min(4000, int(rng.lognormvariate(4.0, 1.3)))) for _ in range(rng.randint(1, 100))]
-
-
 def cost_of(num_ranks: int, *, stages_per_rank: int = 1, machine: str = "cpu-zen5") -> CostModel:
     counts = {"num_ranks": num_ranks, "stages_per_rank": stages_per_rank, "seq_len": 64}
     return CostModel(MODEL, load_hardware(machine), **counts)
@@ -48,20 +34,6 @@ def cost_of(num_ranks: int, *, stages_per_rank: int = 1, machine: str = "cpu-zen
 
 def row_of(plan: StepPlan, index: int) -> PackedRow:
     return PackedRow(tuple(plan.lengths[i] for i in plan.rows[index]), plan.segment_sizes[index])
-
-
-def test_every_token_is_in_one_segment() -> None:
-    rng = random.Random(0)
-    for _ in range(300):
-        lengths, most = random_lengths(rng), rng.choice((64, 512, None))
-        plan = plan_step(lengths, cost_of(rng.randint(1, 4)), segment_tokens=most)
-        assert sorted(itertools.chain.from_iterable(plan.rows)) == list(range(len(lengths)))
-        for documents, sizes in zip(plan.rows, plan.segment_sizes, strict=True):
-            assert sum(sizes) == sum(lengths[i] for i in documents)
-            assert min(sizes) >= 1 and (most is None or max(sizes) <= most)
-        counts = [len(sizes) for sizes in plan.segment_sizes]
-        assert counts == sorted(counts, reverse=True) and plan.schedule.segments_of == tuple(counts)
-        plan.schedule.check()
 
 
 def test_units_take_the_same_time() -> None:
@@ -112,10 +84,20 @@ def test_costs_of_rows_are_those_of_each_row_alone() -> None:
         assert [rank.static for rank in plan.ranks] == [rank.static for rank in static]
 
 
-def test_a_plan_for_thousands_of_documents_is_quick() -> None:
-    """Documents with a long tail, on 8 ranks of equal stages: units are full, and the bubble is a few percent."""
+@pytest.mark.parametrize("kind", ["documents", "trees"])
+def test_a_plan_of_much_is_quick(kind: str) -> None:
+    """Thousands of documents with a long tail, or a hundred trees of 20 nodes, on 8 ranks: 25 and 42 ms on a free core.
+    The same on every rank; others have another digest."""
     rng = random.Random(1)
-    lengths = [max(1, min(65536, int(rng.lognormvariate(6.5, 1.4)))) for _ in range(4096)]
+    lengths: list[Any] = [max(1, min(65536, int(rng.lognormvariate(6.5, 1.4)))) for _ in range(4096)]
+    if kind == "trees":
+        lengths = [
+            TreeShape(
+                tuple(rng.choice((1, rng.randint(1, 1024))) for _ in range(20)),
+                (-1, *(rng.choice((i, rng.randint(0, i))) for i in range(19))),
+            )
+            for _ in range(100)
+        ]
     model = MODEL._replace(layers=8, hidden=4096, heads=32, ffn=16384, vocab=0)
     cost = CostModel(model, load_hardware("h100"), num_ranks=8, seq_len=65536)
     took = []
@@ -123,11 +105,10 @@ def test_a_plan_for_thousands_of_documents_is_quick() -> None:
         begin = time.perf_counter()
         plan = plan_step(lengths, cost)
         took.append(time.perf_counter() - begin)
-    assert min(took) < 0.25  # 25 ms on a free core
-    assert plan.simulation.bubble_ratio < 0.05
-    again = plan_step(lengths, cost)
+    assert min(took) < (0.25 if kind == "documents" else 0.5)
+    assert kind == "trees" or plan.simulation.bubble_ratio < 0.05  # units are full
+    again, other = plan_step(lengths, cost), plan_step(lengths[:-1], cost)
     assert again == plan and again.digest == plan.digest
-    other = plan_step(lengths[:-1], cost)
     assert other != plan and other.digest != plan.digest
 
 

@@ -1,0 +1,41 @@
+"""Text on a terminal: long lines, and the progress of a long command."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+
+__all__ = ["progress_bar", "wrapped"]
+
+
+def wrapped(text: str) -> str:
+    """Breaks lines at spaces, where the terminal ends, or after 100 columns without one."""
+    width = shutil.get_terminal_size((100, 24)).columns  # or COLUMNS
+    lines = (
+        textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False) or [""]
+        for line in text.split("\n")
+    )
+    return "\n".join(part for line in lines for part in line)
+
+
+@contextlib.contextmanager
+def progress_bar(total: float, what: str) -> Iterator[Callable[[float], None] | None]:
+    """Draws a bar over itself on stderr; call the result with the amount done out of ``total``. It is None where stderr
+    is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+
+    def show(done: float) -> None:
+        share = done / total
+        filled = int(40 * share)
+        bar = "#" * filled + "." * (40 - filled)
+        print(f"\r[{bar}] {share:4.0%} of {what}\033[K", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,230 @@
+"""Orders of a family for the units of a step: built for their costs, and made to fit within a cap of memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+from seq1f1b.files import nearest_name
+from seq1f1b.planning.cost import Price, RankBytes
+from seq1f1b.schedule import Family, Schedule, families
+
+__all__ = ["LEVELS", "Made", "Orders", "families_named"]
+
+_CAP_TRIES = 4  # orders for one cap
+LEVELS = (1.0, 2.0, 4.0, 0.5)  # of :meth:`Orders.with_remedies`
+
+
+def families_named(names: Collection[str]) -> list[Family]:
+    """The families of these names."""
+    known = {family.name: family for family in families()}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"there is no schedule named {name!r}{nearest_name(name, known)}")
+    return [known[name] for name in names]
+
+
+class Made(NamedTuple):
+    """An order, the options that it was built with, and its bytes."""
+
+    schedule: Schedule
+    options: dict[str, Any]
+    ranks: list[RankBytes]
+
+    @property
+    def peak(self) -> int:
+        return max(rank.total for rank in self.ranks)
+
+
+class Orders(NamedTuple):
+    """The orders of one family for the units of a step.
+
+    Attributes:
+        prices: of the units, for steps of each length, the longest last.
+        cap: bytes that a rank may hold.
+        remedies: what units may do until an order fits, see :meth:`seq1f1b.Schedule.fit`.
+        build: makes an order from options of the family.
+        seconds: times an order.
+    """
+
+    family: Family
+    prices: Sequence[Price]
+    cap: float
+    remedies: Sequence[str]
+    build: Callable[[dict[str, Any]], Schedule]
+    seconds: Callable[[Schedule], float]
+
+    @property
+    def price(self) -> Price:
+        """That of the longest steps, for which orders are made."""
+        return self.prices[-1]
+
+    def with_bytes(self, schedule: Schedule, options: dict[str, Any]) -> Made:
+        """An order with the bytes of its ranks under the length that takes most."""
+        lengths = zip(*(price.rank_bytes(schedule) for price in self.prices), strict=True)
+        return Made(schedule, options, [max(ranks, key=lambda rank: rank.total) for ranks in lengths])
+
+    def make(self, options: dict[str, Any]) -> Made:
+        """The order of these options."""
+        return self.with_bytes(self.build(options), options)
+
+    def made_for(self, cap: float, is_quick: bool = False) -> Made:
+        """The order of the family; of one that takes a cap in bytes, the fastest that fits in ``cap``, of several made
+        for what the one before left of it; of one that may split the backward or not, the faster of both.
+
+        Such a family counts every unit at the most that it ever holds, so what fits is found step by step: activations
+        and cache are its to change, what else a rank holds is taken as it was. Where none fits: the one that holds
+        least.
+
+        Args:
+            is_quick: of whole backwards alone, and one order for the cap: a quarter of the time.
+        """
+        if "costs" not in self.family.options:
+            return self.make({})
+        price, takes_cap = self.price, "cap_bytes" in self.family.options and cap < math.inf
+        held, options = price.held_bytes(), self._ways(is_quick)
+        if takes_cap and price.least_bytes() > cap:  # no order fits: this one holds about as little as any
+            return self.make(options[-1] | {"unit_bytes": held, "cap_bytes": self._one_microbatch()})
+        choices = list(map(self.make, options))
+        if len(choices) > 1:
+            choices.sort(key=lambda made: (made.peak > cap, self.seconds(made.schedule), made.peak))
+        made = choices[0]
+        if made.peak <= cap or not takes_cap:
+            return made
+        free, share = made.options, 1 + price.cost.hardware.allocator_reserve
+        least = [0] * made.schedule.num_ranks  # one micro-batch
+        for rank, row in zip(made.schedule.rank_of_stage, held, strict=True):
+            least[rank] += max(map(sum, price.microbatches(row)))
+        room, aim = [rank.activations + rank.kv for rank in made.ranks], cap
+        tried: list[Made] = []
+        for _ in range(1 if is_quick else _CAP_TRIES):
+            left = [math.floor((aim - rank.total) / share) for rank in made.ranks]
+            room = [max(x + y, z) for x, y, z in zip(room, left, least, strict=True)]
+            made = self.make(free | {"unit_bytes": held, "cap_bytes": room})
+            tried.append(made)
+            aim -= max(0, made.peak - cap)  # one order is not the next one plus a little: aim lower after too much
+        return min(tried, key=lambda made: self._place(made, cap))
+
+    def with_remedies(self, levels: Sequence[float] = LEVELS, is_whole: bool = False) -> Made:
+        """The order of a family that takes a cap in bytes, with the units that give up what they saved: the fastest of
+        orders that hold more or fewer micro-batches, each made to fit, the best one then searched again with what its
+        units compute twice.
+
+        Args:
+            levels: what the orders hold, of what 1F1B does beyond its first micro-batch.
+            is_whole: of whole backwards alone.
+        """
+        held, one = self.price.held_bytes(), self._one_microbatch()
+        tried: list[tuple[tuple[float, int], Made]] = []
+
+        def best() -> tuple[tuple[float, int], Made]:
+            return min(tried, key=lambda each: each[0])
+
+        def consider(options: dict[str, Any]) -> None:
+            made = self.make(options)
+            made = self.fit(made) if made.peak > self.cap else made
+            tried.append((self._place(made, self.cap), made))
+
+        def at_level(level: float) -> dict[str, Any]:
+            share = 1 + level * (self.price.cost.num_ranks - 1) / len(self.price.longest)
+            return {"unit_bytes": held, "cap_bytes": [math.ceil(share * x) for x in one]}
+
+        for way in self._ways(is_whole):
+            consider(way | at_level(levels[0]))
+        for level in levels[1:]:
+            consider(best()[1].options | at_level(level))
+        (taken, _), made = best()
+        if taken < math.inf:
+            consider(made.options | {"costs": _with_recompute(made, self.price)})
+        return best()[1]
+
+    def fit(self, made: Made) -> Made:
+        """The order with units that recompute or move until no rank holds more than the cap, or no unit is left.
+
+        Units move only as far as the machine's host memory takes them: else none do, and the other remedies are left.
+        """
+        price, schedule, hw = self.price, made.schedule, self.price.cost.hardware
+        memory = price.memory(schedule.rank_of_stage)
+        held = schedule.peak_memory(memory, price.costs(schedule)).total
+        left = [math.floor((self.cap - rank.total) / (1 + hw.allocator_reserve)) for rank in made.ranks]
+        room = [max(0, x + y) for x, y in zip(held, left, strict=True)]
+
+        def fitted(remedies: Sequence[str]) -> Schedule:
+            return schedule.fit(memory, room, remedies, price.costs(schedule, moves="offload" in remedies))
+
+        found = fitted(self.remedies)
+        if hw.host_share and "L" in found.kinds and max(_away_bytes(found, price)) > hw.host_share:
+            others = [remedy for remedy in self.remedies if remedy != "offload"]
+            found = fitted(others) if others else schedule
+        return self.with_bytes(found, made.options)
+
+    def _place(self, made: Made, cap: float) -> tuple[float, int]:
+        """Sorts orders: the fastest that fits, or the one that holds least."""
+        return self.seconds(made.schedule) if made.peak <= cap else math.inf, made.peak
+
+    def _ways(self, is_whole: bool) -> list[dict[str, Any]]:
+        """Options of the costs and of the backward that are tried: split, if it may be, and whole, which has seconds of
+        its own."""
+        seconds, cost, taken = self.price.seconds, self.price.cost, self.family.options
+        options: dict[str, Any] = {"costs": [seconds.forward, seconds.input, seconds.weight]}
+        if "transfer" in taken:
+            latencies, rates = cost.links(range(cost.num_ranks))
+            message = statistics.fmean(itertools.chain(*self.price.microbatches(self.price.message_bytes)))
+            times = [latency + message / rate for latency, rate in zip(latencies, rates, strict=True)]
+            options["transfer"] = statistics.fmean(times) if times else 0.0
+        if "backward" not in taken:
+            return [options]
+        whole = options | {"backward": "whole", "costs": [seconds.forward, seconds.backward, 0.0]}
+        return [whole] if is_whole else [options, whole]
+
+    def _one_microbatch(self) -> list[int]:
+        """Bytes of one micro-batch on each rank, wherever its stages are: in a loop or in a V."""
+        price, P = self.price, self.price.cost.num_ranks
+        loop, wave = [0] * P, [0] * P
+        for stage, row in enumerate(price.held_bytes()):
+            turn, place = divmod(stage, P)
+            most = max(map(sum, price.microbatches(row)))
+            loop[place] += most
+            wave[place if turn % 2 == 0 else P - 1 - place] += most
+        return list(map(max, loop, wave))
+
+
+def _with_recompute(made: Made, price: Price) -> list[Any]:
+    """Seconds of F, I and W, where I has the R of the share of its units that are recomputed: of those of its segment,
+    or of a micro-batch of its own."""
+    forward, before, weight = made.options["costs"]
+    inputs = []
+    for kinds, row, again in zip(made.schedule.cell_kinds(), before, price.seconds.recompute, strict=True):
+        words, rows = kinds.split(), price.microbatches(row)
+        each = len(words) // len(rows)  # micro-batches that are alike
+        found = [
+            [
+                x + r * sum(word[s] == "R" for word in words[m * each : (m + 1) * each]) / each
+                for s, (x, r) in enumerate(zip(own, agains, strict=True))
+            ]
+            for m, (own, agains) in enumerate(zip(rows, price.microbatches(again), strict=True))
+        ]
+        inputs.append(found if rows is row else found[0])
+    return [forward, inputs, weight]
+
+
+def _away_bytes(schedule: Schedule, price: Price) -> list[int]:
+    """Most bytes that each rank's moved units have in the tier at once: from O to the backward."""
+    saved: Any = price.memory(schedule.rank_of_stage).activations
+    rows = list(map(price.microbatches, saved))
+    most = []
+    for rank in range(schedule.num_ranks):
+        away: dict[tuple[int, int, int], int] = {}
+        held = peak = 0
+        for letter, stage, m, s in schedule.units_of(rank):
+            if letter == "O":
+                away[stage, m, s] = rows[stage][min(m, len(rows[stage]) - 1)][s]
+                held += away[stage, m, s]
+                peak = max(peak, held)
+            elif letter in "BI":
+                held -= away.pop((stage, m, s), 0)
+        most.append(peak)
+    return most
