@@ -171,7 +171,7 @@ class C10dRelay:
         except Exception as error:
             self._lose(error, sequence)
 
-    def _lose(self, error: Exception, sequence: int = -1) -> None:
+    def _lose(self, error: BaseException, sequence: int = -1) -> None:
         self._broken(first_line(error), f"{self._text}, message {sequence}")
 
     # after a step, and at the end
