@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined] # has no types
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,7 +86,7 @@ def launch(fn: Callable[..., Any], num_ranks: int, *arguments: Any, backend: str
         try:
             variables = _variables(num_ranks, store.port)
             for rank in range(num_ranks):
-                ranks.start(rank, call, _Place(rank, variables, folder, backend, threads, os.getpid()))
+                ranks.start(rank, call, variables, folder, backend, threads, os.getpid())
             open(f"{folder}/{_ALL}", "wb").close()
             return _results(ranks, folder)
         except KeyboardInterrupt:
@@ -113,6 +113,7 @@ def _variables(num_ranks: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_DIST_INIT_BARRIER": "1",  # who leaves before all are in the process group breaks gloo's meeting of them
         # Any user of the machine reaches the store: values without this secret's digest end the pipeline.
         "SEQ1F1B_SECRET": os.environ.get("SEQ1F1B_SECRET") or secrets.token_hex(32),
     }
@@ -162,10 +163,10 @@ class _Ranks:
         self.processes: list[Any] = []
         self._printed: dict[Connection, _Lines] = {}
 
-    def start(self, rank: int, call: Any, place: _Place) -> None:
+    def start(self, rank: int, *arguments: Any) -> None:
         pipes = {stream: self._context.Pipe(duplex=False) for stream in ("stdout", "stderr")}
         theirs = tuple(writer for _, writer in pipes.values())
-        process = self._context.Process(target=_run, args=(call, place, *theirs), name=f"rank {rank}")
+        process = self._context.Process(target=_run, args=(rank, *arguments, *theirs), name=f"rank {rank}")
         process.start()
         for stream, (reader, writer) in pipes.items():
             writer.close()
@@ -174,15 +175,13 @@ class _Ranks:
 
     def print_some(self, seconds: float) -> None:
         """Prints what the ranks have written, and waits for more for at most so long."""
-        for pipe in wait(list(self._printed), seconds) if self._printed else ():
+        for pipe in wait(list(self._printed), seconds):
             assert isinstance(pipe, Connection)
             data = os.read(pipe.fileno(), 1 << 16)
             self._printed[pipe].add(data)
             if not data:
                 self._printed.pop(pipe).end()
                 pipe.close()
-        if not self._printed:
-            time.sleep(seconds)
 
     def exit_code(self, rank: int) -> int | None:
         """None while it runs. Where a rank was killed, the processes that it has left behind are, too."""
@@ -218,12 +217,8 @@ class _Ranks:
             self.watch(_GRACE_S)
         for process in self.processes:
             process.join()
-        while self._printed:  # a process that a rank has left behind may hold its pipe for ever
-            before = len(self._printed)
-            ready = wait(list(self._printed), 0)
+        while self._printed and wait(list(self._printed), 0):  # what a rank has left behind may hold its pipe for ever
             self.print_some(0)
-            if not ready and len(self._printed) == before:
-                break
         for pipe, lines in self._printed.items():
             lines.end()
             pipe.close()
@@ -316,36 +311,41 @@ def _ended(rank: int, code: int | None) -> str:
 # -- in the process of a rank ------------------------------------------------------------------------------------------
 
 
-class _Place(NamedTuple):
-    rank: int
-    variables: Mapping[str, str]
-    folder: str  # for results
-    backend: str
-    threads: int  # 0: as torch has found in the environment
-    launcher: int  # process id
+def _run(
+    rank: int,
+    call: Any,
+    variables: Mapping[str, str],
+    folder: str,
+    backend: str,
+    threads: int,
+    launcher: int,
+    out: Connection,
+    err: Connection,
+) -> None:
+    """Runs one rank.
 
-
-def _run(call: Any, place: _Place, out: Connection, err: Connection) -> None:
-    """Runs one rank."""
+    Args:
+        folder: for results. threads: 0: as torch has found in the environment. launcher: process id.
+    """
     if not isinstance(call, bytes):  # forked: what is garbage in the launching process is not this one's to end, as a
         gc.freeze()  # store, whose end waits for a thread that is not here
     ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != place.launcher:  # it ended before
+    if os.getppid() != launcher:  # it ended before
         os._exit(1)
     os.setsid()  # Ctrl-C in a terminal reaches the launching process alone, which passes it on once
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked rank has the launching process's handlers
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # A rank that is forked while the store's thread answers another one has locks of that thread, held for ever.
-    while not os.path.exists(f"{place.folder}/{_ALL}"):
+    while not os.path.exists(f"{folder}/{_ALL}"):
         time.sleep(1e-3)
     _print_into(out, err)
-    os.environ |= place.variables
-    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), f"{place.rank}")
-    if place.threads:
-        os.environ["OMP_NUM_THREADS"] = f"{place.threads}"  # for what a rank starts
-        torch.set_num_threads(place.threads)
-    said = _outcome(call, place)
-    path = f"{place.folder}/{place.rank}"
+    os.environ |= variables
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), f"{rank}")
+    if threads:
+        os.environ["OMP_NUM_THREADS"] = f"{threads}"  # for what a rank starts
+        torch.set_num_threads(threads)
+    said = _outcome(call, rank, backend)
+    path = f"{folder}/{rank}"
     with open(f"{path}.part", "wb") as file:
         pickle.dump(said, file)
     os.replace(f"{path}.part", path)
@@ -353,28 +353,38 @@ def _run(call: Any, place: _Place, out: Connection, err: Connection) -> None:
         dist.destroy_process_group()
 
 
-def _outcome(call: Any, place: _Place) -> tuple[float, bytes, str]:
+def _outcome(call: Any, rank: int, backend: str) -> tuple[float, bytes, str]:
     """The message of a rank, with its result or error pickled."""
+    value: Any = None
+    error: BaseException | None = None
     try:
-        dist.init_process_group(place.backend)
-        _meet(place)
+        dist.init_process_group(backend)
         fn, arguments = pickle.loads(call) if isinstance(call, bytes) else call
-        said = _packed(place.rank, fn(*arguments))
-    except SystemExit as error:
-        said = _packed_error(_left(place.rank, error)) if error.code else _packed(place.rank, None)
-    except Exception as error:
-        said = _packed_error(error)
-    except BaseException as error:  # in the launching process it would be taken for its own
-        said = _packed_error(RuntimeError(f"rank {place.rank} ended by {type(error).__name__}"))
-    return time.monotonic(), *said
-
-
-def _meet(place: _Place) -> None:
-    """Waits until all ranks are in the process group: who leaves before breaks gloo's meeting of the others."""
-    open(f"{place.folder}/met{place.rank}", "wb").close()
-    for other in range(int(place.variables["WORLD_SIZE"])):
-        while not os.path.exists(f"{place.folder}/met{other}"):  # of one that fails: the launching process ends all
-            time.sleep(1e-3)
+        value = fn(*arguments)
+    except SystemExit as left:
+        code, more = (left.code, "") if isinstance(left.code, int) else (1, f": {left.code}")
+        if left.code:
+            error = RuntimeError(f"rank {rank} ended with exit code {code}, by sys.exit(){more}")
+    except Exception as raised:
+        error = raised
+    except BaseException as raised:  # in the launching process it would be taken for its own
+        error = RuntimeError(f"rank {rank} ended by {type(raised).__name__}")
+    seconds = time.monotonic()
+    if error is None:
+        try:
+            return seconds, pickle.dumps((value,)), ""
+        except Exception as refused:
+            error = RuntimeError(
+                f"fn returned a {type(value).__name__} on rank {rank}, which cannot be sent to the launching "
+                f"process ({refused}): return numbers, text, tensors or a state_dict"
+            )
+    text = "".join(traceback.format_exception(error))
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:  # then its text alone is sent
+        data = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    return seconds, data, text
 
 
 def _print_into(out: Connection, err: Connection) -> None:
@@ -386,32 +396,3 @@ def _print_into(out: Connection, err: Connection) -> None:
         if hasattr(old, "reconfigure"):  # what holds it, as a handler of logging, goes on to write there
             old.reconfigure(line_buffering=True)
         setattr(sys, name, stream)
-
-
-def _left(rank: int, error: SystemExit) -> RuntimeError:
-    is_number = isinstance(error.code, int)
-    more = "" if is_number else f": {error.code}"
-    return RuntimeError(f"rank {rank} ended with exit code {error.code if is_number else 1}, by sys.exit(){more}")
-
-
-def _packed(rank: int, result: Any) -> tuple[bytes, str]:
-    try:
-        return pickle.dumps((result,)), ""
-    except Exception as error:
-        return _packed_error(
-            RuntimeError(
-                f"fn returned a {type(result).__name__} on rank {rank}, which cannot be sent to the launching process "
-                f"({error}): return numbers, text, tensors or a state_dict"
-            )
-        )
-
-
-def _packed_error(error: BaseException) -> tuple[bytes, str]:
-    """The error and its traceback as text; the text alone if the error cannot be sent."""
-    text = "".join(traceback.format_exception(error))
-    try:
-        data = pickle.dumps(error)
-        pickle.loads(data)
-    except Exception:
-        data = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
-    return data, text

@@ -90,14 +90,6 @@ static PyObject *relay_done(PyObject *Py_UNUSED(module), PyObject *arguments)
     Py_RETURN_NONE;
 }
 
-S1F_METHOD_OF(edge_positions, edge_end, end)
-{
-    uint64_t granted, sent;
-    s1f_arena_positions(end, &granted, &sent);
-    return Py_BuildValue("(KK)(KK)", (unsigned long long)(granted >> 32), (unsigned long long)(granted & UINT32_MAX),
-                         (unsigned long long)(sent >> 32), (unsigned long long)(sent & UINT32_MAX));
-}
-
 static PyObject *message_head(PyObject *Py_UNUSED(module), PyObject *address)
 {
     const void *place;
@@ -204,8 +196,6 @@ PyMethodDef s1f_edge_methods[] = {
     S1F_METHOD(relay_end, VARARGS, "An end whose messages a Python object moves."),
     S1F_METHOD(relay_done, VARARGS, "A message has come, or has gone."),
     S1F_METHOD(relay_flush, O, "Waits until every message has gone."),
-    S1F_METHOD(edge_positions, O,
-               "(step, messages of it) that have a place, and that were sent; end: not one between GPUs."),
     S1F_METHOD(message_head, O, "(bytes after the header, -1 if there is no message; whether of a training step)."),
     S1F_METHOD(place_tensor_capsule, VARARGS,
                "DLPack capsule of a tensor that keeps owner alive, on the CPU or on a GPU."),

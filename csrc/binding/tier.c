@@ -17,15 +17,23 @@ static PyObject *file_tier(PyObject *Py_UNUSED(module), PyObject *arguments)
     return s1f_new_tier(status, tier, NULL);
 }
 
+static s1f_status check_host(void *function, int64_t bytes)
+{
+    PyGILState_STATE state = PyGILState_Ensure();
+    PyObject *result = PyObject_CallFunction(function, "L", (long long)bytes);
+    Py_XDECREF(result);
+    PyGILState_Release(state);
+    return result == NULL ? S1F_ERR_PYTHON : S1F_OK;
+}
+
 static PyObject *host_tier(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     s1f_device *device;
-    int host_ranks;
-    const char *root;
-    if (!PyArg_ParseTuple(arguments, "O&is", s1f_to_device, &device, &host_ranks, &root))
+    PyObject *function;
+    if (!PyArg_ParseTuple(arguments, "O&O", s1f_to_device, &device, &function))
         return NULL;
     s1f_tier *tier = NULL;
-    s1f_status status = s1f_host_tier_create(device, host_ranks, root, &tier);
+    s1f_status status = s1f_host_tier_create(device, check_host, function, &tier);
     return s1f_new_tier(status, tier, arguments);
 }
 

@@ -1,8 +1,6 @@
 /* host_tier.c - pinned memory, the two streams that copy, and the events between them and compute. */
 #include "host_tier.h"
 
-#include "host_memory.h"
-
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,8 +24,8 @@ typedef struct { /* one copy of a load; events are made once and used again by e
 typedef struct {
     s1f_tier head;
     s1f_device *device;
-    int32_t host_ranks;
-    char *root;
+    s1f_status (*check_host)(void *context, int64_t bytes);
+    void *context;
     pid_t process;
     s1f_cu_stream streams[2];
     s1f_cu_event given; /* what compute has been given, for a stream that is to wait for it */
@@ -64,20 +62,6 @@ static s1f_status leave(const host_tier *tier, int mode, s1f_status status)
 
 /* -- room ---------------------------------------------------------------------------------------------------------- */
 
-/* Whether the host can give so much: a container that has no more is killed, it is not refused. */
-static s1f_status check_host(const host_tier *tier, int64_t bytes)
-{
-    s1f_host_room room;
-    s1f_host_room_find(tier->root, &room);
-    if (bytes <= room.bytes / tier->host_ranks)
-        return S1F_OK;
-    return s1f_fail(
-        S1F_ERR_MEMORY,
-        "Memory(offload=HOST) needs %lld bytes of pinned host memory more for each of %d ranks of this host, "
-        "and %s leaves %lld: move fewer units by Memory(units=), use shorter segments, or allow more memory",
-        (long long)bytes, (int)tier->host_ranks, room.from, (long long)room.bytes);
-}
-
 static s1f_status pin(const host_tier *tier, int64_t bytes, void **memory)
 {
     if (S1F_CU(tier->device->driver, host_allocate, memory, (size_t)bytes, 0) == S1F_OK)
@@ -98,7 +82,8 @@ static s1f_status grow(host_tier *tier, int64_t end, int64_t load_bytes)
     if (missing <= 0)
         return S1F_OK;
     missing = (missing + PIECE_BYTES - 1) / PIECE_BYTES * PIECE_BYTES;
-    S1F_TRY(check_host(tier, expected > missing ? expected : missing));
+    if (tier->check_host != NULL)
+        S1F_TRY(tier->check_host(tier->context, expected > missing ? expected : missing));
     piece *pieces = realloc(tier->pieces, ((size_t)tier->num_pieces + 1) * sizeof *pieces);
     if (pieces == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld pieces of a tier", (long long)tier->num_pieces + 1);
@@ -343,7 +328,6 @@ static void free_tier(s1f_tier *head)
         leave(tier, mode, S1F_OK);
     free(tier->copies);
     free(tier->pieces);
-    free(tier->root);
     free(tier);
 }
 
@@ -358,19 +342,20 @@ static const s1f_tier_kind host_kind = {
     .free = free_tier,
 };
 
-s1f_status s1f_host_tier_create(s1f_device *device, int32_t host_ranks, const char *root, s1f_tier **out)
+s1f_status s1f_host_tier_create(s1f_device *device, s1f_status (*check_host)(void *context, int64_t bytes),
+                                void *context, s1f_tier **out)
 {
     host_tier *tier = calloc(1, sizeof *tier);
     if (tier == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for a tier");
     tier->head.kind = &host_kind;
     tier->device = device;
-    tier->host_ranks = host_ranks < 1 ? 1 : host_ranks;
+    tier->check_host = check_host;
+    tier->context = context;
     tier->process = getpid();
     snprintf(tier->facts.medium, sizeof tier->facts.medium, "pinned memory");
     tier->facts.is_memory = 1;
-    tier->root = strdup(root);
-    s1f_status status = tier->root == NULL ? s1f_fail(S1F_ERR_MEMORY, "no memory for a tier") : open_streams(tier);
+    s1f_status status = open_streams(tier);
     if (status != S1F_OK) {
         free_tier(&tier->head);
         return s1f_fail_prefixed(status, "Memory(offload=HOST): ");

@@ -13,10 +13,11 @@
 #include "../run/tier.h"
 #include "device.h"
 
-/* device is borrowed; s1f_device_begin_step names the stream that computes. host_ranks: ranks of the pipeline on this
- * host, which are taken to pin as much as this one. root: see host_memory.h. *out is the caller's (s1f_tier_free, which
- * waits for the copies that run) and untouched on error.
- * s1f_tier_out is S1F_ERR_MEMORY where host memory is short, or cannot be pinned: values and remedy. */
-s1f_status s1f_host_tier_create(s1f_device *device, int32_t host_ranks, const char *root, s1f_tier **out);
+/* device is borrowed; s1f_device_begin_step names the stream that computes. check_host: refuses so many bytes more of
+ * pinned memory where the host is short of them, before they are asked for; may be NULL. *out is the caller's
+ * (s1f_tier_free, which waits for the copies that run) and untouched on error.
+ * s1f_tier_out is S1F_ERR_MEMORY where memory cannot be pinned: values and remedy. */
+s1f_status s1f_host_tier_create(s1f_device *device, s1f_status (*check_host)(void *context, int64_t bytes),
+                                void *context, s1f_tier **out);
 
 #endif

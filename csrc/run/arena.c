@@ -255,13 +255,6 @@ void s1f_relay_done(s1f_edge_end *end, int64_t step, int64_t sequence)
     s1f_signal_raise(end->is_receiver ? &arena->control->sent : &arena->control->granted, position);
 }
 
-void s1f_arena_positions(const s1f_edge_end *end, uint64_t *granted, uint64_t *sent)
-{
-    const arena_control *control = ((const arena_end *)end)->control;
-    *granted = atomic_load_explicit(&control->granted.position, memory_order_relaxed);
-    *sent = atomic_load_explicit(&control->sent.position, memory_order_relaxed);
-}
-
 static void arena_free(s1f_edge_end *end)
 {
     arena_end *arena = (arena_end *)end;

@@ -50,8 +50,4 @@ void s1f_relay_done(s1f_edge_end *end, int64_t step, int64_t sequence);
 /* Sender: waits until every place may be reused. */
 s1f_status s1f_relay_flush(s1f_edge_end *end);
 
-/* How far an edge is, from any thread: (step << 32) + messages of that step that have a place, and that were sent. With
- * a relay they are those of this end. */
-void s1f_arena_positions(const s1f_edge_end *end, uint64_t *granted, uint64_t *sent);
-
 #endif

@@ -72,7 +72,7 @@ def connect(
         raise
     finally:
         if not isinstance(group, StoreRank):
-            rendezvous.close()
+            rendezvous.worker.close(1.0)
 
 
 def _connect(rendezvous: Rendezvous, process_group: Any, transport: str, timeout: float) -> RankGroup:
@@ -107,9 +107,7 @@ def _connect(rendezvous: Rendezvous, process_group: Any, transport: str, timeout
     # Whom one rank of a host meets, all of them do, unless one was refused: then nothing is shared.
     is_whole = all(_meet(unmet, one, other) == (other in host) for one in host for other in range(size))
     spoiled = share_on_host(rank, connections, mmap.PAGESIZE) if connections and is_whole else None
-    return StoreRank(
-        rank, size, process_group, rendezvous.client, connections, rendezvous.attempt, arena_bytes, spoiled
-    )
+    return StoreRank(rendezvous, process_group, connections, arena_bytes, spoiled)
 
 
 def _meet(unmet: list[dict[int, str]], one: int, other: int) -> bool:

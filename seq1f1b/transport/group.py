@@ -7,7 +7,7 @@ import secrets
 import struct
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -451,15 +451,15 @@ class RankGroup(OfOneProcess, ABC):
         if mine is not None and receivers:
             data = found[self.rank].cpu()  # a device's travel through host memory
             transfers += [self._begin_send(data, rank) for rank in receivers]
-        for transfer in transfers:
-            transfer.wait()
+        for wait in transfers:
+            wait()
         return found | {rank: place.to(like.device) for rank, place in places.items()}
 
     @abstractmethod
-    def _begin_send(self, data: Tensor, rank: int) -> Any: ...
+    def _begin_send(self, data: Tensor, rank: int) -> Callable[[], None]: ...  # which waits for its end
 
     @abstractmethod
-    def _begin_receive(self, data: Tensor, rank: int) -> Any: ...
+    def _begin_receive(self, data: Tensor, rank: int) -> Callable[[], None]: ...
 
     # -- edges
 

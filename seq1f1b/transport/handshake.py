@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import os
 import secrets
 import socket
 import struct
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from seq1f1b.transport.descriptors import accept
 
@@ -33,15 +31,6 @@ def receive_all(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-@contextlib.contextmanager
-def _naming(peer: int) -> Iterator[None]:
-    """Errors of a connection say whose it is."""
-    try:
-        yield
-    except OSError as error:
-        raise ConnectionError(f"rank {peer} did not answer: {error}") from error
-
-
 class Handshake:
     """Connects a rank with others of its host over abstract Unix sockets, which have no name in the file system.
 
@@ -58,15 +47,15 @@ class Handshake:
         self._listener.bind(self.name)
         self._listener.listen(1024)  # those who dial before anyone is accepted
         self._listener.settimeout(timeout_s)
-        self._dialled: dict[int, socket.socket] = {}
+        self._met: dict[int, socket.socket] = {}
 
     def dial(self, names: Sequence[str], tokens: Sequence[bytes]) -> dict[int, str]:
         """Greets all lower ranks. Returns whom it cannot meet, and why."""
         unmet = {}
         for peer in range(self.rank):
             try:
-                self._dialled[peer] = self._dial(names[peer])
-                self._dialled[peer].sendall(_HELLO.pack(tokens[peer], self.rank))
+                self._met[peer] = self._dial(names[peer])
+                self._met[peer].sendall(_HELLO.pack(tokens[peer], self.rank))
             except OSError as error:
                 unmet[peer] = str(error)
         return unmet
@@ -77,48 +66,35 @@ class Handshake:
         Args:
             dialled_by: higher ranks that dialled this one.
         """
-        connections = self._dialled
-        try:
-            while dialled_by:
-                connection = accept(self._listener)
-                greeter = self._greeted_by(connection, dialled_by)
-                if greeter is None:
-                    connection.close()
+        while left := dialled_by - self._met.keys():
+            connection = accept(self._listener)
+            if (greeter := self._greeted_by(connection, left)) is None:
+                connection.close()
+            else:
+                self._met[greeter] = connection
+        for peer in sorted(self._met, reverse=True):
+            try:
+                if peer > self.rank:
+                    self._met[peer].sendall(_HELLO.pack(tokens[peer], self.rank))
                     continue
-                dialled_by = dialled_by - {greeter}
-                connections[greeter] = connection
-                with _naming(greeter):
-                    connection.sendall(_HELLO.pack(tokens[greeter], self.rank))
-            for peer in [rank for rank in connections if rank < self.rank]:
-                with _naming(peer):
-                    token, answered_by = _HELLO.unpack(receive_all(connections[peer], _HELLO.size))
-                if not hmac.compare_digest(token, self.token) or answered_by != peer:
-                    raise ConnectionError(f"who answers in the name of rank {peer} is not rank {peer}")
-        except BaseException:
-            self.close()
-            raise
-        self._listener.close()
-        self._dialled = {}
-        return connections
+                token, answered_by = _HELLO.unpack(receive_all(self._met[peer], _HELLO.size))
+            except OSError as error:
+                raise ConnectionError(f"rank {peer} did not answer: {error}") from error
+            if not hmac.compare_digest(token, self.token) or answered_by != peer:
+                raise ConnectionError(f"who answers in the name of rank {peer} is not rank {peer}")
+        met, self._met = self._met, {}
+        return met
 
     def close(self) -> None:
-        self._listener.close()
-        for connection in self._dialled.values():
-            connection.close()
+        """Closes what :meth:`accept` has not given away."""
+        for each in (self._listener, *self._met.values()):
+            each.close()
 
     def _dial(self, name: str) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.settimeout(self.timeout_s)
-            deadline = time.monotonic() + self.timeout_s
-            while True:
-                try:
-                    connection.connect(name)
-                    break
-                except BlockingIOError:  # the peer's backlog is full
-                    if time.monotonic() > deadline:
-                        raise
-                    time.sleep(0.01)
+            connection.connect(name)
             if _peer_uid(connection) != os.getuid():
                 raise ConnectionError("another user answers")
         except BaseException:

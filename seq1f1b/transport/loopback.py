@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from typing import Any
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -64,22 +64,6 @@ class _LoopbackMemory:
             return box
 
 
-class _LoopbackReceive:
-    def __init__(self, group: RankGroup, box: queue.SimpleQueue[Tensor], place: Tensor) -> None:
-        self._group, self._box, self._place = group, box, place
-
-    def wait(self) -> None:
-        while True:
-            self._group.check()
-            with contextlib.suppress(queue.Empty):
-                self._place.copy_(self._box.get(timeout=0.1))
-                return
-
-
-class _Done:
-    def wait(self) -> None: ...
-
-
 class _LoopbackRank(RankGroup):
     is_thread = True
 
@@ -91,12 +75,21 @@ class _LoopbackRank(RankGroup):
         super().__init__(rank, size, group, arena_bytes=arena_bytes, local_size=size)
         self._memory = memory
 
-    def _begin_send(self, data: Tensor, rank: int) -> Any:
+    def _begin_send(self, data: Tensor, rank: int) -> Callable[[], None]:
         self._memory.box(self.rank, rank, self._exchanges).put(data.clone())
-        return _Done()
+        return lambda: None
 
-    def _begin_receive(self, data: Tensor, rank: int) -> Any:
-        return _LoopbackReceive(self, self._memory.box(rank, self.rank, self._exchanges), data)
+    def _begin_receive(self, data: Tensor, rank: int) -> Callable[[], None]:
+        box = self._memory.box(rank, self.rank, self._exchanges)
+
+        def wait() -> None:
+            while True:
+                self.check()
+                with contextlib.suppress(queue.Empty):
+                    data.copy_(box.get(timeout=0.1))
+                    return
+
+        return wait
 
     def _open_end(self, edge: Edge, peer_rank: int, is_receiver: bool, text: str) -> object:
         arena = self._memory.arena(edge)

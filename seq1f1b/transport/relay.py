@@ -15,7 +15,7 @@ from torch import Tensor
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import edge_memory
 from seq1f1b.transport.group import DTYPES, RankGroup, place_tensor
-from seq1f1b.transport.processes import FOREVER, Worker, first_line
+from seq1f1b.transport.workers import FOREVER, Worker, first_line
 
 _UINT8 = DTYPES.index(torch.uint8)
 
@@ -171,7 +171,7 @@ class C10dRelay:
         except Exception as error:
             self._lose(error, sequence)
 
-    def _lose(self, error: Exception, sequence: int = -1) -> None:
+    def _lose(self, error: BaseException, sequence: int = -1) -> None:
         self._broken(first_line(error), f"{self._text}, message {sequence}")
 
     # after a step, and at the end
@@ -202,22 +202,19 @@ class C10dRelay:
 
         From here on it begins no more, but in :meth:`drain`.
         """
-        found: list[tuple[int, list[int]]] = []
 
-        def look() -> None:
+        def look() -> list[tuple[int, list[int]]]:
             with self._lock:
                 self._draining = True
-                found.extend((before, list(sizes)) for before, sizes in zip(self._before, self._started, strict=True))
+                return [(before, list(sizes)) for before, sizes in zip(self._before, self._started, strict=True)]
 
-        self._beginner.put(look)
-        self._beginner.wait()
-        return found
+        return self._beginner.ask(look)
 
     def drain(
         self,
         theirs: Sequence[tuple[int, list[int]]],
         limit_s: float,
-        look: Callable[[], None] | None = None,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
         """Completes the transfers that only the other end began, and waits until this end has none in flight.
 
@@ -241,9 +238,12 @@ class C10dRelay:
                     self._waiter.put(functools.partial(work.wait, FOREVER))
 
         self._beginner.put(complete)
-        self._beginner.wait()
-        if not self._waiter.wait(limit_s, look):
-            raise _C.PipelineError(f"{self._text}: rank {self.peer} did not complete what the failed step left")
+        self._beginner.ask(lambda: None)
+        try:
+            self._waiter.ask(lambda: None, limit_s, look)
+        except TimeoutError as error:
+            text = f"{self._text}: rank {self.peer} did not complete what the failed step left"
+            raise _C.PipelineError(text) from error
         self._beginner.put(self._forget)
         if not self._is_receiver:  # every place may be written again
             _C.relay_done(self.end, self._step, (1 << 32) - 2)
@@ -272,7 +272,7 @@ class Lifeline:
         self._receive: Any = functools.partial(dist.irecv, data[0], group_src=peer, **to_peer)
         self._say_farewell: Any = functools.partial(dist.isend, data[1], group_dst=peer, **to_peer)
         self._has_begun = False
-        self._worker = Worker(f"seq1f1b lifeline to rank {peer}", lambda error: None)
+        self._worker = Worker(f"seq1f1b lifeline to rank {peer}")
 
     def begin(self) -> None:
         self._has_begun = True

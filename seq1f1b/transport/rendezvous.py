@@ -15,12 +15,13 @@ import torch.distributed as dist
 
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import uninterrupted
-from seq1f1b.transport.processes import first_line, within
-from seq1f1b.transport.store_client import SharedStore, StoreClient, own_connection
+from seq1f1b.transport.shared_store import SharedStore, own_connection
 from seq1f1b.transport.values import pack, unpack
+from seq1f1b.transport.workers import Worker, first_line
 
 SETUP_TIMEOUT = 120.0  # seconds for each part of set-up, where the caller says nothing
 
+_WORKER = "seq1f1b the launcher's store"
 _ANSWER = 2.0  # seconds in which a store answers, else nobody is told by way of it
 _TAG = (1 << 31) - 1  # no edge of any generation has it, nor have exchanges
 
@@ -59,16 +60,16 @@ class Rendezvous:
             text = f"rank {rank} has no connection to the launcher's store: {first_line(error)}"
             is_gone = isinstance(error, (ConnectionError, TimeoutError, dist.DistNetworkError))
             own = _error_of_store(rank, text, error) if is_gone else _error_of(rank, text)
-            raise (self._other(refuse(process_group, rank, own, 0)) or own) from error
-        self.client = StoreClient(_shared(process_group, connection))
+            raise (refuse(process_group, rank, own, 0) or own) from error
+        self.store, self.worker = _shared(process_group, connection), Worker(_WORKER, breaks=True)
         try:
-            self.attempt = self._ask(_begin)
+            self.attempt = self._ask(lambda: _begin(self.store))
             if gone is not None:
                 lost = _error_of(*gone)
                 raise self.fail(lost) or lost
             self._ask(self._check_failure)  # of this attempt, which the others have left
         except BaseException:
-            self.close()
+            self.worker.close(1.0)
             raise
 
     def gather(self, value: Any) -> list[Any]:
@@ -79,18 +80,18 @@ class Rendezvous:
         """
         limit_s = self._timeout_s if self._round else self._arrival_s
         data, start, pause = pack(value), time.monotonic(), 1e-4
-        self._ask(lambda store: store.set(self._key(self.rank), data))
+        self._ask(lambda: self.store.set(self._keys()[self.rank], data))
         while (found := self._ask(self._look)) is None:
-            if self._round == 0 and (newest := self._ask(lambda store: store.number("attempt"))) > self.attempt:
+            if self._round == 0 and (newest := self._ask(lambda: self.store.raise_number("attempt", 0))) > self.attempt:
                 self.attempt = _note_attempt(newest)  # a rank has tried more often
-                self._ask(lambda store: store.set(self._key(self.rank), data))
+                self._ask(lambda: self.store.set(self._keys()[self.rank], data))
             if time.monotonic() - start > limit_s:
                 raise self._name_the_missing(limit_s)
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         if self._round > 0:  # who has come to this round has read the one before
-            read = self._key(self.rank, self._round - 1)
-            self._ask(lambda store: store.delete(read))
+            read = self._keys(self._round - 1)[self.rank]
+            self._ask(lambda: self.store.delete(read))
         self._round += 1
         return [unpack(each) for each in found]
 
@@ -99,45 +100,35 @@ class Rendezvous:
         if _is_silence(error):
             return None
         try:
-            return self._other(self._ask(lambda store: _fail(store, self.attempt, self.rank, error)))
+            return self._ask(lambda: _fail(self.store, self.attempt, self.rank, error))
         except _C.PipelineError:
-            is_lost = self.client.lost is not None
-            return self._other(refuse(self._process_group, self.rank, error, self.attempt)) if is_lost else None
+            is_lost = self.worker.lost is not None
+            return refuse(self._process_group, self.rank, error, self.attempt) if is_lost else None
 
-    def close(self) -> None:
-        self.client.close()
+    def _keys(self, turn: int | None = None) -> list[str]:
+        turn = self._round if turn is None else turn
+        return [f"{self.attempt}/{turn}/{rank}" for rank in range(self.size)]
 
-    def _other(self, failure: _Gone | None) -> _C.PipelineError | None:
-        """The failure's error, if it is another rank's."""
-        return None if failure is None or failure[0] == self.rank else _error_of(*failure)
-
-    def _key(self, rank: int, turn: int | None = None) -> str:
-        return f"{self.attempt}/{self._round if turn is None else turn}/{rank}"
-
-    def _ask(self, do: Callable[[SharedStore], _T]) -> _T:
+    def _ask(self, do: Callable[[], _T]) -> _T:
         try:
-            return self.client.ask(lambda: do(self.client.store), self._timeout_s)
+            return self.worker.ask(do, self._timeout_s)
         except (TimeoutError, ConnectionError) as error:
             lost = f"the launcher's store is lost ({error})"
             text = f"the pipeline's set-up: {error if isinstance(error, TimeoutError) else lost}"
             raise _error_of_store(self.rank, text, error) from error
 
-    def _look(self, store: SharedStore) -> list[bytes] | None:
-        keys = [self._key(rank) for rank in range(self.size)]
-        if store.has(*keys):  # a failure that came later is one of the next round
-            return store.get_all(keys)
-        self._check_failure(store)
-        return None
+    def _look(self) -> list[bytes] | None:
+        if (found := self.store.get_all(self._keys())) is None:  # a failure that came later is one of the next round
+            self._check_failure()
+        return found
 
-    def _check_failure(self, store: SharedStore) -> None:
-        key = _failed(self.attempt)
-        if store.has(key):
-            raise _error_of(*unpack(store.get(key)))
+    def _check_failure(self) -> None:
+        if (failure := self.store.get(f"{self.attempt}/failed")) is not None:
+            raise _error_of(*unpack(failure))
 
     def _name_the_missing(self, waited_s: float) -> _C.PipelineError:
         """Ends the attempt in the name of the ranks that have not come; or with the failure that came first."""
-        keys = [self._key(rank) for rank in range(self.size)]
-        there = self._ask(lambda store: [store.has(key) for key in keys])
+        there = self._ask(lambda: [self.store.has(key) for key in self._keys()])
         missing = [rank for rank, is_there in enumerate(there) if not is_there] or [self.rank]
         who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
         what = "come to" if self._round == 0 else "gone on with"
@@ -150,22 +141,22 @@ def last_attempt() -> int:
     return _last_attempt
 
 
-def refuse(process_group: Any, rank: int, error: BaseException, attempt: int) -> _Gone | None:
+def refuse(process_group: Any, rank: int, error: BaseException, attempt: int) -> _C.PipelineError | None:
     """Tells the other ranks, over the group's own connection to its store, that this one will not come and why.
 
     Args:
         attempt: the one that it ends; 0: a new one.
     Returns:
-        Whose failure ended it, and why; None if the store does not answer.
+        The failure of another rank that came first, as far as the store answers.
     """
 
-    def tell() -> _Gone:
+    def tell() -> _C.PipelineError | None:
         store = _shared(process_group, process_group.get_group_store())
         return _fail(store, attempt or _begin(store), rank, error)
 
     if not _is_silence(error):
         with suppress(Exception):  # the store may be gone, and the error is what this rank has to say
-            return within(_ANSWER, tell, "the launcher's store")
+            return Worker(_WORKER).ask(tell, _ANSWER)
     return None
 
 
@@ -219,17 +210,14 @@ def _note_attempt(attempt: int) -> int:
     return attempt
 
 
-def _failed(attempt: int) -> str:
-    return f"{attempt}/failed"
-
-
-def _fail(store: SharedStore, attempt: int, rank: int, error: BaseException) -> _Gone:
-    """Ends an attempt, unless somebody has. Returns whose failure it was, and its text."""
+def _fail(store: SharedStore, attempt: int, rank: int, error: BaseException) -> _C.PipelineError | None:
+    """Ends an attempt, unless somebody has. Returns the failure that stands, if it is another rank's."""
     if isinstance(error, _C.PipelineError):  # which says it all
-        rank, text = getattr(error, "rank", rank), first_line(error)
+        own = getattr(error, "rank", rank), first_line(error)
     else:
-        text = f"rank {rank} ended the pipeline's set-up: {type(error).__name__}: {first_line(error)}"
-    return unpack(store.set_first(_failed(attempt), pack((rank, text))))  # type: ignore[no-any-return]
+        own = rank, f"rank {rank} ended the pipeline's set-up: {type(error).__name__}: {first_line(error)}"
+    failed, text = unpack(store.set_first(f"{attempt}/failed", pack(own)))
+    return None if failed == rank else _error_of(failed, text)
 
 
 def _error_of(rank: int, text: str) -> _C.PipelineError:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # from C by a star: no export
 from torch.distributed.rendezvous import rendezvous
 
-from seq1f1b.transport.store_client import SharedStore
+from seq1f1b.transport.shared_store import SharedStore
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _SHARED = ("env://", "tcp://")  # ways of meeting that torch takes to torchrun's store
@@ -76,9 +76,9 @@ def agree_on_name(store: SharedStore, rank: int, size: int, limit_s: float) -> s
     views = [f"view/{each}" for each in range(size)]
     store.set(tokens[rank], own)
     while True:
-        view = b" ".join(store.get(key) if store.has(key) else b"-" for key in tokens)
+        view = b" ".join(store.get(key) or b"-" for key in tokens)
         store.set(views[rank], view)
-        others = [store.get(key) if store.has(key) else b"" for key in views]
+        others = [store.get(key) or b"" for key in views]
         if all(other == view for other in others):
             return hashlib.sha256(view).hexdigest()[:16]
         if time.monotonic() - start > limit_s:

@@ -48,20 +48,15 @@ class ShmRank(ProcessRank):
 def open_shm_end(
     group: RankGroup, connection: socket.socket, edge: Edge, peer_rank: int, is_receiver: bool, text: str
 ) -> object:
-    """One end of an edge between two processes that hold the ends of ``connection``; see :meth:`RankGroup.edge_end`."""
-    arena = _share_arena(connection, edge, group.arena_bytes, is_receiver, text, peer_rank)
-    return _C.arena_end(group.group, arena, connection.fileno(), peer_rank, is_receiver, text)
+    """One end of an edge between two processes that hold the ends of ``connection``; see :meth:`RankGroup.edge_end`.
 
-
-def _share_arena(
-    connection: socket.socket, edge: Edge, size: int, is_receiver: bool, text: str, peer_rank: int
-) -> object:
-    """Memory of an edge: the receiver makes it and hands its descriptor to the sender."""
+    The receiver makes its memory, and hands the descriptor to the sender.
+    """
     try:
         if is_receiver:
-            made, arena, size = edge_memory(size)
+            made, arena, size = edge_memory(group.arena_bytes)
             socket.send_fds(connection, [_ARENA.pack(*edge, size)], [made.number])
-            return arena
+            return _C.arena_end(group.group, arena, connection.fileno(), peer_rank, is_receiver, text)
         data, handed = receive(connection, _ARENA.size)
     except OSError as error:
         raise _C.PipelineError(f"{text}: rank {peer_rank} did not open its end: {error}") from error
@@ -73,7 +68,7 @@ def _share_arena(
             f"{text}: rank {peer_rank} opened the edge of stage {found[0]} to {found[1]} instead; "
             "all ranks must open their edges in one order"
         )
-    return mapping(handed, size)
+    return _C.arena_end(group.group, mapping(handed, size), connection.fileno(), peer_rank, is_receiver, text)
 
 
 def share_on_host(rank: int, connections: dict[int, socket.socket], size: int) -> object:

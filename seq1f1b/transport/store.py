@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import private_mapping
 from seq1f1b.transport.group import Edge, Failure
-from seq1f1b.transport.processes import ProcessRank, Worker, first_line
+from seq1f1b.transport.processes import ProcessRank
 from seq1f1b.transport.relay import C10dRelay, Lifeline
+from seq1f1b.transport.rendezvous import Rendezvous
 from seq1f1b.transport.shm import open_shm_end
-from seq1f1b.transport.store_client import StoreClient
 from seq1f1b.transport.values import pack, unpack
+from seq1f1b.transport.workers import Worker, first_line
 
 _T = TypeVar("_T")
 _WATCH_PERIOD = 0.05  # seconds between two looks of a watcher into the store
@@ -42,28 +43,25 @@ class StoreRank(ProcessRank):
     Edges between processes that could meet use shared memory, the others the process group.
 
     Args:
-        client: to the process group's store; closed with this rank.
-        generation: a number that no other pipeline of this process group has.
+        rendezvous: its store, and the worker that talks to that, which is closed with this rank; its attempt is a
+            number that no other pipeline of this process group has.
         spoiled: memory of all ranks of this host, by which they tell of steps in which what they sent is worth nothing.
     """
 
     def __init__(
         self,
-        rank: int,
-        size: int,
+        rendezvous: Rendezvous,
         process_group: Any,
-        client: StoreClient,
         connections: dict[int, socket.socket],
-        generation: int,
         arena_bytes: int,
         spoiled: object | None,
     ) -> None:
-        self._generation = generation
+        rank, size, self._generation = rendezvous.rank, rendezvous.size, rendezvous.attempt
         block_bytes = _C.group_block_bytes(size)
         group = _C.group_create(private_mapping(block_bytes), size, rank, *([] if spoiled is None else [spoiled]))
         local_size = 1 + len(connections)
         super().__init__(rank, size, group, process_group, connections, arena_bytes=arena_bytes, local_size=local_size)
-        self._client, self._store = client, client.store
+        self._worker, self._store = rendezvous.worker, rendezvous.store
         self._relays: dict[Edge, C10dRelay] = {}
         self._beginner: Worker | None = None  # of the relays
         self._lifelines: dict[int, Lifeline] = {}
@@ -82,7 +80,7 @@ class StoreRank(ProcessRank):
         for connection in self._connections.values():
             self._hang_ups.register(connection, select.POLLRDHUP)
         self._ask(self._publish_progress)
-        self._client.watch(self._watch, _WATCH_PERIOD, self._lose_store)
+        self._worker.watch(self._watch, _WATCH_PERIOD, self._lose_store)
 
     # -- the watcher's
 
@@ -94,14 +92,14 @@ class StoreRank(ProcessRank):
         if self._turns % (4 * max(1, self.size // 16)) == 0:
             self._exchange_progress()
 
-    def _lose_store(self, why: str) -> None:
+    def _lose_store(self, error: BaseException) -> None:
         """Without the store nobody learns from the others: who has ended is known to its neighbours only."""
         if self._closing:
             return
         try:
             self._lost = self.lose(*self._suspects.get(timeout=_WATCH_PERIOD * 10))
         except queue.Empty:
-            self._lost = f"rank {self.rank} lost the launcher's store{self._store.place}: {why}"
+            self._lost = f"rank {self.rank} lost the launcher's store{self._store.place}: {first_line(error)}"
             self.fail(self._lost)
 
     def _key(self, name: str) -> str:
@@ -123,14 +121,14 @@ class StoreRank(ProcessRank):
             *first, step = unpack(self._store.set_first(key, pack(failure)))
             if failure[-1] < step:  # where two ranks do so at once, the earlier step is written at the next look
                 self._store.set(key, pack((*first, failure[-1])))
-        elif self._store.has(key):
-            _C.group_fail(self.group, *unpack(self._store.get(key)))
+        elif (other := self._store.get(key)) is not None:
+            _C.group_fail(self.group, *unpack(other))
 
     def _exchange_progress(self) -> None:
         self._publish_progress()
         keys = {rank: self._key(f"progress/{rank}") for rank in range(self.size) if rank != self.rank}
         keys = {rank: key for rank, key in keys.items() if rank in self._read or self._store.has(key)}
-        for rank, value in zip(keys, self._store.get_all(list(keys.values())), strict=True):
+        for rank, value in zip(keys, self._store.get_all(list(keys.values())) or (), strict=True):
             if value == self._read.get(rank):  # cut off, or asleep: its age is of when it was published
                 continue
             self._read[rank] = value
@@ -170,7 +168,7 @@ class StoreRank(ProcessRank):
         """Returns what a call of the store returns. Raises PipelineError on a failure, or without an answer in time."""
         try:
             limit_s = self.timeout_s if limit_s is None else limit_s
-            return self._client.ask(do, limit_s, (lambda: None) if recovering else self.check)
+            return self._worker.ask(do, limit_s, (lambda: None) if recovering else self.check)
         except (ConnectionError, TimeoutError) as error:
             raise self._failure(0, self._lost or str(error)) from error
 
@@ -178,7 +176,7 @@ class StoreRank(ProcessRank):
 
     def begin_step(self, training: bool = True) -> int:
         step = self._begun[self.rank] = super().begin_step(training)
-        self._client.post(self._publish_progress)
+        self._worker.put(self._publish_progress)
         return step
 
     def finish_units(self, last_rank: int) -> None:
@@ -191,7 +189,7 @@ class StoreRank(ProcessRank):
                 relay.settle()
             self._hear_of_spoiled()
         super().end_step(failed)
-        self._client.post(self._publish_progress)
+        self._worker.put(self._publish_progress)
         if failed and self.rank == 0:  # the store may end with this process, perhaps at once: let the others read why
             time.sleep(4 * _WATCH_PERIOD)
 
@@ -225,8 +223,8 @@ class StoreRank(ProcessRank):
 
     def _look_passed(self) -> Failure | None:
         """The failure of a rank that has passed this step; None if there is none."""
-        keys = [self._key(f"passed/{rank}") for rank in range(self.size) if rank != self.rank]
-        found = [Failure(*unpack(self._store.get(key))) for key in keys if self._store.has(key)]
+        everyones = [self._store.get(self._key(f"passed/{rank}")) for rank in range(self.size) if rank != self.rank]
+        found = [Failure(*unpack(told)) for told in everyones if told is not None]
         return next((failure for failure in found if failure.step >= self.step), None)
 
     def _check_passed(self) -> None:
@@ -263,8 +261,8 @@ class StoreRank(ProcessRank):
         def look() -> list[tuple[int, bytes]]:
             found = []
             for peer in peers:
-                if self._store.has(key := self._key(f"in flight/{peer}")):
-                    found.append((peer, self._store.get(key)))
+                if (theirs := self._store.get(self._key(f"in flight/{peer}"))) is not None:
+                    found.append((peer, theirs))
                 elif self._store.has(self._key(f"closed/{peer}")):
                     found.append((peer, pack({})))
             return found
@@ -283,9 +281,9 @@ class StoreRank(ProcessRank):
         store, keys = self._store, self._gather_keys(self._round)
 
         def look() -> tuple[list[bytes] | None, Failure | None]:
-            if recovering and self._lost is None and store.has(self._key("lost")):
-                self._lost = store.get(self._key("lost")).decode()
-            values = store.get_all(keys) if store.has(*keys) else None
+            if recovering and self._lost is None and (lost := store.get(self._key("lost"))) is not None:
+                self._lost = lost.decode()
+            values = store.get_all(keys)
             return values, self._look_passed() if recovering and values is None else None
 
         self._ask(lambda: store.set(keys[self.rank], data), recovering=recovering)
@@ -296,14 +294,14 @@ class StoreRank(ProcessRank):
                 break
             if passed is not None:
                 raise self._will_not_meet(passed)
+            if recovering and self._lost is not None:
+                raise _C.PipelineError(self._lost)
             if not recovering:
                 self.check()
-                values = self._look_who_skips(keys)
-                if values is not None:
-                    break
-            elif self._lost is not None:
-                raise _C.PipelineError(self._lost)
-            self._check_time(keys, time.monotonic() - start)
+                self._check_skips(keys)
+            if time.monotonic() - start > self.timeout_s:
+                for rank in self._missing(keys, recovering=True):
+                    self.check_progress(rank, "all ranks to meet")
             time.sleep(pause)
             pause = min(2 * pause, 0.01)
         if self._round >= 2:  # all have read it: they were all at the round before this one
@@ -312,20 +310,20 @@ class StoreRank(ProcessRank):
         self._round += 1
         return values
 
-    def _look_who_skips(self, keys: list[str]) -> list[bytes] | None:
-        """A rank that is in a later step than this one will not come any more. Returns everyone's values if it did."""
+    def _missing(self, keys: list[str], recovering: bool = False) -> list[int]:
+        """Ranks that have not come to a round."""
+        return self._ask(lambda: [i for i, key in enumerate(keys) if not self._store.has(key)], recovering=recovering)
+
+    def _check_skips(self, keys: list[str]) -> None:
+        """A rank that is in a later step than this one, and did not give before, will not come any more."""
         later = [rank for rank, begun in self._begun.items() if begun > self._begun[self.rank]]
-        if not later:
-            return None
-        there = self._ask(lambda: [self._store.has(key) for key in keys])  # what it gave before
-        if all(there):
-            return self._ask(lambda: self._store.get_all(keys))
-        for rank in (rank for rank in later if not there[rank]):
+        for rank in self._missing(keys) if later else ():
+            if rank not in later:
+                continue
             if rank in self._closed:
                 raise self._failure(rank, self.lose(rank, "it has closed", "waiting for all ranks to meet"))
             step = f"has begun step {self._begun[rank]}"
             raise self._failure(rank, f"rank {rank} {step} without a collective that rank {self.rank} waits in")
-        return None
 
     def _gather_keys(self, turn: int) -> list[str]:
         return [self._key(f"gather/{self._epoch}/{turn}/{rank}") for rank in range(self.size)]
@@ -337,13 +335,6 @@ class StoreRank(ProcessRank):
                 self._store.delete(key)
         for name in ("begins", *(f"passed/{rank}" for rank in range(self.size))):
             self._store.delete(self._key(name))
-
-    def _check_time(self, keys: list[str], waited: float) -> None:
-        if waited <= self.timeout_s:
-            return
-        there = self._ask(lambda: [self._store.has(key) for key in keys], recovering=True)
-        for rank in (rank for rank, is_there in enumerate(there) if not is_there):
-            self.check_progress(rank, "all ranks to meet")
 
     def transport_to(self, peer_rank: int) -> str:
         return "shm" if peer_rank in self._connections else "c10d"
@@ -406,20 +397,21 @@ class StoreRank(ProcessRank):
             self._ask(lambda: self._store.set(self._key(f"closed/{self.rank}"), b"-"), limit_s, recovering=True)
         for lifeline in self._lifelines.values():
             lifeline.close()
+
+        def is_over() -> bool:
+            have_closed = self._store.has(*(self._key(f"closed/{rank}") for rank in range(self.size)))
+            if have_closed:
+                self._delete_gathers()
+            return have_closed
+
         with contextlib.suppress(RuntimeError):
             deadline = time.monotonic() + limit_s
-            keys = [self._key(f"closed/{rank}") for rank in range(self.size)]
-            while self.rank == 0 and not self._ask(lambda: self._store.has(*keys), limit_s, recovering=True):
-                if time.monotonic() > deadline:
-                    break
+            while self.rank == 0 and not self._ask(is_over, limit_s, recovering=True) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            else:
-                if self.rank == 0:  # all have closed
-                    self._ask(self._delete_gathers, limit_s, recovering=True)
         if failed and self._connections:  # who waits at one would take its end for this rank's death
             time.sleep(4 * _WATCH_PERIOD)
         self._closing = True
-        self._client.close()
+        self._worker.close(1.0)
         for relay in self._relays.values():
             relay.close()
         self._relays.clear()

@@ -112,64 +112,11 @@ static int holds_ints(const s1f_message *message, int64_t elements, int32_t valu
 
 /* -- messages ---------------------------------------------------------------------------------------------------- */
 
-enum { STEPS = 3, MESSAGES = 40 };
+enum { MESSAGES = 40 };
 
 static int64_t elements_of(int64_t n)
 {
     return n * 37 % 1000 * (n % 7 == 0 ? 100 : 1);
-}
-
-typedef struct {
-    s1f_edge_end *end;
-    s1f_group *group;
-    int32_t num_places;
-} side;
-
-static void *run_sender(void *argument)
-{
-    const side *s = argument;
-    for (int64_t step = 1; step <= STEPS; step++) {
-        s1f_group_begin_step(s->group, step);
-        CHECK_STATUS(s1f_p2p_begin_step(s->end, s->num_places + (int32_t)step), S1F_OK, "");
-        for (int64_t n = 0; n < MESSAGES; n++)
-            CHECK_STATUS(
-                send_ints(s->end, n, (int32_t)(n % (s->num_places + step)), elements_of(n), (int32_t)(n + step)),
-                S1F_OK, "");
-    }
-    return NULL;
-}
-
-static void *run_receiver(void *argument)
-{
-    const side *s = argument;
-    for (int64_t step = 1; step <= STEPS; step++) {
-        int32_t places = s->num_places + (int32_t)step;
-        s1f_group_begin_step(s->group, step);
-        CHECK_STATUS(s1f_p2p_begin_step(s->end, places), S1F_OK, "");
-        for (int64_t n = 0; n < places && n < MESSAGES; n++)
-            CHECK_STATUS(s1f_p2p_post(s->end, n, (int32_t)n), S1F_OK, "");
-        for (int64_t n = 0; n < MESSAGES; n++) {
-            const s1f_message *message;
-            const void *payload;
-            CHECK_STATUS(s1f_p2p_wait(s->end, n, (int32_t)(n % places), &message, &payload), S1F_OK, "");
-            CHECK(holds_ints(message, elements_of(n), (int32_t)(n + step)));
-            if (n + places < MESSAGES)
-                CHECK_STATUS(s1f_p2p_post(s->end, n + places, (int32_t)(n % places)), S1F_OK, "");
-        }
-    }
-    return NULL;
-}
-
-static void test_messages_arrive(void)
-{
-    pipeline p = make_pipeline(2);
-    pthread_t threads[2];
-    side sides[2] = {{p.sender, p.groups[0], 1}, {p.receiver, p.groups[1], 1}};
-    pthread_create(&threads[0], NULL, run_sender, &sides[0]);
-    pthread_create(&threads[1], NULL, run_receiver, &sides[1]);
-    pthread_join(threads[0], NULL);
-    pthread_join(threads[1], NULL);
-    free_pipeline(&p);
 }
 
 /* A step that was given up leaves positions behind; the next step does not see them. */
@@ -419,13 +366,12 @@ enum { ROUNDS = 60 };
 
 static void *run_gathers(void *argument)
 {
-    const side *s = argument;
-    int32_t rank = s->num_places, bytes[MAX_RANKS]; /* its number stands in for the rank here */
+    int32_t rank = s1f_group_rank(argument), bytes[MAX_RANKS];
     char *out = malloc(MAX_RANKS * S1F_GATHER_BYTES), data[300];
     for (uint32_t round = 0; round < ROUNDS; round++) {
         memset(data, (int)round + rank, sizeof data);
         uint32_t epoch = round / 40 * 2; /* as the steps in which ranks meet, it may skip */
-        CHECK_STATUS(s1f_group_gather(s->group, epoch, round % 40, 0, data, 100 * rank + 1, NULL, out, bytes), S1F_OK,
+        CHECK_STATUS(s1f_group_gather(argument, epoch, round % 40, 0, data, 100 * rank + 1, NULL, out, bytes), S1F_OK,
                      "");
         for (int32_t peer = 0; peer < MAX_RANKS; peer++)
             CHECK(bytes[peer] == 100 * peer + 1 &&
@@ -439,11 +385,8 @@ static void test_gather(void)
 {
     pipeline p = make_pipeline(3);
     pthread_t threads[MAX_RANKS];
-    side sides[MAX_RANKS];
-    for (int32_t rank = 0; rank < MAX_RANKS; rank++) {
-        sides[rank] = (side){NULL, p.groups[rank], rank};
-        pthread_create(&threads[rank], NULL, run_gathers, &sides[rank]);
-    }
+    for (int32_t rank = 0; rank < MAX_RANKS; rank++)
+        pthread_create(&threads[rank], NULL, run_gathers, p.groups[rank]);
     for (int32_t rank = 0; rank < MAX_RANKS; rank++)
         pthread_join(threads[rank], NULL);
     char out[S1F_GATHER_BYTES];
@@ -779,7 +722,6 @@ static void test_relay(void)
 
 int main(void)
 {
-    test_messages_arrive();
     test_aborted_step_is_forgotten();
     test_other_places_give_pages_back();
     test_poison();

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from stand_in_library import stand_in
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 
 from seq1f1b import HOST, LoopbackGroup, Memory, PipelineEngine, PipelineError
+from seq1f1b.device import host_tier
+from seq1f1b.device.host_tier import check_host, host_room
 from seq1f1b.testing import run_ranks
 
 CONFIG = Config(hidden=32, heads=2, kv_heads=1, ffn=48, vocab=17, layers=4)
@@ -152,3 +156,53 @@ def test_what_is_refused() -> None:
     stand_in().fail_call("cuStreamCreateWithPriority", 0, 2)
     with pytest.raises(MemoryError, match=r"Memory\(offload=HOST\): cuStreamCreateWithPriority: CUDA_ERROR_OUT_OF_M"):
         make_engine(whole_model(CONFIG), 0, 1, LoopbackGroup(1)[0], memory=Memory(offload=HOST))
+
+
+def test_the_room_of_a_host_is_the_least_that_limits_it(tmp_path: Path) -> None:
+    def write(path: str, text: str) -> None:
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def room() -> tuple[float, str]:
+        return host_room(str(tmp_path))
+
+    assert room() == (math.inf, "")
+    write("proc/meminfo", "MemTotal:       16000 kB\nMemFree: 5 kB\nMemAvailable:   9000 kB\n")
+    assert room() == ((9000 - 1000) * 1024, "free memory")
+    check_host(2, 4_096_000, str(tmp_path))
+    with pytest.raises(
+        MemoryError,
+        match=r"needs 4096001 bytes of pinned host memory more for each of 2 ranks of this host, and free memory "
+        r"leaves 8192000: move fewer units by Memory\(units=\), use shorter segments, or allow more memory",
+    ):
+        check_host(2, 4_096_001, str(tmp_path))
+    write("proc/self/cgroup", "0::/a/b\n")  # version 2: the tightest of its ancestors
+    write("sys/fs/cgroup/a/b/memory.max", "max\n")
+    write("sys/fs/cgroup/a/b/memory.current", "4096\n")
+    write("sys/fs/cgroup/a/memory.max", "1600000\n")
+    write("sys/fs/cgroup/a/memory.current", "1000000\n")
+    write("sys/fs/cgroup/a/memory.stat", "anon 5\ninactive_file 200000\n")
+    assert room() == (600_000 + 200_000 - 100_000, "the limit of control group /a")
+    write("sys/fs/cgroup/a/memory.current", "1700000\n")  # the group is beyond its limit already
+    write("sys/fs/cgroup/a/memory.stat", "")
+    assert room() == (0, "the limit of control group /a")
+    # version 1, in a container that sees its own group as the root
+    write("proc/self/cgroup", "12:cpu:/x\n4:memory:/docker/0123\n")
+    write("sys/fs/cgroup/memory/memory.limit_in_bytes", "3200000\n")
+    write("sys/fs/cgroup/memory/memory.usage_in_bytes", "1000000\n")
+    assert room() == (2_200_000 - 200_000, "the limit of control group /")
+    write("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
+    assert room() == ((9000 - 1000) * 1024, "free memory")
+
+
+def test_a_host_that_is_too_small_is_told_before_its_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_tier, "host_room", lambda root: (1 << 20, "free memory"))
+    tokens, target = batch(CONFIG, 8, LENGTH)
+    engine = make_engine(whole_model(CONFIG), 0, 1, LoopbackGroup(1)[0], memory=Memory(offload=HOST))
+    with pytest.raises(MemoryError, match="of pinned host memory more for each of 1 ranks of this host, and free mem"):
+        engine.step(tokens, target=target)
+    assert stand_in().count("cuMemHostAlloc") == 0
+    monkeypatch.undo()
+    engine.step(tokens, target=target)
+    engine.close()

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from processes import PipedProcesses, join_and_run
+from processes import running
 from tiny_model import Config, Stage, batch, cross_entropy, stage_of, whole_model
 from torch import Tensor, nn
 from torch.utils._device import _device_constructors
@@ -184,13 +183,9 @@ def recover_over_c10d(rank: int, pipe: Connection) -> list[Tensor]:
     return stage.weight.grad.tolist()
 
 
-def join(store: str, rank: int) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-
-
 def test_processes_under_another_default_device(tmp_path: Path) -> None:
     """Over c10d: what watches a peer, what completes a failed step, and what tied parameters exchange."""
-    with PipedProcesses(2, join_and_run, partial(join, str(tmp_path / "store")), recover_over_c10d) as ranks:
+    with running(2, tmp_path, recover_over_c10d) as ranks:
         first, second = (ranks.result(rank) for rank in range(2))
     assert first == second and any(any(row) for row in first)
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import AT_ONCE, PipedProcesses, join_and_run, outcome, shared_memory_names
+from processes import AT_ONCE, PipedProcesses, outcome, running, shared_memory_names
 from slices import each_value
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor, nn
@@ -27,15 +27,6 @@ from seq1f1b.testing import run_ranks
 P, M, K, LENGTH = 3, 3, 2, 8
 CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=4)
 TOKENS, TARGET = batch(CONFIG, M, LENGTH, size=1)
-
-
-def join(store: str, rank: int) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=P)
-
-
-def running(fn: Callable[..., Any], folder: Path, *arguments: Any) -> PipedProcesses:
-    return PipedProcesses(P, join_and_run, partial(join, str(folder / "store")), fn, *arguments)
 
 
 class Trapped(nn.Module):
@@ -132,7 +123,7 @@ TRANSPORTS = ["shm", "c10d"]
 def test_a_rank_that_raises(tmp_path: Path, kind: str, trapped: int, at: str) -> None:
     """Before W of a unit its products wait: no later step may find them."""
     options = {"schedule": "seq-zb-h1"} if at[0] == "W" else {}
-    with running(step_into_a_trap, tmp_path, kind, trapped, at, "raise", options) as ranks:
+    with running(P, tmp_path, step_into_a_trap, kind, trapped, at, "raise", options) as ranks:
         for rank in range(P):
             ranks.result(rank)
         raised = ranks.result(trapped)
@@ -166,7 +157,7 @@ def make_differently(rank: int, pipe: Connection, kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_a_rank_that_cannot_make_its_engine(tmp_path: Path, kind: str) -> None:
-    with running(make_differently, tmp_path, kind) as ranks:
+    with running(P, tmp_path, make_differently, kind) as ranks:
         results = [ranks.result(rank) for rank in range(P)]
     assert results[1][0] == "ValueError"
     for name, text, seconds in (results[0], results[2]):
@@ -179,7 +170,7 @@ def test_a_rank_that_cannot_make_its_engine(tmp_path: Path, kind: str) -> None:
 def test_a_rank_that_is_killed(tmp_path: Path, kind: str, at: str) -> None:
     """Seen at once, long before any time-out; nothing of the pipeline has a name that could be left."""
     before = shared_memory_names()
-    with running(step_into_a_trap, tmp_path, kind, 1, at, "sleep", {}) as ranks:
+    with running(P, tmp_path, step_into_a_trap, kind, 1, at, "sleep", {}) as ranks:
         pids = [ranks.result(rank) for rank in range(P)]
         ranks.result(1)
         time.sleep(0.5)  # over c10d progress is published five times a second
@@ -208,7 +199,7 @@ def test_a_rank_that_is_killed(tmp_path: Path, kind: str, at: str) -> None:
 )
 def test_a_rank_that_sleeps(tmp_path: Path, kind: str, limits: dict) -> None:
     """Named with its unit and seconds by those who wait for it, directly or not."""
-    with running(step_into_a_trap, tmp_path, kind, 1, "F2.1", "sleep", limits) as ranks:
+    with running(P, tmp_path, step_into_a_trap, kind, 1, "F2.1", "sleep", limits) as ranks:
         for rank in range(P):
             ranks.result(rank)
         asleep = ranks.result(1)
@@ -223,7 +214,7 @@ def test_a_rank_that_sleeps(tmp_path: Path, kind: str, limits: dict) -> None:
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_an_interrupt_during_a_wait(tmp_path: Path, kind: str) -> None:
-    with running(step_into_a_trap, tmp_path, kind, 1, "F2.0", "sleep", {}) as ranks:
+    with running(P, tmp_path, step_into_a_trap, kind, 1, "F2.0", "sleep", {}) as ranks:
         pids = [ranks.result(rank) for rank in range(P)]
         ranks.result(1)
         time.sleep(0.3)
@@ -288,7 +279,7 @@ def test_an_error_ends_no_collective_of_the_step_before(tmp_path: Path) -> None:
 
     In shared memory rank 1 gives to it only after rank 0's units: tests/c/test_p2p.c has that collective alone.
     """
-    with running(fail_while_another_is_stopped, tmp_path, "c10d") as ranks:
+    with running(P, tmp_path, fail_while_another_is_stopped, "c10d") as ranks:
         _, pid, _ = [ranks.result(rank) for rank in range(P)]
         time.sleep(0.5)  # so that it waits in the collective
         os.kill(pid, signal.SIGSTOP)
@@ -335,7 +326,7 @@ def let_rank_0_fail_first(ranks: PipedProcesses) -> list[Any]:
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_an_error_ends_no_unit_of_the_step_before(tmp_path: Path, kind: str) -> None:
-    with running(fail_while_another_works, tmp_path, kind, "returns") as ranks:
+    with running(P, tmp_path, fail_while_another_works, kind, "returns") as ranks:
         ahead_by_an_error(let_rank_0_fail_first(ranks))
 
 
@@ -343,7 +334,7 @@ def test_an_error_ends_no_unit_of_the_step_before(tmp_path: Path, kind: str) -> 
 def test_an_error_that_comes_after_one_of_the_next_step(tmp_path: Path, kind: str) -> None:
     """It ends its step on every rank that is still there. The third calls of all ranks meet: rank 0 has left the second
     one by an error."""
-    with running(fail_while_another_works, tmp_path, kind, "raises") as ranks:
+    with running(P, tmp_path, fail_while_another_works, kind, "raises") as ranks:
         first, second, third = let_rank_0_fail_first(ranks)
     assert [name for name, _ in first[:2]] == ["", "ValueError"]
     assert second[0] == ("ValueError", f"[1]F{M - 1}.{K - 1}: too late")
@@ -381,7 +372,7 @@ def make_and_close(rank: int, pipe: Connection, kind: str) -> Any:
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_nothing_is_left_after_close(tmp_path: Path, kind: str) -> None:
     before = shared_memory_names()
-    with running(make_and_close, tmp_path, kind) as ranks:
+    with running(P, tmp_path, make_and_close, kind) as ranks:
         counts = [ranks.result(rank) for rank in range(P)]
     for first, second, third in counts:
         assert first == second == third and first[1] == 0
@@ -480,7 +471,7 @@ def give_up_between_steps(rank: int, pipe: Connection, kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_a_rank_that_gives_up_between_steps_ends_what_others_wait_for(tmp_path, kind):
-    with running(give_up_between_steps, tmp_path, kind) as ranks:
+    with running(P, tmp_path, give_up_between_steps, kind) as ranks:
         for rank in range(P):
             ranks.receive(rank)
         for pipe in ranks.pipes:

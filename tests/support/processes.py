@@ -6,10 +6,13 @@ import ctypes
 import datetime
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,6 +115,17 @@ class PipedProcesses:
         kind, value = self.receive(rank)
         assert kind != "error", f"rank {rank}: {value}"
         return value
+
+
+def meet(at: str, world: int, rank: int) -> None:
+    """Joins gloo's group over a file, or where rank 0 listens."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    dist.init_process_group("gloo", init_method=at, rank=rank, world_size=world)
+
+
+def running(world: int, folder: Path, fn: Callable[..., Any], *arguments: Any) -> PipedProcesses:
+    """Processes of one group, each of which calls ``fn(rank, pipe, *arguments)`` and sends what that returns."""
+    return PipedProcesses(world, join_and_run, partial(meet, f"file://{folder}/store", world), fn, *arguments)
 
 
 def outcome(call: Callable[[], Any]) -> tuple[str, str, Any, float]:

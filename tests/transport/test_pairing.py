@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import PipedProcesses, join_and_run
+from processes import running
 from torch import Tensor, nn
 
 from seq1f1b import Limits, PipelineEngine, PipelineError
@@ -157,13 +156,9 @@ def serve(rank: int, pipe: Connection, kind: str, seeds: list[int]) -> list[Any]
     return found
 
 
-def join(store: str, rank: int) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=P)
-
-
 @pytest.mark.parametrize(("kind", "seeds"), [("shm", [10, 11, 12]), ("c10d", [20, 21])])
 def test_random_errors_in_processes(tmp_path: Path, kind: str, seeds: list[int]) -> None:
-    with PipedProcesses(P, join_and_run, partial(join, str(tmp_path / "store")), serve, kind, seeds) as ranks:
+    with running(P, tmp_path, serve, kind, seeds) as ranks:
         results = [ranks.result(rank) for rank in range(P)]
     for i, seed in enumerate(seeds):
         judge([theirs[i] for theirs in results], draw(seed))

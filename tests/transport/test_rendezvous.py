@@ -21,23 +21,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import AT_ONCE, PipedProcesses, join_and_run, outcome
+from processes import AT_ONCE, PipedProcesses, join_and_run, outcome, running
 from slices import each_value, full_only
 from torch import nn
 
 from seq1f1b import Limits, PipelineEngine, PipelineError, transport
 from seq1f1b.transport import descriptors
-from seq1f1b.transport.store_client import SharedStore
+from seq1f1b.transport.shared_store import SharedStore
 
 TRANSPORTS = ["shm", "c10d"]
-
-
-def join(store: str, world: int, rank: int) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-
-
-def running(world: int, folder: Path, fn: Any, *arguments: Any) -> PipedProcesses:
-    return PipedProcesses(world, join_and_run, partial(join, str(folder / "store"), world), fn, *arguments)
 
 
 def engine(**options: Any) -> PipelineEngine:

@@ -23,9 +23,8 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")  # what follows needs it, so these imports stand below
-import torch.distributed as dist  # noqa: E402
 from core_extension import core  # noqa: E402
-from processes import AT_ONCE, PipedProcesses, join_and_run, shared_memory_names  # noqa: E402
+from processes import AT_ONCE, PipedProcesses, join_and_run, meet, running, shared_memory_names  # noqa: E402
 from scripts import free_port  # noqa: E402
 
 import seq1f1b  # noqa: E402
@@ -47,9 +46,8 @@ def refuse(handshake: Handshake, name: str) -> socket.socket:
 
 
 def _child(rank: int, pipe: Connection, size: int, fn: Callable[..., Any], store: str, kind: str) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    meet(f"file://{store}", size, rank)
     if kind == "two hosts":  # rank 2 is elsewhere: it cannot dial the others
         if rank == 2:
             Handshake._dial = refuse
@@ -436,7 +434,7 @@ def test_nothing_is_left_after_close(tmp_path: Path) -> None:
             assert value == [0, 1, 2, 3, 4]
 
 
-def meet(handshakes: list[Handshake]) -> list[Any]:
+def meet_all(handshakes: list[Handshake]) -> list[Any]:
     results: list[Any] = [None] * len(handshakes)
 
     names, tokens = [handshake.name for handshake in handshakes], [handshake.token for handshake in handshakes]
@@ -476,7 +474,7 @@ def test_stranger_without_token_is_refused() -> None:
         if not hello:
             stranger.shutdown(socket.SHUT_WR)
         strangers.append(stranger)
-    results = meet(handshakes)
+    results = meet_all(handshakes)
     assert [(sorted(connections), unmet) for connections, unmet in results] == [
         ([1, 2], {}),
         ([0, 2], {}),
@@ -501,7 +499,7 @@ def test_who_cannot_meet_says_so_and_the_others_meet(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Handshake, "_dial", dial_as)
     monkeypatch.setattr("seq1f1b.transport.handshake._peer_uid", lambda _: uid + (getattr(caller, "rank", 0) == 2))
     handshakes = [Handshake(rank, timeout_s=20.0) for rank in range(3)]
-    results = meet(handshakes)
+    results = meet_all(handshakes)
     assert [sorted(connections) for connections, _ in results] == [[1], [0], []]
     assert [unmet for _, unmet in results] == [{}, {}, dict(enumerate(why))]
     close_all(results)
@@ -517,21 +515,12 @@ def step_in_limited_space(rank: int, pipe: Connection, limits: dict[int, int], k
     return engine._group.arena_bytes
 
 
-def join(store: str, rank: int, size: int = 2) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-
-
-def join_tcp(port: int, rank: int) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-
-
 @pytest.mark.parametrize("kind", ["shm", "c10d"])
 @pytest.mark.parametrize("limits", [{}, {0: 16, 1: 16}, {0: 64, 1: 12}, {0: 8}, {1: 8}])
 def test_edges_take_what_address_space_there_is(tmp_path: Path, kind: str, limits: dict[int, int]) -> None:
     """Both ends of an edge agree on it, whoever has less."""
     wanted = min(limits.values()) << 26 if limits else transport.ARENA_BYTES
-    come = partial(join, str(tmp_path / "store"))
-    with PipedProcesses(2, join_and_run, come, step_in_limited_space, limits, kind) as ranks:
+    with running(2, tmp_path, step_in_limited_space, limits, kind) as ranks:
         assert [ranks.result(rank) for rank in range(2)] == [wanted] * 2
 
 
@@ -561,8 +550,7 @@ def go_on_alone(rank: int, pipe: Connection, kind: str, closes: bool, what: str)
     ("kind", "closes", "what"), [("c10d", True, "step"), ("c10d", False, "norm"), ("shm", False, "step")]
 )
 def test_a_rank_that_has_left_is_heard_of_at_once(tmp_path: Path, kind: str, closes: bool, what: str) -> None:
-    come = partial(join, str(tmp_path / "store"), size=3)
-    with PipedProcesses(3, join_and_run, come, go_on_alone, kind, closes, what) as ranks:
+    with running(3, tmp_path, go_on_alone, kind, closes, what) as ranks:
         for text, seconds in [ranks.result(rank) for rank in range(2)]:
             assert "the script of rank 2 has ended, or closed its engine (" in text, text
             assert "did its data end earlier?" in text and seconds < AT_ONCE, (text, seconds)
@@ -586,7 +574,8 @@ def make_many(rank: int, pipe: Connection, kind: str, closes: bool) -> list[tupl
 
 @pytest.mark.parametrize(("kind", "closes"), [("c10d", True), ("c10d", False), ("shm", False)])
 def test_many_engines_one_after_the_other_leave_nothing(tmp_path: Path, kind: str, closes: bool) -> None:
-    with PipedProcesses(2, join_and_run, partial(join_tcp, free_port()), make_many, kind, closes) as ranks:
+    come = partial(meet, f"tcp://127.0.0.1:{free_port()}", 2)
+    with PipedProcesses(2, join_and_run, come, make_many, kind, closes) as ranks:
         for some, many in [ranks.result(rank) for rank in range(2)]:
             assert many[0] <= some[0] + 1 and many[1] <= some[1] + 1, (some, many)
 

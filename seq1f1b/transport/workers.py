@@ -1,0 +1,121 @@
+"""Threads for calls that nothing can end: of torch's store, and of gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import math
+import queue
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from seq1f1b import _C
+
+_T = TypeVar("_T")
+
+FOREVER = datetime.timedelta(days=365)  # of a worker; who waits for the message itself has the time-out
+
+
+def first_line(error: BaseException) -> str:
+    """First line of an error, without gloo's source file and advice."""
+    line = (str(error) or type(error).__name__).splitlines()[0]
+    return re.sub(r"^\[/\S+\] ", "", line).partition(". This is typically")[0]
+
+
+class Worker:
+    """A daemon thread that runs tasks in the order in which they come. It ends with the last reference to this.
+
+    Python runs signal handlers in the main thread only, so an interrupt (Ctrl-C) comes before or after a task is given,
+    never in the middle of one.
+
+    Args:
+        failed: hears, in the thread, what a task raised.
+        breaks: whether the thread ends with the first error of a task that is no PipelineError; :attr:`lost` tells it.
+    """
+
+    def __init__(self, name: str, failed: Callable[[BaseException], None] | None = None, breaks: bool = False) -> None:
+        self.lost: str | None = None
+        self._failed, self._breaks = failed, breaks
+        self._turn, self._period, self._turn_at = _nothing, math.inf, math.inf
+        self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        weakref.finalize(self, self._tasks.put, None)
+        self._thread = threading.Thread(target=_run, args=(self._tasks, weakref.ref(self)), name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, task: Callable[[], Any]) -> queue.SimpleQueue[Any]:
+        """Gives it a task. Returns where what that returns will be, and what it raises, as a pair."""
+        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._tasks.put((task, answer))
+        return answer
+
+    def ask(self, task: Callable[[], _T], limit_s: float = math.inf, look: Callable[[], None] = lambda: None) -> _T:
+        """Gives it a task, and gives back what that returns or raises.
+
+        Args:
+            look: called while the answer is not there; may raise.
+        Raises:
+            TimeoutError: no answer in this many seconds; the task may still run.
+            ConnectionError: the thread has ended.
+        """
+        answer, deadline = self.put(task), time.monotonic() + limit_s
+        while True:
+            with contextlib.suppress(queue.Empty):
+                value, error = answer.get(timeout=0.05)
+                if error is not None:
+                    raise error
+                return value  # type: ignore[no-any-return]
+            look()
+            if not self._thread.is_alive() and answer.empty():
+                raise ConnectionError(self.lost or f"{self._thread.name} has ended")
+            if time.monotonic() > deadline:
+                name = self._thread.name.removeprefix("seq1f1b ")
+                raise TimeoutError(f"{name} was asked {limit_s:.0f} s ago and does not answer")
+
+    def watch(self, turn: Callable[[], None], period: float, failed: Callable[[BaseException], None]) -> None:
+        """From now on the thread takes a turn after each period, in seconds; the other function hears what ends it."""
+        self._turn, self._period, self._turn_at, self._failed = turn, period, 0.0, failed
+        self.put(_nothing)
+
+    def close(self, wait_s: float = 0.2) -> None:
+        """The thread ends after its tasks; one that is inside torch, perhaps for ever, stays."""
+        self._tasks.put(None)
+        self._thread.join(wait_s)
+
+    def _do(self, task: Callable[[], Any] | None, answer: queue.SimpleQueue[Any]) -> float | None:
+        """Runs a task, or takes a turn where there is none. Returns the seconds until the next turn, if any."""
+        if task is None:
+            self._turn_at = time.monotonic() + self._period
+        try:
+            answer.put(((task or self._turn)(), None))
+        except BaseException as error:
+            is_refusal = task is not None and isinstance(error, _C.PipelineError)  # the thread goes on
+            if self._breaks and not is_refusal:
+                self.lost = first_line(error)
+            answer.put((None, error if self.lost is None else ConnectionError(self.lost)))
+            if self._failed is not None and not is_refusal:
+                self._failed(error)
+        return None if self._turn_at == math.inf else max(0.0, self._turn_at - time.monotonic())
+
+
+def _nothing() -> None: ...
+
+
+def _run(tasks: queue.SimpleQueue[Any], find: Callable[[], Worker | None]) -> None:
+    """The thread, which holds the worker only while it does something."""
+    _C.thread_is_helper()
+    seconds = None
+    while True:
+        try:
+            entry = tasks.get(timeout=seconds)
+        except queue.Empty:
+            entry = None, queue.SimpleQueue()
+        if entry is None or (worker := find()) is None:
+            return
+        seconds = worker._do(*entry)
+        if worker.lost is not None:
+            return
+        del entry, worker  # or the last message's tensors live on
