@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seq1f1b.ops.unit import LiveUnit
 from seq1f1b.runtime.nested import mapped, tensors_of
 from seq1f1b.runtime.stage import StageStep
-from seq1f1b.runtime.unit import LiveUnit
 from seq1f1b.runtime.watch import sizes_of
 
 __all__: list[str] = []
