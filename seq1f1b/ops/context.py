@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,34 +15,10 @@ from torch import Tensor
 # torch.compiler.disable imports the compiler, which takes two seconds; this one waits for the first call.
 from torch._compile import _disable_dynamo
 
-from seq1f1b import _C
 from seq1f1b.ops import attention
+from seq1f1b.ops.unit import current
 
 __all__ = ["add_loss", "carry_in", "carry_out"]
-
-
-class CurrentUnit(Protocol):
-    """The unit that runs, as operations of a module read it and leave things in it (``runtime/unit.py``)."""
-
-    stage: int
-    microbatch: int
-    segment: int
-    training: bool
-    is_last: bool  # of its micro-batch's segments; in a tree, none follows it
-    of_tree: bool  # its micro-batch's segments are a tree
-    num_parts: int  # leaves in it
-    is_whole: bool  # not a segment: a whole micro-batch, as the model is outside a step
-    forward: bool  # False while B runs: recomputation reads and never writes
-
-    @property
-    def previous(self) -> CurrentUnit | None:
-        """The segment that it follows, for what that carried out."""
-
-    carried_in: dict[int, Tensor] | None
-    carried_out: dict[int, Tensor] | None
-    auxiliary: list[tuple[Tensor, bool]] | None  # losses, and whether each is of the whole sequence
-    watch: Any  # told what the module asks of the step; None: nobody looks
-    kept: Any  # of a unit that is recomputed, while its F runs without a graph
 
 
 _steps_lock = threading.Lock()
@@ -63,15 +38,6 @@ def inside_step() -> Iterator[None]:
         with _steps_lock:
             _steps_inside -= 1
             attention.set_stepping(_steps_inside > 0)
-
-
-def enter(unit: CurrentUnit | None) -> None:
-    """Makes it what the modules of the running unit see; the executor says when the unit ends."""
-    _C.unit_set_state(unit)
-
-
-def current() -> CurrentUnit | None:
-    return _C.unit_state()  # type: ignore[no-any-return]
 
 
 def _key(layer: Tensor | int) -> int:

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from seq1f1b.ops.unit import LiveUnit, current
 from seq1f1b.runtime.arguments import Options, check_share
 from seq1f1b.runtime.compiled import is_compiled_whole
 from seq1f1b.runtime.data_parallel import without_wrapper
 from seq1f1b.runtime.parts import Feature, Part
 from seq1f1b.runtime.stage import Stage, StageStep
-from seq1f1b.runtime.unit import LiveUnit, live_unit
 from seq1f1b.schedule import Unit
 
 __all__: list[str] = []
@@ -115,7 +115,7 @@ class _Forward:
         self.own, self._at = own, at
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        unit = live_unit()
+        unit = current()
         if unit is None or self._at >= unit.blocks_again or not torch.is_grad_enabled():
             return self.own(*arguments, **named)
         return checkpoint(self.own, *arguments, use_reentrant=False, **named)

@@ -20,16 +20,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from seq1f1b.ops.unit import LiveUnit, current
 from seq1f1b.runtime.arguments import Agreement, Limits, Loss, Memory, Options
 from seq1f1b.runtime.batch import StepArguments
 from seq1f1b.runtime.data_parallel import without_wrapper
 from seq1f1b.runtime.findings import ATTENTION, RANDOMNESS, STATE, STATISTICS, Finding
-from seq1f1b.runtime.layer import is_plain
+from seq1f1b.runtime.linear import is_plain
 from seq1f1b.runtime.model_state import ComparableRun, RandomState, is_abstract, keep_state
 from seq1f1b.runtime.nested import mapped, tensors_of
 from seq1f1b.runtime.pipeline import Pipeline
 from seq1f1b.runtime.stage import StageStep
-from seq1f1b.runtime.unit import LiveUnit, live_unit
 from seq1f1b.runtime.watch import Watch, sizes_of
 from seq1f1b.schedule import build_schedule
 from seq1f1b.transport.loopback import LoopbackGroup
@@ -229,7 +229,7 @@ class Look:
         result, device = list[_Values](), self._stage.device
 
         def call(_: Tensor) -> Any:
-            unit = live_unit()
+            unit = current()
             assert unit is not None
             begin, length = sum(sizes[: unit.segment]), sizes[unit.segment]
             watch = unit.watch = Watch(_ROWS, begin, length, self._sizes)

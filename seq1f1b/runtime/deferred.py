@@ -3,7 +3,7 @@
 While a training step runs, a stage's ``nn.Linear`` layers compute their output as always. Where the order splits the
 backward, I makes only the gradients of input and bias; the pair (input, output gradient) goes to the unit's tape, and W
 makes the weight's gradient from it. In a whole backward the layer adds the product to the gradient itself, where the
-device has an op for that (``linear.py``). All else is autograd's as ever, at I or B: what does not go this way costs
+device has an op for that (``layer.py``). All else is autograd's as ever, at I or B: what does not go this way costs
 time, never correctness. [Zero Bubble, arXiv:2401.10241]
 """
 
@@ -17,15 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seq1f1b.ops.unit import LiveUnit
 from seq1f1b.runtime import linear
 from seq1f1b.runtime.compiled import runs_compiled
 from seq1f1b.runtime.data_parallel import is_reduced
-from seq1f1b.runtime.embedding import Embedding
 from seq1f1b.runtime.layer import Layer, Use, Weights
 from seq1f1b.runtime.measure import storages_of
 from seq1f1b.runtime.parts import Feature, Part, Pass, Received
 from seq1f1b.runtime.stage import Stage, StageStep
-from seq1f1b.runtime.unit import LiveUnit
 
 __all__: list[str] = []
 
@@ -64,7 +63,7 @@ class Deferred(Part):
 
     @contextmanager
     def in_step(self, others: Sequence[nn.Module]) -> Iterator[None]:
-        """Layers that may leave products to W, or add them, run as ``linear.py`` and ``embedding.py`` say.
+        """Layers that may leave products to W, or add them, run as ``layer.py`` says.
 
         They are looked for in each step, for users change modules in between. What losses hold leaves nothing to W, nor
         does a layer that shares its weight with anything but a linear layer of the stage.
@@ -201,20 +200,15 @@ def _layers_of(module: nn.Module, others: Sequence[nn.Module]) -> Iterator[Layer
             if root is module and runs_compiled(owner):
                 compiled.update(map(id, owner.modules()))
     for name, part in module.named_modules():
-        kind = _KINDS.get(type(part))
-        if kind is not None and not _is_own(part) and id(part) not in compiled:
-            layer, weight = kind(name, part), part._parameters["weight"]
+        if type(part) in (nn.Linear, nn.Embedding) and not _is_own(part) and id(part) not in compiled:
+            weight = part._parameters["weight"]
             assert weight is not None
-            layer.waits &= id(weight) not in shared and weight.shape[0] <= _WIDEST * weight.shape[1]
-            layer.adds = id(weight) not in reduced
-            yield layer
+            waits = type(part) is nn.Linear and weight.shape[0] <= _WIDEST * weight.shape[1]
+            yield Layer(name, part, waits and id(weight) not in shared, id(weight) not in reduced)
 
 
 def _is_own(module: nn.Module) -> bool:
-    """Whether an instance of one of the kinds below computes something else than its kind does."""
+    """Whether a linear layer or an embedding computes something else than its class does."""
     if type(module) is nn.Embedding and (module.sparse or module.scale_grad_by_freq or module.max_norm is not None):
         return True  # its gradient is not the sum over tokens
     return "forward" in module.__dict__ or "weight" not in module._parameters
-
-
-_KINDS: dict[type[nn.Module], type[Layer]] = {nn.Linear: linear.Linear, nn.Embedding: Embedding}

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from seq1f1b import _C
+from seq1f1b.ops.unit import LiveUnit
 from seq1f1b.runtime.findings import DOCUMENTS, Finding
 from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.parts import Feature, Part
 from seq1f1b.runtime.stage import StageStep
-from seq1f1b.runtime.unit import LiveUnit
 
 __all__: list[str] = []
 

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from seq1f1b.runtime.backward import as_message, input_gradients
+from seq1f1b.ops.unit import LiveUnit, as_message
 from seq1f1b.runtime.nested import mapped
 from seq1f1b.runtime.parts import Received, Sink, Source
 from seq1f1b.runtime.stage import StageStep
-from seq1f1b.runtime.unit import LiveUnit
 
 __all__: list[str] = []
 
@@ -58,7 +57,7 @@ class FromStage(Source):
         return unit.leaves
 
     def give_back(self, unit: LiveUnit) -> tuple[Tensor | None, ...] | None:
-        gradients = input_gradients(unit)
+        gradients = unit.input_gradients()
         if self._previous is None:
             return gradients
         unit.handed = gradients

@@ -7,15 +7,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, wraps
-from inspect import signature
-from typing import TYPE_CHECKING, Any, ParamSpec
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from seq1f1b.device.placement import common_device, gpu_part
-from seq1f1b.files import nearest_name
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Plan, TunedOrder
 from seq1f1b.runtime.arguments import (
@@ -47,21 +45,6 @@ from seq1f1b.transport import RankGroup, last_attempt, resolve_group, withdraw
 from seq1f1b.transport.group import OfOneProcess
 
 __all__ = ["PipelineEngine"]
-
-_P = ParamSpec("_P")
-
-
-def _known_arguments(init: Callable[_P, None]) -> Callable[_P, None]:
-    """Decorates an ``__init__``: an unknown argument's error names the nearest one that there is."""
-    known = list(signature(init).parameters)[1:]
-
-    @wraps(init)
-    def checked(*args: _P.args, **named: _P.kwargs) -> None:
-        for name in named.keys() - known:
-            raise TypeError(f"PipelineEngine takes no {name}={nearest_name(name, known)}")
-        init(*args, **named)
-
-    return checked
 
 
 class PipelineEngine(OfOneProcess):
@@ -143,7 +126,6 @@ class PipelineEngine(OfOneProcess):
             text = f"{type(self).__name__!r} object has no attribute {name!r}{state * name.endswith('state_dict')}"
             raise AttributeError(text, name=name, obj=self)
 
-    @_known_arguments
     def __init__(
         self,
         stage: nn.Module | Sequence[nn.Module],

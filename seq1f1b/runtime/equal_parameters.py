@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from seq1f1b.runtime.layer import is_plain
+from seq1f1b.runtime.linear import is_plain
 from seq1f1b.runtime.recompute import digest
 
 __all__: list[str] = []

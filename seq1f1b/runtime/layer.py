@@ -1,28 +1,33 @@
-"""A layer of a stage that adds its weight's gradient itself: what linear layers and embeddings have in common.
+"""Layers of a stage that make their weights' gradients themselves while a training step runs.
 
-Autograd makes a gradient of the weight's size in each unit, casts it to the dtype in which gradients grow, and adds it.
-A layer whose backward can add to the gradient in place of that does so while a training step runs. Wherever somebody
-waits for the gradient itself, the layer returns it, and autograd does the rest as ever.
+Autograd makes a gradient of the weight's size in each unit, casts it to the dtype in which gradients grow, and adds it:
+three passes, two of them in float32 (``grad_dtype``). An embedding's table of 128,000 words and hidden 4096 takes 1 GB
+in 16 bits, mostly zeros. Here a layer's backward adds to the gradient itself (``linear.py``), or leaves the product to
+W (``deferred.py``). Wherever somebody waits for the gradient, the layer returns it, and autograd does the rest as ever.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
 
-from seq1f1b.runtime.unit import LiveUnit, live_unit
+from seq1f1b.ops.unit import LiveUnit, current
+from seq1f1b.runtime.gradients import dense
+from seq1f1b.runtime.linear import add_product, add_rows, dense_rows, is_plain
 
 __all__: list[str] = []
 
 
 class Layer:
-    """A layer, for the life of an engine.
+    """An ``nn.Linear``, or an ``nn.Embedding`` with a dense gradient that is the sum over tokens; for an engine's life.
 
     Attributes:
         in_step: its forward; one object for all steps, for compiled code that calls the layer looks at it.
@@ -31,22 +36,36 @@ class Layer:
         weights: what the step knows of weights. All layers of a stage share it.
     """
 
-    waits = adds = True
     weights: Weights
     in_step: Callable[[Tensor], Tensor]
 
-    def __init__(self, name: str, module: Any) -> None:
-        self.name, self.module = name, module
+    def __init__(self, name: str, module: Any, waits: bool, adds: bool) -> None:
+        self.name, self.module, self.waits, self.adds = name, module, waits, adds
 
     def forward(self, input: Tensor) -> Tensor:
         """In place of the module's own forward, while the step runs."""
-        raise NotImplementedError
+        module, unit = self.module, self._unit(input)
+        tape = unit.tape if unit is not None and self.waits else None
+        if unit is None or (tape is None and not (unit.added is not None and self.adds)):
+            return type(module).forward(module, input)  # type: ignore[no-any-return]
+        weight, use = module.weight, Use(self, module.weight, tape, unit.added)
+        if type(module) is nn.Embedding:
+            return _LookUp.apply(weight, input, module.padding_idx, use)  # type: ignore[no-any-return, no-untyped-call]
+        bias, value, kind = module.bias, weight.detach(), input.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            input, value, bias = _autocast(input, dtype), self.weights.cast(weight, dtype), _autocast(bias, dtype)
+        edge = weight
+        if tape is not None:
+            is_seen = input.requires_grad or (bias is not None and bias.requires_grad)
+            edge = None if is_seen else torch.zeros((), device=input.device, requires_grad=True)
+        return _Product.apply(edge, input, bias, value, use)  # type: ignore[no-any-return, no-untyped-call]
 
-    def unit(self, input: Tensor) -> LiveUnit | None:
+    def _unit(self, input: Tensor) -> LiveUnit | None:
         """The running unit, if the weight's gradient may go another way than autograd's in it."""
         if torch.compiler.is_compiling():  # what a compiled backward keeps may be overwritten
             return None
-        unit, weight, bias = live_unit(), self.module.weight, getattr(self.module, "bias", None)
+        unit, weight, bias = current(), self.module.weight, getattr(self.module, "bias", None)
         if (
             unit is None
             or (unit.tape is None and unit.added is None)
@@ -86,7 +105,7 @@ class Weights:
         key = weight.data_ptr(), weight._version, dtype
         known = self._casts.get(id(weight))
         if known is None or known[1] != key:
-            known = self._casts[id(weight)] = weight, key, autocast(weight.detach(), dtype)
+            known = self._casts[id(weight)] = weight, key, _autocast(weight.detach(), dtype)
         return known[2]
 
 
@@ -126,17 +145,58 @@ class Use(NamedTuple):
         return None
 
 
-def autocast(tensor: Any, dtype: torch.dtype) -> Any:
+class _Product(torch.autograd.Function):
+    """``F.linear``, whose backward adds the weight's gradient itself, or leaves it to a tape.
+
+    The first argument is the weight where B adds. For a tape the graph must not know the weight, so that nothing of its
+    own fires at I; where nothing else gives the output a graph, another leaf does.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, edge: Tensor | None, x: Tensor, bias: Tensor | None, value: Tensor, use: Use) -> Tensor:
+        ctx.save_for_backward(x, value)
+        ctx.use = use
+        # A product may come out otherwise, in its last bits, of a weight that needs no gradient.
+        output = F.linear(x, use.weight if value.dtype == use.weight.dtype else value, bias)
+        # With more than two dimensions the output is a view of the product, which no caller may change in place.
+        return output if output._base is None else torch.ops.aten._unsafe_view(output._base, output.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x, value), dy, use = ctx.saved_tensors, dense(dy), ctx.use
+        if torch.is_grad_enabled():  # this backward is to be differentiated
+            value = use.weight.to(dy.dtype)
+        rows, flat = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+        dx = (rows @ value).view(x.shape) if ctx.needs_input_grad[1] else None
+        db = rows.sum(0) if ctx.needs_input_grad[2] else None
+        if use.tape is not None:
+            use.tape.note(use, flat.detach(), rows)
+            return None, dx, db, None, None
+        dw = use.gradient(ctx, lambda w: add_product(w, flat, rows), lambda: (rows.t() @ flat).to(use.weight.dtype))
+        return dw, dx, db, None, None
+
+
+class _LookUp(torch.autograd.Function):
+    """Adds the table's gradient in its own backward, where autograd would have added it; else returns it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: nn.Parameter, ids: Tensor, padding: int | None, use: Use) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.padding, ctx.use = -1 if padding is None else padding, use
+        return F.embedding(ids, weight, padding)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,), padding, use = ctx.saved_tensors, ctx.padding, ctx.use
+        make = partial(dense_rows, dy, ids, len(use.weight), padding)
+        return use.gradient(ctx, lambda weight: add_rows(weight, ids, dy, padding), make), None, None, None
+
+
+def _autocast(tensor: Any, dtype: torch.dtype) -> Any:
     """Casts what autocast would cast: floating tensors but doubles."""
     if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(dtype)
-
-
-def is_plain(tensor: Any) -> bool:
-    """Whether it is a strided, real tensor of torch's own type: what products and sums of rows here are written for."""
-    is_strided = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-    return is_strided and not (tensor.is_complex() or tensor.is_nested)
 
 
 def has_hooks(weight: Tensor) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from seq1f1b.ops.context import enter
+from seq1f1b.ops.unit import LiveUnit, enter
 from seq1f1b.runtime.batch import Batch
 from seq1f1b.runtime.data_parallel import Fsdp, without_wrapper
 from seq1f1b.runtime.divided import split_loss
@@ -22,7 +22,6 @@ from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.parts import Received, Sink
 from seq1f1b.runtime.stage import StageStep
 from seq1f1b.runtime.trees import Path, by_paths
-from seq1f1b.runtime.unit import LiveUnit
 from seq1f1b.runtime.weighting import Weighting
 
 __all__: list[str] = []

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seq1f1b.ops.unit import LiveUnit
 from seq1f1b.runtime.compiled import is_compiled
 from seq1f1b.runtime.data_parallel import Fsdp
 from seq1f1b.runtime.parts import Feature, Part, Received
 from seq1f1b.runtime.stage import StageStep
-from seq1f1b.runtime.unit import LiveUnit
 
 __all__: list[str] = []
 

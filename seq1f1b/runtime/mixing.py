@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from seq1f1b.ops.unit import LiveUnit
 from seq1f1b.runtime.by_values import Look, Sample, take_sample
 from seq1f1b.runtime.compiled import is_compiled
 from seq1f1b.runtime.data_parallel import Fsdp
@@ -23,7 +24,6 @@ from seq1f1b.runtime.model_state import uncompiled
 from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.parts import Feature, Part
 from seq1f1b.runtime.stage import StageStep
-from seq1f1b.runtime.unit import LiveUnit
 from seq1f1b.runtime.watch import Watch, sizes_of
 
 __all__: list[str] = []

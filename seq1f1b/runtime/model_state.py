@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from seq1f1b.runtime.unit import live_unit
+from seq1f1b.ops.unit import current
 
 __all__: list[str] = []
 
@@ -308,7 +308,7 @@ class ComparableRun(TorchFunctionMode):
         return args, ({**kwargs, "dropout_p": 0.0} if p else kwargs)
 
     def _count(self, p: float, is_training: bool, dropped: Tensor) -> None:
-        unit = live_unit()
+        unit = current()
         is_again = torch._C._current_graph_task_id() != -1 or (unit is not None and unit.is_again)
         if is_training and p and not is_again:
             self.drops[float(p)] += dropped.numel()

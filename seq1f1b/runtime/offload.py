@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from seq1f1b import _C
+from seq1f1b.ops.unit import LiveUnit
 from seq1f1b.runtime.arguments import Options
 from seq1f1b.runtime.measure import SavedBytes, storages_of
 from seq1f1b.runtime.parts import Feature, Part, Pass, Received
 from seq1f1b.runtime.stage import Stage, StageStep
-from seq1f1b.runtime.unit import LiveUnit
 from seq1f1b.transport.group import OfOneProcess, holders
 
 __all__: list[str] = []

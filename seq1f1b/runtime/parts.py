@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from seq1f1b.runtime.unit import LiveUnit
+from seq1f1b.ops.unit import LiveUnit
 
 __all__: list[str] = []
 

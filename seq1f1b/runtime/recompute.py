@@ -14,14 +14,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from seq1f1b.ops.context import enter
+from seq1f1b.ops.unit import LiveUnit, as_message, enter
 from seq1f1b.runtime.arguments import Options
-from seq1f1b.runtime.backward import as_message
 from seq1f1b.runtime.model_state import generator_states, set_generator_states
 from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.parts import Feature, Part, Pass, Received
 from seq1f1b.runtime.stage import Stage, StageStep
-from seq1f1b.runtime.unit import LiveUnit
 
 __all__: list[str] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from array import array
 from collections.abc import Callable, Hashable
@@ -16,7 +17,6 @@ from seq1f1b.device.placement import compute_stream, in_ranges, step_on, through
 from seq1f1b.ops.context import inside_step
 from seq1f1b.plan import TunedOrder
 from seq1f1b.runtime.arguments import Disagreement, Options
-from seq1f1b.runtime.backward import import_backward
 from seq1f1b.runtime.batch import Batch, StepArguments
 from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
 from seq1f1b.runtime.explain import explained, unit_text
@@ -271,7 +271,7 @@ class Runner:
         batch = Batch(arguments, self.options, self.pipeline)
         batch.check()
         if arguments.training and not self._known_shapes:
-            import_backward()
+            _import_backward()
         return Step(batch, order, self.options, self.stages, self.pipeline, self._enter_shape)
 
     def _meet(self, arguments: StepArguments, order: RankOrder, number: int | None) -> int:
@@ -434,3 +434,11 @@ class Runner:
             group.fail(f"{place}{type(found).__name__}: {str(found).removeprefix(place)}")
         group.end_step(failed=True)
         return found
+
+
+def _import_backward() -> None:
+    """Imports what torch imports in its first backward that is given gradients, sympy among it: 0.5 s and more.
+
+    Called before the ranks meet, all import at the same time; else each would while the others wait for its backward.
+    """
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from seq1f1b import _C
-from seq1f1b.ops.context import enter
+from seq1f1b.ops.unit import LiveUnit, enter
 from seq1f1b.runtime.arguments import Options
-from seq1f1b.runtime.backward import carry_back, start_of
 from seq1f1b.runtime.data_parallel import data_parallel
 from seq1f1b.runtime.divided import StepRead
 from seq1f1b.runtime.findings import Findings
@@ -21,7 +20,6 @@ from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.parts import Feature, Part, Pass, Received, Sink, Source, hooks
 from seq1f1b.runtime.rank_order import StageOrder
 from seq1f1b.runtime.trees import Path, by_paths
-from seq1f1b.runtime.unit import LiveUnit
 
 if TYPE_CHECKING:
     from seq1f1b.runtime.pipeline import Pipeline
@@ -243,7 +241,7 @@ class StageStep:
         unit.forward = False
         self.has_auxiliary |= unit.auxiliary is not None
         gradients = () if unit.seeds is not None else self._sink.gradients(unit, received)
-        roots, seeds = start_of(unit, gradients, self.arguments.auxiliary_seeds)
+        roots, seeds = unit.start(gradients, self.arguments.auxiliary_seeds)
         enter(unit)
         if self.stage.is_whole:
             _C.unit_set_whole()
@@ -255,7 +253,7 @@ class StageStep:
             assert self._parallel is not None
             with self._parallel.backward(self.order.last_gradients == ("B", cell), unit.outputs):
                 torch.autograd.backward(roots, seeds)
-        carry_back(unit)
+        unit.carry_back()
         for after in self._after:
             after(unit, received)
         returned = self._source.give_back(unit)

@@ -15,7 +15,7 @@ from seq1f1b import _C
 from seq1f1b.runtime.batch import StepArguments
 from seq1f1b.runtime.data_parallel import without_hooks
 from seq1f1b.runtime.findings import Finding
-from seq1f1b.runtime.layer import is_plain
+from seq1f1b.runtime.linear import is_plain
 from seq1f1b.runtime.model_state import ComparableRun, RandomState, has_changed, is_abstract, keep_state
 from seq1f1b.runtime.nested import mapped, tensors_of
 from seq1f1b.runtime.runner import Runner

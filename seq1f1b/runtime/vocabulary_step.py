@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seq1f1b.runtime.backward import input_gradients
+from seq1f1b.ops.unit import LiveUnit
 from seq1f1b.runtime.batch import Batch
 from seq1f1b.runtime.data_parallel import data_parallel
 from seq1f1b.runtime.divided import StepRead
 from seq1f1b.runtime.ends import ToStage, detached
 from seq1f1b.runtime.parts import Pass, Received, Source
 from seq1f1b.runtime.stage import StageStep
-from seq1f1b.runtime.unit import LiveUnit
 from seq1f1b.runtime.vocabulary import (
     Statistics,
     VocabularyParallelEmbedding,
@@ -330,6 +329,6 @@ class FromEmbedding(Source):
         return unit.leaves
 
     def give_back(self, unit: LiveUnit) -> tuple[Tensor | None, ...]:
-        gradients = input_gradients(unit)
+        gradients = unit.input_gradients()
         self._embedding.hand(unit.cell, gradients[0])
         return gradients

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seq1f1b.ops.unit import LiveUnit
 from seq1f1b.runtime.arguments import Options
 from seq1f1b.runtime.batch import Batch, StepArguments
 from seq1f1b.runtime.divided import StepRead, sum_divisors
@@ -22,7 +23,6 @@ from seq1f1b.runtime.loss_look import LossLook, count_values
 from seq1f1b.runtime.nested import tensors_of
 from seq1f1b.runtime.rows import Rows
 from seq1f1b.runtime.splitting import part_sizes, split_sequence
-from seq1f1b.runtime.unit import LiveUnit
 
 __all__: list[str] = []
 

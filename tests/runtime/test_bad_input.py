@@ -167,10 +167,7 @@ MAKING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"arg_rules\['mask'\] is 'cut'; it must be 'slice'",
     ),
-    "n_microbatches": ({"n_microbatches": 2}, TypeError, "takes no n_microbatches=; did you mean 'num_microbatches'"),
-    "num_microbatch": ({"num_microbatch": 2}, TypeError, "takes no num_microbatch=; did you mean 'num_microbatches'"),
-    "n_segments": ({"n_segments": 2}, TypeError, "takes no n_segments=; did you mean 'num_segments'"),
-    "lossfn": ({"lossfn": 2}, TypeError, "takes no lossfn=; did you mean 'loss_fn'"),
+    "an unknown argument": ({"lossfn": 2}, TypeError, "unexpected keyword argument 'lossfn'"),
     "rules that are a list": (
         {"arg_rules": ["mask"]},
         TypeError,

@@ -14,8 +14,7 @@ from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import Tensor, nn
 
 from seq1f1b import _C, PipelineEngine, build_schedule
-from seq1f1b.ops.context import current
-from seq1f1b.runtime.unit import LiveUnit, live_unit
+from seq1f1b.ops.unit import LiveUnit, current
 from seq1f1b.testing import run_ranks
 
 CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=4)
@@ -39,7 +38,7 @@ class Recorded(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.stage(x)
         self.outputs.append(weakref.ref(y))
-        unit = live_unit()
+        unit = current()
         assert unit is not None
         self.units.append(weakref.ref(unit))
         return y

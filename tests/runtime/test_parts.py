@@ -11,10 +11,10 @@ import torch
 from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 
 from seq1f1b import PipelineEngine, Schedule, build_schedule
+from seq1f1b.ops.unit import LiveUnit
 from seq1f1b.runtime.features import FEATURES
 from seq1f1b.runtime.parts import Feature, Part, Received, hooks
 from seq1f1b.runtime.stage import Stage, StageStep
-from seq1f1b.runtime.unit import LiveUnit
 from seq1f1b.testing import run_ranks
 
 P, M, K, LENGTH = 2, 3, 2, 8

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from seq1f1b import _C
 
@@ -70,7 +73,64 @@ class LiveUnit:
         self.previous = self.carried_in = self.carried_out = self.carried_back = self.auxiliary = None
         self.saved_bytes = 0
 
+    # -- backward
 
-def live_unit() -> LiveUnit | None:
+    def start(
+        self, gradients: Sequence[Tensor | None], auxiliary_seeds: Callable[[LiveUnit], tuple[float, float]]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Roots of the backward, and the gradient of each.
+
+        Args:
+            gradients: what the next stage sent for the outputs; not read where the unit has seeds of its own.
+            auxiliary_seeds: the gradients of an auxiliary loss of the segment, and of one of the sequence.
+        """
+        roots, seeds = self.roots, self.seeds
+        if seeds is None:
+            seeds = tuple(gradients)  # not the cached views themselves: roots are added below
+            if None in roots or any(g is None for g in gradients):
+                pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if r is not None and g is not None]
+                roots, seeds = tuple([r for r, _ in pairs]), tuple([g for _, g in pairs])
+        if self.auxiliary is not None:
+            roots += tuple([loss for loss, _ in self.auxiliary])
+            own = auxiliary_seeds(self)
+            seeds += tuple([torch.full_like(loss, own[is_of_all]) for loss, is_of_all in self.auxiliary])
+        if self.carried_out is not None and self.carried_back is not None:
+            for name, leaf in self.carried_back.items():
+                state = self.carried_out[name]
+                if leaf.grad is not None and state.requires_grad:  # R may have made one without, F could not tell
+                    roots += (get_gradient_edge(state),)
+                    seeds += (leaf.grad,)
+        return roots, seeds
+
+    def carry_back(self) -> None:
+        """Adds the gradients of what the unit carried in to those of others that carried in the same."""
+        if self.carried_in is None or self.previous is None:
+            return
+        if self.previous.carried_back is None:
+            self.previous.carried_back = self.carried_in
+            return
+        back = self.previous.carried_back
+        for name, leaf in self.carried_in.items():
+            first = back.setdefault(name, leaf)
+            if first is not leaf and leaf.grad is not None:
+                first.grad = leaf.grad if first.grad is None else first.grad + leaf.grad
+
+    def input_gradients(self) -> tuple[Tensor | None, ...]:
+        """Gradients of the inputs, for the stage before."""
+        return tuple([None if leaf.grad is None else as_message(leaf.grad) for leaf in self.leaves])
+
+
+def as_message(tensor: Tensor) -> Tensor:
+    """The tensor as its bytes go to another rank: contiguous, and conjugated where torch has put that off."""
+    tensor = tensor.contiguous()
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+
+
+def enter(unit: LiveUnit | None) -> None:
+    """Makes it what the modules of the running unit see; the executor says when the unit ends."""
+    _C.unit_set_state(unit)
+
+
+def current() -> LiveUnit | None:
     """The unit that runs on this thread."""
     return _C.unit_state()  # type: ignore[no-any-return]
