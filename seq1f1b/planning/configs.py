@@ -257,11 +257,6 @@ def _both(c: _Config) -> Fields:
 # -- feed-forwards -----------------------------------------------------------------------------------------------------
 
 
-def _alike(c: _Config, layer: int) -> Fields:
-    """The feed-forward, or the experts, that the shape tells of."""
-    return {}
-
-
 def _sparse(
     c: _Config,
     layer: int,
@@ -340,7 +335,7 @@ class _Model:
         attention: fields of a layer with attention.
         window: the library's default of ``sliding_window``.
         mixers: of layers of other types than attention.
-        feed_forward: fields of a layer by its number.
+        feed_forward: fields of a layer by its number; None: the feed-forward, or the experts, that the shape tells of.
         names: of the shape's fields in the config, where they are not the usual ones.
         type_of: the type of all layers, or of each by its number, where the config has no ``layer_types``.
         tied: whether the head is the embedding, where the config does not say it.
@@ -351,7 +346,7 @@ class _Model:
     attention: Callable[[_Config], Fields] = _attention
     window: int | None = 4096
     mixers: Mapping[str, Callable[[_Config], Fields]] = field(default_factory=dict)
-    feed_forward: Callable[[_Config, int], Fields] = _alike
+    feed_forward: Callable[[_Config, int], Fields] | None = None
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     type_of: str | Callable[[_Config, int], str] = "full_attention"
     tied: bool = False
@@ -531,6 +526,6 @@ def _layer_kind(c: _Config, model: _Model, layer: int, kind: str) -> LayerKind:
         mixer = {**model.attention(c), "window": said or 0}
     else:
         mixer = model.attention(c)
-    ffn = model.feed_forward(c, layer)
+    ffn = model.feed_forward(c, layer) if model.feed_forward else {}
     other = mixer.pop("other", 0) + ffn.pop("other", 0)
     return LayerKind(**mixer, **ffn, norms=model.norms, other=other)

@@ -101,7 +101,7 @@ class Pricing:
         self._bounds: dict[tuple[Any, ...], tuple[float, ...]] = {}
         self._costs: dict[tuple[int, str, int, int, str], CostModel] = {}
         self._priced: dict[tuple[Any, ...], Price] = {}
-        self._rules: dict[tuple[str, int, int], str | None] = {}
+        self._broken: dict[str, dict[str, None]] = {}  # rules that a family's counts break
         self._orders: dict[tuple[str, int, int], Schedule] = {}  # those that do not depend on costs, by family, v and k
         self._least: dict[str, tuple[int, Candidate]] = {}  # peak bytes, of what does not fit
         self._slower: dict[str, tuple[float, bool]] = {}  # seconds; whether they are only a lower bound
@@ -127,19 +127,13 @@ class Pricing:
 
     # -- orders
 
-    def rule(self, candidate: Candidate) -> str | None:
+    def _rule(self, candidate: Candidate) -> str | None:
         """The rule of the family, or of the model's layers, that the counts break; None if they break none."""
-        v, k = candidate.stages_per_rank, candidate.num_segments
-        key = (candidate.family.name, v, k)
-        if key not in self._rules:
-            if self.num_ranks * v > self.model.layers:
-                broken: str | None = f"P v <= {self.model.layers} layers"
-            elif self.num_units(candidate) > _MOST_UNITS:
-                broken = f"2 P v M k <= {_MOST_UNITS} units"
-            else:
-                broken = candidate.family.broken_rule(**self._counts(candidate))
-            self._rules[key] = broken
-        return self._rules[key]
+        if self.num_ranks * candidate.stages_per_rank > self.model.layers:
+            return f"P v <= {self.model.layers} layers"
+        if self.num_units(candidate) > _MOST_UNITS:
+            return f"2 P v M k <= {_MOST_UNITS} units"
+        return candidate.family.broken_rule(**self._counts(candidate))
 
     def _counts(self, candidate: Candidate) -> dict[str, Any]:
         counts = {"num_ranks": self.num_ranks, "num_microbatches": self.num_microbatches}
@@ -246,7 +240,12 @@ class Pricing:
     def allowed(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """The candidates that can be built, the lowest bound first."""
         self.num_candidates += len(candidates)
-        possible = [(candidate, i) for i, candidate in enumerate(candidates) if self.rule(candidate) is None]
+        possible = []
+        for i, candidate in enumerate(candidates):
+            if (rule := self._rule(candidate)) is None:
+                possible.append((candidate, i))
+            else:
+                self._broken.setdefault(candidate.family.name, {})[rule] = None
         known = sorted((self.bound(candidate), i) for candidate, i in possible if not self.is_repeated(candidate))
         return [candidates[i] for _, i in known]
 
@@ -397,7 +396,7 @@ class Pricing:
     def explain_nothing(self) -> str:
         """Why there is no plan."""
         if not self._least:
-            rules = sorted({f"{name} needs {rule}" for (name, _, _), rule in self._rules.items() if rule})
+            rules = sorted(f"{name} needs {rule}" for name, broken in self._broken.items() for rule in broken)
             return f"no schedule can be built for these counts: {'; '.join(rules)}"
         peak, candidate = min(self._least.values(), key=lambda least: least[0])
         return (
@@ -407,11 +406,7 @@ class Pricing:
 
     def reasons(self, slowest: float) -> dict[str, str]:
         """Why each family is not among the best: a kind of reason, a colon, and what says it."""
-        broken: dict[str, dict[str, None]] = {}
-        for (name, _, _), rule in self._rules.items():
-            if rule is not None:
-                broken.setdefault(name, {})[rule] = None
-        reasons = {name: f"cannot be built: needs {', and '.join(rules)}" for name, rules in broken.items()}
+        reasons = {name: f"cannot be built: needs {', and '.join(rules)}" for name, rules in self._broken.items()}
         too_large = {
             name: f"too large: at least {peak / GIB:.1f} GiB ({candidate.counts})"
             for name, (peak, candidate) in self._least.items()

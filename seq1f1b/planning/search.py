@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from seq1f1b import where
 from seq1f1b.partition import ModelShape
-from seq1f1b.plan import INSIDE, Layout, Plan
+from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.case import REMEDIES, Candidate, Case, Uncertain
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.orders import families_named
@@ -283,9 +283,6 @@ def search_plans(
     tried = segments or [k for k in _FIRST_SEGMENTS if k <= shortest]
     if min(tried) < 1 or max(tried) > shortest:
         raise ValueError(f"segments are {list(tried)}, must be in 1..{shortest}, the tokens of the shortest sequence")
-    for kind in inside or ():
-        if kind not in INSIDE:
-            raise ValueError(f"inside is {kind!r}, must be one of {', '.join(INSIDE)}")
     if vocabulary not in VOCABULARIES:
         raise ValueError(f"vocabulary is {vocabulary!r}, must be one of {', '.join(VOCABULARIES)}")
     # without names all but auto, which comes last, and those that say nothing of their own
