@@ -40,7 +40,7 @@ _Unit = tuple[int, int, int, int]  # pass, stage, micro-batch, segment
 _Ints = array[int]  # of 64 bits, but for segments and parents, of 32
 _Doubles = array[float]
 
-# ---- records.c: structseqs, whose fields these are
+# ---- records.c
 
 class ProgramEdge(NamedTuple):
     source_stage: int

@@ -144,7 +144,7 @@ static void release_callback(void *context, void *keep)
 /* 0 with the exception set, unless there is a size for each column. */
 static int check_sizes(const executor_handle *handle, const s1f_array *sizes)
 {
-    int64_t num_columns = s1f_program_num_columns(handle->program);
+    int64_t num_columns = s1f_num_columns(&handle->program->shape);
     if (sizes->count != num_columns)
         PyErr_Format(PyExc_ValueError, "%lld segment sizes for %lld segments", (long long)sizes->count,
                      (long long)num_columns);
@@ -157,7 +157,7 @@ static int check_parts(const executor_handle *handle, const s1f_array *tokens, c
     if (first->count == 0 && tokens->count == 0)
         return 1;
     const int64_t *begin = first->values;
-    int fits = first->count == s1f_program_num_columns(handle->program) + 1 && begin[0] == 0;
+    int fits = first->count == s1f_num_columns(&handle->program->shape) + 1 && begin[0] == 0;
     for (int64_t i = 1; fits && i < first->count; i++)
         fits = begin[i] >= begin[i - 1] && begin[i] - begin[i - 1] <= INT32_MAX;
     if (!fits || begin[first->count - 1] != tokens->count)
@@ -388,7 +388,7 @@ static PyObject *executor_stage_measure(PyObject *Py_UNUSED(module), PyObject *a
     int stage;
     if (!PyArg_ParseTuple(arguments, "O&i", to_executor, &handle, &stage))
         return NULL;
-    if (stage < 0 || stage >= s1f_program_num_stages(handle->program)) {
+    if (stage < 0 || stage >= handle->program->shape.num_stages) {
         PyErr_Format(PyExc_ValueError, "no stage %d", stage);
         return NULL;
     }

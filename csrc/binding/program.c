@@ -67,9 +67,9 @@ static PyObject *program_stage_peak(PyObject *Py_UNUSED(module), PyObject *argum
     const s1f_program *program;
     int stage;
     if (!PyArg_ParseTuple(arguments, "O&i", s1f_to_program, &program, &stage) ||
-        !s1f_require_index("stage", stage, s1f_program_num_stages(program)))
+        !s1f_require_index("stage", stage, program->shape.num_stages))
         return NULL;
-    s1f_stage_peak peak = s1f_program_stage_peak(program, stage);
+    s1f_stage_peak peak = program->peaks[stage];
     return Py_BuildValue("(iii)", peak.live_units, peak.kv_slots, peak.grad_slots);
 }
 

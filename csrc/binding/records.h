@@ -1,4 +1,4 @@
-/* records.h - results with named fields: classes of the module, each of them a tuple as well (structseq). */
+/* records.h - results with named fields: classes of the module, each of them a named tuple. */
 #ifndef S1F_RECORDS_H
 #define S1F_RECORDS_H
 

@@ -68,27 +68,6 @@ static inline const s1f_edge *s1f_program_edges(const s1f_program *program, int3
     *count = program->edges->num_edges;
     return program->edges->edges;
 }
-static inline s1f_stage_peak s1f_program_stage_peak(const s1f_program *program, int32_t stage)
-{
-    return program->peaks[stage];
-}
-static inline int32_t s1f_program_num_ranks(const s1f_program *program)
-{
-    return program->shape.num_ranks;
-}
-static inline int32_t s1f_program_num_stages(const s1f_program *program)
-{
-    return program->shape.num_stages;
-}
-static inline int32_t s1f_program_num_microbatches(const s1f_program *program)
-{
-    return program->shape.num_microbatches;
-}
-/* Columns of sizes of segments (s1f_column). */
-static inline int64_t s1f_program_num_columns(const s1f_program *program)
-{
-    return s1f_num_columns(&program->shape);
-}
 
 /* Peak live tokens of a stage for given segment sizes, [column]: live units, in tokens. */
 int64_t s1f_program_peak_tokens(const s1f_program *program, int32_t stage, const int64_t *segment_sizes);

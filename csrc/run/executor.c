@@ -143,7 +143,7 @@ static void set_slots(s1f_executor *executor, const s1f_program *program)
         for (int32_t j = 0; j < executor->num_slots; j++)
             known |= executor->slots[j].stage == stage;
         if (!known) {
-            s1f_stage_peak peak = s1f_program_stage_peak(program, stage);
+            s1f_stage_peak peak = program->peaks[stage];
             executor->slots[executor->num_slots++] = (s1f_stage_slots){stage, peak.kv_slots, peak.grad_slots};
         }
     }
@@ -158,7 +158,7 @@ s1f_status s1f_executor_create(const s1f_program *program, int32_t rank, s1f_gro
         return s1f_fail(S1F_ERR_MEMORY, "no memory for the executor");
     executor->instructions = s1f_program_instructions(program, rank, &executor->num_instructions);
     executor->edges = s1f_program_edges(program, &executor->num_edges);
-    executor->num_stages = s1f_program_num_stages(program);
+    executor->num_stages = program->shape.num_stages;
     executor->shape = program->shape;
     executor->lifetimes = s1f_lifetimes_of(&program->shape);
     executor->thread_scope = thread_scope;

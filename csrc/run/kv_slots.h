@@ -8,7 +8,7 @@
 
 typedef struct {
     int32_t stage;
-    int32_t kv_slots, grad_slots; /* from s1f_program_stage_peak */
+    int32_t kv_slots, grad_slots; /* peaks of the program's stage */
 } s1f_stage_slots;
 
 typedef struct {

@@ -9,19 +9,9 @@
 
 #include <math.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 enum { RULE_TEXT_BYTES = 64, MOST_UNITS = 1 << 22 /* minutes of lists and search */ };
-
-/* Arrays that the problem points into, where the caller gave none. */
-typedef struct {
-    s1f_problem problem;
-    int32_t *rank_of_stage;
-    int64_t *first_cell;
-    double *ones, *input, *weight;
-    int64_t *unit_bytes, *cap_bytes;
-} owned_problem;
 
 /* -- named families as starts -------------------------------------------------------------------------------------- */
 
@@ -93,73 +83,60 @@ static s1f_status offer_families(const s1f_request *request, int32_t placement, 
 
 /* -- the family ---------------------------------------------------------------------------------------------------- */
 
-static void free_problem(owned_problem *own)
-{
-    free(own->cap_bytes);
-    free(own->unit_bytes);
-    free(own->weight);
-    free(own->input);
-    free(own->ones);
-    free(own->first_cell);
-    free(own->rank_of_stage);
-}
-
-/* A cap in units is one in bytes where each unit takes one. */
-static s1f_status create_problem(const s1f_request *request, s1f_placement *placement, owned_problem *own)
+/* A cap in units is one in bytes where each unit takes one. Arrays are the pool's. */
+static s1f_status create_problem(const s1f_request *request, s1f_placement *placement, s1f_pool *pool,
+                                 s1f_problem *problem)
 {
     const s1f_options *options = &request->options;
-    int32_t P = request->num_ranks, S = P * request->stages_per_rank;
-    int64_t cells = S * request->num_columns;
-    own->rank_of_stage = malloc((size_t)S * sizeof *own->rank_of_stage);
-    own->ones = malloc((size_t)cells * sizeof *own->ones);
-    own->input = malloc((size_t)cells * sizeof *own->input);
-    own->weight = malloc((size_t)cells * sizeof *own->weight);
-    own->unit_bytes = malloc((size_t)cells * sizeof *own->unit_bytes);
-    own->cap_bytes = malloc((size_t)P * sizeof *own->cap_bytes);
-    own->first_cell = malloc(((size_t)request->num_microbatches + 1) * sizeof *own->first_cell);
-    if (own->rank_of_stage == NULL || own->ones == NULL || own->input == NULL || own->weight == NULL ||
-        own->unit_bytes == NULL || own->cap_bytes == NULL || own->first_cell == NULL)
+    int32_t P = request->num_ranks, S = P * request->stages_per_rank, M = request->num_microbatches;
+    size_t cells = (size_t)(S * request->num_columns);
+    int32_t *rank_of_stage = s1f_pool_take(pool, (size_t)S, sizeof *rank_of_stage);
+    double *seconds = s1f_pool_take(pool, S1F_SPLIT_PASSES * cells, sizeof *seconds);
+    int64_t *unit_bytes = s1f_pool_take(pool, cells, sizeof *unit_bytes);
+    int64_t *cap_bytes = s1f_pool_take(pool, (size_t)P, sizeof *cap_bytes);
+    int64_t *first_cell = s1f_pool_take(pool, (size_t)M + 1, sizeof *first_cell);
+    if (pool->is_short)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for the costs of %d stages", S);
     for (int32_t stage = 0; stage < S; stage++)
-        own->rank_of_stage[stage] = placement(P, stage);
-    own->first_cell[0] = 0;
-    for (int32_t m = 0; options->segments_of != NULL && m < request->num_microbatches; m++)
-        own->first_cell[m + 1] = own->first_cell[m] + options->segments_of[m];
+        rank_of_stage[stage] = placement(P, stage);
+    for (int32_t m = 0; options->segments_of != NULL && m < M; m++)
+        first_cell[m + 1] = first_cell[m] + options->segments_of[m];
     int has_costs = options->costs[0] != NULL, is_whole = options->backward == S1F_BACKWARD_WHOLE;
-    for (int64_t i = 0; i < cells; i++) {
+    for (size_t i = 0; i < cells; i++) {
         double input = has_costs ? options->costs[1][i] : 1, weight = has_costs ? options->costs[2][i] : 1;
-        own->ones[i] = 1;
-        own->input[i] = is_whole ? input + weight : input;
-        own->weight[i] = is_whole ? 0 : weight;
-        own->unit_bytes[i] = options->unit_bytes != NULL ? options->unit_bytes[i] : 1;
+        seconds[i] = has_costs ? options->costs[0][i] : 1;
+        seconds[cells + i] = is_whole ? input + weight : input;
+        seconds[2 * cells + i] = is_whole ? 0 : weight;
+        unit_bytes[i] = options->unit_bytes != NULL ? options->unit_bytes[i] : 1;
     }
     for (int32_t rank = 0; rank < P; rank++)
-        own->cap_bytes[rank] = options->cap_bytes != NULL ? options->cap_bytes[rank]
-                               : options->cap != 0        ? options->cap
-                                                          : INT64_MAX;
-    own->problem = (s1f_problem){.num_ranks = P,
-                                 .num_stages = S,
-                                 .num_microbatches = request->num_microbatches,
-                                 .num_segments = request->num_segments,
-                                 .rank_of_stage = own->rank_of_stage,
-                                 .first_cell = options->segments_of != NULL ? own->first_cell : NULL,
-                                 .seconds = {has_costs ? options->costs[0] : own->ones, own->input, own->weight},
-                                 .transfer = options->transfer,
-                                 .unit_bytes = own->unit_bytes,
-                                 .cap_bytes = own->cap_bytes};
+        cap_bytes[rank] = options->cap_bytes != NULL ? options->cap_bytes[rank]
+                          : options->cap != 0        ? options->cap
+                                                     : INT64_MAX;
+    *problem = (s1f_problem){.num_ranks = P,
+                             .num_stages = S,
+                             .num_microbatches = M,
+                             .num_segments = request->num_segments,
+                             .rank_of_stage = rank_of_stage,
+                             .first_cell = options->segments_of != NULL ? first_cell : NULL,
+                             .seconds = {seconds, seconds + cells, seconds + 2 * cells},
+                             .transfer = options->transfer,
+                             .unit_bytes = unit_bytes,
+                             .cap_bytes = cap_bytes};
     return S1F_OK;
 }
 
 static s1f_status build_placed(const s1f_request *request, int32_t kind, double *makespan, s1f_schedule **out)
 {
     s1f_placement *placement = kind == S1F_PLACEMENT_V ? s1f_placement_wave : s1f_placement_loop;
-    owned_problem own = {{0}, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+    s1f_pool pool = {0};
+    s1f_problem problem;
     s1f_search *search = NULL;
     s1f_schedule *schedule = NULL;
-    s1f_status status = create_problem(request, placement, &own);
-    if (status != S1F_OK || (status = s1f_search_create(&own.problem, &search)) != S1F_OK ||
-        (status = offer_families(request, kind, &own.problem, search)) != S1F_OK ||
-        (status = s1f_offer_lists(&own.problem, search)) != S1F_OK || (status = s1f_search_run(search)) != S1F_OK)
+    s1f_status status = create_problem(request, placement, &pool, &problem);
+    if (status != S1F_OK || (status = s1f_search_create(&problem, &search)) != S1F_OK ||
+        (status = offer_families(request, kind, &problem, search)) != S1F_OK ||
+        (status = s1f_offer_lists(&problem, search)) != S1F_OK || (status = s1f_search_run(search)) != S1F_OK)
         goto done;
     *makespan = s1f_search_makespan(search);
     if (isinf(*makespan))
@@ -174,7 +151,7 @@ static s1f_status build_placed(const s1f_request *request, int32_t kind, double 
 done:
     s1f_schedule_free(schedule);
     s1f_search_free(search);
-    free_problem(&own);
+    s1f_pool_free(&pool);
     return status;
 }
 

@@ -190,9 +190,16 @@ static s1f_status count_cells(s1f_request *request)
 }
 
 /* Checks everything but the family's rules. */
-static s1f_status check_request(const char *name, s1f_request *request)
+static s1f_status make_request(const char *name, int32_t num_ranks, int32_t num_microbatches, int32_t num_segments,
+                               int32_t stages_per_rank, const s1f_options *options, s1f_request *request)
 {
     s1f_status status;
+    *request = (s1f_request){.num_ranks = num_ranks,
+                             .num_microbatches = num_microbatches,
+                             .num_segments = num_segments,
+                             .stages_per_rank = stages_per_rank};
+    if (options != NULL)
+        request->options = *options;
     if ((status = require_at_least("num_ranks", request->num_ranks, 1)) != S1F_OK ||
         (status = require_at_least("num_microbatches", request->num_microbatches, 1)) != S1F_OK ||
         (status = require_at_least("num_segments", request->num_segments, 1)) != S1F_OK ||
@@ -242,10 +249,9 @@ s1f_status s1f_schedule_broken_rule(const char *family, int32_t num_ranks, int32
                                     int32_t num_segments, int32_t stages_per_rank, const s1f_options *options,
                                     const char **rule)
 {
-    s1f_request request = {NULL, NULL, num_ranks, num_microbatches, num_segments, stages_per_rank, {0}, 0, 0};
-    if (options != NULL)
-        request.options = *options;
-    s1f_status status = check_request(family, &request);
+    s1f_request request;
+    s1f_status status =
+        make_request(family, num_ranks, num_microbatches, num_segments, stages_per_rank, options, &request);
     if (status == S1F_OK)
         *rule = broken_rule(&request);
     return status;
@@ -268,10 +274,8 @@ static s1f_status build_by_rank(const s1f_request *request, s1f_schedule **out)
 s1f_status s1f_schedule_build(const char *family, int32_t num_ranks, int32_t num_microbatches, int32_t num_segments,
                               int32_t stages_per_rank, const s1f_options *options, s1f_schedule **out)
 {
-    s1f_request request = {NULL, NULL, num_ranks, num_microbatches, num_segments, stages_per_rank, {0}, 0, 0};
-    if (options != NULL)
-        request.options = *options;
-    S1F_TRY(check_request(family, &request));
+    s1f_request request;
+    S1F_TRY(make_request(family, num_ranks, num_microbatches, num_segments, stages_per_rank, options, &request));
     const char *rule = broken_rule(&request);
     if (rule != NULL)
         return s1f_fail(S1F_ERR_SCHEDULE,

@@ -1,6 +1,8 @@
 /* in_time.c - times of products, and the clock. */
 #include "in_time.h"
 
+#include "../core/pool.h"
+
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -146,12 +148,13 @@ s1f_status s1f_run_in_time(s1f_board *board, int64_t num_units, double tolerance
                            void *context)
 {
     size_t num_ranks = (size_t)board->shape.num_ranks;
+    s1f_pool pool = {0};
     run_in_time c = {.board = board, .rules = rules, .context = context, .tolerance = tolerance};
     s1f_status status = s1f_edges_create(&board->shape, &c.edges);
-    c.free = calloc(num_ranks, sizeof *c.free);
-    c.running = calloc(num_ranks, sizeof *c.running);
-    c.look = malloc(num_ranks);
-    if (status == S1F_OK && (c.free == NULL || c.running == NULL || c.look == NULL))
+    c.free = s1f_pool_take(&pool, num_ranks, sizeof *c.free);
+    c.running = s1f_pool_take(&pool, num_ranks, sizeof *c.running);
+    c.look = s1f_pool_take(&pool, num_ranks, 1);
+    if (status == S1F_OK && pool.is_short)
         status = s1f_fail(S1F_ERR_MEMORY, "no memory to run %zu ranks in time", num_ranks);
     if (status == S1F_OK)
         memset(c.look, 1, num_ranks);
@@ -164,9 +167,7 @@ s1f_status s1f_run_in_time(s1f_board *board, int64_t num_units, double tolerance
         if (isinf(c.now))
             status = s1f_fail(S1F_ERR_SCHEDULE, "the ranks wait for each other");
     }
-    free(c.look);
-    free(c.running);
-    free(c.free);
+    s1f_pool_free(&pool);
     s1f_edges_free(c.edges);
     return status;
 }

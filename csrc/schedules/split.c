@@ -1,10 +1,10 @@
 /* split.c - walks a plan of F and I in time and puts W into its bubbles. */
 #include "split.h"
 
+#include "../core/pool.h"
 #include "in_time.h"
 
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 enum { BLOCK_PERIOD = 6 }; /* F, I and W of two stages */
@@ -27,6 +27,7 @@ typedef struct {
     int is_equal;     /* all units take 1 second */
     int may_delay;    /* W may run into the time of the plan's next unit */
     double tolerance; /* seconds */
+    s1f_pool pool;    /* of the arrays of ranks */
     rank_state *ranks;
     s1f_schedule *out;
     double last; /* end of a unit of `out` */
@@ -176,27 +177,15 @@ static s1f_status create_walk(walk *w, const s1f_schedule *plan)
     size_t num_ranks = (size_t)w->request->num_ranks;
     s1f_shape shape = s1f_schedule_shape(plan);
     shape.products = s1f_products_of_passes(1u << S1F_PASS_FORWARD | 1u << S1F_PASS_BACKWARD);
-    w->ranks = calloc(num_ranks, sizeof *w->ranks);
-    int is_short = w->ranks == NULL;
-    for (int32_t rank = 0; !is_short && rank < w->request->num_ranks; rank++) {
+    w->ranks = s1f_pool_take(&w->pool, num_ranks, sizeof *w->ranks);
+    for (int32_t rank = 0; !w->pool.is_short && rank < w->request->num_ranks; rank++) {
         int64_t num_units;
         s1f_schedule_units(plan, rank, &num_units);
-        w->ranks[rank].ran = malloc((size_t)num_units);
-        w->ranks[rank].inputs = malloc((size_t)num_units * sizeof *w->ranks[rank].inputs);
-        is_short = w->ranks[rank].ran == NULL || w->ranks[rank].inputs == NULL;
+        w->ranks[rank].ran = s1f_pool_take(&w->pool, (size_t)num_units, 1);
+        w->ranks[rank].inputs = s1f_pool_take(&w->pool, (size_t)num_units, sizeof *w->ranks[rank].inputs);
     }
-    return is_short ? s1f_fail(S1F_ERR_MEMORY, "no memory to place the units of %zu ranks", num_ranks)
-                    : s1f_board_create(&shape, 0, &w->board);
-}
-
-static void free_walk(walk *w)
-{
-    for (int32_t rank = 0; w->ranks != NULL && rank < w->request->num_ranks; rank++) {
-        free(w->ranks[rank].inputs);
-        free(w->ranks[rank].ran);
-    }
-    free(w->ranks);
-    s1f_board_free(&w->board);
+    return w->pool.is_short ? s1f_fail(S1F_ERR_MEMORY, "no memory to place the units of %zu ranks", num_ranks)
+                            : s1f_board_create(&shape, 0, &w->board);
 }
 
 static double largest_cost(const s1f_request *request)
@@ -270,7 +259,8 @@ static s1f_status fill_weights(const s1f_request *request, s1f_placement *placem
         }
         s1f_schedule_free(w.out);
     }
-    free_walk(&w);
+    s1f_board_free(&w.board);
+    s1f_pool_free(&w.pool);
     if (status != S1F_OK) {
         s1f_schedule_free(best);
         return status;

@@ -2,11 +2,11 @@
 #include "vocabulary.h"
 
 #include "../core/check.h"
+#include "../core/pool.h"
 #include "../core/transform.h"
 #include "in_time.h"
 
 #include <math.h>
-#include <stdlib.h>
 
 /* Passes of shards, those first for which others wait. */
 enum { LOSS, STATISTICS, EMBED, EMBED_GRADIENT, NUM_QUEUES };
@@ -24,6 +24,7 @@ typedef struct {
 typedef struct {
     const double *const *pass_seconds;
     double tolerance;
+    s1f_pool pool; /* of all arrays but the board's */
     s1f_board board;
     rank_state *ranks;
     s1f_unit
@@ -135,10 +136,10 @@ static s1f_status require_seconds(spreading *s, int64_t num_units)
 }
 
 /* The cells of a stage in the order in which its units make a product. */
-static s1f_unit *cells_of(const spreading *s, int32_t stage, s1f_product product)
+static s1f_unit *cells_of(spreading *s, int32_t stage, s1f_product product)
 {
     const rank_state *r = &s->ranks[s->board.shape.rank_of_stage[stage]];
-    s1f_unit *cells = malloc((size_t)s->num_cells * sizeof *cells);
+    s1f_unit *cells = s1f_pool_take(&s->pool, (size_t)s->num_cells, sizeof *cells);
     int64_t count = 0;
     for (int64_t i = 0; cells != NULL && i < r->num_units; i++)
         if (r->units[i].stage == stage && s1f_pass_makes(r->units[i].pass, product))
@@ -155,26 +156,23 @@ static s1f_status create(spreading *s, const s1f_schedule *schedule, const s1f_s
                                     [EMBED] = what & S1F_SPREAD_INPUT,
                                     [EMBED_GRADIENT] = what & S1F_SPREAD_INPUT && s1f_shape_has_backward(shape)};
     S1F_TRY(s1f_board_create(shape, 0, &s->board));
-    s->ranks = calloc((size_t)shape->num_ranks, sizeof *s->ranks);
-    int is_short = s->ranks == NULL;
+    s->ranks = s1f_pool_take(&s->pool, (size_t)shape->num_ranks, sizeof *s->ranks);
     *num_units = 0;
-    for (int32_t rank = 0; !is_short && rank < shape->num_ranks; rank++) {
+    for (int32_t rank = 0; !s->pool.is_short && rank < shape->num_ranks; rank++) {
         rank_state *r = &s->ranks[rank];
         const s1f_unit *units = s1f_schedule_units(schedule, rank, &r->num_units);
         *num_units += r->num_units;
-        r->units = malloc((size_t)(r->num_units + 1) * sizeof *r->units); /* + 1: malloc(0) may be NULL */
-        if (!(is_short = r->units == NULL))
+        if ((r->units = s1f_pool_take(&s->pool, (size_t)r->num_units, sizeof *r->units)) != NULL)
             copy_ahead(units, r->num_units, ahead, r->units);
     }
-    for (int queue = 0; queue < NUM_QUEUES && !is_short; queue++)
+    for (int queue = 0; queue < NUM_QUEUES && !s->pool.is_short; queue++)
         if (wanted[queue]) {
             int is_output = queue == LOSS || queue == STATISTICS;
             s->cells[queue] = cells_of(s, is_output ? shape->num_stages - 1 : 0,
                                        queue == EMBED_GRADIENT ? S1F_PRODUCT_INPUT_GRADIENT : S1F_PRODUCT_OUTPUT);
-            is_short = s->cells[queue] == NULL;
             *num_units += s->num_cells * shape->num_ranks;
         }
-    if (is_short)
+    if (s->pool.is_short)
         return s1f_fail(S1F_ERR_MEMORY, "no memory to spread the vocabulary over %d ranks", (int)shape->num_ranks);
     return require_seconds(s, *num_units);
 }
@@ -205,11 +203,7 @@ s1f_status s1f_schedule_spread_vocabulary(const s1f_schedule *schedule, int what
             S1F_ERR_SCHEDULE,
             "with every unit behind %lld more Fs of its rank the ranks wait for each other: let fewer go ahead",
             (long long)ahead);
-    for (int32_t rank = 0; s.ranks != NULL && rank < shape.num_ranks; rank++)
-        free(s.ranks[rank].units);
-    free(s.ranks);
-    for (int queue = 0; queue < NUM_QUEUES; queue++)
-        free(s.cells[queue]);
+    s1f_pool_free(&s.pool);
     s1f_board_free(&s.board);
     return s1f_transform_finish(&t, status, out);
 }

@@ -294,8 +294,8 @@ static PyObject *program_instructions(PyObject *Py_UNUSED(module), PyObject *arg
     int rank;
     if (!PyArg_ParseTuple(arguments, "O&i", to_program, &program, &rank))
         return NULL;
-    if (rank < 0 || rank >= s1f_program_num_ranks(program))
-        return PyErr_Format(PyExc_ValueError, "rank is %d, must be in 0..%d", rank, s1f_program_num_ranks(program) - 1);
+    if (rank < 0 || rank >= program->shape.num_ranks)
+        return PyErr_Format(PyExc_ValueError, "rank is %d, must be in 0..%d", rank, program->shape.num_ranks - 1);
     int64_t count;
     const s1f_instruction *instructions = s1f_program_instructions(program, rank, &count);
     PyObject *list = PyList_New((Py_ssize_t)count);

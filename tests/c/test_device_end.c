@@ -295,7 +295,7 @@ static void make_pipeline(setting set, pipeline *p)
     CHECK_STATUS(s1f_schedule_lower(schedule, (s1f_places){.prefetch = 1}, S1F_ALL_RANKS, &p->program), S1F_OK, "");
     CHECK_STATUS(s1f_program_add_receives(p->program), S1F_OK, "");
     s1f_schedule_free(schedule);
-    p->num_stages = s1f_program_num_stages(p->program);
+    p->num_stages = p->program->shape.num_stages;
     p->edges = s1f_program_edges(p->program, &p->num_edges);
 
     stand_in_reset(set.seed);

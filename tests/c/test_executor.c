@@ -247,7 +247,7 @@ static void check_complete_step(const rank_state *state)
 
     s1f_stage_measure measure = s1f_executor_stage_measure(state->executor, state->rank);
     CHECK(measure.peak_live_units == (wanted < units ? wanted : units));
-    CHECK(measure.peak_live_units == s1f_program_stage_peak(p->program, state->rank).live_units);
+    CHECK(measure.peak_live_units == p->program->peaks[state->rank].live_units);
     int64_t sizes[16], count;
     segment_sizes((void *)(uintptr_t)state, SEQUENCE, sizes);
     CHECK(measure.peak_live_tokens == s1f_program_peak_tokens(p->program, state->rank, sizes));

@@ -45,12 +45,6 @@ def test_orders_that_differ_in_them_are_not_equal() -> None:
     assert Schedule.from_text(order.to_text()) == order
 
 
-def test_the_order_itself_stays() -> None:
-    order = build_schedule("seq1f1b", **COUNTS)
-    order.replace(prefetch=7, weights="fill")
-    assert (order.prefetch, order.fills) == (None, False)
-
-
 def test_they_count_in_times_and_bytes() -> None:
     order = build_schedule("zb-h1", num_ranks=4, num_microbatches=8)
     few, many = (order.replace(prefetch=places) for places in (0, 8))

@@ -4,13 +4,12 @@ import itertools
 import random
 from array import array
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from core_extension import core
 from orders import random_order, small_schedule, with_moves, with_recomputation
 
-from seq1f1b import _C, ModelShape, Schedule, ScheduleError, Unit, build_schedule, partition_sequence, schedules
+from seq1f1b import _C, Schedule, Unit, build_schedule, schedules
 from seq1f1b.schedule import StepMemory
 from seq1f1b.unit import unit_of
 
@@ -226,63 +225,7 @@ def test_moved_units_replay_in_any_interleaving() -> None:
     assert moved > 40
 
 
-def test_program_of_two_ranks() -> None:
-    """P = 2, M = 1, k = 2, rank 1, in full."""
-    lowered = Lowered(build_schedule("seq1f1b", num_ranks=2, num_microbatches=1, num_segments=2))
-    assert lowered.edges == [(0, 1, 0, 1, False, 2, 2), (1, 0, 1, 0, True, 2, 2)]
-
-    def written(rank: int) -> list[Any]:
-        names = ("place", "kv_slot", "grad_slot", "sequence")
-        return [
-            " ".join(
-                [op, str(unit), *(f"{name}={value}" for name, value in zip(names, rest, strict=True) if value >= 0)]
-            )
-            for op, _, unit, *rest in lowered.ranks[rank]
-        ]
-
-    assert written(1) == [
-        "POST F0.0 place=0 sequence=0",
-        "POST F0.1 place=1 sequence=1",
-        "WAIT F0.0 place=0 sequence=0",
-        "RUN F0.0 kv_slot=0",
-        "WAIT F0.1 place=1 sequence=1",
-        "RUN F0.1 kv_slot=0",
-        "RUN B0.1 kv_slot=0 grad_slot=0",
-        "SEND B0.1 place=0 sequence=0",
-        "FREE B0.1",
-        "RUN B0.0 kv_slot=0 grad_slot=0",
-        "SEND B0.0 place=1 sequence=1",
-        "FREE B0.0",
-    ]
-
-
 # -- planned peaks -----------------------------------------------------------------------------------------------------
-
-
-def test_places_are_the_receivers_peak_and_the_prefetch() -> None:
-    for P, M, k, prefetch in itertools.product((2, 3, 5, 8), (1, 2, 4, 8), (1, 2, 4), (0, 1, 3)):
-        schedule = build_schedule("seq1f1b", num_ranks=P, num_microbatches=M, num_segments=k)
-        expected = {}
-        for p in range(P - 1):
-            receiver_peak = min(P - (p + 1) - 1 + k, M * k)
-            expected[p, p + 1] = min(receiver_peak + prefetch, M * k)
-            expected[p + 1, p] = min(1 + prefetch, M * k)
-        assert Lowered(schedule, prefetch).places() == expected
-
-
-def test_live_units_of_every_stage() -> None:
-    for P, M, k in itertools.product(range(1, 9), range(1, 9), (1, 2, 3, 4, 8)):
-        handle = _C.program_lower(build_schedule("seq1f1b", num_ranks=P, num_microbatches=M, num_segments=k).handle, 1)
-        for p in range(P):
-            assert _C.program_stage_peak(handle, p)[0] == min(P - p - 1 + k, M * k)
-            assert _C.program_stage_peak(handle, p)[2] == 1  # backwards of a micro-batch are consecutive
-
-
-def test_caches_of_eight_ranks_and_four_segments() -> None:
-    """Four micro-batches hold their KV cache at the first stage, where eleven segments are live; two at the last."""
-    handle = _C.program_lower(build_schedule("seq1f1b", num_ranks=8, num_microbatches=8, num_segments=4).handle, 1)
-    assert _C.program_stage_peak(handle, 0)[1] == 4
-    assert _C.program_stage_peak(handle, 7)[1] == 2
 
 
 def test_evaluation_keeps_one_cache_and_no_unit() -> None:
@@ -327,15 +270,6 @@ def test_peaks_of_uneven_segments() -> None:
             )
 
 
-def test_balanced_segments_hold_more_tokens_than_equal_ones() -> None:
-    """A 7B model at 64k tokens, P = 4, M = 8, k = 4: 2.01 micro-batches at stage 0, where equal segments hold 1.75."""
-    shape = ModelShape(hidden=4096, layers=32, heads=32, kv_heads=32, ffn=11008, vocab=32000)
-    handle = _C.program_lower(build_schedule("seq1f1b", num_ranks=4, num_microbatches=8, num_segments=4).handle, 1)
-    balanced = partition_sequence(65536, 4, model=shape)
-    assert _C.program_peak_tokens(handle, 0, array("q", balanced)) / 65536 == pytest.approx(2.01, abs=0.01)
-    assert _C.program_peak_tokens(handle, 0, array("q", [16384] * 4)) / 65536 == 1.75
-
-
 def test_one_rank_gets_the_program_that_it_has_among_all() -> None:
     """And the peaks of its stages; its neighbours' programs say what comes, and others have none."""
     rng = random.Random(11)
@@ -372,53 +306,6 @@ def test_messages_used_late_take_the_places_they_need() -> None:
     lowered = Lowered(schedule, 0)
     assert lowered.places() == {(0, 1): 4}
     replay(lowered, max)
-
-
-def completes(orders: list[list[Unit]], places: dict[tuple[int, int], int]) -> bool:
-    """Whether orders of forwards get through: a message needs a free place, which is free again after its use."""
-    done: set[Unit] = set()
-    sent, used = dict.fromkeys(places, 0), dict.fromkeys(places, 0)
-    at, has_run = [0] * len(orders), [False] * len(orders)
-    moved = True
-    while moved:
-        moved = False
-        for rank, order in enumerate(orders):
-            if at[rank] == len(order):
-                continue
-            unit = order[at[rank]]
-            into, out = (unit.stage - 1, unit.stage), (unit.stage, unit.stage + 1)
-            if not has_run[rank] and (into not in places or unit._replace(stage=unit.stage - 1) in done):
-                has_run[rank] = moved = True
-            elif has_run[rank] and (out not in places or sent[out] < used[out] + places[out]):
-                sent[out] = sent.get(out, 0) + 1
-                used[into] = used.get(into, 0) + 1
-                done.add(unit)
-                at[rank], has_run[rank], moved = at[rank] + 1, False, True
-    return all(at[rank] == len(order) for rank, order in enumerate(orders))
-
-
-@pytest.mark.parametrize("M", [2, 6, 10])
-def test_places_grow_only_where_credits_would_close_a_cycle(M: int) -> None:
-    """Two ranks, four stages, breadth first: rank 0 takes messages of stage 1 only when it has sent all of stage 0."""
-    orders = [[Unit("F", stage, m, 0) for stage in stages for m in range(M)] for stages in ((0, 2), (1, 3))]
-    lowered = Lowered(Schedule(orders), 0)
-    places = lowered.places()
-    assert completes(orders, places)
-    assert M == 2 or not completes(orders, dict.fromkeys(places, 1))
-    for edge, count in places.items():
-        assert not completes(orders, {**places, edge: count - 1})
-    replay(lowered, min)
-    replay(lowered, max)
-
-
-def test_prefetch_below_zero() -> None:
-    with pytest.raises(ValueError, match="prefetch is -1, must be at least 0"):
-        Lowered(build_schedule("gpipe", num_ranks=2, num_microbatches=2), -1)
-
-
-def test_a_broken_order_is_not_lowered() -> None:
-    with pytest.raises(ScheduleError, match="a segment goes back after its own forward"):
-        Lowered(Schedule.from_text("B0.0 F0.0"))
 
 
 def test_arguments_out_of_range() -> None:

@@ -155,11 +155,6 @@ def test_with_recomputation() -> None:
     )
 
 
-def test_a_moved_unit_is_not_recomputed_as_well() -> None:
-    order = Schedule.from_text("F0.0 O0.0 F1.0 A0.0 F2.0 B2.0 L0.0 B1.0 B0.0")
-    assert order.recompute().to_text() == "F0.0 O0.0 F1.0 A0.0 F2.0 R2.0 B2.0 L0.0 R1.0 B1.0 B0.0\n"
-
-
 def test_choices_that_are_none() -> None:
     order = build_schedule("gpipe", num_ranks=1, num_microbatches=6, offload_units="all")
     with pytest.raises(ValueError, match="the order moves units already"):

@@ -11,7 +11,6 @@ import pytest
 from orders import random_order
 
 from seq1f1b import _C, Costs, Links, Schedule, build_schedule
-from seq1f1b.cli import main
 from seq1f1b.schedule import families
 
 FAMILIES = {family.name: family for family in families()}
@@ -179,12 +178,6 @@ def test_interleaving_holds_its_formula() -> None:
 @pytest.mark.full
 def test_interleaving_holds_its_formula_everywhere() -> None:
     require_the_formula(GRID)
-
-
-def test_what_compare_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "--ranks", "8", "--microbatches", "4", "--segments", "16"]) == 0
-    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line}
-    assert float(rows["seq1f1b-interleaved"][3]) <= 12.7
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

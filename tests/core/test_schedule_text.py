@@ -30,16 +30,6 @@ def test_round_trips_of_random_orders() -> None:
             assert again.to_text() == schedule.to_text()
 
 
-def test_v_placement() -> None:
-    text = "[0]F0.0 [3]F0.0 [3]B0.0 [0]B0.0\n[1]F0.0 [2]F0.0 [2]B0.0 [1]B0.0\n"
-    schedule = Schedule.from_text(text)
-    assert schedule.rank_of_stage == (0, 1, 1, 0)
-    assert schedule.num_ranks == 2
-    assert schedule.to_text() == text
-    assert schedule.to_csv() == "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n"
-    schedule.check()
-
-
 def test_stages_are_named_unless_rank_r_holds_stage_r() -> None:
     assert Schedule.from_text("[0]F0.0\n[1]F0.0").to_text() == "F0.0\nF0.0\n"
     assert Schedule.from_text("[1]F0.0\n[0]F0.0").to_text() == "[1]F0.0\n[0]F0.0\n"

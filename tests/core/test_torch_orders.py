@@ -130,25 +130,6 @@ def test_random_orders_in_both_placements() -> None:
     assert {((0, 1, 1, 0), "W"), ((0, 1, 0, 1), "W"), ((0, 1, 1, 0), "B"), ((0, 1, 0, 1), "B")} <= placements
 
 
-@pytest.mark.parametrize("name", schedules())
-def test_the_other_passes_leave_the_order_alone(name: str) -> None:
-    """Parameters fetched and dropped, gradients reduced, I and W merged, receives put off."""
-    cases = list(small_counts(name))
-    for counts in cases[:: len(cases) // 3 + 1]:
-        schedule = build_schedule(name, **counts)
-        num_units = schedule.num_microbatches * schedule.num_segments
-        rank_of = schedule.rank_of_stage.__getitem__
-        for rank, actions in torch_actions(schedule).items():
-            lowered = torch_schedules._add_reduce_grad(torch_schedules._add_unshard_reshard(actions), num_units)
-            assert [action for action in lowered if action.is_compute_op] == torch_actions(schedule)[rank]
-        deferred = torch_schedules._defer_recv_ops(torch_lowers(schedule), rank_of)
-        torch_runs(schedule, deferred)
-        merged = {rank: torch_schedules._merge_bw(actions) for rank, actions in torch_actions(schedule).items()}
-        S = schedule.num_stages
-        torch_schedules._validate_schedule(merged, schedule.num_ranks, S, num_units)
-        torch_runs(schedule, torch_schedules._add_send_recv(merged, rank_of, S))
-
-
 @pytest.mark.parametrize("name", ["seq1f1b", "seq1f1b-interleaved", "seq-zbv"])
 def test_csv_files_of_torch(name: str, tmp_path: Path) -> None:
     """Torch's _load_csv reads what we write, and we read what its _dump_csv writes."""
@@ -192,10 +173,3 @@ def test_we_refuse_what_torch_refuses_and_more() -> None:
             ours_alone += torch_accepts
         else:
             assert torch_accepts, schedule.to_text()
-
-
-def test_torch_does_not_see_the_order_of_segments() -> None:
-    schedule = Schedule.from_text("F0.1 F0.0 B0.0 B0.1\nF0.1 F0.0 B0.0 B0.1")
-    torch_runs(schedule, torch_lowers(schedule))
-    with pytest.raises(ScheduleError, match="a segment goes forward after the one before it"):
-        schedule.check()

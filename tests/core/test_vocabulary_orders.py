@@ -197,17 +197,6 @@ def test_a_place_that_is_freed_in_no_time() -> None:
         order._lower_for(True, rank)
 
 
-def test_forwards_go_ahead() -> None:
-    """Else the last stage waits for S and T of all ranks before each backward of a last segment."""
-    plain = build_schedule("seq1f1b", num_ranks=4, num_microbatches=8, num_segments=4)
-    costs = Costs(statistics=0.25, loss=0.5, forward=1.0, backward=2.0)
-    found = [plain.spread_vocabulary(ahead, costs).simulate(costs).makespan for ahead in range(3)]
-    assert found[1] < 0.9 * found[0]
-    assert plain.spread_vocabulary(costs=costs).simulate(costs).makespan == min(found)
-    work = plain.simulate().makespan + 8 * 4 * 0.75
-    assert min(found) < 1.02 * work, "S and T fill no more than their own time"
-
-
 # -- times and bytes ---------------------------------------------------------------------------------------------------
 
 

@@ -43,7 +43,7 @@ void require_text_reads_back(const s1f_schedule *schedule)
 
 static void require_slots(const s1f_program *program, const s1f_instruction *run)
 {
-    s1f_stage_peak peak = s1f_program_stage_peak(program, run->unit.stage);
+    s1f_stage_peak peak = program->peaks[run->unit.stage];
     REQUIRE(run->kv_slot >= -1 && run->kv_slot < peak.kv_slots);
     REQUIRE(run->grad_slot >= -1 && run->grad_slot < peak.grad_slots);
 }
@@ -88,7 +88,7 @@ void require_program_is_sound(const s1f_program *program)
         for (int32_t place = 0; place < edges[e].num_places; place++)
             walks[e].in_place[place] = -1;
     }
-    for (int32_t rank = 0; rank < s1f_program_num_ranks(program); rank++) {
+    for (int32_t rank = 0; rank < program->shape.num_ranks; rank++) {
         int64_t count, num_run = 0;
         const s1f_instruction *instructions = s1f_program_instructions(program, rank, &count);
         for (int64_t i = 0; i < count; i++) {
@@ -153,7 +153,7 @@ static void require_memory(const s1f_program *program)
     for (int32_t rank = 0; rank < program->shape.num_ranks; rank++) {
         int64_t slots = 0;
         for (int32_t stage = 0; stage < program->shape.num_stages; stage++)
-            slots += program->shape.rank_of_stage[stage] == rank ? s1f_program_stage_peak(program, stage).kv_slots : 0;
+            slots += program->shape.rank_of_stage[stage] == rank ? program->peaks[stage].kv_slots : 0;
         REQUIRE(peaks[rank].units >= 0 && peaks[rank].of[S1F_HOLDS_KV] >= 0 && peaks[rank].of[S1F_HOLDS_KV] <= slots);
     }
     free(peaks);

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 
 import pytest
@@ -33,21 +34,6 @@ def test_makespan_and_peak_over_segments(name: str) -> None:
             assert simulation.bubble == (3.0 * (P - 1),) * P
 
 
-def test_segments_divide_the_bubble() -> None:
-    """The work of a micro-batch stays the same: the bubble is 1 / k of that of 1F1B."""
-    plain = build_schedule("1f1b", num_ranks=4, num_microbatches=8).simulate(Costs(1.0, 2.0))
-    for k in (2, 4, 8):
-        schedule = build_schedule("seq1f1b", num_ranks=4, num_microbatches=8, num_segments=k)
-        assert schedule.simulate(Costs(1 / k, 2 / k)).bubble == tuple(bubble / k for bubble in plain.bubble)
-
-
-@pytest.mark.parametrize(("transfer", "bubble"), [(0.0, 9.0), (0.25, 14.5), (0.5, 20.0)])
-def test_transfers_in_1f1b(transfer: float, bubble: float) -> None:
-    """Known values for P = 4, M = 12, whose receivers have one place more than they need."""
-    simulation = build_schedule("1f1b", num_ranks=4, num_microbatches=12).simulate(Costs(links=Links(latency=transfer)))
-    assert simulation.makespan - 36 == bubble
-
-
 # -- small cases by hand -----------------------------------------------------------------------------------------------
 
 
@@ -65,46 +51,7 @@ def test_timeline_of_two_ranks() -> None:
     assert simulation.bubble_ratio == 8 / 14
 
 
-FORWARDS = "F0.0 F1.0\nF0.0 F1.0"
-THREE = "F0.0 B0.0\nF0.0 B0.0\nF0.0 B0.0"
-FIVE = "F0.0 F1.0 F2.0 F3.0 F4.0\nF0.0 F1.0 F2.0 F3.0 F4.0"
 SPLIT = "[0]F0.0 [1]F0.0 [1]I0.0 [0]I0.0 [1]W0.0 [0]W0.0"
-SLOW = Costs([[1.0], [10.0]])
-# order, places beyond those needed, costs, and starts of the units of every rank
-BY_HAND: dict[str, tuple[str, int | None, Costs, list[list[float]]]] = {
-    # Two messages of 8 bytes at 2 bytes per second leave at 1 and 2, pass until 5 and 9, and take 0.5 to arrive.
-    "a link passes one message after the other": (
-        FORWARDS, None, Costs(links=Links(latency=0.5, bandwidth=2.0, message_bytes=8)), [[0.0, 1.0], [5.5, 9.5]]
-    ),
-    # Between stages 0 and 1 four bytes take 2 s and 0.5 to arrive, between 1 and 2 they take 4 s and 1; both ways.
-    "edges that are not alike": (
-        THREE, None, Costs(links=Links(latency=[0.5, 1.0], bandwidth=[2.0, 1.0], message_bytes=4)),
-        [[0.0, 22.0], [3.5, 17.5], [9.5, 10.5]],
-    ),
-    "bytes of each segment": (
-        "F0.0 F0.1\nF0.0 F0.1", None, Costs(links=Links(bandwidth=1.0, message_bytes=[3, 1])), [[0.0, 1.0], [4.0, 5.0]]
-    ),
-    "a send takes the sender's time": (
-        FORWARDS, None, Costs(links=Links(send=0.25)), [[0.0, 1.25], [1.25, 2.5]]
-    ),
-    # The receiver is ten times slower and has prefetch + 1 places: the sender runs ahead by that much, no further.
-    "a sender without credit waits": (
-        FIVE, 0, SLOW, [[0.0, 1.0, 11.0, 21.0, 31.0], [1.0, 11.0, 21.0, 31.0, 41.0]]
-    ),
-    "a place more": (FIVE, 1, SLOW, [[0.0, 1.0, 2.0, 11.0, 21.0], [1.0, 11.0, 21.0, 31.0, 41.0]]),
-    "places for all": (FIVE, 9, SLOW, [[0.0, 1.0, 2.0, 3.0, 4.0], [1.0, 11.0, 21.0, 31.0, 41.0]]),
-    "a split backward": (SPLIT, None, Costs(1.0, 4.0, weight=1.0), [[0.0, 1.0, 2.0, 5.0, 8.0, 9.0]]),
-    # I has seconds of its own where I and W together are not B; a whole B of the same order takes ``backward``.
-    "the cost of a split backward": (
-        "F0.0 F1.0 I0.0 W0.0 B1.0", None, Costs(1.0, 4.0, weight=5.0, input=2.5), [[0.0, 1.0, 2.0, 4.5, 9.5]]
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("text", "prefetch", "costs", "starts"), BY_HAND.values(), ids=BY_HAND)
-def test_starts_by_hand(text: str, prefetch: int | None, costs: Costs, starts: list[list[float]]) -> None:
-    simulation = Schedule.from_text(text).replace(prefetch=prefetch).simulate(costs)
-    assert [[start for _, start, _ in track] for track in simulation.timeline] == starts
 
 
 def test_a_split_backward_takes_as_long_as_a_whole_one() -> None:
@@ -112,19 +59,9 @@ def test_a_split_backward_takes_as_long_as_a_whole_one() -> None:
     assert schedule.simulate(Costs(1.0, 4.0)).makespan == 2 * 5.0
     with pytest.raises(ValueError, match="weight is more than backward, of which it is a part"):
         schedule.simulate(Costs(1.0, 4.0, weight=5.0))
-
-
-def test_measured_durations_are_replayed() -> None:
-    rng = random.Random(3)
-    schedule = build_schedule("seq1f1b", num_ranks=3, num_microbatches=4, num_segments=2)
-    durations = [[rng.random() for _ in order] for order in schedule.ranks]
-    simulation = schedule.simulate(Costs(links=Links(latency=0.1)), durations=durations)
-    for track, order, expected in zip(simulation.timeline, schedule.ranks, durations, strict=True):
-        assert tuple(unit for unit, _, _ in track) == order
-        assert [end - start for _, start, end in track] == pytest.approx(expected)
-    per_unit = schedule.simulate(Costs([[1, 2], [3, 4], [5, 6]], 7.0))
-    again = schedule.simulate(durations=[[end - start for _, start, end in track] for track in per_unit.timeline])
-    assert again.timeline == per_unit.timeline
+    # I has seconds of its own where I and W together are not B; a whole B of the same order takes ``backward``.
+    run = Schedule.from_text("F0.0 F1.0 I0.0 W0.0 B1.0").simulate(Costs(1.0, 4.0, weight=5.0, input=2.5))
+    assert list(run.start[0]) == [0.0, 1.0, 2.0, 4.5, 9.5]
 
 
 # -- against a simulation that asks for each time backwards from its causes --------------------------------------------
@@ -433,38 +370,6 @@ def test_random_steps_in_a_row() -> None:
             assert list(zip(start, end, strict=True)) == [close(pair) for pair in expected]
 
 
-def test_with_a_common_optimizer_all_steps_but_the_first_are_alike() -> None:
-    """So two steps tell the period."""
-    rng = random.Random(11)
-    for _ in range(60):
-        case = RandomCase(rng)
-        steps = {"optimizer": [rng.random() for _ in case.schedule.ranks], "optimizer_sync": True}
-        arguments = simulation_of(case.arguments | steps)
-        periods = [case.schedule.simulate(**arguments, steps=n).period for n in (2, 3, 5)]
-        assert periods == close([periods[0]] * 3)
-
-
-def test_period_of_known_orders() -> None:
-    """Without a common optimizer a step takes as long as the worst rank is at it: zb-h2's gain (M >= 2 P - 1)."""
-    for name, makespan, span in (("1f1b", 24 + 9, 24 + 9), ("zb-h1", 24 + 3, 24 + 3), ("zb-h2", 24 + 3, 24)):
-        schedule = build_schedule(name, num_ranks=4, num_microbatches=8)
-        for sync, period in ((True, makespan + 0.5), (False, span + 0.5)):
-            simulation = schedule.replace(prefetch=8).simulate(Costs(optimizer=0.5), steps=5, optimizer_sync=sync)
-            assert (simulation.makespan, max(simulation.span)) == (makespan, span)
-            assert simulation.period == period
-
-
-def test_jitter_is_seeded() -> None:
-    schedule = build_schedule("seq1f1b", num_ranks=3, num_microbatches=4, num_segments=2)
-    plain = schedule.simulate()
-    assert schedule.simulate(noise=Noise(jitter=0.1, seed=7)) == schedule.simulate(noise=Noise(jitter=0.1, seed=7))
-    assert schedule.simulate(noise=Noise(jitter=0.1, seed=7)) != schedule.simulate(noise=Noise(jitter=0.1, seed=8))
-    durations = [[b - a for _, a, b in track] for track in schedule.simulate(noise=Noise(jitter=0.1, seed=7)).timeline]
-    shares = [new / (b - a) for row, track in zip(durations, plain.timeline, strict=True)
-              for new, (_, a, b) in zip(row, track, strict=True)]  # fmt: skip
-    assert 0.9 <= min(shares) < 0.93 and 1.07 < max(shares) <= 1.1
-
-
 # -- slack and critical path -------------------------------------------------------------------------------------------
 
 
@@ -503,13 +408,6 @@ def test_the_critical_path_alone_takes_the_makespan() -> None:
         ]
         makespan = case.schedule.simulate(**simulation_of(arguments | {"durations": alone})).makespan
         assert makespan == close(simulation.makespan)
-
-
-def test_critical_path_of_1f1b() -> None:
-    simulation = build_schedule("1f1b", num_ranks=2, num_microbatches=2).simulate(critical=True)
-    assert [str(unit) for unit in simulation.critical_path] == ["F0.0", "F0.0", "B0.0", "F1.0", "B1.0", "B1.0"]
-    assert simulation.slack[0] == (0.0, 2.0, 1.0, 0.0)
-    assert build_schedule("1f1b", num_ranks=2, num_microbatches=2).simulate().slack is None
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -594,22 +492,6 @@ def test_peaks_of_every_kind_of_memory() -> None:
             assert peak.total[rank] == max(map(sum, curve)) + sum(constant)
 
 
-def test_memory_by_hand() -> None:
-    """Two segments, split backward: I frees 3 of 10 bytes and leaves 4 of gradients; places fit all messages."""
-    schedule = Schedule.from_text("F0.0 F0.1 I0.1 I0.0 W0.1 W0.0\nF0.0 F0.1 I0.1 I0.0 W0.1 W0.0")
-    memory = StepMemory(
-        activations=10, kept_activations=7, output_gradients=4, kv=100, kv_gradients=200, weights=1000,
-        optimizer=[3000, 4000], logits=50,
-    )  # fmt: skip
-    peak = schedule.replace(prefetch=0).simulate(Costs(links=Links(message_bytes=[1, 2])), memory=memory).memory
-    assert peak == PeakMemory(
-        activations=(20, 20), output_gradients=(8, 8), kv=(100, 100), kv_gradients=(200, 200), receive=(3, 3),
-        weights=(1000, 1000), optimizer=(3000, 4000), logits=(0, 50),
-        total=(4000 + 3 + 300 + 17 + 8, 5050 + 3 + 300 + 17 + 8), inputs=(0, 0), shard_logits=(0, 0),
-        forward_work=(0, 0), backward_work=(0, 0),
-    )  # fmt: skip
-
-
 def test_moves_by_hand() -> None:
     """Beside each way one unit runs: a tier that takes longer than that is waited for."""
     order = Schedule.from_text("F0.0 F0.1 F0.2 B0.2 B0.1 B0.0").offload()
@@ -630,30 +512,6 @@ def test_moves_by_hand() -> None:
     with pytest.raises(ValueError, match="tier must be a number or hold 1 stages of 3 segments each"):
         order.simulate(Costs(tier=[[1.0]]))
     assert order.simulate(memory=StepMemory(activations=10)).memory.activations == (20,)
-
-
-def test_recomputation_by_hand() -> None:
-    """Rank 0 recomputes while rank 1 is at its own backward: R costs rank 1 a second, and rank 0 none.
-
-    A rank holds the 10 bytes of one unit at a time in place of two, and the inputs of both.
-    """
-    order = build_schedule("seq1f1b", num_ranks=2, num_microbatches=1, num_segments=2, recompute="all")
-    assert order.to_text() == "F0.0 F0.1 R0.1 B0.1 R0.0 B0.0\nF0.0 F0.1 R0.1 B0.1 R0.0 B0.0\n"
-    run = order.simulate(memory=StepMemory(activations=10, inputs=3))
-    assert list(run.start[0]) == [0, 1, 2, 6, 8, 9] and list(run.end[1]) == [2, 3, 4, 6, 7, 9]
-    assert run.makespan == 11 and run.peak == (1, 1)
-    assert run.memory.activations == (10, 10) and run.memory.inputs == (6, 6) and run.memory.total == (16, 16)
-    whole = build_schedule("seq1f1b", num_ranks=2, num_microbatches=1, num_segments=2).simulate(
-        Costs(1.0, 3.0), memory=StepMemory(activations=10, inputs=3)
-    )
-    assert whole.makespan == 12, "a backward that computes its forward again"
-    assert whole.memory.activations == (20, 20) and whole.memory.inputs == (0, 0)
-    assert order.simulate(Costs(recompute=0.0)).makespan == 9
-    critical = order.simulate(critical=True)
-    assert [str(unit) for unit in critical.critical_path] == [
-        "F0.0", "F0.0", "F0.1", "R0.1", "B0.1", "B0.1", "R0.0", "B0.0"
-    ]  # fmt: skip
-    assert critical.slack[0][2] == 3.0
 
 
 # -- bad costs ---------------------------------------------------------------------------------------------------------
@@ -833,3 +691,10 @@ def test_filling_draws_the_same_jitter() -> None:
     assert filled.busy == pytest.approx(plain.busy) and filled.makespan <= plain.makespan
     with pytest.raises(ValueError, match="slack is not known where W fills waits"):
         order.replace(weights="fill").simulate(critical=True)
+
+
+def test_what_is_held_has_a_field_of_its_name() -> None:
+    constant = {"weights", "optimizer", "logits"}  # held throughout a step, so that no unit takes or frees them
+    assert {row.name for row in _C.HOLDINGS} | constant == {field.name for field in fields(StepMemory)}
+    shown = {row.name for h, row in enumerate(_C.HOLDINGS) if row.counts_with == h}
+    assert shown | constant | {"receive", "total"} == {field.name for field in fields(PeakMemory)}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from slices import full_only
-from trees import Trees, children_of, path_of, random_parents, random_tree_order
+from trees import Trees, path_of, random_tree_order
 
 from seq1f1b import _C, Costs, Schedule, Unit, build_schedule
 from seq1f1b.schedule import PeakMemory, StepMemory
@@ -248,13 +248,3 @@ def test_bad_sizes() -> None:
         _C.schedule_assign_rows(
             Schedule.from_text("parents -1,0,0\nF0.0 F0.1 F0.2 B0.0 B0.1 B0.2").handle, 0, array("q", [1, 2, 3])
         )
-
-
-def test_random_trees_are_what_they_say() -> None:
-    """The helpers that all this stands on."""
-    rng = random.Random(31)
-    for _ in range(50):
-        parents = random_parents(rng)
-        assert parents[0] == -1 and all(0 <= parent < s for s, parent in enumerate(parents) if s > 0)
-        assert max(len(path_of(parents, s)) for s in range(len(parents))) <= 5
-        assert sum(len(children_of(parents, s)) for s in range(len(parents))) == len(parents) - 1

@@ -6,7 +6,6 @@ Times are ``Schedule.simulate``'s, with a place for every message. How far it is
 
 from __future__ import annotations
 
-import itertools
 import random
 import signal
 import time
@@ -14,8 +13,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from exact_cases import costs_of_7b
-from slices import each_value
 
 from seq1f1b import Costs, Links, Schedule, ScheduleError, build_schedule
 from seq1f1b.schedule import StepMemory, families
@@ -46,15 +43,6 @@ def named_orders(counts: dict[str, int], options: dict[str, Any]) -> Iterator[tu
         for given in ({}, taken) if taken else ({},):
             if family.broken_rule(**counts, options=given) is None:
                 yield family.name, build_schedule(family.name, **counts, options=given)
-
-
-def best_named(counts: dict[str, int], options: dict[str, Any]) -> tuple[float, str]:
-    found = [
-        (makespan(schedule, options), name)
-        for name, schedule in named_orders(counts, options)
-        if max(schedule.simulate().peak) <= options.get("cap", 10**9)
-    ]
-    return min(found, default=(float("inf"), "none"))
 
 
 def random_problem(rng: random.Random) -> tuple[dict[str, int], dict[str, Any]]:
@@ -117,36 +105,6 @@ def test_a_whole_backward_in_a_v_leaves_the_slowest_rank_no_bubble() -> None:
     assert max(simulation.peak) <= 8  # what 1F1B holds
 
 
-@pytest.mark.parametrize(("name", "k"), each_value(["10, 21, 3", "32k", "128k"], [1, 4]))
-def test_never_longer_than_the_best_named_order_in_its_memory(name: str, k: int) -> None:
-    """P 4, M 8, one or two stages per rank, under the memory of each family in turn."""
-    P, M = 4, 8
-    for v in (1, 2):
-        counts = {"num_ranks": P, "num_microbatches": M, "num_segments": k, "stages_per_rank": v}
-        rows, _ = (
-            ([[10.0] * k, [21.0] * k, [3.0] * k], None)
-            if name == "10, 21, 3"
-            else costs_of_7b({"32k": 32768, "128k": 131072}[name], k)
-        )
-        options: dict[str, Any] = {"costs": [[row] * (P * v) for row in rows]}
-        caps = sorted({max(schedule.simulate().peak) for _, schedule in named_orders(counts, options)})
-        for cap in caps:
-            capped = options | {"cap": cap}
-            best, family = best_named(counts, capped)
-            schedule = build_schedule("auto", **counts, options=capped)
-            schedule.check(max_live_units=cap)
-            assert makespan(schedule, capped) <= best * (1 + 1e-9), (v, cap, family)
-
-
-def test_optimal_where_that_is_proved() -> None:
-    """P 4 in a V, F = I = W = 1/2: makespans that the exact solver has proved (units of the cap are half as large)."""
-    for M, cap, optimum in ((8, 6, 26.5), (8, 4, 29.5), (4, 8, 13.5), (4, 6, 14.5)):
-        options = {"costs": (0.5, 0.5, 0.5), "cap": cap, "placement": "v"}
-        schedule = build_schedule("auto", num_ranks=4, num_microbatches=M, stages_per_rank=2, options=options)
-        schedule.check(max_live_units=cap)
-        assert makespan(schedule, options) == optimum, (M, cap)
-
-
 def test_caps_in_bytes() -> None:
     """Segments of unequal bytes on ranks of unequal memory."""
     sizes, cap = [[7, 4, 2]] * 4, [20, 13, 27, 16]
@@ -157,29 +115,6 @@ def test_caps_in_bytes() -> None:
     assert peaks[1] == 13  # no rank can do with less than one micro-batch
     ones = {"unit_bytes": 1, "cap_bytes": 5}
     assert build_schedule("auto", **counts, options=ones) == build_schedule("auto", **counts, options={"cap": 5})
-
-
-def test_the_same_problem_gives_the_same_order() -> None:
-    rng = random.Random(7)
-    for _ in range(5):
-        counts, options = random_problem(rng)
-        first, second = (build_schedule("auto", **counts, options=options) for _ in range(2))
-        assert first == second and first.rank_of_stage == second.rank_of_stage
-
-
-def test_more_memory_and_faster_links_help() -> None:
-    """P 4, M 8: not a rule of such searches, but so here."""
-    counts = {"num_ranks": 4, "num_microbatches": 8, "stages_per_rank": 2}
-    table = [
-        [
-            makespan(build_schedule("auto", **counts, options=options), options)
-            for cap in (2, 4, 6, 8)
-            for options in [{"costs": (10, 21, 3), "transfer": transfer, "cap": cap, "placement": "v"}]
-        ]
-        for transfer in (0, 2.5, 5)
-    ]
-    assert all(a >= b for row in table for a, b in itertools.pairwise(row)), table
-    assert all(a <= b for rows in itertools.pairwise(table) for a, b in zip(*rows, strict=True)), table
 
 
 @pytest.mark.parametrize(

@@ -121,33 +121,3 @@ def test_no_order_at_all_is_shorter(P: int, M: int, k: int, v: int) -> None:
             shortest = min(shortest, makespan(schedule, options))
         assert (found.makespan, found.proved) == (shortest, True)
         assert makespan(build_schedule("auto", **counts, options=options), options) >= shortest
-
-
-def test_a_cap_in_bytes_is_kept() -> None:
-    sizes = [[5, 3]] * 2
-    options = {"unit_bytes": sizes, "cap_bytes": [13, 8], "costs": (3, 4, 2)}
-    found = solve(num_ranks=2, num_microbatches=3, num_segments=2, options=options)
-    peaks = found.schedule.peak_memory(StepMemory(activations=sizes)).activations
-    assert found.proved and peaks[0] <= 13 and peaks[1] == 8
-
-
-def test_starts_from_an_order() -> None:
-    """A given order is what is left where time is up at once; backward as a whole counts as I, then W."""
-    counts = {"num_ranks": 4, "num_microbatches": 8, "num_segments": 2}
-    start = build_schedule("seq1f1b", **counts)
-    found = solve(**counts, options={"costs": (20, 21, 22)}, start=start, seconds=1)
-    assert found.bound <= found.makespan <= makespan(start, {"costs": (20, 21, 22)})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"costs": (1, 1, 0.5)}, "costs must be whole numbers of at least 1"),
-        ({"transfer": -1}, "transfer is -1, must be a whole number of at least 0"),
-        ({"placement": "w"}, "placement is 'w', must be 'loop' or 'v'"),
-        ({"group": 2}, "there is no option 'group'; there are costs, transfer, placement"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        solve(num_ranks=2, num_microbatches=2, options=options)

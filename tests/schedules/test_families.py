@@ -218,14 +218,6 @@ def test_whole_grid() -> None:
         check(*case)
 
 
-def test_optimal_where_that_is_proved() -> None:
-    """P 4, M 8: no order in a V needs less time within 6 or 4 live units (exact solver)."""
-    for name, optimum, cap in (("v-half", 26.5, 6), ("v-min", 29.5, 4)):
-        schedule = build_schedule(name, num_ranks=4, num_microbatches=8, stages_per_rank=2)
-        schedule.check(max_live_units=cap)
-        assert schedule.replace(prefetch=8).simulate(Costs(0.5, 1.0)).makespan == optimum
-
-
 def test_every_family_has_a_claim() -> None:
     # auto claims no formula: test_auto.py holds it to the named orders, test_exact.py to the shortest
     assert {name for name, _ in CLAIMS} | {"auto"} == set(schedules()) == set(FAMILIES)
@@ -241,73 +233,6 @@ def test_every_family_has_a_claim() -> None:
 
 
 # -- orders as text ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "counts", "text"),
-    [
-        (
-            "kfkb",
-            {"num_ranks": 2, "num_microbatches": 4},
-            "F0.0 F1.0 F2.0 F3.0 B0.0 B1.0 B2.0 B3.0\n"  #
-            "F0.0 F1.0 B0.0 B1.0 F2.0 F3.0 B2.0 B3.0\n",
-        ),
-        (
-            "breadth-first",
-            {"num_ranks": 2, "num_microbatches": 2, "stages_per_rank": 2},
-            "[0]F0.0 [0]F1.0 [2]F0.0 [2]F1.0 [2]B0.0 [2]B1.0 [0]B0.0 [0]B1.0\n"
-            "[1]F0.0 [1]F1.0 [3]F0.0 [3]F1.0 [3]B0.0 [3]B1.0 [1]B0.0 [1]B1.0\n",
-        ),
-        (
-            "interleaved-1f1b",
-            {"num_ranks": 2, "num_microbatches": 2, "stages_per_rank": 2},
-            "[0]F0.0 [0]F1.0 [2]F0.0 [2]F1.0 [2]B0.0 [2]B1.0 [0]B0.0 [0]B1.0\n"
-            "[1]F0.0 [1]F1.0 [3]F0.0 [3]B0.0 [3]F1.0 [3]B1.0 [1]B0.0 [1]B1.0\n",
-        ),
-        (  # a round is one micro-batch of two segments
-            "seq1f1b-interleaved",
-            {"num_ranks": 2, "num_microbatches": 2, "num_segments": 2, "stages_per_rank": 2},
-            "[0]F0.0 [0]F0.1 [2]F0.0 [2]F0.1 [0]F1.0 [0]F1.1 [2]B0.1 [2]F1.0 [2]B0.0 [2]F1.1 [0]B0.1 [0]B0.0 [2]B1.1 "
-            "[2]B1.0 [0]B1.1 [0]B1.0\n"
-            "[1]F0.0 [1]F0.1 [3]F0.0 [3]F0.1 [3]B0.1 [1]F1.0 [3]B0.0 [1]F1.1 [1]B0.1 [3]F1.0 [1]B0.0 [3]F1.1 [3]B1.1 "
-            "[3]B1.0 [1]B1.1 [1]B1.0\n",
-        ),
-        (
-            "zb-h1",
-            {"num_ranks": 2, "num_microbatches": 3},
-            "F0.0 F1.0 I0.0 W0.0 F2.0 I1.0 W1.0 I2.0 W2.0\n"  #
-            "F0.0 I0.0 F1.0 I1.0 W0.0 F2.0 I2.0 W1.0 W2.0\n",
-        ),
-        (
-            "zb-h2",
-            {"num_ranks": 2, "num_microbatches": 3},
-            "F0.0 F1.0 F2.0 I0.0 W0.0 I1.0 W1.0 I2.0 W2.0\n"  #
-            "F0.0 I0.0 F1.0 I1.0 F2.0 I2.0 W0.0 W1.0 W2.0\n",
-        ),
-        (
-            "zbv",
-            {"num_ranks": 2, "num_microbatches": 3, "stages_per_rank": 2},
-            "[0]F0.0 [0]F1.0 [0]F2.0 [3]F0.0 [3]I0.0 [3]W0.0 [3]F1.0 [3]I1.0 [3]W1.0 [0]I0.0 [0]W0.0 [3]F2.0 [3]I2.0 "
-            "[0]I1.0 [3]W2.0 [0]I2.0 [0]W1.0 [0]W2.0\n"
-            "[1]F0.0 [2]F0.0 [1]F1.0 [2]F1.0 [2]I0.0 [2]W0.0 [1]F2.0 [1]I0.0 [1]W0.0 [2]F2.0 [2]I1.0 [1]I1.0 [2]I2.0 "
-            "[1]I2.0 [2]W1.0 [1]W1.0 [2]W2.0 [1]W2.0\n",
-        ),
-        (
-            "v-min",
-            {"num_ranks": 2, "num_microbatches": 2, "stages_per_rank": 2},
-            "[0]F0.0 [3]F0.0 [3]I0.0 [0]F1.0 [3]W0.0 [0]I0.0 [0]W0.0 [3]F1.0 [3]I1.0 [3]W1.0 [0]I1.0 [0]W1.0\n"
-            "[1]F0.0 [2]F0.0 [2]I0.0 [1]I0.0 [1]F1.0 [2]F1.0 [2]W0.0 [1]W0.0 [2]I1.0 [1]I1.0 [2]W1.0 [1]W1.0\n",
-        ),
-        (
-            "seq-zb-h1",
-            {"num_ranks": 2, "num_microbatches": 2, "num_segments": 2},
-            "F0.0 F0.1 F1.0 I0.1 W0.1 F1.1 I0.0 W0.0 I1.1 I1.0 W1.1 W1.0\n"
-            "F0.0 F0.1 I0.1 F1.0 I0.0 W0.1 F1.1 I1.1 I1.0 W0.0 W1.1 W1.0\n",
-        ),
-    ],
-)
-def test_small_orders(name: str, counts: dict[str, int], text: str) -> None:
-    assert build_schedule(name, **counts).to_text() == text
 
 
 @pytest.mark.parametrize("name", schedules())
@@ -363,18 +288,6 @@ def test_extra_warmup_trades_memory_for_time() -> None:
     assert simulate(1) == (36 + 10.5, 7)
 
 
-def test_round_of_interleaving() -> None:
-    """Longer rounds, more memory, the same time."""
-    for least, rounds in ((4, 3), (5, 2), (13, 1)):
-        options = {"round": least}
-        schedule = build_schedule(
-            "interleaved-1f1b", num_ranks=4, num_microbatches=13, stages_per_rank=2, options=options
-        )
-        result = schedule.replace(prefetch=13).simulate(Costs(0.5, 1.0))
-        assert result.makespan == 39 + 4.5
-        assert max(result.peak) == min(26, ceil(13 / rounds) + 6 + 1)
-
-
 SPLIT = [name for name, family in FAMILIES.items() if "costs" in family.options]
 
 
@@ -410,18 +323,6 @@ def test_one_number_per_pass_is_the_cost_of_every_unit(name: str) -> None:
         name, **counts, options={"costs": rows}
     )
     assert build_schedule(name, **counts, options={"costs": (2, 2, 2)}) == build_schedule(name, **counts)
-
-
-def test_a_larger_cap_buys_time() -> None:
-    """P 4, M 8, F 10, I 21, W 3: W put off further fill more of the bubble."""
-    for cap in (4, 5, 6, 7):
-        options = {"cap": cap, "costs": (10, 21, 3)}
-        result = (
-            build_schedule("zb-h1", num_ranks=4, num_microbatches=8, options=options)
-            .replace(prefetch=8)
-            .simulate(Costs(10, 24, 3))
-        )
-        assert (result.makespan, max(result.peak)) == (368 - 3 * cap, cap)
 
 
 @pytest.mark.parametrize(

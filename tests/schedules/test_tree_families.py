@@ -71,15 +71,6 @@ def test_a_cap_holds_over_trees() -> None:
 # -- nested ------------------------------------------------------------------------------------------------------------
 
 
-def test_nested_order_pinned() -> None:
-    text = (
-        "parents -1,0,0 -1,0,1,1,0\n"
-        "F0.0 F0.1 F0.2 F1.0 B0.1 F1.1 B0.2 F1.2 B0.0 F1.3 B1.2 F1.4 B1.3 B1.1 B1.4 B1.0\n"
-        "F0.0 F0.1 F0.2 B0.1 F1.0 B0.2 F1.1 B0.0 F1.2 B1.2 F1.3 B1.3 F1.4 B1.1 B1.4 B1.0\n"
-    )
-    assert nested(2, [[-1, 0, 0], [-1, 0, 1, 1, 0]]).to_text() == text
-
-
 @pytest.mark.parametrize("count", [40, *full_only((300,))])
 def test_nested_goes_through_a_tree_branch_by_branch(count: int) -> None:
     """F in preorder; B after all below it, so that a path and what the pipeline needs are live."""
