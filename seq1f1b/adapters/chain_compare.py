@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from seq1f1b.adapters.chain_trace import Refused
 from seq1f1b.runtime.data_parallel import without_hooks
@@ -179,7 +180,7 @@ def _run(
                         f"stage {index} of {whose} would hand on {name}, a {type(value).__name__}, and stages hand on "
                         "tensors: take it apart before the cut, or cut elsewhere by at="
                     )
-        outputs = {place: value for place, value in _places(output) if value is not None}
+        outputs = _places(output)
         steps[-1] = own, list(outputs.values())
         tensors = {place: value for place, value in outputs.items() if isinstance(value, Tensor)}
         outputs |= {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in tensors.items()}
@@ -225,19 +226,10 @@ def _backward(
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def _places(value: Any, place: str = "output") -> Iterator[tuple[str, Any]]:
+def _places(value: Any) -> dict[str, Any]:
     """The tensors and other values of an output, by place."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _places(item, f"{place}[{key!r}]")
-    elif isinstance(value, (tuple, list)):
-        for i, item in enumerate(value):
-            yield from _places(item, f"{place}[{i}]")
-    elif is_dataclass(value) and not isinstance(value, type):
-        for each in fields(value):
-            yield from _places(getattr(value, each.name), f"{place}.{each.name}")
-    else:
-        yield place, value
+    leaves = tree_leaves_with_path(vars(value) if is_dataclass(value) else value)
+    return {f"output{keystr(path)}": leaf for path, leaf in leaves if leaf is not None}
 
 
 def _buffers(parts: Sequence[nn.Module]) -> dict[str, Tensor]:

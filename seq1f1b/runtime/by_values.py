@@ -156,10 +156,10 @@ _OUTPUT: Event = (0, 0, "stage", 0)
 
 
 class Trace:
-    """While it is entered, copies what modules are given and return, in order. Tensors that are large are left out."""
+    """While it is entered, copies what modules are given and return in a unit, in order. Large tensors are left out."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules, self._stack = modules, list[int]()
+    def __init__(self, modules: Sequence[nn.Module], unit: LiveUnit) -> None:
+        self._modules, self._unit, self._stack = modules, unit, list[int]()
         self.values: _Values = {}
 
     def __enter__(self) -> None:
@@ -174,13 +174,15 @@ class Trace:
             handle.remove()
 
     def _before(self, module: nn.Module, *given: Any) -> None:
-        self._note(self._stack[-1] if self._stack else 0, module, "in", given)
-        self._stack.append(id(module))
+        if live_unit() is self._unit:  # another rank that is a thread may run the module, too
+            self._note(self._stack[-1] if self._stack else 0, module, "in", given)
+            self._stack.append(id(module))
 
     def _after(self, module: nn.Module, _: Any, output: Any) -> None:
-        while self._stack and self._stack.pop() != id(module):
-            pass
-        self._note(id(module), module, "out", output)
+        if live_unit() is self._unit:
+            while self._stack and self._stack.pop() != id(module):
+                pass
+            self._note(id(module), module, "out", output)
 
     def _note(self, maker: int, module: nn.Module, kind: str, value: Any) -> None:
         events = ((maker, id(module), kind, before) for before in count())
@@ -235,7 +237,7 @@ class Look:
             watch = unit.watch = Watch(_ROWS, begin, length, self._sizes)
             self._watches.append(watch)
             args, kwargs = self._sample.arguments(begin, length)
-            trace = Trace(self._parts)
+            trace = Trace(self._parts, unit)
             # What the module itself keeps from one segment to the next has no gradient, and is not the micro-batch's.
             with keep_state(self._modules, None, parameters=False, gradients=False), trace, watch:
                 output = self._module(*args, **kwargs)
