@@ -212,8 +212,10 @@ def _backward(
             torch.autograd.backward([o for o, _ in known], [s for _, s in known])
         seeds = [value.grad if isinstance(value, Tensor) else None for value in own]
         held = {id(p) for p in parts[index].parameters()}
-        for parameter in (p for p in parameters if p.grad is not None):
+        for parameter in parameters:
             name, gradient, parameter.grad = names[id(parameter)], parameter.grad, None
+            if gradient is None:
+                continue
             if id(parameter) not in held:
                 raise Refused(
                     f"stage {index} of {type(model).__name__} computes with {name}, which it does not hold: a copy of "
@@ -253,9 +255,10 @@ def _difference(whole: _Run, stages: _Run) -> str:
     sizes = [size for gradient in whole.gradients.values() if math.isfinite(size := norm(gradient))]
     typical = math.sqrt(sum(size**2 for size in sizes) / max(1, len(sizes)))
     for name in [*whole.gradients, *(stages.gradients.keys() - whole.gradients.keys())]:
-        here = whole.gradients.get(name), stages.gradients.get(name)
-        zero = torch.zeros_like(next(gradient for gradient in here if gradient is not None))
-        pairs.append((f"the gradient of {name}", *(zero if g is None else g for g in here), typical))
+        here = [gradients[name] for gradients in (whole.gradients, stages.gradients) if name in gradients]
+        zero = torch.zeros_like(here[0])
+        one, other = whole.gradients.get(name, zero), stages.gradients.get(name, zero)
+        pairs.append((f"the gradient of {name}", one, other, typical))
     return next((f"{name} {off}" for name, a, b, size in pairs if (off := _off(a, b, eps, size))), "")
 
 
