@@ -123,7 +123,7 @@ def _token_ids(model: nn.Module, graph: fx.Graph) -> dict[str, Any] | None:
 
 @dataclass
 class _Run:
-    """What modules have left that ran in a row, forward and backward: the stages, or the model by itself.
+    """The results of modules that ran in a row, forward and backward: the stages, or the model by itself.
 
     Attributes:
         outputs: tensors and plain values of the output, by their place in it.

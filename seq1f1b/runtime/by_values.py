@@ -323,7 +323,7 @@ def _is_zero(name: str, parameter: Tensor) -> bool:
 def _differences(
     whole: _Values, first: _Values, second: _Values, sizes: tuple[int, int], allowed: float
 ) -> Iterator[tuple[Event, bool, float]]:
-    """What differs between a run as one segment and one as two, in order.
+    """Yields the events that differ between a run as one segment and one as two, in order.
 
     Args:
         allowed: the largest error of a token that is none, relative to its norm.
