@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.graph import inplace_methods
 
 from seq1f1b.ops import context
 
@@ -24,7 +25,7 @@ def constants_of(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
             changed.update(node.all_input_nodes)
     found = set[fx.Node]()
     for node in graph.nodes:
-        name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+        name = _name(node)
         draws = name.startswith("rand") or name.rstrip("_") in _DRAWS
         if node.op == "get_attr":
             is_constant = node.target not in parameters
@@ -33,6 +34,10 @@ def constants_of(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
         if is_constant and not has_effect(node) and node not in changed and set(node.all_input_nodes) <= found:
             found.add(node)
     return found
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
 
 
 _TAKE_ROWS = ("getitem", "narrow", "narrow_copy", "split", "tensor_split")
@@ -48,7 +53,7 @@ def check_lengths(model: nn.Module, graph: fx.Graph) -> None:
     for node in graph.nodes:
         inputs = node.all_input_nodes
         sizes = [n for n in inputs if is_size(n) and _counts_tokens(n)]
-        name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+        name = _name(node)
         of_numbers = getattr(node.target, "__module__", "") in ("_operator", "math") and name != "getitem"
         if node.op == "placeholder" or is_size(node) or (of_numbers and numbers.issuperset(inputs)):
             numbers.add(node)
@@ -74,7 +79,7 @@ def check_lengths(model: nn.Module, graph: fx.Graph) -> None:
 
 def _counts_tokens(node: fx.Node) -> bool:
     """Whether a size is that of dimension 1, or of the last one of an argument, or comes of such a one."""
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    name = _name(node)
     index: Any = None
     if name == "size" and (len(node.args) > 1 or "dim" in node.kwargs):
         source, index = node.args[0], node.args[1] if len(node.args) > 1 else node.kwargs["dim"]
@@ -109,20 +114,12 @@ def is_size(node: fx.Node) -> bool:
 
 def has_effect(node: fx.Node) -> bool:
     """Whether a value changes another one in place, or something outside of the graph, so that nobody need use it."""
+    name = _name(node)
     if node.op == "call_method":
-        name = str(node.target)
         return (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "backward")
-    if node.op != "call_function":
-        return False
-    name = getattr(node.target, "__name__", "")
-    is_in_place = name.endswith("_") and not name.endswith("__")
-    return (
-        is_in_place
-        or node.target in (*_IN_PLACE, operator.setitem, context.carry_out, context.add_loss)
-        or "out" in node.kwargs
-        or bool(node.kwargs.get("inplace"))
-    )
+    is_in_place = node.target in (*_IN_PLACE, operator.setitem, context.carry_out, context.add_loss)
+    is_in_place |= "out" in node.kwargs or bool(node.kwargs.get("inplace"))
+    return node.op == "call_function" and (is_in_place or (name.endswith("_") and not name.endswith("__")))
 
 
-_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
-_IN_PLACE = [getattr(operator, f"i{name}") for name in _BINARY]
+_IN_PLACE = [getattr(operator, name) for name in inplace_methods]

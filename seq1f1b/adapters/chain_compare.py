@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from seq1f1b.adapters.chain_trace import Refused
 from seq1f1b.runtime.data_parallel import without_hooks
@@ -122,7 +123,7 @@ def _token_ids(model: nn.Module, graph: fx.Graph) -> dict[str, Any] | None:
 
 @dataclass
 class _Run:
-    """What modules have left that ran in a row, forward and backward: the stages, or the model by itself.
+    """The results of modules that ran in a row, forward and backward: the stages, or the model by itself.
 
     Attributes:
         outputs: tensors and plain values of the output, by their place in it.
@@ -179,7 +180,7 @@ def _run(
                         f"stage {index} of {whose} would hand on {name}, a {type(value).__name__}, and stages hand on "
                         "tensors: take it apart before the cut, or cut elsewhere by at="
                     )
-        outputs = {place: value for place, value in _places(output) if value is not None}
+        outputs = _places(output)
         steps[-1] = own, list(outputs.values())
         tensors = {place: value for place, value in outputs.items() if isinstance(value, Tensor)}
         outputs |= {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in tensors.items()}
@@ -211,8 +212,10 @@ def _backward(
             torch.autograd.backward([o for o, _ in known], [s for _, s in known])
         seeds = [value.grad if isinstance(value, Tensor) else None for value in own]
         held = {id(p) for p in parts[index].parameters()}
-        for parameter in (p for p in parameters if p.grad is not None):
+        for parameter in parameters:
             name, gradient, parameter.grad = names[id(parameter)], parameter.grad, None
+            if gradient is None:
+                continue
             if id(parameter) not in held:
                 raise Refused(
                     f"stage {index} of {type(model).__name__} computes with {name}, which it does not hold: a copy of "
@@ -225,19 +228,10 @@ def _backward(
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def _places(value: Any, place: str = "output") -> Iterator[tuple[str, Any]]:
+def _places(value: Any) -> dict[str, Any]:
     """The tensors and other values of an output, by place."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _places(item, f"{place}[{key!r}]")
-    elif isinstance(value, (tuple, list)):
-        for i, item in enumerate(value):
-            yield from _places(item, f"{place}[{i}]")
-    elif is_dataclass(value) and not isinstance(value, type):
-        for each in fields(value):
-            yield from _places(getattr(value, each.name), f"{place}.{each.name}")
-    else:
-        yield place, value
+    leaves = tree_leaves_with_path(vars(value) if is_dataclass(value) else value)
+    return {f"output{keystr(path)}": leaf for path, leaf in leaves if leaf is not None}
 
 
 def _buffers(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
@@ -261,9 +255,10 @@ def _difference(whole: _Run, stages: _Run) -> str:
     sizes = [size for gradient in whole.gradients.values() if math.isfinite(size := norm(gradient))]
     typical = math.sqrt(sum(size**2 for size in sizes) / max(1, len(sizes)))
     for name in [*whole.gradients, *(stages.gradients.keys() - whole.gradients.keys())]:
-        here = whole.gradients.get(name), stages.gradients.get(name)
-        zero = torch.zeros_like(next(gradient for gradient in here if gradient is not None))
-        pairs.append((f"the gradient of {name}", *(zero if g is None else g for g in here), typical))
+        here = [gradients[name] for gradients in (whole.gradients, stages.gradients) if name in gradients]
+        zero = torch.zeros_like(here[0])
+        one, other = whole.gradients.get(name, zero), stages.gradients.get(name, zero)
+        pairs.append((f"the gradient of {name}", one, other, typical))
     return next((f"{name} {off}" for name, a, b, size in pairs if (off := _off(a, b, eps, size))), "")
 
 

@@ -6,7 +6,7 @@ import inspect
 import numbers
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType
 from typing import Any
@@ -21,7 +21,6 @@ _SAME = (Tensor, FunctionType, BuiltinFunctionType)  # must stay the same object
 _OF_TORCH = frozenset((*dir(nn.Module), *vars(nn.Module())))
 _MISSING = "nothing"  # shown where an attribute does not exist
 _DEPTH = 4  # containers in containers
-_HEAP, _IMMUTABLE = 1 << 9, 1 << 8  # flags of a class: made in Python or at run time; its attributes cannot be set
 
 
 class Frozen:
@@ -42,22 +41,21 @@ class Frozen:
 
         def read(owner: Any, name: str) -> Any:
             known = owners.get(id(owner)) if threading.get_ident() == this_thread else None
-            if known is None or known[0] is not owner or name in _OF_TORCH:
-                return object.__getattribute__(owner, name)
-            _, module, path = known
-            found = _static(owner, name)
-            if not any(name in vars(module)[kind] for kind in ("_parameters", "_buffers", "_modules")) or path:
-                self._reads.setdefault((module, (*path, name)), (_shown(found), found))
-            kind = type(found)
-            if kind.__flags__ & (_HEAP | _IMMUTABLE) == _HEAP and not isinstance(found, (*_PLAIN, *_SAME, nn.Module)):
-                owners[id(found)] = found, module, (*path, name)
-                watch(kind)
+            if known is not None and known[0] is owner and name not in _OF_TORCH:
+                _, module, path = known
+                found, path = _static(owner, name), (*path, name)
+                if len(path) > 1 or not any(name in vars(module)[k] for k in ("_parameters", "_buffers", "_modules")):
+                    self._reads.setdefault((module, path), (_shown(found), found))
+                if not isinstance(found, (*_PLAIN, *_SAME, nn.Module)):
+                    owners[id(found)] = found, module, path
+                    watch(type(found))
             return object.__getattribute__(owner, name)
 
         def watch(kind: Any) -> None:
             if kind is nn.Module or kind.__getattribute__ is object.__getattribute__:
-                kind.__getattribute__ = read
-                stack.callback(delattr, kind, "__getattribute__")
+                with suppress(TypeError):  # of a kind that C has made
+                    kind.__getattribute__ = read
+                    stack.callback(delattr, kind, "__getattribute__")
 
         with ExitStack() as stack:
             watch(nn.Module)

@@ -115,8 +115,9 @@ def _leave_losses_out(graph: fx.Graph) -> None:
         kept = {key: item for key, item in items.items() if is_kept(item)}
         if is_kept(value) or not kept or any(node.op == "call_module" or has_effect(node) for node in gone):
             continue
-        rest = tuple(kept.values())
-        output.args = (dict.fromkeys(items) | kept if isinstance(value, dict) else rest if len(rest) > 1 else rest[0],)
+        rest: Any = tuple(kept.values())
+        rest = dict.fromkeys(items) | kept if isinstance(value, dict) else rest if len(rest) > 1 else rest[0]
+        output.args = (rest,)
         for node in reversed(gone):
             graph.erase_node(node)
 

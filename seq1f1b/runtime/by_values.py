@@ -11,8 +11,9 @@ because its scores rounded otherwise.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeAlias
@@ -43,6 +44,7 @@ _ROWS, _TOKENS = 2, 16  # of a sample, at most
 _LEAST = ((5e-3, 3e-2), (5e-4, 5e-3), (1e-10, 2e-5), (0.0, 1e-9))
 _TF32 = 1e-3
 _MOST = 1 << 20  # elements of a tensor between modules that is looked at
+_alone = threading.Lock()  # of ranks that are threads, one at a time puts back what modules keep
 
 
 # -- a few tokens of a unit's arguments --------------------------------------------------------------------------------
@@ -86,8 +88,8 @@ def take_sample(step: StageStep, unit: LiveUnit, inputs: tuple[Any, ...]) -> Sam
     tensors = tensors_of((inputs, kwargs))
     if not is_known or not tensors_of(inputs) or most < 2:  # a mask, say: nobody knows what it is for other tokens
         return None
-    dims = [_tokens_of(tensor, seq_dim, length) for tensor in tensors]
-    if None in dims or dims[0] == -1:
+    dims = [dim for tensor in tensors if (dim := _tokens_of(tensor, seq_dim, length)) is not None]
+    if len(dims) < len(tensors) or dims[0] == -1:
         return None
     sizes = _choose_sizes(most, sizes_of(step.stage.modules))
     rows = tensors[0].shape[_row_of(tensors[0], dims[0])]
@@ -155,38 +157,36 @@ _Values: TypeAlias = "dict[Event, list[Tensor | None]]"  # of a segment
 _OUTPUT: Event = (0, 0, "stage", 0)
 
 
-class Trace:
-    """While it is entered, copies what modules are given and return, in order. Tensors that are large are left out."""
+@contextmanager
+def _noted(parts: Collection[nn.Module], unit: LiveUnit, values: _Values) -> Iterator[None]:
+    """Within, copies what modules are given and return in a unit, in order. Large tensors are left out.
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules, self._stack = modules, list[int]()
-        self.values: _Values = {}
+    Hooks would be seen by ranks that are threads and share a module.
+    """
+    call, stack = nn.Module.__call__, [0]
 
-    def __enter__(self) -> None:
-        self._handles: list[Any] = []
-        for module in self._modules:
-            with suppress(Exception):  # of a module of torch.jit
-                self._handles += [module.register_forward_pre_hook(self._before, with_kwargs=True)]
-                self._handles += [module.register_forward_hook(self._after)]
-
-    def __exit__(self, *error: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _before(self, module: nn.Module, *given: Any) -> None:
-        self._note(self._stack[-1] if self._stack else 0, module, "in", given)
-        self._stack.append(id(module))
-
-    def _after(self, module: nn.Module, _: Any, output: Any) -> None:
-        while self._stack and self._stack.pop() != id(module):
-            pass
-        self._note(id(module), module, "out", output)
-
-    def _note(self, maker: int, module: nn.Module, kind: str, value: Any) -> None:
-        events = ((maker, id(module), kind, before) for before in count())
-        event = next(event for event in events if event not in self.values)
+    def note(maker: int, module: nn.Module, kind: str, value: Any) -> None:
+        event = next(event for i in count() if (event := (maker, id(module), kind, i)) not in values)
         tensors = [] if is_abstract() else tensors_of(value)
-        self.values[event] = [t.detach().clone() if t.numel() <= _MOST else None for t in tensors]
+        values[event] = [t.detach().clone() if t.numel() <= _MOST else None for t in tensors]
+
+    def noting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if live_unit() is not unit or module not in parts:
+            return call(module, *args, **kwargs)
+        note(stack[-1], module, "in", (args, kwargs))
+        stack.append(id(module))
+        try:
+            output = call(module, *args, **kwargs)
+        finally:
+            stack.pop()
+        note(id(module), module, "out", output)
+        return output
+
+    nn.Module.__call__ = noting  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = call  # type: ignore[method-assign]
 
 
 class Look:
@@ -201,7 +201,7 @@ class Look:
         module = stage.module
         self._module = without_wrapper(module) if isinstance(module, nn.Module) else module
         self._modules = [self._module] if isinstance(self._module, nn.Module) else []
-        self._parts = list(dict.fromkeys(part for module in self._modules for part in module.modules()))
+        self._parts = dict.fromkeys(part for module in self._modules for part in module.modules())
         self._stage, self._sample, self._shares = stage, sample, shares_generators
         self._sizes = sizes_of(self._modules)
         self._watches: list[Watch] = []  # of all segments
@@ -210,9 +210,9 @@ class Look:
         """The findings; None if the stage cannot be looked at in this way, as it draws random numbers, say."""
         sizes, place = self._sample.sizes, f"stage {self._stage.index}"
         try:
-            one, two = self._run((sum(sizes),)), self._run(sizes)
+            (whole,), (first, second) = self._run((sum(sizes),)), self._run(sizes)
             with torch._C.DisableTorchFunction():  # a verification's mode is for what the stage computes
-                found = list(_differences(*one, *two, sizes, self._least()))
+                found = list(_differences(whole, first, second, sizes, self._least()))
                 told = any(self._tells(event) for event, _, _ in found)
         except Exception:  # of a stage that takes no other number of tokens, say
             return None
@@ -235,12 +235,13 @@ class Look:
             watch = unit.watch = Watch(_ROWS, begin, length, self._sizes)
             self._watches.append(watch)
             args, kwargs = self._sample.arguments(begin, length)
-            trace = Trace(self._parts)
+            values: _Values = {}
             # What the module itself keeps from one segment to the next has no gradient, and is not the micro-batch's.
-            with keep_state(self._modules, None, parameters=False, gradients=False), trace, watch:
+            kept = keep_state(self._modules, None, parameters=False, gradients=False)
+            with _alone, kept, _noted(self._parts, unit, values), watch:
                 output = self._module(*args, **kwargs)
             unit.watch = None
-            result.append({**trace.values, _OUTPUT: [t.detach().clone() for t in tensors_of(output)]})
+            result.append({**values, _OUTPUT: [t.detach().clone() for t in tensors_of(output)]})
             return output
 
         options = Options(
@@ -322,7 +323,7 @@ def _is_zero(name: str, parameter: Tensor) -> bool:
 def _differences(
     whole: _Values, first: _Values, second: _Values, sizes: tuple[int, int], allowed: float
 ) -> Iterator[tuple[Event, bool, float]]:
-    """What differs between a run as one segment and one as two, in order.
+    """Yields the events that differ between a run as one segment and one as two, in order.
 
     Args:
         allowed: the largest error of a token that is none, relative to its norm.
@@ -350,8 +351,9 @@ def _ways(one: Any, first: Any, second: Any, sizes: tuple[int, int]) -> Iterator
             if rows == 1:
                 yield dim, one, first, second
             else:
-                yield dim + 1, *(torch.unflatten(t, dim, (rows, -1)) for t in tensors)
-                yield dim, *(torch.unflatten(t, dim, (-1, rows)) for t in tensors)
+                for at, apart in ((dim + 1, (rows, -1)), (dim, (-1, rows))):
+                    a, b, c = (torch.unflatten(t, dim, apart) for t in tensors)
+                    yield at, a, b, c
             return
 
 

@@ -31,7 +31,7 @@ _HINTS = {
     "received hidden states from stage {before} and treats them as tokens: did every rank build the whole model? Give "
     "each rank the layers of its own stages",
 }
-"""What error texts of torch, Python and oneDNN are likely to mean: patterns, and what is added."""
+"""Patterns of error texts of torch, Python and oneDNN, and the hint that is added to each."""
 
 
 def unit_text(executor: Any) -> str:

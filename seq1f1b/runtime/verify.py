@@ -96,7 +96,7 @@ class Verification:
         return "\n".join([*lines, *self.notes])
 
 
-_MOST_STEPS = 16  # six runs, and what meets again before and between them
+_MOST_STEPS = 16  # five runs, and what meets again before and between them
 
 
 def verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None, model: Any = None) -> Verification:
@@ -155,10 +155,9 @@ def _verify(runner: Runner, arguments: StepArguments, dtype: torch.dtype | None,
         result = comparison.verdict(differences, is_compared=not where)
         is_random = any(cause.startswith(RANDOMNESS) for cause in result.causes)  # then no two runs are alike
         if whole is not None and not result and not where and not is_random:
-            chain = session.run(whole=True, dtype=None)
-            wide_chain = session.run(whole=True, dtype=wide) if wide is not None else None
-            cut = _Comparison(runner, truth, plain, chain, wide_chain).verdict()
-            first = whole.first_difference(wide_chain or chain, wide, comparison.tolerance)
+            chain = session.run(whole=True, dtype=wide)
+            cut = _Comparison(runner, truth, plain, chain, None if wide is None else chain).verdict()
+            first = whole.first_difference(chain, wide, comparison.tolerance)
             if not cut:
                 result = replace(result, causes=(f"{CUT}: {first or _without_module(cut)}", *differences))
     finally:

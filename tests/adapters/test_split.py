@@ -168,16 +168,6 @@ def test_a_model_without_memory():
     assert all(p.is_meta for stage in stages for p in stage.parameters())
 
 
-def test_the_model_stays_as_it_was():
-    model = make(Chain, tied=True)
-    model.blocks[1].eval()
-    before = copy.deepcopy(model)
-    seq1f1b.split(model, 3)
-    assert [m.training for m in model.modules()] == [m.training for m in before.modules()]
-    assert model.head.weight is model.words.weight
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
-
-
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

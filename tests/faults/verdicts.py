@@ -219,7 +219,7 @@ class Trial:
                 result = self.run(stages, call, attention="any")[0]
             except (ValueError, RuntimeError) as error:  # a PipelineError is one, too
                 return self._heard("error: ", error)
-        self.texts.extend(result.causes)
+        self.texts.extend((*result.causes, *result.notes))
         return NOTHING if result.ok else self._heard("", result.causes[0])
 
     def _heard(self, kind: str, text: Any) -> str:
@@ -440,12 +440,12 @@ def lost_by_a_cut() -> Named:
 def of_two_stages() -> Named:
     import test_verify as given
 
-    for name, (make, others, *_) in given.FAULTS.items():
+    for name, (make, others, cause, note) in given.FAULTS.items():
         yield name, Model(
             lambda make=make: nn.ModuleList(make()), lambda model, **_: list(model), is_split=False, segments=given.K,
             dtype=None if name in ("one dtype", "in float64 alone", "in float16 alone") else torch.float32,
             batch=lambda others=others: (given.mixers_batch()[0], others.get("target", given.mixers_batch()[1])),
-            options=lambda others=others: {"loss_fn": others.get("loss_fn", given.cross_entropy)},
+            options=lambda others=others: {"loss_fn": others.get("loss_fn", given.cross_entropy)}, says=cause or note,
         )  # fmt: skip
 
 

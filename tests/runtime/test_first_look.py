@@ -226,23 +226,6 @@ def test_three_forwards_of_few_tokens_and_no_copy_of_a_parameter():
     assert len(Counting.calls) == 16 + 8 + 3  # another mode may
 
 
-# -- attention of another kind -----------------------------------------------------------------------------------------
-
-
-def with_mean(self: Any, x: Tensor) -> Tensor:
-    return torchs_attention(self, x + x.mean(1, keepdim=True))
-
-
-@pytest.mark.parametrize("mix", [torchs_attention, attention_by_hand, with_mean])
-def test_attention_of_another_kind_is_an_error(mix):
-    engine = engine_of(Net(Mixer(mix)))
-    for _ in range(2):  # a second try is no way around it
-        with pytest.raises(ValueError, match=r'attention not in segments: stage 0, mixer .*pass attention="any"'):
-            engine.step(batch()[0], target=batch()[1])
-    (text,) = told(Net(Mixer(mix)), attention="any")
-    assert text.startswith(ATTENTION)
-
-
 def test_a_router_is_no_attention(looks):
     """As many experts as a segment has tokens: scores of tokens by tokens, to look at them."""
 

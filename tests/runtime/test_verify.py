@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +19,6 @@ from slices import each_value, full_only
 from tiny_model import Config, batch, cross_entropy, run_whole, stage_of, whole_model
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import _get_current_function_mode_stack
 
 import seq1f1b
 from seq1f1b import PipelineEngine, SegmentWarning, verify_stage
@@ -56,18 +54,6 @@ def stepped(module: nn.Module, rows: int = 6, **options: Any) -> list[str]:
         except ValueError as error:
             return [str(error)]
     return [str(warning.message) for warning in caught if warning.category is SegmentWarning]
-
-
-def verified_over_two(stages: list[nn.Module], loss_fn: Any = cross_entropy, target: Any = None, **options: Any) -> Any:
-    tokens, targets = mixers_batch()
-
-    def run(group: Any) -> Any:
-        engine = engine_for(group, [stages[group.rank]], num_microbatches=2, loss_fn=loss_fn, **options)
-        return engine.verify(tokens, target=targets if target is None else target, show=False)
-
-    result, other = run_ranks(2, run)
-    assert str(result) == str(other)  # nan is not equal to itself
-    return result
 
 
 ORDERS = [
@@ -318,28 +304,6 @@ class Calls(nn.Module):
 # -- looks -------------------------------------------------------------------------------------------------------------
 
 
-class Probe(Net):
-    def __init__(self, mix: Any = attention) -> None:
-        super().__init__(Mixer(mix))
-        self.modes: list[int] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.modes.append(len(_get_current_function_mode_stack()))
-        return super().forward(x)
-
-
-def test_one_forward_of_the_first_step_is_looked_at_and_no_other():
-    tokens, target = mixers_batch()
-    module = Probe()
-    engine = engine_of(module)
-    for width, expected in ((40, 1), (40, 0), (36, 0), (40, 0)):
-        module.modes.clear()
-        engine.step(tokens[:, :width], target=target[:, :width])
-        assert len(module.modes) == 2 * K and sum(module.modes) == expected
-    module.modes.clear()
-    assert stepped(module, num_segments=1) == [] and sum(module.modes) == 0
-
-
 def test_attention_of_another_kind_is_an_error_on_every_rank_unless_any_is_taken():
     tokens, target = mixers_batch()
 
@@ -465,7 +429,7 @@ def plus(value: float, every: bool) -> Any:
 
 NAN, WIDE = "not finite: ", "The whole model is not finite in torch.float64: "
 OWN_NOTE = WIDE + r"stage 1, itself \(Faulty\) returns nan\.$"
-# The stages; what else is given; the cause, "" if all is right; a note
+# For tests/faults/verdicts.py: the stages; what else is given; the cause, "" if all is right; a note
 FAULTS: dict[str, tuple[Any, dict[str, Any], str, str]] = {
     "a wrong stage": (lambda: faulty(mix=torchs_attention), {}, "attention not in segments: stage 1, net.mixer", ""),
     "one dtype": (lambda: faulty(last=in_float32_alone), {}, "", r".*\[1\]F0\.0: .*float32 only"),
@@ -503,19 +467,6 @@ FAULTS: dict[str, tuple[Any, dict[str, Any], str, str]] = {
     "seen by no gradient": (lambda: faulty(last=words_that_do_not_exist), {"target": half_masked()}, "", ""),
     "in segments alone": (lambda: faulty(not_in_segments), {}, "state across tokens", ""),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_of_one_of_two_stages(name):
-    make, given, cause, note = FAULTS[name]
-    torch.manual_seed(0)
-    result = verified_over_two(make(), **given)
-    assert result.ok == (cause == ""), str(result)
-    assert result.ok or re.match(cause, result.causes[0]), result.causes
-    assert ("cannot be compared" in str(result)) == cause.startswith(NAN)
-    assert any(re.match(note, each) for each in result.notes)
-    assert note or not any("not finite" in each for each in result.notes)
-    assert not result.ok or bool(result.exact) == (note == "")
 
 
 class Masked(Net):
