@@ -262,7 +262,7 @@ MISTAKES = {  # many more are the core's, whose sentences are told in the same w
     "simulate seq1f1b --ranks 99999999999 --microbatches -1": "num_ranks is 99999999999, must be in 1..2147483647",
     "draw gpipe --microbatches 2000000000": "gpipe: 16000000000 units, more than the 10000000",
     "compare --ranks 1000000 --microbatches 1000000": "units, more than the 10000000 that the command line takes",
-    "simulate kfkb --option group=99999999999999999999": "group: 99999999999999999999 is too large",
+    "simulate kfkb --option group=99999999999999999999": "group is 99999999999999999999, must be in 1..2147483647",
     "simulate kfkb --option gruop=2": "kfkb takes no option 'gruop'; it takes group, extra_warmup",
     "simulate gpipe --forward nan": "the duration of a unit is nan, must be finite and at least 0",
     "compare --weight -0.5": "costs hold -0.5, must be finite and at least 0",
