@@ -261,8 +261,9 @@ def simulated(
     )
     if schedule._peak is None:  # the same whatever units cost and hold
         schedule._peak = tuple(row[0] for row in _peaks(schedule, StepMemory(), Links()))
-    rows = iter(memoryview(times).cast("d")[begin:end] for begin, end in pairwise(accumulate(3 * counts, initial=0)))
-    start, ends, slack = ([array("d", row) for row in islice(rows, len(counts))] for _ in range(3))
+    starts = pairwise(accumulate((8 * count for count in 3 * counts), initial=0))
+    rows = iter(_doubles(memoryview(times)[begin:end]) for begin, end in starts)
+    start, ends, slack = (list(islice(rows, len(counts))) for _ in range(3))
     each_busy = tuple(array("d", busy))
     return Simulation(
         makespan=makespan,
@@ -356,3 +357,10 @@ def _sum(a: Any, b: Any) -> Any:
 
 def _ignore(num_run: int) -> None:
     """Progress that nobody wants to see; the call lets Ctrl-C through."""
+
+
+def _doubles(data: memoryview) -> array[float]:
+    """Takes bytes as they are, where an array made of numbers would look at each."""
+    row = array("d")
+    row.frombytes(data)
+    return row

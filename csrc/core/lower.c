@@ -430,7 +430,7 @@ static int are_neighbours(const lowering *l, int32_t rank, int32_t other)
     return 0;
 }
 
-/* Of one rank also those of its neighbours: who receives from it says where its messages land. */
+/* A rank's program comes with those of its neighbours: who receives from it says where its messages land. */
 static s1f_status write_programs(const lowering *l, int32_t own)
 {
     int32_t num_ranks = own == S1F_NO_RANK ? 0 : l->program->shape.num_ranks;

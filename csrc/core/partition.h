@@ -48,9 +48,9 @@ s1f_status s1f_partition_even(int64_t seq_len, int32_t num_segments, int64_t mul
 
 /* Equal s1f_model_flops. The computation-wise partition of Seq1F1B (arXiv:2406.03488), solved on the grid.
  *
- * documents: of rows of packed documents, their lengths in tokens, row after row; NULL: one of seq_len tokens. Attention
- * stays within a document, so only pairs of tokens within one document count. Every row holds seq_len tokens; rows are
- * cut alike, and the cost is their mean.
+ * documents: their lengths in tokens, row of packed documents after row; NULL: one of seq_len tokens. Attention stays
+ * within a document, so only pairs of tokens within one document count. Every row holds seq_len tokens; rows are cut
+ * alike, and the cost is their mean.
  * S1F_ERR_ARG if a length is below 1 or the lengths are not whole rows; S1F_ERR_MEMORY (48 bytes per document). */
 s1f_status s1f_partition_flops(int64_t seq_len, int32_t num_segments, const s1f_model_shape *model,
                                const int64_t *documents, int64_t num_documents, double mix, int64_t multiple_of,

@@ -33,8 +33,8 @@ void s1f_simulation_free(s1f_simulation *simulation)
     free(simulation);
 }
 
-/* All times lie in one block: malloc gives large blocks back to the system, and the next simulation would have each page
- * cleared anew. */
+/* All times lie in one block: malloc gives large blocks back to the system, and the next simulation would have each
+ * page cleared anew. */
 static int create_timeline(s1f_simulation *simulation, s1f_keep keep)
 {
     int64_t total = 0;
