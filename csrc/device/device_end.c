@@ -245,7 +245,7 @@ static s1f_status device_post(s1f_edge_end *head, int64_t sequence, int32_t numb
 static s1f_status start(s1f_device_end *end, int32_t number, const s1f_message *message, const void *const *tensors)
 {
     const s1f_driver *driver = end->device->driver;
-    s1f_transfer *transfer;
+    s1f_transfer *transfer = NULL;
     S1F_TRY(begin_transfer(end, message, &transfer));
     s1f_cu_event needed = tensors != NULL ? end->ready : end->places[number].freed;
     s1f_cu_event unit_start = tensors != NULL ? NULL : s1f_device_unit_start(end->device);
