@@ -52,10 +52,9 @@ static s1f_status copy_post(s1f_device_end *end, int32_t number)
     return status;
 }
 
-static s1f_status copy_receive(s1f_device_end *end, int32_t number, const s1f_message *message)
+static s1f_status copy_receive(s1f_device_end *end, int32_t number)
 {
     s1f_cu_event *copied = &end->places[number].copied;
-    (void)message;
     S1F_TRY(find_event(end, notes_of(end, number)->sent.copied, copied));
     return S1F_CU(end->device->driver, stream_wait_event, end->stream, *copied, 0);
 }
@@ -104,8 +103,10 @@ static s1f_status copy_prepare_send(s1f_device_end *end, int64_t sequence, int32
     return S1F_OK;
 }
 
-static s1f_status copy_send(s1f_device_end *end, int32_t number, const s1f_message *message, const void *const *tensors)
+static s1f_status copy_move(s1f_device_end *end, int32_t number, const s1f_message *message, const void *const *tensors)
 {
+    if (tensors == NULL)
+        return copy_receive(end, number);
     const s1f_driver *driver = end->device->driver;
     const s1f_device_place *place = &end->places[number];
     S1F_TRY(S1F_CU(driver, stream_wait_event, end->stream, place->freed, 0));
@@ -139,8 +140,7 @@ static int copy_forget(s1f_device_end *end)
 const s1f_mover s1f_copy_mover = {
     .post = copy_post,
     .prepare_send = copy_prepare_send,
-    .receive = copy_receive,
-    .send = copy_send,
+    .move = copy_move,
     .is_one_sided = 1,
     .forget = copy_forget,
 };

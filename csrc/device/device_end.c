@@ -241,17 +241,30 @@ static s1f_status device_post(s1f_edge_end *head, int64_t sequence, int32_t numb
     return s1f_p2p_post(end->control, sequence, number);
 }
 
-static s1f_status start_receive(s1f_device_end *end, s1f_device_place *place, int32_t number)
+/* Enqueues a send, or a receive (tensors NULL), behind what it needs. */
+static s1f_status start(s1f_device_end *end, int32_t number, const s1f_message *message, const void *const *tensors)
 {
     const s1f_driver *driver = end->device->driver;
-    s1f_transfer *transfer;
-    S1F_TRY(begin_transfer(end, place->message, &transfer));
-    S1F_TRY(S1F_CU(driver, stream_wait_event, end->stream, place->freed, 0));
-    s1f_cu_event unit_start = s1f_device_unit_start(end->device);
+    s1f_transfer *transfer = NULL;
+    S1F_TRY(begin_transfer(end, message, &transfer));
+    s1f_cu_event needed = tensors != NULL ? end->ready : end->places[number].freed;
+    s1f_cu_event unit_start = tensors != NULL ? NULL : s1f_device_unit_start(end->device);
+    if (tensors != NULL)
+        S1F_TRY(S1F_CU(driver, event_record, end->ready, end->device->compute));
+    S1F_TRY(S1F_CU(driver, stream_wait_event, end->stream, needed, 0));
     if (unit_start != NULL)
         S1F_TRY(S1F_CU(driver, stream_wait_event, end->stream, unit_start, 0));
     S1F_TRY(S1F_CU(driver, event_record, transfer->started, end->stream));
-    return transfer->is_over ? S1F_OK : moved(end, 0, end->mover->receive(end, number, place->message));
+    return transfer->is_over ? S1F_OK : moved(end, 0, end->mover->move(end, number, message, tensors));
+}
+
+static s1f_status move_message(s1f_device_end *end, int64_t sequence, int32_t number, const s1f_message *message,
+                               const void *const *tensors)
+{
+    S1F_TRY(enter(end));
+    S1F_TRY(leave(end, start(end, number, message, tensors)));
+    S1F_TRY(s1f_device_end_settle(end, tensors != NULL ? "starting to send" : "starting to receive", sequence));
+    return end_transfer(end);
 }
 
 static s1f_status take(s1f_device_end *end, int64_t sequence, int32_t number)
@@ -266,23 +279,20 @@ static s1f_status take(s1f_device_end *end, int64_t sequence, int32_t number)
     if (status == S1F_OK && !place->message->on_device)
         status = s1f_device_end_from_host(end, place);
     S1F_TRY(s1f_device_leave(end->device, status));
-    S1F_TRY(enter(end));
-    S1F_TRY(leave(end, start_receive(end, place, number)));
-    S1F_TRY(s1f_device_end_settle(end, "starting to receive", sequence));
-    return end_transfer(end);
+    return move_message(end, sequence, number, place->message, NULL);
 }
 
 static s1f_status device_receive(s1f_edge_end *head, int64_t sequence, int32_t number)
 {
     s1f_device_end *end = (s1f_device_end *)head;
-    return end->mover->receive == NULL ? S1F_OK : take(end, sequence, number);
+    return end->mover->move == NULL ? S1F_OK : take(end, sequence, number);
 }
 
 static s1f_status device_wait(s1f_edge_end *head, int64_t sequence, int32_t number, const s1f_message **message,
                               const void **payload)
 {
     s1f_device_end *end = (s1f_device_end *)head;
-    if (end->mover->receive == NULL)
+    if (end->mover->move == NULL)
         S1F_TRY(take(end, sequence, number));
     assert(sequence < end->started); /* the program has receives */
     S1F_TRY(enter(end));
@@ -300,32 +310,11 @@ static s1f_status device_arrived(s1f_edge_end *head, int64_t sequence, int64_t *
     return s1f_device_time_of(end->device, end->transfers[sequence].done, ns);
 }
 
-static s1f_status start_send(s1f_device_end *end, int32_t number, const s1f_message *message,
-                             const void *const *tensors)
-{
-    const s1f_driver *driver = end->device->driver;
-    s1f_transfer *transfer;
-    S1F_TRY(begin_transfer(end, message, &transfer));
-    S1F_TRY(S1F_CU(driver, event_record, end->ready, end->device->compute));
-    S1F_TRY(S1F_CU(driver, stream_wait_event, end->stream, end->ready, 0));
-    S1F_TRY(S1F_CU(driver, event_record, transfer->started, end->stream));
-    return transfer->is_over ? S1F_OK : moved(end, 0, end->mover->send(end, number, message, tensors));
-}
-
-static s1f_status move_out(s1f_device_end *end, int64_t sequence, int32_t number, const s1f_message *message,
-                           const void *const *tensors)
-{
-    S1F_TRY(enter(end));
-    S1F_TRY(leave(end, start_send(end, number, message, tensors)));
-    S1F_TRY(s1f_device_end_settle(end, "starting to send", sequence));
-    return end_transfer(end);
-}
-
 /* Finds out how the message goes; it may go through host memory. */
 static s1f_status prepare_send(s1f_device_end *end, int64_t sequence, int32_t number, s1f_message *message,
                                const void **tensors)
 {
-    message->on_device = end->mover->send != NULL;
+    message->on_device = end->mover->move != NULL;
     if (end->mover->prepare_send != NULL)
         S1F_TRY(end->mover->prepare_send(end, sequence, number, message));
     return message->on_device ? S1F_OK : s1f_device_end_to_host(end, message, tensors);
@@ -343,9 +332,9 @@ static s1f_status device_send(s1f_edge_end *head, int64_t sequence, int32_t numb
     S1F_TRY(s1f_device_leave(end->device, prepare_send(end, sequence, number, &sent, data)));
     s1f_message_seal(&sent);
     if (end->mover->is_one_sided)
-        S1F_TRY(move_out(end, sequence, number, &sent, data));
+        S1F_TRY(move_message(end, sequence, number, &sent, data));
     S1F_TRY(end->control->transport->send(end->control, sequence, number, &sent, data));
-    return end->mover->is_one_sided ? S1F_OK : move_out(end, sequence, number, &sent, data);
+    return end->mover->is_one_sided ? S1F_OK : move_message(end, sequence, number, &sent, data);
 }
 
 static s1f_status device_count_sent(s1f_edge_end *head, int64_t *count)

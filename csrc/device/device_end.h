@@ -50,10 +50,9 @@ typedef struct { /* how bytes move. Called with the GPU's context current; a fun
     s1f_status (*post)(s1f_device_end *end, int32_t place); /* receiver, before the place is granted */
     /* Sender. Clears message->on_device if the message has to go through host memory. */
     s1f_status (*prepare_send)(s1f_device_end *end, int64_t sequence, int32_t place, s1f_message *message);
-    /* Enqueue on end->stream, under the watchdog's lock. NULL: every message goes through host memory, and the receiver
-     * waits for it no sooner than WAIT. */
-    s1f_status (*receive)(s1f_device_end *end, int32_t place, const s1f_message *message);
-    s1f_status (*send)(s1f_device_end *end, int32_t place, const s1f_message *message, const void *const *tensors);
+    /* Enqueues a send, or a receive (tensors NULL), on end->stream, under the watchdog's lock. NULL: every message goes
+     * through host memory, and the receiver waits for it no sooner than WAIT. */
+    s1f_status (*move)(s1f_device_end *end, int32_t place, const s1f_message *message, const void *const *tensors);
     int32_t is_one_sided; /* the send needs no receive, and its event has to be recorded when the header is read */
     /* The next two are called under the lock.
      * settled: 1 once the last call is enqueued, which may need the peer; with an error recorded, -1: it failed here,

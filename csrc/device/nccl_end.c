@@ -28,16 +28,19 @@ static int nccl_settled(s1f_device_end *base)
     return state != S1F_NCCL_IN_PROGRESS;
 }
 
-/* The tensors of a message as one group. sent: those of the sender; NULL: they come to `place`. */
-static s1f_status move(const nccl_end *end, const s1f_message *message, const void *const *sent, char *place)
+/* The tensors of a message as one group. */
+static s1f_status nccl_move(s1f_device_end *base, int32_t number, const s1f_message *message,
+                            const void *const *tensors)
 {
-    s1f_cu_stream stream = end->base.stream;
+    const nccl_end *end = (nccl_end *)base;
+    s1f_cu_stream stream = base->stream;
+    char *place = (char *)(uintptr_t)base->places[number].address;
     s1f_status status = checked(end, end->nccl->group_start(), "ncclGroupStart");
     for (int32_t i = 0; status == S1F_OK && i < message->num_tensors; i++) {
         size_t bytes = (size_t)message->tensors[i].bytes;
-        if (bytes > 0 && sent != NULL)
-            status =
-                checked(end, end->nccl->send(sent[i], bytes, S1F_NCCL_UINT8, RECEIVER, end->comm, stream), "ncclSend");
+        if (bytes > 0 && tensors != NULL)
+            status = checked(end, end->nccl->send(tensors[i], bytes, S1F_NCCL_UINT8, RECEIVER, end->comm, stream),
+                             "ncclSend");
         else if (bytes > 0)
             status = checked(end,
                              end->nccl->receive(place + message->tensors[i].offset, bytes, S1F_NCCL_UINT8, SENDER,
@@ -46,18 +49,6 @@ static s1f_status move(const nccl_end *end, const s1f_message *message, const vo
     }
     s1f_status ended = checked(end, end->nccl->group_end(), "ncclGroupEnd");
     return status == S1F_OK ? ended : status;
-}
-
-static s1f_status nccl_receive(s1f_device_end *base, int32_t number, const s1f_message *message)
-{
-    return move((nccl_end *)base, message, NULL, (char *)(uintptr_t)base->places[number].address);
-}
-
-static s1f_status nccl_send(s1f_device_end *base, int32_t number, const s1f_message *message,
-                            const void *const *tensors)
-{
-    (void)number;
-    return move((nccl_end *)base, message, tensors, NULL);
 }
 
 /* It ends so in a step that has failed, and when its end is closed: nothing is under way then, and finalizing would
@@ -71,8 +62,7 @@ static void nccl_abort(s1f_device_end *base)
 }
 
 static const s1f_mover nccl_mover = {
-    .receive = nccl_receive,
-    .send = nccl_send,
+    .move = nccl_move,
     .settled = nccl_settled,
     .abort = nccl_abort,
 };

@@ -374,12 +374,6 @@ static void describe(const s1f_wait_reason *reason, char *text, size_t bytes)
         snprintf(text, bytes, "%s %s, message %lld", reason->purpose, reason->edge, (long long)reason->sequence);
 }
 
-static void describe_seconds(int64_t ns, char *text, size_t bytes)
-{
-    double seconds = (double)ns * 1e-9;
-    snprintf(text, bytes, seconds < 10 ? "%.1f s" : "%.0f s", seconds);
-}
-
 /* Every rank then reads the failure that came first, so that text, rank, unit and edge belong together. */
 static s1f_status fail_wait(s1f_group *group, const s1f_wait_reason *reason, s1f_status status, int32_t rank,
                             const char *text)
@@ -434,14 +428,12 @@ static s1f_status check_time(s1f_group *group, const s1f_wait_reason *reason, in
     rank = follow_waits(group, reason->peer_rank, &age_ns);
     if (age_ns <= group->timeout_ns)
         return S1F_OK;
-    char waiting[S1F_WHAT_BYTES * 4], what[S1F_WHAT_BYTES], seconds[32], text[S1F_FAILURE_BYTES];
+    char waiting[S1F_WHAT_BYTES * 4], what[S1F_WHAT_BYTES], text[S1F_FAILURE_BYTES];
     describe(reason, waiting, sizeof waiting);
     s1f_group_get_progress(group, rank, what, &age_ns, &waits_for);
-    describe_seconds(age_ns < 0 ? waited_ns : age_ns, seconds, sizeof seconds);
-    if (age_ns < 0)
-        snprintf(text, sizeof text, "rank %d has not entered a step for %s (%s)", (int)rank, seconds, waiting);
-    else
-        snprintf(text, sizeof text, "rank %d has been in %s for %s (%s)", (int)rank, what, seconds, waiting);
+    double seconds = (double)(age_ns < 0 ? waited_ns : age_ns) * 1e-9;
+    snprintf(text, sizeof text, "rank %d has %s%s for %.*f s (%s)", (int)rank,
+             age_ns < 0 ? "not entered a step" : "been in ", age_ns < 0 ? "" : what, seconds < 10, seconds, waiting);
     return fail_wait(group, reason, S1F_ERR_TIMEOUT, rank, text);
 }
 

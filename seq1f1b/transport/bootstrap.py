@@ -16,7 +16,6 @@ from seq1f1b.transport.loopback import LoopbackGroup
 from seq1f1b.transport.rendezvous import SETUP_TIMEOUT, Rendezvous, last_attempt, refuse
 from seq1f1b.transport.shm import ShmRank, share_on_host
 from seq1f1b.transport.store import StoreRank
-from seq1f1b.transport.table import TRANSPORTS
 
 
 def connect(
@@ -38,9 +37,6 @@ def connect(
         ValueError: the ranks ask for what cannot be; on every rank.
         PipelineError: another rank failed, or did not come.
     """
-    if transport not in tuple(TRANSPORTS):
-        *others, last = (f'"{name}"' for name in TRANSPORTS)
-        raise ValueError(f"transport must be {', '.join(others)} or {last}, got {transport!r}")
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     if rank < 0:
         raise ValueError("this process is not in the pipeline's process group")
@@ -103,15 +99,13 @@ def _connect(rendezvous: Rendezvous, process_group: Any, transport: str, timeout
         for connection in connections.values():
             connection.close()
         connections = {}
-    host = {other for other in range(size) if _meet(unmet, rank, other)}
+    host = {rank, *connections}
     # Whom one rank of a host meets, all of them do, unless one was refused: then nothing is shared.
-    is_whole = all(_meet(unmet, one, other) == (other in host) for one in host for other in range(size))
+    is_whole = all(
+        (min(one, other) not in unmet[max(one, other)]) == (other in host) for one in host for other in range(size)
+    )
     spoiled = share_on_host(rank, connections, mmap.PAGESIZE) if connections and is_whole else None
     return StoreRank(rendezvous, process_group, connections, arena_bytes, spoiled)
-
-
-def _meet(unmet: list[dict[int, str]], one: int, other: int) -> bool:
-    return min(one, other) not in unmet[max(one, other)]
 
 
 def resolve_group(

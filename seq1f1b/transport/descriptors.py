@@ -93,17 +93,13 @@ def edge_memory(most: int) -> tuple[Descriptor, object, int]:
             return made, mapping(made, size), size
         except MemoryError as error:
             if size <= _LEAST_BYTES:
-                raise MemoryError(_no_space(size)) from error
+                limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+                limited = "" if limit == resource.RLIM_INFINITY else f", it may have {limit >> 20} MiB (ulimit -v)"
+                raise MemoryError(
+                    f"this process has no {size >> 20} MiB of address space left{limited}, and each edge of a pipeline "
+                    "reserves as much; lift the limit: ulimit -v unlimited"
+                ) from error
             size = max(size // 16, _LEAST_BYTES)
-
-
-def _no_space(size: int) -> str:
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    limited = "" if limit == resource.RLIM_INFINITY else f", of which it may have {limit >> 20} MiB (ulimit -v)"
-    return (
-        f"this process has no {size >> 20} MiB of address space left{limited}, and each edge of a pipeline reserves as "
-        "much; lift the limit: ulimit -v unlimited"
-    )
 
 
 def private_mapping(size: int) -> object:

@@ -80,6 +80,13 @@ class Edge(NamedTuple):
     channel: int = 0
 
 
+def error_of(rank: int, text: str) -> _C.PipelineError:
+    """An error for which a rank is to blame."""
+    error = _C.PipelineError(text)
+    error.rank = rank
+    return error
+
+
 class Failure(NamedTuple):
     """Why a step ended, or would not begin.
 
@@ -96,8 +103,8 @@ class Failure(NamedTuple):
     step: int
 
     def error(self) -> _C.PipelineError:
-        found = _C.PipelineError(f"rank {self.rank} ended the step: {self.text}")
-        found.rank, found.unit, found.edge = self.rank, self.unit or None, self.edge or None
+        found = error_of(self.rank, f"rank {self.rank} ended the step: {self.text}")
+        found.unit, found.edge = self.unit or None, self.edge or None
         return found
 
 
@@ -199,9 +206,7 @@ class RankGroup(OfOneProcess, ABC):
     def _failure(self, rank: int, text: str) -> _C.PipelineError:
         """Ends the step on every rank. The error is this one also where an earlier failure stands."""
         _C.group_fail(self.group, rank, text)
-        error = _C.PipelineError(text)
-        error.rank = rank
-        return error
+        return error_of(rank, text)
 
     def check(self) -> None:
         """Raises PipelineError once a failure ends the step that this rank is in, or enters next."""

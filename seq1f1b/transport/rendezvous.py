@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import uninterrupted
+from seq1f1b.transport.group import error_of
 from seq1f1b.transport.shared_store import SharedStore, own_connection
 from seq1f1b.transport.values import pack, unpack
 from seq1f1b.transport.workers import Worker, first_line
@@ -59,13 +60,13 @@ class Rendezvous:
         except (OSError, RuntimeError) as error:  # no descriptor is left, perhaps, here or where the store is
             text = f"rank {rank} has no connection to the launcher's store: {first_line(error)}"
             is_gone = isinstance(error, (ConnectionError, TimeoutError, dist.DistNetworkError))
-            own = _error_of_store(rank, text, error) if is_gone else _error_of(rank, text)
+            own = _error_of_store(rank, text, error) if is_gone else error_of(rank, text)
             raise (refuse(process_group, rank, own, 0) or own) from error
         self.store, self.worker = _shared(process_group, connection), Worker(_WORKER, breaks=True)
         try:
             self.attempt = self._ask(lambda: _begin(self.store))
             if gone is not None:
-                lost = _error_of(*gone)
+                lost = error_of(*gone)
                 raise self.fail(lost) or lost
             self._ask(self._check_failure)  # of this attempt, which the others have left
         except BaseException:
@@ -124,7 +125,7 @@ class Rendezvous:
 
     def _check_failure(self) -> None:
         if (failure := self.store.get(f"{self.attempt}/failed")) is not None:
-            raise _error_of(*unpack(failure))
+            raise error_of(*unpack(failure))
 
     def _name_the_missing(self, waited_s: float) -> _C.PipelineError:
         """Ends the attempt in the name of the ranks that have not come; or with the failure that came first."""
@@ -132,7 +133,7 @@ class Rendezvous:
         missing = [rank for rank, is_there in enumerate(there) if not is_there] or [self.rank]
         who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
         what = "come to" if self._round == 0 else "gone on with"
-        error = _error_of(missing[0], f"{who} not {what} the pipeline's set-up for {waited_s:.0f} s")
+        error = error_of(missing[0], f"{who} not {what} the pipeline's set-up for {waited_s:.0f} s")
         return self.fail(error) or error
 
 
@@ -188,7 +189,7 @@ def _error_of_store(rank: int, text: str, cause: BaseException) -> _C.PipelineEr
     """The error of a rank that has no store, and so hears nothing of the others: who holds it is to blame."""
     is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     who = "torchrun, which holds it" if is_launchers else "rank 0, which holds it unless a launcher does"
-    error = _error_of(rank if is_launchers else 0, f"{text}: {who}, has ended, is stopped or cannot be reached")
+    error = error_of(rank if is_launchers else 0, f"{text}: {who}, has ended, is stopped or cannot be reached")
     error.__cause__ = cause
     return error
 
@@ -217,10 +218,4 @@ def _fail(store: SharedStore, attempt: int, rank: int, error: BaseException) -> 
     else:
         own = rank, f"rank {rank} ended the pipeline's set-up: {type(error).__name__}: {first_line(error)}"
     failed, text = unpack(store.set_first(f"{attempt}/failed", pack(own)))
-    return None if failed == rank else _error_of(failed, text)
-
-
-def _error_of(rank: int, text: str) -> _C.PipelineError:
-    error = _C.PipelineError(text)
-    error.rank = rank
-    return error
+    return None if failed == rank else error_of(failed, text)

@@ -42,7 +42,7 @@ class Worker:
         self._failed, self._breaks = failed, breaks
         self._turn, self._period, self._turn_at = _nothing, math.inf, math.inf
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        weakref.finalize(self, self._tasks.put, None)
+        weakref.finalize(self, self._tasks.put, None).atexit = False  # a group that closes at exit needs it
         self._thread = threading.Thread(target=_run, args=(self._tasks, weakref.ref(self)), name=name, daemon=True)
         self._thread.start()
 
