@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -209,36 +210,30 @@ class PipelineState:
                 raises before it reads anything if one is missing or has another shape.)
         """
         theirs = json.loads(state["shapes"])
-        if "has_optimizer_state" in theirs:  # in checkpoints of earlier versions
-            theirs = theirs["shapes"]
         if theirs != self._shapes:
             differing = sorted(name for name in {*theirs, *self._shapes} if theirs.get(name) != self._shapes.get(name))
             raise ValueError(
                 f"the checkpoint is of another model, of {len(theirs)} parameters and buffers, this one has "
                 f"{len(self._shapes)}: {len(differing)} differ, first {differing[0]!r}"
             )
-        loaded: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
-        for entry, value in state["optimizer"].items():
-            kind, name, key = self._split(entry)
-            loaded[kind].setdefault(name, {})[key] = value
         for name, tensors in self._tensors.items():
             for tensor in tensors:
                 tensor.copy_(local(state["model"][name]))
-        for name, copies in self._optimized().items():
+        optimized = self._optimized()
+        for parameter, _, of_optimizer in chain.from_iterable(optimized.values()):
+            of_optimizer.pop(parameter, None)
+        for entry, value in state["optimizer"].items():
+            kind, name, key = self._split(entry)
             is_own = getattr(state["optimizer"], "is_filled", False)  # nobody else has the tensors
-            for parameter, group, of_optimizer in copies:
-                room = partial(self._room, parameter, group, local(state["model"][name]).dtype)
-                of_optimizer.pop(parameter, None)
-                if name in loaded["state"]:
-                    of_optimizer[parameter] = {
-                        key: as_kept(value, None if is_own else partial(room, key))
-                        for key, value in loaded["state"][name].items()
-                    }
-                for key, value in loaded["param_groups"].get(name, {}).items():
-                    if isinstance(group.get(key), Tensor) and isinstance(value, (Tensor, int, float)):
-                        group[key].copy_(torch.as_tensor(value, device=group[key].device))
-                    else:
-                        group[key] = as_kept(value, None if is_own else partial(room, ""))
+            for parameter, group, of_optimizer in optimized.get(name, ()):
+                weight = local(state["model"][name]).dtype
+                room = partial(self._room, parameter, group, weight, key if kind == "state" else "")
+                if kind == "state":
+                    of_optimizer.setdefault(parameter, {})[key] = as_kept(value, None if is_own else room)
+                elif isinstance(group.get(key), Tensor) and isinstance(value, (Tensor, int, float)):
+                    group[key].copy_(torch.as_tensor(value, device=group[key].device))
+                else:
+                    group[key] = as_kept(value, None if is_own else room)
                 is_own = False
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 from typing import TYPE_CHECKING, Any
 
 from seq1f1b.extras import needs_extra
@@ -35,23 +36,18 @@ def __getattr__(name: str) -> Any:
     with needs_extra("transformers", *packages):
         for package in packages:  # transformers would not name what it misses
             import_module(package)
-        for package in packages:
-            _check_version(package)
+        _check_versions(packages)
         value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 
 
-def _check_version(package: str) -> None:
+def _check_versions(packages: list[str]) -> None:
     """Raises ImportError for a release that is not among the tested ones: names that it does not promise are needed."""
-    from packaging.requirements import Requirement
+    from transformers.utils.versions import require_version
 
-    try:
-        wanted = next(each for each in map(Requirement, requires("seq1f1b") or ()) if each.name == package)
-    except (PackageNotFoundError, StopIteration):  # this package runs from its sources
-        return
-    if not wanted.specifier.contains(version(package), prereleases=True):
-        raise ImportError(
-            f"{package} {version(package)} is installed, seq1f1b.transformers needs {package}{wanted.specifier}; run: "
-            'pip install "seq1f1b[transformers]"'
-        )
+    with suppress(PackageNotFoundError):  # this package runs from its sources
+        for wanted in requires("seq1f1b") or ():
+            requirement = wanted.partition(";")[0]
+            if requirement.startswith(tuple(packages)):
+                require_version(requirement, 'Run: pip install "seq1f1b[transformers]"')

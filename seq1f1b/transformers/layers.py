@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import transformers
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from seq1f1b.transformers.attention_function import NAME
 from seq1f1b.transformers.state import mixers
@@ -71,7 +71,7 @@ def check_config(model: transformers.PreTrainedModel) -> None:
                 f"config.layer_types[{i}] is {kind!r}: such a layer keeps a state along the sequence, which is not "
                 "handed from segment to segment; train it whole"
             )
-    for rotation in _rotations(getattr(config, "rope_parameters", None)):
+    for rotation in pytree.tree_leaves(getattr(config, "rope_parameters", None)):
         if rotation in _ROTATIONS:
             refuse(f"its rotary embeddings are of type {rotation!r}, which depend on the length of the whole sequence")
     for path, module in model.named_modules():
@@ -100,14 +100,6 @@ def copy_config(model: Any) -> None:
         for name, value in vars(module).items():
             if isinstance(value, transformers.PreTrainedConfig) and id(value) in copies:
                 module.__dict__[name] = copies[id(value)]
-
-
-def _rotations(parameters: Any) -> Iterator[str]:
-    if isinstance(parameters, dict):
-        if isinstance(parameters.get("rope_type"), str):
-            yield parameters["rope_type"]
-        for value in parameters.values():
-            yield from _rotations(value)
 
 
 def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:

@@ -28,30 +28,8 @@ __all__ = ["carry_states", "mixers", "note_documents"]
 
 _NOTHING = torch.empty(0, device="cpu")
 _CACHES = ("cache", "past_key_values", "cache_params")  # the parameter of a mixer: 5.24's name, and those of 5.23
-_CONV, _ZEROS, _REFUSED = "a convolution", "zeros", "refused"
-
-_MIXERS: dict[str, str] = {
-    name: way
-    for way, names in {
-        "mamba2_chunk_scan": "BambaMixer FalconH1Mixer GraniteMoeHybridMambaLayer Mamba2Mixer NemotronHMamba2Mixer"
-        " Zamba2MambaMixer",
-        "mamba_selective_scan": "FalconMambaMixer JambaMambaMixer MambaMixer ZambaMambaMixer",
-        "torch_chunk_gated_delta_rule": "LaraMiniGatedDeltaNet OlmoHybridGatedDeltaNet Qwen3NextGatedDeltaNet"
-        " Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet Qwen4ExpTextGatedDeltaNet",
-        "chunk_kimi_delta_attention": "BailingHybridDeltaAttention Glm5NextTextLinearAttention"
-        " KimiLinearDeltaAttention",
-        _CONV: "Lfm2ShortConv Lfm2MoeShortConv Lfm3ShortConv InklingShortConvolution Inkling2ShortConvolution"
-        " Inkling2LoopShortConvolution",
-        _ZEROS: "MiniMaxLightningAttention",
-        _REFUSED: "Qwen4ExpTextNGramEmbedding ZayaCCAProjection",
-    }.items()
-    for name in names.split()
-}
-"""How a mixer takes the state before its tokens, by the name of its class: the scan that gets it, or one of these.
-
-A convolution gets it with its tokens; zeros begin a scan without one. Models with the last ones are refused for other
-reasons.
-"""
+_ZEROS, _RECURRENT = "get_linear_cache", "get_recurrent_state"
+_ASKED = (_ZEROS, _RECURRENT, "get_conv_state")  # of a cache, by a mixer's forward
 
 
 def mixers(module: nn.Module) -> dict[str, Any]:
@@ -62,7 +40,17 @@ def mixers(module: nn.Module) -> dict[str, Any]:
 
 @functools.cache
 def _way_of(kind: Any) -> str | None:
-    return next((_MIXERS[each.__name__] for each in kind.__mro__ if each.__name__ in _MIXERS), None)
+    """How a mixer takes the state before its tokens, by what its forward names; None if the class is no mixer.
+
+    The name of the scan that gets the state, or else of what is asked of a cache: zeros begin the scan of
+    ``get_linear_cache``, and a convolution gets the state with its tokens.
+    """
+    for each in kind.__mro__:
+        code = getattr(inspect.unwrap(vars(each).get("forward")), "__code__", None)
+        names = () if code is None else code.co_names
+        if not set(_ASKED).isdisjoint(names):
+            return next(name for name in (*_SCANS, *_ASKED) if name in names)
+    return None
 
 
 # -- the cache ---------------------------------------------------------------------------------------------------------
@@ -193,8 +181,11 @@ def _joined(outs: list[Any], dim: int) -> Any:
 
 
 def carry_states(module: nn.Module) -> None:
-    """Has the mixers in a module carry their states."""
-    for mixer in mixers(module).values():
+    """Has the mixers in a module carry their states. Raises ValueError for a scan that is not known here."""
+    for name, mixer in mixers(module).items():
+        kind: Any = type(mixer)
+        if _way_of(kind) == _RECURRENT:
+            raise ValueError(f"{name} ({kind.__name__}) has a scan that cannot be given a state: train it whole")
         become(mixer, _Carrying)
 
 
@@ -211,7 +202,11 @@ class _Carrying(nn.Module):
         batch, length = list(arguments.values())[1].shape[:2]
         way = _way_of(kind)
 
-        def run(before: Callable[[int], Tensor | None], rows: slice, tokens: slice) -> tuple[Any, dict[int, Tensor]]:
+        def run(rows: slice, tokens: slice, is_new: bool) -> tuple[Any, dict[int, Tensor]]:
+            def before(key: int) -> Tensor | None:
+                state = _NOTHING if is_new else carry_in(key, _NOTHING)
+                return None if state is _NOTHING else state[rows]
+
             states = States(before)
             given.arguments = {**_part(arguments, batch, length, rows, tokens), cache: states}
             function = _with_scan(kind, way, states) if way in _SCANS or way == _ZEROS else kind.forward
@@ -219,7 +214,7 @@ class _Carrying(nn.Module):
 
         outs, afters = [], []
         for rows, slices in _pieces(length):
-            found = [run(_none if is_new else _of_rows(rows), rows, tokens) for tokens, is_new in slices]
+            found = [run(rows, tokens, is_new) for tokens, is_new in slices]
             outs.append(_joined([out for out, _ in found], 1))
             afters.append(found[-1][1])
         for key in afters[0]:
@@ -233,18 +228,6 @@ def _library_s(kind: Any) -> tuple[Any, inspect.Signature, str]:
     own: Any = kind.__mro__[kind.__mro__.index(_Carrying) + 1]
     signature = inspect.signature(own.forward)
     return own, signature, next(name for name in _CACHES if name in signature.parameters)
-
-
-def _none(key: int) -> Tensor | None:
-    return None
-
-
-def _of_rows(rows: slice) -> Callable[[int], Tensor | None]:
-    def before(key: int) -> Tensor | None:
-        state = carry_in(key, _NOTHING)
-        return None if state is _NOTHING else state[rows]
-
-    return before
 
 
 def _with_scan(kind: Any, way: str, states: States) -> Any:

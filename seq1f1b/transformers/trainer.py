@@ -109,6 +109,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
             copy_config(model)
         super().__init__(model, args, *others, **named)
         check_made(self)
+        self.accelerator.clip_grad_norm_ = lambda _, max_norm, **__: self.engine.clip_grad_norm_(max_norm)
         self.model = self.model_wrapped = self.callback_handler.model = self._cut(self.model)
         self._signature_columns = [*COLUMNS, "seq_lengths"]  # of documents in a row, for collators
 
@@ -176,10 +177,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         model.train()
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free ones
             self.optimizer.train()
-        batch = self._make_batch(inputs)
+        batch, own = self._make_batch(inputs)
         if batch.target is None:
             raise ValueError("the batch holds no labels, which training needs")
-        own = self._own_rows(batch)
         # The plain Trainer's divisor; a model that takes none has the mean of its batches.
         total = float(
             sum(batch.counts(1)) * self.current_gradient_accumulation_steps
@@ -202,8 +202,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        batch, wants_logits = self._make_batch(inputs), not prediction_loss_only
-        own = self._own_rows(batch)
+        (batch, own), wants_logits = self._make_batch(inputs), not prediction_loss_only
         with self._own_randomness():
             result = self.engine.eval(own.tokens, target=own.target, kwargs=own.kwargs, return_outputs=wants_logits)
         losses, logits = result if wants_logits else (result, None)
@@ -217,13 +216,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
         logits = self._replicas.from_last_stages(logits)[:rows, :tokens]
         return None if batch.target is None else loss, logits, inputs.get("labels")
 
-    def _make_batch(self, inputs: Mapping[str, Any]) -> Batch:
-        """The batch of all replicas, which every process reads."""
+    def _make_batch(self, inputs: Mapping[str, Any]) -> tuple[Batch, Batch]:
+        """The batch of all replicas, which every process reads, and this replica's rows of it."""
         num_microbatches = self.engine.num_microbatches * self._replicas.count
-        return make_batch(self._prepare_inputs(inputs), num_microbatches, self.engine.num_segments)
-
-    def _own_rows(self, batch: Batch) -> Batch:
-        return batch.part(self._replicas.index, self._replicas.count)
+        batch = make_batch(self._prepare_inputs(inputs), num_microbatches, self.engine.num_segments)
+        return batch, batch.part(self._replicas.index, self._replicas.count)
 
     def _share_loss(self, losses: list[Tensor], counts: list[int], total: float, batch: Batch) -> Tensor:
         """The loss of a batch, from the ranks of last stages to all; checks that all have read the same batch."""
@@ -237,12 +234,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
             )
         parts = [loss for _, loss in everyones if loss is not None]
         return torch.tensor(sum(parts) if parts else math.nan, dtype=torch.float32, device=self.args.device)
-
-    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        return self.engine.clip_grad_norm_(self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
-        return self.engine.clip_grad_norm_(math.inf) if grad_norm is None else grad_norm
 
     def _maybe_log_save_evaluate(self, *args: Any, **named: Any) -> None:
         """A wish of a callback on one rank is carried out on all: else the others would wait for it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import random
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -228,13 +227,3 @@ def test_tensors_under_keys_that_a_checkpoint_cannot_hold_are_refused():
     run.optimizer.state[run.module.first.weight]["blocks"] = {0: torch.ones(2)}
     with pytest.raises(ValueError, match=r"keys that are no texts, in blocks of 'first.weight'"):
         run.state.state_dict()
-
-
-def test_a_checkpoint_of_an_earlier_version_is_loaded(tmp_path):
-    """Its shapes said also whether the optimizer had state."""
-    run, other = Run().train(0, 2), Run(seed=1)
-    state = run.state.state_dict()
-    state["shapes"] = json.dumps({"shapes": json.loads(state["shapes"]), "has_optimizer_state": True})
-    dcp.save({"train": state}, checkpoint_id=tmp_path)
-    dcp.load({"train": other.state}, checkpoint_id=tmp_path)
-    assert equal(other.trained(), run.trained())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from functools import partial
 from typing import Any
 
@@ -333,26 +331,6 @@ def uneven_microbatches(rank: int, world: int) -> None:
 
 def test_uneven_microbatches_are_refused_on_every_rank():
     run_processes(2, uneven_microbatches)
-
-
-def repeated(rank: int, world: int) -> None:
-    """Steps and evaluations by turns, of several lengths, leave nothing behind."""
-    config = Config()
-    _, schedule = made(ScheduleSeq1F1B, rank, world, whole_model(config), config, 2, n_segments=2)
-    outputs: list[weakref.ref[Tensor]] = []
-    for step in range(4):
-        args, target = roles(rank, world, *batch(config, 2, 10 + step % 2))
-        output = schedule.step(*args, target=target)
-        schedule.eval(*args, target=target)
-        if output is not None:
-            outputs.append(weakref.ref(output))
-        del output, args, target
-        gc.collect()
-    assert all(ref() is None for ref in outputs) and len(outputs) == (4 if rank == world - 1 else 0)
-
-
-def test_repeated_steps_leave_nothing_behind():
-    run_processes(2, repeated)
 
 
 def refusals(rank: int, world: int) -> None:

@@ -1,6 +1,9 @@
-"""Is every causal language model of transformers what docs/reference/models.md says?"""
+"""Is every causal language model of transformers what docs/reference/models.md says, and its config left as it was?"""
 
 from __future__ import annotations
+
+import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +13,12 @@ transformers = pytest.importorskip("transformers", reason='needs the extra: pip 
 import decoders  # noqa: E402
 from slices import full_only, is_in_slice  # noqa: E402
 
+import seq1f1b.transformers  # noqa: E402
 from seq1f1b.transformers import pipeline_stage  # noqa: E402
 
 PAGE = decoders.read_page()
 ON_PAGE = {name: row.what[decoders.RELEASE] for name, row in PAGE.items() if decoders.RELEASE in row.what}
+RIGHT = [name for name, what in ON_PAGE.items() if what == decoders.RIGHT]
 
 
 def test_the_page_has_every_type():
@@ -36,9 +41,65 @@ def test_a_type_is_as_the_page_says(name, is_quick):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [name for name, what in ON_PAGE.items() if what == decoders.RIGHT])
+@pytest.mark.parametrize("name", RIGHT)
 def test_a_supported_model_without_memory_is_cut(name):
     model = decoders.build(name)
     with torch.device("meta"):
         model = type(model)(model.config)  # the config may be of a part that has no model by its name
     assert all(pipeline_stage(model, rank, 2) is not None for rank in range(2))
+
+
+# -- the config of its user --------------------------------------------------------------------------------------------
+
+PLAIN = ["llama", "falcon", "gpt_neo", "dbrx"]  # two look modules up by the attention's name, one holds other configs
+TYPES = [pytest.param(name, marks=() if name in PLAIN else pytest.mark.full) for name in RIGHT]
+
+
+def inside(config: Any) -> dict[str, Any]:
+    """All that a config holds, private attributes and other configs included."""
+    kind = transformers.PreTrainedConfig
+    found = {key: inside(value) if isinstance(value, kind) else value for key, value in vars(config).items()}
+    return copy.deepcopy(found)
+
+
+def configs_in(module: torch.nn.Module) -> set[int]:
+    kind = transformers.PreTrainedConfig
+    return {id(own) for m in module.modules() for own in vars(m).values() if isinstance(own, kind)}
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("name", TYPES)
+def test_a_cut_writes_nothing_to_its_user_s_config(name, meta):
+    kind, config = type(built := decoders.build(name)), built.config
+    before = inside(config)
+    for rank in range(2):  # the second model is made from the config after the first one was cut
+        with torch.device("meta" if meta else "cpu"):
+            model = kind(config)
+        stage = pipeline_stage(model, rank, 2)
+        if meta:
+            stage.materialize()
+        assert inside(config) == before
+        assert stage.config.to_dict() == config.to_dict() and stage.config is model.config
+        nested = {id(value) for value in vars(config).values() if isinstance(value, transformers.PreTrainedConfig)}
+        assert not configs_in(stage) & {id(config), *nested}
+
+
+def test_the_stage_s_own_config_says_what_its_attention_is():
+    stage = pipeline_stage(decoders.build("llama"), 0, 2)
+    assert stage.config._attn_implementation == "seq1f1b"
+
+
+def test_a_cut_writes_nothing_to_the_config_of_a_model_with_adapters():
+    peft = pytest.importorskip("peft", reason="needs peft, of the extra test")
+    model = decoders.build("llama")
+    config, before = model.config, inside(model.config)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    stage = pipeline_stage(adapted, 0, 2)
+    assert inside(config) == before and stage.peft_model.config is stage.config is not config
+
+
+def test_a_release_that_is_not_tested_is_told(monkeypatch):
+    monkeypatch.setattr(seq1f1b.transformers, "requires", lambda package: ["transformers<5.0,>=4.9; extra == 'x'"])
+    monkeypatch.delitem(vars(seq1f1b.transformers), "pipeline_stage")
+    with pytest.raises(ImportError, match=r"transformers<5\.0,>=4\.9 is required .* found transformers==5.*\nRun: pip"):
+        _ = seq1f1b.transformers.pipeline_stage

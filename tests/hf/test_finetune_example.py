@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import io
 import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
-import traceback
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from processes import PipedProcesses
 from slices import full_only
 
 transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
@@ -55,47 +48,6 @@ def launch(folder: Path, lines: list[str], *flags: str, steps: int | None = 4) -
     )
 
 
-def serve(rank: int, pipe: Connection) -> None:
-    """Runs the example's main again and again, each time in a process group of its own."""
-    example = load_example()
-    while (call := pipe.recv()) is not None:  # recv raises when the test's process is gone
-        folder, port, sys.argv = call
-        os.chdir(folder)
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-        code, out, errors = 0, io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-            try:
-                example.main()
-            except SystemExit as end:
-                code = int(end.code or 0)
-            except BaseException:
-                code = 1
-                traceback.print_exc()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        pipe.send((code, out.getvalue(), errors.getvalue()))
-
-
-@pytest.fixture(scope="module")
-def finetune() -> Iterator[Run]:
-    """Runs the example on two ranks that have imported it already."""
-    with PipedProcesses(2, serve) as ranks:
-
-        def run(folder: Path, lines: list[str], *flags: str, steps: int | None = 4) -> Any:
-            with socket.create_server(("localhost", 0)) as free:
-                port = str(free.getsockname()[1])
-            for pipe in ranks.pipes:
-                pipe.send((str(folder), port, ["finetune_hf.py", *arguments(folder, lines, flags, steps)]))
-            codes, outs, errors = zip(*(ranks.receive(rank, 240.0) for rank in range(2)), strict=True)
-            return subprocess.CompletedProcess([], max(codes), "".join(outs), "".join(errors))
-
-        try:
-            yield run
-        finally:
-            for pipe in ranks.pipes:
-                pipe.send(None)
-
-
 def load_example() -> Any:
     spec = importlib.util.spec_from_file_location("finetune_hf", EXAMPLE)
     assert spec is not None and spec.loader is not None
@@ -104,6 +56,25 @@ def load_example() -> Any:
         patched.syspath_prepend(str(EXAMPLE.parent))
         spec.loader.exec_module(example)
     return example
+
+
+@pytest.fixture
+def finetune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the example in this process, on one rank."""
+    example = load_example()
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+
+    def run(folder: Path, lines: list[str], *flags: str, steps: int | None = 4) -> Any:
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "argv", ["finetune_hf.py", *arguments(folder, lines, flags, steps)])
+        code = 0
+        try:
+            example.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return subprocess.CompletedProcess([], code, *capsys.readouterr())
+
+    return run
 
 
 def as_line(conversation: list[tuple[str, str]]) -> str:

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,36 +174,6 @@ def test_memory_of_another_dtype_is_read_in_pieces(tmp_path, monkeypatch):
     model = write(tmp_path, "llama")
     stage = pipeline_stage(tmp_path, 0, 2, dtype="float64")
     assert all(torch.equal(p, model.get_parameter(name).double()) for name, p in stage.named_parameters())
-
-
-def train_by_the_trainer(rank: int, world: int, folder: Path, out: Path) -> None:
-    from seq1f1b.transformers import Trainer
-
-    rows = [{"input_ids": row, "labels": row} for row in batch().repeat(2, 1).tolist()]
-    for name, model, options in (
-        ("folder", str(folder), {"dtype": torch.float32, "balance": "time", "seq_len": 24}),
-        ("model", transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), {}),
-    ):
-        arguments = transformers.TrainingArguments(
-            str(out / "run"), per_device_train_batch_size=2, num_train_epochs=1, report_to=[], use_cpu=True,
-            disable_tqdm=True, save_strategy="no",
-        )  # fmt: skip
-        trainer = Trainer(model, arguments, train_dataset=rows, pipeline={"num_segments": 3, **options})
-        trainer.train()
-        trainer.save_model(str(out / name))
-        trainer.engine.close()
-
-
-def test_the_trainer_takes_a_folder(tmp_path):
-    """It trains to the same weights as with the model that from_pretrained reads."""
-    pytest.importorskip("accelerate", reason='needs the extra: pip install "seq1f1b[transformers]"')
-    write(tmp_path / "before", "llama")
-    run_processes(2, train_by_the_trainer, tmp_path / "before", tmp_path)
-    found, want, before = (load_all(tmp_path / name) for name in ("folder", "model", "before"))
-    assert found.keys() == want.keys()
-    for key, tensor in found.items():
-        torch.testing.assert_close(tensor, want[key], rtol=1e-4, atol=1e-6)
-    assert not torch.equal(found["lm_head.weight"], before["lm_head.weight"].float())
 
 
 def test_a_tied_model_without_memory_stays_tied(tmp_path):
@@ -430,3 +401,99 @@ def check_memory(tmp_path: Path, **sizes: int) -> list[dict[str, float]]:
 def test_a_rank_takes_the_memory_of_its_own_stage(tmp_path):
     """108 M parameters in bfloat16."""
     check_memory(tmp_path, hidden_size=1280, intermediate_size=5120, num_attention_heads=16)
+
+
+# -- files of somebody else --------------------------------------------------------------------------------------------
+
+
+SHARD = "model-00001-of-00001.safetensors"
+
+
+def write_file(file: Path, header: Any, data: bytes) -> None:
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def entry(shape: list[int], begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model in one shard, and a file beside its folder that is none of its business."""
+    (tmp_path / "model" / "part").mkdir(parents=True)
+    write_file(tmp_path / "private.safetensors", {"s": entry([2], 0, 8)}, struct.pack("<2f", 1.5, 2.5))
+    for name in (SHARD, f"part/{SHARD}"):
+        write_file(tmp_path / "model" / name, {"w": entry([2], 0, 8)}, struct.pack("<2f", 3.5, 4.5))
+    return tmp_path / "model"
+
+
+def put_index(folder: Path, index: Any) -> None:
+    text = index if isinstance(index, str) else json.dumps(index)
+    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+NAMES = {
+    "a parent": "../private.safetensors",
+    "a parent further in": "part/../../private.safetensors",
+    "its own parent": "../model/" + SHARD,
+    "an absolute path": "/etc/passwd",
+    "backslashes": "..\\private.safetensors",
+    "a byte that ends texts in C": SHARD + "\0",
+    "nothing": "",
+    "the folder": ".",
+    "a folder": "part/",
+    "a number": 5,
+    "null": None,
+    "true": True,
+    "a list": [SHARD],
+    "an object": {"name": SHARD},
+}
+INDEXES = {
+    "a list": [],
+    "a number": 1,
+    "null": None,
+    "no map": {"metadata": {}},
+    "a map that is a list": {"weight_map": [SHARD]},
+    "a map that is null": {"weight_map": None},
+    "nested too deep": '{"weight_map":' + "[" * 100_000 + "]" * 100_000 + "}",
+    "a number of many digits": '{"weight_map": {"w": ' + "9" * 10_000 + "}}",
+    "half a text": '{"weight_map": {"w": "mod',
+} | {f"a file that is {what}": {"weight_map": {"w": name}} for what, name in NAMES.items()}
+
+
+@pytest.mark.parametrize("what", INDEXES)
+def test_an_index_names_files_of_its_folder(folder, what):
+    put_index(folder, INDEXES[what])
+    with pytest.raises(ValueError, match=r"index\.json is no index of weights: "):
+        WeightFiles(str(folder))
+
+
+@pytest.mark.parametrize("name", ["absent.safetensors", "part", "\ud800.safetensors", "²", "9" * 5000])
+def test_a_file_that_is_not_there_is_named(folder, name):
+    put_index(folder, {"weight_map": {"w": name}})
+    with pytest.raises(ValueError, match=r"index\.json names .* does not hold: copy or download"):
+        WeightFiles(str(folder))
+
+
+def test_files_in_the_folder_and_links_of_a_cache_are_read(folder):
+    os.symlink("../private.safetensors", folder / "model-00002-of-00002.safetensors")  # as in the hub's cache
+    index = {"w": f"part/{SHARD}", "s": "model-00002-of-00002.safetensors"}
+    put_index(folder, {"weight_map": index})
+    files = WeightFiles(str(folder))
+    assert files.read("w").tolist() == [3.5, 4.5] and files.read("s").tolist() == [1.5, 2.5]
+
+
+def test_a_link_to_nothing_is_named(folder):
+    os.remove(folder / SHARD)
+    os.symlink("../blobs/gone", folder / SHARD)
+    with pytest.raises(ValueError, match=f"has links to {SHARD}, which .* does not hold: copy or download"):
+        WeightFiles(str(folder))
+
+
+def test_tensors_without_elements_beside_others_are_read(folder):
+    header = {"none": entry([0, 3], 0, 0), "w": entry([2], 0, 8), "last": entry([5, 0], 8, 8), "one": entry([], 8, 12)}
+    write_file(folder / "model.safetensors", header, struct.pack("<3f", 1, 2, 3))
+    files = WeightFiles(str(folder))
+    assert {name: files.read(name).tolist() for name in header} == {"none": [], "w": [1, 2], "last": [[]] * 5, "one": 3}
+    assert files.read("none").shape == (0, 3) and files.dtype("w") == torch.float32

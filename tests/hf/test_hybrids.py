@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +26,6 @@ from test_transformers import (  # noqa: E402
     check_pipeline,
     doc_ids,
     loss_fn,
-    run_documents,
     run_pipeline,
     run_whole,
 )
@@ -43,54 +40,24 @@ from seq1f1b.transformers import state as transformers_state  # noqa: E402
 SLICE = ["qwen3_next", "mamba", "gpt_oss", "gemma3n_text"]  # of each kind of scan one; sinks; streams
 
 
-def whole(model: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
-    with Float64():
-        losses, gradients = run_whole(copy.deepcopy(model))
-    return losses, {name: gradient for name, gradient in gradients.items() if gradient is not None}
-
-
-SEGMENTS = [[1, 1, 1, 21], [9, 1, 13, 1], [24]]
-SHORT = ["mamba2", "lfm2", "kimi_linear", "minimax", "gemma4_text", *SLICE]
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        pytest.param(name, sizes, marks=() if (place + other) % 3 == 0 else pytest.mark.full)
-        for (place, name), (other, sizes) in itertools.product(enumerate(SHORT), enumerate(SEGMENTS))
-    ],
-)
-def test_segments_may_be_of_one_token(name, sizes):
-    model = build(name)
-    want_losses, want = whole(model)
-    check_pipeline(model, want_losses, want, sizes=sizes)
-
-
-OTHER_ORDERS = [
-    (name, options, packed)
-    for name in SLICE
-    for options in ({"memory": Memory(recompute="all")}, {"schedule": "seq-zb-h1"})
-    for packed in (False, True)
+NAMES = [*SLICE, "mamba2", "lfm2", "kimi_linear", "minimax", "gemma4_text"]
+ORDERS: list[tuple[bool, dict[str, Any]]] = [  # whether documents are packed
+    *((False, {"sizes": sizes}) for sizes in ([1, 1, 1, 21], [9, 1, 13, 1], [24])),
+    *((packed, {"memory": Memory(recompute="all")}) for packed in (False, True)),
+    *((packed, {"schedule": "seq-zb-h1"}) for packed in (False, True)),
+    (False, {"per_rank": 2, "schedule": "seq1f1b-interleaved"}),
 ]
 
 
-# Each name once; each option with documents and without.
-FEW = [OTHER_ORDERS[4 * i + at] for i, at in enumerate((0, 1, 3, 2))]
-
-
-@pytest.mark.parametrize(("name", "options", "packed"), slice_of(OTHER_ORDERS, FEW))
-def test_other_orders_and_recomputation(name, options, packed):
-    model = build(name)
-    with Float64():
-        want_losses, want = (run_documents if packed else run_whole)(copy.deepcopy(model))
-    check_pipeline(model, want_losses, want, kwargs={"doc_ids": doc_ids()} if packed else None, **options)
-
-
-@pytest.mark.parametrize("name", one_in(1, SLICE, rest=1, always=["qwen3_next", "gemma3n_text"]))
-def test_two_stages_per_rank(name):
-    model = build(name)
-    want_losses, want = whole(model)
-    check_pipeline(model, want_losses, want, per_rank=2, schedule="seq1f1b-interleaved")
+@pytest.mark.parametrize(
+    ("name", "packed", "options"),
+    [
+        pytest.param(name, *case, marks=() if (place + other) % 4 == 0 else pytest.mark.full)
+        for (place, name), (other, case) in itertools.product(enumerate(NAMES), enumerate(ORDERS))
+    ],
+)
+def test_segments_orders_and_recomputation(name, packed, options):
+    check_pipeline(build(name), packed=packed, **options)
 
 
 def test_documents_that_a_layer_would_not_know_are_refused():
@@ -115,7 +82,8 @@ def test_narrow_dtypes_are_as_near_to_float64_as_the_whole_model(name, how):
     options = LAYERS.get(name, {})
     exact = build(name, **options)
     exact.load_state_dict(build(name, dtype, **options).state_dict())
-    _, want = whole(exact)
+    with Float64():
+        want = {n: g for n, g in run_whole(exact)[1].items() if g is not None}
     with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
         _, plain = run_whole(build(name, dtype, **options))
 
@@ -194,13 +162,3 @@ def test_a_mixer_whose_state_would_be_lost_is_found(monkeypatch):
         pipeline_stage(build("mamba2", torch.float32), 0, 1), num_microbatches=M, num_segments=4, loss_fn=loss_fn
     )
     assert not engine.verify(tokens, target=target, show=False).ok
-
-
-def test_all_that_ask_a_cache_for_a_state_are_listed():
-    """A mixer that is not in the table would run without its state."""
-    asking = set()
-    for file in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
-        for text in re.split(r"^class ", file.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
-            if re.search(r"\.get_(conv_state|recurrent_state|linear_cache)\(", text):
-                asking.add(text[: text.index("(")])
-    assert len(asking) > 20 and asking <= transformers_state._MIXERS.keys()

@@ -120,7 +120,10 @@ def make_trainer(kind: type[Any], folder: str, settings: dict[str, Any]) -> tupl
     settings = dict(settings)
     events, collator, stream = Events(), settings.pop("collator", collate), settings.pop("stream", False)
     options = {"pipeline": {"num_segments": SEGMENTS, **settings.pop("pipeline", {})}}
-    model = make_model(settings.pop("lora", None), **settings.pop("model", {}))
+    source = settings.pop("source", None)  # a folder, of which ours reads a part
+    model = make_model(settings.pop("lora", None), **settings.pop("model", {})) if source is None else source
+    if source is not None and kind is Plain:
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     if settings.pop("mean_of_batches", False):
         model.accepts_loss_kwargs = False  # as models say that take no num_items_in_batch
     for name in ("callbacks", "compute_metrics", "preprocess_logits_for_metrics"):
@@ -264,6 +267,7 @@ def test_a_run_logs_what_the_plain_trainer_logs(on_two_ranks, tmp_path, lora):
         {"collator": collate_with_noise, "mean_of_batches": True, "max_steps": 2, **QUIET, **WORKER},
         {"model": {"kind": "olmo_hybrid", **HYBRID}, "eval_on_start": False},
         {"lora": {"layers_to_transform": [3]}, "stream": True, "include_num_input_tokens_seen": "all"},
+        {"source": "folder", "pipeline": {"dtype": torch.float32, "balance": "time", "seq_len": 24}},
     ],
     ids=[
         "packed",
@@ -273,12 +277,16 @@ def test_a_run_logs_what_the_plain_trainer_logs(on_two_ranks, tmp_path, lora):
         "random collator",
         "hybrid",
         "one rank trains",
+        "a folder",
     ],
 )
 def test_other_settings_are_as_with_the_plain_trainer(on_two_ranks, tmp_path, settings):
     settings = {"max_steps": 6, "eval_strategy": "epoch", "eval_on_start": True, **settings}
     if "num_train_epochs" in settings:
         del settings["max_steps"]
+    if "source" in settings:
+        settings["source"] = str(tmp_path / settings["source"])
+        make_model().bfloat16().save_pretrained(settings["source"])
     plain, events = train_plain(tmp_path / "plain", settings)
     for rank in on_two_ranks(train, str(tmp_path / "ours"), settings):
         assert_logs_close(rank["logs"], plain.state.log_history, 1e-4)
@@ -616,37 +624,31 @@ def test_arguments_that_a_pipeline_does_not_follow_are_refused_by_name(tmp_path,
         Trainer(model=make_model(), args=arguments)
 
 
-@pytest.mark.parametrize("name", ["optimizers", "compute_loss_func", "group", "loss_fn", "banana"])
-def test_other_arguments_are_refused_by_name(tmp_path, name):
-    model = make_model()
-    values = {
-        "optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None),
-        "compute_loss_func": lambda outputs, labels, num_items_in_batch=None: outputs.logits.sum(),
-    }
-    named = {name: values[name]} if name in values else {"pipeline": {name: None}}
-    with pytest.raises(ValueError, match=name):
-        Trainer(model=model, args=transformers.TrainingArguments(str(tmp_path), **ARGUMENTS), **named)
-
-
 class Own(Trainer):
     def compute_loss(self, *args: Any, **named: Any) -> Any:
         raise AssertionError
 
 
+SGD = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
 @pytest.mark.parametrize(
-    ("kind", "attributes", "text"),
+    ("kind", "attributes", "named", "text"),
     [
-        (Own, {}, r"Own\.compute_loss"),
-        (Trainer, {"loss_function": lambda logits, labels, **_: logits.sum()}, "ForCausalLMLoss"),
-        (Trainer, {"hf_device_map": {"model": 0, "lm_head": 1}}, "device_map"),
+        *((Trainer, {}, {"pipeline": {name: None}}, name) for name in ("group", "loss_fn", "banana")),
+        (Trainer, {}, {"optimizers": (SGD, None)}, "optimizers"),
+        (Trainer, {}, {"compute_loss_func": lambda outputs, labels, **_: outputs.logits.sum()}, "compute_loss_func"),
+        (Own, {}, {}, r"Own\.compute_loss"),
+        (Trainer, {"loss_function": lambda logits, labels, **_: logits.sum()}, {}, "ForCausalLMLoss"),
+        (Trainer, {"hf_device_map": {"model": 0, "lm_head": 1}}, {}, "device_map"),
     ],
 )
-def test_methods_and_models_that_a_pipeline_does_not_follow_are_refused(tmp_path, kind, attributes, text):
+def test_what_else_a_pipeline_does_not_follow_is_refused_by_name(tmp_path, kind, attributes, named, text):
     model = make_model()
     for name, value in attributes.items():
         setattr(model, name, value)
     with pytest.raises(ValueError, match=text):
-        kind(model=model, args=transformers.TrainingArguments(str(tmp_path), **ARGUMENTS))
+        kind(model=model, args=transformers.TrainingArguments(str(tmp_path), **ARGUMENTS), **named)
 
 
 def test_the_search_of_hyperparameters_is_refused(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -108,23 +109,23 @@ def doc_ids() -> Tensor:
     return seq1f1b.document_starts(torch.stack(ids))
 
 
-def run_documents(model: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """As run_whole, with each document run by the library on its own."""
+def run_whole(
+    model: Any, documents: list[list[int]] | None = None, data: tuple[Tensor, Tensor] | None = None
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Losses of the micro-batches by the library's own forward, gradients of their mean.
+
+    documents: lengths of those of each row, which run one by one.
+    """
+    tokens, target = batch() if data is None else data
     losses = []
-    for tokens, target, lengths in zip(*batch(), DOCUMENTS, strict=True):
-        logits = [model(document[None], use_cache=False).logits for document in tokens.split(lengths)]
-        losses.append(loss_fn(torch.cat(logits, 1), target[None]))
+    for row, its, lengths in zip(tokens, target, documents or [[tokens.shape[1]]] * M, strict=True):
+        logits = [model(document[None], use_cache=False).logits for document in row.split(lengths)]
+        losses.append(loss_fn(torch.cat(logits, 1), its[None]))
     torch.stack(losses).mean().backward()
     return [loss.detach() for loss in losses], {n: p.grad for n, p in model.named_parameters()}
 
 
-def run_whole(model: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Losses of the micro-batches by the library's own forward and loss, gradients of their mean."""
-    tokens, target = batch()
-    outputs = [model(t[None], use_cache=False).logits for t in tokens]
-    losses = [loss_fn(output, t[None]) for output, t in zip(outputs, target, strict=True)]
-    torch.stack(losses).mean().backward()
-    return [loss.detach() for loss in losses], {n: p.grad for n, p in model.named_parameters()}
+run_documents = partial(run_whole, documents=DOCUMENTS)
 
 
 def engine_of(stages: Any, group: Any = None, **options: Any) -> Any:
@@ -180,19 +181,20 @@ def check(stages: list[Any], want: dict[str, Tensor], scale: float = 1.0, bound:
     assert seen == set(want)
 
 
-def check_pipeline(model: Any, want_losses: list[Tensor], want: dict[str, Tensor], **options: Any) -> None:
-    """Runs the model in a pipeline of two stages."""
-    losses, stages, _ = run_pipeline(model, **options)
+def check_pipeline(model: Any, num_ranks: int = 2, *, packed: bool = False, **options: Any) -> tuple[Any, Any]:
+    """Runs the model in a pipeline and whole. Returns the stages, and what ``then`` makes of each rank's engine."""
+    with Float64():
+        want_losses, want = (run_documents if packed else run_whole)(copy.deepcopy(model))
+    kwargs = {"doc_ids": doc_ids()} if packed else None
+    losses, stages, results = run_pipeline(model, num_ranks, kwargs=kwargs, **options)
     torch.testing.assert_close(torch.stack(losses), torch.stack(want_losses), rtol=1e-12, atol=0)
-    check(stages, want)
+    check(stages, {name: gradient for name, gradient in want.items() if gradient is not None})
+    return stages, results
 
 
 @pytest.mark.parametrize("name", one_in(2, ARCHITECTURES, always=["llama", "gpt2", "gemma2", "llama4_text"]))
 def test_losses_and_gradients_are_those_of_the_whole_model(name):
-    model = build(name)
-    with Float64():
-        want_losses, want = run_whole(copy.deepcopy(model))
-    check_pipeline(model, want_losses, want)
+    check_pipeline(build(name))
 
 
 def test_the_options_of_attention_count():
@@ -217,18 +219,12 @@ def test_gradient_checkpointing_recomputes_in_the_backward_and_changes_nothing(p
             assert torch.equal(p.grad, q.grad), name
 
 
-def test_stages_may_be_of_any_balance():
-    model = build("llama")
-    with Float64():
-        want_losses, want = run_whole(copy.deepcopy(model))
-    for num_ranks, balance in [(1, "count"), (2, [1, 2]), (3, "count")]:
-        part = copy.deepcopy(model)
-        losses, stages, _ = run_pipeline(part, num_ranks, balance=balance)
-        torch.testing.assert_close(torch.stack(losses), torch.stack(want_losses), rtol=1e-12, atol=0)
-        check(stages, want)
-        if balance != "count":
-            layers = [{n.split(".")[2] for n in stage.state_dict() if ".layers." in n} for stage in stages]
-            assert layers == [{"0"}, {"1", "2"}]
+@pytest.mark.parametrize(("num_ranks", "balance"), [(1, "count"), (2, [1, 2]), (3, "count")])
+def test_stages_may_be_of_any_balance(num_ranks, balance):
+    stages, _ = check_pipeline(build("llama"), num_ranks, balance=balance)
+    if balance != "count":
+        layers = [{n.split(".")[2] for n in stage.state_dict() if ".layers." in n} for stage in stages]
+        assert layers == [{"0"}, {"1", "2"}]
 
 
 # -- split backward ----------------------------------------------------------------------------------------------------
@@ -242,12 +238,7 @@ def in_linear_layers(stage: Any) -> int:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])  # untied, tied, and experts that are one parameter
 def test_linear_layers_leave_their_weights_to_w(name):
-    model = build(name)
-    with Float64():
-        want_losses, want = run_whole(copy.deepcopy(model))
-    losses, stages, reports = run_pipeline(model, schedule="seq-zb-h1", then=lambda engine: engine.report().stages[0])
-    torch.testing.assert_close(torch.stack(losses), torch.stack(want_losses), rtol=1e-12, atol=0)
-    check(stages, want)
+    stages, reports = check_pipeline(build(name), schedule="seq-zb-h1", then=lambda engine: engine.report().stages[0])
     assert [report.deferred_weights for report in reports] == [in_linear_layers(stage) for stage in stages]
 
 
@@ -279,7 +270,7 @@ def test_copies_of_a_tied_embedding_stay_equal_over_steps_and_count_once_in_the_
 
 
 @pytest.mark.parametrize(("name", "tied"), [("llama", False), ("gemma2", True), ("mixtral", False)])
-def test_the_checkpoint_is_one_that_from_pretrained_loads(tmp_path, name, tied):
+def test_the_checkpoint_is_one_that_from_pretrained_and_other_ranks_load(tmp_path, name, tied):
     model = build(name, torch.float32, tie_word_embeddings=tied)
     whole = copy.deepcopy(model)
     (tmp_path / "model.safetensors").write_text("of before")
@@ -300,6 +291,10 @@ def test_the_checkpoint_is_one_that_from_pretrained_loads(tmp_path, name, tied):
         assert torch.equal(found, want[key]), key
     if tied:
         assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    again = build(name, torch.float32, tie_word_embeddings=tied)
+    torch.nn.utils.vector_to_parameters(torch.zeros(sum(p.numel() for p in again.parameters())), again.parameters())
+    _, stages, _ = run_pipeline(again, 3, then=lambda engine: load_pretrained(engine, tmp_path))
+    assert all(torch.equal(tensor, want[key]) for stage in stages for key, tensor in stage.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -384,6 +379,101 @@ def test_a_stage_that_is_compiled_as_a_whole_is_told_so(how):
     tokens, target = batch()
     with pytest.raises(ValueError, match=r"does not support torch.compile around a whole model or stage: compile each"):
         engine_of(compiled).step(tokens, target=target)
+
+
+# -- attributes and hooks of tied weights ------------------------------------------------------------------------------
+
+
+def test_a_stage_of_transformers_has_the_attributes_and_the_names_of_the_model():
+    model = build("gpt2")
+    model.get_input_embeddings().weight.no_weight_decay = True
+    stages = [pipeline_stage(model, rank, 2) for rank in range(2)]
+    first, last = ([name for name, _ in stage.named_parameters()] for stage in stages)
+    assert {*first, *last} - {"lm_head.weight"} == {name for name, _ in model.named_parameters()}
+    copies = [stage.tied_parameters["transformer.wte.weight"] for stage in stages]
+    assert torch.equal(*copies) and copies[0] is not copies[1] and copies[1].no_weight_decay
+
+
+def test_what_stands_beside_a_tied_weight_of_transformers_stays_as_it_is():
+    model = build("phi", tie_word_embeddings=True)  # a head with a bias
+    model.lm_head.bias.no_weight_decay = True
+    bias = model.lm_head.bias
+    assert pipeline_stage(copy.copy(model), 1, 2).get_parameter("lm_head.bias") is bias
+
+
+@pytest.mark.parametrize("vocabulary", ["ends", "ranks"])
+def test_a_hook_of_a_tied_weight_of_transformers_is_refused(vocabulary):
+    model = build("gpt2")
+    model.get_input_embeddings().weight.register_hook(lambda gradient: gradient)
+    told = "tied parameter 'transformer.wte.weight' has copies on several stages, and hooks"
+    with pytest.raises(ValueError, match=told):
+        pipeline_stage(model, 1, 2, vocabulary=vocabulary)
+
+
+def test_a_hook_of_a_spread_vocabulary_is_refused_and_attributes_are_carried():
+    model = build("gpt2", tie_word_embeddings=False)
+    model.lm_head.weight.no_weight_decay = True
+    stage = pipeline_stage(model, 0, 2, vocabulary="ranks")
+    assert stage.head.linear.weight.no_weight_decay
+    model = build("gpt2", tie_word_embeddings=False)
+    model.lm_head.weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(ValueError, match=r"lm_head\.weight has a hook for its gradient, which shards of a vocabulary"):
+        pipeline_stage(model, 0, 2, vocabulary="ranks")
+
+
+# -- verify ------------------------------------------------------------------------------------------------------------
+
+
+def verified_with(model: Any, whole: Any, eps: float | None = None, **arguments: Any) -> Any:
+    """verify(model=) of two stages of ``model``, the second one with another epsilon if that is given."""
+    tokens, target = batch()
+
+    def run(group: Any) -> Any:
+        stage = pipeline_stage(model, group.rank, 2)
+        if eps is not None and group.rank == 1:
+            norm = copy.deepcopy(stage.causal_lm.model.layers[2].input_layernorm)
+            norm.variance_epsilon = eps
+            stage.causal_lm.model.layers[2].input_layernorm = norm
+        engine = engine_of(stage, group, arg_rules={"doc_ids": "slice"})
+        is_first = group.rank == 0
+        return engine.verify(tokens, target=target, show=False, model=whole if is_first else None, **arguments)
+
+    return run_ranks(2, run)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_packed"),
+    [
+        *(("llama", False), ("gpt2", True), ("qwen3_moe", False)),
+        *full_only(("llama", True), ("gpt2", False), ("qwen3_moe", True)),
+    ],
+)
+def test_the_model_itself_with_its_own_attention_or_ours(name, is_packed):
+    """Documents of a packed row are each run by themselves there."""
+    model = build(name, torch.float32)
+    alone = copy.deepcopy(model)
+    documents = torch.tensor([[0] * 9 + [1] * 15, [0] * 3 + [1] * 21])
+    kwargs = {"doc_ids": seq1f1b.document_starts(documents)} if is_packed else None
+    for whole in (alone, model):  # the second one has been cut: it shares its modules with the stages
+        result = verified_with(model, whole, kwargs=kwargs)
+        assert result and max(result.exact.values()) < 1e-12, str(result)
+
+
+def test_what_a_stage_has_lost_of_a_model_is_named():
+    model = build("llama", torch.float32)
+    assert not model.config.tie_word_embeddings
+    result = verified_with(model, copy.deepcopy(model), eps=0.1)
+    assert not result
+    assert "model.layers.2.input_layernorm (LlamaRMSNorm) is the first module" in result.causes[0], str(result)
+
+
+def test_adapters_of_peft_are_compared_with_their_model():
+    peft = pytest.importorskip("peft", reason='needs the extra: pip install "seq1f1b[peft]"')
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(build("llama", torch.float32), config)
+    whole = copy.deepcopy(model)
+    result = verified_with(model, whole)
+    assert result and all("lora_" in name for name in result.parameters), str(result)
 
 
 # -- what cannot work --------------------------------------------------------------------------------------------------
@@ -554,12 +644,7 @@ def sharing(name: str) -> Any:
 @pytest.mark.parametrize(("name", "balance"), each_value(list(STREAMS), [[5], [2, 3], [1, 1, 2, 1]]))
 def test_layers_take_inputs_of_the_embedding_and_keys_and_values_of_others_over_any_stages(name, balance):
     """Each stage hands on what later ones take."""
-    model = sharing(name)
-    with Float64():
-        want_losses, want = run_documents(copy.deepcopy(model))
-    losses, stages, _ = run_pipeline(model, len(balance), balance=balance, kwargs={"doc_ids": doc_ids()})
-    torch.testing.assert_close(torch.stack(losses), torch.stack(want_losses), rtol=1e-12, atol=0)
-    check(stages, want)
+    stages, _ = check_pipeline(sharing(name), len(balance), packed=True, balance=balance)
     held = ["model.embed_tokens_per_layer.weight" in stage.state_dict() for stage in stages]
     assert held == [True, *[False] * (len(balance) - 1)]
 

@@ -21,8 +21,6 @@ from test_transformers import (  # noqa: E402
     Float64,
     build,
     check_pipeline,
-    doc_ids,
-    run_documents,
     run_whole,
 )
 from transformers.masking_utils import create_causal_mask  # noqa: E402
@@ -258,10 +256,7 @@ def test_windows_in_masks_count():
 
 @pytest.mark.parametrize("kind", ["a window in the mask of all", "a window in the mask of some"])
 def test_a_window_in_the_mask_alone_is_found_with_packed_documents(kind):
-    model = odd(RIGHT[kind])
-    with Float64():
-        want_losses, want = run_documents(copy.deepcopy(model))
-    check_pipeline(model, want_losses, want, kwargs={"doc_ids": doc_ids()})
+    check_pipeline(odd(RIGHT[kind]), packed=True)
 
 
 ALL_REFUSED = [
