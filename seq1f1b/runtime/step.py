@@ -24,7 +24,7 @@ from seq1f1b.runtime.recompute import one_at_a_time
 from seq1f1b.runtime.rows import Rows
 from seq1f1b.runtime.stage import Stage, StageArguments, StageStep
 from seq1f1b.runtime.trees import paths_of
-from seq1f1b.runtime.vocabulary_step import EmbeddingStep, FromEmbedding, HeadStep, ToHead
+from seq1f1b.runtime.vocabulary_step import EmbeddingStep, HeadStep, ToHead
 from seq1f1b.runtime.weighting import Weighting, by_targets, combine, divide
 
 __all__: list[str] = []
@@ -106,7 +106,8 @@ class Step:
         self.length = length
         if 0 in self._stages and inputs is not None:
             every = [size for row in rows for size in row]
-            self.tokens = sum(_sequences(given) * size for given, size in zip(inputs, every, strict=True))
+            first = [next((t for t in given if isinstance(t, Tensor) and t.dim()), ()) for given in inputs]
+            self.tokens = sum(len(sequences) * size for sequences, size in zip(first, every, strict=True))
         is_known = self._enter_shape((self.training, length, options.num_segments))
         read = StepRead()
         if self._embedding is not None:
@@ -145,7 +146,7 @@ class Step:
     def _source(self, index: int, part: StageStep, inputs: Any) -> Source:
         if not part.stage.is_first:
             return FromStage(self.training, self._parts.get(index - 1))
-        return FromBatch(inputs) if self._embedding is None else FromEmbedding(self._embedding)
+        return FromBatch(inputs) if self._embedding is None else self._embedding
 
     def _sink(self, index: int, part: StageStep, targets: list[Any] | None) -> Sink:
         if not part.stage.is_last:
@@ -278,11 +279,6 @@ class Step:
     def logit_bytes(self) -> int:
         """Most bytes of logits that this rank's shard of the vocabulary held at once."""
         return 0 if self._head is None else self._head.peak_bytes
-
-
-def _sequences(given: tuple[Any, ...]) -> int:
-    """Sequences in a segment's inputs, whose first dimension is the batch."""
-    return next((len(value) for value in given if isinstance(value, Tensor) and value.dim()), 0)
 
 
 def _missing(letter: str, cell: int, received: Received) -> Any:
