@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from simulated_step import SimulatedStep
-from slices import full_only
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -180,35 +179,3 @@ def test_export_and_fake_tensors() -> None:
             torch.ops.seq1f1b.causal_attention(
                 fakes[0], fakes[1].to("meta"), fakes[2], *(fakes[0].new_empty(0) for _ in range(3)), 1.0, 0, 0.0
             )
-
-
-@pytest.mark.parametrize(
-    "num_ranks, checkpointed, compiled", [(2, False, "blocks"), (2, True, "stage"), *full_only((1, True, "blocks"))]
-)
-def test_an_engine_over_compiled_modules(num_ranks: int, checkpointed: bool, compiled: str) -> None:
-    """Block by block, and a whole stage in one graph."""
-    from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
-
-    from seq1f1b import PipelineEngine
-    from seq1f1b.testing import run_ranks
-
-    config = Config(kv_heads=2, layers=2, checkpoint=checkpointed)
-    tokens, target = batch(config, 2, 23)
-    model = whole_model(config)
-    losses, truth = run_whole(model, tokens, target, 2)
-
-    def run(group: object) -> tuple[list[Tensor], dict[str, Tensor]]:
-        stage = stage_of(model, config, group.rank, num_ranks)
-        for module in stage.blocks.values() if compiled == "blocks" else [stage]:
-            module.compile(fullgraph=True, backend="aot_eager")
-        engine = PipelineEngine(
-            stage, num_microbatches=2, num_segments=4, segment_sizes=[13, 1, 2, 7], loss_fn=cross_entropy, group=group
-        )
-        found = engine.step(tokens if engine.has_first else None, target=target if engine.has_last else None)
-        return found, {name: p.grad for name, p in engine.named_parameters()}
-
-    results = run_ranks(num_ranks, run)
-    gradients = {name: grad for _, found in results for name, grad in found.items()}
-    assert gradient_error(gradients, truth) <= 1e-10
-    for a, b in zip(results[-1][0], losses, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
