@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,21 +30,22 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("what", "sizes", "limit"),
+    ("what", "sizes", "limit", "checkpoint"),
     [
-        *(("stage", UNEVEN, 2), ("blocks", WITH_ONE, 3)),
-        *full_only(("blocks", UNEVEN, 2), ("stage", WITH_ONE, 3)),
+        *(("stage", UNEVEN, 2, True), ("blocks", WITH_ONE, 3, False)),
+        *full_only(("stage", UNEVEN, 2, False), ("blocks", UNEVEN, 2, False), ("stage", WITH_ONE, 3, False)),
     ],
 )
-def test_graphs_of_training_evaluation_and_outside(what: str, sizes: list[int], limit: int) -> None:
+def test_graphs_of_training_evaluation_and_outside(what: str, sizes: list[int], limit: int, checkpoint: bool) -> None:
     """At most 2 per code and grad mode, 1 more for length 1, whatever the layer, segment or step; numbers are exact."""
-    model = whole_model(CONFIG)
-    tokens, target = batch(CONFIG, M, LENGTH)
+    config = replace(CONFIG, checkpoint=checkpoint)
+    model = whole_model(config)
+    tokens, target = batch(config, M, LENGTH)
     losses, truth = run_whole(model, tokens, target, M)
     with torch.no_grad():
         outputs = model(tokens)
 
-    stage = stage_of(model, CONFIG, 0, 1)
+    stage = stage_of(model, config, 0, 1)
     counter = CompileCounterWithBackend("aot_eager")
     for module in stage.blocks.values() if what == "blocks" else [stage]:
         module.compile(fullgraph=True, backend=counter)
