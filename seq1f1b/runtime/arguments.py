@@ -230,7 +230,7 @@ class Options:
         return list(choice)
 
 
-def check_int(name: str, value: int, least: int) -> None:
+def check_int(name: str, value: Any, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if value < least:

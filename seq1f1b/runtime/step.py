@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from seq1f1b.runtime.parts import Pass, Received, Sink, Source
 from seq1f1b.runtime.pipeline import Pipeline
 from seq1f1b.runtime.rank_order import RankOrder
 from seq1f1b.runtime.recompute import one_at_a_time
-from seq1f1b.runtime.rows import Rows
 from seq1f1b.runtime.stage import Stage, StageArguments, StageStep
 from seq1f1b.runtime.trees import paths_of
 from seq1f1b.runtime.vocabulary_step import EmbeddingStep, HeadStep, ToHead
@@ -244,24 +244,17 @@ class Step:
             return []
         found = self._loss if self._head is None else self._head
         assert found is not None and self._weighting is not None
-        if found.values:
-            return self._values(found.values, self._weighting.rows)
+        if found.values:  # of tokens, (batch, tokens) for each micro-batch; 0 in segments without counted targets
+            first, dim = next(iter(found.values.values())), self._options.seq_dim
+            parts = []
+            for cell, size in enumerate(chain.from_iterable(self._weighting.rows)):
+                shape = [*first.shape[:dim], size, *first.shape[dim + 1 :]]
+                parts.append(found.values[cell] if cell in found.values else first.new_zeros(shape))
+            each = iter(parts)
+            return [torch.cat([next(each) for _ in row], dim) for row in self._weighting.rows]
         if self._loss is not None and self._loss.divides:
             return divide(self._loss.losses, self._divisors, self._weighting.rows)
         return combine(found.losses, self._weighting.shares, self._weighting.scale)
-
-    def _values(self, of_cells: dict[int, Tensor], rows: Rows) -> list[Tensor]:
-        """Losses of tokens, (batch, tokens) for each micro-batch; 0 in segments without counted targets."""
-        first, dim = next(iter(of_cells.values())), self._options.seq_dim
-        found, cell = [], 0
-        for row in rows:
-            parts = []
-            for size in row:
-                shape = [*first.shape[:dim], size, *first.shape[dim + 1 :]]
-                parts.append(of_cells[cell] if cell in of_cells else first.new_zeros(shape))
-                cell += 1
-            found.append(torch.cat(parts, dim))
-        return found
 
     def outputs(self) -> list[Any] | None:
         """Outputs of the M micro-batches on the rank of the last stage, None elsewhere."""
