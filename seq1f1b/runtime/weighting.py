@@ -206,19 +206,20 @@ def count_targets(
     """
     asked: list[Any] = []
     for m, (target, sizes) in enumerate(zip(whole, rows, strict=True)):
-        parts = [target] if len(sizes) == 1 else split_sequence(target, sizes, dim, f"target of micro-batch {m}")
-        firsts: list[Any] = [next(iter(tensors_of(part)), None) for part in parts]
+        first: Any = next(iter(tensors_of(target)), None)
         if count is not None:
-            asked += map(count, parts)
-        elif firsts[0] is None and len(sizes) > 1:
+            cut = [target] if len(sizes) == 1 else split_sequence(target, sizes, dim, f"target of micro-batch {m}")
+            asked += map(count, cut)
+        elif first is None and len(sizes) > 1:
             raise TypeError(
                 f"target is a {type(target).__name__}: give the engine loss=Loss(weight=...), a callable that counts a "
                 "segment's targets"
             )
-        elif firsts[0] is None or firsts[0].is_floating_point():
-            asked += [1.0] if firsts[0] is None else map(float, sizes)
+        elif first is None or first.is_floating_point():
+            asked += [1.0] if first is None else map(float, sizes)
         else:
-            asked.append(torch.stack([(first != IGNORED).sum() for first in firsts]))
+            counted = [first != IGNORED] if len(sizes) == 1 else (first != IGNORED).split(list(sizes), dim)
+            asked.append(torch.stack([part.sum() for part in counted]))
     found: list[list[float]] = []
     read.ask(asked, found.extend)
     read.read()
