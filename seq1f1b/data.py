@@ -184,15 +184,12 @@ class DocumentBatches(Sampler[PlannedStep]):
         own = self.state_dict()
         if not isinstance(state, Mapping) or set(state) != set(own) or state["format"] != _FORMAT:
             raise ValueError(f"this is no state of DocumentBatches of the format {_FORMAT!r}")
-        for name, what in (
-            ("documents", "the data has {} documents, the state is of {}: they changed"),
-            ("lengths", "the documents changed: their lengths have the digest {}, those of the state {}"),
-            ("seed", "seed is {}, the state has {}: give the same"),
-            ("tokens_per_step", "tokens_per_step is {}, the state has {}: give the same"),
-            ("drop_last", "drop_last is {}, the state has {}: give the same"),
-        ):
+        for name in ("documents", "lengths", "seed", "tokens_per_step", "drop_last"):
             if own[name] != state[name]:
-                raise ValueError(what.format(own[name], state[name]))
+                raise ValueError(
+                    f"{name} is {own[name]!r}, the state has {state[name]!r}: give the same documents, seed, "
+                    "tokens_per_step and drop_last"
+                )
         for name in ("epoch", "begin", "steps"):
             if not isinstance(state[name], int) or state[name] < 0:
                 raise ValueError(f"{name} of the state is {state[name]!r}, must be a whole number from 0 on")

@@ -270,12 +270,24 @@ def _check(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, docs: Tensor 
         if other is not None and other.device != q.device:
             raise ValueError(f"{name} is on {other.device}, q on {q.device}: they must be on one device")
     _check_shapes(q, k, v)
+    batch, heads, tokens, _ = q.shape
     if slopes is not None:
-        _check_slopes(slopes, q)
+        if slopes.is_complex():
+            raise TypeError(f"alibi_slopes is {slopes.dtype}, must be real")
+        if slopes.requires_grad:
+            raise ValueError("alibi_slopes requires grad: slopes are constants, no gradient reaches them")
+        if slopes.dim() not in (1, 2) or slopes.shape[-1] != heads or (slopes.dim() == 2 and slopes.shape[0] != batch):
+            raise ValueError(f"alibi_slopes is {_text(slopes)}, must be ({heads}) or ({batch}, {heads})")
     if docs is not None:
-        _check_doc_ids(docs, q)
+        if docs.is_floating_point() or docs.is_complex():
+            raise TypeError(f"doc_ids is {docs.dtype}, must be an integer type")
+        if docs.dim() != 2 or docs.shape[0] != batch or docs.shape[1] != tokens:
+            raise ValueError(f"doc_ids is {_text(docs)}, must be (batch, tokens) = ({batch}, {tokens})")
     if sinks is not None:
-        _check_sinks(sinks, q)
+        if not sinks.is_floating_point():
+            raise TypeError(f"sinks is {sinks.dtype}, must be a floating type")
+        if sinks.shape != (heads,):
+            raise ValueError(f"sinks is {_text(sinks)}, must be ({heads}): one of each query head")
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -293,31 +305,6 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"v is {_text(v)}: must agree with k {_text(k)} in all but head_dim")
     if heads % kv_heads != 0:
         raise ValueError(f"kv_heads must divide heads: k has {kv_heads}, q has {heads}")
-
-
-def _check_slopes(slopes: Tensor, q: Tensor) -> None:
-    batch, heads, _, _ = q.shape
-    if slopes.is_complex():
-        raise TypeError(f"alibi_slopes is {slopes.dtype}, must be real")
-    if slopes.requires_grad:
-        raise ValueError("alibi_slopes requires grad: slopes are constants, no gradient reaches them")
-    if slopes.dim() not in (1, 2) or slopes.shape[-1] != heads or (slopes.dim() == 2 and slopes.shape[0] != batch):
-        raise ValueError(f"alibi_slopes is {_text(slopes)}, must be ({heads}) or ({batch}, {heads})")
-
-
-def _check_doc_ids(docs: Tensor, q: Tensor) -> None:
-    batch, _, tokens, _ = q.shape
-    if docs.is_floating_point() or docs.is_complex():
-        raise TypeError(f"doc_ids is {docs.dtype}, must be an integer type")
-    if docs.dim() != 2 or docs.shape[0] != batch or docs.shape[1] != tokens:
-        raise ValueError(f"doc_ids is {_text(docs)}, must be (batch, tokens) = ({batch}, {tokens})")
-
-
-def _check_sinks(sinks: Tensor, q: Tensor) -> None:
-    if not sinks.is_floating_point():
-        raise TypeError(f"sinks is {sinks.dtype}, must be a floating type")
-    if sinks.shape != (q.shape[1],):
-        raise ValueError(f"sinks is {_text(sinks)}, must be ({q.shape[1]}): one of each query head")
 
 
 def _check_tensors(*, optional: bool = False, **values: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeGuard
 
@@ -30,28 +30,6 @@ Builder: TypeAlias = "Callable[..., Schedule]"
 """Makes an order of the counts, which it is given by name, as :func:`seq1f1b.build_schedule` takes them."""
 
 
-def _alike(show: Callable[[Any], str] = repr) -> dict[str, Callable[[Any], str]]:
-    """Metadata of a field that all ranks must be given alike. show: what is compared, and what an error shows."""
-    return {"agree": show}
-
-
-def _word(value: Any) -> str:
-    return "a callable" if callable(value) else repr(value)  # what it says of each unit is part of the order
-
-
-def _shown_sizes(sizes: Sizes) -> str:
-    if sizes is None or isinstance(sizes, ModelShape):
-        return repr(sizes)
-    if callable(sizes):
-        return "a callable"
-    return repr(dict(sizes) if isinstance(sizes, Mapping) else list(sizes))
-
-
-def _shown_shard(kind: Any, module: Any) -> str:
-    shard = shard_of(module, kind)
-    return f"no {kind.__name__}" if shard is None else shard.settings
-
-
 @dataclass(frozen=True)
 class Loss:
     """How the losses of segments become that of a step. The argument ``loss`` of :class:`seq1f1b.PipelineEngine`.
@@ -68,9 +46,9 @@ class Loss:
         ValueError, TypeError: a field is something else; names it.
     """
 
-    reduction: str = field(default="mean", metadata=_alike())
+    reduction: str = "mean"
     weight: str | Callable[[Any], float] | None = None
-    scale_grads: bool = field(default=True, metadata=_alike())
+    scale_grads: bool = True
 
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum"):
@@ -134,14 +112,11 @@ class Memory:
         ValueError, TypeError: a field is something else, or ``units`` stands without ``offload``; names it.
     """
 
-    recompute: str | Callable[[Unit], bool] = field(default="none", metadata=_alike(_word))
+    recompute: str | Callable[[Unit], bool] = "none"
     check: bool = False
     blocks: tuple[str, float | Callable[[Unit], float]] | None = None
-    offload: Offload = field(  # each rank may have its own directory
-        default=None,
-        metadata=_alike(lambda where: repr(where) if where is None or where is HOST else "a directory"),
-    )
-    units: str | Callable[[Unit], bool] | None = field(default=None, metadata=_alike(_word))
+    offload: Offload = None
+    units: str | Callable[[Unit], bool] | None = None
 
     def __post_init__(self) -> None:
         check_units("Memory.recompute", self.recompute)
@@ -161,23 +136,24 @@ class Memory:
 class Options:
     """Options of an engine, checked; :class:`seq1f1b.PipelineEngine` says what they mean.
 
-    The field of an option stands in the group it belongs to, or here. Those that ranks must be given alike say so.
+    The field of an option stands in the group it belongs to, or here. :func:`agreement_of` has those that all ranks
+    must be given alike.
     """
 
-    num_microbatches: int = field(metadata=_alike())
-    num_segments: int = field(metadata=_alike())
-    segment_sizes: Sizes = field(metadata=_alike(_shown_sizes))
-    seq_dim: int = field(metadata=_alike())
+    num_microbatches: int
+    num_segments: int
+    segment_sizes: Sizes
+    seq_dim: int
     arg_rules: Mapping[str, Rule]
-    loss_fn: Callable[[Any, Any], Tensor] | None = field(metadata=_alike(partial(_shown_shard, VocabularyParallelHead)))
+    loss_fn: Callable[[Any, Any], Tensor] | None
     loss: Loss
-    transport: str = field(metadata=_alike())
+    transport: str
     limits: Limits
     grad_dtype: torch.dtype | None
     memory: Memory
-    sequence_parallel: TokenPart = field(metadata=_alike())
+    sequence_parallel: TokenPart
     attention: str
-    embedding: nn.Module | None = field(metadata=_alike(partial(_shown_shard, VocabularyParallelEmbedding)))
+    embedding: nn.Module | None
 
     def __post_init__(self) -> None:
         for name, least in (("num_microbatches", 1), ("num_segments", 1), ("seq_dim", 1)):
@@ -254,7 +230,7 @@ class Options:
         return list(choice)
 
 
-def check_int(name: str, value: int, least: int) -> None:
+def check_int(name: str, value: Any, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if value < least:
@@ -316,10 +292,7 @@ def _check_sizes(sizes: Sizes, num_segments: int) -> None:
         if len(sizes) != num_segments:
             raise ValueError(f"segment_sizes has {len(sizes)} entries, num_segments is {num_segments}")
         for s, size in enumerate(sizes):
-            if not isinstance(size, int) or isinstance(size, bool):
-                raise TypeError(f"segment_sizes[{s}] is {size!r}, must be an int")
-            if size < 1:
-                raise ValueError(f"segment_sizes[{s}] is {size}, must be at least 1")
+            check_int(f"segment_sizes[{s}]", size, 1)
 
 
 def modules_of(stage: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
@@ -418,8 +391,33 @@ def agreement_of(
     Args:
         device: of the stages: messages between GPUs need one on every rank.
     """
-    found = {"version": __version__, **_agreed_of(options)}
-    found |= {"prefetch": schedule._places_text, "weights": repr("fill" if schedule.fills else "planned")}
+    loss, memory, sizes = options.loss, options.memory, options.segment_sizes
+    if sizes is not None and not isinstance(sizes, ModelShape) and not callable(sizes):
+        sizes = dict(sizes) if isinstance(sizes, Mapping) else list(sizes)
+    place = memory.offload if memory.offload is None or memory.offload is HOST else "a directory"
+    values: dict[str, Any] = {
+        "num_microbatches": options.num_microbatches,
+        "num_segments": options.num_segments,
+        "segment_sizes": sizes,
+        "seq_dim": options.seq_dim,
+        "Loss.reduction": loss.reduction,
+        "Loss.scale_grads": loss.scale_grads,
+        "transport": options.transport,
+        "Memory.recompute": memory.recompute,
+        "Memory.offload": place,  # each rank may have a directory of its own
+        "Memory.units": memory.units,
+        "sequence_parallel": options.sequence_parallel,
+        "weights": "fill" if schedule.fills else "planned",
+    }
+    head, embedding = options.head, options.embedding_shard
+    # What a callable says of each unit is part of the order.
+    found = {"version": __version__}
+    found |= {name: "a callable" if callable(value) else repr(value) for name, value in values.items()}
+    found |= {
+        "loss_fn": "no VocabularyParallelHead" if head is None else head.settings,
+        "embedding": "no VocabularyParallelEmbedding" if embedding is None else embedding.settings,
+        "prefetch": schedule._places_text,
+    }
     if isinstance(source, partial) and source.func is build_schedule and source.args:
         shown = repr(source.args[0])
     else:
@@ -430,18 +428,6 @@ def agreement_of(
         "schedule": (schedule.digest, f"{shown} (order {schedule.digest})"),
         "the device of the stages": (device.type if compares_devices else "", shown_device),
     }
-
-
-def _agreed_of(options: Any, group: str = "") -> dict[str, str]:
-    """The fields of options, and of their groups, that say that ranks must be given them alike."""
-    found: dict[str, str] = {}
-    for each in fields(options):
-        value = getattr(options, each.name)
-        if is_dataclass(value):
-            found |= _agreed_of(value, f"{type(value).__name__}.")
-        elif "agree" in each.metadata:
-            found[group + each.name] = each.metadata["agree"](value)
-    return found
 
 
 def check_agreement(everyones: Sequence[Mapping[str, tuple[str, str]]]) -> None:

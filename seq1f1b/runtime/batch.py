@@ -137,17 +137,13 @@ class Batch:
             positions = None if trees is None else trees.positions
             kwargs = _flat(split_kwargs(given, options.arg_rules, rows, dim, part, positions))
         if self._has_last and self.target is not None:
-            targets = self._split_targets(rows)
+            targets = list(self.target)
+            if part[1] > 1 or any(len(row) > 1 for row in rows):
+                targets = _flat(
+                    split_sequence(target, rows[m], dim, f"target of micro-batch {m}", part)
+                    for m, target in enumerate(targets)
+                )
         return rows, sizes, inputs, kwargs, targets
-
-    def _split_targets(self, rows: Rows) -> list[Any]:
-        options = self._options
-        if options.sequence_parallel[1] == 1 and all(len(row) == 1 for row in rows):
-            return list(self.target)
-        return _flat(
-            split_sequence(target, rows[m], options.seq_dim, f"target of micro-batch {m}", options.sequence_parallel)
-            for m, target in enumerate(self.target)
-        )
 
     def _documents(self) -> list[int] | None:
         """Lengths of the packed documents of all rows, where segments have equal FLOPs by them."""

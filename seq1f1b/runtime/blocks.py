@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,83 +29,76 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class BlockRecomputing(Feature):
-    """Lets units compute some blocks of a stage again, each just before its own backward."""
+    """Lets units compute some blocks of a stage again, each just before its own backward: of the list that
+    ``Memory.blocks`` names, the first ones, by its share of them, rounded up.
 
-    def __init__(self, stage: Stage, options: Options, tier: Any) -> None:
-        chosen = options.memory.blocks
-        self._blocks = None if chosen is None else Blocks(without_wrapper(stage.module), stage.index, *chosen)  # type: ignore[arg-type]
-
-    def begin(self, step: StageStep) -> BlocksAgain | None:
-        return BlocksAgain(step, self._blocks) if self._blocks is not None and step.arguments.training else None
-
-
-class BlocksAgain(Part):
-    """Says of each unit how many blocks its backward computes again."""
-
-    def __init__(self, step: StageStep, blocks: Blocks) -> None:
-        self._step, self._blocks = step, blocks
-        self._count = 0  # in all units
-
-    def in_step(self, others: Sequence[nn.Module]) -> AbstractContextManager[None]:
-        return self._blocks.in_step()
-
-    def begin(self, unit: LiveUnit) -> None:
-        if unit.cell not in self._step.order.recomputed:
-            unit.blocks_again = self._blocks.count(unit.microbatch, unit.segment)
-            self._count += unit.blocks_again
-
-    def figures(self) -> Mapping[str, Any]:
-        return {"blocks_again": self._count}
-
-
-class Blocks:
-    """The blocks of one stage, and how many of them a unit computes again.
-
-    Args:
-        module: the stage's. name: of a list of modules in it, which run one after the other, each once in a forward.
-        share: of them, the first ones, rounded up: a number in 0..1, or a callable that is given a unit.
     Raises:
-        ValueError: the stage has no such list, a block is compiled, or a number is out of range.
+        ValueError: the stage has no such list, or a block is compiled.
     """
 
-    def __init__(self, module: Any, index: int, name: str, share: float | Callable[[Unit], float]) -> None:
-        self._share, self._index = share, index
+    def __init__(self, stage: Stage, options: Options, tier: Any) -> None:
+        self.modules: Sequence[nn.Module] = ()
+        if options.memory.blocks is None:
+            return
+        module: Any = without_wrapper(stage.module)  # type: ignore[arg-type]
+        self.index, (name, self.share) = stage.index, options.memory.blocks
         try:
             found = module.get_submodule(name)
         except AttributeError as error:
-            raise ValueError(f"Memory.blocks: stage {index} has no list of blocks named {name!r}: {error}") from None
+            raise ValueError(
+                f"Memory.blocks: stage {self.index} has no list of blocks named {name!r}: {error}"
+            ) from None
         if not isinstance(found, _LISTS):
             raise ValueError(
-                f"Memory.blocks: {name!r} of stage {index} is a {type(found).__name__}, must be a ModuleList, a "
+                f"Memory.blocks: {name!r} of stage {self.index} is a {type(found).__name__}, must be a ModuleList, a "
                 "ModuleDict or a Sequential"
             )
-        self.modules: Sequence[nn.Module] = [*found.children()]
+        self.modules = [*found.children()]
         path = name.split(".")
         around = [".".join(path[:n]) for n in range(len(path))]
         for where in (*around, *(f"{name}.{block}" for block, _ in found.named_children())):
             if is_compiled_whole(module.get_submodule(where)):
                 raise ValueError(
-                    f"Memory.blocks: {where or 'the module'} of stage {index} is compiled, so its blocks cannot be "
-                    "computed again in some units alone; use Memory(recompute=...), which runs the whole stage again"
+                    f"Memory.blocks: {where or 'the module'} of stage {self.index} is compiled, so its blocks cannot "
+                    "be computed again in some units alone; use Memory(recompute=...), which runs the whole stage again"
                 )
 
-    def count(self, microbatch: int, segment: int) -> int:
-        """How many the unit computes again."""
-        share = self._share
+    def begin(self, step: StageStep) -> BlocksAgain | None:
+        return BlocksAgain(step, self) if self.modules and step.arguments.training else None
+
+
+class BlocksAgain(Part):
+    """Says of each unit how many blocks its backward computes again."""
+
+    def __init__(self, step: StageStep, blocks: BlockRecomputing) -> None:
+        self._step, self._blocks = step, blocks
+        self._count = 0  # in all units
+
+    def begin(self, unit: LiveUnit) -> None:
+        share, m, s = self._blocks.share, unit.microbatch, unit.segment
+        if unit.cell in self._step.order.recomputed:
+            return
         if callable(share):
-            share = check_share(share(Unit("F", self._index, microbatch, segment)), f"of F{microbatch}.{segment}")
-        return math.ceil(share * len(self.modules))
+            share = check_share(share(Unit("F", self._blocks.index, m, s)), f"of F{m}.{s}")
+        unit.blocks_again = math.ceil(share * len(self._blocks.modules))
+        self._count += unit.blocks_again
+
+    def figures(self) -> Mapping[str, Any]:
+        return {"blocks_again": self._count}
 
     @contextmanager
-    def in_step(self) -> Iterator[None]:
+    def in_step(self, others: Sequence[nn.Module]) -> Iterator[None]:
         """Within, a block looks at the running unit to see whether its backward computes it again."""
-        for at, block in enumerate(self.modules):
+        for at, block in enumerate(self._blocks.modules):
             block.__dict__["forward"] = _Forward(block.forward, at)
         try:
             yield
         finally:
-            for block in self.modules:
-                _restore(block)
+            for block in self._blocks.modules:
+                forward = block.__dict__.pop("forward", None)
+                own = forward.own if isinstance(forward, _Forward) else forward
+                if own is not None and getattr(own, "__func__", None) is not type(block).forward:
+                    block.__dict__["forward"] = own  # the instance had one of its own
 
 
 class _Forward:
@@ -119,10 +112,3 @@ class _Forward:
         if unit is None or self._at >= unit.blocks_again or not torch.is_grad_enabled():
             return self.own(*arguments, **named)
         return checkpoint(self.own, *arguments, use_reentrant=False, **named)
-
-
-def _restore(block: nn.Module) -> None:
-    forward = block.__dict__.pop("forward", None)
-    own = forward.own if isinstance(forward, _Forward) else forward
-    if own is not None and getattr(own, "__func__", None) is not type(block).forward:
-        block.__dict__["forward"] = own  # the instance had one of its own

@@ -171,7 +171,7 @@ def _noted(parts: Collection[nn.Module], unit: LiveUnit, values: _Values) -> Ite
         values[event] = [t.detach().clone() if t.numel() <= _MOST else None for t in tensors]
 
     def noting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if live_unit() is not unit or module not in parts:
+        if current() is not unit or module not in parts:
             return call(module, *args, **kwargs)
         note(stack[-1], module, "in", (args, kwargs))
         stack.append(id(module))

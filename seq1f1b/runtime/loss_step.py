@@ -180,21 +180,18 @@ class ToLoss(Sink):
         is_looked_at = look is not None and look.microbatch == unit.microbatch and unit.segment in look.sizes
         is_looked_at &= not unit.is_again
         left = self._left_by_loss(unit) if is_looked_at else None
-        loss = self._learn(unit, output, self._call(unit, output, target))
+        every = self._step.arguments.paths
+        if every and len(every[unit.cell]) > 1:
+            result = self._path_by_path(unit, every[unit.cell], output, target)
+        else:
+            result = self._stage.loss_fn(output, target, **self._loss_kwargs)
+        loss = self._learn(unit, output, result)
         if is_looked_at and not any(isinstance(p, Fsdp) for p in self._stage.wrappers):
             self._looked_at = output, target, left != self._left_by_loss(unit)
         return loss
 
-    def _call(self, unit: LiveUnit, output: Any, target: Any) -> Any:
-        """The value of ``loss_fn``; a tree that runs path by path has the values of each path's own tokens."""
-        loss_fn, every = self._stage.loss_fn, self._step.arguments.paths
-        assert loss_fn is not None
-        paths = every[unit.cell] if every else ()
-        if len(paths) < 2:
-            return loss_fn(output, target, **self._loss_kwargs)
-        return self._path_by_path(unit, paths, output, target)
-
     def _path_by_path(self, unit: LiveUnit, paths: Sequence[Path], output: Any, target: Any) -> Any:
+        """The values of each path's own tokens, in a tree that runs path by path."""
         results, count = list[Any](), self._weighting.count
         loss_fn: Any = self._stage.loss_fn
 

@@ -52,11 +52,6 @@ def with_options(schedule: Schedule, options: Options, device: torch.device) -> 
         schedule = schedule.replace(weights="planned")
     if schedule.fills and "W" not in schedule.kinds:
         schedule = schedule.defer_weights()
-    return _with_moves(_with_shards(schedule, options), options)
-
-
-def _with_shards(schedule: Schedule, options: Options) -> Schedule:
-    """The order, with the passes of a vocabulary that is spread."""
     spreads = {"S": options.head is not None, "E": options.embedding is not None}
     for kind, name in (("S", "loss_fn=VocabularyParallelHead"), ("E", "embedding=VocabularyParallelEmbedding")):
         if kind in schedule.kinds and not spreads[kind]:
@@ -64,21 +59,16 @@ def _with_shards(schedule: Schedule, options: Options) -> Schedule:
     missing = {kind: spreads[kind] and kind not in schedule.kinds for kind in spreads}
     if any(missing.values()):
         schedule = schedule.spread_vocabulary(head=missing["S"], embedding=missing["E"])
-    return schedule
-
-
-def _with_moves(schedule: Schedule, options: Options) -> Schedule:
-    """The order, with what ``Memory.units`` moves."""
     moves, memory = "O" in schedule.kinds, options.memory
-    if memory.offload is None:
-        if moves:
-            raise ValueError(
-                "the schedule moves units (O, A, L): say by Memory(offload=...) in which directory they lie, or "
-                "seq1f1b.HOST on GPUs"
-            )
-        return schedule
-    default = "none" if moves else "all"
-    return schedule.offload(default if memory.units is None else memory.units)
+    if memory.offload is not None:
+        default = "none" if moves else "all"
+        return schedule.offload(default if memory.units is None else memory.units)
+    if moves:
+        raise ValueError(
+            "the schedule moves units (O, A, L): say by Memory(offload=...) in which directory they lie, or "
+            "seq1f1b.HOST on GPUs"
+        )
+    return schedule
 
 
 class StageOrder:

@@ -358,9 +358,14 @@ class PipelineReport:
         for rank, idle in zip(self.ranks, self.idle, strict=True):
             busy = self.makespan - idle.total
             rows.append((str(rank.rank), f"{busy:.4g}", f"{busy / self.makespan:.1%}", *idle.shares(self.makespan)))
+        rates = {
+            r.rank: f" at {r.move_out_rate / 1e9:.3g} GB/s out and {r.move_in_rate / 1e9:.3g} back"
+            for r in self.ranks
+            if r.move_out_rate and r.move_in_rate
+        }
         moves = [
             f"rank {r.rank} kept {r.kept_units} units, recomputed {r.recomputed_units} and moved {r.moved_units} "
-            f"({r.moved_bytes / 2**20:.4g} MiB{_rates(r)}), for which it waited {r.tier:.3g} s"
+            f"({r.moved_bytes / 2**20:.4g} MiB{rates.get(r.rank, '')}), for which it waited {r.tier:.3g} s"
             + f"; beside it {r.recomputed_blocks} blocks were computed again" * bool(r.recomputed_blocks)
             + "\n"
             for r in self.ranks
@@ -444,13 +449,6 @@ def _of_ranks(ranks: tuple[Report, ...], schedule: Schedule) -> PipelineReport:
     return PipelineReport(ranks, makespan, 1.0 - busy / (makespan * len(ranks)), simulated)
 
 
-def _rates(report: Report) -> str:
-    """Rates of what a rank has moved, out and back."""
-    if not report.move_out_rate or not report.move_in_rate:
-        return ""
-    return f" at {report.move_out_rate / 1e9:.3g} GB/s out and {report.move_in_rate / 1e9:.3g} back"
-
-
 def _rank_report(runner: Any, record: StepRecord) -> Report:
     pipeline, cache, rank = runner.pipeline, runner.cache, runner.pipeline.rank
     is_on_gpu, is_cuda = _C.executor_settle(record.order.executor), pipeline.device.type == "cuda"
@@ -469,7 +467,17 @@ def _rank_report(runner: Any, record: StepRecord) -> Report:
     layers = Counter(layer.stage for layer in _C.kv_cache_layers(cache))
     stages = tuple(_stage_report(runner, record, stage, layers[stage]) for stage in record.order.stages)
     kv_bytes, grad_bytes = _C.kv_cache_bytes(cache)
-    planned_kv_bytes, planned_grad_bytes = _planned_cache_bytes(stages, _rows_of_slot(record, rank), cache)
+    schedule, length = record.order.schedule, record.length  # the longest micro-batch, or most of trees in a slot at once
+    if schedule.parents is not None:
+        _, length = _C.schedule_assign_rows(schedule.handle, rank, array("q", record.sizes))
+    planned_kv_bytes = planned_grad_bytes = 0  # slots times (batch, kv heads, tokens, head sizes) of the step's layers
+    slots = {stage.stage: (stage.planned_kv_slots, stage.planned_grad_slots) for stage in stages}
+    for layer in _C.kv_cache_layers(cache):
+        kv_slots, grad_slots = slots[layer.stage]
+        elements = layer.batch * layer.kv_heads * length * (layer.head_dim + layer.v_head_dim)
+        documents = layer.batch * length * 4 if layer.with_docs else 0
+        planned_kv_bytes += kv_slots * (elements * layer.kv_element_bytes + documents)
+        planned_grad_bytes += grad_slots * elements * layer.grad_element_bytes
     places = sum(edge.num_places for edge in _C.program_edges(record.order.program) if edge.destination_rank == rank)
     return Report(
         rank=rank,
@@ -505,27 +513,6 @@ def _rank_report(runner: Any, record: StepRecord) -> Report:
         move_in_rate=0.0 if moved is None or not moved.ns_in else moved.bytes_in / moved.ns_in * 1e9,
         device_reserved_bytes=torch.cuda.max_memory_reserved(pipeline.device) if is_cuda else 0,
     )
-
-
-def _rows_of_slot(record: StepRecord, rank: int) -> int:
-    """Tokens of the longest micro-batch; of trees most that lie in a slot at once."""
-    schedule = record.order.schedule
-    if schedule.parents is None:
-        return record.length
-    _, most = _C.schedule_assign_rows(schedule.handle, rank, array("q", record.sizes))
-    return most
-
-
-def _planned_cache_bytes(stages: tuple[StageReport, ...], length: int, cache: Any) -> tuple[int, int]:
-    """Slots of the lowered program times (batch, kv heads, tokens, head sizes of k and v) of the step's layers."""
-    slots = {stage.stage: (stage.planned_kv_slots, stage.planned_grad_slots) for stage in stages}
-    kv = grad = 0
-    for layer in _C.kv_cache_layers(cache):
-        kv_slots, grad_slots = slots[layer.stage]
-        elements = layer.batch * layer.kv_heads * length * (layer.head_dim + layer.v_head_dim)
-        kv += kv_slots * (elements * layer.kv_element_bytes + (layer.batch * length * 4 if layer.with_docs else 0))
-        grad += grad_slots * elements * layer.grad_element_bytes
-    return kv, grad
 
 
 def _stage_report(runner: Any, record: StepRecord, stage: int, layers: int) -> StageReport:

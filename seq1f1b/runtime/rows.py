@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from seq1f1b.runtime.arguments import check_agreement, check_int
-from seq1f1b.schedule import Schedule
 from seq1f1b.transport import RankGroup
 
 __all__: list[str] = []
 
 Rows: TypeAlias = Sequence[Sequence[int]]
 """Tokens of the segments of every micro-batch."""
+
+PlannedRows: TypeAlias = Any
+"""A planned step of rows: a :class:`seq1f1b.planning.step_plan.StepPlan`, which a higher room makes."""
 
 MOST_TOKENS = 1 << 40  # of a segment, as of a sequence (csrc/core/partition.h)
 MOST_SHOWN = 200  # characters of the rows in a message
@@ -37,30 +39,6 @@ def check_rows(rows: object, num_parts: int = 1) -> None:
             if size % num_parts:
                 whose = f"the {num_parts} ranks of sequence_parallel="
                 raise ValueError(f"segment_sizes[{m}][{s}] is {size}, which {whose} do not divide")
-
-
-class PlannedRows(Protocol):
-    """A planned step of rows: a :class:`seq1f1b.planning.step_plan.StepPlan`, for one."""
-
-    @property
-    def rows(self) -> Sequence[Sequence[int]]:
-        """Indices of the documents of each row, a micro-batch."""
-
-    @property
-    def segment_sizes(self) -> Rows:
-        """Tokens of the segments, for each micro-batch."""
-
-    @property
-    def parents(self) -> Sequence[Sequence[int] | None] | None:
-        """The parents of the segments of each micro-batch; None: each follows the one before it."""
-
-    @property
-    def schedule(self) -> Schedule:
-        """The order of the step."""
-
-    @property
-    def digest(self) -> str:
-        """Equal for equal plans alone."""
 
 
 def check_equal_rows(group: RankGroup, rows: Rows | None, trees: object, plan: PlannedRows | None, order: str) -> None:

@@ -85,8 +85,16 @@ class Runner:
         self._has_had_rows, self._epoch = False, 0  # the group's
         self._is_measured = False  # whether the last step was a plain training step
         self.tuner: Tuner | None = None
-        if is_tuned:
-            self.tuner = self._make_tuner()
+        if not is_tuned:
+            return
+        if any(stage.wrappers for stage in self.stages.values()):
+            raise ValueError(
+                'schedule="tuned" would find another order in each replica, and stages under DDP or FSDP2 take one: '
+                "tune the stages alone, write engine.found_order() to a file, and give that as schedule"
+            )
+        self._check_clock()
+        count, group = len(self.stages), pipeline.group
+        self.tuner = Tuner(self.setting, count, group=group, device=pipeline.device, report=self.report)
 
     @property
     def options(self) -> Options:
@@ -97,21 +105,6 @@ class Runner:
     def schedule(self) -> Schedule:
         """The order of plain training steps."""
         return self.setting.schedule
-
-    def _make_tuner(self) -> Tuner:
-        if any(stage.wrappers for stage in self.stages.values()):
-            raise ValueError(
-                'schedule="tuned" would find another order in each replica, and stages under DDP or FSDP2 take one: '
-                "tune the stages alone, write engine.found_order() to a file, and give that as schedule"
-            )
-        self._check_clock()
-        return Tuner(
-            self.setting,
-            stages_per_rank=len(self.stages),
-            group=self.pipeline.group,
-            device=self.pipeline.device,
-            report=self.report,
-        )
 
     # -- orders ----------------------------------------------------------------------------------------------------
 

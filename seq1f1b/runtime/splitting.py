@@ -123,14 +123,15 @@ class Leaves:
 
     def replace(self, value: Any) -> Any:
         """The value with a leaf in place of each tensor that requires grad."""
-        if not any(tensor.requires_grad for tensor in tensors_of(value)):
-            return value
-        return mapped(value, lambda tensor: self._leaf(tensor) if tensor.requires_grad else tensor)
 
-    def _leaf(self, tensor: Tensor) -> Tensor:
-        leaf = tensor.detach().requires_grad_()
-        self._pairs.append((tensor, leaf))
-        return leaf
+        def leaf_of(tensor: Tensor) -> Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            leaf = tensor.detach().requires_grad_()
+            self._pairs.append((tensor, leaf))
+            return leaf
+
+        return mapped(value, leaf_of) if any(tensor.requires_grad for tensor in tensors_of(value)) else value
 
     def propagate(self, factor: float = 1.0) -> None:
         """factor: by which the gradients are multiplied; 0: they are nothing, even if they are not finite."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,10 +22,9 @@ from seq1f1b.runtime.parts import Pass, Received, Sink, Source
 from seq1f1b.runtime.pipeline import Pipeline
 from seq1f1b.runtime.rank_order import RankOrder
 from seq1f1b.runtime.recompute import one_at_a_time
-from seq1f1b.runtime.rows import Rows
 from seq1f1b.runtime.stage import Stage, StageArguments, StageStep
 from seq1f1b.runtime.trees import paths_of
-from seq1f1b.runtime.vocabulary_step import EmbeddingStep, FromEmbedding, HeadStep, ToHead
+from seq1f1b.runtime.vocabulary_step import EmbeddingStep, HeadStep, ToHead
 from seq1f1b.runtime.weighting import Weighting, by_targets, combine, divide
 
 __all__: list[str] = []
@@ -106,7 +106,8 @@ class Step:
         self.length = length
         if 0 in self._stages and inputs is not None:
             every = [size for row in rows for size in row]
-            self.tokens = sum(_sequences(given) * size for given, size in zip(inputs, every, strict=True))
+            first = [next((t for t in given if isinstance(t, Tensor) and t.dim()), ()) for given in inputs]
+            self.tokens = sum(len(sequences) * size for sequences, size in zip(first, every, strict=True))
         is_known = self._enter_shape((self.training, length, options.num_segments))
         read = StepRead()
         if self._embedding is not None:
@@ -145,7 +146,7 @@ class Step:
     def _source(self, index: int, part: StageStep, inputs: Any) -> Source:
         if not part.stage.is_first:
             return FromStage(self.training, self._parts.get(index - 1))
-        return FromBatch(inputs) if self._embedding is None else FromEmbedding(self._embedding)
+        return FromBatch(inputs) if self._embedding is None else self._embedding
 
     def _sink(self, index: int, part: StageStep, targets: list[Any] | None) -> Sink:
         if not part.stage.is_last:
@@ -243,24 +244,17 @@ class Step:
             return []
         found = self._loss if self._head is None else self._head
         assert found is not None and self._weighting is not None
-        if found.values:
-            return self._values(found.values, self._weighting.rows)
+        if found.values:  # of tokens, (batch, tokens) for each micro-batch; 0 in segments without counted targets
+            first, dim = next(iter(found.values.values())), self._options.seq_dim
+            parts = []
+            for cell, size in enumerate(chain.from_iterable(self._weighting.rows)):
+                shape = [*first.shape[:dim], size, *first.shape[dim + 1 :]]
+                parts.append(found.values[cell] if cell in found.values else first.new_zeros(shape))
+            each = iter(parts)
+            return [torch.cat([next(each) for _ in row], dim) for row in self._weighting.rows]
         if self._loss is not None and self._loss.divides:
             return divide(self._loss.losses, self._divisors, self._weighting.rows)
         return combine(found.losses, self._weighting.shares, self._weighting.scale)
-
-    def _values(self, of_cells: dict[int, Tensor], rows: Rows) -> list[Tensor]:
-        """Losses of tokens, (batch, tokens) for each micro-batch; 0 in segments without counted targets."""
-        first, dim = next(iter(of_cells.values())), self._options.seq_dim
-        found, cell = [], 0
-        for row in rows:
-            parts = []
-            for size in row:
-                shape = [*first.shape[:dim], size, *first.shape[dim + 1 :]]
-                parts.append(of_cells[cell] if cell in of_cells else first.new_zeros(shape))
-                cell += 1
-            found.append(torch.cat(parts, dim))
-        return found
 
     def outputs(self) -> list[Any] | None:
         """Outputs of the M micro-batches on the rank of the last stage, None elsewhere."""
@@ -278,11 +272,6 @@ class Step:
     def logit_bytes(self) -> int:
         """Most bytes of logits that this rank's shard of the vocabulary held at once."""
         return 0 if self._head is None else self._head.peak_bytes
-
-
-def _sequences(given: tuple[Any, ...]) -> int:
-    """Sequences in a segment's inputs, whose first dimension is the batch."""
-    return next((len(value) for value in given if isinstance(value, Tensor) and value.dim()), 0)
 
 
 def _missing(letter: str, cell: int, received: Received) -> Any:

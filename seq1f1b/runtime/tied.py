@@ -199,8 +199,13 @@ class TiedParameters:
         self._take([described for described, *_ in found])
         if any(has_stepped for _, _, has_stepped, *_ in found):
             self._compare()
-        else:
-            self._make_equal()
+        else:  # copies take the values of the first one, as DistributedDataParallel's replicas do
+            with torch.no_grad():
+                for name, own in self._held():
+                    first = self._of_first(name, own[0])
+                    for copy in own:
+                        if copy is not first:
+                            copy.copy_(first)
         self._met_in, self._is_news, self._steps = self._group.epoch, False, 0
         return [told for *_, told in found]
 
@@ -228,15 +233,6 @@ class TiedParameters:
             if hooks and len(copies) > 1:
                 raise Disagreement(hooks_refused(name, hooks[0]))
         self._holders, self._everyones = holders, list(everyones)
-
-    @torch.no_grad()
-    def _make_equal(self) -> None:
-        """Copies take the values of the first one, as DistributedDataParallel's replicas do."""
-        for name, own in self._held():
-            first = self._of_first(name, own[0])
-            for copy in own:
-                if copy is not first:
-                    copy.copy_(first)
 
     def _held(self) -> Iterator[tuple[str, list[nn.Parameter]]]:
         """This rank's copies, by the names that all ranks go through in one order."""

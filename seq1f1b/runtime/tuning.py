@@ -97,8 +97,8 @@ class Tuner:
     def __init__(
         self,
         first: Setting,
-        *,
         stages_per_rank: int,
+        *,
         group: Any,
         device: torch.device,
         report: Callable[[], Report],

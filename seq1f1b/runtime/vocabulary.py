@@ -233,7 +233,9 @@ class VocabularyParallelHead(VocabularyShard):
         flat = _wide(logits.reshape(-1, logits.shape[-1]))
         most = flat.amax(1)
         # The largest of log_softmax is minus the logarithm of the sum of exponentials of what lies below the maximum.
-        rows = [most, torch.log_softmax(flat, 1).amax(1).neg_().exp_(), self._of_target(flat, target)]
+        index, is_here = self._row_of(target)
+        of_target = flat.gather(1, index[:, None])[:, 0] * is_here
+        rows = [most, torch.log_softmax(flat, 1).amax(1).neg_().exp_(), of_target]
         return torch.stack([*rows, flat.sum(1)] if self.label_smoothing else rows)
 
     def combine(self, everyones: Sequence[Tensor]) -> Statistics:
@@ -275,10 +277,6 @@ class VocabularyParallelHead(VocabularyShard):
         flat = target.reshape(-1)
         index = (flat - self.first_row).clamp(0, self.shard_sizes[self.rank] - 1)
         return index, self.holds(flat) & (flat != self.ignore_index)
-
-    def _of_target(self, flat: Tensor, target: Tensor) -> Tensor:
-        index, is_here = self._row_of(target)
-        return flat.gather(1, index[:, None])[:, 0] * is_here
 
 
 class VocabularyParallelEmbedding(VocabularyShard):

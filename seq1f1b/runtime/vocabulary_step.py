@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -74,18 +73,6 @@ def _check_range(what: str, numbers: Sequence[Tensor], shard: VocabularyShard, r
     read.ask([torch.stack(each.aminmax()) for each in numbers], take)
 
 
-@dataclass
-class _Kept:
-    """Tensors that S of a segment leaves to T."""
-
-    hidden: Tensor
-    logits: Tensor
-    target: Tensor
-    scale: Tensor
-    more: list[Tensor | None]
-    statistics: Tensor
-
-
 class HeadStep(_ShardStep):
     """This rank's shard of the output layer in one step: passes S and T.
 
@@ -102,7 +89,7 @@ class HeadStep(_ShardStep):
         assert head is not None
         self._head, self._training, self._is_mean = head, training, is_mean
         self._is_on_last = head.rank == last_rank
-        self._kept: dict[int, _Kept] = {}  # from S to T, by cell
+        self._kept: dict[int, tuple[Any, ...]] = {}  # from S to T, by cell: hidden state, logits, target and more
         self._handed: dict[int, tuple[Tensor, ...]] = {}  # from the last stage to S, on its own rank
         self._gradients: dict[int, Tensor | None] = {}  # from T to the last stage, the same
         self.losses: dict[int, Tensor] = {}  # by cell, on the rank of the last stage
@@ -168,8 +155,8 @@ class HeadStep(_ShardStep):
         logits = self._module(hidden)
         with torch.no_grad():
             found = self._head.statistics(logits.detach(), target)
-        self._kept[cell] = _Kept(hidden, logits, target, scale, named, found)
-        held = sum(kept.logits.numel() * kept.logits.element_size() for kept in self._kept.values())
+        self._kept[cell] = hidden, logits, target, scale, named, found
+        held = sum(kept.numel() * kept.element_size() for _, kept, *_ in self._kept.values())
         self.peak_bytes = max(self.peak_bytes, held)
         return (found,)
 
@@ -178,42 +165,44 @@ class HeadStep(_ShardStep):
 
         Returns the shard's part of the hidden state's gradient.
         """
-        kept = self._kept.pop(cell)
-        everyones = [tensors[0] for tensors in _by_rank((kept.statistics,), self._head.rank, received)]
+        hidden, logits, target, scale, more, statistics = self._kept.pop(cell)
+        everyones = [tensors[0] for tensors in _by_rank((statistics,), self._head.rank, received)]
         with torch.no_grad():
             found = self._head.combine(everyones)
-            counted, scale = (kept.target != self._head.ignore_index).reshape(-1), kept.scale
+            counted = (target != self._head.ignore_index).reshape(-1)
             if self._head.token_loss is not None:
-                scale = self._of_tokens(cell, kept, found)
+                scale = self._of_tokens(cell, target, scale, more, found)
             elif self._is_on_last:
                 total = (self._head.token_losses(found) * counted).sum()
                 self.losses[cell] = total / counted.sum().clamp(min=1) if self._is_mean else total
             if not self._training:
                 return (None,)
-            gradient = self._head.logit_gradients(kept.logits, kept.target, kept.statistics, found, scale)
-        if kept.logits.requires_grad:
-            self._backward(kept.logits, gradient, cell)
+            gradient = self._head.logit_gradients(logits, target, statistics, found, scale)
+        if logits.requires_grad:
+            self._backward(logits, gradient, cell)
         if self._is_on_last:
-            self._gradients[cell] = kept.hidden.grad
-        return (kept.hidden.grad,)
+            self._gradients[cell] = hidden.grad
+        return (hidden.grad,)
 
-    def _of_tokens(self, cell: int, kept: _Kept, found: Statistics) -> Tensor:
+    def _of_tokens(
+        self, cell: int, labels: Tensor, scale: Tensor, more: list[Tensor | None], found: Statistics
+    ) -> Tensor:
         """Notes the losses of tokens, 0 where no target counts; returns the gradient of each one's cross entropy."""
         if not self._training and cell not in self._counts:
-            return kept.scale
-        head, labels = self._head, kept.target
+            return scale
+        head = self._head
         with torch.set_grad_enabled(self._training):
             log_probs = head.log_probs(found, labels).requires_grad_(self._training)
-            values = head.losses_of_tokens(log_probs, labels, kept.more)
+            values = head.losses_of_tokens(log_probs, labels, more)
         if self._is_on_last:
             self.values[cell] = values.detach() if self._counts[cell] else torch.zeros_like(values)
         if not self._training:
-            return kept.scale
+            return scale
         if not values.requires_grad:
             raise ValueError("token_loss returned values that do not require grad, its log-probabilities do")
         (gradient,) = torch.autograd.grad(values, log_probs, torch.ones_like(values))
-        counts = (labels != head.ignore_index) & (kept.scale != 0)
-        return torch.where(counts, -gradient * kept.scale, 0.0).reshape(-1)
+        counts = (labels != head.ignore_index) & (scale != 0)
+        return torch.where(counts, -gradient * scale, 0.0).reshape(-1)
 
     def hidden_gradient(self, cell: int, received: Received) -> tuple[Tensor | None, ...]:
         """The gradient of the last stage's output: the shards' parts, summed in the order of ranks."""
@@ -227,8 +216,8 @@ class HeadStep(_ShardStep):
         return (total.to(present[0].dtype),)
 
 
-class EmbeddingStep(_ShardStep):
-    """This rank's shard of the input embedding in one step: passes E and G.
+class EmbeddingStep(_ShardStep, Source):
+    """This rank's shard of the input embedding in one step: passes E and G, and the first stage's inputs.
 
     Args:
         module: the shard, as it was given to the engine.
@@ -271,19 +260,21 @@ class EmbeddingStep(_ShardStep):
             self._kept[cell] = places, rows
         return places, rows
 
-    def embedded(self, cell: int, received: Received) -> Tensor:
+    def inputs(self, unit: LiveUnit, received: Received) -> tuple[Any, ...]:
         """Input of the first stage: the rows of all shards in their places."""
-        tokens = self._tokens[cell]
+        tokens, cell = self._tokens[unit.cell], unit.cell
         own = self._kept[cell] if self._training else self._kept.pop(cell)
         found = own[1].new_empty(tokens.numel(), own[1].shape[1])
         for places, rows in _by_rank(own, self._shard.rank, received):
             found[places] = rows.detach()
         trains = own[1].requires_grad or any(any(flags) for _, flags in received or ())
-        return found.detach().view(*tokens.shape, -1).requires_grad_(trains and self._training)
+        unit.leaves = (found.detach().view(*tokens.shape, -1).requires_grad_(trains and self._training),)
+        return unit.leaves
 
-    def hand(self, cell: int, gradient: Tensor | None) -> None:
-        """The gradient of what the first stage got, to G on its own rank."""
-        self._handed[cell] = gradient
+    def give_back(self, unit: LiveUnit) -> tuple[Tensor | None, ...]:
+        gradients = unit.input_gradients()
+        self._handed[unit.cell] = gradients[0]
+        return gradients
 
     def gradient(self, cell: int, received: Received) -> None:
         """G(m.s): gradients of the rows of this shard."""
@@ -316,19 +307,3 @@ class ToHead(ToStage):
 
     def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
         return self._head.hidden_gradient(unit.cell, received)
-
-
-class FromEmbedding(Source):
-    """The shards of all ranks, in place of the batch."""
-
-    def __init__(self, embedding: EmbeddingStep) -> None:
-        self._embedding = embedding
-
-    def inputs(self, unit: LiveUnit, received: Received) -> tuple[Any, ...]:
-        unit.leaves = (self._embedding.embedded(unit.cell, received),)
-        return unit.leaves
-
-    def give_back(self, unit: LiveUnit) -> tuple[Tensor | None, ...]:
-        gradients = unit.input_gradients()
-        self._embedding.hand(unit.cell, gradients[0])
-        return gradients

@@ -9,7 +9,6 @@ Lists are by [micro-batch][segment]; micro-batches may have a number of segments
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -205,17 +204,27 @@ def count_targets(
         count: counts one segment's target.
         read: what is asked of the device, and read here.
     """
-    if count is None:
-        return _default_counts(whole, rows, dim, read)
-    split = [
-        [target] if len(sizes) == 1 else split_sequence(target, sizes, dim, f"target of micro-batch {m}")
-        for m, (target, sizes) in enumerate(zip(whole, rows, strict=True))
-    ]
+    asked: list[Any] = []
+    for m, (target, sizes) in enumerate(zip(whole, rows, strict=True)):
+        first: Any = next(iter(tensors_of(target)), None)
+        if count is not None:
+            cut = [target] if len(sizes) == 1 else split_sequence(target, sizes, dim, f"target of micro-batch {m}")
+            asked += map(count, cut)
+        elif first is None and len(sizes) > 1:
+            raise TypeError(
+                f"target is a {type(target).__name__}: give the engine loss=Loss(weight=...), a callable that counts a "
+                "segment's targets"
+            )
+        elif first is None or first.is_floating_point():
+            asked += [1.0] if first is None else map(float, sizes)
+        else:
+            counted = [first != IGNORED] if len(sizes) == 1 else (first != IGNORED).split(list(sizes), dim)
+            asked.append(torch.stack([part.sum() for part in counted]))
     found: list[list[float]] = []
-    read.ask([count(target) for segments in split for target in segments], found.extend)
+    read.ask(asked, found.extend)
     read.read()
-    numbers = iter(found)
-    counts = [[next(numbers) for _ in segments] for segments in split]
+    numbers = iter(found if count is not None else [[number] for several in found for number in several])
+    counts = [[next(numbers) for _ in sizes] for sizes in rows]
     for m, segments in enumerate(counts):
         for s, value in enumerate(segments):
             if len(value) != 1 or not value[0] >= 0.0:
@@ -224,41 +233,6 @@ def count_targets(
                     f"Loss.weight of micro-batch {m}, segment {s} is {text}, must be at least 0, and one number"
                 )
     return [[value for (value,) in segments] for segments in counts]
-
-
-def _default_counts(
-    targets: Sequence[Any], rows: Sequence[Sequence[int]], dim: int, read: StepRead
-) -> list[list[float]]:
-    """All micro-batches' counts of elements that are not -100, by one read of the device."""
-    counts: list[list[float]] = [[] for _ in rows]
-    totals: dict[int, Tensor] = {}  # by micro-batch, up to the end of each of its segments
-    found: list[list[float]] = []
-    for m, (target, sizes) in enumerate(zip(targets, rows, strict=True)):
-        what, target = type(target).__name__, next(iter(tensors_of(target)), None)
-        if target is None and len(sizes) > 1:
-            raise TypeError(
-                f"target is a {what}: give the engine loss=Loss(weight=...), a callable that counts a segment's targets"
-            )
-        if target is None:
-            counts[m] = [1.0]
-        elif target.is_floating_point():
-            counts[m] = [float(size) for size in sizes]
-        else:
-            totals[m] = _totals(target != IGNORED, sizes, dim)
-    read.ask(list(totals.values()), found.extend)
-    read.read()
-    for m, ends in zip(totals, found, strict=True):
-        counts[m] = [end - start for start, end in zip([0.0, *ends[:-1]], ends, strict=True)]
-    return counts
-
-
-def _totals(counted: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
-    """How many of a micro-batch's targets are counted up to the end of each segment."""
-    if len(sizes) == 1:
-        return counted.sum()
-    per_position = counted.movedim(dim, 0).flatten(1).sum(1) if counted.dim() > 1 else counted.long()
-    so_far = per_position.cumsum(0)
-    return torch.stack([so_far[end - 1] for end in accumulate(sizes)])  # indices on the device would be sent there
 
 
 def count_default(target: Any) -> float:

@@ -262,30 +262,6 @@ def test_positions_and_offset() -> None:
         positions(x, dim=3)
 
 
-def test_two_threads_have_their_own_units() -> None:
-    """Ranks that are threads of one process: each sees its own segment."""
-    from threading import Barrier, Thread
-
-    barrier, seen = Barrier(2), {}
-
-    def rank(stage: int) -> None:
-        step = SimulatedStep([3, 2 + stage], stage=stage)
-        with step.unit("F", 0, 0):
-            pass
-        with step.unit("F", 0, 1):
-            barrier.wait()
-            seen[stage] = positions(torch.zeros(1, 2 + stage)).tolist()
-            barrier.wait()
-
-    threads = [Thread(target=rank, args=(stage,)) for stage in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen == {0: [3, 4], 1: [3, 4, 5]}
-    assert token_offset() == 0
-
-
 def test_the_units_of_thread_and_process() -> None:
     """A process's unit is seen from every thread, a thread's own comes first; a second engine is refused."""
     step, other = SimulatedStep([3, 3], scope="process"), SimulatedStep([1, 5], stage=1)

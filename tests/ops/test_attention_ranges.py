@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -182,40 +181,6 @@ def test_blocks_of_other_siblings_are_left_out(isa: str) -> None:
     for name in ("out", "lse", "dq"):
         assert torch.equal(getattr(got, name)[:, :, block:], getattr(clean, name)[:, :, block:])
         assert getattr(got, name)[:, :, :block].isnan().all()
-
-
-def shifted(ranges: Ranges, which: int, by: int) -> Ranges:
-    return [(b, e, row + by * (i == which)) for i, (b, e, row) in enumerate(ranges)]
-
-
-Defect = Callable[[Call, Ranges], tuple[Call, Ranges]]
-DEFECTS: dict[str, Defect] = {
-    "none": lambda call, ranges: (call, ranges),
-    "a range of the row before": lambda call, ranges: (call, shifted(ranges, 1, -1)),
-    "a key more in a range": lambda call, ranges: (
-        call,
-        [(0, ranges[0][1] + 1, ranges[0][2]), (ranges[1][0] + 1, ranges[1][1], ranges[1][2] + 1), *ranges[2:]],
-    ),
-    "two ranges that are exchanged": lambda call, ranges: (
-        call,
-        [(*ranges[0][:2], ranges[1][2]), (*ranges[1][:2], ranges[0][2]), *ranges[2:]],
-    ),
-    "a key too few is kept": lambda call, ranges: (dataclasses.replace(call, kept=call.kept - 1), ranges),
-    "a key too many is kept": lambda call, ranges: (dataclasses.replace(call, kept=call.kept + 1), ranges),
-    "a key too few is shared": lambda call, ranges: (dataclasses.replace(call, shared=call.shared - 1), ranges),
-}
-
-
-@pytest.mark.parametrize("isa", MACHINES)
-@pytest.mark.parametrize("name", DEFECTS)
-def test_defects_are_seen(name: str, isa: str) -> None:
-    """The arguments of the call are wrong by one key, and so must its results be."""
-    call = siblings_call([20, 30], 60, torch.float32)
-    call.kept = 35
-    ranges = [(0, 20, 90), (20, 40, 40), (40, 110, 112)]
-    with instruction_set(isa):
-        got = run(call, ranges, told=DEFECTS[name](call, ranges))
-    assert is_right(got, formula(call), TOLERANCE[torch.float32]) == (name == "none")
 
 
 REFUSED = {

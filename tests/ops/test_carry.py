@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import seq1f1b
-from seq1f1b import Loss, Memory, PipelineEngine
+from seq1f1b import Memory, PipelineEngine
 from seq1f1b.testing import run_ranks
 
 HIDDEN, LENGTH = 6, 17
@@ -105,54 +105,6 @@ def test_state_along_the_sequence(kind, sizes, again):
     found = run_ranks(2, run)[-1]
     assert all(abs(float(a) - float(b)) < 1e-12 for a, b in zip(found, losses, strict=True))
     assert gradient_error({name: p.grad for name, p in whole.named_parameters()}, truth) <= 1e-10
-
-
-@pytest.mark.parametrize("recompute", ["none", "all"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_auxiliary_losses_of_every_stage(reduction, recompute):
-    """A mean over tokens, added per segment, has the gradient of the mean over the micro-batch."""
-
-    class Balanced(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            out = super().forward(x)
-            square = out.square()
-            seq1f1b.add_loss(0.1 * (square.mean() if reduction == "mean" else square.sum()))
-            return out
-
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        error = (output - target).square()
-        return error.mean() if reduction == "mean" else error.sum()
-
-    torch.manual_seed(0)
-    stages = [Balanced(HIDDEN, HIDDEN).double() for _ in range(3)]
-    x, y = torch.randn(4, LENGTH, HIDDEN).double(), torch.randn(4, LENGTH, HIDDEN).double()
-    total = torch.zeros((), dtype=torch.float64)
-    for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
-        for stage in stages:
-            a = F.linear(a, stage.weight, stage.bias)
-            total = total + 0.1 * (a.square().mean() if reduction == "mean" else a.square().sum()) / 2
-        total = total + loss_fn(a, b) / 2
-    total.backward()
-    truth = {f"{i}.{n}": p.grad.clone() for i, stage in enumerate(stages) for n, p in stage.named_parameters()}
-    for stage in stages:
-        stage.zero_grad()
-
-    def run(group):
-        engine = PipelineEngine(
-            stages[group.rank],
-            num_microbatches=2,
-            num_segments=3,
-            segment_sizes=[4, 12, 1],
-            loss_fn=loss_fn,
-            loss=Loss(reduction=reduction),
-            memory=Memory(recompute=recompute),
-            group=group,
-        )
-        engine.step(x, target=y)
-
-    run_ranks(3, run)
-    found = {f"{i}.{n}": p.grad for i, stage in enumerate(stages) for n, p in stage.named_parameters()}
-    assert gradient_error(found, truth) <= 1e-10
 
 
 def test_what_is_no_tensor_is_named():

@@ -7,16 +7,13 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from simulated_step import SimulatedStep
-from slices import full_only
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from seq1f1b.ops import attention
 from seq1f1b.ops.attention import causal_attention, layer_handle, positions
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 4
 WIDTH = HEADS * HEAD_DIM
-LAYERS = 10  # above dynamo's recompile limit of 8: a graph per layer would fail
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
@@ -74,60 +71,6 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_uneven_segments_share_their_graphs(checkpointed: bool) -> None:
-    torch.manual_seed(1)
-    x = torch.randn(2, 40, WIDTH, dtype=torch.float64)
-    blocks = make_blocks(LAYERS)
-    whole = x.clone().requires_grad_()
-    run_blocks(list(blocks), whole).square().sum().backward()
-    expected = {name: p.grad.clone() for name, p in blocks.named_parameters()}
-
-    attention.set_stepping(True)
-    counter = CompileCounterWithBackend("aot_eager")
-
-    def body(block: Block) -> Callable[[Tensor], Tensor]:
-        if not checkpointed:
-            return block.forward
-        return lambda x: torch.utils.checkpoint.checkpoint(block.forward, x, use_reentrant=False)
-
-    compiled = [torch.compile(body(block), fullgraph=True, backend=counter) for block in blocks]
-    for sizes, limit in ([[17, 9, 3, 11], 2], [[5, 4, 31], 2], [[20, 1, 19], 3]):
-        blocks.zero_grad()
-        grad = run_step(compiled, x, sizes)
-        torch.testing.assert_close(grad, whole.grad, rtol=1e-10, atol=1e-10)
-        for name, p in blocks.named_parameters():
-            torch.testing.assert_close(p.grad, expected[name], rtol=1e-10, atol=1e-10)
-        assert counter.frame_count <= limit, f"{counter.frame_count} graphs after segments of {sizes}"
-
-    graphs = counter.frame_count
-    with torch.no_grad():  # another grad mode: evaluation keeps one slot and no activations
-        step = SimulatedStep([13, 22, 5], training=False)
-        outs = []
-        for s in range(3):
-            with step.unit("F", 0, s):
-                outs.append(run_blocks(compiled, x[:, step.slice(s)]))
-        torch.testing.assert_close(torch.cat(outs, dim=1), run_blocks(list(blocks), x), rtol=1e-10, atol=1e-10)
-    assert counter.frame_count <= graphs + 2
-
-
-def test_the_same_code_inside_and_outside_a_step() -> None:
-    """The flag is guarded: a compiled module is plain attention outside a step, and by segments inside."""
-    x = torch.randn(1, 12, WIDTH, dtype=torch.float64)
-    block = make_blocks(1)[0]
-    compiled = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
-    expected = block(x)
-    torch.testing.assert_close(compiled(x), expected, rtol=1e-10, atol=1e-10)
-    attention.set_stepping(True)
-    step, outs = SimulatedStep([5, 7]), []
-    for s in range(2):
-        with step.unit("F", 0, s):
-            outs.append(compiled(x[:, step.slice(s)]).detach())
-    torch.testing.assert_close(torch.cat(outs, dim=1), expected, rtol=1e-10, atol=1e-10)
-    attention.set_stepping(False)
-    torch.testing.assert_close(compiled(x), expected, rtol=1e-10, atol=1e-10)
-
-
 def test_every_option_compiles() -> None:
     leaves = [torch.randn(2, h, 9, 4, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2)]
     leaves.append(torch.randn(4, requires_grad=True))  # sinks
@@ -180,35 +123,3 @@ def test_export_and_fake_tensors() -> None:
             torch.ops.seq1f1b.causal_attention(
                 fakes[0], fakes[1].to("meta"), fakes[2], *(fakes[0].new_empty(0) for _ in range(3)), 1.0, 0, 0.0
             )
-
-
-@pytest.mark.parametrize(
-    "num_ranks, checkpointed, compiled", [(2, False, "blocks"), (2, True, "stage"), *full_only((1, True, "blocks"))]
-)
-def test_an_engine_over_compiled_modules(num_ranks: int, checkpointed: bool, compiled: str) -> None:
-    """Block by block, and a whole stage in one graph."""
-    from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
-
-    from seq1f1b import PipelineEngine
-    from seq1f1b.testing import run_ranks
-
-    config = Config(kv_heads=2, layers=2, checkpoint=checkpointed)
-    tokens, target = batch(config, 2, 23)
-    model = whole_model(config)
-    losses, truth = run_whole(model, tokens, target, 2)
-
-    def run(group: object) -> tuple[list[Tensor], dict[str, Tensor]]:
-        stage = stage_of(model, config, group.rank, num_ranks)
-        for module in stage.blocks.values() if compiled == "blocks" else [stage]:
-            module.compile(fullgraph=True, backend="aot_eager")
-        engine = PipelineEngine(
-            stage, num_microbatches=2, num_segments=4, segment_sizes=[13, 1, 2, 7], loss_fn=cross_entropy, group=group
-        )
-        found = engine.step(tokens if engine.has_first else None, target=target if engine.has_last else None)
-        return found, {name: p.grad for name, p in engine.named_parameters()}
-
-    results = run_ranks(num_ranks, run)
-    gradients = {name: grad for _, found in results for name, grad in found.items()}
-    assert gradient_error(gradients, truth) <= 1e-10
-    for a, b in zip(results[-1][0], losses, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=0)

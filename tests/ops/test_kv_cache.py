@@ -200,29 +200,6 @@ def test_a_unit_that_does_not_fit_the_step(change: dict[str, int], message: str)
 # -- in order ------------------------------------------------------------------------------------------------------
 
 
-def test_slots_are_taken_over() -> None:
-    """Three micro-batches over one slot, and again in the next step."""
-    cache = _C.kv_cache_create()
-    for _ in range(2):
-        run = Run(cache=cache)
-        for m in range(3):
-            run.forwards(m)
-            run.backwards(m)
-            assert_close(run.gradients(m), expected_gradients(m))
-
-
-def test_micro_batches_in_flight_share_no_rows() -> None:
-    """Forwards of one between backwards of the other; one dK/dV slot, since backwards are consecutive."""
-    run = Run(kv_slots=2)
-    run.forwards(0, slot=0)
-    for s in (2, 1, 0):
-        run.forward(1, 2 - s, slot=1)
-        run.backward(0, s, slot=0)
-    run.backwards(1, slot=1)
-    for m in range(2):
-        assert_close(run.gradients(m), expected_gradients(m))
-
-
 def test_a_layer_skipped_in_the_last_segment() -> None:
     """The first contribution to dK/dV stores, whichever segment it comes from: nothing of the micro-batch before."""
 
@@ -266,17 +243,6 @@ def test_a_unit_may_be_tried_again() -> None:
     run.forward(0, 2)
     run.backwards(0)
     assert_close(run.gradients(0), expected_gradients(0))
-
-
-def test_evaluation_frees_its_slot_after_the_last_forward() -> None:
-    step = SimulatedStep(SIZES, training=False)
-    for m in range(3):
-        parts = []
-        for s in range(3):
-            with step.unit("F", m, s):
-                parts.append(causal_attention(*(t[:, :, step.slice(s)] for t in qkv(m)), layer=0))
-        whole = causal_attention(*qkv(m), layer=0)
-        torch.testing.assert_close(torch.cat(parts, dim=2), whole, rtol=1e-10, atol=1e-12)
 
 
 def test_rows_never_written_do_not_leak() -> None:

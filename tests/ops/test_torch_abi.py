@@ -13,7 +13,6 @@ import torch
 from seq1f1b import _C
 
 HERE = Path(__file__).parent
-CSRC = HERE.parents[1] / "csrc"
 BIND = "import ctypes, sys; from seq1f1b import _C; [ctypes.CDLL(p) for p in sys.argv[1:]]; _C.bind_torch()"
 
 
@@ -47,24 +46,6 @@ def test_prototypes_match_the_headers() -> None:
     command = [compiler("g++"), "-std=c++20", "-fsyntax-only", f"-I{include}", source]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-
-
-def test_drift_is_a_compile_error(tmp_path: Path) -> None:
-    """The test above can fail: one argument of another type is found."""
-    text = (CSRC / "torch" / "torch_abi.h").read_text()
-    changed = text.replace(
-        "aoti_torch_get_dim, (AtenTensorHandle, int64_t *)", "aoti_torch_get_dim, (AtenTensorHandle, int *)"
-    )
-    assert changed != text
-    shutil.copytree(CSRC / "core", tmp_path / "csrc" / "core")
-    (tmp_path / "csrc" / "torch").mkdir()
-    (tmp_path / "csrc" / "torch" / "torch_abi.h").write_text(changed)
-    source = tmp_path / "drift.cpp"
-    source.write_text((HERE / "torch_abi_headers.cpp").read_text().replace("../../csrc/", "csrc/"))
-    include = Path(torch.__file__).parent / "include"
-    command = [compiler("g++"), "-std=c++20", "-fsyntax-only", f"-I{include}", source]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert "drift of aoti_torch_get_dim" in done.stderr
 
 
 def test_every_function_is_exported() -> None:

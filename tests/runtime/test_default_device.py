@@ -77,11 +77,6 @@ def test_every_tensor_that_the_package_makes_names_its_device() -> None:
     assert not unnamed, unnamed
 
 
-def test_the_look_sees_a_call_without_a_device(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("def f(x):\n    return torch.zeros(2), torch.ones(2, device=x), torch.Generator()\n")
-    assert factory_calls(tmp_path / "a.py") == [("f", 2), ("f", 2)]
-
-
 # -- what it does ------------------------------------------------------------------------------------------------------
 
 ROWS = [[8, 4], [7]]

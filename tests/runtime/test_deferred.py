@@ -17,13 +17,12 @@ from order_runs import CONFIG, LENGTH, SIZES, few_cases, run_order
 from slices import by_family, full_only
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from wide_products import autograds_sums, wide_products
+from wide_products import wide_products
 
 from seq1f1b import Memory, PipelineEngine, Schedule, build_schedule
 from seq1f1b.runtime import linear
@@ -173,14 +172,6 @@ def test_what_happens_between_layers(between, bias, route):
     assert report.deferred_weights == (0 if route == "one call" else report.fused_weights)
 
 
-@pytest.mark.parametrize("between", [BETWEEN["ReLU in place"], BETWEEN["a slice"]])
-@pytest.mark.parametrize("options", [{}, {"memory": Memory(recompute="all")}], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("schedule", ["seq-zb-h1", partial(build_schedule, "seq1f1b", weights="fill")])
-def test_other_orders_and_recomputation(between, options, schedule):
-    for route in ("W", "both"):
-        compare(Body(between), route, schedule=schedule, **options)
-
-
 class Own(nn.Linear):
     def forward(self, x):
         return 2 * super().forward(x)
@@ -291,15 +282,6 @@ def test_gradients_of_16_bit_products(monkeypatch, make, kind, num_calls, option
     with torch.autocast("cpu", torch.bfloat16) if kind == torch.float32 else nullcontext():
         compare(make().to(kind), route, calls, **options)
     assert calls is None or len(calls) == num_calls
-
-
-def test_gradients_add_up_over_steps():
-    module, (x, target) = mlp().bfloat16(), data(torch.bfloat16)
-    once, _ = step(module)
-    with wide_products():
-        engine = engine_of(module)
-        engine.step(x, target=target)
-    assert gradient_error(of(module), {name: 2 * gradient for name, gradient in once.items()}) <= 1e-2
 
 
 class Head(nn.Module):
@@ -676,53 +658,3 @@ def test_peaks_are_the_plans(name):
         assert stage.gradient_bytes == pytest.approx(stage.planned_gradient_bytes, rel=0.02)
         assert stage.gradient_bytes > 0
         assert stage.activation_bytes == pytest.approx(stage.planned_activation_bytes, rel=0.05)
-
-
-# -- compiled code -----------------------------------------------------------------------------------------------------
-
-
-class Compiled(nn.Module):
-    """Two layers, compiled in one way or another."""
-
-    def __init__(self, how, backend):
-        super().__init__()
-        self.up, self.down = nn.Linear(HIDDEN, 12), nn.Linear(12, HIDDEN)
-        self.apply_to = [lambda up, down, x: down(F.gelu(up(x)))]
-        if how == "module":
-            self.compile(backend=backend)
-        elif how == "forward":
-            self.forward = torch.compile(self.forward, backend=backend)
-        elif how == "method":
-            self.run = torch.compile(self.run, backend=backend)
-        else:
-            self.apply_to = [torch.compile(self.apply_to[0], backend=backend)]
-
-    def run(self, x):
-        return self.apply_to[0](self.up, self.down, x)
-
-    def forward(self, x):
-        return self.run(x)
-
-
-@pytest.mark.parametrize("how", ["module", "forward", "method", "a function that is given the layers"])
-def test_compiled_layers_are_left_alone_and_compiled_once(how):
-    """As many graphs as engines make that add nothing themselves, over steps and evaluations."""
-
-    def graphs():
-        torch._dynamo.reset()
-        counter, (x, target), found = CompileCounterWithBackend("eager"), data(torch.bfloat16), []
-        stage = nn.Sequential(Compiled(how, counter), nn.Linear(HIDDEN, HIDDEN)).bfloat16()
-        engine = engine_of(stage, grad_dtype=None)
-        for _ in range(3):
-            engine.step(x, target=target)
-            engine.eval(x, target=target)
-            found.append(counter.frame_count)
-        assert not any("forward" in vars(layer) for layer in stage.modules() if type(layer) is nn.Linear)
-        return found, engine.report().stages[0].trained_weights
-
-    with wide_products():
-        with_op = graphs()
-    with autograds_sums():
-        assert how.startswith("a function") or with_op == graphs()
-    assert len(set(with_op[0])) == 1
-    torch._dynamo.reset()

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from slices import pairs_of
-from tiny_model import Config, Stage, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor, nn
 
 import seq1f1b
-from seq1f1b import Loss, Memory, PipelineEngine, Schedule, build_schedule
+from seq1f1b import Loss, Memory, PipelineEngine, build_schedule
 from seq1f1b.testing import run_ranks
 
 LENGTH = 16
@@ -403,55 +403,6 @@ def test_16_bit_gradients_are_accumulated_in_fp32():
     assert error(None) > error(torch.float32)
 
 
-def units(*groups: str) -> str:
-    """ "0F 2F" -> every segment of both micro-batches: "[0]F0.0 [0]F0.1 [0]F1.0 [0]F1.1 [2]F0.0 ..."."""
-    orders = {"F": ["0.0", "0.1", "1.0", "1.1"], "B": ["0.1", "0.0", "1.1", "1.0"]}
-    return " ".join(f"[{g[0]}]{g[1]}{u}" for group in groups for g in group.split() for u in orders[g[1]])
-
-
-LOOP = units("0F 2F 2B 0B") + "\n" + units("1F 3F 3B 1B")
-V = units("0F 3F 3B 0B") + "\n" + units("1F 2F 2B 1B")
-MIXED_V = """
-[0]F0.0 [0]F0.1 [3]F0.0 [3]F0.1 [0]F1.0 [3]B0.1 [0]F1.1 [3]B0.0 [0]B0.1 [0]B0.0 [3]F1.0 [3]F1.1 [3]B1.1 [3]B1.0 [0]B1.1 [0]B1.0
-[1]F0.0 [1]F0.1 [2]F0.0 [2]F0.1 [2]B0.1 [2]B0.0 [1]B0.1 [1]B0.0 [1]F1.0 [1]F1.1 [2]F1.0 [2]F1.1 [2]B1.1 [2]B1.0 [1]B1.1 [1]B1.0
-"""  # noqa: E501
-
-
-AUTO = build_schedule(
-    "auto",
-    num_ranks=2,
-    num_microbatches=2,
-    num_segments=2,
-    stages_per_rank=2,
-    options={"costs": ([[9, 8], [9, 8], [9, 8], [12, 9]], 20, 0), "backward": "whole", "placement": "v"},
-).to_text()
-
-
-@pytest.mark.parametrize(
-    ("text", "held"),
-    [(LOOP, [[0, 2], [1, 3]]), (V, [[0, 3], [1, 2]]), (MIXED_V, [[0, 3], [1, 2]]), (AUTO, [[0, 3], [1, 2]])],
-    ids=["loop", "V", "mixed V", "auto"],
-)
-def test_any_checked_order_with_two_stages_per_rank(text, held):
-    config = Config(kv_heads=2)
-    model = whole_model(config)
-    tokens, target = batch(config, 2, LENGTH)
-    losses, truth = run_whole(model, tokens, target, 2)
-    schedule = Schedule.from_text(text)
-    last = next(rank for rank, stages in enumerate(held) if 3 in stages)
-
-    def run(group):
-        stages = [stage_of(model, config, index, 4) for index in held[group.rank]]
-        engine = engine_of(stages, group, 2, 2, schedule=schedule, segment_sizes=[13, 3])
-        return engine.step(tokens, target=target), grads(engine), engine.eval(tokens, target=target)
-
-    results = run_ranks(2, run)
-    check_losses(results[last][0], losses)
-    check_losses(results[last][2], losses)
-    assert results[1 - last][0] == []
-    assert gradient_error(gradients_of(r[1] for r in results), truth) <= 1e-10
-
-
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_frozen_stages_pass_gradients_or_none(recompute):
     config = Config()
@@ -473,15 +424,6 @@ def test_frozen_stages_pass_gradients_or_none(recompute):
             assert bool(own) == (rank not in frozen)
         if found:
             assert gradient_error(found, {name: truth[name] for name in found}) <= 1e-10
-
-
-def test_outside_a_step_the_stage_is_ordinary_torch():
-    config = Config()
-    model = whole_model(config)
-    tokens, _ = batch(config, 1, LENGTH)
-    assert seq1f1b.token_offset() == 0
-    assert torch.equal(seq1f1b.positions(tokens), torch.arange(LENGTH))
-    assert isinstance(model, Stage) and model(tokens).shape == (2, LENGTH, config.vocab)
 
 
 def test_a_fused_projection_is_not_kept_for_its_queries():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,21 +30,22 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("what", "sizes", "limit"),
+    ("what", "sizes", "limit", "checkpoint"),
     [
-        *(("stage", UNEVEN, 2), ("blocks", WITH_ONE, 3)),
-        *full_only(("blocks", UNEVEN, 2), ("stage", WITH_ONE, 3)),
+        *(("stage", UNEVEN, 2, True), ("blocks", WITH_ONE, 3, False)),
+        *full_only(("stage", UNEVEN, 2, False), ("blocks", UNEVEN, 2, False), ("stage", WITH_ONE, 3, False)),
     ],
 )
-def test_graphs_of_training_evaluation_and_outside(what: str, sizes: list[int], limit: int) -> None:
+def test_graphs_of_training_evaluation_and_outside(what: str, sizes: list[int], limit: int, checkpoint: bool) -> None:
     """At most 2 per code and grad mode, 1 more for length 1, whatever the layer, segment or step; numbers are exact."""
-    model = whole_model(CONFIG)
-    tokens, target = batch(CONFIG, M, LENGTH)
+    config = replace(CONFIG, checkpoint=checkpoint)
+    model = whole_model(config)
+    tokens, target = batch(config, M, LENGTH)
     losses, truth = run_whole(model, tokens, target, M)
     with torch.no_grad():
         outputs = model(tokens)
 
-    stage = stage_of(model, CONFIG, 0, 1)
+    stage = stage_of(model, config, 0, 1)
     counter = CompileCounterWithBackend("aot_eager")
     for module in stage.blocks.values() if what == "blocks" else [stage]:
         module.compile(fullgraph=True, backend=counter)
@@ -70,23 +72,6 @@ def test_graphs_of_training_evaluation_and_outside(what: str, sizes: list[int], 
     engine.step(tokens, target=target)
     assert counter.frame_count == before, "a step that was seen before compiled again"
     assert gradient_error({name: p.grad for name, p in stage.named_parameters()}, truth) <= 1e-10
-
-
-def test_lengths_that_change_from_step_to_step_share_graphs() -> None:
-    model = whole_model(CONFIG)
-    stage = stage_of(model, CONFIG, 0, 1)
-    counter = CompileCounterWithBackend("aot_eager")
-    for block in stage.blocks.values():
-        block.compile(fullgraph=True, backend=counter)
-    engine = PipelineEngine(stage, num_microbatches=M, num_segments=3, loss_fn=cross_entropy)
-    for length in (16, 9, 30, 47):
-        tokens, target = batch(CONFIG, M, length)
-        _, truth = run_whole(model, tokens, target, M)
-        for parameter in stage.parameters():
-            parameter.grad = None
-        engine.step(tokens, target=target)
-        assert gradient_error({name: p.grad for name, p in stage.named_parameters()}, truth) <= 1e-10
-    assert counter.frame_count <= 2
 
 
 class Rotary(nn.Module):

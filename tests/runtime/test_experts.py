@@ -157,25 +157,6 @@ def test_an_auxiliary_loss_weighs_as_the_main_one(name: str, ranks: int) -> None
     assert gradient_error(found, expected) <= 1e-12
 
 
-def test_the_sum_of_the_segments_balances_is_another_loss() -> None:
-    """So the test above would see it."""
-    torch.manual_seed(0)
-    stage = Experts(0).double()
-    x = torch.randn(2 * M, LENGTH, HIDDEN).double()
-    truth = whole([stage], x, x)
-
-    class InSegments(Experts):
-        def forward(self, x: Tensor) -> Tensor:
-            out, probabilities, counts = self.route(x)
-            seq1f1b.add_loss(balance(probabilities, counts))
-            return out
-
-    stage.__class__ = InSegments
-    PipelineEngine(stage, num_microbatches=M, num_segments=4, loss_fn=squared).step(x, target=x)
-    found = {f"0.{n}": p.grad for n, p in stage.named_parameters()}
-    assert gradient_error(found, truth) > 1e-4
-
-
 def test_of_is_one_of_two() -> None:
     with pytest.raises(ValueError, match=r"of is 'tokens', must be"):
         seq1f1b.add_loss(torch.zeros(()), of="tokens")

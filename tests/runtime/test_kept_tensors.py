@@ -123,35 +123,6 @@ def test_a_carried_view_in_every_placement(schedule: str, num_ranks: int, per_ra
     run_shifts("slice", schedule, num_ranks, per_rank, **options)
 
 
-class Numbered(nn.Module):
-    """Hands token numbers on beside the hidden state."""
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        return F.one_hot(tokens, HIDDEN).double(), tokens
-
-
-class Counts(nn.Module):
-    """Adds the token number before, which it carries as a view of integers that it received."""
-
-    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
-        before = seq1f1b.carry_in(0, tokens.new_zeros(tokens.shape[0], 1))
-        seq1f1b.carry_out(0, tokens[:, -1:])
-        return x * (1 + torch.cat([before, tokens[:, :-1]], 1).unsqueeze(-1))
-
-
-def test_a_carried_view_of_integers() -> None:
-    tokens = torch.randint(HIDDEN, (M, LENGTH), generator=torch.Generator().manual_seed(0))
-    stages = [Numbered(), Counts()]
-    with torch.no_grad():
-        expected = stages[1](*stages[0](tokens))
-
-    def work(group: Any) -> Any:
-        engine = PipelineEngine(stages[group.rank], num_microbatches=M, num_segments=K, group=group)
-        return engine.eval(tokens, return_outputs=True)[1]
-
-    torch.testing.assert_close(run_ranks(2, work)[-1], expected, rtol=0, atol=0)
-
-
 # -- what hooks, losses and stages keep ------------------------------------------------------------------------------
 
 

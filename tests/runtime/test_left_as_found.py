@@ -183,12 +183,6 @@ def test_an_engine_leaves_all_as_it_was(options, dtype, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_autocast_leaves_all_as_it_was():
-    model = Model(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        run_all(model, lambda: engine_of(model))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_verify_leaves_all_as_it_was(dtype):
     model = Model(dtype).float().to(dtype)

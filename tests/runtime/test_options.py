@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import nn
 
 from seq1f1b import Limits, LoopbackGroup, Loss, Memory, PipelineEngine, Schedule, build_schedule
-from seq1f1b.runtime.arguments import Options, check_int
-from seq1f1b.runtime.parts import Feature, Part
+from seq1f1b.runtime.arguments import Options
 from seq1f1b.testing import run_ranks
 
 CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=2)
@@ -146,13 +144,6 @@ def test_a_callable_builds_plain_steps_and_steps_of_rows(build: Callable[..., Sc
         assert gradient_error(own | others, truth) <= 1e-10
 
 
-def test_whole_backwards_that_fill_are_deferred() -> None:
-    order = build_schedule("seq1f1b", num_ranks=1, num_microbatches=2, num_segments=2, weights="fill")
-    counts = {"num_microbatches": 2, "num_segments": 2, "group": LoopbackGroup(1)[0]}
-    engine = PipelineEngine(nn.Linear(2, 2), schedule=order, loss_fn=lambda y, t: y.mean(), **counts)
-    assert engine.schedule == order.defer_weights() != order
-
-
 def test_callables_that_build_other_orders_of_rows_are_told_apart() -> None:
     """Equal for the engine's own counts, so that only a step of rows can tell; every rank does, and goes on."""
     rows = [[4, 5], [9]]
@@ -178,54 +169,3 @@ def test_callables_that_build_other_orders_of_rows_are_told_apart() -> None:
         engine.step(tokens, target=target, segment_sizes=[[3, 6], [4, 5]])
 
     run_ranks(2, run)
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryWithQuota(Memory):
-    """What a new option is: its field with its check in a group, and whoever reads it."""
-
-    quota: int = dataclasses.field(default=0, metadata={"agree": repr})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_int("Memory.quota", self.quota, 0)
-
-
-class Quota(Feature):
-    """The reader: it gets the engine's options as they are."""
-
-    def __init__(self, stage: Any, options: Any, tier: Any) -> None:
-        self.quota = options.memory.quota
-
-    def begin(self, step: Any) -> Part | None:
-        return None
-
-
-def test_a_new_option_is_a_field_and_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is checked, read, and compared between the ranks, and nothing else lists it."""
-    monkeypatch.setattr("seq1f1b.runtime.runner.FEATURES", (Quota,))
-    with pytest.raises(ValueError, match=r"^Memory\.quota is -1, must be at least 0$"):
-        MemoryWithQuota(quota=-1)
-
-    def made(group: Any, quota: int) -> PipelineEngine:
-        memory = MemoryWithQuota(quota=quota)
-        return PipelineEngine(nn.Linear(2, 2), num_microbatches=1, loss_fn=nn.MSELoss(), memory=memory, group=group)
-
-    def read(group: Any) -> int:
-        (stage,) = made(group, 7)._runner.stages.values()
-        (feature,) = stage.features
-        assert isinstance(feature, Quota)
-        return feature.quota
-
-    assert run_ranks(2, read) == [7, 7]
-
-    def step(group: Any) -> str:
-        batch = torch.zeros(1, 3, 2)
-        with pytest.raises(ValueError) as caught:
-            made(group, group.rank).step(batch, target=batch)
-        return str(caught.value)
-
-    (text, other) = run_ranks(2, step)
-    assert text == other and text.startswith(
-        "MemoryWithQuota.quota differs between the ranks of the pipeline: 0 on rank 0"
-    )

@@ -13,8 +13,8 @@ from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from seq1f1b import PipelineEngine, Schedule, build_schedule
 from seq1f1b.ops.unit import LiveUnit
 from seq1f1b.runtime.features import FEATURES
-from seq1f1b.runtime.parts import Feature, Part, Received, hooks
-from seq1f1b.runtime.stage import Stage, StageStep
+from seq1f1b.runtime.parts import Feature, Part, Received
+from seq1f1b.runtime.stage import StageStep
 from seq1f1b.testing import run_ranks
 
 P, M, K, LENGTH = 2, 3, 2, 8
@@ -121,26 +121,3 @@ def test_a_stage_without_parts_has_nothing_to_call(monkeypatch: pytest.MonkeyPat
 
 
 HOOKS = ("_begin", "_around", "_returned", "_end", "_fill", "_before", "_after")
-
-
-def test_hooks_are_the_methods_that_a_part_has_itself() -> None:
-    class Nothing(Part):
-        pass
-
-    class Ends(Part):
-        def end(self, unit: LiveUnit) -> None:
-            pass
-
-    assert hooks([Part(), Nothing()], "end") == ()
-    part = Ends()
-    assert hooks([Nothing(), part], "end") == (part.end,)
-
-
-def test_features_do_not_hold_their_stage() -> None:
-    """So an engine goes without the garbage collector, with its modules."""
-    engine = PipelineEngine(torch.nn.Linear(2, 2), num_microbatches=1)
-    (stage,) = engine._runner.stages.values()
-    assert len(stage.features) == len(FEATURES)
-    for feature in stage.features:
-        assert not any(isinstance(value, Stage) for value in vars(feature).values()), type(feature).__name__
-    engine.close()

@@ -6,14 +6,12 @@ import copy
 import itertools
 import random
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from order_runs import CONFIG, LENGTH, SIZES, all_cases, few_cases, run_order
 from orders import random_order, with_recomputation
-from processes import run_processes
 from slices import whole
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor, nn
@@ -205,28 +203,6 @@ def test_dropout_of_ranks_that_are_threads() -> None:
 
     for made in run_ranks(3, run):
         assert all(torch.equal(first, again) for each in made.values() for first, again in (each[:2], each[2:]))
-
-
-def two_processes(rank: int, world: int) -> None:
-    found = [with_dropout(None, recompute, rank, world)[1:] for recompute in ("none", "all")]
-    for kept, recomputed in zip(*found, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(kept, recomputed, strict=True))
-    model = whole_model(CONFIG)
-    for name, weights in (("seq1f1b", "planned"), ("seq-zb-h1", "planned"), ("seq1f1b", "fill")):
-        tokens, target = batch(CONFIG, 3, LENGTH)
-        _, truth = run_whole(model, tokens, target, 3)
-        options = {"num_microbatches": 3, "num_segments": 3, "segment_sizes": [1, 7, 5], "loss_fn": cross_entropy}
-        order = partial(build_schedule, name, weights=weights)
-        engine = engine_of(stage_of(model, CONFIG, rank, world), schedule=order, transport="shm", **options)
-        for step in (1, 2):
-            engine.step(tokens, target=target)
-            own = {n: p.grad for n, p in engine.named_parameters()}
-            assert gradient_error(own, {n: step * truth[n] for n in own}) <= 1e-10
-        engine.close()
-
-
-def test_two_processes_over_shared_memory() -> None:
-    run_processes(2, two_processes)
 
 
 # -- with other things -------------------------------------------------------------------------------------------------

@@ -6,14 +6,12 @@ import random
 
 import pytest
 import torch
-from order_runs import CONFIG, LENGTH, SIZES, all_cases, few_cases, run_order, units
+from order_runs import CONFIG, LENGTH, SIZES, all_cases, few_cases, run_order
 from orders import random_order
-from processes import run_processes
-from slices import by_family, whole
-from tiny_model import batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from slices import whole
+from tiny_model import batch, gradient_error, run_whole, whole_model
 
-from seq1f1b import PipelineEngine, build_schedule
-from seq1f1b.schedule import families
+from seq1f1b import build_schedule
 
 GRID = all_cases()
 
@@ -79,43 +77,3 @@ def test_w_anywhere(order):
     for _ in range(2):
         _, again, _ = run_order(model, order, tokens, target, sizes=sizes)
         assert all(torch.equal(gradients[name], again[name]) for name in truth)
-
-
-# -- processes ---------------------------------------------------------------------------------------------------------
-
-# For each family one case of those that two ranks allow: with a steady state if there is one, and few units.
-TWO_RANKS = [
-    min([case for case in own if case[2] > 2 and case[3] > 1] or own, key=units)
-    for own in by_family(case for case in GRID if case[1] == 2)
-]
-
-
-def two_processes(rank, world):
-    model = whole_model(CONFIG)
-    for number, (name, P, M, k, v, uneven) in enumerate(TWO_RANKS):
-        schedule = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
-        if not any(unit.kind == "W" for order in schedule.ranks for unit in order):
-            continue
-        tokens, target = batch(CONFIG, M, LENGTH)
-        _, truth = run_whole(model, tokens, target, M)
-        own = [s for s, owner in enumerate(schedule.rank_of_stage) if owner == rank]
-        engine = PipelineEngine(
-            [stage_of(model, CONFIG, s, schedule.num_stages) for s in own],
-            schedule=schedule.replace(weights=("planned", "fill")[number % 2]),
-            num_microbatches=M,
-            num_segments=k,
-            segment_sizes=SIZES[k] if uneven else None,
-            loss_fn=cross_entropy,
-            transport="shm",
-        )
-        for step in (1, 2):
-            engine.step(tokens, target=target)
-            found = {name: p.grad for name, p in engine.named_parameters()}
-            assert gradient_error(found, {name: step * truth[name] for name in found}) <= 1e-10, (name, M, k, v)
-        assert sum(stage.deferred_weights for stage in engine.report().stages) > 0
-        engine.close()
-
-
-def test_two_processes_over_shared_memory():
-    assert len(TWO_RANKS) == len(families())
-    run_processes(2, two_processes)

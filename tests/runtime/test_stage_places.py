@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,13 +50,6 @@ def stages(count: int) -> list[nn.Module]:
 
 def engine_of(modules: Any, group: Any = None, **options: Any) -> seq1f1b.PipelineEngine:
     return seq1f1b.PipelineEngine(modules, num_microbatches=2, num_segments=2, loss_fn=loss_fn, group=group, **options)
-
-
-def test_stages_say_what_they_are() -> None:
-    made = stages(3)
-    assert [stage.pipeline_place for stage in made] == [(0, 3), (1, 3), (2, 3)]
-    again = copy.deepcopy(made[1])
-    assert again.pipeline_place == (1, 3)
 
 
 # -- ranks as threads meet in their first step -------------------------------------------------------------------------
@@ -122,10 +114,6 @@ def test_stages_that_are_a_whole_model(name: str) -> None:
     given = make()
     losses = run_ranks(2, lambda group: engine_of(given[group.rank], group, **options).step(TOKENS, target=TARGET))
     assert len(losses[0] + losses[1]) == 2
-
-
-def test_one_stage_may_be_verified_alone() -> None:
-    assert seq1f1b.verify_stage(stages(3)[1], torch.randn(2, 8, HIDDEN), show=False).ok
 
 
 @pytest.mark.parametrize("place", [3, (1,), (2, 2), (-1, 2), ("0", 2)])

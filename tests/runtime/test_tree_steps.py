@@ -11,12 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from processes import run_processes
-from replicas import wrap
-from tiny_model import Stage, cross_entropy, full_gradient, gradient_error, stage_of, whole_model
+from tiny_model import Stage, cross_entropy, gradient_error, stage_of, whole_model
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import init_device_mesh
 from tree_runs import (
     CONFIG,
     TWO_STAGES,
@@ -91,15 +88,6 @@ SLICE = [
 @pytest.mark.parametrize(("schedule", "num_ranks", "options"), SLICE)
 def test_every_path_alone(schedule: str, num_ranks: int, options: dict[str, Any]) -> None:
     check(schedule, num_ranks, 0, **options)
-
-
-@pytest.mark.parametrize("parents", [[-1, 0, 1, 0], [-1, 0, 0, 1], [-1, 0, 1, 2]])
-def test_another_tree_is_another_gradient(parents: list[int]) -> None:
-    """The comparison would tell a segment that follows another one, or the one before it."""
-    trees = Trees([[3, 2, 4, 2]], [[-1, 0, 0, 0]])
-    tokens, targets = data_of(trees)
-    truth = run_paths(whole_model(CONFIG), Trees(trees.sizes, [parents]), tokens, targets)[1]
-    assert gradient_error(train("seq1f1b", 1, [(trees, tokens, targets)])[1], truth) > 1e-3
 
 
 @pytest.mark.parametrize(("schedule", "units"), [("gpipe", None), ("seq1f1b", lambda unit: unit.segment % 2 == 0)])
@@ -305,33 +293,6 @@ def test_a_vocabulary_over_the_ranks(embeds: bool, token_loss: Any) -> None:
         torch.testing.assert_close(own, wanted, rtol=0, atol=TOLERANCE)
     shared = {name: torch.cat([first[name], last[name]]) for name in first if name in last}
     assert gradient_error(first | last | shared, truth) <= TOLERANCE
-
-
-def replicas(rank: int, world: int) -> None:
-    """Two replicas of two stages in processes, each with trees of its own."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
-    replica, index = divmod(rank, 2)
-    shapes = [random_trees(random.Random(seed), 3, 6) for seed in (1, 2)]
-    data = [data_of(trees, seed) for seed, trees in enumerate(shapes)]
-    total = float(sum(int((target != -100).sum()) for _, targets in data for target in targets))
-    model, truth = whole_model(CONFIG), {}
-    for trees, (tokens, targets) in zip(shapes, data, strict=True):
-        gradients = run_paths(model, trees, tokens, targets, total=total)[1]
-        truth = {name: gradient + truth.get(name, 0.0) for name, gradient in gradients.items()}
-    for kind in ("ddp", "fsdp"):
-        stage = wrap(kind, stage_of(model, CONFIG, index, 2), mesh.get_group("data"), mesh["data"])
-        group = mesh.get_group("pipeline")
-        engine = PipelineEngine(stage, num_microbatches=1, loss_fn=cross_entropy, group=group)
-        trees, (tokens, targets) = shapes[replica], data[replica]
-        for _ in range(2):
-            engine.step(tokens, target=targets, segment_sizes=trees.sizes, parents=trees.parents, loss_weight=total)
-        own = {name: full_gradient(p.grad) for name, p in engine.named_parameters()}
-        assert gradient_error(own, {name: 2 * truth[name] for name in own}) <= TOLERANCE, kind
-        engine.close()
-
-
-def test_replicas_with_trees_of_their_own() -> None:
-    run_processes(4, replicas)
 
 
 @pytest.mark.full
