@@ -62,7 +62,7 @@ class Family:
         options: Mapping[str, Any],
         parents: Sequence[Sequence[int] | None] | None = None,
     ) -> tuple[Any, ...]:
-        """What the core builds from: counts, options by number, the segments of micro-batches and what they follow."""
+        """Returns the arguments of the core: counts, options by number, segments of micro-batches and their parents."""
         num_ranks, num_microbatches, segments, stages_per_rank = counts
         of_all = None if parents is None else _parents_of_all(num_microbatches, segments, parents)
         rows: array[int] | None = None

@@ -104,7 +104,7 @@ def pass_seconds(order: Schedule, costs: Costs) -> array[float]:
 
 
 def seconds_per_byte(order: Schedule, links: Links) -> array[float]:
-    """What bandwidths leave of a second for a byte, by pair of neighbouring stages."""
+    """Returns the seconds of a byte between each pair of neighbouring stages."""
     given = flat(order, "bandwidth", _C.PER_PAIR, float("inf") if links.bandwidth is None else links.bandwidth)
     for value in given:
         if not value > 0:

@@ -73,7 +73,7 @@ def facts() -> dict[str, Any]:
     """Names, rules, colours, and the costs of models on a machine."""
     return {
         "families": list(map(asdict, families())),
-        "options": [name for name, _ in _C.FAMILY_OPTIONS],  # in the core's order
+        "options": [name for name, *_ in _C.FAMILY_OPTIONS],  # in the core's order
         "holdings": [row.name for row in _C.HOLDINGS],
         "style": style.page_facts(),
         "presets": {name: preset(*given) for name, given in PRESETS.items()},

@@ -6,10 +6,9 @@ to the ranks that hold the same: losses and outputs to the last stage's, each gr
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -37,7 +36,7 @@ from seq1f1b.runtime.verify_runs import (
 )
 from seq1f1b.schedule import build_schedule
 from seq1f1b.transport import LoopbackGroup, RankGroup
-from seq1f1b.transport.values import pack
+from seq1f1b.transport.values import pack, sendable
 
 __all__: list[str] = []
 
@@ -376,32 +375,51 @@ def _refusal(runner: Runner, model: Any) -> str:
     return ""
 
 
+@sendable
+@dataclass(frozen=True)
+class _Sent:
+    """A tensor in a value that one rank sends to another; its bytes follow in one message with those of the others."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def tensor(self, data: Tensor) -> Tensor:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return data.clone().view(dtype).view(self.shape)
+
+
 def _sent(group: RankGroup, value: Any, source: int, destination: int) -> Any:
     """A value with tensors of one rank on another, there on the CPU; None on the others. Collective.
 
     Raises:
-        ValueError: the value holds something else than tensors and plain values; on every rank.
+        ValueError: the value holds something else than tensors and what ranks tell each other; on every rank.
     """
     if source == destination:
         return value if group.rank == source else None
-    file, text = io.BytesIO(), ""
+    told, text, parts = None, "", list[Tensor]()
+
+    def sent(tensor: Tensor) -> _Sent:
+        parts.append(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
+        return _Sent(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
     if group.rank == source:
+        told = mapped(value, sent)
         try:
-            pack(mapped(value, lambda _: None))
-            torch.save(mapped(value, lambda tensor: tensor.detach().cpu().clone()), file)
+            pack(told)
         except TypeError as error:
-            text = f"target or kwargs of rank {source} cannot go to rank {destination}: {error}"
-    size, text = group.all_gather_object([len(file.getbuffer()), text])[source]
+            told, text = None, f"target or kwargs of rank {source} cannot go to rank {destination}: {error}"
+    told, sizes, text = group.all_gather_object([told, list(map(len, parts)), text])[source]
     if text:
         raise ValueError(text)
     if group.rank == source:
-        data = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+        data = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts])
         group.exchange(data, [destination], [], data)
     if group.rank != destination:
         return None
-    place = torch.empty(size, dtype=torch.uint8, device="cpu")
-    arrived = group.exchange(None, [], [source], place)[source]
-    return torch.load(io.BytesIO(arrived.numpy().tobytes()))
+    place = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+    arrived = iter(torch.split(group.exchange(None, [], [source], place)[source], sizes))
+    return mapped(told, lambda each: each.tensor(next(arrived)), _Sent)
 
 
 def _joined(own: Any, theirs: Any) -> Any:

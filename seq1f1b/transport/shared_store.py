@@ -1,4 +1,4 @@
-"""What ranks write for each other into the store of their process group."""
+"""Values that ranks write for each other into the store of their process group."""
 
 from __future__ import annotations
 
