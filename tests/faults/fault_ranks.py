@@ -282,8 +282,9 @@ class Rank:
         calls = CALLS_OF[fault.place]
         call = calls[fault.choice % len(calls)]
         error = ERRORS.get(call) or ("EIO" if fault.choice % 2 else "ENOSPC" if call == "write" else "EMFILE")
+        number = fault.choice // 7 % (2 if fault.place in ("step", "eval") else 6)  # a step makes few calls
         ctypes.CDLL(None).failing_calls_arm(
-            ctypes.c_int(CALLS[call]), ctypes.c_long(fault.choice // 7 % 6), ctypes.c_int(getattr(errno, error))
+            ctypes.c_int(CALLS[call]), ctypes.c_long(number), ctypes.c_int(getattr(errno, error))
         )
 
     def slow_down(self, fault: Fault) -> None:
