@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from seq1f1b import _C
@@ -73,22 +74,19 @@ def flat(order: Counts | Schedule, name: str, per: int, given: Any, code: str = 
         counts = lengths[-1] if isinstance(lengths[-1], tuple) else lengths[-1:]
         stages = order.num_stages if per == _C.PER_CELL else 1
         return numbers(name, code, [given]) * (stages * sum(counts))
-    found: list[Any] = []
-
-    def read(items: Any, *place: int) -> None:
-        where = "".join(map("[{}]".format, place)) or "it"
-        if not hasattr(items, "__len__"):
-            raise ValueError(f"{name} must be a number or {form}: {where} is a number")
-        values, wanted = list(items), lengths[len(place)]
-        if len(values) != (wanted[place[-1]] if isinstance(wanted, tuple) else wanted):
-            raise ValueError(f"{name} must be a number or {form}: {where} holds {len(values)}")
-        if len(place) + 1 == len(lengths):
-            found.extend(values)
-        else:
-            for i, value in enumerate(values):
-                read(value, *place, i)
-
-    read(given)
+    found: list[Any] = [given]
+    above: list[int] = []
+    for wanted in lengths:
+        right = wanted * (len(found) // len(wanted)) if isinstance(wanted, tuple) else (wanted,) * len(found)
+        for i, (items, length) in enumerate(zip(found, right, strict=True)):
+            if getattr(items, "__len__", int)() != length:
+                place = ""
+                for count in reversed(above):
+                    i, place = i // count, f"[{i % count}]{place}"
+                holds = f"holds {len(items)}" if hasattr(items, "__len__") else "is a number"
+                raise ValueError(f"{name} must be a number or {form}: {place or 'it'} {holds}")
+        found = list(chain.from_iterable(found))
+        above += [wanted] if isinstance(wanted, int) else []
     return numbers(name, code, found)
 
 
