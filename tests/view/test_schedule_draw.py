@@ -60,7 +60,7 @@ def test_text(name: str) -> None:
     (run, width), text = TEXTS[name]
     assert run.to_text(width) == text
     if "1f1b" in name:  # the page shows what is printed, to a time of its own
-        assert "\n".join(text.splitlines()[:-1]) in (ROOT / "docs/how-to/timeline.md").read_text()
+        assert "\n".join(text.splitlines()[:-1]) in (ROOT / "docs/how-to/slow-step.md").read_text()
 
 
 def test_labels_shrink_with_the_width() -> None:
