@@ -2,6 +2,7 @@
 #include "group.h"
 #include "group_block.h"
 
+#include <stdio.h>
 #include <string.h>
 
 static uint64_t position_in(uint32_t epoch, uint32_t round)
@@ -50,8 +51,13 @@ static s1f_status take(s1f_group *group, int32_t rank, uint64_t position, uint32
 static s1f_status find_why(s1f_group *group, int32_t rank, int32_t recovering)
 {
     s1f_failure failure;
-    if (!recovering)
-        return s1f_group_check(group);
+    if (!recovering) {
+        S1F_TRY(s1f_group_check(group));
+        snprintf(failure.text, sizeof failure.text,
+                 "rank %d has left the step, to meet all ranks again (waiting for all ranks to meet)", (int)rank);
+        s1f_group_fail(group, rank, failure.text);
+        return s1f_fail(S1F_ERR_PEER, "%s", failure.text);
+    }
     if (s1f_group_passed(group, group->turn, &failure))
         return s1f_fail(S1F_ERR_PEER, "rank %d ended the step: %s", (int)failure.rank, failure.text);
     return s1f_fail(S1F_ERR_PEER, "rank %d did not meet the others", (int)rank);

@@ -103,8 +103,8 @@ int s1f_group_is_spoiled(const s1f_group *group);
 /* For ranks of a host that have a block each: memory that they all map, zero at first, borrowed. */
 void s1f_group_share_spoiled(s1f_group *group, s1f_spoiled *spoiled);
 
-/* Every rank gives `bytes` <= S1F_GATHER_BYTES and gets everyone's: out[rank * S1F_GATHER_BYTES], out_bytes[rank], 0 of
- * a rank that meets in a later epoch and gave nothing to this round. (epoch, round) is the same on all ranks and rises;
+/* Every rank gives `bytes` <= S1F_GATHER_BYTES and gets everyone's: out[rank * S1F_GATHER_BYTES], out_bytes[rank].
+ * S1F_ERR_PEER where a rank meets in a later epoch already: what it gave to this round is gone. (epoch, round) is the same on all ranks and rises;
  * rounds of an epoch count from 0. Needs a block that all ranks share. recovering: the ranks meet in the step that is
  * the epoch's number, and a failure of an earlier one does not end the wait: S1F_ERR_PEER once a rank has passed the
  * step. hangup_fds[num_ranks]: as of an arena end, or NULL. Blocks. */

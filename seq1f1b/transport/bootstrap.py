@@ -11,10 +11,10 @@ import torch.distributed as dist
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import address_space
 from seq1f1b.transport.group import ARENA_BYTES, RankGroup
-from seq1f1b.transport.handshake import Handshake
+from seq1f1b.transport.handshake import Handshake, share_on_host
 from seq1f1b.transport.loopback import LoopbackGroup
+from seq1f1b.transport.processes import ProcessRank
 from seq1f1b.transport.rendezvous import SETUP_TIMEOUT, Rendezvous, last_attempt, refuse
-from seq1f1b.transport.shm import ShmRank, share_on_host
 from seq1f1b.transport.store import StoreRank
 
 
@@ -94,7 +94,7 @@ def _connect(rendezvous: Rendezvous, process_group: Any, transport: str, timeout
     one_host = not any(unmet)
     if one_host and transport != "c10d":
         block = share_on_host(rank, connections, _C.group_block_bytes(size))
-        return ShmRank(rank, size, process_group, block, connections, arena_bytes)
+        return ProcessRank(rank, size, process_group, connections, arena_bytes, block)
     if transport == "c10d":
         for connection in connections.values():
             connection.close()

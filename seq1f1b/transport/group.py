@@ -23,9 +23,7 @@ ARENA_BYTES = _C.ARENA_BYTES
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _C.DTYPES)
 """The position of a type is its code in C."""
 
-
 _SWAPS = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-_ROUND = struct.Struct("qq")  # before what a rank gives to a gather: epoch and round
 
 
 def place_tensor(owner: object, address: int, dtype: int, sizes: tuple[int, ...], gpu: int = -1) -> Tensor:
@@ -397,21 +395,15 @@ class RankGroup(OfOneProcess, ABC):
     # -- small collectives: control values, not data
 
     def _gather_round(self, data: bytes, recovering: bool) -> list[bytes]:
-        head = _ROUND.pack(self._epoch, self._round)
         self._round += 1
         fds = array("i", self._hangup_fds())
         try:
-            everyones = _C.group_gather(self.group, self._epoch, self._round - 1, recovering, head + data, fds)
+            return _C.group_gather(self.group, self._epoch, self._round - 1, recovering, data, fds)
         except _C.PipelineError as error:
             passed = _C.group_passed(self.group, self.step) if recovering else None
             if passed is None:
                 raise
             raise self._will_not_meet(Failure(*passed)) from error
-        for rank, given in enumerate(everyones):
-            if not given.startswith(head):  # it meets in a later epoch already: what it gave to this one is gone
-                text = f"rank {rank} has left the step, to meet all ranks again (waiting for all ranks to meet)"
-                raise self._failure(rank, text)
-        return [given[_ROUND.size :] for given in everyones]
 
     def _hangup_fds(self) -> list[int]:
         return [-1] * self.size
@@ -419,13 +411,12 @@ class RankGroup(OfOneProcess, ABC):
     def _gather(self, data: bytes, recovering: bool = False) -> list[bytes]:
         """Everyone's bytes, of any length: the first round carries the lengths."""
         head = struct.calcsize("q")
-        whole_room = _C.GATHER_BYTES - _ROUND.size
-        room = whole_room - head
+        room = _C.GATHER_BYTES - head
         parts = self._gather_round(struct.pack("q", len(data)) + data[:room], recovering)
         lengths = [struct.unpack_from("q", part)[0] for part in parts]
         whole = [bytearray(part[head:]) for part in parts]
-        for start in range(room, max(lengths), whole_room):
-            more = self._gather_round(data[start : start + whole_room], recovering)
+        for start in range(room, max(lengths), _C.GATHER_BYTES):
+            more = self._gather_round(data[start : start + _C.GATHER_BYTES], recovering)
             for body, part in zip(whole, more, strict=True):
                 body += part
         return [bytes(body) for body in whole]

@@ -9,7 +9,8 @@ import socket
 import struct
 from collections.abc import Sequence
 
-from seq1f1b.transport.descriptors import accept
+from seq1f1b import _C
+from seq1f1b.transport.descriptors import accept, mapping, memory, receive
 
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"{_TOKEN_BYTES}sq")  # token of whom is greeted, rank of who greets
@@ -113,3 +114,20 @@ class Handshake:
             return None
         connection.settimeout(self.timeout_s)
         return rank if hmac.compare_digest(token, self.token) and rank in expected else None
+
+
+def share_on_host(rank: int, connections: dict[int, socket.socket], size: int) -> object:
+    """Memory of all ranks of a host, which the first of them makes. Each has a connection to each."""
+    first = min([rank, *connections])
+    if rank == first:
+        made = memory(size)
+        for connection in connections.values():
+            socket.send_fds(connection, [b"b"], [made.number])
+        return mapping(made, size)
+    try:
+        _, handed = receive(connections[first], 1)
+    except ConnectionError as error:
+        raise _C.PipelineError(f"rank {first} left during set-up: {error}") from error
+    if handed is None:
+        raise _C.PipelineError(f"rank {first} left during set-up")
+    return mapping(handed, size)

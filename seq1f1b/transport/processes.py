@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import socket
+import struct
 import sys
 import threading
 import time
@@ -18,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seq1f1b import _C
-from seq1f1b.transport.group import RankGroup
+from seq1f1b.transport.descriptors import edge_memory, mapping, receive
+from seq1f1b.transport.group import Edge, RankGroup
 from seq1f1b.transport.workers import FOREVER, Worker, first_line
 
 _open_groups: weakref.WeakSet[ProcessRank] = weakref.WeakSet()
@@ -73,27 +75,64 @@ _EXCHANGE_TAGS = 1 << 30  # from here on, so many less one, that of the set-up; 
 _EXCHANGE = "gradients of tied parameters"
 
 
+_ARENA = struct.Struct("qqqq")  # source stage, destination stage, channel, bytes
+
+
 class ProcessRank(RankGroup):
-    """A rank that is a process of a torch process group.
+    """A rank that is a process of a torch process group, as are its peers, all of one host unless a subclass says more.
 
     Args:
         connections: sockets to the ranks of the same host, by rank.
+        block: memory that all ranks share.
+        spoiled: memory of all ranks of this host, where it is not in the block: by it they tell of steps in which what
+            they sent is worth nothing.
     """
 
     def __init__(
         self,
         rank: int,
         size: int,
-        group: object,
         process_group: Any,
         connections: dict[int, socket.socket],
-        *,
         arena_bytes: int,
-        local_size: int,
+        block: object,
+        spoiled: object | None = None,
     ) -> None:
-        super().__init__(rank, size, group, arena_bytes=arena_bytes, local_size=local_size)
+        group = _C.group_create(block, size, rank, *([] if spoiled is None else [spoiled]))
+        super().__init__(rank, size, group, arena_bytes=arena_bytes, local_size=1 + len(connections))
         self.process_group, self._connections = process_group, connections
         _open_groups.add(self)
+
+    # -- edges in memory that two processes of a host share
+
+    def transport_to(self, peer_rank: int) -> str:
+        return "shm"
+
+    def _hangup_fds(self) -> list[int]:
+        return [self._connections[rank].fileno() if rank in self._connections else -1 for rank in range(self.size)]
+
+    def _open_end(self, edge: Edge, peer_rank: int, is_receiver: bool, text: str) -> object:
+        """The receiver makes the memory, and hands the descriptor to the sender."""
+        connection = self._connections[peer_rank]
+        try:
+            if is_receiver:
+                made, arena, size = edge_memory(self.arena_bytes)
+                socket.send_fds(connection, [_ARENA.pack(*edge, size)], [made.number])
+                return _C.arena_end(self.group, arena, connection.fileno(), peer_rank, is_receiver, text)
+            data, handed = receive(connection, _ARENA.size)
+        except OSError as error:
+            raise _C.PipelineError(f"{text}: rank {peer_rank} did not open its end: {error}") from error
+        if handed is None:
+            raise _C.PipelineError(f"{text}: rank {peer_rank} left while the edges were opened")
+        *found, size = _ARENA.unpack(data)
+        if found != [*edge]:
+            raise _C.PipelineError(
+                f"{text}: rank {peer_rank} opened the edge of stage {found[0]} to {found[1]} instead; "
+                "all ranks must open their edges in one order"
+            )
+        return _C.arena_end(self.group, mapping(handed, size), connection.fileno(), peer_rank, is_receiver, text)
+
+    # -- gradients of tied parameters
 
     def _exchange_tag(self) -> int:
         return _EXCHANGE_TAGS + self._exchanges % (_EXCHANGE_TAGS - 1)
@@ -133,3 +172,10 @@ class ProcessRank(RankGroup):
         """Lets go of the process group, too: ``destroy_process_group`` ends its threads once nobody holds it."""
         super().close()
         self.process_group = None
+        _C.group_progress(self.group, "close()")
+        self._say_farewell()
+        for connection in self._connections.values():
+            connection.close()
+
+    def _say_farewell(self) -> None:
+        """Before the connections end, which others take for this rank's death."""

@@ -17,7 +17,6 @@ from seq1f1b.transport.group import Edge, Failure
 from seq1f1b.transport.processes import ProcessRank
 from seq1f1b.transport.relay import C10dRelay, Lifeline
 from seq1f1b.transport.rendezvous import Rendezvous
-from seq1f1b.transport.shm import open_shm_end
 from seq1f1b.transport.values import pack, unpack
 from seq1f1b.transport.workers import Worker, first_line
 
@@ -45,7 +44,6 @@ class StoreRank(ProcessRank):
     Args:
         rendezvous: its store, and the worker that talks to that, which is closed with this rank; its attempt is a
             number that no other pipeline of this process group has.
-        spoiled: memory of all ranks of this host, by which they tell of steps in which what they sent is worth nothing.
     """
 
     def __init__(
@@ -57,10 +55,8 @@ class StoreRank(ProcessRank):
         spoiled: object | None,
     ) -> None:
         rank, size, self._generation = rendezvous.rank, rendezvous.size, rendezvous.attempt
-        block_bytes = _C.group_block_bytes(size)
-        group = _C.group_create(private_mapping(block_bytes), size, rank, *([] if spoiled is None else [spoiled]))
-        local_size = 1 + len(connections)
-        super().__init__(rank, size, group, process_group, connections, arena_bytes=arena_bytes, local_size=local_size)
+        block = private_mapping(_C.group_block_bytes(size))
+        super().__init__(rank, size, process_group, connections, arena_bytes, block, spoiled)
         self._worker, self._store = rendezvous.worker, rendezvous.store
         self._relays: dict[Edge, C10dRelay] = {}
         self._beginner: Worker | None = None  # of the relays
@@ -341,7 +337,7 @@ class StoreRank(ProcessRank):
 
     def _open_end(self, edge: Edge, peer_rank: int, is_receiver: bool, text: str) -> object:
         if peer_rank in self._connections:
-            return open_shm_end(self, self._connections[peer_rank], edge, peer_rank, is_receiver, text)
+            return super()._open_end(edge, peer_rank, is_receiver, text)
         # Tags of their own per pipeline: receives that an earlier one on this process group left behind after a failure
         # never match.
         first_tag = self._generation * _TAGS
@@ -387,7 +383,9 @@ class StoreRank(ProcessRank):
             with contextlib.suppress(RuntimeError):
                 self._drain_with_neighbours(min(self.timeout_s, 5.0))
         super().close()
-        _C.group_progress(self.group, "close()")
+
+    def _say_farewell(self) -> None:
+        failed = _C.group_failure(self.group) is not None
         self._begun[self.rank] = self.step + 1  # which it never ends: whoever comes there waits in vain
         limit_s = 1.0 if failed else min(self.timeout_s, 30.0)
         with contextlib.suppress(RuntimeError):
@@ -417,5 +415,3 @@ class StoreRank(ProcessRank):
         self._relays.clear()
         if self._beginner is not None:
             self._beginner.close()
-        for connection in self._connections.values():
-            connection.close()

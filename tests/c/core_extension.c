@@ -261,31 +261,6 @@ static PyObject *attention_set_isa(PyObject *Py_UNUSED(module), PyObject *argume
     return PyArg_ParseTuple(arguments, "z", &name) ? none(core->s1f_attention_set_isa(name)) : NULL;
 }
 
-/* Splits work among as many workers as it may, the last one first. */
-static void from_the_end(int64_t begin, int64_t end, int64_t Py_UNUSED(grain), s1f_parallel_body body, void *context)
-{
-    for (int64_t i = end; i > begin; i--)
-        body(i - 1, i, context);
-}
-
-static PyObject *attention(PyObject *Py_UNUSED(module), PyObject *arguments)
-{
-    PyObject *address;
-    int backward, num_threads;
-    if (!PyArg_ParseTuple(arguments, "Opi", &address, &backward, &num_threads))
-        return NULL;
-    const s1f_attention_args *args = PyLong_AsVoidPtr(address);
-    s1f_attention_context context = {.parallel_for = from_the_end, .num_threads = num_threads};
-    if (args == NULL)
-        return NULL;
-    return none(backward ? core->s1f_attention_backward(args, &context) : core->s1f_attention_forward(args, &context));
-}
-
-static PyObject *attention_args_bytes(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(nothing))
-{
-    return PyLong_FromSize_t(sizeof(s1f_attention_args));
-}
-
 /* -- programs ------------------------------------------------------------------------------------------------------ */
 
 static PyObject *program_instructions(PyObject *Py_UNUSED(module), PyObject *arguments)
@@ -328,9 +303,6 @@ static PyMethodDef methods[] = {
      "current_unit_clear(scope, finished=True): ends the unit; a failed one is not finished."},
     {"attention_set_isa", attention_set_isa, METH_VARARGS,
      "attention_set_isa(name): forces an instruction set; None: the fastest."},
-    {"attention", attention, METH_VARARGS,
-     "attention(address of s1f_attention_args, backward, num_threads): the kernels themselves."},
-    {"attention_args_bytes", attention_args_bytes, METH_NOARGS, "Size of s1f_attention_args."},
     {"program_instructions", program_instructions, METH_VARARGS,
      "program_instructions(program, rank) -> [(opcode, edge, unit, place, kv_slot, grad_slot, sequence)]"},
     {NULL, NULL, 0, NULL},

@@ -447,6 +447,18 @@ static void test_refusals(void)
     REFUSED(args.window = -1);
     REFUSED(args.softcap = -1);
     REFUSED(args.softcap = NAN);
+    REFUSED(args.kept_kv_grads = -1);
+    REFUSED(args.kept_kv_grads = 5);
+    REFUSED(args.shared_keys = -1);
+    REFUSED((args.q_start = 1, args.segment_len = 3, args.shared_keys = 2));
+    REFUSED((args.q_start = 1, args.segment_len = 3, args.shared_keys = 1, args.window = 2));
+    float slopes[4] = {0};
+    REFUSED((args.q_start = 1, args.segment_len = 3, args.shared_keys = 1, args.slopes = slopes));
+    /* None; not from key 0 on; a gap; no key; a negative row; too few keys; keys of the segment in two ranges. */
+    static const s1f_key_range wrong[][2] = {{{0, 4, 0}},  {{1, 4, 0}}, {{0, 1, 0}, {2, 4, 2}}, {{0, 1, 0}, {1, 1, 2}},
+                                             {{0, 4, -1}}, {{0, 3, 0}}, {{0, 2, 0}, {2, 4, 2}}};
+    for (int32_t i = 0; i < 7; i++)
+        REFUSED((args.ranges = wrong[i], args.num_ranges = i == 0 ? 0 : wrong[i][1].row > 0 ? 2 : 1));
     char tight[64];
     s1f_attention_context context = {.scratch = tight, .scratch_bytes = 1};
     check(s1f_attention_ref_forward(&good, &context) == S1F_ERR_ARG, "scratch too small: truth forward");

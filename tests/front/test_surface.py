@@ -95,28 +95,20 @@ def default_of(module: str, node: ast.expr | None) -> str:
 
 def signature(module: str, node: ast.FunctionDef) -> str:
     """The arguments without self and what comes back, as they stand in the source but on one line."""
-    given, parts = node.args, []
-    plain = [*given.posonlyargs, *given.args]
-    defaults: list[ast.expr | None] = [*[None] * (len(plain) - len(given.defaults)), *given.defaults]
-    for place, (argument, default) in enumerate(zip(plain, defaults, strict=True)):
-        parts.append(text_of(module, argument) + default_of(module, default))
-        if given.posonlyargs and place == len(given.posonlyargs) - 1:
-            parts.append("/")
+    lines = source(module)[0][node.lineno - 1 : max(node.lineno, node.body[0].lineno - 1)]
+    head = " ".join(b" ".join(line.partition(b"#")[0] for line in lines).decode().split())
+    found = re.fullmatch(r"def \w+\( ?(.*?),? ?\)( -> .*?)?:( \.\.\.)?", head)
+    assert found is not None, head
+    arguments, returned = found[1], found[2] or ""
     decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
-    if plain and plain[0].arg in ("self", "cls") and "staticmethod" not in decorators:
-        del parts[0]
-    if given.vararg or given.kwonlyargs:
-        parts.append("*" + (text_of(module, given.vararg) if given.vararg else ""))
-    for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
-        parts.append(text_of(module, argument) + default_of(module, default))
-    if given.kwarg:
-        parts.append("**" + text_of(module, given.kwarg))
-    returned = f" -> {text_of(module, node.returns)}" if node.returns and node.name != "__init__" else ""
     if any(decorator.split(".")[-1] in ("property", "cached_property") for decorator in decorators):
         return returned
     kind = {"classmethod": " of the class", "staticmethod": " without an object"}
     said = "".join(kind.get(decorator, "") for decorator in decorators)
-    return f"({', '.join(parts)}){returned}{',' if said else ''}{said}"
+    if "staticmethod" not in decorators:
+        arguments = re.sub(r"^(self|cls)(, )?", "", arguments)
+    returned = "" if node.name == "__init__" else returned
+    return f"({arguments}){returned}{',' if said else ''}{said}"
 
 
 def members(module: str, node: ast.ClassDef) -> tuple[dict[str, str], dict[str, str]]:

@@ -1,8 +1,8 @@
 """Do the kernels of every instruction set of this machine keep their errors, their bits and their memory?
 
 Of sizes above a block of keys and of rows, so that blocks are skipped, masked and whole. tests/c/test_attention.c goes
-through shapes and strides; here are the errors of 16-bit results beside torch's, and what the ops add: segments,
-micro-batches, torch's threads and allocations.
+through shapes, strides and float32; here are the errors of 16-bit results beside torch's, and what the ops add:
+segments, trees of them, micro-batches, torch's threads and allocations.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from attention_runs import errors as relative_errors
 from attention_runs import formula, gradients, random_qkv, segmented
 from core_extension import core
+from path_runs import Case, by_paths, by_units
 from simulated_step import SimulatedStep
 from slices import each_value, every_pair, slice_of
 from torch import Tensor
@@ -132,17 +134,6 @@ def test_16_bit_errors(isa: str, name: str, dtype: torch.dtype) -> None:
             assert ours_split <= 1.25 * ours, f"{kind} error of {what}: {ours_split} in segments, {ours} whole"
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_fp32_errors(isa: str, name: str) -> None:
-    """Within 1e-5 of fp64, of the largest value."""
-    qkv, dout = inputs(torch.float32)
-    truth = truth_and_torchs_error(name, torch.float32)[0]
-    for run in (whole(OPTIONS[name], qkv, dout), segmented(SIZES, OPTIONS[name], [qkv], [dout])[0]):
-        for what, got, exact in zip(["out", "dq", "dk", "dv"], run, truth, strict=True):
-            error, allowed = errors(got, exact)[0], 1e-5 * exact.abs().max().item()
-            assert error <= allowed, f"error of {what}: {error}, allowed {allowed}"
-
-
 # -- bits -------------------------------------------------------------------------------------------------------
 
 
@@ -182,6 +173,46 @@ def test_interleaved_microbatches_do_not_mix(isa: str, name: str) -> None:
     together = segmented(SIZES, OPTIONS[name], [first[0], second[0]], [first[1], second[1]])
     for (qkv, dout), got in zip((first, second), together, strict=True):
         assert_same([got, segmented(SIZES, OPTIONS[name], [qkv], [dout])[0]])
+
+
+# -- trees ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-5), (BF16, 2e-2), (FP16, 3e-3)], ids=str)
+def test_trees_over_blocks_of_keys(isa: str, dtype: torch.dtype, limit: float) -> None:
+    """Keys in several ranges of rows, gradients of which any number is there already, and siblings of one unit."""
+    for seed, name in enumerate(("none", "softcap", "sinks", "window below a block", "slopes", "documents")):
+        case = Case(seed, longest=130, with_parts=seed < 3)
+        options = dict(OPTIONS[name])
+        if name == "documents":
+            options["doc_ids"] = torch.arange(case.tokens, dtype=torch.int32)[None] // 90
+        sizes = {"batch": 1, "tokens": case.tokens, "head_dim": 24, "v_head_dim": 40, "dtype": dtype}
+        qkv, dout = random_qkv(HEADS, KV_HEADS, **sizes), random_qkv(HEADS, KV_HEADS, seed=1, **sizes)[2]
+        dout = dout.repeat_interleave(HEADS // KV_HEADS, 1)
+        found = by_units(case.step, case.order, options, qkv, dout)
+        assert max(relative_errors(found, by_paths(case.step, options, qkv, dout))) < limit, (name, seed)
+
+
+def test_rows_elsewhere_change_no_bit(isa: str) -> None:
+    """A chain whose segments lie in place, and in another order with gaps."""
+    order = [*(("F", s) for s in range(5)), *(("B", s) for s in reversed(range(5)))]
+    for dtype in (torch.float32, BF16, FP16):
+        steps = SimulatedStep(SIZES), SimulatedStep(SIZES, rows=[500, 620, 630, 100, 0], num_rows=650)
+        assert_same([by_units(step, order, OPTIONS["all"], *inputs(dtype)) for step in steps])
+
+
+def test_blocks_of_other_siblings_are_left_out(isa: str) -> None:
+    """What is computed of them would be NaN. Siblings begin with a block of keys, and of rows."""
+    block, results = 192, []
+    q, k, v = random_qkv(HEADS, KV_HEADS, batch=1, tokens=4 * block, head_dim=24, dtype=BF16)
+    for _ in range(2):
+        step = SimulatedStep([2 * block, 2 * block], parents=[-1, 0], parts={1: [block, block]})
+        order = [("F", 0), ("F", 1), ("B", 1), ("B", 0)]
+        results.append(by_units(step, order, {}, [q, k, v], torch.ones_like(q))[:2])  # out and dq
+        k[:, :, 2 * block : 3 * block] = v[:, :, 2 * block : 3 * block] = float("nan")
+    for clean, got in zip(*results, strict=True):
+        assert torch.equal(got[:, :, 3 * block :], clean[:, :, 3 * block :])
+        assert got[:, :, 2 * block : 3 * block].isnan().all()
 
 
 # -- memory -----------------------------------------------------------------------------------------------------

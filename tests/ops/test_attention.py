@@ -18,52 +18,29 @@ import seq1f1b.ops.attention as attention
 from seq1f1b import _C
 from seq1f1b.ops.attention import causal_attention, layer_handle, positions, token_offset
 
-SPLITS = [[12], [6, 6], [1, 11], [11, 1], [1, 1, 1, 9], [5, 2, 4, 1]]
-HEADS = [(1, 1), (4, 4), (4, 2), (4, 1)]  # multi-head, grouped-query, multi-query
+SPLITS = [[12], [6, 6], [1, 11], [11, 1], [1, 1, 1, 9], [5, 2, 4, 1], [1] * 12]
+SIZES = [(1, 1, 6, 6), (4, 4, 6, 4), (4, 2, 5, 8), (4, 2, 6, 1), (4, 1, 1, 6)]  # heads, of k and v; of q and k, of v
 
 
-@pytest.mark.parametrize("heads, kv_heads", HEADS)
+@pytest.mark.parametrize("heads, kv_heads, head_dim, v_head_dim", SIZES)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_whole_equals_the_formula(name: str, heads: int, kv_heads: int) -> None:
+def test_the_formula(name: str, heads: int, kv_heads: int, head_dim: int, v_head_dim: int) -> None:
+    """Whole and by segments; heads of v may have another size, as in latent attention."""
     options = dict(OPTIONS[name])
     if "alibi_slopes" in options:
         options["alibi_slopes"] = options["alibi_slopes"][..., :heads]
     if "sinks" in options:
         options["sinks"] = options["sinks"][:heads]
-    q, k, v = random_qkv(heads, kv_heads)
-    dout = random_qkv(heads, kv_heads, seed=1)[0]
-    ours = gradients(lambda *t: causal_attention(*t, layer=0, **options), q, k, v, dout)
-    truth = gradients(lambda *t: formula(*t, **options), q, k, v, dout)
-    for got, expected in zip(ours, truth, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("sizes", SPLITS, ids=str)
-@pytest.mark.parametrize("heads, kv_heads", HEADS)
-def test_segments_equal_the_whole(sizes: list[int], heads: int, kv_heads: int) -> None:
-    microbatches = [random_qkv(heads, kv_heads, seed=m) for m in range(2)]
-    douts = [random_qkv(heads, kv_heads, seed=10 + m)[0] for m in range(2)]
-    for got, qkv, dout in zip(segmented(sizes, {}, microbatches, douts), microbatches, douts, strict=True):
-        whole = gradients(lambda *t: causal_attention(*t, layer=0), *qkv, dout)
-        for a, b in zip(got, whole, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-
-
-V_SIZES = [(6, 4), (5, 8), (6, 1), (1, 6)]  # of q and k, of v
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("head_dim, v_head_dim", V_SIZES)
-def test_v_of_another_size(head_dim: int, v_head_dim: int, name: str) -> None:
-    """As in latent attention: whole, by segments, and by segments of one token."""
-    qkv = random_qkv(4, 2, head_dim=head_dim, v_head_dim=v_head_dim)
-    dout = random_qkv(4, 2, head_dim=v_head_dim, seed=1)[0]
-    truth = gradients(lambda *t: formula(*t, **OPTIONS[name]), *qkv, dout)
-    runs = [gradients(lambda *t: causal_attention(*t, layer=0, **OPTIONS[name]), *qkv, dout)]
-    runs += [segmented(sizes, OPTIONS[name], [qkv], [dout])[0] for sizes in ([5, 2, 4, 1], [1] * 12)]
-    for run in runs:
-        for got, expected in zip(run, truth, strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+    sizes = {"head_dim": head_dim, "v_head_dim": v_head_dim}
+    microbatches = [random_qkv(heads, kv_heads, seed=m, **sizes) for m in range(2)]
+    douts = [random_qkv(heads, kv_heads, seed=10 + m, head_dim=v_head_dim)[0] for m in range(2)]
+    runs = [[gradients(lambda *t: causal_attention(*t, layer=0, **options), *microbatches[0], douts[0])]]
+    runs += [segmented(split, options, microbatches, douts) for split in SPLITS]
+    for m, (qkv, dout) in enumerate(zip(microbatches, douts, strict=True)):
+        truth = gradients(lambda *t: formula(*t, **options), *qkv, dout)
+        for run in runs[m:]:
+            for got, expected in zip(run[m], truth, strict=True):
+                torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -90,31 +90,6 @@ def test_siblings_of_one_unit_are_of_one_document() -> None:
         run_shared(torch.tensor([[5, 5, 5, 5, 6, 5, 5]]))
 
 
-@pytest.mark.parametrize(
-    "parents, units, message",
-    [
-        ([-1, 0, 0, 2], ["F0", "F3"], "forward of segment 3 before that of segment 2, which it follows"),
-        ([-1, 0, 0], ["F0", "F2", "F2"], "second forward of segment 2"),
-        ([-1, 0, 0], ["F0", "F1", "F2", "B1", "B0"], "segment 0, which 2 segments follow, after the backward of 1 of"),
-        ([-1, 0, 0], ["F0", "F1", "B2"], "backward before the forward of segment 2"),
-        ([-1, 0, 0], ["F0", "F1", "B1", "B1"], "second backward of segment 1"),
-        ([-1, 0, 0], ["F0", "F1", "B1", "R1"], "segment 1 is recomputed after its backward"),
-        ([-1, 0, 0], ["F0", "R2"], "segment 2 is recomputed before its forward"),
-    ],
-)
-def test_a_unit_out_of_order(parents: list[int], units: list[str], message: str) -> None:
-    step = SimulatedStep([2] * len(parents), parents=parents, rows=[2 * s for s in range(len(parents))])
-
-    def run(unit: str) -> None:
-        with step.unit(unit[0], 0, int(unit[1])):
-            pass
-
-    for unit in units[:-1]:
-        run(unit)
-    with pytest.raises(RuntimeError, match=message):
-        run(units[-1])
-
-
 def test_a_forward_after_its_parents_backward() -> None:
     """The parent said that nothing follows it."""
     step = SimulatedStep([2, 2, 2], parents=[-1, 0, 1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 
 import pytest
 import torch
@@ -33,32 +34,24 @@ class Run:
         self.leaves: dict[tuple[int, int], list[Tensor]] = {}
         self.outs: dict[tuple[int, int], Tensor] = {}
 
-    def forward(self, m: int, s: int, *, slot: int = 0, layers: tuple[int, ...] = (0,)) -> None:
-        leaves = [t[:, :, self.step.slice(s)].detach().clone().requires_grad_() for t in qkv(m)]
-        with self.step.unit("F", m, s, slot=slot):
-            out = sum(causal_attention(*leaves, layer=self.handles[i]) for i in layers)
-        self.leaves[m, s], self.outs[m, s] = leaves, out
-
-    def backward(self, m: int, s: int, *, slot: int = 0, grad_slot: int = 0) -> None:
-        with self.step.unit("B", m, s, slot=slot, grad_slot=grad_slot):
-            self.outs[m, s].sum().backward()
-
-    def forwards(self, m: int, *, slot: int = 0, layers: tuple[int, ...] = (0,)) -> None:
-        for s in range(len(SIZES)):
-            self.forward(m, s, slot=slot, layers=layers)
-
-    def backwards(self, m: int, *, slot: int = 0) -> None:
-        for s in reversed(range(len(SIZES))):
-            self.backward(m, s, slot=slot)
+    def play(self, units: str) -> None:
+        """Runs units written F0.1: in layer 0, and in 1 after +1; of KV slot 1 with @1, of gradient slot 1 with ^1."""
+        for unit in units.split():
+            found = re.fullmatch(r"(\w)(\d)\.(\d)(?:\+(\d))?(?:@(\d))?(?:\^(\d))?", unit)
+            assert found is not None, unit
+            kind, *numbers = found.groups()
+            m, s, layer, slot, grad_slot = (None if number is None else int(number) for number in numbers)
+            with self.step.unit(kind, m, s, slot=slot or 0, grad_slot=grad_slot or 0):
+                if kind == "F":
+                    leaves = [t[:, :, self.step.slice(s)].detach().clone().requires_grad_() for t in qkv(m)]
+                    layers = [0] if layer is None else [0, layer]
+                    self.outs[m, s] = sum(causal_attention(*leaves, layer=self.handles[i]) for i in layers)
+                    self.leaves[m, s] = leaves
+                elif kind == "B":
+                    self.outs[m, s].sum().backward()
 
     def gradients(self, m: int) -> list[Tensor]:
         return [torch.cat([self.leaves[m, s][i].grad for s in range(len(SIZES))], dim=2) for i in range(3)]
-
-
-def expected_gradients(m: int) -> list[Tensor]:
-    leaves = [t.requires_grad_() for t in qkv(m)]
-    causal_attention(*leaves, layer=0).sum().backward()
-    return [t.grad for t in leaves]
 
 
 def assert_close(got: list[Tensor], expected: list[Tensor]) -> None:
@@ -68,77 +61,47 @@ def assert_close(got: list[Tensor], expected: list[Tensor]) -> None:
 
 # -- out of order --------------------------------------------------------------------------------------------------
 
-
-def test_a_forward_out_of_order() -> None:
-    run = Run()
-    with pytest.raises(RuntimeError, match=r"\[0\]F0.1: micro-batch 0 does not hold KV slot 0"):
-        run.forward(0, 1)
-    run.forward(0, 0)
-    with pytest.raises(RuntimeError, match=r"\[0\]F0.2: forward of segment 2 before that of segment 1"):
-        run.forward(0, 2)
-
-
-def test_a_slot_that_is_still_held() -> None:
-    run = Run()
-    run.forwards(0)
-    with pytest.raises(RuntimeError, match=r"\[0\]F1.0: KV slot 0 is still held by micro-batch 0"):
-        run.forward(1, 0)
-
-
-def test_a_backward_out_of_order() -> None:
-    run = Run()
-    run.forward(0, 0)
-    message = r"\[0\]B0.2: backward before the forward of segment 2"
-    with pytest.raises(RuntimeError, match=message), run.step.unit("B", 0, 2):
-        pass
-    run.forward(0, 1)
-    run.forward(0, 2)
-    with pytest.raises(RuntimeError, match=r"\[0\]B0.1: backward of segment 1, which 1 segments follow"):
-        run.backward(0, 1)
-    run.backward(0, 2)
-    with pytest.raises(RuntimeError, match=r"\[0\]B0.2: second backward of segment 2"):
-        run.backward(0, 2)
+TREE = {"sizes": [1, 1, 1, 1], "parents": [-1, 0, 0, 2], "rows": [0, 1, 2, 3]}
+TWO_SLOTS, ALL = {"kv_slots": 2, "grad_slots": 2}, "F0.0 F0.1 F0.2"
+OUT_OF_ORDER = {  # Run.play has the words
+    r"\[0\]F0.1: micro-batch 0 does not hold KV slot 0": ("F0.1", {}),
+    r"\[0\]F0.2: forward of segment 2 before that of segment 1": ("F0.0 F0.2", {}),
+    r"\[0\]F1.0: KV slot 0 is still held by micro-batch 0": (f"{ALL} F1.0", {}),
+    r"\[0\]B0.2: backward before the forward of segment 2": ("F0.0 B0.2", {}),
+    r"\[0\]B0.1: backward of segment 1, which 1 segments follow": (f"{ALL} B0.1", {}),
+    r"\[0\]B0.2: second backward of segment 2": (f"{ALL} B0.2 B0.2", {}),
+    r"\[0\]B1.2: gradient slot 0 is still held by micro-batch 0": (
+        f"{ALL} F1.0@1 F1.1@1 F1.2@1 B0.2 B1.2@1", TWO_SLOTS,
+    ),
+    r"\[0\]B0.1: micro-batch 0 does not hold gradient slot 1": (f"{ALL} B0.2 B0.1^1", TWO_SLOTS),
+    r"\[0\]F0.1: layer 1 reads segment 0 of micro-batch 0, which was never written": ("F0.0 F0.1+1", {}),
+    # Rows of an earlier micro-batch do not count as written.
+    r"\[0\]F1.1: layer 1 reads segment 0 of micro-batch 1": (
+        "F0.0+1 F0.1+1 F0.2+1 B0.2 B0.1 B0.0 F1.0 F1.1+1", {},
+    ),
+    r"\[0\]F0.0: layer 0 is used twice in one forward, .* micro-batch 0, segment 0": ("F0.0+0", {}),
+    "forward of segment 3 before that of segment 2, which it follows": ("F0.0 F0.3", TREE),
+    "second forward of segment 2": ("F0.0 F0.2 F0.2", TREE),
+    "segment 0, which 2 segments follow, after the backward of 1 of": ("F0.0 F0.1 F0.2 B0.1 B0.0", TREE),
+    "second backward of segment 1": ("F0.0 F0.1 B0.1 B0.1", TREE),
+    "segment 1 is recomputed after its backward": ("F0.0 F0.1 B0.1 R0.1", TREE),
+    "segment 2 is recomputed before its forward": ("F0.0 R0.2", TREE),
+}  # fmt: skip
 
 
-def test_a_gradient_slot_that_is_still_held() -> None:
-    run = Run(kv_slots=2, grad_slots=2)
-    for m in range(2):
-        run.forwards(m, slot=m)
-    run.backward(0, 2, slot=0)
-    with pytest.raises(RuntimeError, match=r"\[0\]B1.2: gradient slot 0 is still held by micro-batch 0"):
-        run.backward(1, 2, slot=1)
-    with pytest.raises(RuntimeError, match=r"\[0\]B0.1: micro-batch 0 does not hold gradient slot 1"):
-        run.backward(0, 1, slot=0, grad_slot=1)
-
-
-def test_a_layer_that_reads_rows_never_written() -> None:
-    run = Run(layers=2)
-    run.forward(0, 0, layers=(0,))
-    message = r"\[0\]F0.1: layer 1 reads segment 0 of micro-batch 0, which was never written"
+@pytest.mark.parametrize("message", OUT_OF_ORDER)
+def test_a_unit_out_of_order(message: str) -> None:
+    units, options = OUT_OF_ORDER[message]
+    before, _, last = units.rpartition(" ")
+    run = Run(layers=2, **options)
+    run.play(before)
     with pytest.raises(RuntimeError, match=message):
-        run.forward(0, 1, layers=(0, 1))
-
-
-def test_rows_of_an_earlier_micro_batch_do_not_count_as_written() -> None:
-    run = Run(layers=2, kv_slots=1)
-    run.forwards(0, layers=(0, 1))
-    run.backwards(0)
-    run.forward(1, 0, layers=(0,))
-    with pytest.raises(RuntimeError, match=r"\[0\]F1.1: layer 1 reads segment 0 of micro-batch 1"):
-        run.forward(1, 1, layers=(0, 1))
-
-
-def test_one_layer_twice_in_a_forward() -> None:
-    run = Run()
-    message = r"\[0\]F0.0: layer 0 is used twice in one forward, .* micro-batch 0, segment 0"
-    with pytest.raises(RuntimeError, match=message):
-        run.forward(0, 0, layers=(0, 0))
-    assert type(_C.take_op_failure()) is RuntimeError
+        run.play(last)
 
 
 def test_a_backward_twice_in_one_unit() -> None:
     run = Run(sizes=[TOKENS])
-    run.forward(0, 0)
+    run.play("F0.0")
     message = "second backward of layer 0, micro-batch 0, segment 0"
     with pytest.raises(RuntimeError, match=message), run.step.unit("B", 0, 0):
         run.outs[0, 0].sum().backward(retain_graph=True)
@@ -206,10 +169,7 @@ def test_a_layer_skipped_in_the_last_segment() -> None:
     def gradients_of_the_second(before: int) -> list[Tensor]:
         run = Run(layers=2)
         for m in (before, 5):
-            run.forward(m, 0, layers=(0, 1))
-            run.forward(m, 1, layers=(0, 1))
-            run.forward(m, 2, layers=(0,))
-            run.backwards(m)
+            run.play(f"F{m}.0+1 F{m}.1+1 F{m}.2 B{m}.2 B{m}.1 B{m}.0")
         return run.gradients(5)
 
     leaves = [t.requires_grad_() for t in qkv(5)]
@@ -220,29 +180,30 @@ def test_a_layer_skipped_in_the_last_segment() -> None:
         assert_close(gradients_of_the_second(before), [t.grad for t in leaves])
 
 
+def finish(run: Run, units: str) -> None:
+    """Plays what is left of micro-batch 0, whose gradients must then be those of plain attention."""
+    run.play(units)
+    leaves = [t.requires_grad_() for t in qkv()]
+    causal_attention(*leaves, layer=0).sum().backward()
+    assert_close(run.gradients(0), [t.grad for t in leaves])
+
+
 def test_a_failed_step_leaves_nothing_behind() -> None:
     cache = _C.kv_cache_create()
     run = Run(cache=cache)
-    run.forwards(0)
-    run.backward(0, 2)
-    with pytest.raises(ZeroDivisionError), run.step.unit("B", 0, 1):
+    run.play("F1.0 F1.1 F1.2 B1.2")
+    with pytest.raises(ZeroDivisionError), run.step.unit("B", 1, 1):
         _ = 1 / 0
-    run = Run(cache=cache)
-    run.forwards(1)
-    run.backwards(1)
-    assert_close(run.gradients(1), expected_gradients(1))
+    finish(Run(cache=cache), f"{ALL} B0.2 B0.1 B0.0")
 
 
 def test_a_unit_may_be_tried_again() -> None:
     run = Run()
-    run.forward(0, 0)
+    run.play("F0.0")
     with pytest.raises(ZeroDivisionError), run.step.unit("F", 0, 1):
         causal_attention(*(t[:, :, 3:5] for t in qkv(7)), layer=0)
         _ = 1 / 0
-    run.forward(0, 1)
-    run.forward(0, 2)
-    run.backwards(0)
-    assert_close(run.gradients(0), expected_gradients(0))
+    finish(run, "F0.1 F0.2 B0.2 B0.1 B0.0")
 
 
 def test_rows_never_written_do_not_leak() -> None:
@@ -251,10 +212,7 @@ def test_rows_never_written_do_not_leak() -> None:
     step = SimulatedStep([64], cache=cache)
     with step.unit("F", 0, 0):
         causal_attention(*(torch.full((1, h, 64, 4), torch.nan, dtype=torch.float64) for h in (2, 1, 1)), layer=0)
-    run = Run(cache=cache)
-    run.forwards(0)
-    run.backwards(0)
-    assert_close(run.gradients(0), expected_gradients(0))
+    finish(Run(cache=cache), f"{ALL} B0.2 B0.1 B0.0")
 
 
 def test_stages_of_one_rank_keep_their_own_rows() -> None:

@@ -1,4 +1,4 @@
-"""Do the raw ops keep torch's contract: registration, fake kernels, ownership of arguments, errors?"""
+"""Do the raw ops keep torch's contract: registration, fake kernels, compiled code, ownership of arguments, errors?"""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 import torch
 from simulated_step import SimulatedStep
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seq1f1b import _C
-from seq1f1b.ops.attention import causal_attention, layer_handle
+from seq1f1b.ops.attention import causal_attention, layer_handle, positions
 
 ops = torch.ops.seq1f1b
 OPTIONS = (0.5, 0, 0.0)  # scale, window, softcap
@@ -82,8 +83,6 @@ def test_opcheck_of_positions() -> None:
 
 @pytest.mark.parametrize("v_dim", [4, 7])
 def test_fake_layouts_are_the_real_ones(v_dim: int) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     qkv, dout = tensors(v_dim=v_dim)
     real = ops.causal_attention(*qkv, none(), none(), none(), *OPTIONS)
     grads = ops.causal_attention_backward(dout, *qkv, *real, none(), none(), none(), *OPTIONS)
@@ -94,6 +93,46 @@ def test_fake_layouts_are_the_real_ones(v_dim: int) -> None:
         fake_grads = ops.causal_attention_backward(mode.from_tensor(dout), *fake_qkv, *fake, *empty, *OPTIONS)
     for a, b in zip((*real, *grads), (*fake, *fake_grads), strict=True):
         assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+def test_every_option_compiles() -> None:
+    leaves = [torch.randn(2, h, 9, 4, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2)]
+    leaves.append(torch.randn(4, requires_grad=True))  # sinks
+    options = {
+        "scale": 0.7,
+        "window": 5,
+        "softcap": 2.0,
+        "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625]),
+        "doc_ids": torch.tensor([[0] * 4 + [1] * 5, [2] * 9]),
+    }
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        return causal_attention(q, k, v, layer=0, sinks=sinks, **options)
+
+    expected = torch.autograd.grad(run(*leaves).square().sum(), leaves)
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    got = torch.autograd.grad(compiled(*leaves).square().sum(), leaves)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_export_and_fake_tensors() -> None:
+    class Plain(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return causal_attention(q, k, v, layer=0) + positions(q, 2)[:, None]
+
+    tensors = tuple(torch.randn(1, h, 6, 4) for h in (4, 2, 2))
+    exported = torch.export.export(Plain(), tensors)
+    torch.testing.assert_close(exported.module()(*tensors), Plain()(*tensors))
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) for t in tensors]
+        out = Plain()(*fakes)
+        assert out.shape == (1, 4, 6, 4)
+        with pytest.raises(Exception, match="device"):
+            torch.ops.seq1f1b.causal_attention(
+                fakes[0], fakes[1].to("meta"), fakes[2], *(fakes[0].new_empty(0) for _ in range(3)), 1.0, 0, 0.0
+            )
 
 
 def bad_calls() -> dict[str, tuple[str, object]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,16 +11,18 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_model import cross_entropy, gradient_error
+from slices import pairs_of
+from tiny_model import Config, Stage, cross_entropy, gradient_error
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 import seq1f1b
-from seq1f1b import PipelineEngine
+from seq1f1b import Memory, PipelineEngine
 from seq1f1b.ops.packing import document_lengths, document_starts, pack_documents
 from seq1f1b.testing import run_ranks
 
-HIDDEN, HEADS, VOCAB, LENGTH, M = 16, 2, 23, 23, 2
+HIDDEN, VOCAB, LENGTH, M = 16, 23, 23, 2
 SIZES = [9, 2, 5, 7]  # borders at 9, 11 and 16
 ROWS = [  # two micro-batches of two rows, each packed in another way
     [9, 2, 5, 7],  # every document ends with a segment
@@ -47,30 +50,11 @@ def each_document(doc_ids: Tensor) -> Iterator[tuple[int, slice]]:
             begin += length
 
 
-class Stage(nn.Module):
-    """A block between an embedding and a head, with learned positions, or what of them a stage has."""
-
-    def __init__(self, index: int, num_stages: int, **options: Any) -> None:
-        super().__init__()
-        self.layer, self.options = seq1f1b.layer_handle(index), options
-        self.embedding = nn.Embedding(VOCAB, HIDDEN) if index == 0 else None
-        self.position = nn.Embedding(LENGTH, HIDDEN)  # on every stage: all must know positions
-        self.norm, self.qkv, self.out = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-        self.head = nn.Linear(HIDDEN, VOCAB) if index == num_stages - 1 else None
-
-    def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:
-        if self.embedding is not None:
-            x = self.embedding(x)
-        x = x + self.position(seq1f1b.positions(x, doc_ids=doc_ids))
-        q, k, v = self.qkv(self.norm(x)).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        attended = seq1f1b.causal_attention(q, k, v, layer=self.layer, doc_ids=doc_ids, **self.options)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x if self.head is None else self.head(x)
-
-
 def make_stages(num_stages: int = 2, **options: Any) -> list[Stage]:
     torch.manual_seed(0)
-    return [Stage(i, num_stages, **options).double() for i in range(num_stages)]
+    config = Config(HIDDEN, heads=2, kv_heads=2, ffn=16, vocab=VOCAB, layers=2, options=options)
+    firsts = [2 * i // num_stages for i in range(num_stages + 1)]
+    return [Stage(config, *ends).double() for ends in itertools.pairwise(firsts)]
 
 
 def make_batch(rows: list[list[int]] = ROWS) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,14 +101,19 @@ def engine_of(stage: Any, sizes: Any = SIZES, k: int = 4, **options: Any) -> Pip
     )  # fmt: skip
 
 
-def check_against_documents_alone(
-    stages: list[Any], sizes: list[int], tokens: Tensor, target: Tensor, doc_ids: Tensor
-) -> None:
-    """A step over segments of these sizes, beside each document run alone through the stages."""
+def check_against_documents_alone(stages: list[Any], sizes: list[int], again: str = "none") -> None:
+    """A step over segments of these sizes, beside each document run alone through the stages.
+
+    Args:
+        again: "checkpoint" or "recompute": units run twice.
+    """
+    tokens, target, doc_ids = make_batch()
     want = run_alone(stages, tokens, doc_ids, M)
 
     def run(group: Any) -> list[Tensor]:
-        engine = engine_of(stages[group.rank], sizes, len(sizes), group=group)
+        stage = Checkpointed(stages[group.rank]) if again == "checkpoint" else stages[group.rank]
+        memory = Memory(recompute="all" if again == "recompute" else "none")
+        engine = engine_of(stage, sizes, len(sizes), group=group, memory=memory)
         return engine.step(tokens, target=target, kwargs={"doc_ids": doc_ids})
 
     check(run_ranks(2, run)[-1], stages, want)
@@ -133,9 +122,7 @@ def check_against_documents_alone(
 @pytest.mark.parametrize("sizes", [[23], SIZES, [1, 1, 20, 1]], ids=str)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_losses_and_gradients_are_those_of_each_document_alone(sizes, options):
-    stages = make_stages(**OPTIONS[options])
-    tokens, target, doc_ids = make_batch()
-    check_against_documents_alone(stages, sizes, tokens, target, doc_ids)
+    check_against_documents_alone(make_stages(**OPTIONS[options]), sizes)
 
 
 def test_compiled_stages_need_no_graph_per_segment_or_packing():
@@ -258,12 +245,29 @@ class Mixer(nn.Module):
         return x if self.head is None else self.head(x)
 
 
-@pytest.mark.parametrize("kind", [Convolution, Recurrence, LinearAttention])
-def test_carried_state_is_reset_where_a_document_begins(kind):
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, **documents: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self.inner(x, **documents)
+        return checkpoint(self.inner, x, use_reentrant=False, **documents)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "again"),
+    pairs_of(
+        [Convolution, Recurrence, LinearAttention],
+        [[23], SIZES, [1, 1, 1, 20]],
+        ["none", "checkpoint", "recompute"],
+    ),
+)
+def test_carried_state_is_reset_where_a_document_begins(kind, sizes, again):
+    """And goes from segment to segment within one."""
     torch.manual_seed(0)
-    stages: list[Any] = [Mixer(kind, i).double() for i in range(2)]
-    tokens, target, doc_ids = make_batch()
-    check_against_documents_alone(stages, SIZES, tokens, target, doc_ids)
+    check_against_documents_alone([Mixer(kind, i).double() for i in range(2)], sizes, again)
 
 
 # -- ids, positions, targets, rows ------------------------------------------------------------------------------------
@@ -345,3 +349,14 @@ def test_rows_are_filled_by_the_best_fit_and_refuse_what_does_not_fit():
             pack_documents(lengths, 10)
     with pytest.raises(ValueError, match=r"documents have lengths \[3\], those of lengths \[2, 1\] were packed"):
         pack_documents([2, 1], 4).join([torch.zeros(3)], fill=0)
+
+
+def test_what_is_no_tensor_is_named():
+    with pytest.raises(TypeError, match="add_loss needs a tensor of one element, got NoneType"):
+        seq1f1b.add_loss(None)
+    with pytest.raises(TypeError, match="x is None, must be a tensor"):
+        seq1f1b.positions(None)
+    with pytest.raises(TypeError, match="doc_ids is 3, must be a tensor or None"):
+        seq1f1b.positions(torch.zeros(1, 2), doc_ids=3)
+    with pytest.raises(TypeError, match=r"model is 3, must be a seq1f1b\.ModelShape"):
+        seq1f1b.partition_sequence(8, 2, model=3)

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from processes import run_processes
+from replicas import wrap
 from slices import full_only
 from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
 
 import seq1f1b
 from seq1f1b import PipelineEngine
 from seq1f1b.testing import run_ranks
 
-CONFIG = Config(kv_heads=2, layers=2)
+CONFIG = Config(kv_heads=2, layers=2, v_head_dim=5)
 M, K, LENGTH = 2, 4, 23
 UNEVEN, WITH_ONE = [9, 2, 5, 7], [13, 1, 2, 7]
+BY_LENGTH = {23: UNEVEN, 37: [13, 11, 8, 5]}
+
+
+def compile_all(modules: Iterable[nn.Module]) -> CompileCounterWithBackend:
+    counter = CompileCounterWithBackend("aot_eager")
+    for module in modules:
+        module.compile(fullgraph=True, backend=counter)
+    return counter
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +59,7 @@ def test_graphs_of_training_evaluation_and_outside(what: str, sizes: list[int], 
         outputs = model(tokens)
 
     stage = stage_of(model, config, 0, 1)
-    counter = CompileCounterWithBackend("aot_eager")
-    for module in stage.blocks.values() if what == "blocks" else [stage]:
-        module.compile(fullgraph=True, backend=counter)
+    counter = compile_all(stage.blocks.values() if what == "blocks" else [stage])
     engine = PipelineEngine(stage, num_microbatches=M, num_segments=K, segment_sizes=sizes, loss_fn=cross_entropy)
 
     found = engine.step(tokens, target=target)
@@ -74,6 +85,62 @@ def test_graphs_of_training_evaluation_and_outside(what: str, sizes: list[int], 
     assert gradient_error({name: p.grad for name, p in stage.named_parameters()}, truth) <= 1e-10
 
 
+# -- stages in wrappers ------------------------------------------------------------------------------------------------
+
+
+def check(stage: nn.Module, counter: CompileCounterWithBackend, **options: Any) -> None:
+    """Counts after steps of one length, of another, evaluations and steps again: all is compiled in the first ones."""
+    engine = PipelineEngine(
+        stage, num_microbatches=M, num_segments=K, segment_sizes=BY_LENGTH, loss_fn=cross_entropy, **options
+    )
+
+    def run(call: Any, length: int) -> int:
+        tokens, target = batch(CONFIG, M, length)
+        call(tokens, target=target)
+        return counter.frame_count
+
+    trained = run(engine.step, 23)
+    assert 0 < trained <= 2, "one graph of the first length and one of any, for all blocks and segments"
+    assert [run(engine.step, 23), run(engine.step, 37), run(engine.step, 23)] == [trained] * 3
+    evaluated = run(engine.eval, 37)
+    assert evaluated <= trained + 2
+    again = [run(engine.eval, 23), run(engine.step, 37), run(engine.eval, 37), run(engine.step, 23)]
+    assert again == [evaluated] * 4
+    engine.close()
+
+
+def wrap_and_check(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    alone = [dist.new_group([r]) for r in range(world)][rank]
+    for wrapper in ("ddp", "fsdp"):
+        torch._dynamo.reset()
+        stage = stage_of(whole_model(CONFIG), CONFIG, 0, 1)
+        counter = compile_all(stage.blocks.values())
+        check(wrap(wrapper, stage, None, mesh), counter, group=alone)
+
+
+def test_wrapped_stages() -> None:
+    run_processes(2, wrap_and_check)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs the extra transformers")
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3", marks=pytest.mark.full)])
+def test_many_layers_of_transformers(kind: str) -> None:
+    """More than dynamo would compile one by one."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from seq1f1b.transformers import pipeline_stage
+
+    sizes = {"vocab_size": CONFIG.vocab, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 10}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **heads)).double()
+    stage = pipeline_stage(model, 0, 1)
+    check(stage, compile_all(stage.get_submodule("model.layers").children()))
+
+
+# -- rotary attention --------------------------------------------------------------------------------------------------
+
+
 class Rotary(nn.Module):
     """Attention as under autocast with an fp32 rotary table: q and k reach it in fp32, v in bf16."""
 
@@ -84,12 +151,13 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
-        angle = seq1f1b.positions(x).float()[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03])
-        table = torch.polar(torch.ones_like(angle), angle)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        angle = seq1f1b.positions(x).to(wide)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03], dtype=wide)
+        cos, sin = angle.cos(), angle.sin()
 
         def turn(t: Tensor) -> Tensor:
-            pairs = torch.view_as_complex(t.float().reshape(*t.shape[:-1], 4, 2))
-            return torch.view_as_real(pairs * table).flatten(-2)
+            even, odd = t.to(wide)[..., 0::2], t.to(wide)[..., 1::2]
+            return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
 
         q, k = turn(q), turn(k)
         if torch.is_autocast_enabled("cpu"):
@@ -99,7 +167,23 @@ class Rotary(nn.Module):
 
 
 def squared(output: Tensor, target: Tensor) -> Tensor:
-    return (output.float() - target).square().mean()
+    return (output.to(target.dtype) - target).square().mean()
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients of the parameters, which have none from here on."""
+    found = {name: p.grad.double() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def run_plain(model: nn.Module, x: Tensor, y: Tensor, loss_fn: Any) -> dict[str, Tensor]:
+    """Gradients of the mean loss over the micro-batches; backwards run outside of autocast."""
+    for a, b in zip(x.chunk(M), y.chunk(M), strict=True):
+        loss = loss_fn(model(a), b) / M
+        with torch.autocast("cpu", enabled=False):
+            loss.backward()
+    return gradients_of(model)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -108,21 +192,9 @@ def test_autocast_around_a_step(compiled: bool) -> None:
     torch.manual_seed(0)
     whole = nn.Sequential(Rotary(0), Rotary(1))
     x, y = torch.randn(4, LENGTH, 16), torch.randn(4, LENGTH, 16)
-
-    def gradients(model: nn.Module) -> dict[str, Tensor]:
-        found = {name: p.grad.double() for name, p in model.named_parameters()}
-        model.zero_grad()
-        return found
-
-    for a, b in zip(x.chunk(M), y.chunk(M), strict=True):
-        (squared(whole(a), b) / M).backward()
-    truth = gradients(whole)  # fp32: exact beside bf16
+    truth = run_plain(whole, x, y, squared)  # fp32: exact beside bf16
     with torch.autocast("cpu", torch.bfloat16):
-        for a, b in zip(x.chunk(M), y.chunk(M), strict=True):
-            loss = squared(whole(a), b) / M
-            with torch.autocast("cpu", enabled=False):
-                loss.backward()
-    own = gradient_error(gradients(whole), truth)
+        own = gradient_error(run_plain(whole, x, y, squared), truth)
 
     seen = []
 
@@ -142,10 +214,26 @@ def test_autocast_around_a_step(compiled: bool) -> None:
 
     with torch.autocast("cpu", torch.bfloat16):
         run_ranks(2, run)
-    error = gradient_error(gradients(whole), truth)
+    error = gradient_error(gradients_of(whole), truth)
     assert own > 1e-4 and error <= 2 * own + 1e-6
     assert not any(seen)
     assert len(seen) == M * K + 2 * K + 1  # the first step looks at the loss of one micro-batch, in parts and whole
+
+
+def test_inductor() -> None:
+    """Inductor's own layouts and its memory planning around the ops; in scalar C++, which compiles faster."""
+    torch.manual_seed(0)
+    stage = nn.Sequential(Rotary(0), Rotary(1)).double()
+    x, y = (torch.randn(2, 12, 16, dtype=torch.float64) for _ in range(2))
+    truth = run_plain(stage, x, y, squared)
+    for block in stage:
+        block.compile(fullgraph=True, options={"cpp.simdlen": 1, "cpp_cache_precompile_headers": False})
+    options = {"num_microbatches": M, "num_segments": 2, "segment_sizes": [5, 7], "loss_fn": squared}
+    PipelineEngine(stage, **options).step(x, target=y)
+    assert gradient_error(gradients_of(stage), truth) <= 1e-10
+
+
+# -- split backwards ---------------------------------------------------------------------------------------------------
 
 
 class Mlp(nn.Module):
@@ -181,9 +269,7 @@ def test_what_is_compiled_stays_whole_where_the_backward_is_split(what: str) -> 
     torch.manual_seed(0)
     x, y = torch.randn(4, 8, 8).double(), torch.randn(4, 8, 8).double()
     whole = nn.Sequential(Mlp(), Mlp()).double()
-    for a, b in zip(x.chunk(M), y.chunk(M), strict=True):
-        (nn.functional.mse_loss(whole(a), b) / M).backward()
-    truth = {name: p.grad for name, p in whole.named_parameters()}
+    truth = run_plain(whole, x, y, nn.functional.mse_loss)
 
     def run(schedule: str) -> tuple[list[int], int]:
         torch._dynamo.reset()
@@ -198,9 +284,8 @@ def test_what_is_compiled_stays_whole_where_the_backward_is_split(what: str) -> 
         for _ in range(2):
             engine.step(x, target=y)
             graphs.append(counter.frame_count)
-            assert gradient_error({name: p.grad for name, p in plain.named_parameters()}, truth) <= 1e-10
+            assert gradient_error(gradients_of(plain), truth) <= 1e-10
             left_to_w = engine.report().stages[0].deferred_weights
-            plain.zero_grad()
             engine.eval(x, target=y)
             graphs.append(counter.frame_count)
         return graphs, left_to_w

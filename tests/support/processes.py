@@ -128,6 +128,14 @@ def running(world: int, folder: Path, fn: Callable[..., Any], *arguments: Any) -
     return PipedProcesses(world, join_and_run, partial(meet, f"file://{folder}/store", world), fn, *arguments)
 
 
+def results_of(world: int, folder: Path, fn: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What ``fn(rank, pipe, *arguments)`` returns on every rank of a group. All processes must exit with 0."""
+    with running(world, folder, fn, *arguments) as ranks:
+        found = [ranks.result(rank) for rank in range(world)]
+    assert [process.exitcode for process in ranks.processes] == [0] * world
+    return found
+
+
 def outcome(call: Callable[[], Any]) -> tuple[str, str, Any, float]:
     """Kind, text, (rank, unit, edge) of the error that a call ends with, and when it did."""
     try:

@@ -1,7 +1,5 @@
 """Trains at random what surrounds the engine, against one process: ties, cuts, losses, documents, checkpoints, errors.
 
-    python tests/support/surroundings.py --seed 0 --cases 1000   # prints what differs
-
 A case is a small decoder with random ties, cut by ``split``, a loss, documents or none, an optimizer, and some legs of
 training on different numbers of ranks, from checkpoint to checkpoint. In some steps a rank fails, before, in or after
 them; the ranks then agree on a step, go back to it, and train on. The truth is the same model, trained in plain torch
@@ -10,15 +8,10 @@ without a fault. Ranks are threads.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import random
-import sys
 import tempfile
 import threading
-import time
-import traceback
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from tiny_model import Block, Config
 from torch import Tensor, nn
 
 import seq1f1b
@@ -36,6 +30,7 @@ from seq1f1b.planning.step_plan import plan_step
 from seq1f1b.testing import run_ranks
 
 VOCAB, HIDDEN, HEADS, LENGTH = 19, 16, 2, 16
+CONFIG = Config(HIDDEN, HEADS, HEADS, ffn=2 * HIDDEN)
 MOST_ERRORS = 20  # of a rank in a leg
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"weight_decay": 0.1},
@@ -138,29 +133,13 @@ def make_case(seed: int) -> Case:
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.layer = seq1f1b.layer_handle(index)
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.q, self.out = nn.Linear(HIDDEN, HIDDEN, bias=False), nn.Linear(HIDDEN, HIDDEN, bias=False)
-        self.kv, self.up, self.down = (
-            nn.Linear(HIDDEN, 2 * HIDDEN),
-            nn.Linear(HIDDEN, 2 * HIDDEN),
-            nn.Linear(2 * HIDDEN, HIDDEN),
-        )
-        self.fault = ""
+class FaultyBlock(Block):
+    fault = ""
 
-    def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, **documents: Tensor) -> Tensor:
         if self.fault == "forward" and torch.is_grad_enabled():
             raise Injected("forward")
-        normed = self.norm(x)
-        q, k, v = (
-            t.unflatten(2, (HEADS, -1)).transpose(1, 2) for t in (self.q(normed), *self.kv(normed).chunk(2, dim=2))
-        )
-        attended = seq1f1b.causal_attention(q, k, v, layer=self.layer, doc_ids=doc_ids)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        x = x + self.down(F.gelu(self.up(x)))
+        x = super().forward(x, **documents)
         if self.fault == "backward" and x.requires_grad:
             x.register_hook(_fail_in_backward)
         return x
@@ -170,11 +149,11 @@ class Decoder(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, HIDDEN)
-        self.blocks = nn.ModuleList(Block(i) for i in range(case.blocks))
+        self.blocks = nn.ModuleList(FaultyBlock(CONFIG, i) for i in range(case.blocks))
         self.norm = nn.LayerNorm(HIDDEN)
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
         for first, second in case.shared:
-            self.blocks[second].norm = self.blocks[first].norm
+            self.blocks[second].norm_1 = self.blocks[first].norm_1
         for first, second in case.ties:
             owner, _, name = second.rpartition(".")
             setattr(self.get_submodule(owner), name, self.get_parameter(first))
@@ -392,8 +371,8 @@ class Rank:
                 if len(heard) > MOST_ERRORS:  # each of few faults is heard twice at most: its own call, and the next
                     raise AssertionError(f"step {step} fails in every call; the last errors: {heard[-3:]}")
 
-    def blocks(self) -> list[Block]:
-        return [block for module in self.own for block in module.modules() if isinstance(block, Block)]
+    def blocks(self) -> list[FaultyBlock]:
+        return [block for module in self.own for block in module.modules() if isinstance(block, FaultyBlock)]
 
     def step(self, step: int, kind: str, number: int) -> None:
         """One call of the engine, in which the rank of that number may fail."""
@@ -506,27 +485,3 @@ def run(seed: int) -> float:
             first += leg.steps
     assert set(want) == set(weights), sorted(set(want) ^ set(weights))
     return max(float((weights[name] - value).abs().max() / (1 + value.abs().max())) for name, value in want.items())
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cases", type=int, default=1000)
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    wrong, began = 0, time.monotonic()
-    for seed in range(options.seed, options.seed + options.cases):
-        try:
-            found = f"error {error:.1e}" if (error := run(seed)) > 1e-9 else ""
-        except Exception:
-            found = traceback.format_exc()
-        if found:
-            wrong += 1
-            print(f"seed {seed}: {found}; {make_case(seed)}", flush=True)
-    print(f"{options.cases} cases, {wrong} wrong, {time.monotonic() - began:.0f} s")
-    return int(wrong > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

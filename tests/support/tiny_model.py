@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ class Config:
     checkpoint: bool = False
     sinks: bool = False
     v_head_dim: int = 0  # 0: hidden / heads, as of q and k
+    options: dict[str, Any] = field(default_factory=dict)  # of attention
 
 
 class Block(nn.Module):
@@ -45,7 +46,8 @@ class Block(nn.Module):
         q = self.q(x).view(batch, length, self.config.heads, self.head_dim).transpose(1, 2)
         keys_and_values = self.kv(x).tensor_split([self.config.kv_heads * self.head_dim], 2)
         k, v = (t.unflatten(2, (self.config.kv_heads, -1)).transpose(1, 2) for t in keys_and_values)
-        out = seq1f1b.causal_attention(q, k, v, layer=self.layer, sinks=self.sinks, **documents)
+        options = {**self.config.options, **documents}
+        out = seq1f1b.causal_attention(q, k, v, layer=self.layer, sinks=self.sinks, **options)
         return self.out(out.transpose(1, 2).reshape(batch, length, -1))
 
     def run(self, x: Tensor, **documents: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import running
+from processes import results_of
 from torch import Tensor, nn
 
 from seq1f1b import Limits, PipelineEngine, PipelineError
@@ -158,7 +158,6 @@ def serve(rank: int, pipe: Connection, kind: str, seeds: list[int]) -> list[Any]
 
 @pytest.mark.parametrize(("kind", "seeds"), [("shm", [10, 11, 12]), ("c10d", [20, 21])])
 def test_random_errors_in_processes(tmp_path: Path, kind: str, seeds: list[int]) -> None:
-    with running(P, tmp_path, serve, kind, seeds) as ranks:
-        results = [ranks.result(rank) for rank in range(P)]
+    results = results_of(P, tmp_path, serve, kind, seeds)
     for i, seed in enumerate(seeds):
         judge([theirs[i] for theirs in results], draw(seed))

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import AT_ONCE, PipedProcesses, join_and_run, outcome, running
+from processes import AT_ONCE, PipedProcesses, join_and_run, outcome, results_of, running
 from slices import each_value, full_only
 from torch import nn
 
@@ -73,8 +73,7 @@ def make_wrongly(rank: int, pipe: Connection, kind: str, options: dict[str, Any]
 )
 def test_a_rank_that_fails_before_it_comes(tmp_path: Path, kind: str, options: dict[str, Any], error: str) -> None:
     """The others wait with time-outs of minutes, and hear it at once."""
-    with running(3, tmp_path, make_wrongly, kind, options) as ranks:
-        results = [ranks.result(rank) for rank in range(3)]
+    results = results_of(3, tmp_path, make_wrongly, kind, options)
     for rank, ((name, text, attributes, _), waited, ended) in enumerate(results):
         if rank == 1:
             assert error.startswith(name)
@@ -137,8 +136,7 @@ def come_late(rank: int, pipe: Connection, kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["c10d", *full_only(("shm",))])
 def test_a_rank_that_does_not_come_is_named_and_may_come_late(tmp_path: Path, kind: str) -> None:
-    with running(3, tmp_path, come_late, kind) as ranks:
-        results = [ranks.result(rank) for rank in range(3)]
+    results = results_of(3, tmp_path, come_late, kind)
     for rank, (found, ended) in enumerate(results):
         assert ended is not None and ended[0] == "", (found, ended)
         if rank != 1:
@@ -168,8 +166,7 @@ def recover_late(rank: int, pipe: Connection, kind: str, late: float) -> Any:
 
 @pytest.mark.parametrize(("kind", "late"), each_value(TRANSPORTS, [2.0, 5.0]))
 def test_a_rank_that_is_late_by_several_time_outs_joins_again(tmp_path: Path, kind: str, late: float) -> None:
-    with running(3, tmp_path, recover_late, kind, late) as ranks:
-        results = [ranks.result(rank) for rank in range(3)]
+    results = results_of(3, tmp_path, recover_late, kind, late)
     for found, done in results:
         assert done == 2, found
         assert {name for name, _ in found} <= {"PipelineError"}, found
@@ -195,8 +192,7 @@ def train_or_evaluate(rank: int, pipe: Connection, kind: str) -> Any:
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_a_rank_that_evaluates_while_others_train(tmp_path: Path, kind: str) -> None:
     """Every rank ends with an error that says so; gloo ended the process where two ends asked for different sizes."""
-    with running(3, tmp_path, train_or_evaluate, kind) as ranks:
-        results = [ranks.result(rank) for rank in range(3)]
+    results = results_of(3, tmp_path, train_or_evaluate, kind)
     for (name, text, _, _), ended in results:
         assert name in ("PipelineError", "RuntimeError") and ended[0] == "", (name, text, ended)
     assert any(re.search(r"received F0.0 of step 2 \((train|eval)", text) for (_, text, _, _), _ in results), results
@@ -229,8 +225,7 @@ def meet_again(made: PipelineEngine) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_ranks_meet_again_where_one_had_left_the_step_well(tmp_path: Path, kind: str) -> None:
     """Over c10d such a rank began all its transfers anew, and no rank ever took them."""
-    with running(3, tmp_path, fail_in_eval, kind) as ranks:
-        results = [ranks.result(rank) for rank in range(3)]
+    results = results_of(3, tmp_path, fail_in_eval, kind)
     assert results[2][0][0] != ""
     for _, again in results:
         assert again[-1][0] == "", again
@@ -267,8 +262,7 @@ def interrupt_transfers(rank: int, pipe: Connection) -> Any:
 
 def test_an_interrupt_as_a_transfer_begins(tmp_path: Path) -> None:
     """Ranks that counted their transfers differently could never meet again."""
-    with running(3, tmp_path, interrupt_transfers) as ranks:
-        results = [ranks.result(rank) for rank in range(3)]
+    results = results_of(3, tmp_path, interrupt_transfers)
     assert sum(ended == "KeyboardInterrupt" for ended, _ in results[1]) >= 4, results[1]
     for rounds in results:
         for _, again in rounds:
@@ -341,8 +335,7 @@ def be_slow_in_set_up(rank: int, pipe: Connection, kind: str) -> Any:
 
 def test_a_rank_that_is_slow_in_the_set_up_leaves_nothing(tmp_path: Path) -> None:
     """It finds that all have come to the last meeting, which the others have left meanwhile."""
-    with running(3, tmp_path, be_slow_in_set_up, "c10d") as ranks:
-        results = [ranks.result(rank) for rank in range(3)]
+    results = results_of(3, tmp_path, be_slow_in_set_up, "c10d")
     for rank, (text, waited, before, after) in enumerate(results):
         assert text, f"rank {rank} has an engine without the others"
         assert rank == 1 or ("rank 1" in text and waited < 3.5), (rank, text, waited)
@@ -391,8 +384,7 @@ def interrupt_set_up(rank: int, pipe: Connection, kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["shm", *full_only(("c10d",))])
 def test_an_interrupt_in_the_set_up_leaves_nothing(tmp_path: Path, kind: str) -> None:
     """An interrupt may come when there is a thread or a socket, and nobody yet to close it."""
-    with running(2, tmp_path, interrupt_set_up, kind) as ranks:
-        results = [ranks.result(rank) for rank in range(2)]
+    results = results_of(2, tmp_path, interrupt_set_up, kind)
     assert results[1][2].count("KeyboardInterrupt") >= 6, results[1][2]
     for before, after, ended in results:
         assert after == [before] * len(after), (before, after, ended)
@@ -414,8 +406,7 @@ def count_keys(rank: int, pipe: Connection, kind: str) -> list[int]:
 @pytest.mark.parametrize(("kind", "most"), [("shm", 1), ("c10d", 3)])
 def test_an_engine_leaves_next_to_nothing_in_the_store(tmp_path: Path, kind: str, most: int) -> None:
     """Each rank leaves one value of set-up; over c10d also its progress, and that it has closed."""
-    with running(2, tmp_path, count_keys, kind) as ranks:
-        counts, _ = [ranks.result(rank) for rank in range(2)]
+    counts, _ = results_of(2, tmp_path, count_keys, kind)
     assert [later - earlier for earlier, later in itertools.pairwise(counts)] == [2 * most] * 3, counts
 
 
@@ -440,8 +431,7 @@ def forge(rank: int, pipe: Connection, secret: str) -> Any:
 
 @pytest.mark.parametrize("secret", ["", "of this run"])
 def test_what_a_stranger_writes_into_the_store_is_never_code(tmp_path: Path, secret: str) -> None:
-    with running(2, tmp_path, forge, secret) as ranks:
-        results = [ranks.result(rank) for rank in range(2)]
+    results = results_of(2, tmp_path, forge, secret)
     for name, text, _, _ in results:
         assert name == "PipelineError"
         assert ("is not signed with SEQ1F1B_SECRET" if secret else "not a value of a peer") in text, text
@@ -453,8 +443,7 @@ def meet_with(rank: int, pipe: Connection) -> Any:
 
 
 def test_ranks_with_different_secrets_do_not_meet(tmp_path: Path) -> None:
-    with running(2, tmp_path, meet_with) as ranks:
-        results = [ranks.result(rank) for rank in range(2)]
+    results = results_of(2, tmp_path, meet_with)
     assert any("is not signed with SEQ1F1B_SECRET" in text for _, text, _, _ in results), results
 
 

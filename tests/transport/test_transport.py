@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
-import re
 import resource
 import signal
 import socket
@@ -21,19 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from core_extension import core
+from processes import AT_ONCE, PipedProcesses, join_and_run, meet, results_of, running
+from scripts import free_port
 
-torch = pytest.importorskip("torch")  # what follows needs it, so these imports stand below
-from core_extension import core  # noqa: E402
-from processes import AT_ONCE, PipedProcesses, join_and_run, meet, running, shared_memory_names  # noqa: E402
-from scripts import free_port  # noqa: E402
-
-import seq1f1b  # noqa: E402
-from seq1f1b import _C, PipelineError, transport  # noqa: E402
-from seq1f1b.testing import run_ranks  # noqa: E402
-from seq1f1b.transport import LoopbackGroup, RankGroup  # noqa: E402
-from seq1f1b.transport.group import place_tensor  # noqa: E402
-from seq1f1b.transport.handshake import Handshake  # noqa: E402
-from seq1f1b.transport.shm import ShmRank  # noqa: E402
+import seq1f1b
+from seq1f1b import _C, PipelineError, transport
+from seq1f1b.testing import run_ranks
+from seq1f1b.transport import LoopbackGroup, RankGroup
+from seq1f1b.transport.group import place_tensor
+from seq1f1b.transport.handshake import Handshake
 
 PLACES = 2
 EDGE = "activations of stage 0 to 1"
@@ -45,34 +41,17 @@ def refuse(handshake: Handshake, name: str) -> socket.socket:
     raise ConnectionRefusedError("Connection refused")
 
 
-def _child(rank: int, pipe: Connection, size: int, fn: Callable[..., Any], store: str, kind: str) -> None:
-    torch.set_num_threads(1)
-    meet(f"file://{store}", size, rank)
+def in_group(rank: int, pipe: Connection, kind: str, fn: Callable[..., Any]) -> Any:
+    """What ``fn(group, pipe)`` returns on each rank of a group of its own."""
     if kind == "two hosts":  # rank 2 is elsewhere: it cannot dial the others
         if rank == 2:
             Handshake._dial = refuse
         kind = "auto"
     group = transport.connect(None, kind)
     try:
-        pipe.send(("result", fn(group, pipe)))
-    except BaseException as error:
-        pipe.send(("error", f"{type(error).__name__}: {error}"))
-        raise
+        return fn(group, pipe)
     finally:
         group.close()
-
-
-class Ranks(PipedProcesses):
-    """Processes that run ``fn(group, pipe)``, one per rank."""
-
-    def __init__(self, size: int, fn: Callable[..., Any], folder: Path, kind: str = "shm") -> None:
-        super().__init__(size, _child, size, fn, str(folder / "store"), kind)
-
-    def exit_codes(self) -> list[int | None]:
-        return [process.exitcode for process in self.processes]
-
-    def kill(self, rank: int, with_signal: int = signal.SIGKILL) -> None:
-        os.kill(self.processes[rank].pid, with_signal)
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
@@ -153,92 +132,41 @@ def exchange(group: RankGroup, pipe: Connection) -> int:
 
 @pytest.mark.parametrize("kind", ["shm", "c10d"])
 def test_every_dtype_and_size(tmp_path: Path, kind: str) -> None:
-    with Ranks(2, exchange, tmp_path, kind) as ranks:
-        assert ranks.result(0) == ranks.result(1) == len(messages())
-    assert ranks.exit_codes() == [0, 0]
+    assert results_of(2, tmp_path, in_group, kind, exchange) == [len(messages())] * 2
 
 
 def test_loopback_passes_the_same() -> None:
-    groups = LoopbackGroup(2)
-    results: list[int] = []
-    threads = [threading.Thread(target=lambda r=r: results.append(exchange(groups[r], None))) for r in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [len(messages())] * 2
+    assert run_ranks(2, lambda group: exchange(group, None)) == [len(messages())] * 2
 
 
-# -- waits end ---------------------------------------------------------------------------------------------------------
+# -- waits end: tests/runtime/test_failures.py has more ----------------------------------------------------------------
 
 
-def wait_for_message(group: RankGroup, pipe: Connection) -> Any:
-    """Rank 0 waits for a message that rank 1, inside F2.1, never sends."""
+def lose_a_peer_with_a_worker(group: RankGroup, pipe: Connection) -> tuple[str, float]:
+    """Rank 1 is killed in F2.1, and a data loader's worker that it has forked lives on. What rank 0 hears, and when."""
     end = group.edge_end((1, 0), 1 - group.rank, group.rank == 0, "gradients of stage 1 to 0")
-    if group.rank == 0:
-        group.set_limits(*pipe.recv())
-        begin(group, end)
-        core.edge_post(end, 0, 0)
-        group.barrier()
-        pipe.send("waiting")
-        try:
-            core.edge_wait(end, 0, 0)
-        except (PipelineError, KeyboardInterrupt) as error:
-            attributes = [getattr(error, name, None) for name in ("rank", "unit", "edge")]
-            return type(error).__name__, str(error), attributes, time.monotonic()
-        return "a message came from nowhere"
     begin(group, end)
-    # A data loader's worker must not keep the pipeline's sockets open. (It does keep gloo's; then only time-outs help.)
-    if isinstance(group, ShmRank) and os.fork() == 0:
-        time.sleep(AT_ONCE + 3)
-        os._exit(0)
+    if group.rank == 1:
+        if os.fork() == 0:
+            time.sleep(AT_ONCE + 3)
+            os._exit(0)
+        group.barrier()
+        _C.group_progress(group.group, "F2.1")
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    core.edge_post(end, 0, 0)
     group.barrier()
-    _C.group_progress(group.group, "F2.1")
-    while not pipe.poll(20):
-        pass
-    return None
+    began = time.monotonic()
+    with pytest.raises(PipelineError) as caught:
+        core.edge_wait(end, 0, 0)
+    return str(caught.value), time.monotonic() - began
 
 
-@pytest.mark.parametrize("kind", ["shm", "c10d"])
-def test_killed_peer_is_seen_at_once(tmp_path: Path, kind: str) -> None:
-    before = shared_memory_names()
-    with Ranks(2, wait_for_message, tmp_path, kind) as ranks:
-        ranks.pipes[0].send((300.0, 20.0))
-        assert ranks.receive(0) == "waiting"
-        time.sleep(0.3)
-        killed = time.monotonic()
-        ranks.kill(1)
-        name, text, attributes, ended = ranks.result(0)
-    assert name == "PipelineError" and ended - killed < AT_ONCE
-    assert attributes[0] == 1 and attributes[2] == "gradients of stage 1 to 0"
-    assert "rank 1 is gone, last seen in F2.1 (" in text and "gradients of stage 1 to 0" in text
-    assert shared_memory_names() <= before
-
-
-@pytest.mark.parametrize(("kind", "limit"), [("shm", 0.5), ("c10d", 1.5)])  # a store's news are up to 1 s old
-def test_silent_peer_is_named(tmp_path: Path, kind: str, limit: float) -> None:
-    with Ranks(2, wait_for_message, tmp_path, kind) as ranks:
-        ranks.pipes[0].send((limit, 20.0))
-        assert ranks.receive(0) == "waiting"
-        name, text, attributes, _ = ranks.result(0)
-        ranks.pipes[1].send("end")
-    assert name == "PipelineError" and attributes == [1, "F2.1", "gradients of stage 1 to 0"]
-    waiting = r"\(waiting for gradients of stage 1 to 0, message 0\)"
-    told = re.fullmatch(rf"rank 1 has been in F2.1 for ([0-9.]+) s {waiting}", text)
-    assert told and limit <= float(told[1]) < limit + AT_ONCE
-
-
-@pytest.mark.parametrize("kind", ["shm", "c10d"])
-def test_interrupt_ends_a_wait(tmp_path: Path, kind: str) -> None:
-    with Ranks(2, wait_for_message, tmp_path, kind) as ranks:
-        ranks.pipes[0].send((300.0, 0.0))
-        assert ranks.receive(0) == "waiting"
-        time.sleep(0.3)
-        sent = time.monotonic()
-        ranks.kill(0, signal.SIGINT)
-        name, _, _, ended = ranks.result(0)
-        ranks.pipes[1].send("end")
-    assert name == "KeyboardInterrupt" and ended - sent < AT_ONCE
+def test_a_worker_does_not_hide_the_death_of_its_rank(tmp_path: Path) -> None:
+    """It must not keep the pipeline's sockets open. (It does keep gloo's: over c10d only time-outs help.)"""
+    with running(2, tmp_path, in_group, "shm", lose_a_peer_with_a_worker) as ranks:
+        text, seconds = ranks.result(0)
+    assert "rank 1 is gone, last seen in F2.1 (waiting for gradients of stage 1 to 0" in text and seconds < AT_ONCE
 
 
 # -- failed steps ------------------------------------------------------------------------------------------------------
@@ -289,10 +217,7 @@ def fail_and_go_on(group: RankGroup, pipe: Connection) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["shm", "c10d", "two hosts"])
 def test_all_ranks_see_a_failure_and_go_on(tmp_path: Path, kind: str) -> None:
-    with Ranks(3, fail_and_go_on, tmp_path, kind) as ranks:
-        results = [ranks.result(rank) for rank in range(3)]
-    assert ranks.exit_codes() == [0, 0, 0]
-    numbers, errors, texts = zip(*results, strict=True)
+    numbers, errors, texts = zip(*results_of(3, tmp_path, in_group, kind, fail_and_go_on), strict=True)
     assert len(set(numbers)) == 1 and numbers[0] > 0
     text = "rank 2 ended the step: ValueError: no such token"
     again = f"{text} (in step 2; rank 0 heard of it in step 3)"  # so that all ranks come to step 4 together
@@ -333,8 +258,7 @@ def leave_an_edge_unused(group: RankGroup, pipe: Connection) -> list[float]:
 
 
 def test_an_edge_that_is_not_used_in_the_step_after_a_failure(tmp_path: Path) -> None:
-    with Ranks(2, leave_an_edge_unused, tmp_path, "c10d") as ranks:
-        assert [ranks.result(rank) for rank in range(2)] == [[], [0.0, 7.0]]
+    assert results_of(2, tmp_path, in_group, "c10d", leave_an_edge_unused) == [[], [0.0, 7.0]]
 
 
 def exchange_after_a_failure(group: RankGroup, pipe: Connection | None) -> list[list[float]]:
@@ -377,8 +301,7 @@ def exchange_after_a_failure(group: RankGroup, pipe: Connection | None) -> list[
 
 @pytest.mark.parametrize("kind", ["shm", "c10d"])
 def test_exchanges_take_nothing_from_one_that_failed(kind: str, tmp_path: Path) -> None:
-    with Ranks(2, exchange_after_a_failure, tmp_path, kind) as ranks:
-        found = [ranks.result(rank) for rank in range(2)]
+    found = results_of(2, tmp_path, in_group, kind, exchange_after_a_failure)
     assert found == [[[10.0 * n + 1 - rank] * 5 for n in (1, 2, 3)] for rank in range(2)]
 
 
@@ -390,23 +313,14 @@ def test_exchanges_of_threads_take_nothing_from_one_that_failed() -> None:
 # -- set-up ------------------------------------------------------------------------------------------------------------
 
 
-def open_and_close(group: RankGroup, pipe: Connection) -> tuple[int, int, int, list[int]]:
-    """Descriptors before the second pipeline and after it, and arenas mapped while and after a tensor lies in one."""
-
-    def count_fds() -> int:
-        """Unix sockets and shared memory: gloo's own descriptors come and go."""
-        unix = {f"socket:[{line.split()[6]}]" for line in Path("/proc/net/unix").read_text().splitlines()[1:]}
-        count = 0
-        for fd in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):  # the listing's own
-                link = os.readlink(f"/proc/self/fd/{fd}")
-                count += link in unix or link.startswith("/memfd:seq1f1b")
-        return count
+def open_and_close(group: RankGroup, pipe: Connection) -> tuple[int, int, list[int]]:
+    """Arenas mapped beside the first pipeline's once a second one is closed: while a tensor lies in one, and after."""
 
     def count_arenas() -> int:
+        gc.collect()
         return Path("/proc/self/maps").read_text().count("memfd:seq1f1b")
 
-    fds, arenas = count_fds(), count_arenas()
+    before = count_arenas()
     second = transport.connect(None, "shm")
     out, back = open_both(second)
     begin(second, out, back)
@@ -416,22 +330,14 @@ def open_and_close(group: RankGroup, pipe: Connection) -> tuple[int, int, int, l
     second.barrier()
     second.close()
     del second, out, back
-    gc.collect()
-    held = count_arenas() - arenas
-    value = view.tolist()
+    held, value = count_arenas() - before, view.tolist()
     del view
-    gc.collect()
-    return count_fds() - fds, held, count_arenas() - arenas, value
+    return held, count_arenas() - before, value
 
 
-def test_nothing_is_left_after_close(tmp_path: Path) -> None:
-    with Ranks(2, open_and_close, tmp_path) as ranks:
-        for rank in range(2):
-            fds, held, left, value = ranks.result(rank)
-            assert fds == 0, "descriptors leaked"
-            assert held == 2, "the arena of a live tensor and its group's block"
-            assert left == 0, "mappings leaked"
-            assert value == [0, 1, 2, 3, 4]
+def test_a_tensor_outlives_its_pipeline(tmp_path: Path) -> None:
+    """Its arena and its group's block stay as long as it does."""
+    assert results_of(2, tmp_path, in_group, "shm", open_and_close) == [(2, 0, [0, 1, 2, 3, 4])] * 2
 
 
 def meet_all(handshakes: list[Handshake]) -> list[Any]:
@@ -520,8 +426,7 @@ def step_in_limited_space(rank: int, pipe: Connection, limits: dict[int, int], k
 def test_edges_take_what_address_space_there_is(tmp_path: Path, kind: str, limits: dict[int, int]) -> None:
     """Both ends of an edge agree on it, whoever has less."""
     wanted = min(limits.values()) << 26 if limits else transport.ARENA_BYTES
-    with running(2, tmp_path, step_in_limited_space, limits, kind) as ranks:
-        assert [ranks.result(rank) for rank in range(2)] == [wanted] * 2
+    assert results_of(2, tmp_path, step_in_limited_space, limits, kind) == [wanted] * 2
 
 
 def make_engine(kind: str) -> seq1f1b.PipelineEngine:
