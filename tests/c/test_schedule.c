@@ -308,6 +308,7 @@ static void test_failing_allocations(void)
         "parents - -1,0,0\nF0.0 F1.0 F1.2 F1.1\nF0.0 F1.0 F1.1 F1.2",
         "F0.0 B0.0",
     };
+    s1f_schedule *lowered = NULL; /* the others are made anew for each failure */
     fail_each_allocation(build, 10);
     given_text = "F0.0 F0.1 F0.2 I0.2 W0.2 I0.1 W0.1 I0.0 W0.0";
     fail_each_allocation(offload, 8);
@@ -323,8 +324,9 @@ static void test_failing_allocations(void)
         given_text = orders[i];
         s1f_schedule_free(given_schedule);
         CHECK_STATUS(s1f_schedule_from_text(given_text, 0, &given_schedule), S1F_OK, "");
-        CHECK_STATUS(s1f_schedule_lower(given_schedule, (s1f_places){.prefetch = 0}, S1F_ALL_RANKS, &given_program),
-                     S1F_OK, "");
+        CHECK_STATUS(s1f_schedule_from_text(given_text, 0, &lowered), S1F_OK, "");
+        CHECK_STATUS(s1f_schedule_lower(lowered, (s1f_places){.prefetch = 0}, S1F_ALL_RANKS, &given_program), S1F_OK,
+                     "");
         fail_each_allocation(forward_only, 4);
         fail_each_allocation(defer_weights, 5);
         fail_each_allocation(recompute, 5);
@@ -338,6 +340,7 @@ static void test_failing_allocations(void)
         fail_each_allocation(simulate, 10);
         fail_each_allocation(find_slack_and_memory, 30);
         s1f_program_free(given_program);
+        s1f_schedule_free(lowered);
     }
     s1f_schedule_free(given_schedule);
     given_schedule = NULL;
