@@ -2,6 +2,7 @@
 #include "families.h"
 
 #include "../core/pool.h"
+#include "split.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -251,16 +252,20 @@ s1f_status s1f_schedule_broken_rule(const char *family, int32_t num_ranks, int32
 
 static s1f_status build_by_rank(const s1f_request *request, s1f_schedule **out)
 {
+    const s1f_family *family = request->family;
     s1f_schedule *schedule = NULL;
-    s1f_status status = s1f_schedule_place(request, s1f_placement_loop, &schedule);
+    s1f_status status = s1f_schedule_place(
+        request, family->placement == S1F_PLACEMENT_V ? s1f_placement_wave : s1f_placement_loop, &schedule);
     for (int32_t rank = 0; rank < request->num_ranks && status == S1F_OK; rank++)
-        status = request->family->order_of_rank(request, schedule, rank);
-    if (status != S1F_OK) {
-        s1f_schedule_free(schedule);
-        return status;
+        status = family->order_of_rank(request, schedule, rank);
+    if (status == S1F_OK && family->most_live == NULL) {
+        *out = schedule;
+        return S1F_OK;
     }
-    *out = schedule;
-    return S1F_OK;
+    if (status == S1F_OK)
+        status = s1f_schedule_split(request, schedule, out);
+    s1f_schedule_free(schedule);
+    return status;
 }
 
 s1f_status s1f_schedule_build(const char *family, int32_t num_ranks, int32_t num_microbatches, int32_t num_segments,
