@@ -98,23 +98,16 @@ class TierFacts(NamedTuple):
 
 # ---- partition.c
 
-_ModelShape = tuple[int, int, int, int, int, int, int]
-
-def partition_even(seq_len: int, num_segments: int, multiple_of: int, /) -> list[int]: ...
-def partition_flops(
+def partition(
     seq_len: int,
     num_segments: int,
-    model: _ModelShape,
+    flops: tuple[float, float],  # of t tokens: the first times t, and the second times t (t + 1)
     documents: _Ints | None,
+    costs: _Doubles | None,  # of equal pieces, in place of these
     mix: float,
     multiple_of: int,
     /,
 ) -> list[int]: ...
-def partition_profiled(
-    seq_len: int, num_segments: int, costs: _Doubles, mix: float, multiple_of: int, /
-) -> list[int]: ...
-def partition_check(sizes: _Ints, seq_len: int, /) -> None: ...
-def model_flops(model: _ModelShape, begin: int, end: int, /) -> float: ...
 
 # ---- prefix_trees.c
 
@@ -251,7 +244,6 @@ def program_lower(
 ) -> Any: ...
 def program_edges(program: Any, /) -> list[ProgramEdge]: ...
 def program_stage_peak(program: Any, stage: int, /) -> tuple[int, int, int]: ...
-def program_peak_tokens(program: Any, stage: int, segment_sizes: _Ints, /) -> int: ...
 
 # ---- simulate.c
 

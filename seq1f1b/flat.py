@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from seq1f1b import _C
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from seq1f1b.schedule import Schedule
     from seq1f1b.simulation import Costs, Links, StepMemory
 
-__all__ = ["Counts", "flat", "held_bytes", "numbers", "pass_seconds", "seconds_per_byte"]
+__all__ = ["Counts", "flat", "held_bytes", "numbers", "pass_seconds", "seconds_per_byte", "whole"]
 
 
 class Counts(NamedTuple):
@@ -41,6 +42,14 @@ def numbers(name: str, code: str, given: Iterable[Any]) -> array[Any]:
                 shown = f": {value}" if abs(value) < 1 << 128 else ""
                 raise ValueError(f"{name} holds a number that is too large{shown}") from None
         raise
+
+
+def whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
+    """Returns a whole number that is neither below ``least`` nor above ``most``."""
+    if not least <= index(value) <= most:
+        bound = f"in {least}..{most}" if most < 2**63 - 1 or value > most else f"at least {least}"
+        raise ValueError(f"{name} is {value}, must be {bound}")
+    return int(value)
 
 
 def _form(order: Counts | Schedule, per: int) -> tuple[list[Any], str]:

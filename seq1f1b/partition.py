@@ -7,12 +7,13 @@ from typing import Any, NamedTuple, Protocol
 
 from seq1f1b import _C
 from seq1f1b.files import load
-from seq1f1b.flat import numbers
+from seq1f1b.flat import numbers, whole
 
 __all__ = ["LayerKind", "ModelShape", "check_model", "check_segment_sizes", "make_model", "partition_sequence"]
 
 
 _PIECES = 1024  # a split by a profile balances the costs of so many pieces of the sequence
+MOST_TOKENS = 1 << 40  # of a sequence
 MOST_LAYERS = 1 << 16  # whose kinds are told one by one
 _PIECES_OF_KINDS = 16384  # a split by the operations of layers that differ does
 
@@ -124,10 +125,16 @@ class ModelShape(NamedTuple):
     def flops(self, begin: int, end: int) -> float:
         """Forward floating-point operations of tokens ``[begin, end)`` that attend causally to ``[0, end)``.
 
-        The formula stands in ``csrc/core/partition.h``; a backward pass costs twice as much at every position.
+        A backward pass costs twice as much at every position. Norms, rotary positions, the router of experts and the
+        embedding look-up are left out.
         """
-        alike = _C.model_flops(_token_shape(self), begin, end)
-        return float(_flops_of_kinds(self, (end,), [begin, end])[0]) if self.kinds else alike
+        linear, quadratic = _flops_of(self)
+        if not 0 <= begin <= end <= MOST_TOKENS:
+            raise ValueError(f"tokens [{begin}, {end}) are not a range within [0, {MOST_TOKENS})")
+        if self.kinds:
+            return float(_flops_of_kinds(self, (end,), [begin, end])[0])
+        first, last = (linear * t + quadratic * (t * (t + 1.0)) for t in (float(begin), float(end)))
+        return last - first
 
 
 def layers_of(model: ModelShape) -> tuple[list[Layer], list[int]]:
@@ -170,8 +177,7 @@ def _layer(model: ModelShape, kind: LayerKind) -> Layer:
 
 
 def _flops_of_kinds(model: ModelShape, documents: Sequence[int], bounds: Sequence[int]) -> Any:
-    """Operations of the tokens between the bounds, of rows of documents, one after the other. The formula for layers
-    that are alike is in csrc/core/partition.h."""
+    """Operations of the tokens between the bounds, of rows of documents, one after the other."""
     kinds, places = layers_of(model)
     products, widths = 2.0 * model.hidden * model.vocab, dict.fromkeys((layer.window for layer in kinds), 0)
     for number in places:
@@ -212,13 +218,17 @@ def _check_kinds(model: ModelShape) -> None:
         if not given.get("heads", 1):
             del given["heads"]
         try:
-            _C.model_flops(_token_shape(model._replace(**given, kinds=(), pattern=())), 0, 1)
+            _flops_of(model._replace(**given, kinds=(), pattern=()))
         except ValueError as error:
             raise ValueError(f"model kinds[{number}]: {error}") from None
 
 
-def _token_shape(model: ModelShape) -> tuple[int, int, int, int, int, int, int]:
-    """The part of the model that one token meets, as the core reads it."""
+def _flops_of(model: ModelShape) -> tuple[float, float]:
+    """Operations of t tokens if all layers are alike: the first times t, and the second times t (t + 1).
+
+    Raises:
+        ValueError, TypeError: the shape is not sound.
+    """
     if not isinstance(model, ModelShape):
         raise TypeError(f"model is {model!r:.80}, must be a seq1f1b.ModelShape")
     if not 1 <= model.experts_per_token <= model.experts:
@@ -227,7 +237,19 @@ def _token_shape(model: ModelShape) -> tuple[int, int, int, int, int, int, int]:
         )
     if model.kinds or model.pattern:
         _check_kinds(model)
-    return (*model[:4], model.ffn * model.experts_per_token, model.vocab, model.head_dim)
+    for name in ("hidden", "layers", "heads", "kv_heads"):
+        whole(f"model {name}", getattr(model, name), 1)
+    ffn = whole("model ffn", model.ffn * model.experts_per_token, 0)
+    vocab, head_dim = whole("model vocab", model.vocab, 0), whole("model head_dim", model.head_dim, 0)
+    if head_dim == 0 and model.hidden % model.heads:
+        raise ValueError(f"model heads is {model.heads}, must divide hidden {model.hidden}")
+    if model.heads % model.kv_heads:
+        raise ValueError(f"model kv_heads is {model.kv_heads}, must divide heads {model.heads}")
+    h, layers, heads = float(model.hidden), float(model.layers), float(model.heads)
+    size = float(head_dim) or h / heads
+    queries, keys = heads * size, model.kv_heads * size
+    matrices = 4 * h * queries + 4 * h * keys + 6 * h * ffn
+    return layers * matrices + 2 * h * vocab, layers * 2 * queries
 
 
 def make_model(data: Mapping[str, Any], name: str) -> ModelShape:
@@ -299,17 +321,16 @@ def partition_sequence(
         costs = _piece_flops(model, seq_len, documents or (seq_len,))
     elif model is not None:
         of_rows = None if documents is None else numbers("documents", "q", documents)
-        return _C.partition_flops(seq_len, num_segments, _token_shape(model), of_rows, mix, multiple_of)
-    if costs is not None:
-        return _C.partition_profiled(seq_len, num_segments, numbers("costs", "d", costs), mix, multiple_of)
-    return _C.partition_even(seq_len, num_segments, multiple_of)
+        return _C.partition(seq_len, num_segments, _flops_of(model), of_rows, None, mix, multiple_of)
+    pieces = None if costs is None else numbers("costs", "d", costs)
+    return _C.partition(seq_len, num_segments, (1.0, 0.0), None, pieces, 0.0 if costs is None else mix, multiple_of)
 
 
 def _piece_flops(model: ModelShape, seq_len: int, documents: Sequence[int]) -> list[float]:
     """Operations of equal pieces of a sequence, the sum of its rows."""
     model.flops(0, 1)  # raises unless the shape is sound
     rows = numbers("documents", "q", documents)
-    _C.partition_flops(seq_len, 1, (1, 1, 1, 1, 0, 0, 0), rows, 1.0, 1)  # raises unless these are whole rows
+    _C.partition(seq_len, 1, (1.0, 0.0), rows, None, 1.0, 1)  # raises unless these are whole rows
     pieces, count = min(seq_len, _PIECES_OF_KINDS), sum(documents) // seq_len
     bounds = [row * seq_len + seq_len * i // pieces for row in range(count) for i in range(pieces)]
     found = _flops_of_kinds(model, documents, [*bounds, count * seq_len])
@@ -318,4 +339,14 @@ def _piece_flops(model: ModelShape, seq_len: int, documents: Sequence[int]) -> l
 
 def check_segment_sizes(sizes: Sequence[int], seq_len: int) -> None:
     """Raises ``ValueError``, naming the segment or the sum, unless ``sizes`` are at least 1 and sum to ``seq_len``."""
-    _C.partition_check(numbers("sizes", "q", sizes), seq_len)
+    if not sizes:
+        raise ValueError("there are 0 segment sizes, must be at least 1")
+    left = seq_len
+    for i, size in enumerate(numbers("sizes", "q", sizes)):
+        if size < 1:
+            raise ValueError(f"segment {i} has {size} tokens, must have at least 1")
+        left -= size
+        if left < 0:
+            raise ValueError(f"segments 0..{i} hold more than the {seq_len} tokens of the sequence")
+    if left > 0:
+        raise ValueError(f"segment sizes sum to {seq_len - left}, the sequence has {seq_len} tokens")

@@ -29,21 +29,22 @@ static int read_places(const s1f_schedule *schedule, PyObject *prefetch, const s
 static PyObject *program_lower(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     const s1f_schedule *schedule;
-    PyObject *prefetch;
+    PyObject *handle, *prefetch;
     s1f_array times = {.name = "seconds"};
     s1f_places places;
     int with_receives = 0, rank = S1F_ALL_RANKS;
-    if (!PyArg_ParseTuple(arguments, "O&O|piO&", s1f_to_schedule, &schedule, &prefetch, &with_receives, &rank,
-                          s1f_to_array, &times))
+    if (!PyArg_ParseTuple(arguments, "OO|piO&", &handle, &prefetch, &with_receives, &rank, s1f_to_array, &times))
         return NULL;
     s1f_program *program = NULL;
-    s1f_status status = read_places(schedule, prefetch, &times, &places) ? S1F_OK : S1F_ERR_PYTHON;
+    s1f_status status = s1f_to_schedule(handle, &schedule) && read_places(schedule, prefetch, &times, &places)
+                            ? S1F_OK
+                            : S1F_ERR_PYTHON;
     if (status == S1F_OK) /* receives are placed by the programs of all ranks */
         status = s1f_schedule_lower(schedule, places, with_receives ? S1F_ALL_RANKS : rank, &program);
     if (status == S1F_OK && with_receives && (status = s1f_program_add_receives(program)) != S1F_OK)
         s1f_program_free(program);
     s1f_release_arrays(&times, 1);
-    return s1f_new_program(status, program, NULL);
+    return s1f_new_program(status, program, handle);
 }
 
 /* -- what a program tells ------------------------------------------------------------------------------------------ */
@@ -73,34 +74,6 @@ static PyObject *program_stage_peak(PyObject *Py_UNUSED(module), PyObject *argum
     return Py_BuildValue("(iii)", peak.live_units, peak.kv_slots, peak.grad_slots);
 }
 
-/* Sizes whose sums cannot overflow: at least 0, and all micro-batches of them within int64. 0 with the exception
- * set. */
-static int check_sizes(const s1f_program *program, const s1f_array *sizes)
-{
-    int64_t sum = 0, most = INT64_MAX / program->shape.num_microbatches; /* more than enough for rows */
-    for (const int64_t *size = sizes->values, *end = size + sizes->count; size < end; sum += *size++)
-        if (*size < 0 || *size > most - sum) {
-            PyErr_Format(PyExc_ValueError, "%s hold %lld, must be at least 0 and sum to at most %lld", sizes->name,
-                         (long long)*size, (long long)most);
-            return 0;
-        }
-    return s1f_require_count(sizes->name, sizes->count, s1f_num_columns(&program->shape));
-}
-
-static PyObject *program_peak_tokens(PyObject *Py_UNUSED(module), PyObject *arguments)
-{
-    const s1f_program *program;
-    s1f_array sizes = {.name = "segment_sizes"};
-    int stage;
-    if (!PyArg_ParseTuple(arguments, "O&iO&", s1f_to_program, &program, &stage, s1f_to_array, &sizes))
-        return NULL;
-    PyObject *tokens = NULL;
-    if (s1f_require_index("stage", stage, program->shape.num_stages) && check_sizes(program, &sizes))
-        tokens = PyLong_FromLongLong(s1f_program_peak_tokens(program, stage, sizes.values));
-    s1f_release_arrays(&sizes, 1);
-    return tokens;
-}
-
 PyMethodDef s1f_program_methods[] = {
     S1F_METHOD(program_lower, VARARGS,
                "Checks, lowers; a program handle. prefetch: places beyond those that are needed; None: by time, of "
@@ -109,5 +82,4 @@ PyMethodDef s1f_program_methods[] = {
                "program_simulate and program_memory."),
     S1F_METHOD(program_edges, O, "A ProgramEdge per edge."),
     S1F_METHOD(program_stage_peak, VARARGS, "Peak (live_units, kv_slots, grad_slots)."),
-    S1F_METHOD(program_peak_tokens, VARARGS, "Peak live tokens."),
     {NULL, NULL, 0, NULL}};

@@ -445,19 +445,6 @@ static s1f_status write_programs(const lowering *l, int32_t own)
 
 /* -- the whole ----------------------------------------------------------------------------------------------------- */
 
-static s1f_status copy_order(const s1f_schedule *schedule, s1f_program *program)
-{
-    for (int32_t rank = 0; rank < program->shape.num_ranks; rank++) {
-        s1f_rank_program *own = &program->ranks[rank];
-        const s1f_unit *units = s1f_schedule_units(schedule, rank, &own->num_units);
-        own->units = malloc((size_t)(own->num_units + 1) * sizeof *own->units); /* + 1: malloc(0) may be NULL */
-        if (own->units == NULL)
-            return s1f_fail(S1F_ERR_MEMORY, "no memory for %lld units of one rank", (long long)own->num_units);
-        memcpy(own->units, units, (size_t)own->num_units * sizeof *units);
-    }
-    return S1F_OK;
-}
-
 static s1f_status create_lowering(s1f_program *program, lowering *l)
 {
     const s1f_shape *shape = &program->shape;
@@ -500,12 +487,10 @@ s1f_status s1f_schedule_lower(const s1f_schedule *schedule, s1f_places places, i
         return s1f_fail(S1F_ERR_ARG, "prefetch is %d, must be at least 0", (int)places.prefetch);
     s1f_program *program = NULL;
     lowering l = {0};
-    s1f_shape shape;
-    s1f_status status = s1f_schedule_check(schedule, 0);
-    if (status != S1F_OK || (status = s1f_schedule_full_shape(schedule, &shape)) != S1F_OK)
-        return status;
-    if ((status = s1f_program_create(&shape, &program)) != S1F_OK ||
-        (status = copy_order(schedule, program)) != S1F_OK || (status = create_lowering(program, &l)) != S1F_OK)
+    S1F_TRY(s1f_schedule_check(schedule, 0));
+    S1F_TRY(s1f_program_create(schedule, &program));
+    s1f_status status = create_lowering(program, &l);
+    if (status != S1F_OK)
         goto done;
 
     number_messages(&l);

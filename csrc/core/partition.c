@@ -6,10 +6,6 @@
 
 /* ---- cost: a function C(t) of the first t tokens, never decreasing, also in floating point ---- */
 
-typedef struct {
-    double linear, quadratic; /* C(t) = linear t + quadratic t (t + 1) */
-} flop_cost;
-
 static const double MOST_COST = 1e300; /* of a sequence: no mixed sum of costs is infinite then */
 
 /* A stretch of the rows in which no document begins but at its first token. */
@@ -20,29 +16,14 @@ typedef struct {
 } stretch;
 
 typedef struct {
-    flop_cost flops;
-    const stretch *stretches; /* ascending */
-    int64_t num_stretches, num_rows;
-} document_cost;
-
-typedef struct {
-    const double *costs;
-    const double *sums; /* sums[i]: cost of pieces 0..i-1 */
-    int64_t num_costs;
-} profiled_cost;
-
-typedef struct {
+    const s1f_token_costs *given;
     int64_t seq_len;
     double mix;
-    double even_per_token;          /* (1 - mix) * C(seq_len) / seq_len */
-    const document_cost *documents; /* one of the two is set */
-    const profiled_cost *profiled;
+    double even_per_token; /* (1 - mix) * C(seq_len) / seq_len */
+    stretch *stretches;    /* ascending; of documents */
+    int64_t num_stretches, num_rows;
+    double *sums; /* sums[i]: cost of pieces 0..i-1 */
 } cost_function;
-
-static double flops_of_first(const flop_cost *cost, double t)
-{
-    return cost->linear * t + cost->quadratic * (t * (t + 1));
-}
 
 /* Pairs from the stretch's begin to `end`, all rows: token i of it attends to what is open and to i + 1 of its own. */
 static unsigned __int128 pairs_until(const stretch *from, int64_t num_rows, int64_t end)
@@ -51,7 +32,7 @@ static unsigned __int128 pairs_until(const stretch *from, int64_t num_rows, int6
     return from->pairs + n * (unsigned __int128)from->open + n * (n + 1) / 2 * (unsigned __int128)num_rows;
 }
 
-static double documents_of_first(const document_cost *cost, int64_t t)
+static double documents_of_first(const cost_function *cost, int64_t t)
 {
     int64_t low = 0, high = cost->num_stretches; /* the last stretch that begins at or before t is in [low, high) */
     while (high - low > 1) {
@@ -62,22 +43,21 @@ static double documents_of_first(const document_cost *cost, int64_t t)
             high = middle;
     }
     double pairs = (double)(2 * pairs_until(&cost->stretches[low], cost->num_rows, t)) / (double)cost->num_rows;
-    return cost->flops.linear * (double)t + cost->flops.quadratic * pairs;
+    return cost->given->linear * (double)t + cost->given->quadratic * pairs;
 }
 
-static double profiled_of_first(const profiled_cost *cost, int64_t t, int64_t seq_len)
+static double pieces_of_first(const cost_function *cost, int64_t t)
 {
-    unsigned __int128 scaled = (unsigned __int128)t * (unsigned __int128)cost->num_costs;
-    int64_t piece = (int64_t)(scaled / (unsigned __int128)seq_len);
-    double within = (double)(scaled % (unsigned __int128)seq_len) / (double)seq_len;
-    return piece == cost->num_costs ? cost->sums[piece] : cost->sums[piece] + within * cost->costs[piece];
+    const s1f_token_costs *given = cost->given;
+    unsigned __int128 scaled = (unsigned __int128)t * (unsigned __int128)given->num_costs;
+    int64_t piece = (int64_t)(scaled / (unsigned __int128)cost->seq_len);
+    double within = (double)(scaled % (unsigned __int128)cost->seq_len) / (double)cost->seq_len;
+    return piece == given->num_costs ? cost->sums[piece] : cost->sums[piece] + within * given->costs[piece];
 }
 
 static double unmixed_of_first(const cost_function *cost, int64_t t)
 {
-    if (cost->documents != NULL)
-        return documents_of_first(cost->documents, t);
-    return profiled_of_first(cost->profiled, t, cost->seq_len);
+    return cost->sums != NULL ? pieces_of_first(cost, t) : documents_of_first(cost, t);
 }
 
 static double cost_of_first(const cost_function *cost, int64_t t)
@@ -132,11 +112,11 @@ static int64_t furthest(const cost_function *cost, const grid *g, int64_t begin,
  * further never hurts, because the cost of a segment falls as its begin moves right; and a partition with empty
  * segments becomes one without by splitting others, which lowers their cost. So the answer is exact.
  * *short_at: units before the short one, in the partition found. */
-static int covers(const cost_function *cost, const grid *g, int32_t num_segments, double bound, int64_t *short_at)
+static int covers(const cost_function *cost, const grid *g, int64_t num_segments, double bound, int64_t *short_at)
 {
     int64_t full = 0; /* units reached, all full */
     int64_t past = 0; /* units reached, the short one among them; 0: not reachable */
-    for (int32_t i = 0; i < num_segments; i++) {
+    for (int64_t i = 0; i < num_segments; i++) {
         int64_t next_past = 0;
         if (past > 0)
             next_past = furthest(cost, g, tokens_of(g, past, 1), past + 1, g->num_units, 1, bound);
@@ -157,11 +137,11 @@ static int covers(const cost_function *cost, const grid *g, int32_t num_segments
 }
 
 /* The least bound that covers(), to the last bit. */
-static double least_bound(const cost_function *cost, const grid *g, int32_t num_segments, int64_t *short_at)
+static double least_bound(const cost_function *cost, const grid *g, int64_t num_segments, int64_t *short_at)
 {
     double total = cost_of_first(cost, cost->seq_len);
-    double low = total / (2.0 * num_segments); /* below the mean cost, rounding included: never enough */
-    double high = total;                       /* one segment holds all */
+    double low = total / (2.0 * (double)num_segments); /* below the mean cost, rounding included: never enough */
+    double high = total;                               /* one segment holds all */
     covers(cost, g, num_segments, high, short_at);
     for (;;) {
         double middle = low + (high - low) / 2;
@@ -223,19 +203,19 @@ static int64_t earliest_begin(const placed_grid *p, int64_t end, double bound)
 }
 
 /* Picks boundaries within the bound, each as near as it may be to an equal share of what is left. */
-static void place_boundaries(const placed_grid *p, int32_t num_segments, double bound, int64_t *sizes)
+static void place_boundaries(const placed_grid *p, int64_t num_segments, double bound, int64_t *sizes)
 {
     int64_t num_units = p->g->num_units;
     double total = boundary_cost(p, num_units);
 
     /* sizes[i], for now: the least end of segment i from which the later segments still fit within the bound. */
     int64_t end = num_units;
-    for (int32_t i = num_segments - 1; i >= 0; i--) {
+    for (int64_t i = num_segments - 1; i >= 0; i--) {
         sizes[i] = end;
         end = end > 0 ? earliest_begin(p, end, bound) : 0;
     }
     int64_t begin = 0;
-    for (int32_t i = 0; i < num_segments; i++) {
+    for (int64_t i = 0; i < num_segments; i++) {
         int64_t later = num_segments - 1 - i; /* segments after this one, each at least one unit */
         int64_t low = sizes[i] > begin + 1 ? sizes[i] : begin + 1, high = num_units - later;
         double begin_cost = boundary_cost(p, begin);
@@ -249,104 +229,6 @@ static void place_boundaries(const placed_grid *p, int32_t num_segments, double 
         sizes[i] = boundary_token(p, chosen) - boundary_token(p, begin);
         begin = chosen;
     }
-}
-
-static s1f_status partition_by_cost(cost_function cost, int32_t num_segments, int64_t multiple_of, int64_t *sizes)
-{
-    if (cost.mix == 0)
-        return s1f_partition_even(cost.seq_len, num_segments, multiple_of, sizes);
-    cost.even_per_token = (1 - cost.mix) * unmixed_of_first(&cost, cost.seq_len) / (double)cost.seq_len;
-    grid g = make_grid(cost.seq_len, multiple_of);
-    placed_grid placed = {&cost, &g, 0};
-    double bound = least_bound(&cost, &g, num_segments, &placed.short_at);
-    place_boundaries(&placed, num_segments, bound, sizes);
-    return S1F_OK;
-}
-
-/* ---- the public calls ---- */
-
-static s1f_status check_arguments(int64_t seq_len, int32_t num_segments, double mix, int64_t multiple_of)
-{
-    if (seq_len < 1 || seq_len > S1F_MAX_SEQUENCE_LENGTH)
-        return s1f_fail(S1F_ERR_ARG, "seq_len is %lld, must be in 1..%lld", (long long)seq_len,
-                        (long long)S1F_MAX_SEQUENCE_LENGTH);
-    if (num_segments < 1)
-        return s1f_fail(S1F_ERR_ARG, "num_segments is %d, must be at least 1", num_segments);
-    if (num_segments > seq_len)
-        return s1f_fail(S1F_ERR_ARG, "num_segments is %d, more than the %lld tokens of the sequence", num_segments,
-                        (long long)seq_len);
-    if (multiple_of < 1)
-        return s1f_fail(S1F_ERR_ARG, "multiple_of is %lld, must be at least 1", (long long)multiple_of);
-    int64_t num_units = make_grid(seq_len, multiple_of).num_units;
-    if (num_segments > num_units)
-        return s1f_fail(S1F_ERR_ARG,
-                        "num_segments is %d, but %lld tokens hold only %lld segments of multiples of %lld tokens",
-                        num_segments, (long long)seq_len, (long long)num_units, (long long)multiple_of);
-    if (!(mix >= 0 && mix <= 1))
-        return s1f_fail(S1F_ERR_ARG, "mix is %g, must be in [0, 1]", mix);
-    return S1F_OK;
-}
-
-static s1f_status check_least(const char *name, int64_t value, int64_t least)
-{
-    if (value < least)
-        return s1f_fail(S1F_ERR_ARG, "model %s is %lld, must be at least %lld", name, (long long)value,
-                        (long long)least);
-    return S1F_OK;
-}
-
-static s1f_status check_model(const s1f_model_shape *model)
-{
-    S1F_TRY(check_least("hidden", model->hidden, 1));
-    S1F_TRY(check_least("layers", model->layers, 1));
-    S1F_TRY(check_least("heads", model->heads, 1));
-    S1F_TRY(check_least("kv_heads", model->kv_heads, 1));
-    S1F_TRY(check_least("ffn", model->ffn, 0));
-    S1F_TRY(check_least("vocab", model->vocab, 0));
-    S1F_TRY(check_least("head_dim", model->head_dim, 0));
-    if (model->head_dim == 0 && model->hidden % model->heads != 0)
-        return s1f_fail(S1F_ERR_ARG, "model heads is %lld, must divide hidden %lld", (long long)model->heads,
-                        (long long)model->hidden);
-    if (model->heads % model->kv_heads != 0)
-        return s1f_fail(S1F_ERR_ARG, "model kv_heads is %lld, must divide heads %lld", (long long)model->kv_heads,
-                        (long long)model->heads);
-    return S1F_OK;
-}
-
-static flop_cost flop_cost_of(const s1f_model_shape *model)
-{
-    double h = (double)model->hidden, layers = (double)model->layers, heads = (double)model->heads;
-    double head_dim = model->head_dim == 0 ? h / heads : (double)model->head_dim;
-    double q_width = heads * head_dim, kv_width = (double)model->kv_heads * head_dim;
-    double projections = 4 * h * q_width + 4 * h * kv_width + 6 * h * (double)model->ffn;
-    flop_cost cost = {
-        .linear = layers * projections + 2 * h * (double)model->vocab,
-        .quadratic = layers * 2 * q_width, /* 4 q per pair of tokens; t (t + 1) / 2 pairs among the first t */
-    };
-    return cost;
-}
-
-s1f_status s1f_model_flops(const s1f_model_shape *model, int64_t begin, int64_t end, double *flops)
-{
-    S1F_TRY(check_model(model));
-    if (begin < 0 || begin > end || end > S1F_MAX_SEQUENCE_LENGTH)
-        return s1f_fail(S1F_ERR_ARG, "tokens [%lld, %lld) are not a range within [0, %lld)", (long long)begin,
-                        (long long)end, (long long)S1F_MAX_SEQUENCE_LENGTH);
-    flop_cost cost = flop_cost_of(model);
-    *flops = flops_of_first(&cost, (double)end) - flops_of_first(&cost, (double)begin);
-    return S1F_OK;
-}
-
-s1f_status s1f_partition_even(int64_t seq_len, int32_t num_segments, int64_t multiple_of, int64_t *sizes)
-{
-    S1F_TRY(check_arguments(seq_len, num_segments, 0, multiple_of));
-    grid g = make_grid(seq_len, multiple_of);
-    int64_t units = g.num_units / num_segments, longer = g.num_units % num_segments;
-    for (int32_t i = 0; i < num_segments; i++)
-        sizes[i] = (units + (i < longer)) * g.unit;
-    if (g.short_unit > 0) /* in the last of the longest: where there is one longest, it becomes shorter */
-        sizes[longer > 0 ? longer - 1 : num_segments - 1] -= g.unit - g.short_unit;
-    return S1F_OK;
 }
 
 /* ---- rows of packed documents ---- */
@@ -408,85 +290,98 @@ static int64_t make_stretches(int64_t seq_len, document *documents, int64_t num_
     return count;
 }
 
-s1f_status s1f_partition_flops(int64_t seq_len, int32_t num_segments, const s1f_model_shape *model,
-                               const int64_t *documents, int64_t num_documents, double mix, int64_t multiple_of,
-                               int64_t *sizes)
+/* ---- the call ---- */
+
+static s1f_status check_arguments(int64_t seq_len, int64_t num_segments, double mix, int64_t multiple_of)
 {
-    s1f_status status = S1F_OK;
-    if (documents == NULL) {
-        documents = &seq_len;
-        num_documents = 1;
-    }
-    S1F_TRY(check_arguments(seq_len, num_segments, mix, multiple_of));
-    S1F_TRY(check_model(model));
-    if (num_documents < 1 || num_documents > S1F_MAX_SEQUENCE_LENGTH)
-        return s1f_fail(S1F_ERR_ARG, "there are %lld documents, must be in 1..%lld", (long long)num_documents,
+    if (seq_len < 1 || seq_len > S1F_MAX_SEQUENCE_LENGTH)
+        return s1f_fail(S1F_ERR_ARG, "seq_len is %lld, must be in 1..%lld", (long long)seq_len,
                         (long long)S1F_MAX_SEQUENCE_LENGTH);
-    document *placed = malloc((size_t)num_documents * sizeof *placed);
-    stretch *stretches = malloc((size_t)num_documents * sizeof *stretches);
-    int64_t num_rows;
-    if (placed == NULL || stretches == NULL) {
-        status = s1f_fail(S1F_ERR_MEMORY, "cannot allocate the ends of %lld documents", (long long)num_documents);
-        goto done;
-    }
-    status = place_documents(seq_len, documents, num_documents, placed, &num_rows);
-    if (status == S1F_OK) {
-        int64_t count = make_stretches(seq_len, placed, num_documents, num_rows, stretches);
-        document_cost of_documents = {flop_cost_of(model), stretches, count, num_rows};
-        cost_function cost = {.seq_len = seq_len, .mix = mix, .documents = &of_documents};
-        status = partition_by_cost(cost, num_segments, multiple_of, sizes);
-    }
-done:
-    free(stretches);
+    if (num_segments < 1)
+        return s1f_fail(S1F_ERR_ARG, "num_segments is %lld, must be at least 1", (long long)num_segments);
+    if (num_segments > seq_len)
+        return s1f_fail(S1F_ERR_ARG, "num_segments is %lld, more than the %lld tokens of the sequence",
+                        (long long)num_segments, (long long)seq_len);
+    if (multiple_of < 1)
+        return s1f_fail(S1F_ERR_ARG, "multiple_of is %lld, must be at least 1", (long long)multiple_of);
+    int64_t num_units = make_grid(seq_len, multiple_of).num_units;
+    if (num_segments > num_units)
+        return s1f_fail(S1F_ERR_ARG,
+                        "num_segments is %lld, but %lld tokens hold only %lld segments of multiples of %lld tokens",
+                        (long long)num_segments, (long long)seq_len, (long long)num_units, (long long)multiple_of);
+    if (!(mix >= 0 && mix <= 1))
+        return s1f_fail(S1F_ERR_ARG, "mix is %g, must be in [0, 1]", mix);
+    return S1F_OK;
+}
+
+static s1f_status make_document_cost(cost_function *cost)
+{
+    const s1f_token_costs *given = cost->given;
+    int64_t whole = given->documents == NULL; /* one document of all tokens */
+    const int64_t *lengths = whole ? &cost->seq_len : given->documents;
+    int64_t count = whole ? 1 : given->num_documents;
+    if (count < 1 || count > S1F_MAX_SEQUENCE_LENGTH)
+        return s1f_fail(S1F_ERR_ARG, "there are %lld documents, must be in 1..%lld", (long long)count,
+                        (long long)S1F_MAX_SEQUENCE_LENGTH);
+    document *placed = malloc((size_t)count * sizeof *placed);
+    cost->stretches = malloc((size_t)count * sizeof *cost->stretches);
+    s1f_status status = placed == NULL || cost->stretches == NULL
+                            ? s1f_fail(S1F_ERR_MEMORY, "cannot allocate the ends of %lld documents", (long long)count)
+                            : place_documents(cost->seq_len, lengths, count, placed, &cost->num_rows);
+    if (status == S1F_OK)
+        cost->num_stretches = make_stretches(cost->seq_len, placed, count, cost->num_rows, cost->stretches);
     free(placed);
     return status;
 }
 
-s1f_status s1f_partition_profiled(int64_t seq_len, int32_t num_segments, const double *costs, int64_t num_costs,
-                                  double mix, int64_t multiple_of, int64_t *sizes)
+static s1f_status make_piece_cost(cost_function *cost)
 {
-    S1F_TRY(check_arguments(seq_len, num_segments, mix, multiple_of));
-    s1f_status status;
-    if (num_costs < 1 || num_costs > S1F_MAX_SEQUENCE_LENGTH)
-        return s1f_fail(S1F_ERR_ARG, "there are %lld costs, must be in 1..%lld", (long long)num_costs,
+    const double *costs = cost->given->costs;
+    int64_t count = cost->given->num_costs;
+    if (count < 1 || count > S1F_MAX_SEQUENCE_LENGTH)
+        return s1f_fail(S1F_ERR_ARG, "there are %lld costs, must be in 1..%lld", (long long)count,
                         (long long)S1F_MAX_SEQUENCE_LENGTH);
-    for (int64_t i = 0; i < num_costs; i++)
+    for (int64_t i = 0; i < count; i++)
         if (!isfinite(costs[i]) || costs[i] < 0)
             return s1f_fail(S1F_ERR_ARG, "costs[%lld] is %g, must be finite and not negative", (long long)i, costs[i]);
-
-    double *sums = malloc((size_t)(num_costs + 1) * sizeof *sums);
-    if (sums == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "cannot allocate the running sums of %lld costs", (long long)num_costs);
-    sums[0] = 0;
-    for (int64_t i = 0; i < num_costs; i++)
-        sums[i + 1] = sums[i] + costs[i];
-    double total = sums[num_costs];
-    if (!(total > 0 && total <= MOST_COST)) {
-        status = s1f_fail(S1F_ERR_ARG, "costs sum to %g, must be above 0 and at most %g", total, MOST_COST);
-    } else {
-        profiled_cost profiled = {costs, sums, num_costs};
-        cost_function cost = {.seq_len = seq_len, .mix = mix, .profiled = &profiled};
-        status = partition_by_cost(cost, num_segments, multiple_of, sizes);
-    }
-    free(sums);
-    return status;
+    cost->sums = malloc((size_t)(count + 1) * sizeof *cost->sums);
+    if (cost->sums == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "cannot allocate the running sums of %lld costs", (long long)count);
+    cost->sums[0] = 0;
+    for (int64_t i = 0; i < count; i++)
+        cost->sums[i + 1] = cost->sums[i] + costs[i];
+    double total = cost->sums[count];
+    if (!(total > 0 && total <= MOST_COST))
+        return s1f_fail(S1F_ERR_ARG, "costs sum to %g, must be above 0 and at most %g", total, MOST_COST);
+    return S1F_OK;
 }
 
-s1f_status s1f_partition_check(const int64_t *sizes, int32_t num_segments, int64_t seq_len)
+/* Segments differ by at most one unit, the longer ones first. */
+static void cut_evenly(const grid *g, int64_t num_segments, int64_t *sizes)
 {
-    if (num_segments < 1)
-        return s1f_fail(S1F_ERR_ARG, "there are %d segment sizes, must be at least 1", num_segments);
-    int64_t left = seq_len; /* tokens without a segment */
-    for (int32_t i = 0; i < num_segments; i++) {
-        if (sizes[i] < 1)
-            return s1f_fail(S1F_ERR_ARG, "segment %d has %lld tokens, must have at least 1", i, (long long)sizes[i]);
-        if (sizes[i] > left)
-            return s1f_fail(S1F_ERR_ARG, "segments 0..%d hold more than the %lld tokens of the sequence", i,
-                            (long long)seq_len);
-        left -= sizes[i];
+    int64_t units = g->num_units / num_segments, longer = g->num_units % num_segments;
+    for (int64_t i = 0; i < num_segments; i++)
+        sizes[i] = (units + (i < longer)) * g->unit;
+    if (g->short_unit > 0) /* in the last of the longest: where there is one longest, it becomes shorter */
+        sizes[longer > 0 ? longer - 1 : num_segments - 1] -= g->unit - g->short_unit;
+}
+
+s1f_status s1f_partition(int64_t seq_len, int64_t num_segments, const s1f_token_costs *costs, double mix,
+                         int64_t multiple_of, int64_t *sizes)
+{
+    S1F_TRY(check_arguments(seq_len, num_segments, mix, multiple_of));
+    grid g = make_grid(seq_len, multiple_of);
+    cost_function cost = {.given = costs, .seq_len = seq_len, .mix = mix};
+    s1f_status status = costs->costs != NULL ? make_piece_cost(&cost) : make_document_cost(&cost);
+    if (status == S1F_OK && mix == 0) {
+        cut_evenly(&g, num_segments, sizes);
+    } else if (status == S1F_OK) {
+        cost.even_per_token = (1 - mix) * unmixed_of_first(&cost, seq_len) / (double)seq_len;
+        placed_grid placed = {&cost, &g, 0};
+        double bound = least_bound(&cost, &g, num_segments, &placed.short_at);
+        place_boundaries(&placed, num_segments, bound, sizes);
     }
-    if (left != 0)
-        return s1f_fail(S1F_ERR_ARG, "segment sizes sum to %lld, the sequence has %lld tokens",
-                        (long long)(seq_len - left), (long long)seq_len);
-    return S1F_OK;
+    free(cost.stretches);
+    free(cost.sums);
+    return status;
 }

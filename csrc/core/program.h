@@ -4,6 +4,7 @@
 #define S1F_PROGRAM_H
 
 #include "edges.h"
+#include "schedule.h"
 #include "table.h"
 
 typedef enum {
@@ -38,24 +39,21 @@ typedef struct {        /* peaks of one stage, in units and slots */
 typedef struct {
     s1f_instruction *instructions;
     int64_t count;
-    s1f_unit *units; /* of its RUNs: the order */
+    const s1f_unit *units; /* of its RUNs: the order; borrowed */
     int64_t num_units;
 } s1f_rank_program;
 
-/* The programs of all ranks. Its fields are for reading; only lower.h and receives.h write them. */
+/* The programs of all ranks. Its fields are for reading; only lower.h and receives.h write them. What its shape points to
+ * is the schedule's, which must live as long, and stay as it is. */
 typedef struct {
-    s1f_shape shape;
-    int32_t *rank_of_stage; /* what the shape points to, as are the next three */
-    int64_t *first_cell;
-    s1f_trees *trees;
-    uint16_t *marks; /* NULL: no optional product, and no trees */
+    s1f_shape shape; /* with marks */
     s1f_edges *edges;
     s1f_stage_peak *peaks;   /* [stage] */
     s1f_rank_program *ranks; /* [rank] */
 } s1f_program;
 
-/* An empty program of this shape. S1F_ERR_MEMORY. *out is owned by the caller and untouched on error. */
-s1f_status s1f_program_create(const s1f_shape *shape, s1f_program **out);
+/* A program without instructions. S1F_ERR_MEMORY. *out is owned by the caller and untouched on error. */
+s1f_status s1f_program_create(const s1f_schedule *schedule, s1f_program **out);
 void s1f_program_free(s1f_program *program); /* NULL is fine */
 
 static inline const s1f_instruction *s1f_program_instructions(const s1f_program *program, int32_t rank, int64_t *count)
@@ -68,8 +66,5 @@ static inline const s1f_edge *s1f_program_edges(const s1f_program *program, int3
     *count = program->edges->num_edges;
     return program->edges->edges;
 }
-
-/* Peak live tokens of a stage for given segment sizes, [column]: live units, in tokens. */
-int64_t s1f_program_peak_tokens(const s1f_program *program, int32_t stage, const int64_t *segment_sizes);
 
 #endif

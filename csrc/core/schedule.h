@@ -12,17 +12,12 @@ typedef struct s1f_schedule s1f_schedule; /* opaque; its fields live in schedule
 /* Forward units of one schedule, num_stages * num_microbatches * num_segments; keeps every product within int64. */
 enum { S1F_MAX_FORWARD_UNITS = INT32_MAX };
 
-/* An empty schedule: rank_of_stage[num_stages] says where each stage runs (copied).
- * S1F_ERR_ARG if a count is below 1, there are too many units, a rank is out of range or holds no stage.
- * *out is owned by the caller (s1f_schedule_free) and untouched on error. */
-s1f_status s1f_schedule_create(int32_t num_ranks, int32_t num_stages, int32_t num_microbatches, int32_t num_segments,
-                               const int32_t *rank_of_stage, s1f_schedule **out);
-/* Gives every micro-batch its own number of segments, [num_microbatches]; the most is num_segments. S1F_ERR_ARG if one
- * is below 1 or none is num_segments, S1F_ERR_STATE if the schedule is not empty. */
-s1f_status s1f_schedule_set_rows(s1f_schedule *schedule, const int32_t *segments_of);
-/* Makes the segments trees (trees.h): parents, [cell of a stage]; chains alone change nothing. S1F_ERR_ARG if one has
- * no parent before it, S1F_ERR_STATE if the schedule has no rows or is not empty. */
-s1f_status s1f_schedule_set_parents(s1f_schedule *schedule, const int32_t *parents);
+/* An empty schedule of the counts and the placement of a shape, and of its first_cell where micro-batches have segments
+ * of their own, of which num_segments is the most (all copied; its other fields are not read). parents: NULL, or what
+ * makes the segments trees (trees.h), [cell of a stage], with first_cell; chains alone change nothing.
+ * S1F_ERR_ARG if a count is below 1, there are too many units, a rank is out of range or holds no stage, a segment has
+ * no parent before it. *out is owned by the caller (s1f_schedule_free) and untouched on error. */
+s1f_status s1f_schedule_create(const s1f_shape *shape, const int32_t *parents, s1f_schedule **out);
 /* An empty schedule with the counts and the placement of another. */
 s1f_status s1f_schedule_create_like(const s1f_schedule *schedule, s1f_schedule **out);
 /* Appends a unit to the order of the rank that holds its stage. S1F_ERR_ARG if an index is out of range. */

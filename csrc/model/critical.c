@@ -4,7 +4,6 @@
 #include "../core/pool.h"
 
 #include <math.h>
-#include <stdlib.h>
 
 typedef struct {
     const s1f_program *program;
@@ -212,14 +211,14 @@ static int find_path(walk *w)
     s1f_numbered_unit last = {0, 0}, unit;
     double latest = -1;
     for (int32_t rank = 0; rank < simulation->num_ranks; rank++)
-        if (simulation->end[rank][simulation->num_units[rank] - 1] > latest) {
-            last = (s1f_numbered_unit){rank, simulation->num_units[rank] - 1};
+        if (simulation->end[rank][w->program->ranks[rank].num_units - 1] > latest) {
+            last = (s1f_numbered_unit){rank, w->program->ranks[rank].num_units - 1};
             latest = simulation->end[rank][last.i];
         }
     int64_t length = 1;
     for (unit = last; before_on_path(w, unit, &unit);)
         length++;
-    simulation->path = malloc((size_t)length * sizeof *simulation->path);
+    simulation->path = s1f_pool_take(&simulation->pool, (size_t)length, sizeof *simulation->path);
     if (simulation->path == NULL)
         return 0;
     simulation->path_length = length;

@@ -411,15 +411,11 @@ static s1f_status run_all(simulator *s)
 static s1f_status check_costs(const s1f_program *program, const s1f_costs *costs)
 {
     const s1f_shape *shape = &program->shape;
-    s1f_status status;
-    for (int32_t s = 0; s + 1 < shape->num_stages; s++)
-        if ((costs->latency != NULL &&
-             (status = require_cost("the latency of a transfer", costs->latency[s])) != S1F_OK) ||
-            (costs->seconds_per_byte != NULL &&
-             (status = require_cost("the time per byte", costs->seconds_per_byte[s])) != S1F_OK))
-            return status;
-    if ((status = require_cost("the time of a send", costs->send)) != S1F_OK)
-        return status;
+    for (int32_t s = 0; s + 1 < shape->num_stages; s++) {
+        S1F_TRY(require_cost("the latency of a transfer", costs->latency == NULL ? 0 : costs->latency[s]));
+        S1F_TRY(require_cost("the time per byte", costs->seconds_per_byte == NULL ? 0 : costs->seconds_per_byte[s]));
+    }
+    S1F_TRY(require_cost("the time of a send", costs->send));
     if (!(costs->jitter >= 0 && costs->jitter <= 1))
         return s1f_fail(S1F_ERR_ARG, "jitter is %g, must be in 0..1: a share of a unit's seconds", costs->jitter);
     if (!(costs->transfer_jitter >= 0 && costs->transfer_jitter <= 1))
@@ -427,20 +423,16 @@ static s1f_status check_costs(const s1f_program *program, const s1f_costs *costs
                         costs->transfer_jitter);
     int64_t num_kinds = shape->num_stages * s1f_num_columns(shape);
     for (int64_t i = 0; costs->tier_seconds != NULL && i < num_kinds; i++)
-        if ((status = require_cost("the time of the tier", costs->tier_seconds[i])) != S1F_OK)
-            return status;
+        S1F_TRY(require_cost("the time of the tier", costs->tier_seconds[i]));
     if (costs->num_steps < 0)
         return s1f_fail(S1F_ERR_ARG, "steps is %d, must be at least 1", costs->num_steps);
     for (int32_t rank = 0; costs->optimizer != NULL && rank < shape->num_ranks; rank++)
-        if ((status = require_cost("the time of an optimizer", costs->optimizer[rank])) != S1F_OK)
-            return status;
-    if ((status = require_bytes("message_bytes", costs->message_bytes, shape)) != S1F_OK ||
-        (status = require_bytes("statistics_bytes", costs->statistics_bytes, shape)) != S1F_OK)
-        return status;
+        S1F_TRY(require_cost("the time of an optimizer", costs->optimizer[rank]));
+    S1F_TRY(require_bytes("message_bytes", costs->message_bytes, shape));
+    S1F_TRY(require_bytes("statistics_bytes", costs->statistics_bytes, shape));
     for (int32_t rank = 0; costs->unit_seconds != NULL && rank < shape->num_ranks; rank++)
         for (int64_t i = 0; i < program->ranks[rank].num_units; i++)
-            if ((status = require_cost("the duration of a unit", costs->unit_seconds[rank][i])) != S1F_OK)
-                return status;
+            S1F_TRY(require_cost("the duration of a unit", costs->unit_seconds[rank][i]));
     return S1F_OK;
 }
 

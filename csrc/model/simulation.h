@@ -2,6 +2,7 @@
 #ifndef S1F_SIMULATION_H
 #define S1F_SIMULATION_H
 
+#include "../core/pool.h"
 #include "../core/program.h"
 
 /* How much to keep: each holds what stands above it. */
@@ -30,15 +31,14 @@ typedef struct { /* of the first step, but for `period` */
     double *span;            /* [rank] first start to last end of the rank */
     double *busy;            /* [rank] sum of its units */
     double *wait;            /* [rank] time in WAIT, in SEND before the credit, and for the tier */
-    int64_t *num_units;      /* [rank] */
     double **start, **end;   /* [rank][i], units in run order; first start of all is 0; NULL: not kept */
     unsigned char **causes;  /* [rank][i] bits; NULL: not kept */
     int32_t *completed;      /* the rank of every unit in an order in which each comes after all it waited for */
     double **slack;          /* [rank][i]: filled by s1f_simulation_find_slack; NULL: causes are not kept */
     s1f_numbered_unit *path; /* the same */
     int64_t path_length;
-    double *times;             /* what start, end and slack point into: all units of a rank after those before it */
-    unsigned char *all_causes; /* the same of causes */
+    double *times; /* what start, end and slack point into: all units of a rank after those before it */
+    s1f_pool pool; /* of all other arrays */
 } s1f_simulation;
 
 /* All zero, with room for what is kept. *out is owned by the caller and untouched on error. S1F_ERR_MEMORY. */

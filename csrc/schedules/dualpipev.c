@@ -101,28 +101,18 @@ static void cool_down(writer *w, int32_t P)
         oldest_weight(w);
 }
 
-static s1f_status build(const s1f_request *request, s1f_schedule **out)
+static s1f_status order_of_rank(const s1f_request *request, s1f_schedule *schedule, int32_t rank)
 {
     int32_t P = request->num_ranks, M = request->num_microbatches;
-    s1f_schedule *schedule = NULL;
-    s1f_status status = s1f_schedule_place(request, s1f_placement_wave, &schedule);
-    s1f_unit *put_off = malloc(2 * (size_t)M * sizeof *put_off);
-    if (status == S1F_OK && put_off == NULL)
-        status = s1f_fail(S1F_ERR_MEMORY, "no memory to put off %d units", 2 * M);
-    for (int32_t rank = 0; rank < P && status == S1F_OK; rank++) {
-        writer w = {.schedule = schedule, .rank = rank, .stage = {rank, 2 * P - 1 - rank}, .put_off = put_off};
-        warm_up(&w, P);
-        steady(&w, P, M);
-        cool_down(&w, P);
-        status = w.status;
-    }
-    free(put_off);
-    if (status != S1F_OK) {
-        s1f_schedule_free(schedule);
-        return status;
-    }
-    *out = schedule;
-    return S1F_OK;
+    writer w = {.schedule = schedule, .rank = rank, .stage = {rank, 2 * P - 1 - rank}};
+    w.put_off = malloc(2 * (size_t)M * sizeof *w.put_off);
+    if (w.put_off == NULL)
+        return s1f_fail(S1F_ERR_MEMORY, "no memory to put off %d units", 2 * M);
+    warm_up(&w, P);
+    steady(&w, P, M);
+    cool_down(&w, P);
+    free(w.put_off);
+    return w.status;
 }
 
 static const char *broken_rule(const s1f_request *request)
@@ -141,5 +131,5 @@ const s1f_family s1f_family_dualpipev = {
     .splits = 1,
     .placement = S1F_PLACEMENT_V,
     .broken_rule = broken_rule,
-    .build = build,
+    .order_of_rank = order_of_rank,
 };

@@ -1,9 +1,11 @@
 /* families.c - the table of the families, the checks of a request, and what families share. */
 #include "families.h"
 
+#include "../core/pool.h"
+#include "split.h"
+
 #include <math.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 /* Every name, in the order in which they are listed, and tried by auto. */
@@ -173,19 +175,14 @@ static s1f_status check_options(const s1f_request *request, const s1f_family_fac
 /* Counts the cells of micro-batches that differ in their segments: there, a column is a cell. */
 static s1f_status count_cells(s1f_request *request)
 {
-    int32_t most = 0;
     request->num_cells = 0;
     for (int32_t m = 0; m < request->num_microbatches; m++) {
         int32_t count = request->options.segments_of[m];
         if (count < 1)
             return s1f_fail(S1F_ERR_ARG, "num_segments[%d] is %d, must be at least 1", (int)m, (int)count);
-        most = count > most ? count : most;
         request->num_cells += count;
     }
     request->num_columns = request->num_cells;
-    if (most != request->num_segments)
-        return s1f_fail(S1F_ERR_ARG, "the most segments of a micro-batch are %d, num_segments is %d", most,
-                        request->num_segments);
     return S1F_OK;
 }
 
@@ -193,18 +190,16 @@ static s1f_status count_cells(s1f_request *request)
 static s1f_status make_request(const char *name, int32_t num_ranks, int32_t num_microbatches, int32_t num_segments,
                                int32_t stages_per_rank, const s1f_options *options, s1f_request *request)
 {
-    s1f_status status;
     *request = (s1f_request){.num_ranks = num_ranks,
                              .num_microbatches = num_microbatches,
                              .num_segments = num_segments,
                              .stages_per_rank = stages_per_rank};
     if (options != NULL)
         request->options = *options;
-    if ((status = require_at_least("num_ranks", request->num_ranks, 1)) != S1F_OK ||
-        (status = require_at_least("num_microbatches", request->num_microbatches, 1)) != S1F_OK ||
-        (status = require_at_least("num_segments", request->num_segments, 1)) != S1F_OK ||
-        (status = require_at_least("stages_per_rank", request->stages_per_rank, 1)) != S1F_OK)
-        return status;
+    S1F_TRY(require_at_least("num_ranks", num_ranks, 1));
+    S1F_TRY(require_at_least("num_microbatches", num_microbatches, 1));
+    S1F_TRY(require_at_least("num_segments", num_segments, 1));
+    S1F_TRY(require_at_least("stages_per_rank", stages_per_rank, 1));
     s1f_family_facts facts;
     int32_t i = find(name);
     if (!s1f_schedule_family(i, &facts))
@@ -219,8 +214,6 @@ static s1f_status make_request(const char *name, int32_t num_ranks, int32_t num_
     request->num_cells = (int64_t)request->num_microbatches * request->num_segments;
     if (request->options.segments_of != NULL)
         S1F_TRY(count_cells(request));
-    else if (request->options.parents != NULL)
-        return s1f_fail(S1F_ERR_ARG, "parents need num_segments of each micro-batch");
     return check_options(request, &facts);
 }
 
@@ -259,16 +252,20 @@ s1f_status s1f_schedule_broken_rule(const char *family, int32_t num_ranks, int32
 
 static s1f_status build_by_rank(const s1f_request *request, s1f_schedule **out)
 {
+    const s1f_family *family = request->family;
     s1f_schedule *schedule = NULL;
-    s1f_status status = s1f_schedule_place(request, s1f_placement_loop, &schedule);
+    s1f_status status = s1f_schedule_place(
+        request, family->placement == S1F_PLACEMENT_V ? s1f_placement_wave : s1f_placement_loop, &schedule);
     for (int32_t rank = 0; rank < request->num_ranks && status == S1F_OK; rank++)
-        status = request->family->order_of_rank(request, schedule, rank);
-    if (status != S1F_OK) {
-        s1f_schedule_free(schedule);
-        return status;
+        status = family->order_of_rank(request, schedule, rank);
+    if (status == S1F_OK && family->most_live == NULL) {
+        *out = schedule;
+        return S1F_OK;
     }
-    *out = schedule;
-    return S1F_OK;
+    if (status == S1F_OK)
+        status = s1f_schedule_split(request, schedule, out);
+    s1f_schedule_free(schedule);
+    return status;
 }
 
 s1f_status s1f_schedule_build(const char *family, int32_t num_ranks, int32_t num_microbatches, int32_t num_segments,
@@ -299,25 +296,25 @@ int32_t s1f_placement_wave(int32_t num_ranks, int32_t stage)
 
 s1f_status s1f_schedule_place(const s1f_request *request, s1f_placement *placement, s1f_schedule **out)
 {
-    int32_t num_stages = request->num_ranks * request->stages_per_rank;
-    int32_t *rank_of_stage = calloc((size_t)num_stages, sizeof *rank_of_stage);
-    if (rank_of_stage == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for the placement of %d stages", num_stages);
-    for (int32_t stage = 0; stage < num_stages; stage++)
-        rank_of_stage[stage] = placement(request->num_ranks, stage);
-    s1f_status status = s1f_schedule_create(request->num_ranks, num_stages, request->num_microbatches,
-                                            request->num_segments, rank_of_stage, out);
-    free(rank_of_stage);
-    if (status == S1F_OK && request->options.segments_of != NULL &&
-        (status = s1f_schedule_set_rows(*out, request->options.segments_of)) != S1F_OK) {
-        s1f_schedule_free(*out);
-        *out = NULL;
-    }
-    if (status == S1F_OK && request->options.parents != NULL &&
-        (status = s1f_schedule_set_parents(*out, request->options.parents)) != S1F_OK) {
-        s1f_schedule_free(*out);
-        *out = NULL;
-    }
+    const int32_t *segments_of = request->options.segments_of;
+    s1f_pool pool = {0};
+    s1f_shape shape = {.num_ranks = request->num_ranks,
+                       .num_stages = request->num_ranks * request->stages_per_rank,
+                       .num_microbatches = request->num_microbatches,
+                       .num_segments = request->num_segments};
+    size_t num_first = segments_of == NULL ? 0 : (size_t)shape.num_microbatches + 1;
+    int32_t *rank_of_stage = s1f_pool_take(&pool, (size_t)shape.num_stages, sizeof *rank_of_stage);
+    int64_t *first_cell = s1f_pool_take(&pool, num_first, sizeof *first_cell);
+    for (int32_t stage = 0; !pool.is_short && stage < shape.num_stages; stage++)
+        rank_of_stage[stage] = placement(shape.num_ranks, stage);
+    for (size_t m = 1; !pool.is_short && m < num_first; m++)
+        first_cell[m] = first_cell[m - 1] + segments_of[m - 1];
+    shape.rank_of_stage = rank_of_stage;
+    shape.first_cell = segments_of == NULL ? NULL : first_cell;
+    s1f_status status = pool.is_short
+                            ? s1f_fail(S1F_ERR_MEMORY, "no memory for the placement of %d stages", shape.num_stages)
+                            : s1f_schedule_create(&shape, request->options.parents, out);
+    s1f_pool_free(&pool);
     return status;
 }
 

@@ -35,9 +35,12 @@ struct s1f_family {
      * it breaks none. A NULL function: the family takes any counts. */
     const char *(*broken_rule)(const s1f_request *request);
     /* Builds the order of every rank of a request that breaks no rule. *out is owned by the caller and untouched on
-     * error. NULL: the placement is a loop and order_of_rank writes each rank. */
+     * error. NULL: order_of_rank writes each rank. */
     s1f_status (*build)(const s1f_request *request, s1f_schedule **out);
     s1f_order_of_rank *order_of_rank;
+    /* Units that a rank holds at most, where order_of_rank writes F and I alone, and W go where these leave room
+     * (split.h); NULL: it writes all. */
+    int64_t (*most_live)(const s1f_request *request);
     const void *numbers; /* what the family's file reads, where its families differ in numbers only */
 };
 

@@ -7,8 +7,6 @@
 #include <math.h>
 #include <string.h>
 
-enum { BLOCK_PERIOD = 6 }; /* F, I and W of two stages */
-
 typedef struct {
     const s1f_unit *plan;  /* F and I */
     unsigned char *ran;    /* [unit of the plan] */
@@ -233,9 +231,9 @@ static s1f_status time_order(walk *w)
 
 /* Walks the plan as if all units took the same, then, where costs are given, with them in both ways; *out is the
  * shortest, so that costs never make an order worse. */
-static s1f_status fill_weights(const s1f_request *request, s1f_placement *placement, const s1f_schedule *plan,
-                               int64_t cap, s1f_schedule **out)
+s1f_status s1f_schedule_split(const s1f_request *request, const s1f_schedule *plan, s1f_schedule **out)
 {
+    int64_t cap = request->options.cap != 0 ? request->options.cap : request->family->most_live(request);
     int has_costs = request->options.costs[0] != NULL;
     double tolerance = has_costs ? 1e-9 * largest_cost(request) : 0, shortest = INFINITY;
     walk w = {.request = request, .cap = cap};
@@ -246,7 +244,7 @@ static s1f_status fill_weights(const s1f_request *request, s1f_placement *placem
         w.may_delay = way == 2;
         w.tolerance = w.is_equal ? 0 : tolerance;
         w.out = NULL;
-        if ((status = s1f_schedule_place(request, placement, &w.out)) == S1F_OK)
+        if ((status = s1f_schedule_create_like(plan, &w.out)) == S1F_OK)
             status = walk_plan(&w, plan);
         w.is_equal = !has_costs;
         if (status == S1F_OK)
@@ -267,58 +265,4 @@ static s1f_status fill_weights(const s1f_request *request, s1f_placement *placem
     }
     *out = best;
     return S1F_OK;
-}
-
-s1f_status s1f_schedule_split(const s1f_request *request, s1f_placement *placement, s1f_order_of_rank *plan_of_rank,
-                              int64_t cap, s1f_schedule **out)
-{
-    s1f_schedule *plan = NULL;
-    s1f_status status = s1f_schedule_place(request, placement, &plan);
-    for (int32_t rank = 0; rank < request->num_ranks && status == S1F_OK; rank++)
-        status = plan_of_rank(request, plan, rank);
-    if (status == S1F_OK)
-        status = fill_weights(request, placement, plan, request->options.cap != 0 ? request->options.cap : cap, out);
-    s1f_schedule_free(plan);
-    return status;
-}
-
-/* -- plans --------------------------------------------------------------------------------------------------------- */
-
-s1f_status s1f_plan_one_stage(const s1f_request *request, s1f_schedule *plan, int32_t rank, int32_t ahead)
-{
-    int64_t num_units = request->num_cells;
-    int64_t wanted = (int64_t)ahead * (request->num_ranks - rank - 1) + request->num_segments;
-    int64_t warmup = wanted < num_units ? wanted : num_units;
-    for (int64_t i = 0; i < warmup; i++)
-        S1F_TRY(s1f_schedule_append_nth(plan, S1F_PASS_FORWARD, rank, i));
-    for (int64_t i = 0; i < num_units; i++) {
-        S1F_TRY(s1f_schedule_append_nth(plan, S1F_PASS_BACKWARD_INPUT, rank, i));
-        if (warmup + i < num_units)
-            S1F_TRY(s1f_schedule_append_nth(plan, S1F_PASS_FORWARD, rank, warmup + i));
-    }
-    return S1F_OK;
-}
-
-s1f_status s1f_plan_blocks(const s1f_request *request, s1f_schedule *plan, int32_t rank, const s1f_block *block)
-{
-    int64_t P = request->num_ranks, num_units = request->num_cells, next[4] = {0, 0, 0, 0}, time[4], start = 0;
-    int32_t first = rank, second = 2 * request->num_ranks - 1 - rank;
-    for (int way = 0; way < 4; way++) { /* F first, F second, I second, I first: down, up, down, up the ranks */
-        time[way] = start + block->step[way] * (way % 2 == 0 ? rank : P - 1 - rank);
-        start += block->step[way] * (P - 1) + (way < 3 ? block->turn[way] : 0);
-    }
-    time[2] += (int64_t)BLOCK_PERIOD * (request->num_segments - 1);
-    time[3] += (int64_t)BLOCK_PERIOD * (request->num_segments - 1);
-    s1f_status status = S1F_OK;
-    for (int64_t i = 0; i < 4 * num_units && status == S1F_OK; i++) {
-        int way = -1;
-        for (int candidate = 0; candidate < 4; candidate++)
-            if (next[candidate] < num_units && (way < 0 || time[candidate] < time[way]))
-                way = candidate;
-        int32_t stage = way == 0 || way == 3 ? first : second;
-        s1f_pass pass = way < 2 ? S1F_PASS_FORWARD : S1F_PASS_BACKWARD_INPUT;
-        status = s1f_schedule_append_nth(plan, pass, stage, next[way]++);
-        time[way] += BLOCK_PERIOD;
-    }
-    return status;
 }

@@ -6,7 +6,7 @@
  *   zb-h2, ahead = 2   the same makespan, but the span of each rank is 3 M: without a barrier between steps there is no
  *                      bubble. Peak 2 P - 2 + k, twice 1F1B's
  * M k is at least the peak. */
-#include "split.h"
+#include "families.h"
 
 typedef struct {
     int32_t ahead;
@@ -29,15 +29,17 @@ static const char *broken_rule(const s1f_request *request)
     return rule != NULL ? rule : s1f_rule_one_stage_per_rank(request);
 }
 
+static s1f_status append(s1f_schedule *plan, int32_t rank, s1f_pass pass, int64_t context, int64_t i)
+{
+    (void)context;
+    return s1f_schedule_append_nth(plan, pass == S1F_PASS_FORWARD ? pass : S1F_PASS_BACKWARD_INPUT, rank, i);
+}
+
 static s1f_status plan_of_rank(const s1f_request *request, s1f_schedule *plan, int32_t rank)
 {
     const numbers *n = request->family->numbers;
-    return s1f_plan_one_stage(request, plan, rank, n->ahead);
-}
-
-static s1f_status build(const s1f_request *request, s1f_schedule **out)
-{
-    return s1f_schedule_split(request, s1f_placement_loop, plan_of_rank, peak(request), out);
+    int64_t ahead = (int64_t)n->ahead * (request->num_ranks - rank - 1);
+    return s1f_schedule_alternate(plan, rank, ahead + request->num_segments - 1, request->num_cells, append, 0);
 }
 
 const s1f_family s1f_family_zb_h1 = {
@@ -51,7 +53,8 @@ const s1f_family s1f_family_zb_h1 = {
     .needs_whole = 1,
     .takes_rows = 1,
     .broken_rule = broken_rule,
-    .build = build,
+    .order_of_rank = plan_of_rank,
+    .most_live = peak,
     .numbers = &h1,
 };
 
@@ -66,6 +69,7 @@ const s1f_family s1f_family_zb_h2 = {
     .needs_whole = 1,
     .takes_rows = 1,
     .broken_rule = broken_rule,
-    .build = build,
+    .order_of_rank = plan_of_rank,
+    .most_live = peak,
     .numbers = &h2,
 };

@@ -3,7 +3,7 @@
  * Rank r runs 2 (P - r) - 1 F of its first stage, r + k - 1 pairs of F, P - r pairs F I of its second, then in turn F I
  * of the first and F I of the second. Segments are ours: they add the k - 1 pairs. F = I = W = 1 per micro-batch and
  * rank: makespan 3 M + (P - 1) / (2 k), span 3 M, peak 2 P + 2 (k - 1). M k >= 2 P - 2 + k. */
-#include "split.h"
+#include "families.h"
 
 static int64_t peak(const s1f_request *request)
 {
@@ -54,11 +54,6 @@ static s1f_status plan_of_rank(const s1f_request *request, s1f_schedule *plan, i
     return repeat(&w, w.num_units, steady, NUM_KINDS);
 }
 
-static s1f_status build(const s1f_request *request, s1f_schedule **out)
-{
-    return s1f_schedule_split(request, s1f_placement_wave, plan_of_rank, peak(request), out);
-}
-
 const s1f_family s1f_family_zbv = {
     .whole = {"zbv", "no bubble between steps, in 1f1b's memory: two stages per rank in a V",
               "Zero Bubble, arXiv:2401.10241", "M >= 2 P - 1, k = 1, v = 2"},
@@ -71,5 +66,6 @@ const s1f_family s1f_family_zbv = {
     .takes_rows = 1,
     .placement = S1F_PLACEMENT_V,
     .broken_rule = broken_rule,
-    .build = build,
+    .order_of_rank = plan_of_rank,
+    .most_live = peak,
 };

@@ -310,7 +310,7 @@ static void tell_times(void)
         tell(TELL_first, told[TELL_pass].count);
         tell(TELL_span, run->span[rank]);
         tell(TELL_busy, run->busy[rank]);
-        for (int64_t i = 0; i < run->num_units[rank]; i++) {
+        for (int64_t i = 0; i < lab.program->ranks[rank].num_units; i++) {
             s1f_unit unit = lab.program->ranks[rank].units[i];
             tell(TELL_pass, unit.pass);
             tell(TELL_stage, unit.stage);

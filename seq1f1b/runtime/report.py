@@ -519,13 +519,14 @@ def _stage_report(runner: Any, record: StepRecord, stage: int, layers: int) -> S
     live_units, live_tokens = _C.executor_stage_measure(record.order.executor, stage)
     planned_units, kv_slots, grad_slots = _C.program_stage_peak(record.order.program, stage)
     measured = runner.activations.get(stage)
+    tokens = StepMemory(activations=_of_units(record, stage, 1.0))
     planned = (None, None) if measured is None else _planned_bytes(record, stage, runner.pipeline, measured)
     return StageReport(
         stage=stage,
         peak_live_units=live_units,
         planned_live_units=planned_units,
         peak_live_tokens=live_tokens,
-        planned_live_tokens=_C.program_peak_tokens(record.order.program, stage, array("q", record.sizes)),
+        planned_live_tokens=record.order.schedule.peak_memory(tokens).activations[runner.pipeline.rank],
         planned_kv_slots=kv_slots,
         planned_grad_slots=grad_slots,
         activation_bytes=None if measured is None else measured.peak_saved,
@@ -539,23 +540,23 @@ def _stage_report(runner: Any, record: StepRecord, stage: int, layers: int) -> S
     )
 
 
+def _of_units(record: StepRecord, stage: int, per_token: float) -> list[Sequence[Any]]:
+    """A table of what the units of one stage hold; those of others hold nothing."""
+    schedule, held = record.order.schedule, []
+    for index in range(schedule.num_stages):
+        row = [round(per_token * size) * (index == stage) for size in record.sizes]
+        held.append(row if schedule.rows is None else [row[a:b] for a, b in pairwise(schedule._first_cells)])
+    return held
+
+
 def _planned_bytes(record: StepRecord, stage: int, pipeline: Any, measured: Activations) -> tuple[int, int]:
     """Most bytes of saved activations, with a running head's, and of output gradients, that the program lets the units
     of one stage hold."""
-    schedule = record.order.schedule
-
-    def of_units(per_token: float) -> list[Sequence[Any]]:
-        held: list[Sequence[Any]] = []
-        for index in range(pipeline.num_stages):
-            row = [round(per_token * size) * (index == stage) for size in record.sizes]
-            held.append(row if schedule.rows is None else [row[a:b] for a, b in pairwise(schedule._first_cells)])
-        return held
-
     memory = StepMemory(
-        activations=of_units(measured.saved),
-        kept_activations=of_units(measured.kept),
-        forward_work=of_units(measured.head),
+        activations=_of_units(record, stage, measured.saved),
+        kept_activations=_of_units(record, stage, measured.kept),
+        forward_work=_of_units(record, stage, measured.head),
     )
-    gradients = StepMemory(output_gradients=of_units(measured.gradients))
+    gradients = StepMemory(output_gradients=_of_units(record, stage, measured.gradients))
     saved, left = (record.order.schedule.peak_memory(held).total[pipeline.rank] for held in (memory, gradients))
     return saved, left

@@ -78,6 +78,7 @@ struct unit_work {        /* one unit, until it has run on the GPU */
 };
 
 typedef struct pipeline {
+    s1f_schedule *schedule;
     setting set;
     s1f_program *program;
     int32_t num_stages, num_edges;
@@ -288,13 +289,11 @@ static void on_all_ranks(pipeline *p, void (*job)(rank_state *state))
 static void make_pipeline(setting set, pipeline *p)
 {
     *p = (pipeline){.set = set};
-    s1f_schedule *schedule = NULL;
     CHECK_STATUS(s1f_schedule_build(set.family, set.num_ranks, set.num_microbatches, set.num_segments,
-                                    set.stages_per_rank, NULL, &schedule),
+                                    set.stages_per_rank, NULL, &p->schedule),
                  S1F_OK, "");
-    CHECK_STATUS(s1f_schedule_lower(schedule, (s1f_places){.prefetch = 1}, S1F_ALL_RANKS, &p->program), S1F_OK, "");
+    CHECK_STATUS(s1f_schedule_lower(p->schedule, (s1f_places){.prefetch = 1}, S1F_ALL_RANKS, &p->program), S1F_OK, "");
     CHECK_STATUS(s1f_program_add_receives(p->program), S1F_OK, "");
-    s1f_schedule_free(schedule);
     p->num_stages = p->program->shape.num_stages;
     p->edges = s1f_program_edges(p->program, &p->num_edges);
 
@@ -373,6 +372,7 @@ static void free_pipeline(pipeline *p)
     for (int32_t i = 0; i < p->num_edges; i++)
         s1f_mapping_free(p->mappings[i]);
     s1f_program_free(p->program);
+    s1f_schedule_free(p->schedule);
     free(p->block);
     for (int64_t i = 0; stand_in_misuse(i) != NULL; i++) {
         fprintf(stderr, "misuse: %s\n", stand_in_misuse(i));

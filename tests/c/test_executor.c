@@ -5,6 +5,7 @@
  * tell. */
 #include "check.h"
 
+#include "model/memory.h"
 #include "run/arena.h"
 #include "run/executor.h"
 
@@ -18,6 +19,7 @@ enum { MAX_RANKS = 4, MAX_EDGES = 2 * MAX_RANKS, ARENA_BYTES = 8 << 20, SEQUENCE
 static const int64_t SECOND = 1000000000;
 
 typedef struct {
+    s1f_schedule *schedule;
     s1f_program *program;
     int32_t num_ranks, num_stages, num_segments, num_microbatches;
     void *block;
@@ -56,10 +58,10 @@ static pipeline make_pipeline(const char *family, int32_t num_ranks, int32_t num
                      .num_stages = num_ranks,
                      .num_segments = num_segments,
                      .num_microbatches = num_microbatches};
-    s1f_schedule *schedule = NULL;
-    CHECK_STATUS(s1f_schedule_build(family, num_ranks, num_microbatches, num_segments, 1, NULL, &schedule), S1F_OK, "");
-    CHECK_STATUS(s1f_schedule_lower(schedule, (s1f_places){.prefetch = 1}, S1F_ALL_RANKS, &made.program), S1F_OK, "");
-    s1f_schedule_free(schedule);
+    CHECK_STATUS(s1f_schedule_build(family, num_ranks, num_microbatches, num_segments, 1, NULL, &made.schedule), S1F_OK,
+                 "");
+    CHECK_STATUS(s1f_schedule_lower(made.schedule, (s1f_places){.prefetch = 1}, S1F_ALL_RANKS, &made.program), S1F_OK,
+                 "");
 
     size_t block_bytes = (s1f_group_block_bytes(num_ranks) + 63) / 64 * 64;
     made.block = aligned_alloc(64, block_bytes);
@@ -96,6 +98,7 @@ static void free_pipeline(pipeline *p)
     for (int32_t i = 0; i < MAX_EDGES; i++)
         s1f_mapping_free(p->mappings[i]);
     s1f_program_free(p->program);
+    s1f_schedule_free(p->schedule);
     free(p->block);
 }
 
@@ -248,9 +251,13 @@ static void check_complete_step(const rank_state *state)
     s1f_stage_measure measure = s1f_executor_stage_measure(state->executor, state->rank);
     CHECK(measure.peak_live_units == (wanted < units ? wanted : units));
     CHECK(measure.peak_live_units == p->program->peaks[state->rank].live_units);
-    int64_t sizes[16], count;
-    segment_sizes((void *)(uintptr_t)state, SEQUENCE, sizes);
-    CHECK(measure.peak_live_tokens == s1f_program_peak_tokens(p->program, state->rank, sizes));
+    int64_t sizes[MAX_RANKS * 16], count, k = p->num_segments;
+    for (int32_t stage = 0; stage < p->num_stages; stage++)
+        segment_sizes((void *)(uintptr_t)state, SEQUENCE, sizes + stage * k);
+    s1f_memory_peak peaks[MAX_RANKS];
+    CHECK_STATUS(s1f_program_memory(p->program, &(s1f_memory_bytes){.of = {[S1F_HOLDS_FOR_WEIGHT] = sizes}}, peaks),
+                 S1F_OK, "");
+    CHECK(measure.peak_live_tokens == peaks[state->rank].of[S1F_HOLDS_SAVED]);
 
     const s1f_span *spans = s1f_executor_spans(state->executor, &count);
     for (int64_t i = 0; i < count; i++)

@@ -308,6 +308,7 @@ static void test_failing_allocations(void)
         "parents - -1,0,0\nF0.0 F1.0 F1.2 F1.1\nF0.0 F1.0 F1.1 F1.2",
         "F0.0 B0.0",
     };
+    s1f_schedule *lowered = NULL; /* the others are made anew for each failure */
     fail_each_allocation(build, 10);
     given_text = "F0.0 F0.1 F0.2 I0.2 W0.2 I0.1 W0.1 I0.0 W0.0";
     fail_each_allocation(offload, 8);
@@ -323,8 +324,9 @@ static void test_failing_allocations(void)
         given_text = orders[i];
         s1f_schedule_free(given_schedule);
         CHECK_STATUS(s1f_schedule_from_text(given_text, 0, &given_schedule), S1F_OK, "");
-        CHECK_STATUS(s1f_schedule_lower(given_schedule, (s1f_places){.prefetch = 0}, S1F_ALL_RANKS, &given_program),
-                     S1F_OK, "");
+        CHECK_STATUS(s1f_schedule_from_text(given_text, 0, &lowered), S1F_OK, "");
+        CHECK_STATUS(s1f_schedule_lower(lowered, (s1f_places){.prefetch = 0}, S1F_ALL_RANKS, &given_program), S1F_OK,
+                     "");
         fail_each_allocation(forward_only, 4);
         fail_each_allocation(defer_weights, 5);
         fail_each_allocation(recompute, 5);
@@ -338,6 +340,7 @@ static void test_failing_allocations(void)
         fail_each_allocation(simulate, 10);
         fail_each_allocation(find_slack_and_memory, 30);
         s1f_program_free(given_program);
+        s1f_schedule_free(lowered);
     }
     s1f_schedule_free(given_schedule);
     given_schedule = NULL;
@@ -346,18 +349,29 @@ static void test_failing_allocations(void)
 
 /* -- what Python cannot reach ------------------------------------------------------------------------------------- */
 
+static s1f_status create(int32_t num_ranks, int32_t num_stages, int32_t num_microbatches, int32_t num_segments,
+                         const int32_t *rank_of_stage, s1f_schedule **out)
+{
+    const s1f_shape shape = {.num_ranks = num_ranks,
+                             .num_stages = num_stages,
+                             .num_microbatches = num_microbatches,
+                             .num_segments = num_segments,
+                             .rank_of_stage = rank_of_stage};
+    return s1f_schedule_create(&shape, NULL, out);
+}
+
 static void test_create(void)
 {
     static const int32_t both[] = {0, 1}, first[] = {0, 0}, outside[] = {0, 2};
     s1f_schedule *schedule = NULL;
-    CHECK_STATUS(s1f_schedule_create(0, 2, 1, 1, both, &schedule), S1F_ERR_ARG, "num_ranks is 0");
-    CHECK_STATUS(s1f_schedule_create(2, 0, 1, 1, both, &schedule), S1F_ERR_ARG, "num_stages is 0");
-    CHECK_STATUS(s1f_schedule_create(2, 2, 0, 1, both, &schedule), S1F_ERR_ARG, "num_microbatches is 0");
-    CHECK_STATUS(s1f_schedule_create(2, 2, 1, 0, both, &schedule), S1F_ERR_ARG, "num_segments is 0");
-    CHECK_STATUS(s1f_schedule_create(3, 2, 1, 1, both, &schedule), S1F_ERR_ARG, "must be at least num_ranks, 3");
-    CHECK_STATUS(s1f_schedule_create(2, 2, 1, 1, first, &schedule), S1F_ERR_ARG, "rank 1 holds no stage");
-    CHECK_STATUS(s1f_schedule_create(2, 2, 1, 1, outside, &schedule), S1F_ERR_ARG, "placed on rank 2, must be in 0..1");
-    CHECK_STATUS(s1f_schedule_create(2, 2, INT32_MAX, INT32_MAX, both, &schedule), S1F_ERR_ARG, "are more than");
+    CHECK_STATUS(create(0, 2, 1, 1, both, &schedule), S1F_ERR_ARG, "num_ranks is 0");
+    CHECK_STATUS(create(2, 0, 1, 1, both, &schedule), S1F_ERR_ARG, "num_stages is 0");
+    CHECK_STATUS(create(2, 2, 0, 1, both, &schedule), S1F_ERR_ARG, "num_microbatches is 0");
+    CHECK_STATUS(create(2, 2, 1, 0, both, &schedule), S1F_ERR_ARG, "num_segments is 0");
+    CHECK_STATUS(create(3, 2, 1, 1, both, &schedule), S1F_ERR_ARG, "must be at least num_ranks, 3");
+    CHECK_STATUS(create(2, 2, 1, 1, first, &schedule), S1F_ERR_ARG, "rank 1 holds no stage");
+    CHECK_STATUS(create(2, 2, 1, 1, outside, &schedule), S1F_ERR_ARG, "placed on rank 2, must be in 0..1");
+    CHECK_STATUS(create(2, 2, INT32_MAX, INT32_MAX, both, &schedule), S1F_ERR_ARG, "are more than");
     CHECK(schedule == NULL);
 }
 
@@ -373,7 +387,7 @@ static void test_append(void)
                                      {0, 0, 0, 4},
                                      {0, 0, 0, -1}};
     s1f_schedule *schedule = NULL;
-    CHECK_STATUS(s1f_schedule_create(2, 2, 3, 4, both, &schedule), S1F_OK, "");
+    CHECK_STATUS(create(2, 2, 3, 4, both, &schedule), S1F_OK, "");
     for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++)
         CHECK_STATUS(s1f_schedule_append(schedule, wrong[i]), S1F_ERR_ARG, "must be in 0..");
     s1f_unit unit = {S1F_PASS_BACKWARD, 1, 2, 3};
@@ -391,15 +405,27 @@ static void test_append(void)
     s1f_simulation_free(NULL);
 }
 
+/* An empty order of two ranks and three micro-batches, the longest of which has four segments. */
+static s1f_status create_rows(const int64_t *first_cell, const int32_t *parents, s1f_schedule **out)
+{
+    static const int32_t both[] = {0, 1};
+    return s1f_schedule_create(&(s1f_shape){.num_ranks = 2,
+                                            .num_stages = 2,
+                                            .num_microbatches = 3,
+                                            .num_segments = 4,
+                                            .rank_of_stage = both,
+                                            .first_cell = first_cell},
+                               parents, out);
+}
+
 static void test_rows(void)
 {
-    static const int32_t both[] = {0, 1}, rows[] = {2, 4, 1}, short_rows[] = {2, 3, 1}, empty[] = {4, 0, 1};
+    static const int32_t rows[] = {2, 4, 1};
+    static const int64_t first_cell[] = {0, 2, 6, 7}, empty[] = {0, 4, 4, 5}, below[] = {0, 2, 5, 6};
     s1f_schedule *schedule = NULL, *like = NULL;
-    CHECK_STATUS(s1f_schedule_create(2, 2, 3, 4, both, &schedule), S1F_OK, "");
-    CHECK_STATUS(s1f_schedule_set_rows(schedule, empty), S1F_ERR_ARG, "num_segments of micro-batch 1 is 0");
-    CHECK_STATUS(s1f_schedule_set_rows(schedule, short_rows), S1F_ERR_ARG, "are 3, num_segments is 4");
-    CHECK_STATUS(s1f_schedule_set_rows(schedule, rows), S1F_OK, "");
-    CHECK_STATUS(s1f_schedule_set_rows(schedule, rows), S1F_ERR_STATE, "before any unit");
+    CHECK_STATUS(create_rows(empty, NULL, &schedule), S1F_ERR_ARG, "num_segments of micro-batch 1 is 0");
+    CHECK_STATUS(create_rows(below, NULL, &schedule), S1F_ERR_ARG, "are 3, num_segments is 4");
+    CHECK_STATUS(create_rows(first_cell, NULL, &schedule), S1F_OK, "");
     CHECK_STATUS(s1f_schedule_append(schedule, (s1f_unit){0, 0, 1, 3}), S1F_OK, "");
     CHECK_STATUS(s1f_schedule_append(schedule, (s1f_unit){0, 0, 0, 2}), S1F_ERR_ARG, "segment 2 must be in 0..1");
     CHECK_STATUS(s1f_schedule_create_like(schedule, &like), S1F_OK, "");
@@ -420,21 +446,19 @@ static void test_rows(void)
 
 static void test_trees(void)
 {
-    static const int32_t both[] = {0, 1}, segments_of[] = {2, 4, 1}, unlike_of[] = {2, 3, 2};
+    static const int32_t unlike_of[] = {2, 3, 2};
+    static const int64_t first_cell[] = {0, 2, 6, 7};
     static const int32_t parents[] = {-1, 0, -1, 0, 0, 1, -1}, chains[] = {-1, 0, -1, 0, 1, 2, -1};
     static const int32_t late[] = {-1, 0, -1, 2, 0, 1, -1}, roots[] = {-1, 0, -1, 0, -1, 1, -1},
                          headless[] = {-1, 0, 0, 0, 0, 1, -1};
     s1f_schedule *tree = NULL, *like = NULL, *chain = NULL;
-    CHECK_STATUS(s1f_schedule_create(2, 2, 3, 4, both, &tree), S1F_OK, "");
-    CHECK_STATUS(s1f_schedule_set_parents(tree, parents), S1F_ERR_STATE, "after their numbers and before any unit");
-    CHECK_STATUS(s1f_schedule_set_rows(tree, segments_of), S1F_OK, "");
-    CHECK_STATUS(s1f_schedule_set_parents(tree, late), S1F_ERR_ARG, "micro-batch 1: segment 1 follows segment 2, must");
-    CHECK_STATUS(s1f_schedule_set_parents(tree, roots), S1F_ERR_ARG, "segment 2 follows none, so the tree has two");
-    CHECK_STATUS(s1f_schedule_set_parents(tree, headless), S1F_ERR_ARG, "its parent is -1, not 0");
-    CHECK_STATUS(s1f_schedule_set_parents(tree, chains), S1F_OK, "");
-    CHECK(s1f_schedule_shape(tree).trees == NULL); /* what they were anyway */
-    CHECK_STATUS(s1f_schedule_set_parents(tree, parents), S1F_OK, "");
-    CHECK_STATUS(s1f_schedule_set_parents(tree, parents), S1F_ERR_STATE, "once");
+    CHECK_STATUS(create_rows(NULL, parents, &tree), S1F_ERR_ARG, "parents need num_segments");
+    CHECK_STATUS(create_rows(first_cell, late, &tree), S1F_ERR_ARG, "micro-batch 1: segment 1 follows segment 2, must");
+    CHECK_STATUS(create_rows(first_cell, roots, &tree), S1F_ERR_ARG, "segment 2 follows none, so the tree has two");
+    CHECK_STATUS(create_rows(first_cell, headless, &tree), S1F_ERR_ARG, "its parent is -1, not 0");
+    CHECK_STATUS(create_rows(first_cell, chains, &chain), S1F_OK, "");
+    CHECK(s1f_schedule_shape(chain).trees == NULL); /* what they were anyway */
+    CHECK_STATUS(create_rows(first_cell, parents, &tree), S1F_OK, "");
     CHECK_STATUS(s1f_schedule_create_like(tree, &like), S1F_OK, "");
     s1f_shape shape = s1f_schedule_shape(like), of_tree = s1f_schedule_shape(tree);
     CHECK(shape.trees != NULL && shape.trees != of_tree.trees && s1f_schedule_equal(tree, like));
@@ -442,8 +466,6 @@ static void test_trees(void)
     CHECK(memcmp(shape.trees->parent, parents, sizeof parents) == 0);
     CHECK(memcmp(shape.trees->first_child, first, sizeof first) == 0);
     CHECK(memcmp(shape.trees->next_sibling, next, sizeof next) == 0);
-    CHECK_STATUS(s1f_schedule_create(2, 2, 3, 4, both, &chain), S1F_OK, "");
-    CHECK_STATUS(s1f_schedule_set_rows(chain, segments_of), S1F_OK, "");
     CHECK(!s1f_schedule_equal(tree, chain) && s1f_schedule_digest(tree) != s1f_schedule_digest(chain));
     s1f_schedule_free(chain);
     s1f_schedule_free(like);
@@ -500,7 +522,7 @@ static void test_long_cycle(void)
     for (int32_t stage = 0; stage < 2 * RANKS; stage++)
         rank_of_stage[stage] = stage % RANKS;
     s1f_schedule *schedule = NULL;
-    CHECK_STATUS(s1f_schedule_create(RANKS, 2 * RANKS, 1, 1, rank_of_stage, &schedule), S1F_OK, "");
+    CHECK_STATUS(create(RANKS, 2 * RANKS, 1, 1, rank_of_stage, &schedule), S1F_OK, "");
     for (int32_t stage = 2 * RANKS - 1; stage >= 0; stage--) { /* every rank: its later stage first */
         s1f_unit unit = {S1F_PASS_FORWARD, stage, 0, 0};
         CHECK_STATUS(s1f_schedule_append(schedule, unit), S1F_OK, "");

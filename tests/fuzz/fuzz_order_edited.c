@@ -86,18 +86,18 @@ static s1f_schedule *build(fuzz_input *in)
 static s1f_schedule *create_trees(fuzz_input *in, const s1f_shape *shape)
 {
     enum { MOST_SEGMENTS = 16 };
-    int32_t segments_of[MOST_SEGMENTS], parents[MOST_SEGMENTS * MOST_SEGMENTS], at = 0;
+    int32_t parents[MOST_SEGMENTS * MOST_SEGMENTS], at = 0;
+    int64_t first_cell[MOST_SEGMENTS + 1] = {0};
     s1f_schedule *made = NULL;
+    s1f_shape trees = *shape;
     REQUIRE(shape->num_microbatches <= MOST_SEGMENTS && shape->num_segments <= MOST_SEGMENTS);
     for (int32_t m = 0; m < shape->num_microbatches; m++) {
-        segments_of[m] = shape->num_segments;
+        first_cell[m + 1] = first_cell[m] + shape->num_segments;
         for (int32_t s = 0; s < shape->num_segments; s++)
             parents[at++] = s == 0 ? -1 : take_below(in, s);
     }
-    REQUIRE(s1f_schedule_create(shape->num_ranks, shape->num_stages, shape->num_microbatches, shape->num_segments,
-                                shape->rank_of_stage, &made) == S1F_OK);
-    REQUIRE(s1f_schedule_set_rows(made, segments_of) == S1F_OK);
-    REQUIRE(s1f_schedule_set_parents(made, parents) == S1F_OK);
+    trees.first_cell = first_cell;
+    REQUIRE(s1f_schedule_create(&trees, parents, &made) == S1F_OK);
     return made;
 }
 

@@ -7,19 +7,17 @@
 
 enum { MOST_RANKS = 4, MOST_CELLS = 32, MOST_UNITS = 128 };
 
-static s1f_program *take_program(fuzz_input *in)
+static s1f_program *take_program(fuzz_input *in, s1f_schedule **schedule)
 {
     static const char *const families[] = {"seq1f1b",   "gpipe",   "terapipe",
                                            "seq-zb-h1", "seq-zbv", "seq1f1b-interleaved"};
     const char *family = families[take_below(in, sizeof families / sizeof *families)];
     int32_t P = 1 + take_below(in, MOST_RANKS - 1), M = 1 + take_below(in, 3), k = 1 + take_below(in, 3);
-    s1f_schedule *schedule = NULL;
     s1f_program *program = NULL;
     int32_t v = 1 + take_below(in, 2), prefetch = take_below(in, 3), segments_of[3] = {k, 1 + M % k, 1};
     s1f_options options = {.segments_of = take_below(in, 4) == 3 && k * M * P * v <= MOST_CELLS ? segments_of : NULL};
-    if (s1f_schedule_build(family, P, M, k, v, &options, &schedule) == S1F_OK)
-        REQUIRE(s1f_schedule_lower(schedule, (s1f_places){.prefetch = prefetch}, S1F_NO_RANK, &program) == S1F_OK);
-    s1f_schedule_free(schedule);
+    if (s1f_schedule_build(family, P, M, k, v, &options, schedule) == S1F_OK)
+        REQUIRE(s1f_schedule_lower(*schedule, (s1f_places){.prefetch = prefetch}, S1F_NO_RANK, &program) == S1F_OK);
     return program;
 }
 
@@ -85,10 +83,10 @@ static s1f_costs take_costs(fuzz_input *in, const s1f_program *program, cost_arr
     return costs;
 }
 
-static void require_timeline(const s1f_simulation *found, int32_t rank)
+static void require_timeline(const s1f_program *program, const s1f_simulation *found, int32_t rank)
 {
     double before = 0;
-    for (int64_t i = 0; i < found->num_units[rank]; i++) {
+    for (int64_t i = 0; i < program->ranks[rank].num_units; i++) {
         REQUIRE(found->start[rank][i] >= before && found->end[rank][i] >= found->start[rank][i]);
         before = found->end[rank][i];
     }
@@ -101,7 +99,7 @@ static void require_slack(const s1f_program *program, const s1f_costs *costs, s1
     REQUIRE(s1f_simulation_find_slack(program, costs, found) == S1F_OK);
     REQUIRE(found->path_length >= 1);
     for (int32_t rank = 0; rank < found->num_ranks; rank++)
-        for (int64_t i = 0; i < found->num_units[rank]; i++)
+        for (int64_t i = 0; i < program->ranks[rank].num_units; i++)
             REQUIRE(found->slack[rank][i] >= -rounding && found->slack[rank][i] <= found->makespan + rounding);
     s1f_numbered_unit last = found->path[found->path_length - 1], first = found->path[0];
     REQUIRE(found->end[last.rank][last.i] == found->makespan);
@@ -118,7 +116,7 @@ static void require_simulation(const s1f_program *program, const s1f_costs *cost
         REQUIRE(found->wait[rank] >= 0 && isfinite(found->wait[rank]));
         REQUIRE(found->span[rank] >= 0 && found->span[rank] <= found->makespan + rounding);
         if (keep >= S1F_KEEP_TIMELINE)
-            require_timeline(found, rank);
+            require_timeline(program, found, rank);
     }
     if (keep == S1F_KEEP_CAUSES)
         require_slack(program, costs, found);
@@ -186,7 +184,8 @@ static void remember(fuzz_input *in, const s1f_program *program)
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     fuzz_input in = {data, size};
-    s1f_program *program = take_program(&in);
+    s1f_schedule *schedule = NULL;
+    s1f_program *program = take_program(&in, &schedule);
     if (program == NULL)
         return 0;
     if (take_below(&in, 4) == 0)
@@ -194,5 +193,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     else
         simulate(&in, program);
     s1f_program_free(program);
+    s1f_schedule_free(schedule);
     return 0;
 }

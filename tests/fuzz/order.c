@@ -130,13 +130,13 @@ static void require_times(const s1f_program *program)
     s1f_simulation *found = NULL;
     REQUIRE(s1f_program_simulate(program, &costs, S1F_KEEP_CAUSES, &found) == S1F_OK);
     for (int32_t rank = 0; rank < found->num_ranks; rank++) {
-        REQUIRE(found->busy[rank] == (double)found->num_units[rank]);
+        REQUIRE(found->busy[rank] == (double)program->ranks[rank].num_units);
         REQUIRE(found->makespan >= found->busy[rank]);
     }
     REQUIRE(s1f_simulation_find_slack(program, &costs, found) == S1F_OK);
     REQUIRE(found->path_length >= 1);
     for (int32_t rank = 0; rank < found->num_ranks; rank++)
-        for (int64_t i = 0; i < found->num_units[rank]; i++)
+        for (int64_t i = 0; i < program->ranks[rank].num_units; i++)
             REQUIRE(found->slack[rank][i] >= 0 && found->slack[rank][i] <= found->makespan);
     s1f_simulation_free(found);
     free(ones);

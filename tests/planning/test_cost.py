@@ -31,7 +31,7 @@ def ideal(**changes: float) -> Hardware:
 @pytest.mark.parametrize("sizes", [[40], [7, 20, 13]])
 @pytest.mark.parametrize("model", [SMALL, SMALL._replace(experts=8, experts_per_token=3)])
 def test_forward_is_the_models_flops(sizes, model):
-    """F of all units: ModelShape.flops, whose formula stands in csrc/core/partition.h. I + W: products twice, attention
+    """F of all units: ModelShape.flops. I + W: products twice, attention
     2.5 times, where attention is what is left of the FLOPs when no token sees another."""
     cost = CostModel(model, ideal(), num_ranks=3, seq_len=40)
     seconds = cost.price(sizes).seconds
