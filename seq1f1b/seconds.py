@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,24 +59,6 @@ PASSES = {letter: name for letter, name in zip(_C.PASSES, _C.PASS_NAMES, strict=
 SHARD_PASSES = {name: letter for letter, name in zip(_C.PASSES, _C.PASS_NAMES, strict=True)}
 
 
-class Source(Protocol):
-    """An origin of the seconds of units: parts of a model on a machine or in a profile, or measured stages. Seconds of
-    a span of arrays are arrays, or numbers where all segments are alike.
-
-    Attributes:
-        kinds: of each stage, a number: stages of one kind cost alike.
-    """
-
-    @property
-    def kinds(self) -> Sequence[int]: ...
-
-    def seconds(self, span: Span) -> Sequence[PassSeconds]:
-        """A unit over the span, by kind of its stage."""
-
-    def shard(self, span: Span) -> ShardSeconds:
-        """The passes of a vocabulary over the ranks."""
-
-
 def pairs_of(documents: Sequence[int], begin: int, end: int, window: int = 0) -> float:
     """Pairs of one of the tokens ``[begin, end)`` of a row of documents and a token up to it that it attends to.
 
@@ -123,13 +105,18 @@ def spans_of_tree(parts: Sequence[Sequence[int]], parents: Sequence[int], window
     return spans
 
 
-def seconds_of(source: Source, spans: Sequence[Span]) -> Any:
-    """Tables of the units over these spans, of any rows, as a ``PassSeconds``. Stages of one kind share a list."""
+def seconds_of(source: Any, spans: Sequence[Span]) -> Any:
+    """Tables of the units over these spans, of any rows, as a ``PassSeconds``. Stages of one kind share a list.
+
+    source: parts of a model on a machine or in a profile, or measured stages: ``kinds`` has a number for each stage,
+        alike for stages that cost alike; ``seconds(span)`` tells those of a unit, for each kind, and ``shard(span)``
+        those of a vocabulary over the ranks.
+    """
     by_kind = [_lists(found, len(spans)) for found in source.seconds(arrays_of(spans))]
     return PassSeconds._make([by_kind[kind][i] for kind in source.kinds] for i in range(len(PassSeconds._fields)))
 
 
-def shards_of(source: Source, spans: Sequence[Span]) -> dict[str, list[list[float]]]:
+def shards_of(source: Any, spans: Sequence[Span]) -> dict[str, list[list[float]]]:
     """The passes of a vocabulary over the ranks, as :class:`seq1f1b.Costs` has them."""
     rows = _lists(source.shard(arrays_of(spans)), len(spans))
     return {name: [row] * len(source.kinds) for name, row in zip(ShardSeconds._fields, rows, strict=True)}
@@ -143,5 +130,5 @@ def arrays_of(spans: Sequence[Span]) -> Span:
 
 
 def _lists(seconds: Sequence[Any], count: int) -> list[list[float]]:
-    """Arrays as lists of so many numbers."""
+    """Arrays, or numbers where all are alike, as lists of so many numbers."""
     return [np.broadcast_to(each, count).tolist() for each in seconds]

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from seq1f1b.cli.terminal import progress_bar
-from seq1f1b.cli.values import argument, read_tokens
+from seq1f1b.cli.values import add_options, read_tokens
 from seq1f1b.planning.hardware import load_model, presets
 from seq1f1b.planning.profile import Profile
 from seq1f1b.where import HOST
@@ -17,47 +17,24 @@ __all__ = ["add", "run"]
 
 
 def add(command: argparse.ArgumentParser) -> None:
-    models = ", ".join(presets("models"))
-    command.add_argument("--model", required=True, help=f"{models}; or a .json file of the same form")
-    command.add_argument(
-        "--seq",
-        type=argument(read_tokens),
-        required=True,
-        metavar="TOKENS",
-        help="tokens of the longest sequence to measure",
-    )
-    command.add_argument(
-        "--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 is autocast over fp32 weights (default: fp32)"
-    )
-    command.add_argument("--threads", type=int, default=1, metavar="N", help="threads of each process (default: 1)")
-    command.add_argument(
-        "--processes",
-        type=int,
-        default=1,
-        metavar="N",
-        help="processes that measure at the same time, as ranks share a machine (default: 1)",
-    )
-    command.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="cuda: this machine's GPUs, which the processes take in turn (default: cpu)",
-    )
-    command.add_argument(
-        "--layers", type=int, default=2, metavar="N", help="layers of the stage that is measured (default: 2)"
-    )
-    command.add_argument(
-        "--repeats", type=int, default=5, metavar="N", help="measured steps for each number of segments (default: 5)"
-    )
-    command.add_argument(
-        "--offload",
-        metavar="DIR",
-        help="also measure how fast a file there takes what units save, and gives it back; host: pinned host memory, "
-        "with --device cuda",
-    )
-    command.add_argument(
-        "--output", metavar="FILE", required=True, help="the profile to write, for plan --profile FILE"
-    )
+    offload = "also measure how fast a file there takes what units save, and gives it back; host: pinned host memory, "
+    options = {
+        "--model": (str, ..., f"{', '.join(presets('models'))}; or a .json file of the same form"),
+        "--seq TOKENS": (read_tokens, ..., "tokens of the longest sequence to measure"),
+        "--dtype": (("fp32", "bf16"), "fp32", "bf16 is autocast over fp32 weights (default: fp32)"),
+        "--threads N": (int, 1, "threads of each process (default: 1)"),
+        "--processes N": (int, 1, "processes that measure at the same time, as ranks share a machine (default: 1)"),
+        "--device": (
+            ("cpu", "cuda"),
+            "cpu",
+            "cuda: this machine's GPUs, which the processes take in turn (default: cpu)",
+        ),
+        "--layers N": (int, 2, "layers of the stage that is measured (default: 2)"),
+        "--repeats N": (int, 5, "measured steps for each number of segments (default: 5)"),
+        "--offload DIR": (str, None, f"{offload}with --device cuda"),
+        "--output FILE": (str, ..., "the profile to write, for plan --profile FILE"),
+    }
+    add_options(command, options)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -10,22 +10,17 @@ from typing import Any
 from seq1f1b import Schedule, Simulation
 from seq1f1b.cli import workload
 from seq1f1b.cli.terminal import progress_bar
+from seq1f1b.cli.values import add_options
 from seq1f1b.table import rounded, table_text
 
 
 def add(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--steps", type=int, default=1, metavar="N", help="steps in a row, for the time from step to step (default: 1)"
-    )
-    command.add_argument(
-        "--optimizer",
-        type=float,
-        metavar="S",
-        help="seconds of the optimizer after a step (default: 0, or the model's)",
-    )
-    command.add_argument(
-        "--sync", action="store_true", help="the optimizer waits for all ranks, as a norm over all makes it"
-    )
+    options = {
+        "--steps N": (int, 1, "steps in a row, for the time from step to step (default: 1)"),
+        "--optimizer S": (float, None, "seconds of the optimizer after a step (default: 0, or the model's)"),
+        "--sync": (bool, False, "the optimizer waits for all ranks, as a norm over all makes it"),
+    }
+    add_options(command, options)
     workload.add_order_options(command)
     command.add_argument("--json", action="store_true", help="print JSON")
     workload.add_variation_options(command)

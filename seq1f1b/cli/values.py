@@ -1,15 +1,33 @@
-"""How the values of options are written: bytes, lists of numbers, lists of names, histograms of lengths."""
+"""Options of commands, and how their values are written: bytes, lists of numbers and names, histograms of lengths."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
+def add_options(command: argparse._ActionsContainer, rows: Mapping[str, tuple[Any, Any, str]]) -> dict[str, Any]:
+    """Adds an option for each row: its name and metavar; what reads a value, the words that it may be, or ``bool`` for
+    a flag; its default, ``...`` if it is required; its help. Returns the defaults by name."""
+    defaults = {}
+    for words, (read, default, text) in rows.items():
+        name, *metavar = words.split()
+        how: dict[str, Any] = {"required": True} if default is ... else {"default": default}
+        if read is bool:
+            how["action"] = "store_true"
+        else:
+            how["metavar"] = metavar[0] if metavar else None
+            how |= {"choices": read} if isinstance(read, tuple) else {"type": argument(read)}
+        defaults[command.add_argument(name, help=text, **how).dest] = default
+    return defaults
+
+
 def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Makes a reader for argparse, which shows the message of this error alone."""
+    """Makes a reader for argparse, which shows the message of this error alone; a type stays as it is."""
+    if isinstance(read, type):
+        return read
 
     def read_argument(text: str) -> Any:
         try:

@@ -11,9 +11,9 @@ from typing import Any
 
 import seq1f1b
 from seq1f1b import _C, Costs, Links, Noise, Schedule, Simulation
-from seq1f1b.cli.values import argument, read_counts, read_parents, read_sizes, read_tokens
+from seq1f1b.cli.values import add_options, read_counts, read_parents, read_sizes, read_tokens
 from seq1f1b.families import OPTION_KINDS
-from seq1f1b.files import nearest_name
+from seq1f1b.files import nearest_name, read
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import INSIDE, Layout
 from seq1f1b.planning.cost import CostModel, Price
@@ -24,12 +24,6 @@ from seq1f1b.schedule import families
 MOST_UNITS = 10_000_000  # that a command holds at once, about 300 bytes each
 SEGMENTS = 4
 SECONDS = {"forward": 1.0, "backward": 2.0, "weight": None, "transfer": 0.0}  # defaults without a model
-OF_A_MODEL = {  # options that say nothing without a model, with their defaults
-    **dict.fromkeys(("hardware", "profile", "documents")),
-    **dict.fromkeys(("tensor", "context", "expert", "data"), 1),
-    "all_logits": False,
-    "inside": "none",
-}
 
 # -- options -----------------------------------------------------------------------------------------------------------
 
@@ -42,114 +36,68 @@ def add_order_options(command: argparse.ArgumentParser, *, microbatches: int = 8
     """
     command.set_defaults(default_segments=segments)
     command.epilog = "Passes: " + ", ".join(map("{} {}".format, _C.PASSES, _C.PASS_TEXTS)) + ". I and W are a split B."
-    command.add_argument("--ranks", type=int, default=4, metavar="P", help="pipeline ranks (default: 4)")
-    command.add_argument(
-        "--microbatches",
-        type=int,
-        default=microbatches,
-        metavar="M",
-        help=f"micro-batches (default: {microbatches})",
-    )
-    command.add_argument(
-        "--segments",
-        type=int,
-        metavar="K",
-        help=f"segments of each micro-batch (default: {segments}); schedules without segments run whole micro-batches",
-    )
-    command.add_argument("--stages", type=int, metavar="V", help="stages per rank (default: the schedule's least)")
-    command.add_argument(
-        "--forward", type=float, metavar="S", help="seconds that a rank takes for F of a micro-batch (default: 1)"
-    )
-    command.add_argument("--backward", type=float, metavar="S", help="seconds that it takes for B (default: 2)")
-    command.add_argument(
-        "--weight", type=float, metavar="S", help="the part of B that a split backward puts off as W (default: half)"
-    )
-    command.add_argument(
-        "--transfer", type=float, metavar="S", help="seconds of a message between two stages (default: 0)"
-    )
-    command.add_argument(
-        "--seq",
-        type=argument(read_tokens),
-        metavar="TOKENS",
-        help="tokens of a micro-batch, which is one sequence: 131072 or 128k",
-    )
-    command.add_argument(
-        "--sizes",
-        type=argument(read_sizes),
-        metavar="N,N,...",
-        help="tokens of each segment (default: equal time)",
-    )
+    whole = "schedules without segments run whole micro-batches"
+    options = {
+        "--ranks P": (int, 4, "pipeline ranks (default: 4)"),
+        "--microbatches M": (int, microbatches, f"micro-batches (default: {microbatches})"),
+        "--segments K": (int, None, f"segments of each micro-batch (default: {segments}); {whole}"),
+        "--stages V": (int, None, "stages per rank (default: the schedule's least)"),
+        "--forward S": (float, None, "seconds that a rank takes for F of a micro-batch (default: 1)"),
+        "--backward S": (float, None, "seconds that it takes for B (default: 2)"),
+        "--weight S": (float, None, "the part of B that a split backward puts off as W (default: half)"),
+        "--transfer S": (float, None, "seconds of a message between two stages (default: 0)"),
+        "--seq TOKENS": (read_tokens, None, "tokens of a micro-batch, which is one sequence: 131072 or 128k"),
+        "--sizes N,N,...": (read_sizes, None, "tokens of each segment (default: equal time)"),
+    }
+    add_options(command, options)
     costs = command.add_argument_group("the costs of a model in place of those seconds; they need --seq")
-    add_model_options(costs)
-    costs.add_argument(
-        "--inside", choices=INSIDE, default="none", help="what backward computes again inside of blocks (default: none)"
-    )
+    inside = (INSIDE, "none", "what backward computes again inside of blocks (default: none)")
+    of_a_model = add_model_options(costs) | add_options(costs, {"--inside": inside})
+    command.set_defaults(of_a_model=of_a_model)
 
 
 def add_variation_options(command: argparse.ArgumentParser) -> None:
     """Schedules of draw and simulate, and what their units do beside F and B; noise, trees and options of a family."""
     kinds = f"one of {', '.join(seq1f1b.schedules())}; or a file with an order as text, or as torch's CSV (.csv)"
     command.add_argument("schedule", nargs="+", help=kinds)
-    command.add_argument(
-        "--recompute",
-        choices=("none", "all"),
-        metavar="none|all",
-        default="none",
-        help="all: the order holds an R before the backward of every unit (default: none)",
+    again = "all: the order holds an R before the backward of every unit (default: none)"
+    tier = "move what units save to a tier and back: seconds, each way, for what a rank saves of a micro-batch"
+    trees = (
+        "micro-batches whose segments are trees: for each a word with the segment that each one follows, - for a "
+        'chain, as --parents="-1,0,0 -1,0,1,1,0 -"; one word, --parents=-1,0,0, is for all'
     )
-    command.add_argument(
-        "--tier",
-        type=float,
-        metavar="S",
-        help="move what units save to a tier and back: seconds, each way, for what a rank saves of a micro-batch",
-    )
-    command.add_argument(
-        "--jitter", type=float, default=0.0, metavar="X", help="vary the seconds of each unit by up to this share"
-    )
-    command.add_argument(
-        "--transfer-jitter", type=float, default=0.0, metavar="X", help="vary the time of each message likewise"
-    )
-    command.add_argument("--seed", type=int, default=0, metavar="N", help="seed of that noise (default: 0)")
-    command.add_argument(
-        "--parents",
-        type=argument(read_parents),
-        metavar="TREES",
-        help="micro-batches whose segments are trees: for each a word with the segment that each one follows, - for "
-        'a chain, as --parents="-1,0,0 -1,0,1,1,0 -"; one word, --parents=-1,0,0, is for all',
-    )
-    command.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="NAME=NUMBER",
-        help="an option of the schedule; "
-        + "; ".join(f"{family.name}: {', '.join(family.options)}" for family in families() if family.options),
-    )
+    options = {
+        "--recompute none|all": (("none", "all"), "none", again),
+        "--tier S": (float, None, tier),
+        "--jitter X": (float, 0.0, "vary the seconds of each unit by up to this share"),
+        "--transfer-jitter X": (float, 0.0, "vary the time of each message likewise"),
+        "--seed N": (int, 0, "seed of that noise (default: 0)"),
+        "--parents TREES": (read_parents, None, trees),
+    }
+    add_options(command, options)
+    known = "; ".join(f"{family.name}: {', '.join(family.options)}" for family in families() if family.options)
+    text = f"an option of the schedule; {known}"
+    command.add_argument("--option", action="append", default=[], metavar="NAME=NUMBER", help=text)
 
 
-def add_model_options(command: argparse._ActionsContainer, required: bool = False) -> None:
-    """A model, a machine, and how the one lies on the other."""
+def add_model_options(command: argparse._ActionsContainer, required: bool = False) -> dict[str, Any]:
+    """A model, a machine, and how the one lies on the other. Returns the defaults by name."""
     models, machines = ", ".join(presets("models")), ", ".join(presets("hardware"))
-    command.add_argument(
-        "--model", required=required, help=f"{models}; or a .json file: of the same form, or a config.json"
+    model = f"{models}; or a .json file: of the same form, or a config.json"
+    profile = (
+        "measured seconds and bytes, from seq1f1b profile; memory, links and optimizer still come from --hardware "
+        "(whose default is then cpu-zen5)"
     )
-    command.add_argument("--hardware", help=f"{machines}; or a .json file of the same form (default: h100)")
-    command.add_argument(
-        "--profile",
-        metavar="FILE",
-        help="measured seconds and bytes, from seq1f1b profile; memory, links and optimizer still come from --hardware "
-        "(whose default is then cpu-zen5)",
-    )
-    for degree in ("tensor", "context", "expert", "data"):
-        command.add_argument(f"--{degree}", type=int, default=1, metavar="N", help=f"{degree}-parallel degree")
-    command.add_argument(
-        "--documents", type=argument(read_counts), metavar="N,N", help="tokens of the documents packed in a sequence"
-    )
-    command.add_argument(
-        "--all-logits",
-        action="store_true",
-        help="count the logits of all live segments: the output head is not inside the loss",
-    )
+    logits = "count the logits of all live segments: the output head is not inside the loss"
+    options = {
+        "--model": (str, ... if required else None, model),
+        "--hardware": (str, None, f"{machines}; or a .json file of the same form (default: h100)"),
+        "--profile FILE": (str, None, profile),
+        **{f"--{name} N": (int, 1, f"{name}-parallel degree") for name in ("tensor", "context", "expert", "data")},
+        "--documents N,N": (read_counts, None, "tokens of the documents packed in a sequence"),
+        "--all-logits": (bool, False, logits),
+    }
+    return add_options(command, options)
 
 
 def check_costs(options: argparse.Namespace) -> None:
@@ -160,7 +108,7 @@ def check_costs(options: argparse.Namespace) -> None:
         elif options.model is not None:
             raise ValueError(f"--{name} and --model: the model has costs of its own, give one of the two")
     if options.model is None:
-        unused = [name for name, default in OF_A_MODEL.items() if getattr(options, name) != default]
+        unused = [name for name, default in options.of_a_model.items() if getattr(options, name) != default]
         if options.command in ("draw", "simulate"):
             unused += [name for name in ("seq", "sizes") if getattr(options, name) is not None]
         if unused:
@@ -276,16 +224,14 @@ def trees_of(options: argparse.Namespace, segments: int) -> list[list[int]]:
 
 def read_schedule(name: str, num_segments: int) -> Schedule:
     """An order from a file: torch's CSV or our text."""
-    try:
-        with open(name, encoding="utf-8") as file:
-            text = file.read()
-        schedule = (
-            Schedule.from_csv(text, num_segments=num_segments) if name.endswith(".csv") else Schedule.from_text(text)
-        )
+
+    def parse(text: str) -> Schedule:
+        is_csv = name.endswith(".csv")
+        schedule = Schedule.from_csv(text, num_segments=num_segments) if is_csv else Schedule.from_text(text)
         schedule.check()
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-    return schedule
+        return schedule
+
+    return read(name, parse)
 
 
 def read_option(text: str) -> tuple[str, int | str]:
@@ -320,23 +266,18 @@ def simulated(schedule: Schedule, options: argparse.Namespace, **how: Any) -> Si
     how: other arguments of ``simulate``.
     """
     parts, memory = units_per_microbatch(schedule), None
-    tier, optimizer = (options.tier or 0.0) / parts, getattr(options, "optimizer", None)
     if options.model is None:
-        costs = Costs(
-            forward=options.forward / parts,
-            backward=options.backward / parts,
-            weight=None if options.weight is None else options.weight / parts,
-            links=Links(latency=options.transfer),
-            tier=tier,
-            optimizer=optimizer or 0.0,
-        )
+        weight = None if options.weight is None else options.weight / parts
+        costs = Costs(options.forward / parts, options.backward / parts, weight, links=Links(options.transfer))
     else:
         if schedule.num_stages % schedule.num_ranks != 0:
             raise ValueError(f"{schedule!r}: a model needs as many stages on every rank")
         stages_per_rank = schedule.num_stages // schedule.num_ranks
         price = price_of(options, schedule.num_ranks, schedule.num_segments, stages_per_rank)
-        costs, memory = replace(price.costs(schedule), tier=tier), price.step_memory(schedule.rank_of_stage)
-        if optimizer is not None:
-            costs = replace(costs, optimizer=optimizer)
+        costs, memory = price.costs(schedule), price.step_memory(schedule.rank_of_stage)
+    optimizer = getattr(options, "optimizer", None)
+    costs = replace(
+        costs, tier=(options.tier or 0.0) / parts, optimizer=costs.optimizer if optimizer is None else optimizer
+    )
     noise = Noise(options.jitter, options.transfer_jitter, options.seed)
     return schedule.simulate(costs, memory=memory, noise=noise, **how)

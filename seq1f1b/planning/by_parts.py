@@ -8,7 +8,7 @@ import operator
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -64,7 +64,7 @@ class ByParts:
     Attributes:
         kinds: of each stage, a number: stages of one kind cost alike.
         stages: each kind.
-        layer_kinds: sizes of layers, by kind. counts: how many layers are of each kind.
+        layer_kinds: sizes of layers, by kind. places: the kind of each layer; counts: how many are of each.
         windows: of the layers, ascending.
         shards: devices that share a token's work.
         spreads: whether the vocabulary is over the ranks.
@@ -76,26 +76,20 @@ class ByParts:
         self, model: ModelShape, hardware: Hardware, layout: Layout, layers: tuple[int, ...], num_ranks: int
     ) -> None:
         self.model, self.hardware, self.layout, self.layers, self.num_ranks = model, hardware, layout, layers, num_ranks
-        self.layer_kinds, self._places = layers_of(model)
-        self.counts = self._counts(0, model.layers)
+        self.layer_kinds, self.places = layers_of(model)
         self.windows = tuple(sorted({layer.window for layer in self.layer_kinds} - {0}))
-        last, ends = len(layers) - 1, accumulate(layers)
-        kinds = [
-            StageKind(self._counts(end - n, end), stage == 0, stage == last)
-            for (stage, n), end in zip(enumerate(layers), ends, strict=True)
-        ]
-        self.stages = list(dict.fromkeys(kinds))
-        self.kinds = [self.stages.index(kind) for kind in kinds]
+        of_stages = []
+        for stage, (end, n) in enumerate(zip(accumulate(layers), layers, strict=True)):
+            counts = tuple(map(self.places[end - n : end].count, range(len(self.layer_kinds))))
+            of_stages.append(StageKind(counts, stage == 0, stage == len(layers) - 1))
+        self.counts = tuple(map(sum, zip(*(kind.counts for kind in of_stages), strict=True)))
+        self.stages = list(dict.fromkeys(of_stages))
+        self.kinds = [self.stages.index(kind) for kind in of_stages]
         self.shards = layout.tensor * layout.context
         self.spreads = layout.vocabulary == "ranks"
         self.message_bytes = model.hidden * hardware.element_bytes / self.shards
         rows = [layer.keys / self.shards for layer in self.layer_kinds]
         self.cache_bytes = [(row * hardware.element_bytes, row * 4) for row in rows]
-
-    def _counts(self, begin: int, end: int) -> tuple[int, ...]:
-        """Layers of each kind among the layers ``[begin, end)``."""
-        places = self._places[begin:end]
-        return tuple(places.count(number) for number in range(len(self.layer_kinds)))
 
     # -- seconds
 
@@ -105,23 +99,53 @@ class ByParts:
     def layer(self, span: Span, kind: int = 0, floor: bool = True) -> PassSeconds:
         """One layer of a kind. floor: False leaves out what a unit takes however few tokens it has; segments share the
         rest alike."""
-        hw, attention = self.hardware, self._attention(span, kind)
-        (forward, back, weight), collectives = self._work(span, attention, kind)
+        hw, layer, layout, hidden = self.hardware, self.layer_kinds[kind], self.layout, self.model.hidden
+        t, c, e = layout.tensor, layout.context, layout.expert
+        tokens, width = span.tokens / self.shards, hidden * hw.element_bytes
+        # Attention, and a recurrence, which has as much work for every token.
+        pairs = span.within[self.windows.index(layer.window)] if layer.window else span.pairs
+        flops = (self._pair_flops[kind] * pairs + layer.scan * span.tokens) / self.shards
+        attention = flops / (hw.peak * hw.attention_forward_efficiency)
+        attention_back = _ATTENTION_BACKWARD * flops / (hw.peak * hw.attention_backward_efficiency)
+        products = 3 * hidden * layer.ffn  # of the feed-forward
+        weight = 2 * (layer.mixer + products) * tokens / (hw.peak * hw.linear_efficiency)
+        # What is saved was written once, and is read once by what follows; backward reads it and moves its gradient.
+        traffic = hw.saved_moves * self._all_saved[kind] * tokens / hw.bandwidth
+        forward = weight + attention + traffic
+        # Tokens on their way to their experts and back; all-gathers and reduce-scatters of hidden states.
+        routed = 0.0
+        if layer.experts > 1:
+            moved = 2 * (e - 1) / e * tokens * layer.experts_per_token * width
+            routed = hw.expert_exposed * moved / hw.link(e * self.shards)
+        collectives, collectives_back = (
+            hw.tensor_exposed * (count * (t - 1) / t * span.tokens / c * width) / hw.link(t) + routed
+            for count in (_COLLECTIVES, _COLLECTIVES_BACK)
+        )
+        again = 0.0
+        if layout.inside == "full":
+            again = forward + collectives
+        elif layout.inside == "ffn" and products:
+            again = 2 / 3 * (products / (layer.mixer + products)) * weight
+        back = weight + attention_back + 1.5 * traffic + again
         if floor:
-            fixed = self._fixed(span, attention, kind)
-            forward = np.maximum(forward + fixed[0], hw.launch * hw.forward_kernels)
-            back = np.maximum(back + fixed[1], hw.launch * hw.input_kernels)
-            weight = np.maximum(weight + fixed[2], hw.launch * hw.weight_kernels)
-            ring = self._ring(span, self.layer_kinds[kind])  # hidden behind attention as far as that lasts
-            forward += np.maximum(0.0, ring - attention[0])
-            back += np.maximum(0.0, 2 * ring - attention[1])
-        forward, back = forward + collectives[0], back + collectives[1]
+            rows = np.maximum(span.tokens / c, 1.0)  # begin and end of attention's tiles, as if there were more rows
+            latency = hw.collective_latency * hw.tensor_exposed * (t > 1)
+            prefix = 0.0
+            if layout.copies_prefix:  # read and written in F; read, read and written in the sum of gradients
+                prefix = layer.keys * hw.element_bytes * span.end / self.shards / hw.bandwidth
+            fixed = attention * hw.attention_forward_rows / rows + _COLLECTIVES * latency + 2 * prefix
+            fixed_back = attention_back * hw.attention_backward_rows / rows + _COLLECTIVES_BACK * latency + 3 * prefix
+            fixed_back += fixed if layout.inside == "full" else 0.0
+            summed = 2 * hw.gradient_bytes * self.layer_parameters[kind] / hw.bandwidth  # sums of weight gradients
+            # Keys and values of the prefix that the ring's other devices hold: hidden as far as attention lasts.
+            seen = np.minimum(span.end, span.tokens + layer.window) if layer.window else span.end
+            ring = (c - 1) / c * seen * layer.keys / t * hw.element_bytes / hw.link(c * t)
+            forward = np.maximum(forward + fixed, hw.launch * hw.forward_kernels) + np.maximum(0.0, ring - attention)
+            back = np.maximum(back + fixed_back, hw.launch * hw.input_kernels)
+            back += np.maximum(0.0, 2 * ring - attention_back)
+            weight = np.maximum(weight + summed, hw.launch * hw.weight_kernels)
+        forward, back = forward + collectives, back + collectives_back
         return PassSeconds(forward, back, weight, back + weight, forward)
-
-    def layers_of(self, span: Span) -> list[float]:
-        """F and B without floors of each layer of the model, in their order."""
-        of_kinds = [self.layer(span, kind, False).total if n else 0.0 for kind, n in enumerate(self.counts)]
-        return [of_kinds[place] for place in self._places]
 
     def vocabulary(self, span: Span, floor: bool = True) -> tuple[PassSeconds, PassSeconds]:
         """The whole embedding, whose traffic is not counted, and the whole head: F, I and W are each a product, and
@@ -158,14 +182,6 @@ class ByParts:
         whole = (head.forward, head.total - head.forward, embedding.forward, embedding.total - embedding.forward)
         return ShardSeconds(*(seconds / self.num_ranks + own for seconds in whole))
 
-    def _attention(self, span: Span, kind: int) -> tuple[float, float]:
-        """Attention's and a recurrence's part of F and of I."""
-        hw, layer = self.hardware, self.layer_kinds[kind]
-        pairs = span.within[self.windows.index(layer.window)] if layer.window else span.pairs
-        flops = (self._pair_flops[kind] * pairs + layer.scan * span.tokens) / self.shards
-        back = _ATTENTION_BACKWARD * flops / (hw.peak * hw.attention_backward_efficiency)
-        return flops / (hw.peak * hw.attention_forward_efficiency), back
-
     @cached_property
     def _pair_flops(self) -> list[float]:
         """Products of q with a key, and of a weight with its value, in whole tiles of heads, by kind of layer."""
@@ -174,62 +190,6 @@ class ByParts:
             sizes = [size / layer.heads for size in (layer.queries, layer.values)] if layer.heads else []
             found.append(2 * layer.heads * tile * sum(math.ceil(size / tile) for size in sizes))
         return found
-
-    def _work(self, span: Span, attention: tuple[float, float], kind: int) -> tuple[Any, tuple[float, float]]:
-        """F, I and W of one layer without what is fixed, and the collectives of F and of I."""
-        hw, layer, tokens = self.hardware, self.layer_kinds[kind], span.tokens / self.shards
-        products = 3 * self.model.hidden * layer.ffn  # of the feed-forward
-        linear = 2 * (layer.mixer + products) * tokens / (hw.peak * hw.linear_efficiency)
-        # What is saved was written once, and is read once by what follows; backward reads it and moves its gradient.
-        traffic = hw.saved_moves * self._all_saved[kind] * tokens / hw.bandwidth
-        experts = self._experts(tokens, layer)
-        collectives = self._gathers(span.tokens, _COLLECTIVES) + experts
-        collectives_back = self._gathers(span.tokens, _COLLECTIVES_BACK) + experts
-        forward = linear + attention[0] + traffic
-        again = 0.0
-        if self.layout.inside == "full":
-            again = forward + collectives
-        elif self.layout.inside == "ffn" and products:
-            again = 2 / 3 * (products / (layer.mixer + products)) * linear
-        back = linear + attention[1] + 1.5 * traffic + again
-        return (forward, back, linear), (collectives, collectives_back)
-
-    def _fixed(self, span: Span, attention: tuple[float, float], kind: int) -> tuple[Any, Any, float]:
-        """Seconds of F, I and W of one layer, however few rows a unit has: the begin and end of attention's tiles, the
-        latency of collectives, sums of weight gradients, a copied prefix."""
-        hw = self.hardware
-        rows = np.maximum(span.tokens / self.layout.context, 1.0)
-        latency = hw.collective_latency * hw.tensor_exposed * (self.layout.tensor > 1)
-        prefix = 0.0
-        if self.layout.copies_prefix:  # read and written in F; read, read and written in the sum of gradients
-            prefix = self.layer_kinds[kind].keys * hw.element_bytes * span.end / self.shards / hw.bandwidth
-        summed = 2 * hw.gradient_bytes * self.layer_parameters[kind] / hw.bandwidth
-        forward = attention[0] * hw.attention_forward_rows / rows + _COLLECTIVES * latency + 2 * prefix
-        back = attention[1] * hw.attention_backward_rows / rows + _COLLECTIVES_BACK * latency + 3 * prefix
-        if self.layout.inside == "full":
-            back += forward
-        return forward, back, summed
-
-    def _gathers(self, tokens: int, count: int) -> float:
-        """So many all-gathers and reduce-scatters of hidden states."""
-        hw, t = self.hardware, self.layout.tensor
-        moved = count * (t - 1) / t * tokens / self.layout.context * self.model.hidden * hw.element_bytes
-        return hw.tensor_exposed * moved / hw.link(t)
-
-    def _experts(self, tokens: float, layer: Layer) -> float:
-        """Tokens to their experts and back."""
-        hw, e = self.hardware, self.layout.expert
-        if layer.experts == 1:
-            return 0.0
-        moved = 2 * (e - 1) / e * tokens * layer.experts_per_token * self.model.hidden * hw.element_bytes
-        return hw.expert_exposed * moved / hw.link(e * self.layout.tensor * self.layout.context)
-
-    def _ring(self, span: Span, layer: Layer) -> float:
-        """Keys and values of the prefix that the other devices of the ring hold."""
-        c, hw = self.layout.context, self.hardware
-        seen = np.minimum(span.end, span.tokens + layer.window) if layer.window else span.end
-        moved = (c - 1) / c * seen * layer.keys / self.layout.tensor * hw.element_bytes
-        return moved / hw.link(c * self.layout.tensor)
 
     # -- bytes
 
@@ -250,17 +210,12 @@ class ByParts:
     def standing_work(self, tokens: int, is_last: bool) -> float:
         """Most that the longest unit of a rank allocates for a while, where that of each is not known."""
         work = 0.0 if self.layout.inside == "none" else max(self._all_saved) * tokens / self.shards
-        return max(work, self.logit_work(tokens)) if is_last else work
+        return max(work, self.logits(tokens)) if is_last and not self.spreads else work
 
     def cached(self, counts: Sequence[int], tokens: int) -> tuple[float, float]:
         """Keys and values of so many tokens in layers of so many of each kind, and their gradients."""
         keys, gradients = zip(*self.cache_bytes, strict=True)
         return sum_of(counts, [tokens * size for size in keys]), sum_of(counts, [tokens * size for size in gradients])
-
-    def copied(self, counts: Sequence[int], tokens: int) -> float:
-        """The last copy of so many tokens in such layers and its gradients, where segments copy their prefix. They stay
-        from the first backward of a micro-batch to its last."""
-        return 2 * self.cached(counts, tokens)[0] if self.layout.copies_prefix else 0.0
 
     def counts_of(self, stage: int) -> tuple[int, ...]:
         """Layers of each kind on a stage."""
@@ -288,33 +243,32 @@ class ByParts:
             found.append((dense + 3 * h * layer.expert * layer.experts / shared_by) / self.layout.tensor)
         return found
 
-    def _logits(self, tokens: int) -> float:
-        """Logits, their fp32 copy, and its gradient."""
-        return self.model.vocab / self.shards * tokens * (self.hardware.element_bytes + 8)
-
-    def shard_logits(self, tokens: int) -> float:
-        """Bytes of logits of a shard of the vocabulary; 0 where the last stage has the head."""
-        return self._logits(tokens) / self.num_ranks if self.spreads else 0.0
+    def logits(self, tokens: int) -> float:
+        """Bytes of a unit's logits for a while: they, their fp32 copy, and its gradient, but for what is saved."""
+        words = self.model.vocab / self.shards
+        return words * tokens * (self.hardware.element_bytes + 8) - self._saved_logits * tokens
 
     @property
     def _saved_logits(self) -> float:
         """Bytes that a loss apart from the head saves of one token: fp32 probabilities."""
         return 0.0 if self.layout.head_in_loss else self.model.vocab / self.shards * 4
 
-    def logit_work(self, tokens: int) -> float:
-        """The other logits of a unit of the last stage, for a while."""
-        return 0.0 if self.spreads else self._logits(tokens) - self._saved_logits * tokens
-
     @cached_property
     def _stage_bytes(self) -> list[tuple[float, ...]]:
-        """Saved, kept and left bytes of all layers per token, and the state that a unit of any length hands to the next
-        of its sequence, and keeps for its backward, by kind of stage."""
-        hw, of_kinds = self.hardware, []
+        """Bytes by kind of stage, of all layers: what a token saves; what of that W reads; what I leaves beside it,
+        gradients of q, k, v, gate, up and two outputs, and inputs that were computed again. And the state that a unit
+        of any length hands to the next of its sequence, and keeps for its backward."""
+        h, e, of_kinds = self.model.hidden, self.hardware.element_bytes, []
         for layer in self.layer_kinds:
-            saved, (kept, left) = self._saved_bytes(layer, self.layout.inside), self._left_bytes(layer)
-            own = layer.keys * hw.element_bytes if self.layout.copies_prefix else 0.0
-            of_token = [hw.activation_factor * each / self.shards for each in (saved + own, kept, left)]
-            of_kinds.append((*of_token, (4 * layer.state + hw.element_bytes * layer.tail) / self.shards))
+            saved = self._saved_bytes(layer, self.layout.inside)
+            saved += layer.keys * e if self.layout.copies_prefix else 0.0
+            routed = e * h * layer.experts_per_token if layer.experts > 1 else 0.0
+            hidden = min(layer.norms, 2) * h  # inputs of the mixer and of the feed-forward, or their outputs
+            of_norms, of_ffn = e * (hidden + layer.outer) + routed, e * layer.ffn
+            again = {"none": 0.0, "ffn": of_ffn, "full": of_norms + of_ffn}[self.layout.inside]
+            left = e * (hidden + layer.inner + 2 * layer.ffn) + routed + again
+            of_token = [self.hardware.activation_factor * x for x in (saved, of_norms + of_ffn - again, left)]
+            of_kinds.append([x / self.shards for x in (*of_token, 4 * layer.state + e * layer.tail)])
         columns = list(zip(*of_kinds, strict=True))
         return [tuple(sum_of(counts, column) for column in columns) for counts, _, _ in self.stages]
 
@@ -334,20 +288,6 @@ class ByParts:
         if layer.experts > 1:
             saved += 2 * e * h * layer.experts_per_token  # tokens as sent to the experts, and what came back
         return saved
-
-    def _left_bytes(self, layer: Layer) -> tuple[float, float]:
-        """Bytes that W reads of one token and layer: inputs that F saved, and what I leaves beside them.
-
-        I leaves gradients of q, k, v, gate, up and two outputs, and inputs that were computed again.
-        """
-        h, e = self.model.hidden, self.hardware.element_bytes
-        routed = e * h * layer.experts_per_token if layer.experts > 1 else 0.0
-        hidden = min(layer.norms, 2) * h  # inputs of the mixer and of the feed-forward, or their outputs
-        inputs = {"norms": e * (hidden + layer.outer) + routed, "ffn": e * layer.ffn}
-        gradients = e * (hidden + layer.inner + 2 * layer.ffn) + routed
-        again = {"none": (), "ffn": ("ffn",), "full": ("norms", "ffn")}[self.layout.inside]
-        left = gradients + sum(inputs[name] for name in again)
-        return sum(inputs.values()) + gradients - left, left
 
 
 def sum_of(counts: Sequence[int], each: Sequence[float]) -> float:

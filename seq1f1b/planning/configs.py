@@ -42,15 +42,7 @@ class _Config:
         self.kind = data.get("model_type")
 
     def __getitem__(self, key: str) -> int:
-        return self.at_least(1, key)
-
-    def at_least(self, least: int, key: str) -> int:
-        value = self.get(key)
-        if value is None:
-            raise ValueError(f"{self.name}: a config of {self.kind!r} without {key}")
-        if value < least:
-            raise ValueError(f"{self.name}: {key} is {value}, must be at least {least}")
-        return int(value)
+        return int(self.get(key, ..., 1))
 
     def number(self, key: str, default: float) -> float:
         value = self.data.get(key)
@@ -58,12 +50,18 @@ class _Config:
             raise ValueError(f"{self.name}: {key} is {value!r:.80}, must be a number above 0")
         return default if value is None else float(value)
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """A whole number, true or false, or the default where the config does not say it."""
+    def get(self, key: str, default: Any = None, least: int = 0) -> Any:
+        """A whole number, true or false; where the config does not say it the default, if that is not ``...``."""
         value = self.data.get(key)
-        if value is not None and (not isinstance(value, int) or value < 0):
+        if value is None:
+            if default is ...:
+                raise ValueError(f"{self.name}: a config of {self.kind!r} without {key}")
+            return default
+        if not isinstance(value, int) or value < 0:
             raise ValueError(f"{self.name}: {key} is {value!r:.80}, must be a whole number")
-        return default if value is None else value
+        if value < least:
+            raise ValueError(f"{self.name}: {key} is {value}, must be at least {least}")
+        return value
 
     def list(self, key: str, length: int | None = None) -> list[Any] | None:
         value = self.data.get(key)
@@ -85,6 +83,16 @@ class _Config:
         """Numbers of q, and of k or v."""
         heads = self["num_attention_heads"]
         return heads * self.head_dim, (self.get("num_key_value_heads") or heads) * self.head_dim
+
+
+def _matrices(c: _Config, of_hidden: int, *others: tuple[int, int]) -> Fields:
+    """Fields of a mixer's matrices: those that read hidden states write so many numbers; inputs and outputs of others,
+    the last of which writes hidden states."""
+    return {
+        "mixer": c.hidden * of_hidden + sum(reads * writes for reads, writes in others),
+        "inner": of_hidden + sum(writes for _, writes in others[:-1]),
+        "outer": sum(reads for reads, _ in others),
+    }
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -116,9 +124,7 @@ def _attention(
         norms = 2 * c.head_dim * has(head_norms)
     other = has(bias) * (q + 2 * g + gated * q) + has(bias if out_bias is None else out_bias) * h + norms
     found = {"other": other + sinks * c["num_attention_heads"]}
-    if gated:
-        found |= {"mixer": h * (3 * q + 2 * g), "inner": 2 * q + 2 * g, "kept": 4 * q}
-    return found
+    return found | _matrices(c, 2 * q + 2 * g, (q, h)) | {"kept": 4 * q} if gated else found
 
 
 def _latent_attention(c: _Config) -> Fields:
@@ -127,16 +133,14 @@ def _latent_attention(c: _Config) -> Fields:
     of_q, of_kv, value = c.get("q_lora_rank") or 0, c["kv_lora_rank"], c["v_head_dim"]
     first = of_kv + c["qk_rope_head_dim"]
     opened = heads * (c["qk_nope_head_dim"] + value)
-    of_queries = (h + heads * wide) * of_q if of_q else h * heads * wide
+    of_queries = [(of_q, heads * wide)] if of_q else []
     biases = bool(c.get("attention_bias", False)) * (of_q + first + h)
     return {
         "heads": heads,
         "kv_heads": heads,
         "head_dim": wide,
         "value_dim": value,
-        "mixer": of_queries + h * first + of_kv * opened + heads * value * h,
-        "inner": of_q + heads * wide + first + opened,
-        "outer": of_q + of_kv + heads * value,
+        **_matrices(c, first + (of_q or heads * wide), *of_queries, (of_kv, opened), (heads * value, h)),
         "kept": heads * (wide + value) + 2 * (of_q + of_kv),
         "other": of_q + of_kv + biases,
     }
@@ -175,9 +179,7 @@ def _gated_delta(c: _Config) -> Fields:
     scan = heads * (_CHUNK * (5 * wide + 3 * value_dim) + 6 * wide * value_dim)
     return {
         "heads": 0,
-        "mixer": h * (projected + values),
-        "inner": projected,
-        "outer": values,
+        **_matrices(c, projected, (values, h)),
         "kept": 2 * mixed + 3 * values + 2 * heads,
         "scan": scan,
         "state": heads * wide * value_dim,
@@ -198,9 +200,7 @@ def _mamba2(c: _Config, *, norm: str | bool = True) -> Fields:
     normed = c.get(norm, True) if isinstance(norm, str) else norm
     return {
         "heads": 0,
-        "mixer": h * (projected + wide),
-        "inner": projected,
-        "outer": wide,
+        **_matrices(c, projected, (wide, h)),
         "kept": 2 * mixed + 3 * wide + heads,
         "scan": 2 * chunk * (groups * size + wide) + 4 * wide * size,
         "state": wide * size,
@@ -218,9 +218,7 @@ def _mamba(c: _Config, *, norms: bool = False) -> Fields:
     biases = bool(c.get(names["conv_bias"], True)) * wide + bool(c.get(names["bias"], False)) * (2 * wide + h) + wide
     return {
         "heads": 0,
-        "mixer": 3 * h * wide + wide * (rank + 2 * size) + rank * wide,
-        "inner": 3 * wide + rank + 2 * size,
-        "outer": 2 * wide + rank,
+        **_matrices(c, 2 * wide, (wide, rank + 2 * size), (rank, wide), (wide, h)),
         "kept": 6 * wide + rank + 2 * size,
         "scan": 8 * wide * size,  # a decay's exponent, three products, two sums of each number of the state
         "state": wide * size,
@@ -233,60 +231,47 @@ def _short_convolution(c: _Config) -> Fields:
     """A gated convolution over a few tokens."""
     h, kernel = c.hidden, c["conv_L_cache"]
     other = h * kernel + bool(c.get("conv_bias", False)) * 5 * h
-    widths = {"inner": 3 * h, "outer": h, "kept": 6 * h}
-    return {"heads": 0, "mixer": 4 * h * h, **widths, "tail": h * kernel, "other": other}
+    return {"heads": 0, **_matrices(c, 3 * h, (h, h)), "kept": 6 * h, "tail": h * kernel, "other": other}
 
 
 def _lightning(c: _Config) -> Fields:
     """Lightning attention: linear attention in blocks, whose decay is fixed. [MiniMax-01, arXiv:2501.08313]"""
     h, size, (q, _) = c.hidden, c.head_dim, c.widths
     scan = 4 * q * (c["block_size"] + size)
-    widths = {"inner": 4 * q, "outer": q, "kept": 9 * q}
-    return {"heads": 0, "mixer": 5 * h * q, **widths, "scan": scan, "state": q * size, "other": q}
+    return {"heads": 0, **_matrices(c, 4 * q, (q, h)), "kept": 9 * q, "scan": scan, "state": q * size, "other": q}
 
 
 def _both(c: _Config) -> Fields:
     """Attention beside a Mamba-2 mixer."""
     h, (q, g) = c.hidden, c.widths
     of_state = _mamba2(c, norm="mamba_rms_norm")
-    del of_state["heads"]
-    attention = {"mixer": h * (2 * q + 2 * g), "inner": q + 2 * g, "outer": q, "kept": 2 * q, **_attention(c)}
+    del of_state["heads"]  # those of attention
+    attention = {**_matrices(c, q + 2 * g, (q, h)), "kept": 2 * q, **_attention(c)}
     return {name: of_state.get(name, 0) + attention.get(name, 0) for name in of_state}
 
 
 # -- feed-forwards -----------------------------------------------------------------------------------------------------
 
 
-def _sparse(
-    c: _Config,
-    layer: int,
-    *,
-    is_sparse: Callable[[_Config, int], bool] = lambda c, layer: True,
-    shared: Callable[[_Config], int] = lambda c: 0,
-    other: Callable[[_Config], int] = lambda c: 0,
-) -> Fields:
-    """Experts in some layers, beside a feed-forward that all tokens visit; a plain one in the others."""
-    if not is_sparse(c, layer):
-        return {**_DENSE, "ffn": c["intermediate_size"]}
-    return {"shared": shared(c), "other": other(c)}
+def _dense_if(c: _Config, is_dense: bool, **sparse: int) -> Fields:
+    """A plain feed-forward in place of experts; else what a layer with experts has beside them."""
+    return {**_DENSE, "ffn": c["intermediate_size"]} if is_dense else sparse
 
 
-def _by_step(c: _Config, layer: int) -> bool:
-    only = c.list("mlp_only_layers") or []
-    return layer not in only and (layer + 1) % (c.get("decoder_sparse_step", 1) or 1) == 0
+def _by_step(c: _Config, layer: int, **beside: int) -> Fields:
+    is_left_out = layer in (c.list("mlp_only_layers") or [])
+    return _dense_if(c, is_left_out or (layer + 1) % (c.get("decoder_sparse_step", 1) or 1) != 0, **beside)
 
 
-_WITH_SHARED = partial(
-    _sparse,
-    is_sparse=lambda c, layer: layer >= c.get("first_k_dense_replace", 0),
-    shared=lambda c: c["moe_intermediate_size"] * (c.get("n_shared_experts", 1) or 0),
-)
-_WITH_GATED = partial(  # the shared expert has a gate of one number
-    _sparse,
-    is_sparse=_by_step,
-    shared=lambda c: c["shared_expert_intermediate_size"],
-    other=lambda c: c.hidden,
-)
+def _with_gated(c: _Config, layer: int) -> Fields:
+    """Beside a feed-forward that all tokens visit, through a gate of one number."""
+    return _by_step(c, layer, other=c.hidden, shared=c.get("shared_expert_intermediate_size", ..., 1))
+
+
+def _with_shared(c: _Config, layer: int) -> Fields:
+    """Beside feed-forwards that all tokens visit, behind some plain layers."""
+    shared = c["moe_intermediate_size"] * (c.get("n_shared_experts", 1) or 0)
+    return _dense_if(c, layer < c.get("first_k_dense_replace", 0), shared=shared)
 
 
 def _adjusted(c: _Config, layer: int) -> Fields:
@@ -363,9 +348,6 @@ _DELTA = partial(
     mixers={"linear_attention": _gated_delta},
     type_of=_every("full_attention_interval", 4, "linear_attention"),
 )
-_JAMBA_EXPERTS = partial(
-    _sparse, is_sparse=lambda c, layer: (layer - c.at_least(0, "expert_layer_offset")) % c["expert_layer_period"] == 0
-)
 
 _SELECTIVE = _Model(
     mixers={"linear_attention": _mamba},
@@ -397,25 +379,25 @@ MODELS: dict[str, _Model] = {
         window=128,
         type_of=_every("", 2, "sliding_attention"),
         names=_EXPERTS,
-        feed_forward=partial(
-            _sparse, other=lambda c: c["num_local_experts"] * (1 + 2 * c["intermediate_size"] + c.hidden)
-        ),
+        feed_forward=lambda c, layer: {
+            "other": c["num_local_experts"] * (1 + 2 * c["intermediate_size"] + c.hidden)  # biases
+        },
     ),
     "qwen2_moe": _Model(
         partial(_attention, bias="qkv_bias", out_bias=False),
         type_of=_from_layer,
         names=_NARROW,
-        feed_forward=_WITH_GATED,
+        feed_forward=_with_gated,
     ),
-    "qwen3_moe": _Model(_HEADS, type_of=_from_layer, names=_NARROW, feed_forward=partial(_sparse, is_sparse=_by_step)),
+    "qwen3_moe": _Model(_HEADS, type_of=_from_layer, names=_NARROW, feed_forward=_by_step),
     "glm4_moe": _Model(
-        partial(_attention, out_bias=False, head_norms="use_qk_norm"), names=_NARROW, feed_forward=_WITH_SHARED
+        partial(_attention, out_bias=False, head_norms="use_qk_norm"), names=_NARROW, feed_forward=_with_shared
     ),
-    "dots1": _Model(_HEADS, window=None, names=_NARROW, feed_forward=_WITH_SHARED),
-    "deepseek_v3": _Model(_latent_attention, names=_NARROW, feed_forward=_WITH_SHARED),
-    "qwen3_next": _DELTA(names=_NARROW, feed_forward=_WITH_GATED),
+    "dots1": _Model(_HEADS, window=None, names=_NARROW, feed_forward=_with_shared),
+    "deepseek_v3": _Model(_latent_attention, names=_NARROW, feed_forward=_with_shared),
+    "qwen3_next": _DELTA(names=_NARROW, feed_forward=_with_gated),
     "qwen3_5_text": _DELTA(),
-    "qwen3_5_moe_text": _DELTA(names=_NARROW, feed_forward=_WITH_GATED),
+    "qwen3_5_moe_text": _DELTA(names=_NARROW, feed_forward=_with_gated),
     "minimax": _Model(
         mixers={"linear_attention": _lightning},
         type_of=lambda c, layer: "linear_attention" if layer % 2 == 0 else "full_attention",
@@ -432,7 +414,7 @@ MODELS: dict[str, _Model] = {
         _HEADS,
         mixers={"conv": _short_convolution},
         names=_NARROW,
-        feed_forward=partial(_sparse, is_sparse=lambda c, layer: layer >= c.at_least(0, "num_dense_layers")),
+        feed_forward=lambda c, layer: _dense_if(c, layer < c.get("num_dense_layers", ...)),
         tied=True,
     ),
     "bamba": _Model(
@@ -450,11 +432,13 @@ MODELS: dict[str, _Model] = {
         mixers={"linear_attention": partial(_mamba, norms=True)},
         type_of=lambda c, layer: (
             "full_attention"
-            if layer % c["attn_layer_period"] == c.at_least(0, "attn_layer_offset")
+            if layer % c["attn_layer_period"] == c.get("attn_layer_offset", ...)
             else "linear_attention"
         ),
         names=_EXPERTS,
-        feed_forward=_JAMBA_EXPERTS,
+        feed_forward=lambda c, layer: _dense_if(
+            c, (layer - c.get("expert_layer_offset", ...)) % c["expert_layer_period"] != 0
+        ),
     ),
     **dict.fromkeys(("mamba", "falcon_mamba"), _SELECTIVE),
     "mamba2": _Model(
@@ -484,15 +468,10 @@ def shape_of(data: Mapping[str, Any], name: str) -> dict[str, Any]:
     said = {key: next((data[name] for name in keys if data.get(name) is not None), None) for key, keys in names.items()}
     found: dict[str, Any] = {key: value for key, value in {**said, **model.fixed}.items() if value is not None}
     found.setdefault("tied", model.tied)
-    if "kv_heads" not in found and "heads" in found:
-        found["kv_heads"] = found["heads"]
-    if (
-        "heads" in found
-        and "heads" not in model.fixed
-        and "head_dim" not in found
-        and c.hidden % c["num_attention_heads"]
-    ):
-        found["head_dim"] = c.head_dim  # rounded down, as the library has it
+    if "heads" in found and "heads" not in model.fixed:
+        found.setdefault("kv_heads", found["heads"])
+        if c.hidden % c["num_attention_heads"]:
+            found.setdefault("head_dim", c.head_dim)  # rounded down, as the library has it
     missing = [names[key][0] for key in ("hidden", "layers", "heads", "ffn", "vocab") if key not in found]
     if missing:
         raise ValueError(f"{name}: a config of {c.kind!r} without {', '.join(missing)}")

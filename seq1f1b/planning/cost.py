@@ -18,21 +18,11 @@ from seq1f1b import _C
 from seq1f1b.balance import balanced
 from seq1f1b.partition import ModelShape, layers_of, partition_sequence
 from seq1f1b.plan import INSIDE, Layout
-from seq1f1b.planning.by_parts import UnitBytes
+from seq1f1b.planning.by_parts import ByParts, UnitBytes
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.runtime.unit_times import MeasuredUnits, Terms
 from seq1f1b.schedule import Costs, Links, Schedule, StepMemory
-from seq1f1b.seconds import (
-    PassSeconds,
-    Source,
-    Span,
-    arrays_of,
-    seconds_of,
-    shards_of,
-    span_of,
-    spans_of,
-    spans_of_tree,
-)
+from seq1f1b.seconds import PassSeconds, Span, arrays_of, seconds_of, shards_of, span_of, spans_of, spans_of_tree
 
 __all__ = ["CostModel", "PackedRow", "Price", "RankBytes"]
 
@@ -79,7 +69,7 @@ class CostModel:
             model.layers // num_stages + (stage < model.layers % num_stages) for stage in range(num_stages)
         )
         self.parts = hardware.parts(model, self.layout, self.layers, num_ranks)
-        self.source: Source = self.parts
+        self.source: ByParts | MeasuredUnits = self.parts
 
     @classmethod
     def balanced(
@@ -87,15 +77,15 @@ class CostModel:
     ) -> CostModel:
         """A model with :meth:`balanced_layers`, unless the layout gives the layers. Arguments as of the class."""
         cost = cls(model, hardware, stages_per_rank=stages_per_rank, layout=layout, **counts)
-        return cost if layout.layers is not None else cost._changed(hardware, cost.balanced_layers())
+        if layout.layers is not None:
+            return cost
+        layout = replace(layout, layers=cost.balanced_layers())
+        return cls(model, hardware, stages_per_rank=stages_per_rank, layout=layout, **counts)
 
     def on(self, hardware: Hardware) -> CostModel:
         """A model of these stages on another machine."""
-        return self._changed(hardware, self.layers)
-
-    def _changed(self, hardware: Hardware, layers: tuple[int, ...]) -> CostModel:
         counts = {"num_ranks": self.num_ranks, "stages_per_rank": self.num_stages // self.num_ranks}
-        layout = replace(self.layout, layers=layers)
+        layout = replace(self.layout, layers=self.layers)
         return CostModel(self.model, hardware, seq_len=self.seq_len, layout=layout, **counts)
 
     def measured(self, terms: Terms) -> CostModel:
@@ -149,7 +139,8 @@ class CostModel:
     def balanced_layers(self) -> tuple[int, ...]:
         """Layers of each stage such that the slowest stage, the one with the head included, is as fast as can be."""
         whole = self.span(0, self.seq_len)
-        layers, head = self.parts.layers_of(whole), self.parts.ends(whole)[1].total
+        of_kinds = [self.parts.layer(whole, kind, False).total for kind in range(len(self.parts.counts))]
+        layers, head = [of_kinds[place] for place in self.parts.places], self.parts.ends(whole)[1].total
         if len(self.parts.counts) > 1:
             return tuple(balanced(layers, head, self.num_stages))
         others = self.num_stages - 1
@@ -451,20 +442,20 @@ class Price:
         for i, name in enumerate(("forward_work", "backward_work") if any(work) else ()):
             more[name] = self._table([[each[i] for each in units] for units in zip(*work, strict=True)])
         if parts.spreads and self._is_alike:
-            more["shard_logits"] = [math.ceil(parts.shard_logits(size)) for size in self.sizes]
+            more["shard_logits"] = [math.ceil(parts.logits(size) / cost.num_ranks) for size in self.sizes]
         if self._releases:
             more["kv_rows"] = self._table(self._cache_rows(0))
             more["kv_gradient_rows"] = self._table(self._cache_rows(1))
-        elif self._is_alike:
-            stages = map(parts.counts_of, range(cost.num_stages))
-            more["kv_gradients"] = [math.ceil(parts.copied(counts, cost.seq_len)) for counts in stages]
+        elif self._is_alike:  # the last copy of a prefix and its gradient, from the first backward to the last
+            copies, stages = 2 * cost.layout.copies_prefix, map(parts.counts_of, range(cost.num_stages))
+            more["kv_gradients"] = [math.ceil(copies * parts.cached(counts, cost.seq_len)[0]) for counts in stages]
         return StepMemory(saved, kept, added, staying=self._staying(rank_of_stage), **more)
 
     def step_memory(self, rank_of_stage: Sequence[int]) -> StepMemory:
         """Bytes of every tensor that a step holds; :meth:`rank_bytes` adds recomputation's and the allocator's."""
         cost, hw, parts = self.cost, self.cost.hardware, self.cost.parts
         slots = [parts.cached(parts.counts_of(stage), self._slot_tokens) for stage in range(cost.num_stages)]
-        if cost.layout.copies_prefix:
+        if cost.layout.copies_prefix:  # the last copy and its gradient
             slots = [(0.0, 2 * keys) for keys, _ in slots]
         kv, gradients = ([math.ceil(slot) for slot in column] for column in zip(*slots, strict=True))
         parameters = [parts.parameters(stage) for stage in range(cost.num_stages)]
@@ -478,7 +469,7 @@ class Price:
             backward_work=0,
             weights=[math.ceil(n * (hw.element_bytes + hw.gradient_bytes)) for n in parameters],
             optimizer=[math.ceil(n * hw.optimizer_bytes / cost.layout.data) for n in parameters],
-            logits=math.ceil(parts.logit_work(max(self.sizes))),
+            logits=0 if parts.spreads else math.ceil(parts.logits(max(self.sizes))),
         )
 
     def _staying(self, rank_of_stage: Sequence[int]) -> list[Any]:
@@ -507,9 +498,8 @@ class Price:
         memory, costs = self.memory(schedule.rank_of_stage), Costs(links=Links(message_bytes=self.message_bytes))
         peaks = schedule.peak_memory(replace(memory, forward_work=0, backward_work=0), costs)
         with_work = schedule.peak_memory(memory, costs) if memory.forward_work else peaks
-        stages_of: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
-        for stage, rank in enumerate(schedule.rank_of_stage):
-            stages_of[rank].append(stage)
+        places = list(enumerate(schedule.rank_of_stage))
+        stages_of = [[stage for stage, at in places if at == rank] for rank in range(schedule.num_ranks)]
         kv, gradients = self._slot_bytes(schedule, stages_of)  # held all through the step
         pools, longest, state = self._pool_bytes(schedule, memory.activations), max(self.sizes), _state_bytes(cost)
         ranks = []
@@ -576,9 +566,10 @@ class Price:
                 [held * (size == length) for held, size in zip(row, self.sizes, strict=True)] for row in activations
             ]
             sums = list(map(operator.add, sums, peaks(alone)))
-        prefixes = list(itertools.accumulate(self.sizes))[1:-1]
-        parts = self.cost.parts
-        copies = max(parts.copied(kind.counts, sum(prefixes)) for kind in parts.stages) / 2
+        parts, copies = self.cost.parts, 0.0
+        if self.cost.layout.copies_prefix:
+            prefixes = list(itertools.accumulate(self.sizes))[1:-1]
+            copies = max(parts.cached(kind.counts, sum(prefixes))[0] for kind in parts.stages)
         return [math.ceil(share * (x - y + copies)) for x, y in zip(sums, peaks(activations), strict=True)]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.benchmark import Timer
 
 import seq1f1b.ops.attention as ops
 from seq1f1b import _C, where
@@ -80,14 +81,10 @@ def check_decoder(model: ModelShape, seq_len: int) -> None:
     """Raises ``ValueError`` unless :func:`profile_model` can build this shape and cut so many tokens."""
     model.flops(0, seq_len)  # raises unless the shape is sound
     cuts_of(seq_len, SEGMENTS)
-    if model.experts > 1:
+    if model.experts > 1 or not has_equal_layers(model):
+        what = f"{model.experts} experts" if model.experts > 1 else "layers of kinds"
         raise ValueError(
-            f"the model has {model.experts} experts: there is no built-in layer for them; give your own stage to "
-            "seq1f1b.planning.profiler.measure_stage"
-        )
-    if not has_equal_layers(model):
-        raise ValueError(
-            "the model has layers of kinds for which there is no built-in layer; give your own stage to "
+            f"the model has {what} for which there is no built-in layer; give your own stage to "
             "seq1f1b.planning.profiler.measure_stage"
         )
     if (model.head_dim or model.hidden // model.heads) % 2:
@@ -179,43 +176,29 @@ def expected_seconds(
     Raises:
         ValueError, OSError: as :func:`profile_decoder`.
     """
-    settings = {"seq_len": seq_len, "layers": layers, "repeats": repeats, "device": device, "offload": offload}
-    _check(model, settings, processes=processes, threads=threads)
+    settings = _settings(model, seq_len, layers, repeats, device, offload, processes=processes, threads=threads)
     rows, inner = min(seq_len, 512), max(model.hidden, model.ffn)
-    x, weight = torch.randn(rows, model.hidden, device=device), torch.randn(model.hidden, inner, device=device)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with torch.autocast(device, torch.bfloat16, enabled=bf16):
-            times = []
-            for _ in range(4):
-                begin = time.perf_counter()
-                x @ weight
-                if device == "cuda":
-                    torch.cuda.synchronize()
-                times.append(time.perf_counter() - begin)
-    finally:
-        torch.set_num_threads(before)
-    rate = 2.0 * rows * model.hidden * inner / min(times)
-    sharing = max(
-        1.0, processes / torch.cuda.device_count() if device == "cuda" else processes * threads / (os.cpu_count() or 1)
-    )
-    work = sum(_work_in_order(model, settings))
-    return _STARTUP + _BESIDE_PRODUCTS * sharing * work / rate
+    factors = {
+        "x": torch.randn(rows, model.hidden, device=device),
+        "weight": torch.randn(model.hidden, inner, device=device),
+    }
+    with torch.autocast(device, torch.bfloat16, enabled=bf16):
+        timer = Timer("x @ weight", globals=factors, num_threads=threads)
+        product = min(timer.timeit(1).median for _ in range(4))
+    sharing = processes / torch.cuda.device_count() if device == "cuda" else processes * threads / (os.cpu_count() or 1)
+    work = sum(_work_in_order(model, settings)) / (2.0 * rows * model.hidden * inner)
+    return _STARTUP + _BESIDE_PRODUCTS * max(1.0, sharing) * work * product
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
 
-_barrier: Any = None  # shared by the worker processes of profile_decoder, set as each of them starts
-_done: Any = None  # FLOP that the first of them to get there has measured
-_number = 0  # of this worker
+_shared: Any = None  # of a worker process, set as it starts: barrier, FLOP that the first one has measured, its number
 
 
 def _start_worker(barrier: Any, done: Any, started: Any, threads: int) -> None:
-    global _barrier, _done, _number
-    _barrier, _done = barrier, done
+    global _shared
     with started.get_lock():
-        _number = started.value
+        _shared = barrier, done, started.value
         started.value += 1
     torch.set_num_threads(threads)
 
@@ -223,37 +206,40 @@ def _start_worker(barrier: Any, done: Any, started: Any, threads: int) -> None:
 def _work(model: ModelShape, bf16: bool, settings: dict[str, Any]) -> dict[str, StageTimes]:
     """:func:`profile_model` in one process, with these arguments."""
     torch.manual_seed(0)
-    device = settings["device"]
+    (barrier, done, number), device = _shared, settings["device"]
     if device == "cuda":
-        torch.cuda.set_device(_number % torch.cuda.device_count())
-    done = itertools.accumulate(_work_in_order(model, settings))
+        torch.cuda.set_device(number % torch.cuda.device_count())
+    work = itertools.accumulate(_work_in_order(model, settings))
 
     def progress() -> None:
-        _done.value = max(_done.value, next(done))
+        done.value = max(done.value, next(work))
 
     try:
         with torch.autocast(device, torch.bfloat16, enabled=bf16):
-            return profile_model(model, **settings, wait=_barrier.wait, progress=progress)
+            return profile_model(model, **settings, wait=barrier.wait, progress=progress)
     except BaseException:
-        _barrier.abort()  # the others wait for this one
+        barrier.abort()  # the others wait for this one
         raise
 
 
-def _check(model: ModelShape, settings: dict[str, Any], **counts: int) -> None:
-    """Raises before anything is measured; where no tier can be made, too."""
-    device, offload = settings["device"], settings["offload"]
+def _settings(
+    model: ModelShape, seq_len: int, layers: int, repeats: int, device: str, offload: Offload, **counts: int
+) -> dict[str, Any]:
+    """Arguments of :func:`profile_model`. Raises before anything is measured; where no tier can be made, too."""
     if device not in ("cpu", "cuda"):
         raise ValueError(f'device is {device!r}, must be "cpu" or "cuda"')
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError('device is "cuda", and torch finds no GPU: measure on the machine that will train')
-    for name, value in {**counts, "layers": settings["layers"], "repeats": settings["repeats"]}.items():
+    for name, value in {**counts, "layers": layers, "repeats": repeats}.items():
         if value < 1:
             raise ValueError(f"{name} is {value}, must be at least 1")
     if offload is not None:
         where.check("host" if offload is HOST else "folder", f"offload={offload!r}", device)
     if offload is not None and offload is not HOST:
-        _C.file_tier(os.fspath(offload))
-    check_decoder(model, settings["seq_len"])
+        offload = os.fspath(offload)
+        _C.file_tier(offload)
+    check_decoder(model, seq_len)
+    return {"seq_len": seq_len, "layers": layers, "repeats": repeats, "device": device, "offload": offload}
 
 
 def profile_decoder(
@@ -285,9 +271,7 @@ def profile_decoder(
         ValueError: a count below 1, no GPU where one is asked for; or as :func:`profile_model`.
         OSError: the directory takes no file, or fails.
     """
-    place = offload if offload is None or offload is HOST else os.fspath(offload)
-    settings = {"seq_len": seq_len, "layers": layers, "repeats": repeats, "device": device, "offload": place}
-    _check(model, settings, processes=processes, threads=threads)
+    settings = _settings(model, seq_len, layers, repeats, device, offload, processes=processes, threads=threads)
     total = sum(_work_in_order(model, settings))
     begin = time.perf_counter()
     context = multiprocessing.get_context("spawn")

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from importlib import resources
-from pathlib import Path
 from typing import Any, ClassVar
 
-from seq1f1b.files import check_names, is_number, nearest_name, parse_json
+from seq1f1b.files import check_names, is_number, nearest_name, parse_json, read
 from seq1f1b.partition import ModelShape, make_model
 from seq1f1b.plan import INSIDE, Layout
 from seq1f1b.planning.by_parts import ByParts, ByProfile
@@ -190,33 +189,34 @@ class ProfiledHardware(Hardware):
         return cls(**values, profile=profile)
 
 
+_PRESETS = resources.files("seq1f1b") / "presets"
+
+
 def presets(kind: str) -> tuple[str, ...]:
     """Names that :func:`load_model` (kind ``"models"``) or :func:`load_hardware` (``"hardware"``) takes."""
-    folder = resources.files("seq1f1b") / "presets" / kind
-    names = sorted(entry.name[: -len(".json")] for entry in folder.iterdir() if entry.name.endswith(".json"))
-    return tuple(name for name in names if name != "default")
+    names = (entry.name.rpartition(".")[::2] for entry in (_PRESETS / kind).iterdir())
+    return tuple(sorted(name for name, suffix in names if suffix == "json" and name != "default"))
 
 
 def _read(kind: str, name: str) -> dict[str, Any]:
     """A preset by its name, or any file whose path ends in .json."""
-    if name.endswith(".json"):
+
+    def fields_in(text: str) -> dict[str, Any]:
         try:
-            text = Path(name).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{name}: not JSON: {error}") from None
-    elif name in presets(kind) or name == "default":
-        text = (resources.files("seq1f1b") / "presets" / kind / f"{name}.json").read_text(encoding="utf-8")
-    else:
+            data = parse_json(text)
+        except ValueError as error:
+            raise ValueError(f"not JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise ValueError("must hold an object of named fields")
+        return data
+
+    if name.endswith(".json"):
+        return read(name, fields_in)
+    if name != "default" and name not in presets(kind):
         raise ValueError(
             f"there is no preset {name!r} among {kind}{nearest_name(name, presets(kind))}; or give a path to a .json"
         )
-    try:
-        data = parse_json(text)
-    except ValueError as error:
-        raise ValueError(f"{name}: not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{name}: must hold an object of named fields")
-    return data
+    return fields_in((_PRESETS / kind / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def load_model(name: str) -> ModelShape:

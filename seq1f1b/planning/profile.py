@@ -16,11 +16,12 @@ from seq1f1b.fit import Fit
 from seq1f1b.partition import ModelShape, check_model
 from seq1f1b.plan import _File
 from seq1f1b.seconds import NO_SECONDS, PASSES, PassSeconds, pairs_of
+from seq1f1b.table import table_text
 
 __all__ = ["Fit", "Part", "PassSeconds", "Profile", "Sample"]
 
 _FORMAT = "seq1f1b profile 6"
-_TIER = ("tier_out", "tier_in", "move_out", "move_in")
+TIER = ("tier_out", "tier_in", "move_out", "move_in")
 
 
 class Sample(NamedTuple):
@@ -191,29 +192,27 @@ class Profile(_File):
         """Seconds of F and B of the whole model over each of so many equal pieces of a sequence, floors left out:
         segments share them alike."""
         bounds = [seq_len * i // num_pieces for i in range(num_pieces + 1)]
-        costs = []
-        for begin, end in itertools.pairwise(bounds):
-            tokens, pairs = end - begin, pairs_of((seq_len,), begin, end)
-            cost = self.model.layers * self.layer.seconds(tokens, pairs, floor=False).total
-            for part in (self.embedding, self.head):
-                cost += part.seconds(tokens, pairs, floor=False).total if part is not None else 0.0
-            costs.append(cost)
-        return costs
+        counts = {"layer": self.model.layers, "embedding": 1, "head": 1}
+
+        def cost(begin: int, end: int) -> float:
+            span = end - begin, pairs_of((seq_len,), begin, end)
+            return sum(counts[name] * part.seconds(*span, floor=False).total for name, part in self.parts().items())
+
+        return list(itertools.starmap(cost, itertools.pairwise(bounds)))
 
     def to_text(self) -> str:
         """A table of the fits."""
+        rows = [("part", "pass", "floor us", "us/token", "ns/pair", "fit +-", "runs +-")]
+        for name, part in self.parts().items():
+            for kind in PASSES.values():
+                floor, token, pair, residual = getattr(part, kind)
+                numbers = (f"{floor * 1e6:.1f}", f"{token * 1e6:.3f}", f"{pair * 1e9:.3f}")
+                rows.append((name, kind, *numbers, f"{residual:.1%}", f"{part.noise:.1%}"))
         lines = [
             f"{self.machine}, torch {self.torch}, {self.dtype}, {self.threads} threads in {self.processes} processes; "
             f"up to {self.seq_len} tokens, measured in {self.seconds:.0f} s",
-            f"{'part':<10} {'pass':<9}{'floor us':>10}{'us/token':>10}{'ns/pair':>10}{'fit +-':>8}{'runs +-':>8}",
+            *table_text(rows).splitlines(),
         ]
-        for name, part in self.parts().items():
-            for kind in PASSES.values():
-                fit = getattr(part, kind)
-                lines.append(
-                    f"{name:<10} {kind:<9}{fit.floor * 1e6:>10.1f}{fit.per_token * 1e6:>10.3f}"
-                    f"{fit.per_pair * 1e9:>10.3f}{fit.residual:>8.1%}{part.noise:>8.1%}"
-                )
         layer = self.layer
         beyond = ", ".join(f"{kind} {getattr(self.unit, name) * 1e6:.0f}" for kind, name in PASSES.items())
         lines.append(f"a unit takes us beyond its layers: {beyond}")
@@ -254,9 +253,9 @@ class Profile(_File):
             for kind in PASSES.values():
                 if not any(getattr(part, kind)[:3]):
                     raise ValueError(f"profile: {name}: {kind} costs nothing: measure again")
-        absent = [name for name in _TIER if getattr(profile, name) is None]
-        if absent and len(absent) < len(_TIER):
-            raise ValueError(f"profile: {', '.join(absent)} is missing: {', '.join(_TIER)} come together")
+        absent = [name for name in TIER if getattr(profile, name) is None]
+        if absent and len(absent) < len(TIER):
+            raise ValueError(f"profile: {', '.join(absent)} is missing: {', '.join(TIER)} come together")
         for name in ("tier_out", "tier_in"):
             if getattr(profile, name) == 0:
                 raise ValueError(f"profile: {name} is 0: measure again")

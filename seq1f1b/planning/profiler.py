@@ -11,9 +11,10 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from seq1f1b.fit import Fit, fit_seconds
 from seq1f1b.partition import ModelShape, partition_sequence
-from seq1f1b.planning.profile import Part, Profile, Sample
+from seq1f1b.planning.profile import TIER, Part, Profile, Sample
 from seq1f1b.runtime.arguments import Memory
 from seq1f1b.runtime.deferred import deferrable
 from seq1f1b.runtime.engine import LoneEngine
@@ -36,6 +37,7 @@ SEGMENTS = (1, 2, 4, 8, 16)
 WARM_UP = 2  # steps whose times do not count: the first ones allocate
 WAYS = {"whole": 3, "split": 3, "recomputed": 4}
 """The ways in which each cut is measured, and its work in forwards: B counts as two of them, and so do I and W."""
+_REPEATED = ("unit_overhead", "step_overhead", "tier", "moving")  # fields of StageTimes, by repetition
 MOVED_WORK = 3  # the same of units that move to a tier and back
 _LEAST_TOKENS = 16
 _APART = 1.5  # times that the longest unit takes longer than the shortest, for a line through them
@@ -141,17 +143,11 @@ def measure_stage(
         if offload is not None and k == moved_cut(cuts):
             result = _measure_cut(case, k, "moved", result)
         progress()
-        result.workspace.append((seq_len // k, *_workspace(case, seq_len // k)))
+        tokens = seq_len // k
+        result.workspace.append((tokens, *measure_workspace(stage, _leaves(make_inputs(tokens)), case.loss(tokens))))
     for parameter in stage.parameters():
         parameter.grad = None
     return result
-
-
-def _workspace(case: _Case, tokens: int) -> tuple[float, float, float]:
-    if case.loss_fn is None or case.make_target is None:
-        return measure_workspace(case.stage, _leaves(case.make_inputs(tokens)), None)
-    loss_fn, target = case.loss_fn, case.make_target(tokens)
-    return measure_workspace(case.stage, _leaves(case.make_inputs(tokens)), lambda output: loss_fn(output, target))
 
 
 def cuts_of(seq_len: int, segments: Sequence[int]) -> list[int]:
@@ -191,6 +187,11 @@ class _Case(NamedTuple):
     repeats: int
     offload: Offload
     wait: Callable[[], object]
+
+    def loss(self, tokens: int) -> Callable[[Any], Any]:
+        """What a last stage makes of the outputs of so many tokens; of others the outputs."""
+        loss_fn, target = self.loss_fn, self.make_target and self.make_target(tokens)
+        return (lambda outputs: outputs) if loss_fn is None else lambda outputs: loss_fn(outputs, target)
 
 
 def _leaves(inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -316,9 +317,7 @@ def _moving(report: Any, sizes: Sequence[int], units: Any) -> tuple[float, float
 
 
 def measure_workspace(
-    stage: nn.Module,
-    inputs: tuple[Tensor, ...],
-    loss: Callable[[Any], Tensor] | None,
+    stage: Callable[..., Any], inputs: tuple[Tensor, ...], loss: Callable[[Any], Any] = lambda outputs: outputs
 ) -> tuple[float, float, float]:
     """Runs a forward and its backward, and again with the backward as I.
 
@@ -326,38 +325,31 @@ def measure_workspace(
 
     Args:
         inputs: of one segment, outside of a step; leaves.
-        loss: of the stage's output, for a last stage.
+        loss: of the stage's outputs, for a last stage.
     Returns:
         Bytes of one unit: most that F allocates and gives back; most that B holds beyond what was there; most that I
         holds beyond that, what it leaves to W included.
     """
-    _pass_bytes(stage, inputs, loss, nullcontext())  # makes the gradients of the parameters
-    forward, backward = _pass_bytes(stage, inputs, loss, nullcontext())
-    return forward, backward, _pass_bytes(stage, inputs, loss, _leaving_weights(stage))[1]
+    device = inputs[0].device
 
+    def passes() -> tuple[float, float]:
+        """Bytes that a forward gives back, and that its backward holds beyond what was there."""
+        outputs, most, end = _allocated(lambda: loss(stage(*inputs)), device)
+        roots = [x for x in (outputs if isinstance(outputs, tuple) else (outputs,)) if x.requires_grad]
+        back = partial(torch.autograd.backward, roots, [torch.ones_like(x) for x in roots])
+        backward = _allocated(back, device)[1] if roots else 0.0
+        for x in inputs:
+            x.grad = None
+        return most - end, backward
 
-def _pass_bytes(
-    stage: nn.Module,
-    inputs: tuple[Tensor, ...],
-    loss: Callable[[Any], Tensor] | None,
-    way: AbstractContextManager[None],
-) -> tuple[float, float]:
-    """Bytes that a forward gives back, and that its backward holds beyond what was there."""
-    backward = 0.0
-    with way:
-        device = inputs[0].device
-        output, most, end = _allocated(lambda: stage(*inputs) if loss is None else loss(stage(*inputs)), device)
-        roots = [x for x in (output if isinstance(output, tuple) else (output,)) if x.requires_grad]
-        if roots:
-            back = partial(torch.autograd.backward, roots, [torch.ones_like(x) for x in roots])
-            backward = _allocated(back, device)[1]
-    for x in inputs:
-        x.grad = None
-    return most - end, backward
+    passes()  # makes the gradients of the parameters
+    forward, backward = passes()
+    with _leaving_weights(stage):
+        return forward, backward, passes()[1]
 
 
 @contextmanager
-def _leaving_weights(stage: nn.Module) -> Iterator[None]:
+def _leaving_weights(stage: Any) -> Iterator[None]:
     """Within, layers whose weights' gradients a split backward defers make none, and their inputs and the gradients of
     their outputs stay, as W needs them."""
     left: list[Any] = []
@@ -419,20 +411,23 @@ def _without_noise() -> Iterator[None]:
 
 def _joined(measured: Sequence[StageTimes]) -> StageTimes:
     """The repetitions of all processes as those of one."""
-    first = measured[0]
-    return first._replace(
-        units={k: {kind: [t for m in measured for t in m.units[k][kind]] for kind in PASSES} for k in first.units},
-        unit_overhead=[t for m in measured for t in m.unit_overhead],
-        step_overhead=[t for m in measured for t in m.step_overhead],
-        tier=[rates for m in measured for rates in m.tier],
-        moving=[seconds for m in measured for seconds in m.moving],
-    )
+    lists: dict[str, Any] = {
+        name: list(chain.from_iterable(getattr(each, name) for each in measured)) for name in _REPEATED
+    }
+    units = {
+        key: {kind: list(chain.from_iterable(each.units[key][kind] for each in measured)) for kind in PASSES}
+        for key in measured[0].units
+    }
+    return measured[0]._replace(units=units, **lists)
 
 
-def _sample(key: tuple[int, int], times: dict[str, list[float]]) -> Sample:
-    medians = {kind: statistics.median(times[kind]) for kind in PASSES}
-    medians["R"] = max(0.0, medians["R"] - medians["F"])
-    return Sample(*key, *medians.values())
+def _samples(measured: StageTimes) -> list[Sample]:
+    found = []
+    for key, times in sorted(measured.units.items()):
+        medians = {kind: statistics.median(times[kind]) for kind in PASSES}
+        medians["R"] = max(0.0, medians["R"] - medians["F"])
+        found.append(Sample(*key, *medians.values()))
+    return found
 
 
 def _line_through(points: Sequence[tuple[float, float]], slope: float) -> tuple[float, float]:
@@ -443,22 +438,21 @@ def _line_through(points: Sequence[tuple[float, float]], slope: float) -> tuple[
         return 0.0, slope
     if max(x for x, _ in found) < _APART * min(x for x, _ in found):
         return max(0.0, statistics.median(y - slope * x for x, y in found)), slope
-    fit = fit_seconds([(x, 0.0, y) for x, y in found], with_pairs=False)
-    return fit.floor, fit.per_token
+    return _line(found)
 
 
-def _samples(measured: StageTimes) -> list[Sample]:
-    return [_sample(key, times) for key, times in sorted(measured.units.items())]
+def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Floor and slope, not negative; zeros where nothing was counted (bytes of compiled modules)."""
+    return fit_seconds([(x, 0.0, y) for x, y in points], with_pairs=False)[:2]
 
 
-def beyond_layers(layers: Sequence[StageTimes], single: Sequence[StageTimes]) -> PassSeconds:
+def beyond_layers(several: StageTimes, one: StageTimes) -> PassSeconds:
     """Seconds of a unit beyond its layers, from the same units in a stage of several layers and in one of a single one.
 
     Raises:
         ValueError: both have the same number of layers, or no unit in common.
     """
-    several, one = _joined(layers), _joined(single)  # c + m l, and c + n l
-    alone = {(sample.begin, sample.tokens): sample for sample in _samples(one)}
+    alone = {(sample.begin, sample.tokens): sample for sample in _samples(one)}  # c + n l, and the others c + m l
     pairs = [(x, alone[x.begin, x.tokens]) for x in _samples(several) if (x.begin, x.tokens) in alone]
     if several.layers <= one.layers or not pairs:
         raise ValueError(
@@ -467,23 +461,16 @@ def beyond_layers(layers: Sequence[StageTimes], single: Sequence[StageTimes]) ->
         )
 
     def rest(name: str) -> float:
-        floor, slope = _line_through(
-            [(getattr(many, name), getattr(few, name)) for many, few in pairs], one.layers / several.layers
-        )
-        least = min(getattr(sample, name) for pair in pairs for sample in pair)  # what all take is in each
-        return min(least, floor / (1 - slope)) if slope < 1 else 0.0
+        points = [(getattr(many, name), getattr(few, name)) for many, few in pairs]
+        floor, slope = _line_through(points, one.layers / several.layers)
+        return min(*map(min, points), floor / (1 - slope)) if slope < 1 else 0.0  # what all take is in each
 
     return PassSeconds(*map(rest, PassSeconds._fields))
 
 
-def fit_part(measured: Sequence[StageTimes], unit: PassSeconds = NO_SECONDS) -> Part:
-    """One layer of what one process, or several at a time, measured of the same stage.
-
-    unit: what of a unit's seconds is not its layers'.
-    """
-    all_ = _joined(measured)
-    layers, median = all_.layers, statistics.median
-    samples = _samples(all_)
+def fit_part(measured: StageTimes, unit: PassSeconds = NO_SECONDS) -> Part:
+    """One layer of a measured stage. unit: what of a unit's seconds is not its layers'."""
+    layers, samples = measured.layers, _samples(measured)
 
     def fit(name: str) -> Fit:
         beyond = getattr(unit, name)
@@ -491,40 +478,33 @@ def fit_part(measured: Sequence[StageTimes], unit: PassSeconds = NO_SECONDS) -> 
             (s.tokens, pairs_of((s.begin + s.tokens,), s.begin, s.begin + s.tokens), getattr(s, name) - beyond)
             for s in samples
         ]
-        found = fit_seconds(rows, with_pairs=all_.kv > 0 and name != "weight")
+        found = fit_seconds(rows, with_pairs=measured.kv > 0 and name != "weight")
         return Fit(found.floor / layers, found.per_token / layers, found.per_pair / layers, found.residual)
 
-    forward, backward = (_line([(row[0], row[i]) for row in all_.workspace]) for i in (1, 2))
-    saved = _line([(tokens / units, size / units) for tokens, units, size in all_.saved])
-    kept, gradients = (statistics.fmean(column) for column in zip(*(all_.left or [(0.0, 0.0)]), strict=True))
-    grows = max(0.0, kept + gradients - saved[1]) / layers  # of a token, with every layer that I goes through
-    of_input = _line([(tokens, most - (layers - 1) * grows * tokens) for tokens, _, _, most in all_.workspace])
+    floor, saved = _line((tokens / units, size / units) for tokens, units, size in measured.saved)
+    kept, gradients = (statistics.fmean(column) for column in zip(*(measured.left or [(0.0, 0.0)]), strict=True))
+    grows = max(0.0, kept + gradients - saved) / layers  # of a token, with every layer that I goes through
+    lines = {
+        "saved": (floor / layers, saved / layers),
+        "forward_workspace": _line((tokens, most) for tokens, most, _, _ in measured.workspace),
+        "workspace": _line((tokens, most) for tokens, _, most, _ in measured.workspace),
+        "input": _line((tokens, most - (layers - 1) * grows * tokens) for tokens, _, _, most in measured.workspace),
+    }
+    found: dict[str, Any] = {name: fit(name) for name in PASSES.values()}
+    found |= {f"{name}_bytes": floor for name, (floor, _) in lines.items()}
+    found |= {f"{name}_token_bytes": slope for name, (_, slope) in lines.items()}
     return Part(
         layers=layers,
-        **{name: fit(name) for name in PASSES.values()},
-        noise=median(_noise(times) for of_kind in all_.units.values() for times in of_kind.values()),
-        saved_bytes=saved[0] / layers,
-        saved_token_bytes=saved[1] / layers,
+        **found,
+        noise=statistics.median(_noise(times) for kinds in measured.units.values() for times in kinds.values()),
         kept_token_bytes=kept / layers,
         gradient_token_bytes=gradients / layers,
-        moved_token_bytes=all_.moved / layers,
-        forward_workspace_bytes=forward[0],
-        forward_workspace_token_bytes=forward[1],
-        workspace_bytes=backward[0],
-        workspace_token_bytes=backward[1],
-        input_bytes=of_input[0],
-        input_token_bytes=of_input[1],
-        kv_bytes=all_.kv / layers,
-        kv_gradient_bytes=all_.kv_gradients / layers,
-        message_bytes=all_.message,
+        moved_token_bytes=measured.moved / layers,
+        kv_bytes=measured.kv / layers,
+        kv_gradient_bytes=measured.kv_gradients / layers,
+        message_bytes=measured.message,
         samples=tuple(samples),
     )
-
-
-def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Floor and slope, not negative, of bytes over tokens; zeros where nothing was counted (compiled modules)."""
-    fit = fit_seconds([(tokens, 0.0, size) for tokens, size in points], with_pairs=False)
-    return fit.floor, fit.per_token
 
 
 def _noise(times: Sequence[float]) -> float:
@@ -552,8 +532,9 @@ def make_profile(
     single: of a stage of fewer layers than ``layer``, in some of its cuts; then what a unit takes beyond its layers is
     known.
     """
-    all_ = _joined(layer)
-    unit = NO_SECONDS if single is None else beyond_layers(layer, single)
+    layers = _joined(layer)
+    unit = NO_SECONDS if single is None else beyond_layers(layers, _joined(single))
+    of_tier = (*zip(*layers.tier, strict=True), *zip(*layers.moving, strict=True)) if layers.tier else ()
     return Profile(
         machine=f"{_processor()}, {os.cpu_count()} cores" if device == "cpu" else torch.cuda.get_device_name(),
         device=device,
@@ -564,16 +545,13 @@ def make_profile(
         seconds=seconds,
         seq_len=seq_len,
         model=model,
-        unit_overhead=statistics.median(all_.unit_overhead),
-        step_overhead=statistics.median(all_.step_overhead),
+        unit_overhead=statistics.median(layers.unit_overhead),
+        step_overhead=statistics.median(layers.step_overhead),
         unit=unit,
-        layer=fit_part(layer, unit),
-        embedding=None if embedding is None else fit_part(embedding),
-        head=None if head is None else fit_part(head),
-        tier_out=statistics.median(rate for rate, _ in all_.tier) if all_.tier else None,
-        tier_in=statistics.median(rate for _, rate in all_.tier) if all_.tier else None,
-        move_out=statistics.median(out for out, _ in all_.moving) if all_.tier else None,
-        move_in=statistics.median(back for _, back in all_.moving) if all_.tier else None,
+        layer=fit_part(layers, unit),
+        embedding=None if embedding is None else fit_part(_joined(embedding)),
+        head=None if head is None else fit_part(_joined(head)),
+        **dict(zip(TIER if of_tier else (), map(statistics.median, of_tier), strict=True)),
     )
 
 

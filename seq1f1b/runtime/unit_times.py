@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from seq1f1b.fit import Fit, fit_seconds
-from seq1f1b.seconds import PASSES, SHARD_PASSES, PassSeconds, ShardSeconds, Source, Span
+from seq1f1b.seconds import PASSES, SHARD_PASSES, PassSeconds, ShardSeconds, Span
 from seq1f1b.unit import Unit
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class MeasuredUnits:
         fixed: seconds that F and B of a unit take whatever its length, the mean of all stages.
     """
 
-    def __init__(self, terms: Terms, like: Source | None = None) -> None:
+    def __init__(self, terms: Terms, like: Any = None) -> None:
         self._like = like
         self.kinds: Sequence[int] = range(1 + max(stage for _, stage in terms) if like is None else len(like.kinds))
         self._stages = [

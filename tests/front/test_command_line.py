@@ -285,7 +285,7 @@ MISTAKES = {  # many more are the core's, whose sentences are told in the same w
     "draw kfkb --option group=\u0662": "an option is written NAME=NUMBER",
     "simulate 1f1b --sizes 3": "--sizes says nothing without --model",
     "compare 1f1b --tensor 2": "--tensor says nothing without --model",
-    "draw 1f1b --model bytes.json --seq 4": "bytes.json: not JSON: 'utf-8' codec can't decode byte 0xff",
+    "draw 1f1b --model bytes.json --seq 4": "bytes.json: 'utf-8' codec can't decode byte 0xff",
     "compare --cap 4.x": "--cap 4.x: a cap is written 4 (micro-batches) or 4GiB",
     f"{TREES} --seq 64 --lengths 8:1": "plan needs --seq, --lengths (sequences that differ) or --prompt",
     f"{TREES} --lengths garbage.txt --output plan.json": "garbage.txt, line 1: 'F0.0 B0.0' must be a length, or a",
