@@ -542,7 +542,8 @@ def _stage_report(runner: Any, record: StepRecord, stage: int, layers: int) -> S
 
 def _of_units(record: StepRecord, stage: int, per_token: float) -> list[Sequence[Any]]:
     """A table of what the units of one stage hold; those of others hold nothing."""
-    schedule, held = record.order.schedule, []
+    schedule = record.order.schedule
+    held: list[Sequence[Any]] = []
     for index in range(schedule.num_stages):
         row = [round(per_token * size) * (index == stage) for size in record.sizes]
         held.append(row if schedule.rows is None else [row[a:b] for a, b in pairwise(schedule._first_cells)])
