@@ -188,8 +188,8 @@ def _gated_delta(c: _Config) -> Fields:
     }
 
 
-def _mamba2(c: _Config, *, norm: str | bool = True) -> Fields:
-    """State space duality. [Mamba-2, arXiv:2405.21060, 6]. norm: of the output, or the field that says so."""
+def _mamba2(c: _Config) -> Fields:
+    """State space duality. [Mamba-2, arXiv:2405.21060, 6]"""
     names = _names_of_scan(c)
     h, heads, size = c.hidden, c[names["heads"]], c[names["state"]]
     wide = c.get("mamba_d_ssm") or int(c.number(names["expand"], 2) * h)
@@ -197,7 +197,6 @@ def _mamba2(c: _Config, *, norm: str | bool = True) -> Fields:
     mixed = wide + 2 * groups * size
     projected = wide + mixed + heads
     biases = bool(c.get(names["conv_bias"], True)) * mixed + bool(c.get(names["bias"], False)) * (projected + h)
-    normed = c.get(norm, True) if isinstance(norm, str) else norm
     return {
         "heads": 0,
         **_matrices(c, projected, (wide, h)),
@@ -205,7 +204,7 @@ def _mamba2(c: _Config, *, norm: str | bool = True) -> Fields:
         "scan": 2 * chunk * (groups * size + wide) + 4 * wide * size,
         "state": wide * size,
         "tail": mixed * kernel,
-        "other": mixed * kernel + biases + 3 * heads + bool(normed) * wide,
+        "other": mixed * kernel + biases + 3 * heads + bool(c.get("mamba_rms_norm", True)) * wide,
     }
 
 
@@ -244,7 +243,7 @@ def _lightning(c: _Config) -> Fields:
 def _both(c: _Config) -> Fields:
     """Attention beside a Mamba-2 mixer."""
     h, (q, g) = c.hidden, c.widths
-    of_state = _mamba2(c, norm="mamba_rms_norm")
+    of_state = _mamba2(c)
     del of_state["heads"]  # those of attention
     attention = {**_matrices(c, q + 2 * g, (q, h)), "kept": 2 * q, **_attention(c)}
     return {name: of_state.get(name, 0) + attention.get(name, 0) for name in of_state}
@@ -498,13 +497,9 @@ def _type_of(c: _Config, model: _Model, layer: int) -> str:
 
 
 def _layer_kind(c: _Config, model: _Model, layer: int, kind: str) -> LayerKind:
-    if kind in model.mixers:
-        mixer = model.mixers[kind](c)
-    elif kind == "sliding_attention":
-        said = c.get("sliding_window") if "sliding_window" in c.data else model.window  # null: none
-        mixer = {**model.attention(c), "window": said or 0}
-    else:
-        mixer = model.attention(c)
+    mixer = model.mixers.get(kind, model.attention)(c)
+    if kind == "sliding_attention":
+        mixer["window"] = (c.get("sliding_window") if "sliding_window" in c.data else model.window) or 0  # null: none
     ffn = model.feed_forward(c, layer) if model.feed_forward else {}
     other = mixer.pop("other", 0) + ffn.pop("other", 0)
     return LayerKind(**mixer, **ffn, norms=model.norms, other=other)
