@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from seq1f1b.fit import Fit, fit_seconds
-from seq1f1b.seconds import PASSES, SHARD_PASSES, PassSeconds, ShardSeconds, Span
+from seq1f1b.seconds import PASSES, SHARD_PASSES, Fit, PassSeconds, ShardSeconds, Span, fit_seconds
 from seq1f1b.unit import Unit
 
 if TYPE_CHECKING:
