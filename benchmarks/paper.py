@@ -35,28 +35,6 @@ MEMORY_MICROBATCHES = 16  # of the memory table, not stated: peaks are the same 
 GIB = 1 << 30  # the authors' code logs max_memory_reserved() / 1024**3
 
 
-class AuthorsCode(CostModel):
-    """What the authors' code, a fork of Megatron-LM, saves beside the tensors that the cost model counts."""
-
-    def _saved_bytes(self, recompute: str) -> float:
-        """With the masks of two dropouts, kept at rate 0, too, and cosines and sines for q and k, which every
-        tensor-parallel device has for all its tokens."""
-        masks = 2 * self.model.hidden
-        rotary = 4 * self.model.hidden / self.model.heads * self.hardware.element_bytes * self.layout.tensor
-        return super()._saved_bytes(recompute) + masks + rotary
-
-    def _unit_bytes(self, sizes: Any) -> Any:
-        """With the embedding's output: a device saves a part of it, which is a view of the whole."""
-        activations, kept, left = super()._unit_bytes(sizes)
-        others = (1 - 1 / self.layout.tensor) * self.model.hidden * self.hardware.element_bytes
-        first = [held + int(others * size) for held, size in zip(activations[0], sizes, strict=True)]
-        return [first, *activations[1:]], kept, left
-
-    def _cache_bytes(self) -> tuple[float, float]:
-        """Gradients of keys and values stay only from segment to segment."""
-        return super()._cache_bytes()[0], 0.0
-
-
 class Case(NamedTuple):
     """One cell: its order, segment sizes and cost model."""
 
@@ -69,7 +47,7 @@ def make_case(row: dict[str, Any], column: str, hardware: Hardware) -> Case:
     k, v = COLUMNS[column]
     model = padded(load_model(row["model"]), row["tensor"])
     layout = Layout(tensor=row["tensor"], head_in_loss=False, copies_prefix=k > 1)
-    cost = AuthorsCode(
+    cost = CostModel(
         model, hardware, num_ranks=row["pipeline"], stages_per_rank=v, seq_len=row["seq_len"], layout=layout
     )
     sizes = partition_sequence(row["seq_len"], k, model=model, multiple_of=row["tensor"]) if k > 1 else [row["seq_len"]]

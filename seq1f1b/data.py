@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import Sampler
 
-from seq1f1b.fit import Fit
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.prefix_trees import PrefixTrees
 from seq1f1b.planning.step_plan import StepPlan, plan_step, share_documents
 from seq1f1b.planning.step_rows import TreeShape, tokens_of
 from seq1f1b.runtime.unit_times import terms_of, unit_seconds
-from seq1f1b.seconds import Span
+from seq1f1b.seconds import Fit, Span
 
 if TYPE_CHECKING:
     from seq1f1b.runtime.engine import PipelineEngine

@@ -1,9 +1,12 @@
-"""Seconds of units: what a source of them says of one, and tables of all units of a step, as costs have them."""
+"""Seconds of units: what a source of them says of one, tables of all units of a step, as costs have them, and how long
+units of any length take by some that were measured."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import statistics
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,26 +85,32 @@ def span_of(documents: Sequence[int], begin: int, end: int, windows: Sequence[in
     return Span(end - begin, pairs_of(documents, begin, end), end, within)
 
 
-def spans_of(sizes: Sequence[int], documents: Sequence[int] | None = None, windows: Sequence[int] = ()) -> list[Span]:
-    """The segments of a row of documents; None: it is one document. windows: of the model's layers."""
-    documents = documents or (sum(sizes),)
-    return [span_of(documents, end - size, end, windows) for size, end in zip(sizes, accumulate(sizes), strict=True)]
-
-
-def spans_of_tree(parts: Sequence[Sequence[int]], parents: Sequence[int], windows: Sequence[int] = ()) -> list[Span]:
-    """The segments of a tree: each sees its path, and leaves that share a segment see it and their own tokens.
+def spans_of(
+    sizes: Sequence[int],
+    documents: Sequence[int] | None = None,
+    windows: Sequence[int] = (),
+    parents: Sequence[int] | None = None,
+    parts: Sequence[Sequence[int]] | None = None,
+) -> list[Span]:
+    """The segments of a row of documents, or of a tree, where each segment sees its path, and leaves that share one see
+    that and their own tokens.
 
     Args:
-        parts: for each segment its tokens, or those of each leaf.
-        parents: the segment that each follows, -1: none.
+        documents: None: the row is one document, or a tree.
         windows: of the model's layers.
+        parents: of a tree, the segment that each follows, -1: none.
+        parts: of a tree, for each segment its tokens, or those of each leaf; None: no leaves share one.
     """
     spans: list[Span] = []
-    for part, parent in zip(parts, parents, strict=True):
-        begin, tokens = spans[parent].end if parent >= 0 else 0, sum(part)
-        own = tokens * (tokens + 1) if len(part) == 1 else sum([size * (size + 1) for size in part])
-        within = [sum(pairs_of((begin + size,), begin, begin + size, window) for size in part) for window in windows]
-        spans.append(Span(tokens, tokens * begin + own / 2, begin + tokens, tuple(within)))
+    for number, size in enumerate(sizes):
+        parent = number - 1 if parents is None else parents[number]
+        begin = spans[parent].end if parent >= 0 else 0
+        leaves = (size,) if parts is None else parts[number]
+        each = [span_of(documents or (begin + n,), begin, begin + n, windows) for n in leaves]
+        if len(each) > 1:
+            within = tuple(map(sum, zip(*(span.within for span in each), strict=True)))
+            each = [Span(size, sum(span.pairs for span in each), begin + size, within)]
+        spans += each
     return spans
 
 
@@ -132,3 +141,50 @@ def arrays_of(spans: Sequence[Span]) -> Span:
 def _lists(seconds: Sequence[Any], count: int) -> list[list[float]]:
     """Arrays, or numbers where all are alike, as lists of so many numbers."""
     return [np.broadcast_to(each, count).tolist() for each in seconds]
+
+
+# -- measured ----------------------------------------------------------------------------------------------------------
+
+
+class Fit(NamedTuple):
+    """Seconds of a pass over ``tokens`` that attend to ``pairs`` tokens in all: a floor and two rates.
+
+    ``residual`` is the spread of the fit: the root of the mean square of measured / fitted - 1.
+    """
+
+    floor: float
+    per_token: float
+    per_pair: float
+    residual: float
+
+    def seconds(self, tokens: float, pairs: float, floor: bool = True) -> float:
+        """``pairs``: of a token and one that it sees, itself included."""
+        return (self.floor if floor else 0.0) + self.per_token * tokens + self.per_pair * pairs
+
+
+def fit_seconds(rows: Sequence[tuple[float, float, float]], *, with_pairs: bool = True) -> Fit:
+    """Floor and rates, none negative, that make the squares of measured / fitted - 1 smallest over (tokens, pairs,
+    seconds). Measured zeros are left out; with nothing else everything is 0.
+
+    Each set of terms that may be zero is tried, and the best one is the least-squares solution under the bounds.
+    """
+    rows = [row for row in rows if row[2] > 0]
+    if not rows:
+        return Fit(0.0, 0.0, 0.0, 0.0)
+    # Dividing each row by its seconds makes every residual a relative one.
+    table = np.array([[1 / s, tokens / s, pairs / s] for tokens, pairs, s in rows])
+    scale = np.maximum(np.linalg.norm(table, axis=0), 1e-300)
+    best = (math.inf, [0.0, 0.0, 0.0])
+    columns = range(3 if with_pairs else 2)
+    for size in range(1, len(columns) + 1):
+        for chosen in map(list, itertools.combinations(columns, size)):
+            solution = (
+                np.linalg.lstsq(table[:, chosen] / scale[chosen], np.ones(len(rows)), rcond=1e-6)[0] / scale[chosen]
+            )
+            error = float(np.mean((table[:, chosen] @ solution - 1) ** 2))
+            if solution.min() >= 0 and error < best[0] - 1e-15:
+                values = dict(zip(chosen, solution.tolist(), strict=True))
+                best = error, [values.get(i, 0.0) for i in range(3)]
+    floor, per_token, per_pair = best[1]
+    ratios = [s / (floor + per_token * tokens + per_pair * pairs) - 1 for tokens, pairs, s in rows]
+    return Fit(floor, per_token, per_pair, math.sqrt(statistics.fmean(r * r for r in ratios)))

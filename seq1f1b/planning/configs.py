@@ -32,6 +32,7 @@ _EXPERTS = {
 }
 _NARROW = {**_EXPERTS, "ffn": ("moe_intermediate_size",)}  # experts with a width of their own
 _DENSE = {"experts": 1, "experts_per_token": 1}
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"  # types of layers
 
 
 class _Config:
@@ -188,8 +189,8 @@ def _gated_delta(c: _Config) -> Fields:
     }
 
 
-def _mamba2(c: _Config, *, norm: str | bool = True) -> Fields:
-    """State space duality. [Mamba-2, arXiv:2405.21060, 6]. norm: of the output, or the field that says so."""
+def _mamba2(c: _Config) -> Fields:
+    """State space duality. [Mamba-2, arXiv:2405.21060, 6]"""
     names = _names_of_scan(c)
     h, heads, size = c.hidden, c[names["heads"]], c[names["state"]]
     wide = c.get("mamba_d_ssm") or int(c.number(names["expand"], 2) * h)
@@ -197,7 +198,6 @@ def _mamba2(c: _Config, *, norm: str | bool = True) -> Fields:
     mixed = wide + 2 * groups * size
     projected = wide + mixed + heads
     biases = bool(c.get(names["conv_bias"], True)) * mixed + bool(c.get(names["bias"], False)) * (projected + h)
-    normed = c.get(norm, True) if isinstance(norm, str) else norm
     return {
         "heads": 0,
         **_matrices(c, projected, (wide, h)),
@@ -205,7 +205,7 @@ def _mamba2(c: _Config, *, norm: str | bool = True) -> Fields:
         "scan": 2 * chunk * (groups * size + wide) + 4 * wide * size,
         "state": wide * size,
         "tail": mixed * kernel,
-        "other": mixed * kernel + biases + 3 * heads + bool(normed) * wide,
+        "other": mixed * kernel + biases + 3 * heads + bool(c.get("mamba_rms_norm", True)) * wide,
     }
 
 
@@ -244,7 +244,7 @@ def _lightning(c: _Config) -> Fields:
 def _both(c: _Config) -> Fields:
     """Attention beside a Mamba-2 mixer."""
     h, (q, g) = c.hidden, c.widths
-    of_state = _mamba2(c, norm="mamba_rms_norm")
+    of_state = _mamba2(c)
     del of_state["heads"]  # those of attention
     attention = {**_matrices(c, q + 2 * g, (q, h)), "kept": 2 * q, **_attention(c)}
     return {name: of_state.get(name, 0) + attention.get(name, 0) for name in of_state}
@@ -298,18 +298,18 @@ def _every(interval: str, default: int, others: str) -> Callable[[_Config, int],
 
     def type_of(c: _Config, layer: int) -> str:
         every = c.get(interval, default) or 0
-        return others if every and (layer + 1) % every else "full_attention"
+        return others if every and (layer + 1) % every else _FULL
 
     return type_of
 
 
 def _from_layer(c: _Config, layer: int) -> str:
     is_far = c.get("use_sliding_window", False) and layer >= c.get("max_window_layers", 28)
-    return "sliding_attention" if is_far else "full_attention"
+    return _SLIDING if is_far else _FULL
 
 
 def _at_indices(key: str, others: str) -> Callable[[_Config, int], str]:
-    return lambda c, layer: "full_attention" if layer in (c.list(key) or []) else others
+    return lambda c, layer: _FULL if layer in (c.list(key) or []) else others
 
 
 @dataclass(frozen=True)
@@ -333,7 +333,7 @@ class _Model:
     mixers: Mapping[str, Callable[[_Config], Fields]] = field(default_factory=dict)
     feed_forward: Callable[[_Config, int], Fields] | None = None
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    type_of: str | Callable[[_Config, int], str] = "full_attention"
+    type_of: str | Callable[[_Config, int], str] = _FULL
     tied: bool = False
     norms: int = 2
     fixed: Mapping[str, int] = field(default_factory=dict)
@@ -345,39 +345,33 @@ _NO_HEADS = {"heads": 1, "kv_heads": 1, "ffn": 0}
 _DELTA = partial(
     _Model,
     partial(_attention, head_norms="head", gated=True),
-    mixers={"linear_attention": _gated_delta},
-    type_of=_every("full_attention_interval", 4, "linear_attention"),
+    mixers={_LINEAR: _gated_delta},
+    type_of=_every("full_attention_interval", 4, _LINEAR),
 )
 
-_SELECTIVE = _Model(
-    mixers={"linear_attention": _mamba},
-    type_of="linear_attention",
-    fixed=_NO_HEADS,
-    tied=True,
-    norms=1,
-)
+_SELECTIVE = _Model(mixers={_LINEAR: _mamba}, type_of=_LINEAR, fixed=_NO_HEADS, tied=True, norms=1)
 
 MODELS: dict[str, _Model] = {
     **dict.fromkeys(("llama", "granite"), _Model()),
     "smollm3": _Model(window=None),
-    "mistral": _Model(type_of="sliding_attention"),
-    "ministral": _Model(type_of="sliding_attention"),
-    "phi3": _Model(window=None, type_of="sliding_attention"),
+    "mistral": _Model(type_of=_SLIDING),
+    "ministral": _Model(type_of=_SLIDING),
+    "phi3": _Model(window=None, type_of=_SLIDING),
     "qwen2": _Model(_QWEN2, type_of=_from_layer),
     "qwen3": _Model(_HEADS, type_of=_from_layer),
     "seed_oss": _Model(partial(_attention, out_bias="attention_out_bias")),
     "olmo2": _Model(partial(_attention, head_norms="all")),
-    "olmo3": _Model(partial(_attention, head_norms="all"), type_of=_every("", 4, "sliding_attention")),
-    "exaone4": _Model(_HEADS, type_of=_every("sliding_window_pattern", 4, "sliding_attention")),
-    "cohere2": _Model(type_of=_every("sliding_window_pattern", 4, "sliding_attention"), tied=True, norms=1),
-    "gemma2": _Model(type_of=_every("", 2, "sliding_attention"), tied=True, norms=4),
-    "gemma3_text": _Model(_HEADS, type_of=_every("sliding_window_pattern", 6, "sliding_attention"), tied=True, norms=4),
-    "mixtral": _Model(window=None, type_of="sliding_attention", names=_EXPERTS),
+    "olmo3": _Model(partial(_attention, head_norms="all"), type_of=_every("", 4, _SLIDING)),
+    "exaone4": _Model(_HEADS, type_of=_every("sliding_window_pattern", 4, _SLIDING)),
+    "cohere2": _Model(type_of=_every("sliding_window_pattern", 4, _SLIDING), tied=True, norms=1),
+    "gemma2": _Model(type_of=_every("", 2, _SLIDING), tied=True, norms=4),
+    "gemma3_text": _Model(_HEADS, type_of=_every("sliding_window_pattern", 6, _SLIDING), tied=True, norms=4),
+    "mixtral": _Model(window=None, type_of=_SLIDING, names=_EXPERTS),
     "olmoe": _Model(partial(_attention, head_norms="all"), names=_EXPERTS),
     "gpt_oss": _Model(
         partial(_attention, bias=True, sinks=True),
         window=128,
-        type_of=_every("", 2, "sliding_attention"),
+        type_of=_every("", 2, _SLIDING),
         names=_EXPERTS,
         feed_forward=lambda c, layer: {
             "other": c["num_local_experts"] * (1 + 2 * c["intermediate_size"] + c.hidden)  # biases
@@ -399,9 +393,7 @@ MODELS: dict[str, _Model] = {
     "qwen3_5_text": _DELTA(),
     "qwen3_5_moe_text": _DELTA(names=_NARROW, feed_forward=_with_gated),
     "minimax": _Model(
-        mixers={"linear_attention": _lightning},
-        type_of=lambda c, layer: "linear_attention" if layer % 2 == 0 else "full_attention",
-        names=_EXPERTS,
+        mixers={_LINEAR: _lightning}, type_of=lambda c, layer: _LINEAR if layer % 2 == 0 else _FULL, names=_EXPERTS
     ),
     "lfm2": _Model(
         _HEADS,
@@ -417,23 +409,15 @@ MODELS: dict[str, _Model] = {
         feed_forward=lambda c, layer: _dense_if(c, layer < c.get("num_dense_layers", ...)),
         tied=True,
     ),
-    "bamba": _Model(
-        mixers={"linear_attention": _mamba2},
-        type_of=_at_indices("attn_layer_indices", "linear_attention"),
-    ),
+    "bamba": _Model(mixers={_LINEAR: _mamba2}, type_of=_at_indices("attn_layer_indices", _LINEAR)),
     "falcon_h1": _Model(mixers={"hybrid": _both}, type_of="hybrid"),
     "granitemoehybrid": _Model(
-        mixers={"linear_attention": _mamba2},
-        type_of="linear_attention",
-        names=_EXPERTS,
-        feed_forward=_granite_experts,
+        mixers={_LINEAR: _mamba2}, type_of=_LINEAR, names=_EXPERTS, feed_forward=_granite_experts
     ),
     "jamba": _Model(
-        mixers={"linear_attention": partial(_mamba, norms=True)},
+        mixers={_LINEAR: partial(_mamba, norms=True)},
         type_of=lambda c, layer: (
-            "full_attention"
-            if layer % c["attn_layer_period"] == c.get("attn_layer_offset", ...)
-            else "linear_attention"
+            _FULL if layer % c["attn_layer_period"] == c.get("attn_layer_offset", ...) else _LINEAR
         ),
         names=_EXPERTS,
         feed_forward=lambda c, layer: _dense_if(
@@ -441,12 +425,7 @@ MODELS: dict[str, _Model] = {
         ),
     ),
     **dict.fromkeys(("mamba", "falcon_mamba"), _SELECTIVE),
-    "mamba2": _Model(
-        mixers={"linear_attention": _mamba2},
-        type_of="linear_attention",
-        fixed=_NO_HEADS,
-        norms=1,
-    ),
+    "mamba2": _Model(mixers={_LINEAR: _mamba2}, type_of=_LINEAR, fixed=_NO_HEADS, norms=1),
 }
 """Decoders whose feed-forwards are gated, by their ``model_type``."""
 
@@ -489,7 +468,7 @@ def _type_of(c: _Config, model: _Model, layer: int) -> str:
     types = c.list("layer_types", c["num_hidden_layers"])
     of_model = model.type_of
     kind = types[layer] if types else of_model if isinstance(of_model, str) else of_model(c, layer)
-    known = ("full_attention", "sliding_attention", *model.mixers)
+    known = (_FULL, _SLIDING, *model.mixers)
     if kind not in known:
         raise ValueError(
             f"{c.name}: layer_types[{layer}] is {kind!r}, must be one of {', '.join(known)}, whose cost is known"
@@ -498,13 +477,9 @@ def _type_of(c: _Config, model: _Model, layer: int) -> str:
 
 
 def _layer_kind(c: _Config, model: _Model, layer: int, kind: str) -> LayerKind:
-    if kind in model.mixers:
-        mixer = model.mixers[kind](c)
-    elif kind == "sliding_attention":
-        said = c.get("sliding_window") if "sliding_window" in c.data else model.window  # null: none
-        mixer = {**model.attention(c), "window": said or 0}
-    else:
-        mixer = model.attention(c)
+    mixer = model.mixers.get(kind, model.attention)(c)
+    if kind == _SLIDING:
+        mixer["window"] = (c.get("sliding_window") if "sliding_window" in c.data else model.window) or 0  # null: none
     ffn = model.feed_forward(c, layer) if model.feed_forward else {}
     other = mixer.pop("other", 0) + ffn.pop("other", 0)
     return LayerKind(**mixer, **ffn, norms=model.norms, other=other)

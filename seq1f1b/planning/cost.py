@@ -15,14 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from seq1f1b import _C
-from seq1f1b.balance import balanced
-from seq1f1b.partition import ModelShape, layers_of, partition_sequence
+from seq1f1b.partition import ModelShape, balanced, layers_of, partition_sequence
 from seq1f1b.plan import INSIDE, Layout
 from seq1f1b.planning.by_parts import ByParts, UnitBytes
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.runtime.unit_times import MeasuredUnits, Terms
 from seq1f1b.schedule import Costs, Links, Schedule, StepMemory
-from seq1f1b.seconds import PassSeconds, Span, arrays_of, seconds_of, shards_of, span_of, spans_of, spans_of_tree
+from seq1f1b.seconds import PassSeconds, Span, arrays_of, seconds_of, shards_of, span_of, spans_of
 
 __all__ = ["CostModel", "PackedRow", "Price", "RankBytes"]
 
@@ -251,9 +250,8 @@ class PackedRow(NamedTuple):
 
     def spans_in(self, windows: Sequence[int] = ()) -> list[Span]:
         """Spans of the segments, for layers with these windows."""
-        if self.parents is None:
-            return spans_of(self.sizes, self.documents, windows)
-        return spans_of_tree(self.parts or [(size,) for size in self.sizes], self.parents, windows)
+        documents = self.documents if self.parents is None else None
+        return spans_of(self.sizes, documents, windows, self.parents, self.parts)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from seq1f1b.files import json_fields, load
-from seq1f1b.fit import Fit
 from seq1f1b.partition import ModelShape, check_model
 from seq1f1b.plan import _File
-from seq1f1b.seconds import NO_SECONDS, PASSES, PassSeconds, pairs_of
+from seq1f1b.seconds import NO_SECONDS, PASSES, Fit, PassSeconds, pairs_of
 from seq1f1b.table import table_text
 
 __all__ = ["Fit", "Part", "PassSeconds", "Profile", "Sample"]

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from seq1f1b.fit import Fit, fit_seconds
-from seq1f1b.seconds import PASSES, SHARD_PASSES, PassSeconds, ShardSeconds, Span
+from seq1f1b.seconds import PASSES, SHARD_PASSES, Fit, PassSeconds, ShardSeconds, Span, fit_seconds
 from seq1f1b.unit import Unit
 
 if TYPE_CHECKING:
@@ -89,17 +88,14 @@ class MeasuredUnits:
 def _measured(fits: dict[str, Fit], span: Span, like: PassSeconds) -> PassSeconds:
     """A unit of a stage, of whose passes some were measured."""
     own = {name: fit.seconds(span.tokens, span.pairs) for name, fit in fits.items()}
-    forward = own.get("forward", like.forward)
-    backward = own.get("backward")
-    if backward is None:
-        backward = own["input"] + own["weight"] if {"input", "weight"} <= own.keys() else like.backward
-    inputs, weight = own.get("input", backward), own.get("weight")
-    if weight is None:
-        inputs, weight = (_like(backward, part, like.backward) for part in (like.input, like.weight))
-    again = own.get("recompute")
-    return PassSeconds(
-        forward, inputs, weight, backward, _like(forward, like.recompute, like.forward) if again is None else again
-    )
+    own.setdefault("forward", like.forward)
+    own.setdefault("recompute", _like(own["forward"], like.recompute, like.forward))
+    if "backward" not in own:
+        own["backward"] = own["input"] + own["weight"] if {"input", "weight"} <= own.keys() else like.backward
+    if "weight" not in own:
+        own |= {part: _like(own["backward"], getattr(like, part), like.backward) for part in ("input", "weight")}
+    own.setdefault("input", own["backward"])
+    return PassSeconds(**own)
 
 
 def _like(measured: Any, wanted: Any, known: Any) -> Any:

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "seq1f1b[transformers]"')
 
-from seq1f1b.balance import balanced  # noqa: E402
+from seq1f1b.partition import balanced  # noqa: E402
 from seq1f1b.transformers import pipeline_stage  # noqa: E402
 from seq1f1b.transformers.balance import layer_work  # noqa: E402
 

@@ -17,13 +17,13 @@ from tiny_model import Config, Stage
 
 from seq1f1b import Costs, Links, ModelShape, build_schedule, partition_sequence
 from seq1f1b.__main__ import main
-from seq1f1b.fit import Fit, fit_seconds
 from seq1f1b.ops.unit import current
 from seq1f1b.plan import Layout, Plan
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import ProfiledHardware, load_hardware
 from seq1f1b.planning.profile import Part, Profile, Sample
 from seq1f1b.planning.profiler import StageTimes, fit_part, make_profile, measure_stage, measure_workspace
+from seq1f1b.seconds import Fit, fit_seconds
 
 FLAT = (1e-6, 0.0, 0.0), (2e-6, 0.0, 0.0)  # F and B of any number of tokens
 SHAPE = ModelShape(hidden=32, layers=4, heads=4, kv_heads=4, ffn=32, vocab=29)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from seq1f1b.fit import Fit
 from seq1f1b.runtime.unit_times import MeasuredUnits, terms_of
-from seq1f1b.seconds import PassSeconds, ShardSeconds, Span, pairs_of, seconds_of, shards_of, spans_of
+from seq1f1b.seconds import Fit, PassSeconds, ShardSeconds, Span, pairs_of, seconds_of, shards_of, spans_of
 
 SPAN = Span(10, 55.0, 10)
 

@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import seq1f1b
 from seq1f1b import Limits, PipelineEngine, PipelineError
-from seq1f1b.fit import Fit
 from seq1f1b.runtime import tuning
 from seq1f1b.runtime.tuning import costs_of
 from seq1f1b.runtime.unit_times import MeasuredUnits
+from seq1f1b.seconds import Fit
 from seq1f1b.testing import run_ranks
 
 CONFIG = Config(hidden=16, heads=2, kv_heads=1, ffn=16, vocab=13, layers=4)
