@@ -6,7 +6,7 @@ a rank a new group starts, and loads the newest complete checkpoint of the one b
 
     python tests/faults/fault_harness.py --faults 1000 --seed 1
 
-Pipelines under ``seq1f1b.launch``, and groups whose rank 0 holds the store, begin for one fault and end with it.
+Groups whose rank 0 holds the store begin for one fault and end with it.
 
 Exits with 1 if anything was found.
 """
@@ -38,9 +38,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import torch.distributed as dist
 from common import header
 from fault_ranks import LENGTHS, SLEEP, TIMEOUT, Fault, K, M, Outcome, P, Setup, serve
-from launched import KINDS as LAUNCHED
-from launched import MEETING, Launched
-from launched import TIMEOUT as LAUNCHED_TIMEOUT
 from processes import PipedProcesses, context, shared_memory_names
 
 GRACE = 2.0  # seconds beyond the time-out in which a survivor hears of a fault
@@ -80,10 +77,6 @@ PLACES: dict[str, tuple[float, tuple[str, ...]]] = {
     "truncated checkpoint": (2, ("load",)),
     "holder stopped": (0.7, ("make",)),
     "holder killed": (0.7, ("make",)),
-    "launcher killed": (0.5, ("make", "step")),
-    "launcher terminated": (0.5, ("make", "step")),
-    "launcher interrupted": (0.5, ("make", "step")),
-    "grandchild": (0.7, ("make", "step", "step")),
 }
 ONLY_OVER_C10D = (
     "message lost",
@@ -285,10 +278,7 @@ class Lane:
                 break
             began = time.monotonic()
             try:
-                if fault.kind in LAUNCHED:
-                    self.fault = fault
-                    self.launch(fault)
-                elif fault.kind in HOLDER:
+                if fault.kind in HOLDER:
                     self.hold(fault)
                 else:
                     if self.group is None:
@@ -479,24 +469,6 @@ class Lane:
         time.sleep(0.3)  # what waited for an answer of the store hears that it is gone
         self.bare = bare
         self.leave()
-
-    def launch(self, fault: Fault) -> None:
-        """A pipeline under ``seq1f1b.launch`` loses the process that launched it, or a rank with a child of its own."""
-        folder = self.folder / f"launched-{self.saves}"
-        self.saves += 1
-        run = Launched(folder, self.lane, fault.kind, fault.place, fault.rank, forks=fault.choice % 4 > 0)
-        wrong, heard = run.run(fault.choice % 1000 * 3e-4)
-        for text in wrong:
-            column = "aborts" if "aborts" in text else "hangs" if "has not ended" in text else "leftovers"
-            self.defect(column, text)
-        outcomes = {
-            rank: Outcome(began=each.struck, ended=each.at, error=each.error, named=each.named)
-            for rank, each in heard.items()
-            if "PipelineError" in each.error
-        }
-        if fault.kind == "grandchild" and len(heard) < P - 1:
-            self.defect("errors", f"only ranks {sorted(heard)} have heard of the death")
-        self.judge_errors(outcomes, set(), allowed=LAUNCHED_TIMEOUT + MEETING * (fault.place == "make"))
 
     # -- judgement
 
