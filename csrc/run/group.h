@@ -104,10 +104,10 @@ int s1f_group_is_spoiled(const s1f_group *group);
 void s1f_group_share_spoiled(s1f_group *group, s1f_spoiled *spoiled);
 
 /* Every rank gives `bytes` <= S1F_GATHER_BYTES and gets everyone's: out[rank * S1F_GATHER_BYTES], out_bytes[rank].
- * S1F_ERR_PEER where a rank meets in a later epoch already: what it gave to this round is gone. (epoch, round) is the same on all ranks and rises;
- * rounds of an epoch count from 0. Needs a block that all ranks share. recovering: the ranks meet in the step that is
- * the epoch's number, and a failure of an earlier one does not end the wait: S1F_ERR_PEER once a rank has passed the
- * step. hangup_fds[num_ranks]: as of an arena end, or NULL. Blocks. */
+ * S1F_ERR_PEER where a rank meets in a later epoch already: what it gave to this round is gone. (epoch, round) is the
+ * same on all ranks and rises; rounds of an epoch count from 0. Needs a block that all ranks share. recovering: the
+ * ranks meet in the step that is the epoch's number, and a failure of an earlier one does not end the wait:
+ * S1F_ERR_PEER once a rank has passed the step. hangup_fds[num_ranks]: as of an arena end, or NULL. Blocks. */
 s1f_status s1f_group_gather(s1f_group *group, uint32_t epoch, uint32_t round, int32_t recovering, const void *data,
                             int32_t bytes, const int *hangup_fds, char *out, int32_t *out_bytes);
 

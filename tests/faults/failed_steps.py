@@ -1,7 +1,5 @@
 """Is a step right after others that failed? Random failures, and the whole model in float64.
 
-    python tests/faults/failed_steps.py --seed 0 --configurations 500 --seconds 3600
-
 A configuration is a schedule, a loss, plain stages or some under DDP or FSDP2, and a feature, in four living processes.
 Calls of step and eval fail at random places, in each replica alike, and the script catches the error on every rank.
 Then a step runs: its losses and gradients, added to those that stood there, must be those of the whole model.
@@ -9,22 +7,15 @@ Then a step runs: its losses and gradients, added to those that stood there, mus
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
 import torch.distributed as dist
-from processes import run_processes
 from replicas import take_head, wrap
 from tiny_model import Config, Stage, batch, cross_entropy, full_gradient, gradient_error, stage_of, whole_model
 from torch import Tensor, nn
@@ -286,8 +277,8 @@ def surroundings() -> Any:
     )  # fmt: skip
 
 
-def work(rank: int, world: int, results: str, first: int, last: int) -> None:
-    """Runs configurations until one is wrong; rank 0 writes what comes of each."""
+def work(rank: int, world: int, first: int, last: int) -> None:
+    """Runs configurations until one is wrong."""
     warnings.simplefilter("ignore")
     names = ("data", "pipeline")
     meshes = {n: init_device_mesh("cpu", (n, world // n), mesh_dim_names=names) for n in (1, 2, 4)}
@@ -297,39 +288,6 @@ def work(rank: int, world: int, results: str, first: int, last: int) -> None:
             try:
                 case = Case(seed, meshes, folder)
                 case.run()
-            except BaseException:
-                Path(f"{results}.{rank}").write_text(f"rank {rank}: {case}\n{traceback.format_exc()}")
-                raise
+            except BaseException as error:
+                raise AssertionError(f"rank {rank}, seed {seed}: {case}") from error
             dist.barrier()
-            if rank == 0:
-                with open(results, "a") as file:
-                    print(seed, case, file=file, flush=True)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--configurations", type=int, default=500)
-    parser.add_argument("--seconds", type=float, default=3600.0)
-    options = parser.parse_args()
-    done, wrong, began, at_once = 0, 0, time.monotonic(), 50
-    while done < options.configurations and time.monotonic() - began < options.seconds:
-        first = options.seed + done
-        with tempfile.TemporaryDirectory() as folder:
-            results = Path(folder) / "results"
-            results.touch()
-            try:
-                last = options.seed + min(options.configurations, done + at_once)
-                run_processes(WORLD, work, str(results), first, last)
-            except Exception as error:
-                wrong += 1
-                told = [path.read_text() for path in sorted(Path(folder).glob("results.*"))] or [str(error)]
-                print(f"seed {first + len(results.read_text().splitlines())}:", *told, sep="\n", flush=True)
-                done += 1
-            done += len(results.read_text().splitlines())
-    print(f"{done} configurations, {wrong} wrong, {time.monotonic() - began:.0f} s")
-    return int(wrong > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

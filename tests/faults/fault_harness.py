@@ -6,7 +6,7 @@ a rank a new group starts, and loads the newest complete checkpoint of the one b
 
     python tests/faults/fault_harness.py --faults 1000 --seed 1
 
-Pipelines under ``seq1f1b.launch``, and groups whose rank 0 holds the store, begin for one fault and end with it.
+Groups whose rank 0 holds the store begin for one fault and end with it.
 
 Exits with 1 if anything was found.
 """
@@ -26,8 +26,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import torch.distributed as dist
 from common import header
 from fault_ranks import LENGTHS, SLEEP, TIMEOUT, Fault, K, M, Outcome, P, Setup, serve
-from launched import KINDS as LAUNCHED
-from launched import MEETING, Launched
-from launched import TIMEOUT as LAUNCHED_TIMEOUT
 from processes import PipedProcesses, context, shared_memory_names
 
 GRACE = 2.0  # seconds beyond the time-out in which a survivor hears of a fault
@@ -80,10 +77,6 @@ PLACES: dict[str, tuple[float, tuple[str, ...]]] = {
     "truncated checkpoint": (2, ("load",)),
     "holder stopped": (0.7, ("make",)),
     "holder killed": (0.7, ("make",)),
-    "launcher killed": (0.5, ("make", "step")),
-    "launcher terminated": (0.5, ("make", "step")),
-    "launcher interrupted": (0.5, ("make", "step")),
-    "grandchild": (0.7, ("make", "step", "step")),
 }
 ONLY_OVER_C10D = (
     "message lost",
@@ -120,15 +113,11 @@ def draw(rng: random.Random, schedule: str, kind: str) -> Fault:
     return Fault(kind, place, rank, unit, rng.randrange(len(LENGTHS)), rng.randrange(1 << 20))
 
 
-def plan(count: int, seed: int, without: Sequence[str] = ()) -> list[list[Fault]]:
-    """The faults of each lane. Every kind comes once per transport before any is drawn at random.
-
-    Args:
-        without: kinds that are left out.
-    """
+def plan(count: int, seed: int) -> list[list[Fault]]:
+    """The faults of each lane. Every kind comes once per transport before any is drawn at random."""
     rng = random.Random(seed)
     lanes: list[list[Fault]] = [[] for _ in LANES]
-    kinds = [kind for kind in PLACES if kind not in without]
+    kinds = list(PLACES)
     weights = [PLACES[kind][0] for kind in kinds]
     drawn = list(kinds)
     rng.shuffle(kinds)
@@ -143,50 +132,35 @@ def plan(count: int, seed: int, without: Sequence[str] = ()) -> list[list[Fault]
     return lanes
 
 
-@dataclass
-class Row:
-    """What came of one kind of fault over one transport."""
-
-    injected: int = 0
-    missed: int = 0  # of them: nothing was there for the fault to happen to
-    seconds: float = 0.0
-    defects: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COLUMNS, 0))
-
-
 class Found:
-    """Rows of the table, and a line for each defect."""
+    """Counts by kind and transport, and a line for each defect."""
 
     def __init__(self) -> None:
-        self.rows: dict[tuple[str, str], Row] = {}
+        self.counts: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         self.lines: list[str] = []
         self._lock = threading.Lock()
 
-    def row(self, kind: str, transport: str) -> Row:
+    def add(self, column: str, fault: Fault | None, lane: tuple[str, str], count: float = 1) -> None:
         with self._lock:
-            return self.rows.setdefault((kind, transport), Row())
+            self.counts[fault.kind if fault else "none", lane[0]][column] += count  # type: ignore[assignment]
 
     def defect(self, column: str, fault: Fault | None, lane: tuple[str, str], text: str) -> None:
-        self.row(fault.kind if fault else "none", lane[0]).defects[column] += 1
+        self.add(column, fault, lane)
         with self._lock:
             self.lines.append(f"{column}: {lane[0]} {lane[1]} {fault}: {text}")
             print(self.lines[-1], flush=True)
 
+    def total(self) -> Counter[str]:
+        return sum(self.counts.values(), Counter())
+
     def table(self) -> str:
-        head = ["kind", "transport", "injected", "missed", *COLUMNS, "seconds"]
-        rows_of = list(self.rows.values())
-        total = Row(sum(r.injected for r in rows_of), sum(r.missed for r in rows_of), sum(r.seconds for r in rows_of))
-        for row in self.rows.values():
-            for column in COLUMNS:
-                total.defects[column] += row.defects[column]
-        rows = [*sorted(self.rows.items()), (("all", ""), total)]
-        cells = [
-            [*key, str(row.injected), str(row.missed), *(str(row.defects[c]) for c in COLUMNS), f"{row.seconds:.1f}"]
-            for key, row in rows
-        ]
-        widths = [max(len(line[i]) for line in [head, *cells]) for i in range(len(head))]
-        lines = [[x.ljust(w) if i < 2 else x.rjust(w) for i, (x, w) in enumerate(zip(line, widths, strict=True))]
-                 for line in [head, *cells]]  # fmt: skip
-        return "\n".join("  ".join(line).rstrip() for line in lines)
+        head = ["injected", "missed", *COLUMNS, "seconds"]
+        rows = [*sorted(self.counts.items()), (("all", ""), self.total())]
+        lines = ["  ".join([f"{'kind':22}{'transport':9}", *head])]
+        for (kind, transport), counts in rows:
+            cells = (f"{round(counts[name]):{len(name)}}" for name in head)
+            lines.append("  ".join([f"{kind:22}{transport:9}", *cells]))
+        return "\n".join(lines)
 
 
 class Hang(Exception):
@@ -285,12 +259,9 @@ class Group:
 class Lane:
     """Faults of one transport and one schedule, one after the other."""
 
-    def __init__(
-        self, lane: tuple[str, str], faults: Sequence[Fault], found: Found, port: int, folder: Path, verbose: bool
-    ) -> None:
+    def __init__(self, lane: tuple[str, str], faults: Sequence[Fault], found: Found, port: int, folder: Path) -> None:
         self.lane, self.faults, self.found, self.port, self.folder = lane, faults, found, port, folder
         self.groups = self.saves = 0
-        self.verbose = verbose
         self.fault: Fault | None = None
         self.group: Group | None = None
         self.bare: dict[int, dict[str, Any]] = {}  # what ranks hold without an engine, and with one
@@ -303,16 +274,11 @@ class Lane:
 
     def run(self, until: float) -> None:
         for fault in self.faults:
-            if self.verbose:
-                print(f"{time.monotonic():.1f} {self.lane} {fault}", flush=True)
             if time.monotonic() > until:
                 break
-            row, began = self.found.row(fault.kind, self.lane[0]), time.monotonic()
+            began = time.monotonic()
             try:
-                if fault.kind in LAUNCHED:
-                    self.fault = fault
-                    self.launch(fault)
-                elif fault.kind in HOLDER:
+                if fault.kind in HOLDER:
                     self.hold(fault)
                 else:
                     if self.group is None:
@@ -325,8 +291,8 @@ class Lane:
             except AssertionError as error:
                 self.defect("not recovered", str(error))
                 self.drop()
-            row.injected += 1
-            row.seconds += time.monotonic() - began
+            self.found.add("injected", fault, self.lane)
+            self.found.add("seconds", fault, self.lane, time.monotonic() - began)
         self.finish()
 
     def drop(self) -> None:
@@ -441,7 +407,7 @@ class Lane:
             dead = set(range(P)) - self.group.alive
             assert dead <= ({fault.rank} if fault.kind in KILLING else set()), f"ranks {dead} have died: {outcomes}"
             if any(outcome.missed for outcome in outcomes.values()):
-                self.found.row(fault.kind, self.lane[0]).missed += 1
+                self.found.add("missed", fault, self.lane)
             self.judge_values(outcomes)
             if command != "save":  # torch's own collectives say there what failed
                 self.judge_errors(outcomes, {fault.rank}, self.group.trapped_at)
@@ -504,24 +470,6 @@ class Lane:
         self.bare = bare
         self.leave()
 
-    def launch(self, fault: Fault) -> None:
-        """A pipeline under ``seq1f1b.launch`` loses the process that launched it, or a rank with a child of its own."""
-        folder = self.folder / f"launched-{self.saves}"
-        self.saves += 1
-        run = Launched(folder, self.lane, fault.kind, fault.place, fault.rank, forks=fault.choice % 4 > 0)
-        wrong, heard = run.run(fault.choice % 1000 * 3e-4)
-        for text in wrong:
-            column = "aborts" if "aborts" in text else "hangs" if "has not ended" in text else "leftovers"
-            self.defect(column, text)
-        outcomes = {
-            rank: Outcome(began=each.struck, ended=each.at, error=each.error, named=each.named)
-            for rank, each in heard.items()
-            if "PipelineError" in each.error
-        }
-        if fault.kind == "grandchild" and len(heard) < P - 1:
-            self.defect("errors", f"only ranks {sorted(heard)} have heard of the death")
-        self.judge_errors(outcomes, set(), allowed=LAUNCHED_TIMEOUT + MEETING * (fault.place == "make"))
-
     # -- judgement
 
     def judge_values(self, outcomes: dict[int, Outcome]) -> None:
@@ -576,10 +524,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no fault after so long")
     parser.add_argument("--results", default=str(Path(__file__).parents[2] / "benchmarks" / "results" / "faults.txt"))
-    parser.add_argument(
-        "--without", nargs="+", default=[], choices=list(PLACES), metavar="KIND", help="kinds to leave out"
-    )
-    parser.add_argument("--verbose", action="store_true", help="names every fault before it is injected")
     options = parser.parse_args()
     begin_server()
     names_before = shared_memory_names()
@@ -589,10 +533,8 @@ def main() -> int:
     until = began + 60.0 * options.minutes
     with tempfile.TemporaryDirectory() as folder:
         lanes = [
-            Lane(lane, faults, found, launchers.port, Path(folder) / str(i), options.verbose)
-            for i, (lane, faults) in enumerate(
-                zip(LANES, plan(options.faults, options.seed, options.without), strict=True)
-            )
+            Lane(lane, faults, found, launchers.port, Path(folder) / str(i))
+            for i, (lane, faults) in enumerate(zip(LANES, plan(options.faults, options.seed), strict=True))
         ]
         threads = [threading.Thread(target=lane.run, args=(until,)) for lane in lanes]
         for thread in threads:
@@ -602,8 +544,7 @@ def main() -> int:
     names = shared_memory_names() - names_before
     if names:
         found.defect("leftovers", None, ("shm", ""), f"names of shared memory: {sorted(names)}")
-    injected = sum(row.injected for row in found.rows.values())
-    missed = sum(row.missed for row in found.rows.values())
+    injected, missed = (found.total()[column] for column in ("injected", "missed"))
     summary = (
         f"{injected} of {options.faults} faults, {missed} of them missed, {time.monotonic() - began:.0f} s, "
         f"{len(found.lines)} defects"

@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import failed_steps
 import pytest
+from processes import run_processes
 
 HARNESS = Path(__file__).with_name("fault_harness.py")
 
@@ -34,13 +36,4 @@ def test_faults(tmp_path: Path, count: int) -> None:
 
 @pytest.mark.parametrize("count", [6, pytest.param(500, marks=[pytest.mark.full, pytest.mark.timeout(3600)])])
 def test_steps_after_failed_ones(count: int) -> None:
-    command = [
-        sys.executable,
-        str(HARNESS.with_name("failed_steps.py")),
-        "--configurations",
-        str(count),
-        "--seed",
-        "30",
-    ]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0 and f"{count} configurations, 0 wrong" in run.stdout, run.stdout + run.stderr
+    run_processes(failed_steps.WORLD, failed_steps.work, 30, 30 + count)

@@ -106,39 +106,36 @@ def test_max_bytes_limits_what_is_read(tmp_path: Path) -> None:
     assert some == everything[: len(some)] and 2000 <= sum(map(len, some)) < 2400
 
 
-BAD_FILES = {
-    "missing field": (b'{"content": "a"}\n{"text": "b"}\n', r"line 2.*no text field 'content'.*the line has: text"),
-    "not json": (b'{"content": "a"}\n{"content": \n', "line 2.*cannot be read"),
-    "not a row": (b"[1]\n", "line 1.*no text field"),
+BAD_TEXTS = {  # files by name, and what is said
+    "missing field.jsonl": (
+        b'{"content": "a"}\n{"text": "b"}\n',
+        r"line 2.*no text field 'content'.*the line has: text",
+    ),
+    "not json.jsonl": (b'{"content": "a"}\n{"content": \n', "line 2.*cannot be read"),
+    "not a row.jsonl": (b"[1]\n", "line 1.*no text field"),
+    "nowhere": (None, "no such file"),
+    ".": (None, "holds no files"),
+    "empty.txt": (b"", "no text"),
+    "picture.txt": (b"\x89PNG\xff\xfe", "not UTF-8"),
 }
 
 
-@pytest.mark.parametrize("name", BAD_FILES)
-def test_bad_json_lines_are_named(tmp_path: Path, name: str) -> None:
-    contents, message = BAD_FILES[name]
-    file = tmp_path / "bad.jsonl"
-    file.write_bytes(contents)
+@pytest.mark.parametrize("name", BAD_TEXTS)
+def test_text_that_cannot_be_used_is_named(tmp_path: Path, name: str) -> None:
+    contents, message = BAD_TEXTS[name]
+    (tmp_path / "text").mkdir()
+    file = tmp_path / "text" / name
+    if contents is not None:
+        file.write_bytes(contents)
     with pytest.raises(ValueError, match=message) as error:
         data.prepare(data.Corpus(file), tmp_path / "cache", vocab=300)
     assert str(file) in str(error.value)
-    assert not any((tmp_path / "cache").iterdir())
+    assert not (tmp_path / "cache").exists() or not any((tmp_path / "cache").iterdir())
 
 
-def test_text_that_cannot_be_used_is_named(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    with pytest.raises(ValueError, match=r"nowhere.*no such file"):
-        data.prepare(data.Corpus(tmp_path / "nowhere"), cache, vocab=300)
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(ValueError, match=r"folder.*holds no files"):
-        data.prepare(data.Corpus(tmp_path / "folder"), cache, vocab=300)
-    (tmp_path / "empty.txt").touch()
-    with pytest.raises(ValueError, match=r"empty\.txt.*no text"):
-        data.prepare(data.Corpus(tmp_path / "empty.txt"), cache, vocab=300)
-    (tmp_path / "picture.txt").write_bytes(b"\x89PNG\xff\xfe")
-    with pytest.raises(ValueError, match=r"picture\.txt.*not UTF-8"):
-        data.prepare(data.Corpus(tmp_path / "picture.txt"), cache, vocab=300)
+def test_text_that_is_too_short_is_named(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("too short to hold anything out\n" * 3)
-    folder = data.prepare(data.Corpus(tmp_path / "short.txt"), cache, vocab=300)
+    folder = data.prepare(data.Corpus(tmp_path / "short.txt"), tmp_path / "cache", vocab=300)
     with pytest.raises(ValueError, match=r"tokens are too few for one sequence of 512"):
         data.Tokens(folder, seq_len=512)
 

@@ -167,14 +167,6 @@ def test_bit_equal_over_threads_and_runs(isa: str, heads: int, kv_heads: int, na
     assert_same(results)
 
 
-@pytest.mark.parametrize("name", ["none", "documents that come back"])
-def test_interleaved_microbatches_do_not_mix(isa: str, name: str) -> None:
-    first, second = inputs(BF16), inputs(BF16, seed=1)
-    together = segmented(SIZES, OPTIONS[name], [first[0], second[0]], [first[1], second[1]])
-    for (qkv, dout), got in zip((first, second), together, strict=True):
-        assert_same([got, segmented(SIZES, OPTIONS[name], [qkv], [dout])[0]])
-
-
 # -- trees ------------------------------------------------------------------------------------------------------
 
 
@@ -260,22 +252,22 @@ def test_a_warm_step_allocates_its_results_only(isa: str, dtype: torch.dtype, na
 
 def layouts() -> dict[str, list[Tensor]]:
     """q, k, v as users of torch have them, k and v each of the same strides."""
-    qkv, _ = inputs(torch.float32)
-    fused = torch.cat([t.transpose(1, 2).flatten(2) for t in qkv], dim=-1)
+    q, k, v = inputs(torch.float32)[0]
+    fused = torch.cat([t.transpose(1, 2).flatten(2) for t in (q, k, v)], dim=-1)
     split = fused.split([HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM], dim=-1)
     return {
-        "batch, heads, tokens": qkv,
-        "batch, tokens, heads": [t.transpose(1, 2).contiguous().transpose(1, 2) for t in qkv],
-        "tokens, batch, heads": [t.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for t in qkv],
+        "batch, tokens, heads": [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)],
+        "tokens, batch, heads": [t.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for t in (q, k, v)],
         "parts of one projection": [t.unflatten(2, (-1, HEAD_DIM)).transpose(1, 2) for t in split],
+        "heads of k and v that are one by a stride of 0": [q, *(t[:, :1].expand(-1, HEADS, -1, -1) for t in (k, v))],
     }
 
 
 @pytest.mark.parametrize("name", layouts())
 def test_no_layout_is_copied(name: str) -> None:
     """torch allocates as much as for contiguous ones; and the values are read as they lie."""
-    (q, k, v), dout = layouts()[name], inputs(torch.float32)[1]
-    plain = layouts()["batch, heads, tokens"]
+    qkv, dout = layouts()[name], inputs(torch.float32)[1]
+    plain = [t.contiguous() for t in qkv]
 
     def forward(*qkv: Tensor) -> tuple[Tensor, Tensor]:
         return ops.causal_attention(*qkv, NONE, NONE, NONE, *PLAIN)
@@ -285,21 +277,8 @@ def test_no_layout_is_copied(name: str) -> None:
 
     results = forward(*plain)
     for run in (forward, backward):
-        assert allocations(lambda run=run: run(q, k, v)) == allocations(lambda run=run: run(*plain))
-        assert all(torch.equal(a, b) for a, b in zip(run(q, k, v), run(*plain), strict=True))
-
-
-def test_expanded_key_heads_are_not_copied() -> None:
-    """k and v whose heads are one by a stride of 0."""
-    (q, k, v), _ = inputs(torch.float32)
-    expanded = [t[:, :1].expand(-1, HEADS, -1, -1) for t in (k, v)]
-    plain = [t.contiguous() for t in expanded]
-
-    def run(*kv: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.causal_attention(q, *kv, NONE, NONE, NONE, *PLAIN)
-
-    assert torch.equal(run(*expanded)[0], run(*plain)[0])
-    assert allocations(lambda: run(*expanded)) == allocations(lambda: run(*plain))
+        assert allocations(lambda run=run: run(*qkv)) == allocations(lambda run=run: run(*plain))
+        assert all(torch.equal(a, b) for a, b in zip(run(*qkv), run(*plain), strict=True))
 
 
 def spread(t: Tensor, strides: tuple[int, ...]) -> Tensor:

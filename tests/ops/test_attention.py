@@ -239,21 +239,6 @@ def test_positions_and_offset() -> None:
         positions(x, dim=3)
 
 
-def test_the_units_of_thread_and_process() -> None:
-    """A process's unit is seen from every thread, a thread's own comes first; a second engine is refused."""
-    step, other = SimulatedStep([3, 3], scope="process"), SimulatedStep([1, 5], stage=1)
-    with step.unit("F", 0, 0):
-        pass
-    with step.unit("F", 0, 1):
-        assert token_offset() == 3
-        with other.unit("F", 0, 0):
-            assert token_offset() == 0
-        with other.unit("F", 0, 1):
-            assert token_offset() == 1
-        assert token_offset() == 3
-    assert token_offset() == 0
-
-
 BAD = {
     "rank 3": (lambda q, k, v: {"q": q[0]}, ValueError, r"q is \(4, 12, 6\), must be \(batch, heads, t"),
     "integer": (lambda q, k, v: {"q": q.long(), "k": k.long(), "v": v.long()}, TypeError, "q is torch.int64, must"),

@@ -1,27 +1,22 @@
-"""Are the gradients of attention sinks right, alone and in every kind of step, and do sinks of any size leave no NaN?
+"""Are the gradients of attention sinks right, and do sinks of any size leave no NaN?
 
-In the steps heads of v have another size than those of q and k, which these do not ask about otherwise.
-
-test_attention.py and the tests of the kernels have sinks among the options; here is what a parameter adds.
+test_attention.py and the tests of the kernels have sinks among the options, and the model of support/order_runs.py has
+them in every kind of step; here is what a parameter adds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any
 
 import pytest
 import torch
 from attention_runs import OPTIONS, formula, gradients, random_qkv, segmented
 from simulated_step import SimulatedStep
 from slices import pairs_of
-from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
 from torch import Tensor
 
-from seq1f1b import Memory, PipelineEngine, build_schedule
 from seq1f1b.ops.attention import causal_attention
-from seq1f1b.testing import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -87,48 +82,3 @@ def test_sinks_far_away(dtype: torch.dtype) -> None:
         half = a.shape[1] // 2
         assert torch.equal(a[:, :half], b[:, :half]) and not a[:, half:].any()
     assert not sinks.grad.any()
-
-
-CONFIG = Config(hidden=16, heads=4, kv_heads=2, ffn=24, vocab=17, sinks=True, v_head_dim=3)
-STEPS: dict[str, dict[str, Any]] = {
-    "uneven segments": {},
-    "recomputed": {"memory": Memory(recompute="all")},
-    "split backward": {"schedule": "seq-zb-h1"},
-    "split and recomputed": {"schedule": "seq-zb-h1", "recompute": "all"},
-}
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("name", STEPS)
-def test_sinks_train_in_two_stages(name: str, frozen: bool) -> None:
-    tokens, target = batch(CONFIG, 3, 20)
-    model = whole_model(CONFIG)
-    for parameter in (p for name, p in model.named_parameters() if name.endswith("sinks")):
-        parameter.requires_grad_(not frozen)
-    losses, truth = run_whole(model, tokens, target, 3)
-    assert frozen != any(name.endswith("sinks") and bool(g.any()) for name, g in truth.items())
-
-    def rank(group: Any) -> Any:
-        options = dict(STEPS[name])
-        if "schedule" in options:
-            counts = {"num_ranks": 2, "num_microbatches": 3, "num_segments": 3}
-            options["schedule"] = build_schedule(
-                options["schedule"], **counts, recompute=options.pop("recompute", "none")
-            )
-        stage = stage_of(model, CONFIG, group.rank, 2)
-        for parameter in (p for name, p in stage.named_parameters() if name.endswith("sinks")):
-            parameter.requires_grad_(not frozen)
-        engine = PipelineEngine(
-            stage, num_microbatches=3, num_segments=3, segment_sizes=[9, 4, 7], loss_fn=cross_entropy, group=group,
-            **options,
-        )  # fmt: skip
-        found = engine.step(tokens, target=target)
-        report = engine.report()
-        slots = [stage.planned_kv_slots for stage in report.stages]
-        assert report.kv_bytes == report.planned_kv_bytes == slots[0] * 2 * CONFIG.kv_heads * 2 * 20 * (4 + 3) * 8
-        assert report.grad_bytes == report.planned_grad_bytes
-        return found, {name: p.grad for name, p in engine.named_parameters() if p.grad is not None}
-
-    results = run_ranks(2, rank)
-    torch.testing.assert_close(torch.stack(results[-1][0]), torch.stack(losses), rtol=1e-12, atol=0)
-    assert gradient_error({name: g for _, grads in results for name, g in grads.items()}, truth) < 1e-10

@@ -6,6 +6,7 @@ import datetime
 import os
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from processes import run_processes, start_processes
-from tiny_model import cross_entropy, full_gradient, gradient_error
+from tiny_model import Config, Stage, cross_entropy, full_gradient, gradient_error, whole_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import seq1f1b
 from seq1f1b import Loss, PipelineEngine, PipelineError
@@ -46,51 +46,29 @@ class Case:
     reduction: str = "mean"
     v_head_dim: int = HEAD_DIM
 
-
-class Stage(nn.Module):
-    """A block, with the embedding before the first and the head after the last. Without a group: the plain model's."""
-
-    def __init__(self, index: int, case: Case, group: Any = None, num_stages: int = 2) -> None:
-        super().__init__()
-        hidden, self.case, self.group = case.heads * HEAD_DIM, case, group
-        self.part = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
-        self.layer = seq1f1b.layer_handle(index)
-        self.embedding = nn.Embedding(VOCAB, hidden) if index == 0 else None
-        self.position = nn.Embedding(LENGTH, hidden)
-        self.norm, self.q, self.out = (
-            nn.LayerNorm(hidden), nn.Linear(hidden, hidden), nn.Linear(case.heads * case.v_head_dim, hidden)
-        )  # fmt: skip
-        self.kv = nn.Linear(hidden, case.kv_heads * (HEAD_DIM + case.v_head_dim))
-        self.sinks = nn.Parameter(torch.randn(case.heads)) if case.sinks else None
-        self.head = nn.Linear(hidden, VOCAB) if index == num_stages - 1 else None
-
-    def run(self, x: Tensor, doc_ids: Tensor | None, own_ids: Tensor | None) -> Tensor:
-        x = x + self.position(seq1f1b.positions(x, doc_ids=own_ids, sequence_parallel=self.part))
-        normed = self.norm(x)
-        q = self.q(normed).unflatten(2, (-1, HEAD_DIM)).transpose(1, 2)
-        keys_and_values = self.kv(normed).tensor_split([self.case.kv_heads * HEAD_DIM], 2)
-        k, v = (t.unflatten(2, (self.case.kv_heads, -1)).transpose(1, 2) for t in keys_and_values)
-        attended = seq1f1b.ulysses_attention(
-            q, k, v, group=self.group, layer=self.layer, doc_ids=doc_ids, sinks=self.sinks, **self.case.options
-        )
-        return x + self.out(attended.transpose(1, 2).flatten(2))
-
-    def forward(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:
-        if self.embedding is not None:
-            x = self.embedding(x)
-        rank, own_ids = self.part[0], doc_ids
-        if doc_ids is not None and self.group is not None and self.case.documents == "segment":
-            own_ids = doc_ids[:, rank * x.shape[1] : (rank + 1) * x.shape[1]]
-        if self.case.checkpointed and torch.is_grad_enabled():
-            x = checkpoint(self.run, x, doc_ids, own_ids, use_reentrant=False)
-        else:
-            x = self.run(x, doc_ids, own_ids)
-        return x if self.head is None else self.head(x)
+    @property
+    def config(self) -> Config:
+        given = {"sinks": self.sinks, "v_head_dim": self.v_head_dim, "options": self.options}
+        hidden = self.heads * HEAD_DIM
+        return Config(hidden, self.heads, self.kv_heads, hidden, VOCAB, 2, self.checkpointed, **given)
 
 
-def make_stage(index: int, num_stages: int, case: Case, group: Any = None) -> Stage:
-    torch.manual_seed(index)
-    return Stage(index, case, group, num_stages).double()
+class SharingStage(Stage):
+    """A stage, half of the model or all, that shares each segment with the ranks of a group."""
+
+    def __init__(self, index: int, num_stages: int, case: Case, group: Any) -> None:
+        super().__init__(case.config, 2 * index // num_stages, 2 * (index + 1) // num_stages)
+        self.part = dist.get_rank(group), dist.get_world_size(group)
+        for block in self.blocks.values():
+            block.attention = partial(seq1f1b.ulysses_attention, group=group)
+        state = whole_model(case.config).state_dict()
+        self.double().load_state_dict({name: state[name] for name in self.state_dict()})
+
+    def embed(self, x: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+        tokens = x.shape[1]
+        if doc_ids is not None and doc_ids.shape[1] > tokens:  # of the whole segment
+            doc_ids = doc_ids[:, self.part[0] * tokens : (self.part[0] + 1) * tokens]
+        return self.embedding(x) + self.position(seq1f1b.positions(x, doc_ids=doc_ids, sequence_parallel=self.part))
 
 
 def make_batch() -> tuple[Tensor, Tensor, Tensor]:
@@ -102,27 +80,24 @@ def make_batch() -> tuple[Tensor, Tensor, Tensor]:
     return tokens, target, seq1f1b.document_starts(ids)
 
 
-def run_whole(num_stages: int, case: Case) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Losses of the micro-batches, and gradients of each stage, by one process and without segments."""
-    stages = [make_stage(index, num_stages, case) for index in range(num_stages)]
+def run_whole(case: Case) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Losses of the micro-batches and gradients, by one process and without segments."""
+    model = whole_model(case.config)
     tokens, target, doc_ids = make_batch()
     losses = []
     for x, y, ids in zip(tokens.chunk(M), target.chunk(M), doc_ids.chunk(M), strict=True):
-        docs = {"doc_ids": ids} if case.documents else {}
-        for stage in stages:
-            x = stage(x, **docs)
-        losses.append(F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction=case.reduction))
+        output = model(x, **({"doc_ids": ids} if case.documents else {}))
+        losses.append(F.cross_entropy(output.flatten(0, 1), y.flatten(), reduction=case.reduction))
     if case.loss_weight:
         counts = [(y != -100).sum() for y in target.chunk(M)]
         total = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
     else:
         total = torch.stack(losses).mean()
     total.backward()
-    gradients = [{name: p.grad for name, p in stage.named_parameters()} for stage in stages]
-    return [loss.detach() for loss in losses], gradients
+    return [loss.detach() for loss in losses], {name: p.grad for name, p in model.named_parameters()}
 
 
-def wrap(case: Case, stage: Stage, mesh: Any) -> nn.Module:
+def wrap(case: Case, stage: SharingStage, mesh: Any) -> nn.Module:
     if case.compiled:
         stage.compile(fullgraph=True, backend="aot_eager")
     if case.wrapper == "fsdp":
@@ -135,10 +110,10 @@ def train(case: Case, mesh: Any) -> None:
     is_last = index == num_stages - 1
     part = (mesh.get_local_rank("sequence"), PARTS)
     tokens, target, doc_ids = make_batch()
-    want_losses, want = run_whole(num_stages, case)
+    want_losses, want = run_whole(case)
     segment_rule = lambda s: doc_ids.chunk(M)[s.microbatch][:, s.offset - part[0] * s.length :][:, : 2 * s.length]  # noqa: E731
     engine = PipelineEngine(
-        wrap(case, make_stage(index, num_stages, case, group), mesh["sequence"]),
+        wrap(case, SharingStage(index, num_stages, case, group), mesh["sequence"]),
         num_microbatches=M,
         num_segments=K,
         segment_sizes=SIZES if case.sizes is None else case.sizes,
@@ -160,8 +135,8 @@ def train(case: Case, mesh: Any) -> None:
             found = torch.stack(losses)
             dist.all_reduce(found, group=group)
             torch.testing.assert_close(found / PARTS, torch.stack(want_losses), rtol=1e-12, atol=0)
-        gradients = {name: full_gradient(p.grad) for name, p in engine.named_parameters()}
-        assert gradient_error(gradients, want[index]) < 1e-10, case
+        gradients = {name.replace("module.", ""): full_gradient(p.grad) for name, p in engine.named_parameters()}
+        assert gradient_error(gradients, {name: want[name] for name in gradients}) < 1e-10, case
         for parameter in engine.parameters():
             parameter.grad = None
     assert (
@@ -203,18 +178,18 @@ def test_a_compiled_stage_of_two_ranks():
 GROUP_SECONDS = 6
 
 
-class Trapped(Stage):
+class Trapped(SharingStage):
     """Does not come to its fourth attention."""
 
     trap, calls = "", 0
 
-    def run(self, x: Tensor, doc_ids: Tensor | None, own_ids: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         if self.calls == 4 and self.trap == "killed":
             os._exit(3)
         if self.calls == 4 and self.trap == "asleep":
             time.sleep(1.5 * GROUP_SECONDS)
-        return super().run(x, doc_ids, own_ids)
+        return super().forward(x)
 
 
 def lose_a_rank(rank: int, folder: Path, trap: str) -> None:
@@ -225,7 +200,7 @@ def lose_a_rank(rank: int, folder: Path, trap: str) -> None:
     pipelines = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     shards = [dist.new_group([0, 1], timeout=limit), dist.new_group([2, 3], timeout=limit)]
     index, part = divmod(rank, 2)
-    stage = Trapped(index, Case(), shards[index]).double()
+    stage = Trapped(index, 2, Case(), shards[index])
     stage.trap = trap if rank == 3 else ""
     engine = PipelineEngine(
         stage, num_microbatches=M, num_segments=K, segment_sizes=SIZES, loss_fn=cross_entropy,
@@ -341,7 +316,11 @@ def refusals(rank: int, world: int) -> None:
 
     def without_part(engine_group: Any) -> None:
         engine = PipelineEngine(
-            Stage(0, Case(), group), num_microbatches=1, num_segments=2, loss_fn=cross_entropy, group=engine_group
+            SharingStage(0, 2, Case(), group),
+            num_microbatches=1,
+            num_segments=2,
+            loss_fn=cross_entropy,
+            group=engine_group,
         )
         with pytest.raises(ValueError, match=r"give the engine sequence_parallel=\(rank, 2\)|\(parts: 2\)"):
             engine.step(torch.zeros(1, 8, dtype=torch.int64), target=torch.zeros(1, 8, dtype=torch.int64))

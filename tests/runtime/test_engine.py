@@ -42,7 +42,7 @@ def check_losses(found, expected):
 
 def test_peaks_are_the_plans_and_the_formulas():
     """Live units: min(P - p - 1 + k, M k) at stage p; tokens: the lowered plan's for the given sizes."""
-    config = Config()
+    config = Config(v_head_dim=5)
     for P, M, k, sizes in [(4, 5, 3, [9, 1, 6]), (3, 1, 4, [1, 2, 3, 10]), (2, 3, 1, [16]), (4, 8, 2, [11, 5])]:
         tokens, target = batch(config, M, LENGTH, size=1)
         model = whole_model(config)
@@ -60,14 +60,8 @@ def test_peaks_are_the_plans_and_the_formulas():
             held = min(-(-stage.planned_live_units // k) + 1, M)
             assert 1 <= stage.planned_kv_slots <= held
             # one layer per stage where P = 4: K and V, fp64, of every slot
-            per_slot = (
-                2
-                * config.kv_heads
-                * (config.hidden // config.heads)
-                * LENGTH
-                * 8
-                * len(range(p * config.layers // P, (p + 1) * config.layers // P))
-            )
+            layers = (p + 1) * config.layers // P - p * config.layers // P
+            per_slot = config.kv_heads * (config.hidden // config.heads + config.v_head_dim) * LENGTH * 8 * layers
             assert report.kv_bytes == report.planned_kv_bytes == stage.planned_kv_slots * per_slot
             assert report.grad_bytes == report.planned_grad_bytes == stage.planned_grad_slots * per_slot
             assert stage.activation_bytes is not None and stage.planned_activation_bytes is not None

@@ -268,9 +268,11 @@ def test_autocast():
     schedule = build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=2)
     exact = run_whole(model, tokens, target, 2)[1]
     with torch.autocast("cpu", torch.bfloat16):
+        whole = gradient_error(run_whole(model, tokens, target, 2)[1], exact)
+        model.zero_grad()
         _, _, gradients, _ = run(model, schedule, tokens, target)
     error = gradient_error(gradients, exact)
-    assert 1e-4 < error < 0.05, "bf16 products, gradients of float32 parameters"
+    assert 1e-4 < error < 1.5 * whole, "bf16 products, gradients of float32 parameters"
     assert {g.dtype for g in gradients.values()} == {torch.float32}
 
 

@@ -14,7 +14,7 @@ from seq1f1b.schedule import families
 from seq1f1b.testing import run_ranks
 
 LENGTH = 13
-CONFIG = Config(hidden=16, heads=2, kv_heads=1, ffn=24, vocab=17, layers=8)
+CONFIG = Config(hidden=16, heads=2, kv_heads=1, ffn=24, vocab=17, layers=8, sinks=True, v_head_dim=5)
 SIZES = {1: [13], 2: [12, 1], 3: [1, 7, 5], 4: [6, 1, 2, 4]}
 
 

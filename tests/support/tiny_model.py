@@ -28,6 +28,8 @@ class Config:
 
 
 class Block(nn.Module):
+    attention = staticmethod(seq1f1b.causal_attention)
+
     def __init__(self, config: Config, index: int) -> None:
         super().__init__()
         self.config = config
@@ -47,7 +49,7 @@ class Block(nn.Module):
         keys_and_values = self.kv(x).tensor_split([self.config.kv_heads * self.head_dim], 2)
         k, v = (t.unflatten(2, (self.config.kv_heads, -1)).transpose(1, 2) for t in keys_and_values)
         options = {**self.config.options, **documents}
-        out = seq1f1b.causal_attention(q, k, v, layer=self.layer, sinks=self.sinks, **options)
+        out = self.attention(q, k, v, layer=self.layer, sinks=self.sinks, **options)
         return self.out(out.transpose(1, 2).reshape(batch, length, -1))
 
     def run(self, x: Tensor, **documents: Tensor) -> Tensor:
@@ -73,10 +75,13 @@ class Stage(nn.Module):
             self.norm = nn.LayerNorm(config.hidden)
             self.head = nn.Linear(config.hidden, config.vocab)
 
+    def embed(self, x: Tensor, **documents: Tensor) -> Tensor:
+        return self.embedding(x) + self.position(seq1f1b.positions(x, **documents))
+
     def forward(self, x: Tensor, **documents: Tensor) -> Tensor:
         """documents: doc_ids, or nothing."""
         if hasattr(self, "embedding"):
-            x = self.embedding(x) + self.position(seq1f1b.positions(x, **documents))
+            x = self.embed(x, **documents)
         for block in self.blocks.values():
             x = block(x, **documents)
         return self.head(self.norm(x)) if hasattr(self, "head") else x

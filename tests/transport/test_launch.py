@@ -100,10 +100,27 @@ def helper():
     time.sleep(280)
 
 
+def make_engine(transport="auto"):
+    stage, loss_fn = torch.nn.Linear(4, 4), torch.nn.functional.mse_loss
+    return seq1f1b.PipelineEngine(stage, num_microbatches=2, num_segments=2, loss_fn=loss_fn, transport=transport)
+
+
+def step(engine):
+    engine.step(torch.ones(2, 6, 4), target=torch.zeros(2, 6, 4))
+
+
 def killed_with_a_helper():  # which holds all that the rank had open, and is ended too
+    engine = make_engine()
+    step(engine)
     if dist.get_rank() == 1:
         multiprocessing.get_context("fork").Process(target=helper, daemon=True).start()
         os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        step(engine)
+    except seq1f1b.PipelineError as error:
+        with open(os.environ["HEARD"], "w") as file:
+            file.write(str(error))
+        raise
 
 
 def leaves(code):
@@ -147,11 +164,14 @@ def variables():
     return found, store.add("ranks", 1) in (1, 2), torch.get_num_threads()
 
 
-def writes_its_pid(folder):
-    with open(f"{folder}/part{os.environ['RANK']}", "w") as file:
-        file.write(str(os.getpid()))
-    os.rename(file.name, f"{folder}/{os.environ['RANK']}")
-    time.sleep(60)
+def trains(folder, transport):  # writes its pid after the first step
+    engine, rank, end = make_engine(transport), dist.get_rank(), time.monotonic() + 60
+    while time.monotonic() < end:
+        step(engine)
+        if not os.path.exists(f"{folder}/{rank}"):
+            with open(f"{folder}/part{rank}", "w") as file:
+                file.write(str(os.getpid()))
+            os.rename(file.name, f"{folder}/{rank}")
 
 
 def told(fn, *arguments):
@@ -184,8 +204,8 @@ ANSWERED = [
 ]
 
 WAYS = {
-    "main thread": "seq1f1b.launch(writes_its_pid, 2, FOLDER)",
-    "a notebook's thread": "threading.Thread(target=seq1f1b.launch, args=(writes_its_pid, 2, FOLDER)).start()\n"
+    "main thread": "seq1f1b.launch(trains, 2, FOLDER, TRANSPORT)",
+    "a notebook's thread": "threading.Thread(target=seq1f1b.launch, args=(trains, 2, FOLDER, TRANSPORT)).start()\n"
     "time.sleep(60)",
 }
 
@@ -212,12 +232,14 @@ def test_ranks_are_processes_and_the_error_that_came_first_is_raised(kind: str, 
     assert run_python(*arguments) == "done\n"
 
 
-def test_ends_of_ranks_are_told_by_sentence() -> None:
+def test_ends_of_ranks_are_told_by_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As from a notebook, whose ranks are forked: of a script every one of eighteen ranks would import torch."""
+    monkeypatch.setenv("HEARD", str(tmp_path / "heard"))
     lines = run_python("-c", RANKS + ANSWERS).splitlines()
     assert len(lines) == len(ANSWERED), lines
     for line, begins in zip(lines, ANSWERED, strict=True):
         assert line.startswith(begins)
+    assert (tmp_path / "heard").read_text().startswith("rank 1 is gone, last seen in "), "of the rank that was killed"
 
 
 def test_what_ranks_print_carries_their_rank() -> None:
@@ -266,7 +288,9 @@ def is_alive(pid: int) -> bool:
 def test_ranks_end_with_the_process_that_launched_them(
     kind: str, way: str, number: signal.Signals, tmp_path: Path
 ) -> None:
-    call = WAYS[way].replace("FOLDER", repr(str(tmp_path)))
+    """In the middle of steps; nobody aborts."""
+    transport = "c10d" if number == signal.SIGTERM else "auto"
+    call = WAYS[way].replace("FOLDER", repr(str(tmp_path))).replace("TRANSPORT", repr(transport))
     if kind == "script":
         call = "if __name__ == '__main__':\n    " + call.replace("\n", "\n    ")
     (tmp_path / "train.py").write_text(RANKS + call)
@@ -280,7 +304,8 @@ def test_ranks_end_with_the_process_that_launched_them(
     pids = [int(file.read_text()) for file in files]
     try:
         process.send_signal(number)
-        process.communicate(timeout=30)
+        _, said = process.communicate(timeout=30)
+        assert b"terminate called" not in said and b"SIGABRT" not in said, said
         end = time.monotonic() + 5
         while any(map(is_alive, pids)) and time.monotonic() < end:
             time.sleep(0.05)
