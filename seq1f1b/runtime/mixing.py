@@ -1,10 +1,11 @@
 """Looks at a stage in the first step of a shape for what mixes tokens without the engine's knowledge.
 
 At the end of that step, once all units have run, the stage gets a few tokens of its first unit again: as two segments
-and as one (``by_values.py``). The values tell. Some stages cannot be run by themselves: under FSDP2 and
-``sequence_parallel``, those that talk to other processes or draw random numbers, those that get arguments of which
-nobody knows what they are for other tokens, and those that take no other number of tokens. There it only counts whether
-the unit F0.1 attended otherwise than by ``causal_attention`` (``watch.py``). No later step is looked at.
+and, unless it returns what it did in the unit, as one (``by_values.py``). The values tell. Some stages cannot be run by
+themselves: under FSDP2 and ``sequence_parallel``, those that talk to other processes or draw random numbers, those that
+get arguments of which nobody knows what they are for other tokens, and those that take no other number of tokens. There
+it only counts whether the unit F0.1 attended otherwise than by ``causal_attention`` (``watch.py``). No later step is
+looked at.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from torch import Tensor
+
 from seq1f1b.ops.unit import LiveUnit
-from seq1f1b.runtime.by_values import Look, Sample, take_sample
+from seq1f1b.runtime.by_values import FEWEST, Look, Sample, take_outputs, take_sample
 from seq1f1b.runtime.compiled import is_compiled
 from seq1f1b.runtime.data_parallel import Fsdp
 from seq1f1b.runtime.findings import ATTENTION, Finding
@@ -64,6 +67,7 @@ class FirstLook(Part):
         first = max(range(len(rows)), key=lambda m: min(rows[m][0], 8))  # long enough, if any is
         self._first = sum(map(len, rows[:first]))
         self._sample: Sample | None = None
+        self._outputs: list[Tensor] = []
         self._kind: Any = None
         self._watch: Watch | None = None
         self._figures: dict[str, Any] = {}
@@ -75,9 +79,14 @@ class FirstLook(Part):
             self._sample = take_sample(self._step, unit, inputs)
             if self._sample is not None:
                 kwargs = self._step.kwargs_of(unit)
-                self._kind = self._step.arguments.training, self._sample.sizes, tuple(sorted(kwargs))
+                is_long = sum(self._sample.sizes) >= FEWEST
+                self._kind = self._step.arguments.training, is_long, tuple(sorted(kwargs))
         is_watched = unit.cell == self._cell and self._kind not in self._known
         return self._watched(unit, inputs) if is_watched else None
+
+    def returned(self, unit: LiveUnit, output: Any) -> None:
+        if unit.cell == self._first and self._sample is not None and not unit.is_again:
+            self._outputs = take_outputs(self._step, unit, self._sample, output)
 
     @contextmanager
     def _watched(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> Iterator[None]:
@@ -103,7 +112,8 @@ class FirstLook(Part):
         stage, start = self._step.stage, time.perf_counter()
         found, sample, self._sample = None, self._sample, None
         if sample is not None and not self._why:
-            found = Look(stage, sample, shares_generators=stage.in_threads and stage.num_stages > 1).findings()
+            shares_generators = stage.in_threads and stage.num_stages > 1
+            found = Look(stage, sample, self._outputs, shares_generators=shares_generators).findings()
         if found is not None:
             self._figures = {"look_seconds": time.perf_counter() - start}
             stage.findings.judge(found)
