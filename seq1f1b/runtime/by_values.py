@@ -52,19 +52,21 @@ _alone = threading.Lock()  # of ranks that are threads, one at a time puts back 
 # -- a few tokens of a unit's arguments --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sample:
-    """The first tokens of a unit's arguments.
+    """The first tokens of a unit's arguments, and of what it returned.
 
     Attributes:
         values: the positional and the keyword arguments.
         dims: of each tensor in them, as they come, the dimension of its tokens; -1: it has none.
         sizes: tokens of the two segments.
+        outputs: tensors that the unit returned; none if it is not known where their tokens are.
     """
 
     values: Any
     dims: list[int]
     sizes: tuple[int, int]
+    outputs: Sequence[Tensor] = ()
 
     def arguments(self, begin: int, length: int) -> Any:
         """The arguments for some of the tokens."""
@@ -100,15 +102,14 @@ def take_sample(step: StageStep, unit: LiveUnit, inputs: tuple[Any, ...]) -> Sam
     return Sample(mapped((inputs, kwargs), lambda _: next(taken)), dims, sizes)
 
 
-def take_outputs(step: StageStep, unit: LiveUnit, sample: Sample, output: Any) -> list[Tensor]:
-    """Copies what a unit returned for the sample; nothing if it is not known where tokens are."""
+def take_outputs(step: StageStep, unit: LiveUnit, sample: Sample, output: Any) -> None:
+    """Copies what a unit returned for its sample."""
     tensors, length = tensors_of(output), step.lengths[unit.cell]
     dims = [_tokens_of(tensor, step.arguments.seq_dim, length) for tensor in tensors]
-    if length < sum(sample.sizes) or any(dim is None or dim < 0 for dim in dims):
-        return []
-    rows = tensors[0].shape[_row_of(tensors[0], dims[0] or 0)]
-    pairs = zip(tensors, dims, strict=True)
-    return [_taken(tensor.detach(), dim or 0, rows, sample.sizes, is_first=False) for tensor, dim in pairs]
+    if length >= sum(sample.sizes) and all(dim is not None and dim >= 0 for dim in dims):
+        rows = tensors[0].shape[_row_of(tensors[0], dims[0] or 0)]
+        pairs = zip(tensors, dims, strict=True)
+        sample.outputs = [_taken(t.detach(), dim or 0, rows, sample.sizes, is_first=False) for t, dim in pairs]
 
 
 def _tokens_of(tensor: Tensor, seq_dim: int, length: int) -> int | None:
@@ -208,16 +209,15 @@ class Look:
 
     Args:
         stage: its module, index and device are read.
-        outputs: what the step's unit returned for the sample.
         shares_generators: other threads draw from the same generators, which are therefore not put back.
     """
 
-    def __init__(self, stage: Any, sample: Sample, outputs: list[Tensor], *, shares_generators: bool) -> None:
+    def __init__(self, stage: Any, sample: Sample, *, shares_generators: bool) -> None:
         module = stage.module
         self._module = without_wrapper(module) if isinstance(module, nn.Module) else module
         self._modules = [self._module] if isinstance(self._module, nn.Module) else []
         self._parts = dict.fromkeys(part for module in self._modules for part in module.modules())
-        self._stage, self._sample, self._outputs, self._shares = stage, sample, outputs, shares_generators
+        self._stage, self._sample, self._shares = stage, sample, shares_generators
         self._sizes = sizes_of(self._modules)
         named = ((part, part.named_parameters(recurse=False)) for part in self._parts)
         self._zero = [part for part, own in named if any(_is_zero(name, p) for name, p in own)]
@@ -244,7 +244,7 @@ class Look:
 
     def _is_as_in_step(self, first: _Values, second: _Values) -> bool:
         """Whether the stage returned the same in the step's unit, and no weights are zero."""
-        outputs, sizes = self._outputs, self._sample.sizes
+        outputs, sizes = self._sample.outputs, self._sample.sizes
         given = [
             list(_ways(*tensors, sizes)) for tensors in zip(outputs, first[_OUTPUT], second[_OUTPUT], strict=False)
         ]

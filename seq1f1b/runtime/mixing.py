@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from torch import Tensor
-
 from seq1f1b.ops.unit import LiveUnit
 from seq1f1b.runtime.by_values import FEWEST, Look, Sample, take_outputs, take_sample
 from seq1f1b.runtime.compiled import is_compiled
@@ -67,7 +65,6 @@ class FirstLook(Part):
         first = max(range(len(rows)), key=lambda m: min(rows[m][0], 8))  # long enough, if any is
         self._first = sum(map(len, rows[:first]))
         self._sample: Sample | None = None
-        self._outputs: list[Tensor] = []
         self._kind: Any = None
         self._watch: Watch | None = None
         self._figures: dict[str, Any] = {}
@@ -86,7 +83,7 @@ class FirstLook(Part):
 
     def returned(self, unit: LiveUnit, output: Any) -> None:
         if unit.cell == self._first and self._sample is not None and not unit.is_again:
-            self._outputs = take_outputs(self._step, unit, self._sample, output)
+            take_outputs(self._step, unit, self._sample, output)
 
     @contextmanager
     def _watched(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> Iterator[None]:
@@ -112,8 +109,7 @@ class FirstLook(Part):
         stage, start = self._step.stage, time.perf_counter()
         found, sample, self._sample = None, self._sample, None
         if sample is not None and not self._why:
-            shares_generators = stage.in_threads and stage.num_stages > 1
-            found = Look(stage, sample, self._outputs, shares_generators=shares_generators).findings()
+            found = Look(stage, sample, shares_generators=stage.in_threads and stage.num_stages > 1).findings()
         if found is not None:
             self._figures = {"look_seconds": time.perf_counter() - start}
             stage.findings.judge(found)
