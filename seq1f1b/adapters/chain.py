@@ -15,7 +15,7 @@ from torch.utils._pytree import MappingKey, SequenceKey, tree_leaves_with_path, 
 
 from seq1f1b.adapters.chain_checks import constants_of, is_size
 from seq1f1b.adapters.chain_compare import Composite, compare
-from seq1f1b.adapters.chain_trace import Traced, trace
+from seq1f1b.adapters.chain_trace import Tracer, trace
 from seq1f1b.runtime.tied_copies import carried, check_hooks, held
 
 __all__ = ["ChainStage", "split"]
@@ -206,7 +206,7 @@ def _stages(model: nn.Module, graph: fx.Graph, names: Sequence[str]) -> dict[fx.
 class _Cut:
     """Divides a trace into graphs of stages."""
 
-    def __init__(self, model: nn.Module, traced: Traced, stage_of: dict[fx.Node, int], count: int) -> None:
+    def __init__(self, model: nn.Module, traced: Tracer, stage_of: dict[fx.Node, int], count: int) -> None:
         self.model, self.traced, self.graph, self.stage_of, self.count = model, traced, traced.graph, stage_of, count
         self._free = constants_of(model, traced.graph)
         self._state = nn.Module.state_dict(model, keep_vars=True).keys()

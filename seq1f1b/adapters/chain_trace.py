@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from seq1f1b.adapters.chain_frozen import Frozen
 from seq1f1b.ops import attention, context, packing, ulysses
 from seq1f1b.runtime.model_state import RandomState, attributes_of, first_changed, put_back
 
-__all__ = ["Refused", "Traced", "trace"]
+__all__ = ["Refused", "Tracer", "trace"]
 
 _HOOKS = [
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
@@ -37,21 +36,7 @@ class Refused(ValueError):
     """Something that no stage would do as the model does. Its text is a whole sentence."""
 
 
-@dataclass
-class Traced:
-    """The result of a trace.
-
-    Attributes:
-        constants: tensors that belong to no module, by the names that the graph has for them.
-        frozen: what forward read of Python.
-    """
-
-    graph: fx.Graph
-    constants: dict[str, Tensor]
-    frozen: Frozen
-
-
-def trace(model: nn.Module, names: Sequence[str]) -> Traced:
+def trace(model: nn.Module, names: Sequence[str]) -> Tracer:
     """Traces forward, with the modules of these names left whole, and everything beside the modules that hold them.
 
     A second trace, in evaluation mode, without gradients and under autocast, must give the same graph.
@@ -65,8 +50,8 @@ def trace(model: nn.Module, names: Sequence[str]) -> Traced:
     frozen = Frozen(model)
     modes = [(module, module.training) for module in model.modules()]
 
-    def once(is_usual: bool) -> _Tracer:
-        tracer = _Tracer(model, set(inside), whose)
+    def once(is_usual: bool) -> Tracer:
+        tracer = Tracer(model, set(inside), whose, frozen)
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad() if is_usual else torch.inference_mode())
             for device in () if is_usual else ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
@@ -90,7 +75,7 @@ def trace(model: nn.Module, names: Sequence[str]) -> Traced:
         )
     check_lengths(model, first.graph)
     _leave_losses_out(first.graph)
-    return Traced(first.graph, first.constants, frozen)
+    return first
 
 
 def _leave_losses_out(graph: fx.Graph) -> None:
@@ -145,20 +130,21 @@ def _check_entered(inside: Mapping[nn.Module, str]) -> None:
 # -- one trace ---------------------------------------------------------------------------------------------------------
 
 
-class _Tracer(fx.Tracer):
+class Tracer(fx.Tracer):
     """Enters only the modules that hold a block at which the model is cut. A module's calls have its names in turn.
 
     Args:
         whose: the forward, in words.
     Attributes:
         constants: tensors that belong to no module, by the names that the graph has for them.
+        frozen: what forward read of Python.
     """
 
     proxy_buffer_attributes = True
 
-    def __init__(self, model: nn.Module, inside: set[nn.Module], whose: str) -> None:
+    def __init__(self, model: nn.Module, inside: set[nn.Module], whose: str, frozen: Frozen) -> None:
         super().__init__(autowrap_modules=(math,))
-        self._inside, self._whose = inside, whose
+        self._inside, self._whose, self.frozen = inside, whose, frozen
         self.constants: dict[str, Tensor] = {}
         self._all_names: dict[nn.Module, list[str]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
@@ -255,7 +241,7 @@ class _Tracer(fx.Tracer):
 class _Value(fx.Proxy):
     """A value of the trace. What asks it for a number is refused, even where forward would catch a TypeError."""
 
-    tracer: _Tracer
+    tracer: Tracer
 
     def _unknown(self, *_: Any) -> Any:
         self.tracer.unknown()
@@ -269,7 +255,7 @@ class _Value(fx.Proxy):
 class _Recording(TorchFunctionMode):
     """Has the trace record functions of torch that are given no value of it: ``torch.arange(16)``, say."""
 
-    def __init__(self, tracer: _Tracer) -> None:
+    def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self._tracer = tracer
 
@@ -312,7 +298,7 @@ for _function in _OURS:
 
 
 @contextmanager
-def _recorded(tracer: _Tracer, inside: set[nn.Module]) -> Iterator[None]:
+def _recorded(tracer: Tracer, inside: set[nn.Module]) -> Iterator[None]:
     """Within, this thread's calls of our operations are recorded, wherever the model's files import them.
 
     So is ``torch.zeros(length, 4)``, which torch parses before it asks a mode.

@@ -13,18 +13,20 @@ from torch import nn
 
 from seq1f1b.runtime.linear import is_plain
 from seq1f1b.runtime.recompute import digest
+from seq1f1b.transport.values import sendable
 
 __all__: list[str] = []
 
 _SAMPLE, _FEWEST = 256, 8  # values of a parameter that are compared, and different bytes among them
 
 
+@sendable
 class Unlisted(NamedTuple):
     """
     Attributes:
         place: of its stage, in words; kind: type of the module that holds it.
         order: how many parameters of its stage come before it.
-        shape, dtype, sums: sums over a sample of its bytes.
+        values: shape, dtype, and sums over a sample of its bytes.
     """
 
     place: str
@@ -32,20 +34,18 @@ class Unlisted(NamedTuple):
     kind: str
     order: int
     is_trained: bool
-    shape: tuple[int, ...]
-    dtype: str
-    sums: tuple[Any, ...]
+    values: tuple[Any, ...]
 
 
-def unlisted(modules: Sequence[tuple[str, nn.Module]], listed: Collection[int]) -> list[tuple[Any, ...]]:
-    """The parameters that are not listed and whose values are not a constant's, for a comparison: those of Unlisted.
+def unlisted(modules: Sequence[tuple[str, nn.Module]], listed: Collection[int]) -> list[Unlisted]:
+    """The parameters that are not listed and whose values are not a constant's.
 
     Args:
         modules: of this rank, each with its place in words.
         listed: ids of the parameters that are.
     """
     seen = set(listed)
-    found: list[tuple[Any, ...]] = []
+    found: list[Unlisted] = []
     for place, module in modules:
         order = 0
         for prefix, part in module.named_modules() if isinstance(module, nn.Module) else ():
@@ -55,25 +55,25 @@ def unlisted(modules: Sequence[tuple[str, nn.Module]], listed: Collection[int]) 
                     continue
                 seen.add(id(parameter))
                 step = max(1, parameter.numel() // _SAMPLE)
-                values = parameter.detach().reshape(-1)[::step].contiguous().view(torch.uint8)
-                if len(values.unique()) < _FEWEST:
+                sample = parameter.detach().reshape(-1)[::step].contiguous().view(torch.uint8)
+                if len(sample.unique()) < _FEWEST:
                     continue
                 text, kind = f"{prefix}.{name}".lstrip("."), f"{type(part).__module__}.{type(part).__qualname__}"
-                shape, dtype, sums = tuple(parameter.shape), str(parameter.dtype), digest([values])[0][2:]
-                found.append((place, text, kind, order, parameter.requires_grad, shape, dtype, sums))
+                values = tuple(parameter.shape), str(parameter.dtype), *digest([sample])[0][2:]
+                found.append(Unlisted(place, text, kind, order, parameter.requires_grad, values))
                 order += 1
     return found
 
 
-def look_at_equal(everyones: Sequence[Sequence[tuple[Any, ...]]], own_rank: int) -> list[str]:
+def look_at_equal(everyones: Sequence[Sequence[Unlisted]], own_rank: int) -> list[str]:
     """Returns the pairs in words. Warns, on the rank of the first one, of those that are likely one parameter.
 
     Args:
         everyones: what :func:`unlisted` has found, by rank.
     """
     found, alike = [], dict[Any, list[tuple[int, Unlisted]]]()
-    for rank, each in ((rank, Unlisted(*entry)) for rank, theirs in enumerate(everyones) for entry in theirs):
-        alike.setdefault((each.shape, each.dtype, each.sums), []).append((rank, each))
+    for rank, each in ((rank, each) for rank, theirs in enumerate(everyones) for each in theirs):
+        alike.setdefault(each.values, []).append((rank, each))
     pairs = [
         (rank, first, second)
         for several in alike.values()
@@ -81,7 +81,7 @@ def look_at_equal(everyones: Sequence[Sequence[tuple[Any, ...]]], own_rank: int)
         if (rank, first.place) != (other, second.place) and (first.is_trained or second.is_trained)
     ]
     stages = Counter((first.place, second.place) for _, first, second in pairs)
-    for rank, first, second in (pair for pair in pairs if len(pair[1].shape) > 1):
+    for rank, first, second in (pair for pair in pairs if len(pair[1].values[0]) > 1):
         both = f"{first.name} of {first.place} and {second.name} of {second.place}"
         found.append(both)
         # Layers that were made from one seed, or copied, are equal and not tied: they are of one type, and either

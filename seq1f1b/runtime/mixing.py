@@ -1,10 +1,11 @@
 """Looks at a stage in the first step of a shape for what mixes tokens without the engine's knowledge.
 
 At the end of that step, once all units have run, the stage gets a few tokens of its first unit again: as two segments
-and as one (``by_values.py``). The values tell. Some stages cannot be run by themselves: under FSDP2 and
-``sequence_parallel``, those that talk to other processes or draw random numbers, those that get arguments of which
-nobody knows what they are for other tokens, and those that take no other number of tokens. There it only counts whether
-the unit F0.1 attended otherwise than by ``causal_attention`` (``watch.py``). No later step is looked at.
+and, unless it returns what it did in the unit, as one (``by_values.py``). The values tell. Some stages cannot be run by
+themselves: under FSDP2 and ``sequence_parallel``, those that talk to other processes or draw random numbers, those that
+get arguments of which nobody knows what they are for other tokens, and those that take no other number of tokens. There
+it only counts whether the unit F0.1 attended otherwise than by ``causal_attention`` (``watch.py``). No later step is
+looked at.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from seq1f1b.ops.unit import LiveUnit
-from seq1f1b.runtime.by_values import Look, Sample, take_sample
+from seq1f1b.runtime.by_values import FEWEST, Look, Sample, take_outputs, take_sample
 from seq1f1b.runtime.compiled import is_compiled
 from seq1f1b.runtime.data_parallel import Fsdp
 from seq1f1b.runtime.findings import ATTENTION, Finding
@@ -75,9 +76,14 @@ class FirstLook(Part):
             self._sample = take_sample(self._step, unit, inputs)
             if self._sample is not None:
                 kwargs = self._step.kwargs_of(unit)
-                self._kind = self._step.arguments.training, self._sample.sizes, tuple(sorted(kwargs))
+                is_long = sum(self._sample.sizes) >= FEWEST
+                self._kind = self._step.arguments.training, is_long, tuple(sorted(kwargs))
         is_watched = unit.cell == self._cell and self._kind not in self._known
         return self._watched(unit, inputs) if is_watched else None
+
+    def returned(self, unit: LiveUnit, output: Any) -> None:
+        if unit.cell == self._first and self._sample is not None and not unit.is_again:
+            take_outputs(self._step, unit, self._sample, output)
 
     @contextmanager
     def _watched(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> Iterator[None]:

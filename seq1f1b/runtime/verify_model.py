@@ -190,8 +190,6 @@ class WholeModel:
                 text = f"{name} ({truth.kind}) is the first module that returns something else"
                 if stage.kind != truth.kind:
                     text += f"; its stage has a {stage.kind} there"
-                if stage.mode != truth.mode:
-                    text += f"; it is in {stage.mode} mode, in the model in {truth.mode} mode"
                 return text
         return ""
 

@@ -50,13 +50,11 @@ class Forward(NamedTuple):
 
     Attributes:
         place: of the module, in words; kind: its type.
-        mode: "training" or "evaluation".
         odd: "nan" or "inf", which it holds; "" if it is finite, but for -inf alone, which is a mask.
     """
 
     place: str
     kind: str
-    mode: str
     dtype: str
     norm: float
     total: float
@@ -164,9 +162,9 @@ def _noted(runner: Runner, forwards: dict[str, Forward]) -> Iterator[None]:
         tensors = [] if is_abstract() else _tensors(output)
         odd = next((kind for t in tensors if (kind := _kind(t.detach().clamp(min=0)))), "")
         if tensors and (name not in forwards or (odd and not forwards[name].odd)):
-            first, mode = tensors[0].detach().double(), "training" if module.training else "evaluation"
+            first = tensors[0].detach().double()
             dtype, figures = str(tensors[0].dtype), (float(first.norm()), float(first.sum()))
-            forwards[name] = Forward(place, type(module).__name__, mode, dtype, *figures, odd)
+            forwards[name] = Forward(place, type(module).__name__, dtype, *figures, odd)
 
     with ExitStack() as stack:
         for stage, module in runner.pipeline.placed_modules():

@@ -257,7 +257,9 @@ def _compare_segments(whole: Whole, stage: CausalLMStage, layers: Mapping[int, n
             instead |= without_head(stage.causal_lm)
         positions = torch.arange(TOKENS, device=given[0].device)[None, segment]
         with recording(record):
-            looked_at = stage.around(twin(stage.causal_lm, instead))
+            looked_at: CausalLMStage = shallow(stage)
+            causal_lm = twin(stage.causal_lm, instead)
+            looked_at.__dict__.update(causal_lm=causal_lm, _modules=dict(causal_lm.named_children()))
             out = looked_at.run([t.clone() for t in message.tokens_of(given, segment)], positions, None)
             outs.append(out if head is None else head(out))
         parts.append(record)

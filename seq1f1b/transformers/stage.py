@@ -17,7 +17,7 @@ from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyPa
 from seq1f1b.transformers.attention_function import no_mask, refuse_dropout
 from seq1f1b.transformers.initial import initialize
 from seq1f1b.transformers.state import mixers, note_documents
-from seq1f1b.transformers.twins import as_layer, shallow
+from seq1f1b.transformers.twins import as_layer
 
 __all__ = ["CausalLMStage", "Elsewhere", "Entry", "Exit", "Hidden", "Message", "NoEmbedding"]
 
@@ -73,12 +73,6 @@ class CausalLMStage(nn.Module):
         self._takes_positions = takes_positions
         self._tied = tied
         self.train(causal_lm.training)
-
-    def around(self, causal_lm: Any) -> CausalLMStage:
-        """This stage with another copy of its part of the model."""
-        new: CausalLMStage = shallow(self)
-        new.__dict__.update(causal_lm=causal_lm, _modules=dict(causal_lm.named_children()))
-        return new
 
     @property
     def shards(self) -> list[VocabularyParallelEmbedding | VocabularyParallelHead]:

@@ -8,7 +8,7 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,6 +46,25 @@ __all__ = ["Trainer"]
 logging.getLogger("transformers.training_args").addFilter(lambda record: "parallel_mode != " not in str(record.msg))
 
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
+
+def _not_alone(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of the trainer that all ranks call: an error of one rank ends what the others do, or wait for."""
+
+    @functools.wraps(call)
+    def called(self: Trainer, *args: Any, **named: Any) -> Any:
+        try:
+            if self.args.world_size != 1 or self.accelerator.num_processes != 1:
+                raise RuntimeError(
+                    "TrainingArguments or a plain Trainer made after this trainer have reset the state of accelerate, "
+                    "which all share: make this trainer last"
+                )
+            return call(self, *args, **named)
+        except BaseException as error:
+            self.engine.fail(f"{type(error).__name__}: {error}")
+            raise
+
+    return called
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
@@ -290,36 +309,28 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
 
     # -- all ranks together ------------------------------------------------------------------------------------------
 
+    @_not_alone
     def train(self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, **named: Any) -> Any:
         """As the plain one. ``True`` resumes from the newest checkpoint that all ranks have finished.
 
         Raises:
             ValueError: the checkpoint lacks the optimizer and schedule of this trainer, as one of the plain Trainer.
         """
-        with self._not_alone():
-            folder = None
-            if resume_from_checkpoint is True:
-                folder = _newest_checkpoint(self.args.output_dir)
-            elif resume_from_checkpoint:
-                folder = os.fspath(resume_from_checkpoint)
-            if len(set(map(str, self._replicas.all_gather_object(folder)))) > 1:
-                raise ValueError(f"ranks would resume from different checkpoints, this one from {folder}")
-            if folder is not None:
-                check_resumable(folder)
-            return super().train(resume_from_checkpoint=folder, **named)
+        folder = None
+        if resume_from_checkpoint is True:
+            folder = _newest_checkpoint(self.args.output_dir)
+        elif resume_from_checkpoint:
+            folder = os.fspath(resume_from_checkpoint)
+        if len(set(map(str, self._replicas.all_gather_object(folder)))) > 1:
+            raise ValueError(f"ranks would resume from different checkpoints, this one from {folder}")
+        if folder is not None:
+            check_resumable(folder)
+        return super().train(resume_from_checkpoint=folder, **named)
 
-    def evaluate(self, *args: Any, **named: Any) -> Any:
-        with self._not_alone():
-            return super().evaluate(*args, **named)
-
-    def predict(self, *args: Any, **named: Any) -> Any:
-        with self._not_alone():
-            return super().predict(*args, **named)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the plain one; all ranks call it."""
-        with self._not_alone():
-            super().save_model(output_dir, _internal_call)
+    # As the plain ones; all ranks call them.
+    evaluate = _not_alone(transformers.Trainer.evaluate)
+    predict = _not_alone(transformers.Trainer.predict)
+    save_model = _not_alone(transformers.Trainer.save_model)
 
     def hyperparameter_search(self, *args: Any, **named: Any) -> Any:
         raise ValueError("seq1f1b.transformers.Trainer does not support hyperparameter_search: make a Trainer for each")
@@ -334,20 +345,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc] # no types of its own
             tracker.finish()
         atexit.unregister(_end_process_group)
         atexit.register(_end_process_group)
-
-    @contextmanager
-    def _not_alone(self) -> Iterator[None]:
-        """An error of this rank ends what the others do, or wait for."""
-        try:
-            if self.args.world_size != 1 or self.accelerator.num_processes != 1:
-                raise RuntimeError(
-                    "TrainingArguments or a plain Trainer made after this trainer have reset the state of accelerate, "
-                    "which all share: make this trainer last"
-                )
-            yield
-        except BaseException as error:
-            self.engine.fail(f"{type(error).__name__}: {error}")
-            raise
 
 
 def _loss(logits: Tensor, target: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 __all__: list[str] = []
 
-_PLAIN = "use transformers.Trainer for it"
 _OWN = ("self", "stage", "loss_fn", "arg_rules", "loss", "seq_dim", "group", "sequence_parallel")
 """Arguments of the engine that the trainer gives itself, or that it has no other value of."""
 CUT = ("balance", "seq_len")
@@ -47,11 +46,7 @@ _GIVEN: dict[str, str] = {
     "optimizers": "they would be of the whole model: give optimizer_cls_and_kwargs, or override create_optimizer",
 }
 
-_METHODS: dict[str, str] = {
-    "compute_loss": "the engine computes the loss by segments",
-    "training_step": "the engine runs it",
-    "prediction_step": "the engine runs it",
-}
+_METHODS = ("compute_loss", "training_step", "prediction_step")
 
 
 def check_arguments(args: transformers.TrainingArguments, given: Mapping[str, Any], trainer: type, ours: type) -> None:
@@ -70,9 +65,12 @@ def check_arguments(args: transformers.TrainingArguments, given: Mapping[str, An
         value = given.get(name)
         if value is not None and value != (None, None):
             _refuse(name, remedy)
-    for name, why in _METHODS.items():
+    for name in _METHODS:
         if getattr(trainer, name) is not getattr(ours, name):
-            _refuse(f"{trainer.__name__}.{name}, which overrides the trainer's", f"{why}, {_PLAIN}")
+            _refuse(
+                f"{trainer.__name__}.{name}, which overrides the trainer's",
+                "the engine runs it, by segments: use transformers.Trainer for it",
+            )
 
 
 def check_pipeline(pipeline: Mapping[str, Any], known: Mapping[str, Any]) -> None:

@@ -10,8 +10,7 @@ import os
 import random
 import time
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -315,15 +314,6 @@ def hooked(kind: str, place: str) -> nn.Module:
     model = Outer()
     getattr(model.get_submodule(place), kind)(lambda *_, **__: None, **KINDS[kind])
     return model
-
-
-@contextmanager
-def global_hook(kind: str) -> Iterator[None]:
-    handle = getattr(nn.modules.module, kind)(lambda *_: None)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def with_own_forward(place: str) -> nn.Module:

@@ -40,15 +40,6 @@ def test_a_type_is_as_the_page_says(name, is_quick):
     assert found.what == ON_PAGE[name], found.why
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", RIGHT)
-def test_a_supported_model_without_memory_is_cut(name):
-    model = decoders.build(name)
-    with torch.device("meta"):
-        model = type(model)(model.config)  # the config may be of a part that has no model by its name
-    assert all(pipeline_stage(model, rank, 2) is not None for rank in range(2))
-
-
 # -- the config of its user --------------------------------------------------------------------------------------------
 
 PLAIN = ["llama", "falcon", "gpt_neo", "dbrx"]  # two look modules up by the attention's name, one holds other configs

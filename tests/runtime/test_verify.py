@@ -16,7 +16,7 @@ from mixers import HIDDEN, Mixer, Net, attention, pooling, torchs_attention
 from mixers import batch as mixers_batch
 from processes import run_processes
 from slices import each_value, full_only
-from tiny_model import Config, batch, cross_entropy, run_whole, stage_of, whole_model
+from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -80,27 +80,6 @@ def test_a_right_model_over_ranks_and_orders(P, schedule, per_rank, dtype):
     assert results[0].ok, str(results[0])
     assert len(results[0].parameters) == len(list(model.parameters()))
     assert max(results[0].exact.values()) < 1e-12
-
-
-def test_the_whole_model_is_the_truth():
-    """The reference's gradients are those of the unsplit model in float64, which a test of its own computes."""
-    tokens, target = batch(CONFIG, M, LENGTH)
-    model = whole_model(CONFIG)
-    losses, truth = run_whole(model, tokens, target, M)
-    from seq1f1b.runtime import verify_runs as module
-    from seq1f1b.runtime.batch import StepArguments
-
-    def run(group):
-        engine = engine_for(group, [stage_of(model, CONFIG, group.rank, 2)])
-        session = module.Session(engine._runner, StepArguments(True, tokens, target, None))
-        result = session.run(whole=True, dtype=torch.float64)
-        names = [name for name, _ in engine.named_parameters()]
-        return result.losses, dict(zip(names, result.gradients, strict=True))
-
-    (_, first), (found, last) = run_ranks(2, run)
-    assert torch.allclose(torch.stack(found), torch.stack(losses), rtol=1e-14, atol=0)
-    for name, gradient in {**first, **last}.items():
-        assert torch.allclose(gradient, truth[name], rtol=1e-12, atol=1e-16), name
 
 
 def in_process(rank: int, world: int, transport: str) -> None:
@@ -324,22 +303,6 @@ def test_attention_of_another_kind_is_an_error_on_every_rank_unless_any_is_taken
         assert "stage 1, mixer (Mixer)" in text and 'attention="any"' in text
     with pytest.warns(SegmentWarning, match="attention not in segments: stage 1, mixer"):
         assert run_ranks(2, lambda group: run(group, "any")) == ["", ""]
-
-
-class Mixed(nn.Module):
-    """One layer attends as it should, another does not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.more = Net(Mixer(attention), last=False), Net(Mixer(torchs_attention), first=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.more(self.net(x))
-
-
-def test_a_stage_that_also_attends_as_it_should_gets_a_warning():
-    (text,) = stepped(Mixed())
-    assert "stage 0, more.mixer (Mixer) begins anew" in text
 
 
 # -- one module --------------------------------------------------------------------------------------------------------

@@ -139,21 +139,26 @@ def test_right_stages_are_the_model(dtype):
         assert max(result.exact.values()) < 1e-12
 
 
-def test_the_reference_is_the_model_run_by_itself():
+@pytest.mark.parametrize("is_given", [False, True])
+def test_the_reference_is_the_model_run_by_itself(is_given):
+    """Losses and gradients of the stages in a chain, and of the model that is given, beside those of a test's own."""
     model = whole_model(CONFIG)
     tokens, target = batch(CONFIG, M, LENGTH)
     losses, truth = run_whole(model, tokens, target, M)
 
     def run(group: Any) -> Any:
         engine = engine_of(stage_of(model, CONFIG, group.rank, 2), group)
-        whole = WholeModel(engine._runner, StepArguments(True, tokens, target, None), model)
-        session = Session(engine._runner, StepArguments(True, tokens, target, None))
-        whole.note(session.run(whole=False, dtype=None))
-        found = whole.run(dtype=None)
+        arguments = StepArguments(True, tokens, target, None)
+        session = Session(engine._runner, arguments)
+        if is_given:
+            whole = WholeModel(engine._runner, arguments, model)
+            whole.note(session.run(whole=False, dtype=None))
+        found = whole.run(dtype=None) if is_given else session.run(whole=True, dtype=torch.float64)
         return found.losses, dict(zip((name for name, _ in engine.named_parameters()), found.gradients, strict=True))
 
     (none, first), (found, last) = run_ranks(2, run)
-    assert none == [] and torch.equal(torch.stack(found), torch.stack(losses))
+    assert none == []
+    torch.testing.assert_close(torch.stack(found), torch.stack(losses), rtol=1e-14, atol=0)
     assert first.keys() | last.keys() == truth.keys()
     for name, gradient in {**first, **last}.items():
         torch.testing.assert_close(gradient, truth[name], rtol=1e-12, atol=1e-15)
