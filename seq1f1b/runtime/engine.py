@@ -35,9 +35,9 @@ from seq1f1b.runtime.gradients import REDUCED
 from seq1f1b.runtime.pipeline import Pipeline
 from seq1f1b.runtime.places import check_places, places_of
 from seq1f1b.runtime.rank_order import build, with_options
-from seq1f1b.runtime.rows import PlannedRows
 from seq1f1b.runtime.runner import Runner
 from seq1f1b.runtime.splitting import Rule
+from seq1f1b.runtime.trees import PlannedRows
 from seq1f1b.runtime.verify import Verification, verify
 from seq1f1b.runtime.vocabulary import join_shards
 from seq1f1b.schedule import Schedule

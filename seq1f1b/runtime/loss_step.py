@@ -14,7 +14,6 @@ from torch.autograd.graph import get_gradient_edge
 from seq1f1b.ops.unit import LiveUnit, enter
 from seq1f1b.runtime.batch import Batch
 from seq1f1b.runtime.data_parallel import Fsdp, without_wrapper
-from seq1f1b.runtime.divided import split_loss
 from seq1f1b.runtime.ends import detached
 from seq1f1b.runtime.findings import Finding
 from seq1f1b.runtime.model_state import RandomState
@@ -35,7 +34,6 @@ class ToLoss(Sink):
     that counts no target it is called once, to see whether it gives losses of tokens.
 
     Args:
-        targets: by cell; None: the step has none.
         set_apart: functions that are told of each leaf that the loss uses and no module holds, if gradients are sums.
     Attributes:
         divides: whether the loss comes with a divisor; None: no loss has told yet.
@@ -45,26 +43,20 @@ class ToLoss(Sink):
     """
 
     def __init__(
-        self,
-        step: StageStep,
-        batch: Batch,
-        weighting: Weighting,
-        targets: Sequence[Any] | None,
-        set_apart: Sequence[Callable[[Tensor], None]],
+        self, step: StageStep, batch: Batch, weighting: Weighting, set_apart: Sequence[Callable[[Tensor], None]]
     ) -> None:
-        self._step, self._stage, self._weighting, self._targets = step, step.stage, weighting, targets
+        self._step, self._stage, self._weighting, self._targets = step, step.stage, weighting, batch.targets
         self._loss_kwargs = batch.leaves.replace(dict(batch.arguments.loss_kwargs or {}))
         self._keeps_outputs, self._set_apart = batch.arguments.return_outputs, set_apart
-        self._loss_look = weighting.look() if targets is not None and step.arguments.is_new else None
+        self._loss_look = weighting.look() if batch.targets is not None and batch.is_new else None
         self.divides = batch.arguments.divides
         self.divisors: dict[int, Tensor | float] = {}
         self.constants: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self._seeds: tuple[Tensor, ...] = ()  # by cell, in the dtype of the losses
         self._looked_at: tuple[Any, Any, bool] | None = None  # arguments of a loss that is looked at
-        self._shares = [share for row in weighting.shares for share in row]  # by cell
         is_reduced = self._stage.head_parallel is not None  # each forward needs a backward
-        self._is_unseen = not any(self._shares) and not is_reduced
+        self._is_unseen = not any(weighting.shares) and not is_reduced
         self._passed_over = ""  # a segment without targets for which the loss told nothing, in words
 
     @property
@@ -105,7 +97,7 @@ class ToLoss(Sink):
 
     def _counts(self, cell: int) -> bool:
         """Whether a segment has counted targets."""
-        return self._shares[cell] != 0.0
+        return self._weighting.shares[cell] != 0.0
 
     def _add_nothing(self, unit: LiveUnit, output: Any) -> None:
         """Without a loss B still runs, for later segments' dK and dV."""
@@ -232,7 +224,7 @@ class ToLoss(Sink):
 
     def _learn(self, unit: LiveUnit, output: Any, result: Any) -> Tensor:
         """The loss in what ``loss_fn`` has returned; notes its divisor, and refuses what is neither."""
-        loss, divisor = split_loss(result) if isinstance(result, tuple) else (result, None)
+        loss, divisor = _split_loss(result) if isinstance(result, tuple) else (result, None)
         if divisor is None and self._is_of_tokens(unit, loss):
             loss = self._of_tokens(unit, loss)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -297,6 +289,23 @@ class ToLoss(Sink):
             self._seeds = self._weighting.seeds.to(loss.dtype).unbind()
         seed = self._seeds[unit.cell]
         return seed if seed.shape == loss.shape else seed.reshape(loss.shape)
+
+
+def _split_loss(result: tuple[Any, ...]) -> tuple[Any, Tensor | float]:
+    """A sum and its divisor, as ``loss_fn`` has returned them."""
+    if len(result) != 2:
+        raise ValueError(f"loss_fn returned {len(result)} values, must be a scalar loss, or its sum and its divisor")
+    total, divisor = result
+    is_number = isinstance(divisor, (int, float)) and not isinstance(divisor, bool)
+    if not is_number and not (isinstance(divisor, Tensor) and divisor.numel() == 1):
+        what = tuple(divisor.shape) if isinstance(divisor, Tensor) else type(divisor).__name__
+        raise ValueError(f"the divisor that loss_fn returned beside its sum must be one number, got {what}")
+    if isinstance(divisor, Tensor) and divisor.requires_grad:
+        raise ValueError(
+            "the divisor that loss_fn returned beside its sum requires grad, and the sum is divided once all segments "
+            "have gone back: return divisor.detach() if no gradient is to flow through it"
+        )
+    return total, divisor
 
 
 def _shown(result: Any) -> str:

@@ -1,7 +1,7 @@
 """Features of an engine: what it does around the units of a stage beyond running them, each in one file.
 
 A :class:`Feature` belongs to a stage for the engine's life. In each step it may put a :class:`Part` around the stage's
-units. ``features.py`` lists all of them; a stage without parts runs as if there were none.
+units. ``runner.py`` lists all of them; a stage without parts runs as if there were none.
 """
 
 from __future__ import annotations

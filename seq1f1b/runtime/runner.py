@@ -18,24 +18,42 @@ from seq1f1b.ops.context import inside_step
 from seq1f1b.plan import TunedOrder
 from seq1f1b.runtime.arguments import Disagreement, Options
 from seq1f1b.runtime.batch import Batch, StepArguments
+from seq1f1b.runtime.blocks import BlockRecomputing
 from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
+from seq1f1b.runtime.deferred import WeightGradients
+from seq1f1b.runtime.documents import AskingForDocuments
 from seq1f1b.runtime.explain import explained, unit_text
-from seq1f1b.runtime.features import FEATURES
 from seq1f1b.runtime.findings import look_at_batches, look_at_targets, sample_of
+from seq1f1b.runtime.frozen import Constants
 from seq1f1b.runtime.gradients import StepGradients, growing_wide
-from seq1f1b.runtime.measure import Activations
+from seq1f1b.runtime.measure import Activations, Measuring
+from seq1f1b.runtime.mixing import Looking
+from seq1f1b.runtime.offload import Offloading
+from seq1f1b.runtime.parts import Feature
 from seq1f1b.runtime.pipeline import Pipeline
 from seq1f1b.runtime.rank_order import RankOrder, build, with_options
+from seq1f1b.runtime.recompute import Recomputing
 from seq1f1b.runtime.report import StepRecord, make_report
-from seq1f1b.runtime.rows import PlannedRows, Rows, check_equal_rows
 from seq1f1b.runtime.splitting import sequence_length
 from seq1f1b.runtime.stage import Stage
 from seq1f1b.runtime.step import Step
-from seq1f1b.runtime.trees import Trees, read_rows
+from seq1f1b.runtime.trees import PlannedRows, Rows, Trees, check_equal_rows, read_rows
 from seq1f1b.runtime.tuning import Setting, Tuner
 from seq1f1b.schedule import Schedule
 
 __all__: list[str] = []
+
+# What an engine may do around the units of a stage. A new feature is a file, and a line here.
+FEATURES: tuple[type[Feature], ...] = (
+    Constants,
+    WeightGradients,
+    AskingForDocuments,
+    BlockRecomputing,
+    Recomputing,
+    Offloading,
+    Looking,
+    Measuring,  # the innermost: it counts what a forward keeps, and nothing that others do around it
+)
 
 MOST_ORDERS = 16  # kept with their programs
 
@@ -210,12 +228,12 @@ class Runner:
                     around.callback(step.end)
                     # 2. All ranks have come, with the same.
                     number = self._meet(arguments, order, number)
-                    if step.training:
+                    if arguments.training:
                         step.share_weights()
                     # 3. The units, and what surrounds them all.
                     if self.pipeline.tier is not None:
                         around.callback(self.pipeline.tier.reset)
-                    gradients = self._step_gradients(arguments.gradient_divisor) if step.training else None
+                    gradients = self._step_gradients(arguments.gradient_divisor) if arguments.training else None
                     if gradients is not None:
                         around.enter_context(gradients.apart())
                         step.set_apart.append(gradients.set_apart)
@@ -224,10 +242,12 @@ class Runner:
                     executor = None  # a look's error is no unit's
                     step.look_back()
                     executor = order.executor
-                    if step.training and self.pipeline.num_ranks > 1:
+                    if arguments.training and self.pipeline.num_ranks > 1:
                         self.pipeline.group.finish_units(self.pipeline.rank_of_stage[0])
                     # 4. Gradients, where they start anew after all units.
-                    losses = step.losses() if step.training else []  # an error in them comes before anything is added
+                    losses = (
+                        step.losses() if arguments.training else []
+                    )  # an error in them comes before anything is added
                     factor = self._divide(step) if gradients is not None and self.divides is not False else 1.0
                     step.finish(factor)
                     if gradients is not None:
@@ -242,7 +262,7 @@ class Runner:
                 raise told from error
         # 5. What the step leaves behind.
         self._record(step, order, number, seconds)
-        if not step.training:  # other ranks may have left: an error is this one's alone
+        if not arguments.training:  # other ranks may have left: an error is this one's alone
             losses = step.losses()
         return losses, step.outputs() if arguments.return_outputs else None
 
@@ -309,14 +329,14 @@ class Runner:
             _C.executor_step(
                 order.executor,
                 number,
-                step.training,
-                step.length,
-                array("q", step.sizes),
+                step.batch.training,
+                step.batch.length,
+                array("q", step.batch.sizes),
                 run,
                 step.fill,
                 lambda length: array("q", step.learn(length)),
                 place_views,
-                *(array("q", values) for values in step.siblings),
+                *(array("q", values) for values in step.batch.siblings),
             )
             seconds = time.perf_counter() - start
         return seconds
@@ -342,22 +362,22 @@ class Runner:
         return float(last[1])
 
     def _record(self, step: Step, order: RankOrder, number: int, seconds: float) -> None:
-        self._known_shapes.add((step.training, step.length, self.options.num_segments))
-        self._is_measured = step.training and order.schedule.rows is None and order.schedule is self.schedule
+        self._known_shapes.add((step.batch.training, step.batch.length, self.options.num_segments))
+        self._is_measured = step.batch.training and order.schedule.rows is None and order.schedule is self.schedule
         figures = step.figures()
         self.activations |= {i: own["activations"] for i, own in figures.items() if "activations" in own}
         self.look_seconds |= {i: own["look_seconds"] for i, own in figures.items() if "look_seconds" in own}
         self.last_step = StepRecord(
-            training=step.training,
+            training=step.batch.training,
             number=number,
-            sizes=step.sizes,
-            siblings=step.siblings,
-            length=step.length,
+            sizes=step.batch.sizes,
+            siblings=step.batch.siblings,
+            length=step.batch.length,
             seconds=seconds,
             order=order,
             figures=figures,
             logit_bytes=step.logit_bytes(),
-            tokens=step.tokens,
+            tokens=step.batch.num_tokens if self.pipeline.has_first else 0,
         )
 
     def found_order(self) -> TunedOrder:

@@ -12,8 +12,8 @@ from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 
 from seq1f1b import PipelineEngine, Schedule, build_schedule
 from seq1f1b.ops.unit import LiveUnit
-from seq1f1b.runtime.features import FEATURES
 from seq1f1b.runtime.parts import Feature, Part, Received
+from seq1f1b.runtime.runner import FEATURES
 from seq1f1b.runtime.stage import StageStep
 from seq1f1b.testing import run_ranks
 
@@ -23,7 +23,7 @@ NAMES = ["begin", "around", "returned", "left", "end", "before_backward", "after
 
 
 class Counting(Feature):
-    """What a new feature is: this class, a line in features.py, and a field of the report for its figure."""
+    """What a new feature is: this class, a line in runner.py, and a field of the report for its figure."""
 
     def begin(self, step: StageStep) -> Count | None:
         return Count(step) if step.arguments.training else None
