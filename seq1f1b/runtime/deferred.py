@@ -3,7 +3,7 @@
 While a training step runs, a stage's ``nn.Linear`` layers compute their output as always. Where the order splits the
 backward, I makes only the gradients of input and bias; the pair (input, output gradient) goes to the unit's tape, and W
 makes the weight's gradient from it. In a whole backward the layer adds the product to the gradient itself, where the
-device has an op for that (``layer.py``). All else is autograd's as ever, at I or B: what does not go this way costs
+device has an op for that (``linear.py``). All else is autograd's as ever, at I or B: what does not go this way costs
 time, never correctness. [Zero Bubble, arXiv:2401.10241]
 """
 
@@ -21,7 +21,7 @@ from seq1f1b.ops.unit import LiveUnit
 from seq1f1b.runtime import linear
 from seq1f1b.runtime.compiled import runs_compiled
 from seq1f1b.runtime.data_parallel import is_reduced
-from seq1f1b.runtime.layer import Layer, Use, Weights
+from seq1f1b.runtime.linear import Layer, Use, Weights
 from seq1f1b.runtime.measure import storages_of
 from seq1f1b.runtime.parts import Feature, Part, Pass, Received
 from seq1f1b.runtime.stage import Stage, StageStep
@@ -63,7 +63,7 @@ class Deferred(Part):
 
     @contextmanager
     def in_step(self, others: Sequence[nn.Module]) -> Iterator[None]:
-        """Layers that may leave products to W, or add them, run as ``layer.py`` says.
+        """Layers that may leave products to W, or add them, run as ``linear.py`` says.
 
         They are looked for in each step, for users change modules in between. What losses hold leaves nothing to W, nor
         does a layer that shares its weight with anything but a linear layer of the stage.
