@@ -13,6 +13,7 @@ from torch import Tensor
 from seq1f1b.ops.packing import document_lengths
 from seq1f1b.partition import ModelShape
 from seq1f1b.runtime.arguments import Options, check_number
+from seq1f1b.runtime.gradients import StepGradients
 from seq1f1b.runtime.nested import mapped
 from seq1f1b.runtime.pipeline import Pipeline
 from seq1f1b.runtime.splitting import (
@@ -95,6 +96,7 @@ class Batch:
         paths: by cell, of units that run path by path.
         documents: number in each micro-batch, where the step's plan says so.
         is_new: whether no step of this shape has run before: features look, measure and compare then.
+        gradients: those that the step adds, apart from what was there; leaves that no module holds are told to it.
         read: takes what is to be asked of the device before the units.
         seq_dim, arg_rules: where tokens are found in ``inputs`` and ``kwargs``.
     """
@@ -103,6 +105,7 @@ class Batch:
     kwargs: list[dict[str, Any]] | None = None
     targets: list[Any] | None = None
     is_new = True
+    gradients: StepGradients | None = None
 
     def __init__(self, arguments: StepArguments, options: Options, pipeline: Pipeline) -> None:
         self.arguments, self._options, device = arguments, options, pipeline.device

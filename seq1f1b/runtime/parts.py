@@ -65,11 +65,14 @@ class Part:
 
 
 class Source:
-    """Gives the units of a stage their inputs."""
+    """Gives the units of a stage their inputs: here those that the step was given, by cell."""
+
+    def __init__(self, given: Sequence[tuple[Any, ...]] = ()) -> None:
+        self._given = given
 
     def inputs(self, unit: LiveUnit, received: Received) -> tuple[Any, ...]:
         """For F: the module's positional arguments."""
-        raise NotImplementedError
+        return self._given[unit.cell]
 
     def give_back(self, unit: LiveUnit) -> tuple[Tensor | None, ...] | None:
         """After the backward: what crosses to another rank of their gradients."""

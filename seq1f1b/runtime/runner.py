@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from seq1f1b import _C
 from seq1f1b.device.placement import compute_stream, in_ranges, step_on, through_host
 from seq1f1b.ops.context import inside_step
-from seq1f1b.plan import TunedOrder
 from seq1f1b.runtime.arguments import Disagreement, Options
 from seq1f1b.runtime.batch import Batch, StepArguments
-from seq1f1b.runtime.blocks import BlockRecomputing
 from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
 from seq1f1b.runtime.deferred import WeightGradients
 from seq1f1b.runtime.documents import AskingForDocuments
@@ -32,7 +30,7 @@ from seq1f1b.runtime.offload import Offloading
 from seq1f1b.runtime.parts import Feature
 from seq1f1b.runtime.pipeline import Pipeline
 from seq1f1b.runtime.rank_order import RankOrder, build, with_options
-from seq1f1b.runtime.recompute import Recomputing
+from seq1f1b.runtime.recompute import BlockRecomputing, Recomputing
 from seq1f1b.runtime.report import StepRecord, make_report
 from seq1f1b.runtime.splitting import sequence_length
 from seq1f1b.runtime.stage import Stage
@@ -214,8 +212,7 @@ class Runner:
                         around.callback(parallel.end_step)
                         parallel.begin_step()
                     if arguments.rows is not None:
-                        num_parts = self.options.sequence_parallel[1]
-                        rows, trees = read_rows(arguments.rows, arguments.parents, num_parts)
+                        rows, trees = read_rows(arguments.rows, arguments.parents, self.options.sequence_parallel[1])
                         arguments = replace(arguments, rows=rows, trees=trees)
                     number = None
                     if self.tuner is not None and arguments.rows is None:
@@ -223,8 +220,13 @@ class Runner:
                         self.setting = self._tuned(self.tuner, arguments)
                     self._is_measured = False
                     order = self.order(arguments.training, arguments.rows, arguments.trees, arguments.plan)
-                    self._set_limits(shape_known=False)  # until the length is learnt
-                    step = self._begin(order, replace(arguments, divides=self.divides))
+                    # A peer may compile for minutes while a shape is new: until the length is learnt, it may be.
+                    self.pipeline.group.set_limits(self.options.limits.longest)
+                    batch = Batch(replace(arguments, divides=self.divides), self.options, self.pipeline)
+                    batch.check()
+                    if arguments.training and not self._known_shapes:
+                        _import_backward()
+                    step = Step(batch, order, self.options, self.stages, self.pipeline, self._known_shapes)
                     around.callback(step.end)
                     # 2. All ranks have come, with the same.
                     number = self._meet(arguments, order, number)
@@ -236,7 +238,7 @@ class Runner:
                     gradients = self._step_gradients(arguments.gradient_divisor) if arguments.training else None
                     if gradients is not None:
                         around.enter_context(gradients.apart())
-                        step.set_apart.append(gradients.set_apart)
+                        batch.gradients = gradients
                     executor = order.executor
                     seconds = self._run_units(step, order, number)
                     executor = None  # a look's error is no unit's
@@ -245,9 +247,7 @@ class Runner:
                     if arguments.training and self.pipeline.num_ranks > 1:
                         self.pipeline.group.finish_units(self.pipeline.rank_of_stage[0])
                     # 4. Gradients, where they start anew after all units.
-                    losses = (
-                        step.losses() if arguments.training else []
-                    )  # an error in them comes before anything is added
+                    losses = step.losses() if arguments.training else []  # an error in them adds nothing
                     factor = self._divide(step) if gradients is not None and self.divides is not False else 1.0
                     step.finish(factor)
                     if gradients is not None:
@@ -279,13 +279,6 @@ class Runner:
             if self.pipeline.has_first:
                 return sequence_length(arguments.inputs, self.options.seq_dim)
         return 0
-
-    def _begin(self, order: RankOrder, arguments: StepArguments) -> Step:
-        batch = Batch(arguments, self.options, self.pipeline)
-        batch.check()
-        if arguments.training and not self._known_shapes:
-            _import_backward()
-        return Step(batch, order, self.options, self.stages, self.pipeline, self._enter_shape)
 
     def _meet(self, arguments: StepArguments, order: RankOrder, number: int | None) -> int:
         """Waits for all ranks, and raises on each unless all were given the same. Returns the number of the step.
@@ -380,12 +373,6 @@ class Runner:
             tokens=step.batch.num_tokens if self.pipeline.has_first else 0,
         )
 
-    def found_order(self) -> TunedOrder:
-        """The order that the tuner has found, see :meth:`seq1f1b.PipelineEngine.found_order`."""
-        if self.tuner is None:
-            raise RuntimeError('the engine is not tuned: its order is what it was given; give schedule="tuned"')
-        return self.tuner.found()
-
     def _check_clock(self) -> None:
         pipeline = self.pipeline
         if pipeline.device.type != "cpu" and pipeline.group.is_thread and pipeline.num_ranks > 1:
@@ -406,17 +393,6 @@ class Runner:
         given = {name: value for name, value in kwargs.items() if rules.get(name) == "slice"}
         given |= {"inputs": arguments.inputs, "target": arguments.target}
         return {name: sample_of(value, self.options.seq_dim) for name, value in given.items()}
-
-    def _set_limits(self, shape_known: bool) -> None:
-        """Seconds without a peer's progress. A peer may compile for minutes while a shape is new."""
-        limits = self.options.limits
-        self.pipeline.group.set_limits(limits.step if shape_known else limits.longest)
-
-    def _enter_shape(self, shape: tuple[bool, int, int]) -> bool:
-        """Called once a step's (training, tokens, k) are known. Returns whether such a step has run before."""
-        is_known = shape in self._known_shapes
-        self._set_limits(is_known)
-        return is_known
 
     def _step_gradients(self, divisor: int) -> StepGradients:
         """Gradients of a training step; DDP and FSDP2 own those of the modules under them."""

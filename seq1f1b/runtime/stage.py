@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from seq1f1b import _C
 from seq1f1b.ops.unit import LiveUnit, enter
 from seq1f1b.runtime.arguments import Options
 from seq1f1b.runtime.data_parallel import data_parallel
@@ -162,8 +161,6 @@ class StageStep:
         inputs = self._source.inputs(unit, received)
         units[cell] = unit
         enter(unit)
-        if self.stage.is_whole:
-            _C.unit_set_whole()
         result = self.run(unit, inputs)
         for end in self._end:
             end(unit)
@@ -220,8 +217,6 @@ class StageStep:
         gradients = () if unit.seeds is not None else self._sink.gradients(unit, received)
         roots, seeds = unit.start(gradients, self._auxiliary_seeds)
         enter(unit)
-        if self.stage.is_whole:
-            _C.unit_set_whole()
         for before in self._before:
             before(unit)
         if roots and self._parallel is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from itertools import chain
@@ -15,7 +15,7 @@ from seq1f1b import _C
 from seq1f1b.runtime.arguments import Options
 from seq1f1b.runtime.batch import Batch, StepRead, merge
 from seq1f1b.runtime.documents import count_documents
-from seq1f1b.runtime.ends import FromBatch, FromStage, ToStage
+from seq1f1b.runtime.ends import FromStage, ToStage
 from seq1f1b.runtime.loss_step import ToLoss
 from seq1f1b.runtime.parts import Pass, Received, Sink, Source
 from seq1f1b.runtime.pipeline import Pipeline
@@ -37,7 +37,7 @@ class Step:
         batch: its arguments, checked.
         order: in which its units run.
         options, stages, pipeline: the engine's own.
-        enter_shape: told (training, tokens, k) once the length is known; returns whether such a step has run before.
+        known_shapes: (training, tokens, k) of steps that have run before.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class Step:
         options: Options,
         stages: dict[int, Stage],
         pipeline: Pipeline,
-        enter_shape: Callable[[tuple[bool, int, int]], bool],
+        known_shapes: Collection[tuple[bool, int, int]],
     ) -> None:
         self.batch, self._order, self._options, self._stages = batch, order, options, stages
-        self._pipeline, self._device, self._enter_shape = pipeline, pipeline.device, enter_shape
+        self._pipeline, self._device, self._known_shapes = pipeline, pipeline.device, known_shapes
         self._head: HeadStep | None = None  # this rank's shard of the output layer, where that is spread
         if options.head is not None:
             is_mean, last = options.loss.reduction == "mean", order.last_cells.get("T", -1)
@@ -67,7 +67,6 @@ class Step:
         self._parts: dict[int, StageStep] = {}
         self._passes: dict[int, tuple[Pass, ...]] = {}  # by stage; position: the number of the pass in C
         self._around: ExitStack | None = None  # the units, once they have begun
-        self.set_apart: list[Callable[[Tensor], None]] = []  # are told of leaves that the loss uses and no module holds
         if batch.length:
             self.learn(batch.length)
 
@@ -96,7 +95,8 @@ class Step:
         """Splits what this rank was given; returns the segment sizes. The executor calls it with the first message."""
         batch, options = self.batch, self._options
         batch.split(length)
-        batch.is_new = not self._enter_shape((batch.training, length, options.num_segments))
+        batch.is_new = (batch.training, length, options.num_segments) not in self._known_shapes
+        self._pipeline.group.set_limits(options.limits.longest if batch.is_new else options.limits.step)
         if self._embedding is not None and batch.inputs is not None:
             self._embedding.take(batch.inputs, batch.read)
         if self._head is not None and batch.targets is not None:
@@ -118,15 +118,15 @@ class Step:
     def _source(self, index: int, part: StageStep) -> Source:
         if not part.stage.is_first:
             return FromStage(self.batch.training, self._parts.get(index - 1))
-        return FromBatch(self.batch.inputs or ()) if self._embedding is None else self._embedding
+        return Source(self.batch.inputs or ()) if self._embedding is None else self._embedding
 
     def _sink(self, index: int, part: StageStep) -> Sink:
         if not part.stage.is_last:
             return ToStage(part, self._parts.get(index + 1))
         assert self._weighting is not None
         if self._head is not None:
-            return ToHead(part, self._head, self.batch, self._weighting)
-        self._loss = ToLoss(part, self.batch, self._weighting, self.set_apart)
+            return ToHead(part, self._head, self._weighting)
+        self._loss = ToLoss(part, self._weighting)
         return self._loss
 
     def _passes_of(self, part: StageStep) -> tuple[Pass, ...]:

@@ -1,7 +1,5 @@
 """Trains at random what surrounds the engine, against one process: ties, cuts, losses, documents, checkpoints, errors.
 
-    python tests/support/surroundings.py --seed 0 --cases 1000   # prints what differs
-
 A case is a small decoder with random ties, cut by ``split``, a loss, documents or none, an optimizer, and some legs of
 training on different numbers of ranks, from checkpoint to checkpoint. In some steps a rank fails, before, in or after
 them; the ranks then agree on a step, go back to it, and train on. The truth is the same model, trained in plain torch
@@ -10,15 +8,10 @@ without a fault. Ranks are threads.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import random
-import sys
 import tempfile
 import threading
-import time
-import traceback
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -506,27 +499,3 @@ def run(seed: int) -> float:
             first += leg.steps
     assert set(want) == set(weights), sorted(set(want) ^ set(weights))
     return max(float((weights[name] - value).abs().max() / (1 + value.abs().max())) for name, value in want.items())
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cases", type=int, default=1000)
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    wrong, began = 0, time.monotonic()
-    for seed in range(options.seed, options.seed + options.cases):
-        try:
-            found = f"error {error:.1e}" if (error := run(seed)) > 1e-9 else ""
-        except Exception:
-            found = traceback.format_exc()
-        if found:
-            wrong += 1
-            print(f"seed {seed}: {found}; {make_case(seed)}", flush=True)
-    print(f"{options.cases} cases, {wrong} wrong, {time.monotonic() - began:.0f} s")
-    return int(wrong > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
