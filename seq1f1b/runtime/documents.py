@@ -23,7 +23,7 @@ from seq1f1b.ops.unit import LiveUnit
 from seq1f1b.runtime.batch import StepRead
 from seq1f1b.runtime.findings import DOCUMENTS, Finding
 from seq1f1b.runtime.nested import tensors_of
-from seq1f1b.runtime.parts import Feature, Part
+from seq1f1b.runtime.parts import Part
 from seq1f1b.runtime.stage import StageStep
 
 __all__: list[str] = []
@@ -31,16 +31,12 @@ __all__: list[str] = []
 _layout = gpu_part("documents")
 
 
-class AskingForDocuments(Feature):
+class AskingForDocuments(Part):
     """In steps whose plan has a row of several documents."""
 
-    def begin(self, step: StageStep) -> Part | None:
-        return _Rows(step) if any(count > 1 for count in step.arguments.documents) else None
-
-
-class _Rows(Part):
-    def __init__(self, step: StageStep) -> None:
-        self._step, self._documents = step, step.arguments.documents
+    def start(self, step: StageStep) -> bool:
+        self._documents = step.arguments.documents
+        return any(count > 1 for count in self._documents)
 
     def begin(self, unit: LiveUnit) -> None:
         _C.unit_set_documents(self._documents[unit.microbatch])

@@ -39,6 +39,8 @@ class ToLoss(Sink):
         values: by cell, losses of tokens, where the loss comes so.
     """
 
+    _step: StageStep
+
     def __init__(self, step: StageStep, weighting: Weighting) -> None:
         batch = self._batch = step.arguments
         self._step, self._stage, self._weighting, self._targets = step, step.stage, weighting, batch.targets

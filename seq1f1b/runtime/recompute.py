@@ -25,7 +25,7 @@ from seq1f1b.runtime.compiled import is_compiled_whole
 from seq1f1b.runtime.data_parallel import without_wrapper
 from seq1f1b.runtime.model_state import generator_states, set_generator_states
 from seq1f1b.runtime.nested import tensors_of
-from seq1f1b.runtime.parts import Feature, Part, Pass, Received
+from seq1f1b.runtime.parts import Part, Pass, Received
 from seq1f1b.runtime.stage import Stage, StageStep
 from seq1f1b.schedule import Unit
 
@@ -35,27 +35,17 @@ _Run = TypeVar("_Run", bound=Callable[..., Any])
 _generators = threading.RLock()  # torch's default ones belong to the whole process
 
 
-class Recomputing(Feature):
-    """Runs a stage again for the units whose F is to keep its arguments alone."""
+class Recomputing(Part):
+    """Runs a stage again for the units whose F is to keep its arguments alone: F without a graph, and R."""
 
     def __init__(self, stage: Stage, options: Options, tier: Any) -> None:
-        self._compares = options.memory.check
+        self._checks, self._device = options.memory.check, stage.device
 
-    def begin(self, step: StageStep) -> Recompute | None:
-        return Recompute(step, self._compares and step.arguments.is_new) if step.order.recomputed else None
-
-
-class Recompute(Part):
-    """F without a graph, and R.
-
-    Args:
-        compares: whether R has to compute what F did, bit for bit.
-    """
-
-    def __init__(self, step: StageStep, compares: bool) -> None:
-        self._step, self._stage, self._compares = step, step.stage, compares
-        trained = (p.requires_grad for module in self._stage.modules for p in module.parameters())
-        self._trains = not isinstance(self._stage.module, nn.Module) or any(trained)
+    def start(self, step: StageStep) -> bool:
+        self._compares = self._checks and step.arguments.is_new  # whether R has to compute what F did, bit for bit
+        trained = (p.requires_grad for module in step.stage.modules for p in module.parameters())
+        self._trains = not isinstance(step.stage.module, nn.Module) or any(trained)
+        return bool(step.order.recomputed)
 
     def passes(self) -> Mapping[str, Pass]:
         return {"R": self.recompute}
@@ -63,7 +53,7 @@ class Recompute(Part):
     def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> AbstractContextManager[Any] | None:
         if unit.is_again or unit.cell not in self._step.order.recomputed:
             return None
-        unit.kept = Kept(inputs, self._step.kwargs_of(unit), self._stage.device, self._trains)
+        unit.kept = Kept(inputs, self._step.kwargs_of(unit), self._device, self._trains)
         return unit.kept.first()  # type: ignore[no-any-return]
 
     def returned(self, unit: LiveUnit, output: Any) -> None:
@@ -74,7 +64,7 @@ class Recompute(Part):
             unit.digest = found
         elif found != unit.digest:
             raise RuntimeError(
-                f"stage {self._stage.index} has computed something else in R{unit.microbatch}.{unit.segment} than in "
+                f"stage {unit.stage} has computed something else in R{unit.microbatch}.{unit.segment} than in "
                 "its F: a stage that is recomputed must do the same both times. Random numbers of torch are the same; "
                 "Python's and NumPy's, counters and buffers that a forward changes are not. Mend that, or leave the "
                 "unit out of Memory.recompute"
@@ -94,7 +84,7 @@ class Recompute(Part):
         again: dict[int, Tensor] = unit.carried_out or {}
         if left.keys() != again.keys():
             raise RuntimeError(
-                f"stage {self._stage.index} has carried out states {sorted(again)} in R, and {sorted(left)} in F: "
+                f"stage {unit.stage} has carried out states {sorted(again)} in R, and {sorted(left)} in F: "
                 "a stage that is recomputed must do the same both times"
             )
 
@@ -184,7 +174,7 @@ def one_at_a_time(run: _Run) -> _Run:
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-class BlockRecomputing(Feature):
+class BlockRecomputing(Part):
     """Lets units compute some blocks of a stage again, each just before its own backward: of the list that
     ``Memory.blocks`` names, the first ones, by its share of them, rounded up.
 
@@ -219,24 +209,18 @@ class BlockRecomputing(Feature):
                     "be computed again in some units alone; use Memory(recompute=...), which runs the whole stage again"
                 )
 
-    def begin(self, step: StageStep) -> BlocksAgain | None:
-        return BlocksAgain(step, self) if self.modules and step.arguments.training else None
-
-
-class BlocksAgain(Part):
-    """Says of each unit how many blocks its backward computes again."""
-
-    def __init__(self, step: StageStep, blocks: BlockRecomputing) -> None:
-        self._step, self._blocks = step, blocks
+    def start(self, step: StageStep) -> bool:
         self._count = 0  # in all units
+        return bool(self.modules) and step.arguments.training
 
     def begin(self, unit: LiveUnit) -> None:
-        share, m, s = self._blocks.share, unit.microbatch, unit.segment
+        """Says how many blocks the unit's backward computes again."""
+        share, m, s = self.share, unit.microbatch, unit.segment
         if unit.cell in self._step.order.recomputed:
             return
         if callable(share):
-            share = check_share(share(Unit("F", self._blocks.index, m, s)), f"of F{m}.{s}")
-        unit.blocks_again = math.ceil(share * len(self._blocks.modules))
+            share = check_share(share(Unit("F", self.index, m, s)), f"of F{m}.{s}")
+        unit.blocks_again = math.ceil(share * len(self.modules))
         self._count += unit.blocks_again
 
     def figures(self) -> Mapping[str, Any]:
@@ -245,12 +229,12 @@ class BlocksAgain(Part):
     @contextmanager
     def in_step(self, others: Sequence[nn.Module]) -> Iterator[None]:
         """Within, a block looks at the running unit to see whether its backward computes it again."""
-        for at, block in enumerate(self._blocks.modules):
+        for at, block in enumerate(self.modules):
             block.__dict__["forward"] = _Forward(block.forward, at)
         try:
             yield
         finally:
-            for block in self._blocks.modules:
+            for block in self.modules:
                 forward = block.__dict__.pop("forward", None)
                 own = forward.own if isinstance(forward, _Forward) else forward
                 if own is not None and getattr(own, "__func__", None) is not type(block).forward:

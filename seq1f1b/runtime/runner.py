@@ -27,7 +27,7 @@ from seq1f1b.runtime.gradients import StepGradients, growing_wide
 from seq1f1b.runtime.measure import Activations, Measuring
 from seq1f1b.runtime.mixing import Looking
 from seq1f1b.runtime.offload import Offloading
-from seq1f1b.runtime.parts import Feature
+from seq1f1b.runtime.parts import Part
 from seq1f1b.runtime.pipeline import Pipeline
 from seq1f1b.runtime.rank_order import RankOrder, build, with_options
 from seq1f1b.runtime.recompute import BlockRecomputing, Recomputing
@@ -42,7 +42,7 @@ from seq1f1b.schedule import Schedule
 __all__: list[str] = []
 
 # What an engine may do around the units of a stage. A new feature is a file, and a line here.
-FEATURES: tuple[type[Feature], ...] = (
+FEATURES: tuple[type[Part], ...] = (
     Constants,
     WeightGradients,
     AskingForDocuments,
@@ -208,6 +208,8 @@ class Runner:
                 with ExitStack() as around:
                     # 1. What failed since this rank's last step; what it was given: an order, and a batch.
                     self.pipeline.group.enter()
+                    for stage in self.stages.values():
+                        around.callback(stage.end_step)
                     for parallel in (each for stage in self.stages.values() for each in stage.wrappers):
                         around.callback(parallel.end_step)
                         parallel.begin_step()

@@ -14,7 +14,7 @@ from seq1f1b.runtime.arguments import Options
 from seq1f1b.runtime.data_parallel import data_parallel
 from seq1f1b.runtime.findings import Findings
 from seq1f1b.runtime.nested import tensors_of
-from seq1f1b.runtime.parts import Feature, Part, Pass, Received, Sink, Source, hooks
+from seq1f1b.runtime.parts import Part, Pass, Received, Sink, Source, hooks
 from seq1f1b.runtime.rank_order import StageOrder
 from seq1f1b.runtime.trees import by_paths
 
@@ -39,7 +39,7 @@ class Stage:
         index: int,
         pipeline: Pipeline,
         options: Options,
-        features: Sequence[type[Feature]],
+        features: Sequence[type[Part]],
         *,
         is_whole: bool,
         tells: bool,
@@ -59,6 +59,11 @@ class Stage:
         self.parallel = data_parallel(self.module)
         self.head_parallel = data_parallel(self.loss_fn)
         self.features = [make(self, options, pipeline.tier) for make in features]
+
+    def end_step(self) -> None:
+        """After a step, or an error in it: units go with the step."""
+        for feature in self.features:
+            feature._step = None
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -107,7 +112,11 @@ class StageStep:
         self.has_auxiliary = False
         self.figures: dict[str, Any] = {}  # what the report tells of the parts, once the step has ended
         self._module, self._parallel = stage.module, stage.parallel
-        self.parts = [part for feature in stage.features if (part := feature.begin(self)) is not None]
+        self.parts = []
+        for part in stage.features:
+            part._step = self
+            if part.start(self):
+                self.parts.append(part)
         self.measure: Any = next((part for part in self.parts if hasattr(part, "around_head")), None)  # measure.py
 
     def connect(self, source: Source, sink: Sink) -> None:
