@@ -75,8 +75,8 @@ MUTATIONS = {
     "segments that weigh alike, whatever they count": Mutation(
         ring="core",
         file="seq1f1b/runtime/weighting.py",
-        line="seeds = [weight * scale for row",
-        instead="seeds = [scale for row",
+        line="seeds = [share * self._mean_scale for",
+        instead="seeds = [self._mean_scale for",
         tests="tests/runtime/test_gradients.py",
     ),
     "ranks that agree before all have come": Mutation(

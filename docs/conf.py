@@ -84,7 +84,7 @@ nitpick_ignore = [
         "LayerKind",
         "tuple[LayerKind",
         "seq1f1b.partition.LayerKind",
-        "seq1f1b.runtime.rows.PlannedRows",
+        "seq1f1b.runtime.trees.PlannedRows",
         "seq1f1b.adapters.chain.ChainStage",
         "types.EllipsisType",
         "tuple[int",  # of a signature that Sphinx cuts at its comma

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 
 from seq1f1b.adapters.checkpoint_values import OptimizerEntries, RowShard, Saved, Whole, as_kept, local
 from seq1f1b.runtime.engine import PipelineEngine
-from seq1f1b.runtime.tied import ties_of
 
 __all__ = ["PipelineState"]
 
@@ -50,7 +49,7 @@ class PipelineState:
         self, engine: PipelineEngine, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = ()
     ) -> None:
         # What stands in for an engine, as in examples/compare.py, has no ties.
-        self._tied = ties_of(engine) if isinstance(engine, PipelineEngine) else None
+        self._tied = engine._pipeline.tied if isinstance(engine, PipelineEngine) else None
         self._optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
         self._tensors: dict[str, list[Tensor]] = {}  # one, or copies of one
         self._names: dict[Tensor, str] = {}

@@ -41,8 +41,8 @@ class LiveUnit:
     digest: Any = None  # recompute.py: of what F computed, where R is compared with it
     away: Any = None  # offload.py: what its graph saves, if it is moved
     tape: Any = None  # deferred.py: what I leaves to W
-    added: dict[int, int] | None = None  # layer.py: notes weights whose layers add to gradients; None: no layer may
-    blocks_again = 0  # blocks.py: the first blocks of the stage, which its backward computes again one by one
+    added: dict[int, int] | None = None  # linear.py: notes weights whose layers add to gradients; None: no layer may
+    blocks_again = 0  # recompute.py: the first blocks of the stage, which its backward computes again one by one
     saved_bytes = 0  # measure.py: held by its graph
     kept_bytes = gradient_bytes = 0  # measure.py: by its tape: inputs of layers, and gradients of their outputs
 
@@ -129,6 +129,8 @@ def as_message(tensor: Tensor) -> Tensor:
 def enter(unit: LiveUnit | None) -> None:
     """Makes it what the modules of the running unit see; the executor says when the unit ends."""
     _C.unit_set_state(unit)
+    if unit is not None and unit.is_whole:
+        _C.unit_set_whole()
 
 
 def current() -> LiveUnit | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor
 from seq1f1b.ops.packing import document_lengths
 from seq1f1b.partition import ModelShape
 from seq1f1b.runtime.arguments import Options, check_number
+from seq1f1b.runtime.gradients import StepGradients
 from seq1f1b.runtime.nested import mapped
 from seq1f1b.runtime.pipeline import Pipeline
-from seq1f1b.runtime.rows import PlannedRows, Rows
 from seq1f1b.runtime.splitting import (
     Leaves,
     check_count,
@@ -27,7 +27,7 @@ from seq1f1b.runtime.splitting import (
     split_kwargs,
     split_sequence,
 )
-from seq1f1b.runtime.trees import Trees
+from seq1f1b.runtime.trees import PlannedRows, Rows, Trees, paths_of
 
 __all__: list[str] = []
 
@@ -53,17 +53,63 @@ class StepArguments:
     divides: bool | None = None  # whether the loss comes with its divisor; None: not known yet
 
 
+class StepRead:
+    """Gathers what a step asks the device, for one read: the host waits in each until the device is there."""
+
+    def __init__(self) -> None:
+        self._asked: list[tuple[Sequence[Tensor | float], Callable[[list[list[float]]], None]]] = []
+
+    def ask(self, values: Sequence[Tensor | float], take: Callable[[list[list[float]]], None]) -> None:
+        """``take`` is told the elements of each, once they are read."""
+        self._asked.append((values, take))
+
+    def read(self) -> None:
+        """Reads what has been asked for. Tensors of subclasses, and of each device, are read apart."""
+        asked, self._asked = self._asked, []
+        flat: dict[torch.device, list[Tensor]] = {}
+        for value in (value for values, _ in asked for value in values):
+            if type(value) is Tensor:
+                flat.setdefault(value.device, []).append(value.detach().reshape(-1).double())
+        read = {device: iter(torch.cat(every).tolist()) for device, every in flat.items()}
+        for values, take in asked:
+            take([
+                list(islice(read[value.device], value.numel())) if type(value) is Tensor
+                else [float(element) for element in value.detach().reshape(-1)] if isinstance(value, Tensor)
+                else [float(value)]
+                for value in values
+            ])  # fmt: skip
+
+
 class Batch:
-    """The arguments of one step on this rank.
+    """The arguments of one step on this rank, from :meth:`split` on by cell: by the number of a segment over all
+    micro-batches.
 
     Attributes:
-        rows: tokens of the segments of every micro-batch, where the step was given them; else empty.
         length: tokens of the longest micro-batch; 0: this rank learns it from the first message.
+        rows: tokens of the segments of every micro-batch; before the split only where the step was given them.
+        sizes: the same as the executor takes them, alike for all micro-batches or in a row.
         target: of the M micro-batches, where this rank has them.
+        inputs, kwargs, targets: by cell, or None: positional arguments of the first stage, keyword arguments of this
+            rank's stages, and targets.
+        siblings: see :attr:`seq1f1b.runtime.trees.Trees.siblings`.
+        num_parts: by cell, leaves in it, in a step of trees.
+        paths: by cell, of units that run path by path.
+        documents: number in each micro-batch, where the step's plan says so.
+        is_new: whether no step of this shape has run before: features look, measure and compare then.
+        gradients: those that the step adds, apart from what was there; leaves that no module holds are told to it.
+        read: takes what is to be asked of the device before the units.
+        seq_dim, arg_rules: where tokens are found in ``inputs`` and ``kwargs``.
     """
+
+    inputs: list[tuple[Any, ...]] | None = None
+    kwargs: list[dict[str, Any]] | None = None
+    targets: list[Any] | None = None
+    is_new = True
+    gradients: StepGradients | None = None
 
     def __init__(self, arguments: StepArguments, options: Options, pipeline: Pipeline) -> None:
         self.arguments, self._options, device = arguments, options, pipeline.device
+        self.training, self.seq_dim, self.arg_rules = arguments.training, options.seq_dim, options.arg_rules
         self._rank, self._has_last = pipeline.rank, pipeline.has_last
         self._takes_inputs = pipeline.has_first or options.embedding is not None
         self._hands_on = (pipeline.has_first or pipeline.has_last) and pipeline.num_stages > 1
@@ -73,10 +119,15 @@ class Batch:
                 mapped(value, lambda tensor: tensor.to(device, non_blocking=not tensor.is_pinned()))
                 for value in (self._inputs, self.target, self._kwargs)
             )
-        self.leaves = Leaves()
+        self.leaves, self.read = Leaves(), StepRead()
         self.rows: Rows = arguments.rows or ()
         self.num_microbatches = len(self.rows) or options.num_microbatches
-        self.length = 0
+        self.length, self.sizes = 0, [0] * options.num_segments
+        trees, whole, plan = arguments.trees, arguments.paths, arguments.plan
+        self.siblings = ((), ()) if trees is None else trees.siblings
+        self.num_parts = [] if trees is None else [len(part) for row in trees.parts for part in row]
+        self.paths = [] if whole is None else list(map(paths_of, whole.parents, whole.parts))
+        self.documents = [] if plan is None else [len(row) for row in plan.rows]
 
     def check(self) -> None:
         """Raises where the arguments break a rule."""
@@ -115,35 +166,35 @@ class Batch:
         self._inputs = self.leaves.replace(self._inputs)
         self.length = sequence_length(self._inputs, options.seq_dim)
 
-    def split(self, length: int) -> tuple[Rows, list[int], Any, Any, Any]:
-        """Cuts what this rank was given into segments.
-
-        Returns:
-            Tokens of the segments of every micro-batch; the same as the executor takes them, alike for all or in a row;
-            and by cell, over all micro-batches, the inputs, keyword arguments and targets, or None.
-        """
-        options = self._options
+    def split(self, length: int) -> None:
+        """Cuts what this rank was given into segments, of micro-batches of so many tokens."""
+        options, self.length = self._options, length
         dim, part = options.seq_dim, options.sequence_parallel
         if self.rows:
-            rows, sizes = self.rows, [size for row in self.rows for size in row]
+            self.sizes = [size for row in self.rows for size in row]
         else:
-            sizes = options.sizes_of(length, self._documents())
-            rows = (sizes,) * self.num_microbatches
-        inputs = kwargs = targets = None
+            self.sizes = options.sizes_of(length, self._documents())
+            self.rows = (self.sizes,) * self.num_microbatches
         if self._takes_inputs:
-            inputs = _flat(split_inputs(self._inputs, rows, dim, part))
+            self.inputs = _flat(split_inputs(self._inputs, self.rows, dim, part))
         if self._kwargs or options.arg_rules:
             trees, given = self.arguments.trees, self.leaves.replace(self._kwargs)
             positions = None if trees is None else trees.positions
-            kwargs = _flat(split_kwargs(given, options.arg_rules, rows, dim, part, positions))
+            self.kwargs = _flat(split_kwargs(given, options.arg_rules, self.rows, dim, part, positions))
         if self._has_last and self.target is not None:
-            targets = list(self.target)
-            if part[1] > 1 or any(len(row) > 1 for row in rows):
-                targets = _flat(
-                    split_sequence(target, rows[m], dim, f"target of micro-batch {m}", part)
-                    for m, target in enumerate(targets)
+            self.targets = list(self.target)
+            if part[1] > 1 or any(len(row) > 1 for row in self.rows):
+                self.targets = _flat(
+                    split_sequence(target, self.rows[m], dim, f"target of micro-batch {m}", part)
+                    for m, target in enumerate(self.targets)
                 )
-        return rows, sizes, inputs, kwargs, targets
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences, once they are split."""
+        lengths = [size for row in self.rows for size in row]
+        first = [next((t for t in given if isinstance(t, Tensor) and t.dim()), ()) for given in self.inputs or ()]
+        return sum(len(sequences) * size for sequences, size in zip(first, lengths, strict=False))
 
     def _documents(self) -> list[int] | None:
         """Lengths of the packed documents of all rows, where segments have equal FLOPs by them."""

@@ -3,7 +3,7 @@
 While a training step runs, a stage's ``nn.Linear`` layers compute their output as always. Where the order splits the
 backward, I makes only the gradients of input and bias; the pair (input, output gradient) goes to the unit's tape, and W
 makes the weight's gradient from it. In a whole backward the layer adds the product to the gradient itself, where the
-device has an op for that (``layer.py``). All else is autograd's as ever, at I or B: what does not go this way costs
+device has an op for that (``linear.py``). All else is autograd's as ever, at I or B: what does not go this way costs
 time, never correctness. [Zero Bubble, arXiv:2401.10241]
 """
 
@@ -21,9 +21,9 @@ from seq1f1b.ops.unit import LiveUnit
 from seq1f1b.runtime import linear
 from seq1f1b.runtime.compiled import runs_compiled
 from seq1f1b.runtime.data_parallel import is_reduced
-from seq1f1b.runtime.layer import Layer, Use, Weights
+from seq1f1b.runtime.linear import Layer, Use, Weights
 from seq1f1b.runtime.measure import storages_of
-from seq1f1b.runtime.parts import Feature, Part, Pass, Received
+from seq1f1b.runtime.parts import Part, Pass, Received
 from seq1f1b.runtime.stage import Stage, StageStep
 
 __all__: list[str] = []
@@ -31,48 +31,40 @@ __all__: list[str] = []
 _WIDEST = 8  # times as many outputs as inputs: of a wider layer, a head, the output gradients would fill the memory
 
 
-class WeightGradients(Feature):
-    """Makes gradients of weights by the product itself, and in W where an order splits the backward."""
+class WeightGradients(Part):
+    """Makes gradients of weights by the product itself, and in W where an order splits the backward.
+
+    A unit whose backward is I and W has a tape.
+    """
 
     def __init__(self, stage: Stage, options: Any, tier: Any) -> None:
         self._layers: dict[int, Layer] = {}
 
-    def begin(self, step: StageStep) -> Deferred | None:
+    def start(self, step: StageStep) -> bool:
         stage = step.stage
         # DDP and FSDP wait for autograd to accumulate; and a whole model, to which segments are compared, is torch's.
-        adds = (
+        self._adds = (
             step.arguments.training and not stage.wrappers and not stage.is_whole and linear.are_one_call(stage.device)
         )
-        return Deferred(step, self._layers, adds) if step.order.split or adds else None
-
-
-class Deferred(Part):
-    """A tape for each unit whose backward is I and W; and W.
-
-    Args:
-        adds: whether layers add their products themselves, where they leave none to W.
-    """
-
-    def __init__(self, step: StageStep, layers: dict[int, Layer], adds: bool) -> None:
-        self._step, self._stage, self._layers, self._adds = step, step.stage, layers, adds
         self._noted: dict[int, int] = {}  # elements of weights that I left to W, by the weight's id
         self._added: dict[int, int] = {}  # the same of those whose layers added products themselves
+        return bool(step.order.split) or self._adds
 
     def passes(self) -> Mapping[str, Pass]:
         return {"W": self.weight}
 
     @contextmanager
     def in_step(self, others: Sequence[nn.Module]) -> Iterator[None]:
-        """Layers that may leave products to W, or add them, run as ``layer.py`` says.
+        """Layers that may leave products to W, or add them, run as ``linear.py`` says.
 
         They are looked for in each step, for users change modules in between. What losses hold leaves nothing to W, nor
         does a layer that shares its weight with anything but a linear layer of the stage.
         """
         torch.clear_autocast_cache()  # casts in it hold nodes of weights, as a user who waits for a gradient does
         weights, found = Weights(), dict[int, Layer]()
-        for root in self._stage.modules:
-            for layer in _layers_of(root, [m for m in (*self._stage.modules, *others) if m is not root]):
-                layer.waits &= root is self._stage.module
+        for root in self._step.stage.modules:
+            for layer in _layers_of(root, [m for m in (*self._step.stage.modules, *others) if m is not root]):
+                layer.waits &= root is self._step.stage.module
                 if layer.waits or self._adds:
                     own = self._layers.get(id(layer.module))
                     if own is None or own.module is not layer.module:
@@ -104,7 +96,7 @@ class Deferred(Part):
 
     def weight(self, cell: int, received: Received) -> None:
         """W(m.s): the gradients of weights that I left."""
-        unit, parallel = self._step.units[cell], self._stage.parallel
+        unit, parallel = self._step.units[cell], self._step.stage.parallel
         tape, unit.tape = unit.tape, None
         assert tape is not None
         is_last = self._step.order.last_gradients == ("W", cell)
@@ -118,9 +110,9 @@ class Deferred(Part):
         """Runs one product of W(m.s), whose I has run; returns whether any is left."""
         tape = self._step.units[cell].tape
         is_left = tape is not None and tape.run_next()
-        if self._stage.parallel is not None and not is_left:
+        if self._step.stage.parallel is not None and not is_left:
             # The last one has its place in the order, alike on all replicas.
-            self._stage.parallel.after_weight(is_last=False)
+            self._step.stage.parallel.after_weight(is_last=False)
         return is_left
 
     def figures(self) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Sources of the inputs of a stage's units, and sinks of their outputs: the batch, or another stage.
+"""Another stage as the source of a stage's inputs, and as the sink of its outputs.
 
 ``loss_step.py`` has the end that makes the loss, ``vocabulary_step.py`` those of a vocabulary over the ranks.
 """
@@ -18,16 +18,6 @@ from seq1f1b.runtime.parts import Received, Sink, Source
 from seq1f1b.runtime.stage import StageStep
 
 __all__: list[str] = []
-
-
-class FromBatch(Source):
-    """The first stage's arguments, by cell."""
-
-    def __init__(self, inputs: Sequence[tuple[Any, ...]]) -> None:
-        self._inputs = inputs
-
-    def inputs(self, unit: LiveUnit, received: Received) -> tuple[Any, ...]:
-        return self._inputs[unit.cell]
 
 
 class FromStage(Source):

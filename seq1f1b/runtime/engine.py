@@ -32,12 +32,11 @@ from seq1f1b.runtime.arguments import (
 )
 from seq1f1b.runtime.batch import StepArguments, merge
 from seq1f1b.runtime.gradients import REDUCED
-from seq1f1b.runtime.pipeline import Pipeline
-from seq1f1b.runtime.places import check_places, places_of
+from seq1f1b.runtime.pipeline import Pipeline, check_places, places_of
 from seq1f1b.runtime.rank_order import build, with_options
-from seq1f1b.runtime.rows import PlannedRows
 from seq1f1b.runtime.runner import Runner
 from seq1f1b.runtime.splitting import Rule
+from seq1f1b.runtime.trees import PlannedRows
 from seq1f1b.runtime.verify import Verification, verify
 from seq1f1b.runtime.vocabulary import join_shards
 from seq1f1b.schedule import Schedule
@@ -234,11 +233,10 @@ class PipelineEngine(OfOneProcess):
         """
         given = StepArguments(True, inputs, target, kwargs, loss_weight, **_of_rows(segment_sizes, parents, plan))
         self._scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
-        if grad_scaler is None or self._scaler is None:
+        if self._scaler is None:
             return self._runner.run(given)[0]
-        grad_scaler.scale(torch.zeros((), device=self.device))  # a rank without the loss would have no scale
-        scale = grad_scaler.get_scale()
-        losses, _ = self._runner.run(replace(given, gradient_scale=scale))
+        self._scaler.scale(torch.zeros((), device=self.device))  # a rank without the loss would have no scale
+        losses, _ = self._runner.run(replace(given, gradient_scale=self._scaler.get_scale()))
         self._share_overflow()
         return losses
 
@@ -436,7 +434,9 @@ class PipelineEngine(OfOneProcess):
         Raises:
             RuntimeError: the engine is not tuned, or not yet.
         """
-        return self._runner.found_order()
+        if self._runner.tuner is None:
+            raise RuntimeError('the engine is not tuned: its order is what it was given; give schedule="tuned"')
+        return self._runner.tuner.found()
 
     @property
     def schedule(self) -> Schedule:

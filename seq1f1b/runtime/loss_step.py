@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from seq1f1b.ops.unit import LiveUnit, enter
-from seq1f1b.runtime.batch import Batch
 from seq1f1b.runtime.data_parallel import Fsdp, without_wrapper
-from seq1f1b.runtime.divided import split_loss
 from seq1f1b.runtime.ends import detached
 from seq1f1b.runtime.findings import Finding
 from seq1f1b.runtime.model_state import RandomState
@@ -34,9 +32,6 @@ class ToLoss(Sink):
     that come with a divisor are called for each. Until a loss has told which it is, it is called for each. In a step
     that counts no target it is called once, to see whether it gives losses of tokens.
 
-    Args:
-        targets: by cell; None: the step has none.
-        set_apart: functions that are told of each leaf that the loss uses and no module holds, if gradients are sums.
     Attributes:
         divides: whether the loss comes with a divisor; None: no loss has told yet.
         divisors: by cell, of losses that come with one.
@@ -44,27 +39,22 @@ class ToLoss(Sink):
         values: by cell, losses of tokens, where the loss comes so.
     """
 
-    def __init__(
-        self,
-        step: StageStep,
-        batch: Batch,
-        weighting: Weighting,
-        targets: Sequence[Any] | None,
-        set_apart: Sequence[Callable[[Tensor], None]],
-    ) -> None:
-        self._step, self._stage, self._weighting, self._targets = step, step.stage, weighting, targets
+    _step: StageStep
+
+    def __init__(self, step: StageStep, weighting: Weighting) -> None:
+        batch = self._batch = step.arguments
+        self._step, self._stage, self._weighting, self._targets = step, step.stage, weighting, batch.targets
         self._loss_kwargs = batch.leaves.replace(dict(batch.arguments.loss_kwargs or {}))
-        self._keeps_outputs, self._set_apart = batch.arguments.return_outputs, set_apart
-        self._loss_look = weighting.look() if targets is not None and step.arguments.is_new else None
+        self._keeps_outputs = batch.arguments.return_outputs
+        self._loss_look = weighting.look() if batch.targets is not None and batch.is_new else None
         self.divides = batch.arguments.divides
         self.divisors: dict[int, Tensor | float] = {}
         self.constants: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self._seeds: tuple[Tensor, ...] = ()  # by cell, in the dtype of the losses
         self._looked_at: tuple[Any, Any, bool] | None = None  # arguments of a loss that is looked at
-        self._shares = [share for row in weighting.shares for share in row]  # by cell
         is_reduced = self._stage.head_parallel is not None  # each forward needs a backward
-        self._is_unseen = not any(self._shares) and not is_reduced
+        self._is_unseen = not any(weighting.shares) and not is_reduced
         self._passed_over = ""  # a segment without targets for which the loss told nothing, in words
 
     @property
@@ -105,7 +95,7 @@ class ToLoss(Sink):
 
     def _counts(self, cell: int) -> bool:
         """Whether a segment has counted targets."""
-        return self._shares[cell] != 0.0
+        return self._weighting.shares[cell] != 0.0
 
     def _add_nothing(self, unit: LiveUnit, output: Any) -> None:
         """Without a loss B still runs, for later segments' dK and dV."""
@@ -150,15 +140,19 @@ class ToLoss(Sink):
 
     def _find_leaves(self, loss: Tensor, output: Any) -> None:
         """Tells of leaves that the loss uses and no module holds, such as a layer's in a closure."""
-        own = tensors_of(output)
+        own, gradients = tensors_of(output), self._batch.gradients
+        assert gradients is not None
         seen: set[Any] = {None, *(o.grad_fn for o in own)}
         nodes: set[Any] = {loss.grad_fn}
         while nodes := nodes - seen:
             seen |= nodes
             for leaf in [node.variable for node in nodes if hasattr(node, "variable")]:
-                if id(leaf) not in self._known and not any(leaf is o for o in own):
-                    for set_apart in self._set_apart:
-                        set_apart(leaf)
+                if (
+                    id(leaf) not in self._known
+                    and not any(leaf is o for o in own)
+                    and self._batch.gradients is not None
+                ):
+                    self._batch.gradients.set_apart(leaf)
             nodes = {before for node in nodes for before, _ in node.next_functions}
 
     @cached_property
@@ -180,7 +174,7 @@ class ToLoss(Sink):
         is_looked_at = look is not None and look.microbatch == unit.microbatch and unit.segment in look.sizes
         is_looked_at &= not unit.is_again
         left = self._left_by_loss(unit) if is_looked_at else None
-        every = self._step.arguments.paths
+        every = self._batch.paths
         if every and len(every[unit.cell]) > 1:
             result = self._path_by_path(unit, every[unit.cell], output, target)
         else:
@@ -201,7 +195,7 @@ class ToLoss(Sink):
             return results[-1][0]
 
         own = [Path(path.tokens[path.own], torch.arange(len(path.own), device="cpu")) for path in paths]
-        joined = by_paths(alone, own, self._step.arguments.seq_dim, (output, target), {}, lambda name: False)
+        joined = by_paths(alone, own, self._batch.seq_dim, (output, target), {}, lambda name: False)
         if isinstance(joined, tuple):
             return tuple(map(sum, zip(*(pair for pair, _ in results), strict=True)))
         total = 1.0 if count is None else sum(number for _, number in results)
@@ -232,7 +226,7 @@ class ToLoss(Sink):
 
     def _learn(self, unit: LiveUnit, output: Any, result: Any) -> Tensor:
         """The loss in what ``loss_fn`` has returned; notes its divisor, and refuses what is neither."""
-        loss, divisor = split_loss(result) if isinstance(result, tuple) else (result, None)
+        loss, divisor = _split_loss(result) if isinstance(result, tuple) else (result, None)
         if divisor is None and self._is_of_tokens(unit, loss):
             loss = self._of_tokens(unit, loss)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -259,7 +253,7 @@ class ToLoss(Sink):
         return loss
 
     def _is_of_tokens(self, unit: LiveUnit, loss: Any) -> bool:
-        dim, length = self._step.arguments.seq_dim, self._step.lengths[unit.cell]
+        dim, length = self._batch.seq_dim, self._step.lengths[unit.cell]
         return isinstance(loss, Tensor) and loss.dim() == dim + 1 and loss.size(dim) == length
 
     def _of_tokens(self, unit: LiveUnit, values: Tensor) -> Tensor:
@@ -297,6 +291,23 @@ class ToLoss(Sink):
             self._seeds = self._weighting.seeds.to(loss.dtype).unbind()
         seed = self._seeds[unit.cell]
         return seed if seed.shape == loss.shape else seed.reshape(loss.shape)
+
+
+def _split_loss(result: tuple[Any, ...]) -> tuple[Any, Tensor | float]:
+    """A sum and its divisor, as ``loss_fn`` has returned them."""
+    if len(result) != 2:
+        raise ValueError(f"loss_fn returned {len(result)} values, must be a scalar loss, or its sum and its divisor")
+    total, divisor = result
+    is_number = isinstance(divisor, (int, float)) and not isinstance(divisor, bool)
+    if not is_number and not (isinstance(divisor, Tensor) and divisor.numel() == 1):
+        what = tuple(divisor.shape) if isinstance(divisor, Tensor) else type(divisor).__name__
+        raise ValueError(f"the divisor that loss_fn returned beside its sum must be one number, got {what}")
+    if isinstance(divisor, Tensor) and divisor.requires_grad:
+        raise ValueError(
+            "the divisor that loss_fn returned beside its sum requires grad, and the sum is divided once all segments "
+            "have gone back: return divisor.detach() if no gradient is to flow through it"
+        )
+    return total, divisor
 
 
 def _shown(result: Any) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from seq1f1b.ops.unit import LiveUnit
 from seq1f1b.runtime.compiled import is_compiled
 from seq1f1b.runtime.data_parallel import Fsdp
-from seq1f1b.runtime.parts import Feature, Part, Received
+from seq1f1b.runtime.parts import Part, Received
 from seq1f1b.runtime.stage import StageStep
 
 __all__: list[str] = []
@@ -130,28 +130,21 @@ def storages_of(tensor: Any) -> dict[int, int]:
         return {}
 
 
-class Measuring(Feature):
-    """Measures the bytes of a stage's units in the first step of a shape."""
+class Measuring(Part):
+    """Measures units in the first step of a shape: the bytes that their graphs keep, and what I leaves to W."""
 
-    def begin(self, step: StageStep) -> Measure | None:
+    def start(self, step: StageStep) -> bool:
         stage, arguments = step.stage, step.arguments
-        if not (arguments.training and arguments.is_new):
-            return None
-        # FSDP2's graphs hold parameters too, and compiled ones hide what they keep.
-        is_hidden = any(isinstance(p, Fsdp) for p in stage.wrappers) or any(map(is_compiled, stage.modules))
-        return None if is_hidden else Measure(step)
-
-
-class Measure(Part):
-    """Counts what the graphs of units keep, and what I leaves to W."""
-
-    def __init__(self, step: StageStep) -> None:
-        self._step, self._modules = step, step.stage.modules
+        self._modules = stage.modules
         self._saved = self._saved_tokens = self._peak_saved = 0  # of all units
         self._kept = self._gradients = self._kept_tokens = self._peak_gradients = 0  # of what I leaves to W
         self._head = self._head_tokens = 0
         self._head_now = 0  # held by the graph of a unit's head, which is gone at the end of its F
         self._is_partial = False  # some of it could not be counted
+        if not (arguments.training and arguments.is_new):
+            return False
+        # FSDP2's graphs hold parameters too, and compiled ones hide what they keep.
+        return not (any(isinstance(p, Fsdp) for p in stage.wrappers) or any(map(is_compiled, stage.modules)))
 
     @contextmanager
     def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> Iterator[None]:

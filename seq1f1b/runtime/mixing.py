@@ -23,51 +23,41 @@ from seq1f1b.runtime.data_parallel import Fsdp
 from seq1f1b.runtime.findings import ATTENTION, Finding
 from seq1f1b.runtime.model_state import uncompiled
 from seq1f1b.runtime.nested import tensors_of
-from seq1f1b.runtime.parts import Feature, Part
+from seq1f1b.runtime.parts import Part
 from seq1f1b.runtime.stage import StageStep
 from seq1f1b.runtime.watch import Watch, sizes_of
 
 __all__: list[str] = []
 
 
-class Looking(Feature):
+class Looking(Part):
     """Looks at a stage once for every kind of step: training or not, with these keyword arguments."""
 
     def __init__(self, stage: Any, options: Any, tier: Any) -> None:
         self._is_off = options.attention == "unchecked"
         self._shares_tokens = options.sequence_parallel != (0, 1)
-        self.known: set[Any] = set()  # kinds of steps that values have told of
+        self._known: set[Any] = set()  # kinds of steps that values have told of
 
-    def begin(self, step: StageStep) -> FirstLook | None:
+    def start(self, step: StageStep) -> bool:
         arguments, stage = step.arguments, step.stage
         # F0.1, or that of the first micro-batch of several segments.
         several = next((m for m, row in enumerate(arguments.rows) if len(row) > 1), None)
         if self._is_off or not arguments.is_new or several is None:
-            return None
+            return False
         parameters = [p for module in stage.modules for p in module.parameters()]
         is_sharded = any(isinstance(p, Fsdp) for p in stage.wrappers) or any(hasattr(p, "to_local") for p in parameters)
         why = "shares its tokens with other ranks" if self._shares_tokens else "is sharded" if is_sharded else ""
-        why = "has no values" if any(p.is_meta for p in parameters) else why
-        return FirstLook(self.known, step, sum(map(len, arguments.rows[:several])) + 1, why)
-
-
-class FirstLook(Part):
-    """The look in one step.
-
-    Args:
-        cell: of the unit that is watched.
-        why: why the stage cannot be run by itself; "" if it can.
-    """
-
-    def __init__(self, known: set[Any], step: StageStep, cell: int, why: str) -> None:
-        self._known, self._step, self._cell, self._why = known, step, cell, why
-        rows = step.arguments.rows
+        # Why the stage cannot be run by itself; "" if it can.
+        self._why = "has no values" if any(p.is_meta for p in parameters) else why
+        rows = arguments.rows
+        self._cell = sum(map(len, rows[:several])) + 1  # of the unit that is watched
         first = max(range(len(rows)), key=lambda m: min(rows[m][0], 8))  # long enough, if any is
         self._first = sum(map(len, rows[:first]))
         self._sample: Sample | None = None
         self._kind: Any = None
         self._watch: Watch | None = None
         self._figures: dict[str, Any] = {}
+        return True
 
     def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> AbstractContextManager[Any] | None:
         if unit.is_again:

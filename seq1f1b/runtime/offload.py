@@ -24,7 +24,7 @@ from seq1f1b import _C
 from seq1f1b.ops.unit import LiveUnit
 from seq1f1b.runtime.arguments import Options
 from seq1f1b.runtime.measure import SavedBytes, storages_of
-from seq1f1b.runtime.parts import Feature, Part, Pass, Received
+from seq1f1b.runtime.parts import Part, Pass, Received
 from seq1f1b.runtime.stage import Stage, StageStep
 from seq1f1b.transport.group import OfOneProcess, holders
 
@@ -106,25 +106,18 @@ def file_tier(directory: str | os.PathLike[str], group: object, num_cells: int) 
     return Tier(handle, torch.device("cpu"), _C.TIER_ALIGNMENT, group, num_cells)
 
 
-class Offloading(Feature):
-    """Moves what the units of a stage have saved to the rank's tier, and back."""
+class Offloading(Part):
+    """Moves what the units of a stage have saved to the rank's tier, and back: O, A and L."""
+
+    _tier: Tier
 
     def __init__(self, stage: Stage, options: Options, tier: Tier | None) -> None:
-        self._tier = tier
+        if tier is not None:
+            self._tier = tier
 
-    def begin(self, step: StageStep) -> Moves | None:
-        if not step.order.moved:
-            return None
-        assert self._tier is not None
-        return Moves(step, self._tier)
-
-
-class Moves(Part):
-    """O, A and L of one stage."""
-
-    def __init__(self, step: StageStep, tier: Tier) -> None:
-        self._step, self._stage, self._tier = step, step.stage, tier
+    def start(self, step: StageStep) -> bool:
         self._bytes = 0  # of all units, on their way out
+        return bool(step.order.moved)
 
     def passes(self) -> Mapping[str, Pass]:
         return {"O": self.move_out, "A": self.wait_until_out, "L": self.load}
@@ -132,7 +125,7 @@ class Moves(Part):
     def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> AbstractContextManager[Any] | None:
         if unit.cell not in self._step.order.moved:
             return None
-        modules = self._stage.modules if self._step.measure is not None else ()
+        modules = self._step.stage.modules if self._step.measure is not None else ()
         unit.away = Away(modules, inputs, self._tier.device)
         return unit.away  # type: ignore[no-any-return]
 
@@ -160,7 +153,7 @@ class Moves(Part):
         return {"moved_bytes": self._bytes}
 
     def _number(self, cell: int) -> int:
-        return self._tier.number(self._stage.index, cell)
+        return self._tier.number(self._step.stage.index, cell)
 
 
 class Saved:

@@ -1,7 +1,6 @@
-"""Features of an engine: what it does around the units of a stage beyond running them, each in one file.
+"""Features of an engine: what it does around the units of a stage beyond running them, each a :class:`Part`.
 
-A :class:`Feature` belongs to a stage for the engine's life. In each step it may put a :class:`Part` around the stage's
-units. ``features.py`` lists all of them; a stage without parts runs as if there were none.
+``runner.py`` lists all of them. A step in which a stage has none to run with runs as if there were none.
 """
 
 from __future__ import annotations
@@ -25,7 +24,22 @@ Pass: TypeAlias = Callable[[int, Received], "tuple[Any, ...] | None"]
 
 
 class Part:
-    """Surrounds the units of one stage in one step. Each method here does nothing; a part has those it needs."""
+    """Surrounds the units of one stage, for an engine's life. Each method here does nothing; a part has those it needs.
+
+    Args:
+        stage: holds the part, so the part must not hold it between steps.
+        options: the engine's.
+        tier: where units of this rank may move what they saved; None: nowhere.
+    """
+
+    _step: Any = None  # the stage's, while a step runs
+
+    def __init__(self, stage: Any, options: Any, tier: Any) -> None:
+        pass
+
+    def start(self, step: Any) -> bool:
+        """In a step, before its units. Returns whether there is anything to do in this one."""
+        raise NotImplementedError
 
     def passes(self) -> Mapping[str, Pass]:
         """Units that the part runs itself, by the letter of their pass."""
@@ -65,11 +79,14 @@ class Part:
 
 
 class Source:
-    """Gives the units of a stage their inputs."""
+    """Gives the units of a stage their inputs: here those that the step was given, by cell."""
+
+    def __init__(self, given: Sequence[tuple[Any, ...]] = ()) -> None:
+        self._given = given
 
     def inputs(self, unit: LiveUnit, received: Received) -> tuple[Any, ...]:
         """For F: the module's positional arguments."""
-        raise NotImplementedError
+        return self._given[unit.cell]
 
     def give_back(self, unit: LiveUnit) -> tuple[Tensor | None, ...] | None:
         """After the backward: what crosses to another rank of their gradients."""
@@ -77,7 +94,10 @@ class Source:
 
 
 class Sink(Part):
-    """Takes the outputs of a stage's units."""
+    """Takes the outputs of a stage's units in one step."""
+
+    def __init__(self) -> None:
+        pass
 
     def take(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
         """In F and R: gives the unit its roots and seeds, and returns what crosses to another rank."""
@@ -85,22 +105,6 @@ class Sink(Part):
 
     def gradients(self, unit: LiveUnit, received: Received) -> Sequence[Tensor | None]:
         """For B: the gradients of the unit's outputs, unless it has seeds of its own."""
-        raise NotImplementedError
-
-
-class Feature:
-    """One thing that an engine may do around a stage's units. The stage holds it, so it must not hold the stage.
-
-    Args:
-        options: the engine's.
-        tier: where units of this rank may move what they saved; None: nowhere.
-    """
-
-    def __init__(self, stage: Any, options: Any, tier: Any) -> None:
-        pass
-
-    def begin(self, step: Any) -> Part | None:
-        """The part of a step; None: there is nothing to do in this one."""
         raise NotImplementedError
 
 

@@ -95,15 +95,10 @@ class StageOrder:
     ) -> None:
         self.places, self.units = places, tuple(units)
         self.parents, self.num_children = parents, num_children
-        of: dict[str, list[int]] = {letter: [] for letter in "FWRO"}
-        self.last_gradients = ("", -1)
-        for letter, cell in self.units:
-            if letter in of:
-                of[letter].append(cell)
-            if letter in "BW":
-                self.last_gradients = (letter, cell)
+        of = {letter: [cell for own, cell in self.units if own == letter] for letter in "FWRO"}
         self.forwards = of["F"]
         self.split, self.recomputed, self.moved = (frozenset(of[letter]) for letter in "WRO")
+        self.last_gradients = next((unit for unit in reversed(self.units) if unit[0] in "BW"), ("", -1))
 
 
 class RankOrder(OfOneProcess):

@@ -15,27 +15,43 @@ from torch import Tensor, nn
 from seq1f1b import _C
 from seq1f1b.device.placement import compute_stream, in_ranges, step_on, through_host
 from seq1f1b.ops.context import inside_step
-from seq1f1b.plan import TunedOrder
 from seq1f1b.runtime.arguments import Disagreement, Options
 from seq1f1b.runtime.batch import Batch, StepArguments
 from seq1f1b.runtime.data_parallel import data_parallel, without_wrapper
+from seq1f1b.runtime.deferred import WeightGradients
+from seq1f1b.runtime.documents import AskingForDocuments
 from seq1f1b.runtime.explain import explained, unit_text
-from seq1f1b.runtime.features import FEATURES
 from seq1f1b.runtime.findings import look_at_batches, look_at_targets, sample_of
+from seq1f1b.runtime.frozen import Constants
 from seq1f1b.runtime.gradients import StepGradients, growing_wide
-from seq1f1b.runtime.measure import Activations
+from seq1f1b.runtime.measure import Activations, Measuring
+from seq1f1b.runtime.mixing import Looking
+from seq1f1b.runtime.offload import Offloading
+from seq1f1b.runtime.parts import Part
 from seq1f1b.runtime.pipeline import Pipeline
 from seq1f1b.runtime.rank_order import RankOrder, build, with_options
+from seq1f1b.runtime.recompute import BlockRecomputing, Recomputing
 from seq1f1b.runtime.report import StepRecord, make_report
-from seq1f1b.runtime.rows import PlannedRows, Rows, check_equal_rows
 from seq1f1b.runtime.splitting import sequence_length
 from seq1f1b.runtime.stage import Stage
 from seq1f1b.runtime.step import Step
-from seq1f1b.runtime.trees import Trees, read_rows
+from seq1f1b.runtime.trees import PlannedRows, Rows, Trees, check_equal_rows, read_rows
 from seq1f1b.runtime.tuning import Setting, Tuner
 from seq1f1b.schedule import Schedule
 
 __all__: list[str] = []
+
+# What an engine may do around the units of a stage. A new feature is a file, and a line here.
+FEATURES: tuple[type[Part], ...] = (
+    Constants,
+    WeightGradients,
+    AskingForDocuments,
+    BlockRecomputing,
+    Recomputing,
+    Offloading,
+    Looking,
+    Measuring,  # the innermost: it counts what a forward keeps, and nothing that others do around it
+)
 
 MOST_ORDERS = 16  # kept with their programs
 
@@ -192,12 +208,13 @@ class Runner:
                 with ExitStack() as around:
                     # 1. What failed since this rank's last step; what it was given: an order, and a batch.
                     self.pipeline.group.enter()
+                    for stage in self.stages.values():
+                        around.callback(stage.end_step)
                     for parallel in (each for stage in self.stages.values() for each in stage.wrappers):
                         around.callback(parallel.end_step)
                         parallel.begin_step()
                     if arguments.rows is not None:
-                        num_parts = self.options.sequence_parallel[1]
-                        rows, trees = read_rows(arguments.rows, arguments.parents, num_parts)
+                        rows, trees = read_rows(arguments.rows, arguments.parents, self.options.sequence_parallel[1])
                         arguments = replace(arguments, rows=rows, trees=trees)
                     number = None
                     if self.tuner is not None and arguments.rows is None:
@@ -205,29 +222,34 @@ class Runner:
                         self.setting = self._tuned(self.tuner, arguments)
                     self._is_measured = False
                     order = self.order(arguments.training, arguments.rows, arguments.trees, arguments.plan)
-                    self._set_limits(shape_known=False)  # until the length is learnt
-                    step = self._begin(order, replace(arguments, divides=self.divides))
+                    # A peer may compile for minutes while a shape is new: until the length is learnt, it may be.
+                    self.pipeline.group.set_limits(self.options.limits.longest)
+                    batch = Batch(replace(arguments, divides=self.divides), self.options, self.pipeline)
+                    batch.check()
+                    if arguments.training and not self._known_shapes:
+                        _import_backward()
+                    step = Step(batch, order, self.options, self.stages, self.pipeline, self._known_shapes)
                     around.callback(step.end)
                     # 2. All ranks have come, with the same.
                     number = self._meet(arguments, order, number)
-                    if step.training:
+                    if arguments.training:
                         step.share_weights()
                     # 3. The units, and what surrounds them all.
                     if self.pipeline.tier is not None:
                         around.callback(self.pipeline.tier.reset)
-                    gradients = self._step_gradients(arguments.gradient_divisor) if step.training else None
+                    gradients = self._step_gradients(arguments.gradient_divisor) if arguments.training else None
                     if gradients is not None:
                         around.enter_context(gradients.apart())
-                        step.set_apart.append(gradients.set_apart)
+                        batch.gradients = gradients
                     executor = order.executor
                     seconds = self._run_units(step, order, number)
                     executor = None  # a look's error is no unit's
                     step.look_back()
                     executor = order.executor
-                    if step.training and self.pipeline.num_ranks > 1:
+                    if arguments.training and self.pipeline.num_ranks > 1:
                         self.pipeline.group.finish_units(self.pipeline.rank_of_stage[0])
                     # 4. Gradients, where they start anew after all units.
-                    losses = step.losses() if step.training else []  # an error in them comes before anything is added
+                    losses = step.losses() if arguments.training else []  # an error in them adds nothing
                     factor = self._divide(step) if gradients is not None and self.divides is not False else 1.0
                     step.finish(factor)
                     if gradients is not None:
@@ -242,7 +264,7 @@ class Runner:
                 raise told from error
         # 5. What the step leaves behind.
         self._record(step, order, number, seconds)
-        if not step.training:  # other ranks may have left: an error is this one's alone
+        if not arguments.training:  # other ranks may have left: an error is this one's alone
             losses = step.losses()
         return losses, step.outputs() if arguments.return_outputs else None
 
@@ -259,13 +281,6 @@ class Runner:
             if self.pipeline.has_first:
                 return sequence_length(arguments.inputs, self.options.seq_dim)
         return 0
-
-    def _begin(self, order: RankOrder, arguments: StepArguments) -> Step:
-        batch = Batch(arguments, self.options, self.pipeline)
-        batch.check()
-        if arguments.training and not self._known_shapes:
-            _import_backward()
-        return Step(batch, order, self.options, self.stages, self.pipeline, self._enter_shape)
 
     def _meet(self, arguments: StepArguments, order: RankOrder, number: int | None) -> int:
         """Waits for all ranks, and raises on each unless all were given the same. Returns the number of the step.
@@ -309,14 +324,14 @@ class Runner:
             _C.executor_step(
                 order.executor,
                 number,
-                step.training,
-                step.length,
-                array("q", step.sizes),
+                step.batch.training,
+                step.batch.length,
+                array("q", step.batch.sizes),
                 run,
                 step.fill,
                 lambda length: array("q", step.learn(length)),
                 place_views,
-                *(array("q", values) for values in step.siblings),
+                *(array("q", values) for values in step.batch.siblings),
             )
             seconds = time.perf_counter() - start
         return seconds
@@ -342,29 +357,23 @@ class Runner:
         return float(last[1])
 
     def _record(self, step: Step, order: RankOrder, number: int, seconds: float) -> None:
-        self._known_shapes.add((step.training, step.length, self.options.num_segments))
-        self._is_measured = step.training and order.schedule.rows is None and order.schedule is self.schedule
+        self._known_shapes.add((step.batch.training, step.batch.length, self.options.num_segments))
+        self._is_measured = step.batch.training and order.schedule.rows is None and order.schedule is self.schedule
         figures = step.figures()
         self.activations |= {i: own["activations"] for i, own in figures.items() if "activations" in own}
         self.look_seconds |= {i: own["look_seconds"] for i, own in figures.items() if "look_seconds" in own}
         self.last_step = StepRecord(
-            training=step.training,
+            training=step.batch.training,
             number=number,
-            sizes=step.sizes,
-            siblings=step.siblings,
-            length=step.length,
+            sizes=step.batch.sizes,
+            siblings=step.batch.siblings,
+            length=step.batch.length,
             seconds=seconds,
             order=order,
             figures=figures,
             logit_bytes=step.logit_bytes(),
-            tokens=step.tokens,
+            tokens=step.batch.num_tokens if self.pipeline.has_first else 0,
         )
-
-    def found_order(self) -> TunedOrder:
-        """The order that the tuner has found, see :meth:`seq1f1b.PipelineEngine.found_order`."""
-        if self.tuner is None:
-            raise RuntimeError('the engine is not tuned: its order is what it was given; give schedule="tuned"')
-        return self.tuner.found()
 
     def _check_clock(self) -> None:
         pipeline = self.pipeline
@@ -386,17 +395,6 @@ class Runner:
         given = {name: value for name, value in kwargs.items() if rules.get(name) == "slice"}
         given |= {"inputs": arguments.inputs, "target": arguments.target}
         return {name: sample_of(value, self.options.seq_dim) for name, value in given.items()}
-
-    def _set_limits(self, shape_known: bool) -> None:
-        """Seconds without a peer's progress. A peer may compile for minutes while a shape is new."""
-        limits = self.options.limits
-        self.pipeline.group.set_limits(limits.step if shape_known else limits.longest)
-
-    def _enter_shape(self, shape: tuple[bool, int, int]) -> bool:
-        """Called once a step's (training, tokens, k) are known. Returns whether such a step has run before."""
-        is_known = shape in self._known_shapes
-        self._set_limits(is_known)
-        return is_known
 
     def _step_gradients(self, divisor: int) -> StepGradients:
         """Gradients of a training step; DDP and FSDP2 own those of the modules under them."""

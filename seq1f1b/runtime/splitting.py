@@ -191,33 +191,23 @@ def split_kwargs(
         rows: tokens of the segments of each micro-batch.
         positions: where those of a micro-batch begin; None: one after another.
     """
-    num_microbatches = len(rows)
-    if not kwargs and not any(callable(rule) for rule in rules.values()):
-        return [[{}] * len(sizes) for sizes in rows]
     per_microbatch: list[dict[str, Any]]
     if isinstance(kwargs, list):
-        per_microbatch = microbatches(kwargs, num_microbatches, "kwargs")
+        per_microbatch = microbatches(kwargs, len(rows), "kwargs")
     else:
-        per_microbatch = [{} for _ in range(num_microbatches)]
-        for name, value in (kwargs or {}).items():
-            sliced = rules.get(name, "replicate") == "slice"
-            parts = split_batch(value, num_microbatches, f"kwargs[{name!r}]") if sliced else [value] * num_microbatches
-            for m in range(num_microbatches):
-                per_microbatch[m][name] = parts[m]
+        kwargs = kwargs or {}
+        per_microbatch = [{**kwargs, **part} for part in split_batch(_sliced(kwargs, rules), len(rows), "kwargs")]
     found = []
-    for m, sizes in enumerate(rows):
+    for m, (own, sizes) in enumerate(zip(per_microbatch, rows, strict=True)):
         begins = [0, *accumulate(sizes)] if positions is None else positions(m)
-        units: list[dict[str, Any]] = [{} for _ in sizes]
-        for name in per_microbatch[m].keys() | {name for name, rule in rules.items() if callable(rule)}:
-            rule = rules.get(name, "replicate")
-            if callable(rule):
-                lengths = [size // part[1] for size in sizes]
-                parts = [rule(Segment(m, s, begins[s] + part[0] * own, own)) for s, own in enumerate(lengths)]
-            elif rule == "slice":
-                parts = split_sequence(per_microbatch[m][name], sizes, dim, f"kwargs[{name!r}]", part)
-            else:
-                parts = [per_microbatch[m][name]] * len(sizes)
-            for unit, value in zip(units, parts, strict=True):
-                unit[name] = value
+        units = [{**own, **cut} for cut in split_sequence(_sliced(own, rules), sizes, dim, "kwargs", part)]
+        for s, unit in enumerate(units):
+            length = sizes[s] // part[1]
+            segment = Segment(m, s, begins[s] + part[0] * length, length)
+            unit.update({name: rule(segment) for name, rule in rules.items() if callable(rule)})
         found.append(units)
     return found
+
+
+def _sliced(kwargs: Mapping[str, Any], rules: Mapping[str, Rule]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if rules.get(name) == "slice"}

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from seq1f1b import _C
 from seq1f1b.ops.unit import LiveUnit, enter
 from seq1f1b.runtime.arguments import Options
 from seq1f1b.runtime.data_parallel import data_parallel
-from seq1f1b.runtime.divided import StepRead
 from seq1f1b.runtime.findings import Findings
 from seq1f1b.runtime.nested import tensors_of
-from seq1f1b.runtime.parts import Feature, Part, Pass, Received, Sink, Source, hooks
+from seq1f1b.runtime.parts import Part, Pass, Received, Sink, Source, hooks
 from seq1f1b.runtime.rank_order import StageOrder
-from seq1f1b.runtime.trees import Path, by_paths
+from seq1f1b.runtime.trees import by_paths
 
 if TYPE_CHECKING:
+    from seq1f1b.runtime.batch import Batch
     from seq1f1b.runtime.pipeline import Pipeline
 
 __all__: list[str] = []
@@ -41,7 +39,7 @@ class Stage:
         index: int,
         pipeline: Pipeline,
         options: Options,
-        features: Sequence[type[Feature]],
+        features: Sequence[type[Part]],
         *,
         is_whole: bool,
         tells: bool,
@@ -61,6 +59,11 @@ class Stage:
         self.parallel = data_parallel(self.module)
         self.head_parallel = data_parallel(self.loss_fn)
         self.features = [make(self, options, pipeline.tier) for make in features]
+
+    def end_step(self) -> None:
+        """After a step, or an error in it: units go with the step."""
+        for feature in self.features:
+            feature._step = None
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -84,36 +87,6 @@ class Stage:
         return sum(parameters.values())
 
 
-@dataclass(frozen=True)
-class StageArguments:
-    """A stage's arguments for one step; lists are by cell, a number for each segment of all micro-batches.
-
-    Attributes:
-        rows: tokens of each segment of every micro-batch.
-        inputs: positional arguments of the first stage, where this rank has them.
-        auxiliary_seeds: of a unit, gradients of an auxiliary loss of its segment, and of one of the sequence.
-        num_parts: by cell, leaves in it, in a step of trees.
-        paths: by cell, of units that run path by path.
-        documents: number in each micro-batch, where the step's plan says so.
-        is_new: whether no step of this shape has run before: features look, measure and compare then.
-        read: takes what is to be asked of the device before the units.
-        seq_dim, arg_rules: where tokens are found in ``inputs`` and ``kwargs``.
-    """
-
-    training: bool
-    rows: Sequence[Sequence[int]]
-    inputs: list[tuple[Any, ...]] | None
-    kwargs: list[dict[str, Any]] | None
-    auxiliary_seeds: Callable[[LiveUnit], tuple[float, float]]
-    num_parts: Sequence[int]
-    paths: Sequence[Sequence[Path]]
-    documents: Sequence[int]
-    is_new: bool
-    seq_dim: int
-    arg_rules: Mapping[str, Any]
-    read: StepRead
-
-
 class StageStep:
     """A stage's part of one step: runs its module on one unit at a time, and holds the units until the step ends.
 
@@ -122,16 +95,28 @@ class StageStep:
 
     Args:
         order: what becomes of the stage's cells.
+        arguments: those of the step, split.
+        auxiliary_seeds: of a unit, gradients of an auxiliary loss of its segment, and of one of the sequence.
     """
 
-    def __init__(self, stage: Stage, order: StageOrder, arguments: StageArguments) -> None:
-        self.stage, self.order, self.arguments = stage, order, arguments
+    def __init__(
+        self,
+        stage: Stage,
+        order: StageOrder,
+        arguments: Batch,
+        auxiliary_seeds: Callable[[LiveUnit], tuple[float, float]],
+    ) -> None:
+        self.stage, self.order, self.arguments, self._auxiliary_seeds = stage, order, arguments, auxiliary_seeds
         self.units: dict[int, LiveUnit] = {}  # by cell
         self.lengths = [size for row in arguments.rows for size in row]  # in tokens, by cell
         self.has_auxiliary = False
         self.figures: dict[str, Any] = {}  # what the report tells of the parts, once the step has ended
         self._module, self._parallel = stage.module, stage.parallel
-        self.parts = [part for feature in stage.features if (part := feature.begin(self)) is not None]
+        self.parts = []
+        for part in stage.features:
+            part._step = self
+            if part.start(self):
+                self.parts.append(part)
         self.measure: Any = next((part for part in self.parts if hasattr(part, "around_head")), None)  # measure.py
 
     def connect(self, source: Source, sink: Sink) -> None:
@@ -185,8 +170,6 @@ class StageStep:
         inputs = self._source.inputs(unit, received)
         units[cell] = unit
         enter(unit)
-        if self.stage.is_whole:
-            _C.unit_set_whole()
         result = self.run(unit, inputs)
         for end in self._end:
             end(unit)
@@ -241,10 +224,8 @@ class StageStep:
         unit.forward = False
         self.has_auxiliary |= unit.auxiliary is not None
         gradients = () if unit.seeds is not None else self._sink.gradients(unit, received)
-        roots, seeds = unit.start(gradients, self.arguments.auxiliary_seeds)
+        roots, seeds = unit.start(gradients, self._auxiliary_seeds)
         enter(unit)
-        if self.stage.is_whole:
-            _C.unit_set_whole()
         for before in self._before:
             before(unit)
         if roots and self._parallel is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from itertools import chain
@@ -13,17 +13,15 @@ from torch import Tensor
 
 from seq1f1b import _C
 from seq1f1b.runtime.arguments import Options
-from seq1f1b.runtime.batch import Batch, merge
-from seq1f1b.runtime.counted_documents import count_documents
-from seq1f1b.runtime.divided import StepRead
-from seq1f1b.runtime.ends import FromBatch, FromStage, ToStage
+from seq1f1b.runtime.batch import Batch, StepRead, merge
+from seq1f1b.runtime.documents import count_documents
+from seq1f1b.runtime.ends import FromStage, ToStage
 from seq1f1b.runtime.loss_step import ToLoss
 from seq1f1b.runtime.parts import Pass, Received, Sink, Source
 from seq1f1b.runtime.pipeline import Pipeline
 from seq1f1b.runtime.rank_order import RankOrder
 from seq1f1b.runtime.recompute import one_at_a_time
-from seq1f1b.runtime.stage import Stage, StageArguments, StageStep
-from seq1f1b.runtime.trees import paths_of
+from seq1f1b.runtime.stage import Stage, StageStep
 from seq1f1b.runtime.vocabulary_step import EmbeddingStep, HeadStep, ToHead
 from seq1f1b.runtime.weighting import Weighting, by_targets, combine, divide
 
@@ -39,7 +37,7 @@ class Step:
         batch: its arguments, checked.
         order: in which its units run.
         options, stages, pipeline: the engine's own.
-        enter_shape: told (training, tokens, k) once the length is known; returns whether such a step has run before.
+        known_shapes: (training, tokens, k) of steps that have run before.
     """
 
     def __init__(
@@ -49,24 +47,19 @@ class Step:
         options: Options,
         stages: dict[int, Stage],
         pipeline: Pipeline,
-        enter_shape: Callable[[tuple[bool, int, int]], bool],
+        known_shapes: Collection[tuple[bool, int, int]],
     ) -> None:
-        self._batch, self._order, self._options, self._stages = batch, order, options, stages
-        self._pipeline, self._device, self._enter_shape = pipeline, pipeline.device, enter_shape
-        self.training, self.length = batch.arguments.training, 0
+        self.batch, self._order, self._options, self._stages = batch, order, options, stages
+        self._pipeline, self._device, self._known_shapes = pipeline, pipeline.device, known_shapes
         self._head: HeadStep | None = None  # this rank's shard of the output layer, where that is spread
         if options.head is not None:
             is_mean, last = options.loss.reduction == "mean", order.last_cells.get("T", -1)
             self._head = HeadStep(
-                options.loss_fn, pipeline.rank_of_stage[-1], last, training=self.training, is_mean=is_mean
+                options.loss_fn, pipeline.rank_of_stage[-1], last, training=batch.training, is_mean=is_mean
             )
         self._embedding: EmbeddingStep | None = None  # the same of the input embedding
         if options.embedding is not None:
-            self._embedding = EmbeddingStep(options.embedding, order.last_cells.get("G", -1), training=self.training)
-        self.tokens = 0  # of all sequences, where the first stage is
-        self.sizes = [0] * options.num_segments  # as the executor takes them: alike for all, or in a row
-        trees = batch.arguments.trees
-        self.siblings = ((), ()) if trees is None else trees.siblings
+            self._embedding = EmbeddingStep(options.embedding, order.last_cells.get("G", -1), training=batch.training)
         self._autocast = torch.is_autocast_enabled(self._device.type)
         self._last = next((stage for stage in stages.values() if stage.is_last), None)
         self._loss: ToLoss | None = None
@@ -74,16 +67,15 @@ class Step:
         self._parts: dict[int, StageStep] = {}
         self._passes: dict[int, tuple[Pass, ...]] = {}  # by stage; position: the number of the pass in C
         self._around: ExitStack | None = None  # the units, once they have begun
-        self.set_apart: list[Callable[[Tensor], None]] = []  # are told of leaves that the loss uses and no module holds
         if batch.length:
             self.learn(batch.length)
 
     def share_weights(self) -> None:
         """Tells all ranks by what micro-batches weigh, where targets say it: auxiliary losses weigh so. Collective."""
-        arguments, group = self._batch.arguments, self._pipeline.group
+        batch, arguments, group = self.batch, self.batch.arguments, self._pipeline.group
         if group.size == 1 or (arguments.loss_weight is None and not by_targets(self._options, arguments)):
             return
-        if arguments.rows is None and (length := max(group.all_gather_object(self.length))) and not self.length:
+        if arguments.rows is None and (length := max(group.all_gather_object(batch.length))) and not batch.length:
             self.learn(length)
         assert self._weighting is not None
         self._weighting.weights = group.all_gather_object(self._weighting.weights)[self._pipeline.rank_of_stage[-1]]
@@ -101,60 +93,40 @@ class Step:
 
     def learn(self, length: int) -> list[int]:
         """Splits what this rank was given; returns the segment sizes. The executor calls it with the first message."""
-        batch, options = self._batch, self._options
-        rows, self.sizes, inputs, kwargs, targets = batch.split(length)
-        self.length = length
-        if 0 in self._stages and inputs is not None:
-            every = [size for row in rows for size in row]
-            first = [next((t for t in given if isinstance(t, Tensor) and t.dim()), ()) for given in inputs]
-            self.tokens = sum(len(sequences) * size for sequences, size in zip(first, every, strict=True))
-        is_known = self._enter_shape((self.training, length, options.num_segments))
-        read = StepRead()
-        if self._embedding is not None:
-            self._embedding.take(inputs, read)
-        if self._head is not None and targets is not None:
-            self._head.check(batch.target, read)
-        trees, whole = batch.arguments.trees, batch.arguments.paths
-        count_documents(kwargs if trees is None else None, rows, read)  # it counts along chains
-        weighting = self._weighting = Weighting(batch, rows, options, self._device, read)
-        arguments = StageArguments(
-            training=self.training,
-            rows=rows,
-            inputs=inputs,
-            kwargs=kwargs,
-            auxiliary_seeds=weighting.auxiliary_seeds,
-            num_parts=() if trees is None else [len(part) for row in trees.parts for part in row],
-            paths=() if whole is None else list(map(paths_of, whole.parents, whole.parts)),
-            documents=() if batch.arguments.plan is None else [len(row) for row in batch.arguments.plan.rows],
-            is_new=not is_known,
-            seq_dim=options.seq_dim,
-            arg_rules=options.arg_rules,
-            read=read,
-        )
+        batch, options = self.batch, self._options
+        batch.split(length)
+        batch.is_new = (batch.training, length, options.num_segments) not in self._known_shapes
+        self._pipeline.group.set_limits(options.limits.longest if batch.is_new else options.limits.step)
+        if self._embedding is not None and batch.inputs is not None:
+            self._embedding.take(batch.inputs, batch.read)
+        if self._head is not None and batch.targets is not None:
+            self._head.check(batch.target, batch.read)
+        count_documents(batch.kwargs if batch.arguments.trees is None else None, batch.rows, batch.read)  # along chains
+        weighting = self._weighting = Weighting(batch, options, self._device)
         for index, stage in self._stages.items():
-            self._parts[index] = StageStep(stage, self._order.stages[index], arguments)
-        if self._last is not None and targets is not None:
+            self._parts[index] = StageStep(stage, self._order.stages[index], batch, weighting.auxiliary_seeds)
+        if self._last is not None and batch.targets is not None:
             weighting.weigh(self._last)
-        read.read()
+        batch.read.read()
         for index, part in self._parts.items():
-            part.connect(self._source(index, part, inputs), self._sink(index, part, targets))
+            part.connect(self._source(index, part), self._sink(index, part))
             self._passes[index] = self._passes_of(part)
         if self._around is not None:
             self._enter_parts()
-        return self.sizes
+        return batch.sizes
 
-    def _source(self, index: int, part: StageStep, inputs: Any) -> Source:
+    def _source(self, index: int, part: StageStep) -> Source:
         if not part.stage.is_first:
-            return FromStage(self.training, self._parts.get(index - 1))
-        return FromBatch(inputs) if self._embedding is None else self._embedding
+            return FromStage(self.batch.training, self._parts.get(index - 1))
+        return Source(self.batch.inputs or ()) if self._embedding is None else self._embedding
 
-    def _sink(self, index: int, part: StageStep, targets: list[Any] | None) -> Sink:
+    def _sink(self, index: int, part: StageStep) -> Sink:
         if not part.stage.is_last:
             return ToStage(part, self._parts.get(index + 1))
         assert self._weighting is not None
         if self._head is not None:
-            return ToHead(part, self._head, self._batch, self._weighting, targets)
-        self._loss = ToLoss(part, self._batch, self._weighting, targets, self.set_apart)
+            return ToHead(part, self._head, self._weighting)
+        self._loss = ToLoss(part, self._weighting)
         return self._loss
 
     def _passes_of(self, part: StageStep) -> tuple[Pass, ...]:
@@ -224,7 +196,7 @@ class Step:
         Args:
             factor: by which gradients of the step are multiplied.
         """
-        self._batch.leaves.propagate(factor)
+        self.batch.leaves.propagate(factor)
         if (
             self._weighting is not None
             and self._last is not None
@@ -240,21 +212,21 @@ class Step:
 
     def losses(self) -> list[Tensor]:
         """Losses of the M micro-batches on the rank of the last stage, or those of all their tokens; [] elsewhere."""
-        if self._last is None or self._batch.target is None:
+        if self._last is None or self.batch.target is None:
             return []
         found = self._loss if self._head is None else self._head
         assert found is not None and self._weighting is not None
         if found.values:  # of tokens, (batch, tokens) for each micro-batch; 0 in segments without counted targets
             first, dim = next(iter(found.values.values())), self._options.seq_dim
             parts = []
-            for cell, size in enumerate(chain.from_iterable(self._weighting.rows)):
+            for cell, size in enumerate(chain.from_iterable(self.batch.rows)):
                 shape = [*first.shape[:dim], size, *first.shape[dim + 1 :]]
                 parts.append(found.values[cell] if cell in found.values else first.new_zeros(shape))
             each = iter(parts)
-            return [torch.cat([next(each) for _ in row], dim) for row in self._weighting.rows]
+            return [torch.cat([next(each) for _ in row], dim) for row in self.batch.rows]
         if self._loss is not None and self._loss.divides:
-            return divide(self._loss.losses, self._divisors, self._weighting.rows)
-        return combine(found.losses, self._weighting.shares, self._weighting.scale)
+            return divide(self._loss.losses, self._divisors, self.batch.rows)
+        return combine(found.losses, self.batch.rows, self._weighting.scale)
 
     def outputs(self) -> list[Any] | None:
         """Outputs of the M micro-batches on the rank of the last stage, None elsewhere."""
@@ -263,7 +235,7 @@ class Step:
         units = self._parts[self._last.index].units
         outputs = iter([units[cell].output for cell in range(len(units))])
         assert self._weighting is not None
-        return [merge([next(outputs) for _ in row], self._options.seq_dim) for row in self._weighting.rows]
+        return [merge([next(outputs) for _ in row], self._options.seq_dim) for row in self.batch.rows]
 
     def figures(self) -> dict[int, dict[str, Any]]:
         """Figures for the report from the parts of this rank's stages, by stage."""

@@ -1,11 +1,15 @@
-"""Parameters that several stages hold as copies of one, as an embedding that is also the head."""
+"""Parameters that several stages hold as copies of one, as an embedding that is also the head.
+
+Copies are made where a model is cut, by the functions at the end. A step sums their gradients.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,22 +17,14 @@ from torch import Tensor, nn
 from seq1f1b.runtime.arguments import Disagreement
 from seq1f1b.runtime.equal_parameters import look_at_equal, unlisted
 from seq1f1b.runtime.gradients import StepGradients, dense
-from seq1f1b.runtime.tied_copies import PAGE, hooks_refused, num_hooks
 from seq1f1b.transport import RankGroup
-
-if TYPE_CHECKING:
-    from seq1f1b.runtime.engine import PipelineEngine
 
 __all__: list[str] = []
 
 # Copies come apart with the first step of an optimizer that differs, be it after many steps of the engine.
 _COMPARED_IN, _COMPARED_EVERY = (2, 4, 8, 16, 32, 64), 100  # steps
 _LIST = "tied_parameters"
-
-
-def ties_of(engine: PipelineEngine) -> TiedParameters:
-    """The ties of an engine's stages, for what saves them."""
-    return engine._pipeline.tied
+_PAGE = "docs/how-to/tied-weights.md"
 
 
 class _Home(NamedTuple):
@@ -124,36 +120,27 @@ class TiedParameters:
             self._problem = str(error)
 
     def _refresh(self) -> None:
-        """Looks whether modules hold or list other parameters now, or changed ones.
+        """Looks whether modules hold or list other parameters now, or changed ones."""
+        if self._lists:
+            before = self._facts()
+            self._read()
+            self._is_news |= before != self._facts()
 
-        A few microseconds for each copy where nothing has changed; all modules are read only where something has.
-        """
-        if self._is_current():
-            return
-        self._read()
-        self._is_news = True
-
-    def _is_current(self) -> bool:
-        """Whether the copies are where they were read, and as they were, and the modules list the same ones."""
-        copies = [(name, copy) for name, own in self._copies.items() for copy in own]
-        are_there = all(home.parameter() is copy.parameter for _, copy in copies for home in copy.homes)
-        are_alike = all((c.kind, c.hooks) == (_kind(c.parameter), num_hooks(c.parameter)) for _, c in copies)
-        try:
-            listed = {(name, id(parameter)) for _, part in self._lists for name, parameter in _listed(part).items()}
-        except ValueError:  # as reading them says
-            return False
-        are_listed = listed == {(name, id(copy.parameter)) for name, copy in copies}
-        return not self._problem and are_there and are_alike and are_listed
+    def _facts(self) -> list[tuple[Any, ...]]:
+        return [(name, id(c.parameter), c.kind, c.hooks) for name, own in self._copies.items() for c in own]
 
     def _described(self) -> dict[str, list[list[Any]]]:
         """Each copy as text, kind and number of hooks, for the other ranks."""
-        found: dict[str, list[list[Any]]] = {}
-        for name, own in self._copies.items():
-            for copy in own:
-                names = sorted(n for n, o in self._copies.items() if any(c.parameter is copy.parameter for c in o))
-                also = f", also listed as {[n for n in names if n != name]}" if len(names) > 1 else ""
-                found.setdefault(name, []).append([copy.text, copy.kind + also, copy.hooks])
-        return found
+        names: dict[int, list[str]] = {}
+        for name in sorted(self._copies):
+            for copy in self._copies[name]:
+                names.setdefault(id(copy.parameter), []).append(name)
+
+        def kind(name: str, copy: _Copy) -> str:
+            others = [other for other in names[id(copy.parameter)] if other != name]
+            return copy.kind + (f", also listed as {others}" if others else "")
+
+        return {name: [[c.text, kind(name, c), c.hooks] for c in own] for name, own in self._copies.items()}
 
     def parameters(self) -> list[nn.Parameter]:
         """This rank's copies."""
@@ -211,7 +198,7 @@ class TiedParameters:
 
     def check(self) -> None:
         """In a step, before its units: raises if what this rank holds now cannot be taken. The others hear of it."""
-        late = {name for _, part in self._lists for name in _listed(part)} - self._holders.keys()
+        late = self._copies.keys() - self._holders.keys()
         if self._problem or late:
             text = f"tied parameters {sorted(late)} were listed after the first step: list them before"
             raise ValueError(self._problem or text)
@@ -348,7 +335,7 @@ class TiedParameters:
             "with the same gradient: give all copies the same optimizer, learning rate, weight decay and options, and "
             "clip by engine.clip_grad_norm_, since torch's clip_grad_norm_ takes another norm on each rank. "
             f"Groups by name are alike if they are made of engine.named_parameters(), where every copy is {name!r}; "
-            f"start again from weights that are equal ({PAGE})"
+            f"start again from weights that are equal ({_PAGE})"
         )
 
 
@@ -418,3 +405,73 @@ def _sum(added: Sequence[Tensor | None]) -> Tensor | None:
     """Sum of the gradients of copies on one rank."""
     found = [dense(gradient) for gradient in added if gradient is not None]
     return None if not found else found[0] if len(found) == 1 else torch.stack(found).sum(0)
+
+
+# -- where a model is cut ----------------------------------------------------------------------------------------------
+
+
+def held(stage: nn.Module, names: Mapping[str, Sequence[str]]) -> dict[str, nn.Parameter]:
+    """The parameters that a stage holds now, by the names of their ties.
+
+    Args:
+        names: own names of each parameter, by those of the ties.
+    Raises:
+        ValueError: the stage has no such parameter any more, or several in its place.
+    """
+    found = {}
+    for tie, own in names.items():
+        try:
+            first, *others = (stage.get_parameter(name) for name in own)
+        except AttributeError as error:
+            raise ValueError(
+                f"the stage has no parameter {' or '.join(own)} any more, of which another stage holds a copy "
+                f"({tie!r}): change the model before it is cut"
+            ) from error
+        if any(other is not first for other in others):
+            raise ValueError(
+                f"{', '.join(own)} were one parameter of the stage and are several now "
+                "(load_state_dict(assign=True) does that): make them one again"
+            )
+        found[tie] = first
+    return found
+
+
+def carried(parameter: nn.Parameter) -> nn.Parameter:
+    """A copy of a parameter for another stage, with its values, its gradient and its attributes."""
+    if type(parameter) is nn.Parameter:
+        new = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+    else:
+        new = deepcopy(parameter)
+    if parameter.is_floating_point() and parameter.requires_grad and parameter.grad_dtype != parameter.dtype:
+        new.grad_dtype = parameter.grad_dtype
+    if parameter.grad is not None:
+        new.grad = parameter.grad.detach().clone()
+    carry_attributes(parameter, new)
+    return new
+
+
+def carry_attributes(parameter: nn.Parameter, to: nn.Parameter) -> None:
+    """Optimizer groups go by attributes such as ``no_weight_decay``. Tensors among them are copied."""
+    for key, value in vars(parameter).items():
+        setattr(to, key, value.detach().clone() if isinstance(value, Tensor) else value)
+
+
+def check_hooks(name: str, parameter: nn.Parameter) -> None:
+    """Raises ValueError if a parameter that is to be copied has hooks."""
+    if num_hooks(parameter):
+        raise ValueError(hooks_refused(name, f"the model's {name!r} has {num_hooks(parameter)}"))
+
+
+def num_hooks(parameter: nn.Parameter) -> int:
+    """Hooks that a backward calls with the parameter's gradient."""
+    return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
+
+
+def hooks_refused(name: str, where: str) -> str:
+    """The sentence that refuses hooks on a tied parameter."""
+    return (
+        f"tied parameter {name!r} has copies on several stages, and hooks for its gradient ({where}): each copy's hook "
+        "would see a part of the gradient, before the copies' gradients are summed. Remove the hook, and change the "
+        "sum instead: the .grad of every copy between engine.step and the optimizer's step; engine.named_parameters() "
+        f"has every copy by the name {name!r} ({_PAGE})"
+    )

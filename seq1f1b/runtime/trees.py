@@ -1,21 +1,34 @@
-"""Steps of rows whose segments are trees: each follows a parent, and leaves of one parent may share a unit."""
+"""Steps of rows: micro-batches that have each their own length and number of segments.
+
+Their segments may be trees: each follows a parent, and leaves of one parent may share a unit.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from seq1f1b.runtime.arguments import check_int
+from seq1f1b.runtime.arguments import check_agreement, check_int
 from seq1f1b.runtime.nested import mapped, tensors_of
-from seq1f1b.runtime.rows import Rows, check_rows
+from seq1f1b.transport import RankGroup
 
 __all__: list[str] = []
+
+Rows: TypeAlias = Sequence[Sequence[int]]
+"""Tokens of the segments of every micro-batch."""
+
+PlannedRows: TypeAlias = Any
+"""A planned step of rows: a :class:`seq1f1b.planning.step_plan.StepPlan`, which a higher room makes."""
+
+MOST_TOKENS = 1 << 40  # of a segment, as of a sequence (csrc/core/partition.h)
+MOST_SHOWN = 200  # characters of the rows in a message
 
 
 @dataclass(frozen=True)
@@ -164,16 +177,12 @@ def read_rows(sizes: object, parents: object, num_parts: int = 1) -> tuple[Rows,
         parents: as it takes ``parents``; None: each segment follows the one before it.
         num_parts: ranks that share the tokens of a segment.
     """
-    if parents is None:
-        check_rows(sizes, num_parts)
-        return sizes, None  # type: ignore[return-value]  # checked
-    if num_parts > 1:
+    if parents is not None and num_parts > 1:
         raise ValueError("parents are not for ranks that share the tokens of a segment (sequence_parallel=)")
-    if isinstance(sizes, str) or not isinstance(sizes, Sequence):
-        raise TypeError("parents need segment_sizes of the step: for every micro-batch the tokens of its segments")
-    parts = [_parts(m, row) if isinstance(row, Sequence) else row for m, row in enumerate(sizes)]
-    rows = [[sum(part) for part in row] if isinstance(row, list) else row for row in parts]
-    check_rows(rows)
+    parts = _read_sizes(sizes, num_parts, may_share=parents is not None)
+    rows = [list(map(sum, row)) for row in parts]
+    if parents is None:
+        return rows, None
     if isinstance(parents, str) or not isinstance(parents, Sequence) or len(parents) != len(rows):
         raise ValueError(f"parents must be a list of {len(rows)}, for every micro-batch what each segment follows")
     read = []
@@ -194,19 +203,53 @@ def read_rows(sizes: object, parents: object, num_parts: int = 1) -> tuple[Rows,
                 f"segment_sizes[{m}][0] is {list(row[0])}: siblings follow a segment, and this is the first"
             )
         read.append(tuple(own))
-    return rows, Trees(tuple(read), tuple(tuple(row) for row in parts))
+    return rows, Trees(tuple(read), tuple(map(tuple, parts)))
 
 
-def _parts(m: int, row: Sequence[Any]) -> list[tuple[int, ...]]:
-    """Tokens of the leaves in each segment; one number where it is no list. That is checked with the rows."""
-    found: list[tuple[Any, ...]] = []
-    for s, size in enumerate(row):
-        if not isinstance(size, Sequence) or isinstance(size, str):
-            found.append((size,))
-            continue
-        if not size:
-            raise ValueError(f"segment_sizes[{m}][{s}] is an empty list: siblings in one unit are at least one leaf")
-        for i, tokens in enumerate(size):
-            check_int(f"segment_sizes[{m}][{s}][{i}]", tokens, 1)
-        found.append(tuple(size))
+def _read_sizes(sizes: object, num_parts: int, *, may_share: bool) -> list[list[tuple[int, ...]]]:
+    """Tokens of the leaves in each segment of every micro-batch; one number where a segment is no list of siblings."""
+    if isinstance(sizes, str) or not isinstance(sizes, Sequence) or not sizes:
+        raise TypeError("segment_sizes of a step must be a list: for every micro-batch the tokens of its segments")
+    found: list[list[tuple[int, ...]]] = []
+    for m, row in enumerate(sizes):
+        if isinstance(row, str) or not isinstance(row, Sequence):
+            raise TypeError(f"segment_sizes[{m}] of a step must be a list of token counts, got {type(row).__name__}")
+        if not row:
+            raise ValueError(f"segment_sizes[{m}] is empty: every micro-batch has at least one segment")
+        found.append([])
+        for s, size in enumerate(row):
+            name, is_shared = f"segment_sizes[{m}][{s}]", isinstance(size, (list, tuple))
+            if is_shared and not may_share:
+                raise TypeError(f"{name} is {size}, siblings in one unit: they need parents=")
+            if is_shared and not size:
+                raise ValueError(f"{name} is an empty list: siblings in one unit are at least one leaf")
+            part = tuple(size) if is_shared else (size,)
+            for i, tokens in enumerate(part):
+                check_int(f"{name}[{i}]" if is_shared else name, tokens, 1)
+            if sum(part) > MOST_TOKENS:
+                raise ValueError(f"{name} is {sum(part)}, must be at most {MOST_TOKENS}")
+            if sum(part) % num_parts:
+                raise ValueError(
+                    f"{name} is {sum(part)}, which the {num_parts} ranks of sequence_parallel= do not divide"
+                )
+            found[-1].append(part)
     return found
+
+
+def check_equal_rows(group: RankGroup, rows: Rows | None, trees: object, plan: PlannedRows | None, order: str) -> None:
+    """Raises, on every rank, unless all were given the same rows and plan, or none, and built one order. Collective."""
+    planned, some = "None" if plan is None else plan.digest, rows or ()
+    long = f"{len(some)} micro-batches of {sum(map(sum, some))} tokens"
+    own = {
+        "segment_sizes": _shown(repr(None if rows is None else [list(row) for row in rows]), long),
+        "plan": (planned, planned),
+        "parents": _shown(str(trees), "trees of " + long),
+        "schedule": (order, f"order {order}"),
+    }
+    check_agreement(group.all_gather_object(own))
+
+
+def _shown(text: str, long: str) -> tuple[str, str]:
+    """A digest to compare, and the text that a message shows: other words where it would be long."""
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return digest, text if len(text) <= MOST_SHOWN else f"{long} ({digest})"

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from seq1f1b.ops.unit import LiveUnit
-from seq1f1b.runtime.batch import Batch
+from seq1f1b.runtime.batch import StepRead
 from seq1f1b.runtime.data_parallel import data_parallel
-from seq1f1b.runtime.divided import StepRead
 from seq1f1b.runtime.ends import ToStage, detached
 from seq1f1b.runtime.parts import Pass, Received, Source
 from seq1f1b.runtime.stage import StageStep
@@ -287,12 +286,10 @@ class EmbeddingStep(_ShardStep, Source):
 class ToHead(ToStage):
     """The shards of all ranks, in place of a loss, with what they need beside the hidden state."""
 
-    def __init__(
-        self, step: StageStep, head: HeadStep, batch: Batch, weighting: Weighting, targets: Sequence[Any] | None
-    ) -> None:
+    def __init__(self, step: StageStep, head: HeadStep, weighting: Weighting) -> None:
         super().__init__(step, None)
-        self._head, self._weighting, self._targets = head, weighting, targets
-        self._keeps_outputs = batch.arguments.return_outputs
+        self._head, self._weighting, self._targets = head, weighting, step.arguments.targets
+        self._keeps_outputs = step.arguments.arguments.return_outputs
 
     def take(self, unit: LiveUnit, output: Any) -> tuple[Tensor, ...] | None:
         if self._keeps_outputs and not unit.is_again:

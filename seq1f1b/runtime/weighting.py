@@ -2,13 +2,13 @@
 
 A mean over a micro-batch's counted targets is the sum over its segments of (segment's share) x (segment's mean). The
 share enters as the seed of the backward, so the graph is that of the plain loss.
-
-Lists are by [micro-batch][segment]; micro-batches may have a number of segments each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,12 +16,11 @@ from torch import Tensor
 
 from seq1f1b.ops.unit import LiveUnit
 from seq1f1b.runtime.arguments import Options
-from seq1f1b.runtime.batch import Batch, StepArguments
-from seq1f1b.runtime.divided import StepRead, sum_divisors
+from seq1f1b.runtime.batch import Batch, StepArguments, StepRead
 from seq1f1b.runtime.loss_look import LossLook, count_values
 from seq1f1b.runtime.nested import tensors_of
-from seq1f1b.runtime.rows import Rows
 from seq1f1b.runtime.splitting import part_sizes, split_sequence
+from seq1f1b.runtime.trees import Rows
 
 __all__: list[str] = []
 
@@ -31,12 +30,9 @@ IGNORED = -100  # torch's ignore_index
 class Weighting:
     """How the losses of one step's segments weigh, by the engine's options and the step's arguments.
 
-    Args:
-        rows: tokens of the segments of every micro-batch.
-        read: the step's, in which targets are counted.
     Attributes:
-        shares: of this rank's segments in their micro-batch's loss, once :meth:`weigh` has found them.
-        counts: by cell, the targets that their losses are means over, 1.0 where losses are added as they are.
+        shares: by cell, of a segment in its micro-batch's loss, once :meth:`weigh` has found them.
+        counts: by cell, the targets that losses are means over, 1.0 where losses are added as they are.
         seeds: by cell, where their backwards start, float64 on the device; of losses that come without a divisor.
         sum_seed: of losses that come with one; :meth:`factor` does the rest.
         count: counts those of any part of a sequence; None: losses are added as they are.
@@ -48,25 +44,26 @@ class Weighting:
     seeds: Tensor
     sum_seed: float
 
-    def __init__(self, batch: Batch, rows: Rows, options: Options, device: torch.device, read: StepRead) -> None:
-        self._batch, self.rows, self._options, self._device = batch, rows, options, device
-        self._read = read
+    def __init__(self, batch: Batch, options: Options, device: torch.device) -> None:
+        self._batch, self._rows, self._options, self._device = batch, batch.rows, options, device
         self._arguments = batch.arguments
-        self._counts: list[float] = []  # targets of the micro-batches, where losses are means over them
-        self.shares: list[list[float]] = []
-        self.counts: list[float] = []
+        self._totals: list[float] = []  # targets of the micro-batches, where losses are means over them
+        self.shares, self.counts = list[float](), list[float]()
         self.count = None if options.loss.reduction == "sum" else options.count or count_default
         self.weights: list[float] | None = None
 
     def auxiliary_seeds(self, unit: LiveUnit) -> tuple[float, float]:
         """Gradients of an auxiliary loss of a unit's segment, and of one of its micro-batch's whole sequence."""
-        options, row = self._options, self.rows[unit.microbatch]
-        weight = self._arguments.gradient_scale / (len(self.rows) if options.loss.scale_grads else 1.0)
-        if self.weights is not None:
-            weight = self.weights[unit.microbatch]
+        options, row = self._options, self._rows[unit.microbatch]
+        weight = self._mean_scale if self.weights is None else self.weights[unit.microbatch]
         if options.loss.reduction == "sum":
             return (weight * options.sequence_parallel[1],) * 2
         return weight * row[unit.segment] / sum(row), weight
+
+    @property
+    def _mean_scale(self) -> float:
+        """The seed of a micro-batch's loss, where all weigh alike."""
+        return self._arguments.gradient_scale / (len(self._rows) if self._options.loss.scale_grads else 1.0)
 
     def weigh(self, last: Any) -> None:
         """Finds the shares of this rank's segments, and the seeds of their backwards.
@@ -80,38 +77,35 @@ class Weighting:
         options, arguments = self._options, self._arguments
         rank, num_parts = options.sequence_parallel
         if options.loss.reduction == "sum" or (arguments.divides and options.count is None):  # nothing is weighed
-            counts = segment_shares = all_counts = [[1.0] * len(row) for row in self.rows]
+            every = [[1.0] * len(row) for row in self._rows]
+            self.counts = [1.0] * sum(map(len, self._rows))
+            self.shares = [float(num_parts)] * len(self.counts)
         else:
-            pieces = [part_sizes(row, options.sequence_parallel) for row in self.rows]
-            all_counts = count_targets(self._batch.target, pieces, options.seq_dim, options.count, self._read)
-            counts, segment_shares = (
-                [row[rank::num_parts] for row in rows] for rows in (all_counts, shares(all_counts))
-            )
-            self._counts = [sum(row) for row in all_counts]
-        self.shares = [[num_parts * share for share in row] for row in segment_shares]
-        self.counts = [count for row in counts for count in row]
-        divisor, self.sum_seed = last.gradient_divisor, arguments.gradient_scale
-        if arguments.loss_weight is not None:
-            scale = arguments.gradient_scale * (num_parts if divisor is None else divisor)
-            self.sum_seed = scale / arguments.loss_weight
-            seeds = [scale * count / arguments.loss_weight for count in self.counts]
-            numbers = [row[0] if options.loss.reduction == "sum" else sum(row) for row in all_counts]
-            self.weights = [scale * number / arguments.loss_weight / num_parts for number in numbers]
+            pieces = [part_sizes(row, options.sequence_parallel) for row in self._rows]
+            every = count_targets(self._batch.target, pieces, options.seq_dim, options.count, self._batch.read)
+            self._totals = [sum(row) for row in every]
+            for row, own in zip(every, self._totals, strict=True):
+                self.counts += row[rank::num_parts]
+                self.shares += [num_parts * (count / own if own else 0.0) for count in row[rank::num_parts]]
+        divisor, total, scale = last.gradient_divisor, arguments.loss_weight, arguments.gradient_scale
+        self.sum_seed = scale
+        if total is not None:
+            scale *= num_parts if divisor is None else divisor
+            self.sum_seed = scale / total
         elif by_targets(options, arguments):
-            total = sum(map(sum, all_counts))
-            scale = arguments.gradient_scale * num_parts
+            total, scale = sum(map(sum, every)), scale * num_parts
             if options.loss.weight == "targets" and arguments.training and last.wrappers:
                 # Every part counts all parts' targets, and so do the replicas of each.
                 scale *= last.wrappers[0].divisor
                 total = last.wrappers[0].sum(total, self._device)
-            seeds = [scale * count / (total or 1.0) for count in self.counts]
-            self.weights = [scale * sum(row) / (total or 1.0) / num_parts for row in all_counts]
+            total = total or 1.0
+        if total is None:
+            seeds = [share * self._mean_scale for share in self.shares]
         else:
-            scale = arguments.gradient_scale / (len(self.rows) if options.loss.scale_grads else 1.0)
-            seeds = [weight * scale for row in self.shares for weight in row]
-        on_host = torch.tensor(
-            [seeds, [share for row in self.shares for share in row]], dtype=torch.float64, device="cpu"
-        )
+            seeds = [scale * count / total for count in self.counts]
+            numbers = [row[0] if options.loss.reduction == "sum" else sum(row) for row in every]
+            self.weights = [scale * number / total / num_parts for number in numbers]
+        on_host = torch.tensor([seeds, self.shares], dtype=torch.float64, device="cpu")
         self.seeds, self.scale = on_host.to(self._device, non_blocking=True).unbind()  # the host waits for nothing
 
     def factor(self, last: Any, divisors: Mapping[int, float]) -> float:
@@ -136,7 +130,7 @@ class Weighting:
         options = self._options
         if options.head is not None:
             return None
-        every = {m: self._looked_at(m) for m in range(len(self.rows))}
+        every = {m: self._looked_at(m) for m in range(len(self._rows))}
         found = {m: sizes for m, sizes in every.items() if sum(map(len, sizes.values())) > 1}
         if is_halved := not found and by_targets(options, self._arguments):
             some = {m: sizes for m, sizes in every.items() if sizes}
@@ -153,10 +147,11 @@ class Weighting:
 
         In a tree they are those of a segment of siblings, or of the longest path.
         """
-        counted = [s for s, share in enumerate(self.shares[m]) if share > 0.0]
+        first = sum(map(len, self._rows[:m]))
+        counted = [s for s in range(len(self._rows[m])) if self.shares[first + s] > 0.0]
         trees, num_parts = self._arguments.trees, self._options.sequence_parallel[1]
         if trees is None:
-            return {s: (self.rows[m][s] // num_parts,) for s in counted}
+            return {s: (self._rows[m][s] // num_parts,) for s in counted}
         paths = list[list[int]]()
         for s, parent in enumerate(trees.parents[m]):
             paths.append([*(paths[parent] if parent >= 0 else ()), *([s] if s in counted else ())])
@@ -165,7 +160,7 @@ class Weighting:
 
     def tell_of_counts(self, last: Any) -> None:
         """Once it is known that the loss comes without a divisor: a word on means over unlike numbers of targets."""
-        options, arguments, counts = self._options, self._arguments, self._counts
+        options, arguments, counts = self._options, self._arguments, self._totals
         says_nothing = options.loss.weight is None and arguments.loss_weight is None and options.loss.scale_grads
         if not counts:
             return
@@ -243,37 +238,36 @@ def count_default(target: Any) -> float:
     return float(target.numel() if target.is_floating_point() else (target != IGNORED).sum())
 
 
-def shares(counts: list[list[float]]) -> list[list[float]]:
-    """Each segment's share of its micro-batch; all shares are zero if a micro-batch counts nothing."""
-    totals = [sum(segments) for segments in counts]
-    return [
-        [value / total if total else 0.0 for value in segments] for segments, total in zip(counts, totals, strict=True)
-    ]
+def sum_divisors(divisors: Iterable[float]) -> float:
+    """Raises ValueError unless the sum is finite and not negative."""
+    total = math.fsum(divisors)
+    if not 0.0 <= total < math.inf:
+        raise ValueError(f"the divisors that loss_fn returned sum to {total}, must be finite and at least 0")
+    return total
 
 
-def divide(losses: dict[int, Tensor], divisors: Mapping[int, float], rows: Sequence[Any]) -> list[Tensor]:
+def divide(losses: dict[int, Tensor], divisors: Mapping[int, float], rows: Rows) -> list[Tensor]:
     """Losses of the M micro-batches from the sums and divisors of their segments (by cell); 0 where the divisor is 0.
 
     Args:
-        rows: of the segments.
+        rows: tokens of the segments of every micro-batch.
     """
-    found, cell = [], 0
+    found, cells = [], iter(range(sum(map(len, rows))))
     for row in rows:
-        cells = range(cell, cell + len(row))
-        total = torch.stack([losses[i].reshape(()) for i in cells]).sum()
-        divisor = sum_divisors(divisors[i] for i in cells)
+        own = list(islice(cells, len(row)))
+        total, divisor = torch.stack([losses[i].reshape(()) for i in own]).sum(), sum_divisors(divisors[i] for i in own)
         found.append(total / divisor if divisor else torch.zeros_like(total))
-        cell += len(row)
     return found
 
 
-def combine(losses: dict[int, Tensor], weights: list[list[float]], scale: Tensor) -> list[Tensor]:
+def combine(losses: dict[int, Tensor], rows: Rows, scale: Tensor) -> list[Tensor]:
     """Losses of the M micro-batches from those of their segments (by cell); zero if nothing was counted.
 
     Args:
-        scale: the weights by cell, on the device.
+        rows: tokens of the segments of every micro-batch.
+        scale: by cell, the segment's share, on the device.
     """
-    counts = [len(row) for row in weights]
+    counts = list(map(len, rows))
     zero = torch.zeros_like(next(iter(losses.values()))) if losses else torch.zeros((), device=scale.device)
     values = torch.stack([losses.get(i, zero).reshape(()) for i in range(sum(counts))])
     scale = scale.to(values.dtype)

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from seq1f1b.runtime.engine import PipelineEngine
-from seq1f1b.runtime.tied import ties_of
 from seq1f1b.transformers.saving import num_bytes, save_together, together
 from seq1f1b.transformers.stage import CausalLMStage
 from seq1f1b.transformers.weight_files import (
@@ -48,7 +47,7 @@ def save_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str]) -> N
         OSError: a rank could not write; raised on every rank.
     """
     stages = _stages_of(engine, "save_pretrained")
-    ties_of(engine).compare()
+    engine._pipeline.tied.compare()
     has_adapters = any(stage.peft_model is not None for stage in stages)
     (_save_adapters if has_adapters else _save_weights)(engine, stages, os.fspath(folder))
 
@@ -88,7 +87,7 @@ def _stages_of(engine: PipelineEngine, caller: str) -> list[CausalLMStage]:
 
 
 def _save_weights(engine: PipelineEngine, stages: list[CausalLMStage], folder: str) -> None:
-    elsewhere, vocabulary = ties_of(engine).counted_elsewhere(), engine.whole_vocabulary()
+    elsewhere, vocabulary = engine._pipeline.tied.counted_elsewhere(), engine.whole_vocabulary()
     shards: list[str] = []
     saved: list[str] = []
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from seq1f1b.ops.attention import positions
 from seq1f1b.ops.unit import current
-from seq1f1b.runtime.tied_copies import held
+from seq1f1b.runtime.tied import held
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 from seq1f1b.transformers.attention_function import no_mask, refuse_dropout
 from seq1f1b.transformers.initial import initialize

@@ -375,15 +375,7 @@ class Rank:
     def _trap_weights(self, engine: PipelineEngine) -> None:
         """The stage calls its trap in W of a unit, too."""
         (feature,) = (f for f in engine._runner.stages[engine.rank].features if isinstance(f, WeightGradients))
-        begin = feature.begin
-
-        def begin_with_trap(step: Any) -> Any:
-            part: Any = begin(step)
-            if part is not None:
-                part.weight = functools.partial(self._trapped, part.weight)
-            return part
-
-        feature.begin = begin_with_trap  # type: ignore[method-assign]
+        feature.weight = functools.partial(self._trapped, feature.weight)  # type: ignore[method-assign]
 
     def _trapped(self, weight: Any, cell: int, received: Any) -> None:
         if self.stage.at == f"W{cell // K}.{cell % K}":

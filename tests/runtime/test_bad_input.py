@@ -504,21 +504,6 @@ AT_LOSS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
         ValueError,
         r"^\[1\]F0.0: loss_fn must return a scalar tensor, or one value per token, got \(2,\)",
     ),
-    "no tensor": (
-        lambda output, target: 1.5,
-        ValueError,
-        r"^\[1\]F0.0: loss_fn must return a scalar tensor, or one value per token, got float",
-    ),
-    "none": (
-        lambda output, target: None,
-        ValueError,
-        "or one value per token, got NoneType",
-    ),
-    "detached": (
-        lambda output, target: cross_entropy(output, target).detach(),
-        ValueError,
-        r"^\[1\]F0.0: loss_fn returned a loss that does not require grad",
-    ),
     "raises": (
         lambda output, target: cross_entropy(output[:, :2], target),
         ValueError,

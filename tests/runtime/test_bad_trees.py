@@ -41,7 +41,7 @@ def step_alone(sizes: Any, parents: Any, **options: Any) -> None:
         ([[4, 3, 2]], [], ValueError, "parents must be a list of 1, for every micro-batch what each segment follows"),
         ([[4, 3, 2]], [[-1, 0, 0], [-1]], ValueError, "parents must be a list of 1"),
         (None, [[-1, 0]], ValueError, "parents need segment_sizes of the step"),
-        ("even", [[-1, 0]], TypeError, "parents need segment_sizes of the step"),
+        ("even", [[-1, 0]], TypeError, "segment_sizes of a step must be a list: for every micro-batch"),
         ([[4, [3, 2]]], None, TypeError, r"segment_sizes\[0\]\[1\] is \[3, 2\], siblings .*: they need parents="),
         (
             [[[4, 5]]],

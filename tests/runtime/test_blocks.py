@@ -90,8 +90,6 @@ def compiled(part: str) -> nn.Module:
 @pytest.mark.parametrize(
     ("choice", "error", "message"),
     [
-        ("blocks", TypeError, "must be the name of a list of blocks and their share"),
-        (("blocks", 1.5), ValueError, r"the share is 1.5, must be in 0\.\.1"),
         (("blocks", True), ValueError, "the share is True"),
         (("layers", 0.5), ValueError, "stage 0 has no list of blocks named 'layers'"),
         (("head", 0.5), ValueError, "'head' of stage 0 is a Linear, must be a ModuleList"),

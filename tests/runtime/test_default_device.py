@@ -8,15 +8,13 @@ from __future__ import annotations
 import ast
 import contextlib
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import running
 from tiny_model import Config, Stage, batch, cross_entropy, stage_of, whole_model
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._device import _device_constructors
 
 import seq1f1b
@@ -156,33 +154,6 @@ def test_a_step_is_the_same_under_another_default_device(case: str, tmp_path: Pa
         assert len(ours) == len(theirs) > 5
         for one, two in zip(ours, theirs, strict=True):
             assert one.device.type == "cpu" and torch.equal(one, two)
-
-
-def recover_over_c10d(rank: int, pipe: Connection) -> list[Tensor]:
-    """A step, one that fails on rank 1 and leaves transfers to complete, and another one, with a tied parameter."""
-    with torch.device("cpu"):
-        embedding, head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
-        with torch.no_grad():
-            head.weight.copy_(nn.init.ones_(embedding.weight))
-        stage: Any = head if rank else embedding
-        stage.tied_parameters = {"vocabulary": stage.weight}
-        tokens = torch.zeros(2, 6, dtype=torch.int64)
-    with torch.device("meta"):
-        options = {"num_microbatches": 2, "num_segments": 3, "loss_fn": cross_entropy, "transport": "c10d"}
-        engine = PipelineEngine(stage, **options)
-        engine.step(tokens, target=tokens)
-        with pytest.raises((RuntimeError, ValueError)):
-            engine.step(tokens, target=tokens if rank == 0 else tokens[:, :3])
-        engine.step(tokens, target=tokens)
-        engine.close()
-    return stage.weight.grad.tolist()
-
-
-def test_processes_under_another_default_device(tmp_path: Path) -> None:
-    """Over c10d: what watches a peer, what completes a failed step, and what tied parameters exchange."""
-    with running(2, tmp_path, recover_over_c10d) as ranks:
-        first, second = (ranks.result(rank) for rank in range(2))
-    assert first == second and any(any(row) for row in first)
 
 
 def test_tools_under_another_default_device() -> None:

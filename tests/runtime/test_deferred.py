@@ -13,9 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from order_runs import CONFIG, LENGTH, SIZES, few_cases, run_order
-from slices import by_family, full_only
-from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from tiny_model import Config, batch, cross_entropy, gradient_error, stage_of, whole_model
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.func import functional_call
@@ -217,28 +215,7 @@ def test_evaluations_and_steps_on_a_device_without_the_op_are_autograds():
     assert step(mlp())[1].fused_weights == 0
 
 
-# -- dtypes ------------------------------------------------------------------------------------------------------------
-
-GRID = [own[0] for own in by_family(sorted(few_cases(5)))]
-CASES = [(torch.bfloat16, True, *case) for case in GRID] + [(torch.bfloat16, False, *case) for case in GRID[1::2]]
-CASES += [(torch.float64, True, *case) for case in GRID[::2]]
-CASES += full_only(*((torch.float32, True, *case) for case in GRID))
-
-
-@pytest.mark.parametrize(("dtype", "adds", "name", "P", "M", "k", "v", "uneven"), CASES)
-def test_every_family(dtype, adds, name, P, M, k, v, uneven):
-    """No further from the whole model in float64 than the same model run whole by torch in this dtype."""
-    schedule = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
-    tokens, target = batch(CONFIG, M, LENGTH)
-    model = whole_model(CONFIG, dtype)
-    exact = run_whole(copy.deepcopy(model).double(), tokens, target, M)[1]
-    whole = gradient_error(run_whole(model, tokens, target, M)[1], exact)
-    with wide_products() if adds else nullcontext([]) as calls:
-        found = run_order(model, schedule, tokens, target, sizes=SIZES[k] if uneven else None)[1]
-    assert all(gradient.dtype == dtype for gradient in found.values())
-    assert gradient_error(found, exact) <= max(1e-10 if dtype == torch.float64 else 0.0, 1.5 * whole)
-    layers = sum(isinstance(part, nn.Linear) for part in model.modules())
-    assert len(calls) == (M * k * layers if adds and dtype == torch.bfloat16 else 0)  # of one dtype: no wide result
+# -- 16 bits -----------------------------------------------------------------------------------------------------------
 
 
 class Several(nn.Module):

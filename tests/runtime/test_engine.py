@@ -112,25 +112,6 @@ def test_eval_between_steps_gives_losses_and_merged_outputs():
     assert gradient_error(gradients_of(r[2] for r in results), truth) <= 1e-10
 
 
-def test_given_micro_batches_equal_the_whole_batch():
-    config = Config()
-    model = whole_model(config)
-    tokens, target = batch(config, 3, LENGTH)
-
-    def run(group, split):
-        engine = engine_of(stage_of(model, config, group.rank, 2), group, 3, 2)
-        if split:
-            losses = engine.step(list(tokens.chunk(3)), target=list(target.chunk(3)))
-        else:
-            losses = engine.step(tokens, target=target)
-        return losses, grads(engine)
-
-    whole, given = run_ranks(2, lambda g: run(g, False)), run_ranks(2, lambda g: run(g, True))
-    assert all(torch.equal(a, b) for a, b in zip(whole[1][0], given[1][0], strict=True))
-    for (_, a), (_, b) in zip(whole, given, strict=True):
-        assert all(torch.equal(a[name], b[name]) for name in a)
-
-
 class TwoTensors(nn.Module):
     """Hands over a float tensor, an integer one and one without gradient; reads keyword arguments."""
 

@@ -63,21 +63,15 @@ def make_engine(stage: nn.Module, kind: str, **options: Any) -> PipelineEngine:
 def trap_w(engine: PipelineEngine, stage: Trapped) -> None:
     """The stage calls its trap in W of a unit: once I has left its products, before W takes the first."""
     (feature,) = (f for f in engine._runner.stages[engine.rank].features if isinstance(f, deferred.WeightGradients))
-    begin = feature.begin
+    weight = feature.weight
 
-    def begin_with_trap(step: Any) -> Any:
-        part: Any = begin(step)
-        if part is not None:
-            part.weight = partial(trapped, part, part.weight)
-        return part
-
-    def trapped(part: Any, weight: Any, cell: int, received: Any) -> None:
+    def trapped(cell: int, received: Any) -> None:
         if stage.at == f"W{cell // K}.{cell % K}":
-            assert part._step.units[cell].tape.products
+            assert feature._step.units[cell].tape.products
             stage.trap()
         weight(cell, received)
 
-    feature.begin = begin_with_trap  # type: ignore[method-assign]
+    feature.weight = trapped  # type: ignore[method-assign]
 
 
 def step_into_a_trap(

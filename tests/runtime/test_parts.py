@@ -12,8 +12,8 @@ from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 
 from seq1f1b import PipelineEngine, Schedule, build_schedule
 from seq1f1b.ops.unit import LiveUnit
-from seq1f1b.runtime.features import FEATURES
-from seq1f1b.runtime.parts import Feature, Part, Received
+from seq1f1b.runtime.parts import Part, Received
+from seq1f1b.runtime.runner import FEATURES
 from seq1f1b.runtime.stage import StageStep
 from seq1f1b.testing import run_ranks
 
@@ -22,16 +22,12 @@ CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=4)
 NAMES = ["begin", "around", "returned", "left", "end", "before_backward", "after_backward"]
 
 
-class Counting(Feature):
-    """What a new feature is: this class, a line in features.py, and a field of the report for its figure."""
+class Counting(Part):
+    """What a new feature is: this class, a line in runner.py, and a field of the report for its figure."""
 
-    def begin(self, step: StageStep) -> Count | None:
-        return Count(step) if step.arguments.training else None
-
-
-class Count(Part):
-    def __init__(self, step: StageStep) -> None:
-        self._step, self.seen = step, {name: list[int]() for name in NAMES}
+    def start(self, step: StageStep) -> bool:
+        self.seen = {name: list[int]() for name in NAMES}
+        return step.arguments.training
 
     def begin(self, unit: LiveUnit) -> None:
         self.seen["begin"].append(unit.cell)

@@ -89,29 +89,14 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("count", [2, pytest.param(33, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("schedule", "num_ranks", "options"), CASES)
-def test_backwards_that_are_split_filled_or_recomputed(schedule: str, num_ranks: int, options: dict[str, Any]) -> None:
+def test_backwards_that_are_split_filled_or_recomputed(
+    schedule: str, num_ranks: int, options: dict[str, Any], count: int
+) -> None:
     rng = random.Random(schedule)
-    for seed in range(2):
+    for seed in range(count):
         rows = [*random_rows(rng), *(cut(rng, 7, 3) for _ in range(6))]  # enough units for every family
-        check(schedule, num_ranks, rows, seed, **options)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_three_hundred_lists(num_ranks: int) -> None:
-    """75 for each number of ranks: backwards whole, split, filled, and recomputed in all units or all but the first."""
-    kinds: list[tuple[str, dict[str, Any]]] = [
-        ("seq1f1b", {}),
-        ("seq-zb-h1", {}),
-        ("seq1f1b", {"order": {"weights": "fill"}}),
-        ("seq1f1b", {"memory": Memory(recompute="all")}),
-        ("seq1f1b", {"memory": Memory(recompute=lambda unit: unit.segment > 0)}),
-    ]
-    rng = random.Random(num_ranks)
-    for seed in range(75):
-        schedule, options = kinds[seed % len(kinds)]
-        rows = [*random_rows(rng), *(cut(rng, 7, 3) for _ in range(4))]  # enough units for a split backward
         check(schedule, num_ranks, rows, seed, **options)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
 import seq1f1b
-from seq1f1b.runtime.places import check_places, places_of
+from seq1f1b.runtime.pipeline import check_places, places_of
 from seq1f1b.testing import run_ranks
 
 VOCAB, HIDDEN = 16, 8

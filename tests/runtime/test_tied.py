@@ -45,12 +45,9 @@ class Computed(Stage):
 
 
 def make(kind: Callable[[], Stage] = Stage) -> list[Stage]:
+    """Copies of other values: those of the first one count."""
     torch.manual_seed(0)
-    first, second = kind().double(), kind().double()
-    with torch.no_grad():
-        for name in "ab":
-            getattr(second, name).weight.copy_(getattr(first, name).weight)
-    return [first, second]
+    return [kind().double(), kind().double()]
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -122,6 +119,14 @@ def test_one_parameter_under_several_names():
     stages = listed(make(), one, {"x": "a", "b": "b"})
     texts = outcomes(lambda group: step(engine_of(stages, group)))
     assert all("tied parameter 'x' differs between ranks" in text and "also listed as ['y']" in text for text in texts)
+
+
+def test_a_frozen_tie_gets_the_first_ones_values_and_no_gradient():
+    stages = make()
+    for stage in stages:
+        stage.b.weight.requires_grad_(False)
+    run_ranks(2, lambda group: step(engine_of(stages, group)))
+    assert torch.equal(stages[0].b.weight, stages[1].b.weight) and stages[1].b.weight.grad is None
 
 
 # -- parameters that are replaced --------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from tree_runs import (
     CONFIG,
-    TWO_STAGES,
     Trees,
     data_of,
     paths_of,
@@ -96,26 +95,14 @@ def test_units_that_move_away(tmp_path: Any, schedule: str, units: Any) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("first", range(0, 50, 10))
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_two_hundred_steps(num_ranks: int, first: int, tmp_path: Any) -> None:
-    """50 for each number of ranks, of up to 40 nodes."""
-    kinds: list[tuple[str, dict[str, Any]]] = [
-        ("seq1f1b", {}),
-        ("seq1f1b", {"order": NUMBERS, "loss_fn": of_tokens}),
-        ("seq1f1b", {"order": {"weights": "fill"}}),
-        ("seq-zb-h1", {"memory": Memory(recompute="all"), "loss_fn": of_tokens}),
-        ("seq-zb-h2", {"order": {"weights": "fill"}}),
-        ("1f1b", {"memory": Memory(recompute=lambda unit: unit.segment > 0)}),
-        ("gpipe", {"memory": Memory(offload=tmp_path)}),
-        ("seq1f1b", {"memory": Memory(offload=tmp_path, recompute="all")}),
-        ("seq-zbv", {}),
-        ("seq-v-min", {"order": {"weights": "fill"}, "memory": Memory(recompute="all")}),
-    ]
-    for seed in range(first, first + 10):
-        schedule, options = kinds[seed % len(kinds)]
-        if schedule in TWO_STAGES and num_ranks != 2:  # the model has four layers
-            schedule = "seq1f1b"
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize(("schedule", "num_ranks", "options"), [case for case in SLICE if "trees" not in case[2]])
+def test_ten_more_steps_of_up_to_40_nodes(
+    schedule: str, num_ranks: int, options: dict[str, Any], moves: bool, tmp_path: Any
+) -> None:
+    if moves:
+        options = options | {"memory": replace(options.get("memory", Memory()), offload=tmp_path)}
+    for seed in range(1, 11):
         check(schedule, num_ranks, seed, most_nodes=(12, 40)[seed % 4 == 0], **options)
 
 

@@ -10,11 +10,20 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from order_runs import CONFIG, LENGTH, SIZES, all_cases, few_cases
+from order_runs import (
+    CONFIG,
+    LENGTH,
+    SIZES,
+    embedding_of,
+    head_of,
+    join_rows,
+    last_without_head,
+    run_order,
+)  # fmt: skip
 from orders import random_order
 from processes import PipedProcesses, join_and_run
-from slices import full_only, whole
-from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, stage_of, whole_model
+from slices import full_only
+from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, whole_model
 from torch import nn
 
 from seq1f1b import (
@@ -30,106 +39,15 @@ from seq1f1b import (
 )
 from seq1f1b.testing import run_ranks
 
-GRID = all_cases()
-
-
-def last_without_head(model, index, num_stages, config=CONFIG):
-    """A stage whose last one returns the hidden state."""
-    stage = stage_of(model, config, index, num_stages)
-    if index == num_stages - 1:
-        stage.head = nn.Identity()
-    return stage
-
-
-def head_of(model, rank, num_ranks, **options):
-    vocab, hidden = model.head.weight.shape
-    head = VocabularyParallelHead(hidden, vocab, rank=rank, num_ranks=num_ranks, bias=True, **options)
-    head = head.to(model.head.weight.dtype)
-    head.load_whole(model.head.weight, model.head.bias)
-    return head
-
-
-def embedding_of(model, rank, num_ranks):
-    shard = VocabularyParallelEmbedding(*model.embedding.weight.shape, rank=rank, num_ranks=num_ranks)
-    shard = shard.to(model.embedding.weight.dtype)
-    shard.load_whole(model.embedding.weight)
-    return shard
-
 
 def engine_of(model, group, P, k, *, config=CONFIG, head=None, embedding=None, **options):
     """One stage of P for each rank; micro-batches by the schedule, or two."""
-    stage = last_without_head(model, group.rank, P, config)
+    stage = last_without_head(model, config, group.rank, P)
     if embedding is not None and group.rank == 0:
         stage.embedding = nn.Identity()
     head = head_of(model, group.rank, P) if head is None else head
     options = {"num_microbatches": 2, "num_segments": k} | options
     return PipelineEngine(stage, loss_fn=head, embedding=embedding, group=group, **options)
-
-
-def join_rows(found):
-    """Gradients by name from those of ranks, rows of shards in order."""
-    gradients = {name: g for own in found for name, g in own.items()}
-    shared = [name for name in gradients if sum(name in own for own in found) > 1]
-    return gradients | {name: torch.cat([own[name] for own in found]) for name in shared}
-
-
-def run(model, schedule, tokens, target, *, sizes=None, steps=1, head=None, embeds=False, config=CONFIG, **options):
-    """Losses of the last stage, evaluated losses, gradients by name, and reports, after ``steps`` equal steps."""
-
-    def run_rank(group):
-        own = [s for s, rank in enumerate(schedule.rank_of_stage) if rank == group.rank]
-        stages = [last_without_head(model, s, schedule.num_stages, config) for s in own]
-        if embeds and group.rank == 0:
-            stages[0].embedding = nn.Identity()
-        engine = PipelineEngine(
-            stages,
-            schedule=schedule,
-            num_microbatches=schedule.num_microbatches,
-            num_segments=schedule.num_segments,
-            segment_sizes=sizes,
-            loss_fn=head_of(model, group.rank, schedule.num_ranks, **(head or {})),
-            group=group,
-            embedding=embedding_of(model, group.rank, schedule.num_ranks) if embeds else None,
-            **options,
-        )
-        goal = target if engine.has_last else None
-        for _ in range(steps):
-            losses = engine.step(tokens, target=goal)
-        report = engine.report()
-        evaluated = engine.eval(tokens, target=goal)
-        return losses, evaluated, {name: p.grad for name, p in engine.named_parameters()}, report
-
-    results = run_ranks(schedule.num_ranks, run_rank)
-    losses, evaluated = next((losses, evaluated) for losses, evaluated, *_ in results if losses)
-    return losses, evaluated, join_rows([own for _, _, own, _ in results]), [report for *_, report in results]
-
-
-def check(schedule, uneven, **options):
-    M = schedule.num_microbatches
-    tokens, target = batch(CONFIG, M, LENGTH)
-    model = whole_model(CONFIG)
-    truth = run_whole(model, tokens, target, M)
-    sizes = SIZES[schedule.num_segments] if uneven else None
-    losses, evaluated, gradients, reports = run(model, schedule, tokens, target, sizes=sizes, **options)
-    assert gradient_error(gradients, truth[1]) <= 1e-10
-    for found in (losses, evaluated):
-        assert max(abs(float(a) - float(b)) for a, b in zip(found, truth[0], strict=True)) <= 1e-12
-    return reports
-
-
-@pytest.mark.parametrize(("name", "P", "M", "k", "v", "uneven"), few_cases(3))
-def test_slice_of_grid(name, P, M, k, v, uneven):
-    schedule = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
-    weights, recompute = ("planned", "fill")[(P + M + k) % 2], ("none", "all")[M % 2]
-    check(schedule.replace(weights=weights), uneven, memory=Memory(recompute=recompute), embeds=bool(k % 2))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("name", "P", "M", "k", "v", "uneven"), whole(GRID))
-def test_whole_grid(name, P, M, k, v, uneven):
-    schedule = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k, stages_per_rank=v)
-    check(schedule, uneven)
-    check(schedule.replace(weights="fill"), uneven, memory=Memory(recompute="all"), embeds=True)
 
 
 def orders_with_both(count):
@@ -151,28 +69,32 @@ def test_beside_units_that_move(tmp_path, name):
     v = 2 if name == "seq-zbv" else 1
     counts = {"num_ranks": 2, "num_microbatches": 4, "num_segments": 3, "stages_per_rank": v}
     schedule = build_schedule(name, **counts, weights="fill")
-    options = {"config": config, "embeds": True, "sizes": SIZES[3], "steps": 2}
+    options = {"config": config, "head": {}, "embeds": True, "sizes": SIZES[3], "steps": 2}
     memory = Memory(recompute=lambda unit: unit.microbatch == 1)
-    kept = run(model, schedule, tokens, target, **options, memory=memory)
+    kept = run_order(model, schedule, tokens, target, **options, memory=memory)
     memory = dataclasses.replace(memory, offload=tmp_path, units=lambda unit: unit.microbatch != 2)
-    moved = run(model, schedule, tokens, target, **options, memory=memory)
+    moved = run_order(model, schedule, tokens, target, **options, memory=memory)
     assert all(torch.equal(a, b) for a, b in zip(kept[0], moved[0], strict=True))
-    assert kept[2].keys() == moved[2].keys() and all(torch.equal(g, moved[2][name]) for name, g in kept[2].items())
-    for report in moved[3]:
+    assert kept[1].keys() == moved[1].keys() and all(torch.equal(g, moved[1][name]) for name, g in kept[1].items())
+    for report in moved[2]:
         kinds = {(unit.kind, unit.microbatch) for unit, _, _ in report.timeline}
         assert ("R", 1) in kinds and not {("O", 1), ("O", 2)} & kinds and {"S", "T", "E", "G"} <= {k for k, _ in kinds}
-    assert sum(report.moved_bytes for report in moved[3]) > 0
+    assert sum(report.moved_bytes for report in moved[2]) > 0
     truth = run_whole(model, tokens, target, 4)
-    steps = {name: g / 2 for name, g in moved[2].items()}
+    steps = {name: g / 2 for name, g in moved[1].items()}
     assert gradient_error(steps, truth[1]) <= 1e-10
 
 
 @pytest.mark.parametrize("order", orders_with_both(10), ids=str)
 def test_the_engine_runs_the_order_as_it_is(order):
-    reports = check(order, uneven=True, embeds=True)
+    tokens, target = batch(CONFIG, order.num_microbatches, LENGTH)
+    model, sizes = whole_model(CONFIG), SIZES[order.num_segments]
+    truth = run_whole(model, tokens, target, order.num_microbatches)[1]
+    _, gradients, reports = run_order(model, order, tokens, target, sizes=sizes, head={}, embeds=True)
+    assert gradient_error(gradients, truth) <= 1e-10
     for rank, (report, units) in enumerate(zip(reports, order.ranks, strict=True)):
         assert tuple(unit for unit, _, _ in report.timeline) == units
-        sizes, live, most = SIZES[order.num_segments], 0, 0
+        live = most = 0
         for unit in units:
             live += sizes[unit.segment] * {"S": 1, "T": -1}.get(unit.kind, 0)
             most = max(most, live)
@@ -197,10 +119,9 @@ def test_ignored_segments_and_microbatches():
         losses.append(loss.detach())
     truth = {name: p.grad.clone() for name, p in model.named_parameters()}
     schedule = build_schedule("seq1f1b", num_ranks=3, num_microbatches=3, num_segments=4)
-    found, evaluated, gradients, _ = run(model, schedule, tokens, target)
+    found, gradients, _ = run_order(model, schedule, tokens, target, head={})
     assert gradient_error(gradients, truth) <= 1e-10
-    for each in (found, evaluated):
-        assert each[0] == 0 and max(abs(float(a - b)) for a, b in zip(each[1:], losses, strict=True)) <= 1e-12
+    assert found[0] == 0 and max(abs(float(a - b)) for a, b in zip(found[1:], losses, strict=True)) <= 1e-12
 
 
 @pytest.mark.parametrize(("label_smoothing", "z_loss"), [(0.1, 0.0), (0.0, 1e-2), (0.3, 1e-1)])
@@ -217,10 +138,9 @@ def test_label_smoothing_and_z_loss(label_smoothing, z_loss):
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     schedule = build_schedule("seq1f1b", num_ranks=3, num_microbatches=2, num_segments=2)
     head = {"label_smoothing": label_smoothing, "z_loss": z_loss}
-    losses, evaluated, gradients, _ = run(model, schedule, tokens, target, head=head)
+    losses, gradients, _ = run_order(model, schedule, tokens, target, head=head)
     assert gradient_error(gradients, expected) <= 1e-10
-    for found in (losses, evaluated):
-        assert max(abs(float(a - b)) for a, b in zip(found, truth, strict=True)) <= 1e-12
+    assert max(abs(float(a - b)) for a, b in zip(losses, truth, strict=True)) <= 1e-12
     alone = head_of(model, 0, 1, **head)
     hidden = model.norm(
         nn.Sequential(*model.blocks.values())(model.embedding(tokens[:2]) + model.position.weight[:LENGTH])
@@ -235,7 +155,8 @@ def test_sums_and_weights_of_a_step():
     truth = run_whole(model, tokens, target, 2)
     counts = [int((y != -100).sum()) for y in target.chunk(2)]
     schedule = build_schedule("seq1f1b", num_ranks=2, num_microbatches=2, num_segments=3)
-    losses, _, gradients, _ = run(model, schedule, tokens, target, loss=Loss(reduction="sum", scale_grads=False))
+    loss = Loss(reduction="sum", scale_grads=False)
+    losses, gradients, _ = run_order(model, schedule, tokens, target, head={}, loss=loss)
     assert max(abs(float(a) - n * float(b)) for a, b, n in zip(losses, truth[0], counts, strict=True)) <= 1e-10
     model.zero_grad()
     for x, y in zip(tokens.chunk(2), target.chunk(2), strict=True):
@@ -251,14 +172,14 @@ def test_large_logits_and_16_bit():
     with torch.no_grad():
         model.head.weight *= 1e3
     truth = run_whole(model, tokens, target, 2)
-    losses, _, gradients, _ = run(model, schedule, tokens, target)
+    losses, gradients, _ = run_order(model, schedule, tokens, target, head={})
     assert gradient_error(gradients, truth[1]) <= 1e-10 and float(losses[0]) > 100
     model = whole_model(CONFIG)
     truth = run_whole(model, tokens, target, 2)[1]
     model = whole_model(CONFIG, torch.bfloat16)
     whole = gradient_error({n: g.float() for n, g in run_whole(model, tokens, target, 2)[1].items()}, truth)
     model.zero_grad()
-    _, _, gradients, _ = run(model, schedule, tokens, target)
+    _, gradients, _ = run_order(model, schedule, tokens, target, head={})
     assert gradient_error({n: g.float() for n, g in gradients.items()}, truth) < 2 * whole
 
 
@@ -270,7 +191,7 @@ def test_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         whole = gradient_error(run_whole(model, tokens, target, 2)[1], exact)
         model.zero_grad()
-        _, _, gradients, _ = run(model, schedule, tokens, target)
+        _, gradients, _ = run_order(model, schedule, tokens, target, head={})
     error = gradient_error(gradients, exact)
     assert 1e-4 < error < 1.5 * whole, "bf16 products, gradients of float32 parameters"
     assert {g.dtype for g in gradients.values()} == {torch.float32}
@@ -390,7 +311,7 @@ def step_in_process(rank, pipe, transport):
     """Losses and gradients of two steps, the second after one that failed on every rank."""
     model = whole_model(CONFIG)
     tokens, target = batch(CONFIG, 2, LENGTH)
-    stage = last_without_head(model, rank, 3)
+    stage = last_without_head(model, CONFIG, rank, 3)
     if rank == 0:
         stage.embedding = nn.Identity()
     engine = PipelineEngine(

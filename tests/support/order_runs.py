@@ -6,10 +6,12 @@ import functools
 import itertools
 from collections.abc import Iterator
 
+import torch
 from slices import by_family, every_pair
 from tiny_model import Config, cross_entropy, stage_of
+from torch import nn
 
-from seq1f1b import PipelineEngine
+from seq1f1b import PipelineEngine, VocabularyParallelEmbedding, VocabularyParallelHead
 from seq1f1b.schedule import families
 from seq1f1b.testing import run_ranks
 
@@ -18,30 +20,75 @@ CONFIG = Config(hidden=16, heads=2, kv_heads=1, ffn=24, vocab=17, layers=8, sink
 SIZES = {1: [13], 2: [12, 1], 3: [1, 7, 5], 4: [6, 1, 2, 4]}
 
 
-def run_order(model, schedule, tokens, target, *, sizes=None, steps=1, **options):
-    """Losses of the last stage, and gradients of all stages by name, after ``steps`` equal steps."""
+def last_without_head(model, config, index, num_stages):
+    """A stage whose last one returns the hidden state."""
+    stage = stage_of(model, config, index, num_stages)
+    if index == num_stages - 1:
+        stage.head = nn.Identity()
+    return stage
+
+
+def head_of(model, rank, num_ranks, **options):
+    vocab, hidden = model.head.weight.shape
+    head = VocabularyParallelHead(hidden, vocab, rank=rank, num_ranks=num_ranks, bias=True, **options)
+    head = head.to(model.head.weight.dtype)
+    head.load_whole(model.head.weight, model.head.bias)
+    return head
+
+
+def embedding_of(model, rank, num_ranks):
+    shard = VocabularyParallelEmbedding(*model.embedding.weight.shape, rank=rank, num_ranks=num_ranks)
+    shard = shard.to(model.embedding.weight.dtype)
+    shard.load_whole(model.embedding.weight)
+    return shard
+
+
+def join_rows(found):
+    """Gradients by name from those of ranks, rows of shards in order."""
+    gradients = {name: g for own in found for name, g in own.items()}
+    shared = [name for name in gradients if sum(name in own for own in found) > 1]
+    return gradients | {name: torch.cat([own[name] for own in found]) for name in shared}
+
+
+def run_order(
+    model, schedule, tokens, target, *, sizes=None, steps=1, config=CONFIG, head=None, embeds=False, **options
+):
+    """Losses of the last stage, gradients of all stages by name, and reports, after ``steps`` equal steps.
+
+    Args:
+        head: options of a vocabulary's shards, which take the place of the last stage's head; None: there are none.
+        embeds: the embedding lies in shards, too.
+    """
 
     def run(group):
+        num_ranks, make = schedule.num_ranks, stage_of if head is None else last_without_head
         own = [s for s, rank in enumerate(schedule.rank_of_stage) if rank == group.rank]
-        stages = [stage_of(model, CONFIG, s, schedule.num_stages) for s in own]
+        stages = [make(model, config, s, schedule.num_stages) for s in own]
+        if embeds and group.rank == 0:
+            stages[0].embedding = nn.Identity()
         engine = PipelineEngine(
             stages,
             schedule=schedule,
             num_microbatches=schedule.num_microbatches,
             num_segments=schedule.num_segments,
             segment_sizes=sizes,
-            loss_fn=cross_entropy,
+            loss_fn=cross_entropy if head is None else head_of(model, group.rank, num_ranks, **head),
+            embedding=embedding_of(model, group.rank, num_ranks) if embeds else None,
             group=group,
             **options,
         )
+        goal = target if engine.has_last else None
         for _ in range(steps):
-            losses = engine.step(tokens, target=target if engine.has_last else None)
+            losses = engine.step(tokens, target=goal)
         gradients = {name: p.grad for name, p in engine.named_parameters() if p.grad is not None}
         assert not any("forward" in part.__dict__ for stage in stages for part in stage.modules())
-        return losses, gradients, engine.report()
+        report = engine.report()
+        if head is not None:
+            torch.testing.assert_close(engine.eval(tokens, target=goal), losses, rtol=1e-6, atol=1e-12)
+        return losses, gradients, report
 
     results = run_ranks(schedule.num_ranks, run)
-    gradients = {name: g for _, found, _ in results for name, g in found.items()}
+    gradients = join_rows([found for _, found, _ in results])
     return next(losses for losses, _, _ in results if losses), gradients, [report for _, _, report in results]
 
 
