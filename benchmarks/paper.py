@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from common import header
 
-from seq1f1b.partition import ModelShape, partition_sequence
+from seq1f1b.partition import Layer, ModelShape, partition_sequence
 from seq1f1b.plan import Layout
+from seq1f1b.planning.by_parts import ByParts, UnitBytes
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.hardware import Hardware, load_hardware, load_model
 from seq1f1b.schedule import Schedule, build_schedule
@@ -33,6 +34,26 @@ K = 4
 COLUMNS = {"1f1b": (1, 1), "interleaved-1f1b": (1, 2), "seq1f1b": (K, 1), "seq1f1b-interleaved": (K, 2)}  # k, v
 MEMORY_MICROBATCHES = 16  # of the memory table, not stated: peaks are the same from 2 P on
 GIB = 1 << 30  # the authors' code logs max_memory_reserved() / 1024**3
+
+
+class AuthorsCode(ByParts):
+    """What the authors' code, a fork of Megatron-LM, saves beside the tensors that the cost model counts."""
+
+    def _saved_bytes(self, layer: Layer, inside: str) -> float:
+        """With the masks of two dropouts, kept at rate 0, too, and cosines and sines for q and k, which every
+        tensor-parallel device has for all its tokens."""
+        rotary = 4 * self.model.hidden / self.model.heads * self.hardware.element_bytes * self.layout.tensor
+        return super()._saved_bytes(layer, inside) + 2 * self.model.hidden + rotary
+
+    def held(self, tokens: int) -> list[UnitBytes]:
+        """With the embedding's output: a device saves a part of it, which is a view of the whole."""
+        whole = int((1 - 1 / self.layout.tensor) * self.model.hidden * self.hardware.element_bytes * tokens)
+        units = zip(self.stages, super().held(tokens), strict=True)
+        return [unit._replace(saved=unit.saved + whole * kind.is_first) for kind, unit in units]
+
+    def cached(self, counts: Sequence[int], tokens: int) -> tuple[float, float]:
+        """Gradients of keys and values stay only from segment to segment."""
+        return super().cached(counts, tokens)[0], 0.0
 
 
 class Case(NamedTuple):
@@ -50,6 +71,7 @@ def make_case(row: dict[str, Any], column: str, hardware: Hardware) -> Case:
     cost = CostModel(
         model, hardware, num_ranks=row["pipeline"], stages_per_rank=v, seq_len=row["seq_len"], layout=layout
     )
+    cost.parts = cost.source = AuthorsCode(model, hardware, layout, cost.layers, cost.num_ranks)
     sizes = partition_sequence(row["seq_len"], k, model=model, multiple_of=row["tensor"]) if k > 1 else [row["seq_len"]]
     microbatches = row.get("microbatches", MEMORY_MICROBATCHES)
     counts = {"num_ranks": row["pipeline"], "num_microbatches": microbatches}
