@@ -364,16 +364,11 @@ def _check_devices(*tensors: Tensor) -> None:
         raise ValueError(f"all tensors must be on one device: {', '.join(str(t.device) for t in tensors)}")
 
 
-def _fake_causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, doc_ids: Tensor, sinks: Tensor, *_: Any
-) -> tuple[Tensor, Tensor]:
-    _check_devices(q, k, v, slopes, doc_ids, sinks)
+def _fake_attention(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    """The handle of a segment's layer, which is on the CPU, comes before slopes, ids, sinks and three options."""
+    _check_devices(q, k, v, *others[-6:-3])
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return _token_major(q, q.shape[1], v.shape[3]), q.new_empty(q.shape[:3], dtype=lse_dtype)
-
-
-def _fake_segment_attention(q: Tensor, k: Tensor, v: Tensor, layer: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    return _fake_causal_attention(q, k, v, *options)
 
 
 def _fake_causal_attention_backward(
@@ -401,9 +396,9 @@ def _fake_positions(x: Tensor, doc_ids: Tensor, dim: int, rank: int, num_parts: 
 
 
 for _name, _fake in (
-    ("causal_attention", _fake_causal_attention),
+    ("causal_attention", _fake_attention),
     ("causal_attention_backward", _fake_causal_attention_backward),
-    ("segment_attention", _fake_segment_attention),
+    ("segment_attention", _fake_attention),
     ("segment_attention_backward", _fake_segment_attention_backward),
     ("positions", _fake_positions),
 ):

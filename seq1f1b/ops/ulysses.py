@@ -6,6 +6,8 @@ turns them back. Everything else of a stage works on tokens alone.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -54,11 +56,9 @@ def ulysses_attention(
         RuntimeError: a rank of the group was lost, or did not come within the group's time-out.
     Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
+    attend = partial(causal_attention, layer=layer, scale=scale, window=window, softcap=softcap)
     if group is None:
-        return causal_attention(
-            q, k, v, layer=layer, scale=scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes,
-            doc_ids=doc_ids, sinks=sinks,
-        )  # fmt: skip
+        return attend(q, k, v, alibi_slopes=alibi_slopes, doc_ids=doc_ids, sinks=sinks)
     size = dist.get_world_size(group)
     q, k, v = _autocast(q, k, v)
     _check(q, k, v, alibi_slopes, None, sinks)
@@ -83,10 +83,7 @@ def ulysses_attention(
         sinks = sinks.narrow(0, dist.get_rank(group) * own, own)
     if doc_ids is not None and doc_ids.shape[1] != q.shape[2]:
         doc_ids = _all_to_all(doc_ids.to(torch.int32).t().expand(size, -1, -1), group).flatten(0, 1).t()
-    out = causal_attention(
-        q, k, v, layer=layer, scale=scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes, doc_ids=doc_ids,
-        sinks=sinks,
-    )  # fmt: skip
+    out = attend(q, k, v, alibi_slopes=alibi_slopes, doc_ids=doc_ids, sinks=sinks)
     blocks = _in_parts(out.permute(2, 0, 1, 3), 0, size)
     return _all_to_all(blocks, group).permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
