@@ -106,10 +106,10 @@ def take_outputs(step: StageStep, unit: LiveUnit, sample: Sample, output: Any) -
     """Copies what a unit returned for its sample."""
     tensors, length = tensors_of(output), step.lengths[unit.cell]
     dims = [_tokens_of(tensor, step.arguments.seq_dim, length) for tensor in tensors]
-    if length >= sum(sample.sizes) and all(dim is not None and dim >= 0 for dim in dims):
-        rows = tensors[0].shape[_row_of(tensors[0], dims[0] or 0)]
-        pairs = zip(tensors, dims, strict=True)
-        sample.outputs = [_taken(t.detach(), dim or 0, rows, sample.sizes, is_first=False) for t, dim in pairs]
+    known = [(tensor.detach(), dim) for tensor, dim in zip(tensors, dims, strict=True) if dim is not None and dim >= 0]
+    if len(known) == len(tensors) > 0 and length >= sum(sample.sizes):
+        rows = known[0][0].shape[_row_of(*known[0])]
+        sample.outputs = [_taken(tensor, dim, rows, sample.sizes, is_first=False) for tensor, dim in known]
 
 
 def _tokens_of(tensor: Tensor, seq_dim: int, length: int) -> int | None:
@@ -228,12 +228,10 @@ class Look:
         sizes, place = self._sample.sizes, f"stage {self._stage.index}"
         try:
             first, second = self._run(sizes)
-            found, told = list[tuple[Event, bool, float]](), False
-            if not self._is_as_in_step(first, second):
-                (whole,) = self._run((sum(sizes),))
-                with torch._C.DisableTorchFunction():  # a verification's mode is for what the stage computes
-                    found = list(_differences(whole, first, second, sizes, self._least()))
-                    told = any(self._tells(event) for event, _, _ in found)
+            whole = {} if self._is_as_in_step(first, second) else self._run((sum(sizes),))[0]
+            with torch._C.DisableTorchFunction():  # a verification's mode is for what the stage computes
+                found = list(_differences(whole, first, second, sizes, self._least()))
+                told = any(self._tells(event) for event, _, _ in found)
         except Exception:  # of a stage that takes no other number of tokens, say
             return None
         dropouts = dict.fromkeys(watch.dropout for watch in self._watches if watch.dropout)
@@ -245,9 +243,8 @@ class Look:
     def _is_as_in_step(self, first: _Values, second: _Values) -> bool:
         """Whether the stage returned the same in the step's unit, and no weights are zero."""
         outputs, sizes = self._sample.outputs, self._sample.sizes
-        given = [
-            list(_ways(*tensors, sizes)) for tensors in zip(outputs, first[_OUTPUT], second[_OUTPUT], strict=False)
-        ]
+        triples = zip(outputs, first[_OUTPUT], second[_OUTPUT], strict=False)
+        given = [list(_ways(*tensors, sizes)) for tensors in triples]
         if len(given) < len(first[_OUTPUT]) or not all(given) or self._zero:
             return False
         with torch._C.DisableTorchFunction():

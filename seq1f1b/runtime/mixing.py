@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 from seq1f1b.ops.unit import LiveUnit
@@ -73,7 +73,8 @@ class Looking(Part):
 
     def returned(self, unit: LiveUnit, output: Any) -> None:
         if unit.cell == self._first and self._sample is not None and not unit.is_again:
-            take_outputs(self._step, unit, self._sample, output)
+            with suppress(Exception):  # of a tensor that is not copied by rows, say: a look must not end a right step
+                take_outputs(self._step, unit, self._sample, output)
 
     @contextmanager
     def _watched(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> Iterator[None]:

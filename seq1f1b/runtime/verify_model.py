@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -32,7 +33,6 @@ from seq1f1b.runtime.verify_runs import (
     one_by_one,
     own_modules,
     refuse,
-    whole_orders,
 )
 from seq1f1b.schedule import build_schedule
 from seq1f1b.transport import LoopbackGroup, RankGroup
@@ -314,9 +314,10 @@ class _Model:
             attention="any",
         )
         schedule = one_by_one(build_schedule("1f1b", num_ranks=1, num_microbatches=options.num_microbatches))
+        build = partial(one_by_one, schedule, are_rows=True)
         group = LoopbackGroup(1)[0]
         pipeline = Pipeline([self.stage], self._device, options, group, schedule, Agreement(group, {}))
-        runner = Runner(pipeline, options, schedule, whole_orders(schedule), is_whole=True, tells=False)
+        runner = Runner(pipeline, options, schedule, build, is_whole=True, tells=False)
         runner.divides = self._runner.divides
         self._trained = [p for _, p in pipeline.named_parameters() if p.requires_grad]
         self.session = Session(runner, arguments)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -202,28 +203,20 @@ def _variant(runner: Runner, whole: bool) -> Runner:
     options, schedule, build = replace(runner.options, attention="any"), runner.schedule, runner.build
     if whole:
         options = replace(options, num_segments=1, segment_sizes=None)
-        build = whole_orders(schedule)
+        build = partial(one_by_one, schedule, are_rows=True)
         schedule = one_by_one(schedule)
     other = Runner(runner.pipeline, options, schedule, build, is_whole=whole, tells=False)
     other.divides = runner.divides
     return other
 
 
-def whole_orders(schedule: Schedule) -> Callable[..., Schedule]:
-    """Makes the orders of :func:`one_by_one` for steps of rows."""
-
-    def build(*, num_microbatches: int, **counts: Any) -> Schedule:
-        return one_by_one(schedule, num_microbatches, are_rows=True)
-
-    return build
-
-
-def one_by_one(schedule: Schedule, num_microbatches: int = 0, *, are_rows: bool = False) -> Schedule:
+def one_by_one(schedule: Schedule, *, num_microbatches: int = 0, are_rows: bool = False, **others: Any) -> Schedule:
     """The order of the whole model on the same ranks: one micro-batch after the other, in one segment.
 
     Args:
         num_microbatches: 0: as many as the schedule has.
         are_rows: whether micro-batches have lengths of their own.
+        others: counts of a step of rows, which say nothing of the whole model.
     """
     lines = []
     for rank in range(schedule.num_ranks):

@@ -51,7 +51,7 @@ def attention(
     Raises:
         ValueError: the model needs dropout, a mask, a position bias, a cache, or attention that is not causal.
     """
-    if isinstance(attention_mask, NoMask) or (attention_mask is not None and attention_mask.numel() == 0):
+    if attention_mask is not None and attention_mask.numel() == 0:
         attention_mask = None
     for name, text in (("position_bias", "a position bias"), ("cache", "a paged cache")):
         if others.get(name) is not None:
@@ -91,15 +91,9 @@ def attention(
     return out.transpose(1, 2), None
 
 
-class NoMask:
-    """For an attention that gives a part of its mask to another module, which does not read it."""
-
-    def __getitem__(self, part: Any) -> None:
-        return None
-
-
 def no_mask(x: Tensor) -> Tensor:
-    """For siblings in one unit: their positions begin again, and without a mask models take them for documents.
+    """A mask that masks nothing: for siblings in one unit, whose positions begin again, so that models would take them
+    for documents; and for attention that gives a part of its mask to another module, which does not read it.
 
     Args:
         x: (batch, ...).

@@ -13,7 +13,7 @@ from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from seq1f1b.ops.attention import token_offset
-from seq1f1b.transformers.attention_function import NoMask, attention
+from seq1f1b.transformers.attention_function import attention, no_mask
 from seq1f1b.transformers.look import AttentionLook
 from seq1f1b.transformers.twins import become
 
@@ -114,7 +114,7 @@ class _Indexed(_Own):
     all_are_chosen = True
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-        mask = NoMask() if attention_mask is None else attention_mask
+        mask = no_mask(hidden_states) if attention_mask is None else attention_mask
         if "prev_topk_indices" in kwargs:  # of the layer before, which may be on another stage
             kwargs["prev_topk_indices"] = hidden_states.new_empty(0)
         return super().forward(hidden_states, *args, attention_mask=mask, **kwargs)

@@ -6,6 +6,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -120,6 +121,36 @@ def test_sliced_arguments_come_with_their_tokens(is_wrong, looks):
     mix: Any = (lambda self, x, doc_ids: x.cumsum(1) + doc_ids[..., None]) if is_wrong else documents
     texts = told(made(mix), kwargs={"doc_ids": seq1f1b.document_starts(ids)}, arg_rules={"doc_ids": "slice"})
     assert len(looks) == 1 and len(texts) == is_wrong == len(looks[0])
+
+
+@dataclass
+class Output:
+    logits: Tensor
+
+
+class InAForm(Net):
+    """Returns its logits in some form."""
+
+    form: Any = None
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Any:
+        return self.form[0](super().forward(x, **kwargs))
+
+
+@pytest.mark.parametrize(
+    ("form", "read", "is_seen"),
+    [
+        (Output, lambda output: output.logits, False),  # no place of a tensor that is known
+        (lambda y: {"logits": y, "mean": y.mean()}, lambda output: output["logits"], True),
+        (lambda y: (y.mT.contiguous(), y.to_sparse()), lambda output: output[0].mT, True),
+    ],
+)
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_outputs_in_any_form_end_no_step(form, read, is_seen, is_wrong, looks):
+    model = InAForm(Mixer(beside(ALSO_WRONG["maximum"][0]) if is_wrong else attention))
+    model.form = [form]
+    texts = told(model, loss_fn=lambda output, target: cross_entropy(read(output), target))
+    assert len(looks) == 1 and len(texts) == (is_wrong and is_seen)
 
 
 # -- several stages ----------------------------------------------------------------------------------------------------
