@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from seq1f1b.cli.workload import read_workload
+from seq1f1b.planning.case import GIB
 from seq1f1b.planning.cost import CostModel
-from seq1f1b.planning.pricing import GIB
 from seq1f1b.planning.search import memory_cap
 from seq1f1b.planning.step_plan import StepPlan, plan_step
 from seq1f1b.planning.step_rows import TreeShape

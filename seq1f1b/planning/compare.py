@@ -12,10 +12,10 @@ from typing import Any
 from seq1f1b.families import schedules
 from seq1f1b.partition import ModelShape, check_segment_sizes
 from seq1f1b.plan import INSIDE, Layout
+from seq1f1b.planning.case import STEPS
 from seq1f1b.planning.cost import CostModel, Price
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.orders import Orders, families_named
-from seq1f1b.planning.pricing import STEPS
 from seq1f1b.schedule import Costs, Family, Links, Schedule, StepMemory, build_schedule
 from seq1f1b.table import rounded, table_text
 
