@@ -109,23 +109,6 @@ def partition(
     /,
 ) -> list[int]: ...
 
-# ---- prefix_trees.c
-
-def prefix_trees(
-    num_rows: int,
-    begin: int,  # addresses, as core/prefix_trees.h has them
-    label: int,
-    tokens: int,
-    weights: int,
-    columns: _Ints,  # address, and bytes of a token, of each
-    min_shared: int,
-    nodes: int,
-    place: int,
-    target: int,
-    weight: int,
-    /,
-) -> tuple[int, tuple[int, int, int, int, int]]: ...
-
 # ---- group.c
 
 def descriptor_own(fd: int, /) -> object: ...

@@ -157,7 +157,6 @@ PyObject *s1f_unit_tuple(s1f_unit unit);
 int s1f_add_constants(PyObject *module); /* constants.c; -1 with the exception set */
 
 extern PyMethodDef s1f_partition_methods[];
-extern PyMethodDef s1f_prefix_trees_methods[];
 extern PyMethodDef s1f_family_methods[];
 extern PyMethodDef s1f_schedule_methods[];
 extern PyMethodDef s1f_program_methods[];

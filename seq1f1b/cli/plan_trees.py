@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from seq1f1b.cli.workload import read_workload
+from seq1f1b.planning.case import GIB
 from seq1f1b.planning.cost import CostModel
-from seq1f1b.planning.pricing import GIB
 from seq1f1b.planning.search import memory_cap
 from seq1f1b.planning.step_plan import StepPlan, plan_step
 from seq1f1b.planning.step_rows import TreeShape
 from seq1f1b.table import rounded, table_text
 
 _OF_SEQUENCES = ("seq", "lengths", "segments", "documents", "no_optimizer_sync", "verbose", "output")
-_MOST_ROWS, _MOST_SHOWN = 20_000, 12
+_MOST_ROWS = 20_000
 
 
 def run(options: argparse.Namespace) -> int:
@@ -85,30 +83,18 @@ def _figures(plan: StepPlan) -> dict[str, Any]:
 
 
 def _text(title: str, found: dict[str, Any]) -> str:
-    table = [["", "step s", "units", "again", "GiB"]]
+    table = [["", "step s", "units", "siblings", "again", "GiB"]]
     for name in ("trees", "rows"):
         own = found[name]
         if "refused" not in own:
             of_rank = max(own["rank_bytes"]) / GIB
-            table.append([name, rounded(own["seconds"]), str(own["units"]), str(own["remedied"]), f"{of_rank:.1f}"])
+            counts = (str(own[count]) for count in ("units", "siblings", "remedied"))
+            table.append([name, rounded(own["seconds"]), *counts, f"{of_rank:.1f}"])
     ratio, refused = found["tree_token_ratio"], found["rows"].get("refused")
     gain = f"rows: {refused}" if refused else f"trees are {rounded(found['speedup'])} times as fast as rows"
     return (
         f"{title}, {found['row_tokens']:,} tokens in rows, {found['tree_tokens']:,} in trees: {ratio:.2f} times fewer\n"
         f"cap {found['memory'] / GIB:.1f} GiB\n\n{table_text(table)}"
-        "units of a stage; again: units of all stages that run twice or move; GiB of the\n"
-        f"      fullest rank; seconds without the optimizer\n\n{gain}\n{_units(found['segment_sizes'])}"
+        "units of a stage; siblings: answers in one of them, at most; again: units of all stages\n"
+        f"      that run twice or move; GiB of the fullest rank; seconds without the optimizer\n\n{gain}"
     )
-
-
-def _units(sizes: Sequence[int | tuple[int, ...]]) -> str:
-    """The units of one prompt: 2048, 8x256 (2 times)."""
-    words = []
-    for size, same in itertools.groupby(sizes):
-        text = str(size) if isinstance(size, int) else "+".join(map(str, size))
-        if isinstance(size, tuple) and len(set(size)) == 1:
-            text = f"{len(size)}x{size[0]}"
-        times = len(list(same))
-        words.append(text if times == 1 else f"{text} ({times} times)")
-    shown = ", ".join([*words[:_MOST_SHOWN], *(["..."] if len(words) > _MOST_SHOWN else [])])
-    return f"{len(sizes)} units of a prompt: {shown}"

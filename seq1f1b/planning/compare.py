@@ -11,11 +11,11 @@ from typing import Any
 
 from seq1f1b.families import schedules
 from seq1f1b.partition import ModelShape, check_segment_sizes
-from seq1f1b.plan import INSIDE, Layout
+from seq1f1b.plan import Layout
+from seq1f1b.planning.case import STEPS
 from seq1f1b.planning.cost import CostModel, Price
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.orders import Orders, families_named
-from seq1f1b.planning.pricing import STEPS
 from seq1f1b.schedule import Costs, Family, Links, Schedule, StepMemory, build_schedule
 from seq1f1b.table import rounded, table_text
 
@@ -184,6 +184,9 @@ def compare(
     return Comparison(tuple(fitting), refused, None if model is None else (work.hardware.name, work.hardware.memory))
 
 
+_NEED_LESS = (
+    "More segments, more ranks, a higher tensor or context degree, or more recomputation (--inside full) need less"
+)
 _NO_ROOM = 1  # a cap in bytes, for which orders hold as little as they can
 
 
@@ -373,32 +376,15 @@ class _Work:
         return None
 
     def nothing_fits(self, wanted: Sequence[Family], rows: Sequence[FamilyRow], refused: dict[str, str]) -> str:
-        """Says the least that could, and what more recomputation would do."""
+        """Says the least that could, and what needs less."""
         if not rows:
             return "no family can be built: " + "; ".join(f"{name} {rule}" for name, rule in refused.items())
         if self.cap_bytes is None:
             least = min(rows, key=lambda row: row.peak_microbatches)
             held = f"{least.peak_microbatches:.2f} micro-batches"
             return f"no family fits the cap; the least possible is {held}, of {least.family}"
-        kinds = dict[str, FamilyRow]()
-        for kind in [] if self.model is None else INSIDE[INSIDE.index(self.layout.inside) :]:
-            layout = replace(self.layout, inside=kind)
-            kinds[kind] = _least(replace(self, layout=layout, cap_bytes=_NO_ROOM).rows(wanted)[0])  # whatever the cap
-        least, *others = kinds.values() or [_least(rows)]
-        text = (
-            f"no family fits the cap of {_bytes(self.cap_bytes)}; the least possible is {_bytes(least.peak_bytes)}, of "
-            f"{least.family}"
-        )
-        for kind, row in list(kinds.items())[1:]:
-            if (row.peak_bytes or 0) <= self.cap_bytes:
-                return f"{text}. With --inside {kind} it holds {_bytes(row.peak_bytes)}, which fits"
-        if not others:
-            return text
-        return (
-            f"{text}, and {_bytes(others[-1].peak_bytes)} with --inside {kind}: more segments, more ranks, or a higher "
-            "tensor or context degree need less"
-        )
-
-
-def _least(rows: Sequence[FamilyRow]) -> FamilyRow:
-    return min(rows, key=lambda row: row.peak_bytes or 0)
+        of_any_cap, _ = replace(self, cap_bytes=_NO_ROOM).rows(wanted)
+        least = min(of_any_cap, key=lambda row: row.peak_bytes or 0)
+        text = f"no family fits the cap of {_bytes(self.cap_bytes)}; the least possible is {_bytes(least.peak_bytes)}"
+        remedy = f". {_NEED_LESS}" if self.model is not None else ""
+        return f"{text}, of {least.family}{remedy}"

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-from array import array
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import accumulate, pairwise
-from typing import NamedTuple, TypeAlias
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from seq1f1b import _C
 from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.step_rows import MOST_TOKENS, Rates, Tree, TreeShape, lay_out
 
@@ -87,9 +86,8 @@ class PrefixTrees:
         if cost is not None:
             self.unshared = tuple(_that_pay_alone(rows, grown, cost))
         if self.unshared:
-            labels[list(self.unshared)] = -1 - torch.arange(
-                len(self.unshared), device="cpu"
-            )  # a label of its own for each
+            for row in self.unshared:
+                labels[row] = -1 - row  # of its own
             grown = _grow(rows, weights, named, labels, min_shared)
         self.shapes = grown.shapes
         self._place, self.told_apart = grown.place, grown.told_apart
@@ -109,7 +107,7 @@ class PrefixTrees:
         self.tokens = by_tree(rows.tokens[source - 1])
         parts = {name: by_tree(flat) for name, flat in values.items()}
         self.targets = [{name: part[i] for name, part in parts.items()} for i in range(len(sizes))]
-        self.tree_of_row = _tree_of_row(rows, grown)
+        self.tree_of_row = grown.tree_of_row
         self.row_tokens, self.tree_tokens = rows.total - rows.num_rows, sum(sizes)
 
     def __len__(self) -> int:
@@ -275,7 +273,7 @@ def _weights(rows: _Rows, loss_mask: Ragged) -> Tensor:
     return weights
 
 
-def _labels(num_rows: int, **given: Iterable[Hashable] | None) -> Tensor:
+def _labels(num_rows: int, **given: Iterable[Hashable] | None) -> list[int]:
     """A number for each row; rows may share where it is the same."""
     keys: list[list[Hashable]] = []
     for name, values in given.items():
@@ -292,42 +290,34 @@ def _labels(num_rows: int, **given: Iterable[Hashable] | None) -> Tensor:
         raise TypeError(
             f"groups and share_key must hold values that can be compared, such as numbers: {error}"
         ) from None
-    return torch.tensor(found if keys else [0] * num_rows, device="cpu")
+    return found if keys else [0] * num_rows
 
 
 class _Grown(NamedTuple):
-    """Results of ``core/prefix_trees.h``: nodes are (parent, row, begin, size)."""
+    """The trees of rows, and how their tokens lie in one another.
 
-    nodes: list[list[int]]
+    Attributes:
+        tree_of_row: the tree of each row; -1: it has no target.
+        place: for each token of the rows, the token of all trees whose target it is; -1: the first one of its row.
+        target: for each token of the trees its target, a token of a row that supervises it; where none does, -1 less
+            such a token.
+        weight: for each token of the trees the sum of its rows' weights.
+        told_apart: as of ``PrefixTrees``.
+    """
+
+    shapes: tuple[TreeShape, ...]
+    tree_of_row: list[int]
     place: Tensor
     target: Tensor
     weight: Tensor
     told_apart: str
-
-    @property
-    def shapes(self) -> tuple[TreeShape, ...]:
-        begins = [i for i, node in enumerate(self.nodes) if node[0] < 0]
-        return tuple(
-            TreeShape(
-                tuple(size for _, _, _, size in self.nodes[begin:end]),
-                tuple(max(parent - begin, -1) for parent, _, _, _ in self.nodes[begin:end]),
-            )
-            for begin, end in pairwise([*begins, len(self.nodes)])
-        )
-
-
-def _tree_of_row(rows: _Rows, grown: _Grown) -> list[int]:
-    ends = torch.tensor([*accumulate(shape.tokens for shape in grown.shapes)], device="cpu")
-    placed = grown.place[(rows.begin[:-1] + 1).clamp_(max=rows.total - 1)]  # of each row's first target
-    found = torch.bucketize(placed, ends, right=True).tolist()
-    return [tree if length > 1 else -1 for tree, length in zip(found, rows.lengths, strict=True)]
 
 
 def _that_pay_alone(rows: _Rows, grown: _Grown, cost: CostModel) -> list[int]:
     """The rows of trees that would take no less time than their rows, in units of the time that rows prefer."""
     rates, shapes = Rates.from_cost(cost), grown.shapes
     alone: list[list[int]] = [[] for _ in shapes]
-    for row, tree in enumerate(_tree_of_row(rows, grown)):
+    for row, tree in enumerate(grown.tree_of_row):
         if tree >= 0:
             alone[tree].append(row)
     seconds = [sum(rates.of(rows.lengths[row] - 1) for row in own) for own in alone]
@@ -343,32 +333,134 @@ def _that_pay_alone(rows: _Rows, grown: _Grown, cost: CostModel) -> list[int]:
     return found
 
 
-def _grow(rows: _Rows, weights: Tensor | None, named: dict[str, Tensor], labels: Tensor, min_shared: int) -> _Grown:
+def _grow(
+    rows: _Rows, weights: Tensor | None, named: dict[str, Tensor], labels: Sequence[int], min_shared: int
+) -> _Grown:
+    """Follows the rows of a group while they agree, makes a node of that, and goes on with each of their branches.
+
+    Nodes are in preorder. Trees, and children of a node, are in the order of their first rows. Rows that end on the
+    path of others need no node.
+    """
     if not isinstance(min_shared, int):
         raise TypeError(f"min_shared is {min_shared!r}, must be a whole number")
-    nodes = torch.empty(2 * rows.num_rows, 4, dtype=torch.int64, device="cpu")
-    place, target = torch.empty(2, rows.total, dtype=torch.int64, device="cpu")
-    counted = None if weights is None else weights.to(torch.float64)
-    weight = torch.empty(rows.total, dtype=torch.float64, device="cpu")
-    count, (apart, one, other, token, column) = _C.prefix_trees(
-        rows.num_rows,
-        rows.begin.data_ptr(),
-        labels.data_ptr(),
-        rows.tokens.data_ptr(),
-        0 if counted is None else counted.data_ptr(),
-        array("q", [x for flat in named.values() for x in (flat.data_ptr(), flat.element_size() * flat[0].numel())]),
-        min(min_shared, 1 << 62),
-        nodes.data_ptr(),
-        place.data_ptr(),
-        target.data_ptr(),
-        weight.data_ptr(),
-    )
-    told = ""
-    if apart:
-        told = (
-            f"{apart} branches begin where tokens agree and {list(named)[column]} differs, the first at token {token} "
-            f"of rows {min(one, other)} and {max(one, other)}; a loss_mask of 0 on prompts lets them share"
+    if min_shared < 1:
+        raise ValueError(f"min_shared is {min_shared}, must be at least 1: a node shares so many tokens or more")
+    compared = _Compared(rows, weights, named, labels)
+    num_targets = compared.num_targets
+    trees: list[tuple[list[int], list[int]]] = []  # sizes and parents of their nodes
+    tree_of_row, total = [-1] * rows.num_rows, 0
+    runs: list[tuple[int, int, int, int]] = []  # row, the first of its targets in a node, their number, their place
+    stack = [(group, 0, 0, -1) for group in compared.branches([i for i, n in enumerate(num_targets) if n > 0], -1)]
+    stack.reverse()
+    while stack:
+        group, begin, known, parent = stack.pop()  # rows, where their next node begins, targets they agree on, a node
+        end = compared.agreed(group, known)
+        branches = compared.branches([row for row in group if num_targets[row] > end], end)
+        if branches and end - begin < min_shared:  # each branch repeats these tokens
+            ended = [row for row in group if num_targets[row] <= end]
+            branches[0] = sorted(ended + branches[0])
+            stack += [(branch, begin, end, parent) for branch in reversed(branches)]
+            continue
+        if parent < 0:
+            trees.append(([], []))
+        sizes, parents = trees[-1]
+        sizes.append(end - begin)
+        parents.append(parent)
+        for row in group:
+            tree_of_row[row] = len(trees) - 1
+            runs.append((row, begin, min(end, num_targets[row]) - begin, total))
+        total += end - begin
+        stack += [(branch, end, end, len(sizes) - 1) for branch in reversed(branches)]
+    shapes = tuple(TreeShape(tuple(sizes), tuple(parents)) for sizes, parents in trees)
+    row, begins, counts, places = np.array(runs).T
+    before = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    token = np.repeat(rows.begin.numpy()[row] + 1 + begins, counts) + before
+    taken = np.repeat(places, counts) + before
+    place = np.full(rows.total, -1)
+    place[token] = taken
+    target = np.empty(total, np.int64)
+    if weights is None:
+        target[taken], weight = token, np.bincount(taken, minlength=total).astype(np.float64)
+    else:
+        is_supervised = compared.is_supervised[token]
+        target[taken[~is_supervised]] = -1 - token[~is_supervised]
+        target[taken[is_supervised]] = token[is_supervised]
+        weight = np.bincount(taken, weights.numpy()[token], total)
+    found = (torch.from_numpy(each) for each in (place, target, weight))
+    return _Grown(shapes, tree_of_row, *found, compared.told_apart)
+
+
+class _Compared:
+    """Rows beside each other: how far they agree, and in which branches they part."""
+
+    def __init__(self, rows: _Rows, weights: Tensor | None, named: dict[str, Tensor], labels: Sequence[int]) -> None:
+        self.begin, self.num_targets = rows.begin.tolist(), [length - 1 for length in rows.lengths]
+        self.is_supervised = np.ones(rows.total, bool) if weights is None else weights.numpy() != 0
+        self._tokens, self._labels, self._names = rows.tokens.numpy(), labels, list(named)
+        self._columns = [flat.unsqueeze(-1).flatten(1).view(torch.uint8).numpy() for flat in named.values()]
+        self._num_apart, self._first_apart = 0, ""
+
+    @property
+    def told_apart(self) -> str:
+        """What ended sharing although the tokens agreed; "": nothing."""
+        if not self._num_apart:
+            return ""
+        return (
+            f"{self._num_apart} branches begin where tokens agree and {self._first_apart}; a loss_mask of 0 on prompts "
+            "lets them share"
         )
-    found = nodes[:count].numpy().tolist()  # torch's own takes microseconds for each number
-    tokens = sum(size for _, _, _, size in found)
-    return _Grown(found, place, target[:tokens], weight[:tokens], told)
+
+    def agreed(self, group: Sequence[int], known: int) -> int:
+        """How many targets all rows of the group agree on, as far as each goes."""
+        longest = max(group, key=self.num_targets.__getitem__)
+        end = self.num_targets[longest]
+        if len(group) == 1:
+            return end
+        path = self._tokens[self.begin[longest] + 1 :]
+        for row in group:
+            most, first = min(end, self.num_targets[row]), self.begin[row] + 1
+            differs = (self._tokens[first + known : first + most] != path[known:most]).tobytes()
+            end = known + at if (at := differs.find(1)) >= 0 else end
+        if not self._columns or end == known:
+            return end
+        targets = np.arange(known, end)
+        begins, counts = (np.array([each[row] for row in group])[:, None] for each in (self.begin, self.num_targets))
+        tokens = begins + 1 + np.minimum(targets, counts - 1)
+        counted = self.is_supervised[tokens] & (targets < counts)
+        if not counted.any():
+            return end
+        first_of = np.take_along_axis(tokens, counted.argmax(0)[None], 0)  # a row that supervises each target
+        for values in self._columns:
+            is_apart = ((values[tokens] != values[first_of]).any(-1) & counted).any(0).tobytes()
+            end = known + at if (at := is_apart.find(1, 0, end - known)) >= 0 else end
+        return end
+
+    def branches(self, group: Sequence[int], at: int) -> list[list[int]]:
+        """The rows by what they have at this target, -1: their label and first token; in the order of their first rows.
+
+        Rows that do not supervise the target go with others of its token.
+        """
+        if len(group) < 2:
+            return [list(group)] if group else []
+        found: dict[Any, dict[bytes | None, list[int]]] = {}
+        tokens = [self.begin[row] + 1 + at for row in group]
+        for row, token, key in zip(group, tokens, self._tokens[tokens].tolist(), strict=True):
+            values = None
+            if at >= 0 and self._columns and self.is_supervised[token]:
+                values = b"".join(column[token].tobytes() for column in self._columns)
+            found.setdefault((self._labels[row], key), {}).setdefault(values, []).append(row)
+        branches = []
+        for kinds in found.values():
+            unsupervised = kinds.pop(None, [])
+            own = [kinds[values] for values in sorted(kinds)] or [[]]
+            if len(own) > 1 and not self._num_apart:
+                self._first_apart = self._difference(own[0][-1], own[1][0], at)
+            self._num_apart += len(own) - 1
+            branches += [sorted(unsupervised + own[0]), *own[1:]]
+        return sorted(branches)
+
+    def _difference(self, one: int, other: int, at: int) -> str:
+        first, second = self.begin[one] + 1 + at, self.begin[other] + 1 + at
+        columns = zip(self._names, self._columns, strict=True)
+        name = next(name for name, values in columns if (values[first] != values[second]).any())
+        return f"{name} differs, the first at token {at + 1} of rows {min(one, other)} and {max(one, other)}"

@@ -9,15 +9,15 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from seq1f1b import where
 from seq1f1b.partition import ModelShape
 from seq1f1b.plan import Layout, Plan
-from seq1f1b.planning.case import REMEDIES, Candidate, Case, Uncertain
+from seq1f1b.planning.case import GIB, REMEDIES, Candidate, Case, Uncertain, Work, group_lengths
 from seq1f1b.planning.hardware import Hardware
-from seq1f1b.planning.orders import families_named
-from seq1f1b.planning.pricing import GIB, LEAST_GAIN, Pricing, group_lengths
-from seq1f1b.schedule import families
+from seq1f1b.planning.orders import LEVELS, families_named
+from seq1f1b.schedule import Family, families
 from seq1f1b.table import rounded, table_text
 
 __all__ = ["PlanSearch", "Uncertain", "search_plans"]
@@ -26,6 +26,8 @@ VOCABULARIES = ("any", "ends", "ranks")
 _MIXES = (0.75, 0.5, 0.0)  # tried on the best orders beside 1; between them lie the optima of StateFlow's measurements
 _FINER = (0.125, 0.0625)  # then to both sides of the best one's
 _FIRST_SEGMENTS = (1, 2, 4, 8, 16)  # tried with every family; more of them with those that did well, while that helps
+LEAST_GAIN = 0.002  # share of the step; what gains less is not looked for
+_MOST_OF_AUTO = 40_000  # units of all orders that are searched for unless auto is asked for: a second or two
 _MOST_OF_ROUND = 350_000  # units, F and B, that are priced for one number of segments beyond the first ones
 _MOST_UNCERTAIN = 40_000  # units of the best plans that are simulated at the ends of each term
 _MOST_SPREAD = 3  # plans that are also tried with the vocabulary over the ranks
@@ -278,8 +280,8 @@ def search_plans(
             raise ValueError(f"{name} is {value}, must be at least 1")
     grouped = group_lengths(seq_len, lengths, layout)
     layout = replace(layout or Layout(), vocabulary="ranks" if vocabulary == "ranks" else "ends")
-    work = (model, hardware, grouped, num_ranks, num_microbatches, layout, optimizer_sync)
-    pricing, shortest = Pricing(*work, cap, best, within, progress), grouped[0].seq_len
+    work = Work(model, hardware, grouped, num_ranks, num_microbatches, layout, optimizer_sync, cap)
+    search, shortest = _Search(work, best, within, progress), grouped[0].seq_len
     tried = segments or [k for k in _FIRST_SEGMENTS if k <= shortest]
     if min(tried) < 1 or max(tried) > shortest:
         raise ValueError(f"segments are {list(tried)}, must be in 1..{shortest}, the tokens of the shortest sequence")
@@ -294,90 +296,255 @@ def search_plans(
     def candidates(counts: Sequence[int]) -> list[Candidate]:
         """All that are asked for, in so many segments."""
         return [
-            Candidate(family, v, k, 1.0, kind, balance, way, pricing.layout.vocabulary)
+            Candidate(family, v, k, 1.0, kind, balance, way, layout.vocabulary)
             for family, v, k in itertools.product(tries, stages_per_rank, counts)
             if names or (k == 1) != family.has_segments
             for kind, way in ways
-            for balance in pricing.balances
+            for balance in work.balances
         ]
 
-    _try_all(pricing, candidates, tried, shortest if segments is None else 0, is_free=not names)
-    if vocabulary == "any" and model.vocab > 0 and num_ranks > 1 and layout.head_in_loss:
-        pricing.consider(pricing.instead(_MOST_SPREAD, vocabulary="ranks"), _MOST_OF_ROUND)
+    search.try_all(candidates, tried, shortest if segments is None else 0)
     if not names:
-        pricing.refine()
-    fitting = pricing.fitting
-    is_small = sum(pricing.num_units(found.candidate) for found in fitting) <= _MOST_UNCERTAIN
+        search.is_quick = True  # until the best one is refined
+        search.consider(search.instead(family=families_named(["auto"])[0]))
+    if vocabulary == "any" and model.vocab > 0 and num_ranks > 1 and layout.head_in_loss:
+        search.consider(search.instead(_MOST_SPREAD, vocabulary="ranks"), _MOST_OF_ROUND)
+    if not names:
+        search.refine()
+    fitting = search.fitting
+    is_small = sum(work.num_units(found.candidate) for found in fitting) <= _MOST_UNCERTAIN
     terms: list[tuple[Uncertain, ...]] = []
     for done, found in enumerate(fitting):
         if progress is not None:
             progress(done, len(fitting))
-        terms.append(found.uncertain() if done == 0 or is_small else pricing.as_uncertain(found, terms[0], fitting[0]))
+        if done == 0 or is_small:
+            terms.append(found.uncertain())
+        else:  # taken to move this one by the same share
+            scale = found.seconds / fitting[0].seconds
+            terms.append(tuple(Uncertain(*each[:3], scale * each[3], scale * each[4]) for each in terms[0]))
     plans = tuple(found.plan(moved) for found, moved in zip(fitting, terms, strict=True))
-    shown = {plan.schedule for plan in plans}
-    fallen = {name: why for name, why in pricing.reasons(plans[-1].seconds).items() if name not in shown}
-    if not names:
-        fallen |= _OTHERS
-        if "auto" not in shown:
-            fallen.setdefault("auto", f"not tried: no order could gain {LEAST_GAIN:.1%}, or all have too many units")
-    for name in (family.name for family in tries):
-        if name not in shown:
-            fallen.setdefault(name, "not tried: no number of segments is left to it")
-    next_step = _next_step(pricing, fitting[0], is_limited=segments is not None, names=names)
     return PlanSearch(
         plans,
         terms[0],
-        fallen,
-        pricing.num_candidates,
-        pricing.num_simulated,
-        next_step,
+        search.fallen(tries, plans) if names else _OTHERS | search.fallen([*tries, *families_named(["auto"])], plans),
+        search.num_candidates,
+        work.num_simulated,
+        _next_step(work, fitting[0], is_limited=segments is not None, names=names),
         hardware.memory,
         hardware.rates,
         where.tier_of(hardware.device_type),
     )
 
 
-def _try_all(
-    pricing: Pricing,
-    candidates: Callable[[Sequence[int]], list[Candidate]],
-    segments: Sequence[int],
-    shortest: int,
-    *,
-    is_free: bool,
-) -> None:
-    """Tries what could be fastest first, and then other splits of the best.
+class _Told(NamedTuple):
+    """What became of a candidate: seconds of its step if it fits, else the bytes that it needs; or bounds of them."""
 
-    Args:
-        shortest: tokens, of which there may be more segments than wanted; 0: not.
-        is_free: no family was named, so ``auto`` is tried in place of the best.
+    candidate: Candidate
+    seconds: float = 0.0
+    peak: int = 0
+    is_bound: bool = False
+
+
+class _Search:
+    """Prices candidates, keeps the best of them, and says what to try next.
+
+    Attributes:
+        fitting: the best, fastest first: at most ``best``, none slower than ``within`` times the fastest.
+        is_quick: whether orders with remedies are searched for by one level, until they are refined.
+        num_candidates: how many were looked at.
     """
-    first = pricing.allowed(candidates(segments))
-    pricing.consider(first)
-    k, most = max(segments), 0
-    if shortest:
-        most = min(shortest, max(k, pricing.longest // pricing.fill_tokens()))
-    while 2 * k <= most and pricing.goes_on(k):
-        k *= 2
-        pricing.consider(pricing.likeliest(pricing.allowed(candidates([k]))), _MOST_OF_ROUND)
-    if not pricing.fitting:  # equal segments need less: of equal time the first one is the longest by far
-        last = first if k == max(segments) else pricing.allowed(candidates([k]))
-        pricing.consider([each._replace(mix=0.0) for each in last if each.num_segments > 1])
-    if not pricing.fitting:
-        raise ValueError(pricing.explain_nothing())
-    if shortest and k > 4:
-        pricing.consider(pricing.between(most), _MOST_OF_ROUND // 2)
-    pricing.consider(pricing.mixed(pricing.fitting, _MIXES), _MOST_OF_ROUND // 2 if shortest else math.inf)
-    for finer in _FINER if shortest else ():
-        mix = pricing.fitting[0].candidate.mix
-        pricing.consider(pricing.mixed(pricing.fitting[:1], (mix - finer, mix + finer)), _MOST_OF_ROUND // 4)
-    pricing.is_quick = is_free
-    if is_free:
-        pricing.consider(pricing.instead(family=families_named(["auto"])[0]))
+
+    def __init__(self, work: Work, best: int, within: float, progress: Callable[[int, int], None] | None) -> None:
+        self.work, self._best, self._within, self._progress = work, best, within, progress
+        self.fitting: list[Case] = []
+        self.is_quick, self.num_candidates = False, 0
+        self._told: list[_Told] = []
+        self._broken: dict[str, dict[str, None]] = {}  # rules that a family's counts break
+        self._left_of_auto = _MOST_OF_AUTO
+
+    # -- the loop
+
+    def allowed(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """The candidates that can be built, the lowest bound first."""
+        self.num_candidates += len(candidates)
+        possible = []
+        for candidate in candidates:
+            if (rule := self.work.rule(candidate)) is not None:
+                self._broken.setdefault(candidate.family.name, {})[rule] = None
+            elif not self.work.is_repeated(candidate):
+                possible.append(candidate)
+        return sorted(possible, key=self.work.bound)
+
+    def consider(self, tried: Sequence[Candidate], most_units: float = math.inf) -> None:
+        """Prices candidates in turn, until so many units have been priced."""
+        for done, candidate in enumerate(tried):
+            if self._progress is not None:
+                self._progress(done, len(tried))
+            if most_units > 0:
+                most_units -= self._consider(candidate)
+
+    def _consider(self, candidate: Candidate) -> int:
+        """Prices a candidate unless it cannot be among the best; keeps it if it fits and is. Returns units priced."""
+        work, bound, fitting = self.work, self.work.bound(candidate), self.fitting
+        limit = self._within * fitting[0].seconds if fitting else math.inf
+        if len(fitting) >= self._best:
+            limit = min(limit, fitting[-1].seconds)
+        if bound >= limit:
+            self._told.append(_Told(candidate, bound, is_bound=True))
+            return 0
+        case, units = Case(work, candidate), work.num_units(candidate)
+        if fitting and not candidate.remedies and (least := case.longest.least_bytes()) > work.cap:
+            self._told.append(_Told(candidate, peak=math.ceil(least), is_bound=True))
+            return 0
+        found = case.priced(LEVELS[:1] if self.is_quick else LEVELS)
+        if found is None:
+            return units  # it fits without its remedies, and so does the candidate without
+        if found.seconds == math.inf:
+            self._told.append(_Told(candidate, peak=found.made.peak))
+            return units if candidate.remedies else units // 4  # it was only looked at
+        self._told.append(_Told(candidate, found.seconds))
+        alike = [other for other in fitting if _is_alike(other, found)]
+        if all(other.sort_key > found.sort_key for other in alike):  # else another split or name of it is as good
+            kept = sorted([*(each for each in fitting if each not in alike), found], key=lambda each: each.sort_key)
+            self.fitting = [each for each in kept[: self._best] if each.seconds <= self._within * kept[0].seconds]
+        return units
+
+    # -- what to try
+
+    def try_all(
+        self, candidates: Callable[[Sequence[int]], list[Candidate]], segments: Sequence[int], shortest: int
+    ) -> None:
+        """Tries what could be fastest first, and then other splits of the best.
+
+        Args:
+            shortest: tokens, of which there may be more segments than wanted; 0: not.
+        """
+        first = self.allowed(candidates(segments))
+        self.consider(first)
+        k, most = max(segments), 0
+        if shortest:
+            most = min(shortest, max(k, self.work.longest // self.work.fill_tokens()))
+        while 2 * k <= most and self._goes_on(k):
+            k *= 2
+            self.consider(self._likeliest(self.allowed(candidates([k]))), _MOST_OF_ROUND)
+        if not self.fitting:  # equal segments need less: of equal time the first one is the longest by far
+            last = first if k == max(segments) else self.allowed(candidates([k]))
+            self.consider([each._replace(mix=0.0) for each in last if each.num_segments > 1])
+        if not self.fitting:
+            raise ValueError(self._explain_nothing())
+        if shortest and k > 4:
+            numbers = [(each.candidate, k * each.candidate.num_segments // 4) for each in self.fitting for k in (3, 6)]
+            between = [each._replace(num_segments=k) for each, k in numbers if 4 < k <= most]
+            self.consider(self.allowed(between), _MOST_OF_ROUND // 2)
+        self.consider(_mixed(self.fitting, _MIXES), _MOST_OF_ROUND // 2 if shortest else math.inf)
+        for finer in _FINER if shortest else ():
+            mix = self.fitting[0].candidate.mix
+            self.consider(_mixed(self.fitting[:1], (mix - finer, mix + finer)), _MOST_OF_ROUND // 4)
+
+    def _goes_on(self, k: int) -> bool:
+        """Whether more than k segments may help: nothing fits so far, or k are better than half of them."""
+        if not self.fitting:
+            return True
+        known = [told for told in self._told if not (told.is_bound or told.peak)]
+        own = min((told.seconds for told in known if told.candidate.num_segments == k), default=math.inf)
+        fewer = min((told.seconds for told in known if told.candidate.num_segments < k), default=math.inf)
+        return own <= fewer * (1 - LEAST_GAIN)
+
+    def _likeliest(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """The fastest first, by the bound, and by what the same with other segments took over it or lacked of room:
+        more segments come nearer to the bound, and need less."""
+        found: dict[Candidate, _Told] = {}  # the fastest, or the last one that was too large
+        for told in self._told:
+            of = told.candidate._replace(num_segments=0, mix=1.0)
+            known = found.get(of)
+            if not told.is_bound and (known is None or known.peak or (told.seconds < known.seconds and not told.peak)):
+                found[of] = told
+
+        def expected(candidate: Candidate) -> float:
+            bound, told = self.work.bound(candidate), found.get(candidate._replace(num_segments=0))
+            if told is None or told.peak:
+                return 1.05 * bound * math.sqrt(max(1.0, (0 if told is None else told.peak) / self.work.cap))
+            of_told = self.work.bound(candidate._replace(num_segments=told.candidate.num_segments))
+            return bound * math.sqrt(math.sqrt(max(1.0, told.seconds / of_told)))
+
+        return sorted(candidates, key=expected)
+
+    def instead(self, most: float = math.inf, **changes: Any) -> list[Candidate]:
+        """The best ones, at most so many, in another way, where it may gain and, searched for, has few enough units."""
+        found = list[Candidate]()
+        for each in self.fitting:
+            candidate = each.candidate._replace(**changes)
+            if candidate in found or self.work.bound(candidate) > self.fitting[0].seconds * (1 - LEAST_GAIN):
+                continue
+            units = self.work.num_units(candidate) if candidate.family.name == "auto" else 0
+            if units <= self._left_of_auto and len(found) < most:
+                self._left_of_auto -= units
+                found.append(candidate)
+        return found
+
+    def refine(self) -> None:
+        """Searches for longer in place of the best order that was searched for with what its units give up."""
+        made = next((i for i, each in enumerate(self.fitting) if each.candidate.is_searched), None)
+        if made is not None:
+            again = [self.fitting[made], Case(self.work, self.fitting[made].candidate).priced()]
+            self.fitting[made] = min((each for each in again if each is not None), key=lambda each: each.seconds)
+            self.fitting.sort(key=lambda each: each.sort_key)
+
+    # -- what is told
+
+    def _explain_nothing(self) -> str:
+        """Why there is no plan."""
+        if not self._told:
+            rules = sorted(f"{name} needs {rule}" for name, broken in self._broken.items() for rule in broken)
+            return f"no schedule can be built for these counts: {'; '.join(rules)}"
+        least = min(self._told, key=lambda told: told.peak)
+        return (
+            f"nothing fits in {self.work.cap / GIB:.2f} GiB: the least possible is {least.peak / GIB:.2f} GiB, "
+            f"{least.candidate}; more ranks, a higher tensor or context degree, or more segments need less"
+        )
+
+    def fallen(self, tries: Sequence[Family], plans: Sequence[Plan]) -> dict[str, str]:
+        """Why each family is not among the plans: a kind of reason, a colon, and what says it."""
+        shown, reasons = {plan.schedule for plan in plans}, dict[str, str]()
+        for name in (family.name for family in tries if family.name not in shown):
+            own = [told for told in self._told if told.candidate.family.name == name]
+            large = min((told for told in own if told.peak), key=lambda told: told.peak, default=None)
+            slow = min(
+                (told for told in own if not told.peak), key=lambda told: (told.is_bound, told.seconds), default=None
+            )
+            found = []
+            if slow is not None:
+                texts = [rounded(x, 4) for x in (slow.seconds, plans[-1].seconds)]
+                kind, least = "as fast" if texts[0] == texts[1] else "slower", "at least " * slow.is_bound
+                found.append(f"{kind}: {least}{texts[0]} s against {texts[1]} s")
+            if large is not None:
+                found.append(f"too large: at least {large.peak / GIB:.1f} GiB ({large.candidate.counts})")
+            if not found and name in self._broken:
+                found.append(f"cannot be built: needs {', and '.join(self._broken[name])}")
+            if not found and name == "auto":
+                found.append(f"not tried: no order could gain {LEAST_GAIN:.1%}, or all have too many units")
+            reasons[name] = "; or ".join(found or ["not tried: no number of segments is left to it"])
+        return reasons
 
 
-def _next_step(pricing: Pricing, best: Case, is_limited: bool, names: Sequence[str] | None) -> str:
+def _is_alike(one: Case, other: Case) -> bool:
+    """Whether they differ in the split, or the family's name, alone."""
+    of_other = other.candidate._replace(mix=one.candidate.mix)
+    if one.candidate == of_other:
+        return True
+    counts = one.candidate._replace(family=of_other.family, remedies=of_other.remedies)
+    return counts == of_other and one.made.schedule == other.made.schedule
+
+
+def _mixed(found: Sequence[Case], mixes: Sequence[float]) -> list[Candidate]:
+    """Candidates of what was found, with other splits."""
+    cut = [each.candidate for each in found if each.candidate.num_segments > 1]
+    return [each._replace(mix=mix) for each in cut for mix in mixes if mix != each.mix and 0 <= mix <= 1]
+
+
+def _next_step(work: Work, best: Case, is_limited: bool, names: Sequence[str] | None) -> str:
     """Says what would help most beyond the best plan, by where its time goes."""
-    again, k = pricing.share_again(best), best.candidate.num_segments
+    again, k = best.share_again(), best.candidate.num_segments
     if again > max(best.bubble, 0.02):
         return (
             f"{again:.0%} of the step is computed twice: more ranks, or a higher context degree, leave room to keep it"
@@ -391,7 +558,7 @@ def _next_step(pricing: Pricing, best: Case, is_limited: bool, names: Sequence[s
         ways.append(f"segments beyond {k}" if k > 1 else "segments")
     if names:
         ways.append("another family (--schedules, the default tries all)")
-    tokens = pricing.longest // k
+    tokens = work.longest // k
     ways.append(f"more micro-batches in a step ({k} segments have {tokens} tokens)")
     return f"{best.bubble:.1%} of the step is bubble: {', or '.join(ways)}"
 
