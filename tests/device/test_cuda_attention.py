@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from aten_stand_ins import SCHEMAS, Call, cuda_kernels_on_the_cpu, schema_drift
+from aten_stand_ins import Call, cuda_kernels_on_the_cpu
 from attention_runs import OPTIONS, errors, formula, gradients, random_qkv, segmented
 from op_counts import launches
 from simulated_step import SimulatedStep
@@ -43,11 +43,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
     monkeypatch.setattr(cuda_attention, "PLAIN_LOGITS", 0)  # ranges of 16 keys, the fewest
     with cuda_kernels_on_the_cpu() as calls:
         yield calls
-
-
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_schemas_of_the_installed_torch(name: str) -> None:
-    assert schema_drift(name) == ""
 
 
 def check(got: list[Tensor], options: dict[str, Any], qkv: list[Tensor], dout: Tensor, *, factor: float = 1.5) -> None:
@@ -334,8 +329,8 @@ def test_any_strides(in_step: bool, calls: list[Call]) -> None:
 # backward: two ops, what each adds to dK and dV, and dQ. Efficient has two calls where others have one: two query heads
 # share one of keys.
 LAUNCHES = {
-    ("cudnn", 1): (1 + 2 + 1, 2 + 2 + 1), ("cudnn", 0): (2, 3), ("flash", 1): (2, 5), ("flash", 0): (2, 3),
-    ("window", 1): (2, 7), ("efficient", 1): (7, 21),
+    ("cudnn", 1): (1 + 2 + 1, 2 + 2 + 1), ("cudnn", 0): (2, 3), ("flash", 1): (2, 5), ("flash", 0): (2, 2),
+    ("window", 1): (2, 6), ("efficient", 1): (7, 21),
 }  # fmt: skip
 
 
