@@ -26,7 +26,7 @@ import seq1f1b
 import seq1f1b.runtime.engine
 import seq1f1b.transport
 from seq1f1b import _C
-from seq1f1b.device import attention_calls, attention_parts, cuda_attention, placement
+from seq1f1b.device import attention_calls, attention_parts, cuda_attention, kernel_library, placement
 from seq1f1b.ops.attention import causal_attention, layer_handle, positions
 from seq1f1b.runtime.step import Step
 from seq1f1b.testing import run_ranks
@@ -194,7 +194,7 @@ def test_where_cudnn_is_taken(
     """One that is too old, where a newer one would compute, is told once."""
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
-    monkeypatch.setattr(cuda_attention, "_capability", lambda device: capability)
+    monkeypatch.setattr(kernel_library, "capability", lambda device: capability)
     cuda_attention._is_new.cache_clear()
     assert [cuda_attention._has_cudnn(torch.device("cuda", 0)) for _ in range(2)] == [found] * 2
     assert len(recwarn) == told
@@ -337,8 +337,8 @@ LAUNCHES = {
 @pytest.mark.parametrize(("way", "segment"), LAUNCHES)
 def test_launches_are_few(way: str, segment: int, cudnn_calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
-    monkeypatch.setattr(attention_parts, "_library", lambda what, k, v: object() if k.dtype.itemsize == 2 else None)
-    monkeypatch.setattr(_C, "cuda_attention_parts", lambda library, what, *_: launched.append(what) or True)
+    monkeypatch.setattr(attention_parts, "_operation", lambda what, k, v: object() if k.dtype.itemsize == 2 else None)
+    monkeypatch.setattr(attention_parts, "_launch", lambda operation, what, *_: launched.append(what) or True)
     monkeypatch.setattr(cuda_attention, "_has_cudnn", lambda device: way == "cudnn")
     monkeypatch.setattr(cuda_attention, "KEY_RANGE", 100)
     step, layer, options = SimulatedStep([8, 8, 8]), layer_handle(0), {"window": 6} if way == "window" else {}
