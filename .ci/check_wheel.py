@@ -21,10 +21,11 @@ with_cuda = bool(int(sys.argv[1]))
 library = Path(seq1f1b.__file__).with_name("libseq1f1b_cuda.so")
 assert library.exists() == with_cuda, library
 if with_cuda:  # opens without a GPU and without torch
-    source, _, architectures, kernels = seq1f1b._C.cuda_operation(
-        seq1f1b._C.cuda_library_open(str(library)), "attention_forward"
-    )
-    assert source and kernels and architectures == "sm_80 sm_90 compute_80", (source, architectures)
+    from seq1f1b.device import kernel_tables
+
+    found = kernel_tables.find(library, "attention_forward")
+    assert found.source and found.kernels and found.architectures == "sm_80 sm_90 compute_80", found
+    assert "torch" not in sys.modules
 page = Path(seq1f1b.__file__).with_name("view").joinpath("explorer.html").read_text(encoding="utf-8")
 (core,) = re.findall(r'<script id="wasm" type="text/plain">(.*?)</script>', page)
 assert base64.b64decode(core).startswith(b"\0asm") and '"seq1f1b"' in page

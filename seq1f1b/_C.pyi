@@ -73,12 +73,6 @@ class CacheLayer(NamedTuple):
     grad_element_bytes: int
     with_docs: bool
 
-class CudaKernel(NamedTuple):
-    name: str
-    dtype: str
-    head_dim: int
-    products: int  # matrix products of a pair of tiles; 0: it has none
-
 class StepTotals(NamedTuple):
     start_ns: int
     end_ns: int
@@ -273,50 +267,6 @@ def kv_cache_bytes(cache: _KVCache, /) -> tuple[int, int]: ...
 def kv_cache_layers(cache: object, /) -> list[CacheLayer]: ...
 def attention_isa() -> str: ...
 def attention_rates(seconds: float, /) -> tuple[float, float]: ...
-
-# ---- cuda.c
-
-_TensorRows = tuple[int, int, int, int] | None  # address, strides of batch, head and row
-
-def cuda_library_open(path: str, /) -> object: ...
-def cuda_operation(library: object, name: str, /) -> tuple[str, str, str, tuple[CudaKernel, ...]]: ...
-
-_Attention = tuple[
-    str, int, int, int, int, int, int,  # dtype, batch, heads, kv_heads, segment_len, head_dim, q_start
-    float, int, float, int, int,  # scale, window, softcap, docs, docs_batch_stride
-    _TensorRows, _TensorRows, _TensorRows, _TensorRows, int,  # q, k, v, out, lse
-    _TensorRows, _TensorRows, _TensorRows, _TensorRows,  # dout, dq, dk, dv
-    _TensorRows, _TensorRows, bool, bool, int,  # own_dk, own_dv, store_kv_grads, deterministic, num_parts
-]  # fmt: skip
-
-def cuda_attention_scratch(library: object, operation: str, kernel: int, arguments: _Attention, /) -> int: ...
-def cuda_attention(
-    library: object,
-    operation: str,
-    kernel: int,
-    arguments: _Attention,
-    scratch: int,
-    scratch_bytes: int,
-    stream: int,
-    /,
-) -> None: ...
-def cuda_attention_parts(
-    library: object,
-    what: str,
-    dtype: str,
-    store: bool,
-    batch: int,
-    heads: int,
-    rows: int,
-    head_dim: int,
-    v_head_dim: int,
-    parts: tuple[tuple[int, ...], ...],
-    slabs: tuple[tuple[int, ...], ...],
-    outs: tuple[tuple[int, ...], ...],
-    lse: tuple[int, int, int],
-    stream: int,
-    /,
-) -> bool: ...
 
 # ---- executor.c
 

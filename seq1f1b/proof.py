@@ -7,6 +7,7 @@ one that is wrong, and it is not used again.
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -42,15 +43,14 @@ class Proofs:
     """Which kernels of a family have proven themselves in this process.
 
     Args:
-        instead: for the warning of a kernel that failed: what takes its place, a sentence.
-        remedy: for that warning, the same.
+        instead: for the warning of a kernel that failed: what takes its place, and the remedy.
         family: for that warning: what stands before the kernel's name.
     """
 
     PATIENCE = 10.0  # seconds for another thread's check, which may wait for what this thread has yet to launch
 
-    def __init__(self, instead: str, *, remedy: str = REBUILD, family: str = "") -> None:
-        self.instead, self.remedy, self.family = instead, remedy, family
+    def __init__(self, instead: str, family: str = "") -> None:
+        self.instead, self.family = instead, family
         self.lock = threading.Lock()
         self.results: dict[Use, bool] = {}
 
@@ -83,7 +83,7 @@ class Proofs:
         name = torch.cuda.get_device_name(use.device) if use.device.type == "cuda" else "this machine"
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         warnings.warn(
-            f"{self.family}{use} failed its check on {use.device}, {name}: {first}. {self.instead} {self.remedy}",
+            f"{self.family}{use} failed its check on {use.device}, {name}: {first}. {self.instead}",
             stacklevel=2,
         )
 
@@ -104,12 +104,8 @@ def apart(device: torch.device) -> Iterator[None]:
             yield
 
 
-class Numbers:
-    """Random numbers for a case, equal in each process. The program's own generators stay as they are."""
-
-    def __init__(self) -> None:
-        self.random = torch.Generator("cpu").manual_seed(1)
-
-    def __call__(self, *sizes: int) -> Tensor:
-        """In float32 and on the CPU, whatever torch's defaults are."""
-        return torch.randn(sizes, generator=self.random, dtype=torch.float32, device="cpu")
+def numbers() -> Callable[..., Tensor]:
+    """Makes random numbers for a case, from sizes: equal in each process, in float32 and on the CPU, whatever torch's
+    defaults are. The program's own generators stay as they are."""
+    generator = torch.Generator("cpu").manual_seed(1)
+    return functools.partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")

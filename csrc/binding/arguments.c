@@ -3,7 +3,6 @@
 
 #include "../core/program.h"
 #include "../device/copy_end.h"
-#include "../device/kernel_library.h"
 #include "../run/arena.h"
 #include "../run/kv_cache.h"
 #include "../run/tier.h"

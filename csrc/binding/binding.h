@@ -41,7 +41,6 @@ int s1f_add_errors(PyObject *module); /* the exceptions of this package, to the 
 #define S1F_CAPSULE_WATCHDOG "seq1f1b.watchdog"
 #define S1F_CAPSULE_TIER "seq1f1b.tier"
 #define S1F_CAPSULE_EXECUTOR "seq1f1b.executor"
-#define S1F_CAPSULE_CUDA_LIBRARY "seq1f1b.cuda_library"
 
 /* The core's pointer in a capsule, NULL with TypeError where it is not one of that name. */
 void *s1f_from_capsule(PyObject *capsule, const char *name);
@@ -60,8 +59,7 @@ void *s1f_from_capsule(PyObject *capsule, const char *name);
     X(edge_end, EDGE_END)                                                                                              \
     X(device, DEVICE)                                                                                                  \
     X(tier, TIER)                                                                                                      \
-    X(watchdog, WATCHDOG)                                                                                              \
-    X(cuda_library, CUDA_LIBRARY)
+    X(watchdog, WATCHDOG)
 #define S1F_DECLARE_HANDLE(name, NAME)                                                                                 \
     int s1f_to_##name(PyObject *handle, void *out);                                                                    \
     PyObject *s1f_new_##name(s1f_status status, void *core, PyObject *borrowed);
@@ -168,7 +166,6 @@ extern PyMethodDef s1f_thread_methods[];
 extern PyMethodDef s1f_edge_methods[];
 extern PyMethodDef s1f_device_methods[];
 extern PyMethodDef s1f_executor_methods[];
-extern PyMethodDef s1f_cuda_methods[];
 extern PyMethodDef s1f_tier_methods[];
 
 #endif

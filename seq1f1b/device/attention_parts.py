@@ -18,11 +18,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from seq1f1b import _C, proof
-from seq1f1b.device import kernel_library
-from seq1f1b.proof import DTYPES, Use
+from seq1f1b import proof
+from seq1f1b.device import kernel_library, kernel_tables
+from seq1f1b.device.kernel_tables import Operation
+from seq1f1b.proof import Use
 
 __all__: list[str] = []
+
+WHATS = "merge", "add", "finish", "total"  # as attention_parts_arguments.h numbers them
 
 MOST_PARTS = 8
 """Most tensors whose total one launch computes."""
@@ -93,47 +96,60 @@ def _run(
     what: str, store: bool, parts: Tensors, slabs: Tensors, outs: Tensors, lses: Tensors = (), begin: int = 0
 ) -> None:
     """One of the operations of attention_parts_arguments.h; the slabs' rows are meant from ``begin`` on."""
-    library = _library(what, parts[0], parts[-1])
-    if library is None or not _launch(library, what, store, parts, slabs, outs, lses, begin):
+    operation = _operation(what, parts[0], parts[-1])
+    if operation is None or not _launch(operation, what, store, parts, slabs, outs, lses, begin):
         _by_torch(what, store, parts, slabs, outs, lses, begin)
 
 
 # -- by kernels ------------------------------------------------------------------------------------------------------
 
 _proofs = proof.Proofs(
-    "Torch's ops, which are slower, take its place there.", family="the CUDA kernel attention_parts "
+    f"Torch's ops, which are slower, take its place there. {proof.REBUILD}", "the CUDA kernel attention_parts "
 )
 
 
-def _library(what: str, of_k: Tensor, of_v: Tensor) -> object | None:
-    """The library whose kernel is to be launched; None: torch's ops are."""
-    if of_k.dtype not in DTYPES:
+def _operation(what: str, of_k: Tensor, of_v: Tensor) -> Operation | None:
+    """The operation whose kernel is to be launched; None: torch's ops are."""
+    if of_k.dtype not in kernel_library.CODES:
         return None
     found = kernel_library.wanted(kernel_library.PARTS, of_k.device)
     if found is None or kernel_library.preferred:
-        return found and found.library
+        return found
     use = Use(what, of_k.dtype, of_k.shape[3], of_v.shape[3], of_k.device)
     if use.head_dim % 8 or use.v_head_dim % 8:
         return None
-    return found.library if _proofs.holds(use, functools.partial(prove, found.library, use)) else None
+    return found if _proofs.holds(use, functools.partial(prove, found, use)) else None
 
 
 def _launch(
-    library: object, what: str, store: bool, parts: Tensors, slabs: Tensors, outs: Tensors, lses: Tensors = (),
+    operation: Operation, what: str, store: bool, parts: Tensors, slabs: Tensors, outs: Tensors, lses: Tensors = (),
     begin: int = 0,
 ) -> bool:  # fmt: skip
     """Launches on the current stream of the tensors' device; False: there is no kernel for tensors that lie so."""
     batch, heads, rows, head_dim = parts[0].shape
     index = parts[0].get_device()
-    own_lse, before_lse, lse = [t.data_ptr() for t in lses] or (0, 0, 0)
+    arguments = kernel_tables.PARTS.pack(
+        WHATS.index(what), kernel_library.CODES[parts[0].dtype], store, len(parts),
+        batch, heads, rows, head_dim, parts[-1].shape[3],
+        *_rows(parts, MOST_PARTS), *_rows(slabs, 2, begin), *_rows(outs, 2),
+        *([t.data_ptr() for t in lses] or (0, 0, 0)),
+    )  # fmt: skip
     with kernel_library.on(index):
-        return _C.cuda_attention_parts(
-            library, what, DTYPES[parts[0].dtype], store, batch, heads, rows, head_dim, parts[-1].shape[3],
-            tuple([(t.data_ptr(), *t.stride()) for t in parts]),
-            tuple([(t.data_ptr() + begin * t.stride(2) * 4, *t.stride()) for t in slabs]),
-            tuple([(t.data_ptr(), *t.stride()) for t in outs]),
-            (own_lse, before_lse, lse), kernel_library.raw_stream(index),
-        )  # fmt: skip
+        try:
+            operation.launch(arguments, kernel_library.raw_stream(index))
+        except ValueError:
+            return False
+    return True
+
+
+def _rows(tensors: Tensors, most: int, begin: int = 0) -> list[int]:
+    """For each tensor the address of row ``begin``, and its strides of batch, head and row; zeros up to ``most``
+    tensors. The launcher takes no address of 0, as of tensors whose heads do not lie in one piece."""
+    found = []
+    for t in tensors:
+        *strides, last = t.stride()
+        found += [t.data_ptr() + begin * strides[2] * t.element_size() if last == 1 else 0, *strides]
+    return found + [0] * (4 * (most - len(tensors)))
 
 
 # -- by torch's ops --------------------------------------------------------------------------------------------------
@@ -166,14 +182,14 @@ def _by_torch(
 # -- the check at the first use --------------------------------------------------------------------------------------
 
 
-def prove(library: object, use: Use) -> None:
+def prove(operation: Operation, use: Use) -> None:
     """Runs the kernel on small cases, and torch's ops in float64: few rows, of which some see no key, within memory
     that must stay as it is.
 
     Raises:
         AssertionError, RuntimeError, ...: it is wrong, or does not run.
     """
-    batch, heads, rows, behind, numbers = 2, 3, 37, 3, proof.Numbers()
+    batch, heads, rows, behind, numbers = 2, 3, 37, 3, proof.numbers()
 
     def part(head_dim: int, dtype: torch.dtype, token_major: bool = False) -> Tensor:
         """Rows within memory that is longer."""
@@ -192,7 +208,7 @@ def prove(library: object, use: Use) -> None:
         given = parts, slabs, outs, lses
         wide = [tuple([_memory(t).double().as_strided(t.shape, t.stride(), t.storage_offset()) for t in tensors])
                 for tensors in given]  # fmt: skip
-        if not _launch(library, use.kernel, store, *given):
+        if not _launch(operation, use.kernel, store, *given):
             raise AssertionError("its launcher does not take a case that it must")
         _by_torch(use.kernel, store, wide[0], wide[1], wide[2], wide[3])
         for name, got, truth in zip(("parts", "slabs", "outs", "lse"), given, wide, strict=True):

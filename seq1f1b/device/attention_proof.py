@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from seq1f1b.device.attention_calls import Place
-from seq1f1b.proof import Numbers, Use, apart
+from seq1f1b.proof import Use, apart, numbers
 
 __all__: list[str] = []
 
@@ -131,7 +131,7 @@ class _Case:
     """Inputs on the CPU, and their way to the device, where nothing but themselves may be read or written."""
 
     def __init__(self, use: Use, options: Options) -> None:
-        self.use, self.options, self.numbers = use, options, Numbers()
+        self.use, self.options, self.numbers = use, options, numbers()
         self.q, self.dout = (self._numbers(HEADS, TOKENS, size) for size in use[2:4])
         self.k, self.v = (self._numbers(KV_HEADS, options.keys, size) for size in use[2:4])
         self.scale = options.scale or use.head_dim**-0.5

@@ -233,11 +233,6 @@ def way(
     return "efficient" if is_efficient else "plain"
 
 
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
 def _has_flash(device: torch.device) -> bool:
     return device.type != "cuda" or (kernel_library.can_run(device) and not torch.version.hip)  # HIP: other kernels
 
@@ -248,7 +243,7 @@ def _has_cudnn(device: torch.device) -> bool:
         return False
     is_enabled: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call] # torch's has no types
     version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call] # torch's has no types
-    return is_enabled and _capability(device)[0] in (9, 10) and _is_new(version or 0)
+    return is_enabled and kernel_library.capability(device)[0] in (9, 10) and _is_new(version or 0)
 
 
 @functools.cache
@@ -282,39 +277,23 @@ def _passes(*shape: Any) -> Iterator[int]:
 # -- the check at the first use --------------------------------------------------------------------------------------
 
 _CHECKED: dict[str, tuple[str, tuple[attention_proof.Options, ...], proof.Proofs]] = {
-    "cudnn": (
-        "cuDNN's attention",
-        attention_proof.BARE_CASES,
-        proof.Proofs(
-            "Torch's flash ops take its place there.",
-            remedy="torch.backends.cuda.enable_cudnn_sdp(False) does without it and this check",
-        ),
-    ),
-    "flash": (
-        "attention over the keys of a tree's path by torch's flash ops",
-        attention_proof.PATH_CASES,
-        proof.Proofs(
-            "Torch's memory-efficient ops, or matrix products, up to 200 times slower, take its place there.",
-            remedy="Trees cost more time there, and are right",
-        ),
-    ),
-    "efficient": (
-        "attention by torch's memory-efficient ops",
-        attention_proof.BARE_CASES,
-        proof.Proofs(
-            "Matrix products, up to 200 times slower, take its place there.",
-            remedy="Train in float32, which those ops take without this check, or on a GPU of Ampere or later",
-        ),
-    ),
-    "documents": (
-        "attention over documents by torch's flash ops",
-        attention_proof.DOCUMENT_CASES,
-        proof.Proofs(
-            "This package's kernels or matrix products, up to 200 times slower, take its place there.",
-            remedy="Install seq1f1b with nvcc and SEQ1F1B_CUDA=1 to have its kernels, which take documents too",
-        ),
-    ),
-}
+    "cudnn": ("cuDNN's attention", attention_proof.BARE_CASES, proof.Proofs(
+        "Torch's flash ops take its place there. torch.backends.cuda.enable_cudnn_sdp(False) does without it and this "
+        "check",
+    )),
+    "flash": ("attention over the keys of a tree's path by torch's flash ops", attention_proof.PATH_CASES, proof.Proofs(
+        "Torch's memory-efficient ops, or matrix products, up to 200 times slower, take its place there. Trees cost "
+        "more time there, and are right",
+    )),
+    "efficient": ("attention by torch's memory-efficient ops", attention_proof.BARE_CASES, proof.Proofs(
+        "Matrix products, up to 200 times slower, take its place there. Train in float32, which those ops take without "
+        "this check, or on a GPU of Ampere or later",
+    )),
+    "documents": ("attention over documents by torch's flash ops", attention_proof.DOCUMENT_CASES, proof.Proofs(
+        "This package's kernels or matrix products, up to 200 times slower, take its place there. Install seq1f1b with "
+        "nvcc and SEQ1F1B_CUDA=1 to have its kernels, which take documents too",
+    )),
+}  # fmt: skip
 """The check of a way: its name, its cases, and its results so far."""
 
 

@@ -17,13 +17,13 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from seq1f1b import _C, proof
-from seq1f1b.device import attention_proof
+from seq1f1b import proof
+from seq1f1b.device import attention_proof, kernel_tables
+from seq1f1b.device.kernel_tables import Operation
 from seq1f1b.proof import DTYPES
 
 __all__: list[str] = []
@@ -36,18 +36,10 @@ USES = {
     PARTS: "for results over ranges of keys, which are merged and added up",
 }
 OPERATIONS = tuple(USES)
+CODES = {getattr(torch, name): code for code, name in kernel_tables.DTYPES.items()}
 TIMED: dict[str, set[tuple[str, str, int]]] = {"sm_90": {("attention_forward", "bfloat16", 128)}}
 """By architecture on which benchmarks/gpu.py has timed our attention (an H200): what is faster than torch's flash op
 there, by operation, dtype and head size."""
-
-
-class Operation(NamedTuple):
-    name: str
-    source: str  # sha256 of the code that it was compiled from, comments left out
-    compiler: str
-    architectures: str  # "sm_80 sm_90 compute_80"
-    kernels: tuple[_C.CudaKernel, ...]
-    library: object
 
 
 def operations() -> dict[str, Operation]:
@@ -63,8 +55,7 @@ def operations() -> dict[str, Operation]:
 def _operations_of(path: Path) -> dict[str, Operation]:
     if not path.exists():
         return {}
-    library = _C.cuda_library_open(str(path))
-    return {name: Operation(name, *_C.cuda_operation(library, name), library) for name in OPERATIONS}
+    return {name: kernel_tables.find(path, name) for name in OPERATIONS}
 
 
 @functools.cache
@@ -75,8 +66,7 @@ def _usable(path: Path) -> dict[str, Operation]:
     except (OSError, ValueError) as error:
         warnings.warn(
             f"torch's ops take the place of this package's CUDA kernels of attention, and matrix products, up to 200 "
-            f"times slower, where there are documents or a soft cap: {error}. Install seq1f1b again to build them "
-            "anew, or set SEQ1F1B_CUDA_KERNELS=library to do without them",
+            f"times slower, where there are documents or a soft cap: {error}. {proof.REBUILD}",
             stacklevel=2,
         )
         return {}
@@ -99,8 +89,8 @@ def preference() -> str:
 
 _proofs = proof.Proofs(
     "Torch's ops take its place there: with a soft cap, and with documents that torch's flash ops do not take, matrix "
-    "products, up to 200 times slower.",
-    family="the CUDA kernel ",
+    f"products, up to 200 times slower. {proof.REBUILD}",
+    "the CUDA kernel ",
 )
 
 
@@ -141,31 +131,29 @@ def wanted(name: str, device: torch.device) -> Operation | None:
 
 
 @functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability; (0, 0) of what is no CUDA device."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
 def can_run(device: torch.device) -> bool:
     """Whether our kernels are for the device: Ampere or later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return capability(device) >= (8, 0)
 
 
 def is_timed(name: str, q: Tensor) -> bool:
     """Whether the library has the operation for such queries, on an architecture where it was timed."""
-    return architecture(q.device) in TIMED and _has_heads(name, q)
+    return _architecture(q.device) in TIMED and _has_heads(name, q)
 
 
 def is_faster(name: str, q: Tensor) -> bool:
     """Whether it was faster there than torch's flash op."""
-    return is_timed(name, q) and (name, DTYPES[q.dtype], q.shape[3]) in TIMED[architecture(q.device)]
+    return is_timed(name, q) and (name, DTYPES[q.dtype], q.shape[3]) in TIMED[_architecture(q.device)]
 
 
 def _has_heads(name: str, q: Tensor) -> bool:
-    return (q.dtype, q.shape[3]) in _heads_of(LIBRARY, name)
-
-
-@functools.cache
-def _heads_of(path: Path, name: str) -> set[tuple[torch.dtype, int]]:
-    """Dtypes and head sizes of the operation's kernels."""
-    found = _usable(path)
-    kernels = found[name].kernels if name in found else ()
-    return {(getattr(torch, kernel.dtype), kernel.head_dim) for kernel in kernels if kernel.head_dim}
+    found = _usable(LIBRARY).get(name)
+    return found is not None and (DTYPES.get(q.dtype), q.shape[3]) in found.heads
 
 
 @functools.cache
@@ -182,11 +170,8 @@ def _warn_of_products(is_built: bool, dtype: str, head_dim: int) -> None:
     )
 
 
-@functools.cache
-def architecture(device: torch.device) -> str:
-    if device.type != "cuda":
-        return "emulated"
-    major, minor = torch.cuda.get_device_capability(device)
+def _architecture(device: torch.device) -> str:
+    major, minor = capability(device)
     return f"sm_{major}{minor}"
 
 
@@ -211,7 +196,7 @@ def launch_attention(
     operation: Operation, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: int,
     softcap: float, docs: Tensor, dout: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None,
     dv: Tensor | None = None, own_dk: Tensor | None = None, own_dv: Tensor | None = None,
-    store: bool = False, kernel: int = -1, num_parts: int = 0, deterministic: bool | None = None,
+    store: bool = False, num_parts: int = 0, deterministic: bool | None = None,
 ) -> None:  # fmt: skip
     """Launches on the current stream of q's device. Rows of the tensors begin at multiples of 16 bytes.
 
@@ -223,30 +208,35 @@ def launch_attention(
         store: dk and dv hold nothing yet; else they are added to.
         lse: (batch, heads, tokens), contiguous, float32.
         docs: (batch, N), int32; empty: none.
-        kernel: index of ``operation.kernels``; -1: the launcher chooses.
         num_parts: of the keys; 0: the launcher chooses.
         deterministic: None: as torch is set.
     """
     batch, heads, tokens, head_dim = q.shape
-
-    def rows(t: Tensor | None) -> tuple[int, int, int, int] | None:
-        return None if t is None else (t.data_ptr(), t.stride(0), t.stride(1), t.stride(2))
-
-    docs = docs if docs.stride(-1) == 1 else docs.contiguous()
-    arguments = (
-        DTYPES[q.dtype], batch, heads, k.shape[1], tokens, head_dim, k.shape[2] - tokens,
-        scale, window, softcap, docs.data_ptr() if docs.numel() else 0, docs.stride(0) if docs.numel() else 0,
-        rows(q), rows(k), rows(v), rows(out), lse.data_ptr(),
-        rows(dout), rows(dq), rows(dk), rows(dv), rows(own_dk), rows(own_dv),
-        store, torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic, num_parts,
+    docs, of_keys = docs if docs.stride(-1) == 1 else docs.contiguous(), _rows(k, v)
+    arguments = kernel_tables.ATTENTION.pack(
+        CODES[q.dtype], batch, heads, k.shape[1], tokens, head_dim, k.shape[2] - tokens,
+        q.data_ptr(), *of_keys[:2], *q.stride()[:3], *of_keys[2:], *_rows(out), lse.data_ptr(),
+        scale, window, softcap, 0, 0,
+        docs.data_ptr() if docs.numel() else 0, docs.stride(0) if docs.numel() else 0,
+        *_rows(dout), *_rows(dq), *_rows(dk, dv), store, *_rows(own_dk, own_dv),
     )  # fmt: skip
-    index = q.get_device()
+    deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    end, index = kernel_tables.ATTENTION_END, q.get_device()
     with on(index):  # the launcher asks what the current device can
-        scratch_bytes = _C.cuda_attention_scratch(operation.library, operation.name, kernel, arguments)
-        scratch = q.new_empty(scratch_bytes, dtype=torch.uint8)  # given back to the stream's pool behind the launch
-        _C.cuda_attention(
-            operation.library, operation.name, kernel, arguments, scratch.data_ptr(), scratch_bytes, raw_stream(index)
-        )
+        size = operation.scratch_bytes(arguments + end.pack(num_parts, deterministic, 0, 0), -1)
+        operation.check(max(0, -size))
+        scratch = q.new_empty(size, dtype=torch.uint8)  # given back to the stream's pool behind the launch
+        arguments += end.pack(num_parts, deterministic, scratch.data_ptr(), size)
+        operation.launch(arguments, raw_stream(index))
+
+
+def _rows(*tensors: Tensor | None) -> tuple[int, ...]:
+    """Addresses of tensors, and their strides of batch, head and row, which must be the same; None: zeros."""
+    found = [t for t in tensors if t is not None]
+    if not found:
+        return (0,) * (len(tensors) + 3)
+    assert all(t.stride() == found[0].stride() for t in found)
+    return *[t.data_ptr() for t in found], *found[0].stride()[:3]
 
 
 def describe() -> list[str]:
@@ -259,7 +249,7 @@ def describe() -> list[str]:
         return ["own CUDA kernels: not built (no nvcc at installation, or SEQ1F1B_CUDA=0): torch's ops only"]
     lines = []
     for operation in found.values():
-        heads = sorted({f"{kernel.dtype} d{kernel.head_dim}" for kernel in operation.kernels if kernel.head_dim})
+        heads = sorted(f"{dtype} d{head_dim}" for dtype, head_dim in operation.heads)
         heads = heads or [*sorted({kernel.dtype for kernel in operation.kernels}), "head_dim a multiple of 8"]
         lines.append(
             f"own CUDA kernels {operation.name}: {', '.join(heads)}; {operation.architectures}, nvcc "

@@ -1,4 +1,4 @@
-/* emulation.cpp - fibers, shared memory and its shadow, asynchronous copies, global memory; see emulation.h. */
+/* emulation.cpp - fibers, shared memory, asynchronous copies; see emulation.h. */
 #include "../../kernels/cuda/sm80_primitives.cuh"
 
 #include <algorithm>
@@ -70,12 +70,6 @@ void begin_at(place &p, char *stack, void (*entry)())
 }
 /* -- the machine --------------------------------------------------------------------------------------------------- */
 
-struct cell { /* four bytes of shared memory: who wrote there last, and when */
-    int writer = -1;
-    uint32_t epoch = 0, phase = 0; /* of the block's barriers, of the warp's */
-    bool is_written = false, is_pending = false;
-};
-
 struct copy {
     uint32_t shared;
     const void *global;
@@ -91,12 +85,7 @@ struct thread {
 };
 
 struct warp {
-    uint32_t runnable = 0, arrived = 0, phase = 0;
-};
-
-struct extent {
-    uintptr_t begin, end;
-    bool writable;
+    uint32_t runnable = 0, arrived = 0;
 };
 
 struct machine {
@@ -104,21 +93,16 @@ struct machine {
     char error[512] = "";
     bool failed = false;
 
-    std::vector<extent> extents;
-    size_t last_extent = 0;
-
     std::vector<char *> stacks;
     std::vector<thread> threads;
     std::vector<warp> warps;
     place launcher;
     int current = 0, num_threads = 0, at_barrier = 0, num_finished = 0;
     index3 block = {0, 0, 0};
-    uint32_t epoch = 0;
     void (*body)(const void *) = nullptr;
     const void *context = nullptr;
 
     std::vector<chunk> shared;
-    std::vector<cell> cells;
     int shared_bytes = 0;
 };
 
@@ -192,67 +176,22 @@ void run_another()
 
 /* -- shared memory ------------------------------------------------------------------------------------------------- */
 
-/* Fails if another thread than t wrote there with no barrier between that and now. */
-void check_race(int t, uint32_t address, const cell &c, const char *what)
-{
-    if (c.writer < 0 || c.writer == t || c.epoch != m.epoch)
-        return;
-    if (c.writer / WARP_SIZE != t / WARP_SIZE || c.phase == warp_of(t).phase)
-        fail("shared byte %u is written by thread %d and %s by %d with no barrier between", address - SHARED_BASE,
-             c.writer, what, t);
-}
-
-void mark_written(int t, cell &c)
-{
-    c = {t, m.epoch, warp_of(t).phase, true, false};
-}
-
-void check_range(uint32_t address, int bytes)
+char *shared_pointer(uint32_t address, int bytes)
 {
     if (address % (uint32_t)bytes != 0)
         fail("shared address %u is not a multiple of %d", address, bytes);
     if (address < SHARED_BASE || (int64_t)address + bytes > SHARED_BASE + m.shared_bytes)
         fail("shared bytes [%lld, %lld) lie outside of the block's %d", (long long)address - SHARED_BASE,
              (long long)address - SHARED_BASE + bytes, m.shared_bytes);
-}
-
-char *shared_pointer(uint32_t address)
-{
     return (char *)m.shared.data() + (address - SHARED_BASE);
-}
-
-void check_write(int t, uint32_t address, const cell &c)
-{
-    if (c.is_pending)
-        fail("shared byte %u is written while an asynchronous copy writes there", address - SHARED_BASE);
-    check_race(t, address, c, "written");
-}
-
-void *access_shared(int t, uint32_t address, int bytes, bool write)
-{
-    check_range(address, bytes);
-    for (int byte = 0; byte < bytes; byte += 4) {
-        cell &c = m.cells[(address - SHARED_BASE + (uint32_t)byte) / 4];
-        if (write) {
-            check_write(t, address, c);
-            mark_written(t, c);
-            continue;
-        }
-        if (c.is_pending)
-            fail("shared byte %u is read before the asynchronous copy to it was waited for", address - SHARED_BASE);
-        if (!c.is_written)
-            fail("shared byte %u is read and was never written", address - SHARED_BASE);
-        check_race(t, address, c, "read");
-    }
-    return shared_pointer(address);
 }
 
 void read_source(const copy &c)
 {
     if (c.valid)
-        memcpy(shared_pointer(c.shared), c.global, CHUNK_BYTES);
+        memcpy(shared_pointer(c.shared, CHUNK_BYTES), c.global, CHUNK_BYTES);
     else
-        memset(shared_pointer(c.shared), 0, CHUNK_BYTES);
+        memset(shared_pointer(c.shared, CHUNK_BYTES), 0, CHUNK_BYTES);
 }
 
 /* -- what 32 lanes do together ------------------------------------------------------------------------------------- */
@@ -300,12 +239,12 @@ void multiply(request *const *lanes)
             lanes[lane]->d[i] = towards_zero(d[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2]);
 }
 
-void load(request *const *lanes, int first_thread)
+void load(request *const *lanes)
 {
     const bool transposed = lanes[0]->what == LOAD_TRANSPOSED;
     const uint16_t *rows[WARP_SIZE];
     for (int lane = 0; lane < WARP_SIZE; lane++)
-        rows[lane] = (const uint16_t *)access_shared(first_thread + lane, lanes[lane]->address, CHUNK_BYTES, false);
+        rows[lane] = (const uint16_t *)shared_pointer(lanes[lane]->address, CHUNK_BYTES);
     for (int lane = 0; lane < WARP_SIZE; lane++)
         for (int matrix = 0; matrix < 4; matrix++) {
             const int group = lane / 4, pair = lane % 4 * 2;
@@ -346,10 +285,10 @@ void perform(int w)
     case MULTIPLY_BF16:
     case MULTIPLY_FP16: return multiply(lanes);
     case LOAD:
-    case LOAD_TRANSPOSED: return load(lanes, w * WARP_SIZE);
+    case LOAD_TRANSPOSED: return load(lanes);
     case SHUFFLE_XOR: return shuffle_lanes(lanes);
     case BALLOT: return vote(lanes);
-    case WARP_BARRIER: m.warps[(size_t)w].phase++; return;
+    case WARP_BARRIER: return;
     }
 }
 
@@ -371,7 +310,6 @@ void run_block(int threads, int shared_bytes)
 {
     m.num_threads = threads;
     m.at_barrier = m.num_finished = 0;
-    m.epoch = 1;
     m.threads.assign((size_t)threads, thread());
     m.warps.assign((size_t)(threads / WARP_SIZE), warp());
     for (warp &w : m.warps)
@@ -380,7 +318,6 @@ void run_block(int threads, int shared_bytes)
     chunk poison;
     memset(&poison, 0xff, sizeof poison); /* NaN, in 16 and in 32 bits */
     m.shared.assign((size_t)(shared_bytes + CHUNK_BYTES - 1) / CHUNK_BYTES, poison);
-    m.cells.assign(m.shared.size() * 4, cell());
     while ((int)m.stacks.size() < threads)
         m.stacks.push_back((char *)aligned_alloc(64, STACK_BYTES));
     for (int t = 0; t < threads; t++) {
@@ -412,37 +349,18 @@ void warp_operation(request &wanted)
     run_another();
 }
 
-void *shared_access(uint32_t address, int bytes, bool write)
+void *shared_access(uint32_t address, int bytes)
 {
-    return access_shared(m.current, address, bytes, write);
-}
-
-void global_access(const void *address, int64_t bytes, int alignment, bool write)
-{
-    const uintptr_t begin = (uintptr_t)address, end = begin + (uintptr_t)bytes;
-    if (begin % (uintptr_t)alignment != 0)
-        fail("a global address is not a multiple of %d", alignment);
-    const auto holds = [&](const extent &e) { return e.begin <= begin && end <= e.end; };
-    if (m.last_extent >= m.extents.size() || !holds(m.extents[m.last_extent]))
-        m.last_extent = (size_t)(std::find_if(m.extents.begin(), m.extents.end(), holds) - m.extents.begin());
-    if (m.last_extent == m.extents.size())
-        fail("%s of %lld global bytes outside of every extent", write ? "write" : "read", (long long)bytes);
-    if (write && m.last_extent < m.extents.size() && !m.extents[m.last_extent].writable)
-        fail("write to global memory that is only to be read");
+    return shared_pointer(address, bytes);
 }
 
 void copy_async_wait(int groups)
 {
     thread &t = m.threads[(size_t)m.current];
     const auto is_late = [&](const copy &c) { return c.group >= t.groups - groups; };
-    for (const copy &c : t.copies) {
-        if (is_late(c))
-            continue;
-        if (!c.at_once)
+    for (const copy &c : t.copies)
+        if (!is_late(c) && !c.at_once)
             read_source(c);
-        for (int word = 0; word < 4; word++)
-            mark_written(m.current, m.cells[(c.shared - SHARED_BASE) / 4 + (uint32_t)word]);
-    }
     t.copies.erase(std::remove_if(t.copies.begin(), t.copies.end(), [&](const copy &c) { return !is_late(c); }),
                    t.copies.end());
 }
@@ -519,27 +437,18 @@ void block_barrier()
         for (warp &w : m.warps)
             w.runnable = 0xffffffffu;
         m.at_barrier = 0;
-        m.epoch++;
     }
     run_another();
 }
 
 void copy_async_16(uint32_t shared, const void *global, bool valid)
 {
-    check_range(shared, CHUNK_BYTES);
-    if (valid)
-        global_access(global, CHUNK_BYTES, CHUNK_BYTES, false);
-    for (int word = 0; word < 4; word++) {
-        cell &c = m.cells[(shared - SHARED_BASE) / 4 + (uint32_t)word];
-        check_write(m.current, shared, c);
-        c.is_pending = true;
-    }
     thread &t = m.threads[(size_t)m.current];
     const copy issued = {shared, global, valid, random_number() % 2 == 0, t.groups};
     if (issued.at_once)
         read_source(issued);
     else
-        memset(shared_pointer(shared), 0xff, CHUNK_BYTES);
+        memset(shared_pointer(shared, CHUNK_BYTES), 0xff, CHUNK_BYTES);
     t.copies.push_back(issued);
 }
 
@@ -557,19 +466,12 @@ using s1f::emulation::m;
 extern "C" {
 #define S1F_EXPORT __attribute__((visibility("default")))
 
-/* Forgets extents and errors; random numbers start from the seed. */
+/* Forgets errors; random numbers start from the seed. */
 S1F_EXPORT void s1f_emulation_reset(uint64_t seed)
 {
     m.random_state = seed;
     m.error[0] = '\0';
     m.failed = false;
-    m.extents.clear();
-}
-
-/* Global memory that kernels may read, or also write. */
-S1F_EXPORT void s1f_emulation_add_extent(const void *begin, int64_t bytes, int writable)
-{
-    m.extents.push_back({(uintptr_t)begin, (uintptr_t)begin + (uintptr_t)bytes, writable != 0});
 }
 
 S1F_EXPORT void s1f_emulation_set(int shared_limit)

@@ -4,11 +4,10 @@
  * meet at every operation that takes all 32 lanes, the fibers of a block at its barriers; in between they run in random
  * order. What a GPU leaves undefined is an error here, or happens at random by the seed:
  *   - an asynchronous copy reads and writes when it is issued, or when it is waited for; till then its destination is
- *     NaN, and reading it, or writing to it, is an error
- *   - two threads that touch the same shared memory without a barrier between, the first of them writing, are an error
- *   - shared memory is NaN at first, and reading it before it is written is an error
- *   - whatever lies outside of shared memory, or of the extents of global memory that the test named, is an error; so
- *     are unaligned addresses, lanes of a warp or threads of a block that do not all arrive, and copies without a wait
+ *     NaN
+ *   - shared memory is NaN at first
+ *   - whatever lies outside of shared memory is an error; so are unaligned addresses there, lanes of a warp or threads
+ *     of a block that do not all arrive, and copies without a wait
  * The first error ends the launch and is kept as text. Matrix products are exact, and rounded once, towards zero:
  * tensor cores do about that. Built with -ffp-contract=fast, products that are added become FMAs, as nvcc makes them.
  * Nothing here tells how long anything takes. */
@@ -45,8 +44,7 @@ inline request request_of(operation what)
 
 void warp_operation(request &wanted);
 /* Address of shared memory, once it was checked. */
-void *shared_access(uint32_t address, int bytes, bool write);
-void global_access(const void *address, int64_t bytes, int alignment, bool write);
+void *shared_access(uint32_t address, int bytes);
 void copy_async_wait(int groups);
 int launch(index3 blocks, int threads, int shared_bytes, void (*body)(const void *), const void *context);
 float from_fp16(uint16_t bits);
@@ -85,13 +83,13 @@ namespace emulation
 template <typename T> inline T shared_load(uint32_t address)
 {
     T found;
-    memcpy(&found, shared_access(address, sizeof found, false), sizeof found);
+    memcpy(&found, shared_access(address, sizeof found), sizeof found);
     return found;
 }
 
 template <typename T> inline void shared_store(uint32_t address, const T &value)
 {
-    memcpy(shared_access(address, sizeof value, true), &value, sizeof value);
+    memcpy(shared_access(address, sizeof value), &value, sizeof value);
 }
 } // namespace emulation
 
@@ -130,19 +128,16 @@ inline void shared_store_4(uint32_t address, uint32_t word)
 
 template <typename T> inline T global_load(const T *address)
 {
-    emulation::global_access(address, sizeof(T), alignof(T), false);
     return *address;
 }
 
 template <typename T> inline void global_store(T *address, const T &value)
 {
-    emulation::global_access(address, sizeof(T), alignof(T), true);
     *address = value;
 }
 
 inline void global_add(float *address, float value)
 {
-    emulation::global_access(address, sizeof(float), alignof(float), true);
     *address += value;
 }
 

@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
-from seq1f1b import _C
+from seq1f1b.device import kernel_tables
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 Code = dict[str, Counter[str]]  # by kernel and architecture, "name, sm_80": how often each opcode occurs
@@ -83,7 +83,7 @@ def read_disassembly(text: str) -> Code:
     return found
 
 
-def violations(code: Code, kernels: Iterable[_C.CudaKernel], architectures: Iterable[str]) -> list[str]:
+def violations(code: Code, kernels: Iterable[kernel_tables.Kernel], architectures: Iterable[str]) -> list[str]:
     """Each broken rule as a line."""
     products = {f"{kernel.name}, {name}": kernel.products for kernel in kernels for name in architectures}
     lines = [f"{name}: in the code, and in no table" for name in code.keys() - products.keys()]
@@ -107,8 +107,7 @@ def check(library: Path, work: Path) -> tuple[Code, list[str]]:
         setup.build_cuda_library(sources, library, work)  # a warning, as of a spill, is an error there
     except setup.CompileError as error:
         return {}, [f"compiler: {line}" for line in str(error).splitlines()]
-    built = _C.cuda_library_open(str(library))
-    kernels = [kernel for source in sources for kernel in _C.cuda_operation(built, operation_of(source))[3]]
+    kernels = [each for source in sources for each in kernel_tables.find(library, operation_of(source)).kernels]
     code = read_disassembly(disassemble(library))
     return code, violations(code, kernels, [name for name in setup.CUDA_ARCHITECTURES if name.startswith("sm_")])
 

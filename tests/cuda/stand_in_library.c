@@ -4,7 +4,7 @@
 #include "../../kernels/cuda/attention_arguments.h"
 #include "../../kernels/cuda/kernel_table.h"
 
-enum { FAILING_KERNEL = 1, SCRATCH_BYTES = 48 };
+enum { FAILING_PARTS = 35, SCRATCH_BYTES = 48 };
 
 static int64_t scratch_bytes(const void *arguments, int32_t kernel)
 {
@@ -15,8 +15,8 @@ static int64_t scratch_bytes(const void *arguments, int32_t kernel)
 
 static int32_t launch(const void *arguments, int32_t kernel, void *stream)
 {
-    (void)arguments, (void)stream;
-    return kernel == FAILING_KERNEL ? 35 : 0;
+    (void)kernel, (void)stream;
+    return ((const s1f_cuda_attention_args *)arguments)->num_parts == FAILING_PARTS ? 35 : 0;
 }
 
 static const char *error_text(int32_t error)

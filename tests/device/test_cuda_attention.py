@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from aten_stand_ins import SCHEMAS, Call, cuda_kernels_on_the_cpu, schema_drift
+from aten_stand_ins import Call, cuda_kernels_on_the_cpu
 from attention_runs import OPTIONS, errors, formula, gradients, random_qkv, segmented
 from op_counts import launches
 from simulated_step import SimulatedStep
@@ -26,7 +26,7 @@ import seq1f1b
 import seq1f1b.runtime.engine
 import seq1f1b.transport
 from seq1f1b import _C
-from seq1f1b.device import attention_calls, attention_parts, cuda_attention, placement
+from seq1f1b.device import attention_calls, attention_parts, cuda_attention, kernel_library, placement
 from seq1f1b.ops.attention import causal_attention, layer_handle, positions
 from seq1f1b.runtime.step import Step
 from seq1f1b.testing import run_ranks
@@ -43,11 +43,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Call]]:
     monkeypatch.setattr(cuda_attention, "PLAIN_LOGITS", 0)  # ranges of 16 keys, the fewest
     with cuda_kernels_on_the_cpu() as calls:
         yield calls
-
-
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_schemas_of_the_installed_torch(name: str) -> None:
-    assert schema_drift(name) == ""
 
 
 def check(got: list[Tensor], options: dict[str, Any], qkv: list[Tensor], dout: Tensor, *, factor: float = 1.5) -> None:
@@ -199,7 +194,7 @@ def test_where_cudnn_is_taken(
     """One that is too old, where a newer one would compute, is told once."""
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
-    monkeypatch.setattr(cuda_attention, "_capability", lambda device: capability)
+    monkeypatch.setattr(kernel_library, "capability", lambda device: capability)
     cuda_attention._is_new.cache_clear()
     assert [cuda_attention._has_cudnn(torch.device("cuda", 0)) for _ in range(2)] == [found] * 2
     assert len(recwarn) == told
@@ -334,16 +329,16 @@ def test_any_strides(in_step: bool, calls: list[Call]) -> None:
 # backward: two ops, what each adds to dK and dV, and dQ. Efficient has two calls where others have one: two query heads
 # share one of keys.
 LAUNCHES = {
-    ("cudnn", 1): (1 + 2 + 1, 2 + 2 + 1), ("cudnn", 0): (2, 3), ("flash", 1): (2, 5), ("flash", 0): (2, 3),
-    ("window", 1): (2, 7), ("efficient", 1): (7, 21),
+    ("cudnn", 1): (1 + 2 + 1, 2 + 2 + 1), ("cudnn", 0): (2, 3), ("flash", 1): (2, 5), ("flash", 0): (2, 2),
+    ("window", 1): (2, 6), ("efficient", 1): (7, 21),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("way", "segment"), LAUNCHES)
 def test_launches_are_few(way: str, segment: int, cudnn_calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
-    monkeypatch.setattr(attention_parts, "_library", lambda what, k, v: object() if k.dtype.itemsize == 2 else None)
-    monkeypatch.setattr(_C, "cuda_attention_parts", lambda library, what, *_: launched.append(what) or True)
+    monkeypatch.setattr(attention_parts, "_operation", lambda what, k, v: object() if k.dtype.itemsize == 2 else None)
+    monkeypatch.setattr(attention_parts, "_launch", lambda operation, what, *_: launched.append(what) or True)
     monkeypatch.setattr(cuda_attention, "_has_cudnn", lambda device: way == "cudnn")
     monkeypatch.setattr(cuda_attention, "KEY_RANGE", 100)
     step, layer, options = SimulatedStep([8, 8, 8]), layer_handle(0), {"window": 6} if way == "window" else {}

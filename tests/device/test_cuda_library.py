@@ -20,8 +20,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from seq1f1b import _C, proof
-from seq1f1b.device import attention_parts, attention_proof, cuda_attention, kernel_library
+from seq1f1b import proof
+from seq1f1b.device import attention_parts, attention_proof, cuda_attention, kernel_library, kernel_tables
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cuda"))
 
@@ -59,7 +59,7 @@ def queries(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64) -> Tensor:
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, is_timed: bool = True, is_faster: bool = True) -> None:
     """CPU tensors stand for those of a GPU on which every kernel proves itself, and was timed perhaps."""
     faster = {("attention_forward", "bfloat16", 64)} if is_faster else set()
-    monkeypatch.setattr(kernel_library, "TIMED", {"emulated": faster} if is_timed else {"sm_90": faster})
+    monkeypatch.setattr(kernel_library, "TIMED", {"sm_00": faster} if is_timed else {"sm_90": faster})
     monkeypatch.setattr(kernel_library, "_proofs", proof.Proofs(""))
     monkeypatch.setattr(kernel_library, "can_run", lambda device: True)
     monkeypatch.setattr(attention_proof, "prove", lambda launch, use: None)
@@ -111,17 +111,6 @@ def test_the_environment_asks_for_ours(stand_in: ctypes.CDLL, monkeypatch: pytes
         kernel_library.choose("attention_forward", queries())
 
 
-def test_the_environment_is_read_when_a_process_begins() -> None:
-    """Once; a wrong value is said at the first use, for most processes have none."""
-    program = (
-        "import os, torch; from seq1f1b.device import kernel_library; os.environ['SEQ1F1B_CUDA_KERNELS'] = 'own'; "
-        "kernel_library.choose('attention_forward', torch.empty(1, 1, 1, 64))"
-    )
-    environment = {**os.environ, "SEQ1F1B_CUDA_KERNELS": "yours"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environment)
-    assert "ValueError: SEQ1F1B_CUDA_KERNELS is 'yours', must be 'own', 'library' or unset" in done.stderr
-
-
 def test_a_library_that_was_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kernel_library, "LIBRARY", tmp_path / "none.so")
     on_a_gpu(monkeypatch)
@@ -144,7 +133,7 @@ def test_what_doctor_says(stand_in: ctypes.CDLL) -> None:
 def launch(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, **changes: object) -> None:
     """Through the extension."""
     q, k = queries(dtype, head_dim), torch.zeros(2, 2, 20, head_dim, dtype=dtype)
-    options = {"scale": 0.25, "window": 7, "softcap": 30.0, "docs": torch.zeros(2, 20, dtype=torch.int32), "kernel": 0}
+    options = {"scale": 0.25, "window": 7, "softcap": 30.0, "docs": torch.zeros(2, 20, dtype=torch.int32)}
     operation, lse = kernel_library.operations()["attention_forward"], torch.zeros(2, 4, 5)
     tensors = {"q": q, "k": k, "v": k, "out": q, "lse": lse}
     kernel_library.launch_attention(operation, **(tensors | options | changes))
@@ -161,14 +150,17 @@ def test_launches_are_on_the_tensors_device(stand_in: ctypes.CDLL, monkeypatch: 
         yield
         current.pop()
 
-    scratch = _C.cuda_attention_scratch
-    monkeypatch.setattr(_C, "cuda_attention_scratch", lambda *a: asked.append([*current]) or scratch(*a))
-    for name in ("cuda_attention", "cuda_attention_parts"):
-        monkeypatch.setattr(_C, name, lambda *a: asked.append([*current]) or True)
+    (found,) = kernel_library.operations().values()
+
+    def recorded(run: Callable[..., int]) -> Callable[..., int]:
+        return lambda *a: asked.append([*current]) or run(*a)
+
+    found = found._replace(scratch_bytes=recorded(found.scratch_bytes), call=recorded(found.call))
     with monkeypatch.context() as patch:
         patch.setattr(kernel_library, "on", on)
+        patch.setattr(kernel_library, "operations", lambda: {"attention_forward": found})
         launch()
-        attention_parts._launch(object(), "total", False, (queries(),), (), (queries(),))
+        attention_parts._launch(found, "total", False, (queries(),), (), (queries(),))
     assert asked == [[-1]] * 3 and not current
 
     entered: list[int] = []
@@ -181,27 +173,18 @@ def test_launches_are_on_the_tensors_device(stand_in: ctypes.CDLL, monkeypatch: 
 
 def test_a_launch_that_fails_has_cudas_words(stand_in: ctypes.CDLL) -> None:
     with pytest.raises(RuntimeError, match="CUDA error 35: no driver"):
-        launch(kernel=1)
+        launch(num_parts=35)
     with pytest.raises(ValueError, match="CUDA error 1: bad value"):
         launch(torch.float16, 128)
-    with pytest.raises(ValueError, match="k and v, dk and dv, own_dk and own_dv must have the same strides"):
-        launch(k=torch.zeros(2, 3, 20, 64, dtype=torch.bfloat16)[:, :2])
 
 
 def test_libraries_that_cannot_be_used(build: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"cannot open the CUDA kernels: .*none.so"):
-        _C.cuda_library_open(str(tmp_path / "none.so"))
-    (tmp_path / "text.so").write_text("no library")
-    with pytest.raises(OSError, match=r"text.so"):
-        _C.cuda_library_open(str(tmp_path / "text.so"))
-    other = _C.cuda_library_open(str(build(operation="s1f_cuda_other")))
-    with pytest.raises(ValueError, match=r"stand_in.so has no operation attention_forward"):
-        _C.cuda_operation(other, "attention_forward")
-    newer = _C.cuda_library_open(str(build(version=ABI + 1)))
-    with pytest.raises(ValueError, match=f"version {ABI + 1} of its tables, this extension needs {ABI}: install"):
-        _C.cuda_operation(newer, "attention_forward")
-    with pytest.raises(TypeError, match=r"expected a seq1f1b.cuda_library handle"):
-        _C.cuda_operation(None, "attention_forward")
+    with pytest.raises(OSError, match=r"none.so"):
+        kernel_tables.find(tmp_path / "none.so", "attention_forward")
+    with pytest.raises(ValueError, match=r"stand_in.so.* s1f_cuda_attention_forward"):
+        kernel_tables.find(build(operation="s1f_cuda_other"), "attention_forward")
+    with pytest.raises(ValueError, match=f"version {ABI + 1} of its tables, this package needs {ABI}: install"):
+        kernel_tables.find(build(version=ABI + 1), "attention_forward")
 
 
 # -- what was timed ---------------------------------------------------------------------------------------------------
@@ -294,4 +277,4 @@ def test_a_launch_without_a_gpu_says_so(built: Path) -> None:
     for what in ("merge", "add", "finish", "total"):
         use = proof.Use(what, q.dtype, 64, 64, q.device)
         with pytest.raises(RuntimeError, match=error):
-            attention_parts.prove(kernel_library.operations()[kernel_library.PARTS].library, use)
+            attention_parts.prove(kernel_library.operations()[kernel_library.PARTS], use)

@@ -1,8 +1,8 @@
 """Do our CUDA kernels compute attention where a training step calls them? On the emulation of tests/cuda, not on GPUs.
 
 From causal_attention over the KV cache, the extension and the launcher to the results: the kernels' own source stands
-in place of torch's ops. What the emulation checks by itself (races, copies that are not waited for, bounds) makes every
-run here fail; tests/cuda/emulation.h lists it. On a GPU benchmarks/gpu.py runs the same kernels.
+in place of torch's ops. tests/cuda/emulation.h says what is left to chance, as on a GPU. On one benchmarks/gpu.py runs
+the same kernels.
 """
 
 from __future__ import annotations

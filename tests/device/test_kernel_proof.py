@@ -20,22 +20,17 @@ from torch import Tensor
 from seq1f1b import proof
 from seq1f1b.device import attention_proof, cuda_attention, kernel_library
 from seq1f1b.device.attention_ways import WAYS
-from seq1f1b.device.kernel_library import ATTENTION, Operation
+from seq1f1b.device.kernel_library import ATTENTION
+from seq1f1b.device.kernel_tables import Kernel, Operation
 
 FORWARD, BACKWARD = ATTENTION
 CPU = torch.device("cpu")
 KERNELS = tuple(itertools.product(("bfloat16", "float16"), (64, 128)))
 
 
-class Kernel:
-    """As much of _C.CudaKernel as the choice asks for."""
-
-    def __init__(self, dtype: str, head_dim: int) -> None:
-        self.dtype, self.head_dim = dtype, head_dim
-
-
 def operation(name: str) -> Operation:
-    return Operation(name, "5a", "13.0.88", "sm_80", tuple(Kernel(*each) for each in KERNELS), object())  # type: ignore[arg-type]
+    kernels = tuple(Kernel("", dtype, head_dim, 2) for dtype, head_dim in KERNELS)
+    return Operation(name, "5a", "13.0.88", "sm_80", kernels, frozenset(KERNELS), len, len, len)  # type: ignore[arg-type]
 
 
 def right(operation: Operation, *tensors: Tensor, **options: Any) -> None:
@@ -125,7 +120,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Operation]
     for name, value in {
         "preferred": "", "LIBRARY": tmp_path / "library.so", "_operations_of": lambda path: found,
         "launch_attention": right, "can_run": lambda device: True,
-        "_proofs": proof.Proofs(now.instead, family=now.family),
+        "_proofs": proof.Proofs(now.instead, now.family),
     }.items():  # fmt: skip
         monkeypatch.setattr(kernel_library, name, value)
     kernel_library._warn_of_products.cache_clear()

@@ -77,113 +77,87 @@ def _seen_in(queries: int, keys: int, longest: int, causal: bool, left: int | No
     return _visible(queries, keys, left, right)
 
 
-def _check_flash(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> None:
-    """rest: cum_seq_q, cum_seq_k, max_q, max_k, dropout_p."""
-    assert q.dtype in (torch.bfloat16, torch.float16) and k.dtype == v.dtype == q.dtype
-    assert q.shape[3] % 8 == 0 and q.shape[3] <= 256 and q.shape[2] % k.shape[2] == 0
-    assert q.shape[3] == k.shape[3] == v.shape[3]
-    assert rest == (None, None, q.shape[1], k.shape[1], 0.0)
-    _check_rows(q, k, v)
+# Flash takes rows of a batch, (batch, tokens, heads, head_dim), or sequences of many lengths, (all tokens, heads,
+# head_dim), of which i lies in rows cum_seq[i] to cum_seq[i + 1]. Of these the kernels visit tiles up to max_q and
+# max_k alone, and rows of no sequence stay as the memory was, here NaN.
+
+
+def _sequences(t: Tensor, cum: Tensor | None) -> list[Tensor]:
+    """Views of each sequence, (1, tokens, heads, head_dim)."""
+    if cum is None:
+        return list(t.split(1))
+    return [t[None, begin:end] for begin, end in itertools.pairwise(cum.tolist())]
+
+
+def _sums(lse: Tensor, cum: Tensor | None) -> list[Tensor]:
+    """The same of lse, which is (batch, heads, tokens) or (heads, all tokens)."""
+    return [t.mT for t in _sequences(lse.mT, cum)]
+
+
+def _check_flash(
+    q: Tensor, k: Tensor, v: Tensor, cum_q: Tensor | None, cum_k: Tensor | None, max_q: int, max_k: int, dropout: float
+) -> None:
+    assert q.dtype in (torch.bfloat16, torch.float16) and k.dtype == v.dtype == q.dtype and dropout == 0.0
+    assert q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and q.shape[-2] % k.shape[-2] == 0
+    assert q.shape[-1] == k.shape[-1] and k.shape == v.shape
+    if cum_q is None or cum_k is None:
+        assert (cum_q, cum_k, max_q, max_k) == (None, None, q.shape[1], k.shape[1])
+        _check_rows(q, k, v)
+        return
+    assert q.dim() == k.dim() == 3
+    _check_rows(q[None], k[None], v[None])
+    for cum, total, most in ((cum_q, len(q), max_q), (cum_k, len(k), max_k)):
+        assert cum.dtype == torch.int32 and cum.dim() == 1 and cum.is_contiguous()
+        assert cum.shape == cum_q.shape and cum[0] >= 0 and cum[-1] <= total and (cum.diff() >= 0).all()
+        assert cum.diff().max() <= most, "queries beyond max_q are not computed, keys beyond max_k are not seen"
+    assert max_q > 1 or q.shape[1] == k.shape[1], "one query a sequence: the op moves heads about"
 
 
 def _flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float,
+    q: Tensor, k: Tensor, v: Tensor, cum_q: Any, cum_k: Any, max_q: int, max_k: int, dropout_p: float,
     is_causal: bool, return_debug_mask: bool, *, scale: float | None = None, window_size_left: int | None = None,
     window_size_right: int | None = None, seqused_k: Any = None, alibi_slopes: Any = None, block_table: Any = None,
     num_splits: Any = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     assert seqused_k is None and block_table is None
-    if cum_seq_q is not None:
-        return _varlen_forward(
-            q, k, v, (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p), is_causal, scale, window_size_left,
-            window_size_right,
-        )  # fmt: skip
-    _check_flash(q, k, v, (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p))
     assert alibi_slopes is None, "torch's build refuses them"
-    of_flash = q.shape[1], k.shape[1], k.shape[1], is_causal and q.shape[1] > 1
-    seen = _seen_in(*of_flash, window_size_left, window_size_right)
-    out, lse = _forward(q, k, v, seen, q.shape[3] ** -0.5 if scale is None else scale)
-    nothing = torch.empty(0, dtype=torch.uint64)
-    return torch.empty_like(q).copy_(out), lse.float(), nothing, nothing.clone(), q.new_empty(0)
-
-
-def _flash_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cum_seq_q: Any, cum_seq_k: Any, max_q: int,
-    max_k: int, dropout_p: float, is_causal: bool, rng_state: Tensor, unused: Tensor, *, scale: float | None = None,
-    window_size_left: int | None = None, window_size_right: int | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    if cum_seq_q is not None:
-        return _varlen_backward(
-            dout, q, k, v, out, lse, (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p), is_causal, scale,
-            window_size_left, window_size_right,
-        )  # fmt: skip
-    _check_flash(q, k, v, (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p))
-    assert dout.dtype == out.dtype == q.dtype and dout.shape == out.shape == q.shape
-    assert lse.shape == (q.shape[0], q.shape[2], q.shape[1]) and lse.dtype == torch.float32 and lse.is_contiguous()
-    of_flash = q.shape[1], k.shape[1], k.shape[1], is_causal and q.shape[1] > 1
-    seen = _seen_in(*of_flash, window_size_left, window_size_right)
-    dq, dk, dv = _backward(dout, q, k, v, out, lse, seen, q.shape[3] ** -0.5 if scale is None else scale)
-    group = q.shape[2] // k.shape[2]
-    dk, dv = (g.to(q.dtype).unflatten(2, (k.shape[2], group)).sum(3) for g in (dk, dv))  # rounds each query head's
-    return dq.to(q.dtype), dk, dv
-
-
-# Sequences of many lengths: (all tokens, heads, head_dim), sequence i in rows cum_seq[i] to cum_seq[i + 1]. The kernels
-# visit tiles up to max_q and max_k alone, and rows of no sequence: these stay as the memory was, here NaN.
-
-
-def _sequences(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> list[tuple[slice, slice]]:
-    """Rows of queries and keys of each sequence, and the checks of the op. rest: as ``_check_flash``."""
-    cum_seq_q, cum_seq_k, max_q, max_k, dropout_p = rest
-    assert q.dim() == k.dim() == v.dim() == 3 and dropout_p == 0.0
-    assert q.shape[1] % k.shape[1] == 0 and k.shape == v.shape and q.shape[2] == k.shape[2]
-    assert q.dtype in (torch.bfloat16, torch.float16) and k.dtype == v.dtype == q.dtype
-    assert q.shape[2] % 8 == 0 and q.shape[2] <= 256
-    _check_rows(q[None], k[None], v[None])
-    for cum, total in ((cum_seq_q, len(q)), (cum_seq_k, len(k))):
-        assert cum.dtype == torch.int32 and cum.dim() == 1 and cum.is_contiguous()
-        assert cum.shape == cum_seq_q.shape and cum[0] >= 0 and cum[-1] <= total and (cum.diff() >= 0).all()
-    slices = [[slice(*ends) for ends in itertools.pairwise(cum.tolist())] for cum in (cum_seq_q, cum_seq_k)]
-    assert all(rows.stop - rows.start <= max_q for rows in slices[0]), "queries beyond max_q are not computed"
-    assert all(rows.stop - rows.start <= max_k for rows in slices[1]), "keys beyond max_k are not seen"
-    assert max_q > 1 or q.shape[1] == k.shape[1], "one query a sequence: the op moves heads about"
-    return list(zip(*slices, strict=True))
-
-
-def _varlen_forward(
-    q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...], causal: bool, scale: float | None, left: int | None,
-    right: int | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    out, lse = torch.full_like(q, math.nan), torch.full((q.shape[1], len(q)), math.nan)
-    for rows, of_keys in _sequences(q, k, v, rest):
-        queries, keys = q[None, rows], (k[None, of_keys], v[None, of_keys])
-        if not queries.shape[1]:
-            continue
-        seen = _seen_in(queries.shape[1], keys[0].shape[1], rest[3], causal and rest[2] > 1, left, right)
-        of_out, of_lse = _forward(queries, *keys, seen, q.shape[2] ** -0.5 if scale is None else scale)
-        out[rows], lse[:, rows] = of_out[0].to(q.dtype), of_lse[0].float()
+    _check_flash(q, k, v, cum_q, cum_k, max_q, max_k, dropout_p)
+    out, lse = torch.full_like(q, math.nan), torch.full_like(q[..., 0].mT, math.nan, dtype=torch.float32)
+    lse = lse.contiguous()
+    of_keys = _sequences(k, cum_k), _sequences(v, cum_k), _sequences(out, cum_q), _sums(lse, cum_q)
+    for queries, keys, values, of_out, of_lse in zip(_sequences(q, cum_q), *of_keys, strict=True):
+        if queries.shape[1]:
+            sizes = queries.shape[1], keys.shape[1], max_k
+            seen = _seen_in(*sizes, is_causal and max_q > 1, window_size_left, window_size_right)
+            found = _forward(queries, keys, values, seen, q.shape[-1] ** -0.5 if scale is None else scale)
+            of_out.copy_(found[0])
+            of_lse.copy_(found[1])
     nothing = torch.empty(0, dtype=torch.uint64)
     return out, lse, nothing, nothing.clone(), q.new_empty(0)
 
 
-def _varlen_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: tuple[Any, ...], causal: bool,
-    scale: float | None, left: int | None, right: int | None,
+def _flash_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cum_q: Any, cum_k: Any, max_q: int,
+    max_k: int, dropout_p: float, is_causal: bool, rng_state: Tensor, unused: Tensor, *, scale: float | None = None,
+    window_size_left: int | None = None, window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    _check_flash(q, k, v, cum_q, cum_k, max_q, max_k, dropout_p)
     assert dout.dtype == out.dtype == q.dtype and dout.shape == out.shape == q.shape
-    assert lse.shape == (q.shape[1], len(q)) and lse.dtype == torch.float32 and lse.is_contiguous()
-    dq, dk, dv = (torch.full_like(t, math.nan) for t in (q, k, v))
-    group = q.shape[1] // k.shape[1]
-    for rows, of_keys in _sequences(q, k, v, rest):
-        queries, keys = q[None, rows], (k[None, of_keys], v[None, of_keys])
-        seen = _seen_in(queries.shape[1], keys[0].shape[1], rest[3], causal, left, right)
-        assert seen.any(1).all(), "a row that sees no key"
-        of_rows = dout[None, rows], queries, *keys, out[None, rows], lse[None, :, rows]
-        grads = _backward(*of_rows, seen, q.shape[2] ** -0.5 if scale is None else scale)
-        dq[rows] = grads[0][0].to(q.dtype)
-        for to, grad in ((dk, grads[1]), (dv, grads[2])):
-            to[of_keys] = grad[0].to(q.dtype).unflatten(1, (k.shape[1], group)).sum(2)
-    return dq, dk, dv
+    assert lse.shape == q[..., 0].mT.shape and lse.dtype == torch.float32 and lse.is_contiguous()
+    grads = tuple(torch.full_like(t, math.nan) for t in (q, k, v))
+    of_all = [_sequences(t, cum) for t, cum in ((dout, cum_q), (q, cum_q), (k, cum_k), (v, cum_k), (out, cum_q))]
+    of_grads = [_sequences(t, cum) for t, cum in zip(grads, (cum_q, cum_k, cum_k), strict=True)]
+    of_each = zip(*of_all, _sums(lse, cum_q), *of_grads, strict=True)
+    for of_dout, queries, keys, values, of_out, of_lse, *to in of_each:
+        sizes = queries.shape[1], keys.shape[1], max_k
+        seen = _seen_in(*sizes, is_causal and max_q > 1, window_size_left, window_size_right)
+        assert cum_q is None or seen.any(1).all(), "a row that sees no key"
+        of_rows = of_dout, queries, keys, values, of_out, of_lse
+        found = _backward(*of_rows, seen, q.shape[-1] ** -0.5 if scale is None else scale)
+        to[0].copy_(found[0])
+        for of_keys, grad in zip(to[1:], found[1:], strict=True):  # rounds each query head's
+            of_keys.copy_(grad.to(q.dtype).unflatten(2, (keys.shape[2], -1)).sum(3))
+    return grads
 
 
 def _efficient_mask(q: Tensor, k: Tensor, custom_mask_type: int) -> Tensor:
@@ -309,52 +283,3 @@ def cuda_kernels_on_the_cpu() -> Iterator[list[Call]]:
         finally:
             cuda_attention._passes.cache_clear()
             document_layout.forget()
-
-
-# Leading arguments that we pass by position, keyword-only ones that we pass by name, and how many results come back.
-SCHEMAS = {
-    "_flash_attention_forward": (
-        "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask",
-        "scale window_size_left window_size_right", 5,
-    ),
-    "_flash_attention_backward": (
-        "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal rng_state unused",
-        "scale window_size_left window_size_right", 3,
-    ),
-    "_efficient_attention_forward": (
-        "query key value bias cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p custom_mask_type "
-        "compute_log_sumexp",
-        "scale", 6,
-    ),
-    "_efficient_attention_backward": (
-        "grad_out_ query key value bias out cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k logsumexp dropout_p "
-        "philox_seed philox_offset custom_mask_type bias_requires_grad",
-        "scale", 4,
-    ),
-    "_scaled_dot_product_cudnn_attention": (
-        "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask",
-        "scale", 9,
-    ),
-    "_scaled_dot_product_cudnn_attention_backward": (
-        "grad_out query key value out logsumexp philox_seed philox_offset attn_bias cum_seq_q cum_seq_k max_q max_k "
-        "dropout_p is_causal",
-        "scale", 3,
-    ),
-}  # fmt: skip
-
-
-def schema_drift(name: str) -> str:
-    """Says how the op of the installed torch differs from what attention_ways.py passes and takes; "" if not at all."""
-    by_position, by_name, results = SCHEMAS[name]
-    op = getattr(torch.ops.aten, name, None)
-    if op is None:
-        return f"torch has no aten::{name}"
-    schema = op.default._schema
-    keyword_only = {a.name: a for a in schema.arguments if a.kwarg_only}
-    fits = (
-        [a.name for a in schema.arguments if not a.kwarg_only] == by_position.split()
-        and set(by_name.split()) <= keyword_only.keys()
-        and all(a.has_default_value() for a in keyword_only.values())
-        and len(schema.returns) == results
-    )
-    return "" if fits else str(schema)

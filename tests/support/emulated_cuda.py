@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import platform
+import struct
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import c_int64, c_uint64, c_void_p
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from seq1f1b import _C
-from seq1f1b.device import kernel_library
+from seq1f1b.device import attention_parts, kernel_library
+from seq1f1b.device.kernel_tables import Operation
 
 ROOT = Path(__file__).resolve().parents[2]
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")  # then the kernels are built for it too
@@ -54,93 +52,34 @@ def build(work: Path, operations: Sequence[str] = kernel_library.OPERATIONS) -> 
     return library
 
 
-STORE = 23  # place of an argument of _C.cuda_attention: dk and dv hold nothing yet
-
-
-def extents(arguments: tuple[Any, ...]) -> Iterator[tuple[int, int, bool]]:
-    """Address and bytes of each tensor that a launch gets, and whether it is dk or dv of the slab."""
-    _, batch, heads, kv_heads, tokens, head_dim, q_start, *_, docs, docs_stride = arguments[:12]
-    q, k, v, out, lse, dout, dq, dk, dv, own_dk, own_dv = arguments[12:23]
-    end = q_start + tokens
-    shapes = [(t, heads, tokens, 2) for t in (q, out, dout, dq)] + [(t, kv_heads, end, 2) for t in (k, v)]
-    shapes += [(t, kv_heads, end, 4) for t in (dk, dv)] + [(t, kv_heads, tokens, 2) for t in (own_dk, own_dv)]
-    for t, of_heads, rows, element_bytes in shapes:
-        if t is not None:
-            address, *strides = t
-            counts = (batch - 1, of_heads - 1, rows - 1)
-            last = sum(count * stride for count, stride in zip(counts, strides, strict=True))
-            yield address, (last + head_dim) * element_bytes, element_bytes == 4
-    yield lse, batch * heads * tokens * 4, False
-    if docs:
-        yield docs, ((batch - 1) * docs_stride + end) * 4, False
-
-
-def _runs(rows: tuple[int, ...], sizes: tuple[int, int, int, int], element_bytes: int) -> list[tuple[int, int]]:
-    """Address and bytes of each piece of memory, as long as can be, that a tensor (address, four strides) fills."""
-    address, *strides, _ = rows
-    batch, heads, tokens, head_dim = sizes
-    places = itertools.product(range(batch), range(heads), range(tokens))
-    starts = sorted(sum(i * stride for i, stride in zip(place, strides, strict=True)) for place in places)
-    found: list[tuple[int, int]] = []
-    for begin in starts:
-        if found and found[-1][1] == begin:
-            found[-1] = (found[-1][0], begin + head_dim)
-        else:
-            found.append((begin, begin + head_dim))
-    return [(address + begin * element_bytes, (end - begin) * element_bytes) for begin, end in found]
-
-
-def parts_extents(arguments: tuple[Any, ...]) -> Iterator[tuple[int, int, bool]]:
-    """Address and bytes of all that a launch of attention_parts may touch, and whether it may write there."""
-    _, what, _, store, batch, heads, rows, head_dim, v_head_dim, parts, slabs, outs, lse, _ = arguments
-    for tensors, element_bytes, is_written in ((parts, 2, False), (slabs, 4, what == "add"), (outs, 2, True)):
-        of_kv = (head_dim, v_head_dim) if what in ("add", "finish") else (head_dim,) * len(tensors)
-        if tensors is slabs and what == "finish" and store:
-            continue
-        for tensor, of_head in zip(tensors, of_kv, strict=False):  # add has no outs
-            for address, size in _runs(tensor, (batch, heads, rows, of_head), element_bytes):
-                yield address, size, is_written
-    for i, address in enumerate(lse):
-        if address:
-            yield address, batch * heads * rows * 4, i == 2
-
-
 @contextmanager
 def emulated_kernels(library: Path, shared_limit: int = SHARED_163_KB) -> Iterator[list[str]]:
     """The package launches the kernels of an emulated library meanwhile, on CPU tensors; yields what it launched.
-
-    What is to be written without being read, and scratch memory, holds NaN before each launch.
-    """
+    Scratch memory of attention holds NaN before each launch."""
     emulated = ctypes.CDLL(str(library))
     emulated.s1f_emulation_error.restype = ctypes.c_char_p
     emulated.s1f_emulation_set(shared_limit)
     launched: list[str] = []
-    attention, parts, installed = _C.cuda_attention, _C.cuda_attention_parts, kernel_library.LIBRARY
 
-    def launch(name: str, run: Any, memory: Iterator[tuple[int, int, bool, bool]], arguments: Any) -> Any:
-        launched.append(name)
-        emulated.s1f_emulation_reset(c_uint64(len(launched)))
-        for address, size, is_written, is_void in memory:
-            if is_void:
-                ctypes.memset(address, 0xFF, size)
-            emulated.s1f_emulation_add_extent(c_void_p(address), c_int64(size), int(is_written))
-        try:
-            return run(*arguments)
-        except RuntimeError as error:
-            raise AssertionError(emulated.s1f_emulation_error().decode()) from error
+    def with_records(operation: Operation) -> Operation:
+        def call(arguments: bytes, kernel: int, stream: int) -> int:
+            if operation.name == kernel_library.PARTS:
+                launched.append(attention_parts.WHATS[struct.unpack_from("i", arguments)[0]])
+            else:
+                launched.append(operation.name)
+                scratch, size = struct.unpack("Pq", arguments[-16:])
+                ctypes.memset(scratch, 0xFF, size)
+            emulated.s1f_emulation_reset(ctypes.c_uint64(len(launched)))
+            error = operation.call(arguments, kernel, stream)
+            assert not (text := emulated.s1f_emulation_error()), text.decode()
+            return error
 
-    def launch_attention(*arguments: Any) -> None:
-        _, name, _, of_call, scratch, size, _ = arguments
-        memory = [(address, extent, True, is_sum and of_call[STORE]) for address, extent, is_sum in extents(of_call)]
-        launch(name, attention, iter([*memory, (scratch, size, True, True)]), arguments)
+        return operation._replace(call=call)
 
-    def launch_parts(*arguments: Any) -> Any:
-        what, store = arguments[1], arguments[3]
-        memory = ((*found, found[2] and (what != "add" or store)) for found in parts_extents(arguments))
-        return launch(what, parts, memory, arguments)
-
-    kernel_library.LIBRARY, _C.cuda_attention, _C.cuda_attention_parts = library, launch_attention, launch_parts
-    try:
+    found = {name: with_records(each) for name, each in kernel_library._operations_of(library).items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_library, "LIBRARY", library)
+        patch.setattr(kernel_library, "_operations_of", lambda path: found)
+        kernel_library._usable.cache_clear()
         yield launched
-    finally:
-        kernel_library.LIBRARY, _C.cuda_attention, _C.cuda_attention_parts = installed, attention, parts
+    kernel_library._usable.cache_clear()
