@@ -27,8 +27,6 @@ PER_PAIR: int
 PER_SEGMENT: int
 PER_CELL: int
 NO_RANK: int  # for program_lower
-KEEP_TIMELINE: int  # what program_simulate keeps
-KEEP_CAUSES: int
 ARENA_BYTES: int  # address space of an edge's arena
 GATHER_BYTES: int  # most that one rank gives to group_gather
 HEADER_BYTES: int  # of a message, before its payload
@@ -72,14 +70,6 @@ class CacheLayer(NamedTuple):
     kv_element_bytes: int
     grad_element_bytes: int
     with_docs: bool
-
-class StepTotals(NamedTuple):
-    start_ns: int
-    end_ns: int
-    run_ns: int  # without A
-    wait_ns: int
-    send_ns: int
-    tier_ns: int  # in A and BACK
 
 class TierFacts(NamedTuple):
     medium: str  # "ext4", or "pinned memory"
@@ -181,9 +171,6 @@ def unit_inputs(
     parents: _Ints | None = None,
     /,
 ) -> list[_Unit]: ...
-def unit_lifetimes(
-    num_segments: int, passes: int, unit: _Unit, cell_kind: int = 0, /
-) -> tuple[tuple[str, ...], tuple[str, ...]]: ...
 
 # ---- schedule.c
 
@@ -202,10 +189,9 @@ def schedule_build(
 def schedule_broken_rule(*request: Any) -> str | None: ...  # as schedule_build
 def schedule_facts(
     schedule: Any, /
-) -> tuple[tuple[int, int, int, int], tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]: ...
+) -> tuple[tuple[int, int, int, int], tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], int]: ...
 def schedule_assign_rows(schedule: Any, rank: int, sizes: _Ints, /) -> tuple[list[int], int]: ...
 def schedule_units(schedule: Any, rank: int, /) -> bytes: ...
-def schedule_kinds(schedule: Any, /) -> str: ...
 def schedule_equal(a: Any, b: Any, /) -> bool: ...
 def schedule_digest(schedule: Any, /) -> int: ...
 def schedule_cell_kinds(schedule: Any, /) -> bytes: ...
@@ -241,7 +227,7 @@ def program_simulate(
     noise: tuple[float, float, int],  # of units, of messages, seed
     fill: bool,
     steps: tuple[int, bool],
-    keep: int,
+    critical: bool,
     progress: Callable[[int], object],
     /,
 ) -> tuple[float, float, bytes, bytes, bytes, bytes, tuple[tuple[int, int], ...]]: ...
@@ -304,7 +290,6 @@ def executor_timeline(
 ) -> list[tuple[int, _Unit, int, int]]: ...  # opcode, unit, start, end
 def executor_settle(executor: object, /) -> bool: ...
 def executor_fills(executor: object, /) -> list[tuple[_Unit, int, int]]: ...
-def executor_totals(executor: object, rank: int, /) -> StepTotals: ...
 def executor_stage_measure(executor: object, stage: int, /) -> tuple[int, int]: ...
 def unit_state() -> Any: ...
 def unit_set_state(state: object, /) -> None: ...

@@ -6,11 +6,10 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import index
 from typing import Any
 
 from seq1f1b import _C
-from seq1f1b.flat import Counts, flat, numbers
+from seq1f1b.flat import MOST, Counts, flat, numbers, whole
 
 __all__ = ["OPTION_KINDS", "Family", "families", "schedules"]
 
@@ -79,6 +78,9 @@ class Family:
         for name in options:
             if name not in self.options:
                 raise ValueError(f"{self.name} takes no option '{name}'; it takes {', '.join(self.options) or 'none'}")
+        names = ("num_ranks", "num_microbatches", "num_segments", "stages_per_rank")
+        for name, value in zip(names, (num_ranks, num_microbatches, segments, stages_per_rank), strict=True):
+            whole(name, value, 1, MOST)
         form = Counts(num_ranks, num_ranks * stages_per_rank, segments, rows)
         read = tuple(_option(form, options, *row) for row in _C.FAMILY_OPTIONS)
         return self.name, num_ranks, num_microbatches, segments, stages_per_rank, read, rows, of_all
@@ -89,13 +91,12 @@ def _option(form: Counts, options: Mapping[str, Any], name: str, kind: str, leas
     is_table = kind in ("costs", "units", "ranks")
     columns = form.num_segments if form.rows is None else sum(form.rows)
     if name not in options or (is_table and not 0 < form.num_stages * columns < 2**31):
-        return None if is_table else 0
+        return (None, None, None) if kind == "costs" else None if is_table else 0
     value = options[name]
     if kind == "costs":
         if not hasattr(value, "__len__") or len(value) != 3:
             raise ValueError("costs must hold the costs of F, I and W")
-        tables = (flat(form, f"costs of {p}", _C.PER_CELL, table) for p, table in zip("FIW", value, strict=True))
-        return sum(tables, array("d"))
+        return tuple(flat(form, f"costs of {p}", _C.PER_CELL, table) for p, table in zip("FIW", value, strict=True))
     if is_table:
         return flat(form, name, _C.PER_CELL if kind == "units" else _C.PER_RANK, value, "q")
     if kind == "word":
@@ -105,10 +106,7 @@ def _option(form: Counts, options: Mapping[str, Any], name: str, kind: str, leas
         return words.index(value) + 1
     if kind == "seconds":
         return numbers(name, "d", [value])[0]
-    most = 2**31 - 1 if kind == "int32" else 2**63 - 1
-    if not least <= index(value) <= most:
-        raise ValueError(f"{name} is {value}, must be in {least}..{most}")
-    return value
+    return whole(name, value, least, MOST if kind == "int32" else 2**63 - 1)
 
 
 def families() -> tuple[Family, ...]:

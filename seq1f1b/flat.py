@@ -14,7 +14,11 @@ if TYPE_CHECKING:
     from seq1f1b.schedule import Schedule
     from seq1f1b.simulation import Costs, Links, StepMemory
 
-__all__ = ["Counts", "flat", "held_bytes", "numbers", "pass_seconds", "seconds_per_byte", "whole"]
+__all__ = ["MOST", "Counts", "flat", "held_bytes", "numbers", "pass_seconds", "seconds_per_byte", "whole"]
+
+
+MOST = 2**31 - 1
+"""Largest count that the core takes."""
 
 
 class Counts(NamedTuple):
@@ -47,8 +51,9 @@ def numbers(name: str, code: str, given: Iterable[Any]) -> array[Any]:
 def whole(name: str, value: Any, least: int, most: int = 2**63 - 1) -> int:
     """Returns a whole number that is neither below ``least`` nor above ``most``."""
     if not least <= index(value) <= most:
-        bound = f"in {least}..{most}" if most < 2**63 - 1 or value > most else f"at least {least}"
-        raise ValueError(f"{name} is {value}, must be {bound}")
+        raise ValueError(
+            f"{name} is {value}, must be {f'at least {least}' if value < least else f'in {least}..{most}'}"
+        )
     return int(value)
 
 

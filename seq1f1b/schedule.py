@@ -14,7 +14,7 @@ from typing import Any
 from seq1f1b import _C
 from seq1f1b.families import Family, families, schedules
 from seq1f1b.files import nearest_name
-from seq1f1b.flat import flat, held_bytes, pass_seconds, seconds_per_byte
+from seq1f1b.flat import MOST, flat, held_bytes, pass_seconds, seconds_per_byte, whole
 from seq1f1b.simulation import (
     Costs,
     Links,
@@ -75,14 +75,14 @@ class Schedule:
             if not order:
                 raise ValueError(f"rank {rank} has no units")
         lines = (" ".join(f"[{stage}]{kind}{m}.{s}" for kind, stage, m, s in order) for order in orders)
-        self._adopt(_C.schedule_from_text("\n".join(lines), num_segments))
+        self._adopt(_C.schedule_from_text("\n".join(lines), whole("num_segments", num_segments, 0, MOST)))
 
     def _adopt(self, handle: Any, like: Schedule | None = None) -> None:
         self.handle = handle  # of the C core; the engine lowers it
         self.prefetch: int | None = None if like is None else like.prefetch
         self._times: array[float] | None = None if like is None else like._times  # by which places are counted
         self.fills: bool = like is not None and like.fills
-        counts, self.rank_of_stage, rows, parents, self._num_units = _C.schedule_facts(handle)
+        counts, self.rank_of_stage, rows, parents, self._num_units, self._passes = _C.schedule_facts(handle)
         self.num_ranks, self.num_stages, self.num_microbatches, self.num_segments = counts
         self.rows: tuple[int, ...] | None = rows or None
         each = iter(parents)
@@ -130,8 +130,7 @@ class Schedule:
         if prefetch is not ...:
             if prefetch is not None and (not isinstance(prefetch, int) or isinstance(prefetch, bool)):
                 raise TypeError(f"prefetch must be an int or None, got {type(prefetch).__name__}")
-            if prefetch is not None and prefetch < 0:
-                raise ValueError(f"prefetch is {prefetch}, must be at least 0")
+            whole("prefetch", prefetch or 0, 0, MOST)
             other.prefetch, other._lowered = prefetch, self._lowered if prefetch == self.prefetch else None
         if costs is not None:
             if other.prefetch is not None:
@@ -174,7 +173,7 @@ class Schedule:
     @cached_property
     def kinds(self) -> frozenset[str]:
         """Letters of the passes that the order has, such as F and B."""
-        return frozenset(_C.schedule_kinds(self.handle))
+        return frozenset(kind for number, kind in enumerate(_C.PASSES) if self._passes >> number & 1)
 
     def units_of(self, rank: int) -> tuple[Unit, ...]:
         """The units of one rank in run order."""
@@ -235,9 +234,8 @@ class Schedule:
             ScheduleError: this order breaks a rule.
             ValueError: ``max_live_units`` is below 1, or below what a rank holds whenever its Ws run.
         """
-        if max_live_units is not None and max_live_units < 1:
-            raise ValueError(f"max_live_units is {max_live_units}, must be at least 1")
-        return self._from_handle(_C.schedule_defer_weights(self.handle, max_live_units or 0), like=self)
+        most = 0 if max_live_units is None else whole("max_live_units", max_live_units, 1)
+        return self._from_handle(_C.schedule_defer_weights(self.handle, most), like=self)
 
     def recompute(self, units: str | Callable[[Unit], bool] = "all") -> Schedule:
         """Returns the order with an R just before the backward of each of these units.
@@ -394,9 +392,7 @@ class Schedule:
             ScheduleError: names the rule and the units.
             ValueError: ``max_live_units`` is below 1.
         """
-        if max_live_units is not None and max_live_units < 1:
-            raise ValueError(f"max_live_units is {max_live_units}, must be at least 1")
-        _C.schedule_check(self.handle, min(max_live_units or 0, 2**63 - 1))
+        _C.schedule_check(self.handle, 0 if max_live_units is None else whole("max_live_units", max_live_units, 1))
 
     def to_text(self) -> str:
         """One line per rank: ``F0.0 F0.1 B0.1 B0.0``.

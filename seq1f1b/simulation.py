@@ -10,7 +10,7 @@ from itertools import accumulate, chain, islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 from seq1f1b import _C
-from seq1f1b.flat import flat, held_bytes, numbers, pass_seconds, seconds_per_byte
+from seq1f1b.flat import MOST, flat, held_bytes, numbers, pass_seconds, seconds_per_byte, whole
 from seq1f1b.timeline_text import timeline_text
 from seq1f1b.unit import Timeline, Unit
 
@@ -224,12 +224,10 @@ def simulated(
     progress: Callable[[int], object] | None,
 ) -> Simulation:
     """Runs an order in the core; arguments and errors are those of :meth:`seq1f1b.Schedule.simulate`."""
-    if not 1 <= steps < 2**31:
-        raise ValueError(f"steps is {steps}, must be in 1..{2**31 - 1}")
+    whole("steps", steps, 1, MOST)
     if steps > 1 and optimizer_sync is None:
         raise ValueError("optimizer_sync must be True or False where there is more than one step")
-    if not 0 <= noise.seed < 2**64:
-        raise ValueError(f"seed is {noise.seed}, must be in 0..2**64 - 1")
+    whole("seed", noise.seed, 0, 2**64 - 1)
     program, counts = schedule._lower(), schedule._num_units
     tier, links = flat(schedule, "tier", _C.PER_CELL, costs.tier), costs.links
     send, jitter, transfer_jitter = (
@@ -256,7 +254,7 @@ def simulated(
         (jitter, transfer_jitter, noise.seed),
         schedule.fills,
         (steps, bool(optimizer_sync)),
-        _C.KEEP_CAUSES if critical else _C.KEEP_TIMELINE,
+        critical,
         progress or _ignore,
     )
     if schedule._peak is None:  # the same whatever units cost and hold

@@ -78,21 +78,6 @@ int s1f_to_address(PyObject *number, void *out)
     return address != NULL || !PyErr_Occurred();
 }
 
-int s1f_to_count(PyObject *number, void *out)
-{
-    s1f_count *count = out;
-    int64_t value;
-    if (!s1f_to_int64(number, &value) || value < INT32_MIN || value > INT32_MAX) {
-        if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_ValueError)) {
-            PyErr_Clear();
-            PyErr_Format(PyExc_ValueError, "%s is %R, must be in 1..%d", count->name, number, INT32_MAX);
-        }
-        return 0;
-    }
-    count->value = (int32_t)value;
-    return 1;
-}
-
 /* PyArg_ParseTuple calls a converter once more, with NULL, where a later argument is refused. */
 static int to_array(PyObject *given, s1f_array *array, Py_ssize_t value_bytes)
 {

@@ -83,6 +83,19 @@ S1F_HANDLES(S1F_DECLARE_HANDLE)
     }                                                                                                                  \
     static PyObject *method##_of(s1f_##type *core)
 
+/* The same of a handle and a number (METH_VARARGS), int64_t. */
+#define S1F_METHOD_OF_NUMBER(method, type, core, number)                                                               \
+    static PyObject *method##_of(s1f_##type *core, int64_t number);                                                    \
+    static PyObject *method(PyObject *Py_UNUSED(module), PyObject *arguments)                                          \
+    {                                                                                                                  \
+        s1f_##type *core;                                                                                              \
+        int64_t number;                                                                                                \
+        return PyArg_ParseTuple(arguments, "O&O&", s1f_to_##type, &core, s1f_to_int64, &number)                        \
+                   ? method##_of(core, number)                                                                         \
+                   : NULL;                                                                                             \
+    }                                                                                                                  \
+    static PyObject *method##_of(s1f_##type *core, int64_t number)
+
 /* A whole method of one handle: it does no more than a statement, or than to return an object. */
 #define S1F_METHOD_DOES(method, type, core, statement)                                                                 \
     S1F_METHOD_OF(method, type, core)                                                                                  \
@@ -108,12 +121,6 @@ S1F_HANDLES(S1F_DECLARE_HANDLE)
 
 int s1f_to_int64(PyObject *number, void *out);   /* int64_t; ValueError where it does not fit */
 int s1f_to_address(PyObject *number, void *out); /* void *, or another pointer, from an int */
-
-typedef struct { /* an int32 that errors call by its name; the core refuses what is below 1 */
-    const char *name;
-    int32_t value;
-} s1f_count;
-int s1f_to_count(PyObject *number, void *out);
 
 /* Values of a buffer, such as an array.array: doubles or int64_t; int32_t for s1f_to_int32_array. None: values is NULL,
  * count 0. The name is the caller's, for errors. After a successful parse s1f_release_arrays is due. */

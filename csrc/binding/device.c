@@ -152,13 +152,9 @@ static PyObject *edge_end_text(PyObject *Py_UNUSED(module), PyObject *handle)
 
 /* -- proofs -------------------------------------------------------------------------------------------------------- */
 
-static PyObject *edge_proof_post(PyObject *Py_UNUSED(module), PyObject *arguments)
+S1F_METHOD_OF_NUMBER(edge_proof_post, edge_end, end, bytes)
 {
-    s1f_edge_end *end;
-    int64_t bytes;
     s1f_status status;
-    if (!PyArg_ParseTuple(arguments, "O&O&", s1f_to_edge_end, &end, s1f_to_int64, &bytes))
-        return NULL;
     S1F_WITHOUT_GIL(status = s1f_edge_proof_post(end, bytes));
     return s1f_none_of(status, end->group);
 }
@@ -175,14 +171,11 @@ static PyObject *edge_proof_send(PyObject *Py_UNUSED(module), PyObject *argument
     return status == S1F_OK ? PyFloat_FromDouble((double)ns * 1e-9) : s1f_raise_for_group(status, end->group);
 }
 
-static PyObject *edge_proof_receive(PyObject *Py_UNUSED(module), PyObject *arguments)
+S1F_METHOD_OF_NUMBER(edge_proof_receive, edge_end, end, bytes)
 {
-    s1f_edge_end *end;
     const void *data;
-    int64_t bytes, ns;
+    int64_t ns;
     s1f_status status;
-    if (!PyArg_ParseTuple(arguments, "O&O&", s1f_to_edge_end, &end, s1f_to_int64, &bytes))
-        return NULL;
     S1F_WITHOUT_GIL(status = s1f_edge_proof_receive(end, bytes, &data, &ns));
     return status == S1F_OK ? Py_BuildValue("Nd", PyLong_FromVoidPtr((void *)(uintptr_t)data), (double)ns * 1e-9)
                             : s1f_raise_for_group(status, end->group);

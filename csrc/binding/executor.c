@@ -347,24 +347,6 @@ static PyObject *executor_timeline(PyObject *Py_UNUSED(module), PyObject *argume
     return list;
 }
 
-static PyObject *executor_totals(PyObject *Py_UNUSED(module), PyObject *arguments)
-{
-    measured_step step;
-    if (parse_measured(arguments, &step) < 0)
-        return NULL;
-    int64_t spent[S1F_NUM_OPS] = {0}, gone = 0, last = step.count - 1;
-    for (int64_t i = 0; i < step.count; i++) {
-        int64_t ns = step.spans[i].end_ns - step.spans[i].start_ns;
-        spent[step.instructions[i].opcode] += ns;
-        if (step.instructions[i].opcode == S1F_OP_RUN && step.instructions[i].unit.pass == S1F_PASS_AWAY)
-            gone += ns; /* a unit that only waits */
-    }
-    int64_t start = step.count > 0 ? step.spans[0].start_ns : 0, end = step.count > 0 ? step.spans[last].end_ns : 0;
-    return s1f_new_record(S1F_STEP_TOTALS, "(LLLLLL)", (long long)start, (long long)end,
-                          (long long)(spent[S1F_OP_RUN] - gone), (long long)spent[S1F_OP_WAIT],
-                          (long long)spent[S1F_OP_SEND], (long long)(spent[S1F_OP_BACK] + gone));
-}
-
 static PyObject *fill_item(const void *fills, int64_t i)
 {
     const s1f_fill *fill = (const s1f_fill *)fills + i;
@@ -438,6 +420,5 @@ PyMethodDef s1f_executor_methods[] = {
     S1F_METHOD(executor_fills, O, "[(unit, start_ns, end_ns)]: the parts of W that ran in waits of the last step."),
     S1F_METHOD(executor_last_unit, O, "(pass, stage, microbatch, segment) the last step ended at."),
     S1F_METHOD(executor_timeline, VARARGS, "[(opcode, unit, start_ns, end_ns)] of the last step."),
-    S1F_METHOD(executor_totals, VARARGS, "Totals of the last step."),
     S1F_METHOD(executor_stage_measure, VARARGS, "(peak live units, peak live tokens) of the last step."),
     {NULL, NULL, 0, NULL}};

@@ -35,66 +35,36 @@ static PyObject *schedule_families(PyObject *Py_UNUSED(module), PyObject *Py_UNU
 
 /* -- building ------------------------------------------------------------------------------------------------------ */
 
-enum { COSTS, UNIT_BYTES, CAP_BYTES, ROWS, PARENTS, NUM_ARRAYS };
+enum { COSTS, UNIT_BYTES = COSTS + S1F_SPLIT_PASSES, CAP_BYTES, ROWS, PARENTS, NUM_ARRAYS };
 
 typedef struct {
     const char *family;
-    s1f_count P, M, k, v;
+    int32_t P, M, k, v;
     s1f_options options;
-    s1f_array arrays[NUM_ARRAYS]; /* that the options point into */
+    s1f_array arrays[NUM_ARRAYS]; /* that the options point into; Python makes them as long as the core reads */
 } build_arguments;
-
-/* 0 with the exception set, unless each array has the values that the core reads of it. */
-static int take_arrays(build_arguments *a)
-{
-    s1f_options *o = &a->options;
-    o->segments_of = a->arrays[ROWS].values;
-    o->parents = a->arrays[PARENTS].values;
-    o->unit_bytes = a->arrays[UNIT_BYTES].values;
-    o->cap_bytes = a->arrays[CAP_BYTES].values;
-    int64_t columns = o->segments_of == NULL ? a->k.value : 0, stages = (int64_t)a->P.value * a->v.value;
-    for (int64_t m = 0; m < a->arrays[ROWS].count; m++)
-        columns += o->segments_of[m];
-    if (o->segments_of != NULL && !s1f_require_count("num_segments", a->arrays[ROWS].count, a->M.value))
-        return 0;
-    if (a->P.value < 1 || a->v.value < 1 || columns < 1 || stages > S1F_MAX_FORWARD_UNITS / columns)
-        return 1; /* the core refuses these counts, whatever the options are */
-    const int64_t wanted[NUM_ARRAYS] = {S1F_SPLIT_PASSES * stages * columns, stages * columns, a->P.value, a->M.value,
-                                        columns};
-    for (int i = 0; i < NUM_ARRAYS; i++)
-        if (a->arrays[i].values != NULL && !s1f_require_count(a->arrays[i].name, a->arrays[i].count, wanted[i]))
-            return 0;
-    for (int pass = 0; pass < S1F_SPLIT_PASSES && a->arrays[COSTS].values != NULL; pass++)
-        o->costs[pass] = (const double *)a->arrays[COSTS].values + pass * stages * columns;
-    return 1;
-}
 
 /* 0 with the exception set; else s1f_release_arrays is due. */
 static int read_build_arguments(PyObject *tuple, build_arguments *a)
 {
-    *a = (build_arguments){
-        .P = {.name = "num_ranks"},
-        .M = {.name = "num_microbatches"},
-        .k = {.name = "num_segments"},
-        .v = {.name = "stages_per_rank"},
-        .arrays = {{.name = "costs"},
-                   {.name = "unit_bytes"},
-                   {.name = "cap_bytes"},
-                   {.name = "num_segments"},
-                   {.name = "parents"}},
-    };
+    *a = (build_arguments){0};
     s1f_options *o = &a->options;
     s1f_array *arrays = a->arrays;
-    if (!PyArg_ParseTuple(tuple, "sO&O&O&O&(iiiLO&diO&O&iii)O&O&", &a->family, s1f_to_count, &a->P, s1f_to_count, &a->M,
-                          s1f_to_count, &a->k, s1f_to_count, &a->v, &o->group, &o->round, &o->extra_warmup, &o->cap,
-                          s1f_to_array, &arrays[COSTS], &o->transfer, &o->placement, s1f_to_array, &arrays[UNIT_BYTES],
-                          s1f_to_array, &arrays[CAP_BYTES], &o->backward, &o->rounds, &o->trees, s1f_to_int32_array,
-                          &arrays[ROWS], s1f_to_int32_array, &arrays[PARENTS]))
+    for (int i = 0; i < NUM_ARRAYS; i++)
+        arrays[i].name = "an option";
+    if (!PyArg_ParseTuple(tuple, "siiii(iiiL(O&O&O&)diO&O&iii)O&O&", &a->family, &a->P, &a->M, &a->k, &a->v, &o->group,
+                          &o->round, &o->extra_warmup, &o->cap, s1f_to_array, &arrays[COSTS], s1f_to_array,
+                          &arrays[COSTS + 1], s1f_to_array, &arrays[COSTS + 2], &o->transfer, &o->placement,
+                          s1f_to_array, &arrays[UNIT_BYTES], s1f_to_array, &arrays[CAP_BYTES], &o->backward, &o->rounds,
+                          &o->trees, s1f_to_int32_array, &arrays[ROWS], s1f_to_int32_array, &arrays[PARENTS]))
         return 0;
-    if (take_arrays(a))
-        return 1;
-    s1f_release_arrays(arrays, NUM_ARRAYS);
-    return 0;
+    for (int pass = 0; pass < S1F_SPLIT_PASSES; pass++)
+        o->costs[pass] = arrays[COSTS + pass].values;
+    o->unit_bytes = arrays[UNIT_BYTES].values;
+    o->cap_bytes = arrays[CAP_BYTES].values;
+    o->segments_of = arrays[ROWS].values;
+    o->parents = arrays[PARENTS].values;
+    return 1;
 }
 
 static PyObject *schedule_build(PyObject *Py_UNUSED(module), PyObject *tuple)
@@ -104,8 +74,7 @@ static PyObject *schedule_build(PyObject *Py_UNUSED(module), PyObject *tuple)
         return NULL;
     s1f_schedule *schedule = NULL;
     s1f_status status;
-    S1F_WITHOUT_GIL(
-        status = s1f_schedule_build(a.family, a.P.value, a.M.value, a.k.value, a.v.value, &a.options, &schedule));
+    S1F_WITHOUT_GIL(status = s1f_schedule_build(a.family, a.P, a.M, a.k, a.v, &a.options, &schedule));
     s1f_release_arrays(a.arrays, NUM_ARRAYS);
     return s1f_new_schedule(status, schedule, NULL);
 }
@@ -116,8 +85,7 @@ static PyObject *schedule_broken_rule(PyObject *Py_UNUSED(module), PyObject *tup
     if (!read_build_arguments(tuple, &a))
         return NULL;
     const char *rule = NULL;
-    s1f_status status =
-        s1f_schedule_broken_rule(a.family, a.P.value, a.M.value, a.k.value, a.v.value, &a.options, &rule);
+    s1f_status status = s1f_schedule_broken_rule(a.family, a.P, a.M, a.k, a.v, &a.options, &rule);
     s1f_release_arrays(a.arrays, NUM_ARRAYS);
     return status != S1F_OK ? s1f_raise(status) : Py_BuildValue("z", rule);
 }
@@ -126,9 +94,10 @@ PyMethodDef s1f_family_methods[] = {
     S1F_METHOD(schedule_families, NOARGS,
                "(name, description, source, validity, least stages_per_rank, names of options, whether the "
                "backward is split, whether its source cuts micro-batches into segments) of every family."),
-    S1F_METHOD(schedule_build, VARARGS,
-               "A schedule handle. The options are values in the order of FAMILY_OPTIONS: numbers, 0 for none, of a "
-               "word its place from 1 on; arrays, None for none. Then int32 arrays, or None: the segments of every "
-               "micro-batch, of which num_segments is the most, and the parents of all segments."),
+    S1F_METHOD(
+        schedule_build, VARARGS,
+        "A schedule handle. The options are values in the order of FAMILY_OPTIONS: numbers, 0 for none, of a word its "
+        "place from 1 on; arrays, None for none, three of costs. Then int32 arrays, or None: the segments of every "
+        "micro-batch, of which num_segments is the most, and the parents of all segments."),
     S1F_METHOD(schedule_broken_rule, VARARGS, "The first rule of the family that they break, or None."),
     {NULL, NULL, 0, NULL}};

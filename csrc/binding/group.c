@@ -126,22 +126,14 @@ static PyObject *group_set_limits(PyObject *Py_UNUSED(module), PyObject *argumen
     Py_RETURN_NONE;
 }
 
-static PyObject *group_begin_step(PyObject *Py_UNUSED(module), PyObject *arguments)
+S1F_METHOD_OF_NUMBER(group_begin_step, group, group, step)
 {
-    s1f_group *group;
-    int64_t step;
-    if (!PyArg_ParseTuple(arguments, "O&O&", s1f_to_group, &group, s1f_to_int64, &step))
-        return NULL;
     s1f_group_begin_step(group, step);
     Py_RETURN_NONE;
 }
 
-static PyObject *group_enter(PyObject *Py_UNUSED(module), PyObject *arguments)
+S1F_METHOD_OF_NUMBER(group_enter, group, group, step)
 {
-    s1f_group *group;
-    int64_t step;
-    if (!PyArg_ParseTuple(arguments, "O&O&", s1f_to_group, &group, s1f_to_int64, &step))
-        return NULL;
     s1f_group_enter(group, step);
     Py_RETURN_NONE;
 }
@@ -185,16 +177,12 @@ static PyObject *group_set_progress(PyObject *Py_UNUSED(module), PyObject *argum
     Py_RETURN_NONE;
 }
 
-static PyObject *group_get_progress(PyObject *Py_UNUSED(module), PyObject *arguments)
+S1F_METHOD_OF_NUMBER(group_get_progress, group, group, rank)
 {
-    s1f_group *group;
-    int rank;
-    if (!PyArg_ParseTuple(arguments, "O&i", s1f_to_group, &group, &rank))
-        return NULL;
     char what[S1F_WHAT_BYTES];
     int64_t age_ns;
     int32_t waiting_for;
-    s1f_group_get_progress(group, rank, what, &age_ns, &waiting_for);
+    s1f_group_get_progress(group, (int32_t)rank, what, &age_ns, &waiting_for);
     return Py_BuildValue("(sdi)", what, age_ns < 0 ? -1.0 : (double)age_ns * 1e-9, (int)waiting_for);
 }
 
@@ -256,12 +244,8 @@ static PyObject *group_leave(PyObject *Py_UNUSED(module), PyObject *arguments)
     Py_RETURN_NONE;
 }
 
-static PyObject *group_passed(PyObject *Py_UNUSED(module), PyObject *arguments)
+S1F_METHOD_OF_NUMBER(group_passed, group, group, step)
 {
-    s1f_group *group;
-    int64_t step;
-    if (!PyArg_ParseTuple(arguments, "O&O&", s1f_to_group, &group, s1f_to_int64, &step))
-        return NULL;
     s1f_failure failure;
     return s1f_group_passed(group, step, &failure) ? failure_tuple(&failure) : Py_NewRef(Py_None);
 }

@@ -10,14 +10,12 @@
  * neighbouring stages, or None. */
 static int read_places(const s1f_schedule *schedule, PyObject *prefetch, const s1f_array *times, s1f_places *places)
 {
-    s1f_count count = {.name = "prefetch"};
     s1f_shape shape = s1f_schedule_shape(schedule);
     int64_t num_seconds = s1f_num_passes * s1f_table_count(&shape, S1F_PER_CELL);
     *places = (s1f_places){.by_time = prefetch == Py_None};
     if (!places->by_time) {
-        int is_read = s1f_to_count(prefetch, &count);
-        places->prefetch = count.value;
-        return is_read;
+        places->prefetch = (int32_t)PyLong_AsLong(prefetch);
+        return !PyErr_Occurred();
     }
     if (times->values == NULL)
         return 1;
@@ -63,12 +61,9 @@ S1F_METHOD_OF(program_edges, program, program)
     return s1f_list_of(count, edge_item, edges);
 }
 
-static PyObject *program_stage_peak(PyObject *Py_UNUSED(module), PyObject *arguments)
+S1F_METHOD_OF_NUMBER(program_stage_peak, program, program, stage)
 {
-    const s1f_program *program;
-    int stage;
-    if (!PyArg_ParseTuple(arguments, "O&i", s1f_to_program, &program, &stage) ||
-        !s1f_require_index("stage", stage, program->shape.num_stages))
+    if (!s1f_require_index("stage", stage, program->shape.num_stages))
         return NULL;
     s1f_stage_peak peak = program->peaks[stage];
     return Py_BuildValue("(iii)", peak.live_units, peak.kv_slots, peak.grad_slots);

@@ -12,7 +12,6 @@ static const struct {
                           "pass_ stage microbatch segment num_segments training offset length sequence_length"},
     [S1F_CACHE_LAYER] = {"CacheLayer", "stage layer batch kv_heads head_dim v_head_dim kv_element_bytes "
                                        "grad_element_bytes with_docs"},
-    [S1F_STEP_TOTALS] = {"StepTotals", "start_ns end_ns run_ns wait_ns send_ns tier_ns"},
     [S1F_TIER_FACTS] = {"TierFacts", "medium is_memory room_bytes bytes_out bytes_in ns_out ns_in"},
     [S1F_HOLDING] = {"Holding", "name text per counts_with"},
 };

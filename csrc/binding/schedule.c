@@ -2,12 +2,10 @@
 #include "binding.h"
 
 #include "../core/check.h"
-#include "../core/defer.h"
-#include "../core/offload.h"
-#include "../core/recompute.h"
 #include "../core/rows.h"
 #include "../core/schedule.h"
 #include "../core/table.h"
+#include "../core/transform.h"
 #include "../schedules/vocabulary.h"
 
 #include <stdlib.h>
@@ -34,34 +32,20 @@ S1F_METHOD_OF(schedule_facts, schedule, schedule)
     s1f_shape shape = s1f_schedule_shape(schedule);
     int has_rows = shape.first_cell != NULL, has_trees = shape.trees != NULL;
     return Py_BuildValue(
-        "(iiii)NNNN", shape.num_ranks, shape.num_stages, shape.num_microbatches, shape.num_segments,
+        "(iiii)NNNNI", shape.num_ranks, shape.num_stages, shape.num_microbatches, shape.num_segments,
         s1f_tuple_of(shape.num_stages, int32_item, shape.rank_of_stage),
         s1f_tuple_of(has_rows ? shape.num_microbatches : 0, row_item, &shape),
         s1f_tuple_of(has_trees ? s1f_num_columns(&shape) : 0, int32_item, has_trees ? shape.trees->parent : NULL),
-        s1f_tuple_of(shape.num_ranks, count_item, schedule));
+        s1f_tuple_of(shape.num_ranks, count_item, schedule), s1f_schedule_passes(schedule));
 }
 
-static PyObject *schedule_units(PyObject *Py_UNUSED(module), PyObject *arguments)
+S1F_METHOD_OF_NUMBER(schedule_units, schedule, schedule, rank)
 {
-    const s1f_schedule *schedule;
-    int rank;
-    if (!PyArg_ParseTuple(arguments, "O&i", s1f_to_schedule, &schedule, &rank) ||
-        !s1f_require_index("rank", rank, s1f_schedule_shape(schedule).num_ranks))
-        return NULL;
     int64_t num_units;
-    const s1f_unit *units = s1f_schedule_units(schedule, rank, &num_units);
+    if (!s1f_require_index("rank", rank, s1f_schedule_shape(schedule).num_ranks))
+        return NULL;
+    const s1f_unit *units = s1f_schedule_units(schedule, (int32_t)rank, &num_units);
     return PyBytes_FromStringAndSize((const char *)units, (Py_ssize_t)num_units * (Py_ssize_t)sizeof *units);
-}
-
-/* Letters of the passes that occur. */
-S1F_METHOD_OF(schedule_kinds, schedule, schedule)
-{
-    char letters[S1F_MAX_PASSES];
-    Py_ssize_t count = 0;
-    for (int32_t pass = 0; pass < s1f_num_passes; pass++)
-        if (s1f_schedule_passes(schedule) >> pass & 1)
-            letters[count++] = s1f_pass_letter(pass);
-    return PyUnicode_FromStringAndSize(letters, count);
 }
 
 static PyObject *schedule_equal(PyObject *Py_UNUSED(module), PyObject *arguments)
@@ -91,12 +75,8 @@ S1F_METHOD_OF(schedule_cell_kinds, schedule, schedule)
     return bytes;
 }
 
-static PyObject *schedule_check(PyObject *Py_UNUSED(module), PyObject *arguments)
+S1F_METHOD_OF_NUMBER(schedule_check, schedule, schedule, max_live_units)
 {
-    const s1f_schedule *schedule;
-    int64_t max_live_units;
-    if (!PyArg_ParseTuple(arguments, "O&O&", s1f_to_schedule, &schedule, s1f_to_int64, &max_live_units))
-        return NULL;
     return s1f_none(s1f_schedule_check(schedule, max_live_units));
 }
 
@@ -107,12 +87,8 @@ S1F_METHOD_OF(schedule_forward_only, schedule, schedule)
     return s1f_new_schedule(status, forward, NULL);
 }
 
-static PyObject *schedule_defer_weights(PyObject *Py_UNUSED(module), PyObject *arguments)
+S1F_METHOD_OF_NUMBER(schedule_defer_weights, schedule, schedule, max_live_units)
 {
-    const s1f_schedule *schedule;
-    int64_t max_live_units;
-    if (!PyArg_ParseTuple(arguments, "O&O&", s1f_to_schedule, &schedule, s1f_to_int64, &max_live_units))
-        return NULL;
     s1f_schedule *deferred = NULL;
     s1f_status status = s1f_schedule_defer_weights(schedule, max_live_units, &deferred);
     return s1f_new_schedule(status, deferred, NULL);
@@ -201,11 +177,11 @@ S1F_METHOD_OF(schedule_to_text, schedule, schedule)
 static PyObject *schedule_from_text(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     const char *text; /* "s" refuses text with a zero byte */
-    s1f_count num_segments = {.name = "num_segments"};
-    if (!PyArg_ParseTuple(arguments, "s|O&", &text, s1f_to_count, &num_segments))
+    int num_segments = 0;
+    if (!PyArg_ParseTuple(arguments, "s|i", &text, &num_segments))
         return NULL;
     s1f_schedule *schedule = NULL;
-    s1f_status status = s1f_schedule_from_text(text, num_segments.value, &schedule);
+    s1f_status status = s1f_schedule_from_text(text, num_segments, &schedule);
     return s1f_new_schedule(status, schedule, NULL);
 }
 
@@ -214,9 +190,8 @@ PyMethodDef s1f_schedule_methods[] = {
         schedule_facts, O,
         "(num_ranks, num_stages, num_microbatches, num_segments), the rank of every stage, the segments of every "
         "micro-batch (empty where all have num_segments), the parents of all segments (empty: chains), the units of "
-        "every rank."),
+        "every rank, bits of the passes that occur."),
     S1F_METHOD(schedule_units, VARARGS, "int32 [unit][pass, stage, microbatch, segment] in run order."),
-    S1F_METHOD(schedule_kinds, O, "The letters of the passes that the order has."),
     S1F_METHOD(schedule_equal, VARARGS, "Whether both have the same units in the same order on every rank."),
     S1F_METHOD(schedule_digest, O, "64 bits of the units and their order: equal in equal schedules."),
     S1F_METHOD(schedule_cell_kinds, O,

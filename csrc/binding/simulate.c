@@ -30,23 +30,11 @@ static int64_t count_units(const s1f_program *program)
 
 static PyObject *times_of(const s1f_program *program, const s1f_simulation *simulation)
 {
-    int32_t P = simulation->num_ranks, num_kept = simulation->times == NULL ? 0 : simulation->slack == NULL ? 2 : 3;
+    int32_t P = simulation->num_ranks, num_kept = simulation->slack == NULL ? 2 : 3;
     return Py_BuildValue("(ddNNNNN)", simulation->makespan, simulation->period, bytes_of(simulation->span, P),
                          bytes_of(simulation->busy, P), bytes_of(simulation->wait, P),
                          bytes_of(simulation->times, num_kept * count_units(program)),
                          s1f_tuple_of(simulation->path_length, path_unit, simulation->path));
-}
-
-/* Seconds of all units, a row for each rank; NULL: none are given. */
-static s1f_status find_rows(const s1f_program *program, const double *all, const double ***rows)
-{
-    if (all != NULL && (*rows = malloc((size_t)program->shape.num_ranks * sizeof **rows)) == NULL)
-        return s1f_fail(S1F_ERR_MEMORY, "no memory for the times of %d ranks", (int)program->shape.num_ranks);
-    for (int32_t rank = 0; all != NULL && rank < program->shape.num_ranks; rank++) {
-        (*rows)[rank] = all;
-        all += program->ranks[rank].num_units;
-    }
-    return S1F_OK;
 }
 
 /* Calls back into Python; signals are seen here too, so that Ctrl-C ends a long simulation. */
@@ -60,13 +48,13 @@ static s1f_status report_progress(void *callable, int64_t num_run)
     return status;
 }
 
-static PyObject *simulate(const s1f_program *program, const s1f_costs *costs, s1f_keep keep)
+static PyObject *simulate(const s1f_program *program, const s1f_costs *costs, int with_causes)
 {
     s1f_simulation *simulation = NULL;
     s1f_status status;
     Py_BEGIN_ALLOW_THREADS
-    status = s1f_program_simulate(program, costs, keep, &simulation);
-    if (status == S1F_OK && keep >= S1F_KEEP_CAUSES)
+    status = s1f_program_simulate(program, costs, with_causes, &simulation);
+    if (status == S1F_OK && with_causes)
         status = s1f_simulation_find_slack(program, costs, simulation);
     Py_END_ALLOW_THREADS
     PyObject *result = status == S1F_OK ? times_of(program, simulation) : s1f_raise(status);
@@ -78,13 +66,13 @@ static PyObject *program_simulate(PyObject *Py_UNUSED(module), PyObject *argumen
 {
     enum { SECONDS, LATENCY, PER_BYTE, MESSAGES, STATISTICS, TIER, OPTIMIZER, UNITS, NUM_ARRAYS };
     const s1f_program *program;
-    PyObject *given, *progress, *result = NULL;
+    PyObject *given, *progress;
     s1f_costs costs = {0};
-    int keep;
+    int with_causes;
     unsigned long long seed;
-    if (!PyArg_ParseTuple(arguments, "O&Od(ddK)p(ip)iO", s1f_to_program, &program, &given, &costs.send, &costs.jitter,
-                          &costs.transfer_jitter, &seed, &costs.fills, &costs.num_steps, &costs.optimizer_sync, &keep,
-                          &progress))
+    if (!PyArg_ParseTuple(arguments, "O&Od(ddK)p(ip)pO", s1f_to_program, &program, &given, &costs.send, &costs.jitter,
+                          &costs.transfer_jitter, &seed, &costs.fills, &costs.num_steps, &costs.optimizer_sync,
+                          &with_causes, &progress))
         return NULL;
     int64_t cells = s1f_table_count(&program->shape, S1F_PER_CELL), columns = s1f_num_columns(&program->shape),
             pairs = s1f_table_count(&program->shape, S1F_PER_PAIR);
@@ -98,13 +86,10 @@ static PyObject *program_simulate(PyObject *Py_UNUSED(module), PyObject *argumen
         [OPTIMIZER] = {.name = "optimizer", .wanted = program->shape.num_ranks},
         [UNITS] = {.name = "durations", .wanted = count_units(program)},
     };
-    const double **rows = NULL;
-    s1f_status status = s1f_read_arrays(given, arrays, NUM_ARRAYS) ? S1F_OK : S1F_ERR_PYTHON;
-    if (status == S1F_OK)
-        status = find_rows(program, arrays[UNITS].values, &rows);
+    int is_read = s1f_read_arrays(given, arrays, NUM_ARRAYS);
     for (int pass = 0; pass < s1f_num_passes && arrays[SECONDS].values != NULL; pass++)
         costs.pass_seconds[pass] = (const double *)arrays[SECONDS].values + pass * cells;
-    costs.unit_seconds = rows;
+    costs.unit_seconds = arrays[UNITS].values;
     costs.latency = arrays[LATENCY].values;
     costs.seconds_per_byte = arrays[PER_BYTE].values;
     costs.message_bytes = arrays[MESSAGES].values;
@@ -114,9 +99,8 @@ static PyObject *program_simulate(PyObject *Py_UNUSED(module), PyObject *argumen
     costs.seed = seed;
     costs.progress = report_progress;
     costs.progress_context = progress;
-    result = status == S1F_OK ? simulate(program, &costs, (s1f_keep)keep) : s1f_raise(status);
+    PyObject *result = is_read ? simulate(program, &costs, with_causes) : NULL;
     s1f_release_arrays(arrays, NUM_ARRAYS);
-    free(rows);
     return result;
 }
 
@@ -241,20 +225,15 @@ static PyObject *program_fit(PyObject *Py_UNUSED(module), PyObject *arguments)
             [START] = {.name = "starts", .wanted = count_units(program)},
         };
     s1f_memory_bytes bytes;
-    const double **start = NULL;
     if (read_bytes(memory, &program->shape, held, &bytes) && s1f_read_arrays(given, arrays, NUM_ARRAYS)) {
-        s1f_status status = find_rows(program, arrays[START].values, &start);
         fit.bytes = &bytes;
         fit.room = arrays[ROOM].values;
         fit.tier_seconds = arrays[TIER].values;
-        fit.start = start;
-        if (fit.room == NULL || (fit.recomputes && fit.moves && (start == NULL || fit.tier_seconds == NULL)))
-            status = s1f_fail(S1F_ERR_TYPE, "the times of units are needed where units may do both");
-        result = status == S1F_OK ? fit_program(program, &fit) : s1f_raise(status);
+        fit.start = arrays[START].values;
+        result = fit_program(program, &fit);
     }
     s1f_release_arrays(held, NUM_BYTE_ARRAYS);
     s1f_release_arrays(arrays, NUM_ARRAYS);
-    free(start);
     return result;
 }
 
@@ -264,7 +243,7 @@ PyMethodDef s1f_simulate_methods[] = {
         "Makespan, period, span, busy and wait of each rank, start of each unit, then end and slack, path. Arrays "
         "are seconds [pass][stage][column]; latency and seconds per byte between neighbouring stages; bytes of "
         "messages, and of statistics; the tier's seconds; the optimizer's; and seconds of every unit in place "
-        "of those of its pass. keep 1: start and end, 2: slack and path. progress(units run)."),
+        "of those of its pass. Whether to find slack and path. progress(units run)."),
     S1F_METHOD(fill_in, VARARGS,
                "(seconds, given): in seconds [pass][stage][column] those of the passes that are not given, bits."),
     S1F_METHOD(program_memory, VARARGS,

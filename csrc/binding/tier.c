@@ -37,12 +37,8 @@ static PyObject *host_tier(PyObject *Py_UNUSED(module), PyObject *arguments)
     return s1f_new_tier(status, tier, arguments);
 }
 
-static PyObject *tier_begin_step(PyObject *Py_UNUSED(module), PyObject *arguments)
+S1F_METHOD_OF_NUMBER(tier_begin_step, tier, tier, most_loads)
 {
-    s1f_tier *tier;
-    int64_t most_loads;
-    if (!PyArg_ParseTuple(arguments, "O&O&", s1f_to_tier, &tier, s1f_to_int64, &most_loads))
-        return NULL;
     return s1f_none(s1f_tier_begin_step(tier, most_loads));
 }
 

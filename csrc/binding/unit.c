@@ -6,16 +6,6 @@
 #include "../core/unit.h"
 #include "../run/current_unit.h"
 
-static PyObject *names_of(uint32_t bits)
-{
-    const char *names[S1F_NUM_HOLDINGS];
-    int64_t count = 0;
-    for (int h = 0; h < S1F_NUM_HOLDINGS; h++)
-        if (bits >> h & 1)
-            names[count++] = s1f_facts_of_holding((s1f_holding)h).name;
-    return s1f_tuple_of(count, s1f_name_item, names);
-}
-
 static int read_unit(PyObject *tuple, s1f_unit *unit)
 {
     if (!PyArg_ParseTuple(tuple, "iiii", &unit->pass, &unit->stage, &unit->microbatch, &unit->segment))
@@ -77,22 +67,6 @@ static PyObject *unit_inputs(PyObject *Py_UNUSED(module), PyObject *arguments)
     return list;
 }
 
-static PyObject *unit_lifetimes(PyObject *Py_UNUSED(module), PyObject *arguments)
-{
-    s1f_shape shape = {.num_ranks = 1, .num_stages = 1, .num_microbatches = 1};
-    unsigned int passes;
-    PyObject *tuple;
-    s1f_unit unit;
-    int kind = S1F_CELL_KEPT;
-    if (!PyArg_ParseTuple(arguments, "iIO!|i", &shape.num_segments, &passes, &PyTuple_Type, &tuple, &kind) ||
-        !read_unit(tuple, &unit) || !s1f_require_index("cell_kind", kind, S1F_NUM_CELL_KINDS))
-        return NULL;
-    shape.products = s1f_products_of_passes(passes);
-    s1f_lifetime_table table = s1f_lifetimes_of(&shape);
-    s1f_lifetimes lifetimes = s1f_lifetimes_as(&table, unit, (s1f_cell_kind)kind);
-    return Py_BuildValue("(NN)", names_of(lifetimes.takes), names_of(lifetimes.frees));
-}
-
 static PyObject *unit_state(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(arguments))
 {
     const s1f_current_unit *unit = s1f_current_unit_get();
@@ -127,9 +101,6 @@ PyMethodDef s1f_unit_methods[] = {
         "of its micro-batch; where two passes may make an input, both are named, and R and L where the unit "
         "may have one. num_ranks: shards of the vocabulary. parents: what each segment of the unit's micro-batch "
         "follows; None: the one before it."),
-    S1F_METHOD(unit_lifetimes, VARARGS,
-               "(takes, frees), the names of what the unit holds from its start on, and of what is free at its "
-               "end. cell_kind: 0 what F saves is kept, 1 recomputed, 2 moved away."),
     S1F_METHOD(unit_state, NOARGS, "What unit_set_state gave the unit that runs on this thread, or None."),
     S1F_METHOD(unit_set_state, O,
                "An object of the unit that runs on this thread; the caller keeps it until the unit ends."),

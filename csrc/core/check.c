@@ -145,12 +145,17 @@ static s1f_status check_optional(const table *t, int64_t i)
                     rank_of(t, unit_of_cell(t, i)), again, out);
 }
 
+/* Of a shard of the vocabulary: cells of the first num_ranks stages alone have them. */
+static const uint32_t of_shard = 1u << S1F_PRODUCT_STATISTICS | 1u << S1F_PRODUCT_LOSS | 1u << S1F_PRODUCT_EMBEDDED |
+                                 1u << S1F_PRODUCT_EMBED_GRADIENT;
+
 static s1f_status check_complete(const table *t)
 {
+    uint32_t needed = t->shape.products & ~s1f_optional_products();
     for (int64_t i = 0; i < t->num_cells; i++)
         for (int product = 0; product < S1F_MAX_PRODUCTS; product++)
-            if (s1f_shape_needs(&t->shape, (s1f_product)product, unit_of_cell(t, i).stage) &&
-                t->number_of[product][i] == 0)
+            if (needed >> product & 1 && t->number_of[product][i] == 0 &&
+                (!(of_shard >> product & 1) || unit_of_cell(t, i).stage < t->shape.num_ranks))
                 return fail_missing(t, unit_of_cell(t, i), (s1f_product)product);
     for (int64_t i = 0; t->shape.marks != NULL && i < t->num_cells; i++)
         S1F_TRY(check_optional(t, i));
@@ -180,7 +185,7 @@ static s1f_status check_shards(const table *t)
         int64_t num_units;
         const s1f_unit *units = units_of(t, rank, &num_units);
         for (int64_t i = 0; i < num_units; i++)
-            if (s1f_pass_is_of_shard(units[i].pass) && units[i].stage >= t->shape.num_ranks) {
+            if (s1f_pass_products(units[i].pass) & of_shard && units[i].stage >= t->shape.num_ranks) {
                 char text[UNIT_TEXT_BYTES];
                 describe(t, units[i], text);
                 return s1f_fail(

@@ -1,7 +1,9 @@
 /* options.c - the table of the options. */
 #include "options.h"
 
-#define FIELD(name, kind) #name, kind, offsetof(s1f_options, name)
+#include <string.h>
+
+#define FIELD(name, kind) #name, kind, offsetof(s1f_options, name), sizeof((s1f_options *)NULL)->name
 
 const s1f_option s1f_option_table[S1F_NUM_OPTIONS] = {
     {FIELD(group, S1F_KIND_INT32), 1, {NULL, NULL}},
@@ -21,14 +23,6 @@ _Static_assert(1 << (S1F_NUM_OPTIONS - 1) == S1F_OPTION_TREES, "every bit has it
 
 int s1f_option_is_given(const s1f_options *options, int option)
 {
-    const void *field = s1f_option_field(options, option);
-    const double *const *costs = field;
-    switch (s1f_option_table[option].kind) {
-    case S1F_KIND_INT32:
-    case S1F_KIND_WORD: return *(const int32_t *)field != 0;
-    case S1F_KIND_INT64: return *(const int64_t *)field != 0;
-    case S1F_KIND_SECONDS: return *(const double *)field != 0;
-    case S1F_KIND_COSTS_OF_UNITS: return costs[0] != NULL || costs[1] != NULL || costs[2] != NULL;
-    default: return *(const int64_t *const *)field != NULL;
-    }
+    static const char nothing[sizeof options->costs];
+    return memcmp(s1f_option_field(options, option), nothing, s1f_option_table[option].bytes) != 0;
 }

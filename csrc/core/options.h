@@ -82,7 +82,7 @@ typedef enum {
 typedef struct {
     const char *name;
     s1f_option_kind kind;
-    size_t offset;        /* of the field in s1f_options */
+    size_t offset, bytes; /* of the field in s1f_options; zeros: it is not given */
     int32_t least;        /* that a number may be, if it is given */
     const char *words[2]; /* of S1F_KIND_WORD */
 } s1f_option;

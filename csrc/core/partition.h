@@ -26,17 +26,17 @@
 
 /* What tokens cost: by a formula, or as measured. */
 typedef struct {
-    /* The first t tokens of a document cost linear t + quadratic t (t + 1): matrices, and attention to all before, which
-     * stays within a document. documents: their lengths in tokens, row of packed documents after row; NULL: one of
-     * seq_len tokens. Every row holds seq_len tokens; rows are cut alike, and the cost is their mean.
-     * S1F_ERR_ARG if a length is below 1 or the lengths are not whole rows; S1F_ERR_MEMORY (48 bytes per document). */
+    /* The first t tokens of a document cost linear t + quadratic t (t + 1): matrices, and attention to all before,
+     * which stays within a document. documents: their lengths in tokens, row of packed documents after row; NULL: one
+     * of seq_len tokens. Every row holds seq_len tokens; rows are cut alike, and the cost is their mean. S1F_ERR_ARG if
+     * a length is below 1 or the lengths are not whole rows; S1F_ERR_MEMORY (48 bytes per document). */
     double linear, quadratic;
     const int64_t *documents;
     int64_t num_documents;
     /* In their place: the sequence is cut into num_costs pieces of equal length (tokens may straddle two); costs[i] is
      * what piece i costs, in any unit, spread evenly over it. So num_costs = seq_len gives the cost of each token, and
-     * timing n equal segments gives n pieces. Needs num_costs >= 1, each cost finite and >= 0, their sum > 0 and at most
-     * 1e300. S1F_ERR_MEMORY if the running sums (8 bytes per piece) cannot be allocated. */
+     * timing n equal segments gives n pieces. Needs num_costs >= 1, each cost finite and >= 0, their sum > 0 and at
+     * most 1e300. S1F_ERR_MEMORY if the running sums (8 bytes per piece) cannot be allocated. */
     const double *costs;
     int64_t num_costs;
 } s1f_token_costs;

@@ -43,8 +43,8 @@ typedef struct {
     int64_t num_units;
 } s1f_rank_program;
 
-/* The programs of all ranks. Its fields are for reading; only lower.h and receives.h write them. What its shape points to
- * is the schedule's, which must live as long, and stay as it is. */
+/* The programs of all ranks. Its fields are for reading; only lower.h and receives.h write them. What its shape points
+ * to is the schedule's, which must live as long, and stay as it is. */
 typedef struct {
     s1f_shape shape; /* with marks */
     s1f_edges *edges;
@@ -66,5 +66,14 @@ static inline const s1f_edge *s1f_program_edges(const s1f_program *program, int3
     *count = program->edges->num_edges;
     return program->edges->edges;
 }
+
+typedef struct {   /* W of a unit whose backward is split: numbers in the order of its rank */
+    int64_t ready; /* of its I */
+    int64_t run;   /* of itself */
+} s1f_late_weight;
+
+/* All of one rank's order, which keeps the rules, in the order of their W. *out: free(). S1F_ERR_MEMORY. */
+s1f_status s1f_find_late_weights(const s1f_shape *shape, const s1f_unit *units, int64_t num_units,
+                                 s1f_late_weight **out, int64_t *count);
 
 #endif

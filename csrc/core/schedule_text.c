@@ -209,8 +209,8 @@ static int32_t larger(int32_t a, int32_t b)
     return a > b ? a : b;
 }
 
-/* A complete order has a unit for every stage, micro-batch and segment, so indices beyond the number of units are a slip
- * of the pen, not a wish for memory. */
+/* A complete order has a unit for every stage, micro-batch and segment, so indices beyond the number of units are a
+ * slip of the pen, not a wish for memory. */
 static s1f_status count(const parsed_text *t, int32_t num_segments, s1f_shape *shape)
 {
     *shape = (s1f_shape){.num_ranks = t->units[t->count - 1].rank + 1, .num_segments = num_segments};

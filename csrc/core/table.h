@@ -24,15 +24,4 @@ int64_t s1f_table_count(const s1f_shape *shape, s1f_per per);
  * a pass that is neither stays as it is. given: their bits. S1F_ERR_ARG: W is more than B. */
 s1f_status s1f_table_fill_in(double *const passes[], uint32_t given, int64_t count);
 
-/* The value of a unit is number unit.stage * stage + s1f_column(shape, unit) * column. */
-typedef struct {
-    int64_t stage, column;
-} s1f_table_steps;
-
-static inline s1f_table_steps s1f_table_steps_of(const s1f_shape *shape, s1f_per per)
-{
-    return (s1f_table_steps){per == S1F_PER_CELL ? s1f_num_columns(shape) : per == S1F_PER_STAGE,
-                             per == S1F_PER_CELL || per == S1F_PER_SEGMENT};
-}
-
 #endif

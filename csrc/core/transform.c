@@ -1,7 +1,9 @@
-/* transform.c - checks an order, and makes the empty one that follows it. */
+/* transform.c - walks each rank of an order that keeps its rules, and writes another. */
 #include "transform.h"
 
 #include "check.h"
+
+#include <stdlib.h>
 
 s1f_status s1f_transform_begin(const s1f_schedule *schedule, s1f_transform *transform)
 {
@@ -18,4 +20,201 @@ s1f_status s1f_transform_finish(s1f_transform *transform, s1f_status status, s1f
     else
         s1f_schedule_free(transform->out);
     return status;
+}
+
+typedef s1f_status write_rank(void *context, int32_t rank, const s1f_unit *units, int64_t num_units);
+
+static s1f_status write_ranks(const s1f_transform *t, write_rank *write, void *context)
+{
+    for (int32_t rank = 0; rank < t->shape.num_ranks; rank++) {
+        int64_t num_units;
+        const s1f_unit *units = s1f_schedule_units(t->schedule, rank, &num_units);
+        S1F_TRY(write(context, rank, units, num_units));
+    }
+    return S1F_OK;
+}
+
+/* -- recomputation ------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    s1f_transform t;
+    const unsigned char *chosen;
+    int64_t *forward_at; /* [cell of all stages]: number of its F on its rank, negative where it stays; of moves */
+} change;
+
+static s1f_status append(const change *c, s1f_unit unit, s1f_pass pass)
+{
+    unit.pass = pass;
+    return s1f_schedule_append(c->t.out, unit);
+}
+
+static int is_chosen(const change *c, s1f_unit unit)
+{
+    return c->chosen == NULL || c->chosen[s1f_cell_of_all(&c->t.shape, unit)];
+}
+
+static s1f_status write_with_recomputation(void *context, int32_t rank, const s1f_unit *units, int64_t num_units)
+{
+    const change *c = context;
+    (void)rank;
+    for (int64_t i = 0; i < num_units; i++) {
+        if (s1f_pass_makes(units[i].pass, S1F_PRODUCT_INPUT_GRADIENT) && is_chosen(c, units[i]) &&
+            s1f_kind_of_cell(&c->t.shape, units[i]) == S1F_CELL_KEPT)
+            S1F_TRY(append(c, units[i], S1F_PASS_RECOMPUTE));
+        S1F_TRY(s1f_schedule_append(c->t.out, units[i]));
+    }
+    return S1F_OK;
+}
+
+s1f_status s1f_schedule_recompute(const s1f_schedule *schedule, const unsigned char *chosen, s1f_schedule **out)
+{
+    change c = {.chosen = chosen};
+    s1f_status status = s1f_transform_begin(schedule, &c.t);
+    if (status == S1F_OK)
+        status = write_ranks(&c.t, write_with_recomputation, &c);
+    return s1f_transform_finish(&c.t, status, out);
+}
+
+/* -- moves --------------------------------------------------------------------------------------------------------- */
+
+/* Units from F to the backward, itself included: beside O, away, beside L, and the backward. */
+enum { LEAST_DISTANCE = 4 };
+
+static int64_t *forward_of(const change *c, s1f_unit unit)
+{
+    return &c->forward_at[s1f_cell_of_all(&c->t.shape, unit)];
+}
+
+static void find_moved(const change *c, const s1f_unit *units, int64_t num_units)
+{
+    for (int64_t i = 0; i < num_units; i++) {
+        int64_t *forward = forward_of(c, units[i]);
+        if (s1f_pass_makes(units[i].pass, S1F_PRODUCT_OUTPUT))
+            *forward = -1 - i;
+        if (s1f_pass_makes(units[i].pass, S1F_PRODUCT_INPUT_GRADIENT) && is_chosen(c, units[i]) &&
+            i - (-1 - *forward) >= LEAST_DISTANCE && !s1f_cell_has(&c->t.shape, units[i], S1F_PRODUCT_RECOMPUTED))
+            *forward = -1 - *forward;
+    }
+}
+
+static s1f_status write_with_moves(void *context, int32_t rank, const s1f_unit *units, int64_t num_units)
+{
+    const change *c = context;
+    (void)rank;
+    find_moved(c, units, num_units);
+    for (int64_t i = 0; i < num_units; i++) {
+        if (i + 1 < num_units && s1f_pass_makes(units[i + 1].pass, S1F_PRODUCT_INPUT_GRADIENT) &&
+            *forward_of(c, units[i + 1]) >= 0)
+            S1F_TRY(append(c, units[i + 1], S1F_PASS_LOAD));
+        S1F_TRY(s1f_schedule_append(c->t.out, units[i]));
+        if (i > 0 && *forward_of(c, units[i - 1]) == i - 1)
+            S1F_TRY(append(c, units[i - 1], S1F_PASS_AWAY));
+        if (*forward_of(c, units[i]) == i)
+            S1F_TRY(append(c, units[i], S1F_PASS_OUT));
+    }
+    return S1F_OK;
+}
+
+s1f_status s1f_schedule_offload(const s1f_schedule *schedule, const unsigned char *chosen, s1f_schedule **out)
+{
+    change c = {.chosen = chosen};
+    s1f_status status = s1f_transform_begin(schedule, &c.t);
+    int64_t num_cells = c.t.shape.num_stages * s1f_num_cells(&c.t.shape);
+    if (status == S1F_OK && s1f_shape_makes(&c.t.shape, S1F_PRODUCT_LEAVING))
+        status = s1f_fail(S1F_ERR_ARG, "the order moves units already: it has Os, As and Ls of its own");
+    if (status == S1F_OK && (c.forward_at = malloc((size_t)num_cells * sizeof *c.forward_at)) == NULL)
+        status = s1f_fail(S1F_ERR_MEMORY, "no memory to move %lld units", (long long)num_cells);
+    for (int64_t i = 0; status == S1F_OK && i < num_cells; i++)
+        c.forward_at[i] = -1;
+    if (status == S1F_OK)
+        status = write_ranks(&c.t, write_with_moves, &c);
+    free(c.forward_at);
+    return s1f_transform_finish(&c.t, status, out);
+}
+
+/* -- late weight gradients ----------------------------------------------------------------------------------------- */
+
+/* Each rank's order is walked once, and a queue of weight gradients follows it. */
+typedef struct {
+    s1f_transform t;
+    s1f_unit *pending;  /* units whose W is due, oldest first */
+    int64_t first, end; /* of pending */
+    int64_t live;       /* units that hold what their W reads */
+    int64_t most;       /* that may */
+    s1f_lifetime_table lifetimes;
+} deferral;
+
+static s1f_status count_most_live(void *context, int32_t rank, const s1f_unit *units, int64_t num_units)
+{
+    deferral *d = context;
+    int64_t live = 0;
+    (void)rank;
+    for (int64_t i = 0; i < num_units; i++) {
+        s1f_lifetimes own = s1f_unit_lifetimes(&d->lifetimes, units[i]);
+        live += s1f_begins_to_live(own);
+        d->most = live > d->most ? live : d->most;
+        live -= s1f_ends_to_live(own);
+    }
+    return S1F_OK;
+}
+
+static s1f_status append_oldest_weight(deferral *d)
+{
+    s1f_unit unit = d->pending[d->first++];
+    unit.pass = S1F_PASS_BACKWARD_WEIGHT;
+    d->live--;
+    return s1f_schedule_append(d->t.out, unit);
+}
+
+/* Appends the unit, I in place of a backward; W waits in the queue. */
+static s1f_status append_or_queue(deferral *d, s1f_unit unit, int32_t rank)
+{
+    s1f_status status = S1F_OK;
+    s1f_lifetimes lifetimes = s1f_unit_lifetimes(&d->lifetimes, unit);
+    if (s1f_begins_to_live(lifetimes)) {
+        if (d->live >= d->most && d->first == d->end) {
+            char text[48];
+            s1f_unit_text(unit, 1, text, sizeof text);
+            return s1f_fail(S1F_ERR_ARG, "max_live_units is %lld, but rank %d must hold more at %s, whenever W runs",
+                            (long long)d->most, (int)rank, text);
+        }
+        if (d->live >= d->most)
+            status = append_oldest_weight(d);
+        d->live += !s1f_ends_to_live(lifetimes); /* an order that does not go back holds nothing */
+    } else if (s1f_pass_makes(unit.pass, S1F_PRODUCT_AWAY)) {
+        d->live--;
+    } else if (s1f_pass_makes(unit.pass, S1F_PRODUCT_INPUT_GRADIENT)) {
+        unit.pass = S1F_PASS_BACKWARD_INPUT;
+        d->pending[d->end++] = unit;
+    } else if (s1f_pass_makes(unit.pass, S1F_PRODUCT_WEIGHT_GRADIENT)) {
+        return S1F_OK;
+    }
+    return status == S1F_OK ? s1f_schedule_append(d->t.out, unit) : status;
+}
+
+static s1f_status write_deferred(void *context, int32_t rank, const s1f_unit *units, int64_t num_units)
+{
+    deferral *d = context;
+    d->first = d->end = d->live = 0;
+    for (int64_t i = 0; i < num_units; i++)
+        S1F_TRY(append_or_queue(d, units[i], rank));
+    while (d->first < d->end)
+        S1F_TRY(append_oldest_weight(d));
+    return S1F_OK;
+}
+
+s1f_status s1f_schedule_defer_weights(const s1f_schedule *schedule, int64_t max_live_units, s1f_schedule **out)
+{
+    deferral d = {.most = max_live_units};
+    s1f_status status = s1f_transform_begin(schedule, &d.t); /* the queue holds each unit once, and each is there */
+    int64_t cells = d.t.shape.num_stages * s1f_num_cells(&d.t.shape);
+    d.lifetimes = s1f_lifetimes_of(&d.t.shape);
+    if (status == S1F_OK && (d.pending = malloc((size_t)cells * sizeof *d.pending)) == NULL)
+        status = s1f_fail(S1F_ERR_MEMORY, "no memory to defer the weight gradients of %lld units", (long long)cells);
+    if (status == S1F_OK && max_live_units == 0)
+        status = write_ranks(&d.t, count_most_live, &d);
+    if (status == S1F_OK)
+        status = write_ranks(&d.t, write_deferred, &d);
+    free(d.pending);
+    return s1f_transform_finish(&d.t, status, out);
 }

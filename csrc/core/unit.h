@@ -70,11 +70,6 @@ static inline int s1f_pass_makes(int32_t pass, s1f_product product)
 {
     return s1f_pass_products(pass) >> product & 1;
 }
-/* Whether a pass is one of a shard of the vocabulary: S, T, E or G. */
-static inline int s1f_pass_is_of_shard(int32_t pass)
-{
-    return pass >= S1F_PASS_STATISTICS && pass <= S1F_PASS_EMBED_GRADIENT;
-}
 /* Whether an order that does not go back has the pass, too. */
 int s1f_pass_is_forward(int32_t pass);
 /* The products that an order of these passes (bits 1 << s1f_pass) makes: an order that goes back anywhere goes back
@@ -84,10 +79,6 @@ uint32_t s1f_products_of_passes(uint32_t passes);
 static inline uint32_t s1f_optional_products(void)
 {
     return 1u << S1F_PRODUCT_RECOMPUTED | 1u << S1F_PRODUCT_LEAVING | 1u << S1F_PRODUCT_AWAY | 1u << S1F_PRODUCT_COMING;
-}
-static inline int s1f_product_is_optional(s1f_product product)
-{
-    return s1f_optional_products() >> product & 1;
 }
 
 /* What each segment follows, and what follows it, by the cells of a stage: numbers of segments, -1 for none. Made by
@@ -123,21 +114,9 @@ static inline int s1f_shape_makes(const s1f_shape *shape, s1f_product product)
 {
     return shape->products >> product & 1;
 }
-/* Whether a product is one of a shard of the vocabulary: cells of the first num_ranks stages alone have it. */
-static inline int s1f_product_is_of_shard(s1f_product product)
-{
-    return product == S1F_PRODUCT_STATISTICS || product == S1F_PRODUCT_LOSS || product == S1F_PRODUCT_EMBEDDED ||
-           product == S1F_PRODUCT_EMBED_GRADIENT;
-}
 static inline int s1f_shape_has_backward(const s1f_shape *shape)
 {
     return s1f_shape_makes(shape, S1F_PRODUCT_INPUT_GRADIENT);
-}
-/* Whether an order must make a product, which it makes somewhere, in the cells of a stage, too. */
-static inline int s1f_shape_needs(const s1f_shape *shape, s1f_product product, int32_t stage)
-{
-    return s1f_shape_makes(shape, product) && !s1f_product_is_optional(product) &&
-           (!s1f_product_is_of_shard(product) || stage < shape->num_ranks);
 }
 /* Number of a micro-batch's first cell within its stage; of num_microbatches: the cells of a stage. */
 static inline int64_t s1f_first_cell(const s1f_shape *shape, int32_t microbatch)

@@ -13,7 +13,8 @@ typedef struct {
     int64_t *forward_at, *backward_at; /* [cell of all stages] numbers on their rank */
     int64_t *heap;                     /* cells that could give up, the one with the latest backward first */
     int64_t heap_size, held;
-    double tier_busy; /* seconds that the rank's tier has been given */
+    double tier_busy;    /* seconds that the rank's tier has been given */
+    const double *start; /* of the rank's units */
 } walker;
 
 static int64_t cell_of(const walker *w, s1f_unit unit)
@@ -110,11 +111,10 @@ static double tier_seconds(const walker *w, s1f_unit unit)
 static int hides(const walker *w, int64_t cell)
 {
     s1f_unit unit = unit_of(w, cell);
-    const double *start = w->fit->start[w->program->shape.rank_of_stage[unit.stage]];
     int64_t forward = w->forward_at[cell], backward = w->backward_at[cell];
     double seconds = tier_seconds(w, unit);
-    return start[forward + 2] - start[forward + 1] >= seconds && start[backward] - start[backward - 1] >= seconds &&
-           start[backward] >= w->tier_busy + 2 * seconds;
+    return w->start[forward + 2] - w->start[forward + 1] >= seconds &&
+           w->start[backward] - w->start[backward - 1] >= seconds && w->start[backward] >= w->tier_busy + 2 * seconds;
 }
 
 typedef enum { GIVES_UP, NOT_NOW, HAS_NOTHING } answer;
@@ -210,7 +210,7 @@ s1f_status s1f_program_fit(const s1f_program *program, const s1f_fit *fit, unsig
 {
     const s1f_shape *shape = &program->shape;
     int64_t num_cells = shape->num_stages * s1f_num_cells(shape);
-    walker w = {.program = program, .fit = fit, .kinds = kinds};
+    walker w = {.program = program, .fit = fit, .kinds = kinds, .start = fit->start};
     if (s1f_shape_makes(shape, S1F_PRODUCT_RECOMPUTED) || s1f_shape_makes(shape, S1F_PRODUCT_COMING))
         return s1f_fail(S1F_ERR_ARG, "the order recomputes or moves units already: fit one that keeps all");
     s1f_memory_peak *receive = malloc((size_t)shape->num_ranks * sizeof *receive);
@@ -232,6 +232,7 @@ s1f_status s1f_program_fit(const s1f_program *program, const s1f_fit *fit, unsig
         w.held = receive[rank].receive;
         find_passes(&w, rank);
         walk(&w, rank);
+        w.start += w.start == NULL ? 0 : program->ranks[rank].num_units;
     }
     free(cells);
     free(receive);

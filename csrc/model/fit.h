@@ -13,7 +13,7 @@ typedef struct {
     const int64_t *room; /* [rank] of all that memory.h counts */
     /* What units may do. With both a unit moves where that hides, and is recomputed elsewhere; for this alone: */
     int32_t recomputes, moves;
-    const double *const *start; /* [rank][i] seconds of the order as it is */
+    const double *start;        /* seconds of all units, of a rank after those of the rank before, as the order is */
     const double *tier_seconds; /* [stage][column] one way */
 } s1f_fit;
 

@@ -15,7 +15,8 @@ s1f_byte_tables s1f_byte_tables_of(const s1f_shape *shape, const s1f_memory_byte
         s1f_holding_facts facts = s1f_facts_of_holding((s1f_holding)h);
         tables.given |= bytes->of[h] != NULL ? 1u << h : 0;
         tables.of[h].values = bytes->of[h];
-        tables.of[h].steps = s1f_table_steps_of(shape, facts.per);
+        tables.of[h].stage = facts.per == S1F_PER_CELL ? s1f_num_columns(shape) : facts.per == S1F_PER_STAGE;
+        tables.of[h].column = facts.per == S1F_PER_CELL || facts.per == S1F_PER_SEGMENT;
         tables.of[h].counts_with = (int32_t)facts.counts_with;
         tables.of[h].takes_path = s1f_takes_path((s1f_holding)h);
     }
@@ -41,8 +42,7 @@ static int64_t bytes_of_path(const s1f_shape *shape, const int64_t *own, s1f_uni
 /* Bytes of a holding that a unit takes, or frees. */
 static inline int64_t bytes_of(const s1f_byte_tables *tables, int h, s1f_unit unit, int64_t column, int takes)
 {
-    s1f_table_steps steps = tables->of[h].steps;
-    const int64_t *value = &tables->of[h].values[unit.stage * steps.stage + column * steps.column];
+    const int64_t *value = &tables->of[h].values[unit.stage * tables->of[h].stage + column * tables->of[h].column];
     int64_t sum = *value;
     if (takes && tables->of[h].takes_path)
         sum += bytes_of_path(tables->shape, value, unit);

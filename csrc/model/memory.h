@@ -35,7 +35,7 @@ typedef struct {
     uint32_t given; /* bits (1 << s1f_holding) */
     struct {
         const int64_t *values;
-        s1f_table_steps steps;
+        int64_t stage, column; /* the value of a unit is number unit.stage * stage + s1f_column * column */
         int32_t counts_with, takes_path;
     } of[S1F_NUM_HOLDINGS];
 } s1f_byte_tables;

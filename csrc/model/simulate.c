@@ -3,7 +3,6 @@
 
 #include "../core/pool.h"
 
-#include "../core/defer.h"
 #include "../core/walk.h"
 
 #include <math.h>
@@ -430,9 +429,10 @@ static s1f_status check_costs(const s1f_program *program, const s1f_costs *costs
         S1F_TRY(require_cost("the time of an optimizer", costs->optimizer[rank]));
     S1F_TRY(require_bytes("message_bytes", costs->message_bytes, shape));
     S1F_TRY(require_bytes("statistics_bytes", costs->statistics_bytes, shape));
-    for (int32_t rank = 0; costs->unit_seconds != NULL && rank < shape->num_ranks; rank++)
+    const double *seconds = costs->unit_seconds;
+    for (int32_t rank = 0; seconds != NULL && rank < shape->num_ranks; rank++)
         for (int64_t i = 0; i < program->ranks[rank].num_units; i++)
-            S1F_TRY(require_cost("the duration of a unit", costs->unit_seconds[rank][i]));
+            S1F_TRY(require_cost("the duration of a unit", *seconds++));
     return S1F_OK;
 }
 
@@ -505,21 +505,24 @@ static int create_arrays(simulator *s)
         s->tier_end = s1f_pool_take(&s->pool, (size_t)(shape->num_stages * s1f_num_cells(shape)), sizeof *s->tier_end);
     if (s->pool.is_short)
         return 0;
+    const double *seconds = s->costs->unit_seconds;
     for (int32_t rank = 0; rank < shape->num_ranks; rank++) {
         rank_state *r = &s->ranks[rank];
         r->units = s->program->ranks[rank].units;
         r->num_units = s->program->ranks[rank].num_units;
         r->first_incoming = -1;
         r->random = s->costs->seed + (uint64_t)rank * 0xd1342543de82ef95u;
-        r->seconds = s->costs->unit_seconds != NULL ? s->costs->unit_seconds[rank] : NULL;
-        r->start = s->simulation->start != NULL ? s->simulation->start[rank] : NULL;
-        r->end = s->simulation->end != NULL ? s->simulation->end[rank] : NULL;
+        r->seconds = seconds;
+        seconds += seconds == NULL ? 0 : r->num_units;
+        r->start = s->simulation->start[rank];
+        r->end = s->simulation->end[rank];
         r->recorded = s->simulation->causes != NULL ? s->simulation->causes[rank] : NULL;
     }
     return create_links(s);
 }
 
-s1f_status s1f_program_simulate(const s1f_program *program, const s1f_costs *costs, s1f_keep keep, s1f_simulation **out)
+s1f_status s1f_program_simulate(const s1f_program *program, const s1f_costs *costs, int with_causes,
+                                s1f_simulation **out)
 {
     int32_t num_ranks = program->shape.num_ranks;
     simulator s = {.program = program,
@@ -527,11 +530,11 @@ s1f_status s1f_program_simulate(const s1f_program *program, const s1f_costs *cos
                    .num_steps = costs->num_steps > 0 ? costs->num_steps : 1,
                    .num_columns = s1f_num_columns(&program->shape)};
     s1f_status status = check_costs(program, costs);
-    if (status != S1F_OK || (status = s1f_simulation_create(program, keep, &s.simulation)) != S1F_OK)
+    if (status != S1F_OK || (status = s1f_simulation_create(program, with_causes, &s.simulation)) != S1F_OK)
         return status;
-    if (costs->fills && keep >= S1F_KEEP_CAUSES)
+    if (costs->fills && with_causes)
         status = s1f_fail(S1F_ERR_ARG, "slack is not known where W fills waits: its causes are many");
-    if (costs->tier_seconds != NULL && keep >= S1F_KEEP_CAUSES)
+    if (costs->tier_seconds != NULL && with_causes)
         status = s1f_fail(S1F_ERR_ARG, "slack is not known where the tier takes time");
     if (status == S1F_OK)
         status = s1f_walk_create(program->edges, &program->shape, &s.walk);

@@ -6,13 +6,14 @@
 #ifndef S1F_SIMULATE_H
 #define S1F_SIMULATE_H
 
-#include "simulation.h"
+#include "../core/pool.h"
+#include "../core/program.h"
 
 typedef struct {
     /* Columns: s1f_column. Seconds of a unit, one of the two: by what it is, [stage][column] for each pass (NULL: the
-     * order has none); or by its number in the order of its rank, [rank][i], to replay what was measured. */
+     * order has none); or by its number, all of a rank after those of the rank before, to replay what was measured. */
     const double *pass_seconds[S1F_MAX_PASSES];
-    const double *const *unit_seconds;
+    const double *unit_seconds;
     /* [s] up to the last stage but one, for the edges whose lower stage is s, both ways alike; NULL: 0. */
     const double *latency;           /* seconds from the end of a transfer to the arrival */
     const double *seconds_per_byte;  /* of a link: 1 / bandwidth; 0: infinite */
@@ -20,7 +21,7 @@ typedef struct {
     const int64_t *statistics_bytes; /* [column]: a message from shard to shard of the vocabulary; NULL: 0 */
     double send;                     /* seconds that a sender itself spends on each SEND */
     /* [stage][column] seconds that a rank's tier takes for a unit, out or back: one after the other, beside units. A
-     * and the backward of a moved unit wait for it. NULL: 0. Not with S1F_KEEP_CAUSES. */
+     * and the backward of a moved unit wait for it. NULL: 0. Not with causes. */
     const double *tier_seconds;
     /* Every unit takes its seconds times a number drawn evenly from 1 - jitter .. 1 + jitter, at most 1; 0: none. Unit
      * i of a rank, counted over all steps, takes draw i of splitmix64 started at seed + rank * 0xd1342543de82ef95. */
@@ -32,7 +33,7 @@ typedef struct {
     double transfer_jitter;
     uint64_t seed;
     /* 1: while a rank waits for a message it runs W, of units whose I has run, in the order of its Ws and for as long
-     * as the wait takes; at its own place a W takes what is left. Not with S1F_KEEP_CAUSES. */
+     * as the wait takes; at its own place a W takes what is left. Not with causes. */
     int32_t fills;
     /* Steps in a row; 0 counts as 1. After a step a rank runs its optimizer for optimizer[rank] seconds (NULL: 0), at
      * once or, with optimizer_sync, when all ranks are through with the step. Then it begins the next. */
@@ -44,10 +45,46 @@ typedef struct {
     void *progress_context;
 } s1f_costs;
 
-/* Time and memory are linear in the number of units.
+/* -- what a simulation tells --------------------------------------------------------------------------------------- */
+
+/* Why a unit of the first step stands where it does; bits. */
+enum {
+    S1F_CAUSE_MESSAGE = 1, /* it started when its message came; else when the unit before it was through */
+    S1F_CAUSE_CREDIT = 2,  /* its message waited for a place */
+    S1F_CAUSE_LINK = 4     /* its message waited for the one before it on the link */
+};
+
+typedef struct {
+    int32_t rank;
+    int64_t i; /* number in the order of the rank */
+} s1f_numbered_unit;
+
+typedef struct { /* of the first step, but for `period` */
+    int32_t num_ranks;
+    double makespan;         /* first start to last end over all ranks, seconds */
+    double period;           /* last end of the last step less that of the first, per step; 0 for one step */
+    double *span;            /* [rank] first start to last end of the rank */
+    double *busy;            /* [rank] sum of its units */
+    double *wait;            /* [rank] time in WAIT, in SEND before the credit, and for the tier */
+    double **start, **end;   /* [rank][i], units in run order; first start of all is 0 */
+    unsigned char **causes;  /* [rank][i] bits; NULL: not kept */
+    int32_t *completed;      /* the rank of every unit in an order in which each comes after all it waited for */
+    double **slack;          /* [rank][i]: filled by s1f_simulation_find_slack; NULL: causes are not kept */
+    s1f_numbered_unit *path; /* the same */
+    int64_t path_length;
+    double *times; /* what start, end and slack point into: all units of a rank after those before it */
+    s1f_pool pool; /* of all other arrays */
+} s1f_simulation;
+
+/* All zero, with room for times and, with causes, for what critical.h needs. *out is owned by the caller and untouched
+ * on error. S1F_ERR_MEMORY. */
+s1f_status s1f_simulation_create(const s1f_program *program, int with_causes, s1f_simulation **out);
+void s1f_simulation_free(s1f_simulation *simulation); /* NULL is fine */
+
+/* With causes it keeps what critical.h needs. Time and memory are linear in the number of units.
  * S1F_ERR_ARG if a duration or cost is negative or not finite, or num_steps or jitter out of range.
  * *out is owned by the caller and untouched on error. Pure. */
-s1f_status s1f_program_simulate(const s1f_program *program, const s1f_costs *costs, s1f_keep keep,
+s1f_status s1f_program_simulate(const s1f_program *program, const s1f_costs *costs, int with_causes,
                                 s1f_simulation **out);
 /* What jitter multiplies the seconds of a message by, counted over all steps; 1 without. */
 double s1f_message_scale(const s1f_program *program, const s1f_costs *costs, int32_t edge, int64_t message);

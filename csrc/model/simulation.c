@@ -1,5 +1,5 @@
 /* simulation.c - memory of what a simulation tells. */
-#include "simulation.h"
+#include "simulate.h"
 
 #include <stdlib.h>
 
@@ -25,10 +25,10 @@ void s1f_simulation_free(s1f_simulation *simulation)
 
 /* All times lie in one block: malloc gives large blocks back to the system, and the next simulation would have each
  * page cleared anew. */
-s1f_status s1f_simulation_create(const s1f_program *program, s1f_keep keep, s1f_simulation **out)
+s1f_status s1f_simulation_create(const s1f_program *program, int with_causes, s1f_simulation **out)
 {
     size_t num_ranks = (size_t)program->shape.num_ranks, total = 0;
-    size_t num_kept = keep >= S1F_KEEP_CAUSES ? 3 : keep >= S1F_KEEP_TIMELINE ? 2 : 0;
+    size_t num_kept = with_causes ? 3 : 2;
     s1f_simulation *made = calloc(1, sizeof *made);
     if (made == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory to simulate %zu ranks", num_ranks);
@@ -38,17 +38,17 @@ s1f_status s1f_simulation_create(const s1f_program *program, s1f_keep keep, s1f_
     made->span = s1f_pool_take(&made->pool, num_ranks, sizeof *made->span);
     made->busy = s1f_pool_take(&made->pool, num_ranks, sizeof *made->busy);
     made->wait = s1f_pool_take(&made->pool, num_ranks, sizeof *made->wait);
-    made->times = num_kept == 0 ? NULL : malloc(num_kept * total * sizeof *made->times);
+    made->times = malloc(num_kept * total * sizeof *made->times);
     if (made->times != NULL) {
         made->start = rows_of(made, program, made->times, sizeof *made->times);
         made->end = rows_of(made, program, made->times + total, sizeof *made->times);
     }
-    if (made->times != NULL && keep >= S1F_KEEP_CAUSES) {
+    if (made->times != NULL && with_causes) {
         made->slack = rows_of(made, program, made->times + 2 * total, sizeof *made->times);
         made->causes = rows_of(made, program, s1f_pool_take(&made->pool, total, 1), 1);
         made->completed = s1f_pool_take(&made->pool, total, sizeof *made->completed);
     }
-    if (made->pool.is_short || (num_kept > 0 && made->times == NULL)) {
+    if (made->pool.is_short || made->times == NULL) {
         s1f_simulation_free(made);
         return s1f_fail(S1F_ERR_MEMORY, "no memory to simulate %zu ranks", num_ranks);
     }

@@ -5,7 +5,6 @@
 #ifndef S1F_EXECUTOR_H
 #define S1F_EXECUTOR_H
 
-#include "../core/defer.h"
 #include "../core/lower.h"
 #include "current_unit.h"
 #include "kv_cache.h"

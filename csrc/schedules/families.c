@@ -2,7 +2,6 @@
 #include "families.h"
 
 #include "../core/pool.h"
-#include "split.h"
 
 #include <math.h>
 #include <stdio.h>

@@ -39,7 +39,7 @@ struct s1f_family {
     s1f_status (*build)(const s1f_request *request, s1f_schedule **out);
     s1f_order_of_rank *order_of_rank;
     /* Units that a rank holds at most, where order_of_rank writes F and I alone, and W go where these leave room
-     * (split.h); NULL: it writes all. */
+     * (split.c); NULL: it writes all. */
     int64_t (*most_live)(const s1f_request *request);
     const void *numbers; /* what the family's file reads, where its families differ in numbers only */
 };
@@ -83,5 +83,16 @@ const char *s1f_rule_of_units(const s1f_request *request);
 /* The first of two rules that is broken, where the backward is split: M k is at least least_units; option cap, where
  * given, is at least least_cap (rule cap_rule). */
 const char *s1f_rule_split(const s1f_request *request, int64_t least_units, int64_t least_cap, const char *cap_rule);
+
+/* -- where the W of a split backward go (split.c) ------------------------------------------------------------------ */
+
+/* The order of a plan, walked in time: a rank takes the next unit of its plan once its inputs are there and, if it is
+ * an F, fewer units live (F to the end of W) than the family's most_live says, or option cap; else a W; else it waits.
+ * Two liberties, which segments need. A rank that would wait may take an F ahead of its plan, k - 1 times, where it has
+ * room until that F's turn: backward enters k - 1 segments later than in whole micro-batches. And once no F is left,
+ * the rank's deeper stage goes first. Where costs are given the walk is done three times, with equal costs, and with
+ * the given ones with W that may and that may not delay the plan; the shortest stays. No F of the plan may need more
+ * units between F and I than that. *out is owned by the caller and untouched on error. */
+s1f_status s1f_schedule_split(const s1f_request *request, const s1f_schedule *plan, s1f_schedule **out);
 
 #endif

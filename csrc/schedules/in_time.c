@@ -47,11 +47,6 @@ void s1f_board_clear(s1f_board *board)
             board->end[product][i] = INFINITY;
 }
 
-double s1f_board_end(const s1f_board *board, s1f_unit unit, s1f_product product)
-{
-    return board->end[product][cell(board, unit)];
-}
-
 double s1f_board_ready(const s1f_board *board, s1f_unit unit)
 {
     const int32_t *rank_of_stage = board->shape.rank_of_stage;
@@ -59,7 +54,8 @@ double s1f_board_ready(const s1f_board *board, s1f_unit unit)
     s1f_unit_input input;
     for (s1f_inputs inputs = s1f_inputs_of(&board->shape, unit); s1f_next_input(&inputs, &input);) {
         int is_message = rank_of_stage[input.maker.stage] != rank_of_stage[unit.stage];
-        ready = fmax(ready, s1f_board_end(board, input.maker, input.product) + (is_message ? board->transfer : 0));
+        double end = board->end[input.product][cell(board, input.maker)];
+        ready = fmax(ready, end + (is_message ? board->transfer : 0));
     }
     return ready;
 }

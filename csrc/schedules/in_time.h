@@ -17,8 +17,6 @@ typedef struct {
 s1f_status s1f_board_create(const s1f_shape *shape, double transfer, s1f_board *board);
 void s1f_board_free(s1f_board *board); /* its arrays */
 void s1f_board_clear(s1f_board *board);
-/* The end of a unit that makes this product. */
-double s1f_board_end(const s1f_board *board, s1f_unit unit, s1f_product product);
 /* When all inputs of a unit are there, 0 if it has none; INFINITY: one of them has not started. */
 double s1f_board_ready(const s1f_board *board, s1f_unit unit);
 /* The unit has started and will end then. */

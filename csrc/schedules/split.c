@@ -1,5 +1,6 @@
-/* split.c - walks a plan of F and I in time and puts W into its bubbles. */
-#include "split.h"
+/* split.c - walks a plan of F and I in time and puts W into its bubbles, the oldest first, and before an F where the
+ * rank is full. */
+#include "families.h"
 
 #include "../core/pool.h"
 #include "in_time.h"
@@ -16,6 +17,7 @@ typedef struct {
     int64_t num_inputs, num_weights; /* that have run */
     s1f_unit *inputs;                /* in the order they ran, W after W follows it */
     int32_t num_ahead;
+    double free; /* when its last unit ends, as an order is timed */
 } rank_state;
 
 typedef struct {
@@ -28,7 +30,6 @@ typedef struct {
     s1f_pool pool;    /* of the arrays of ranks */
     rank_state *ranks;
     s1f_schedule *out;
-    double last; /* end of a unit of `out` */
 } walk;
 
 static int64_t count_units(const s1f_request *request)
@@ -198,35 +199,27 @@ static double largest_cost(const s1f_request *request)
 
 /* -- the time of an order ------------------------------------------------------------------------------------------ */
 
-static int choose_next(void *context, int32_t rank, double now, s1f_unit *unit, double *taken)
+/* When the last unit of w->out ends at the request's costs. */
+static double time_order(walk *w)
 {
-    const walk *w = context;
-    int64_t num_units;
-    const s1f_unit *units = s1f_schedule_units(w->out, rank, &num_units);
-    if (w->ranks[rank].at == num_units)
-        return 0;
-    *unit = units[w->ranks[rank].at];
-    *taken = seconds(w, *unit);
-    return s1f_board_ready(&w->board, *unit) <= now;
-}
-
-static s1f_status start_next(void *context, int32_t rank, s1f_unit unit)
-{
-    walk *w = context;
-    w->ranks[rank].at++;
-    w->last = fmax(w->last, s1f_board_end(&w->board, unit, product_of(unit)));
-    return S1F_OK;
-}
-
-/* When the last unit of w->out ends at the request's costs: w->last. */
-static s1f_status time_order(walk *w)
-{
-    static const s1f_clock_rules rules = {.choose = choose_next, .start = start_next};
+    double last = 0;
     s1f_board_clear(&w->board);
-    for (int32_t rank = 0; rank < w->request->num_ranks; rank++)
+    for (int32_t rank = 0; rank < w->request->num_ranks; rank++) {
         w->ranks[rank].at = 0;
-    w->last = 0;
-    return s1f_run_in_time(&w->board, count_units(w->request), 0, &rules, w);
+        w->ranks[rank].free = 0;
+    }
+    for (int64_t left = count_units(w->request); left > 0;)
+        for (int32_t rank = 0; rank < w->request->num_ranks; rank++) {
+            rank_state *r = &w->ranks[rank];
+            int64_t num_units;
+            const s1f_unit *units = s1f_schedule_units(w->out, rank, &num_units);
+            for (double ready; r->at < num_units && !isinf(ready = s1f_board_ready(&w->board, units[r->at])); left--) {
+                r->free = fmax(r->free, ready) + seconds(w, units[r->at]);
+                s1f_board_start(&w->board, units[r->at++], r->free);
+            }
+            last = fmax(last, r->free);
+        }
+    return last;
 }
 
 /* Walks the plan as if all units took the same, then, where costs are given, with them in both ways; *out is the
@@ -247,13 +240,12 @@ s1f_status s1f_schedule_split(const s1f_request *request, const s1f_schedule *pl
         if ((status = s1f_schedule_create_like(plan, &w.out)) == S1F_OK)
             status = walk_plan(&w, plan);
         w.is_equal = !has_costs;
-        if (status == S1F_OK)
-            status = time_order(&w);
-        if (status == S1F_OK && w.last < shortest - tolerance) {
+        double last = status == S1F_OK ? time_order(&w) : INFINITY;
+        if (last < shortest - tolerance) {
             s1f_schedule *longer = best;
             best = w.out;
             w.out = longer;
-            shortest = w.last;
+            shortest = last;
         }
         s1f_schedule_free(w.out);
     }

@@ -10,9 +10,9 @@
 
 enum { BLOCK_PERIOD = 6 }; /* F, I and W of two stages */
 
-/* A block is F of the first stage from rank 0 down, F of the second from rank P - 1 up, I down, I up; `step` is the time
- * between neighbouring ranks on each of the four ways, `turn` that between two ways. A plan shifts it by its period per
- * segment; backward starts k - 1 blocks late. */
+/* A block is F of the first stage from rank 0 down, F of the second from rank P - 1 up, I down, I up; `step` is the
+ * time between neighbouring ranks on each of the four ways, `turn` that between two ways. A plan shifts it by its
+ * period per segment; backward starts k - 1 blocks late. */
 typedef struct {
     int32_t step[4], turn[3];
 } building_block;

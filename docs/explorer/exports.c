@@ -6,9 +6,8 @@
  * are borrowed until reset(); those that it reads are the arrays of `told`. */
 #include "core/check.h"
 #include "core/lower.h"
-#include "core/offload.h"
-#include "core/recompute.h"
 #include "core/schedule.h"
+#include "core/transform.h"
 #include "model/critical.h"
 #include "model/fit.h"
 #include "model/memory.h"
@@ -271,11 +270,11 @@ EXPORT(tell_shape) void tell_shape(void)
 
 /* -- what comes of it ---------------------------------------------------------------------------------------------- */
 
-static s1f_status simulate(s1f_keep keep)
+static s1f_status simulate(int with_causes)
 {
     s1f_simulation_free(lab.simulation);
     lab.simulation = NULL;
-    return s1f_program_simulate(lab.program, &lab.costs, keep, &lab.simulation);
+    return s1f_program_simulate(lab.program, &lab.costs, with_causes, &lab.simulation);
 }
 
 /* As few units as possible give up what their F saved, so that each rank fits into its room, [rank] bytes. */
@@ -285,12 +284,12 @@ EXPORT(fit) int32_t fit(const int64_t *room, int32_t recomputes, int32_t moves)
     int32_t count = (int32_t)(shape->num_stages * s1f_num_cells(shape));
     unsigned char *kinds = take(count), *chosen = take(count);
     if (recomputes && moves)
-        S1F_TRY(simulate(S1F_KEEP_TIMELINE));
+        S1F_TRY(simulate(0));
     s1f_fit given = {.bytes = &lab.bytes,
                      .room = room,
                      .recomputes = recomputes,
                      .moves = moves,
-                     .start = recomputes && moves ? (const double *const *)lab.simulation->start : NULL,
+                     .start = recomputes && moves ? lab.simulation->times : NULL,
                      .tier_seconds = lab.costs.tier_seconds};
     S1F_TRY(s1f_program_fit(lab.program, &given, kinds));
     for (int kind = S1F_CELL_RECOMPUTED; kind <= S1F_CELL_MOVED; kind++) {
@@ -398,7 +397,7 @@ static s1f_status tell_memory(void)
 EXPORT(run) int32_t run(void)
 {
     int has_causes = !(s1f_schedule_passes(lab.order) & 1u << S1F_PASS_OUT);
-    S1F_TRY(simulate(has_causes ? S1F_KEEP_CAUSES : S1F_KEEP_TIMELINE));
+    S1F_TRY(simulate(has_causes));
     if (has_causes)
         S1F_TRY(s1f_simulation_find_slack(lab.program, &lab.costs, lab.simulation));
     tell_times();

@@ -30,6 +30,7 @@ __all__ = ["EdgeReport", "Idle", "PipelineReport", "Report", "StageReport"]
 
 FORMAT = "seq1f1b report 1"
 _RUN = _C.OPCODES.index("RUN")
+_AWAY = _C.PASSES.index("A")
 sendable(Unit)
 
 
@@ -61,8 +62,8 @@ class StepRecord:
         """Seconds that all units took: on a GPU, until the last of them had run there, for which this waits."""
         if not _C.executor_settle(self.order.executor):
             return self.seconds
-        total = _C.executor_totals(self.order.executor, rank)
-        return (total.end_ns - total.start_ns) * 1e-9
+        walked = _C.executor_timeline(self.order.executor, rank)
+        return (walked[-1][3] - walked[0][2]) * 1e-9
 
     def total(self, name: str) -> int:
         """Sum of a figure over this rank's stages."""
@@ -453,12 +454,14 @@ def _rank_report(runner: Any, record: StepRecord) -> Report:
     pipeline, cache, rank = runner.pipeline, runner.cache, runner.pipeline.rank
     is_on_gpu, is_cuda = _C.executor_settle(record.order.executor), pipeline.device.type == "cuda"
     moved = None if pipeline.tier is None else pipeline.tier.step_facts()
-    total = _C.executor_totals(record.order.executor, rank)
-    seconds = (total.end_ns - total.start_ns) * 1e-9
+    walked = _C.executor_timeline(record.order.executor, rank)
+    start, seconds = walked[0][2] * 1e-9, (walked[-1][3] - walked[0][2]) * 1e-9
+    spent: dict[str, float] = dict.fromkeys(_C.OPCODES, 0.0)
+    for opcode, (number, *_), first, last in walked:
+        name = "BACK" if opcode == _RUN and number == _AWAY else _C.OPCODES[opcode]  # a unit that only waits
+        spent[name] += (last - first) * 1e-9
     timeline = tuple(
-        (unit_of(unit), first * 1e-9, last * 1e-9)
-        for opcode, unit, first, last in _C.executor_timeline(record.order.executor, rank)
-        if opcode == _RUN
+        (unit_of(unit), first * 1e-9, last * 1e-9) for opcode, unit, first, last in walked if opcode == _RUN
     )
     fills = tuple(
         (unit_of(unit), first * 1e-9, last * 1e-9) for unit, first, last in _C.executor_fills(record.order.executor)
@@ -485,12 +488,12 @@ def _rank_report(runner: Any, record: StepRecord) -> Report:
         training=record.training,
         segment_sizes=tuple(record.sizes),
         siblings=tuple(tuple(record.siblings[0][a:b]) for a, b in pairwise(record.siblings[1])),
-        start=total.start_ns * 1e-9,
+        start=start,
         seconds=seconds,
-        busy=total.run_ns * 1e-9 + filled,
-        wait=total.wait_ns * 1e-9 - filled,
-        send=total.send_ns * 1e-9,
-        bubble=1.0 - (total.run_ns * 1e-9 + filled) / seconds if seconds > 0 else 0.0,
+        busy=spent["RUN"] + filled,
+        wait=spent["WAIT"] - filled,
+        send=spent["SEND"],
+        bubble=1.0 - (spent["RUN"] + filled) / seconds if seconds > 0 else 0.0,
         stages=stages,
         kv_bytes=kv_bytes,
         planned_kv_bytes=planned_kv_bytes,
@@ -501,7 +504,7 @@ def _rank_report(runner: Any, record: StepRecord) -> Report:
         timeline=timeline,
         fills=fills,
         edges=pipeline.edges,
-        tier=total.tier_ns * 1e-9,
+        tier=spent["BACK"],
         moved_bytes=record.total("moved_bytes"),
         logit_bytes=record.logit_bytes,
         recomputed_blocks=record.total("blocks_again"),

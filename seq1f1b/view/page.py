@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
 from html import escape
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
@@ -104,21 +103,14 @@ def live_changes(track: Sequence[tuple[Unit, float, float]]) -> Changes:
     """How the live units of a rank change, as activations.
 
     A unit is live from the start of its F, or R if it is recomputed, to the end of its B, or W where the backward is
-    split; where nothing goes back, while it runs.
+    split, but for the time from its A to its L; where nothing goes back, while it runs.
     """
-    units = [unit for unit, _, _ in track]
-    passes = sum(1 << _C.PASSES.index(kind) for kind in {unit.kind for unit in units})
-    cell_kinds = {unit[1:]: 1 + "RL".index(unit.kind) for unit in units if unit.kind in "RL"}  # as in C
-    segments_of: dict[int, int] = {}
-    for unit in units:
-        segments_of[unit.microbatch] = max(segments_of.get(unit.microbatch, 0), unit.segment + 1)
-    lifetimes = cache(_C.unit_lifetimes)
+    again = {unit[1:] for unit, _, _ in track if unit.kind == "R"}
+    last = "BWA" if any(unit.kind in "BI" for unit, _, _ in track) else "F"
     changes = []
     for unit, start, end in track:
-        number = _C.PASSES.index(unit.kind), 0, 0, unit.segment
-        takes, frees = lifetimes(segments_of[unit.microbatch], passes, number, cell_kinds.get(unit[1:], 0))
-        changes += [(start, 1, "activations")] * ("kept_activations" in takes)
-        changes += [(end, -1, "activations")] * ("kept_activations" in frees)
+        begins = unit.kind in "RL" or (unit.kind == "F" and unit[1:] not in again)
+        changes += [(start, 1, "activations")] * begins + [(end, -1, "activations")] * (unit.kind in last)
     return sorted(changes)
 
 

@@ -11,43 +11,6 @@ from orders import random_order, small_schedule, with_moves, with_recomputation
 from seq1f1b import Schedule, ScheduleError, Unit, build_schedule, schedules
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("F0.0 R0.0 R0.0 B0.0", "each unit runs once: R0.0 stands twice in the order of rank 0, at positions 1 and 2"),
-        ("R0.0 F0.0 B0.0", "a unit is recomputed after its own forward: on rank 0 R0.0 comes before F0.0"),
-        ("F0.0 B0.0 R0.0", "a unit goes back after its recomputation: on rank 0 B0.0 comes before R0.0"),
-        ("F0.0 I0.0 R0.0 W0.0", "a unit goes back after its recomputation: on rank 0 I0.0 comes before R0.0"),
-        ("F0.0 R0.0", "each unit runs once: B0.0 is missing in the order of rank 0"),
-        ("F0.0 R1.0 F1.0 B0.0 B1.0", "a unit is recomputed after its own forward: on rank 0 R1.0 comes before F1.0"),
-        ("R0.0 F1.0 B0.0 B1.0", "each unit runs once: F0.0 is missing"),
-        ("F0.0 O0.0 O0.0 A0.0 L0.0 B0.0", "each unit runs once: O0.0 stands twice in the order of rank 0"),
-        ("F0.0 O0.0 A0.0 B0.0", "each unit runs once: L0.0 is missing in the order of rank 0"),
-        ("F0.0 L0.0 B0.0", "each unit runs once: O0.0 is missing in the order of rank 0"),
-        ("F0.0 O0.0 L0.0 B0.0", "each unit runs once: A0.0 is missing in the order of rank 0"),
-        ("F0.0 O0.0 A0.0 L0.0", "each unit runs once: B0.0 is missing in the order of rank 0"),
-        ("O0.0 F0.0 A0.0 L0.0 B0.0", "what a unit saves leaves after its forward: on rank 0 O0.0 comes before F0.0"),
-        ("F0.0 A0.0 O0.0 L0.0 B0.0", "what a unit saved is gone after it left: on rank 0 A0.0 comes before O0.0"),
-        ("F0.0 O0.0 L0.0 A0.0 B0.0", "what a unit saved comes back after it is gone: on rank 0 L0.0 comes before A0.0"),
-        ("F0.0 O0.0 A0.0 B0.0 L0.0", "what was moved away comes back before it is read: on rank 0 B0.0 comes"),
-        ("F0.0 O0.0 A0.0 I0.0 L0.0 W0.0", "what was moved away comes back before it is read: on rank 0 I0.0"),
-        ("F0.0 O0.0 A0.0 L0.0 R0.0 B0.0", "a unit is recomputed or moved away: rank 0 runs both R0.0 and O0.0"),
-        (
-            "F0.0 O0.0 F1.0 O1.0 A0.0 A1.0 L0.0 B0.0 L1.0 B1.0",
-            "at most 1 of a rank's units are on their way out: rank 0 has 2 at O1.0",
-        ),
-        (
-            "F0.0 O0.0 A0.0 F1.0 O1.0 A1.0 F2.0 O2.0 A2.0 L0.0 L1.0 L2.0 B0.0 B1.0 B2.0",
-            "at most 2 of a rank's units are on their way back: rank 0 has 3 at L2.0",
-        ),
-    ],
-)  # fmt: skip
-def test_rules(text: str, message: str) -> None:
-    with pytest.raises(ScheduleError) as error:
-        Schedule.from_text(text).check()
-    assert message in str(error.value)
-
-
 def test_r_anywhere_between_forward_and_backward() -> None:
     """Every other place on the rank breaks a rule that names the unit."""
     rng = random.Random(7)

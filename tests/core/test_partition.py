@@ -123,6 +123,19 @@ def test_any_sequence(seq_len: int, num_segments: int, multiple_of: int, mix: fl
     assert sizes == partition_sequence(seq_len, num_segments, model=GPT_7B, mix=mix, multiple_of=multiple_of)
 
 
+@given(costs=st.lists(st.floats(), max_size=24), num_segments=st.integers(1, 12), multiple_of=st.integers(1, 8))
+@settings(max_examples=300, deadline=None)
+def test_any_costs(costs: list[float], num_segments: int, multiple_of: int) -> None:
+    """Whatever doubles they are; a cost near the largest one once made the search for the bound endless."""
+    try:
+        sizes = partition_sequence(97, num_segments, strategy="profiled", costs=costs, mix=0.5, multiple_of=multiple_of)
+    except ValueError:
+        assert not costs or not all(0 <= cost < math.inf for cost in costs) or not 0 < sum(costs) <= 1e300
+    else:
+        check_segment_sizes(sizes, 97)
+        assert len(sizes) == num_segments and sum(size % multiple_of > 0 for size in sizes) <= 1
+
+
 def test_model_flops_is_the_sum_over_tokens() -> None:
     gqa = ModelShape(hidden=64, layers=3, heads=8, kv_heads=2, ffn=96, vocab=500)
     for begin, end in ((0, 0), (0, 1), (0, 50), (17, 50)):
@@ -198,6 +211,12 @@ def test_few_costs_stand_for_equal_pieces() -> None:
         (8, 2, {"strategy": "profiled", "costs": [1.0, -2.0]}, "costs\\[1\\] is -2"),
         (8, 2, {"strategy": "profiled", "costs": [math.inf]}, "costs\\[0\\] is inf"),
         (8, 2, {"strategy": "profiled", "costs": [0.0]}, "costs sum to 0"),
+        (
+            8,
+            2,
+            {"strategy": "profiled", "costs": [1.0, 1.7e308]},
+            "costs sum to 1.7e\\+308, must be above 0 and at most",
+        ),
     ],
 )
 def test_bad_arguments(seq_len: int, num_segments: int, options: dict[str, object], message: str) -> None:

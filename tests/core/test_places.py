@@ -153,33 +153,6 @@ def test_more_places_are_never_slower_in_any_order() -> None:
         assert all(a <= b for few, many in itertools.pairwise(places) for a, b in zip(few, many, strict=True))
 
 
-# -- interleaving ------------------------------------------------------------------------------------------------------
-
-GRID = [
-    (P, v, k, M)
-    for P, v, M in itertools.product(range(1, 17), (1, 2, 3, 4), range(1, 9))
-    for k in (2 * P, 2 * P + 1, 3 * P - 1, 4 * P)
-]
-
-
-def require_the_formula(grid: list[tuple[int, int, int, int]]) -> None:
-    """1 + (P - 1) / (v k M) of the ideal, within 3 %; F takes 1 and B takes 2 for each of a rank's v k M cells."""
-    for P, v, k, M in grid:
-        counts = {"num_ranks": P, "num_microbatches": M, "num_segments": k, "stages_per_rank": v}
-        formula = 3 * (v * k * M + P - 1)
-        for name in ("seq1f1b-interleaved", "slimpipe") if v > 1 else ("slimpipe",):
-            assert formula <= build_schedule(name, **counts).simulate().makespan <= 1.03 * formula
-
-
-def test_interleaving_holds_its_formula() -> None:
-    require_the_formula(random.Random(13).sample(GRID, 100))
-
-
-@pytest.mark.full
-def test_interleaving_holds_its_formula_everywhere() -> None:
-    require_the_formula(GRID)
-
-
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

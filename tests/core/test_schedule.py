@@ -9,9 +9,6 @@ from orders import random_order, small_schedule
 
 from seq1f1b import Schedule, ScheduleError, Unit, build_schedule, schedules
 
-GRID = list(itertools.product(range(1, 9), range(1, 9), (1, 2, 3, 4, 8)))
-
-
 # -- families ----------------------------------------------------------------------------------------------------------
 
 
@@ -39,23 +36,6 @@ def test_order_for_two_of_each(name: str, text: str) -> None:
     schedule = build_schedule(name, num_ranks=2, num_microbatches=2, num_segments=2)
     assert schedule.to_text() == text
     assert "\n".join(" ".join(map(str, order)) for order in schedule.ranks) + "\n" == text
-
-
-def test_seq1f1b_holds_no_more_than_it_needs() -> None:
-    for P, M, k in GRID:
-        schedule = build_schedule("seq1f1b", num_ranks=P, num_microbatches=M, num_segments=k)
-        peak = min(P - 1 + k, M * k)
-        schedule.check(max_live_units=peak)
-        if peak > 1:
-            with pytest.raises(ScheduleError, match="a rank holds at most"):
-                schedule.check(max_live_units=peak - 1)
-
-
-def test_one_segment_is_exactly_1f1b() -> None:
-    for P, M in itertools.product(range(1, 9), repeat=2):
-        assert build_schedule("seq1f1b", num_ranks=P, num_microbatches=M) == build_schedule(
-            "1f1b", num_ranks=P, num_microbatches=M
-        )
 
 
 @pytest.mark.parametrize("count", ["num_ranks", "num_microbatches", "num_segments", "stages_per_rank"])
@@ -141,6 +121,84 @@ def test_rule_fires(text: str, message: str) -> None:
     with pytest.raises(ScheduleError) as error:
         Schedule.from_text(text).check()
     assert str(error.value) == message
+
+
+TREE = "parents -1,0,0\n"
+SPREAD = "F0.0 S0.0 T0.0 B0.0"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        # recomputation, and moves to the tier
+        ("F0.0 R0.0 R0.0 B0.0", "each unit runs once: R0.0 stands twice in the order of rank 0, at positions 1 and 2"),
+        ("R0.0 F0.0 B0.0", "a unit is recomputed after its own forward: on rank 0 R0.0 comes before F0.0"),
+        ("F0.0 B0.0 R0.0", "a unit goes back after its recomputation: on rank 0 B0.0 comes before R0.0"),
+        ("F0.0 I0.0 R0.0 W0.0", "a unit goes back after its recomputation: on rank 0 I0.0 comes before R0.0"),
+        ("F0.0 R0.0", "each unit runs once: B0.0 is missing in the order of rank 0"),
+        ("F0.0 R1.0 F1.0 B0.0 B1.0", "a unit is recomputed after its own forward: on rank 0 R1.0 comes before F1.0"),
+        ("R0.0 F1.0 B0.0 B1.0", "each unit runs once: F0.0 is missing"),
+        ("F0.0 O0.0 O0.0 A0.0 L0.0 B0.0", "each unit runs once: O0.0 stands twice in the order of rank 0"),
+        ("F0.0 O0.0 A0.0 B0.0", "each unit runs once: L0.0 is missing in the order of rank 0"),
+        ("F0.0 L0.0 B0.0", "each unit runs once: O0.0 is missing in the order of rank 0"),
+        ("F0.0 O0.0 L0.0 B0.0", "each unit runs once: A0.0 is missing in the order of rank 0"),
+        ("F0.0 O0.0 A0.0 L0.0", "each unit runs once: B0.0 is missing in the order of rank 0"),
+        ("O0.0 F0.0 A0.0 L0.0 B0.0", "what a unit saves leaves after its forward: on rank 0 O0.0 comes before F0.0"),
+        ("F0.0 A0.0 O0.0 L0.0 B0.0", "what a unit saved is gone after it left: on rank 0 A0.0 comes before O0.0"),
+        ("F0.0 O0.0 L0.0 A0.0 B0.0", "what a unit saved comes back after it is gone: on rank 0 L0.0 comes before A0.0"),
+        ("F0.0 O0.0 A0.0 B0.0 L0.0", "what was moved away comes back before it is read: on rank 0 B0.0 comes"),
+        ("F0.0 O0.0 A0.0 I0.0 L0.0 W0.0", "what was moved away comes back before it is read: on rank 0 I0.0"),
+        ("F0.0 O0.0 A0.0 L0.0 R0.0 B0.0", "a unit is recomputed or moved away: rank 0 runs both R0.0 and O0.0"),
+        (
+            "F0.0 O0.0 F1.0 O1.0 A0.0 A1.0 L0.0 B0.0 L1.0 B1.0",
+            "at most 1 of a rank's units are on their way out: rank 0 has 2 at O1.0",
+        ),
+        (
+            "F0.0 O0.0 A0.0 F1.0 O1.0 A1.0 F2.0 O2.0 A2.0 L0.0 L1.0 L2.0 B0.0 B1.0 B2.0",
+            "at most 2 of a rank's units are on their way back: rank 0 has 3 at L2.0",
+        ),
+        # a vocabulary that lies on all ranks
+        (f"{SPREAD}\nF0.0 S0.0 B0.0 T0.0", "the last stage goes back after the loss: on rank 1 B0.0 comes before T0.0"),
+        (f"{SPREAD}\nS0.0 F0.0 T0.0 B0.0", "a shard of the vocabulary comes after the last stage: on rank 1 S0.0"),
+        (f"{SPREAD}\nF0.0 T0.0 S0.0 B0.0", "the loss comes after every shard of the vocabulary: on rank 1 T0.0"),
+        (f"{SPREAD}\nF0.0 S0.0 B0.0", "each unit runs once: T0.0 is missing in the order of rank 1"),
+        ("F0.0 B0.0\nF0.0 S0.0 T0.0 B0.0", "each unit runs once: S0.0 is missing in the order of rank 0"),
+        (f"F0.0 S0.0 T0.0 S0.0 B0.0\n{SPREAD}", "each unit runs once: S0.0 stands twice in the order of rank 0"),
+        ("F0.0 E0.0 B0.0 G0.0", "the first stage goes forward after every shard of the embedding: on rank 0 F0.0"),
+        ("E0.0 F0.0 G0.0 B0.0", "gradients of the embedding come after the first stage has gone back: on rank 0 G0.0"),
+        ("E0.0 F0.0 B0.0", "each unit runs once: G0.0 is missing in the order of rank 0"),
+        ("E0.0 F0.0 B0.0 G0.0\nF0.0 B0.0 G0.0", "each unit runs once: E0.0 is missing in the order of rank 1"),
+        (
+            f"F0.0 B0.0 S0.0 T0.0\n{SPREAD}",
+            "rank 0 stands before B0.0 and waits for B0.0 of rank 1; rank 1 stands",
+        ),
+        (
+            "[1]F0.0 [1]S0.0 [1]T0.0 [1]B0.0\n[0]F0.0 [0]S0.0 [0]T0.0 [0]B0.0",
+            "a vocabulary is spread over stages that lie on the ranks of their numbers: stage 0 lies on rank 1",
+        ),
+        (
+            "[0]F0.0 [1]F0.0 [1]S0.0 [1]T0.0 [1]B0.0 [0]B0.0",
+            "a rank holds one shard of the vocabulary, that of the stage of its number: rank 0 runs [1]S0.0",
+        ),
+        # trees
+        (
+            TREE + "F0.1 F0.0 F0.2 B0.2 B0.1 B0.0",
+            "a segment goes forward after its parent: on rank 0 F0.1 comes before F0.0",
+        ),
+        (TREE + "F0.0 F0.1 B0.2 F0.2 B0.1 B0.0", "a segment goes back after its own forward: on rank 0 B0.2 comes"),
+        (
+            TREE + "F0.0 F0.1 F0.2 B0.2 B0.0 B0.1",
+            "a segment goes back after its children: on rank 0 B0.0 comes before B0.1",
+        ),
+        (TREE + "F0.0 F0.1 B0.1 B0.0 F0.2 B0.2", "a segment goes back after its children: on rank 0 B0.0 comes"),
+        (TREE + "F0.0 F0.2 F0.1 I0.1 I0.0 I0.2 W0.2 W0.1 W0.0", "after its children: on rank 0 I0.0 comes before I0.2"),
+        (TREE + "F0.0 F0.1 F0.2 B0.2 B0.1", "each unit runs once: B0.0 is missing in the order of rank 0"),
+    ],
+)
+def test_rule_of_more_than_f_and_b_fires(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError) as error:
+        Schedule.from_text(text).check()
+    assert message in str(error.value)
 
 
 def test_cap_names_the_units() -> None:

@@ -145,6 +145,17 @@ def test_csv_files_of_torch(name: str, tmp_path: Path) -> None:
     assert Schedule.from_csv(theirs.read_text(), num_segments=2) == schedule
 
 
+def test_dualpipev_is_what_torch_builds() -> None:
+    """Torch has the order from DeepSeek's code, too, and writes an F with its B in one cell."""
+    for P, (twice, more) in itertools.product(range(1, 7), ((2, 0), (2, 1), (4, 0))):
+        M = twice * P + more
+        theirs = torch_schedules.ScheduleDualPipeV.__new__(torch_schedules.ScheduleDualPipeV)
+        theirs.pp_group_size, theirs._n_microbatches = P, M
+        lines = [",".join(map(str, theirs._calculate_single_rank_operations(rank))) for rank in range(P)]
+        ours = build_schedule("dualpipev", num_ranks=P, num_microbatches=M, stages_per_rank=2)
+        assert Schedule.from_csv("\n".join(lines), num_segments=1) == ours, (P, M)
+
+
 def test_we_refuse_what_torch_refuses_and_more() -> None:
     """Orders with two units exchanged: no refusal of torch's passes our check, and segments are our own affair."""
     rng = random.Random(3)

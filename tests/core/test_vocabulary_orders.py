@@ -54,39 +54,6 @@ def random_orders(count: int) -> list[Schedule]:
     return found
 
 
-# -- rules -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (f"{TWO}\nF0.0 S0.0 B0.0 T0.0", "the last stage goes back after the loss: on rank 1 B0.0 comes before T0.0"),
-        (f"{TWO}\nS0.0 F0.0 T0.0 B0.0", "a shard of the vocabulary comes after the last stage: on rank 1 S0.0"),
-        (f"{TWO}\nF0.0 T0.0 S0.0 B0.0", "the loss comes after every shard of the vocabulary: on rank 1 T0.0"),
-        (f"{TWO}\nF0.0 S0.0 B0.0", "each unit runs once: T0.0 is missing in the order of rank 1"),
-        ("F0.0 B0.0\nF0.0 S0.0 T0.0 B0.0", "each unit runs once: S0.0 is missing in the order of rank 0"),
-        (f"F0.0 S0.0 T0.0 S0.0 B0.0\n{TWO}", "each unit runs once: S0.0 stands twice in the order of rank 0"),
-        ("F0.0 E0.0 B0.0 G0.0", "the first stage goes forward after every shard of the embedding: on rank 0 F0.0"),
-        ("E0.0 F0.0 G0.0 B0.0", "gradients of the embedding come after the first stage has gone back: on rank 0 G0.0"),
-        ("E0.0 F0.0 B0.0", "each unit runs once: G0.0 is missing in the order of rank 0"),
-        ("E0.0 F0.0 B0.0 G0.0\nF0.0 B0.0 G0.0", "each unit runs once: E0.0 is missing in the order of rank 1"),
-        (f"F0.0 B0.0 S0.0 T0.0\n{TWO}", "rank 0 stands before B0.0 and waits for B0.0 of rank 1; rank 1 stands before"),
-        (
-            "[1]F0.0 [1]S0.0 [1]T0.0 [1]B0.0\n[0]F0.0 [0]S0.0 [0]T0.0 [0]B0.0",
-            "a vocabulary is spread over stages that lie on the ranks of their numbers: stage 0 lies on rank 1",
-        ),
-        (
-            "[0]F0.0 [1]F0.0 [1]S0.0 [1]T0.0 [1]B0.0 [0]B0.0",
-            "a rank holds one shard of the vocabulary, that of the stage of its number: rank 0 runs [1]S0.0",
-        ),
-    ],
-)
-def test_rules(text: str, message: str) -> None:
-    with pytest.raises(ScheduleError) as error:
-        Schedule.from_text(text).check()
-    assert message in str(error.value)
-
-
 def test_what_cannot_be_spread() -> None:
     order = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
     with pytest.raises(ScheduleError, match="the order spreads its vocabulary already: it holds S and T"):

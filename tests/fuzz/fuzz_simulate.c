@@ -24,9 +24,9 @@ static s1f_program *take_program(fuzz_input *in, s1f_schedule **schedule)
 /* -- times --------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    double passes[S1F_MAX_PASSES][MOST_CELLS], units[MOST_RANKS][MOST_UNITS], latency[MOST_CELLS], per_byte[MOST_CELLS];
+    double passes[S1F_MAX_PASSES][MOST_CELLS], units[MOST_RANKS * MOST_UNITS], latency[MOST_CELLS],
+        per_byte[MOST_CELLS];
     double optimizer[MOST_RANKS];
-    const double *unit_rows[MOST_RANKS];
     int64_t message_bytes[MOST_CELLS];
     int are_costs; /* all are finite and not negative */
 } cost_arrays;
@@ -49,10 +49,10 @@ static s1f_costs take_costs(fuzz_input *in, const s1f_program *program, cost_arr
     s1f_costs costs = {0};
     arrays->are_costs = 1;
     if (given & 1) {
-        for (int32_t rank = 0; rank < shape->num_ranks; rank++)
-            arrays->unit_rows[rank] =
-                take_doubles(in, arrays->units[rank], (int)program->ranks[rank].num_units, arrays);
-        costs.unit_seconds = arrays->unit_rows;
+        double *next = arrays->units;
+        for (int32_t rank = 0; rank < shape->num_ranks; next += program->ranks[rank++].num_units)
+            take_doubles(in, next, (int)program->ranks[rank].num_units, arrays);
+        costs.unit_seconds = arrays->units;
     } else {
         for (int pass = 0; pass < s1f_num_passes; pass++)
             costs.pass_seconds[pass] = take_doubles(in, arrays->passes[pass], cells, arrays);
@@ -106,7 +106,8 @@ static void require_slack(const s1f_program *program, const s1f_costs *costs, s1
     REQUIRE(found->start[first.rank][first.i] == 0);
 }
 
-static void require_simulation(const s1f_program *program, const s1f_costs *costs, s1f_keep keep, s1f_simulation *found)
+static void require_simulation(const s1f_program *program, const s1f_costs *costs, int with_causes,
+                               s1f_simulation *found)
 {
     int32_t num_ranks = program->shape.num_ranks;
     REQUIRE(isfinite(found->makespan) && isfinite(found->period) && found->makespan >= 0 && found->period >= 0);
@@ -115,10 +116,9 @@ static void require_simulation(const s1f_program *program, const s1f_costs *cost
         REQUIRE(found->busy[rank] >= 0 && found->busy[rank] <= found->makespan + rounding);
         REQUIRE(found->wait[rank] >= 0 && isfinite(found->wait[rank]));
         REQUIRE(found->span[rank] >= 0 && found->span[rank] <= found->makespan + rounding);
-        if (keep >= S1F_KEEP_TIMELINE)
-            require_timeline(program, found, rank);
+        require_timeline(program, found, rank);
     }
-    if (keep == S1F_KEEP_CAUSES)
+    if (with_causes)
         require_slack(program, costs, found);
 }
 
@@ -126,14 +126,14 @@ static void simulate(fuzz_input *in, const s1f_program *program)
 {
     static cost_arrays arrays;
     s1f_costs costs = take_costs(in, program, &arrays);
-    s1f_keep keep = (s1f_keep)take_below(in, 3);
+    int with_causes = take_below(in, 3) == 2;
     s1f_simulation *found = NULL;
-    s1f_status status = s1f_program_simulate(program, &costs, keep, &found);
+    s1f_status status = s1f_program_simulate(program, &costs, with_causes, &found);
     if (status != S1F_OK) {
         REQUIRE(status == S1F_ERR_ARG && s1f_last_error()[0] != '\0' && found == NULL);
         return;
     }
-    require_simulation(program, &costs, keep, found);
+    require_simulation(program, &costs, with_causes, found);
     s1f_simulation_free(found);
     /* not one that the order has no unit of may be anything */
     REQUIRE(arrays.are_costs || costs.unit_seconds == NULL);

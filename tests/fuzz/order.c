@@ -2,10 +2,8 @@
 #include "order.h"
 
 #include "core/check.h"
-#include "core/defer.h"
-#include "core/offload.h"
 #include "core/receives.h"
-#include "core/recompute.h"
+#include "core/transform.h"
 #include "model/critical.h"
 #include "model/fit.h"
 #include "model/memory.h"
@@ -128,7 +126,7 @@ static void require_times(const s1f_program *program)
     for (int pass = 0; pass < s1f_num_passes; pass++)
         costs.pass_seconds[pass] = ones;
     s1f_simulation *found = NULL;
-    REQUIRE(s1f_program_simulate(program, &costs, S1F_KEEP_CAUSES, &found) == S1F_OK);
+    REQUIRE(s1f_program_simulate(program, &costs, 1, &found) == S1F_OK);
     for (int32_t rank = 0; rank < found->num_ranks; rank++) {
         REQUIRE(found->busy[rank] == (double)program->ranks[rank].num_units);
         REQUIRE(found->makespan >= found->busy[rank]);

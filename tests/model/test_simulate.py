@@ -18,22 +18,6 @@ from orders import random_order, with_moves, with_recomputation
 from seq1f1b import _C, Costs, Links, Noise, Schedule, Unit, build_schedule
 from seq1f1b.schedule import PeakMemory, StepMemory
 
-GRID = list(itertools.product(range(1, 9), range(1, 9), (1, 2, 3, 4, 8)))
-
-# -- formulas: F = 1 and B = 2 per segment, M k segments of work, P - 1 of them to fill and drain ----------------------
-
-
-@pytest.mark.parametrize("name", ["seq1f1b", "gpipe"])
-def test_makespan_and_peak_over_segments(name: str) -> None:
-    for P, M, k in GRID:
-        if (M >= P) if name == "seq1f1b" else (M * k >= P):
-            simulation = build_schedule(name, num_ranks=P, num_microbatches=M, num_segments=k).simulate()
-            assert simulation.makespan == 3 * M * k + 3 * (P - 1)
-            assert max(simulation.peak) == (min(P - 1 + k, M * k) if name == "seq1f1b" else M * k)
-            assert simulation.busy == (3.0 * M * k,) * P
-            assert simulation.bubble == (3.0 * (P - 1),) * P
-
-
 # -- small cases by hand -----------------------------------------------------------------------------------------------
 
 
@@ -557,8 +541,8 @@ def test_costs_that_are_no_time(argument: str, name: str, value: float) -> None:
             "transfer_jitter is -0.5, must be in 0..1: a share of a message's seconds",
         ),
         ({"jitter": 1.5}, "jitter is 1.5, must be in 0..1: a share of a unit's seconds"),
-        ({"seed": -1}, "seed is -1, must be in 0..2**64 - 1"),
-        ({"steps": 0}, "steps is 0, must be in 1..2147483647"),
+        ({"seed": -1}, "seed is -1, must be at least 0"),
+        ({"steps": 0}, "steps is 0, must be at least 1"),
         ({"steps": 2}, "optimizer_sync must be True or False where there is more than one step"),
         ({"optimizer": -1.0}, "the time of an optimizer is -1, must be finite and at least 0"),
         (
