@@ -379,15 +379,19 @@ def _grow(
     place = np.full(rows.total, -1)
     place[token] = taken
     target = np.empty(total, np.int64)
-    if weights is None:
-        target[taken], weight = token, np.bincount(taken, minlength=total).astype(np.float64)
-    else:
-        is_supervised = compared.is_supervised[token]
-        target[taken[~is_supervised]] = -1 - token[~is_supervised]
-        target[taken[is_supervised]] = token[is_supervised]
-        weight = np.bincount(taken, weights.numpy()[token], total)
-    found = (torch.from_numpy(each) for each in (place, target, weight))
-    return _Grown(shapes, tree_of_row, *found, compared.told_apart)
+    is_supervised = compared.is_supervised[token]
+    target[taken[~is_supervised]] = -1 - token[~is_supervised]
+    target[taken[is_supervised]] = token[is_supervised]
+    counted = None if weights is None else weights.numpy()[token]
+    weight = np.bincount(taken, counted, total).astype(np.float64)
+    return _Grown(
+        shapes,
+        tree_of_row,
+        torch.from_numpy(place),
+        torch.from_numpy(target),
+        torch.from_numpy(weight),
+        compared.told_apart,
+    )
 
 
 class _Compared:
@@ -442,16 +446,16 @@ class _Compared:
         """
         if len(group) < 2:
             return [list(group)] if group else []
-        found: dict[Any, dict[bytes | None, list[int]]] = {}
+        found: dict[Any, dict[bytes, list[int]]] = {}
         tokens = [self.begin[row] + 1 + at for row in group]
         for row, token, key in zip(group, tokens, self._tokens[tokens].tolist(), strict=True):
-            values = None
+            values = b""  # not supervised
             if at >= 0 and self._columns and self.is_supervised[token]:
                 values = b"".join(column[token].tobytes() for column in self._columns)
             found.setdefault((self._labels[row], key), {}).setdefault(values, []).append(row)
         branches = []
         for kinds in found.values():
-            unsupervised = kinds.pop(None, [])
+            unsupervised = kinds.pop(b"", [])
             own = [kinds[values] for values in sorted(kinds)] or [[]]
             if len(own) > 1 and not self._num_apart:
                 self._first_apart = self._difference(own[0][-1], own[1][0], at)
