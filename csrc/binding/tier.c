@@ -81,26 +81,16 @@ static PyObject *tier_wait(PyObject *Py_UNUSED(module), PyObject *arguments)
 
 S1F_METHOD_DOES(tier_reset, tier, tier, S1F_WITHOUT_GIL(s1f_tier_reset(tier)))
 
-static PyObject *facts_of(PyObject *handle, void (*get)(s1f_tier *tier, s1f_tier_facts *out))
+static PyObject *tier_facts(PyObject *Py_UNUSED(module), PyObject *handle)
 {
     s1f_tier *tier;
     if (!s1f_to_tier(handle, &tier))
         return NULL;
     s1f_tier_facts facts;
-    get(tier, &facts);
+    s1f_tier_get_facts(tier, &facts);
     return s1f_new_record(S1F_TIER_FACTS, "(sNLLLLL)", facts.medium, PyBool_FromLong(facts.is_memory),
                           (long long)facts.room_bytes, (long long)facts.bytes_out, (long long)facts.bytes_in,
                           (long long)facts.ns_out, (long long)facts.ns_in);
-}
-
-static PyObject *tier_facts(PyObject *Py_UNUSED(module), PyObject *handle)
-{
-    return facts_of(handle, s1f_tier_get_facts);
-}
-
-static PyObject *tier_step(PyObject *Py_UNUSED(module), PyObject *handle)
-{
-    return facts_of(handle, s1f_tier_get_step);
 }
 
 PyMethodDef s1f_tier_methods[] = {
@@ -111,6 +101,5 @@ PyMethodDef s1f_tier_methods[] = {
     S1F_METHOD(tier_in, VARARGS, "Begins to bring it back, in the same parts."),
     S1F_METHOD(tier_wait, VARARGS, "Waits for what was asked last of the load: the host, or the stream that computes."),
     S1F_METHOD(tier_reset, O, "Forgets all loads and a failure; afterwards the tier touches no memory."),
-    S1F_METHOD(tier_facts, O, "Where it lies, and what has moved."),
-    S1F_METHOD(tier_step, O, "Tier_facts whose bytes and ns are those of the last step."),
+    S1F_METHOD(tier_facts, O, "Where it lies, and what has moved in the last step."),
     {NULL, NULL, 0, NULL}};

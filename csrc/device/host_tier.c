@@ -18,7 +18,7 @@ typedef struct { /* a piece of the room, pinned by one call */
 typedef struct { /* one copy of a load; events are made once and used again by every step */
     s1f_cu_event begin, end;
     int64_t number, bytes;
-    int32_t way, is_counted;
+    int32_t way;
 } copy;
 
 typedef struct {
@@ -34,7 +34,6 @@ typedef struct {
     int64_t most_loads; /* out at once in this step */
     copy *copies;       /* of this step, in the order in which they were asked for */
     int64_t num_copies, capacity;
-    s1f_tier_facts facts;
     char broken[256]; /* "" while copies work */
 } host_tier;
 
@@ -92,7 +91,7 @@ static s1f_status grow(host_tier *tier, int64_t end, int64_t load_bytes)
     S1F_TRY(pin(tier, missing, &memory));
     pieces[tier->num_pieces++] = (piece){memory, tier->pinned, missing};
     tier->pinned += missing;
-    tier->facts.room_bytes = tier->pinned;
+    tier->head.facts.room_bytes = tier->pinned;
     return S1F_OK;
 }
 
@@ -153,7 +152,7 @@ static s1f_status start_copy(host_tier *tier, s1f_tier_load *load)
     copy *next = NULL;
     S1F_TRY(next_copy(tier, &next));
     load->ticket = (uint64_t)(tier->num_copies - 1);
-    *next = (copy){next->begin, next->end, load->number, 0, way, 0};
+    *next = (copy){next->begin, next->end, load->number, 0, way};
     S1F_TRY(S1F_CU(driver, event_record, tier->given, tier->device->compute));
     S1F_TRY(S1F_CU(driver, stream_wait_event, stream, tier->given, 0));
     S1F_TRY(S1F_CU(driver, event_record, next->begin, stream));
@@ -201,31 +200,25 @@ static s1f_status wait(s1f_tier *head, s1f_group *group, s1f_tier_load *load)
 
 /* -- times --------------------------------------------------------------------------------------------------------- */
 
-/* Adds the copies that have ended by now to the sums. */
-static void count(host_tier *tier)
-{
-    const s1f_driver *driver = tier->device->driver;
-    int mode;
-    if (enter(tier, &mode) != S1F_OK)
-        return;
-    for (int64_t i = 0; i < tier->num_copies; i++) {
-        copy *one = &tier->copies[i];
-        float milliseconds = 0;
-        if (one->is_counted || driver->event_query(one->end) != S1F_CU_SUCCESS ||
-            driver->event_elapsed(&milliseconds, one->begin, one->end) != S1F_CU_SUCCESS)
-            continue;
-        one->is_counted = 1;
-        *(one->way == IN ? &tier->facts.bytes_in : &tier->facts.bytes_out) += one->bytes;
-        *(one->way == IN ? &tier->facts.ns_in : &tier->facts.ns_out) += (int64_t)((double)milliseconds * 1e6);
-    }
-    leave(tier, mode, S1F_OK);
-}
-
+/* Adds up the copies that have ended by now. */
 static void get_facts(s1f_tier *head, s1f_tier_facts *out)
 {
     host_tier *tier = of(head);
-    count(tier);
-    *out = tier->facts;
+    const s1f_driver *driver = tier->device->driver;
+    int mode;
+    *out = head->facts;
+    if (enter(tier, &mode) != S1F_OK)
+        return;
+    for (int64_t i = 0; i < tier->num_copies; i++) {
+        const copy *one = &tier->copies[i];
+        float milliseconds = 0;
+        if (driver->event_query(one->end) != S1F_CU_SUCCESS ||
+            driver->event_elapsed(&milliseconds, one->begin, one->end) != S1F_CU_SUCCESS)
+            continue;
+        *(one->way == IN ? &out->bytes_in : &out->bytes_out) += one->bytes;
+        *(one->way == IN ? &out->ns_in : &out->ns_out) += (int64_t)((double)milliseconds * 1e6);
+    }
+    leave(tier, mode, S1F_OK);
 }
 
 static s1f_status came_back(s1f_tier *head, int64_t number, int64_t *ns)
@@ -250,7 +243,6 @@ static s1f_status begin_step(s1f_tier *head, int64_t most_loads)
                         "Memory(offload=HOST): copies of GPU %d have failed (%s): what waits there cannot go on; end "
                         "this process and start it again",
                         (int)tier->device->ordinal, tier->broken);
-    count(tier);
     tier->most_loads = most_loads;
     tier->num_copies = 0;
     S1F_TRY(enter(tier, &mode));
@@ -353,8 +345,8 @@ s1f_status s1f_host_tier_create(s1f_device *device, s1f_status (*check_host)(voi
     tier->check_host = check_host;
     tier->context = context;
     tier->process = getpid();
-    snprintf(tier->facts.medium, sizeof tier->facts.medium, "pinned memory");
-    tier->facts.is_memory = 1;
+    snprintf(tier->head.facts.medium, sizeof tier->head.facts.medium, "pinned memory");
+    tier->head.facts.is_memory = 1;
     s1f_status status = open_streams(tier);
     if (status != S1F_OK) {
         free_tier(&tier->head);

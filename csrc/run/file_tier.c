@@ -25,7 +25,6 @@ typedef struct {
     s1f_tier head;
     int file, is_direct; /* transfers go past the page cache */
     char *directory;
-    s1f_tier_facts facts;
     char *chunk; /* where transfers past the page cache cannot take memory as it is */
     pthread_t thread;
     pid_t process;        /* whose thread it is: a forked one has none */
@@ -76,7 +75,7 @@ static int move_chunk(file_tier *tier, int comes_in, char *data, int64_t bytes, 
 /* Without it the page cache would hold what has just left memory. */
 static void give_up_pages(const file_tier *tier, const load *moved)
 {
-    if (tier->is_direct || tier->facts.is_memory)
+    if (tier->is_direct || tier->head.facts.is_memory)
         return;
     if (!moved->comes_in)
         (void)sync_file_range(tier->file, moved->offset, moved->bytes,
@@ -106,8 +105,8 @@ static void move_load(file_tier *tier, const load *moved)
     if (error != 0) {
         tier->failed = (failure){error, moved->comes_in, moved->bytes, sum};
     } else {
-        *(moved->comes_in ? &tier->facts.bytes_in : &tier->facts.bytes_out) += sum;
-        *(moved->comes_in ? &tier->facts.ns_in : &tier->facts.ns_out) += took;
+        *(moved->comes_in ? &tier->head.facts.bytes_in : &tier->head.facts.bytes_out) += sum;
+        *(moved->comes_in ? &tier->head.facts.ns_in : &tier->head.facts.ns_out) += took;
     }
     pthread_mutex_unlock(&tier->lock);
 }
@@ -154,11 +153,11 @@ static s1f_status name_file_system(file_tier *tier)
     if (fstatfs(tier->file, &found) != 0)
         return s1f_fail(S1F_ERR_SYSTEM, "offload directory %s: %s", tier->directory, strerror(errno));
     unsigned long magic = (unsigned long)found.f_type & 0xffffffffu;
-    snprintf(tier->facts.medium, sizeof tier->facts.medium, "file system %lx", magic);
+    snprintf(tier->head.facts.medium, sizeof tier->head.facts.medium, "file system %lx", magic);
     for (size_t i = 0; i < sizeof file_systems / sizeof *file_systems; i++)
         if (file_systems[i].magic == magic) {
-            snprintf(tier->facts.medium, sizeof tier->facts.medium, "%s", file_systems[i].name);
-            tier->facts.is_memory = file_systems[i].is_memory;
+            snprintf(tier->head.facts.medium, sizeof tier->head.facts.medium, "%s", file_systems[i].name);
+            tier->head.facts.is_memory = file_systems[i].is_memory;
         }
     return S1F_OK;
 }
@@ -242,7 +241,7 @@ static void get_facts(s1f_tier *head, s1f_tier_facts *out)
 {
     file_tier *tier = of(head);
     pthread_mutex_lock(&tier->lock);
-    *out = tier->facts;
+    *out = head->facts;
     pthread_mutex_unlock(&tier->lock);
 }
 
@@ -252,8 +251,8 @@ static s1f_status begin(s1f_tier *head, load *job)
     job->ticket = ++tier->last_ticket;
     job->next_job = NULL;
     pthread_mutex_lock(&tier->lock);
-    if (job->offset + job->bytes > tier->facts.room_bytes)
-        tier->facts.room_bytes = job->offset + job->bytes;
+    if (job->offset + job->bytes > tier->head.facts.room_bytes)
+        tier->head.facts.room_bytes = job->offset + job->bytes;
     if (tier->first_job == NULL)
         tier->first_job = job;
     else
@@ -270,7 +269,7 @@ static s1f_status tell(const file_tier *tier, failure failed)
     int is_full = failed.error == ENOSPC || failed.error == EDQUOT || failed.error == EFBIG;
     (void)fstatfs(tier->file, &found);
     s1f_fail(S1F_ERR_SYSTEM, "offload directory %s (%s): %s %lld bytes failed after %lld: %s", tier->directory,
-             tier->facts.medium, failed.comes_in ? "reading" : "writing", (long long)failed.bytes,
+             tier->head.facts.medium, failed.comes_in ? "reading" : "writing", (long long)failed.bytes,
              (long long)failed.done, strerror(failed.error));
     char text[512];
     snprintf(text, sizeof text, "%s", s1f_last_error());
@@ -279,7 +278,7 @@ static s1f_status tell(const file_tier *tier, failure failed)
             S1F_ERR_SYSTEM,
             "%s; the file holds up to %lld bytes, and %lld are free: give Memory(offload=) a directory with "
             "more room, or move fewer units by Memory(units=)",
-            text, (long long)tier->facts.room_bytes, (long long)found.f_bavail * (long long)found.f_bsize);
+            text, (long long)tier->head.facts.room_bytes, (long long)found.f_bavail * (long long)found.f_bsize);
     return s1f_fail(S1F_ERR_SYSTEM, "%s: give Memory(offload=) a directory on another disk", text);
 }
 

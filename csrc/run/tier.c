@@ -1,6 +1,7 @@
 /* tier.c - the loads of a tier and their room: what both kinds share. */
 #include "tier.h"
 
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -42,15 +43,14 @@ static void forget(s1f_tier *tier, s1f_tier_load *known)
 
 s1f_status s1f_tier_begin_step(s1f_tier *tier, int64_t most_loads)
 {
-    s1f_status status = tier->kind->begin_step == NULL ? S1F_OK : tier->kind->begin_step(tier, most_loads);
-    tier->kind->get_facts(tier, &tier->before);
-    return status;
+    s1f_tier_facts *facts = &tier->facts;
+    facts->bytes_out = facts->bytes_in = facts->ns_out = facts->ns_in = 0;
+    return tier->kind->begin_step == NULL ? S1F_OK : tier->kind->begin_step(tier, most_loads);
 }
 
 s1f_status s1f_tier_out(s1f_tier *tier, int64_t number, const s1f_tier_part *parts, int32_t num_parts)
 {
-    if (find(tier, number) != NULL)
-        return s1f_fail(S1F_ERR_STATE, "load %lld is out already", (long long)number);
+    assert(find(tier, number) == NULL);
     s1f_tier_load *added = calloc(1, sizeof *added + (size_t)num_parts * sizeof *parts);
     if (added == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory for a load of %d parts", (int)num_parts);
@@ -67,19 +67,10 @@ s1f_status s1f_tier_out(s1f_tier *tier, int64_t number, const s1f_tier_part *par
 s1f_status s1f_tier_in(s1f_tier *tier, int64_t number, const s1f_tier_part *parts, int32_t num_parts)
 {
     s1f_tier_load *known = find(tier, number);
-    if (known == NULL || known->comes_in)
-        return s1f_fail(S1F_ERR_STATE, "load %lld is not out", (long long)number);
-    if (!known->is_awaited)
-        return s1f_fail(S1F_ERR_STATE, "load %lld is on its way out: wait for it", (long long)number);
-    int is_same = num_parts == known->num_parts;
-    for (int32_t i = 0; is_same && i < num_parts; i++)
-        is_same = parts[i].bytes == known->parts[i].bytes;
-    if (!is_same)
-        return s1f_fail(S1F_ERR_ARG, "load %lld comes back in other parts than it went out in", (long long)number);
+    assert(known != NULL && !known->comes_in && known->is_awaited && num_parts == known->num_parts);
     for (int32_t i = 0; i < num_parts; i++)
-        if ((uintptr_t)parts[i].data % (uintptr_t)tier->kind->alignment != 0)
-            return s1f_fail(S1F_ERR_ARG, "part %d of load %lld lies on no multiple of %d bytes", (int)i,
-                            (long long)number, (int)tier->kind->alignment);
+        assert(parts[i].bytes == known->parts[i].bytes &&
+               (uintptr_t)parts[i].data % (uintptr_t)tier->kind->alignment == 0);
     memcpy(known->parts, parts, (size_t)num_parts * sizeof *parts);
     known->comes_in = 1;
     known->is_awaited = 0;
@@ -106,15 +97,6 @@ s1f_status s1f_tier_came_back(s1f_tier *tier, int64_t number, int64_t *ns)
 void s1f_tier_get_facts(s1f_tier *tier, s1f_tier_facts *out)
 {
     tier->kind->get_facts(tier, out);
-}
-
-void s1f_tier_get_step(s1f_tier *tier, s1f_tier_facts *out)
-{
-    tier->kind->get_facts(tier, out);
-    out->bytes_out -= tier->before.bytes_out;
-    out->bytes_in -= tier->before.bytes_in;
-    out->ns_out -= tier->before.ns_out;
-    out->ns_in -= tier->before.ns_in;
 }
 
 void s1f_tier_reset(s1f_tier *tier)

@@ -35,7 +35,7 @@ typedef struct {
     char medium[24];   /* "ext4"; "pinned memory" */
     int32_t is_memory; /* the medium lies in memory of the host */
     int64_t room_bytes;
-    int64_t bytes_out, bytes_in; /* of all transfers that have ended well */
+    int64_t bytes_out, bytes_in; /* of the step's transfers that have ended well */
     int64_t ns_out, ns_in;       /* that these took, without the time in which they waited for others */
 } s1f_tier_facts;
 
@@ -54,7 +54,7 @@ typedef struct {       /* one static table per kind. NULL: nothing to do */
 struct s1f_tier { /* head of every kind's own struct */
     const s1f_tier_kind *kind;
     s1f_tier_load *loads;
-    s1f_tier_facts before; /* the step */
+    s1f_tier_facts facts; /* the kind's, but for those of a step, which begins with zeros */
 };
 
 /* For kinds: bytes up to the next multiple of the alignment. */
@@ -62,14 +62,12 @@ int64_t s1f_tier_rounded(int64_t bytes);
 
 void s1f_tier_free(s1f_tier *tier); /* NULL is fine; a forked process leaves the tier as it is */
 void s1f_tier_get_facts(s1f_tier *tier, s1f_tier_facts *out);
-/* Facts of the last step alone: bytes and ns are those of its transfers. */
-void s1f_tier_get_step(s1f_tier *tier, s1f_tier_facts *out);
 
 /* Before the units of a step. most_loads: that are out at once in it, for a tier that looks ahead. S1F_ERR_STATE: the
  * tier is of no use any more. */
 s1f_status s1f_tier_begin_step(s1f_tier *tier, int64_t most_loads);
-/* Begins to take the load out, or to bring it back into parts of the same sizes. S1F_ERR_STATE: the number is out
- * already, or it is not, or nobody has waited for it; S1F_ERR_ARG: sizes differ; S1F_ERR_MEMORY: no room can be had. */
+/* Begins to take the load out, or to bring one that is out, and was waited for, back into parts of the same sizes.
+ * S1F_ERR_MEMORY: no room can be had. */
 s1f_status s1f_tier_out(s1f_tier *tier, int64_t load, const s1f_tier_part *parts, int32_t num_parts);
 s1f_status s1f_tier_in(s1f_tier *tier, int64_t load, const s1f_tier_part *parts, int32_t num_parts);
 /* Waits for what was asked last of the load: the host, or the stream on which a GPU's units compute, which makes the

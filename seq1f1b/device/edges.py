@@ -147,9 +147,8 @@ class DeviceEdges:
         if self.transport != "auto":
             self._check_reach(ways[0], controls)
         self.warm()
-        proof = Proof(self, ways, controls, is_receiver)
-        proof.run()
-        self._ends, self.chosen, self._is_receiver = proof.ends, proof.chosen, is_receiver
+        self._is_receiver = is_receiver
+        self._ends, self.chosen = Proof(self, ways, controls, is_receiver).run()
         return dict(self._ends)  # the caller lets go of its own before close() ends them
 
     def _check_reach(self, way: Way, controls: Mapping[Edge, object]) -> None:
@@ -199,9 +198,6 @@ class Proof:
         ways: in the order in which they are tried.
         controls: ends of this rank's edges that carry headers.
         is_receiver: by edge.
-    Attributes:
-        ends: by edge.
-        chosen: by edge, the name of its way, bytes per second of the proof's message and why it goes that way.
     """
 
     def __init__(
@@ -215,11 +211,15 @@ class Proof:
         self._group, self._is_free = edges.group, edges.transport == "auto"
         self._reasons: dict[Edge, list[str]] = {}  # why an earlier way is not it
         self._refused: dict[Edge, str] = {}  # why an edge cannot go the way that is tried; equal on all ranks
-        self.chosen: dict[Edge, tuple[str, float, str]] = {}
-        self.ends: dict[Edge, Any] = {}
+        self._chosen: dict[Edge, tuple[str, float, str]] = {}
+        self._ends: dict[Edge, Any] = {}
 
-    def run(self) -> None:
-        """Raises RuntimeError, on every rank, if an edge has no way, or a transfer that does not end. Collective."""
+    def run(self) -> tuple[dict[Edge, Any], dict[Edge, tuple[str, float, str]]]:
+        """The ends, and what is chosen (:class:`DeviceEdges`). Collective.
+
+        Raises:
+            RuntimeError: on every rank: an edge has no way, or a transfer does not end.
+        """
         texts = {edge: _C.edge_end_text(control) for edge, control in self._controls.items()}
         self._texts: dict[Edge, str] = {}
         self._ranks: dict[Edge, set[int]] = {}  # at an edge
@@ -231,12 +231,13 @@ class Proof:
                 self._ranks.setdefault(edge, set()).add(rank)
                 self._bytes[edge] = max(1, min(self._bytes.get(edge, self._edges.proof_bytes), free))
         for way in self._ways:
-            mine = [edge for edge in sorted(self._controls) if edge not in self.ends]
+            mine = [edge for edge in sorted(self._controls) if edge not in self._ends]
             mine = [edge for edge in mine if self._group.transport_to(self._group.peer_of(edge)) in way.over]
             if any(self._group.all_gather_object(bool(mine))):
                 self._try(way, mine)
         if self._refused:
             raise RuntimeError(f"{self._texts[min(self._refused)]}: no transport carries its messages between GPUs")
+        return self._ends, self._chosen
 
     def _each(self, edges: Iterable[Edge], call: Callable[[Edge], object]) -> None:
         """Does a part of an attempt for edges that have not failed; then all ranks know which have. Collective."""
@@ -301,8 +302,8 @@ class Proof:
             why = ["the first that proved itself" if self._is_free else "asked for", *self._reasons.get(edge, [])]
             if self._bytes[edge] < self._edges.proof_bytes:
                 why.append(f"proven with {self._bytes[edge]} bytes, as memory is short")
-            self.chosen[edge] = (way.name, rate, "; ".join(why))
-        self.ends |= ends
+            self._chosen[edge] = (way.name, rate, "; ".join(why))
+        self._ends |= ends
         self._group.end_step(failed=False)
 
     def _known_bytes(self, way: Way, edge: Edge) -> Tensor:

@@ -32,11 +32,10 @@ class HostTier(Tier):
 
     Args:
         device: of the stages, whose tensors move.
-        num_cells: segments of all micro-batches.
     """
 
-    def __init__(self, device: torch.device, group: RankGroup, num_cells: int) -> None:
-        super().__init__(None, device, 1, group.group, num_cells)
+    def __init__(self, device: torch.device, group: RankGroup) -> None:
+        super().__init__(None, device, 1, group.group)
         launched = os.environ.get("LOCAL_WORLD_SIZE", "")  # other pipelines of this host pin as well
         self._host_ranks = max(group.local_size, int(launched) if launched.isdigit() else 1)
 

@@ -41,13 +41,13 @@ class Tier(OfOneProcess):
         device: whose tensors move.
         alignment: bytes, of the memory into which they come back.
         group: the handle of the rank's group, whose failures end a wait.
-        num_cells: segments of all micro-batches; an order of rows sets its own.
     """
 
-    def __init__(self, handle: object, device: torch.device, alignment: int, group: object, num_cells: int) -> None:
+    num_cells = 0  # of the step's order
+
+    def __init__(self, handle: object, device: torch.device, alignment: int, group: object) -> None:
         self.handle: Any = handle
-        self.device, self.alignment = device, alignment
-        self._group, self.num_cells = group, num_cells
+        self.device, self.alignment, self._group = device, alignment, group
 
     def open(self, gpu: object) -> None:
         """Makes what a tier of a GPU needs, by the core's handle of it."""
@@ -78,7 +78,7 @@ class Tier(OfOneProcess):
 
     def step_facts(self) -> _C.TierFacts | None:
         """Bytes and seconds of the last step's moves, as far as they have ended; None once the tier is closed."""
-        return None if self.handle is None else _C.tier_step(self.handle)
+        return None if self.handle is None else _C.tier_facts(self.handle)
 
     def close(self) -> None:
         """Gives up its room, once the executors have, too."""
@@ -89,7 +89,7 @@ class Tier(OfOneProcess):
         _C.tier_reset(self.handle)
 
 
-def file_tier(directory: str | os.PathLike[str], group: object, num_cells: int) -> Tier:
+def file_tier(directory: str | os.PathLike[str], group: object) -> Tier:
     """A tier that is a file, for what stages on the CPU save.
 
     Raises:
@@ -103,7 +103,7 @@ def file_tier(directory: str | os.PathLike[str], group: object, num_cells: int) 
             RuntimeWarning,
             stacklevel=7,  # where the engine is made
         )
-    return Tier(handle, torch.device("cpu"), _C.TIER_ALIGNMENT, group, num_cells)
+    return Tier(handle, torch.device("cpu"), _C.TIER_ALIGNMENT, group)
 
 
 class Offloading(Part):

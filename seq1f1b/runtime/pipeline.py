@@ -124,17 +124,16 @@ class Pipeline(OfOneProcess):
                     yield tied.get(id(parameter), name), parameter
 
     def _make_tier(self) -> Tier | None:
-        options, place = self._options, self._options.memory.offload
-        num_cells = options.num_microbatches * options.num_segments
+        place = self._options.memory.offload
         if place is None:
             return None
         if place is where.HOST:
             host_tier: Any = self._gpu_part("host tier")
             host_tier.check(self.device)
-            tier: Tier = host_tier(self.device, self.group, num_cells)
+            tier: Tier = host_tier(self.device, self.group)
             return tier
         where.check("folder", f"Memory.offload={os.fspath(place)!r}", self.device)
-        return file_tier(place, self.group.group, num_cells)
+        return file_tier(place, self.group.group)
 
     @property
     def is_between_gpus(self) -> bool:

@@ -218,7 +218,7 @@ static void test_steady_steps(void)
     OK(stand_in_set("copy_ns_per_kib", 10000));
     CHECK(run_step(&s) == 0);
     s1f_tier_facts facts;
-    s1f_tier_get_step(s.tier, &facts);
+    s1f_tier_get_facts(s.tier, &facts);
     CHECK(facts.room_bytes == 8 << 20);
     CHECK(facts.bytes_out == WAVES * UNITS * BYTES && facts.bytes_in == facts.bytes_out);
     CHECK(facts.ns_out > facts.bytes_out * 9 && facts.ns_in > facts.bytes_in * 9);

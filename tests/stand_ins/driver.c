@@ -565,8 +565,6 @@ CUresult cuMemHostAlloc(void **memory, size_t bytes, unsigned int flags)
     NEEDS_ARGUMENT(bytes > 0 && flags == 0);
     NEEDS_CONTEXT(index);
     (void)index;
-    if (bytes > (size_t)(machine.options.pinned_bytes - machine.counters.live_pinned_bytes))
-        return CUDA_ERROR_OUT_OF_MEMORY;
     machine.counters.live_pinned_bytes += (int64_t)bytes;
     return allocate(memory, bytes, -1);
 }

@@ -49,7 +49,6 @@ __attribute__((format(printf, 2, 3))) void misuse(api_call call, const char *for
     X(queues, 8, 1, MAX_QUEUES)                                                                                        \
     X(nccl_version, 22907, 0, INT32_MAX)                                                                               \
     X(injected_sync_permille, 0, 0, 1000)                                                                              \
-    X(pinned_bytes, 1LL << 34, 0, INT64_MAX)                                                                           \
     X(copy_ns_per_kib, 0, 0, INT32_MAX)                                                                                \
     X(foreign_memory, 0, 0, 1)
 

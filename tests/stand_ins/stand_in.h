@@ -38,7 +38,6 @@ STAND_IN_API void stand_in_reset(uint64_t seed);
  *   nccl_version           22907  of ncclGetVersion
  *   injected_sync_permille 0      launches before which the device is synchronised (lazy module loading does); above
  *                                 0 cuMemAlloc and cuMemFree synchronise it as well
- *   pinned_bytes           1<<34  of cuMemHostAlloc, over all devices
  *   copy_ns_per_kib        0      nanoseconds that a copy takes at least
  *   foreign_memory         0      1: operations may use memory that cuMemAlloc did not give */
 STAND_IN_API int stand_in_set(const char *option, int64_t value);

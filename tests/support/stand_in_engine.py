@@ -62,8 +62,8 @@ class StandInTier(HostTier):
     def check(device: torch.device) -> None:
         pass
 
-    def __init__(self, device: torch.device, group: RankGroup, num_cells: int) -> None:
-        super().__init__(device, group, num_cells)
+    def __init__(self, device: torch.device, group: RankGroup) -> None:
+        super().__init__(device, group)
         self.ordinal = group.rank
 
     def wait(self, number: int) -> None:
