@@ -83,7 +83,7 @@ S1F_HANDLES(S1F_DECLARE_HANDLE)
     }                                                                                                                  \
     static PyObject *method##_of(s1f_##type *core)
 
-/* The same of a handle and a number (METH_VARARGS), int64_t. */
+/* Begins a method (METH_VARARGS) of a handle and a number, an int64_t. */
 #define S1F_METHOD_OF_NUMBER(method, type, core, number)                                                               \
     static PyObject *method##_of(s1f_##type *core, int64_t number);                                                    \
     static PyObject *method(PyObject *Py_UNUSED(module), PyObject *arguments)                                          \

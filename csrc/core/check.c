@@ -145,7 +145,7 @@ static s1f_status check_optional(const table *t, int64_t i)
                     rank_of(t, unit_of_cell(t, i)), again, out);
 }
 
-/* Of a shard of the vocabulary: cells of the first num_ranks stages alone have them. */
+/* Products of a shard of the vocabulary: cells of the first num_ranks stages alone have them. */
 static const uint32_t of_shard = 1u << S1F_PRODUCT_STATISTICS | 1u << S1F_PRODUCT_LOSS | 1u << S1F_PRODUCT_EMBEDDED |
                                  1u << S1F_PRODUCT_EMBED_GRADIENT;
 

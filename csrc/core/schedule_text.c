@@ -245,8 +245,8 @@ static s1f_status find_placement(const parsed_text *t, const s1f_shape *shape, i
     return S1F_OK;
 }
 
-/* Where the segments of each micro-batch begin, by those that it names; whether micro-batches differ in them. Of one
- * that no unit names the first is missing. */
+/* Finds the first cell of each micro-batch, by the segments that it names, and whether micro-batches differ in them. A
+ * micro-batch that no unit names misses its first segment. */
 static int find_first_cells(const parsed_text *t, const s1f_shape *shape, int64_t *first_cell)
 {
     int differ = 0;
