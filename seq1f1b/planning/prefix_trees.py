@@ -406,7 +406,7 @@ class _Compared:
 
     @property
     def told_apart(self) -> str:
-        """What ended sharing although the tokens agreed; "": nothing."""
+        """The reason why sharing ended although the tokens agreed; "": no such reason."""
         if not self._num_apart:
             return ""
         return (

@@ -188,7 +188,7 @@ class _Case(NamedTuple):
     wait: Callable[[], object]
 
     def loss(self, tokens: int) -> Callable[[Any], Any]:
-        """What a last stage makes of the outputs of so many tokens; of others the outputs."""
+        """Returns a function of a stage's outputs of so many tokens: the loss on the last stage, else the outputs."""
         loss_fn, target = self.loss_fn, self.make_target and self.make_target(tokens)
         return (lambda outputs: outputs) if loss_fn is None else lambda outputs: loss_fn(outputs, target)
 

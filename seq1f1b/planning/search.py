@@ -337,7 +337,7 @@ def search_plans(
 
 
 class _Told(NamedTuple):
-    """What became of a candidate: seconds of its step if it fits, else the bytes that it needs; or bounds of them."""
+    """The result of pricing a candidate: seconds of its step if it fits, else the bytes that it needs, or bounds."""
 
     candidate: Candidate
     seconds: float = 0.0

@@ -90,7 +90,7 @@ def _sequences(t: Tensor, cum: Tensor | None) -> list[Tensor]:
 
 
 def _sums(lse: Tensor, cum: Tensor | None) -> list[Tensor]:
-    """The same of lse, which is (batch, heads, tokens) or (heads, all tokens)."""
+    """Returns the same rows of lse, which is (batch, heads, tokens) or (heads, all tokens)."""
     return [t.mT for t in _sequences(lse.mT, cum)]
 
 
