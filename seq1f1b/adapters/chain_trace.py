@@ -18,8 +18,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves
 
 import seq1f1b
-from seq1f1b.adapters.chain_checks import check_lengths, has_effect
-from seq1f1b.adapters.chain_frozen import Frozen
+from seq1f1b.adapters.chain_checks import Frozen, check_lengths, has_effect
 from seq1f1b.ops import attention, context, packing, ulysses
 from seq1f1b.runtime.model_state import RandomState, attributes_of, first_changed, put_back
 

@@ -8,19 +8,20 @@ from typing import Any
 
 import seq1f1b
 from seq1f1b.cli import workload
-from seq1f1b.cli.values import read_bytes
+from seq1f1b.cli.values import add_options, read_bytes
 from seq1f1b.planning.compare import compare
 
 
 def add(command: argparse.ArgumentParser) -> None:
     command.add_argument("schedule", nargs="*", help="names of schedules (default: all)")
-    command.add_argument("--bandwidth", metavar="BYTES", help="bytes per second from one stage to the next")
-    command.add_argument("--token-bytes", metavar="BYTES", help="activations that a rank keeps for a token")
-    command.add_argument("--message-bytes", metavar="BYTES", help="bytes of a token between two stages")
-    command.add_argument(
-        "--cap",
-        help="leave out what holds more on a rank: 4 (micro-batches of activations) or 4GiB (with --model all bytes)",
-    )
+    cap = "leave out what holds more on a rank: 4 (micro-batches of activations) or 4GiB (with --model all bytes)"
+    options = {
+        "--bandwidth BYTES": (read_bytes, None, "bytes per second from one stage to the next"),
+        "--token-bytes BYTES": (read_bytes, None, "activations that a rank keeps for a token"),
+        "--message-bytes BYTES": (read_bytes, None, "bytes of a token between two stages"),
+        "--cap": (str, None, cap),
+    }
+    add_options(command, options)
     workload.add_order_options(command)
     command.add_argument("--json", action="store_true", help="print JSON")
 
@@ -35,9 +36,7 @@ def run(options: argparse.Namespace) -> int:
         given = {"model": model, "hardware": hardware, "layout": layout, "seq_len": workload.tokens_of(options)}
     elif sizes is None and options.seq is not None:
         sizes = seq1f1b.partition_sequence(options.seq, segments, strategy="even")
-    for name in ("bandwidth", "token_bytes", "message_bytes"):
-        if (text := getattr(options, name)) is not None:
-            given[name] = read_bytes(text)
+    given |= {name: getattr(options, name) for name in ("bandwidth", "token_bytes", "message_bytes")}
     cap = options.cap
     in_bytes = cap is not None and cap.endswith("B")
     most = None if cap is None or in_bytes else read_microbatches(cap)

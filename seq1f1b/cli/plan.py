@@ -3,103 +3,62 @@
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import replace
+from typing import Any
 
 from seq1f1b.cli.terminal import progress_bar
-from seq1f1b.cli.values import (
-    argument,
-    read_bytes,
-    read_counts,
-    read_lengths,
-    read_names,
-    read_sizes,
-    read_tokens,
-)
+from seq1f1b.cli.values import add_options, read_bytes, read_counts, read_lengths, read_names, read_sizes, read_tokens
 from seq1f1b.cli.workload import add_model_options, read_workload
-from seq1f1b.planning.search import VOCABULARIES, search_plans
+from seq1f1b.planning.case import GIB
+from seq1f1b.planning.cost import CostModel
+from seq1f1b.planning.search import VOCABULARIES, memory_cap, search_plans
+from seq1f1b.table import rounded, table_text
+
+_ARGUMENTS = {"seq": "seq_len", "ranks": "num_ranks", "microbatches": "num_microbatches", "schedules": "names"}
+_ARGUMENTS |= {name: name for name in ("memory", "segments", "inside", "remedies", "vocabulary", "best")}
+"""Options that go to ``search_plans`` as they are, and its names for them."""
 
 
 def add(command: argparse.ArgumentParser) -> None:
     add_model_options(command, required=True)
-    command.add_argument(
-        "--seq",
-        type=argument(read_tokens),
-        metavar="TOKENS",
-        help="tokens of a micro-batch, which is one sequence: 131072 or 128k",
+    lengths = (
+        "in place of --seq, for lengths that differ from step to step: how many sequences have N tokens; or a file "
+        "with a line 'N COUNT' for each length, or 'N' for each sequence"
     )
-    command.add_argument(
-        "--lengths",
-        metavar="N:COUNT,...|FILE",
-        help="in place of --seq, for lengths that differ from step to step: how many sequences have N tokens; or a "
-        "file with a line 'N COUNT' for each length, or 'N' for each sequence",
+    prompt = "in place of --seq, with --responses: what a step of shared prompts takes, as trees and as rows"
+    remedies = "what single units may do so that an order fits: recompute, offload (default: recompute)"
+    vocabulary = (
+        "ends: the first and the last stage have embedding and head; ranks: each rank has a part of both; any: try "
+        "both (default: any)"
     )
-    command.add_argument(
-        "--prompt",
-        type=argument(read_tokens),
-        metavar="TOKENS",
-        help="in place of --seq, with --responses: what a step of shared prompts takes, as trees and as rows",
-    )
-    command.add_argument(
-        "--responses", type=argument(read_sizes), metavar="NxTOKENS", help="to each prompt: 8x256 or 4x256,4x1024"
-    )
-    command.add_argument("--ranks", type=int, required=True, metavar="P", help="pipeline ranks")
-    command.add_argument(
-        "--microbatches", type=int, required=True, metavar="M", help="micro-batches, or prompts, of a step"
-    )
-    command.add_argument(
-        "--memory",
-        type=argument(read_bytes),
-        metavar="BYTES",
-        help="most memory of a device, as 68GiB or 24e9 (default: 85 %% of what it has)",
-    )
-    command.add_argument(
-        "--schedules", type=read_names, metavar="A,B", help="schedules to try (default: all; auto for the best of them)"
-    )
-    command.add_argument(
-        "--segments",
-        type=argument(read_counts),
-        metavar="K,K",
-        help="numbers of segments to try (default: as many as help)",
-    )
-    command.add_argument(
-        "--stages",
-        type=argument(read_counts),
-        metavar="V,V",
-        help="stages per rank to try (default: 1,2,4)",
-    )
-    command.add_argument(
-        "--inside",
-        type=read_names,
-        metavar="A,B",
-        help="recomputation inside of blocks to try (default: none,ffn,full)",
-    )
-    command.add_argument(
-        "--remedies",
-        type=read_names,
-        metavar="A,B",
-        default=["recompute"],
-        help="what single units may do so that an order fits: recompute, offload (default: recompute)",
-    )
-    command.add_argument(
-        "--vocabulary",
-        choices=VOCABULARIES,
-        default="any",
-        help="ends: the first and the last stage have embedding and head; ranks: each rank has a part of both; any: "
-        "try both (default: any)",
-    )
-    command.add_argument(
-        "--no-optimizer-sync", action="store_true", help="a rank begins the next step without waiting for the others"
-    )
-    command.add_argument("--best", type=int, default=5, metavar="N", help="plans to print (default: 5)")
-    command.add_argument("--verbose", action="store_true", help="say of each schedule why it is left out")
-    command.add_argument("--json", action="store_true", help="print the search as JSON")
-    command.add_argument("--output", metavar="FILE", help="write the best plan for PipelineEngine(schedule=FILE)")
+    memory = "most memory of a device, as 68GiB or 24e9 (default: 85 %% of what it has)"
+    options = {
+        "--seq TOKENS": (read_tokens, None, "tokens of a micro-batch, which is one sequence: 131072 or 128k"),
+        "--lengths N:COUNT,...|FILE": (str, None, lengths),
+        "--prompt TOKENS": (read_tokens, None, prompt),
+        "--responses NxTOKENS": (read_sizes, None, "to each prompt: 8x256 or 4x256,4x1024"),
+        "--ranks P": (int, ..., "pipeline ranks"),
+        "--microbatches M": (int, ..., "micro-batches, or prompts, of a step"),
+        "--memory BYTES": (read_bytes, None, memory),
+        "--schedules A,B": (read_names, None, "schedules to try (default: all; auto for the best of them)"),
+        "--segments K,K": (read_counts, None, "numbers of segments to try (default: as many as help)"),
+        "--stages V,V": (read_counts, None, "stages per rank to try (default: 1,2,4)"),
+        "--inside A,B": (read_names, None, "recomputation inside of blocks to try (default: none,ffn,full)"),
+        "--remedies A,B": (read_names, ["recompute"], remedies),
+        "--vocabulary": (VOCABULARIES, "any", vocabulary),
+        "--no-optimizer-sync": (bool, False, "a rank begins the next step without waiting for the others"),
+        "--best N": (int, 5, "plans to print (default: 5)"),
+        "--verbose": (bool, False, "say of each schedule why it is left out"),
+        "--json": (bool, False, "print the search as JSON"),
+        "--output FILE": (str, None, "write the best plan for PipelineEngine(schedule=FILE)"),
+    }
+    add_options(command, options)
 
 
 def run(options: argparse.Namespace) -> int:
     if options.prompt is not None or options.responses is not None:
-        from seq1f1b.cli import plan_trees  # needs torch
-
-        return plan_trees.run(options)
+        return _run_trees(options)
     if (options.seq is None) == (options.lengths is None):
         raise ValueError("plan needs --seq, --lengths (sequences that differ) or --prompt (responses that share one)")
     model, hardware, layout = read_workload(options)
@@ -107,20 +66,11 @@ def run(options: argparse.Namespace) -> int:
         found = search_plans(
             model,
             hardware,
-            seq_len=options.seq,
+            **{parameter: getattr(options, name) for name, parameter in _ARGUMENTS.items()},
             lengths=None if options.lengths is None else read_lengths(options.lengths),
-            num_ranks=options.ranks,
-            num_microbatches=options.microbatches,
-            memory=options.memory,
             layout=layout,
             optimizer_sync=not options.no_optimizer_sync,
-            names=options.schedules,
-            segments=options.segments,
             stages_per_rank=options.stages or [1, 2, 4],
-            inside=options.inside,
-            remedies=options.remedies,
-            vocabulary=options.vocabulary,
-            best=options.best,
             progress=None if show is None else lambda done, total: show(done / total),
         )
     if options.output:
@@ -129,3 +79,93 @@ def run(options: argparse.Namespace) -> int:
     if options.output and not options.json:
         print(f"plan 1 is in {options.output}: seq1f1b.PipelineEngine(stage, schedule={options.output!r}, ...) runs it")
     return 0
+
+
+# -- prompts with their responses, as trees and as rows ----------------------------------------------------------------
+
+_OF_SEQUENCES = ("seq", "lengths", "segments", "documents", "no_optimizer_sync", "verbose", "output")
+_MOST_ROWS = 20_000
+
+
+def _run_trees(options: argparse.Namespace) -> int:
+    """Prints what a step of trees takes, beside that of their rows."""
+    from seq1f1b.planning.step_plan import plan_step  # needs torch
+    from seq1f1b.planning.step_rows import TreeShape
+
+    model, hardware, layout = read_workload(options)
+    _check(options)
+    tree = TreeShape.of_prompt(options.prompt, options.responses)
+    rows = tree.paths * options.microbatches
+    cost = CostModel.balanced(
+        model,
+        hardware,
+        num_ranks=options.ranks,
+        stages_per_rank=1 if options.stages is None else options.stages[0],
+        seq_len=max(rows),
+        layout=replace(layout, inside="none" if options.inside is None else options.inside[0]),
+    )
+    given: dict[str, Any] = {"memory": memory_cap(hardware, options.memory), "remedies": options.remedies}
+    given |= {"schedule": options.schedules} if options.schedules else {}
+    plan = plan_step([tree] * options.microbatches, cost, **given)
+    found: dict[str, Any] = {
+        "prompts": options.microbatches,
+        "tree_tokens": tree.tokens * options.microbatches,
+        "row_tokens": sum(rows),
+        "tree_token_ratio": sum(tree.paths) / tree.tokens,
+        "memory": given["memory"],
+        "segment_sizes": plan.segment_sizes[0],
+        "trees": _figures(plan),
+    }
+    try:
+        found["rows"] = _figures(plan_step(rows, cost, **given))
+        found["speedup"] = found["rows"]["seconds"] / plan.seconds
+    except ValueError as error:
+        found["rows"] = {"refused": str(error)}
+    title = f"{options.model}, P {options.ranks} on {hardware.name}, {options.microbatches} prompts"
+    print(json.dumps(found, indent=2) if options.json else _text(title, found))
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.responses is None or options.prompt is None:
+        raise ValueError("--prompt and --responses go together, as --prompt 2048 --responses 8x256")
+    unused = [name for name in _OF_SEQUENCES if getattr(options, name)]
+    unused += ["vocabulary"] if options.vocabulary == "ranks" else []
+    unused += ["context"] if options.context > 1 else []  # such ranks share the tokens of a segment
+    if unused:
+        raise ValueError(f"--{unused[0].replace('_', '-')} is for steps of sequences: leave it out with --prompt")
+    for name in ("stages", "inside"):
+        if len(getattr(options, name) or [1]) > 1:
+            raise ValueError(f"--{name} names several, with --prompt it must be one")
+    for name in [name for name in ("prompt", "microbatches", "ranks") if getattr(options, name) < 1]:
+        raise ValueError(f"--{name} is {getattr(options, name)}, must be at least 1")
+    if options.microbatches * len(options.responses) > _MOST_ROWS:
+        raise ValueError(f"a step of more than {_MOST_ROWS} responses takes long to plan: ask for a part of it")
+
+
+def _figures(plan: Any) -> dict[str, Any]:
+    return {
+        "seconds": plan.seconds,
+        "units": sum(map(len, plan.segment_sizes)),  # of a stage; siblings: at most in one of them
+        "siblings": max(len(size) if isinstance(size, tuple) else 1 for row in plan.segment_sizes for size in row),
+        "remedied": plan.remedied,
+        "rank_bytes": [rank.total for rank in plan.ranks],
+    }
+
+
+def _text(title: str, found: dict[str, Any]) -> str:
+    table = [["", "step s", "units", "siblings", "again", "GiB"]]
+    for name in ("trees", "rows"):
+        own = found[name]
+        if "refused" not in own:
+            of_rank = max(own["rank_bytes"]) / GIB
+            counts = (str(own[count]) for count in ("units", "siblings", "remedied"))
+            table.append([name, rounded(own["seconds"]), *counts, f"{of_rank:.1f}"])
+    ratio, refused = found["tree_token_ratio"], found["rows"].get("refused")
+    gain = f"rows: {refused}" if refused else f"trees are {rounded(found['speedup'])} times as fast as rows"
+    return (
+        f"{title}, {found['row_tokens']:,} tokens in rows, {found['tree_tokens']:,} in trees: {ratio:.2f} times fewer\n"
+        f"cap {found['memory'] / GIB:.1f} GiB\n\n{table_text(table)}"
+        "units of a stage; siblings: answers in one of them, at most; again: units of all stages\n"
+        f"      that run twice or move; GiB of the fullest rank; seconds without the optimizer\n\n{gain}"
+    )

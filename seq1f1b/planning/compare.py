@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise, product
+from types import SimpleNamespace
 from typing import Any
 
 from seq1f1b.families import schedules
@@ -184,34 +185,11 @@ def compare(
     return Comparison(tuple(fitting), refused, None if model is None else (work.hardware.name, work.hardware.memory))
 
 
-_NEED_LESS = (
-    "More segments, more ranks, a higher tensor or context degree, or more recomputation (--inside full) need less"
-)
 _NO_ROOM = 1  # a cap in bytes, for which orders hold as little as they can
 
 
-@dataclass(frozen=True)
-class _Work:
-    """The work that every family does, and the caps that it has to keep: arguments of :func:`compare`."""
-
-    num_ranks: int
-    num_microbatches: int
-    num_segments: int
-    stages_per_rank: int | None
-    forward: float
-    backward: float
-    weight: float | None
-    transfer: float
-    bandwidth: float | None
-    segment_sizes: Sequence[int] | None
-    token_bytes: int | None
-    message_bytes: int | None
-    model: ModelShape | None
-    hardware: Hardware  # of a model, as the two below; None without one
-    layout: Layout
-    seq_len: int
-    cap_microbatches: float | None
-    cap_bytes: int | None
+class _Work(SimpleNamespace):
+    """The work that every family does, and the caps that it has to keep: arguments of :func:`compare`, by name."""
 
     def check(self) -> None:
         if self.model is not None:
@@ -383,8 +361,10 @@ class _Work:
             least = min(rows, key=lambda row: row.peak_microbatches)
             held = f"{least.peak_microbatches:.2f} micro-batches"
             return f"no family fits the cap; the least possible is {held}, of {least.family}"
-        of_any_cap, _ = replace(self, cap_bytes=_NO_ROOM).rows(wanted)
+        of_any_cap, _ = _Work(**vars(self) | {"cap_bytes": _NO_ROOM}).rows(wanted)
         least = min(of_any_cap, key=lambda row: row.peak_bytes or 0)
         text = f"no family fits the cap of {_bytes(self.cap_bytes)}; the least possible is {_bytes(least.peak_bytes)}"
-        remedy = f". {_NEED_LESS}" if self.model is not None else ""
-        return f"{text}, of {least.family}{remedy}"
+        more = (
+            "segments, more ranks, a higher tensor or context degree, or more recomputation (--inside full) need less"
+        )
+        return f"{text}, of {least.family}" + f". More {more}" * (self.model is not None)

@@ -20,7 +20,7 @@ from seq1f1b.plan import Plan, TunedOrder, load_plan
 from seq1f1b.runtime.splitting import Rule, TokenPart, check_rules
 from seq1f1b.runtime.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead, shard_of
 from seq1f1b.schedule import Schedule, Unit, build_schedule, check_units, schedules
-from seq1f1b.transport.table import TRANSPORTS
+from seq1f1b.transport.group import TRANSPORTS
 from seq1f1b.where import HOST, Offload
 
 __all__ = ["Limits", "Loss", "Memory"]

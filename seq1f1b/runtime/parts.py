@@ -111,3 +111,18 @@ class Sink(Part):
 def hooks(parts: Iterable[Part], name: str) -> tuple[Callable[..., Any], ...]:
     """The methods of this name that any of the parts has itself: an empty tuple costs nothing."""
     return tuple(getattr(part, name) for part in parts if getattr(type(part), name) is not getattr(Part, name))
+
+
+class Constants(Part):
+    """Calls ``check_before_step(step)`` of a stage's modules that have it, as those of :func:`seq1f1b.split` do."""
+
+    def __init__(self, stage: Any, options: Any, tier: Any) -> None:
+        modules = stage.module.modules() if isinstance(stage.module, nn.Module) else ()
+        holders: list[Any] = [part for part in modules if hasattr(type(part), "check_before_step")]
+        self._checks = [part.check_before_step for part in holders]
+
+    def start(self, step: Any) -> bool:
+        """Raises ValueError where a constant has changed, or an argument is refused."""
+        for check in self._checks:
+            check(step)
+        return False

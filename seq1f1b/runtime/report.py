@@ -230,11 +230,6 @@ class Report:
         """Units that ran their stage a second time, before their backward."""
         return sum(unit.kind == "R" for unit, _, _ in self.timeline)
 
-    @property
-    def recompute_seconds(self) -> float:
-        """Seconds of these second runs; part of ``busy``."""
-        return sum(end - start for unit, start, end in self.timeline if unit.kind == "R")
-
 
 @dataclass(frozen=True)
 class PipelineReport:

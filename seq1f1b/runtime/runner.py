@@ -22,12 +22,11 @@ from seq1f1b.runtime.deferred import WeightGradients
 from seq1f1b.runtime.documents import AskingForDocuments
 from seq1f1b.runtime.explain import explained, unit_text
 from seq1f1b.runtime.findings import look_at_batches, look_at_targets, sample_of
-from seq1f1b.runtime.frozen import Constants
 from seq1f1b.runtime.gradients import StepGradients, growing_wide
 from seq1f1b.runtime.measure import Activations, Measuring
 from seq1f1b.runtime.mixing import Looking
 from seq1f1b.runtime.offload import Offloading
-from seq1f1b.runtime.parts import Part
+from seq1f1b.runtime.parts import Constants, Part
 from seq1f1b.runtime.pipeline import Pipeline
 from seq1f1b.runtime.rank_order import RankOrder, build, with_options
 from seq1f1b.runtime.recompute import BlockRecomputing, Recomputing

@@ -28,17 +28,17 @@ from seq1f1b.transformers.cut import pipeline_stage
 from seq1f1b.transformers.folder import open_folder
 from seq1f1b.transformers.layers import copy_config
 from seq1f1b.transformers.pretrained import load_pretrained, save_pretrained
-from seq1f1b.transformers.saving import together
-from seq1f1b.transformers.trainer_batch import COLUMNS, Batch, make_batch
-from seq1f1b.transformers.trainer_checks import CUT, check_arguments, check_made, check_pipeline
-from seq1f1b.transformers.trainer_replicas import Replicas
-from seq1f1b.transformers.trainer_state import (
+from seq1f1b.transformers.saving import (
     check_resumable,
     load_optimizer,
     load_randomness,
     save_optimizer,
     save_randomness,
+    together,
 )
+from seq1f1b.transformers.trainer_batch import COLUMNS, Batch, make_batch
+from seq1f1b.transformers.trainer_checks import CUT, check_arguments, check_made, check_pipeline
+from seq1f1b.transformers.trainer_replicas import Replicas
 
 __all__ = ["Trainer"]
 

@@ -23,6 +23,20 @@ ARENA_BYTES = _C.ARENA_BYTES
 DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _C.DTYPES)
 """The position of a type is its code in C."""
 
+
+class Transport(NamedTuple):
+    over: tuple[str, ...]  # what may carry the edge, or its headers if payloads stay on GPUs, by ``transport_to``
+    between_gpus: bool = False
+
+
+TRANSPORTS = {
+    "auto": Transport(("loopback", "shm", "c10d")),  # the first of these that can be
+    "shm": Transport(("loopback", "shm")),
+    "c10d": Transport(("loopback", "c10d")),
+    "nccl": Transport(("loopback", "shm", "c10d"), between_gpus=True),
+    "copy": Transport(("loopback", "shm"), between_gpus=True),  # GPUs of one host
+}
+
 _SWAPS = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers", reason='needs the extra: pip 
 
 from seq1f1b.partition import balanced  # noqa: E402
 from seq1f1b.transformers import pipeline_stage  # noqa: E402
-from seq1f1b.transformers.balance import layer_work  # noqa: E402
+from seq1f1b.transformers.cut import layer_work  # noqa: E402
 
 COMMON: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -21,7 +21,7 @@ from test_transformers import build  # noqa: E402
 import seq1f1b  # noqa: E402
 from seq1f1b.testing import run_ranks  # noqa: E402
 from seq1f1b.transformers import load_pretrained, pipeline_stage, save_pretrained  # noqa: E402
-from seq1f1b.transformers.trainer_state import load_optimizer, save_optimizer, save_randomness  # noqa: E402
+from seq1f1b.transformers.saving import load_optimizer, save_optimizer, save_randomness  # noqa: E402
 
 
 def model_of(lora: bool = False) -> Any:

@@ -363,7 +363,6 @@ def test_reports_and_traces_show_what_moved_and_what_ran_again(tmp_path: Path) -
     assert own.moved_units > 0 and own.moved_bytes > 0 and own.tier > 0
     assert own.busy + own.wait + own.send + own.tier <= own.seconds
     assert abs(sum(idle.total for idle in report.idle) - (report.makespan - own.busy)) < 1e-6
-    assert own.recompute_seconds == sum(b - a for unit, a, b in own.timeline if unit.kind == "R") > 0
     line = f"rank 0 kept {own.kept_units} units, recomputed 2 and moved {own.moved_units} ("
     assert line in str(report)
     report.save(tmp_path / "report")
