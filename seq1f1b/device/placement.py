@@ -25,7 +25,7 @@ _GPU_PARTS = {
     "edges": "edges:DeviceEdges",
     "host tier": "host_tier:HostTier",
     "kernels": "kernel_library",
-    "nccl": "edge_ways:found_nccl",
+    "nccl": "edges:found_nccl",
 }
 """The things that are there for GPUs, by module and name: no other module outside this folder names one of it."""
 

@@ -19,7 +19,7 @@ from tiny_model import Config, batch, cross_entropy, gradient_error, run_whole, 
 from torch.multiprocessing import ProcessExitedException
 
 from seq1f1b import _C, PipelineError
-from seq1f1b.device import edge_ways, edges
+from seq1f1b.device import edges
 from seq1f1b.runtime.arguments import Disagreement, agreement_of, check_agreement
 from seq1f1b.testing import run_ranks
 
@@ -127,7 +127,7 @@ NCCL = {
 
 @pytest.mark.parametrize("defect", NCCL)
 def test_nccl_that_fails_leaves_its_edge_to_the_host(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edges, "WAYS", (edge_ways.NCCL, edge_ways.HOST))  # as between hosts
+    monkeypatch.setattr(edges, "WAYS", (edges.NCCL, edges.HOST))  # as between hosts
     plant, reason = NCCL[defect]
     waits = defect in ("the other process", "a stalled send", "a stalled receive")  # somebody, in vain
     # As somebody does where a call fails, which it does at once; on a busy machine the proof may end before it.
@@ -215,7 +215,7 @@ def test_edges_of_several_ways_train_one_model() -> None:
         engine.close()
         return carried, gradients, allocations
 
-    def refusing(way: edge_ways.Way) -> edge_ways.Way:
+    def refusing(way: edges.Way) -> edges.Way:
         def make(control: object, watchdog: object, offered: bytes) -> object:
             if _C.edge_end_text(control).startswith(refused.get(way.name, ("none",))):
                 raise RuntimeError("not here")
@@ -225,7 +225,7 @@ def test_edges_of_several_ways_train_one_model() -> None:
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(edges, "WAYS", [refusing(way) for way in edge_ways.WAYS])
+        patch.setattr(edges, "WAYS", [refusing(way) for way in edges.WAYS])
         results = run_ranks(P, run)
     carried = {edge: way for theirs, *_ in results for edge, way in theirs.items()}
     assert carried == {(0, 1): "nccl", (1, 0): "host", (1, 2): "nccl", (2, 1): "copy"}

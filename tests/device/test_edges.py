@@ -26,7 +26,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from seq1f1b import _C, Limits, LoopbackGroup, PipelineEngine, PipelineError, init_process_group
 from seq1f1b.cli import doctor
-from seq1f1b.device import edge_ways, edges
+from seq1f1b.device import edges
 from seq1f1b.testing import run_ranks
 from seq1f1b.transport.group import TRANSPORTS
 
@@ -265,7 +265,7 @@ def test_missing_libraries_are_named(tmp_path: Path) -> None:
 def test_the_real_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its version and ids; and what it says of a communicator where there is no GPU."""
     monkeypatch.delenv("SEQ1F1B_NCCL")
-    path = edge_ways.find_nccl()
+    path = edges.find_nccl()
     version, found = _C.nccl_find(path)
     assert version >= 21800 and found.endswith("libnccl.so.2")
     first, second = _C.nccl_unique_id(path), _C.nccl_unique_id(path)
