@@ -291,8 +291,8 @@ def find_saved(holder: object) -> Saved | None:
     given = frame.f_locals
     try:
         metadata = given["storage_reader"].read_metadata()
-    except Exception:
-        return {}  # DCP says what is wrong with it
+    except Exception:  # DCP reads the same file next, and says what is wrong with it
+        return {}
     paths = metadata.planner_data or {}
     is_part = isinstance(holder, OptimizerEntries)  # of a state dict that is given in whole
     roots = [() if is_part else (key,) for key, value in given["state_dict"].items() if value is holder]

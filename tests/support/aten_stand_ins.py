@@ -78,8 +78,8 @@ def _seen_in(queries: int, keys: int, longest: int, causal: bool, left: int | No
 
 
 # Flash takes rows of a batch, (batch, tokens, heads, head_dim), or sequences of many lengths, (all tokens, heads,
-# head_dim), of which i lies in rows cum_seq[i] to cum_seq[i + 1]. Of these the kernels visit tiles up to max_q and
-# max_k alone, and rows of no sequence stay as the memory was, here NaN.
+# head_dim), where sequence i lies in rows cum_seq[i] to cum_seq[i + 1]. The kernels visit tiles of a sequence up to
+# max_q and max_k alone, and rows of no sequence stay as the memory was, here NaN.
 
 
 def _sequences(t: Tensor, cum: Tensor | None) -> list[Tensor]:
