@@ -187,24 +187,10 @@ def _flops_of_kinds(model: ModelShape, documents: Sequence[int], bounds: Sequenc
         layer = kinds[number]
         products += 2 * layer.mixer + 6 * model.hidden * layer.ffn + layer.scan
         widths[layer.window] += layer.queries + layer.values
-    import numpy as np  # not needed by who imports the package alone
+    from seq1f1b.seconds import spans_between  # needs numpy, which who imports the package alone does not
 
-    ends = np.cumsum([0, *documents], dtype=np.float64)
-    at = np.asarray(bounds, dtype=np.float64)
-    owners = np.minimum(np.searchsorted(ends, at, side="right"), len(documents)) - 1
-
-    def triangle(tokens: Any) -> Any:
-        return tokens * (tokens + 1) / 2
-
-    total = products * at
-    for window, width in widths.items():
-
-        def pairs_of_first(tokens: Any, window: int = window) -> Any:
-            return triangle(tokens) - (triangle(np.maximum(tokens - window, 0.0)) if window else 0.0)
-
-        before = np.cumsum([0.0, *pairs_of_first(np.diff(ends))])
-        total = total + 2.0 * width * (before[owners] + pairs_of_first(at - ends[owners]))
-    return np.diff(total)
+    span = spans_between(documents, bounds, tuple(widths))
+    return products * span.tokens + sum(2.0 * w * pairs for w, pairs in zip(widths.values(), span.within, strict=True))
 
 
 def _check_kinds(model: ModelShape) -> None:

@@ -231,7 +231,7 @@ def simulated(
     program, counts = schedule._lower(), schedule._num_units
     tier, links = flat(schedule, "tier", _C.PER_CELL, costs.tier), costs.links
     send, jitter, transfer_jitter = (
-        numbers(name, "d", [value])[0]
+        value if isinstance(value, float) else numbers(name, "d", [value])[0]
         for name, value in (
             ("send", links.send),
             ("jitter", noise.jitter),
@@ -259,8 +259,8 @@ def simulated(
     )
     if schedule._peak is None:  # the same whatever units cost and hold
         schedule._peak = tuple(row[0] for row in _peaks(schedule, StepMemory(), Links()))
-    starts = pairwise(accumulate((8 * count for count in 3 * counts), initial=0))
-    rows = iter(_doubles(memoryview(times)[begin:end]) for begin, end in starts)
+    of_units = memoryview(times).cast("d")
+    rows = iter(array("d", of_units[begin:end]) for begin, end in pairwise(accumulate(3 * counts, initial=0)))
     start, ends, slack = (list(islice(rows, len(counts))) for _ in range(3))
     each_busy = tuple(array("d", busy))
     return Simulation(
@@ -304,6 +304,8 @@ def memory_of(schedule: Schedule, memory: StepMemory, links: Links) -> PeakMemor
 
     def per_rank(name: str, given: Any) -> tuple[int, ...]:
         held = [0] * schedule.num_ranks
+        if not given:
+            return tuple(held)
         values = whole_values(schedule, name, _C.PER_STAGE, given)
         for rank, value in zip(schedule.rank_of_stage, values, strict=True):
             held[rank] += value
@@ -313,7 +315,7 @@ def memory_of(schedule: Schedule, memory: StepMemory, links: Links) -> PeakMemor
     constant = {
         "weights": per_rank("weights", memory.weights),
         "optimizer": per_rank("optimizer", memory.optimizer),
-        "logits": per_rank("logits", [0] * (schedule.num_stages - 1) + [memory.logits]),
+        "logits": per_rank("logits", memory.logits and [0] * (schedule.num_stages - 1) + [memory.logits]),
     }
     held = {row.name: of_holdings[h] for h, row in enumerate(_C.HOLDINGS) if row.counts_with == h}
     return PeakMemory(
@@ -355,10 +357,3 @@ def _sum(a: Any, b: Any) -> Any:
 
 def _ignore(num_run: int) -> None:
     """Progress that nobody wants to see; the call lets Ctrl-C through."""
-
-
-def _doubles(data: memoryview) -> array[float]:
-    """Takes bytes as they are, where an array made of numbers would look at each."""
-    row = array("d")
-    row.frombytes(data)
-    return row

@@ -3,12 +3,13 @@ head at the end."""
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from seq1f1b.planning.profile import Part, Profile
 from seq1f1b.seconds import NO_SECONDS, PassSeconds, ShardSeconds, Span
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from seq1f1b.planning.hardware import Hardware, ProfiledHardware
 
 __all__: list[str] = []
@@ -35,11 +38,11 @@ class StageKind(NamedTuple):
 
 
 class UnitBytes(NamedTuple):
-    """Bytes of a unit: activations, what of them stays until W, and what I adds to all of them."""
+    """Bytes of units, arrays: activations, what of them stays until W, and what I adds to all of them."""
 
-    saved: int
-    kept: int
-    added: int
+    saved: Any
+    kept: Any
+    added: Any
 
 
 class ByParts:
@@ -75,7 +78,7 @@ class ByParts:
     def __init__(
         self, model: ModelShape, hardware: Hardware, layout: Layout, layers: tuple[int, ...], num_ranks: int
     ) -> None:
-        self.model, self.hardware, self.layout, self.layers, self.num_ranks = model, hardware, layout, layers, num_ranks
+        self.model, self.layout, self.layers, self.num_ranks = model, layout, layers, num_ranks
         self.layer_kinds, self.places = layers_of(model)
         self.windows = tuple(sorted({layer.window for layer in self.layer_kinds} - {0}))
         of_stages = []
@@ -87,9 +90,29 @@ class ByParts:
         self.kinds = [self.stages.index(kind) for kind in of_stages]
         self.shards = layout.tensor * layout.context
         self.spreads = layout.vocabulary == "ranks"
-        self.message_bytes = model.hidden * hardware.element_bytes / self.shards
-        rows = [layer.keys / self.shards for layer in self.layer_kinds]
+        self._use(hardware)
+
+    def on(self, hardware: Hardware) -> Self:
+        """The same parts on another machine."""
+        other = copy.copy(self)
+        other._use(hardware)
+        return other
+
+    def _use(self, hardware: Hardware) -> None:
+        """Finds what depends on the machine and on no span."""
+        self.hardware, shards, model, layout = hardware, self.shards, self.model, self.layout
+        self.message_bytes = model.hidden * hardware.element_bytes / shards
+        rows = [layer.keys / shards for layer in self.layer_kinds]
         self.cache_bytes = [(row * hardware.element_bytes, row * 4) for row in rows]
+        # Activations of one token and layer that recompute nothing, by kind of layer.
+        self._all_saved = [self._saved_bytes(layer, "none") for layer in self.layer_kinds]
+        # Products of q with a key, and of a weight with its value, in whole tiles of heads, by kind of layer.
+        tile, self._pair_flops = hardware.head_tile, list[float]()
+        for layer in self.layer_kinds:
+            sizes = [size / layer.heads for size in (layer.queries, layer.values)] if layer.heads else []
+            self._pair_flops.append(2 * layer.heads * tile * sum(math.ceil(size / tile) for size in sizes))
+        # A loss apart from the head saves fp32 probabilities of each word.
+        self._saved_logits = 0.0 if layout.head_in_loss else model.vocab / shards * 4
 
     # -- seconds
 
@@ -182,29 +205,20 @@ class ByParts:
         whole = (head.forward, head.total - head.forward, embedding.forward, embedding.total - embedding.forward)
         return ShardSeconds(*(seconds / self.num_ranks + own for seconds in whole))
 
-    @cached_property
-    def _pair_flops(self) -> list[float]:
-        """Products of q with a key, and of a weight with its value, in whole tiles of heads, by kind of layer."""
-        tile, found = self.hardware.head_tile, []
-        for layer in self.layer_kinds:
-            sizes = [size / layer.heads for size in (layer.queries, layer.values)] if layer.heads else []
-            found.append(2 * layer.heads * tile * sum(math.ceil(size / tile) for size in sizes))
-        return found
-
     # -- bytes
 
-    def held(self, tokens: int) -> list[UnitBytes]:
-        """Bytes that a unit holds beside the cache, by kind of its stage."""
+    def held(self, tokens: Any) -> list[UnitBytes]:
+        """Bytes that units of so many tokens hold beside the cache, arrays, by kind of their stage."""
         found, words = [], self._saved_logits
         gradients = 0.0 if self.layout.head_in_loss else self.model.vocab * self.hardware.element_bytes / self.shards
         for (saved, kept, left, state), (_, _, is_last) in zip(self._stage_bytes, self.stages, strict=True):
             head, of_gradients = (words * tokens, gradients * tokens) if is_last else (0.0, 0.0)
             whole = (saved * tokens + state + head, kept * tokens, left * tokens + of_gradients)
-            found.append(UnitBytes(*map(math.ceil, whole)))
+            found.append(UnitBytes(*map(whole_bytes, whole)))
         return found
 
-    def work(self, tokens: int) -> list[tuple[int, int]]:
-        """Most that F, and B or I, of a unit allocate for a while, by kind of its stage; empty if it is not known."""
+    def work(self, tokens: Any) -> list[tuple[Any, Any]]:
+        """Most that F, and B or I, of units allocate for a while, by kind of their stage; empty if it is not known."""
         return []
 
     def standing_work(self, tokens: int, is_last: bool) -> float:
@@ -217,20 +231,23 @@ class ByParts:
         keys, gradients = zip(*self.cache_bytes, strict=True)
         return sum_of(counts, [tokens * size for size in keys]), sum_of(counts, [tokens * size for size in gradients])
 
-    def counts_of(self, stage: int) -> tuple[int, ...]:
-        """Layers of each kind on a stage."""
-        return self.stages[self.kinds[stage]].counts
-
     def parameters(self, stage: int) -> float:
         """Parameters that one device of those that share the stage holds."""
-        m, h, layers = self.model, self.model.hidden, sum_of(self.counts_of(stage), self.layer_parameters)
-        if self.spreads:  # a shard of each, on the first stage of every rank
-            of_rank = (2 - m.tied) * h * m.vocab / self.num_ranks / self.layout.tensor
-            return layers + (stage < self.num_ranks) * of_rank
-        ends = (stage == 0) + (stage + 1 == len(self.layers))
-        if m.tied and len(self.layers) == 1:
-            ends = 1
-        return layers + ends * h * m.vocab / self.layout.tensor
+        return self.stage_parameters[stage]
+
+    @cached_property
+    def stage_parameters(self) -> list[float]:
+        """The same of all stages."""
+        m, tensor, found, last = self.model, self.layout.tensor, [], len(self.layers) - 1
+        words = m.hidden * m.vocab
+        for stage, kind in enumerate(self.kinds):
+            layers = sum_of(self.stages[kind].counts, self.layer_parameters)
+            ends = 1 if m.tied and last == 0 else (stage == 0) + (stage == last)
+            if self.spreads:  # a shard of each, on the first stage of every rank
+                found.append(layers + (stage < self.num_ranks) * ((2 - m.tied) * words / self.num_ranks / tensor))
+            else:
+                found.append(layers + ends * words / tensor)
+        return found
 
     @cached_property
     def layer_parameters(self) -> list[float]:
@@ -249,11 +266,6 @@ class ByParts:
         return words * tokens * (self.hardware.element_bytes + 8) - self._saved_logits * tokens
 
     @property
-    def _saved_logits(self) -> float:
-        """Bytes that a loss apart from the head saves of one token: fp32 probabilities."""
-        return 0.0 if self.layout.head_in_loss else self.model.vocab / self.shards * 4
-
-    @cached_property
     def _stage_bytes(self) -> list[tuple[float, ...]]:
         """Bytes by kind of stage, of all layers: what a token saves; what of that W reads; what I leaves beside it,
         gradients of q, k, v, gate, up and two outputs, and inputs that were computed again. And the state that a unit
@@ -272,10 +284,6 @@ class ByParts:
         columns = list(zip(*of_kinds, strict=True))
         return [tuple(sum_of(counts, column) for column in columns) for counts, _, _ in self.stages]
 
-    @cached_property
-    def _all_saved(self) -> list[float]:
-        return [self._saved_bytes(layer, "none") for layer in self.layer_kinds]
-
     def _saved_bytes(self, layer: Layer, inside: str) -> float:
         """Activations of one token and layer: norms' inputs and outputs, q, attention's output and its sums, gate, up
         and their product. Keys and values are counted with the cache."""
@@ -288,6 +296,11 @@ class ByParts:
         if layer.experts > 1:
             saved += 2 * e * h * layer.experts_per_token  # tokens as sent to the experts, and what came back
         return saved
+
+
+def whole_bytes(size: Any) -> Any:
+    """Rounded up: a number, or an array."""
+    return np.ceil(size).astype(np.int64)
 
 
 def sum_of(counts: Sequence[int], each: Sequence[float]) -> float:
@@ -317,6 +330,9 @@ class ByProfile(ByParts):
     ) -> None:
         check_profile(hardware.profile, model, layout)
         super().__init__(model, hardware, layout, layers, num_ranks)
+
+    def _use(self, hardware: Any) -> None:
+        super()._use(hardware)
         self._profile, runs, layer = hardware.profile, hardware.measured_runs, hardware.profile.layer
         self.message_bytes, self.cache_bytes = layer.message_bytes, [(layer.kv_bytes, layer.kv_gradient_bytes)]
         self.beyond = PassSeconds(*(runs * seconds for seconds in self._profile.unit))
@@ -339,16 +355,16 @@ class ByProfile(ByParts):
 
     # -- bytes
 
-    def held(self, tokens: int) -> list[UnitBytes]:
+    def held(self, tokens: Any) -> list[UnitBytes]:
         profile, found = self._profile, []
         head = None if self.layout.head_in_loss else profile.head
         for (layers,), is_first, is_last in self.stages:
             parts = ((layers, profile.layer), (is_first, profile.embedding), (is_last, head))
             units = [part.unit_bytes(tokens, count) for count, part in parts if part is not None]
-            found.append(UnitBytes(*(math.ceil(sum(kind)) for kind in zip(*units, strict=True))))
+            found.append(UnitBytes(*(whole_bytes(sum(kind)) for kind in zip(*units, strict=True))))
         return found
 
-    def work(self, tokens: int) -> list[tuple[int, int]]:
+    def work(self, tokens: Any) -> list[tuple[Any, Any]]:
         """F of a head in the loss goes back, too: it saves for a while, and no backward is left to the unit's B."""
         profile, found = self._profile, []
         for _, is_first, is_last in self.stages:
@@ -359,7 +375,7 @@ class ByProfile(ByParts):
             forward = [part.forward_workspace(tokens) for part in parts]
             if self.layout.head_in_loss and head is not None:
                 forward.append(backward.pop() + head.unit_bytes(tokens)[0])
-            found.append((math.ceil(max(forward)), math.ceil(max(backward))))
+            found.append((whole_bytes(reduce(np.maximum, forward)), whole_bytes(reduce(np.maximum, backward))))
         return found
 
     def standing_work(self, tokens: int, is_last: bool) -> float:

@@ -15,7 +15,7 @@ from seq1f1b.planning.cost import CostModel, Price, RankBytes
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.planning.orders import LEVELS, Made, Orders
 from seq1f1b.schedule import Costs, Family, Schedule, build_schedule
-from seq1f1b.seconds import Span, seconds_of
+from seq1f1b.seconds import Span, arrays_of, seconds_of
 
 __all__ = ["GIB", "REMEDIES", "STEPS", "Candidate", "Case", "Uncertain", "Work", "group_lengths"]
 
@@ -237,7 +237,7 @@ class Work:
         sizes = [1 << i for i in range(5, 21)]
         cost = self._cost_of(self.longest, 1, self.layout)
         none = (0.0,) * len(cost.parts.windows)
-        found = seconds_of(cost.source, [Span(size, 0.0, size, none) for size in sizes])
+        found = seconds_of(cost.source, arrays_of([Span(size, 0.0, size, none) for size in sizes]))
         rates = [(f + b) / n for f, b, n in zip(found.forward[0], found.backward[0], sizes, strict=True)]
         return next(n for n, rate in zip(sizes, rates, strict=True) if rate <= 2 * rates[-1])
 
