@@ -84,13 +84,14 @@ def flat(order: Counts | Schedule, name: str, per: int, given: Any, code: str = 
     Raises:
         ValueError, TypeError: a sequence has another length, or holds what is no number; names the table and the place.
     """
-    if order.rows is None and hasattr(given, "__len__"):  # as it should be, most often
-        k, S = order.num_segments, order.num_stages
-        nested = per == _C.PER_CELL
+    if order.rows is None:  # in the form that it should have, most often
+        k, S, is_nested = order.num_segments, order.num_stages, per == _C.PER_CELL
         wanted = {_C.PER_RANK: order.num_ranks, _C.PER_PAIR: S - 1, _C.PER_SEGMENT: k}.get(per, S)
         with contextlib.suppress(TypeError, OverflowError):
-            if len(given) == wanted and (not nested or set(map(len, given)) == {k}):
-                return array(code, list(chain.from_iterable(given)) if nested else list(given))
+            if not hasattr(given, "__len__"):
+                return array(code, [given]) * (wanted * k if is_nested else wanted)
+            if len(given) == wanted and (not is_nested or set(map(len, given)) == {k}):
+                return array(code, list(chain.from_iterable(given) if is_nested else given))
     lengths, form = _form(order, per)
     if not hasattr(given, "__len__"):
         counts = lengths[-1] if isinstance(lengths[-1], tuple) else lengths[-1:]

@@ -135,13 +135,14 @@ def seconds_of(source: Any, span: Span) -> Any:
         alike for stages that cost alike; ``seconds(span)`` tells those of a unit, for each kind, and ``shard(span)``
         those of a vocabulary over the ranks.
     """
-    by_kind = [_lists(found, span) for found in source.seconds(span)]
+    zeros = 0.0 * span.tokens  # makes arrays of numbers that are the same for all
+    by_kind = [[(seconds + zeros).tolist() for seconds in found] for found in source.seconds(span)]
     return PassSeconds._make([by_kind[kind][i] for kind in source.kinds] for i in range(len(PassSeconds._fields)))
 
 
 def shards_of(source: Any, span: Span) -> dict[str, list[list[float]]]:
     """The passes of a vocabulary over the ranks, as :class:`seq1f1b.Costs` has them."""
-    rows = _lists(source.shard(span), span)
+    rows = [(seconds + 0.0 * span.tokens).tolist() for seconds in source.shard(span)]
     return {name: [row] * len(source.kinds) for name, row in zip(ShardSeconds._fields, rows, strict=True)}
 
 
@@ -150,11 +151,6 @@ def arrays_of(spans: Sequence[Span]) -> Span:
     tokens, pairs, end, within = zip(*spans, strict=True)
     columns: Any = [np.array(column, float) for column in (tokens, pairs, end, *zip(*within, strict=True))]
     return Span(columns[0], columns[1], columns[2], tuple(columns[3:]))
-
-
-def _lists(seconds: Sequence[Any], span: Span) -> list[list[float]]:
-    """Arrays, or numbers where all are alike, as lists."""
-    return [(each + 0.0 * span.tokens).tolist() for each in seconds]
 
 
 # -- measured ----------------------------------------------------------------------------------------------------------

@@ -229,7 +229,7 @@ def simulated(
         raise ValueError("optimizer_sync must be True or False where there is more than one step")
     whole("seed", noise.seed, 0, 2**64 - 1)
     program, counts = schedule._lower(), schedule._num_units
-    tier, links = flat(schedule, "tier", _C.PER_CELL, costs.tier), costs.links
+    tier, links = flat(schedule, "tier", _C.PER_CELL, costs.tier) if costs.tier else None, costs.links
     send, jitter, transfer_jitter = (
         value if isinstance(value, float) else numbers(name, "d", [value])[0]
         for name, value in (
@@ -246,7 +246,7 @@ def simulated(
             seconds_per_byte(schedule, links),
             flat(schedule, "message_bytes", _C.PER_SEGMENT, links.message_bytes, "q"),
             flat(schedule, "statistics_bytes", _C.PER_SEGMENT, links.statistics_bytes, "q"),
-            tier if any(tier) else None,
+            tier if tier is not None and any(tier) else None,
             flat(schedule, "optimizer", _C.PER_RANK, costs.optimizer),
             None if durations is None else unit_seconds(schedule, durations),
         ),
@@ -302,27 +302,21 @@ def _peaks(schedule: Schedule, memory: StepMemory, links: Links) -> list[list[in
 def memory_of(schedule: Schedule, memory: StepMemory, links: Links) -> PeakMemory:
     """Peaks of every rank; adds what is held throughout a step."""
 
-    def per_rank(name: str, given: Any) -> tuple[int, ...]:
-        held = [0] * schedule.num_ranks
-        if not given:
-            return tuple(held)
-        values = whole_values(schedule, name, _C.PER_STAGE, given)
+    constant = dict.fromkeys(("weights", "optimizer", "logits"), (0,) * schedule.num_ranks)
+    for name in [name for name in constant if getattr(memory, name)]:
+        given, held = getattr(memory, name), [0] * schedule.num_ranks
+        of_stages = [0] * (schedule.num_stages - 1) + [given] if name == "logits" else given
+        values = whole_values(schedule, name, _C.PER_STAGE, of_stages)
         for rank, value in zip(schedule.rank_of_stage, values, strict=True):
             held[rank] += value
-        return tuple(held)
-
+        constant[name] = tuple(held)
     _, *of_holdings, receive, totals = zip(*_peaks(schedule, memory, links), strict=True)
-    constant = {
-        "weights": per_rank("weights", memory.weights),
-        "optimizer": per_rank("optimizer", memory.optimizer),
-        "logits": per_rank("logits", memory.logits and [0] * (schedule.num_stages - 1) + [memory.logits]),
-    }
-    held = {row.name: of_holdings[h] for h, row in enumerate(_C.HOLDINGS) if row.counts_with == h}
+    found = {row.name: of_holdings[h] for h, row in enumerate(_C.HOLDINGS) if row.counts_with == h}
     return PeakMemory(
         receive=receive,
         total=tuple(map(sum, zip(totals, *constant.values(), strict=True))),
         **constant,
-        **held,
+        **found,
     )
 
 

@@ -140,10 +140,10 @@ class ByParts:
         if layer.experts > 1:
             moved = 2 * (e - 1) / e * tokens * layer.experts_per_token * width
             routed = hw.expert_exposed * moved / hw.link(e * self.shards)
-        collectives, collectives_back = (
-            hw.tensor_exposed * (count * (t - 1) / t * span.tokens / c * width) / hw.link(t) + routed
-            for count in (_COLLECTIVES, _COLLECTIVES_BACK)
-        )
+        collectives = collectives_back = routed
+        if t > 1:
+            each = hw.tensor_exposed * (t - 1) / t * span.tokens / c * width / hw.link(t)
+            collectives, collectives_back = _COLLECTIVES * each + routed, _COLLECTIVES_BACK * each + routed
         again = 0.0
         if layout.inside == "full":
             again = forward + collectives
@@ -160,12 +160,13 @@ class ByParts:
             fixed_back = attention_back * hw.attention_backward_rows / rows + _COLLECTIVES_BACK * latency + 3 * prefix
             fixed_back += fixed if layout.inside == "full" else 0.0
             summed = 2 * hw.gradient_bytes * self.layer_parameters[kind] / hw.bandwidth  # sums of weight gradients
-            # Keys and values of the prefix that the ring's other devices hold: hidden as far as attention lasts.
-            seen = np.minimum(span.end, span.tokens + layer.window) if layer.window else span.end
-            ring = (c - 1) / c * seen * layer.keys / t * hw.element_bytes / hw.link(c * t)
-            forward = np.maximum(forward + fixed, hw.launch * hw.forward_kernels) + np.maximum(0.0, ring - attention)
+            forward = np.maximum(forward + fixed, hw.launch * hw.forward_kernels)
             back = np.maximum(back + fixed_back, hw.launch * hw.input_kernels)
-            back += np.maximum(0.0, 2 * ring - attention_back)
+            if c > 1:  # the ring's other devices hold keys and values of the prefix: hidden as far as attention lasts
+                seen = np.minimum(span.end, span.tokens + layer.window) if layer.window else span.end
+                ring = (c - 1) / c * seen * layer.keys / t * hw.element_bytes / hw.link(c * t)
+                forward = forward + np.maximum(0.0, ring - attention)
+                back = back + np.maximum(0.0, 2 * ring - attention_back)
             weight = np.maximum(weight + summed, hw.launch * hw.weight_kernels)
         forward, back = forward + collectives, back + collectives_back
         return PassSeconds(forward, back, weight, back + weight, forward)
@@ -186,16 +187,15 @@ class ByParts:
         """A unit over the span, by kind of its stage."""
         own, (embedding, head) = self.hardware.unit_overhead, self.ends(span)
         split = 1 + self.hardware.split_backward_extra
-        factors = PassSeconds(forward=1.0, input=split, weight=split, backward=1.0, recompute=1.0)
         layers = [self.layer(span, kind) for kind in range(len(self.counts))]
-        ends = list(zip(embedding, head, factors, self.beyond, strict=True))
         found = []
         for counts, is_first, is_last in self.stages:
-            sums = [sum_of(counts, column) for column in zip(*layers, strict=True)]
-            each = [
-                (layer + is_first * begin + is_last * end) * factor + any(counts) * beyond + own
-                for layer, (begin, end, factor, beyond) in zip(sums, ends, strict=True)
-            ]
+            each = []
+            for i, factor in enumerate((1.0, split, split, 1.0, 1.0)):  # of I and W, where the order splits a backward
+                whole = is_first * embedding[i] + is_last * head[i]
+                for count, layer in zip(counts, layers, strict=True):
+                    whole = whole + count * layer[i]
+                each.append(whole * factor + any(counts) * self.beyond[i] + own)
             found.append(PassSeconds(*each))
         return found
 

@@ -162,22 +162,21 @@ class CostModel:
         Ranks lie side by side, node after node, each on the devices that share its stages; a node holds whole ranks.
         The next data-parallel replica comes behind the last rank.
         """
-        hw, inside = self.hardware, self._inside(rank_of_stage)
-        latencies = [hw.inside_latency if near else hw.between_latency for near in inside]
-        rates = [hw.link_efficiency * (hw.inside_bandwidth if near else hw.between_bandwidth) for near in inside]
-        return latencies, rates
+        return self.edges(rank_of_stage)[:2]
 
     def send_seconds(self, rank_of_stage: Sequence[int]) -> float:
         """Seconds of its sender's own time that a message takes, in the mean over all edges."""
-        hw = self.hardware
-        each = [hw.inside_send if near else hw.between_send for near in self._inside(rank_of_stage)]
-        return sum(each) / len(each) if each else 0.0
+        return self.edges(rank_of_stage)[2]
 
-    def _inside(self, rank_of_stage: Sequence[int]) -> list[bool]:
-        """Whether stages s and s + 1 are in one node, [s]."""
-        ranks_per_node = max(1, int(self.hardware.node_size) // self.parts.shards)
+    def edges(self, rank_of_stage: Sequence[int]) -> tuple[list[float], list[float], float]:
+        """:meth:`links` and :meth:`send_seconds`."""
+        hw, ranks_per_node = self.hardware, max(1, int(self.hardware.node_size) // self.parts.shards)
         nodes = [rank // ranks_per_node for rank in rank_of_stage]
-        return [a == b for a, b in itertools.pairwise(nodes)]
+        inside = [a == b for a, b in itertools.pairwise(nodes)]
+        latencies = [hw.inside_latency if near else hw.between_latency for near in inside]
+        rates = [hw.link_efficiency * (hw.inside_bandwidth if near else hw.between_bandwidth) for near in inside]
+        sends = [hw.inside_send if near else hw.between_send for near in inside]
+        return latencies, rates, sum(sends) / len(sends) if sends else 0.0
 
     def optimizer_seconds(self) -> list[float]:
         """Seconds after the pipeline in every step, for each stage; a rank needs the sum of its stages.
@@ -368,12 +367,11 @@ class Price:
     @cached_property
     def message_bytes(self) -> list[Any]:
         """Bytes of a message on one of the devices that share a stage, a table of one stage."""
-        sizes = whole_bytes(self._tokens * self.cost.parts.message_bytes)
-        return self._table([sizes], [0])[0]
+        return self._table([self._messages], [0])[0]
 
     @cached_property
-    def _tokens(self) -> Any:
-        return np.array(self.sizes, float)
+    def _messages(self) -> Any:
+        return whole_bytes(self._span.tokens * self.cost.parts.message_bytes)
 
     def costs(self, schedule: Schedule, *, moves: bool = False) -> Costs:
         """Costs of a step of the order; of rows without the optimizer, and what a message takes of its sender.
@@ -381,28 +379,27 @@ class Price:
         Args:
             moves: units may move to a tier, as far as the machine has one.
         """
-        cost, rank_of_stage = self.cost, schedule.rank_of_stage
-        latencies, rates = cost.links(rank_of_stage)
-        links, optimizer, more = Links(latencies, rates, message_bytes=self.message_bytes), [0.0], {}
-        if self._is_alike:
-            optimizer = [0.0] * schedule.num_ranks
-            for rank, value in zip(rank_of_stage, cost.optimizer_seconds(), strict=True):
-                optimizer[rank] += value
-            statistics = [_STATISTICS_BYTES * size // cost.layout.context for size in self.sizes]
-            links = replace(
-                links, send=cost.send_seconds(rank_of_stage), statistics_bytes=statistics if cost.parts.spreads else 0
-            )
+        cost = self.cost
+        latencies, rates, send = cost.edges(schedule.rank_of_stage)
+        links = Links(latencies, rates, message_bytes=self.message_bytes)
+        seconds = self.seconds._asdict() | {"statistics": 0.0, "loss": 0.0} | self.shard_seconds
         if moves:
-            more = self.moving_seconds()
-        seconds = self.seconds._asdict() | self.shard_seconds | more
-        return Costs(**seconds, links=links, optimizer=optimizer if self._is_alike else 0.0)
+            seconds |= self.moving_seconds()
+        if not self._is_alike:
+            return Costs(**seconds, links=links)
+        if cost.parts.spreads:
+            links = replace(links, statistics_bytes=[_STATISTICS_BYTES * n // cost.layout.context for n in self.sizes])
+        optimizer = [0.0] * schedule.num_ranks
+        for rank, value in zip(schedule.rank_of_stage, cost.optimizer_seconds(), strict=True):
+            optimizer[rank] += value
+        return Costs(**seconds, links=replace(links, send=send), optimizer=optimizer)
 
     # -- bytes of units
 
     @cached_property
     def _held(self) -> list[UnitBytes]:
         """Bytes of all units, arrays, by kind of stage."""
-        parts, held = self.cost.parts, self.cost.parts.held(self._tokens)
+        parts, held = self.cost.parts, self.cost.parts.held(self._span.tokens)
         for kind, unit in zip(parts.stages, held, strict=True) if self.cost.layout.copies_prefix else ():
             unit.saved[-1] += whole_bytes(parts.cached(kind.counts, self.cost.seq_len)[0])  # the last copy: of all keys
         return held
@@ -439,13 +436,13 @@ class Price:
         found: dict[str, Any] = {
             name: self._table(each) for name, each in zip(names, zip(*self._held, strict=True), strict=True)
         }
-        if work := parts.work(self._tokens):
+        if work := parts.work(self._span.tokens):
             forward, backward = map(self._table, zip(*work, strict=True))
             found |= {"forward_work": forward, "backward_work": backward}
         if parts.spreads and self._is_alike:
             found["shard_logits"] = [math.ceil(parts.logits(size) / cost.num_ranks) for size in self.sizes]
         if self._releases:
-            rows = [parts.cached(kind.counts, self._tokens) for kind in parts.stages]
+            rows = [parts.cached(kind.counts, self._span.tokens) for kind in parts.stages]
             found["kv_rows"] = self._table(whole_bytes(keys) for keys, _ in rows)
             found["kv_gradient_rows"] = self._table(whole_bytes(gradients + 0 * keys) for keys, gradients in rows)
         elif self._is_alike and layout.copies_prefix:
@@ -462,8 +459,7 @@ class Price:
             (stage > 0 and rank_of_stage[stage - 1] == rank) + (in_loss and stage == last)
             for stage, rank in enumerate(rank_of_stage)
         ]
-        messages = whole_bytes(self._tokens * self.cost.parts.message_bytes)
-        staying = self._table((count * messages for count in range(3)), counts)
+        staying = self._table((count * self._messages for count in range(3)), counts)
         return StepMemory(**self._unit_bytes, staying=staying)
 
     def step_memory(self, rank_of_stage: Sequence[int]) -> StepMemory:
