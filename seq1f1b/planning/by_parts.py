@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from seq1f1b.partition import Layer, ModelShape, has_equal_layers, layers_of
-from seq1f1b.plan import Layout
+from seq1f1b.plan import INSIDE, Layout
 from seq1f1b.planning.profile import Part, Profile
 from seq1f1b.seconds import NO_SECONDS, PassSeconds, ShardSeconds, Span
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 _ATTENTION_BACKWARD = 2.5  # products of flash attention's backward over those of its forward: 5 / 2
+_WHOLE = {"tensor": "heads", "expert": "experts of the model, and data"}
 _COLLECTIVES, _COLLECTIVES_BACK = 4, 6  # of a layer: backward gathers the inputs of two products again
 
 
@@ -306,6 +307,47 @@ def whole_bytes(size: Any) -> Any:
 def sum_of(counts: Sequence[int], each: Sequence[float]) -> float:
     found: float = sum(map(operator.mul, counts, each))
     return found
+
+
+def check_layout(layout: Layout, model: ModelShape, num_stages: int, seq_len: int) -> None:
+    """Raises ``ValueError`` unless the model can be laid over so many stages, and the sequence over its documents."""
+    if seq_len < 1:
+        raise ValueError(f"seq_len is {seq_len}, must be at least 1")
+    model.flops(0, seq_len)  # raises unless shape and length are sound
+    if num_stages < 1 or num_stages > model.layers:
+        raise ValueError(f"there are {num_stages} stages, must be in 1..{model.layers}, the model's layers")
+    for name in ("tensor", "context", "expert", "data"):
+        degree = getattr(layout, name)
+        if degree < 1:
+            raise ValueError(f"{name} is {degree}, must be at least 1")
+    layers, _ = layers_of(model)
+    if layout.context > 1 and any(layer.scan or layer.state or layer.tail for layer in layers):
+        raise ValueError(
+            f"context is {layout.context}, must be 1: the model has layers that keep a state along the sequence"
+        )
+    for degree, name, whole in (
+        *((layout.tensor, "tensor", layer.heads) for layer in layers),
+        *((layout.expert, "expert", experts) for experts in {layer.experts for layer in layers} - {1} or {1}),
+        (layout.expert, "expert", layout.data),
+    ):
+        if whole % degree != 0:
+            raise ValueError(f"{name} is {degree}, must divide {whole} ({_WHOLE[name]})")
+    if layout.inside not in INSIDE:
+        raise ValueError(f"inside is {layout.inside!r}, must be one of {', '.join(INSIDE)}")
+    if layout.vocabulary not in ("ends", "ranks"):
+        raise ValueError(f"vocabulary is {layout.vocabulary!r}, must be 'ends' or 'ranks'")
+    if layout.vocabulary == "ranks" and (model.vocab == 0 or not layout.head_in_loss):
+        raise ValueError("a vocabulary over the ranks needs a vocabulary, and has its loss in its shards: head_in_loss")
+    if layout.layers is not None and (
+        len(layout.layers) != num_stages or sum(layout.layers) != model.layers or min(layout.layers) < 0
+    ):
+        raise ValueError(
+            f"layers are {list(layout.layers)}: must be {num_stages} numbers, one per stage, "
+            f"that sum to the model's {model.layers}"
+        )
+    documents = layout.documents
+    if documents is not None and (sum(documents) != seq_len or min(documents, default=0) < 1):
+        raise ValueError(f"documents hold {sum(documents)} tokens, each must be at least 1 and all together {seq_len}")
 
 
 # -- measured ----------------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from seq1f1b import _C
-from seq1f1b.partition import ModelShape, balanced, layers_of, partition_sequence
-from seq1f1b.plan import INSIDE, Layout
-from seq1f1b.planning.by_parts import ByParts, UnitBytes, whole_bytes
+from seq1f1b.partition import ModelShape, balanced, partition_sequence
+from seq1f1b.plan import Layout
+from seq1f1b.planning.by_parts import ByParts, UnitBytes, check_layout, whole_bytes
 from seq1f1b.planning.hardware import Hardware
 from seq1f1b.runtime.unit_times import MeasuredUnits, Terms
 from seq1f1b.schedule import Costs, Links, Schedule, StepMemory
@@ -26,7 +26,6 @@ from seq1f1b.seconds import PassSeconds, Span, arrays_of, seconds_of, shards_of,
 __all__ = ["CostModel", "PackedRow", "Price", "RankBytes"]
 
 _PIECES = 1024  # of the sequence whose costs a split balances
-_WHOLE = {"tensor": "heads", "expert": "experts of the model, and data"}
 _STATISTICS_BYTES = 12  # of a token: a maximum, a sum of exponentials, the target's logit
 
 
@@ -61,7 +60,7 @@ class CostModel:
         self.model, self.hardware, self.layout = model, hardware, layout or Layout()
         num_stages = num_ranks * stages_per_rank
         self.num_ranks, self.num_stages, self.seq_len = num_ranks, num_stages, seq_len
-        _check_layout(self.layout, model, num_stages, seq_len)
+        check_layout(self.layout, model, num_stages, seq_len)
         self.layers = self.layout.layers or tuple(
             model.layers // num_stages + (stage < model.layers % num_stages) for stage in range(num_stages)
         )
@@ -189,47 +188,6 @@ class CostModel:
         touched = (hw.gradient_bytes + hw.element_bytes + 2 * hw.optimizer_bytes) / d
         of_parameter = hw.data_exposed * moved / rate + touched / hw.bandwidth
         return [of_parameter * parameters for parameters in self.parts.stage_parameters]
-
-
-def _check_layout(layout: Layout, model: ModelShape, num_stages: int, seq_len: int) -> None:
-    """Raises ``ValueError`` unless the model can be laid over so many stages, and the sequence over its documents."""
-    if seq_len < 1:
-        raise ValueError(f"seq_len is {seq_len}, must be at least 1")
-    model.flops(0, seq_len)  # raises unless shape and length are sound
-    if num_stages < 1 or num_stages > model.layers:
-        raise ValueError(f"there are {num_stages} stages, must be in 1..{model.layers}, the model's layers")
-    for name in ("tensor", "context", "expert", "data"):
-        degree = getattr(layout, name)
-        if degree < 1:
-            raise ValueError(f"{name} is {degree}, must be at least 1")
-    layers, _ = layers_of(model)
-    if layout.context > 1 and any(layer.scan or layer.state or layer.tail for layer in layers):
-        raise ValueError(
-            f"context is {layout.context}, must be 1: the model has layers that keep a state along the sequence"
-        )
-    for degree, name, whole in (
-        *((layout.tensor, "tensor", layer.heads) for layer in layers),
-        *((layout.expert, "expert", experts) for experts in {layer.experts for layer in layers} - {1} or {1}),
-        (layout.expert, "expert", layout.data),
-    ):
-        if whole % degree != 0:
-            raise ValueError(f"{name} is {degree}, must divide {whole} ({_WHOLE[name]})")
-    if layout.inside not in INSIDE:
-        raise ValueError(f"inside is {layout.inside!r}, must be one of {', '.join(INSIDE)}")
-    if layout.vocabulary not in ("ends", "ranks"):
-        raise ValueError(f"vocabulary is {layout.vocabulary!r}, must be 'ends' or 'ranks'")
-    if layout.vocabulary == "ranks" and (model.vocab == 0 or not layout.head_in_loss):
-        raise ValueError("a vocabulary over the ranks needs a vocabulary, and has its loss in its shards: head_in_loss")
-    if layout.layers is not None and (
-        len(layout.layers) != num_stages or sum(layout.layers) != model.layers or min(layout.layers) < 0
-    ):
-        raise ValueError(
-            f"layers are {list(layout.layers)}: must be {num_stages} numbers, one per stage, "
-            f"that sum to the model's {model.layers}"
-        )
-    documents = layout.documents
-    if documents is not None and (sum(documents) != seq_len or min(documents, default=0) < 1):
-        raise ValueError(f"documents hold {sum(documents)} tokens, each must be at least 1 and all together {seq_len}")
 
 
 class PackedRow(NamedTuple):
@@ -394,6 +352,40 @@ class Price:
             optimizer[rank] += value
         return Costs(**seconds, links=replace(links, send=send), optimizer=optimizer)
 
+    def costs_of_each(self, machines: Hardware, count: int, schedule: Schedule, moves: bool) -> list[Costs]:
+        """:meth:`costs` of steps that are alike, on each of so many machines. ``machines``: one whose numbers may be
+        arrays, (machines, 1)."""
+        price, rank_of_stage = self.cost.on(machines).price(self.sizes), schedule.rank_of_stage
+        cost, tokens = price.cost, self._span.tokens
+
+        def of_each(values: Any, width: int) -> Any:
+            return np.broadcast_to(values, (count, width)).tolist()
+
+        kinds = [[of_each(seconds, len(tokens)) for seconds in kind] for kind in cost.source.seconds(self._span)]
+        tables = {name: [kinds[kind][i] for kind in cost.source.kinds] for i, name in enumerate(PassSeconds._fields)}
+        if cost.parts.spreads:
+            shards = cost.source.shard(self._span)._asdict()
+            tables |= {name: [of_each(seconds, len(tokens))] * cost.num_stages for name, seconds in shards.items()}
+        if moves:
+            rates = {"tier": 1 / machines.tier_bandwidth, "move_out": machines.move_out, "move_in": machines.move_in}
+            for name, rate in rates.items():
+                kinds_moved = [of_each(rate * unit.saved, len(tokens)) for unit in price._held]
+                tables[name] = [kinds_moved[kind] for kind in cost.parts.kinds]
+        latencies, rates_of_links, send = cost.edges(rank_of_stage)
+        links = [np.ravel(np.broadcast_to(x, (count, 1))) for x in (*latencies, *rates_of_links, send)]
+        per_stage = [of_each(x, 1) for x in cost.optimizer_seconds()]
+        known = self.costs(schedule, moves=moves)
+        found = []
+        for t, (*edges, sent) in enumerate(np.array(links).T.tolist()):
+            optimizer = [0.0] * schedule.num_ranks
+            for rank, value in zip(rank_of_stage, per_stage, strict=True):
+                optimizer[rank] += value[t][0]
+            half = len(edges) // 2
+            of_links = replace(known.links, latency=edges[:half], bandwidth=edges[half:], send=sent)
+            seconds = {name: [row[t] for row in table] for name, table in tables.items()}
+            found.append(replace(known, **seconds, links=of_links, optimizer=optimizer))
+        return found
+
     # -- bytes of units
 
     @cached_property
@@ -401,7 +393,9 @@ class Price:
         """Bytes of all units, arrays, by kind of stage."""
         parts, held = self.cost.parts, self.cost.parts.held(self._span.tokens)
         for kind, unit in zip(parts.stages, held, strict=True) if self.cost.layout.copies_prefix else ():
-            unit.saved[-1] += whole_bytes(parts.cached(kind.counts, self.cost.seq_len)[0])  # the last copy: of all keys
+            unit.saved[..., -1] += whole_bytes(
+                parts.cached(kind.counts, self.cost.seq_len)[0]
+            )  # the last copy: of all keys
         return held
 
     def held_bytes(self) -> list[list[Any]]:
