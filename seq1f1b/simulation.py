@@ -224,10 +224,12 @@ def simulated(
     progress: Callable[[int], object] | None,
 ) -> Simulation:
     """Runs an order in the core; arguments and errors are those of :meth:`seq1f1b.Schedule.simulate`."""
-    whole("steps", steps, 1, MOST)
+    if not 1 <= steps <= MOST:
+        whole("steps", steps, 1, MOST)
     if steps > 1 and optimizer_sync is None:
         raise ValueError("optimizer_sync must be True or False where there is more than one step")
-    whole("seed", noise.seed, 0, 2**64 - 1)
+    if not 0 <= noise.seed < 2**64:
+        whole("seed", noise.seed, 0, 2**64 - 1)
     program, counts = schedule._lower(), schedule._num_units
     tier, links = flat(schedule, "tier", _C.PER_CELL, costs.tier) if costs.tier else None, costs.links
     send, jitter, transfer_jitter = (

@@ -229,8 +229,11 @@ class ByParts:
 
     def cached(self, counts: Sequence[int], tokens: int) -> tuple[float, float]:
         """Keys and values of so many tokens in layers of so many of each kind, and their gradients."""
-        keys, gradients = zip(*self.cache_bytes, strict=True)
-        return sum_of(counts, [tokens * size for size in keys]), sum_of(counts, [tokens * size for size in gradients])
+        sizes = [
+            (n * (tokens * keys), n * (tokens * back)) for n, (keys, back) in zip(counts, self.cache_bytes, strict=True)
+        ]
+        keys, gradients = zip(*sizes, strict=True)
+        return sum(keys), sum(gradients)
 
     def parameters(self, stage: int) -> float:
         """Parameters that one device of those that share the stage holds."""
@@ -242,7 +245,7 @@ class ByParts:
         m, tensor, found, last = self.model, self.layout.tensor, [], len(self.layers) - 1
         words = m.hidden * m.vocab
         for stage, kind in enumerate(self.kinds):
-            layers = sum_of(self.stages[kind].counts, self.layer_parameters)
+            layers = sum(map(operator.mul, self.stages[kind].counts, self.layer_parameters))
             ends = 1 if m.tied and last == 0 else (stage == 0) + (stage == last)
             if self.spreads:  # a shard of each, on the first stage of every rank
                 found.append(layers + (stage < self.num_ranks) * ((2 - m.tied) * words / self.num_ranks / tensor))
@@ -283,7 +286,7 @@ class ByParts:
             of_token = [self.hardware.activation_factor * x for x in (saved, of_norms + of_ffn - again, left)]
             of_kinds.append([x / self.shards for x in (*of_token, 4 * layer.state + e * layer.tail)])
         columns = list(zip(*of_kinds, strict=True))
-        return [tuple(sum_of(counts, column) for column in columns) for counts, _, _ in self.stages]
+        return [tuple([sum(map(operator.mul, kind.counts, column)) for column in columns]) for kind in self.stages]
 
     def _saved_bytes(self, layer: Layer, inside: str) -> float:
         """Activations of one token and layer: norms' inputs and outputs, q, attention's output and its sums, gate, up
@@ -302,11 +305,6 @@ class ByParts:
 def whole_bytes(size: Any) -> Any:
     """Rounded up: a number, or an array."""
     return np.ceil(size).astype(np.int64)
-
-
-def sum_of(counts: Sequence[int], each: Sequence[float]) -> float:
-    found: float = sum(map(operator.mul, counts, each))
-    return found
 
 
 def check_layout(layout: Layout, model: ModelShape, num_stages: int, seq_len: int) -> None:

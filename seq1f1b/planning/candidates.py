@@ -109,9 +109,10 @@ class Found:
         prices: of its units in sequences of each length, the longest last.
         bounds: seconds that no order of these units can beat, for each length; ``bound``: their mean over the steps.
         units: F and B of all ranks.
-        made: the order; if none fits, the one that needs least. None: it was not built.
+        made: the order; if none fits, the one that needs least; before it was built, none.
         periods: of the step of each length; ``seconds``: their mean; inf if the order does not fit.
         bubble: share of that in which ranks neither compute nor update.
+        sort_key: sorts by time; of times within about 0.2 % the one that needs less memory comes first.
         least: bytes that it needs at least, where it does not fit; else 0.
     """
 
@@ -120,29 +121,20 @@ class Found:
     bounds: Sequence[float]
     bound: float
     units: int
-    made: Made | None = None
+    made: Any = None  # a Made
     periods: Sequence[float] = ()
     seconds: float = math.inf
     bubble: float = 0.0
+    sort_key: tuple[int, int] = (0, 0)
     least: int = 0
-
-    @property
-    def order(self) -> Made:
-        assert self.made is not None
-        return self.made
-
-    @property
-    def sort_key(self) -> tuple[int, int]:
-        """Sorts by time; of times that differ by less than about 0.2% the one that needs less memory comes first."""
-        return round(math.log(self.seconds) / _TIE), self.order.peak
 
     def is_alike(self, other: Found) -> bool:
         """Whether both differ in the split, or the family's name, alone."""
-        of_other = other.candidate._replace(mix=self.candidate.mix)
-        if self.candidate == of_other:
+        mine, its = self.candidate, other.candidate._replace(mix=self.candidate.mix)
+        if mine == its:
             return True
-        counts = self.candidate._replace(family=of_other.family, remedies=of_other.remedies)
-        return counts == of_other and self.order.schedule == other.order.schedule
+        counts = mine._replace(family=its.family, remedies=its.remedies)
+        return counts == its and self.made.schedule == other.made.schedule
 
 
 class Pricing:
@@ -306,13 +298,14 @@ class Pricing:
         found.seconds = self.mean(found.periods)
         idle = self.mean([period * share for period, (_, share) in zip(found.periods, runs, strict=True)])
         found.bubble = idle / found.seconds
+        found.sort_key = round(math.log(found.seconds) / _TIE), made.peak
         return found
 
     # -- plans
 
     def uncertain(self, found: Found) -> tuple[Uncertain, ...]:
         """Terms that move the step, largest first, each alone at its ends."""
-        schedule, moves = found.order.schedule, "offload" in found.candidate.remedies
+        schedule, moves = found.made.schedule, "offload" in found.candidate.remedies
         known = self._costs(found, schedule)
         periods = [self._period(schedule, costs)[0] for costs in known]
         changes = dict[tuple[str, float], float]()
@@ -331,7 +324,7 @@ class Pricing:
 
     def plan(self, found: Found, uncertain: tuple[Uncertain, ...]) -> Plan:
         """The plan that a candidate makes."""
-        candidate, made, prices = found.candidate, found.order, found.prices
+        candidate, made, prices = found.candidate, found.made, found.prices
         faster = math.hypot(*(max(0.0, -term.change_at_low, -term.change_at_high) for term in uncertain))
         slower = math.hypot(*(max(0.0, term.change_at_low, term.change_at_high) for term in uncertain))
         spread, cost = self.hardware.spread, prices[-1].cost

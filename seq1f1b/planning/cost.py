@@ -144,12 +144,9 @@ class CostModel:
         others = self.num_stages - 1
         if others == 0:
             return (self.model.layers,)
-        most = self.model.layers - others  # each stage but the last has one
-
-        def slowest(last: int) -> float:
-            return max(last * layers[0] + head, -(-(self.model.layers - last) // others) * layers[0])
-
-        last = min(range(most + 1), key=lambda n: (slowest(n), -n))
+        lasts = np.arange(self.model.layers - others, -1, -1)  # each stage but the last has one layer at least
+        slowest = np.maximum(lasts * layers[0] + head, -(-(self.model.layers - lasts) // others) * layers[0])
+        last = int(lasts[slowest.argmin()])
         rest = self.model.layers - last
         return (*(rest // others + (stage < rest % others) for stage in range(others)), last)
 
@@ -494,11 +491,12 @@ class Price:
             peaks = schedule.peak_memory(replace(memory, forward_work=0, backward_work=0), costs)
         P, last, longest, state = schedule.num_ranks, cost.num_stages - 1, max(self.sizes), _state_bytes(cost)
         pools = self._pool_bytes(schedule, memory.activations)
+        standing = [parts.standing_work(longest, has_last) for has_last in (False, True)]
         stages_of = [[stage for stage, at in enumerate(schedule.rank_of_stage) if at == rank] for rank in range(P)]
         kv, gradients = self._slot_bytes(schedule, stages_of)  # held all through the step
         ranks = []
         for rank, stages in enumerate(stages_of):
-            work = with_work.total[rank] - peaks.total[rank] + parts.standing_work(longest, last in stages)
+            work = with_work.total[rank] - peaks.total[rank] + standing[last in stages]
             if cost.layout.tensor > 1:  # whole hidden states that collectives of one unit have gathered or will scatter
                 layers = max(cost.layers[stage] for stage in stages)
                 whole = longest / cost.layout.context * cost.model.hidden * hw.element_bytes

@@ -511,7 +511,7 @@ class _Search(Pricing):
         kept = []
         for price in self.look(found.candidate._replace(inside="none")).prices:
             forward, inputs, weight, backward, _ = (sum(map(sum, table)) for table in price.seconds)
-            each = forward + (inputs + weight if "W" in found.order.schedule.kinds else backward)
+            each: float = forward + (inputs + weight if "W" in found.made.schedule.kinds else backward)
             each += self.num_ranks * of_shards(price)
             kept.append((self.num_microbatches * each + sum(price.cost.optimizer_seconds())) / self.num_ranks)
         return max(0.0, 1 - found.bubble - self.mean(kept) / found.seconds)
