@@ -20,7 +20,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from seq1f1b import _C, PipelineError
 from seq1f1b.device import edges
-from seq1f1b.runtime.arguments import Disagreement, agreement_of, check_agreement
+from seq1f1b.engine.options import Disagreement, agreement_of, check_agreement
 from seq1f1b.testing import run_ranks
 
 CONFIG = Config(kv_heads=2)
