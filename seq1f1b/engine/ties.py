@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from seq1f1b.engine.equal_parameters import look_at_equal, unlisted
 from seq1f1b.engine.gradients import StepGradients, dense
-from seq1f1b.engine.options import Disagreement
 from seq1f1b.transport import RankGroup
+from seq1f1b.transport.agreement import Disagreement
 
 __all__: list[str] = []
 
