@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,24 +16,6 @@ from torch import nn
 from seq1f1b import _C
 
 __all__: list[str] = []
-
-
-_GPU_PARTS = {
-    "attention": "cuda_attention:register",
-    "documents": "document_layout",
-    "edges": "edges:DeviceEdges",
-    "host tier": "host_tier:HostTier",
-    "kernels": "kernel_library",
-    "nccl": "edges:found_nccl",
-}
-"""The things that are there for GPUs, by module and name: no other module outside this folder names one of it."""
-
-
-def gpu_part(name: str) -> Any:
-    """A class, function or module for GPUs, which is loaded at the first question for it."""
-    module, _, attribute = _GPU_PARTS[name].partition(":")
-    found = import_module(f"seq1f1b.device.{module}")
-    return getattr(found, attribute) if attribute else found
 
 
 def common_device(modules: Sequence[Any]) -> torch.device:

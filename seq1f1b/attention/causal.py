@@ -18,14 +18,14 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from seq1f1b import _C
-from seq1f1b.placement import gpu_part
+from seq1f1b.above import above
 
 __all__ = ["causal_attention", "layer_handle", "positions", "token_offset"]
 
 _C.bind_torch(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
 _ops = torch.ops.seq1f1b
 _cuda_kernels = torch.library.Library("seq1f1b", "IMPL")  # type: ignore[no-untyped-call]
-gpu_part("attention")(_cuda_kernels)
+above("attention")(_cuda_kernels)
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256

@@ -28,12 +28,13 @@ from seq1f1b.engine.batch import StepArguments
 from seq1f1b.engine.findings import ATTENTION, RANDOMNESS, STATE, STATISTICS, Finding
 from seq1f1b.engine.linear import is_plain
 from seq1f1b.engine.model_state import ComparableRun, RandomState, is_abstract, keep_state
-from seq1f1b.engine.options import Agreement, Limits, Loss, Memory, Options
+from seq1f1b.engine.options import Limits, Loss, Memory, Options
 from seq1f1b.engine.pipeline import Pipeline
 from seq1f1b.engine.replicas import without_wrapper
 from seq1f1b.engine.stage import StageStep
 from seq1f1b.nested import mapped, tensors_of
 from seq1f1b.schedule import build_schedule
+from seq1f1b.transport.agreement import Agreement
 from seq1f1b.transport.loopback import LoopbackGroup
 
 __all__: list[str] = []

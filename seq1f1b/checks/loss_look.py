@@ -17,6 +17,7 @@ from torch import Tensor
 
 from seq1f1b.engine.findings import COUPLING, WEIGHTING
 from seq1f1b.engine.model_state import RandomState, uncompiled
+from seq1f1b.engine.weighting import Weighting, by_targets
 from seq1f1b.nested import distance, mapped, norm, tensors_of
 
 __all__: list[str] = []
@@ -137,6 +138,41 @@ class LossLook:
         every = zip(*map(tensors_of, values), strict=True)
         whole = iter([torch.cat(same, self._dim) if same[0].dim() > self._dim else same[0] for same in every])
         return mapped(values[0], lambda _: next(whole))
+
+
+def look_of(step: Weighting) -> LossLook | None:
+    """Makes the look at the loss in the first step of a shape; None if there is nothing to compare."""
+    options = step.options
+    if options.head is not None:
+        return None
+    every = {m: _looked_at(step, m) for m in range(len(step.rows))}
+    found = {m: sizes for m, sizes in every.items() if sum(map(len, sizes.values())) > 1}
+    if is_halved := not found and by_targets(options, step.arguments):
+        some = {m: sizes for m, sizes in every.items() if sizes}
+        found = {m: {s: (n // 2, n - n // 2) for s, (n,) in sizes.items()} for m, sizes in some.items()}
+    if not found:
+        return None
+    m = min(found, key=lambda m: sum(map(count_values, tensors_of(step.batch.target[m]))))
+    if step.arguments.trees is not None:  # most siblings, or the most segments of a path
+        m = max(found, key=lambda m: (max(map(len, found[m].values())), len(found[m])))
+    return LossLook(m, found[m], step.count, options.seq_dim, is_halved)
+
+
+def _looked_at(step: Weighting, m: int) -> dict[int, Sequence[int]]:
+    """Tokens of the segments of a micro-batch, and of siblings in them, whose losses make that of all together.
+
+    In a tree they are those of a segment of siblings, or of the longest path.
+    """
+    first = sum(map(len, step.rows[:m]))
+    counted = [s for s in range(len(step.rows[m])) if step.shares[first + s] > 0.0]
+    trees, num_parts = step.arguments.trees, step.options.sequence_parallel[1]
+    if trees is None:
+        return {s: (step.rows[m][s] // num_parts,) for s in counted}
+    paths = list[list[int]]()
+    for s, parent in enumerate(trees.parents[m]):
+        paths.append([*(paths[parent] if parent >= 0 else ()), *([s] if s in counted else ())])
+    siblings = [[s] for s in counted if len(trees.parts[m][s]) > 1]
+    return {s: trees.parts[m][s] for s in (siblings or sorted(paths, key=len))[-1]}
 
 
 def _scaled(tensor: Tensor) -> Tensor:

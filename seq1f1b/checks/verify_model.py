@@ -28,7 +28,7 @@ from seq1f1b.checks.verify_runs import (
     refuse,
 )
 from seq1f1b.engine.batch import StepArguments
-from seq1f1b.engine.options import Agreement, Memory
+from seq1f1b.engine.options import Memory
 from seq1f1b.engine.pipeline import Pipeline
 from seq1f1b.engine.replicas import without_wrapper
 from seq1f1b.engine.runner import Runner
@@ -36,6 +36,7 @@ from seq1f1b.nested import mapped, tensors_of
 from seq1f1b.placement import common_device, free_bytes
 from seq1f1b.schedule import build_schedule
 from seq1f1b.transport import LoopbackGroup, RankGroup
+from seq1f1b.transport.agreement import Agreement
 from seq1f1b.transport.values import pack, sendable
 
 __all__: list[str] = []

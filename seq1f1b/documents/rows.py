@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from seq1f1b.engine.options import check_agreement, check_int
+from seq1f1b.files import check_int
 from seq1f1b.nested import mapped, tensors_of
 from seq1f1b.transport import RankGroup
+from seq1f1b.transport.agreement import check_agreement
 
 __all__: list[str] = []
 

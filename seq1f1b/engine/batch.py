@@ -13,7 +13,7 @@ from torch import Tensor
 from seq1f1b.attention.packing import document_lengths
 from seq1f1b.documents.rows import PlannedRows, Rows, Trees, paths_of
 from seq1f1b.engine.gradients import StepGradients
-from seq1f1b.engine.options import Options, check_number
+from seq1f1b.engine.options import Options
 from seq1f1b.engine.pipeline import Pipeline
 from seq1f1b.engine.splitting import (
     Leaves,
@@ -26,6 +26,7 @@ from seq1f1b.engine.splitting import (
     split_kwargs,
     split_sequence,
 )
+from seq1f1b.files import check_number
 from seq1f1b.nested import mapped
 from seq1f1b.partition import ModelShape
 

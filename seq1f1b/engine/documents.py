@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 
 from seq1f1b import _C
+from seq1f1b.above import above
 from seq1f1b.attention.unit import LiveUnit
 from seq1f1b.engine.batch import StepRead
 from seq1f1b.engine.findings import DOCUMENTS, Finding
 from seq1f1b.engine.parts import Part
 from seq1f1b.engine.stage import StageStep
 from seq1f1b.nested import tensors_of
-from seq1f1b.placement import gpu_part
 
 __all__: list[str] = []
 
-_layout = gpu_part("documents")
+_layout = above("documents")
 
 
 class AskingForDocuments(Part):

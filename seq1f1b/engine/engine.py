@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from seq1f1b.checks.verify import Verification, verify
+from seq1f1b.above import above
 from seq1f1b.documents.rows import PlannedRows
 from seq1f1b.engine.batch import StepArguments, merge
 from seq1f1b.engine.gradients import REDUCED
 from seq1f1b.engine.options import (
-    Agreement,
     Builder,
-    Disagreement,
     Limits,
     Loss,
     Memory,
@@ -37,11 +35,15 @@ from seq1f1b.engine.runner import Runner
 from seq1f1b.engine.splitting import Rule
 from seq1f1b.engine.vocabulary import join_shards
 from seq1f1b.partition import ModelShape
-from seq1f1b.placement import common_device, gpu_part
+from seq1f1b.placement import common_device
 from seq1f1b.plan import Plan, TunedOrder
 from seq1f1b.schedule import Schedule
 from seq1f1b.transport import RankGroup, last_attempt, resolve_group, withdraw
+from seq1f1b.transport.agreement import Agreement, Disagreement
 from seq1f1b.transport.group import OfOneProcess
+
+if TYPE_CHECKING:
+    from seq1f1b.checks.verify import Verification
 
 __all__ = ["PipelineEngine"]
 
@@ -113,7 +115,7 @@ class PipelineEngine(OfOneProcess):
     Source: Seq1F1B, arXiv:2406.03488.
     """
 
-    _gpu_part = staticmethod(gpu_part)  # of tests: GPUs that are stand-ins
+    _gpu_part = staticmethod(above)  # of tests: GPUs that are stand-ins
     _needs_whole_model = True  # False: one stage of a model may run alone
     _scaler: torch.amp.GradScaler | None = None  # of the last training step
 
@@ -299,7 +301,7 @@ class PipelineEngine(OfOneProcess):
         """
         self._pipeline.check_idle()
         given = StepArguments(True, inputs, target, kwargs, loss_weight, **_of_rows(segment_sizes, parents, plan))
-        found = verify(self._runner, given, dtype, model)
+        found: Verification = above("verify")(self._runner, given, dtype, model)
         if show and self.rank == 0:
             print(found)
         return found
@@ -436,7 +438,8 @@ class PipelineEngine(OfOneProcess):
         """
         if self._runner.tuner is None:
             raise RuntimeError('the engine is not tuned: its order is what it was given; give schedule="tuned"')
-        return self._runner.tuner.found()
+        found: TunedOrder = self._runner.tuner.found()
+        return found
 
     @property
     def schedule(self) -> Schedule:

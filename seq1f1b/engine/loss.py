@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from seq1f1b.above import above
 from seq1f1b.attention.unit import LiveUnit, enter
 from seq1f1b.documents.rows import Path, by_paths
 from seq1f1b.engine.ends import detached
@@ -46,7 +47,7 @@ class ToLoss(Sink):
         self._step, self._stage, self._weighting, self._targets = step, step.stage, weighting, batch.targets
         self._loss_kwargs = batch.leaves.replace(dict(batch.arguments.loss_kwargs or {}))
         self._keeps_outputs = batch.arguments.return_outputs
-        self._loss_look = weighting.look() if batch.targets is not None and batch.is_new else None
+        self._loss_look = above("look at a loss")(weighting) if batch.targets is not None and batch.is_new else None
         self.divides = batch.arguments.divides
         self.divisors: dict[int, Tensor | float] = {}
         self.constants: dict[int, Tensor] = {}

@@ -16,7 +16,7 @@ from seq1f1b import __version__
 from seq1f1b.attention.causal import check_part
 from seq1f1b.engine.splitting import Rule, TokenPart, check_rules
 from seq1f1b.engine.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead, shard_of
-from seq1f1b.files import nearest_name
+from seq1f1b.files import check_int, check_number, nearest_name
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Plan, TunedOrder, load_plan
 from seq1f1b.schedule import Schedule, Unit, build_schedule, check_units, schedules
@@ -230,20 +230,6 @@ class Options:
         return list(choice)
 
 
-def check_int(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name} is {value}, must be at least {least}")
-
-
-def check_number(name: str, value: float) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not value > 0:
-        raise ValueError(f"{name} is {value}, must be above 0")
-
-
 def _check_bool(name: str, value: bool) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}, must be True or False")
@@ -376,13 +362,6 @@ def check_launch(group: Any) -> None:
         )
 
 
-# -- agreement ---------------------------------------------------------------------------------------------------------
-
-
-class Disagreement(ValueError):
-    """The ranks of a pipeline were given different arguments. Every rank raises the same."""
-
-
 def agreement_of(
     options: Options, schedule: Schedule, source: Schedule | Builder, device: torch.device
 ) -> dict[str, tuple[str, str]]:
@@ -428,48 +407,3 @@ def agreement_of(
         "schedule": (schedule.digest, f"{shown} (order {schedule.digest})"),
         "the device of the stages": (device.type if compares_devices else "", shown_device),
     }
-
-
-def check_agreement(everyones: Sequence[Mapping[str, tuple[str, str]]]) -> None:
-    """Raises :class:`Disagreement`, which names the first argument that differs, unless all ranks gave the same."""
-    for name in everyones[0]:
-        ranks: dict[str, list[int]] = {}
-        for rank, theirs in enumerate(everyones):
-            ranks.setdefault(theirs[name][0], []).append(rank)
-        if len(ranks) > 1:
-            values = "; ".join(
-                f"{everyones[own[0]][name][1]} on rank{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
-                for own in ranks.values()
-            )
-            raise Disagreement(f"{name} differs between the ranks of the pipeline: {values}; give all ranks the same")
-
-
-class Agreement:
-    """Compares what the ranks of a pipeline were given: once, but again after a failure.
-
-    Args:
-        group: of the ranks.
-        own: what this one was given, see :func:`agreement_of`.
-        beside: what it tells the others, too.
-        check_beside: raises unless what all ranks told fits together.
-    """
-
-    def __init__(
-        self,
-        group: Any,
-        own: Mapping[str, tuple[str, str]],
-        beside: Any = None,
-        check_beside: Callable[[Sequence[Any]], None] | None = None,
-    ) -> None:
-        self._group = group
-        self._own, self._beside, self._check_beside = own, beside, check_beside
-        self._checked_in = -1  # the group's epoch: some ranks may have left a check well that failed on others
-
-    def check(self) -> None:
-        """Raises, on every rank, unless all were given the same. Collective."""
-        if self._checked_in != self._group.epoch:
-            found = self._group.all_gather_object((self._own, self._beside))
-            check_agreement([own for own, _ in found])
-            if self._check_beside is not None:
-                self._check_beside([beside for _, beside in found])
-            self._checked_in = self._group.epoch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -69,6 +70,19 @@ def with_options(schedule: Schedule, options: Options, device: torch.device) -> 
             "seq1f1b.HOST on GPUs"
         )
     return schedule
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """How plain steps run.
+
+    Attributes:
+        choice: of a tuned engine, see :mod:`seq1f1b.report.tuning`; None: what the engine was given.
+    """
+
+    schedule: Schedule
+    options: Options
+    choice: Any = None
 
 
 class StageOrder:

@@ -10,21 +10,23 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from seq1f1b import _C, where
+from seq1f1b.above import above
 from seq1f1b.engine.offload import Tier, file_tier
-from seq1f1b.engine.options import Agreement, Disagreement, Options
+from seq1f1b.engine.options import Options
 from seq1f1b.engine.replicas import check_parts, without_wrapper
 from seq1f1b.engine.ties import TiedParameters
-from seq1f1b.placement import gpu_part
-from seq1f1b.report.report import EdgeReport
 from seq1f1b.schedule import Schedule
 from seq1f1b.transport import DTYPES, RankGroup
+from seq1f1b.transport.agreement import Agreement, Disagreement
 from seq1f1b.transport.group import Edge, OfOneProcess, has_been_told, leave_place
+from seq1f1b.transport.values import sendable
 
 __all__: list[str] = []
 
@@ -38,6 +40,27 @@ _CHANNELS = (  # what edges carry
     "gradients of embedded tokens",
 )
 _DTYPE_CODES: dict[object, int] = {dtype: code for code, dtype in enumerate(DTYPES)}
+
+
+@sendable
+@dataclass(frozen=True)
+class EdgeReport:
+    """The transport of the messages from one stage to the next, or of gradients back, seen from one of its two ranks.
+
+    Attributes:
+        peer_rank: the rank at the other end.
+        transport: "shm" (memory that both ranks map), "c10d" (the process group), or "loopback" (threads). Between
+            GPUs "copy", "nccl", or "host" (host memory, over one of the others).
+        rate: between GPUs: bytes per second of the message of the proof at set-up; else 0.
+        why: between GPUs: why this transport, in words.
+    """
+
+    source_stage: int
+    destination_stage: int
+    peer_rank: int
+    transport: str
+    rate: float = 0.0
+    why: str = ""
 
 
 class Pipeline(OfOneProcess):
@@ -61,7 +84,7 @@ class Pipeline(OfOneProcess):
         group: RankGroup,
         schedule: Schedule,
         agreement: Agreement,
-        gpu_part: Callable[[str], Any] = gpu_part,
+        gpu_part: Callable[[str], Any] = above,
     ) -> None:
         self.group, self.device, self._options, self.agreement = group, device, options, agreement
         self.rank, self.num_ranks = group.rank, group.size
@@ -84,7 +107,7 @@ class Pipeline(OfOneProcess):
         self.device_edges: Any = None  # those between GPUs
         self.gpu: Any = None
         self._device_transport = options.device_transport
-        if options.transport == "auto" and gpu_part("edges").serve(device, group):
+        if options.transport == "auto" and above("edges").serve(device, group):
             self._device_transport = "auto"
         self._is_receiver: dict[Edge, bool] = {}
         self._ends: dict[Edge, Any] = {}

@@ -13,18 +13,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from seq1f1b import _C
+from seq1f1b.above import above
 from seq1f1b.attention.carry import inside_step
-from seq1f1b.checks.explain import explained, unit_text
-from seq1f1b.checks.first_look import Looking
 from seq1f1b.documents.rows import PlannedRows, Rows, Trees, check_equal_rows, read_rows
 from seq1f1b.engine.batch import Batch, StepArguments
 from seq1f1b.engine.documents import AskingForDocuments
+from seq1f1b.engine.explain import explained, unit_text
 from seq1f1b.engine.findings import look_at_batches, look_at_targets, sample_of
 from seq1f1b.engine.gradients import StepGradients, growing_wide
 from seq1f1b.engine.measure import Activations, Measuring
 from seq1f1b.engine.offload import Offloading
-from seq1f1b.engine.options import Disagreement, Options
-from seq1f1b.engine.order import RankOrder, build, with_options
+from seq1f1b.engine.options import Options
+from seq1f1b.engine.order import RankOrder, Setting, build, with_options
 from seq1f1b.engine.parts import Constants, Part
 from seq1f1b.engine.pipeline import Pipeline
 from seq1f1b.engine.recompute import BlockRecomputing, Recomputing
@@ -32,11 +32,10 @@ from seq1f1b.engine.replicas import data_parallel, without_wrapper
 from seq1f1b.engine.split_backward import WeightGradients
 from seq1f1b.engine.splitting import sequence_length
 from seq1f1b.engine.stage import Stage
-from seq1f1b.engine.step import Step
+from seq1f1b.engine.step import Step, StepRecord
 from seq1f1b.placement import compute_stream, in_ranges, step_on, through_host
-from seq1f1b.report.report import StepRecord, make_report
-from seq1f1b.report.tuning import Setting, Tuner
 from seq1f1b.schedule import Schedule
+from seq1f1b.transport.agreement import Disagreement
 
 __all__: list[str] = []
 
@@ -48,7 +47,7 @@ FEATURES: tuple[type[Part], ...] = (
     BlockRecomputing,
     Recomputing,
     Offloading,
-    Looking,
+    above("first look"),
     Measuring,  # the innermost: it counts what a forward keeps, and nothing that others do around it
 )
 
@@ -99,7 +98,7 @@ class Runner:
         self.look_seconds: dict[int, float] = {}  # by stage, of the last look at it
         self._has_had_rows, self._epoch = False, 0  # the group's
         self._is_measured = False  # whether the last step was a plain training step
-        self.tuner: Tuner | None = None
+        self.tuner: Any = None
         if not is_tuned:
             return
         if any(stage.wrappers for stage in self.stages.values()):
@@ -109,7 +108,7 @@ class Runner:
             )
         self._check_clock()
         count, group = len(self.stages), pipeline.group
-        self.tuner = Tuner(self.setting, count, group=group, device=pipeline.device, report=self.report)
+        self.tuner = above("tuner")(self.setting, count, group=group, device=pipeline.device, report=self.report)
 
     @property
     def options(self) -> Options:
@@ -267,12 +266,14 @@ class Runner:
             losses = step.losses()
         return losses, step.outputs() if arguments.return_outputs else None
 
-    def _tuned(self, tuner: Tuner, arguments: StepArguments) -> Setting:
+    def _tuned(self, tuner: Any, arguments: StepArguments) -> Setting:
         """The setting of a plain step, or of an evaluation. Collective."""
         length = self._length_of(arguments)
         if arguments.training:
-            return tuner.next(self.last_step if self._is_measured else None, length)
-        return tuner.evaluate(max(self.pipeline.group.all_gather_object(length)))
+            found: Setting = tuner.next(self.last_step if self._is_measured else None, length)
+        else:
+            found = tuner.evaluate(max(self.pipeline.group.all_gather_object(length)))
+        return found
 
     def _length_of(self, arguments: StepArguments) -> int:
         """Tokens of a step to come; 0 where this rank does not know, or what it was given is refused later."""
@@ -385,7 +386,7 @@ class Runner:
     def report(self, gather: Callable[[Any], list[Any]] | None = None) -> Any:
         """Reports the last step, see :meth:`seq1f1b.PipelineEngine.report`."""
         self._check_clock()
-        return make_report(self, gather)
+        return above("report")(self, gather)
 
     def _samples(self, arguments: StepArguments) -> dict[str, Any]:
         """Some of what this rank is given, by argument."""

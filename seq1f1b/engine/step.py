@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any
@@ -28,6 +29,42 @@ from seq1f1b.engine.weighting import Weighting, by_targets, combine, divide
 __all__: list[str] = []
 
 _OUTSIDE_AUTOCAST = "BIWTG"  # autocast is for forwards: a backward runs in the dtypes of its forward
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """The last step, kept by the engine until the next one.
+
+    Attributes:
+        sizes, siblings: tokens of segments, and of siblings in one, as the executor took them.
+        length: tokens of the longest micro-batch.
+        seconds: until the host had called all units.
+        figures: of each stage, what its parts tell, by name.
+        logit_bytes: of this rank's shard of the vocabulary, at their peak.
+        tokens: of all sequences, where the first stage is.
+    """
+
+    training: bool
+    number: int
+    sizes: list[int]
+    siblings: tuple[Sequence[int], Sequence[int]]
+    length: int
+    seconds: float
+    order: RankOrder
+    figures: dict[int, dict[str, Any]]
+    logit_bytes: int
+    tokens: int
+
+    def step_seconds(self, rank: int) -> float:
+        """Seconds that all units took: on a GPU, until the last of them had run there, for which this waits."""
+        if not _C.executor_settle(self.order.executor):
+            return self.seconds
+        walked = _C.executor_timeline(self.order.executor, rank)
+        return (walked[-1][3] - walked[0][2]) * 1e-9
+
+    def total(self, name: str) -> int:
+        """Sum of a figure over this rank's stages."""
+        return sum(own.get(name, 0) for own in self.figures.values())
 
 
 class Step:

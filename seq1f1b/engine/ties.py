@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from seq1f1b.engine.gradients import StepGradients, dense
 from seq1f1b.engine.linear import is_plain
-from seq1f1b.engine.options import Disagreement
 from seq1f1b.engine.recompute import digest
 from seq1f1b.transport import RankGroup
+from seq1f1b.transport.agreement import Disagreement
 from seq1f1b.transport.values import sendable
 
 __all__: list[str] = []

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from seq1f1b.attention.unit import LiveUnit
-from seq1f1b.checks.loss_look import LossLook, count_values
 from seq1f1b.documents.rows import Rows
 from seq1f1b.engine.batch import Batch, StepArguments, StepRead
 from seq1f1b.engine.options import Options
@@ -45,8 +44,8 @@ class Weighting:
     sum_seed: float
 
     def __init__(self, batch: Batch, options: Options, device: torch.device) -> None:
-        self._batch, self._rows, self._options, self._device = batch, batch.rows, options, device
-        self._arguments = batch.arguments
+        self.batch, self.rows, self.options, self._device = batch, batch.rows, options, device
+        self.arguments = batch.arguments
         self._totals: list[float] = []  # targets of the micro-batches, where losses are means over them
         self.shares, self.counts = list[float](), list[float]()
         self.count = None if options.loss.reduction == "sum" else options.count or count_default
@@ -54,7 +53,7 @@ class Weighting:
 
     def auxiliary_seeds(self, unit: LiveUnit) -> tuple[float, float]:
         """Gradients of an auxiliary loss of a unit's segment, and of one of its micro-batch's whole sequence."""
-        options, row = self._options, self._rows[unit.microbatch]
+        options, row = self.options, self.rows[unit.microbatch]
         weight = self._mean_scale if self.weights is None else self.weights[unit.microbatch]
         if options.loss.reduction == "sum":
             return (weight * options.sequence_parallel[1],) * 2
@@ -63,7 +62,7 @@ class Weighting:
     @property
     def _mean_scale(self) -> float:
         """The seed of a micro-batch's loss, where all weigh alike."""
-        return self._arguments.gradient_scale / (len(self._rows) if self._options.loss.scale_grads else 1.0)
+        return self.arguments.gradient_scale / (len(self.rows) if self.options.loss.scale_grads else 1.0)
 
     def weigh(self, last: Any) -> None:
         """Finds the shares of this rank's segments, and the seeds of their backwards.
@@ -74,15 +73,15 @@ class Weighting:
         Args:
             last: the last stage.
         """
-        options, arguments = self._options, self._arguments
+        options, arguments = self.options, self.arguments
         rank, num_parts = options.sequence_parallel
         if options.loss.reduction == "sum" or (arguments.divides and options.count is None):  # nothing is weighed
-            every = [[1.0] * len(row) for row in self._rows]
-            self.counts = [1.0] * sum(map(len, self._rows))
+            every = [[1.0] * len(row) for row in self.rows]
+            self.counts = [1.0] * sum(map(len, self.rows))
             self.shares = [float(num_parts)] * len(self.counts)
         else:
-            pieces = [part_sizes(row, options.sequence_parallel) for row in self._rows]
-            every = count_targets(self._batch.target, pieces, options.seq_dim, options.count, self._batch.read)
+            pieces = [part_sizes(row, options.sequence_parallel) for row in self.rows]
+            every = count_targets(self.batch.target, pieces, options.seq_dim, options.count, self.batch.read)
             self._totals = [sum(row) for row in every]
             for row, own in zip(every, self._totals, strict=True):
                 self.counts += row[rank::num_parts]
@@ -111,12 +110,12 @@ class Weighting:
     def factor(self, last: Any, divisors: Mapping[int, float]) -> float:
         """By what gradients of sums are multiplied, once the divisors of all segments are there. Collective over
         replicas."""
-        if self._arguments.loss_weight is not None:
+        if self.arguments.loss_weight is not None:
             return 1.0
         total, divisor = sum_divisors(divisors.values()), last.gradient_divisor
         if divisor is not None:
             total = last.wrappers[0].sum(total, self._device)
-        elif self._options.sequence_parallel[1] > 1:
+        elif self.options.sequence_parallel[1] > 1:
             raise ValueError(
                 "loss_fn returned its sum and its divisor; with sequence_parallel= they are added up over the ranks of "
                 "DDP or FSDP2: put the stage under one of them"
@@ -125,42 +124,9 @@ class Weighting:
             last.findings.say("the divisors that loss_fn returned in this step are all 0: it adds nothing to gradients")
         return (divisor or 1.0) / total if total else 0.0
 
-    def look(self) -> LossLook | None:
-        """Makes the look at the loss in the first step of a shape; None if there is nothing to compare."""
-        options = self._options
-        if options.head is not None:
-            return None
-        every = {m: self._looked_at(m) for m in range(len(self._rows))}
-        found = {m: sizes for m, sizes in every.items() if sum(map(len, sizes.values())) > 1}
-        if is_halved := not found and by_targets(options, self._arguments):
-            some = {m: sizes for m, sizes in every.items() if sizes}
-            found = {m: {s: (n // 2, n - n // 2) for s, (n,) in sizes.items()} for m, sizes in some.items()}
-        if not found:
-            return None
-        m = min(found, key=lambda m: sum(map(count_values, tensors_of(self._batch.target[m]))))
-        if self._arguments.trees is not None:  # most siblings, or the most segments of a path
-            m = max(found, key=lambda m: (max(map(len, found[m].values())), len(found[m])))
-        return LossLook(m, found[m], self.count, options.seq_dim, is_halved)
-
-    def _looked_at(self, m: int) -> dict[int, Sequence[int]]:
-        """Tokens of the segments of a micro-batch, and of siblings in them, whose losses make that of all together.
-
-        In a tree they are those of a segment of siblings, or of the longest path.
-        """
-        first = sum(map(len, self._rows[:m]))
-        counted = [s for s in range(len(self._rows[m])) if self.shares[first + s] > 0.0]
-        trees, num_parts = self._arguments.trees, self._options.sequence_parallel[1]
-        if trees is None:
-            return {s: (self._rows[m][s] // num_parts,) for s in counted}
-        paths = list[list[int]]()
-        for s, parent in enumerate(trees.parents[m]):
-            paths.append([*(paths[parent] if parent >= 0 else ()), *([s] if s in counted else ())])
-        siblings = [[s] for s in counted if len(trees.parts[m][s]) > 1]
-        return {s: trees.parts[m][s] for s in (siblings or sorted(paths, key=len))[-1]}
-
     def tell_of_counts(self, last: Any) -> None:
         """Once it is known that the loss comes without a divisor: a word on means over unlike numbers of targets."""
-        options, arguments, counts = self._options, self._arguments, self._totals
+        options, arguments, counts = self.options, self.arguments, self._totals
         says_nothing = options.loss.weight is None and arguments.loss_weight is None and options.loss.scale_grads
         if not counts:
             return

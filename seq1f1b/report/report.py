@@ -18,7 +18,8 @@ import torch
 from seq1f1b import _C
 from seq1f1b.documents.rows import runs_of
 from seq1f1b.engine.measure import Activations
-from seq1f1b.engine.order import RankOrder
+from seq1f1b.engine.pipeline import EdgeReport
+from seq1f1b.engine.step import StepRecord
 from seq1f1b.partition import ModelShape
 from seq1f1b.report.idle import CAUSES, Idle, StepTimes, advice, ideal_text, idle_of_ranks, mean_idle
 from seq1f1b.schedule import Schedule, Simulation, StepMemory
@@ -32,42 +33,6 @@ FORMAT = "seq1f1b report 1"
 _RUN = _C.OPCODES.index("RUN")
 _AWAY = _C.PASSES.index("A")
 sendable(Unit)
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """The last step, kept by the engine until the next one.
-
-    Attributes:
-        sizes, siblings: tokens of segments, and of siblings in one, as the executor took them.
-        length: tokens of the longest micro-batch.
-        seconds: until the host had called all units.
-        figures: of each stage, what its parts tell, by name.
-        logit_bytes: of this rank's shard of the vocabulary, at their peak.
-        tokens: of all sequences, where the first stage is.
-    """
-
-    training: bool
-    number: int
-    sizes: list[int]
-    siblings: tuple[Sequence[int], Sequence[int]]
-    length: int
-    seconds: float
-    order: RankOrder
-    figures: dict[int, dict[str, Any]]
-    logit_bytes: int
-    tokens: int
-
-    def step_seconds(self, rank: int) -> float:
-        """Seconds that all units took: on a GPU, until the last of them had run there, for which this waits."""
-        if not _C.executor_settle(self.order.executor):
-            return self.seconds
-        walked = _C.executor_timeline(self.order.executor, rank)
-        return (walked[-1][3] - walked[0][2]) * 1e-9
-
-    def total(self, name: str) -> int:
-        """Sum of a figure over this rank's stages."""
-        return sum(own.get(name, 0) for own in self.figures.values())
 
 
 @sendable
@@ -105,27 +70,6 @@ class StageReport:
     fused_weights: int
     trained_weights: int
     attention_layers: int = 0
-
-
-@sendable
-@dataclass(frozen=True)
-class EdgeReport:
-    """The transport of the messages from one stage to the next, or of gradients back, seen from one of its two ranks.
-
-    Attributes:
-        peer_rank: the rank at the other end.
-        transport: "shm" (memory that both ranks map), "c10d" (the process group), or "loopback" (threads). Between
-            GPUs "copy", "nccl", or "host" (host memory, over one of the others).
-        rate: between GPUs: bytes per second of the message of the proof at set-up; else 0.
-        why: between GPUs: why this transport, in words.
-    """
-
-    source_stage: int
-    destination_stage: int
-    peer_rank: int
-    transport: str
-    rate: float = 0.0
-    why: str = ""
 
 
 @sendable

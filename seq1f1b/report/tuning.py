@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,12 +17,13 @@ import torch
 
 from seq1f1b import ScheduleError
 from seq1f1b.engine.options import Options, first_family
-from seq1f1b.engine.order import with_options
+from seq1f1b.engine.order import Setting, with_options
+from seq1f1b.engine.step import StepRecord
 from seq1f1b.partition import partition_sequence
 from seq1f1b.placement import free_bytes
 from seq1f1b.plan import TunedOrder
-from seq1f1b.report.report import Report, StepRecord
-from seq1f1b.schedule import Costs, Schedule, build_schedule
+from seq1f1b.report.report import Report
+from seq1f1b.schedule import Costs, build_schedule
 from seq1f1b.seconds import seconds_of, shards_of, spans_of
 from seq1f1b.unit_times import MeasuredUnits, terms_of, unit_seconds
 
@@ -63,19 +64,6 @@ class Choice(NamedTuple):
         count = "1 segment" if self.num_segments == 1 else f"{self.num_segments} segments"
         balance = " of equal time" * (self.balance > 0)
         return f"{self.family}{whole}, {count}{balance}" + ", W in waits" * self.fills
-
-
-@dataclass(frozen=True, eq=False)
-class Setting:
-    """How plain steps run.
-
-    Attributes:
-        choice: None: what the engine was given.
-    """
-
-    schedule: Schedule
-    options: Options
-    choice: Choice | None = None
 
 
 Figures: TypeAlias = "tuple[Any, ...]"

@@ -13,8 +13,8 @@ from tiny_model import Config, batch, cross_entropy, stage_of, whole_model
 from torch import nn
 
 from seq1f1b import Costs, LoopbackGroup, Loss, Memory, ModelShape, PipelineEngine, build_schedule
-from seq1f1b.engine.options import check_agreement
 from seq1f1b.testing import run_ranks
+from seq1f1b.transport.agreement import check_agreement
 
 M, K, LENGTH = 2, 2, 8
 CONFIG = Config(hidden=8, heads=2, kv_heads=1, ffn=8, vocab=11, layers=2)
