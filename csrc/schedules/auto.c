@@ -227,10 +227,10 @@ const s1f_family s1f_family_auto = {
     .segments = {"auto", "the shortest order found for the given costs, transfers and memory",
                  "list scheduling and a search from the families here", "3 P v M k <= 2^22"},
     .stages_per_rank = 1,
+    .takes_more_stages = 1,
     .options = S1F_OPTION_CAP | S1F_OPTION_COSTS | S1F_OPTION_TRANSFER | S1F_OPTION_PLACEMENT | S1F_OPTION_UNIT_BYTES |
                S1F_OPTION_CAP_BYTES | S1F_OPTION_BACKWARD,
     .splits = 1,
     .broken_rule = broken_rule,
     .build = build,
-    .takes_rows = 1,
 };
