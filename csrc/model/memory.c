@@ -28,13 +28,11 @@ s1f_byte_tables s1f_byte_tables_of(const s1f_shape *shape, const s1f_memory_byte
 static int64_t bytes_of_path(const s1f_shape *shape, const int64_t *own, s1f_unit unit)
 {
     int64_t sum = 0;
-    for (int32_t s = 1; shape->trees == NULL && s <= unit.segment; s++)
-        sum += own[-s];
-    while (shape->trees != NULL && s1f_parent_of(shape, unit) >= 0 && s1f_opens_parent(shape, unit)) {
-        int32_t parent = s1f_parent_of(shape, unit);
-        own -= unit.segment - parent; /* a column is a cell */
+    for (int32_t parent = s1f_parent_of(shape, unit); parent >= 0 && s1f_opens_parent(shape, unit);) {
+        own -= unit.segment - parent;
         sum += *own;
         unit.segment = parent;
+        parent = s1f_parent_of(shape, unit);
     }
     return sum;
 }
