@@ -19,9 +19,9 @@ from seq1f1b.partition import ModelShape, balanced, partition_sequence
 from seq1f1b.plan import Layout
 from seq1f1b.planning.by_parts import ByParts, UnitBytes, check_layout, whole_bytes
 from seq1f1b.planning.hardware import Hardware
-from seq1f1b.runtime.unit_times import MeasuredUnits, Terms
 from seq1f1b.schedule import Costs, Links, Schedule, StepMemory
 from seq1f1b.seconds import PassSeconds, Span, arrays_of, seconds_of, shards_of, spans_between, spans_of
+from seq1f1b.unit_times import MeasuredUnits, Terms
 
 __all__ = ["CostModel", "PackedRow", "Price", "RankBytes"]
 
