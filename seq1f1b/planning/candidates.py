@@ -310,7 +310,7 @@ class Pricing:
         periods = [self._period(schedule, costs)[0] for costs in known]
         changes = dict[tuple[str, float], float]()
         for ends, changed in machines(self.hardware):
-            each = [price.costs_of_each(changed, len(ends), schedule, moves) for price in found.prices]
+            each = [price._costs_of_each(changed, len(ends), schedule, moves) for price in found.prices]
             for end, own in zip(ends, zip(*each, strict=True), strict=True):
                 rows = zip(own, known, periods, strict=True)
                 later = (0.0 if x == y else self._period(schedule, x)[0] - period for x, y, period in rows)

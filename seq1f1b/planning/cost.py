@@ -158,13 +158,13 @@ class CostModel:
         Ranks lie side by side, node after node, each on the devices that share its stages; a node holds whole ranks.
         The next data-parallel replica comes behind the last rank.
         """
-        return self.edges(rank_of_stage)[:2]
+        return self._edges(rank_of_stage)[:2]
 
     def send_seconds(self, rank_of_stage: Sequence[int]) -> float:
         """Seconds of its sender's own time that a message takes, in the mean over all edges."""
-        return self.edges(rank_of_stage)[2]
+        return self._edges(rank_of_stage)[2]
 
-    def edges(self, rank_of_stage: Sequence[int]) -> tuple[list[float], list[float], float]:
+    def _edges(self, rank_of_stage: Sequence[int]) -> tuple[list[float], list[float], float]:
         """:meth:`links` and :meth:`send_seconds`."""
         hw, ranks_per_node = self.hardware, max(1, int(self.hardware.node_size) // self.parts.shards)
         nodes = [rank // ranks_per_node for rank in rank_of_stage]
@@ -335,7 +335,7 @@ class Price:
             moves: units may move to a tier, as far as the machine has one.
         """
         cost = self.cost
-        latencies, rates, send = cost.edges(schedule.rank_of_stage)
+        latencies, rates, send = cost._edges(schedule.rank_of_stage)
         links = Links(latencies, rates, message_bytes=self.message_bytes)
         seconds = self.seconds._asdict() | {"statistics": 0.0, "loss": 0.0} | self.shard_seconds
         if moves:
@@ -349,7 +349,7 @@ class Price:
             optimizer[rank] += value
         return Costs(**seconds, links=replace(links, send=send), optimizer=optimizer)
 
-    def costs_of_each(self, machines: Hardware, count: int, schedule: Schedule, moves: bool) -> list[Costs]:
+    def _costs_of_each(self, machines: Hardware, count: int, schedule: Schedule, moves: bool) -> list[Costs]:
         """:meth:`costs` of steps that are alike, on each of so many machines. ``machines``: one whose numbers may be
         arrays, (machines, 1)."""
         price, rank_of_stage = self.cost.on(machines).price(self.sizes), schedule.rank_of_stage
@@ -368,7 +368,7 @@ class Price:
             for name, rate in rates.items():
                 kinds_moved = [of_each(rate * unit.saved, len(tokens)) for unit in price._held]
                 tables[name] = [kinds_moved[kind] for kind in cost.parts.kinds]
-        latencies, rates_of_links, send = cost.edges(rank_of_stage)
+        latencies, rates_of_links, send = cost._edges(rank_of_stage)
         links = [np.ravel(np.broadcast_to(x, (count, 1))) for x in (*latencies, *rates_of_links, send)]
         per_stage = [of_each(x, 1) for x in cost.optimizer_seconds()]
         known = self.costs(schedule, moves=moves)
@@ -436,9 +436,8 @@ class Price:
             rows = [parts.cached(kind.counts, self._span.tokens) for kind in parts.stages]
             found["kv_rows"] = self._table(whole_bytes(keys) for keys, _ in rows)
             found["kv_gradient_rows"] = self._table(whole_bytes(gradients + 0 * keys) for keys, gradients in rows)
-        elif self._is_alike and layout.copies_prefix:
-            # The last copy of a prefix and its gradient, from the first backward to the last.
-            copies = [2 * parts.cached(kind.counts, cost.seq_len)[0] for kind in parts.stages]
+        elif self._is_alike:  # the last copy of a prefix and its gradient, from the first backward to the last
+            copies = [2 * layout.copies_prefix * parts.cached(kind.counts, cost.seq_len)[0] for kind in parts.stages]
             found["kv_gradients"] = [math.ceil(copies[kind]) for kind in parts.kinds]
         return found
 
