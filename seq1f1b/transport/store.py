@@ -9,14 +9,14 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import private_mapping
 from seq1f1b.transport.group import Edge, Failure
+from seq1f1b.transport.meeting import Meeting
 from seq1f1b.transport.processes import ProcessRank
 from seq1f1b.transport.relay import C10dRelay, Lifeline
-from seq1f1b.transport.rendezvous import Rendezvous
 from seq1f1b.transport.values import pack, unpack
 from seq1f1b.transport.workers import Worker, first_line
 
@@ -42,22 +42,21 @@ class StoreRank(ProcessRank):
     Edges between processes that could meet use shared memory, the others the process group.
 
     Args:
-        rendezvous: its store, and the worker that talks to that, which is closed with this rank; its attempt is a
-            number that no other pipeline of this process group has.
+        meeting: its store, and the worker that talks to that, which is closed with this rank; its attempt is a number
+            that no other pipeline of this process group has.
     """
 
     def __init__(
         self,
-        rendezvous: Rendezvous,
-        process_group: Any,
+        meeting: Meeting,
         connections: dict[int, socket.socket],
         arena_bytes: int,
         spoiled: object | None,
     ) -> None:
-        rank, size, self._generation = rendezvous.rank, rendezvous.size, rendezvous.attempt
+        rank, size, self._generation = meeting.rank, meeting.size, meeting.attempt
         block = private_mapping(_C.group_block_bytes(size))
-        super().__init__(rank, size, process_group, connections, arena_bytes, block, spoiled)
-        self._worker, self._store = rendezvous.worker, rendezvous.store
+        super().__init__(rank, size, meeting.process_group, connections, arena_bytes, block, spoiled)
+        self._worker, self._store = meeting.worker, meeting.store
         self._relays: dict[Edge, C10dRelay] = {}
         self._beginner: Worker | None = None  # of the relays
         self._lifelines: dict[int, Lifeline] = {}
@@ -76,17 +75,21 @@ class StoreRank(ProcessRank):
         for connection in self._connections.values():
             self._hang_ups.register(connection, select.POLLRDHUP)
         self._ask(self._publish_progress)
-        self._worker.watch(self._watch, _WATCH_PERIOD, self._lose_store)
+        self._worker.watch(self._watch, _WATCH_PERIOD)
 
     # -- the watcher's
 
     def _watch(self) -> None:
-        self._find_the_lost()
-        if self._watching:
-            self._exchange_failure()
-        self._turns += 1
-        if self._turns % (4 * max(1, self.size // 16)) == 0:
-            self._exchange_progress()
+        try:
+            self._find_the_lost()
+            if self._watching:
+                self._exchange_failure()
+            self._turns += 1
+            if self._turns % (4 * max(1, self.size // 16)) == 0:
+                self._exchange_progress()
+        except Exception as error:
+            self._lose_store(error)
+            raise
 
     def _lose_store(self, error: BaseException) -> None:
         """Without the store nobody learns from the others: who has ended is known to its neighbours only."""
@@ -114,7 +117,7 @@ class StoreRank(ProcessRank):
         key = self._key(f"failure/{self._epoch}")
         failure = _C.group_failure(self.group)
         if failure is not None:
-            *first, step = unpack(self._store.set_first(key, pack(failure)))
+            *first, step = unpack(self._store.swap(key, b"", pack(failure)))
             if failure[-1] < step:  # where two ranks do so at once, the earlier step is written at the next look
                 self._store.set(key, pack((*first, failure[-1])))
         elif (other := self._store.get(key)) is not None:
@@ -152,7 +155,7 @@ class StoreRank(ProcessRank):
                 self._exchange_failure()
             self._exchange_progress()
             self._lost = self.lose(rank, why, edge)
-            self._store.set_first(self._key("lost"), self._lost.encode())
+            self._store.swap(self._key("lost"), b"", self._lost.encode())
 
     def _suspect(self, rank: int, why: str, edge: str | None = None) -> None:
         """A connection ended, from any thread. edge: on which a message was under way; None: perhaps it was closed."""
@@ -165,8 +168,10 @@ class StoreRank(ProcessRank):
         try:
             limit_s = self.timeout_s if limit_s is None else limit_s
             return self._worker.ask(do, limit_s, (lambda: None) if recovering else self.check)
-        except (ConnectionError, TimeoutError) as error:
-            raise self._failure(0, self._lost or str(error)) from error
+        except _C.PipelineError:
+            raise
+        except Exception as error:
+            raise self._failure(0, self._lost or first_line(error)) from error
 
     # -- steps
 
@@ -366,7 +371,7 @@ class StoreRank(ProcessRank):
         The first wish stands. Whoever has begun waits for a farewell of its neighbours, which nothing else ends.
         """
         if self._begins is None:
-            found = self._ask(lambda: self._store.set_first(self._key("begins"), wish.encode()), recovering=True)
+            found = self._ask(lambda: self._store.swap(self._key("begins"), b"", wish.encode()), recovering=True)
             self._begins = found == b"yes"
         return self._begins
 

@@ -27,7 +27,7 @@ from torch import nn
 
 from seq1f1b import Limits, PipelineEngine, PipelineError, transport
 from seq1f1b.transport import descriptors
-from seq1f1b.transport.shared_store import SharedStore
+from seq1f1b.transport.meeting import SharedStore
 
 TRANSPORTS = ["shm", "c10d"]
 
