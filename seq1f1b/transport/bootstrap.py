@@ -73,7 +73,7 @@ def connect(
 
 
 def _connect(meeting: Meeting, transport: str, timeout: float) -> RankGroup:
-    rank, size, process_group = meeting.rank, meeting.size, meeting.process_group
+    rank, size = meeting.rank, meeting.size
     handshake = Handshake(rank, timeout)
     try:
         own = transport, handshake.name, handshake.token, address_space(ARENA_BYTES)
@@ -95,7 +95,7 @@ def _connect(meeting: Meeting, transport: str, timeout: float) -> RankGroup:
     one_host = not any(unmet)
     if one_host and transport != "c10d":
         block = share_on_host(rank, connections, _C.group_block_bytes(size))
-        return ProcessRank(rank, size, process_group, connections, arena_bytes, block)
+        return ProcessRank(rank, size, meeting.process_group, meeting.attempt, connections, arena_bytes, block)
     if transport == "c10d":
         for connection in connections.values():
             connection.close()

@@ -21,6 +21,7 @@ from seq1f1b.transport.values import pack, unpack
 from seq1f1b.transport.workers import Worker, first_line
 
 _T = TypeVar("_T")
+_CLOSED = "close()"  # what a rank does from close on
 _WATCH_PERIOD = 0.05  # seconds between two looks of a watcher into the store
 _TAGS = 1 << 14  # of one generation: two per edge, which a relay makes four of each; torch's tags are 31 bits
 
@@ -42,8 +43,7 @@ class StoreRank(ProcessRank):
     Edges between processes that could meet use shared memory, the others the process group.
 
     Args:
-        meeting: its store, and the worker that talks to that, which is closed with this rank; its attempt is a number
-            that no other pipeline of this process group has.
+        meeting: its store, and the worker that talks to that, which is closed with this rank.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class StoreRank(ProcessRank):
         arena_bytes: int,
         spoiled: object | None,
     ) -> None:
-        rank, size, self._generation = meeting.rank, meeting.size, meeting.attempt
+        rank, size = meeting.rank, meeting.size
         block = private_mapping(_C.group_block_bytes(size))
-        super().__init__(rank, size, meeting.process_group, connections, arena_bytes, block, spoiled)
+        super().__init__(rank, size, meeting.process_group, meeting.attempt, connections, arena_bytes, block, spoiled)
         self._worker, self._store = meeting.worker, meeting.store
         self._relays: dict[Edge, C10dRelay] = {}
         self._beginner: Worker | None = None  # of the relays
         self._lifelines: dict[int, Lifeline] = {}
         self._suspects: queue.SimpleQueue[tuple[int, str, str | None]] = queue.SimpleQueue()
-        self._passed = 0  # the last step of which this rank has told why nobody can meet it there
+        self._passed = Failure(rank, "", "", "", 0)  # why nobody can meet this rank in that step, or in one before
         self._read: dict[int, bytes] = {}  # others' progress as last read
         self._begun = dict.fromkeys(range(size), 0)  # the last step that each rank began, as far as is known
         self._lost: str | None = None  # who is gone for good, in words
@@ -106,8 +106,17 @@ class StoreRank(ProcessRank):
 
     def _publish_progress(self) -> None:
         what, age, waiting_for = _C.group_get_progress(self.group, self.rank)
-        value = what, age, waiting_for, self._begun[self.rank]
+        value = what, age, waiting_for, self._begun[self.rank], tuple(self._passed)
         self._store.set(self._key(f"progress/{self.rank}"), pack(value))
+
+    def _read_progress(self) -> dict[int, bytes]:
+        """What the other ranks have published, by rank; nothing until all have."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        found = self._store.get_all([self._key(f"progress/{rank}") for rank in others])
+        return dict(zip(others, found or (), strict=False))
+
+    def _find_closed(self) -> set[int]:
+        return {rank for rank, value in self._read_progress().items() if unpack(value)[0] == _CLOSED}
 
     def _exchange_failure(self) -> None:
         """Publishes this process's failure, or learns of another's; the first one in the store stays.
@@ -125,16 +134,14 @@ class StoreRank(ProcessRank):
 
     def _exchange_progress(self) -> None:
         self._publish_progress()
-        keys = {rank: self._key(f"progress/{rank}") for rank in range(self.size) if rank != self.rank}
-        keys = {rank: key for rank, key in keys.items() if rank in self._read or self._store.has(key)}
-        for rank, value in zip(keys, self._store.get_all(list(keys.values())) or (), strict=True):
+        for rank, value in self._read_progress().items():
             if value == self._read.get(rank):  # cut off, or asleep: its age is of when it was published
                 continue
             self._read[rank] = value
-            what, age, waiting_for, self._begun[rank] = unpack(value)
+            what, age, waiting_for, self._begun[rank], _ = unpack(value)
             if age >= 0:
                 _C.group_set_progress(self.group, rank, what, age, waiting_for)
-            if what == "close()":
+            if what == _CLOSED:
                 self._closed.add(rank)
 
     def _find_the_lost(self) -> None:
@@ -148,7 +155,7 @@ class StoreRank(ProcessRank):
             self._lost = self.lose(rank, "it has closed")
         while not self._suspects.empty():
             rank, why, edge = self._suspects.get()
-            if edge is None and self._store.has(self._key(f"closed/{rank}")):
+            if edge is None and rank in self._find_closed():
                 continue
             self._gone.add(rank)
             if self._watching:  # it may have gone because of a failure that it told
@@ -218,14 +225,13 @@ class StoreRank(ProcessRank):
 
     def _pass(self, failure: Failure) -> None:
         """Tells the others that nobody can meet this rank in a step any more, or in one before."""
-        if self._passed < failure.step:
-            self._passed = failure.step
-            self._store.set(self._key(f"passed/{self.rank}"), pack(tuple(failure)))
+        if self._passed.step < failure.step:
+            self._passed = failure
+            self._publish_progress()
 
     def _look_passed(self) -> Failure | None:
         """The failure of a rank that has passed this step; None if there is none."""
-        everyones = [self._store.get(self._key(f"passed/{rank}")) for rank in range(self.size) if rank != self.rank]
-        found = [Failure(*unpack(told)) for told in everyones if told is not None]
+        found = (Failure(*unpack(value)[-1]) for value in self._read_progress().values())
         return next((failure for failure in found if failure.step >= self.step), None)
 
     def _check_passed(self) -> None:
@@ -260,13 +266,9 @@ class StoreRank(ProcessRank):
         peers = {relay.peer for relay in self._relays.values()}
 
         def look() -> list[tuple[int, bytes]]:
-            found = []
-            for peer in peers:
-                if (theirs := self._store.get(self._key(f"in flight/{peer}"))) is not None:
-                    found.append((peer, theirs))
-                elif self._store.has(self._key(f"closed/{peer}")):
-                    found.append((peer, pack({})))
-            return found
+            closed = self._find_closed()  # first: who closes has told by then what it has in flight
+            told = {peer: self._store.get(self._key(f"in flight/{peer}")) for peer in peers}
+            return [(peer, theirs or pack({})) for peer, theirs in told.items() if theirs or peer in closed]
 
         while (peers := peers - self._gone) and (left_s := deadline - time.monotonic()) > 0:
             for peer, theirs in self._ask(look, limit_s, recovering=True):
@@ -334,8 +336,7 @@ class StoreRank(ProcessRank):
         for turn in range(max(0, self._round - 2), self._round):
             for key in self._gather_keys(turn):
                 self._store.delete(key)
-        for name in ("begins", *(f"passed/{rank}" for rank in range(self.size))):
-            self._store.delete(self._key(name))
+        self._store.delete(self._key("begins"))
 
     def transport_to(self, peer_rank: int) -> str:
         return "shm" if peer_rank in self._connections else "c10d"
@@ -397,12 +398,11 @@ class StoreRank(ProcessRank):
             if failed:  # perhaps just now: whoever meets the others waits for this
                 self._ask(self._exchange_failure, limit_s, recovering=True)
             self._ask(self._publish_progress, limit_s, recovering=True)
-            self._ask(lambda: self._store.set(self._key(f"closed/{self.rank}"), b"-"), limit_s, recovering=True)
         for lifeline in self._lifelines.values():
             lifeline.close()
 
         def is_over() -> bool:
-            have_closed = self._store.has(*(self._key(f"closed/{rank}") for rank in range(self.size)))
+            have_closed = len(self._find_closed()) == self.size - 1
             if have_closed:
                 self._delete_gathers()
             return have_closed
