@@ -14,7 +14,7 @@ from typing import TypeVar
 from seq1f1b import _C
 from seq1f1b.transport.descriptors import private_mapping
 from seq1f1b.transport.group import Edge, Failure
-from seq1f1b.transport.meeting import Meeting
+from seq1f1b.transport.meeting import Meeting, poll
 from seq1f1b.transport.processes import ProcessRank
 from seq1f1b.transport.relay import C10dRelay, Lifeline
 from seq1f1b.transport.values import pack, unpack
@@ -281,7 +281,7 @@ class StoreRank(ProcessRank):
     # -- collectives and edges
 
     def _gather_round(self, data: bytes, recovering: bool) -> list[bytes]:
-        store, keys = self._store, self._gather_keys(self._round)
+        store, keys, start = self._store, self._gather_keys(self._round), time.monotonic()
 
         def look() -> tuple[list[bytes] | None, Failure | None]:
             if recovering and self._lost is None and (lost := store.get(self._key("lost"))) is not None:
@@ -289,12 +289,10 @@ class StoreRank(ProcessRank):
             values = store.get_all(keys)
             return values, self._look_passed() if recovering and values is None else None
 
-        self._ask(lambda: store.set(keys[self.rank], data), recovering=recovering)
-        start, pause = time.monotonic(), 1e-4
-        while True:
+        def meet() -> list[bytes] | None:
             values, passed = self._ask(look, recovering=recovering)
             if values is not None:
-                break
+                return values
             if passed is not None:
                 raise self._will_not_meet(passed)
             if recovering and self._lost is not None:
@@ -305,13 +303,15 @@ class StoreRank(ProcessRank):
             if time.monotonic() - start > self.timeout_s:
                 for rank in self._missing(keys, recovering=True):
                     self.check_progress(rank, "all ranks to meet")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.01)
-        if self._round >= 2:  # all have read it: they were all at the round before this one
-            read = self._gather_keys(self._round - 2)[self.rank]
+            return None
+
+        self._ask(lambda: store.set(keys[self.rank], data), recovering=recovering)
+        found = poll(meet, 0.01)
+        if self._round > 0:  # who has come to this round has read the one before
+            read = self._gather_keys(self._round - 1)[self.rank]
             self._ask(lambda: store.delete(read), recovering=recovering)
         self._round += 1
-        return values
+        return found
 
     def _missing(self, keys: list[str], recovering: bool = False) -> list[int]:
         """Ranks that have not come to a round."""
@@ -332,11 +332,9 @@ class StoreRank(ProcessRank):
         return [self._key(f"gather/{self._epoch}/{turn}/{rank}") for rank in range(self.size)]
 
     def _delete_gathers(self) -> None:
-        """Deletes the gathers of the last two rounds, which nobody could delete before."""
-        for turn in range(max(0, self._round - 2), self._round):
-            for key in self._gather_keys(turn):
-                self._store.delete(key)
-        self._store.delete(self._key("begins"))
+        """Deletes the gathers of the last round, which nobody could delete before."""
+        for key in (self._key("begins"), *(self._gather_keys(self._round - 1) if self._round else ())):
+            self._store.delete(key)
 
     def transport_to(self, peer_rank: int) -> str:
         return "shm" if peer_rank in self._connections else "c10d"
