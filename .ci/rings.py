@@ -24,7 +24,6 @@ PLACES = {
     "kernels/cuda": "gpu",
     "seq1f1b/device": "gpu",
     "seq1f1b/device/__init__.py": "core",
-    "seq1f1b/device/placement.py": "core",
     "seq1f1b/planning": "planner",
     "seq1f1b/view": "planner",
     "seq1f1b/cli": "planner",
@@ -51,10 +50,10 @@ SMOKE = (
     "tests/front/test_surface.py",
     "tests/core/test_schedule.py",
     "tests/core/test_orders_that_give_up.py",
-    "tests/ops/test_attention.py",
-    "tests/runtime/test_gradients.py",
-    "tests/runtime/test_engine.py",
-    "tests/runtime/test_options.py",
+    "tests/attention/test_attention.py",
+    "tests/engine/test_gradients.py",
+    "tests/engine/test_engine.py",
+    "tests/engine/test_options.py",
     "tests/planning/test_plan.py",
 )
 

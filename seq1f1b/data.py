@@ -17,12 +17,12 @@ from seq1f1b.planning.cost import CostModel
 from seq1f1b.planning.prefix_trees import PrefixTrees
 from seq1f1b.planning.step_plan import StepPlan, plan_step, share_documents
 from seq1f1b.planning.step_rows import TreeShape, tokens_of
-from seq1f1b.runtime.unit_times import terms_of, unit_seconds
 from seq1f1b.seconds import Fit, Span
+from seq1f1b.unit_times import terms_of, unit_seconds
 
 if TYPE_CHECKING:
-    from seq1f1b.runtime.engine import PipelineEngine
-    from seq1f1b.runtime.report import PipelineReport
+    from seq1f1b.engine.engine import PipelineEngine
+    from seq1f1b.report.report import PipelineReport
 
 __all__ = ["DocumentBatches", "PlannedStep", "PrefixTrees", "TreeShape"]
 

@@ -112,6 +112,22 @@ def is_number(value: object) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
 
 
+def check_int(name: str, value: Any, least: int) -> None:
+    """Raises unless the value is an int, and no less."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} is {value}, must be at least {least}")
+
+
+def check_number(name: str, value: float) -> None:
+    """Raises unless the value is a number above 0."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not value > 0:
+        raise ValueError(f"{name} is {value}, must be above 0")
+
+
 def json_fields(text: str, what: str, format: str, *, again: str = "") -> dict[str, Any]:
     """Fields of a JSON object that says of itself which format it has; ``what`` is the command that writes it.
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import seq1f1b
 from seq1f1b import Limits, PipelineEngine
-from seq1f1b.runtime.deferred import WeightGradients
+from seq1f1b.engine.split_backward import WeightGradients
 from seq1f1b.transport import descriptors
 from seq1f1b.transport.meeting import Meeting
 

@@ -1,0 +1,435 @@
+"""Runs steps over this rank's stages: what comes before the units, around them and after them."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from array import array
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from seq1f1b import _C
+from seq1f1b.above import above
+from seq1f1b.attention.carry import inside_step
+from seq1f1b.documents.rows import PlannedRows, Rows, Trees, check_equal_rows, read_rows
+from seq1f1b.engine.batch import Batch, StepArguments
+from seq1f1b.engine.documents import AskingForDocuments
+from seq1f1b.engine.explain import explained, unit_text
+from seq1f1b.engine.findings import look_at_batches, look_at_targets, sample_of
+from seq1f1b.engine.gradients import StepGradients, growing_wide
+from seq1f1b.engine.measure import Activations, Measuring
+from seq1f1b.engine.offload import Offloading
+from seq1f1b.engine.options import Options
+from seq1f1b.engine.order import RankOrder, Setting, build, with_options
+from seq1f1b.engine.parts import Constants, Part
+from seq1f1b.engine.pipeline import Pipeline
+from seq1f1b.engine.recompute import BlockRecomputing, Recomputing
+from seq1f1b.engine.replicas import data_parallel, without_wrapper
+from seq1f1b.engine.split_backward import WeightGradients
+from seq1f1b.engine.splitting import sequence_length
+from seq1f1b.engine.stage import Stage
+from seq1f1b.engine.step import Step, StepRecord
+from seq1f1b.placement import compute_stream, in_ranges, step_on, through_host
+from seq1f1b.schedule import Schedule
+from seq1f1b.transport.agreement import Disagreement
+
+__all__: list[str] = []
+
+# What an engine may do around the units of a stage. A new feature is a file, and a line here.
+FEATURES: tuple[type[Part], ...] = (
+    Constants,
+    WeightGradients,
+    AskingForDocuments,
+    BlockRecomputing,
+    Recomputing,
+    Offloading,
+    above("first look"),
+    Measuring,  # the innermost: it counts what a forward keeps, and nothing that others do around it
+)
+
+MOST_ORDERS = 16  # kept with their programs
+
+
+class Runner:
+    """Runs steps of one kind over a pipeline: an engine's own, or, to verify them, those of the whole model.
+
+    Args:
+        schedule: of plain training steps, complete.
+        build: makes the order of a step of rows, from num_ranks, num_microbatches, num_segments (one for each
+            micro-batch) and stages_per_rank; None: only a plan brings one.
+        is_tuned: whether plain training steps find their order, see :mod:`seq1f1b.report.tuning`.
+        is_whole: units are whole micro-batches, as outside a step.
+        tells: whether what is found wrong is told, not only collected.
+    Attributes:
+        build: as given.
+        divides: whether loss_fn returns a sum and a divisor, once a training step has told all ranks.
+        last_step: what the last step measured.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        options: Options,
+        schedule: Schedule,
+        build: Callable[..., Schedule] | None = None,
+        *,
+        is_tuned: bool = False,
+        is_whole: bool = False,
+        tells: bool = True,
+    ) -> None:
+        self.pipeline = pipeline
+        self.setting = Setting(schedule, options)
+        self.cache = _C.kv_cache_create()
+        self.stages = {
+            index: Stage(index, pipeline, options, FEATURES, is_whole=is_whole, tells=tells)
+            for index in pipeline.modules
+        }
+        self.orders: dict[Hashable, RankOrder] = {}  # by what makes them; the one that was used last at the end
+        self.build = build
+        can_divide = options.head is None and options.loss.reduction == "mean"
+        self.divides = self._untold = None if can_divide else False
+        self.last_step: StepRecord | None = None
+        self._known_shapes: set[tuple[bool, int, int]] = set()
+        self.activations: dict[int, Activations] = {}  # by stage, where they were measured
+        self.look_seconds: dict[int, float] = {}  # by stage, of the last look at it
+        self._has_had_rows, self._epoch = False, 0  # the group's
+        self._is_measured = False  # whether the last step was a plain training step
+        self.tuner: Any = None
+        if not is_tuned:
+            return
+        if any(stage.wrappers for stage in self.stages.values()):
+            raise ValueError(
+                'schedule="tuned" would find another order in each replica, and stages under DDP or FSDP2 take one: '
+                "tune the stages alone, write engine.found_order() to a file, and give that as schedule"
+            )
+        self._check_clock()
+        count, group = len(self.stages), pipeline.group
+        self.tuner = above("tuner")(self.setting, count, group=group, device=pipeline.device, report=self.report)
+
+    @property
+    def options(self) -> Options:
+        """The engine's, with the segments of plain steps."""
+        return self.setting.options
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order of plain training steps."""
+        return self.setting.schedule
+
+    # -- orders ----------------------------------------------------------------------------------------------------
+
+    def order(
+        self, training: bool, rows: Rows | None = None, trees: Trees | None = None, plan: PlannedRows | None = None
+    ) -> RankOrder:
+        """The order of a step.
+
+        Args:
+            rows: of a step of rows; None: a plain step.
+            trees: what their segments follow; None: each the one before it.
+            plan: brings the order of a step of rows.
+        """
+        counts = None if rows is None else tuple(map(len, rows))
+        parents = None if trees is None else trees.followed
+        of_rows = (counts, parents) if plan is None else plan.digest
+        key = training, of_rows, None if rows is not None else self.setting
+        found = self.orders.pop(key, None)
+        if found is None:
+            schedule = self._schedule_of(counts, parents, plan)
+            schedule = schedule if training else schedule.forward_only()
+            program = self.pipeline.lower(schedule)
+            executor = self.pipeline.make_executor(program, self.cache, fills=schedule.fills)
+            found = RankOrder(schedule, self.pipeline.rank, program, executor)
+            if len(self.orders) == MOST_ORDERS:
+                del self.orders[next(iter(self.orders))]
+        self.orders[key] = found
+        return found
+
+    def _schedule_of(
+        self,
+        counts: tuple[int, ...] | None,
+        parents: tuple[tuple[int, ...], ...] | None,
+        plan: PlannedRows | None,
+    ) -> Schedule:
+        """The order of a step, with what the options add. It runs over the edges that are open.
+
+        Args:
+            counts: segments of every micro-batch in a step of rows.
+            parents: what these follow; None: chains.
+        """
+        pipeline = self.pipeline
+        if counts is None:
+            return self.schedule
+        if plan is not None:
+            schedule = plan.schedule
+            if schedule.segments_of != counts:
+                raise ValueError(f"the plan's rows have {counts} segments, its schedule is for {schedule.segments_of}")
+            if schedule.parents != parents:
+                raise ValueError(f"the plan's segments follow {parents}, its schedule is for {schedule.parents}")
+            schedule.check()
+        elif self.build is None:
+            raise ValueError(
+                "a step of rows builds an order of its own: give the engine the name of a schedule, or a callable"
+            )
+        else:
+            schedule = build(self.build, pipeline.num_ranks, len(counts), counts, len(self.stages), parents)
+            if schedule.parents != parents:
+                raise ValueError(
+                    f"the engine's schedule is a callable that built an order with parents {schedule.parents}, and the "
+                    f"step's are {parents}: let it hand parents= to build_schedule"
+                )
+        found = (schedule.num_ranks, schedule.rank_of_stage)
+        expected = (pipeline.num_ranks, pipeline.rank_of_stage)
+        if found != expected:
+            raise ValueError(f"the plan is for (ranks, ranks of the stages) = {found}, the engine has {expected}")
+        return with_options(schedule, self.options, pipeline.device)
+
+    def settle(self, arguments: StepArguments) -> None:
+        """Takes the setting of a tuned evaluation, for a caller that runs these arguments by itself. Collective."""
+        if self.tuner is not None:
+            self.setting = self._tuned(self.tuner, replace(arguments, training=False))
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def run(self, arguments: StepArguments) -> tuple[list[Tensor], list[Any] | None]:
+        """Runs one step, or one evaluation.
+
+        Returns:
+            losses, and the outputs of the M micro-batches if asked for.
+        """
+        with self.pipeline.in_use():
+            executor = None  # once the units have begun
+            try:
+                with ExitStack() as around:
+                    # 1. What failed since this rank's last step; what it was given: an order, and a batch.
+                    self.pipeline.group.enter()
+                    for stage in self.stages.values():
+                        around.callback(stage.end_step)
+                    for parallel in (each for stage in self.stages.values() for each in stage.wrappers):
+                        around.callback(parallel.end_step)
+                        parallel.begin_step()
+                    if arguments.rows is not None:
+                        rows, trees = read_rows(arguments.rows, arguments.parents, self.options.sequence_parallel[1])
+                        arguments = replace(arguments, rows=rows, trees=trees)
+                    number = None
+                    if self.tuner is not None and arguments.rows is None:
+                        number = self.pipeline.group.begin_step(arguments.training)  # ranks talk from here on
+                        self.setting = self._tuned(self.tuner, arguments)
+                    self._is_measured = False
+                    order = self.order(arguments.training, arguments.rows, arguments.trees, arguments.plan)
+                    # A peer may compile for minutes while a shape is new: until the length is learnt, it may be.
+                    self.pipeline.group.set_limits(self.options.limits.longest)
+                    batch = Batch(replace(arguments, divides=self.divides), self.options, self.pipeline)
+                    batch.check()
+                    if arguments.training and not self._known_shapes:
+                        _import_backward()
+                    step = Step(batch, order, self.options, self.stages, self.pipeline, self._known_shapes)
+                    around.callback(step.end)
+                    # 2. All ranks have come, with the same.
+                    number = self._meet(arguments, order, number)
+                    if arguments.training:
+                        step.share_weights()
+                    # 3. The units, and what surrounds them all.
+                    if self.pipeline.tier is not None:
+                        around.callback(self.pipeline.tier.reset)
+                    gradients = self._step_gradients(arguments.gradient_divisor) if arguments.training else None
+                    if gradients is not None:
+                        around.enter_context(gradients.apart())
+                        batch.gradients = gradients
+                    executor = order.executor
+                    seconds = self._run_units(step, order, number)
+                    executor = None  # a look's error is no unit's
+                    step.look_back()
+                    executor = order.executor
+                    if arguments.training and self.pipeline.num_ranks > 1:
+                        self.pipeline.group.finish_units(self.pipeline.rank_of_stage[0])
+                    # 4. Gradients, where they start anew after all units.
+                    losses = step.losses() if arguments.training else []  # an error in them adds nothing
+                    factor = self._divide(step) if gradients is not None and self.divides is not False else 1.0
+                    step.finish(factor)
+                    if gradients is not None:
+                        self.pipeline.tied.end_step(gradients)
+                        gradients.end(factor)
+                self.pipeline.group.end_step(failed=False)
+            except BaseException as error:
+                told = self._end_failed_step(error, executor)
+                self.pipeline.group.mark(told)
+                if told is error:
+                    raise
+                raise told from error
+        # 5. What the step leaves behind.
+        self._record(step, order, number, seconds)
+        if not arguments.training:  # other ranks may have left: an error is this one's alone
+            losses = step.losses()
+        return losses, step.outputs() if arguments.return_outputs else None
+
+    def _tuned(self, tuner: Any, arguments: StepArguments) -> Setting:
+        """The setting of a plain step, or of an evaluation. Collective."""
+        length = self._length_of(arguments)
+        if arguments.training:
+            found: Setting = tuner.next(self.last_step if self._is_measured else None, length)
+        else:
+            found = tuner.evaluate(max(self.pipeline.group.all_gather_object(length)))
+        return found
+
+    def _length_of(self, arguments: StepArguments) -> int:
+        """Tokens of a step to come; 0 where this rank does not know, or what it was given is refused later."""
+        with suppress(ValueError, TypeError, AttributeError, IndexError):
+            if self.pipeline.has_first:
+                return sequence_length(arguments.inputs, self.options.seq_dim)
+        return 0
+
+    def _meet(self, arguments: StepArguments, order: RankOrder, number: int | None) -> int:
+        """Waits for all ranks, and raises on each unless all were given the same. Returns the number of the step.
+
+        Args:
+            number: None: the step has not begun.
+        """
+        group = self.pipeline.group
+        number = group.begin_step(arguments.training) if number is None else number
+        if is_after_failure := self._epoch != group.epoch:  # ranks may have left a collective with other answers
+            self._epoch, self.divides, self._has_had_rows = group.epoch, self._untold, False
+        self.pipeline.agreement.check()
+        # Plain steps between those of rows are compared, too.
+        if arguments.rows is not None or self._has_had_rows or is_after_failure:
+            check_equal_rows(group, arguments.rows, arguments.trees, arguments.plan, order.digest)
+            self._has_had_rows = self._has_had_rows or arguments.rows is not None
+        samples = self.pipeline.tied.meet(lambda: self._samples(arguments))
+        self.pipeline.tied.check()
+        look_at_batches(samples)
+        # With one segment the loss itself may shift them.
+        if self.pipeline.has_last and (self.options.num_segments > 1 or arguments.rows is not None):
+            look_at_targets(samples)
+        return number
+
+    def _run_units(self, step: Step, order: RankOrder, number: int) -> float:
+        """Returns the seconds that all units took."""
+        pipeline = self.pipeline
+        run, place_views = step.run, pipeline.group.place_views
+        if pipeline.device.type == "cuda":
+            run = in_ranges(run, order.texts)
+        if pipeline.device_edges is not None:
+            pipeline.device_edges.begin_step()
+            run, place_views = pipeline.device_edges.around(run), pipeline.device_edges.place_views()
+        elif pipeline.gpu is not None:
+            _C.device_begin_step(pipeline.gpu, compute_stream(pipeline.device))
+            run = through_host(run, pipeline.device, pipeline.gpu)
+        if pipeline.tier is not None:
+            pipeline.tier.begin_step(order.num_cells, order.most_away)
+        start = time.perf_counter()
+        with inside_step(), step_on(pipeline.device), step.around_units():
+            _C.executor_step(
+                order.executor,
+                number,
+                step.batch.training,
+                step.batch.length,
+                array("q", step.batch.sizes),
+                run,
+                step.fill,
+                lambda length: array("q", step.learn(length)),
+                place_views,
+                *(array("q", values) for values in step.batch.siblings),
+            )
+            seconds = time.perf_counter() - start
+        return seconds
+
+    def _divide(self, step: Step) -> float:
+        """By what the gradients of a step are multiplied; the rank of the last stage knows it. Collective."""
+        pipeline, mine = self.pipeline, step.divides()
+        everyones = [mine] if pipeline.num_ranks == 1 else pipeline.group.all_gather_object(mine)
+        last = everyones[pipeline.rank_of_stage[-1]]
+        self.divides = last[0]
+        if not self.divides:
+            return 1.0
+        refused = ""
+        if not self.options.loss.scale_grads:
+            refused = "Loss(scale_grads=False), as in torch's schedules, leaves gradients undivided"
+        elif any(has_auxiliary for *_, has_auxiliary in everyones):
+            refused = "an auxiliary loss (add_loss) has no part in that divisor"
+        if refused:
+            raise Disagreement(
+                f"loss_fn returned its sum and its divisor, and {refused}: return one loss, and count its targets by "
+                "Loss(weight=...)"
+            )
+        return float(last[1])
+
+    def _record(self, step: Step, order: RankOrder, number: int, seconds: float) -> None:
+        self._known_shapes.add((step.batch.training, step.batch.length, self.options.num_segments))
+        self._is_measured = step.batch.training and order.schedule.rows is None and order.schedule is self.schedule
+        figures = step.figures()
+        self.activations |= {i: own["activations"] for i, own in figures.items() if "activations" in own}
+        self.look_seconds |= {i: own["look_seconds"] for i, own in figures.items() if "look_seconds" in own}
+        self.last_step = StepRecord(
+            training=step.batch.training,
+            number=number,
+            sizes=step.batch.sizes,
+            siblings=step.batch.siblings,
+            length=step.batch.length,
+            seconds=seconds,
+            order=order,
+            figures=figures,
+            logit_bytes=step.logit_bytes(),
+            tokens=step.batch.num_tokens if self.pipeline.has_first else 0,
+        )
+
+    def _check_clock(self) -> None:
+        pipeline = self.pipeline
+        if pipeline.device.type != "cpu" and pipeline.group.is_thread and pipeline.num_ranks > 1:
+            raise ValueError(
+                f"the times of a step on {pipeline.device} are those of a stream, and ranks that are threads of one "
+                "process share it: run ranks as processes"
+            )
+
+    def report(self, gather: Callable[[Any], list[Any]] | None = None) -> Any:
+        """Reports the last step, see :meth:`seq1f1b.PipelineEngine.report`."""
+        self._check_clock()
+        return above("report")(self, gather)
+
+    def _samples(self, arguments: StepArguments) -> dict[str, Any]:
+        """Some of what this rank is given, by argument."""
+        kwargs, rules = arguments.kwargs or {}, self.options.arg_rules
+        kwargs = kwargs[0] if isinstance(kwargs, list) else kwargs
+        given = {name: value for name, value in kwargs.items() if rules.get(name) == "slice"}
+        given |= {"inputs": arguments.inputs, "target": arguments.target}
+        return {name: sample_of(value, self.options.seq_dim) for name, value in given.items()}
+
+    def _step_gradients(self, divisor: int) -> StepGradients:
+        """Gradients of a training step; DDP and FSDP2 own those of the modules under them."""
+        modules = [module for _, module in self.pipeline.placed_modules()]
+        dtype, wide = self.options.grad_dtype, dict[int, nn.Parameter]()
+        for module in modules if dtype is not None else ():
+            wide |= growing_wide(module) if data_parallel(module) is None else {}
+        apart = {id(p): p for p in self.pipeline.tied.parameters()}  # a stage may list one that it has not registered
+        own = [p for m in modules for p in without_wrapper(m).parameters()]
+        if self.divides is not False:
+            apart |= {id(p): p for p in own}
+        return StepGradients(list((apart | wide).values()), wide, dtype, divisor, own if divisor > 1 else ())
+
+    def _end_failed_step(self, error: BaseException, executor: Any) -> BaseException:
+        """Ends the step on every rank, and gives the error its place: stage and unit.
+
+        The next step may try again: it waits until every rank has left this one. Gradients are undefined.
+        """
+        group = self.pipeline.group
+        if isinstance(error, Disagreement):  # every rank raises it and leaves the step
+            group.end_step(failed=False)
+            return error
+        found = error
+        if not isinstance(error, _C.PipelineError):
+            unit = unit_text(executor)
+            found = explained(error, executor, self.stages)
+            place = f"{unit}: " if unit else ""
+            group.fail(f"{place}{type(found).__name__}: {str(found).removeprefix(place)}")
+        group.end_step(failed=True)
+        return found
+
+
+def _import_backward() -> None:
+    """Imports what torch imports in its first backward that is given gradients, sympy among it: 0.5 s and more.
+
+    Called before the ranks meet, all import at the same time; else each would while the others wait for its backward.
+    """
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
