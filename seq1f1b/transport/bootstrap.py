@@ -39,10 +39,7 @@ def connect(
         ValueError: the ranks ask for what cannot be; on every rank.
         PipelineError: another rank failed, or did not come.
     """
-    if dist.get_rank(process_group) < 0:
-        raise ValueError("this process is not in the pipeline's process group")
-    meeting = meeting or meeting_of(process_group)
-    if meeting is None:
+    if meeting is None and (meeting := meeting_of(process_group)) is None:
         return LoopbackGroup(1)[0]
     backends = dist.get_backend_config(process_group)
     if "cpu:" not in backends:
@@ -110,13 +107,17 @@ def _connect(meeting: Meeting, transport: str, timeout: float) -> RankGroup:
 
 
 def meeting_of(group: Any) -> Meeting | None:
-    """The meeting of an engine's ``group=``, None where this rank has no other processes to meet."""
-    if group is None and not (dist.is_available() and dist.is_initialized()):
+    """The meeting of an engine's ``group=``, None where this rank has no other processes to meet.
+
+    Raises ValueError if this process is not in the group.
+    """
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
         return None
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        return None
-    group = group or dist.group.WORLD
-    return Meeting(group) if dist.get_rank(group) >= 0 and dist.get_world_size(group) > 1 else None
+    if dist.get_rank(group) < 0:
+        raise ValueError("this process is not in the pipeline's process group")
+    return Meeting(group) if dist.get_world_size(group) > 1 else None
 
 
 def resolve_group(group: Any, transport: str = "auto", **options: Any) -> RankGroup:
@@ -131,6 +132,4 @@ def resolve_group(group: Any, transport: str = "auto", **options: Any) -> RankGr
         raise TypeError("group= takes one rank of a LoopbackGroup: LoopbackGroup(P)[rank]")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group= takes a ProcessGroup, LoopbackGroup(P)[rank] or None, got {type(group).__name__}")
-    if group is None and not (dist.is_available() and dist.is_initialized()):
-        return LoopbackGroup(1)[0]
     return connect(group, transport, **options)

@@ -137,6 +137,8 @@ class Meeting:
         self.process_group = process_group
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.store = SharedStore(process_group.get_group_store(), f"seq1f1b/{process_group.group_name}")
+        with _lock:
+            self._known = _known.setdefault(process_group, _Known())
         self.attempt = self._round = 0
         self._arrival_s = self._timeout_s = _ANSWER
         self._is_over = False  # as all ranks hear, or as nobody can be told
@@ -174,7 +176,7 @@ class Meeting:
         def come() -> list[bytes] | None:
             if (found := self.ask(self._look)) is not None:
                 return found
-            if self._round == 0 and self.ask(self._find_newer):  # a rank has tried more often
+            if self._round == 0 and self.ask(self._come):  # a rank has tried more often
                 self.ask(lambda: self.store.set(self._keys()[self.rank], data))
             if time.monotonic() - start > limit_s:
                 raise self._name_the_missing(limit_s)
@@ -192,14 +194,14 @@ class Meeting:
         """Ends this attempt on every rank, or this rank's next one if it has come to none.
 
         Returns:
-            The failure of another rank that came first, as far as the store answers.
+            The failure that came first, if another did, as far as the store answers.
         """
 
         def tell() -> _C.PipelineError | None:
             if self.attempt == 0:
                 self._come()
-            failed, text = unpack(self.store.swap(f"{self.attempt}/failed", b"", pack(own)))
-            return None if failed == self.rank else error_of(failed, text)
+            first = unpack(self.store.swap(f"{self.attempt}/failed", b"", pack(own)))
+            return None if first == own else error_of(*first)
 
         if self._is_over:
             return None
@@ -225,7 +227,7 @@ class Meeting:
             is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             who = "torchrun, which holds it" if is_launchers else "rank 0, which holds it unless a launcher does"
             text = (
-                f"the pipeline's set-up: the launcher's store{self.store.place} is lost ({first_line(error)}): {who}, "
+                f"the pipeline's set-up: the launcher's store is lost{self.store.place} ({first_line(error)}): {who}, "
                 "has ended, is stopped or cannot be reached"
             )
             raise error_of(self.rank if is_launchers else 0, text) from error
@@ -236,22 +238,14 @@ class Meeting:
 
     # -- in the thread that talks to the store
 
-    def _come(self) -> None:
-        self.attempt = self._newest(self._note().attempt + 1)
-
-    def _find_newer(self) -> bool:
-        before = self.attempt
-        self.attempt = self._newest(before)
-        return self.attempt > before
-
-    def _newest(self, least: int) -> int:
-        """The newest attempt of all ranks, which this one makes one if they have made fewer."""
-        there = self.store.get("attempt") or b""
+    def _come(self) -> bool:
+        """Comes to the newest attempt of all ranks, at least this rank's next one. Returns whether that is another."""
+        least, there = self.attempt or self._known.attempt + 1, self.store.get("attempt") or b""
         while int(there or b"0") < least:
             there = self.store.swap("attempt", there, str(least).encode())
-        known = self._note()
-        known.attempt = max(known.attempt, int(there))
-        return int(there)
+        before, self.attempt = self.attempt, int(there)
+        self._known.attempt = max(self._known.attempt, self.attempt)
+        return self.attempt > before
 
     def _look(self) -> list[bytes] | None:
         if (found := self.store.get_all(self._keys())) is None:  # a failure that came later is one of the next round
@@ -269,17 +263,13 @@ class Meeting:
         turn = self._round if turn is None else turn
         return [f"{self.attempt}/{turn}/{rank}" for rank in range(self.size)]
 
-    def _note(self) -> _Known:
-        with _lock:
-            return _known.setdefault(self.process_group, _Known())
-
     def _find_gone(self) -> tuple[int, str] | None:
         """The first rank that was gone before the set-up: later ones may have left because of it.
 
         The store cannot tell, so rank 0 begins to send each rank a message of the group, once. Nobody waits for these:
         a thread that waits in gloo as the interpreter goes would end the process (torch 2.13).
         """
-        known = self._note()
+        known = self._known
         with _lock, uninterrupted():
             peers = range(0) if known.kept else range(1, self.size) if self.rank == 0 else [0]
             data = torch.zeros(1, device="cpu")

@@ -26,10 +26,10 @@ from slices import each_value, full_only
 from torch import nn
 
 from seq1f1b import Limits, PipelineEngine, PipelineError, transport
-from seq1f1b.transport import descriptors
-from seq1f1b.transport.meeting import SharedStore
+from seq1f1b.transport.meeting import Meeting, SharedStore
 
 TRANSPORTS = ["shm", "c10d"]
+ROUNDS = 3  # of a meeting
 
 
 def engine(**options: Any) -> PipelineEngine:
@@ -304,42 +304,64 @@ def held(expected: tuple[int, int] | None = None) -> tuple[int, int]:
         time.sleep(0.05)
 
 
-def be_slow_in_set_up(rank: int, pipe: Connection, kind: str) -> Any:
-    """Rank 1 takes longer for its third memory of the set-up than the others wait for it."""
-    engine(transport=kind).close()
-    before, memory, left = held(), descriptors.memory, 3
+def be_struck(rank: int, pipe: Connection, kind: str, how: str, turns: list[int]) -> Any:
+    """Rank 1 is struck as it comes to each of these rounds of a meeting. Returns how attempts ended, and what stays.
 
-    def slow(size: int) -> Any:
+    Where it lives on, all make a good engine afterwards.
+    """
+
+    def strike() -> None:
+        if how == "fails":
+            raise ArithmeticError("struck")
+        if how == "is late":
+            time.sleep(4.0)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if how == "is killed" else signal.SIGINT)
+
+    def struck(meeting: Meeting, value: Any) -> list[Any]:
         nonlocal left
         left -= 1
-        if left == 0:
-            time.sleep(4.0)
-        return memory(size)
+        if left == -1:
+            strike()
+        return gather(meeting, value)
 
-    if rank == 1:
-        descriptors.memory = slow
-    began = time.monotonic()
-    try:
-        engine(transport=kind, limits=Limits(step=1.0, first_step=1.0)).close()
-        text = ""
-    except PipelineError as error:
-        text = str(error)
-    waited = time.monotonic() - began
-    dist.barrier()
-    after = held(before)
+    engine(transport=kind).close()
+    before, gather, found = held(), Meeting.gather, []
+    for turn in turns:
+        left = turn
+        Meeting.gather = struck if rank == 1 else gather  # type: ignore[method-assign]
+        began = time.monotonic()
+        limits = Limits(step=1.0, first_step=1.0)
+        name, text, attributes, ended = outcome(lambda limits=limits: engine(transport=kind, limits=limits).close())
+        if how == "is killed":
+            return name, text, attributes[0], ended - began
+        Meeting.gather = gather  # type: ignore[method-assign]
+        dist.barrier()
+        found.append((name, text, ended - began, held(before)))
     made = engine(transport=kind)
     assert step(made)[0] == ""
     made.close()
-    return text, waited, before, after
+    return before, found
 
 
-def test_a_rank_that_is_slow_in_the_set_up_leaves_nothing(tmp_path: Path) -> None:
-    """It finds that all have come to the last meeting, which the others have left meanwhile."""
-    results = results_of(3, tmp_path, be_slow_in_set_up, "c10d")
-    for rank, (text, waited, before, after) in enumerate(results):
-        assert text, f"rank {rank} has an engine without the others"
-        assert rank == 1 or ("rank 1" in text and waited < 3.5), (rank, text, waited)
-        assert after == before, (rank, before, after)
+STRUCK = {"fails": "ArithmeticError", "is late": "PipelineError", "is interrupted": "KeyboardInterrupt"}
+
+
+@pytest.mark.parametrize(("kind", "how"), each_value(TRANSPORTS, list(STRUCK)))
+def test_a_rank_that_is_struck_in_a_round_of_the_set_up_leaves_nothing(tmp_path: Path, kind: str, how: str) -> None:
+    """A late one may find that all have come to the last round, which the others have left meanwhile."""
+    for rank, (before, found) in enumerate(results_of(3, tmp_path, be_struck, kind, how, list(range(ROUNDS)))):
+        for name, text, waited, after in found:
+            assert name == (STRUCK[how] if rank == 1 else "PipelineError"), (rank, found)
+            assert rank == 1 or ("rank 1" in text and waited < 3.5), (rank, found)
+            assert after == before, (rank, before, found)
+
+
+@pytest.mark.parametrize(("kind", "turn"), each_value(TRANSPORTS, list(range(ROUNDS))))
+def test_a_rank_that_is_killed_in_a_round_of_the_set_up(tmp_path: Path, kind: str, turn: int) -> None:
+    with running(3, tmp_path, be_struck, kind, "is killed", [turn]) as ranks:
+        for name, text, lost, waited in [ranks.result(rank) for rank in (0, 2)]:
+            assert name == "PipelineError" and lost == 1 and waited < AT_ONCE, (text, lost, waited)
 
 
 def interrupt_set_up(rank: int, pipe: Connection, kind: str) -> Any:
