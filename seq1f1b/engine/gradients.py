@@ -52,11 +52,11 @@ class StepGradients:
                 if id(parameter) in self._wide:
                     assert self._dtype is not None
                     self._zeros[id(parameter)] = _make_zeros(parameter, self._dtype)
-            for gradient in self._grown_in_place():
+            for gradient in self._grown_in_place() if self._divisor > 1 else ():
                 gradient.mul_(self._divisor)
             yield
         except BaseException:
-            for gradient in self._grown_in_place():
+            for gradient in self._grown_in_place() if self._divisor > 1 else ():
                 gradient.div_(self._divisor)
             with torch.no_grad():
                 for parameter in self._parameters:
@@ -92,7 +92,7 @@ class StepGradients:
             factor: by which the latter is multiplied, where all gradients started from nothing; 0: it is nothing, even
                 if it is not finite.
         """
-        for gradient in self._grown_in_place():
+        for gradient in self._grown_in_place() if self._divisor > 1 else ():
             gradient.div_(self._divisor)
         for parameter in self._parameters:
             before, added = self._before[id(parameter)], self.added(parameter)

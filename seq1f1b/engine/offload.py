@@ -109,6 +109,7 @@ def file_tier(directory: str | os.PathLike[str], group: object) -> Tier:
 class Offloading(Part):
     """Moves what the units of a stage have saved to the rank's tier, and back: O, A and L."""
 
+    serves = "O"
     _tier: Tier
 
     def __init__(self, stage: Stage, options: Options, tier: Tier | None) -> None:
@@ -144,10 +145,6 @@ class Offloading(Part):
         self._step.units[cell].away.load(self._tier, self._number(cell))
         if self._step.measure is not None:
             self._step.measure.note()
-
-    def before_backward(self, unit: LiveUnit) -> None:
-        if unit.away is not None:
-            unit.away.back()
 
     def figures(self) -> Mapping[str, Any]:
         return {"moved_bytes": self._bytes}

@@ -94,6 +94,7 @@ class StageOrder:
         parents: the cell that each cell follows, -1 for the first of a micro-batch.
         num_children: cells that follow each, in an order of trees; else None.
         units: letter of the pass and cell, in the order in which they run.
+        kinds: letters of these passes.
         forwards: cells in the order of their F.
         split: those whose backward is I and W.
         recomputed, moved: those with an R, and with O, A and L.
@@ -111,6 +112,7 @@ class StageOrder:
         self.parents, self.num_children = parents, num_children
         of = {letter: [cell for own, cell in self.units if own == letter] for letter in "FWRO"}
         self.forwards = of["F"]
+        self.kinds = frozenset(letter for letter, _ in self.units)
         self.split, self.recomputed, self.moved = (frozenset(of[letter]) for letter in "WRO")
         self.last_gradients = next((unit for unit in reversed(self.units) if unit[0] in "BW"), ("", -1))
 

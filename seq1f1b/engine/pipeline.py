@@ -95,6 +95,7 @@ class Pipeline(OfOneProcess):
                 f"rank {self.rank} holds stages {stages} in this schedule, {len(modules)} modules were given"
             )
         self.modules = dict(zip(stages, modules, strict=True))
+        self.has_first, self.has_last = 0 in self.modules, self.num_stages - 1 in self.modules
         for shard in (options.head, options.embedding_shard):
             if shard is not None:
                 shard.check_place(self.rank, self.num_ranks)
@@ -112,14 +113,6 @@ class Pipeline(OfOneProcess):
         self._is_receiver: dict[Edge, bool] = {}
         self._ends: dict[Edge, Any] = {}
         self._closed = self._running = False
-
-    @property
-    def has_first(self) -> bool:
-        return 0 in self.modules
-
-    @property
-    def has_last(self) -> bool:
-        return self.num_stages - 1 in self.modules
 
     def placed_modules(self) -> list[tuple[str, nn.Module]]:
         """The modules of this rank as they were given, under DDP or not, each with its place in words: an embedding,
@@ -231,7 +224,8 @@ class Pipeline(OfOneProcess):
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Around a step: there is one at a time."""
-        self.check_idle()
+        if self._closed or self._running:
+            self.check_idle()
         self._running, self.thread = True, threading.get_ident()
         try:
             yield

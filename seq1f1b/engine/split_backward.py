@@ -39,19 +39,18 @@ class WeightGradients(Part):
 
     def __init__(self, stage: Stage, options: Any, tier: Any) -> None:
         self._layers: dict[int, Layer] = {}
+        # DDP and FSDP wait for autograd to accumulate; and a whole model, to which segments are compared, is torch's.
+        self._may_add = not stage.wrappers and not stage.is_whole and linear.are_one_call(stage.device)
+        self.serves = "" if self._may_add else "W"
 
     def start(self, step: StageStep) -> bool:
-        stage = step.stage
-        # DDP and FSDP wait for autograd to accumulate; and a whole model, to which segments are compared, is torch's.
-        self._adds = (
-            step.arguments.training and not stage.wrappers and not stage.is_whole and linear.are_one_call(stage.device)
-        )
+        self._adds = self._may_add and step.arguments.training
         self._noted: dict[int, int] = {}  # elements of weights that I left to W, by the weight's id
         self._added: dict[int, int] = {}  # the same of those whose layers added products themselves
         return bool(step.order.split) or self._adds
 
     def passes(self) -> Mapping[str, Pass]:
-        return {"W": self.weight}
+        return {"W": self.weight, "fill": self.fill}
 
     @contextmanager
     def in_step(self, others: Sequence[nn.Module]) -> Iterator[None]:
@@ -84,15 +83,11 @@ class WeightGradients(Part):
                 vars(layer.module).pop("forward", None)
                 layer.weights = Weights()
 
-    def begin(self, unit: LiveUnit) -> None:
-        if unit.cell in self._step.order.split:
-            unit.tape = Tape(self._noted)
-        if self._adds:
-            unit.added = self._added
-
-    def before_backward(self, unit: LiveUnit) -> None:
-        if unit.tape is not None:
-            unit.tape.is_open = True
+    def around(self, unit: LiveUnit, inputs: tuple[Any, ...]) -> None:
+        """Gives a unit whose backward is I and W its tape."""
+        if not unit.is_again:
+            unit.tape = Tape(self._noted) if unit.cell in self._step.order.split else None
+            unit.added = self._added if self._adds else None
 
     def weight(self, cell: int, received: Received) -> None:
         """W(m.s): the gradients of weights that I left."""
@@ -106,8 +101,8 @@ class WeightGradients(Part):
         if parallel is not None and (is_left or is_last):
             parallel.after_weight(is_last)
 
-    def fill(self, cell: int) -> bool:
-        """Runs one product of W(m.s), whose I has run; returns whether any is left."""
+    def fill(self, cell: int, received: Received) -> bool:
+        """Runs one product of W(m.s) while the rank waits; its I has run. Returns whether any is left."""
         tape = self._step.units[cell].tape
         is_left = tape is not None and tape.run_next()
         if self._step.stage.parallel is not None and not is_left:
