@@ -124,8 +124,6 @@ class ProcessRank(RankGroup):
             data, handed = receive(connection, _ARENA.size)
         except OSError as error:
             raise _C.PipelineError(f"{text}: rank {peer_rank} did not open its end: {error}") from error
-        if handed is None:
-            raise _C.PipelineError(f"{text}: rank {peer_rank} left while the edges were opened")
         *found, size = _ARENA.unpack(data)
         if found != [*edge]:
             raise _C.PipelineError(
