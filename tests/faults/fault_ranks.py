@@ -305,11 +305,9 @@ class Rank:
 
     def strike_in_a_round(self, fault: Fault) -> None:
         """Strikes as this rank comes to one of the rounds of its meeting."""
-        left = [fault.choice % ROUNDS]
 
         def gather(meeting: Meeting, value: Any) -> list[Any]:
-            left[0] -= 1
-            if left[0] == -1:
+            if meeting._round == fault.choice % ROUNDS:
                 self.strike(fault)
             return GATHER(meeting, value)
 

@@ -29,7 +29,6 @@ from seq1f1b import Limits, PipelineEngine, PipelineError, transport
 from seq1f1b.transport.meeting import Meeting, SharedStore
 
 TRANSPORTS = ["shm", "c10d"]
-ROUNDS = 3  # of a meeting
 
 
 def engine(**options: Any) -> PipelineEngine:
@@ -304,64 +303,46 @@ def held(expected: tuple[int, int] | None = None) -> tuple[int, int]:
         time.sleep(0.05)
 
 
-def be_struck(rank: int, pipe: Connection, kind: str, how: str, turns: list[int]) -> Any:
-    """Rank 1 is struck as it comes to each of these rounds of a meeting. Returns how attempts ended, and what stays.
+STRUCK: dict[str, tuple[Any, str]] = {
+    "fails": (lambda: divmod(1, 0), "ZeroDivisionError"),
+    "is late": (partial(time.sleep, 4.0), "PipelineError"),
+    "is interrupted": (partial(signal.raise_signal, signal.SIGINT), "KeyboardInterrupt"),
+    "is killed": (partial(signal.raise_signal, signal.SIGKILL), ""),
+}
 
-    Where it lives on, all make a good engine afterwards.
-    """
 
-    def strike() -> None:
-        if how == "fails":
-            raise ArithmeticError("struck")
-        if how == "is late":
-            time.sleep(4.0)
-        else:
-            os.kill(os.getpid(), signal.SIGKILL if how == "is killed" else signal.SIGINT)
+def be_struck(rank: int, pipe: Connection, kind: str, how: str, turn: int) -> Any:
+    """Rank 1 is struck as it comes to a round of a meeting. Returns how the attempt ended, and what stays of it."""
 
     def struck(meeting: Meeting, value: Any) -> list[Any]:
-        nonlocal left
-        left -= 1
-        if left == -1:
-            strike()
+        if rank == 1 and meeting._round == turn:
+            STRUCK[how][0]()
         return gather(meeting, value)
 
     engine(transport=kind).close()
-    before, gather, found = held(), Meeting.gather, []
-    for turn in turns:
-        left = turn
-        Meeting.gather = struck if rank == 1 else gather  # type: ignore[method-assign]
-        began = time.monotonic()
-        limits = Limits(step=1.0, first_step=1.0)
-        name, text, attributes, ended = outcome(lambda limits=limits: engine(transport=kind, limits=limits).close())
-        if how == "is killed":
-            return name, text, attributes[0], ended - began
-        Meeting.gather = gather  # type: ignore[method-assign]
-        dist.barrier()
-        found.append((name, text, ended - began, held(before)))
-    made = engine(transport=kind)
+    before, gather, began = held(), Meeting.gather, time.monotonic()
+    Meeting.gather = struck  # type: ignore[method-assign]
+    limits = Limits(step=1.0, first_step=1.0)
+    name, text, _, ended = outcome(lambda: engine(transport=kind, limits=limits).close())
+    Meeting.gather = gather  # type: ignore[method-assign]
+    if how == "is killed":
+        return name, text, ended - began, before, before
+    dist.barrier()
+    after, made = held(before), engine(transport=kind)
     assert step(made)[0] == ""
     made.close()
-    return before, found
+    return name, text, ended - began, before, after
 
 
-STRUCK = {"fails": "ArithmeticError", "is late": "PipelineError", "is interrupted": "KeyboardInterrupt"}
-
-
-@pytest.mark.parametrize(("kind", "how"), each_value(TRANSPORTS, list(STRUCK)))
-def test_a_rank_that_is_struck_in_a_round_of_the_set_up_leaves_nothing(tmp_path: Path, kind: str, how: str) -> None:
+@pytest.mark.parametrize(("kind", "how", "turn"), each_value(TRANSPORTS, list(STRUCK), [2, 1, 0]))
+def test_a_rank_that_is_struck_in_a_round_of_the_set_up(tmp_path: Path, kind: str, how: str, turn: int) -> None:
     """A late one may find that all have come to the last round, which the others have left meanwhile."""
-    for rank, (before, found) in enumerate(results_of(3, tmp_path, be_struck, kind, how, list(range(ROUNDS)))):
-        for name, text, waited, after in found:
-            assert name == (STRUCK[how] if rank == 1 else "PipelineError"), (rank, found)
-            assert rank == 1 or ("rank 1" in text and waited < 3.5), (rank, found)
-            assert after == before, (rank, before, found)
-
-
-@pytest.mark.parametrize(("kind", "turn"), each_value(TRANSPORTS, list(range(ROUNDS))))
-def test_a_rank_that_is_killed_in_a_round_of_the_set_up(tmp_path: Path, kind: str, turn: int) -> None:
-    with running(3, tmp_path, be_struck, kind, "is killed", [turn]) as ranks:
-        for name, text, lost, waited in [ranks.result(rank) for rank in (0, 2)]:
-            assert name == "PipelineError" and lost == 1 and waited < AT_ONCE, (text, lost, waited)
+    with running(3, tmp_path, be_struck, kind, how, turn) as ranks:
+        for rank in (0, 2) if how == "is killed" else range(3):
+            name, text, waited, before, after = ranks.result(rank)
+            assert name == (STRUCK[how][1] if rank == 1 else "PipelineError"), (rank, name, text)
+            assert rank == 1 or ("rank 1" in text and waited < 3.5), (rank, text, waited)
+            assert after == before, (rank, before, after)
 
 
 def interrupt_set_up(rank: int, pipe: Connection, kind: str) -> Any:
