@@ -106,18 +106,17 @@ class _Known:
     """What this process knows of a process group.
 
     Attributes:
-        attempt: the last one that this rank has come to.
         kept: messages under way. gone: the first rank that was gone before the set-up, and why nobody can meet it.
     """
 
     def __init__(self) -> None:
-        self.attempt = 0
         self.kept: list[Any] = []
         self.gone: tuple[int, str] | None = None
 
 
 _known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
+_last_attempt = 0  # of this process in any group: one made anew over an old store may have the name of one before
 
 
 class Meeting:
@@ -240,11 +239,13 @@ class Meeting:
 
     def _come(self) -> bool:
         """Comes to the newest attempt of all ranks, at least this rank's next one. Returns whether that is another."""
-        least, there = self.attempt or self._known.attempt + 1, self.store.get("attempt") or b""
+        global _last_attempt
+        least, there = self.attempt or _last_attempt + 1, self.store.get("attempt") or b""
         while int(there or b"0") < least:
             there = self.store.swap("attempt", there, str(least).encode())
         before, self.attempt = self.attempt, int(there)
-        self._known.attempt = max(self._known.attempt, self.attempt)
+        with _lock:
+            _last_attempt = max(_last_attempt, self.attempt)
         return self.attempt > before
 
     def _look(self) -> list[bytes] | None:

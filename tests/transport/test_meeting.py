@@ -305,7 +305,7 @@ def held(expected: tuple[int, int] | None = None) -> tuple[int, int]:
 
 STRUCK: dict[str, tuple[Any, str]] = {
     "fails": (lambda: divmod(1, 0), "ZeroDivisionError"),
-    "is late": (partial(time.sleep, 4.0), "PipelineError"),
+    "is late": (partial(time.sleep, 5.0), "PipelineError"),
     "is interrupted": (partial(signal.raise_signal, signal.SIGINT), "KeyboardInterrupt"),
     "is killed": (partial(signal.raise_signal, signal.SIGKILL), ""),
 }
@@ -322,7 +322,7 @@ def be_struck(rank: int, pipe: Connection, kind: str, how: str, turn: int) -> An
     engine(transport=kind).close()
     before, gather, began = held(), Meeting.gather, time.monotonic()
     Meeting.gather = struck  # type: ignore[method-assign]
-    limits = Limits(step=1.0, first_step=1.0)
+    limits = Limits(step=2.0, first_step=2.0)
     name, text, _, ended = outcome(lambda: engine(transport=kind, limits=limits).close())
     Meeting.gather = gather  # type: ignore[method-assign]
     if how == "is killed":
@@ -341,7 +341,7 @@ def test_a_rank_that_is_struck_in_a_round_of_the_set_up(tmp_path: Path, kind: st
         for rank in (0, 2) if how == "is killed" else range(3):
             name, text, waited, before, after = ranks.result(rank)
             assert name == (STRUCK[how][1] if rank == 1 else "PipelineError"), (rank, name, text)
-            assert rank == 1 or ("rank 1" in text and waited < 3.5), (rank, text, waited)
+            assert rank == 1 or ("rank 1" in text and waited < 4.9), (rank, text, waited)
             assert after == before, (rank, before, after)
 
 
