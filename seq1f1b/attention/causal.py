@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from seq1f1b import _C
 from seq1f1b.above import above
+from seq1f1b.files import check_part
 
 __all__ = ["causal_attention", "layer_handle", "positions", "token_offset"]
 
@@ -201,13 +202,6 @@ def positions(
     x = x.detach()
     docs = x.new_empty(0, dtype=torch.int32) if doc_ids is None else _ids(doc_ids)
     return _ops.positions.default(x, docs, dim, rank, size)  # type: ignore[no-any-return]
-
-
-def check_part(part: tuple[int, int]) -> tuple[int, int]:
-    """(rank, size), or the error that names the rule."""
-    if not (isinstance(part, tuple) and len(part) == 2 and 0 <= part[0] < part[1]):
-        raise ValueError(f"sequence_parallel is {part!r}, must be (rank, size) with 0 <= rank < size")
-    return part
 
 
 class _CausalAttention(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -169,3 +170,11 @@ def _local(tensor: Any) -> Tensor:
 def dense(gradient: Tensor) -> Tensor:
     """The values of a gradient, which torch.gather or an embedding may leave sparse."""
     return gradient if gradient.layout == torch.strided else gradient.to_dense()
+
+
+def import_backward() -> None:
+    """Imports what torch imports in its first backward that is given gradients, sympy among it: 0.5 s and more.
+
+    Called before the ranks meet, all import at the same time; else each would while the others wait for its backward.
+    """
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")

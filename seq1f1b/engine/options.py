@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from seq1f1b import __version__
-from seq1f1b.attention.causal import check_part
 from seq1f1b.engine.splitting import Rule, Sizes, TokenPart, check_rules, segment_sizes
 from seq1f1b.engine.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead, shard_of
-from seq1f1b.files import check_int, check_number, nearest_name
+from seq1f1b.files import check_int, check_number, check_part, nearest_name
 from seq1f1b.partition import ModelShape, partition_sequence
 from seq1f1b.plan import Plan, TunedOrder, load_plan
 from seq1f1b.schedule import Schedule, Unit, build_schedule, check_units, schedules

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from seq1f1b import _C
+from seq1f1b.documents.rows import PlannedRows
 from seq1f1b.engine.options import Builder, Options
 from seq1f1b.schedule import Schedule
 from seq1f1b.transport.group import OfOneProcess
@@ -70,6 +72,71 @@ def with_options(schedule: Schedule, options: Options, device: torch.device) -> 
             "seq1f1b.HOST on GPUs"
         )
     return schedule
+
+
+def plain_schedule(
+    source: Schedule | Builder, num_ranks: int, stages_per_rank: int, options: Options, device: torch.device
+) -> Schedule:
+    """The order of plain steps, checked, with what the options add."""
+    counts = (num_ranks, options.num_microbatches, options.num_segments)
+    schedule = build(source, *counts, stages_per_rank)
+    if schedule.rows is not None:
+        raise ValueError("the schedule is one of rows: give its name, and the sizes of the rows to every step")
+    found = (schedule.num_ranks, schedule.num_microbatches, schedule.num_segments)
+    if found != counts:
+        raise ValueError(
+            f"the schedule is for (ranks, micro-batches, segments) = {found}, the engine has {counts}: "
+            "the group's size and num_microbatches, num_segments must agree with it"
+        )
+    schedule.check()
+    if schedule.fills and device.type != "cpu":
+        warnings.warn(
+            f'weights="fill" runs W while the host waits for a message, but stages on {device} work behind it: the '
+            'order runs as it is planned (weights="planned")',
+            stacklevel=5,  # where the engine is made
+        )
+    return with_options(schedule, options, device)
+
+
+def schedule_of_rows(
+    counts: tuple[int, ...],
+    parents: tuple[tuple[int, ...], ...] | None,
+    plan: PlannedRows | None,
+    source: Builder | None,
+    pipeline: Any,
+    options: Options,
+) -> Schedule:
+    """The order of a step of rows, with what the options add. It runs over the edges that are open.
+
+    Args:
+        counts: segments of every micro-batch.
+        parents: what these follow; None: chains.
+        plan: brings the order.
+        source: builds the order otherwise; None: the engine was given no callable and no name.
+    """
+    if plan is not None:
+        schedule: Schedule = plan.schedule
+        if schedule.segments_of != counts:
+            raise ValueError(f"the plan's rows have {counts} segments, its schedule is for {schedule.segments_of}")
+        if schedule.parents != parents:
+            raise ValueError(f"the plan's segments follow {parents}, its schedule is for {schedule.parents}")
+        schedule.check()
+    elif source is None:
+        raise ValueError(
+            "a step of rows builds an order of its own: give the engine the name of a schedule, or a callable"
+        )
+    else:
+        schedule = build(source, pipeline.num_ranks, len(counts), counts, len(pipeline.modules), parents)
+        if schedule.parents != parents:
+            raise ValueError(
+                f"the engine's schedule is a callable that built an order with parents {schedule.parents}, and the "
+                f"step's are {parents}: let it hand parents= to build_schedule"
+            )
+    found = (schedule.num_ranks, schedule.rank_of_stage)
+    expected = (pipeline.num_ranks, pipeline.rank_of_stage)
+    if found != expected:
+        raise ValueError(f"the plan is for (ranks, ranks of the stages) = {found}, the engine has {expected}")
+    return with_options(schedule, options, pipeline.device)
 
 
 @dataclass(frozen=True, eq=False)

@@ -86,7 +86,7 @@ class Pipeline(OfOneProcess):
         agreement: Agreement,
         gpu_part: Callable[[str], Any] = above,
     ) -> None:
-        self.group, self.device, self._options, self.agreement = group, device, options, agreement
+        self.group, self.device, self.options, self.agreement = group, device, options, agreement
         self.rank, self.num_ranks = group.rank, group.size
         self.num_stages, self.rank_of_stage = schedule.num_stages, schedule.rank_of_stage
         stages = [i for i, rank in enumerate(self.rank_of_stage) if rank == self.rank]
@@ -117,7 +117,7 @@ class Pipeline(OfOneProcess):
     def placed_modules(self) -> list[tuple[str, nn.Module]]:
         """The modules of this rank as they were given, under DDP or not, each with its place in words: an embedding,
         stages in ascending order, and a loss that is a module: its shard, or the last stage's."""
-        options = self._options
+        options = self.options
         modules = [(f"stage {i}", module) for i, module in self.modules.items() if isinstance(module, nn.Module)]
         if options.embedding is not None:
             modules.insert(0, ("the embedding", options.embedding))
@@ -140,7 +140,7 @@ class Pipeline(OfOneProcess):
                     yield tied.get(id(parameter), name), parameter
 
     def _make_tier(self) -> Tier | None:
-        place = self._options.memory.offload
+        place = self.options.memory.offload
         if place is None:
             return None
         if place is where.HOST:

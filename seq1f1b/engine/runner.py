@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from array import array
 from collections.abc import Callable, Hashable
@@ -20,11 +19,11 @@ from seq1f1b.engine.batch import Batch, StepArguments
 from seq1f1b.engine.documents import AskingForDocuments
 from seq1f1b.engine.explain import explained, unit_text
 from seq1f1b.engine.findings import look_at_batches, look_at_targets, sample_of
-from seq1f1b.engine.gradients import StepGradients, growing_wide
+from seq1f1b.engine.gradients import StepGradients, growing_wide, import_backward
 from seq1f1b.engine.measure import Activations, Measuring
 from seq1f1b.engine.offload import Offloading
 from seq1f1b.engine.options import Options
-from seq1f1b.engine.order import RankOrder, Setting, build, with_options
+from seq1f1b.engine.order import RankOrder, Setting, schedule_of_rows
 from seq1f1b.engine.parts import Constants, Part
 from seq1f1b.engine.pipeline import Pipeline
 from seq1f1b.engine.recompute import BlockRecomputing, Recomputing
@@ -141,7 +140,9 @@ class Runner:
         key = training, of_rows, None if rows is not None else self.setting
         found = self.orders.pop(key, None)
         if found is None:
-            schedule = self._schedule_of(counts, parents, plan)
+            schedule = self.setting.schedule
+            if counts is not None:
+                schedule = schedule_of_rows(counts, parents, plan, self.build, self.pipeline, self.setting.options)
             schedule = schedule if training else schedule.forward_only()
             program = self.pipeline.lower(schedule)
             executor = self.pipeline.make_executor(program, self.cache, fills=schedule.fills)
@@ -150,45 +151,6 @@ class Runner:
                 del self.orders[next(iter(self.orders))]
         self.orders[key] = found
         return found
-
-    def _schedule_of(
-        self,
-        counts: tuple[int, ...] | None,
-        parents: tuple[tuple[int, ...], ...] | None,
-        plan: PlannedRows | None,
-    ) -> Schedule:
-        """The order of a step, with what the options add. It runs over the edges that are open.
-
-        Args:
-            counts: segments of every micro-batch in a step of rows.
-            parents: what these follow; None: chains.
-        """
-        pipeline = self.pipeline
-        if counts is None:
-            return self.schedule
-        if plan is not None:
-            schedule = plan.schedule
-            if schedule.segments_of != counts:
-                raise ValueError(f"the plan's rows have {counts} segments, its schedule is for {schedule.segments_of}")
-            if schedule.parents != parents:
-                raise ValueError(f"the plan's segments follow {parents}, its schedule is for {schedule.parents}")
-            schedule.check()
-        elif self.build is None:
-            raise ValueError(
-                "a step of rows builds an order of its own: give the engine the name of a schedule, or a callable"
-            )
-        else:
-            schedule = build(self.build, pipeline.num_ranks, len(counts), counts, len(self.stages), parents)
-            if schedule.parents != parents:
-                raise ValueError(
-                    f"the engine's schedule is a callable that built an order with parents {schedule.parents}, and the "
-                    f"step's are {parents}: let it hand parents= to build_schedule"
-                )
-        found = (schedule.num_ranks, schedule.rank_of_stage)
-        expected = (pipeline.num_ranks, pipeline.rank_of_stage)
-        if found != expected:
-            raise ValueError(f"the plan is for (ranks, ranks of the stages) = {found}, the engine has {expected}")
-        return with_options(schedule, self.options, pipeline.device)
 
     def settle(self, arguments: StepArguments) -> None:
         """Takes the setting of a tuned evaluation, for a caller that runs these arguments by itself. Collective."""
@@ -254,7 +216,7 @@ class Runner:
         batch = Batch(replace(arguments, divides=self.divides), options, pipeline)
         batch.check()
         if training and not self._known_shapes:
-            _import_backward()
+            import_backward()
         step = Step(batch, order, options, self.stages, pipeline, self._known_shapes)
         around.callback(step.end)
         if batch.length:
@@ -439,11 +401,3 @@ class Runner:
             group.fail(f"{place}{type(found).__name__}: {str(found).removeprefix(place)}")
         group.end_step(failed=True)
         return found
-
-
-def _import_backward() -> None:
-    """Imports what torch imports in its first backward that is given gradients, sympy among it: 0.5 s and more.
-
-    Called before the ranks meet, all import at the same time; else each would while the others wait for its backward.
-    """
-    importlib.import_module("torch.fx.experimental.symbolic_shapes")
