@@ -60,6 +60,7 @@ def connect(
         first = meeting.fail(error)
         if group is not None:
             group.fail(f"set-up ended: {type(error).__name__}: {error}")  # so that it waits for nobody
+            group.timeout_s = 0.5  # the store may be stopped
             group.close()
         if first is not None and isinstance(error, (_C.PipelineError, OSError)):  # perhaps caused by the first one
             raise first from error
