@@ -73,8 +73,8 @@ PyMethodDef s1f_program_methods[] = {
     S1F_METHOD(program_lower, VARARGS,
                "Checks, lowers; a program handle. prefetch: places beyond those that are needed; None: by time, of "
                "these seconds [pass][stage][column] and latencies, or of unit times. rank: that runs it, so that it "
-               "has the instructions of no others but its neighbours, unless with receives; ALL_RANKS; or NO_RANK, for "
-               "program_simulate and program_memory."),
+               "has the instructions of no others, unless with receives; ALL_RANKS; or NO_RANK, for program_simulate "
+               "and program_memory."),
     S1F_METHOD(program_edges, O, "A ProgramEdge per edge."),
     S1F_METHOD(program_stage_peak, VARARGS, "Peak (live_units, kv_slots, grad_slots)."),
     {NULL, NULL, 0, NULL}};
