@@ -108,7 +108,7 @@ class Pipeline(OfOneProcess):
         self.device_edges: Any = None  # those between GPUs
         self.gpu: Any = None
         self._device_transport = options.device_transport
-        if options.transport == "auto" and above("edges").serve(device, group):
+        if options.transport == "auto" and gpu_part("edges").serve(device, group):
             self._device_transport = "auto"
         self._is_receiver: dict[Edge, bool] = {}
         self._ends: dict[Edge, Any] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import struct
 from abc import ABC, abstractmethod
 from array import array
@@ -164,7 +163,6 @@ class RankGroup(OfOneProcess, ABC):
         self.step, self.training = 0, True
         self.local_size = local_size  # ranks of this host
         self._epoch = self._round = 0
-        self._exchanges = 0  # a number that the exchanges of this epoch have, and no others of the process group
         self._has_entered = False
         self._first_step = 0  # of the user's call, which may have several
         self._is_several = False
@@ -382,18 +380,13 @@ class RankGroup(OfOneProcess, ABC):
         try:
             self._gather(b"", recovering=True)
             self._forget_failure()
-            self._number_exchanges(recovering=True)
+            self._gather(b"", recovering=True)
         except _C.PipelineError as error:
             rank = getattr(error, "rank", None)
             failure = Failure(self.rank if rank is None else rank, str(error), "", "", self.step)
             self._met_failure = self._met_failure or failure
             raise
         self._acknowledged = False
-
-    def _number_exchanges(self, recovering: bool = False) -> None:
-        """Rank 0 draws it: what an exchange that failed has left on its way, or waits for, is never a later one's."""
-        numbers = self._gather(secrets.token_bytes(8), recovering)
-        self._exchanges = int.from_bytes(numbers[0], "little")
 
     def _forget_failure(self) -> None:
         if self.rank == 0:
@@ -492,7 +485,7 @@ class RankGroup(OfOneProcess, ABC):
 
     def begin(self) -> None:
         """All ranks have opened their edges, or none begins. Collective. Raises PipelineError where one has failed."""
-        self._number_exchanges()
+        self.barrier()
 
     def peer_of(self, edge: Edge) -> int:
         """The rank at the other end of an edge of this rank."""
