@@ -100,7 +100,9 @@ def causal_attention(
             forward-mode differentiation.
     Source: Seq1F1B, arXiv:2406.03488.
     """
-    _check_tensors({"q": q, "k": k, "v": v}, alibi_slopes=alibi_slopes, doc_ids=doc_ids, sinks=sinks)
+    has_more = alibi_slopes is not None or doc_ids is not None or sinks is not None
+    if has_more or not all(isinstance(t, Tensor) for t in (q, k, v)):
+        _check_tensors({"q": q, "k": k, "v": v}, alibi_slopes=alibi_slopes, doc_ids=doc_ids, sinks=sinks)
     if q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v)
     _check(q, k, v, alibi_slopes, doc_ids, sinks)

@@ -66,7 +66,9 @@ def leave_place(views: Sequence[Tensor | None]) -> bool:
     """
     found = False
     for view in views:
-        if view is None or holders(storage := view.untyped_storage()) == 1 or not storage.nbytes():
+        if view is None or not (storage := view.untyped_storage()).nbytes():
+            continue
+        if torch._C._storage_Use_Count(storage._cdata) == 2:  # of the view and of the object above
             continue
         found = True
         if _SWAPS:
@@ -162,7 +164,8 @@ class RankGroup(OfOneProcess, ABC):
         self.arena_bytes = arena_bytes
         self.step, self.training = 0, True
         self.local_size = local_size  # ranks of this host
-        self._epoch = self._round = 0
+        self.epoch = 0  # the step in which all ranks have met after a failure, equal on all within a step
+        self._round = 0
         self._has_entered = False
         self._first_step = 0  # of the user's call, which may have several
         self._is_several = False
@@ -240,7 +243,7 @@ class RankGroup(OfOneProcess, ABC):
         self._first_step = self._first_step if self._is_several else self.step
         _C.group_enter(self.group, self.step)
         if not self._acknowledged:
-            self.check()
+            _C.group_check(self.group)
 
     def begin_step(self, training: bool = True) -> int:
         """Begins the step that this rank has come to, or comes to the next one. Returns its number.
@@ -365,18 +368,13 @@ class RankGroup(OfOneProcess, ABC):
         with suppress(Exception):  # a type of error that takes no attributes
             setattr(error, _TOLD, True)
 
-    @property
-    def epoch(self) -> int:
-        """The step in which all ranks have met after a failure, 0 before the first; equal on all within a step."""
-        return self._epoch
-
     def _recover(self) -> None:
         """All ranks have left the failed step once they meet here; nobody begins a new one before it is forgotten.
 
         A rank that has left this step by an error, or has come to a later one, cannot be met: then this step ends with
         an error here, too, until all come to the same one.
         """
-        self._epoch, self._round = self.step, 0
+        self.epoch, self._round = self.step, 0
         try:
             self._gather(b"", recovering=True)
             self._forget_failure()
@@ -405,7 +403,7 @@ class RankGroup(OfOneProcess, ABC):
         self._round += 1
         fds = array("i", self._hangup_fds())
         try:
-            return _C.group_gather(self.group, self._epoch, self._round - 1, recovering, data, fds)
+            return _C.group_gather(self.group, self.epoch, self._round - 1, recovering, data, fds)
         except _C.PipelineError as error:
             passed = _C.group_passed(self.group, self.step) if recovering else None
             if passed is None:

@@ -76,11 +76,11 @@ class _LoopbackRank(RankGroup):
         self._memory = memory
 
     def _begin_send(self, data: Tensor, rank: int) -> Callable[[], None]:
-        self._memory.box(self.rank, rank, self._epoch).put(data.clone())
+        self._memory.box(self.rank, rank, self.epoch).put(data.clone())
         return lambda: None
 
     def _begin_receive(self, data: Tensor, rank: int) -> Callable[[], None]:
-        box = self._memory.box(rank, self.rank, self._epoch)
+        box = self._memory.box(rank, self.rank, self.epoch)
 
         def wait() -> None:
             while True:

@@ -136,7 +136,7 @@ class ProcessRank(RankGroup):
 
     def _exchange_tag(self) -> int:
         """What an exchange that failed has left on its way, or waits for, is never a later one's."""
-        return _EXCHANGE_TAGS + (1000003 * self._generation + self._epoch) % (_EXCHANGE_TAGS - 1)
+        return _EXCHANGE_TAGS + (1000003 * self._generation + self.epoch) % (_EXCHANGE_TAGS - 1)
 
     def _begin_send(self, data: Tensor, rank: int) -> Callable[[], None]:
         work = dist.isend(data, group=self.process_group, group_dst=rank, tag=self._exchange_tag())

@@ -123,7 +123,7 @@ class StoreRank(ProcessRank):
 
         It ends the earliest step that any rank failed in.
         """
-        key = self._key(f"failure/{self._epoch}")
+        key = self._key(f"failure/{self.epoch}")
         failure = _C.group_failure(self.group)
         if failure is not None:
             *first, step = unpack(self._store.swap(key, b"", pack(failure)))
@@ -329,7 +329,7 @@ class StoreRank(ProcessRank):
             raise self._failure(rank, f"rank {rank} {step} without a collective that rank {self.rank} waits in")
 
     def _gather_keys(self, turn: int) -> list[str]:
-        return [self._key(f"gather/{self._epoch}/{turn}/{rank}") for rank in range(self.size)]
+        return [self._key(f"gather/{self.epoch}/{turn}/{rank}") for rank in range(self.size)]
 
     def _delete_gathers(self) -> None:
         """Deletes the gathers of the last round, which nobody could delete before."""
