@@ -1,5 +1,5 @@
 /* constants.c - the core's enumerations and limits as attributes of the module, so that nothing retypes them. */
-#include "records.h"
+#include "binding.h"
 
 #include "../core/dtype.h"
 #include "../core/lower.h"
@@ -40,7 +40,7 @@ static PyObject *holding(const void *unused, int64_t h)
 {
     (void)unused;
     s1f_holding_facts facts = s1f_facts_of_holding((s1f_holding)h);
-    return s1f_new_record(S1F_HOLDING, "(ssii)", facts.name, facts.text, (int)facts.per, (int)facts.counts_with);
+    return Py_BuildValue("(ssii)", facts.name, facts.text, (int)facts.per, (int)facts.counts_with);
 }
 
 /* What Python has to know of each kind of option: what it holds one value for. */

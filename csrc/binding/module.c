@@ -1,6 +1,5 @@
 /* module.c - the extension module seq1f1b._C: limited API, multi-phase initialisation. */
 #include "binding.h"
-#include "records.h"
 #include "tested.h"
 
 #define S1F_TESTED_VALUE(function) function,
@@ -15,7 +14,7 @@ static int module_exec(PyObject *module)
     for (size_t i = 0; i < sizeof tables / sizeof tables[0]; i++)
         if (PyModule_AddFunctions(module, tables[i]) < 0)
             return -1;
-    if (s1f_add_errors(module) < 0 || s1f_add_records(module) < 0 || s1f_add_constants(module) < 0)
+    if (s1f_add_errors(module) < 0 || s1f_add_constants(module) < 0)
         return -1;
     return s1f_add_object(module, "_tested", PyCapsule_New((void *)(uintptr_t)&tested, S1F_TESTED_NAME, NULL));
 }

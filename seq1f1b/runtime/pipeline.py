@@ -25,6 +25,7 @@ from seq1f1b.runtime.tied import TiedParameters
 from seq1f1b.schedule import Schedule
 from seq1f1b.transport import DTYPES, RankGroup
 from seq1f1b.transport.group import Edge, OfOneProcess, has_been_told, leave_place
+from seq1f1b.unit import ProgramEdge, edges_of
 
 __all__: list[str] = []
 
@@ -146,7 +147,7 @@ class Pipeline(OfOneProcess):
 
     def connect(self, program: Any) -> None:
         """Opens every edge of the program; all ranks in the same order."""
-        for found in _C.program_edges(program):
+        for found in edges_of(program):
             if self.rank in (found.source_rank, found.destination_rank):
                 edge, receiver = _edge_of(found), self.rank == found.destination_rank
                 text = f"{_CHANNELS[edge.channel]} of stage {edge.source} to stage {edge.destination}"
@@ -185,7 +186,7 @@ class Pipeline(OfOneProcess):
             cache: of keys and values.
             fills: whether W runs in waits.
         """
-        ends = [self._ends.get(_edge_of(edge)) for edge in _C.program_edges(program)]
+        ends = [self._ends.get(_edge_of(edge)) for edge in edges_of(program)]
         is_thread = self.group.is_thread
         executor = _C.executor_create(
             program, self.rank, self.group.group, cache, ends, is_thread, _DTYPE_CODES, fills, leave_place
@@ -235,7 +236,7 @@ class Pipeline(OfOneProcess):
         self.group.close()
 
 
-def _edge_of(found: _C.ProgramEdge) -> Edge:
+def _edge_of(found: ProgramEdge) -> Edge:
     return Edge(found.source_stage, found.destination_stage, found.channel)
 
 

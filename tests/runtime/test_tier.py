@@ -22,6 +22,7 @@ from tiny_model import batch, cross_entropy, stage_of, whole_model
 from torch import Tensor
 
 from seq1f1b import _C, LoopbackGroup, Memory, PipelineEngine, PipelineError
+from seq1f1b.runtime.offload import TierFacts
 from seq1f1b.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +77,7 @@ def test_the_file_is_as_large_as_most_that_is_out_at_once(tmp_path: Path) -> Non
         loads.out(number, [10_000, 3])  # 3 blocks and 1
         if number >= 3:
             loads.back(number - 3)
-    facts = _C.tier_facts(loads.tier)
+    facts = TierFacts(*_C.tier_facts(loads.tier))
     assert (facts.room_bytes, facts.bytes_out, facts.bytes_in) == (4 * 4 * 4096, 40 * 10_003, 37 * 10_003)
 
 
@@ -87,7 +88,7 @@ def test_transfers_are_timed_and_a_wait_between_them_is_not(tmp_path: Path) -> N
         loads.back(number)
     moving = time.monotonic_ns() - begin
     time.sleep(0.1)
-    facts = _C.tier_facts(loads.tier)
+    facts = TierFacts(*_C.tier_facts(loads.tier))
     assert facts.ns_out > 0 and facts.ns_in > 0 and facts.ns_out + facts.ns_in <= moving
 
 
