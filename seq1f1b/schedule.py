@@ -82,8 +82,10 @@ class Schedule:
         self.prefetch: int | None = None if like is None else like.prefetch
         self._times: array[float] | None = None if like is None else like._times  # by which places are counted
         self.fills: bool = like is not None and like.fills
-        counts, self.rank_of_stage, rows, parents, self._num_units, self._passes = _C.schedule_facts(handle)
+        counts, of_stages, bounds, parents, self._num_units, self._passes = _C.schedule_facts(handle)
         self.num_ranks, self.num_stages, self.num_microbatches, self.num_segments = counts
+        self.rank_of_stage = tuple(of_stages)
+        rows = tuple(b - a for a, b in pairwise(bounds))
         self.rows: tuple[int, ...] | None = rows or None
         each = iter(parents)
         trees = tuple(tuple(islice(each, k)) for k in rows)

@@ -241,8 +241,11 @@ PyObject *s1f_view_of(const void *values, int64_t bytes, const char *format)
 {
     PyObject *copy = PyBytes_FromStringAndSize(values, (Py_ssize_t)bytes);
     PyObject *view = copy == NULL ? NULL : PyMemoryView_FromObject(copy);
-    PyObject *typed = view == NULL ? NULL : PyObject_CallMethod(view, "cast", "s", format);
-    Py_XDECREF(view);
+    PyObject *typed = view;
+    if (view != NULL && bytes > 0) { /* Python casts no empty view */
+        typed = PyObject_CallMethod(view, "cast", "s", format);
+        Py_DECREF(view);
+    }
     Py_XDECREF(copy);
     return typed;
 }

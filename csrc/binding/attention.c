@@ -89,12 +89,7 @@ S1F_METHOD(PyObject *, unit_tokens)
 
 /* -- KV cache -------------------------------------------------------------------------------------------------- */
 
-S1F_METHOD(PyObject *, kv_cache_create)
-{
-    s1f_kv_cache *cache = NULL;
-    s1f_status status = s1f_kv_cache_create(&cache);
-    return s1f_new_kv_cache(status, cache, NULL);
-}
+S1F_CORE_MAKES(kv_cache, kv_cache_create)
 
 S1F_METHOD(PyObject *, kv_cache_bytes, s1f_kv_cache *, cache)
 {

@@ -165,10 +165,18 @@ int s1f_require_index(const char *name, int64_t i, int64_t end);
     }                                                                                                                  \
     static type method##_of(PyObject *arguments __attribute__((unused)) S1F_EACH(S1F_AND_PARAMETER, __VA_ARGS__))
 
-/* A whole method: the core's function s1f_<method>, which takes the same. _WAITS: without the GIL. _VOID: returns nothing. */
+/* A whole method: the core's function s1f_<method>, which takes the same. _WAITS: without the GIL. _VOID: which returns
+ * nothing. _MAKES: which makes an s1f_<type>, by its last parameter; the result is a handle. */
 #define S1F_CALL(method, ...) S1F_CALL_OF(method S1F_EACH(S1F_AND_NAME, __VA_ARGS__))
 #define S1F_CALL_OF(...) S1F_CALL_BY_NAME(__VA_ARGS__)
 #define S1F_CALL_BY_NAME(method, ...) s1f_##method(__VA_ARGS__)
+#define S1F_CORE_MAKES(type, method, ...)                                                                              \
+    S1F_METHOD(PyObject *, method, __VA_ARGS__)                                                                        \
+    {                                                                                                                  \
+        s1f_##type *made = NULL;                                                                                       \
+        s1f_status status = S1F_CALL_OF(method S1F_EACH(S1F_AND_NAME, __VA_ARGS__), &made);                            \
+        return s1f_new_##type(status, made, NULL);                                                                     \
+    }
 #define S1F_CORE(type, method, ...)                                                                                    \
     S1F_METHOD(type, method, __VA_ARGS__)                                                                              \
     {                                                                                                                  \
@@ -237,18 +245,11 @@ PyObject *s1f_unit_tuple(s1f_unit unit);
 
 int s1f_add_constants(PyObject *module); /* constants.c; -1 with the exception set */
 
-extern PyMethodDef s1f_partition_methods[];
-extern PyMethodDef s1f_family_methods[];
-extern PyMethodDef s1f_schedule_methods[];
-extern PyMethodDef s1f_program_methods[];
-extern PyMethodDef s1f_unit_methods[];
-extern PyMethodDef s1f_simulate_methods[];
-extern PyMethodDef s1f_attention_methods[];
-extern PyMethodDef s1f_group_methods[];
-extern PyMethodDef s1f_thread_methods[];
-extern PyMethodDef s1f_edge_methods[];
-extern PyMethodDef s1f_device_methods[];
-extern PyMethodDef s1f_executor_methods[];
-extern PyMethodDef s1f_tier_methods[];
+#define S1F_TABLES(X)                                                                                                  \
+    X(partition)                                                                                                       \
+    X(family)                                                                                                          \
+    X(schedule) X(program) X(unit) X(simulate) X(attention) X(group) X(thread) X(edge) X(device) X(executor) X(tier)
+#define S1F_DECLARE_TABLE(name) extern PyMethodDef s1f_##name##_methods[];
+S1F_TABLES(S1F_DECLARE_TABLE)
 
 #endif

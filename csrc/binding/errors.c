@@ -17,22 +17,15 @@ PyObject *s1f_decode(const char *text)
 
 PyObject *s1f_raise(s1f_status status)
 {
-    PyObject *type = PyExc_RuntimeError;
-    switch (status) {
-    case S1F_ERR_ARG: type = PyExc_ValueError; break;
-    case S1F_ERR_TYPE: type = PyExc_TypeError; break;
-    case S1F_ERR_SCHEDULE: type = schedule_error; break;
-    case S1F_ERR_MEMORY: type = PyExc_MemoryError; break;
-    case S1F_ERR_SYSTEM: type = PyExc_OSError; break;
-    case S1F_ERR_PEER:
-    case S1F_ERR_TIMEOUT: type = pipeline_error; break;
-    case S1F_ERR_PYTHON: return NULL; /* already set */
-    case S1F_ERR_STATE:
-    case S1F_OK: break;
-    }
+    PyObject *const types[] = {
+        [S1F_ERR_ARG] = PyExc_ValueError,     [S1F_ERR_TYPE] = PyExc_TypeError,     [S1F_ERR_SCHEDULE] = schedule_error,
+        [S1F_ERR_MEMORY] = PyExc_MemoryError, [S1F_ERR_STATE] = PyExc_RuntimeError, [S1F_ERR_SYSTEM] = PyExc_OSError,
+        [S1F_ERR_PEER] = pipeline_error,      [S1F_ERR_TIMEOUT] = pipeline_error};
+    if (status == S1F_ERR_PYTHON) /* already set */
+        return NULL;
     PyObject *decoded = s1f_decode(s1f_last_error());
     if (decoded != NULL)
-        PyErr_SetObject(type, decoded);
+        PyErr_SetObject(types[status], decoded);
     Py_XDECREF(decoded);
     return NULL;
 }

@@ -10,7 +10,7 @@
 
 typedef struct s1f_walker {
     s1f_executor *executor;
-    PyObject *arguments, *device_handle, *tier; /* keep what the executor and the next six borrow */
+    PyObject *arguments; /* keep what the executor and the next six borrow */
     const s1f_program *program;
     s1f_group *group;
     s1f_device *device;  /* the GPU on which units compute, NULL: none */
@@ -27,8 +27,6 @@ void s1f_walker_free(s1f_walker *walker)
     s1f_messages_free(&walker->messages);
     s1f_executor_free(walker->executor);
     Py_XDECREF(walker->arguments);
-    Py_XDECREF(walker->device_handle);
-    Py_XDECREF(walker->tier);
     PyGILState_Release(state);
     free(walker);
 }
@@ -183,7 +181,8 @@ static int read_ends(PyObject *ends, s1f_edge_end **pointers)
 }
 
 S1F_METHOD(PyObject *, executor_create, s1f_program *, program, int32_t, rank, s1f_group *, group, s1f_kv_cache *,
-           cache, PyObject *, ends, bool, thread_scope, PyObject *, dtype_codes, bool, fills, PyObject *, leave)
+           cache, PyObject *, ends, bool, thread_scope, PyObject *, dtype_codes, bool, fills, PyObject *, leave,
+           PyObject *, gpu, PyObject *, moved_to)
 {
     int32_t num_edges;
     const s1f_edge *edges = s1f_program_edges(program, &num_edges);
@@ -213,9 +212,14 @@ S1F_METHOD(PyObject *, executor_create, s1f_program *, program, int32_t, rank, s
                            .end_unit = end_callback,
                            .settle_times = settle_callback,
                            .unit_times = times_callback};
+    s1f_tier *tier = NULL;
     s1f_status status = S1F_ERR_PYTHON;
-    if (read_ends(ends, pointers) && s1f_messages_create(&walker->messages, edges))
+    if ((gpu == Py_None || s1f_to_device(gpu, "gpu", &walker->device)) &&
+        (moved_to == Py_None || s1f_to_tier(moved_to, "tier", &tier)) && read_ends(ends, pointers) &&
+        s1f_messages_create(&walker->messages, edges))
         status = s1f_executor_create(program, rank, group, cache, pointers, thread_scope, &compute, &walker->executor);
+    if (status == S1F_OK && tier != NULL)
+        s1f_executor_set_tier(walker->executor, tier);
     free(pointers);
     if (status != S1F_OK)
         s1f_walker_free(walker);
@@ -306,26 +310,11 @@ S1F_METHOD(PyObject *, executor_stage_measure, s1f_walker *, walker, int32_t, st
     return Py_BuildValue("(iL)", (int)measure.peak_live_units, (long long)measure.peak_live_tokens);
 }
 
-S1F_METHOD(s1f_status, executor_set_device, s1f_walker *, walker, s1f_device *, device)
-{
-    walker->device = device;
-    Py_XDECREF(walker->device_handle);
-    walker->device_handle = Py_NewRef(PyTuple_GetItem(arguments, 1));
-    return S1F_OK;
-}
-
-S1F_METHOD(s1f_status, executor_set_tier, s1f_walker *, walker, s1f_tier *, tier)
-{
-    s1f_executor_set_tier(walker->executor, tier);
-    Py_XDECREF(walker->tier);
-    walker->tier = Py_NewRef(PyTuple_GetItem(arguments, 1));
-    return S1F_OK;
-}
-
 PyMethodDef s1f_executor_methods[] = {
-    S1F_ROW(executor_create, "Fills: whether W runs in waits."),
-    S1F_ROW(executor_set_device, "The GPU on which units compute."),
-    S1F_ROW(executor_set_tier, "Where moved units are; a load's number is the cell of all stages."),
+    S1F_ROW(
+        executor_create,
+        "Fills: whether W runs in waits. gpu: on which units compute. tier: where moved units are; a load's number is "
+        "the cell of all stages."),
     S1F_ROW(executor_step,
             "run(pass, stage, cell, received) -> tensors to send. cell: number of the segment within its stage, "
             "counted over all micro-batches. received: None, or a tuple of what make_views(end, address, (dtype, "

@@ -28,13 +28,7 @@ S1F_METHOD(PyObject *, descriptor_own, int32_t, fd)
     return PyCapsule_New((void *)(intptr_t)(fd + 1), S1F_CAPSULE(descriptor), close_descriptor); /* 0 is no pointer */
 }
 
-S1F_METHOD(PyObject *, mapping_create, int32_t, fd, int64_t, bytes)
-{
-    s1f_mapping *mapping = NULL;
-    s1f_status status = s1f_mapping_create(fd, bytes, &mapping);
-    return s1f_new_mapping(status, mapping, NULL);
-}
-
+S1F_CORE_MAKES(mapping, mapping_create, int32_t, fd, int64_t, bytes)
 S1F_CORE(int64_t, group_block_bytes, int32_t, num_ranks)
 
 S1F_METHOD(PyObject *, group_create, s1f_mapping *, mapping, int32_t, num_ranks, int32_t, rank, PyObject *, host)

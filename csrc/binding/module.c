@@ -5,12 +5,11 @@
 #define S1F_TESTED_VALUE(function) function,
 static const s1f_tested tested = {S1F_TESTED(S1F_TESTED_VALUE)};
 
+#define S1F_TABLE(name) s1f_##name##_methods,
+
 static int module_exec(PyObject *module)
 {
-    PyMethodDef *const tables[] = {
-        s1f_partition_methods, s1f_unit_methods,      s1f_family_methods, s1f_schedule_methods, s1f_program_methods,
-        s1f_simulate_methods,  s1f_attention_methods, s1f_group_methods,  s1f_edge_methods,     s1f_device_methods,
-        s1f_executor_methods,  s1f_tier_methods,      s1f_thread_methods};
+    PyMethodDef *const tables[] = {S1F_TABLES(S1F_TABLE)};
     for (size_t i = 0; i < sizeof tables / sizeof tables[0]; i++)
         if (PyModule_AddFunctions(module, tables[i]) < 0)
             return -1;

@@ -10,16 +10,6 @@
 
 #include <stdlib.h>
 
-static PyObject *row_item(const void *shape, int64_t m)
-{
-    return PyLong_FromLong(s1f_segments_of(shape, (int32_t)m));
-}
-
-static PyObject *int32_item(const void *values, int64_t i)
-{
-    return PyLong_FromLong(((const int32_t *)values)[i]);
-}
-
 static PyObject *count_item(const void *schedule, int64_t rank)
 {
     int64_t num_units;
@@ -27,16 +17,21 @@ static PyObject *count_item(const void *schedule, int64_t rank)
     return PyLong_FromLongLong(num_units);
 }
 
+static PyObject *int32s_of(const int32_t *values, int64_t count)
+{
+    return s1f_view_of(values, count * (int64_t)sizeof *values, "i");
+}
+
 S1F_METHOD(PyObject *, schedule_facts, s1f_schedule *, schedule)
 {
     s1f_shape shape = s1f_schedule_shape(schedule);
-    int has_rows = shape.first_cell != NULL, has_trees = shape.trees != NULL;
-    return Py_BuildValue(
-        "(iiii)NNNNI", shape.num_ranks, shape.num_stages, shape.num_microbatches, shape.num_segments,
-        s1f_tuple_of(shape.num_stages, int32_item, shape.rank_of_stage),
-        s1f_tuple_of(has_rows ? shape.num_microbatches : 0, row_item, &shape),
-        s1f_tuple_of(has_trees ? s1f_num_columns(&shape) : 0, int32_item, has_trees ? shape.trees->parent : NULL),
-        s1f_tuple_of(shape.num_ranks, count_item, schedule), s1f_schedule_passes(schedule));
+    int64_t num_bounds = shape.first_cell == NULL ? 0 : shape.num_microbatches + 1;
+    return Py_BuildValue("(iiii)NNNNI", shape.num_ranks, shape.num_stages, shape.num_microbatches, shape.num_segments,
+                         int32s_of(shape.rank_of_stage, shape.num_stages),
+                         s1f_view_of(shape.first_cell, num_bounds * (int64_t)sizeof *shape.first_cell, "q"),
+                         shape.trees == NULL ? int32s_of(NULL, 0)
+                                             : int32s_of(shape.trees->parent, s1f_num_columns(&shape)),
+                         s1f_tuple_of(shape.num_ranks, count_item, schedule), s1f_schedule_passes(schedule));
 }
 
 S1F_METHOD(PyObject *, schedule_units, s1f_schedule *, schedule, int32_t, rank)
@@ -70,19 +65,8 @@ S1F_METHOD(PyObject *, schedule_cell_kinds, s1f_schedule *, schedule)
 
 S1F_CORE(s1f_status, schedule_check, s1f_schedule *, schedule, int64_t, max_live_units)
 
-S1F_METHOD(PyObject *, schedule_forward_only, s1f_schedule *, schedule)
-{
-    s1f_schedule *forward = NULL;
-    s1f_status status = s1f_schedule_forward_only(schedule, &forward);
-    return s1f_new_schedule(status, forward, NULL);
-}
-
-S1F_METHOD(PyObject *, schedule_defer_weights, s1f_schedule *, schedule, int64_t, max_live_units)
-{
-    s1f_schedule *deferred = NULL;
-    s1f_status status = s1f_schedule_defer_weights(schedule, max_live_units, &deferred);
-    return s1f_new_schedule(status, deferred, NULL);
-}
+S1F_CORE_MAKES(schedule, schedule_forward_only, s1f_schedule *, schedule)
+S1F_CORE_MAKES(schedule, schedule_defer_weights, s1f_schedule *, schedule, int64_t, max_live_units)
 
 S1F_METHOD(PyObject *, schedule_change_cells, s1f_schedule *, schedule, int32_t, kind, s1f_bytes, chosen)
 {
@@ -144,19 +128,14 @@ S1F_METHOD(PyObject *, schedule_to_text, s1f_schedule *, schedule)
     return result;
 }
 
-S1F_METHOD(PyObject *, schedule_from_text, const char *, text, int32_t, num_segments)
-{
-    s1f_schedule *schedule = NULL;
-    s1f_status status = s1f_schedule_from_text(text, num_segments, &schedule);
-    return s1f_new_schedule(status, schedule, NULL);
-}
+S1F_CORE_MAKES(schedule, schedule_from_text, const char *, text, int32_t, num_segments)
 
 PyMethodDef s1f_schedule_methods[] = {
     S1F_ROW(schedule_facts,
-            "-> tuple[tuple[int, int, int, int], tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], "
-            "int]: (ranks, stages, micro-batches, segments), the rank of every stage, the segments of every "
-            "micro-batch (empty where all have as many), the parents of all segments (empty: chains), the units of "
-            "every rank, bits of the passes that occur."),
+            "-> tuple[tuple[int, int, int, int], memoryview[int], memoryview[int], memoryview[int], tuple[int, ...], "
+            "int]: (ranks, stages, micro-batches, segments), the rank of every stage, the first cell of every "
+            "micro-batch and the count of all (empty where all have as many segments), the parents of all segments "
+            "(empty: chains), the units of every rank, bits of the passes that occur."),
     S1F_ROW(schedule_units, "-> memoryview[int]: int32 [unit][pass, stage, microbatch, segment] in run order."),
     S1F_ROW(schedule_equal, "Whether both have the same units in the same order on every rank."),
     S1F_ROW(schedule_digest, "64 bits of the units and their order: equal in equal schedules."),

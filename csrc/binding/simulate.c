@@ -182,22 +182,6 @@ S1F_METHOD(PyObject *, program_changes, s1f_program *, program, PyObject *, held
     return result;
 }
 
-static PyObject *fit_program(const s1f_program *program, const s1f_fit *fit)
-{
-    int64_t num_cells = program->shape.num_stages * s1f_num_cells(&program->shape);
-    PyObject *cells = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)num_cells);
-    s1f_status status = cells == NULL ? S1F_ERR_PYTHON : S1F_OK;
-    if (status == S1F_OK) {
-        unsigned char *kinds = (unsigned char *)PyBytes_AsString(cells);
-        S1F_WITHOUT_GIL(status = s1f_program_fit(program, fit, kinds));
-    }
-    if (status != S1F_OK) {
-        Py_CLEAR(cells);
-        s1f_raise(status);
-    }
-    return cells;
-}
-
 S1F_METHOD(PyObject *, program_fit, s1f_program *, program, PyObject *, held, s1f_int64s, room, s1f_doubles,
            tier_seconds, s1f_doubles, starts, bool, recomputes, bool, moves)
 {
@@ -214,9 +198,16 @@ S1F_METHOD(PyObject *, program_fit, s1f_program *, program, PyObject *, held, s1
                    .start = starts.values,
                    .recomputes = recomputes,
                    .moves = moves};
-    PyObject *result = read_bytes(held, shape, arrays, &bytes) ? fit_program(program, &fit) : NULL;
+    PyObject *cells = PyBytes_FromStringAndSize(NULL, shape->num_stages * s1f_num_cells(shape));
+    unsigned char *kinds = cells == NULL ? NULL : (unsigned char *)PyBytes_AsString(cells);
+    s1f_status status = S1F_ERR_PYTHON;
+    if (read_bytes(held, shape, arrays, &bytes) && kinds != NULL)
+        S1F_WITHOUT_GIL(status = s1f_program_fit(program, &fit, kinds));
     s1f_release_arrays(arrays, NUM_BYTE_ARRAYS);
-    return result;
+    if (status == S1F_OK)
+        return cells;
+    Py_XDECREF(cells);
+    return s1f_raise(status);
 }
 
 PyMethodDef s1f_simulate_methods[] = {

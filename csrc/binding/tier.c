@@ -34,24 +34,13 @@ S1F_METHOD(PyObject *, host_tier, s1f_device *, device, PyObject *, check)
 
 S1F_CORE(s1f_status, tier_begin_step, s1f_tier *, tier, int64_t, most_loads)
 
-static s1f_status count_parts(s1f_int64s parts, int32_t *count)
+S1F_METHOD(s1f_status, tier_move, s1f_tier *, tier, bool, out, int64_t, load, s1f_int64s, parts)
 {
-    *count = (int32_t)(parts.count / 2);
-    return s1f_require_index("parts", parts.count / 2, INT32_MAX) ? S1F_OK : S1F_ERR_PYTHON;
-}
-
-S1F_METHOD(s1f_status, tier_out, s1f_tier *, tier, int64_t, load, s1f_int64s, parts)
-{
-    int32_t count;
-    S1F_TRY(count_parts(parts, &count));
-    return s1f_tier_out(tier, load, (const void *)parts.values, count);
-}
-
-S1F_METHOD(s1f_status, tier_in, s1f_tier *, tier, int64_t, load, s1f_int64s, parts)
-{
-    int32_t count;
-    S1F_TRY(count_parts(parts, &count));
-    return s1f_tier_in(tier, load, (const void *)parts.values, count);
+    const s1f_tier_part *given = (const void *)parts.values;
+    int64_t count = parts.count / 2;
+    if (!s1f_require_index("parts", count, INT32_MAX))
+        return S1F_ERR_PYTHON;
+    return out ? s1f_tier_out(tier, load, given, (int32_t)count) : s1f_tier_in(tier, load, given, (int32_t)count);
 }
 
 S1F_CORE_WAITS(s1f_status, tier_wait, s1f_tier *, tier, s1f_group *, group, int64_t, load)
@@ -75,10 +64,8 @@ PyMethodDef s1f_tier_methods[] = {
     S1F_ROW(file_tier, "A tier whose file lies in the directory, without a name."),
     S1F_ROW(host_tier, "A tier of pinned memory for a GPU. check(bytes): raises where the host has no room for them."),
     S1F_ROW(tier_begin_step, "Before the units; so many loads are out at once in the step."),
-    S1F_ROW(tier_out,
-            "Begins to move out this memory, address and bytes of each part, which must stay until tier_wait or "
-            "tier_reset."),
-    S1F_ROW(tier_in, "Begins to bring it back, in the same parts."),
+    S1F_ROW(tier_move, "Begins to move memory out, address and bytes of each part, which must stay until tier_wait or "
+                       "tier_reset, or to bring it back in the same parts."),
     S1F_ROW(tier_wait, "Waits for what was asked last of the load: the host, or the stream that computes."),
     S1F_ROW(tier_reset, "Forgets all loads and a failure; afterwards the tier touches no memory."),
     S1F_ROW(tier_facts,

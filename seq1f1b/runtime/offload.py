@@ -80,10 +80,10 @@ class Tier(OfOneProcess):
 
     def out(self, number: int, storages: list[torch.UntypedStorage]) -> None:
         parts = (value for storage in storages for value in (storage.data_ptr(), storage.nbytes()))
-        _C.tier_out(self.handle, number, array("q", parts))
+        _C.tier_move(self.handle, True, number, array("q", parts))
 
     def load(self, number: int, addresses: list[int], sizes: list[int]) -> None:
-        _C.tier_in(self.handle, number, array("q", chain.from_iterable(zip(addresses, sizes, strict=True))))
+        _C.tier_move(self.handle, False, number, array("q", chain.from_iterable(zip(addresses, sizes, strict=True))))
 
     def wait(self, number: int) -> None:
         _C.tier_wait(self.handle, self._group, number)

@@ -187,15 +187,9 @@ class Pipeline(OfOneProcess):
             fills: whether W runs in waits.
         """
         ends = [self._ends.get(_edge_of(edge)) for edge in edges_of(program)]
-        is_thread = self.group.is_thread
-        executor = _C.executor_create(
-            program, self.rank, self.group.group, cache, ends, is_thread, _DTYPE_CODES, fills, leave_place
-        )
-        if self.gpu is not None:
-            _C.executor_set_device(executor, self.gpu)
-        if self.tier is not None:
-            _C.executor_set_tier(executor, self.tier.handle)
-        return executor
+        group, tier = self.group.group, None if self.tier is None else self.tier.handle
+        order = program, self.rank, group, cache, ends, self.group.is_thread
+        return _C.executor_create(*order, _DTYPE_CODES, fills, leave_place, self.gpu, tier)
 
     # -- use -------------------------------------------------------------------------------------------------------
 

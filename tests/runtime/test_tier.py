@@ -39,7 +39,7 @@ class Loads:
 
     def out(self, number: int, sizes: list[int]) -> None:
         parts = [torch.randint(256, (size + 64,), dtype=torch.uint8)[64:] for size in sizes]
-        _C.tier_out(self.tier, number, array("q", [x for p in parts for x in (p.data_ptr(), len(p))]))
+        _C.tier_move(self.tier, True, number, array("q", [x for p in parts for x in (p.data_ptr(), len(p))]))
         _C.tier_wait(self.tier, self.group.group, number)
         self.out_there[number] = parts
 
@@ -49,7 +49,7 @@ class Loads:
         begins = [-room.data_ptr() % _C.TIER_ALIGNMENT for room in rooms]
         addresses = [room.data_ptr() + begin for room, begin in zip(rooms, begins, strict=True)]
         places = zip(addresses, map(len, parts), strict=True)
-        _C.tier_in(self.tier, number, array("q", [x for place in places for x in place]))
+        _C.tier_move(self.tier, False, number, array("q", [x for place in places for x in place]))
         _C.tier_wait(self.tier, self.group.group, number)
         for part, room, begin in zip(parts, rooms, begins, strict=True):
             assert torch.equal(room[begin : begin + len(part)], part)
@@ -261,7 +261,7 @@ def test_an_interrupt_ends_a_wait_for_the_tier(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         start = time.perf_counter()
-        _C.tier_out(loads.tier, 1, array("q", [part.data_ptr(), len(part)] * 128))
+        _C.tier_move(loads.tier, True, 1, array("q", [part.data_ptr(), len(part)] * 128))
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(Interrupted):
             _C.tier_wait(loads.tier, loads.group.group, 1)
