@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seq1f1b import _C
-from seq1f1b.ops.unit import current
+from seq1f1b.attention.unit import current
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

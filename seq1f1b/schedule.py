@@ -422,7 +422,7 @@ class Schedule:
             ValueError: the order recomputes or moves units, which torch has no cell for, its micro-batches differ in
                 their segments, or these are trees.
         """
-        from seq1f1b.adapters import torch_csv
+        from seq1f1b import torch_csv
 
         return torch_csv.to_csv(self)
 
@@ -436,7 +436,7 @@ class Schedule:
         Raises:
             ValueError: names line and cell.
         """
-        from seq1f1b.adapters import torch_csv
+        from seq1f1b import torch_csv
 
         return cls(torch_csv.from_csv(text, num_segments), num_segments=num_segments)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from seq1f1b import _C
 from seq1f1b.device import kernel_library
-from seq1f1b.device.placement import compute_stream, free_bytes
+from seq1f1b.placement import compute_stream, free_bytes
 from seq1f1b.transport import RankGroup
 from seq1f1b.transport.group import DTYPES, TRANSPORTS, Edge
 from seq1f1b.transport.restart import QUEUES

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import seq1f1b
 from seq1f1b import Limits, PipelineEngine
-from seq1f1b.runtime.deferred import WeightGradients
+from seq1f1b.engine.split_backward import WeightGradients
 from seq1f1b.transport import descriptors
 
 P, M, K = 3, 3, 2
