@@ -64,7 +64,7 @@ PyMethodDef s1f_program_methods[] = {
     S1F_ROW(program_lower,
             "Checks, lowers; a program handle. prefetch: places beyond those that are needed; None: by time, of these "
             "seconds [pass][stage][column] and latencies, or of unit times. rank: that runs it, so that it has the "
-            "instructions of no others but its neighbours, unless with receives; None: of all; NO_RANK: for "
+            "instructions of no others, unless with receives; None: of all; NO_RANK: for "
             "program_simulate and program_memory."),
     S1F_ROW(program_edges,
             "-> list[tuple[int, int, int, int, int, int, int]]: stages and ranks of source and destination, channel, "

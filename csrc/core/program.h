@@ -4,6 +4,7 @@
 #define S1F_PROGRAM_H
 
 #include "edges.h"
+#include "pool.h"
 #include "schedule.h"
 #include "table.h"
 
@@ -50,6 +51,7 @@ typedef struct s1f_program {
     s1f_edges *edges;
     s1f_stage_peak *peaks;   /* [stage] */
     s1f_rank_program *ranks; /* [rank] */
+    s1f_pool pool;           /* of all arrays but instructions */
 } s1f_program;
 
 /* A program without instructions. S1F_ERR_MEMORY. *out is owned by the caller and untouched on error. */

@@ -50,7 +50,7 @@ s1f_status s1f_search_create(const s1f_problem *problem, s1f_search **out)
     if (x == NULL)
         return s1f_fail(S1F_ERR_MEMORY, "no memory to search orders");
     s1f_status status = s1f_problem_number(problem, &x->pool, &x->units);
-    size_t P = (size_t)problem->num_ranks, N = (size_t)x->units.num_units;
+    size_t P = (size_t)problem->shape.num_ranks, N = (size_t)x->units.num_units;
     x->problem = problem;
     x->order = s1f_pool_take(&x->pool, N, sizeof *x->order);
     x->place = s1f_pool_take(&x->pool, N, sizeof *x->place);
@@ -99,7 +99,7 @@ void s1f_search_free(s1f_search *x)
 /* Fills x->trial for x->order. INFINITY where ranks wait for each other, or it is sure to take more than `limit`. */
 static double time_order(s1f_search *x, double limit)
 {
-    int32_t P = x->problem->num_ranks, num_stacked = 0, num_ended = 0;
+    int32_t P = x->problem->shape.num_ranks, num_stacked = 0, num_ended = 0;
     double last = 0;
     for (int32_t rank = P - 1; rank >= 0; rank--) {
         x->at[rank] = x->units.first[rank];
@@ -162,7 +162,7 @@ static int count_live(s1f_search *x, int32_t rank, int32_t from, int32_t to)
 
 void s1f_search_begin(s1f_search *x)
 {
-    memset(x->count, 0, (size_t)x->problem->num_ranks * sizeof *x->count);
+    memset(x->count, 0, (size_t)x->problem->shape.num_ranks * sizeof *x->count);
     x->is_broken = 0;
 }
 
@@ -200,7 +200,7 @@ static int keeps_rules(const s1f_search *x, int32_t id)
 static int is_order(s1f_search *x)
 {
     const s1f_problem *p = x->problem;
-    for (int32_t rank = 0; rank < p->num_ranks; rank++) {
+    for (int32_t rank = 0; rank < p->shape.num_ranks; rank++) {
         if (x->is_broken || x->units.first[rank] + x->count[rank] != x->units.first[rank + 1])
             return 0;
         for (int32_t i = x->units.first[rank]; i < x->units.first[rank + 1]; i++)
@@ -252,9 +252,9 @@ static int follows_at_once(const s1f_search *x, int32_t i)
  * chance; -1: no unit does, and nothing can be gained. */
 static int32_t find_critical(s1f_search *x, double makespan)
 {
-    int32_t rank = draw(x, x->problem->num_ranks), chosen = -1, num_seen = 0;
+    int32_t rank = draw(x, x->problem->shape.num_ranks), chosen = -1, num_seen = 0;
     while (x->now.end[x->order[x->units.first[rank + 1] - 1]] < makespan)
-        rank = rank + 1 < x->problem->num_ranks ? rank + 1 : 0;
+        rank = rank + 1 < x->problem->shape.num_ranks ? rank + 1 : 0;
     int32_t id = x->order[x->units.first[rank + 1] - 1];
     for (;;) {
         int32_t i = x->place[id], source = x->units.source[id];
@@ -348,7 +348,7 @@ static void improve(s1f_search *x, start *best)
     memcpy(x->order, best->order, (size_t)x->units.num_units * sizeof *x->order);
     for (int32_t i = 0; i < x->units.num_units; i++)
         x->place[x->order[i]] = i;
-    for (int32_t rank = 0; rank < p->num_ranks; rank++)
+    for (int32_t rank = 0; rank < p->shape.num_ranks; rank++)
         count_live(x, rank, x->units.first[rank], x->units.first[rank + 1] - 1);
     time_order(x, INFINITY);
     times before = x->now;

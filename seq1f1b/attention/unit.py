@@ -41,7 +41,6 @@ class LiveUnit:
     digest: Any = None  # recompute.py: of what F computed, where R is compared with it
     away: Any = None  # offload.py: what its graph saves, if it is moved
     tape: Any = None  # split_backward.py: what I leaves to W
-    added: dict[int, int] | None = None  # linear.py: notes weights whose layers add to gradients; None: no layer may
     blocks_again = 0  # recompute.py: the first blocks of the stage, which its backward computes again one by one
     saved_bytes = 0  # measure.py: held by its graph
     kept_bytes = gradient_bytes = 0  # measure.py: by its tape: inputs of layers, and gradients of their outputs

@@ -23,6 +23,7 @@ from seq1f1b.attention.unit import current
 
 __all__: list[str] = []
 
+_OURS = current.__module__.rpartition(".")[0]  # the operations of this package
 _CONTAINERS = (dict, OrderedDict, list, set, deque)
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = {"float": torch.float32, "bfloat16": torch.bfloat16, "half": torch.float16}
@@ -331,7 +332,7 @@ def _is_ours() -> bool:
     frame = sys._getframe(2)
     while frame.f_globals.get("__name__", "").endswith("checks.watch") and frame.f_back is not None:
         frame = frame.f_back
-    return str(frame.f_globals.get("__name__", "")).startswith("seq1f1b.ops")
+    return str(frame.f_globals.get("__name__", "")).startswith(_OURS)
 
 
 def is_abstract() -> bool:

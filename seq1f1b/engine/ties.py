@@ -5,19 +5,23 @@ Copies are made where a model is cut, by the functions at the end. A step sums t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import reduce
-from typing import Any, NamedTuple
+from itertools import combinations
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from seq1f1b.engine.equal_parameters import look_at_equal, unlisted
 from seq1f1b.engine.gradients import StepGradients, dense
+from seq1f1b.engine.linear import is_plain
+from seq1f1b.nested import digest
 from seq1f1b.transport import RankGroup
 from seq1f1b.transport.agreement import Disagreement
+from seq1f1b.transport.values import sendable
 
 __all__: list[str] = []
 
@@ -25,38 +29,28 @@ __all__: list[str] = []
 _COMPARED_IN, _COMPARED_EVERY = (2, 4, 8, 16, 32, 64), 100  # steps
 _LIST = "tied_parameters"
 _PAGE = "docs/how-to/tied-weights.md"
+_SAMPLE, _FEWEST = 256, 8  # values of an unlisted parameter that are compared, and different bytes among them
+
+Described: TypeAlias = "dict[str, list[list[Any]]]"
+"""Each copy of a rank for the other ranks, by the names of the ties: as text, what must be alike, how many hooks it
+has, and its id, by which a rank tells that it holds another one now."""
 
 
-class _Home(NamedTuple):
-    """A place where a module of the rank holds a parameter."""
-
-    place: str  # the module in words
-    module: nn.Module
-    path: str
-
-    def parameter(self) -> nn.Parameter | None:
-        """The one that is there now."""
-        try:
-            return self.module.get_parameter(self.path)
-        except AttributeError:
-            return None
+_Home: TypeAlias = "tuple[str, nn.Module, str]"
+"""Where a parameter is held: a stage in words, its module, and the path in it."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Copy:
+class _Copy(NamedTuple):
     """A parameter of this rank that others hold, too.
 
     Attributes:
         text: its own name and its place; the tie's name where no module has registered it.
         homes: several where one stage uses it twice, none where no module has registered it.
-        kind: what must be alike, as it was read; hooks: their number.
     """
 
     text: str
     parameter: nn.Parameter
-    homes: tuple[_Home, ...]
-    kind: str
-    hooks: int
+    homes: Sequence[_Home]
 
 
 class TiedParameters:
@@ -76,14 +70,14 @@ class TiedParameters:
         # Pairs that are bit-equal and not listed, once the ranks have met.
         self.equal: list[str] | None = [] if is_alone else None
         self._met_in = -1  # the group's epoch in which the ranks told each other what they hold
-        self._everyones: list[dict[str, list[list[Any]]]] = []  # descriptions of the ranks' copies
-        self._holders: dict[str, list[int]] = {}
+        self._has_lists = False  # a module lists ties
         self._copies: dict[str, list[_Copy]] = {}  # this rank's, distinct ones, by the names of their ties
-        self._lists: list[tuple[_Home, nn.Module]] = []  # modules that list ties, and where they are
+        self._described: Described = {}  # the same for the others
+        self._everyones: list[Described] = []  # of all ranks, as they were taken over
+        self._holders: dict[str, list[int]] = {}
         self._problem = ""  # why this rank's copies cannot be taken
-        self._is_news = False  # the copies are others than those that the ranks were told of
-        self._steps = self._uncompared = 0  # training steps since the ranks have met, and since copies were compared
-        self._has_stepped = self._is_apart = False
+        self._steps = self._compared = 0  # training steps, and of these up to the last comparison
+        self._is_apart = False
         self._read()
         if self._problem:
             raise ValueError(self._problem)
@@ -91,56 +85,39 @@ class TiedParameters:
     # -- this rank's copies --------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Reads what all modules list and hold."""
+        """Reads what all modules list and hold now."""
         homes: dict[int, list[_Home]] = {}
-        self._lists, self._problem = [], ""
-        for place, module in self._modules:
-            for path, part in module.named_modules():
-                for key, parameter in part._parameters.items():
-                    if parameter is not None:
-                        homes.setdefault(id(parameter), []).append(_Home(place, module, f"{path}.{key}".lstrip(".")))
+        lists: list[tuple[str, nn.Module, nn.Module]] = []
+        for place, root in self._modules:
+            for path, part in root.named_modules():
+                for key, held in part._parameters.items():
+                    if held is not None:
+                        homes.setdefault(id(held), []).append((place, root, f"{path}.{key}".lstrip(".")))
                 if _LIST in part.__dict__ or hasattr(type(part), _LIST) or _LIST in part._modules:
-                    self._lists.append((_Home(place, module, path), part))
+                    lists.append((place, root, part))
+        self._has_lists, self._problem = bool(lists), ""
         before = {id(copy.parameter): copy for own in self._copies.values() for copy in own}
         found: dict[str, list[_Copy]] = {}
         try:
-            for home, part in self._lists:
+            for place, root, part in lists:
                 listed = _listed(part)
                 for name, parameter in list(listed.items()):
                     known = before.get(id(parameter))
                     if known is not None and len(homes.get(id(parameter), ())) < len(known.homes):
-                        parameter = _replaced(name, parameter, home, known)
+                        parameter = _replaced(name, parameter, place, root, known.homes)
                         if isinstance(listed, (MutableMapping, nn.ParameterDict)):
                             listed[name] = parameter  # so that all who read it see what the module holds
                     own = found.setdefault(name, [])
                     if not any(parameter is copy.parameter for copy in own):  # one parameter at both ends of one stage
-                        own.append(_copy(name, parameter, home, homes.get(id(parameter), ())))
-            self._copies = found
+                        own.append(_copy(name, parameter, place, homes.get(id(parameter), ())))
+            self._copies, self._described = found, _described(found)
         except ValueError as error:
             self._problem = str(error)
 
     def _refresh(self) -> None:
-        """Looks whether modules hold or list other parameters now, or changed ones."""
-        if self._lists:
-            before = self._facts()
+        """Looks whether modules that list ties hold or list other parameters now, or changed ones."""
+        if self._has_lists:
             self._read()
-            self._is_news |= before != self._facts()
-
-    def _facts(self) -> list[tuple[Any, ...]]:
-        return [(name, id(c.parameter), c.kind, c.hooks) for name, own in self._copies.items() for c in own]
-
-    def _described(self) -> dict[str, list[list[Any]]]:
-        """Each copy as text, kind and number of hooks, for the other ranks."""
-        names: dict[int, list[str]] = {}
-        for name in sorted(self._copies):
-            for copy in self._copies[name]:
-                names.setdefault(id(copy.parameter), []).append(name)
-
-        def kind(name: str, copy: _Copy) -> str:
-            others = [other for other in names[id(copy.parameter)] if other != name]
-            return copy.kind + (f", also listed as {others}" if others else "")
-
-        return {name: [[c.text, kind(name, c), c.hooks] for c in own] for name, own in self._copies.items()}
 
     def parameters(self) -> list[nn.Parameter]:
         """This rank's copies."""
@@ -177,12 +154,12 @@ class TiedParameters:
             self._refresh()
             return []
         self._read()
-        others = unlisted(self._modules, {id(own) for own in self.parameters()}) if self.equal is None else []
-        mine = self._described(), self._problem, self._has_stepped, others, None if beside is None else beside()
+        others = _unlisted(self._modules, {id(own) for own in self.parameters()}) if self.equal is None else []
+        mine = self._described, self._problem, self._steps > 0, others, None if beside is None else beside()
         found = self._group.all_gather_object(mine)
         _refuse([problem for _, problem, *_ in found])
         if self.equal is None:
-            self.equal = look_at_equal([theirs for *_, theirs, _ in found], self._group.rank)
+            self.equal = _look_at_equal([theirs for *_, theirs, _ in found], self._group.rank)
         self._take([described for described, *_ in found])
         if any(has_stepped for _, _, has_stepped, *_ in found):
             self._compare()
@@ -193,7 +170,7 @@ class TiedParameters:
                     for copy in own:
                         if copy is not first:
                             copy.copy_(first)
-        self._met_in, self._is_news, self._steps = self._group.epoch, False, 0
+        self._met_in = self._group.epoch
         return [told for *_, told in found]
 
     def check(self) -> None:
@@ -203,23 +180,24 @@ class TiedParameters:
             text = f"tied parameters {sorted(late)} were listed after the first step: list them before"
             raise ValueError(self._problem or text)
 
-    def _take(self, everyones: Sequence[dict[str, list[list[Any]]]]) -> None:
+    def _take(self, everyones: list[Described]) -> None:
         """Takes over who holds which copies. Raises on every rank if they are not alike, or have hooks."""
+        self._everyones = []  # where this raises, the next step takes them over anew
         holders = {
             name: [rank for rank, theirs in enumerate(everyones) if name in theirs]
             for name in sorted(set().union(*everyones))
         }
         for name, ranks in holders.items():
             copies = [(f"{text} on rank {rank}", *of) for rank in ranks for text, *of in everyones[rank][name]]
-            if len({kind for _, kind, _ in copies}) > 1:
+            if len({kind for _, kind, *_ in copies}) > 1:
                 raise Disagreement(
                     f"tied parameter {name!r} differs between ranks {ranks}: "
-                    f"{'; '.join(f'{text} is {kind}' for text, kind, _ in copies)}. Copies of one parameter are alike"
+                    f"{'; '.join(f'{text} is {kind}' for text, kind, *_ in copies)}. Copies of one parameter are alike"
                 )
-            hooks = [f"{text} has {num}" for text, _, num in copies if num]
+            hooks = [f"{text} has {num}" for text, _, num, _ in copies if num]
             if hooks and len(copies) > 1:
                 raise Disagreement(hooks_refused(name, hooks[0]))
-        self._holders, self._everyones = holders, list(everyones)
+        self._holders, self._everyones = holders, everyones
 
     def _held(self) -> Iterator[tuple[str, list[nn.Parameter]]]:
         """This rank's copies, by the names that all ranks go through in one order."""
@@ -241,28 +219,25 @@ class TiedParameters:
     def end_step(self, gradients: StepGradients) -> None:
         """Sums what the step added to the copies' gradients, in rank order, so that all get the same bits.
 
-        Now and then the copies are compared, too. Raises on every rank if they have come apart.
+        Now and then the copies are compared, too, and where a rank holds others than before. Raises on every rank if
+        they have come apart.
         """
         if not self._holders:
             return
         self._steps += 1
-        self._uncompared += 1
         is_due = self._is_apart or self._steps in _COMPARED_IN or self._steps % _COMPARED_EVERY == 0
         sums = {name: _sum([gradients.added(copy) for copy in own]) for name, own in self._held()}
         dtypes = {name: str(added.dtype).removeprefix("torch.") for name, added in sums.items() if added is not None}
-        news = self._described() if self._is_news else None
-        lost = "" if self._has_stepped else self._lost(dtypes)
+        lost = self._lost(dtypes) if self._steps == 1 else ""
         # Also where the ranks meet: from here on nobody fails the step with a transfer under way.
-        found = self._group.all_gather_object((dtypes, news, self._bytes() if is_due else None, lost))
+        found = self._group.all_gather_object((dtypes, self._described, self._bytes() if is_due else None, lost))
         _refuse([text for *_, text in found])
-        if any(theirs is not None for _, theirs, *_ in found):
-            old = self._everyones
-            self._take([old[rank] if theirs is None else theirs for rank, (_, theirs, *_) in enumerate(found)])
-            self._is_news = False
+        described = [theirs for _, theirs, *_ in found]
+        if described != self._everyones:
+            self._take(described)
             self._compare()
         elif is_due:
             self._compare([sums_of_bytes for *_, sums_of_bytes, _ in found])
-        self._has_stepped = True
         for name, own in self._held():
             having = [rank for rank in self._holders[name] if name in found[rank][0]]
             if not having:
@@ -278,7 +253,7 @@ class TiedParameters:
             for copy in own:
                 gradients.replace(copy, total)
 
-    def _lost(self, having: Container[str]) -> str:
+    def _lost(self, having: Collection[str]) -> str:
         """Tells of a copy that no module holds, and that has got no gradient; ``having`` are names that have."""
         for name, (copy, *_) in self._copies.items():
             if name not in having and not copy.homes and copy.parameter.requires_grad:
@@ -299,7 +274,7 @@ class TiedParameters:
         Args:
             always: also where no step has run, or one has failed.
         """
-        if always or (self._holders and self._uncompared and not self._group.has_failed):
+        if always or (self._holders and self._compared < self._steps and not self._group.has_failed):
             self.meet()
             if self._holders:
                 self._compare()
@@ -314,7 +289,7 @@ class TiedParameters:
         """
         if everyones is None:
             everyones = self._group.all_gather_object(self._bytes())
-        self._uncompared = 0
+        self._compared = self._steps
         sums = {name: [s for rank in ranks for s in everyones[rank][name]] for name, ranks in self._holders.items()}
         apart = [name for name, each in sums.items() if any(one != each[0] for one in each)]
         self._is_apart = bool(apart)
@@ -364,33 +339,49 @@ def _listed(part: nn.Module) -> Any:
     return listed
 
 
-def _copy(name: str, parameter: Any, listed: _Home, homes: Sequence[_Home]) -> _Copy:
+def _copy(name: str, parameter: Any, place: str, homes: Sequence[_Home]) -> _Copy:
+    """Args:
+    place: where the parameter is listed.
+    """
     if not isinstance(parameter, nn.Parameter):
-        raise ValueError(
-            f"tied parameter {name!r} of {listed.place} is a {type(parameter).__name__}, not an nn.Parameter"
-        )
+        raise ValueError(f"tied parameter {name!r} of {place} is a {type(parameter).__name__}, not an nn.Parameter")
     if hasattr(parameter, "to_local"):
         raise ValueError(f"tied parameter {name!r} is a DTensor: tied parameters must lie whole on a rank")
-    place, own_name = (homes[0].place, homes[0].path) if homes else (listed.place, name)
-    return _Copy(f"{own_name!r} of {place}", parameter, tuple(homes), _kind(parameter), num_hooks(parameter))
+    place, _, own_name = homes[0] if homes else (place, None, name)
+    return _Copy(f"{own_name!r} of {place}", parameter, homes)
 
 
-def _replaced(name: str, parameter: Any, listed: _Home, known: _Copy) -> Any:
+def _replaced(name: str, parameter: Any, place: str, root: nn.Module, homes: Sequence[_Home]) -> Any:
     """The parameter that the module which lists it has now in the place of one that it had."""
-    lost = [home for home in known.homes if home.module is listed.module] or known.homes
-    now = {id(one): one for home in lost if (one := home.parameter()) is not None}
+    lost = [home for home in homes if home[1] is root] or homes
+    every = [dict(module.named_parameters(remove_duplicate=False)).get(path) for _, module, path in lost]
+    now = {id(one): one for one in every if one is not None}
     if len(now) > 1:
         raise ValueError(
-            f"tied parameter {name!r} was one parameter at several places of {listed.place}, which are different ones "
+            f"tied parameter {name!r} was one parameter at several places of {place}, which are different ones "
             "now (load_state_dict(assign=True) does that): make them one again, or list each of them"
         )
     return next(iter(now.values()), parameter)
 
 
-def _kind(parameter: nn.Parameter) -> str:
+def _described(copies: Mapping[str, Sequence[_Copy]]) -> Described:
+    names: dict[int, list[str]] = {}
+    for name in sorted(copies):
+        for copy in copies[name]:
+            names.setdefault(id(copy.parameter), []).append(name)
+    return {
+        name: [[c.text, _kind(c.parameter, names, name), num_hooks(c.parameter), id(c.parameter)] for c in own]
+        for name, own in copies.items()
+    }
+
+
+def _kind(parameter: nn.Parameter, names: Mapping[int, Sequence[str]], name: str) -> str:
+    """What must be alike in all copies; ``names``: of all ties whose copy each parameter is."""
     dtype = str(parameter.dtype).removeprefix("torch.")
     kind = f"{tuple(parameter.shape)}, {dtype}, {'trained' if parameter.requires_grad else 'frozen'}"
-    return f"{kind}, without memory (meta)" if parameter.is_meta else kind
+    kind += ", without memory (meta)" if parameter.is_meta else ""
+    others = [other for other in names[id(parameter)] if other != name]
+    return f"{kind}, also listed as {others}" if others else kind
 
 
 def _sum_of_bytes(tensor: Tensor) -> int:
@@ -405,6 +396,87 @@ def _sum(added: Sequence[Tensor | None]) -> Tensor | None:
     """Sum of the gradients of copies on one rank."""
     found = [dense(gradient) for gradient in added if gradient is not None]
     return None if not found else found[0] if len(found) == 1 else torch.stack(found).sum(0)
+
+
+# -- ties that nobody has listed ---------------------------------------------------------------------------------------
+
+
+@sendable
+class Unlisted(NamedTuple):
+    """
+    Attributes:
+        place: of its stage, in words; kind: type of the module that holds it.
+        order: how many parameters of its stage come before it.
+        values: shape, dtype, and sums over a sample of its bytes.
+    """
+
+    place: str
+    name: str
+    kind: str
+    order: int
+    is_trained: bool
+    values: tuple[Any, ...]
+
+
+def _unlisted(modules: Sequence[tuple[str, nn.Module]], listed: Collection[int]) -> list[Unlisted]:
+    """The parameters that are not listed and whose values are not a constant's.
+
+    Args:
+        modules: of this rank, each with its place in words.
+        listed: ids of the parameters that are.
+    """
+    seen = set(listed)
+    found: list[Unlisted] = []
+    for place, module in modules:
+        order = 0
+        for prefix, part in module.named_modules() if isinstance(module, nn.Module) else ():
+            for name, parameter in part.named_parameters(recurse=False):
+                is_floating = is_plain(parameter) and parameter.is_floating_point()
+                if id(parameter) in seen or not is_floating or parameter.is_meta:
+                    continue
+                seen.add(id(parameter))
+                step = max(1, parameter.numel() // _SAMPLE)
+                sample = parameter.detach().reshape(-1)[::step].contiguous().view(torch.uint8)
+                if len(sample.unique()) < _FEWEST:
+                    continue
+                text, kind = f"{prefix}.{name}".lstrip("."), f"{type(part).__module__}.{type(part).__qualname__}"
+                values = tuple(parameter.shape), str(parameter.dtype), *digest([sample])[0][2:]
+                found.append(Unlisted(place, text, kind, order, parameter.requires_grad, values))
+                order += 1
+    return found
+
+
+def _look_at_equal(everyones: Sequence[Sequence[Unlisted]], own_rank: int) -> list[str]:
+    """Returns the pairs in words. Warns, on the rank of the first one, of those that are likely one parameter.
+
+    Args:
+        everyones: what :func:`_unlisted` has found, by rank.
+    """
+    found, alike = [], dict[Any, list[tuple[int, Unlisted]]]()
+    for rank, each in ((rank, each) for rank, theirs in enumerate(everyones) for each in theirs):
+        alike.setdefault(each.values, []).append((rank, each))
+    pairs = [
+        (rank, first, second)
+        for several in alike.values()
+        for (rank, first), (other, second) in combinations(several, 2)
+        if (rank, first.place) != (other, second.place) and (first.is_trained or second.is_trained)
+    ]
+    stages = Counter((first.place, second.place) for _, first, second in pairs)
+    for rank, first, second in (pair for pair in pairs if len(pair[1].values[0]) > 1):
+        both = f"{first.name} of {first.place} and {second.name} of {second.place}"
+        found.append(both)
+        # Layers that were made from one seed, or copied, are equal and not tied: they are of one type, and either
+        # more of their parameters are equal, or these are the first ones of their stages.
+        is_alone = stages[first.place, second.place] == 1
+        is_tie = first.kind != second.kind or (is_alone and first.order + second.order > 0)
+        if is_tie and rank == own_rank:
+            warnings.warn(
+                f"{both} are bit-equal: if the model ties them, list both in the dict attribute tied_parameters of "
+                "their stages, else their gradients are not summed and they come apart (docs/tutorial.md, Tied "
+                "embeddings)",
+                stacklevel=2,
+            )
+    return found
 
 
 # -- where a model is cut ----------------------------------------------------------------------------------------------
