@@ -172,12 +172,12 @@ def token_offset(*, sequence_parallel: tuple[int, int] | None = None) -> int:
     if sequence_parallel is None:
         return _C.token_offset()
     rank, size = check_part(sequence_parallel)
-    unit = _C.current_unit()
-    if unit is None and rank > 0:
+    tokens = _C.unit_tokens()
+    if tokens is None and rank > 0:
         raise ValueError(
             f"token_offset(sequence_parallel=({rank}, {size})) outside a step, where no length is known: use positions"
         )
-    return 0 if unit is None else _C.token_position(rank * (unit.length // size))
+    return 0 if tokens is None else _C.token_position(rank * (tokens[1] // size))
 
 
 def positions(

@@ -197,7 +197,7 @@ class RankGroup(OfOneProcess, ABC):
         The first failure wins.
         """
         self._own_text = text
-        _C.group_fail(self.group, self.rank, text)
+        _C.group_fail(self.group, self.rank, text, "", "", 0)
 
     def lose(self, rank: int, why: str, edge: str | None = None) -> str:
         """Ends the step on every rank: another one is gone. Returns the text."""
@@ -206,7 +206,7 @@ class RankGroup(OfOneProcess, ABC):
         text = f"rank {rank} is gone{f', last seen in {what}' if age >= 0 else ''} ({edge}): {why}"
         if what == "close()":
             text = f"the script of rank {rank} has ended, or closed its engine ({edge}): did its data end earlier?"
-        _C.group_fail(self.group, rank, text, what, edge.partition(",")[0])
+        _C.group_fail(self.group, rank, text, what, edge.partition(",")[0], 0)
         return text
 
     def check_progress(self, rank: int, waiting_for: str) -> None:
@@ -218,7 +218,7 @@ class RankGroup(OfOneProcess, ABC):
 
     def _failure(self, rank: int, text: str) -> _C.PipelineError:
         """Ends the step on every rank. The error is this one also where an earlier failure stands."""
-        _C.group_fail(self.group, rank, text)
+        _C.group_fail(self.group, rank, text, "", "", 0)
         return error_of(rank, text)
 
     def check(self) -> None:

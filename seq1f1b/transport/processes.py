@@ -100,7 +100,7 @@ class ProcessRank(RankGroup):
         block: object,
         spoiled: object | None = None,
     ) -> None:
-        group = _C.group_create(block, size, rank, *([] if spoiled is None else [spoiled]))
+        group = _C.group_create(block, size, rank, spoiled)
         super().__init__(rank, size, group, arena_bytes=arena_bytes, local_size=1 + len(connections))
         self.process_group, self._generation, self._connections = process_group, generation, connections
         _open_groups.add(self)
