@@ -91,10 +91,7 @@ class Family:
         return self.name, num_ranks, num_microbatches, segments, stages_per_rank, read, rows, of_all
 
 
-_LEFT_OUT = {
-    name: (None, None, None) if kind == "costs" else None if kind in ("units", "ranks") else 0
-    for name, kind, _, _ in _C.FAMILY_OPTIONS
-}
+_LEFT_OUT = {name: None if kind in ("costs", "units", "ranks") else 0 for name, kind, _, _ in _C.FAMILY_OPTIONS}
 
 
 def _option(form: Counts, value: Any, name: str, kind: str, least: int, words: tuple[str, str]) -> Any:
@@ -106,7 +103,8 @@ def _option(form: Counts, value: Any, name: str, kind: str, least: int, words: t
     if kind == "costs":
         if not hasattr(value, "__len__") or len(value) != 3:
             raise ValueError("costs must hold the costs of F, I and W")
-        return tuple(flat(form, f"costs of {p}", _C.PER_CELL, table) for p, table in zip("FIW", value, strict=True))
+        tables = (flat(form, f"costs of {p}", _C.PER_CELL, table) for p, table in zip("FIW", value, strict=True))
+        return sum(tables, array("d"))
     if is_table:
         return flat(form, name, _C.PER_CELL if kind == "units" else _C.PER_RANK, value, "q")
     if kind == "word":

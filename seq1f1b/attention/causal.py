@@ -100,7 +100,9 @@ def causal_attention(
             forward-mode differentiation.
     Source: Seq1F1B, arXiv:2406.03488.
     """
-    _check_tensors({"q": q, "k": k, "v": v}, alibi_slopes=alibi_slopes, doc_ids=doc_ids, sinks=sinks)
+    has_more = alibi_slopes is not None or doc_ids is not None or sinks is not None
+    if has_more or not all(isinstance(t, Tensor) for t in (q, k, v)):
+        _check_tensors({"q": q, "k": k, "v": v}, alibi_slopes=alibi_slopes, doc_ids=doc_ids, sinks=sinks)
     if q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v)
     _check(q, k, v, alibi_slopes, doc_ids, sinks)
@@ -170,12 +172,12 @@ def token_offset(*, sequence_parallel: tuple[int, int] | None = None) -> int:
     if sequence_parallel is None:
         return _C.token_offset()
     rank, size = check_part(sequence_parallel)
-    unit = _C.current_unit()
-    if unit is None and rank > 0:
+    tokens = _C.unit_tokens()
+    if tokens is None and rank > 0:
         raise ValueError(
             f"token_offset(sequence_parallel=({rank}, {size})) outside a step, where no length is known: use positions"
         )
-    return 0 if unit is None else _C.token_position(rank * (unit.length // size))
+    return 0 if tokens is None else _C.token_position(rank * (tokens[1] // size))
 
 
 def positions(

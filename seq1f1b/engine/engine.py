@@ -37,7 +37,7 @@ from seq1f1b.partition import ModelShape
 from seq1f1b.placement import common_device
 from seq1f1b.plan import Plan, TunedOrder
 from seq1f1b.schedule import Schedule
-from seq1f1b.transport import RankGroup, last_attempt, resolve_group, withdraw
+from seq1f1b.transport import RankGroup, meeting_of, resolve_group
 from seq1f1b.transport.agreement import Agreement, Disagreement
 from seq1f1b.transport.group import OfOneProcess
 
@@ -153,7 +153,7 @@ class PipelineEngine(OfOneProcess):
     ) -> None:
         given = {name: value for name, value in locals().items() if name in Options.__dataclass_fields__}
         joined: RankGroup | None = None
-        attempt = last_attempt()
+        meeting = meeting_of(group)
         try:
             source, counts = order_of(schedule, num_microbatches, num_segments, segment_sizes)
             modules = modules_of(stage)
@@ -162,17 +162,17 @@ class PipelineEngine(OfOneProcess):
             self.seq_dim, self.sequence_parallel = seq_dim, sequence_parallel
             self.device = common_device(modules)
             check_launch(group)
-            joined = resolve_group(group, transport, timeout=limits.step, arrival_timeout=limits.longest)
-            self._group: RankGroup = joined
+            waits = {"timeout": limits.step, "arrival_timeout": limits.longest}
+            joined = self._group = resolve_group(group, transport, meeting=meeting, **waits)
             joined.set_limits(limits.step)
             self._join(modules, source)
             self._leave = weakref.finalize(self, joined.leave)
             self._leave.atexit = False
         except BaseException as error:
             # The other ranks may wait for this one, while all come, while edges open, or in their first step.
-            if joined is None:
-                withdraw(group, error, attempt)
-            elif not isinstance(error, Disagreement):
+            if joined is None and meeting is not None:
+                meeting.fail(error)
+            elif joined is not None and not isinstance(error, Disagreement):
                 joined.fail(f"{type(error).__name__}: {error}")
             if joined is not None and joined is not group:
                 joined.close()

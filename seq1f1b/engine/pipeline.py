@@ -27,6 +27,7 @@ from seq1f1b.transport import DTYPES, RankGroup
 from seq1f1b.transport.agreement import Agreement, Disagreement
 from seq1f1b.transport.group import Edge, OfOneProcess, has_been_told, leave_place
 from seq1f1b.transport.values import sendable
+from seq1f1b.unit import ProgramEdge, edges_of
 
 __all__: list[str] = []
 
@@ -108,7 +109,7 @@ class Pipeline(OfOneProcess):
         self.device_edges: Any = None  # those between GPUs
         self.gpu: Any = None
         self._device_transport = options.device_transport
-        if options.transport == "auto" and above("edges").serve(device, group):
+        if options.transport == "auto" and gpu_part("edges").serve(device, group):
             self._device_transport = "auto"
         self._is_receiver: dict[Edge, bool] = {}
         self._ends: dict[Edge, Any] = {}
@@ -162,7 +163,7 @@ class Pipeline(OfOneProcess):
 
     def connect(self, program: Any) -> None:
         """Opens every edge of the program; all ranks in the same order."""
-        for found in _C.program_edges(program):
+        for found in edges_of(program):
             if self.rank in (found.source_rank, found.destination_rank):
                 edge, receiver = _edge_of(found), self.rank == found.destination_rank
                 text = f"{_CHANNELS[edge.channel]} of stage {edge.source} to stage {edge.destination}"
@@ -201,16 +202,10 @@ class Pipeline(OfOneProcess):
             cache: of keys and values.
             fills: whether W runs in waits.
         """
-        ends = [self._ends.get(_edge_of(edge)) for edge in _C.program_edges(program)]
-        is_thread = self.group.is_thread
-        executor = _C.executor_create(
-            program, self.rank, self.group.group, cache, ends, is_thread, _DTYPE_CODES, fills, leave_place
-        )
-        if self.gpu is not None:
-            _C.executor_set_device(executor, self.gpu)
-        if self.tier is not None:
-            _C.executor_set_tier(executor, self.tier.handle)
-        return executor
+        ends = [self._ends.get(_edge_of(edge)) for edge in edges_of(program)]
+        group, tier = self.group.group, None if self.tier is None else self.tier.handle
+        order = program, self.rank, group, cache, ends, self.group.is_thread
+        return _C.executor_create(*order, _DTYPE_CODES, fills, leave_place, self.gpu, tier)
 
     # -- use -------------------------------------------------------------------------------------------------------
 
@@ -252,7 +247,7 @@ class Pipeline(OfOneProcess):
         self.group.close()
 
 
-def _edge_of(found: _C.ProgramEdge) -> Edge:
+def _edge_of(found: ProgramEdge) -> Edge:
     return Edge(found.source_stage, found.destination_stage, found.channel)
 
 

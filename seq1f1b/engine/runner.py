@@ -284,7 +284,8 @@ class Runner:
             check_equal_rows(group, arguments.rows, arguments.trees, arguments.plan, order.digest)
             self._has_had_rows = self._has_had_rows or arguments.rows is not None
         samples = self.pipeline.tied.meet(lambda: self._samples(arguments))
-        self.pipeline.tied.check()
+        if self.pipeline.tied.has_lists:
+            self.pipeline.tied.check()
         if samples:
             look_at_batches(samples)
         # With one segment the loss itself may shift them.
@@ -309,7 +310,9 @@ class Runner:
             pipeline.tier.begin_step(order.num_cells, order.most_away)
         start = time.perf_counter()
         with inside_step(), on_device, ExitStack() as around:
-            step.surround(around)
+            step.around = around
+            if step.has_parts:
+                step.surround(around)
             _C.executor_step(
                 order.executor,
                 number,
@@ -378,7 +381,8 @@ class Runner:
         dtype, wide = self.setting.options.grad_dtype, dict[int, nn.Parameter]()
         for module in self._unreduced if dtype is not None else ():
             wide |= growing_wide(module)
-        apart = {id(p): p for p in self.pipeline.tied.parameters()}  # a stage may list one that it has not registered
+        tied = self.pipeline.tied  # a stage may list a parameter that it has not registered
+        apart = {id(p): p for p in tied.parameters()} if tied.has_lists else {}
         own = [p for module in self._bare for p in module.parameters()]
         if self.divides is not False:
             apart |= {id(p): p for p in own}

@@ -104,7 +104,8 @@ class Step:
         self._parts: dict[int, StageStep] = {}
         self._passes: dict[int, tuple[Pass, ...]] = {}  # by stage; position: the number of the pass in C
         self._fills: dict[int, Pass | None] = {}  # by stage, what runs a piece of W
-        self._around: ExitStack | None = None  # the units, once they have begun
+        self.around: ExitStack | None = None  # left after the last unit, once units have begun
+        self.has_parts = False  # whether a part surrounds units, once they are known
 
     def share_weights(self) -> None:
         """Tells all ranks by what micro-batches weigh, where targets say it: auxiliary losses weigh so. Collective."""
@@ -147,8 +148,9 @@ class Step:
             batch.read.read()
         for index, part in self._parts.items():
             self._connect(index, part, weighting)
-        if self._around is not None:
-            self.surround(self._around)
+        self.has_parts = any(part.parts for part in self._parts.values())
+        if self.around is not None:
+            self.surround(self.around)
         return batch.sizes
 
     def _connect(self, index: int, part: StageStep, weighting: Weighting) -> None:
@@ -181,7 +183,6 @@ class Step:
         Args:
             around: left after the last unit.
         """
-        self._around = around
         for part in self._parts.values():
             others = [m for other in self._parts.values() if other is not part for m in other.stage.modules]
             for piece in part.parts:

@@ -70,7 +70,7 @@ class TiedParameters:
         # Pairs that are bit-equal and not listed, once the ranks have met.
         self.equal: list[str] | None = [] if is_alone else None
         self._met_in = -1  # the group's epoch in which the ranks told each other what they hold
-        self._has_lists = False  # a module lists ties
+        self.has_lists = False  # a module lists ties
         self._copies: dict[str, list[_Copy]] = {}  # this rank's, distinct ones, by the names of their ties
         self._described: Described = {}  # the same for the others
         self._everyones: list[Described] = []  # of all ranks, as they were taken over
@@ -95,7 +95,7 @@ class TiedParameters:
                         homes.setdefault(id(held), []).append((place, root, f"{path}.{key}".lstrip(".")))
                 if _LIST in part.__dict__ or hasattr(type(part), _LIST) or _LIST in part._modules:
                     lists.append((place, root, part))
-        self._has_lists, self._problem = bool(lists), ""
+        self.has_lists, self._problem = bool(lists), ""
         before = {id(copy.parameter): copy for own in self._copies.values() for copy in own}
         found: dict[str, list[_Copy]] = {}
         try:
@@ -114,18 +114,14 @@ class TiedParameters:
         except ValueError as error:
             self._problem = str(error)
 
-    def _refresh(self) -> None:
-        """Looks whether modules that list ties hold or list other parameters now, or changed ones."""
-        if self._has_lists:
-            self._read()
-
     def parameters(self) -> list[nn.Parameter]:
         """This rank's copies."""
         return [copy.parameter for own in self._copies.values() for copy in own]
 
     def names(self) -> dict[int, str]:
         """Names that this rank's copies have in the whole model, by their ids."""
-        self._refresh()
+        if self.has_lists:
+            self._read()
         return {id(copy.parameter): name for name in sorted(self._copies, reverse=True) for copy in self._copies[name]}
 
     def counted_elsewhere(self) -> set[int]:
@@ -151,7 +147,8 @@ class TiedParameters:
             what all ranks told so; nothing where they have met before.
         """
         if self._met_in == self._group.epoch:
-            self._refresh()
+            if self.has_lists:  # whose modules may hold or list other parameters now, or changed ones
+                self._read()
             return []
         self._read()
         others = _unlisted(self._modules, {id(own) for own in self.parameters()}) if self.equal is None else []
