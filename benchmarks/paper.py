@@ -45,9 +45,9 @@ class AuthorsCode(ByParts):
         rotary = 4 * self.model.hidden / self.model.heads * self.hardware.element_bytes * self.layout.tensor
         return super()._saved_bytes(layer, inside) + 2 * self.model.hidden + rotary
 
-    def held(self, tokens: int) -> list[UnitBytes]:
+    def held(self, tokens: Any) -> list[UnitBytes]:
         """With the embedding's output: a device saves a part of it, which is a view of the whole."""
-        whole = int((1 - 1 / self.layout.tensor) * self.model.hidden * self.hardware.element_bytes * tokens)
+        whole = np.int64((1 - 1 / self.layout.tensor) * self.model.hidden * self.hardware.element_bytes * tokens)
         units = zip(self.stages, super().held(tokens), strict=True)
         return [unit._replace(saved=unit.saved + whole * kind.is_first) for kind, unit in units]
 
