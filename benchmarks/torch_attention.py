@@ -184,9 +184,8 @@ class InSegments:
         with torch.autocast("cpu", enabled=False):
             if unit is None or found is None:
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            offset, _, tokens = found
-            rows = _Rows(k, tokens) if unit.segment == 0 else self._rows.pop(unit.microbatch)
+            rows = _Rows(k, found[2]) if unit.segment == 0 else self._rows.pop(unit.microbatch)
             if not unit.is_last:
                 self._rows[unit.microbatch] = rows
             q = q.transpose(1, 2).contiguous().transpose(1, 2)  # without its k and v; out lies alike
-            return _TwoCallsInRows.apply(q, k, v, rows, offset)
+            return _TwoCallsInRows.apply(q, k, v, rows, found[0])

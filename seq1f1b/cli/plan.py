@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     if (options.seq is None) == (options.lengths is None):
         raise ValueError("plan needs --seq, --lengths (sequences that differ) or --prompt (responses that share one)")
     model, hardware, layout = read_workload(options)
-    with progress_bar(1.0, "the search") as show:
+    with progress_bar("the search") as show:
         found = search_plans(
             model,
             hardware,
@@ -79,8 +79,6 @@ def run(options: argparse.Namespace) -> int:
         print(f"plan 1 is in {options.output}: seq1f1b.PipelineEngine(stage, schedule={options.output!r}, ...) runs it")
     return 0
 
-
-# -- prompts with their responses, as trees and as rows ----------------------------------------------------------------
 
 _OF_SEQUENCES = ("seq", "lengths", "segments", "documents", "no_optimizer_sync", "verbose", "output")
 _MOST_ROWS = 20_000

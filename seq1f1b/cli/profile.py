@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         "offload": HOST if options.offload == "host" else options.offload,
     }
     print(f"seq1f1b: measuring, about {duration(decoder.expected_seconds(model, **settings))}", file=sys.stderr)
-    with progress_bar(1.0, "the work") as progress:
+    with progress_bar("the work") as progress:
         found: Profile = decoder.profile_decoder(model, **settings, progress=progress)
     found.save(options.output)
     print(found.to_text())

@@ -9,7 +9,6 @@ from typing import Any
 
 from seq1f1b import Schedule, Simulation
 from seq1f1b.cli import workload
-from seq1f1b.cli.terminal import progress_bar
 from seq1f1b.cli.values import add_options
 from seq1f1b.table import rounded, table_text
 
@@ -31,10 +30,7 @@ def run(options: argparse.Namespace) -> int:
     found = []
     for name in options.schedule:
         schedule = workload.make_schedule(name, options)
-        num_units = 2 * schedule.num_stages * schedule.num_microbatches * schedule.num_segments * max(options.steps, 1)
-        with progress_bar(num_units, f"{num_units:.3g} units") as progress:
-            how = {"steps": options.steps, "optimizer_sync": options.sync, "progress": progress}
-            simulation = workload.simulated(schedule, options, **how)
+        simulation = workload.simulated(schedule, options, steps=options.steps, optimizer_sync=options.sync)
         found.append((name, schedule, simulation))
     if options.json:
         print(json.dumps([simulation_json(*each) for each in found], indent=1))

@@ -22,20 +22,12 @@ def wrapped(text: str) -> str:
 
 
 @contextlib.contextmanager
-def progress_bar(total: float, what: str) -> Iterator[Callable[[float], None] | None]:
-    """Draws a bar over itself on stderr; call the result with the amount done out of ``total``. It is None where stderr
-    is no terminal."""
+def progress_bar(what: str) -> Iterator[Callable[[float], None] | None]:
+    """Gives a function that shows the share that is done, over itself on stderr; None where that is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return
-
-    def show(done: float) -> None:
-        share = done / total
-        filled = int(40 * share)
-        bar = "#" * filled + "." * (40 - filled)
-        print(f"\r[{bar}] {share:4.0%} of {what}\033[K", end="", file=sys.stderr, flush=True)
-
     try:
-        yield show
+        yield lambda share: print(f"\r{share:4.0%} of {what}\033[K", end="", file=sys.stderr, flush=True)
     finally:
         print("\r\033[K", end="", file=sys.stderr, flush=True)

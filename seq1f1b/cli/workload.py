@@ -25,8 +25,6 @@ MOST_UNITS = 10_000_000  # that a command holds at once, about 300 bytes each
 SEGMENTS = 4
 SECONDS = {"forward": 1.0, "backward": 2.0, "weight": None, "transfer": 0.0}  # defaults without a model
 
-# -- options -----------------------------------------------------------------------------------------------------------
-
 
 def add_order_options(command: argparse.ArgumentParser, *, microbatches: int = 8, segments: int = SEGMENTS) -> None:
     """The counts and costs of draw, simulate and compare.

@@ -348,9 +348,6 @@ def check_layout(layout: Layout, model: ModelShape, num_stages: int, seq_len: in
         raise ValueError(f"documents hold {sum(documents)} tokens, each must be at least 1 and all together {seq_len}")
 
 
-# -- measured ----------------------------------------------------------------------------------------------------------
-
-
 class ByProfile(ByParts):
     """The parts of a profile.
 

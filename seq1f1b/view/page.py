@@ -97,9 +97,6 @@ def _json(data: Any) -> str:
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
-# -- what is shown -----------------------------------------------------------------------------------------------------
-
-
 def live_changes(track: Sequence[tuple[Unit, float, float]]) -> Changes:
     """How the live units of a rank change, as activations.
 

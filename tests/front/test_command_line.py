@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import pty
 import re
 import subprocess
 import sys
@@ -40,48 +38,6 @@ def test_simulate_prints_the_known_figures(line, tmp_path, monkeypatch, capsys):
     Path("order.txt").write_text("F0.0 B0.0\nF0.0 B0.0\n")
     assert main(["simulate", *line.split()]) == 0
     assert [row.split() for row in capsys.readouterr().out.splitlines()[1:]] == SIMULATED[line]
-
-
-def test_orders_that_recompute_their_units(tmp_path, capsys):
-    """P 4, M 8, F 1, B 2: R of rank 0 runs while its gradient is on its way, and no rank holds more than one unit."""
-    assert main(["simulate", "1f1b", "--ranks", "4", "--microbatches", "8", "--recompute", "all"]) == 0
-    name, makespan, _, units, microbatches = capsys.readouterr().out.splitlines()[1].split()
-    assert (name, units, microbatches) == ("1f1b", "1", "1.00")
-    assert 8 * 4 + 3 * 3 <= float(makespan) < 8 * 4 + 3 * 4, "a backward of 3 s would take 8 * 4 + 3 * 4"
-    text = tmp_path / "order.txt"
-    text.write_text("F0.0 B0.0\nF0.0 B0.0\n")
-    assert main(["draw", str(text), "--recompute", "all", "--width", "60"]) == 0
-    assert "recomputation" in capsys.readouterr().out
-    line = ["simulate", "seq1f1b", "--model", "llama3-8b", "--hardware", "h200", "--seq", "16384", "--json"]
-    assert main([*line, "--recompute", "all"]) == 0
-    [recomputed] = json.loads(capsys.readouterr().out)
-    assert main(line) == 0
-    [kept] = json.loads(capsys.readouterr().out)
-    assert max(recomputed["peak"]) == 1
-    assert max(recomputed["memory"]["activations"]) < max(kept["memory"]["activations"]) / 4
-    assert recomputed["memory"]["kv"] == kept["memory"]["kv"]
-
-
-def test_orders_that_move_their_units(tmp_path, capsys):
-    """A tier that is quick enough costs nothing; a slow one is waited for."""
-    makespans = []
-    for more in ([], ["--tier", "0.5"], ["--tier", "6"]):
-        assert main(["simulate", "gpipe", "--ranks", "2", "--microbatches", "8", "--segments", "1", *more]) == 0
-        name, makespan, _, units, _ = capsys.readouterr().out.splitlines()[1].split()
-        assert (name, units) == ("gpipe", "3" if more else "8")
-        makespans.append(float(makespan))
-    assert makespans[0] == makespans[1] == 3 * 8 + 3 < makespans[2]
-    text = tmp_path / "order.txt"
-    text.write_text("F0.0 O0.0 F1.0 A0.0 F2.0 L0.0 B2.0 B1.0 B0.0\n")
-    assert main(["simulate", str(text), "--tier", "4"]) == 0
-    assert float(capsys.readouterr().out.splitlines()[-1].split()[1]) == 3 * 3 + 3, (
-        "A waits 3 s, the way back is hidden"
-    )
-    assert main(["draw", str(text), "--width", "60"]) == 0
-    drawn = " ".join(capsys.readouterr().out.split())
-    assert "backward of micro-batch 0; not drawn, as no time of a rank: move out, wait until away, load;" in drawn
-    assert main(["simulate", "gpipe", "--tier", "-1"]) == 2
-    assert "the time of the tier is -1, must be finite and at least 0" in capsys.readouterr().err
 
 
 def test_draw_text_png_and_trace(tmp_path, capsys):
@@ -146,38 +102,6 @@ def test_simulate_with_the_costs_of_a_model(capsys):
     assert [line.split()[1] for line in table[1:]] == makespans  # what the rates of a machine are good for
 
 
-def test_simulate_jitters_by_the_seed(capsys):
-    line = ["simulate", "1f1b", "--steps", "3", "--sync", "--optimizer", "2", "--jitter"]
-    outputs = []
-    for jitter, seed in (("0", "0"), ("0.2", "7"), ("0.2", "7"), ("0.2", "8")):
-        assert main([*line, jitter, "--seed", seed]) == 0
-        outputs.append(capsys.readouterr().out)
-    messages = ["simulate", "1f1b", "--transfer", "1"]
-    assert main([*messages, "--transfer-jitter", "0.5"]) == main(messages) == 0
-    jittered, plain = capsys.readouterr().out.split("schedule")[1:]
-    assert jittered != plain and plain.split()[-4] != jittered.split()[-4]
-    assert outputs[0].splitlines()[1].split()[1:3] == ["33.000", "35.000"]  # the optimizer after all ranks
-    assert outputs[1] == outputs[2] and len(set(outputs)) == 3
-
-
-def test_a_progress_bar_on_a_terminal(tmp_path):
-    """Drawn over itself on stderr, and gone at the end; stdout has the table alone."""
-    line = [sys.executable, "-m", "seq1f1b", "simulate", "seq1f1b", "--ranks", "64", "--microbatches", "600"]
-    master, slave = pty.openpty()
-    line += ["--segments", "16", "--steps", "10"]
-    done = subprocess.run(line, stdout=subprocess.PIPE, stderr=slave, text=True, check=True)
-    os.close(slave)
-    shown = b""
-    with contextlib.suppress(OSError):  # the end of a terminal
-        while part := os.read(master, 65536):
-            shown += part
-    os.close(master)
-    percents = [int(part) for part in re.findall(rb"\] +(\d+)% of 1.23e\+07 units", shown)]
-    assert len(percents) > 5 and percents == sorted(percents) and percents[-1] > 50
-    assert shown.endswith(b"\r\x1b[K")
-    assert len(done.stdout.splitlines()) == 2
-
-
 def test_bytes_of_five_digits_are_in_gib(capsys):
     arguments = ["compare", "1f1b", "seq1f1b", "--seq", "2048", "--token-bytes", "4MiB", "--message-bytes", "1024"]
     assert main(arguments) == 0
@@ -203,34 +127,9 @@ def test_compare_prints_a_table(capsys):
     )
 
 
-def test_a_model_s_tables_fit_into_80_columns_and_say_what_is_too_large(capsys):
-    work = ["--model", "llama3-8b", "--seq", "32768", "--ranks", "4"]
-    assert main(["compare", *work]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80 and any(re.fullmatch("21 of 21 hold more than .* of h100", x) for x in lines)
-    assert main(["simulate", "1f1b", "seq1f1b", *work, "--segments", "16", "--hardware", "h200"]) == 0
-    assert capsys.readouterr().out.endswith("\nmore than the 131.3 GiB of h200: 1f1b\n")
-
-
 def test_without_a_command_the_help_is_shown(capsys):
     assert main([]) == 2
     assert "why the last step" in capsys.readouterr().err
-
-
-def test_the_version(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["--version"])
-    assert end.value.code == 0 and capsys.readouterr().out == f"seq1f1b {seq1f1b.__version__}\n"
-
-
-def test_text_is_as_wide_as_columns_says(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    assert main(["draw", "seq1f1b", "--microbatches", "8", "--segments", "4"]) == 0
-    ranks = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rank")]
-    assert len(ranks) == 4 and 50 < max(map(len, ranks)) <= 60
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(["draw", "1f1b", "seq1f1b"]) == 0  # the first example of --help
-    assert "units are shorter" not in capsys.readouterr().out, "units have no room for their names"
 
 
 PAGES = {

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
 from seq1f1b import ScheduleError
-from seq1f1b.files import json_fields, load, read, write_whole
+from seq1f1b.files import json_fields, read, write_whole
 
 
 def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,49 +71,3 @@ def test_a_file_says_which_format_it_has() -> None:
     for text in ("[]", "{}", json.dumps({"format": "seq1f1b profile 1"})):
         with pytest.raises(ValueError, match=r'"format" is .seq1f1b plan 1.; seq1f1b plan writes one'):
             json_fields(text, "plan", "seq1f1b plan 1")
-
-
-class Point(NamedTuple):
-    x: int
-    y: float = 0.0
-
-
-@dataclass(frozen=True)
-class Shape:
-    name: str
-    points: tuple[Point, ...]
-    center: Point | None = None
-    sizes: tuple[int, ...] | None = None
-    closed: bool = False
-    notes: Mapping[str, Any] = field(default_factory=dict)
-
-
-def test_a_class_is_read_by_the_types_of_its_fields() -> None:
-    assert load(Shape, {"name": "dot", "points": []}, "shape") == Shape("dot", ())
-    data = {"name": "line", "points": [{"x": 1}, [2, 3]], "center": [1, 0.5], "sizes": [4], "notes": {"of": [None]}}
-    found = load(Shape, data, "shape")
-    assert found == Shape("line", (Point(1), Point(2, 3.0)), Point(1, 0.5), (4,), False, {"of": [None]})
-    assert type(found.points[1].y) is float and type(found.center) is Point
-    assert load(Shape, {**data, "center": None, "sizes": None}, "shape").center is None
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"nam": 1}, r"unknown fields \['nam'\], missing fields \[\]; did you mean 'name'\?$"),
-        ({"name": 1}, "name is 1, must be a text$"),
-        ({"points": {}}, "points is {}, must be a list$"),
-        ({"points": [3]}, r"points\[0\] is 3, must be an object$"),
-        ({"points": [[1]]}, r"points\[0\] is \[1\], must be \['x', 'y'\]$"),
-        ({"points": [{"y": 1}]}, r"points\[0\]: unknown fields \[\], missing fields \['x'\]$"),
-        ({"points": [[1, -1]]}, r"points\[0\]: y is -1, must be a finite number of at least 0$"),
-        ({"center": [True, 1]}, "center: x is True, must be a whole number of at least 0$"),
-        ({"center": [1, float("nan")]}, "center: y is nan, must be a finite number"),
-        ({"sizes": ["a"]}, r"sizes\[0\] is 'a', must be a whole number"),
-        ({"closed": 1}, "closed is 1, must be true or false$"),
-        ({"notes": []}, r"notes is \[\], must be an object$"),
-    ],
-)
-def test_what_is_wrong_in_a_class_is_named(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^shape: {message}"):
-        load(Shape, {"name": "dot", "points": [], **change}, "shape", least=0)

@@ -102,14 +102,6 @@ def test_a_kernel_that_is_slow_somewhere_is_not_the_faster_one(
     assert gpu.timed_row([case("doctor", "device", architecture="sm_90"), *shapes]) == row
 
 
-def test_rates_are_means_over_shapes() -> None:
-    shapes = [
-        shape("32/8 heads of 128, 4096 tokens of 4096", 100, 50),
-        shape("8/8 heads of 128, 1 tokens of 2", 400, 50),
-    ]
-    assert gpu.attention_table(shapes)[1] == ("forward, heads of 128", "2 shapes", "torch's flash op 50, own 200")
-
-
 def arm(name: str, ms: float) -> dict[str, Any]:
     return case("training", name, **{"ms": ms, "busy ms": ms - 1, "launches": 7, "peak growth MB": 1500})
 
