@@ -235,11 +235,11 @@ static const char *broken_rule(const s1f_request *request)
     }
     if (family->takes_equal_rows && has_unequal_rows(request))
         return "the same k for all micro-batches";
+    if (!family->takes_more_stages && request->stages_per_rank != family->stages_per_rank)
+        return family->stages_per_rank == 1 ? "v = 1" : "v = 2";
     const char *rule = family->broken_rule != NULL ? family->broken_rule(request) : NULL;
     if (rule != NULL)
         return rule;
-    if (!family->takes_more_stages && request->stages_per_rank != family->stages_per_rank)
-        return family->stages_per_rank == 1 ? "v = 1" : "v = 2";
     if (family->least_units != NULL && request->num_cells < family->least_units(request))
         return s1f_rule_of_units(request);
     int has_low_cap =
