@@ -6,7 +6,6 @@
 #include "../core/walk.h"
 
 #include <math.h>
-#include <stdlib.h>
 
 /* One directed edge. Messages are numbered over all steps. A place holds one message at a time, so message n +
  * num_places is posted after n has been sent: the times of posts lie in a ring. */
@@ -445,7 +444,7 @@ static int create_links(simulator *s)
         for (int64_t i = 0; i < num_arrivals; i++)
             l->arrived[i] = NOT_COME;
     }
-    return 1;
+    return !s->pool.is_short;
 }
 
 static int create_arrays(simulator *s)
@@ -467,6 +466,8 @@ static int create_arrays(simulator *s)
         rank_state *r = &s->ranks[rank];
         r->units = s->program->ranks[rank].units;
         r->num_units = s->program->ranks[rank].num_units;
+        if (s->costs->fills)
+            r->num_weights = s1f_find_late_weights(shape, r->units, r->num_units, &s->pool, &r->weights);
         r->first_incoming = -1;
         r->random = s->costs->seed + (uint64_t)rank * 0xd1342543de82ef95u;
         r->seconds = seconds;
@@ -497,15 +498,10 @@ s1f_status s1f_program_simulate(const s1f_program *program, const s1f_costs *cos
         status = s1f_walk_create(program->edges, &program->shape, &s.walk);
     if (status == S1F_OK && !create_arrays(&s))
         status = s1f_fail(S1F_ERR_MEMORY, "no memory to simulate %d ranks", num_ranks);
-    for (int32_t rank = 0; costs->fills && rank < num_ranks && status == S1F_OK; rank++)
-        status = s1f_find_late_weights(&program->shape, s.ranks[rank].units, s.ranks[rank].num_units,
-                                       &s.ranks[rank].weights, &s.ranks[rank].num_weights);
     if (status == S1F_OK && (status = fill_seconds(&s)) == S1F_OK && (status = run_all(&s)) == S1F_OK) {
         *out = s.simulation;
         s.simulation = NULL;
     }
-    for (int32_t rank = 0; s.ranks != NULL && rank < num_ranks; rank++)
-        free(s.ranks[rank].weights);
     s1f_pool_free(&s.pool);
     s1f_walk_free(&s.walk);
     s1f_simulation_free(s.simulation);
